@@ -1,0 +1,1 @@
+//! The interface between the rooms: disks, queues, operations, files, errors.

@@ -1,0 +1,1 @@
+//! Disks, exports and the reactors' threads: what ringdisk serves.

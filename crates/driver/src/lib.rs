@@ -1,0 +1,1 @@
+//! The guest side: a virtio-blk driver over vhost-user, itself a Disk.

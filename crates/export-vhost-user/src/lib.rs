@@ -1,0 +1,1 @@
+//! The vhost-user front end: wire session and queue loop over a Disk.

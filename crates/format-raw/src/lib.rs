@@ -1,0 +1,1 @@
+//! Raw images: where a guest range lies is where it is.

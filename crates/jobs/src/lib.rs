@@ -1,0 +1,1 @@
+//! Long work on images with progress and cancel, and the load generator.

@@ -1,0 +1,1 @@
+//! Virtqueues (device and driver half) and virtio-blk layouts.
