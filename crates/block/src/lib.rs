@@ -1,1 +1,35 @@
-//! The interface between the rooms: disks, queues, operations, files, errors.
+//! **The** interface between the rooms. Everything above and below meets here:
+//!
+//! * [`Disk`] and [`DiskQueue`]: what front ends (vhost-user, NBD, the driver's tests) see of a disk.
+//! * [`Op`] and [`Completion`]: one request and its end. Operations own their buffers.
+//! * [`File`] and [`FileQueue`]: what images see of an open file; engines and the simulator implement them. Pushing an
+//!   operation never waits: the reactor submits once a turn and routes the completion through its [`Done`].
+//! * [`MetaIo`]: how formats read and write their tables: the same queue, awaited.
+//! * [`Mapped`] and [`Extent`]: a format's answer to *where*.
+//! * [`Executor`], [`ReactorCtx`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on.
+//! * [`Epochs`]: when a freed host cluster may be used again.
+//! * [`Error`] (for a person) and [`IoError`] (for a guest).
+
+#![forbid(unsafe_code)]
+
+mod disk;
+mod epoch;
+mod error;
+mod executor;
+mod extent;
+mod file;
+mod meta;
+mod op;
+mod range_lock;
+mod wait;
+
+pub use disk::{Disk, DiskInfo, DiskQueue, Topology};
+pub use epoch::{Epochs, Participant, Ticket};
+pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};
+pub use executor::{Executor, ReactorCtx, Task, block_on};
+pub use extent::{CompressedExtent, Extent, Mapped};
+pub use file::{Done, File, FileInfo, FileIo, FileOp, FileQueue, PastEnd, Sink, Waiter};
+pub use meta::MetaIo;
+pub use op::{Completion, Op, SECTOR_BYTES, Tag};
+pub use range_lock::{RangeGuard, RangeLocks};
+pub use wait::{Wait, WaitList};

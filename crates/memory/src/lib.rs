@@ -1,1 +1,19 @@
-//! Guest memory, I/O buffers and the SIGBUS guard: the bottom of the path.
+//! The bottom of the path: memory that the kernel reads and writes for us.
+//!
+//! * [`IoBuf`] and [`Window`]: scattered memory an operation owns (or pins) while the kernel may touch it.
+//! * [`AlignedBuf`]: owned, aligned memory for metadata and bounce buffers.
+//! * [`GuestMemory`]: a guest's address space, mapped from the file descriptors that its monitor sent.
+//! * [`fault`]: what happens when such a file shrinks under us.
+//!
+//! Nearly all `unsafe` of the project is here and in `engine`: the types are built so that code above them needs none.
+
+mod aligned;
+mod buffer;
+pub mod fault;
+mod guest;
+mod mapping;
+
+pub use aligned::{AlignedBuf, PAGE_BYTES};
+pub use buffer::{IoBuf, Segment, Window};
+pub use guest::{GuestMemory, GuestRegion, MemoryError, RegionSpec};
+pub use mapping::Mapping;

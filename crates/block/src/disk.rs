@@ -1,0 +1,75 @@
+//! A disk: its control plane ([`Disk`], shared) and its data plane ([`DiskQueue`], one thread each).
+
+use crate::{Completion, Op, ReactorCtx, Result, Tag};
+use std::rc::Rc;
+
+/// Sizes a guest may want to align to, all in bytes; zero where unknown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Topology {
+    /// Physical block: writes smaller than it are slow, never wrong.
+    pub physical_block_bytes: u32,
+    /// Smallest I/O that is efficient.
+    pub minimum_io_bytes: u32,
+    /// Best I/O size.
+    pub optimal_io_bytes: u32,
+}
+
+/// What a disk is. May change while it is served only in `size_bytes` and `volatile_cache`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskInfo {
+    /// Capacity, a multiple of 512.
+    pub size_bytes: u64,
+    /// The smallest unit a guest may address (a power of two, at least 512).
+    pub logical_block_bytes: u32,
+    /// What to align to.
+    pub topology: Topology,
+    /// Writes fail with [`crate::IoErrorKind::ReadOnly`].
+    pub read_only: bool,
+    /// Whether completed writes can be lost without a flush: false for write-through disks, on which every completed
+    /// write is durable.
+    pub volatile_cache: bool,
+    /// Whether discard does something.
+    pub discard: bool,
+    /// Best alignment and granularity of discard in bytes; zero where discard does nothing.
+    pub discard_granularity_bytes: u32,
+    /// Whether write-zeroes is served (it always is where writes are; false for read-only disks).
+    pub write_zeroes: bool,
+    /// What `GET_ID` answers, at most 20 bytes, empty where there is none.
+    pub serial: String,
+}
+
+/// The control plane of a disk.
+///
+/// Contract: a disk serves any number of queues on any threads at once; a flush on one covers writes completed on all.
+/// Nothing that a guest submits may panic. Overlapping requests in flight at once may be carried out in any order, but a
+/// sector is never torn.
+pub trait Disk: Send + Sync {
+    /// What it is, now.
+    fn info(&self) -> DiskInfo;
+
+    /// Opens a queue; called on the thread of the reactor that `ctx` belongs to, and used only there.
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>>;
+
+    /// Changes whether completed writes may stay volatile (`false` makes every later write durable before it completes).
+    /// Disks that cannot switch ignore it; the next [`Disk::info`] tells.
+    fn set_volatile_cache(&self, volatile: bool) {
+        let _ = volatile;
+    }
+}
+
+/// The data plane of a disk on one thread.
+///
+/// Dropping a queue with requests in flight is allowed: what was pushed to the storage still happens, memory stays
+/// alive until it has, and no completion is delivered.
+pub trait DiskQueue {
+    /// Takes one request. Only pushes: nothing waits, nothing reaches the kernel before the reactor's next submit (an
+    /// engine that serves resident data may complete at once). The completion comes through [`DiskQueue::harvest`],
+    /// also for requests that are refused.
+    fn submit(&mut self, tag: Tag, op: Op);
+
+    /// Appends what has completed since the last call to `done` and returns how many that were.
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize;
+
+    /// Requests submitted and not yet harvested.
+    fn in_flight(&self) -> usize;
+}

@@ -1,0 +1,142 @@
+//! When a freed host cluster may be used again: only after every operation that was resolved before the free has
+//! completed, on every queue. Otherwise a write in flight lands in a stranger's data.
+//!
+//! Each queue is a [`Participant`] and publishes the epoch of its oldest operation in flight. Retiring a cluster moves
+//! the image's epoch on and notes the old one; the cluster is safe once no queue publishes that epoch or an older one.
+//! An operation begun while others are in flight costs two loads; only the step from idle to busy costs a fence.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+const IDLE: u64 = u64::MAX;
+
+#[derive(Debug)]
+struct Published {
+    /// The oldest epoch with an operation in flight, or [`IDLE`].
+    oldest: AtomicU64,
+}
+
+/// The epochs of one image.
+#[derive(Debug, Default)]
+pub struct Epochs {
+    now: AtomicU64,
+    participants: Mutex<Vec<Weak<Published>>>,
+}
+
+impl Epochs {
+    /// Adds a queue.
+    pub fn join(&self) -> Participant {
+        let published = Arc::new(Published { oldest: AtomicU64::new(IDLE) });
+        let mut participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);
+        participants.retain(|other| other.strong_count() > 0);
+        participants.push(Arc::downgrade(&published));
+        Participant { published, in_flight: VecDeque::new() }
+    }
+
+    /// Call after unpublishing a mapping: what it pointed to may be reused once [`Epochs::is_over`] of the returned
+    /// epoch.
+    pub fn retire(&self) -> u64 {
+        self.now.fetch_add(1, Ordering::SeqCst)
+    }
+
+    /// Whether no operation resolved in `epoch` or before is still in flight.
+    pub fn is_over(&self, epoch: u64) -> bool {
+        let participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);
+        participants.iter().filter_map(Weak::upgrade).all(|other| other.oldest.load(Ordering::SeqCst) > epoch)
+    }
+}
+
+/// Given to an operation when it begins, given back when it ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ticket(u64);
+
+/// One queue's part. If it is dropped with operations in flight, those count as ended, so a queue that goes away before
+/// its operations leaves its part with their [`crate::Sink::keep`].
+#[derive(Debug)]
+pub struct Participant {
+    published: Arc<Published>,
+    /// Epochs with operations in flight, oldest first, and how many each has.
+    in_flight: VecDeque<(u64, usize)>,
+}
+
+impl Participant {
+    /// An operation begins: call before looking anything up for it.
+    pub fn begin(&mut self, epochs: &Epochs) -> Ticket {
+        let now = epochs.now.load(Ordering::Acquire);
+        match self.in_flight.back_mut() {
+            Some((epoch, count)) if *epoch == now => *count += 1,
+            Some(_) => self.in_flight.push_back((now, 1)),
+            None => {
+                // Sequentially consistent with `retire` and `is_over`: either the retirer sees this queue as busy, or
+                // this queue sees the mapping as it is after the free. Publishing an epoch that is already over only
+                // delays reuse.
+                self.published.oldest.store(now, Ordering::SeqCst);
+                std::sync::atomic::fence(Ordering::SeqCst);
+                self.in_flight.push_back((now, 1));
+            }
+        }
+        Ticket(now)
+    }
+
+    /// The operation ended: nothing of it is in flight any more.
+    pub fn end(&mut self, ticket: Ticket) {
+        if let Some((_, count)) = self.in_flight.iter_mut().find(|(epoch, _)| *epoch == ticket.0) {
+            *count = count.saturating_sub(1);
+        }
+        let mut moved = false;
+        while self.in_flight.front().is_some_and(|(_, count)| *count == 0) {
+            self.in_flight.pop_front();
+            moved = true;
+        }
+        if moved {
+            let oldest = self.in_flight.front().map_or(IDLE, |(epoch, _)| *epoch);
+            self.published.oldest.store(oldest, Ordering::Release);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_retired_epoch_is_over_only_when_every_older_operation_has_ended() {
+        let epochs = Epochs::default();
+        let (mut one, mut two) = (epochs.join(), epochs.join());
+        let old = one.begin(&epochs);
+        let newer_same_epoch = two.begin(&epochs);
+        let retired = epochs.retire();
+        let after = one.begin(&epochs);
+        assert!(!epochs.is_over(retired));
+        one.end(old);
+        assert!(!epochs.is_over(retired));
+        two.end(newer_same_epoch);
+        assert!(epochs.is_over(retired), "an operation begun after the free does not hold it back");
+        one.end(after);
+    }
+
+    #[test]
+    fn operations_may_end_in_any_order() {
+        let epochs = Epochs::default();
+        let mut queue = epochs.join();
+        let first = queue.begin(&epochs);
+        let retired = epochs.retire();
+        let second = queue.begin(&epochs);
+        let retired_later = epochs.retire();
+        queue.end(second);
+        assert!(!epochs.is_over(retired));
+        queue.end(first);
+        assert!(epochs.is_over(retired) && epochs.is_over(retired_later));
+    }
+
+    #[test]
+    fn a_queue_that_is_gone_holds_nothing_back() {
+        let epochs = Epochs::default();
+        let mut queue = epochs.join();
+        queue.begin(&epochs);
+        let retired = epochs.retire();
+        drop(queue);
+        assert!(epochs.is_over(retired));
+    }
+}

@@ -1,0 +1,181 @@
+//! Two kinds of error: [`Error`] speaks to a person, [`IoError`] travels with a request and costs nothing.
+
+use std::fmt;
+use std::io;
+
+/// What kind of thing went wrong, so that callers can choose an exit code or a reaction without reading prose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// An option or argument is unknown or impossible.
+    BadOption,
+    /// The image is damaged, or says things that cannot be true.
+    BadImage,
+    /// Valid, but not served (a feature, an encryption method, a call the kernel lacks).
+    Unsupported,
+    /// A policy forbids it (a backing file outside the allowed places).
+    Denied,
+    /// Somebody else uses the file.
+    Locked,
+    /// The host's storage or kernel failed.
+    Io,
+    /// A peer broke the protocol.
+    Protocol,
+}
+
+/// An error with a message a person can act on: what failed, on which file, key or offset, and what to do.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+/// Result with [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// An error of `kind`; the message names the file, key or offset.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), source: None }
+    }
+
+    /// As [`Error::new`], keeping what caused it.
+    pub fn with_source(
+        kind: ErrorKind,
+        message: impl Into<String>,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        Self { kind, message: message.into(), source: Some(source.into()) }
+    }
+
+    /// A failed system call: `what` names the action and the file ("cannot open '/x/y.raw'").
+    pub fn io(what: impl Into<String>, source: io::Error) -> Self {
+        Self::with_source(ErrorKind::Io, what, source)
+    }
+
+    /// The kind.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// The same error with `context` before its message ("drive 2: ...").
+    #[must_use]
+    pub fn in_context(mut self, context: impl fmt::Display) -> Self {
+        self.message = format!("{context}: {}", self.message);
+        self
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        match &self.source {
+            Some(source) => write!(f, ": {source}"),
+            None => Ok(()),
+        }
+    }
+}
+
+// `source()` stays `None`: Display already tells the whole chain, and reporters would print it twice.
+impl std::error::Error for Error {}
+
+/// What kind of end a failed request has; a front end turns it into its protocol's status.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum IoErrorKind {
+    /// The storage failed (EIO and everything without a kind of its own).
+    Io,
+    /// No space, quota or file-size limit left.
+    NoSpace,
+    /// This disk, file or engine cannot do the operation.
+    Unsupported,
+    /// Outside the disk, or not a multiple of its block.
+    OutOfRange,
+    /// A write to something read-only.
+    ReadOnly,
+    /// The image's metadata are wrong; the request was not carried out.
+    Corrupt,
+}
+
+/// The error of one request: small, copied freely, allocates nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IoError {
+    kind: IoErrorKind,
+    errno: i32,
+}
+
+/// Result of a request.
+pub type IoResult<T = ()> = std::result::Result<T, IoError>;
+
+const ENOSPC: i32 = 28;
+const EFBIG: i32 = 27;
+const EDQUOT: i32 = 122;
+const EOPNOTSUPP: i32 = 95;
+const ENOSYS: i32 = 38;
+const EROFS: i32 = 30;
+const EIO: i32 = 5;
+
+impl IoError {
+    /// An I/O error without more to say.
+    pub const EIO: Self = Self { kind: IoErrorKind::Io, errno: EIO };
+
+    /// An error of `kind`, without a system call behind it.
+    #[must_use]
+    pub const fn new(kind: IoErrorKind) -> Self {
+        let errno = match kind {
+            IoErrorKind::NoSpace => ENOSPC,
+            IoErrorKind::Unsupported => EOPNOTSUPP,
+            IoErrorKind::ReadOnly => EROFS,
+            IoErrorKind::Io | IoErrorKind::OutOfRange | IoErrorKind::Corrupt => EIO,
+        };
+        Self { kind, errno }
+    }
+
+    /// From a positive Linux error number.
+    #[must_use]
+    pub const fn from_errno(errno: i32) -> Self {
+        let kind = match errno {
+            ENOSPC | EFBIG | EDQUOT => IoErrorKind::NoSpace,
+            EOPNOTSUPP | ENOSYS => IoErrorKind::Unsupported,
+            EROFS => IoErrorKind::ReadOnly,
+            _ => IoErrorKind::Io,
+        };
+        Self { kind, errno }
+    }
+
+    /// The kind.
+    #[must_use]
+    pub const fn kind(self) -> IoErrorKind {
+        self.kind
+    }
+
+    /// The Linux error number that describes it best.
+    #[must_use]
+    pub const fn errno(self) -> i32 {
+        self.errno
+    }
+}
+
+impl fmt::Display for IoError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.kind {
+            IoErrorKind::OutOfRange => f.write_str("the range lies outside the disk or off its block size"),
+            IoErrorKind::ReadOnly => f.write_str("the disk is read-only"),
+            IoErrorKind::Corrupt => f.write_str("the image's metadata are damaged"),
+            IoErrorKind::Unsupported => f.write_str("the operation is not supported here"),
+            IoErrorKind::Io | IoErrorKind::NoSpace => {
+                write!(f, "{}", io::Error::from_raw_os_error(self.errno))
+            }
+        }
+    }
+}
+
+impl std::error::Error for IoError {}
+
+impl From<io::Error> for IoError {
+    fn from(error: io::Error) -> Self {
+        Self::from_errno(error.raw_os_error().unwrap_or(EIO))
+    }
+}

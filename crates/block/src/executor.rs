@@ -1,0 +1,230 @@
+//! The reactor's own executor for slow work: metadata misses, copy-on-write, allocation, compression.
+//!
+//! Tasks stay on their thread; wakers may be used from any. Dropping the executor drops its tasks: the engine keeps
+//! whatever memory the kernel may still write.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::ThreadId;
+
+/// A task of the slow path.
+pub type Task = Pin<Box<dyn Future<Output = ()>>>;
+
+/// What a disk or file may ask of the reactor on whose thread it lives.
+pub trait ReactorCtx {
+    /// Runs `task` to its end on this thread, beginning with the reactor's next turn.
+    fn spawn(&self, task: Task);
+
+    /// The concrete reactor: an engine's files look for their own (and refuse a stranger's).
+    fn as_any(&self) -> &dyn Any;
+}
+
+struct Shared {
+    ready: Mutex<VecDeque<usize>>,
+    home: ThreadId,
+    /// Called when a task becomes ready from another thread: gets a sleeping reactor out of its wait.
+    notify: Box<dyn Fn() + Send + Sync>,
+}
+
+struct TaskWaker {
+    index: usize,
+    queued: AtomicBool,
+    shared: Arc<Shared>,
+}
+
+impl Wake for TaskWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if self.queued.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        self.shared.ready.lock().unwrap_or_else(PoisonError::into_inner).push_back(self.index);
+        if std::thread::current().id() != self.shared.home {
+            (self.shared.notify)();
+        }
+    }
+}
+
+struct Slot {
+    task: Option<Task>,
+    waker: Arc<TaskWaker>,
+}
+
+/// Runs tasks on one thread.
+pub struct Executor {
+    slots: RefCell<Vec<Slot>>,
+    free: RefCell<Vec<usize>>,
+    live: Cell<usize>,
+    shared: Arc<Shared>,
+}
+
+impl Executor {
+    /// An executor for the calling thread. `notify` is called from other threads when they made a task ready.
+    #[must_use]
+    pub fn new(notify: Box<dyn Fn() + Send + Sync>) -> Self {
+        let shared = Shared { ready: Mutex::default(), home: std::thread::current().id(), notify };
+        Self { slots: RefCell::default(), free: RefCell::default(), live: Cell::new(0), shared: Arc::new(shared) }
+    }
+
+    /// Adds a task; it is polled by the next [`Executor::run_ready`].
+    pub fn spawn(&self, task: Task) {
+        let mut slots = self.slots.borrow_mut();
+        let index = match self.free.borrow_mut().pop() {
+            Some(index) => {
+                slots[index].task = Some(task);
+                index
+            }
+            None => {
+                let index = slots.len();
+                let waker = TaskWaker { index, queued: AtomicBool::new(false), shared: Arc::clone(&self.shared) };
+                slots.push(Slot { task: Some(task), waker: Arc::new(waker) });
+                index
+            }
+        };
+        self.live.set(self.live.get() + 1);
+        let waker = Arc::clone(&slots[index].waker);
+        drop(slots);
+        waker.wake();
+    }
+
+    /// Tasks that have not ended.
+    #[must_use]
+    pub fn live(&self) -> usize {
+        self.live.get()
+    }
+
+    /// Whether some task is ready.
+    #[must_use]
+    pub fn has_ready(&self) -> bool {
+        !self.shared.ready.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
+    /// Polls tasks until none is ready; returns how many polls that took. Tasks made ready meanwhile run too, at most
+    /// `limit` polls in all, so that a task that wakes itself cannot starve the rings.
+    pub fn run_ready(&self, limit: usize) -> usize {
+        let mut polls = 0;
+        while polls < limit {
+            let next = self.shared.ready.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+            let Some(index) = next else { break };
+            self.poll_task(index);
+            polls += 1;
+        }
+        polls
+    }
+
+    fn poll_task(&self, index: usize) {
+        // Out of the slot while it runs: the task may spawn others.
+        let mut slots = self.slots.borrow_mut();
+        let slot = &mut slots[index];
+        slot.waker.queued.store(false, Ordering::Release);
+        // A stale waker of a task that ended finds the slot empty, or wakes its successor once for nothing.
+        let Some(mut task) = slot.task.take() else {
+            return;
+        };
+        let waker = Waker::from(Arc::clone(&slot.waker));
+        drop(slots);
+        match task.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Pending => self.slots.borrow_mut()[index].task = Some(task),
+            Poll::Ready(()) => {
+                drop(task);
+                self.live.set(self.live.get() - 1);
+                self.free.borrow_mut().push(index);
+            }
+        }
+    }
+}
+
+struct ThreadWaker(std::thread::Thread);
+
+impl Wake for ThreadWaker {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// Runs one future to its end on the calling thread, parking it between polls: for opening images and for tools, with
+/// queues from [`crate::File::open_blocking`].
+pub fn block_on<T>(future: impl Future<Output = T>) -> T {
+    let mut future = pin!(future);
+    let waker = Waker::from(Arc::new(ThreadWaker(std::thread::current())));
+    let mut context = Context::from_waker(&waker);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(value) => return value,
+            Poll::Pending => std::thread::park(),
+        }
+    }
+}
+
+impl ReactorCtx for Executor {
+    fn spawn(&self, task: Task) {
+        Executor::spawn(self, task);
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl<T: ReactorCtx + ?Sized> ReactorCtx for Rc<T> {
+    fn spawn(&self, task: Task) {
+        (**self).spawn(task);
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        (**self).as_any()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::WaitList;
+
+    #[test]
+    fn a_task_woken_from_another_thread_notifies_and_runs() {
+        let notified = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&notified);
+        let executor = Executor::new(Box::new(move || flag.store(true, Ordering::SeqCst)));
+        let list = Arc::new(WaitList::default());
+        let open = Arc::new(AtomicBool::new(false));
+        let done = Rc::new(Cell::new(false));
+        let (their_list, their_open, their_done) = (Arc::clone(&list), Arc::clone(&open), Rc::clone(&done));
+        executor.spawn(Box::pin(async move {
+            their_list.until(|| their_open.load(Ordering::SeqCst).then_some(())).await;
+            their_done.set(true);
+        }));
+        executor.run_ready(100);
+        assert!(!done.get());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                open.store(true, Ordering::SeqCst);
+                list.wake_all();
+            });
+        });
+        assert!(notified.load(Ordering::SeqCst));
+        executor.run_ready(100);
+        assert!(done.get());
+        assert_eq!(executor.live(), 0);
+    }
+
+    #[test]
+    fn a_task_that_wakes_itself_is_bounded_by_the_limit() {
+        let executor = Executor::new(Box::new(|| {}));
+        executor.spawn(Box::pin(std::future::poll_fn(|context| {
+            context.waker().wake_by_ref();
+            Poll::Pending
+        })));
+        assert_eq!(executor.run_ready(10), 10);
+    }
+}

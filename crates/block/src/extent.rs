@@ -1,0 +1,40 @@
+//! A format's answer to *where a guest range lies*.
+
+/// Where a run of guest bytes lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extent {
+    /// As they are, from `offset` on in the layer's file number `file` (0: the image file itself or, for qcow2 with an
+    /// external data file, 1).
+    Data {
+        /// Which of the layer's files.
+        file: u8,
+        /// First byte in that file.
+        offset: u64,
+    },
+    /// They read as zeros; no layer below is asked.
+    Zero,
+    /// Inside a compressed cluster: slow path.
+    Compressed(CompressedExtent),
+    /// Not in this layer: the layer below decides, or zero where there is none (or it ends before).
+    Backing,
+}
+
+/// A compressed cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CompressedExtent {
+    /// First byte of the compressed data in the file.
+    pub offset: u64,
+    /// Bytes of compressed data at most (the stream may end earlier).
+    pub length_bytes: u32,
+    /// Where in the decompressed cluster the asked range starts.
+    pub skip_bytes: u32,
+}
+
+/// The first part of a range that lies in one place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mapped {
+    /// Where.
+    pub extent: Extent,
+    /// How many bytes from the start of the asked range, at least 1, at most what was asked.
+    pub length_bytes: u64,
+}

@@ -1,0 +1,253 @@
+//! Files as images see them, and how completions find their way back.
+//!
+//! An engine (or the simulator) implements [`File`] and [`FileQueue`]. A push never waits; its end is told once, on the
+//! same thread, through its [`Done`]: either into a [`Sink`] that its owner drains (the fast path), or to a [`Waiter`]
+//! that a task awaits (the slow path).
+
+use crate::{IoError, IoResult, ReactorCtx, Result};
+use memory::Window;
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::fmt::Debug;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+/// What a file is and can do.
+#[derive(Debug, Clone)]
+pub struct FileInfo {
+    /// Its name for messages: the path, or what stands for it.
+    pub name: String,
+    /// Length in bytes when it was opened (a block device's size).
+    pub length_bytes: u64,
+    /// Writes are refused.
+    pub read_only: bool,
+    /// Offsets and lengths that go to the storage without read-modify-write are multiples of this. The file serves any
+    /// offset and length all the same.
+    pub offset_alignment_bytes: u32,
+    /// Memory at this alignment goes to the storage without a bounce buffer.
+    pub memory_alignment_bytes: u32,
+    /// Whether [`FileOp::Discard`] gives space back to the host.
+    pub can_discard: bool,
+    /// Whether a range after a successful [`FileOp::Discard`] reads as zeros (a hole).
+    pub discard_zeroes: bool,
+    /// Whether [`FileOp::WriteZeroes`] costs less than writing zeros.
+    pub fast_zeroes: bool,
+    /// A block device: its length does not change by writing.
+    pub block_device: bool,
+    /// Whether writing past the end makes the file longer, with zeros between.
+    pub can_grow: bool,
+    /// One line: the engine, the cache mode, and why they were chosen.
+    pub engine: String,
+}
+
+/// An open file, shared by all reactors.
+pub trait File: Send + Sync + Debug {
+    /// What it is and can do.
+    fn info(&self) -> &FileInfo;
+
+    /// Its length now, in bytes.
+    fn length_bytes(&self) -> Result<u64>;
+
+    /// A queue for one reactor's thread. Cheap after the first on a reactor.
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>>;
+
+    /// A queue that carries out each push before it returns, on whatever thread: for opening images and for tools.
+    fn open_blocking(&self) -> Result<Rc<dyn FileQueue>>;
+}
+
+/// Where operations on one file are pushed, on one thread.
+pub trait FileQueue {
+    /// Takes one operation. Does not wait (except on a queue from [`File::open_blocking`]). `io.done` is completed
+    /// exactly once, perhaps before this returns. The operation's window is held until the kernel is done with it,
+    /// whatever happens to the owner of `done`.
+    ///
+    /// The queue guarantees: any offset and length works (see [`FileInfo::offset_alignment_bytes`]); short reads and
+    /// writes are resumed or failed, never reported as success.
+    fn push(&self, io: FileIo);
+}
+
+/// What a read finds behind the end of the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PastEnd {
+    /// Zeros (a qcow2 cluster that was allocated but never written).
+    Zeros,
+    /// An I/O error: the bytes ought to be there.
+    Fails,
+}
+
+/// One operation on a file. Offsets and lengths are bytes of the file.
+#[derive(Debug)]
+pub enum FileOp {
+    /// Fills `data`.
+    Read {
+        /// First byte.
+        offset: u64,
+        /// Where to.
+        data: Window,
+        /// What is behind the end.
+        past_end: PastEnd,
+    },
+    /// Stores `data`; grows the file where it can grow.
+    Write {
+        /// First byte.
+        offset: u64,
+        /// Where from.
+        data: Window,
+        /// Durable before it completes.
+        fua: bool,
+    },
+    /// All writes that completed before are durable when this completes, and the length needed to read them.
+    Flush,
+    /// Gives space back. Fails with Unsupported where it cannot; the length of the file does not change.
+    Discard {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+    },
+    /// Reads as zeros afterwards; grows the file where the range ends behind its end. Always works where writing does.
+    WriteZeroes {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+        /// May become a hole.
+        may_unmap: bool,
+    },
+    /// Makes the file exactly this long; what is added reads as zeros.
+    SetLength {
+        /// The new length.
+        length: u64,
+    },
+}
+
+/// An operation and who wants to know its end.
+#[derive(Debug)]
+pub struct FileIo {
+    /// What to do.
+    pub op: FileOp,
+    /// Told once, when it is done.
+    pub done: Done,
+}
+
+/// Who is told about the end of an operation.
+#[derive(Debug, Clone)]
+pub enum Done {
+    /// A queue that drains its sink each turn.
+    Sink {
+        /// Where to.
+        sink: Rc<Sink>,
+        /// The owner's name for the operation.
+        token: u64,
+    },
+    /// A task.
+    Waiter(Rc<Waiter>),
+}
+
+impl Done {
+    /// Tells it. Called once an operation.
+    pub fn complete(self, result: IoResult) {
+        match self {
+            Self::Sink { sink, token } => sink.put(token, result),
+            Self::Waiter(waiter) => waiter.complete(result),
+        }
+    }
+}
+
+/// Collects the ends of a queue's operations until it looks. Allocates only to grow to the peak.
+#[derive(Debug, Default)]
+pub struct Sink {
+    done: RefCell<Vec<(u64, IoResult)>>,
+    keep: RefCell<Option<Box<dyn Any>>>,
+}
+
+impl Sink {
+    /// An empty sink.
+    #[must_use]
+    pub fn new() -> Rc<Self> {
+        Rc::default()
+    }
+
+    /// Adds the end of the operation `token`.
+    pub fn put(&self, token: u64, result: IoResult) {
+        self.done.borrow_mut().push((token, result));
+    }
+
+    /// Whether nothing has come in.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.done.borrow().is_empty()
+    }
+
+    /// Keeps `value` until the sink goes: operations in flight hold their sink, so a queue that is dropped with some in
+    /// flight leaves here what must outlive them (its part in the image's epochs).
+    pub fn keep(&self, value: Box<dyn Any>) {
+        *self.keep.borrow_mut() = Some(value);
+    }
+
+    /// Exchanges what has come in with `empty` (a cleared vector that the caller keeps, so that nothing is allocated).
+    pub fn take(&self, empty: &mut Vec<(u64, IoResult)>) {
+        debug_assert!(empty.is_empty());
+        std::mem::swap(&mut *self.done.borrow_mut(), empty);
+    }
+}
+
+/// The end of one operation, awaited by a task. Dropping the future that waits is safe: the engine still holds the
+/// operation's memory, and this.
+#[derive(Debug, Default)]
+pub struct Waiter {
+    result: Cell<Option<IoResult>>,
+    waker: RefCell<Option<Waker>>,
+}
+
+impl Waiter {
+    /// One that waits.
+    #[must_use]
+    pub fn new() -> Rc<Self> {
+        Rc::default()
+    }
+
+    fn complete(&self, result: IoResult) {
+        self.result.set(Some(result));
+        let waker = self.waker.borrow_mut().take();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}
+
+struct WaitForIo(Rc<Waiter>);
+
+impl Future for WaitForIo {
+    type Output = IoResult;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<IoResult> {
+        match self.0.result.take() {
+            Some(result) => Poll::Ready(result),
+            None => {
+                *self.0.waker.borrow_mut() = Some(context.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+impl dyn FileQueue {
+    /// Pushes `op` now and returns a future of its end. The operation happens whether or not the future is awaited.
+    pub fn start(&self, op: FileOp) -> impl Future<Output = IoResult> + use<> {
+        let waiter = Waiter::new();
+        self.push(FileIo { op, done: Done::Waiter(Rc::clone(&waiter)) });
+        WaitForIo(waiter)
+    }
+}
+
+impl FileOp {
+    /// The error for an operation that a read-only file refuses, if it is one.
+    #[must_use]
+    pub fn refused_when_read_only(&self) -> Option<IoError> {
+        let writes = !matches!(self, Self::Read { .. } | Self::Flush);
+        writes.then_some(IoError::new(crate::IoErrorKind::ReadOnly))
+    }
+}

@@ -1,0 +1,66 @@
+//! How formats read and write their tables: a file queue, awaited.
+//!
+//! Order is made by awaiting: a write that is awaited, then a [`MetaIo::flush`] that is awaited, is durable before
+//! whatever is started after. Nothing else orders.
+
+use crate::{FileOp, FileQueue, IoResult, PastEnd};
+use memory::{AlignedBuf, IoBuf};
+use std::rc::Rc;
+
+/// A file, for metadata. Clones share the queue.
+#[derive(Clone)]
+pub struct MetaIo {
+    queue: Rc<dyn FileQueue>,
+}
+
+impl MetaIo {
+    /// Metadata I/O through `queue`.
+    #[must_use]
+    pub fn new(queue: Rc<dyn FileQueue>) -> Self {
+        Self { queue }
+    }
+
+    /// The queue, for data.
+    #[must_use]
+    pub fn queue(&self) -> &Rc<dyn FileQueue> {
+        &self.queue
+    }
+
+    /// Reads exactly `length_bytes` at `offset`. The caller has capped the length.
+    pub async fn read(&self, offset: u64, length_bytes: usize, past_end: PastEnd) -> IoResult<AlignedBuf> {
+        let buf = IoBuf::zeroed(length_bytes);
+        self.queue.start(FileOp::Read { offset, data: buf.whole(), past_end }).await?;
+        Ok(reclaim(buf))
+    }
+
+    /// Writes `bytes` at `offset`; not durable before a flush.
+    pub async fn write(&self, offset: u64, bytes: AlignedBuf) -> IoResult {
+        let data = IoBuf::from_aligned(bytes).whole();
+        self.queue.start(FileOp::Write { offset, data, fua: false }).await
+    }
+
+    /// Makes all writes that completed before durable.
+    pub async fn flush(&self) -> IoResult {
+        self.queue.start(FileOp::Flush).await
+    }
+
+    /// Zeroes a range, by whatever means is cheapest.
+    pub async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool) -> IoResult {
+        self.queue.start(FileOp::WriteZeroes { offset, length, may_unmap }).await
+    }
+
+    /// Gives a range back to the host.
+    pub async fn discard(&self, offset: u64, length: u64) -> IoResult {
+        self.queue.start(FileOp::Discard { offset, length }).await
+    }
+
+    /// Makes the file exactly `length` bytes long.
+    pub async fn set_length(&self, length: u64) -> IoResult {
+        self.queue.start(FileOp::SetLength { length }).await
+    }
+}
+
+/// The bytes back from a buffer whose operation is complete: a copy where the engine still holds a handle.
+fn reclaim(buf: IoBuf) -> AlignedBuf {
+    buf.into_aligned().unwrap_or_else(|shared| AlignedBuf::copy_of(&shared.whole().to_vec()))
+}

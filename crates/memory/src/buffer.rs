@@ -1,0 +1,386 @@
+//! Scattered memory that an operation owns while the kernel may read or write it.
+//!
+//! An [`IoBuf`] is a cheap handle (a count without atomics: it stays on its reactor's thread) to a list of memory
+//! segments. An operation in flight holds a handle, so the list and whatever it keeps alive cannot go away before the
+//! kernel is done: dropping a future or a queue drops only *its* handle. Engines hold one for each request they have
+//! given to the kernel. A [`Window`] is a part of a buffer; splitting a request makes windows, never copies.
+//!
+//! The bytes may be shared with a guest that changes them at any time, so they are only ever copied in or out, never
+//! borrowed as slices.
+
+use crate::AlignedBuf;
+use std::cell::Cell;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+/// A run of memory, laid out as the kernel's `struct iovec`.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub struct Segment(libc::iovec);
+
+impl Segment {
+    /// A segment of `length_bytes` at `ptr`. Only listing it in an [`IoBuf`] makes a promise about the memory.
+    #[must_use]
+    pub fn new(ptr: NonNull<u8>, length_bytes: usize) -> Self {
+        Self(libc::iovec { iov_base: ptr.as_ptr().cast(), iov_len: length_bytes })
+    }
+
+    /// Where the segment starts.
+    #[must_use]
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.0.iov_base.cast()
+    }
+
+    /// How many bytes it has.
+    #[must_use]
+    pub fn length_bytes(&self) -> usize {
+        self.0.iov_len
+    }
+
+    /// The kernel's form of it.
+    #[must_use]
+    pub fn as_iovec(&self) -> libc::iovec {
+        self.0
+    }
+
+    fn slice(&self, skip_bytes: usize, length_bytes: usize) -> Self {
+        debug_assert!(skip_bytes + length_bytes <= self.0.iov_len);
+        Self(libc::iovec { iov_base: self.as_ptr().wrapping_add(skip_bytes).cast(), iov_len: length_bytes })
+    }
+}
+
+#[derive(Default)]
+struct Inner {
+    segments: Vec<Segment>,
+    length_bytes: usize,
+    /// Keeps the memory of an owned buffer; `None` where somebody else keeps the segments mapped.
+    owned: Option<AlignedBuf>,
+    /// Keeps the buffers whose memory a gathered list names.
+    parts: Vec<Window>,
+}
+
+/// A handle to a list of segments. See the module's documentation.
+#[derive(Clone, Default)]
+pub struct IoBuf {
+    inner: Rc<Inner>,
+}
+
+impl IoBuf {
+    /// An empty list, to be filled with [`IoBuf::refill`].
+    #[must_use]
+    pub fn empty() -> Self {
+        Self::default()
+    }
+
+    /// Owned, zeroed, page-aligned memory in one segment.
+    #[must_use]
+    pub fn zeroed(length_bytes: usize) -> Self {
+        Self::from_aligned(AlignedBuf::zeroed(length_bytes))
+    }
+
+    /// Owned memory in one segment.
+    #[must_use]
+    pub fn from_aligned(buf: AlignedBuf) -> Self {
+        let length_bytes = buf.len();
+        let segments = match length_bytes {
+            0 => Vec::new(),
+            _ => vec![Segment::new(buf.as_non_null(), length_bytes)],
+        };
+        Self { inner: Rc::new(Inner { segments, length_bytes, owned: Some(buf), parts: Vec::new() }) }
+    }
+
+    /// Takes the owned memory back out, if this is the only handle and the buffer owns its memory.
+    pub fn into_aligned(self) -> Result<AlignedBuf, Self> {
+        match Rc::try_unwrap(self.inner) {
+            Ok(mut inner) => match inner.owned.take() {
+                Some(buf) => Ok(buf),
+                None => Err(Self { inner: Rc::new(inner) }),
+            },
+            Err(inner) => Err(Self { inner }),
+        }
+    }
+
+    /// A list made of parts of other buffers, in order: nothing is copied. The parts' buffers live as long as the
+    /// result, so this allocates and is for slow paths (padding a guest's write up to a whole cluster).
+    #[must_use]
+    pub fn gather(parts: Vec<Window>) -> Self {
+        let mut segments = Vec::new();
+        for part in &parts {
+            part.for_each_segment(|segment| segments.push(segment));
+        }
+        let length_bytes = parts.iter().map(Window::length_bytes).sum();
+        Self { inner: Rc::new(Inner { segments, length_bytes, owned: None, parts }) }
+    }
+
+    /// Replaces the list in place, keeping its capacity: what a front end calls for each request on the context that
+    /// belongs to the descriptor head. Returns false, changing nothing, while another handle exists (the kernel may
+    /// still be using the old list).
+    ///
+    /// # Safety
+    /// Every segment must stay mapped, readable and writable, for as long as this list (any handle to it) holds it.
+    pub unsafe fn refill(&mut self, segments: impl Iterator<Item = Segment>) -> bool {
+        let Some(inner) = Rc::get_mut(&mut self.inner) else {
+            return false;
+        };
+        inner.owned = None;
+        inner.parts.clear();
+        inner.segments.clear();
+        inner.segments.extend(segments);
+        inner.length_bytes = inner.segments.iter().map(Segment::length_bytes).sum();
+        true
+    }
+
+    /// Whether this is the only handle, so that [`IoBuf::refill`] works and nothing is in flight.
+    #[must_use]
+    pub fn is_unique(&self) -> bool {
+        Rc::strong_count(&self.inner) == 1
+    }
+
+    /// Total bytes listed.
+    #[must_use]
+    pub fn length_bytes(&self) -> usize {
+        self.inner.length_bytes
+    }
+
+    /// The segments, in order.
+    #[must_use]
+    pub fn segments(&self) -> &[Segment] {
+        &self.inner.segments
+    }
+
+    /// The whole buffer as a window.
+    #[must_use]
+    pub fn whole(&self) -> Window {
+        Window { buf: self.clone(), offset: 0, length_bytes: self.length_bytes() }
+    }
+}
+
+impl std::fmt::Debug for IoBuf {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "IoBuf({} bytes, {} segments)", self.length_bytes(), self.inner.segments.len())
+    }
+}
+
+/// A part of an [`IoBuf`]: what one operation reads into or writes from.
+#[derive(Clone, Debug)]
+pub struct Window {
+    buf: IoBuf,
+    offset: usize,
+    length_bytes: usize,
+}
+
+impl Window {
+    /// A window over nothing, for operations without data.
+    #[must_use]
+    pub fn empty() -> Self {
+        IoBuf::empty().whole()
+    }
+
+    /// Bytes in the window.
+    #[must_use]
+    pub fn length_bytes(&self) -> usize {
+        self.length_bytes
+    }
+
+    /// Whether it holds no byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.length_bytes == 0
+    }
+
+    /// A part of this window.
+    ///
+    /// # Panics
+    /// If the part does not lie inside: callers compute it from the window's own length.
+    #[must_use]
+    pub fn slice(&self, skip_bytes: usize, length_bytes: usize) -> Self {
+        let inside = skip_bytes.checked_add(length_bytes).is_some_and(|end| end <= self.length_bytes);
+        assert!(inside, "slice {skip_bytes}+{length_bytes} of a window of {} bytes", self.length_bytes);
+        Self { buf: self.buf.clone(), offset: self.offset + skip_bytes, length_bytes }
+    }
+
+    /// The segments of the buffer where the window covers all of it, so that an engine can pass the list as it stands.
+    #[must_use]
+    pub fn whole_segments(&self) -> Option<&[Segment]> {
+        (self.offset == 0 && self.length_bytes == self.buf.length_bytes()).then(|| self.buf.segments())
+    }
+
+    /// The one segment that the window lies in, cut to it; `None` where it spans several or is empty.
+    #[must_use]
+    pub fn single_segment(&self) -> Option<Segment> {
+        let mut skip = self.offset;
+        for segment in self.buf.segments() {
+            if skip < segment.length_bytes() {
+                let fits = self.length_bytes <= segment.length_bytes() - skip && self.length_bytes > 0;
+                return fits.then(|| segment.slice(skip, self.length_bytes));
+            }
+            skip -= segment.length_bytes();
+        }
+        None
+    }
+
+    /// Calls `visit` with each segment, cut to the window, in order.
+    pub fn for_each_segment(&self, mut visit: impl FnMut(Segment)) {
+        let mut skip = self.offset;
+        let mut left = self.length_bytes;
+        for segment in self.buf.segments() {
+            if left == 0 {
+                break;
+            }
+            if skip >= segment.length_bytes() {
+                skip -= segment.length_bytes();
+                continue;
+            }
+            let take = left.min(segment.length_bytes() - skip);
+            visit(segment.slice(skip, take));
+            skip = 0;
+            left -= take;
+        }
+    }
+
+    /// Number of segments in the window.
+    #[must_use]
+    pub fn segment_count(&self) -> usize {
+        let mut count = 0;
+        self.for_each_segment(|_| count += 1);
+        count
+    }
+
+    /// Whether every segment's address and length is a multiple of `alignment_bytes` (a power of two).
+    #[must_use]
+    pub fn is_aligned(&self, alignment_bytes: usize) -> bool {
+        if alignment_bytes <= 1 {
+            return true;
+        }
+        let mask = alignment_bytes - 1;
+        let mut aligned = true;
+        self.for_each_segment(|segment| aligned &= (segment.as_ptr().addr() | segment.length_bytes()) & mask == 0);
+        aligned
+    }
+
+    /// Copies bytes of the window, from `skip_bytes` on, into `target`; returns how many there were.
+    pub fn copy_to_slice(&self, skip_bytes: usize, target: &mut [u8]) -> usize {
+        let length = target.len().min(self.length_bytes.saturating_sub(skip_bytes));
+        let done = Cell::new(0);
+        self.slice(skip_bytes.min(self.length_bytes), length).for_each_segment(|segment| {
+            let part = &mut target[done.get()..done.get() + segment.length_bytes()];
+            // SAFETY: the segment is mapped memory (see `IoBuf::refill`) and cannot overlap `part`, which is borrowed
+            // exclusively; a guest that writes at the same time changes only the values copied.
+            unsafe { std::ptr::copy_nonoverlapping(segment.as_ptr(), part.as_mut_ptr(), part.len()) }
+            done.set(done.get() + segment.length_bytes());
+        });
+        done.get()
+    }
+
+    /// Copies `source` into the window from `skip_bytes` on; returns how many bytes fitted.
+    pub fn copy_from_slice(&self, skip_bytes: usize, source: &[u8]) -> usize {
+        let length = source.len().min(self.length_bytes.saturating_sub(skip_bytes));
+        let done = Cell::new(0);
+        self.slice(skip_bytes.min(self.length_bytes), length).for_each_segment(|segment| {
+            let part = &source[done.get()..done.get() + segment.length_bytes()];
+            // SAFETY: as in `copy_to_slice`, with the directions exchanged.
+            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), segment.as_ptr(), part.len()) }
+            done.set(done.get() + segment.length_bytes());
+        });
+        done.get()
+    }
+
+    /// Sets every byte of the window to `byte`.
+    pub fn fill(&self, byte: u8) {
+        self.for_each_segment(|segment| {
+            // SAFETY: the segment is mapped, writable memory (see `IoBuf::refill`).
+            unsafe { std::ptr::write_bytes(segment.as_ptr(), byte, segment.length_bytes()) }
+        });
+    }
+
+    /// Whether every byte is zero. The answer is about the moment of looking: a guest may change the bytes.
+    #[must_use]
+    pub fn is_zero(&self) -> bool {
+        let mut chunk = [0u8; PROBE_BYTES];
+        let mut skip = 0;
+        while skip < self.length_bytes {
+            let got = self.copy_to_slice(skip, &mut chunk);
+            if chunk[..got].iter().any(|byte| *byte != 0) {
+                return false;
+            }
+            skip += got;
+        }
+        true
+    }
+
+    /// The bytes as a vector (metadata and tests; copies).
+    #[must_use]
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.length_bytes];
+        self.copy_to_slice(0, &mut bytes);
+        bytes
+    }
+
+    /// Drops the window and returns the buffer it was made from.
+    #[must_use]
+    pub fn into_buf(self) -> IoBuf {
+        self.buf
+    }
+}
+
+const PROBE_BYTES: usize = 512;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pattern(length: usize) -> AlignedBuf {
+        let mut buf = AlignedBuf::zeroed(length);
+        for (index, byte) in buf.iter_mut().enumerate() {
+            *byte = (index % 251) as u8;
+        }
+        buf
+    }
+
+    #[test]
+    fn a_window_reads_back_what_was_copied_in() {
+        let window = IoBuf::zeroed(1000).whole().slice(100, 300);
+        assert_eq!(window.copy_from_slice(10, &[7; 400]), 290);
+        let bytes = window.into_buf().whole().to_vec();
+        assert!(bytes[..110].iter().all(|byte| *byte == 0));
+        assert!(bytes[110..400].iter().all(|byte| *byte == 7));
+        assert!(bytes[400..].iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn gathered_parts_read_in_order_and_stay_alive() {
+        let whole = {
+            let first = IoBuf::from_aligned(pattern(64)).whole();
+            let second = IoBuf::zeroed(32).whole();
+            IoBuf::gather(vec![second.slice(0, 16), first.slice(8, 24), second.slice(16, 16)]).whole()
+        };
+        let bytes = whole.to_vec();
+        assert_eq!(&bytes[16..40], &pattern(64)[8..32]);
+        assert!(bytes[..16].iter().chain(&bytes[40..]).all(|byte| *byte == 0));
+        let middle = whole.slice(12, 8);
+        drop(whole);
+        assert_eq!(middle.to_vec(), [0, 0, 0, 0, 8, 9, 10, 11]);
+        assert_eq!(middle.segment_count(), 2);
+        assert!(middle.single_segment().is_none());
+    }
+
+    #[test]
+    fn a_list_in_flight_is_not_refilled() {
+        let mut buf = IoBuf::zeroed(16);
+        let in_flight = buf.whole();
+        // SAFETY: an empty list names no memory.
+        assert!(!unsafe { buf.refill(std::iter::empty()) });
+        drop(in_flight);
+        // SAFETY: as above.
+        assert!(unsafe { buf.refill(std::iter::empty()) });
+        assert_eq!(buf.length_bytes(), 0);
+    }
+
+    #[test]
+    fn zero_probe_sees_a_byte_past_the_first_chunk() {
+        let window = IoBuf::zeroed(PROBE_BYTES * 3).whole();
+        assert!(window.is_zero());
+        window.copy_from_slice(PROBE_BYTES * 3 - 1, &[1]);
+        assert!(!window.is_zero());
+    }
+}

@@ -1,0 +1,196 @@
+//! A guest's memory: regions of its address space, mapped from files that its monitor (or driver) shares.
+
+use crate::{Mapping, Segment};
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use thiserror::Error;
+
+/// Why an address could not be used.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum MemoryError {
+    /// The range lies in no region, or in several that are not adjacent.
+    #[error("guest memory {address:#x}+{length_bytes:#x} is outside every shared region")]
+    Outside {
+        /// First address.
+        address: u64,
+        /// Bytes asked for.
+        length_bytes: u64,
+    },
+    /// Regions overlap or wrap around.
+    #[error("memory region {address:#x}+{length_bytes:#x} overlaps another or wraps around")]
+    BadRegion {
+        /// First address.
+        address: u64,
+        /// Its length.
+        length_bytes: u64,
+    },
+}
+
+/// What a peer says about one region.
+#[derive(Debug, Clone, Copy)]
+pub struct RegionSpec {
+    /// Guest physical address of the first byte.
+    pub guest_address: u64,
+    /// Bytes.
+    pub length_bytes: u64,
+    /// The same byte in the peer's own address space (vhost-user names rings by it).
+    pub user_address: u64,
+    /// Offset of the first byte in the file.
+    pub file_offset: u64,
+}
+
+/// One mapped region.
+#[derive(Debug, Clone)]
+pub struct GuestRegion {
+    guest_address: u64,
+    user_address: u64,
+    length_bytes: u64,
+    /// Offset of the region in the mapping: the mapping starts at a page boundary of the file.
+    skip_bytes: usize,
+    mapping: Arc<Mapping>,
+}
+
+impl GuestRegion {
+    /// Maps what `spec` describes from `file`.
+    pub fn map(spec: RegionSpec, file: BorrowedFd<'_>) -> io::Result<Self> {
+        let page = crate::PAGE_BYTES as u64;
+        let bad = || io::Error::new(io::ErrorKind::InvalidInput, "the region's length or offset is impossible");
+        let skip = spec.file_offset % page;
+        let mapped = spec.length_bytes.checked_add(skip).ok_or_else(bad)?;
+        let mapped = usize::try_from(mapped).map_err(|_| bad())?;
+        let mapping = Mapping::shared(file, spec.file_offset - skip, mapped)?;
+        Self::of_mapping(spec, Arc::new(mapping), skip as usize).ok_or_else(bad)
+    }
+
+    /// A region over a mapping that exists already, starting `skip_bytes` into it; `None` if it does not fit.
+    #[must_use]
+    pub fn of_mapping(spec: RegionSpec, mapping: Arc<Mapping>, skip_bytes: usize) -> Option<Self> {
+        let end = u64::try_from(skip_bytes).ok()?.checked_add(spec.length_bytes)?;
+        spec.guest_address.checked_add(spec.length_bytes)?;
+        spec.user_address.checked_add(spec.length_bytes)?;
+        (end <= mapping.length_bytes() as u64 && spec.length_bytes > 0).then_some(Self {
+            guest_address: spec.guest_address,
+            user_address: spec.user_address,
+            length_bytes: spec.length_bytes,
+            skip_bytes,
+            mapping,
+        })
+    }
+
+    /// Guest physical address of the first byte.
+    #[must_use]
+    pub fn guest_address(&self) -> u64 {
+        self.guest_address
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub fn length_bytes(&self) -> u64 {
+        self.length_bytes
+    }
+
+    fn at(&self, base: u64, address: u64, length_bytes: u64) -> Option<NonNull<u8>> {
+        let skip = address.checked_sub(base)?;
+        let end = skip.checked_add(length_bytes)?;
+        if end > self.length_bytes {
+            return None;
+        }
+        let skip = usize::try_from(skip).ok()?.checked_add(self.skip_bytes)?;
+        NonNull::new(self.mapping.as_ptr().as_ptr().wrapping_add(skip))
+    }
+}
+
+/// A guest's address space. Immutable: a change of the map makes a new one, and each ring moves over to it when its
+/// requests in flight are done.
+#[derive(Debug, Default)]
+pub struct GuestMemory {
+    regions: Vec<GuestRegion>,
+}
+
+impl GuestMemory {
+    /// An address space of these regions; refused if they overlap.
+    pub fn new(mut regions: Vec<GuestRegion>) -> Result<Self, MemoryError> {
+        regions.sort_by_key(|region| region.guest_address);
+        for pair in regions.windows(2) {
+            let [low, high] = pair else { continue };
+            // Cannot wrap: `of_mapping` checked it.
+            if low.guest_address + low.length_bytes > high.guest_address {
+                return Err(MemoryError::BadRegion { address: high.guest_address, length_bytes: high.length_bytes });
+            }
+        }
+        Ok(Self { regions })
+    }
+
+    /// The regions, by address.
+    #[must_use]
+    pub fn regions(&self) -> &[GuestRegion] {
+        &self.regions
+    }
+
+    /// Where `length_bytes` at guest physical `address` lie in our address space. The range must lie in one region.
+    /// `hint` is the index of the region found last (a ring keeps its own), and is updated.
+    pub fn translate(&self, address: u64, length_bytes: u64, hint: &mut usize) -> Result<NonNull<u8>, MemoryError> {
+        if let Some(ptr) = self.regions.get(*hint).and_then(|r| r.at(r.guest_address, address, length_bytes)) {
+            return Ok(ptr);
+        }
+        for (index, region) in self.regions.iter().enumerate() {
+            if let Some(ptr) = region.at(region.guest_address, address, length_bytes) {
+                *hint = index;
+                return Ok(ptr);
+            }
+        }
+        Err(MemoryError::Outside { address, length_bytes })
+    }
+
+    /// As [`GuestMemory::translate`], as a segment.
+    pub fn segment(&self, address: u64, length_bytes: u32, hint: &mut usize) -> Result<Segment, MemoryError> {
+        let ptr = self.translate(address, u64::from(length_bytes), hint)?;
+        Ok(Segment::new(ptr, length_bytes as usize))
+    }
+
+    /// Where `length_bytes` at `address` of the peer's own address space lie in ours (ring addresses).
+    pub fn translate_user(&self, address: u64, length_bytes: u64) -> Result<NonNull<u8>, MemoryError> {
+        let found = self.regions.iter().find_map(|r| r.at(r.user_address, address, length_bytes));
+        found.ok_or(MemoryError::Outside { address, length_bytes })
+    }
+
+    /// Whether the peer shrank a file under one of the regions (see [`crate::fault`]).
+    #[must_use]
+    pub fn is_poisoned(&self) -> bool {
+        self.regions.iter().any(|region| region.mapping.is_poisoned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    fn region(guest: u64, length: u64, file_offset: u64) -> GuestRegion {
+        let (fd, _) = Mapping::anonymous_file(c"guest", 1 << 20).unwrap();
+        let spec =
+            RegionSpec { guest_address: guest, length_bytes: length, user_address: guest + (1 << 40), file_offset };
+        GuestRegion::map(spec, fd.as_fd()).unwrap()
+    }
+
+    #[test]
+    fn ranges_are_found_only_inside_one_region() {
+        let memory = GuestMemory::new(vec![region(0x10000, 0x4000, 100), region(0, 0x1000, 0)]).unwrap();
+        let mut hint = 0;
+        assert!(memory.translate(0xfff, 1, &mut hint).is_ok());
+        assert!(memory.translate(0x10000, 0x4000, &mut hint).is_ok());
+        assert_eq!(hint, 1);
+        for (address, length) in [(0xfff, 2), (0x1000, 1), (0x13fff, 2), (u64::MAX, 2), (0x10000, u64::MAX)] {
+            assert!(memory.translate(address, length, &mut hint).is_err(), "{address:#x}+{length:#x}");
+        }
+        assert!(memory.translate_user(0x10000 + (1 << 40), 16).is_ok());
+        assert!(memory.translate_user(0x10000, 16).is_err());
+    }
+
+    #[test]
+    fn overlapping_regions_are_refused() {
+        assert!(GuestMemory::new(vec![region(0, 0x2000, 0), region(0x1fff, 0x1000, 0)]).is_err());
+    }
+}
