@@ -3,12 +3,10 @@
 //! Tasks stay on their thread; wakers may be used from any. Dropping the executor drops its tasks: the engine keeps
 //! whatever memory the kernel may still write.
 
-use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::{Pin, pin};
-use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
@@ -16,15 +14,6 @@ use std::thread::ThreadId;
 
 /// A task of the slow path.
 pub type Task = Pin<Box<dyn Future<Output = ()>>>;
-
-/// What a disk or file may ask of the reactor on whose thread it lives.
-pub trait ReactorCtx {
-    /// Runs `task` to its end on this thread, beginning with the reactor's next turn.
-    fn spawn(&self, task: Task);
-
-    /// The concrete reactor: an engine's files look for their own (and refuse a stranger's).
-    fn as_any(&self) -> &dyn Any;
-}
 
 struct Shared {
     ready: Mutex<VecDeque<usize>>,
@@ -166,30 +155,11 @@ pub fn block_on<T>(future: impl Future<Output = T>) -> T {
     }
 }
 
-impl ReactorCtx for Executor {
-    fn spawn(&self, task: Task) {
-        Executor::spawn(self, task);
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
-impl<T: ReactorCtx + ?Sized> ReactorCtx for Rc<T> {
-    fn spawn(&self, task: Task) {
-        (**self).spawn(task);
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        (**self).as_any()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::WaitList;
+    use std::rc::Rc;
 
     #[test]
     fn a_task_woken_from_another_thread_notifies_and_runs() {

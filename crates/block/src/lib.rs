@@ -6,7 +6,8 @@
 //!   operation never waits: the reactor submits once a turn and routes the completion through its [`Done`].
 //! * [`MetaIo`]: how formats read and write their tables: the same queue, awaited.
 //! * [`Mapped`] and [`Extent`]: a format's answer to *where*.
-//! * [`Executor`], [`ReactorCtx`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on.
+//! * [`ReactorCtx`], [`ReactorHandle`], [`Poller`]: a reactor, from its own thread and from others.
+//! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on.
 //! * [`Epochs`]: when a freed host cluster may be used again.
 //! * [`Error`] (for a person) and [`IoError`] (for a guest).
 
@@ -21,15 +22,17 @@ mod file;
 mod meta;
 mod op;
 mod range_lock;
+mod reactor;
 mod wait;
 
 pub use disk::{Disk, DiskInfo, DiskQueue, Topology};
 pub use epoch::{Epochs, Participant, Ticket};
 pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};
-pub use executor::{Executor, ReactorCtx, Task, block_on};
+pub use executor::{Executor, Task, block_on};
 pub use extent::{CompressedExtent, Extent, Mapped};
 pub use file::{Done, File, FileInfo, FileIo, FileOp, FileQueue, PastEnd, Sink, Waiter};
 pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};
 pub use range_lock::{RangeGuard, RangeLocks};
+pub use reactor::{Job, Poller, PollerId, ReactorCtx, ReactorHandle, run_and_wait};
 pub use wait::{Wait, WaitList};

@@ -1,0 +1,79 @@
+//! What lives on a reactor's thread, and how other threads reach it.
+//!
+//! A turn of a reactor: every [`Poller`] is polled (rings are popped and requests pushed, completions harvested), ready
+//! tasks run, the engines submit once, their completions are routed. While nothing happens for a while, pollers are
+//! armed and the thread sleeps until a wake descriptor, an engine or another thread has something.
+
+use crate::{Result, Task};
+use std::any::Any;
+use std::cell::RefCell;
+use std::os::fd::BorrowedFd;
+use std::rc::Rc;
+
+/// Names a poller on its reactor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PollerId(pub u64);
+
+/// Something that a reactor looks at each turn: a device ring, the driver's used ring, a load generator.
+pub trait Poller {
+    /// One turn: takes new work, harvests what has completed. Returns whether it did anything. Never waits.
+    fn poll(&mut self) -> bool;
+
+    /// The reactor would like to sleep: asks the other side for notifications, then looks once more. Returns true if
+    /// there is work, so that the reactor goes on.
+    fn arm(&mut self) -> bool {
+        false
+    }
+
+    /// The reactor is awake again: notifications are not needed while it looks by itself.
+    fn disarm(&mut self) {}
+
+    /// Becomes readable when the armed poller has work. Watched for edges, so nobody needs to read it. Must stay the
+    /// same descriptor as long as the poller is registered.
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+/// What a disk, a file or a front end may ask of the reactor on whose thread it lives.
+pub trait ReactorCtx {
+    /// Runs `task` to its end on this thread, beginning with the reactor's next turn.
+    fn spawn(&self, task: Task);
+
+    /// Adds a poller, looked at from the next turn on. May be called from within a poll.
+    fn add_poller(&self, poller: Rc<RefCell<dyn Poller>>) -> Result<PollerId>;
+
+    /// Removes a poller; it is not polled again, and dropped by the end of the turn. May be called from within a poll,
+    /// also its own. Unknown names are ignored.
+    fn remove_poller(&self, id: PollerId);
+
+    /// The concrete reactor: an engine's files look for their own (and refuse a stranger's).
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// A job for a reactor's thread.
+pub type Job = Box<dyn FnOnce(&Rc<dyn ReactorCtx>) + Send>;
+
+/// Reaches a reactor from any thread.
+pub trait ReactorHandle: Send + Sync {
+    /// Runs `job` on the reactor's thread, soon. Jobs run in order. Fails if the reactor has ended.
+    fn run(&self, job: Job) -> Result<()>;
+
+    /// For logs and metrics.
+    fn name(&self) -> &str;
+}
+
+/// Runs `job` on the reactor's thread and waits for what it returns. Must not be called on that thread.
+pub fn run_and_wait<T: Send + 'static>(
+    reactor: &dyn ReactorHandle,
+    job: impl FnOnce(&Rc<dyn ReactorCtx>) -> T + Send + 'static,
+) -> Result<T> {
+    let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+    reactor.run(Box::new(move |ctx| {
+        // The receiver is gone only if the waiting thread is.
+        let _ = sender.send(job(ctx));
+    }))?;
+    let ended =
+        |_| crate::Error::new(crate::ErrorKind::Io, format!("reactor '{}' ended before the job did", reactor.name()));
+    receiver.recv().map_err(ended)
+}
