@@ -8,10 +8,12 @@
 //! The bytes may be shared with a guest that changes them at any time, so they are only ever copied in or out, never
 //! borrowed as slices.
 
-use crate::AlignedBuf;
+use crate::{AlignedBuf, Mapping};
+use std::any::Any;
 use std::cell::Cell;
 use std::ptr::NonNull;
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// A run of memory, laid out as the kernel's `struct iovec`.
 #[derive(Clone, Copy)]
@@ -57,6 +59,8 @@ struct Inner {
     owned: Option<AlignedBuf>,
     /// Keeps the buffers whose memory a gathered list names.
     parts: Vec<Window>,
+    /// Keeps the mapping that the segments lie in, and what its owner wants dropped with the last handle.
+    mapped: Option<(Arc<Mapping>, Box<dyn Any>)>,
 }
 
 /// A handle to a list of segments. See the module's documentation.
@@ -86,7 +90,7 @@ impl IoBuf {
             0 => Vec::new(),
             _ => vec![Segment::new(buf.as_non_null(), length_bytes)],
         };
-        Self { inner: Rc::new(Inner { segments, length_bytes, owned: Some(buf), parts: Vec::new() }) }
+        Self { inner: Rc::new(Inner { segments, length_bytes, owned: Some(buf), ..Inner::default() }) }
     }
 
     /// Takes the owned memory back out, if this is the only handle and the buffer owns its memory.
@@ -109,7 +113,29 @@ impl IoBuf {
             part.for_each_segment(|segment| segments.push(segment));
         }
         let length_bytes = parts.iter().map(Window::length_bytes).sum();
-        Self { inner: Rc::new(Inner { segments, length_bytes, owned: None, parts }) }
+        Self { inner: Rc::new(Inner { segments, length_bytes, parts, ..Inner::default() }) }
+    }
+
+    /// A part of a shared mapping, in one segment; `None` if it does not lie inside. The buffer keeps the mapping, and
+    /// `keep` is dropped with its last handle (an allocator's claim on the range).
+    #[must_use]
+    pub fn in_mapping(
+        mapping: &Arc<Mapping>,
+        skip_bytes: usize,
+        length_bytes: usize,
+        keep: Box<dyn Any>,
+    ) -> Option<Self> {
+        let end = skip_bytes.checked_add(length_bytes)?;
+        if end > mapping.length_bytes() {
+            return None;
+        }
+        let start = NonNull::new(mapping.as_ptr().as_ptr().wrapping_add(skip_bytes))?;
+        let segments = match length_bytes {
+            0 => Vec::new(),
+            _ => vec![Segment::new(start, length_bytes)],
+        };
+        let mapped = Some((Arc::clone(mapping), keep));
+        Some(Self { inner: Rc::new(Inner { segments, length_bytes, mapped, ..Inner::default() }) })
     }
 
     /// Replaces the list in place, keeping its capacity: what a front end calls for each request on the context that
@@ -124,6 +150,7 @@ impl IoBuf {
         };
         inner.owned = None;
         inner.parts.clear();
+        inner.mapped = None;
         inner.segments.clear();
         inner.segments.extend(segments);
         inner.length_bytes = inner.segments.iter().map(Segment::length_bytes).sum();
@@ -285,6 +312,26 @@ impl Window {
         done.get()
     }
 
+    /// Copies bytes of `source`, from its beginning, into the window from `skip_bytes` on; returns how many fitted.
+    /// The two may lie in the same memory (what overlaps is copied as by a move).
+    pub fn copy_from(&self, skip_bytes: usize, source: &Self) -> usize {
+        let mut done = 0;
+        source.for_each_segment(|from| {
+            let left = self.length_bytes.saturating_sub(skip_bytes + done);
+            let length = left.min(from.length_bytes());
+            let copied = Cell::new(0);
+            self.slice((skip_bytes + done).min(self.length_bytes), length).for_each_segment(|to| {
+                // SAFETY: both segments are mapped memory (see `IoBuf::refill`); `copy` allows them to overlap.
+                unsafe {
+                    std::ptr::copy(from.as_ptr().wrapping_add(copied.get()), to.as_ptr(), to.length_bytes());
+                }
+                copied.set(copied.get() + to.length_bytes());
+            });
+            done += copied.get();
+        });
+        done
+    }
+
     /// Sets every byte of the window to `byte`.
     pub fn fill(&self, byte: u8) {
         self.for_each_segment(|segment| {
@@ -362,6 +409,34 @@ mod tests {
         assert_eq!(middle.to_vec(), [0, 0, 0, 0, 8, 9, 10, 11]);
         assert_eq!(middle.segment_count(), 2);
         assert!(middle.single_segment().is_none());
+    }
+
+    #[test]
+    fn windows_copy_into_each_other_across_segment_borders() {
+        let source = IoBuf::from_aligned(pattern(64)).whole();
+        let scattered = IoBuf::gather(vec![source.slice(40, 24), source.slice(0, 40)]).whole();
+        let (low, high) = (IoBuf::zeroed(30).whole(), IoBuf::zeroed(70).whole());
+        let target = IoBuf::gather(vec![low, high]).whole();
+        assert_eq!(target.copy_from(10, &scattered), 64);
+        let bytes = target.to_vec();
+        assert_eq!((&bytes[10..34], &bytes[34..74]), (&pattern(64)[40..], &pattern(64)[..40]));
+        assert_eq!(target.copy_from(90, &scattered), 10, "what does not fit is left out");
+    }
+
+    #[test]
+    fn a_part_of_a_mapping_keeps_it_and_drops_its_claim_last() {
+        let (_fd, mapping) = Mapping::anonymous_file(c"part", 8192).unwrap();
+        let (mapping, claim) = (Arc::new(mapping), Rc::new(()));
+        let part = IoBuf::in_mapping(&mapping, 4096, 4096, Box::new(Rc::clone(&claim))).unwrap();
+        assert!(IoBuf::in_mapping(&mapping, 4096, 4097, Box::new(())).is_none());
+        assert!(IoBuf::in_mapping(&mapping, usize::MAX, 2, Box::new(())).is_none());
+        drop(mapping);
+        let window = part.whole().slice(1, 2);
+        drop(part);
+        window.fill(9);
+        assert_eq!((window.to_vec(), Rc::strong_count(&claim)), (vec![9, 9], 2));
+        drop(window);
+        assert_eq!(Rc::strong_count(&claim), 1);
     }
 
     #[test]

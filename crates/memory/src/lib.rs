@@ -16,4 +16,4 @@ mod mapping;
 pub use aligned::{AlignedBuf, PAGE_BYTES};
 pub use buffer::{IoBuf, Segment, Window};
 pub use guest::{GuestMemory, GuestRegion, MemoryError, RegionSpec};
-pub use mapping::Mapping;
+pub use mapping::{Mapping, duplicate_fd};

@@ -2,7 +2,7 @@
 
 use crate::fault;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 
 /// A shared, read-write mapping of part of a file; unmapped on drop. Registered with [`fault`], so that a peer that
@@ -57,7 +57,7 @@ impl Mapping {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: the call above just made this descriptor and nobody else knows it.
-        let fd = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(raw) };
+        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
         let file = std::fs::File::from(fd);
         file.set_len(length_bytes as u64)?;
         let fd = OwnedFd::from(file);
@@ -91,4 +91,16 @@ impl Drop for Mapping {
         // SAFETY: the range was mapped by us, is unmapped once, and no IoBuf lists it any more (see `IoBuf::refill`).
         unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.length_bytes) };
     }
+}
+
+/// A duplicate, in the standard library's form, of a descriptor that some other library wraps (an event descriptor, for
+/// instance). The original stays open and with its owner.
+pub fn duplicate_fd(wrapped: &impl AsRawFd) -> io::Result<OwnedFd> {
+    // SAFETY: `fcntl` with F_DUPFD_CLOEXEC touches no memory; a number that is not open fails with EBADF.
+    let raw = unsafe { libc::fcntl(wrapped.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 0) };
+    if raw < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call above just made this descriptor and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
