@@ -1,1 +1,33 @@
-//! Open images through the policy gate, walk chains, split requests into extents: gives a Disk.
+//! Images as disks: opens them through the policy gate, walks their chains, splits requests into extents and pushes
+//! those to the files, copies on write.
+//!
+//! On the path of a request this is between the front end's queue and the engine: [`Image`] is a [`block::Disk`]; its
+//! queue resolves a guest range through the layers (a loop, not a recursion) and pushes each extent to the file it lies
+//! in, from guest memory, without a copy. What cannot be resolved at once (a table to load, a cluster to allocate, to
+//! copy or to decompress) goes on as a task on the same reactor.
+
+#![forbid(unsafe_code)]
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+#![cfg_attr(
+    test,
+    allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
+)]
+
+mod create;
+mod gate;
+mod guess;
+mod image;
+mod inspect;
+mod layer;
+mod null;
+mod open;
+mod queue;
+mod slow;
+
+pub use create::{CreateOptions, create};
+pub use gate::{BackingPolicy, Opener, Role};
+pub use guess::{Format, guess_format};
+pub use image::Image;
+pub use inspect::{Description, inspect};
+pub use null::NullDisk;
+pub use open::{ImageOptions, MAX_LAYERS, open};

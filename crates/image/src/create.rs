@@ -1,0 +1,47 @@
+//! Making a new image in a file that exists and is empty.
+
+use crate::guess::Format;
+use block::{Error, ErrorKind, File, MetaIo, Result, SECTOR_BYTES, block_on};
+use std::sync::Arc;
+
+/// What to make. The qcow2 part's size is set from `size_bytes`.
+#[derive(Debug, Clone)]
+pub enum CreateOptions {
+    /// A raw image of this size, all of it a hole.
+    Raw {
+        /// Bytes, rounded up to whole sectors.
+        size_bytes: u64,
+    },
+    /// A qcow2 image.
+    Qcow2(format_qcow2::CreateOptions),
+}
+
+impl CreateOptions {
+    /// The format that these options make.
+    #[must_use]
+    pub fn format(&self) -> Format {
+        match self {
+            Self::Raw { .. } => Format::Raw,
+            Self::Qcow2(_) => Format::Qcow2,
+        }
+    }
+}
+
+/// Makes the image; durable when this returns.
+pub fn create(file: &Arc<dyn File>, options: &CreateOptions) -> Result<()> {
+    let io = MetaIo::new(file.open_blocking()?);
+    let name = &file.info().name;
+    match options {
+        CreateOptions::Raw { size_bytes } => {
+            let too_large = || Error::new(ErrorKind::BadOption, format!("'{name}': {size_bytes} bytes is too large"));
+            let length = size_bytes.checked_next_multiple_of(SECTOR_BYTES).ok_or_else(too_large)?;
+            let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot create '{name}'"), error);
+            block_on(async {
+                io.set_length(length).await?;
+                io.flush().await
+            })
+            .map_err(failed)
+        }
+        CreateOptions::Qcow2(options) => block_on(format_qcow2::create(&io, options)),
+    }
+}

@@ -1,0 +1,145 @@
+//! The gate: an image never makes the daemon open a file that its user did not allow.
+//!
+//! Every file that is opened because an image names it passes [`allow_backing`]. Protocol names and `json:` descriptions
+//! inside images are refused under every policy.
+
+use block::{Error, ErrorKind, File, Result};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// What a file is opened for: decides mode and locks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// A disk that its guest writes: nobody else may.
+    Writable,
+    /// A disk that is only read: nobody may write it meanwhile.
+    ReadOnly,
+    /// A layer below, shared with other overlays: nobody may write it meanwhile.
+    Backing,
+}
+
+/// Opens files by name: the daemon does it with engines and locks, tests with simulated storage.
+pub trait Opener {
+    /// Opens `path` for `role`.
+    fn open(&self, path: &Path, role: Role) -> Result<Arc<dyn File>>;
+
+    /// The one true name of `path`: absolute, symbolic links followed. Two names of a file are equal after this.
+    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        std::fs::canonicalize(path).map_err(|error| Error::io(format!("cannot find '{}'", path.display()), error))
+    }
+}
+
+/// Which files an image may make us open.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum BackingPolicy {
+    /// None.
+    Deny,
+    /// Those in the directory of the image that the user named, or below it, and those the user named.
+    #[default]
+    SameDir,
+    /// Only those the user named.
+    Listed,
+    /// Any.
+    Any,
+}
+
+impl std::str::FromStr for BackingPolicy {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "deny" => Ok(Self::Deny),
+            "same-dir" => Ok(Self::SameDir),
+            "listed" => Ok(Self::Listed),
+            "any" => Ok(Self::Any),
+            _ => Err(Error::new(
+                ErrorKind::BadOption,
+                format!("unknown backing policy '{name}': valid are deny, same-dir, listed, any"),
+            )),
+        }
+    }
+}
+
+/// The name of a backing file as an image at `overlay` gives it, as a path; refused if it is anything but a plain name.
+pub(crate) fn backing_path(overlay: &Path, name: &str) -> Result<PathBuf> {
+    let first_part = name.split('/').next().unwrap_or_default();
+    if first_part.contains(':') {
+        return Err(Error::new(
+            ErrorKind::Denied,
+            format!(
+                "'{}' names its backing file as '{}': protocol and json: names inside an image are not followed",
+                overlay.display(),
+                name.escape_debug()
+            ),
+        ));
+    }
+    if name.is_empty() || name.contains('\0') {
+        return Err(Error::new(
+            ErrorKind::BadImage,
+            format!("'{}' has an impossible backing file name '{}'", overlay.display(), name.escape_debug()),
+        ));
+    }
+    let directory = overlay.parent().unwrap_or(Path::new(""));
+    Ok(directory.join(name))
+}
+
+/// Decides whether the file `target` (canonical) may be opened because an image says so. `top` is the canonical name
+/// of the image that the user named, `listed` are the canonical names of other files that the user named.
+pub(crate) fn allow_backing(policy: &BackingPolicy, top: &Path, listed: &[PathBuf], target: &Path) -> Result<()> {
+    let is_listed = listed.iter().any(|path| path == target);
+    let is_near = top.parent().is_some_and(|directory| target.starts_with(directory));
+    let allowed = match policy {
+        BackingPolicy::Deny => false,
+        BackingPolicy::SameDir => is_listed || is_near,
+        BackingPolicy::Listed => is_listed,
+        BackingPolicy::Any => true,
+    };
+    if allowed {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Denied,
+        format!(
+            "'{}' wants the backing file '{}', which the policy does not allow; \
+             name that file on the command line too, or use --allow-backing any if you trust the image",
+            top.display(),
+            target.display()
+        ),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(policy: BackingPolicy, target: &str) -> bool {
+        let listed = [PathBuf::from("/bases/one.qcow2")];
+        allow_backing(&policy, Path::new("/vms/a/disk.qcow2"), &listed, Path::new(target)).is_ok()
+    }
+
+    #[test]
+    fn the_default_allows_the_directory_below_and_what_was_named() {
+        for (target, near, listed) in [
+            ("/vms/a/base.raw", true, false),
+            ("/vms/a/sub/base.raw", true, false),
+            ("/vms/ab/base.raw", false, false),
+            ("/etc/shadow", false, false),
+            ("/bases/one.qcow2", true, true),
+        ] {
+            assert_eq!(check(BackingPolicy::SameDir, target), near, "{target}");
+            assert_eq!(check(BackingPolicy::Listed, target), listed, "{target}");
+            assert!(!check(BackingPolicy::Deny, target) && check(BackingPolicy::Any, target));
+        }
+    }
+
+    #[test]
+    fn protocol_and_json_names_are_refused_and_plain_ones_are_relative_to_the_overlay() {
+        let overlay = Path::new("/vms/a/disk.qcow2");
+        for name in ["json:{\"driver\":\"file\"}", "nbd://host/x", "http://h/x", "file:x", "", "a\0b"] {
+            assert!(backing_path(overlay, name).is_err(), "{name:?}");
+        }
+        assert_eq!(backing_path(overlay, "base:1/x").is_err(), true);
+        assert_eq!(backing_path(overlay, "sub/a:b").unwrap(), Path::new("/vms/a/sub/a:b"));
+        assert_eq!(backing_path(overlay, "/abs").unwrap(), Path::new("/abs"));
+    }
+}

@@ -1,0 +1,93 @@
+//! Formats by name and by content.
+
+use block::{Error, ErrorKind, Result};
+use std::fmt;
+use std::str::FromStr;
+
+/// A format that images are opened in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// Guest bytes as they are.
+    Raw,
+    /// qcow2, versions 2 and 3.
+    Qcow2,
+}
+
+impl Format {
+    /// Every format, for messages.
+    pub const ALL: [Self; 2] = [Self::Raw, Self::Qcow2];
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        })
+    }
+}
+
+impl FromStr for Format {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let found = Self::ALL.into_iter().find(|format| format.to_string() == name);
+        found.ok_or_else(|| {
+            Error::new(ErrorKind::BadOption, format!("unknown image format '{name}': valid are raw, qcow2"))
+        })
+    }
+}
+
+/// How many bytes from the start of a file [`guess_format`] wants to see.
+pub const PROBE_BYTES: usize = 512;
+
+/// What a header says: a format by name, served or not; `None` where nothing is recognised (raw, perhaps).
+fn name_of_header(head: &[u8]) -> Option<&'static str> {
+    const MAGICS: [(usize, &[u8], &str); 8] = [
+        (0, b"QFI\xfb", "qcow2"),
+        (0, b"KDMV", "vmdk"),
+        (0, b"COWD", "vmdk"),
+        (0, b"vhdxfile", "vhdx"),
+        (0x40, b"\x7f\x10\xda\xbe", "vdi"),
+        (0, b"conectix", "vpc"),
+        (0, b"LUKS\xba\xbe", "luks"),
+        (0, b"QED\0", "qed"),
+    ];
+    let found = MAGICS.iter().find(|(at, magic, _)| head.get(*at..).is_some_and(|rest| rest.starts_with(magic)));
+    found.map(|(_, _, name)| *name)
+}
+
+/// Guesses the format from the first [`PROBE_BYTES`] of a file. `Ok(None)` means that nothing was recognised: raw, but
+/// only as a guess. A known format that is not served is an error.
+pub fn guess_format(name: &str, head: &[u8]) -> Result<Option<Format>> {
+    match name_of_header(head) {
+        None => Ok(None),
+        Some("qcow2") => Ok(Some(Format::Qcow2)),
+        Some(other) => Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "'{name}' looks like a {other} image, which is not supported; \
+                 say format=raw to serve its bytes as they are"
+            ),
+        )),
+    }
+}
+
+/// Whether bytes that a guest wants to write at the very start of a disk would make the file look like some format.
+pub(crate) fn forms_a_header(head: &[u8]) -> bool {
+    name_of_header(head).is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_are_recognised_and_foreign_formats_refused_by_name() {
+        assert_eq!(guess_format("x", b"QFI\xfb\0\0\0\x03").unwrap(), Some(Format::Qcow2));
+        assert_eq!(guess_format("x", &[0; 512]).unwrap(), None);
+        assert_eq!(guess_format("x", b"QF").unwrap(), None);
+        let message = guess_format("x", b"KDMV....").unwrap_err().to_string();
+        assert!(message.contains("vmdk") && message.contains("format=raw"), "{message}");
+    }
+}

@@ -1,0 +1,186 @@
+//! An open image: the chain, and its control plane.
+
+use crate::layer::{Layer, Mapping};
+use crate::queue::ImageQueue;
+use block::{
+    Disk, DiskInfo, DiskQueue, Error, ErrorKind, Extent, IoError, IoErrorKind, IoResult, Mapped, MetaIo, ReactorCtx,
+    Result, Topology, block_on,
+};
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What all queues of an image share. Immutable but for the mappings' own state and the cache type.
+pub(crate) struct Chain {
+    /// Top first; never empty.
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) size_bytes: u64,
+    pub(crate) read_only: bool,
+    /// The top layer was taken for raw by guess only: a guest must not turn it into something else.
+    pub(crate) guessed_raw: bool,
+    pub(crate) volatile_cache: AtomicBool,
+    pub(crate) serial: String,
+}
+
+/// A place in a chain.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) layer: usize,
+    pub(crate) extent: Extent,
+    pub(crate) length_bytes: u64,
+}
+
+impl Chain {
+    pub(crate) fn top(&self) -> IoResult<&Layer> {
+        self.layers.first().ok_or(IoError::EIO)
+    }
+
+    pub(crate) fn layer(&self, index: usize) -> IoResult<&Layer> {
+        self.layers.get(index).ok_or(IoError::EIO)
+    }
+
+    /// Where the first part of the range lies, asking layer after layer; `None` if some layer has to read a table.
+    pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Option<Place> {
+        let mut walk = Walk::new(offset, length_bytes);
+        for (index, layer) in self.layers.iter().enumerate() {
+            let Some(inside) = walk.enter(layer) else { break };
+            if let Some(place) = walk.take(index, layer.lookup(offset, inside)?) {
+                return Some(place);
+            }
+        }
+        Some(walk.nowhere())
+    }
+
+    /// As [`Chain::lookup`], reading tables as needed.
+    pub(crate) async fn resolve(&self, metas: &[MetaIo], offset: u64, length_bytes: u64) -> IoResult<Place> {
+        let mut walk = Walk::new(offset, length_bytes);
+        for (index, layer) in self.layers.iter().enumerate() {
+            let Some(inside) = walk.enter(layer) else { break };
+            let meta = metas.get(index).ok_or(IoError::EIO)?;
+            if let Some(place) = walk.take(index, layer.resolve(meta, offset, inside).await?) {
+                return Ok(place);
+            }
+        }
+        Ok(walk.nowhere())
+    }
+
+    /// Refuses what lies outside the disk.
+    pub(crate) fn check_range(&self, offset: u64, length_bytes: u64) -> IoResult {
+        match offset.checked_add(length_bytes) {
+            Some(end) if end <= self.size_bytes => Ok(()),
+            _ => Err(IoError::new(IoErrorKind::OutOfRange)),
+        }
+    }
+}
+
+/// One walk down a chain: how much of the range the layers seen so far left to those below.
+struct Walk {
+    offset: u64,
+    length_bytes: u64,
+}
+
+impl Walk {
+    fn new(offset: u64, length_bytes: u64) -> Self {
+        Self { offset, length_bytes }
+    }
+
+    /// How much of the rest lies inside `layer`; `None` where the layer ends before (everything below is cut off too:
+    /// a layer is never read past its own end).
+    fn enter(&self, layer: &Layer) -> Option<u64> {
+        let inside = layer.size_bytes.saturating_sub(self.offset).min(self.length_bytes);
+        (inside > 0).then_some(inside)
+    }
+
+    fn take(&mut self, layer: usize, mapped: Mapped) -> Option<Place> {
+        self.length_bytes = mapped.length_bytes;
+        match mapped.extent {
+            Extent::Backing => None,
+            extent => Some(Place { layer, extent, length_bytes: mapped.length_bytes }),
+        }
+    }
+
+    fn nowhere(&self) -> Place {
+        Place { layer: 0, extent: Extent::Zero, length_bytes: self.length_bytes }
+    }
+}
+
+/// An open image, shared by its queues.
+pub struct Image {
+    pub(crate) chain: Arc<Chain>,
+}
+
+impl Image {
+    /// The names of the files of the chain, top first.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.chain.layers.iter().map(|layer| layer.path.as_path())
+    }
+
+    /// One line a layer: format, file and what serves it.
+    #[must_use]
+    pub fn describe_layers(&self) -> Vec<String> {
+        let line =
+            |layer: &Layer| format!("{} '{}': {}", layer.format(), layer.path.display(), layer.file_info().engine);
+        self.chain.layers.iter().map(line).collect()
+    }
+
+    /// Writes what is still in memory and flushes. Call it when no queue is open any more; blocks.
+    pub fn close(&self) -> Result<()> {
+        if self.chain.read_only {
+            return Ok(());
+        }
+        let failed = |what: &str, error: IoError| {
+            let name = self.chain.layers.first().map(|layer| layer.path.display().to_string()).unwrap_or_default();
+            Error::with_source(ErrorKind::Io, format!("cannot {what} '{name}'"), error)
+        };
+        let top = self.chain.top().map_err(|error| failed("close", error))?;
+        let io = MetaIo::new(top.file.open_blocking()?);
+        block_on(async {
+            match &top.mapping {
+                Mapping::Raw(_) => io.flush().await.map_err(|error| failed("flush", error)),
+                Mapping::Qcow2(qcow2) => qcow2.close(&io).await.map_err(|error| failed("write the tables of", error)),
+            }
+        })
+    }
+}
+
+impl Disk for Image {
+    fn info(&self) -> DiskInfo {
+        let chain = &self.chain;
+        let writable = !chain.read_only;
+        let mut info = DiskInfo {
+            size_bytes: chain.size_bytes,
+            logical_block_bytes: block::SECTOR_BYTES as u32,
+            topology: Topology::default(),
+            read_only: chain.read_only,
+            volatile_cache: chain.volatile_cache.load(Ordering::Acquire),
+            discard: false,
+            discard_granularity_bytes: 0,
+            write_zeroes: writable,
+            serial: chain.serial.clone(),
+        };
+        let Some(top) = chain.layers.first() else { return info };
+        let file = top.file_info();
+        info.topology.physical_block_bytes = file.offset_alignment_bytes.max(info.logical_block_bytes);
+        match &top.mapping {
+            Mapping::Raw(_) => {
+                info.discard = writable && file.can_discard;
+                info.discard_granularity_bytes = file.offset_alignment_bytes.max(info.logical_block_bytes);
+            }
+            Mapping::Qcow2(qcow2) => {
+                info.discard = writable;
+                info.discard_granularity_bytes = 1u32.checked_shl(qcow2.header().cluster_bits).unwrap_or(0);
+                info.topology.optimal_io_bytes = info.discard_granularity_bytes;
+            }
+        }
+        info
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+        Ok(Box::new(ImageQueue::open(&self.chain, ctx)?))
+    }
+
+    fn set_volatile_cache(&self, volatile: bool) {
+        self.chain.volatile_cache.store(volatile, Ordering::Release);
+    }
+}

@@ -1,0 +1,48 @@
+//! What an image says about itself. Opens nothing but the named file.
+
+use crate::gate::Role;
+use crate::guess::Format;
+use crate::layer::Mapping;
+use crate::open::{backing_of, format_of, open_layer};
+use block::{File, Result};
+use std::path::Path;
+use std::sync::Arc;
+
+/// An image as `info` shows it.
+#[derive(Debug, Clone)]
+pub struct Description {
+    /// Its format.
+    pub format: Format,
+    /// Whether the format is only a guess.
+    pub guessed: bool,
+    /// What a guest sees.
+    pub virtual_size_bytes: u64,
+    /// Name of the backing file as the image has it.
+    pub backing_file: Option<String>,
+    /// Format that the image records for it.
+    pub backing_format: Option<Format>,
+    /// The header, for qcow2.
+    pub qcow2: Option<format_qcow2::Header>,
+    /// What would serve the file, and why.
+    pub engine: String,
+}
+
+/// Looks at one file, which was opened for reading.
+pub fn inspect(path: &Path, file: &Arc<dyn File>, format: Option<Format>) -> Result<Description> {
+    let (format, guessed) = format_of(path, file.as_ref(), format)?;
+    let layer = open_layer(path, Arc::clone(file), format, Role::ReadOnly)?;
+    let (backing_file, backing_format) = backing_of(&layer)?.unzip();
+    let qcow2 = match &layer.mapping {
+        Mapping::Raw(_) => None,
+        Mapping::Qcow2(qcow2) => Some(qcow2.header().clone()),
+    };
+    Ok(Description {
+        format,
+        guessed,
+        virtual_size_bytes: layer.size_bytes,
+        backing_file,
+        backing_format: backing_format.flatten(),
+        qcow2,
+        engine: layer.file_info().engine.clone(),
+    })
+}

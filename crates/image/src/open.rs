@@ -1,0 +1,154 @@
+//! Opening a chain: the named image, then layer after layer through the gate.
+
+use crate::gate::{BackingPolicy, Opener, Role, allow_backing, backing_path};
+use crate::guess::{Format, PROBE_BYTES, guess_format};
+use crate::image::{Chain, Image};
+use crate::layer::{Layer, Mapping};
+use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
+use format_qcow2::{OpenOptions, Qcow2};
+use format_raw::Raw;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// The longest chain that is opened.
+pub const MAX_LAYERS: usize = 256;
+
+/// How to open an image.
+#[derive(Debug, Clone)]
+pub struct ImageOptions {
+    /// The image that the user named.
+    pub path: PathBuf,
+    /// Its format; guessed from its first bytes where the user said nothing.
+    pub format: Option<Format>,
+    /// Refuse writes; the file is opened read-only.
+    pub read_only: bool,
+    /// Which backing files it may make us open.
+    pub allow_backing: BackingPolicy,
+    /// Other files that the user named (on the same command line).
+    pub listed: Vec<PathBuf>,
+    /// What `GET_ID` answers.
+    pub serial: String,
+    /// Whether completed writes may stay volatile until a flush (cache=writeback, none, unsafe).
+    pub volatile_cache: bool,
+}
+
+impl ImageOptions {
+    /// Options for `path` with everything else at its default.
+    #[must_use]
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            format: None,
+            read_only: false,
+            allow_backing: BackingPolicy::default(),
+            listed: Vec::new(),
+            serial: String::new(),
+            volatile_cache: true,
+        }
+    }
+}
+
+/// Opens an image and the layers below it. Opens no file that the policy does not allow; on an error no file has been
+/// changed.
+pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
+    let top_path = opener.canonical(&options.path)?;
+    let listed = options.listed.iter().filter_map(|path| opener.canonical(path).ok()).collect::<Vec<_>>();
+    let mut layers: Vec<Layer> = Vec::new();
+    let mut guessed_raw = false;
+    let mut next = Some((top_path.clone(), options.format));
+    while let Some((path, format)) = next.take() {
+        refuse_loop(&layers, &path)?;
+        let role = match (layers.is_empty(), options.read_only) {
+            (true, false) => Role::Writable,
+            (true, true) => Role::ReadOnly,
+            (false, _) => Role::Backing,
+        };
+        let file = opener.open(&path, role)?;
+        let (format, guessed) = format_of(&path, file.as_ref(), format)?;
+        if layers.is_empty() {
+            guessed_raw = guessed && format == Format::Raw;
+        }
+        let layer = open_layer(&path, file, format, role)?;
+        if let Some((name, backing_format)) = backing_of(&layer)? {
+            let target = backing_path(&path, &name)?;
+            let in_context = |error: Error| error.in_context(format!("backing file of '{}'", path.display()));
+            let target = opener.canonical(&target).map_err(in_context)?;
+            allow_backing(&options.allow_backing, &top_path, &listed, &target)?;
+            next = Some((target, backing_format));
+        }
+        layers.push(layer);
+    }
+    let size_bytes = layers.first().map_or(0, |top| top.size_bytes);
+    let chain = Chain {
+        layers,
+        size_bytes,
+        read_only: options.read_only,
+        guessed_raw,
+        volatile_cache: AtomicBool::new(options.volatile_cache),
+        serial: options.serial.clone(),
+    };
+    Ok(Image { chain: Arc::new(chain) })
+}
+
+fn refuse_loop(layers: &[Layer], path: &Path) -> Result<()> {
+    let bad = |what: String| Err(Error::new(ErrorKind::BadImage, what));
+    if layers.iter().any(|layer| layer.path == path) {
+        return bad(format!("the backing files form a loop: '{}' appears twice in its own chain", path.display()));
+    }
+    if layers.len() >= MAX_LAYERS {
+        return bad(format!("the chain has more than {MAX_LAYERS} layers, at '{}'", path.display()));
+    }
+    Ok(())
+}
+
+/// The first bytes of a file, for guessing: fewer where it is shorter.
+pub(crate) fn read_head(file: &dyn File) -> Result<Vec<u8>> {
+    let info = file.info();
+    let length = usize::try_from(info.length_bytes).unwrap_or(PROBE_BYTES).min(PROBE_BYTES);
+    let io = MetaIo::new(file.open_blocking()?);
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot read the start of '{}'", info.name), error);
+    Ok(block_on(io.read(0, length, PastEnd::Zeros)).map_err(failed)?.to_vec())
+}
+
+/// The format to open a file in, and whether that is only a guess.
+pub(crate) fn format_of(path: &Path, file: &dyn File, said: Option<Format>) -> Result<(Format, bool)> {
+    if let Some(format) = said {
+        return Ok((format, false));
+    }
+    let guess = guess_format(&path.display().to_string(), &read_head(file)?)?;
+    if guess.is_none() {
+        tracing::warn!(
+            "the format of '{}' was not given; it is taken for raw, and a guest may not write another format's header \
+             to it (format=raw allows it)",
+            path.display()
+        );
+    }
+    Ok((guess.unwrap_or(Format::Raw), true))
+}
+
+pub(crate) fn open_layer(path: &Path, file: Arc<dyn File>, format: Format, role: Role) -> Result<Layer> {
+    let mapping = match format {
+        Format::Raw => Mapping::Raw(Raw::new(file.length_bytes()?)),
+        Format::Qcow2 => {
+            let io = MetaIo::new(file.open_blocking()?);
+            let options = OpenOptions { name: path.display().to_string(), read_only: !matches!(role, Role::Writable) };
+            Mapping::Qcow2(block_on(Qcow2::open(&io, file.info(), options))?)
+        }
+    };
+    let size_bytes = match &mapping {
+        Mapping::Raw(raw) => raw.size_bytes(),
+        Mapping::Qcow2(qcow2) => qcow2.size_bytes(),
+    };
+    Ok(Layer { path: path.to_owned(), file, mapping, size_bytes })
+}
+
+/// The backing file that a layer names, and the format it gives it.
+pub(crate) fn backing_of(layer: &Layer) -> Result<Option<(String, Option<Format>)>> {
+    let Mapping::Qcow2(qcow2) = &layer.mapping else { return Ok(None) };
+    let header = qcow2.header();
+    let Some(name) = &header.backing_file else { return Ok(None) };
+    let in_context = |error: Error| error.in_context(format!("backing format of '{}'", layer.path.display()));
+    let format = header.backing_format.as_deref().map(str::parse).transpose().map_err(in_context)?;
+    Ok(Some((name.clone(), format)))
+}

@@ -1,0 +1,370 @@
+//! The data plane of an image on one reactor: resolves, splits and pushes.
+//!
+//! A request takes a slot. Each piece that is pushed to a file, and each task that carries on with the slow rest, counts
+//! in the slot and tells the queue's sink at its end; the last one completes the request. All pieces of a request carry
+//! the same token, so the fast path allocates nothing and looks nothing up.
+
+use crate::guess::forms_a_header;
+use crate::image::Chain;
+use crate::layer::Mapping;
+use crate::slow::Slow;
+use block::{
+    Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, MetaIo, Op,
+    Participant, PastEnd, ReactorCtx, Result, Sink, Tag, Ticket,
+};
+use format_qcow2::Overwrite;
+use memory::Window;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// What the queue and its tasks share.
+pub(crate) struct Shared {
+    pub(crate) chain: Arc<Chain>,
+    /// One a layer.
+    pub(crate) files: Vec<Rc<dyn FileQueue>>,
+    /// One a layer, over the same queues.
+    pub(crate) metas: Vec<MetaIo>,
+    pub(crate) sink: Rc<Sink>,
+}
+
+#[derive(Clone, Copy)]
+struct Slot {
+    tag: Tag,
+    /// Pieces and tasks that have not ended, and one while the request is being split.
+    pending: u32,
+    /// The first error wins.
+    result: IoResult,
+    ticket: Option<Ticket>,
+    /// A write to a raw image that ends here, for the padding of the last sector; zero otherwise.
+    written_up_to: u64,
+}
+
+/// A queue of an [`crate::Image`].
+pub(crate) struct ImageQueue {
+    shared: Rc<Shared>,
+    ctx: Rc<dyn ReactorCtx>,
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+    in_flight: usize,
+    participant: Option<Participant>,
+    scratch: Vec<(u64, IoResult)>,
+    /// Requests that ended without the sink.
+    ready: Vec<Completion>,
+}
+
+impl ImageQueue {
+    pub(crate) fn open(chain: &Arc<Chain>, ctx: &Rc<dyn ReactorCtx>) -> Result<Self> {
+        let files = chain.layers.iter().map(|layer| layer.file.open_queue(ctx)).collect::<Result<Vec<_>>>()?;
+        let metas = files.iter().map(|file| MetaIo::new(Rc::clone(file))).collect();
+        let participant = chain.layers.first().and_then(|top| match &top.mapping {
+            Mapping::Raw(_) => None,
+            Mapping::Qcow2(qcow2) => Some(qcow2.epochs().join()),
+        });
+        let shared = Shared { chain: Arc::clone(chain), files, metas, sink: Sink::new() };
+        Ok(Self {
+            shared: Rc::new(shared),
+            ctx: Rc::clone(ctx),
+            slots: Vec::new(),
+            free: Vec::new(),
+            in_flight: 0,
+            participant,
+            scratch: Vec::new(),
+            ready: Vec::new(),
+        })
+    }
+
+    fn take_slot(&mut self, tag: Tag) -> usize {
+        let ticket = match (&mut self.participant, self.shared.chain.layers.first().map(|top| &top.mapping)) {
+            (Some(participant), Some(Mapping::Qcow2(qcow2))) => Some(participant.begin(qcow2.epochs())),
+            _ => None,
+        };
+        let slot = Slot { tag, pending: 1, result: Ok(()), ticket, written_up_to: 0 };
+        self.in_flight = self.in_flight.saturating_add(1);
+        match self.free.pop() {
+            Some(index) => {
+                if let Some(place) = self.slots.get_mut(index) {
+                    *place = slot;
+                }
+                index
+            }
+            None => {
+                self.slots.push(slot);
+                self.slots.len().saturating_sub(1)
+            }
+        }
+    }
+
+    /// One more piece of the request is on its way.
+    fn count(&mut self, index: usize) -> Done {
+        if let Some(slot) = self.slots.get_mut(index) {
+            slot.pending = slot.pending.saturating_add(1);
+        }
+        Done::Sink { sink: Rc::clone(&self.shared.sink), token: index as u64 }
+    }
+
+    /// A piece, a task or the splitting itself has ended.
+    fn piece_ended(&mut self, index: usize, result: IoResult) {
+        let Some(slot) = self.slots.get_mut(index) else { return };
+        if slot.result.is_ok() {
+            slot.result = result;
+        }
+        slot.pending = slot.pending.saturating_sub(1);
+        if slot.pending > 0 {
+            return;
+        }
+        let slot = *slot;
+        if let (Some(participant), Some(ticket)) = (&mut self.participant, slot.ticket) {
+            participant.end(ticket);
+        }
+        if slot.written_up_to > 0
+            && let Some(Mapping::Raw(raw)) = self.shared.chain.layers.first().map(|top| &top.mapping)
+        {
+            raw.written_up_to(slot.written_up_to);
+        }
+        self.free.push(index);
+        self.ready.push(Completion { tag: slot.tag, result: slot.result });
+    }
+
+    fn push(&mut self, index: usize, layer: usize, op: FileOp) -> IoResult {
+        let file = Rc::clone(self.shared.files.get(layer).ok_or(IoError::EIO)?);
+        let done = self.count(index);
+        file.push(FileIo { op, done });
+        Ok(())
+    }
+
+    /// Hands the rest of a request to a task.
+    fn spawn(&mut self, index: usize, slow: Slow) {
+        let done = self.count(index);
+        let shared = Rc::clone(&self.shared);
+        self.ctx.spawn(Box::pin(async move {
+            let result = slow.run(&shared).await;
+            done.complete(result);
+        }));
+    }
+
+    fn start(&mut self, index: usize, op: Op) -> IoResult {
+        if let Some((offset, length)) = op.range() {
+            self.shared.chain.check_range(offset, length)?;
+        }
+        if op.is_write() && self.shared.chain.read_only {
+            return Err(IoError::new(IoErrorKind::ReadOnly));
+        }
+        match op {
+            Op::Read { offset, data } => self.read(index, offset, &data),
+            Op::Write { offset, data, fua } => {
+                let fua = fua || !self.shared.chain.volatile_cache.load(Ordering::Acquire);
+                self.write(index, offset, &data, fua)
+            }
+            Op::Flush => self.flush(index),
+            Op::Discard { offset, length } => self.discard(index, offset, length),
+            Op::WriteZeroes { offset, length, may_unmap, fua } => {
+                let fua = fua || !self.shared.chain.volatile_cache.load(Ordering::Acquire);
+                self.write_zeroes(index, offset, length, may_unmap, fua)
+            }
+        }
+    }
+
+    fn read(&mut self, index: usize, offset: u64, data: &Window) -> IoResult {
+        let chain = Arc::clone(&self.shared.chain);
+        let mut pieces = Pieces::new(offset, data);
+        while let Some((at, left)) = pieces.rest() {
+            let place = match chain.lookup(at, left) {
+                Some(place) if !matches!(place.extent, Extent::Compressed(_)) => place,
+                _ => {
+                    self.spawn(index, Slow::Read { offset: at, data: pieces.remaining() });
+                    return Ok(());
+                }
+            };
+            let piece = pieces.take(place.length_bytes);
+            match place.extent {
+                Extent::Data { offset, .. } => {
+                    let past_end = chain.layer(place.layer)?.past_end();
+                    self.push(index, place.layer, FileOp::Read { offset, data: piece, past_end })?;
+                }
+                _ => piece.fill(0),
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, index: usize, offset: u64, data: &Window, fua: bool) -> IoResult {
+        let chain = Arc::clone(&self.shared.chain);
+        let top = chain.top()?;
+        if chain.guessed_raw {
+            refuse_header(offset, data)?;
+        }
+        if let (Mapping::Raw(raw), Some(slot)) = (&top.mapping, self.slots.get_mut(index)) {
+            let end = offset.saturating_add(data.length_bytes() as u64);
+            slot.written_up_to = if end > raw.size_bytes().saturating_sub(block::SECTOR_BYTES) { end } else { 0 };
+        }
+        // A durable write of a mapped format has to see its tables durable too.
+        if fua && top.has_tables() {
+            self.spawn(index, Slow::Write { offset, data: data.clone(), fua });
+            return Ok(());
+        }
+        let mut pieces = Pieces::new(offset, data);
+        while let Some((at, left)) = pieces.rest() {
+            match top.lookup_overwrite(at, left) {
+                Overwrite::InPlace { offset, length_bytes } => {
+                    let data = pieces.take(length_bytes);
+                    self.push(index, 0, FileOp::Write { offset, data, fua })?;
+                }
+                Overwrite::Slow => {
+                    self.spawn(index, Slow::Write { offset: at, data: pieces.remaining(), fua });
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self, index: usize) -> IoResult {
+        if self.shared.chain.read_only {
+            return Ok(());
+        }
+        if self.shared.chain.top()?.has_tables() {
+            self.spawn(index, Slow::Flush);
+            return Ok(());
+        }
+        self.push(index, 0, FileOp::Flush)
+    }
+
+    fn discard(&mut self, index: usize, offset: u64, length: u64) -> IoResult {
+        let chain = Arc::clone(&self.shared.chain);
+        let top = chain.top()?;
+        if length == 0 {
+            return Ok(());
+        }
+        if top.has_tables() {
+            self.spawn(index, Slow::Discard { offset, length });
+            return Ok(());
+        }
+        if !top.file_info().can_discard {
+            // A hint that nobody can follow is not an error.
+            return Ok(());
+        }
+        self.push(index, 0, FileOp::Discard { offset, length })
+    }
+
+    fn write_zeroes(&mut self, index: usize, offset: u64, length: u64, may_unmap: bool, fua: bool) -> IoResult {
+        if length == 0 {
+            return Ok(());
+        }
+        if fua || self.shared.chain.top()?.has_tables() {
+            self.spawn(index, Slow::WriteZeroes { offset, length, may_unmap, fua });
+            return Ok(());
+        }
+        if let Some(slot) = self.slots.get_mut(index) {
+            slot.written_up_to = offset.saturating_add(length);
+        }
+        self.push(index, 0, FileOp::WriteZeroes { offset, length, may_unmap })
+    }
+}
+
+impl DiskQueue for ImageQueue {
+    fn submit(&mut self, tag: Tag, op: Op) {
+        let index = self.take_slot(tag);
+        let result = self.start(index, op);
+        self.piece_ended(index, result);
+    }
+
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        if !self.shared.sink.is_empty() {
+            let mut scratch = std::mem::take(&mut self.scratch);
+            self.shared.sink.take(&mut scratch);
+            for (token, result) in scratch.drain(..) {
+                if let Ok(index) = usize::try_from(token) {
+                    self.piece_ended(index, result);
+                }
+            }
+            self.scratch = scratch;
+        }
+        let count = self.ready.len();
+        done.append(&mut self.ready);
+        self.in_flight = self.in_flight.saturating_sub(count);
+        count
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+}
+
+impl Drop for ImageQueue {
+    fn drop(&mut self) {
+        // What is still in flight holds the sink: its place in the image's epochs lives as long.
+        if let Some(participant) = self.participant.take() {
+            self.shared.sink.keep(Box::new(participant));
+        }
+    }
+}
+
+/// Cuts a request's window into pieces.
+struct Pieces<'a> {
+    offset: u64,
+    data: &'a Window,
+    taken: usize,
+}
+
+impl<'a> Pieces<'a> {
+    fn new(offset: u64, data: &'a Window) -> Self {
+        Self { offset, data, taken: 0 }
+    }
+
+    /// Where the rest starts and how long it is; `None` when nothing is left.
+    fn rest(&self) -> Option<(u64, u64)> {
+        let left = self.data.length_bytes().saturating_sub(self.taken);
+        (left > 0).then_some((self.offset.saturating_add(self.taken as u64), left as u64))
+    }
+
+    fn remaining(&self) -> Window {
+        self.data.slice(self.taken, self.data.length_bytes().saturating_sub(self.taken))
+    }
+
+    fn take(&mut self, length_bytes: u64) -> Window {
+        let left = self.data.length_bytes().saturating_sub(self.taken);
+        let length = usize::try_from(length_bytes).unwrap_or(left).min(left);
+        let skip = self.taken;
+        self.taken = self.taken.saturating_add(length);
+        match (skip, length == self.data.length_bytes()) {
+            (0, true) => self.data.clone(),
+            _ => self.data.slice(skip, length),
+        }
+    }
+}
+
+/// A guest of a disk that was only guessed to be raw must not give it a header: the next guess would believe it.
+fn refuse_header(offset: u64, data: &Window) -> IoResult {
+    if offset >= crate::guess::PROBE_BYTES as u64 {
+        return Ok(());
+    }
+    let mut head = [0u8; crate::guess::PROBE_BYTES];
+    let at = usize::try_from(offset).unwrap_or(usize::MAX);
+    let got = head.get_mut(at..).map_or(0, |target| data.copy_to_slice(0, target));
+    let written = head.get(..at.saturating_add(got)).unwrap_or_default();
+    if forms_a_header(written) {
+        tracing::warn!(
+            "refused a guest write at offset {offset} that would make a raw disk look like another format; \
+             say format=raw to allow it"
+        );
+        return Err(IoError::new(IoErrorKind::ReadOnly));
+    }
+    Ok(())
+}
+
+impl crate::layer::Layer {
+    /// Whether data in this layer is found through tables that are written on their own.
+    pub(crate) fn has_tables(&self) -> bool {
+        matches!(self.mapping, Mapping::Qcow2(_))
+    }
+
+    /// What a read of mapped data behind the end of the file means: a cluster that was allocated and never written, or
+    /// a raw file that was cut off under us.
+    pub(crate) fn past_end(&self) -> PastEnd {
+        match self.mapping {
+            Mapping::Raw(_) => PastEnd::Fails,
+            Mapping::Qcow2(_) => PastEnd::Zeros,
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Requests that have to wait for something: a table to be read, a cluster to be allocated, copied or decompressed.
+//!
+//! Writes to new space are two-step: the format *prepares* (space reserved, invisible), the data and the remainder of
+//! the first and last cluster are written, the format *commits* (mapping published). A task that is dropped in between
+//! gives the space back.
+
+use crate::image::Place;
+use crate::layer::Mapping;
+use crate::queue::Shared;
+use block::{Extent, FileOp, IoError, IoResult};
+use format_qcow2::{Allocation, Fill, Prepared, Qcow2};
+use memory::{IoBuf, Window};
+
+/// The slow rest of a request.
+pub(crate) enum Slow {
+    Read { offset: u64, data: Window },
+    Write { offset: u64, data: Window, fua: bool },
+    Flush,
+    Discard { offset: u64, length: u64 },
+    WriteZeroes { offset: u64, length: u64, may_unmap: bool, fua: bool },
+}
+
+impl Slow {
+    pub(crate) async fn run(self, shared: &Shared) -> IoResult {
+        match self {
+            Self::Read { offset, data } => shared.read(offset, data).await,
+            Self::Write { offset, data, fua } => {
+                shared.write(offset, data).await?;
+                shared.flush_if(fua).await
+            }
+            Self::Flush => shared.flush_if(true).await,
+            Self::Discard { offset, length } => shared.discard(offset, length).await,
+            Self::WriteZeroes { offset, length, may_unmap, fua } => {
+                shared.write_zeroes(offset, length, may_unmap).await?;
+                shared.flush_if(fua).await
+            }
+        }
+    }
+}
+
+/// Zeros to gather from: long paddings list it several times.
+const ZERO_CHUNK_BYTES: usize = 64 << 10;
+
+/// How much of a write of zeros goes to the file at once.
+const ZERO_WRITE_BYTES: u64 = 1 << 20;
+
+impl Shared {
+    /// Reads a range of the disk into `data`, which has its length.
+    pub(crate) async fn read(&self, offset: u64, data: Window) -> IoResult {
+        let mut done = 0usize;
+        while done < data.length_bytes() {
+            let left = data.length_bytes().saturating_sub(done);
+            let at = offset.saturating_add(done as u64);
+            let place = self.chain.resolve(&self.metas, at, left as u64).await?;
+            let length = usize::try_from(place.length_bytes).unwrap_or(left).min(left);
+            if length == 0 {
+                return Err(IoError::EIO);
+            }
+            self.read_extent(place, data.slice(done, length)).await?;
+            done = done.saturating_add(length);
+        }
+        Ok(())
+    }
+
+    async fn read_extent(&self, place: Place, data: Window) -> IoResult {
+        match place.extent {
+            Extent::Zero | Extent::Backing => {
+                data.fill(0);
+                Ok(())
+            }
+            Extent::Data { offset, .. } => {
+                let past_end = self.chain.layer(place.layer)?.past_end();
+                let file = self.files.get(place.layer).ok_or(IoError::EIO)?;
+                file.start(FileOp::Read { offset, data, past_end }).await
+            }
+            Extent::Compressed(extent) => {
+                let Mapping::Qcow2(qcow2) = &self.chain.layer(place.layer)?.mapping else { return Err(IoError::EIO) };
+                let meta = self.metas.get(place.layer).ok_or(IoError::EIO)?;
+                let cluster = qcow2.read_compressed(meta, extent).await?;
+                let wanted = cluster.get(extent.skip_bytes as usize..).ok_or(IoError::EIO)?;
+                match data.copy_from_slice(0, wanted) == data.length_bytes() {
+                    true => Ok(()),
+                    false => Err(IoError::EIO),
+                }
+            }
+        }
+    }
+
+    /// Writes `data` to the disk, allocating as needed; durable only after a flush.
+    pub(crate) async fn write(&self, offset: u64, data: Window) -> IoResult {
+        let top = self.chain.top()?;
+        let (file, meta) = (self.files.first().ok_or(IoError::EIO)?, self.metas.first().ok_or(IoError::EIO)?);
+        let Mapping::Qcow2(qcow2) = &top.mapping else {
+            return file.start(FileOp::Write { offset, data, fua: false }).await;
+        };
+        let mut done = 0usize;
+        while done < data.length_bytes() {
+            let rest = data.slice(done, data.length_bytes().saturating_sub(done));
+            let at = offset.saturating_add(done as u64);
+            let taken = match qcow2.prepare_write(meta, at, rest.length_bytes() as u64).await? {
+                Prepared::InPlace { offset, length_bytes } => {
+                    let length = usize::try_from(length_bytes).unwrap_or(usize::MAX).min(rest.length_bytes());
+                    let data = rest.slice(0, length);
+                    file.start(FileOp::Write { offset, data, fua: false }).await?;
+                    length
+                }
+                Prepared::New(allocation) => self.write_new(qcow2, allocation, at, &rest).await?,
+            };
+            if taken == 0 {
+                return Err(IoError::EIO);
+            }
+            done = done.saturating_add(taken);
+        }
+        Ok(())
+    }
+
+    /// Fills and publishes an allocation with the start of `data`, which belongs at `at`; returns how much of it.
+    async fn write_new(&self, qcow2: &Qcow2, allocation: Allocation, at: u64, data: &Window) -> IoResult<usize> {
+        let head_bytes = at.checked_sub(allocation.guest_offset).ok_or(IoError::EIO)?;
+        let room = allocation.length_bytes.checked_sub(head_bytes).ok_or(IoError::EIO)?;
+        let length = usize::try_from(room).unwrap_or(usize::MAX).min(data.length_bytes());
+        let tail_bytes = room.saturating_sub(length as u64);
+        let tail_at = at.saturating_add(length as u64);
+
+        let head = self.filling(allocation.head, allocation.guest_offset, head_bytes).await?;
+        let tail = self.filling(allocation.tail, tail_at, tail_bytes).await?;
+        let data = data.slice(0, length);
+        let skip = if head.is_some() { 0 } else { head_bytes };
+        let offset = allocation.file_offset.saturating_add(skip);
+        let data = match (head, tail) {
+            (None, None) => data,
+            (head, tail) => {
+                let parts = head.into_iter().flatten().chain([data]).chain(tail.into_iter().flatten());
+                IoBuf::gather(parts.collect()).whole()
+            }
+        };
+        let file = self.files.first().ok_or(IoError::EIO)?;
+        file.start(FileOp::Write { offset, data, fua: false }).await?;
+        let meta = self.metas.first().ok_or(IoError::EIO)?;
+        qcow2.commit_write(meta, allocation).await?;
+        Ok(length)
+    }
+
+    /// The bytes that go around a write into a new cluster, as parts to gather; `None` where nothing has to be written.
+    async fn filling(&self, fill: Fill, at: u64, length_bytes: u64) -> IoResult<Option<Vec<Window>>> {
+        let length = usize::try_from(length_bytes).map_err(|_| IoError::EIO)?;
+        match fill {
+            _ if length == 0 => Ok(None),
+            Fill::None => Ok(None),
+            Fill::Zero => Ok(Some(zeros(length))),
+            Fill::Copy => {
+                let buf = IoBuf::zeroed(length);
+                // What lies behind the end of the disk stays zero.
+                let inside = self.chain.size_bytes.saturating_sub(at).min(length_bytes);
+                let inside = usize::try_from(inside).map_err(|_| IoError::EIO)?;
+                self.read(at, buf.whole().slice(0, inside)).await?;
+                Ok(Some(vec![buf.whole()]))
+            }
+        }
+    }
+
+    async fn flush_if(&self, wanted: bool) -> IoResult {
+        if !wanted {
+            return Ok(());
+        }
+        let meta = self.metas.first().ok_or(IoError::EIO)?;
+        match &self.chain.top()?.mapping {
+            Mapping::Raw(_) => meta.flush().await,
+            Mapping::Qcow2(qcow2) => qcow2.flush(meta).await,
+        }
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> IoResult {
+        let meta = self.metas.first().ok_or(IoError::EIO)?;
+        match &self.chain.top()?.mapping {
+            Mapping::Raw(_) => meta.discard(offset, length).await,
+            Mapping::Qcow2(qcow2) => qcow2.discard(meta, offset, length).await,
+        }
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool) -> IoResult {
+        let meta = self.metas.first().ok_or(IoError::EIO)?;
+        match &self.chain.top()?.mapping {
+            Mapping::Raw(_) => meta.write_zeroes(offset, length, may_unmap).await,
+            Mapping::Qcow2(qcow2) => {
+                let outcome = qcow2.write_zeroes(meta, offset, length, may_unmap).await?;
+                for range in outcome.by_writing {
+                    self.zero_by_writing(range.start, range.end).await?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    async fn zero_by_writing(&self, start: u64, end: u64) -> IoResult {
+        let mut at = start;
+        while at < end {
+            let length = end.saturating_sub(at).min(ZERO_WRITE_BYTES);
+            let bytes = usize::try_from(length).map_err(|_| IoError::EIO)?;
+            self.write(at, IoBuf::gather(zeros(bytes)).whole()).await?;
+            at = at.saturating_add(length);
+        }
+        Ok(())
+    }
+}
+
+/// `length` zero bytes, as windows over one chunk.
+fn zeros(length: usize) -> Vec<Window> {
+    let chunk = IoBuf::zeroed(length.min(ZERO_CHUNK_BYTES)).whole();
+    let mut parts = Vec::new();
+    let mut left = length;
+    while left > 0 {
+        let take = left.min(chunk.length_bytes());
+        parts.push(chunk.slice(0, take));
+        left = left.saturating_sub(take);
+    }
+    parts
+}
