@@ -1,0 +1,1 @@
+//! The driver half of a split ring.

@@ -1,0 +1,445 @@
+//! Access to ring memory that another process changes at the same time: the only module of this crate with `unsafe`.
+//!
+//! [`SplitAreas`] resolves a split ring's three areas once and keeps the pointers. Every access is an atomic of the
+//! field's own size, because the other side may write at any moment; indices into the areas are masked by the queue
+//! size, so no value that the other side chooses leads outside. Loads and stores are relaxed except where the
+//! specification orders them: an index is loaded with acquire before the entries that it announces are read, and stored
+//! with release after they were written (virtio 1.2, 2.7.13). [`full_fence`] is the barrier between "publish" and "does
+//! the other side want to know" (2.7.13.4.1, 2.7.14).
+//!
+//! Safe to use from safe code: whatever is built here holds its [`GuestMemory`], so the mapping outlives the pointers.
+
+use memory::{GuestMemory, MemoryError};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
+use thiserror::Error;
+
+/// Bytes of a descriptor.
+pub const DESCRIPTOR_BYTES: usize = 16;
+
+/// The largest split ring (2.7).
+pub const MAX_SPLIT_SIZE: u16 = 32768;
+
+/// Descriptor flags (2.7.5).
+pub mod descriptor_flags {
+    /// The chain goes on at `next`.
+    pub const NEXT: u16 = 1;
+    /// The device writes this buffer; without it, it reads it.
+    pub const WRITE: u16 = 2;
+    /// The buffer is a table of descriptors.
+    pub const INDIRECT: u16 = 4;
+}
+
+/// `avail.flags`: the driver does not want interrupts (2.7.7). Only without EVENT_IDX.
+pub const AVAIL_NO_INTERRUPT: u16 = 1;
+
+/// `used.flags`: the device does not want notifications (2.7.10). Only without EVENT_IDX.
+pub const USED_NO_NOTIFY: u16 = 1;
+
+/// A descriptor, copied out of or into the table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Descriptor {
+    /// Guest physical address.
+    pub address: u64,
+    /// Bytes.
+    pub length_bytes: u32,
+    /// See [`descriptor_flags`].
+    pub flags: u16,
+    /// The next one, where the flags say so.
+    pub next: u16,
+}
+
+impl Descriptor {
+    /// Whether `flag` (one of [`descriptor_flags`]) is set.
+    #[must_use]
+    pub fn has(&self, flag: u16) -> bool {
+        self.flags & flag != 0
+    }
+
+    /// The little-endian bytes, for indirect tables that a driver writes.
+    #[must_use]
+    pub fn to_bytes(self) -> [u8; DESCRIPTOR_BYTES] {
+        let mut bytes = [0; DESCRIPTOR_BYTES];
+        let (low, high) = bytes.split_at_mut(8);
+        low.copy_from_slice(&self.address.to_le_bytes());
+        high.copy_from_slice(&self.second_word().to_le_bytes());
+        bytes
+    }
+
+    fn second_word(self) -> u64 {
+        u64::from(self.length_bytes) | u64::from(self.flags) << 32 | u64::from(self.next) << 48
+    }
+
+    fn from_words(first: u64, second: u64) -> Self {
+        // The truncations pick the fields apart.
+        Self { address: first, length_bytes: second as u32, flags: (second >> 32) as u16, next: (second >> 48) as u16 }
+    }
+}
+
+/// Whether the side that waits for `event` has to be told, now that the index moved from `old` to `new` (2.7.10, the
+/// specification's `vring_need_event`).
+#[must_use]
+pub fn crossed_event(event: u16, old: u16, new: u16) -> bool {
+    new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+}
+
+/// Everything before is visible to the other side before anything after is read from it.
+pub fn full_fence() {
+    fence(Ordering::SeqCst);
+}
+
+/// Why a ring's areas cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum LayoutError {
+    /// Not a power of two, zero, or too large.
+    #[error("a queue of {size} entries: it must be a power of two, at most {MAX_SPLIT_SIZE}")]
+    Size {
+        /// Entries asked for.
+        size: u32,
+    },
+    /// An area is not aligned as 2.7 demands.
+    #[error("the ring's {area} at {address:#x} is not aligned to {alignment_bytes} bytes")]
+    Alignment {
+        /// Which one.
+        area: &'static str,
+        /// Where it should be.
+        address: u64,
+        /// What it must be a multiple of.
+        alignment_bytes: u64,
+    },
+    /// An area is not in guest memory.
+    #[error("the ring's {area}: {source}")]
+    Memory {
+        /// Which one.
+        area: &'static str,
+        /// Why not.
+        source: MemoryError,
+    },
+}
+
+/// Where a ring's areas are, in the address space that the constructor names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RingAddresses {
+    /// Descriptor table.
+    pub table: u64,
+    /// Available ring (driver area).
+    pub avail: u64,
+    /// Used ring (device area).
+    pub used: u64,
+}
+
+/// A split ring's areas. Fields behave as virtio 1.2 section 2.7 says; who may write which is up to the half that uses
+/// it.
+#[derive(Debug)]
+pub struct SplitAreas {
+    table: NonNull<u8>,
+    avail: NonNull<u8>,
+    used: NonNull<u8>,
+    size: u16,
+    /// Keeps the three mapped.
+    memory: Arc<GuestMemory>,
+}
+
+const TABLE: (&str, usize) = ("descriptor table", 16);
+const AVAIL: (&str, usize) = ("available ring", 2);
+const USED: (&str, usize) = ("used ring", 4);
+
+/// Bytes of the three areas of a ring with `size` entries: table, available ring, used ring. The event fields count
+/// always.
+#[must_use]
+pub fn area_bytes(size: u16) -> (usize, usize, usize) {
+    let size = usize::from(size);
+    (size.wrapping_mul(16), size.wrapping_mul(2).wrapping_add(6), size.wrapping_mul(8).wrapping_add(6))
+}
+
+/// Checks a queue size that a peer names.
+pub fn check_size(size: u32) -> Result<u16, LayoutError> {
+    match u16::try_from(size) {
+        Ok(short) if short.is_power_of_two() && short <= MAX_SPLIT_SIZE => Ok(short),
+        _ => Err(LayoutError::Size { size }),
+    }
+}
+
+impl SplitAreas {
+    /// A ring whose areas are named in the peer's own address space (vhost-user).
+    pub fn at_user_addresses(memory: Arc<GuestMemory>, at: RingAddresses, size: u16) -> Result<Self, LayoutError> {
+        let find = |address, length| memory.translate_user(address, length);
+        let [table, avail, used] = Self::resolve(find, at, size)?;
+        Ok(Self { table, avail, used, size, memory })
+    }
+
+    /// A ring whose areas are named by guest physical address (a driver's own ring).
+    pub fn at_guest_addresses(memory: Arc<GuestMemory>, at: RingAddresses, size: u16) -> Result<Self, LayoutError> {
+        let find = |address, length| memory.translate(address, length, &mut 0);
+        let [table, avail, used] = Self::resolve(find, at, size)?;
+        Ok(Self { table, avail, used, size, memory })
+    }
+
+    fn resolve(
+        find: impl Fn(u64, u64) -> Result<NonNull<u8>, MemoryError>,
+        at: RingAddresses,
+        size: u16,
+    ) -> Result<[NonNull<u8>; 3], LayoutError> {
+        check_size(u32::from(size))?;
+        let (table_bytes, avail_bytes, used_bytes) = area_bytes(size);
+        let area = |(area, alignment): (&'static str, usize), address: u64, length: usize| {
+            let ptr = find(address, length as u64).map_err(|source| LayoutError::Memory { area, source })?;
+            // Both addresses: ours for the atomics, theirs because the specification says so and ours follows only
+            // where the file offsets are aligned too.
+            match ptr.as_ptr().addr().is_multiple_of(alignment) && address.is_multiple_of(alignment as u64) {
+                true => Ok(ptr),
+                false => Err(LayoutError::Alignment { area, address, alignment_bytes: alignment as u64 }),
+            }
+        };
+        Ok([area(TABLE, at.table, table_bytes)?, area(AVAIL, at.avail, avail_bytes)?, area(USED, at.used, used_bytes)?])
+    }
+
+    /// Entries.
+    #[must_use]
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// The memory that the areas, and the buffers that descriptors name, lie in.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<GuestMemory> {
+        &self.memory
+    }
+
+    /// `position` modulo the queue size. All indexing goes through here.
+    fn slot(&self, position: u16) -> usize {
+        usize::from(position & self.size.wrapping_sub(1))
+    }
+
+    fn table_word(&self, index: u16, word: usize) -> &AtomicU64 {
+        let offset = self.slot(index).wrapping_mul(DESCRIPTOR_BYTES).wrapping_add(word.wrapping_mul(8));
+        // SAFETY: the slot is below the queue size and `word` is 0 or 1, so the eight bytes lie in the table, which is
+        // 16-byte aligned and stays mapped while `self.memory` lives. Everybody accesses them atomically.
+        unsafe { AtomicU64::from_ptr(self.table.as_ptr().add(offset).cast()) }
+    }
+
+    fn avail_field(&self, offset: usize) -> &AtomicU16 {
+        // SAFETY: callers pass an even offset inside the area's `6 + 2 * size` bytes; the area is 2-byte aligned and
+        // stays mapped while `self.memory` lives.
+        unsafe { AtomicU16::from_ptr(self.avail.as_ptr().add(offset).cast()) }
+    }
+
+    fn used_field(&self, offset: usize) -> &AtomicU16 {
+        // SAFETY: callers pass an even offset inside the area's `6 + 8 * size` bytes; the area is 4-byte aligned and
+        // stays mapped while `self.memory` lives.
+        unsafe { AtomicU16::from_ptr(self.used.as_ptr().add(offset).cast()) }
+    }
+
+    fn used_word(&self, position: u16, word: usize) -> &AtomicU32 {
+        let offset = self.slot(position).wrapping_mul(8).wrapping_add(4).wrapping_add(word.wrapping_mul(4));
+        // SAFETY: the slot is below the queue size and `word` is 0 or 1, so the four bytes lie in the area, which is
+        // 4-byte aligned and stays mapped while `self.memory` lives.
+        unsafe { AtomicU32::from_ptr(self.used.as_ptr().add(offset).cast()) }
+    }
+
+    /// Offset of the event field at the end of the available ring.
+    fn used_event_offset(&self) -> usize {
+        usize::from(self.size).wrapping_mul(2).wrapping_add(4)
+    }
+
+    /// Offset of the event field at the end of the used ring.
+    fn avail_event_offset(&self) -> usize {
+        usize::from(self.size).wrapping_mul(8).wrapping_add(4)
+    }
+
+    /// Copies a descriptor out. `index` counts modulo the queue size: check it first where that would be a fault.
+    #[inline]
+    #[must_use]
+    pub fn descriptor(&self, index: u16) -> Descriptor {
+        let first = u64::from_le(self.table_word(index, 0).load(Ordering::Relaxed));
+        let second = u64::from_le(self.table_word(index, 1).load(Ordering::Relaxed));
+        Descriptor::from_words(first, second)
+    }
+
+    /// Writes a descriptor (driver).
+    #[inline]
+    pub fn set_descriptor(&self, index: u16, descriptor: Descriptor) {
+        self.table_word(index, 0).store(descriptor.address.to_le(), Ordering::Relaxed);
+        self.table_word(index, 1).store(descriptor.second_word().to_le(), Ordering::Relaxed);
+    }
+
+    /// `avail.flags`.
+    #[must_use]
+    pub fn avail_flags(&self) -> u16 {
+        u16::from_le(self.avail_field(0).load(Ordering::Relaxed))
+    }
+
+    /// Sets `avail.flags` (driver).
+    pub fn set_avail_flags(&self, flags: u16) {
+        self.avail_field(0).store(flags.to_le(), Ordering::Relaxed);
+    }
+
+    /// `avail.idx`; what it announces can be read afterwards.
+    #[inline]
+    #[must_use]
+    pub fn avail_index(&self) -> u16 {
+        u16::from_le(self.avail_field(2).load(Ordering::Acquire))
+    }
+
+    /// Publishes available entries (driver): everything written before is visible to whoever sees the index.
+    #[inline]
+    pub fn publish_avail_index(&self, index: u16) {
+        self.avail_field(2).store(index.to_le(), Ordering::Release);
+    }
+
+    /// The head in the available ring at `position` (modulo the size). It may be any number.
+    #[inline]
+    #[must_use]
+    pub fn avail_entry(&self, position: u16) -> u16 {
+        let offset = self.slot(position).wrapping_mul(2).wrapping_add(4);
+        u16::from_le(self.avail_field(offset).load(Ordering::Relaxed))
+    }
+
+    /// Puts a head into the available ring (driver).
+    #[inline]
+    pub fn set_avail_entry(&self, position: u16, head: u16) {
+        let offset = self.slot(position).wrapping_mul(2).wrapping_add(4);
+        self.avail_field(offset).store(head.to_le(), Ordering::Relaxed);
+    }
+
+    /// Where in the used ring the driver wants its next interrupt (EVENT_IDX).
+    #[must_use]
+    pub fn used_event(&self) -> u16 {
+        u16::from_le(self.avail_field(self.used_event_offset()).load(Ordering::Relaxed))
+    }
+
+    /// Asks for an interrupt when the used ring passes `event` (driver, EVENT_IDX).
+    pub fn set_used_event(&self, event: u16) {
+        self.avail_field(self.used_event_offset()).store(event.to_le(), Ordering::Relaxed);
+    }
+
+    /// `used.flags`.
+    #[must_use]
+    pub fn used_flags(&self) -> u16 {
+        u16::from_le(self.used_field(0).load(Ordering::Relaxed))
+    }
+
+    /// Sets `used.flags` (device).
+    pub fn set_used_flags(&self, flags: u16) {
+        self.used_field(0).store(flags.to_le(), Ordering::Relaxed);
+    }
+
+    /// `used.idx`; what it announces can be read afterwards.
+    #[inline]
+    #[must_use]
+    pub fn used_index(&self) -> u16 {
+        u16::from_le(self.used_field(2).load(Ordering::Acquire))
+    }
+
+    /// Publishes used entries (device): everything written before, data included, is visible to whoever sees the index.
+    #[inline]
+    pub fn publish_used_index(&self, index: u16) {
+        self.used_field(2).store(index.to_le(), Ordering::Release);
+    }
+
+    /// Head and written bytes in the used ring at `position` (modulo the size). They may be any numbers.
+    #[inline]
+    #[must_use]
+    pub fn used_entry(&self, position: u16) -> (u32, u32) {
+        let head = u32::from_le(self.used_word(position, 0).load(Ordering::Relaxed));
+        let written_bytes = u32::from_le(self.used_word(position, 1).load(Ordering::Relaxed));
+        (head, written_bytes)
+    }
+
+    /// Puts an entry into the used ring (device).
+    #[inline]
+    pub fn set_used_entry(&self, position: u16, head: u32, written_bytes: u32) {
+        self.used_word(position, 0).store(head.to_le(), Ordering::Relaxed);
+        self.used_word(position, 1).store(written_bytes.to_le(), Ordering::Relaxed);
+    }
+
+    /// Where in the available ring the device wants its next notification (EVENT_IDX).
+    #[must_use]
+    pub fn avail_event(&self) -> u16 {
+        u16::from_le(self.used_field(self.avail_event_offset()).load(Ordering::Relaxed))
+    }
+
+    /// Asks for a notification when the available ring passes `event` (device, EVENT_IDX).
+    pub fn set_avail_event(&self, event: u16) {
+        self.used_field(self.avail_event_offset()).store(event.to_le(), Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memory::{GuestRegion, Mapping, RegionSpec};
+
+    const BASE: u64 = 0x4000_0000;
+
+    fn memory(length_bytes: usize) -> (Arc<GuestMemory>, Arc<Mapping>) {
+        let (_, mapping) = Mapping::anonymous_file(c"ring", length_bytes).unwrap();
+        let mapping = Arc::new(mapping);
+        let spec =
+            RegionSpec { guest_address: BASE, length_bytes: length_bytes as u64, user_address: 0x7000, file_offset: 0 };
+        let region = GuestRegion::of_mapping(spec, Arc::clone(&mapping), 0).unwrap();
+        (Arc::new(GuestMemory::new(vec![region]).unwrap()), mapping)
+    }
+
+    fn bytes(mapping: &Mapping, offset: usize, length: usize) -> Vec<u8> {
+        // SAFETY: the tests ask for ranges inside the mapping, and nobody writes meanwhile.
+        unsafe { std::slice::from_raw_parts(mapping.as_ptr().as_ptr().add(offset), length) }.to_vec()
+    }
+
+    #[test]
+    fn fields_lie_where_the_specification_puts_them() {
+        let (memory, mapping) = memory(4096);
+        let at = RingAddresses { table: BASE, avail: BASE + 64, used: BASE + 128 };
+        let ring = SplitAreas::at_guest_addresses(memory, at, 4).unwrap();
+        ring.set_descriptor(
+            1,
+            Descriptor { address: 0x0807_0605_0403_0201, length_bytes: 0x0c0b_0a09, flags: 0x0e0d, next: 0x100f },
+        );
+        assert_eq!(bytes(&mapping, 16, 16), (1..=16).collect::<Vec<u8>>());
+        assert_eq!(ring.descriptor(1).to_bytes().to_vec(), bytes(&mapping, 16, 16));
+        ring.set_avail_flags(0x0201);
+        ring.publish_avail_index(0x0403);
+        ring.set_avail_entry(4, 0x0605);
+        ring.set_avail_entry(7, 0x0807);
+        ring.set_used_event(0x0a09);
+        assert_eq!(bytes(&mapping, 64, 14), [1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 7, 8, 9, 10]);
+        ring.set_used_flags(0x0201);
+        ring.publish_used_index(0x0403);
+        ring.set_used_entry(0xfffd, 0x0807_0605, 0x0c0b_0a09);
+        ring.set_avail_event(0x0e0d);
+        let used = bytes(&mapping, 128, 38);
+        assert_eq!(used[..4], [1, 2, 3, 4]);
+        assert_eq!(used[12..20], [5, 6, 7, 8, 9, 10, 11, 12]);
+        assert_eq!(used[36..], [13, 14]);
+        assert_eq!((ring.used_entry(1), ring.avail_event()), ((0x0807_0605, 0x0c0b_0a09), 0x0e0d));
+        assert_eq!((ring.avail_entry(0), ring.used_event()), (0x0605, 0x0a09));
+    }
+
+    #[test]
+    fn a_ring_that_does_not_fit_its_memory_is_refused() {
+        let (memory, _) = memory(4096);
+        let at = RingAddresses { table: 0x7000, avail: 0x7400, used: 0x7800 };
+        let ring = |at, size| SplitAreas::at_user_addresses(Arc::clone(&memory), at, size).map(|_| ());
+        assert_eq!(ring(at, 16), Ok(()));
+        assert_eq!(ring(at, 0), Err(LayoutError::Size { size: 0 }));
+        assert_eq!(ring(at, 12), Err(LayoutError::Size { size: 12 }));
+        assert!(matches!(ring(at, 512), Err(LayoutError::Memory { area: "descriptor table", .. })));
+        let odd = RingAddresses { avail: 0x7401, ..at };
+        assert!(matches!(ring(odd, 16), Err(LayoutError::Alignment { area: "available ring", .. })));
+        // The used ring's last event field falls behind the region by two bytes.
+        let late = RingAddresses { used: 0x8000 - 132, ..at };
+        assert!(matches!(ring(late, 16), Err(LayoutError::Memory { area: "used ring", .. })));
+        let fits = RingAddresses { used: 0x8000 - 136, ..at };
+        assert_eq!(ring(fits, 16), Ok(()));
+    }
+
+    #[test]
+    fn an_event_is_crossed_once_also_around_the_end_of_the_index() {
+        assert!(crossed_event(5, 5, 6));
+        assert!(!crossed_event(5, 6, 7));
+        assert!(!crossed_event(7, 5, 7));
+        assert!(crossed_event(0xffff, 0xfffe, 1));
+        assert!(!crossed_event(1, 0xfffe, 1));
+    }
+}
