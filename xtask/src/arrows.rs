@@ -1,0 +1,148 @@
+//! The rooms and their arrows: which crate may depend on which, read from `cargo metadata`.
+
+use anyhow::{Context, Result};
+use cargo_metadata::{DependencyKind, MetadataCommand};
+
+/// One room: its package, and the rooms below that it may name. `memory` is under all of them and open to all.
+struct Room {
+    name: &'static str,
+    below: &'static [&'static str],
+}
+
+/// Everything below the daemon but the tests' own kit.
+const UNDER_DAEMON: &[&str] = &[
+    "jobs",
+    "export-vhost-user",
+    "export-nbd",
+    "driver",
+    "virtio",
+    "image",
+    "format-raw",
+    "format-qcow2",
+    "format-scratch",
+    "engine",
+    "block",
+];
+
+/// Top to bottom, as a request travels. The program, which is not listed below, may name them all.
+const ROOMS: &[Room] = &[
+    Room { name: "daemon", below: UNDER_DAEMON },
+    Room { name: "jobs", below: &["image", "block"] },
+    Room { name: "export-vhost-user", below: &["virtio", "block"] },
+    Room { name: "export-nbd", below: &["virtio", "block"] },
+    Room { name: "driver", below: &["virtio", "block"] },
+    Room { name: "virtio", below: &[] },
+    Room { name: "image", below: &["format-raw", "format-qcow2", "format-scratch", "block"] },
+    Room { name: "format-raw", below: &["block"] },
+    Room { name: "format-qcow2", below: &["block"] },
+    Room { name: "format-scratch", below: &["block"] },
+    Room { name: "engine", below: &["block"] },
+    Room { name: "testkit", below: &["block"] },
+    Room { name: "block", below: &[] },
+    Room { name: "memory", below: &[] },
+];
+
+/// A dependency between two members of the workspace.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Arrow {
+    from: String,
+    to: String,
+    /// For tests only.
+    dev: bool,
+}
+
+/// Complains about every arrow of the workspace that the table does not have.
+pub(crate) fn check() -> Result<Vec<String>> {
+    let metadata = MetadataCommand::new()
+        .manifest_path(crate::workspace::root().join("Cargo.toml"))
+        .no_deps()
+        .exec()
+        .context("cargo metadata failed")?;
+    let members: Vec<_> = metadata.workspace_packages();
+    let names: Vec<String> = members.iter().map(|package| package.name.to_string()).collect();
+    let mut complaints: Vec<String> = names
+        .iter()
+        .filter(|name| !["xtask", "cli"].contains(&room_name(name)) && room(room_name(name)).is_none())
+        .map(|name| format!("{name} is in no row of the table of rooms"))
+        .collect();
+    let arrows = members.iter().flat_map(|package| {
+        package.dependencies.iter().filter(|dependency| names.contains(&dependency.name)).map(|dependency| Arrow {
+            from: room_name(&package.name).to_owned(),
+            to: room_name(&dependency.name).to_owned(),
+            dev: dependency.kind == DependencyKind::Development,
+        })
+    });
+    complaints.extend(arrows.filter_map(|arrow| complaint(&arrow)));
+    Ok(complaints)
+}
+
+/// The program's package is named after the program.
+fn room_name(package: &str) -> &str {
+    if package == "ringdisk" { "cli" } else { package.strip_prefix("ringdisk-").unwrap_or(package) }
+}
+
+fn room(name: &str) -> Option<&'static Room> {
+    ROOMS.iter().find(|room| room.name == name)
+}
+
+fn complaint(arrow: &Arrow) -> Option<String> {
+    let Arrow { from, to, dev } = arrow;
+    if from == "xtask" {
+        return Some(format!("xtask depends on {to}: the project's commands stand outside the rooms"));
+    }
+    if to == "testkit" {
+        return (!dev).then(|| format!("{from} depends on testkit, which is for tests only"));
+    }
+    if *dev {
+        // Tests may bring any rooms together but the program itself.
+        return (to == "cli").then(|| format!("{from} depends on the program in its tests"));
+    }
+    let allowed = from == "cli"
+        || room(from).is_some_and(|room| room.below.contains(&to.as_str()) || to == "memory" && from != to);
+    (!allowed).then(|| format!("{from} depends on {to}: no such arrow in the table of rooms"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arrow(from: &str, to: &str, dev: bool) -> Option<String> {
+        complaint(&Arrow { from: from.into(), to: to.into(), dev })
+    }
+
+    #[test]
+    fn every_arrow_of_the_workspace_is_in_the_table() {
+        assert_eq!(check().unwrap(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn an_arrow_that_points_up_or_past_the_interface_is_found() {
+        assert!(arrow("block", "image", false).is_some());
+        assert!(arrow("image", "engine", false).is_some());
+        assert!(arrow("export-vhost-user", "image", false).is_some());
+        assert!(arrow("daemon", "cli", false).is_some());
+        assert!(arrow("image", "testkit", false).is_some());
+        assert!(arrow("xtask", "engine", false).is_some());
+        assert!(arrow("nowhere", "block", false).is_some());
+        assert!(arrow("memory", "memory", false).is_some());
+    }
+
+    #[test]
+    fn tests_may_bring_rooms_together() {
+        assert!(arrow("image", "testkit", true).is_none());
+        assert!(arrow("driver", "export-vhost-user", true).is_none());
+        assert!(arrow("driver", "cli", true).is_some());
+        assert!(arrow("virtio", "memory", false).is_none());
+    }
+
+    /// The table itself only points down, so that no two rooms can come to depend on each other.
+    #[test]
+    fn the_table_points_down() {
+        for (place, room) in ROOMS.iter().enumerate() {
+            for below in room.below {
+                let target = ROOMS.iter().position(|other| other.name == *below).unwrap();
+                assert!(target > place, "{} above {below}", room.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! `cargo xtask ci`: the only definition of the tests.
+
+use crate::command::Program;
+use crate::counts::Counts;
+use crate::{arrows, documents, packages, tidy};
+use anyhow::{Result, bail};
+use std::time::{Duration, Instant};
+
+/// What `cargo xtask ci` takes.
+#[derive(clap::Args)]
+pub(crate) struct CiArguments {
+    /// Run only this step (may be given several times).
+    #[arg(long, value_name = "STEP")]
+    only: Vec<String>,
+    /// Name the steps and what they do.
+    #[arg(long)]
+    list: bool,
+}
+
+struct Step {
+    name: &'static str,
+    about: &'static str,
+    run: fn() -> Result<Counts>,
+}
+
+const STEPS: &[Step] = &[
+    Step { name: "packages", about: "the Debian packages that the tests need", run: || list(packages::install()?) },
+    Step { name: "format", about: "rustfmt has nothing to change", run: || cargo(&["fmt", "--all", "--check"]) },
+    Step { name: "clippy", about: "no warning of the compiler or of clippy", run: clippy },
+    Step { name: "arrows", about: "dependencies between the rooms point down", run: || list(arrows::check()?) },
+    Step { name: "tidy", about: "rules of the house that no compiler checks", run: || list(tidy::check()?) },
+    Step { name: "rustdoc", about: "the crates' documentation builds without a warning", run: rustdoc },
+    Step { name: "tests", about: "every test but the slow ones", run: tests },
+    Step {
+        name: "doctests",
+        about: "the examples in the documentation",
+        run: || tests_of(&["test", "--workspace", "--doc"]),
+    },
+    Step { name: "documents", about: "links and commands in the documents exist", run: || list(documents::check()?) },
+    Step { name: "guests", about: "real Linux guests under User Mode Linux and QEMU", run: guests },
+];
+
+struct Outcome {
+    name: &'static str,
+    counts: Counts,
+    time: Duration,
+}
+
+/// Runs the steps and fails if one did.
+pub(crate) fn run(arguments: &CiArguments) -> Result<()> {
+    if arguments.list {
+        for step in STEPS {
+            println!("{:<10} {}", step.name, step.about);
+        }
+        return Ok(());
+    }
+    if let Some(unknown) = arguments.only.iter().find(|name| !STEPS.iter().any(|step| step.name == **name)) {
+        let names: Vec<_> = STEPS.iter().map(|step| step.name).collect();
+        bail!("there is no step {unknown}; the steps are {}", names.join(", "));
+    }
+    let chosen = STEPS.iter().filter(|step| arguments.only.is_empty() || arguments.only.iter().any(|o| o == step.name));
+    let outcomes: Vec<Outcome> = chosen.map(run_step).collect();
+    let total = summary(&outcomes);
+    if total.failed > 0 {
+        std::process::exit(1);
+    }
+    Ok(())
+}
+
+fn run_step(step: &Step) -> Outcome {
+    println!("\n=== {}: {}", step.name, step.about);
+    let start = Instant::now();
+    let counts = (step.run)().unwrap_or_else(|error| {
+        println!("{error:#}");
+        Counts::one(false)
+    });
+    let time = start.elapsed();
+    let end = if counts.failed == 0 { "passed" } else { "FAILED" };
+    println!("=== {} {end} in {:.1} s", step.name, time.as_secs_f64());
+    Outcome { name: step.name, counts, time }
+}
+
+/// Prints the table of steps, and as the last line the sums of its columns.
+fn summary(outcomes: &[Outcome]) -> Counts {
+    let mut total = Counts::default();
+    println!("\n{:<12} {:>8} {:>8} {:>8} {:>9}", "step", "passed", "failed", "skipped", "seconds");
+    for Outcome { name, counts, time } in outcomes {
+        let Counts { passed, failed, skipped } = counts;
+        println!("{name:<12} {passed:>8} {failed:>8} {skipped:>8} {:>9.1}", time.as_secs_f64());
+        total.add(*counts);
+    }
+    println!("\n{} passed, {} failed", total.passed, total.failed);
+    total
+}
+
+/// A check that gives a list of complaints counts as one.
+fn list(complaints: Vec<String>) -> Result<Counts> {
+    for complaint in &complaints {
+        println!("{complaint}");
+    }
+    Ok(Counts::one(complaints.is_empty()))
+}
+
+/// A cargo command that passes or fails as a whole.
+fn cargo(arguments: &[&str]) -> Result<Counts> {
+    Ok(Counts::one(Program::cargo().args(arguments).watch()?.success()))
+}
+
+fn clippy() -> Result<Counts> {
+    cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+}
+
+fn rustdoc() -> Result<Counts> {
+    let program = Program::cargo().args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings");
+    Ok(Counts::one(program.watch()?.success()))
+}
+
+fn tests() -> Result<Counts> {
+    if Program::cargo().args(["nextest", "--version"]).succeeds() {
+        tests_of(&["nextest", "run", "--workspace", "--no-fail-fast"])
+    } else {
+        tests_of(&["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"])
+    }
+}
+
+/// Runs tests and counts them by what they print.
+fn tests_of(arguments: &[&str]) -> Result<Counts> {
+    count(Program::cargo().args(arguments))
+}
+
+fn count(program: Program) -> Result<Counts> {
+    let watched = program.watch()?;
+    let mut counts = Counts::parse(watched.lines.iter().map(String::as_str));
+    if !watched.success() && counts.failed == 0 {
+        // It did not even come to a test, or died in one.
+        counts.failed = 1;
+    }
+    Ok(counts)
+}
+
+/// The optimised build, as users run it; one guest at a time, they are timed.
+fn guests() -> Result<Counts> {
+    let kernel = packages::guest_kernel()?;
+    count(
+        Program::cargo()
+            .args(["test", "--release", "--package", "ringdisk", "--test", "guests", "--"])
+            .args(["--ignored", "--test-threads=1", "--nocapture"])
+            .env("RINGDISK_GUEST_KERNEL", kernel)
+            .limit(Duration::from_secs(12 * 60)),
+    )
+}

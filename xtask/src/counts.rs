@@ -1,0 +1,77 @@
+//! How many tests ran: read from what `cargo test` and `cargo nextest` print.
+
+/// Tests (or checks) by their end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Counts {
+    pub(crate) passed: u64,
+    pub(crate) failed: u64,
+    pub(crate) skipped: u64,
+}
+
+impl Counts {
+    /// One check.
+    pub(crate) fn one(passed: bool) -> Self {
+        Self { passed: passed.into(), failed: (!passed).into(), skipped: 0 }
+    }
+
+    pub(crate) fn add(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+    }
+
+    /// Sums the summary lines among `lines`.
+    pub(crate) fn parse<'a>(lines: impl IntoIterator<Item = &'a str>) -> Self {
+        let mut counts = Self::default();
+        for line in lines {
+            let line = line.trim_start();
+            if let Some((_, rest)) = line.strip_prefix("test result: ").and_then(|line| line.split_once(". ")) {
+                counts.add(Self::parse_list(rest.split(';')));
+            } else if line.starts_with("Summary [")
+                && let Some((_, rest)) = line.split_once("run:")
+            {
+                counts.add(Self::parse_list(rest.split(',')));
+            }
+        }
+        counts
+    }
+
+    /// `3 passed`, `1 failed`, `2 ignored` and the like; nextest adds remarks in brackets and rarer ends.
+    fn parse_list<'a>(items: impl Iterator<Item = &'a str>) -> Self {
+        let mut counts = Self::default();
+        for item in items {
+            let item = item.split('(').next().unwrap_or(item).trim();
+            let Some((number, what)) = item.split_once(' ') else { continue };
+            let Ok(number) = number.parse::<u64>() else { continue };
+            match what.trim() {
+                "passed" => counts.passed += number,
+                "failed" | "timed out" | "exec failed" => counts.failed += number,
+                "ignored" | "skipped" => counts.skipped += number,
+                _ => {}
+            }
+        }
+        counts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cargo_tests_binaries_add_up() {
+        let lines = [
+            "running 3 tests",
+            "test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 5 filtered out; finished in 0.00s",
+            "test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s",
+        ];
+        assert_eq!(Counts::parse(lines), Counts { passed: 4, failed: 2, skipped: 1 });
+    }
+
+    #[test]
+    fn nextest_summary_is_understood() {
+        let line =
+            "     Summary [   1.020s] 12 tests run: 8 passed (2 slow, 1 leaky), 3 failed, 1 timed out, 7 skipped";
+        assert_eq!(Counts::parse([line]), Counts { passed: 8, failed: 4, skipped: 7 });
+    }
+}

@@ -1,0 +1,152 @@
+//! What the documents say is so: their links lead somewhere, and the commands that they show exist.
+
+use crate::command::Program;
+use crate::workspace;
+use anyhow::{Context, Result};
+use std::collections::BTreeMap;
+use std::path::{Component, Path, PathBuf};
+
+/// Complains about local links that lead nowhere and commands that the program does not have.
+pub(crate) fn check() -> Result<Vec<String>> {
+    let texts = workspace::tracked_texts()?;
+    let documents: Vec<_> =
+        texts.iter().filter(|(path, _)| path.extension().is_some_and(|extension| extension == "md")).collect();
+    let mut complaints: Vec<String> = documents.iter().flat_map(|(path, text)| broken_links(path, text)).collect();
+    let mut helps = Helps::default();
+    for (path, text) in documents {
+        for shown in commands(text) {
+            complaints.extend(helps.check(path, &shown)?);
+        }
+    }
+    Ok(complaints)
+}
+
+fn broken_links(path: &Path, text: &str) -> Vec<String> {
+    let directory = path.parent().unwrap_or(Path::new(""));
+    text.split("](")
+        .skip(1)
+        .filter_map(|rest| rest.split(')').next())
+        .filter(|link| !link.contains("://") && !link.starts_with('#') && !link.starts_with("mailto:"))
+        .filter_map(|link| link.split(['#', ' ']).next())
+        .filter(|link| !exists(&directory.join(link)))
+        .map(|link| format!("{}: the link {link} leads nowhere", path.display()))
+        .collect()
+}
+
+/// Whether it is there, and in the tree.
+fn exists(path: &Path) -> bool {
+    let mut inside = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::Normal(name) => inside.push(name),
+            Component::ParentDir if !inside.pop() => return false,
+            Component::RootDir | Component::Prefix(_) => return false,
+            Component::ParentDir | Component::CurDir => {}
+        }
+    }
+    workspace::root().join(inside).exists()
+}
+
+/// One of our commands as a document shows it: the program (`ringdisk` or `xtask`), the command, and its long options.
+#[derive(Debug, PartialEq, Eq)]
+struct Shown {
+    program: &'static str,
+    command: String,
+    options: Vec<String>,
+}
+
+/// The commands in the fenced blocks of a document.
+fn commands(text: &str) -> Vec<Shown> {
+    let blocks = text.split("```").skip(1).step_by(2);
+    let lines = blocks.flat_map(|block| {
+        let joined = block.replace("\\\n", " ");
+        joined.lines().map(str::to_owned).collect::<Vec<_>>()
+    });
+    lines.filter_map(|line| shown(&line)).collect()
+}
+
+fn shown(line: &str) -> Option<Shown> {
+    let line = line.split(" #").next().unwrap_or(line);
+    let words: Vec<&str> = line.split_whitespace().skip_while(|word| matches!(*word, "$" | "#" | "sudo")).collect();
+    let (program, rest) = match words.as_slice() {
+        ["cargo", "xtask", rest @ ..] => ("xtask", rest),
+        ["cargo", "run", rest @ ..] => {
+            let start = rest.iter().position(|word| *word == "--").map_or(rest.len(), |at| at + 1);
+            ("ringdisk", rest.get(start..).unwrap_or_default())
+        }
+        [first, rest @ ..] if first.rsplit('/').next() == Some("ringdisk") => ("ringdisk", rest),
+        _ => return None,
+    };
+    let command =
+        rest.first().filter(|word| !word.starts_with('-')).map_or_else(String::new, |word| (*word).to_owned());
+    let options = rest
+        .iter()
+        .take_while(|word| !matches!(**word, "|" | "&&" | "&" | ">" | ";"))
+        .filter(|word| word.len() > 2 && word.starts_with("--"))
+        .map(|word| word.split('=').next().unwrap_or(word).to_owned())
+        .collect();
+    Some(Shown { program, command, options })
+}
+
+/// What `--help` says, asked for once a command.
+#[derive(Default)]
+struct Helps {
+    texts: BTreeMap<(&'static str, String), Option<String>>,
+}
+
+impl Helps {
+    fn check(&mut self, path: &Path, shown: &Shown) -> Result<Vec<String>> {
+        let key = (shown.program, shown.command.clone());
+        if !self.texts.contains_key(&key) {
+            let help = help(shown.program, &shown.command)?;
+            self.texts.insert(key.clone(), help);
+        }
+        let Some(Some(help)) = self.texts.get(&key) else {
+            let path = path.display();
+            return Ok(vec![format!("{path}: {} has no command \"{}\"", shown.program, shown.command)]);
+        };
+        let known: Vec<&str> = help.split(|letter: char| !letter.is_alphanumeric() && letter != '-').collect();
+        Ok(shown
+            .options
+            .iter()
+            .filter(|option| !known.contains(&option.as_str()))
+            .map(|option| format!("{}: {} {} has no {option}", path.display(), shown.program, shown.command))
+            .collect())
+    }
+}
+
+/// The help of one command; `None` where there is no such command.
+fn help(program: &str, command: &str) -> Result<Option<String>> {
+    let package = if program == "xtask" { "xtask" } else { "ringdisk" };
+    let build = Program::cargo().args(["build", "--quiet", "--package", package]).output_text();
+    build.with_context(|| format!("cannot build {package}"))?;
+    let arguments = ["run", "--quiet", "--package", package, "--"].into_iter().map(str::to_owned);
+    let command = Some(command.to_owned()).filter(|command| !command.is_empty());
+    let arguments = arguments.chain(command).chain(["--help".to_owned()]);
+    Ok(Program::cargo().args(arguments).output_text().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_are_found_in_fenced_blocks() {
+        let text = "x `ringdisk no`\n```sh\n$ ringdisk serve disk.qcow2 --socket /run/x.sock # why\ncargo run --release \\\n  -- try --guest=uml\nls\n```\nringdisk not\n```\ncargo xtask ci\n```\n";
+        let expected =
+            [("ringdisk", "serve", vec!["--socket"]), ("ringdisk", "try", vec!["--guest"]), ("xtask", "ci", vec![])];
+        let expected = expected.map(|(program, command, options)| Shown {
+            program,
+            command: command.to_owned(),
+            options: options.into_iter().map(str::to_owned).collect(),
+        });
+        assert_eq!(commands(text), expected);
+    }
+
+    #[test]
+    fn links_out_of_the_tree_or_to_nothing_are_broken() {
+        let text =
+            "[a](Cargo.toml) [b](https://example.org/) [c](#part) [d](crates/cli/Cargo.toml#x) [e](none.md) [f](../x)";
+        assert_eq!(broken_links(Path::new("README.md"), text).len(), 2);
+    }
+}

@@ -1,0 +1,106 @@
+//! The Debian packages that the tests need beyond Rust and a C compiler.
+
+use crate::command::Program;
+use crate::workspace;
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+
+/// A program the tests run, and the package that has it.
+const PROGRAMS: &[(&str, &str)] = &[
+    ("qemu-img", "qemu-utils"),
+    ("qemu-io", "qemu-utils"),
+    ("qemu-storage-daemon", "qemu-system-common"),
+    ("qemu-system-x86_64", "qemu-system-x86"),
+    ("linux.uml", "user-mode-linux"),
+    ("busybox", "busybox-static"),
+    ("mke2fs", "e2fsprogs"),
+    ("e2fsck", "e2fsprogs"),
+    ("fio", "fio"),
+];
+
+/// The kernel that QEMU boots. Never installed: only its files are taken.
+const KERNEL_PACKAGE: &str = "linux-image-cloud-amd64";
+
+/// Installs what is missing if we may, and otherwise names it.
+pub(crate) fn install() -> Result<Vec<String>> {
+    let mut missing: Vec<&str> =
+        PROGRAMS.iter().filter(|(program, _)| find_program(program).is_none()).map(|(_, package)| *package).collect();
+    missing.dedup();
+    if missing.is_empty() {
+        println!("all programs are here");
+    } else if !rustix::process::geteuid().is_root() {
+        return Ok(vec![format!("missing Debian packages; as root: apt-get install {}", missing.join(" "))]);
+    } else {
+        apt_get(["update"])?;
+        apt_get(["install", "--yes", "--no-install-recommends"].into_iter().chain(missing))?;
+    }
+    Ok(PROGRAMS
+        .iter()
+        .filter(|(program, _)| find_program(program).is_none())
+        .map(|(program, package)| format!("{program} is not in PATH although {package} should have it"))
+        .collect())
+}
+
+/// A directory with the kernel and the modules for QEMU's guest, unpacked below the build directory on first use.
+pub(crate) fn guest_kernel() -> Result<PathBuf> {
+    let directory = workspace::target().join("guest-kernel");
+    if has_kernel(&directory) {
+        return Ok(directory);
+    }
+    let download = workspace::target().join("guest-kernel-download");
+    let _ = std::fs::remove_dir_all(&download);
+    std::fs::create_dir_all(&download)?;
+    let package = kernel_package().or_else(|_| {
+        apt_get(["update"])?;
+        kernel_package()
+    })?;
+    let fetch = Program::new("apt-get").args(["download", package.as_str()]).directory(&download).watch()?;
+    if !fetch.success() {
+        bail!("apt-get download {package} failed");
+    }
+    let archive = std::fs::read_dir(&download)?
+        .flatten()
+        .map(|entry| entry.path())
+        .find(|path| path.extension().is_some_and(|extension| extension == "deb"))
+        .with_context(|| format!("apt-get download {package} left no package behind"))?;
+    let unpacked = download.join("unpacked");
+    Program::new("dpkg").args(["-x".as_ref(), archive.as_os_str(), unpacked.as_os_str()]).output_text()?;
+    let _ = std::fs::remove_dir_all(&directory);
+    std::fs::rename(&unpacked, &directory)?;
+    std::fs::remove_dir_all(&download)?;
+    Ok(directory)
+}
+
+fn has_kernel(directory: &Path) -> bool {
+    directory
+        .join("boot")
+        .read_dir()
+        .is_ok_and(|entries| entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("vmlinuz-")))
+}
+
+/// What the name that always means the newest kernel means now.
+fn kernel_package() -> Result<String> {
+    let text = Program::new("apt-cache").args(["depends", KERNEL_PACKAGE]).output_text()?;
+    text.lines()
+        .filter_map(|line| line.trim().strip_prefix("Depends: "))
+        .find(|name| name.starts_with("linux-image-"))
+        .map(str::to_owned)
+        .with_context(|| format!("apt knows no kernel behind {KERNEL_PACKAGE}"))
+}
+
+fn apt_get<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Result<()> {
+    let run = Program::new("apt-get").args(arguments).env("DEBIAN_FRONTEND", "noninteractive").watch()?;
+    if !run.success() {
+        bail!("apt-get failed ({})", run.status);
+    }
+    Ok(())
+}
+
+/// Looks where login shells look, and where Debian keeps programs for root.
+fn find_program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"].into_iter().map(PathBuf::from))
+        .map(|directory| directory.join(name))
+        .find(|path| path.is_file())
+}

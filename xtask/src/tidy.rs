@@ -1,0 +1,137 @@
+//! Rules of the house that no compiler checks.
+
+use crate::workspace;
+use anyhow::Result;
+use std::path::Path;
+
+/// A source file longer than this tells more than one story.
+const LONGEST_FILE_LINES: usize = 800;
+
+/// Files that may be longer, with the reason.
+const LONG_FILES: &[(&str, &str)] = &[];
+
+/// Crates with `unsafe`; every other one forbids it.
+const UNSAFE_CRATES: &[&str] = &["crates/memory", "crates/engine", "crates/virtio"];
+
+/// Crates that parse bytes of guests, images or the wire, and the lints that keep those bytes from panicking us.
+const PARSING_CRATES: &[&str] = &["crates/virtio", "crates/export-", "crates/format-", "crates/image"];
+const PARSING_LINTS: &[&str] = &["unwrap_used", "expect_used", "indexing_slicing", "arithmetic_side_effects"];
+
+/// Where every third-party crate comes from.
+const CRATES_IO: &str = "registry+https://github.com/rust-lang/crates.io-index";
+
+/// Complaints about the tree as it is.
+pub(crate) fn check() -> Result<Vec<String>> {
+    let texts = workspace::tracked_texts()?;
+    let mut complaints = Vec::new();
+    for (path, text) in &texts {
+        complaints.extend(check_file(path, text));
+    }
+    Ok(complaints)
+}
+
+fn check_file(path: &Path, text: &str) -> Vec<String> {
+    let name = path.to_string_lossy().replace('\\', "/");
+    let mut complaints = Vec::new();
+    if name.ends_with(".rs") {
+        complaints.extend(check_length(&name, text));
+        complaints.extend(check_crate_root(&name, text));
+        complaints.extend(check_unsafe(&name, text));
+    }
+    if name == "Cargo.lock" {
+        complaints.extend(check_sources(text));
+    }
+    complaints.extend(check_machine_paths(&name, text));
+    complaints
+}
+
+fn check_length(name: &str, text: &str) -> Option<String> {
+    let lines = text.lines().count();
+    let allowed = lines <= LONGEST_FILE_LINES || LONG_FILES.iter().any(|(long, _)| *long == name);
+    (!allowed).then(|| format!("{name}: {lines} lines; split it (at most {LONGEST_FILE_LINES})"))
+}
+
+fn check_crate_root(name: &str, text: &str) -> Vec<String> {
+    let mut complaints = Vec::new();
+    if !name.ends_with("src/lib.rs") && !name.ends_with("src/main.rs") {
+        return complaints;
+    }
+    if !text.starts_with("//!") {
+        complaints.push(format!("{name}: does not say what the crate is for"));
+    }
+    if !UNSAFE_CRATES.iter().any(|unsafe_crate| name.starts_with(unsafe_crate))
+        && !text.contains("#![forbid(unsafe_code)]")
+    {
+        complaints.push(format!("{name}: lacks #![forbid(unsafe_code)]"));
+    }
+    if PARSING_CRATES.iter().any(|parsing| name.starts_with(parsing)) {
+        let denied: String = text.split("#![deny(").skip(1).filter_map(|rest| rest.split(")]").next()).collect();
+        let missing: Vec<_> = PARSING_LINTS.iter().filter(|lint| !denied.contains(*lint)).copied().collect();
+        if !missing.is_empty() {
+            complaints.push(format!("{name}: parses foreign bytes but does not deny clippy's {}", missing.join(", ")));
+        }
+    }
+    complaints
+}
+
+/// Clippy checks that each block argues for itself; here, that nobody switches clippy off for it.
+fn check_unsafe(name: &str, text: &str) -> Option<String> {
+    let switched_off = concat!("allow(clippy::", "undocumented_unsafe_blocks");
+    text.contains(switched_off).then(|| format!("{name}: every unsafe block needs its SAFETY comment"))
+}
+
+fn check_sources(lock: &str) -> Vec<String> {
+    lock.lines()
+        .filter_map(|line| line.strip_prefix("source = "))
+        .filter(|source| source.trim_matches('"') != CRATES_IO)
+        .map(|source| format!("Cargo.lock: a crate from {source}; all come from crates.io"))
+        .collect()
+}
+
+/// Paths and hosts of whoever's machine it was written on.
+fn check_machine_paths(name: &str, text: &str) -> Vec<String> {
+    let foreign = [concat!("/wo", "rk/"), concat!("/ho", "me/"), concat!("/ro", "ot/"), concat!("art", "ifactory")];
+    text.lines()
+        .enumerate()
+        .flat_map(|(index, line)| {
+            foreign.iter().filter(move |foreign| line.contains(**foreign)).map(move |foreign| (index, foreign))
+        })
+        .map(|(index, foreign)| format!("{name}:{}: names this machine ({foreign})", index + 1))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_crate_that_parses_foreign_bytes_denies_panics() {
+        let text = "//! x\n#![forbid(unsafe_code)]\n#![deny(clippy::unwrap_used, clippy::expect_used)]\n";
+        let complaints = check_crate_root("crates/format-raw/src/lib.rs", text);
+        assert_eq!(complaints.len(), 1);
+        assert!(complaints[0].contains("indexing_slicing, arithmetic_side_effects"), "{complaints:?}");
+    }
+
+    #[test]
+    fn unsafe_is_forbidden_but_where_it_lives() {
+        assert_eq!(check_crate_root("crates/memory/src/lib.rs", "//! x").len(), 0);
+        assert_eq!(check_crate_root("crates/block/src/lib.rs", "//! x").len(), 1);
+        assert_eq!(check_crate_root("crates/block/src/lib.rs", "#![forbid(unsafe_code)]").len(), 1);
+    }
+
+    #[test]
+    fn machine_paths_and_foreign_registries_are_found() {
+        assert_eq!(
+            check_machine_paths("a", concat!("x\ncd /ho", "me/me\n")),
+            ["a:2: names this machine (/ho".to_owned() + "me/)"]
+        );
+        assert_eq!(check_sources("source = \"registry+https://example.org/index\"").len(), 1);
+        assert_eq!(check_sources(&format!("source = \"{CRATES_IO}\"")).len(), 0);
+    }
+
+    #[test]
+    fn long_files_are_found() {
+        assert!(check_length("a.rs", &"x\n".repeat(LONGEST_FILE_LINES)).is_none());
+        assert!(check_length("a.rs", &"x\n".repeat(LONGEST_FILE_LINES + 1)).is_some());
+    }
+}
