@@ -1,1 +1,30 @@
-//! Disks, exports and the reactors' threads: what ringdisk serves.
+//! What ringdisk serves: disks, their exports, and the reactors' threads that they live on.
+//!
+//! A request never passes through here: the daemon opens images with the engines that their users chose, hands each
+//! disk with some reactors to an export, and takes all of it down again in the right order. With the program and the
+//! tests it is the only room that names a concrete engine.
+//!
+//! * [`DriveOptions`]: what a user says about one drive, and the errors that help to say it right.
+//! * [`EngineOpener`]: how images get their files: an engine, a cache mode, and QEMU's locks.
+//! * [`Daemon`]: reactors, disks and exports; disks come and go while it runs.
+//! * [`attach_flags`], [`Pidfile`], [`notify`]: what a program that serves tells the world.
+
+#![forbid(unsafe_code)]
+
+mod attach;
+mod daemon;
+mod drive;
+mod keyval;
+mod notify;
+mod opener;
+mod pidfile;
+mod size;
+
+pub use attach::{Attachment, absolute, attach_flags, qemu as qemu_flags, quote};
+pub use daemon::{Daemon, DaemonConfig, DiskId, DiskStatus};
+pub use drive::{DriveFormat, DriveOptions, ParsedDrive};
+pub use keyval::{KeyValue, escape, parse as parse_key_values, unknown};
+pub use notify::notify;
+pub use opener::{EngineOpener, OpenedDisk, open_drive};
+pub use pidfile::Pidfile;
+pub use size::{human_size, parse_size};

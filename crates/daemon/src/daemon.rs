@@ -1,0 +1,178 @@
+//! The daemon: reactors' threads, the disks that they serve, and the sockets at which guests come in.
+
+use crate::attach::{Attachment, absolute};
+use crate::drive::DriveOptions;
+use crate::opener::{OpenedDisk, open_drive};
+use block::{DiskInfo, Error, ErrorKind, ReactorHandle, Result};
+use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
+use export_vhost_user::{Export, ExportOptions, ExportStats};
+use image::BackingPolicy;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// How to start a daemon.
+#[derive(Debug, Clone)]
+pub struct DaemonConfig {
+    /// Threads that serve requests, at least one.
+    pub reactors: usize,
+    /// How long an idle reactor goes on looking before it sleeps; the engine's default where not given.
+    pub poll_max_us: Option<u32>,
+    /// Which backing files images may open.
+    pub allow_backing: BackingPolicy,
+    /// Files that the user named, besides the disks themselves.
+    pub listed: Vec<PathBuf>,
+}
+
+/// Names a disk as long as the daemon runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct DiskId(pub u64);
+
+/// What a served disk is and how it is doing.
+#[derive(Debug, Clone)]
+pub struct DiskStatus {
+    /// Its name in this daemon.
+    pub id: DiskId,
+    /// The file's name, or what stands for it.
+    pub name: String,
+    /// Size, flags, serial.
+    pub info: DiskInfo,
+    /// One line a layer: format, file, engine and why.
+    pub layers: Vec<String>,
+    /// What a monitor has to know.
+    pub attachment: Attachment,
+    /// Counters of its export.
+    pub stats: ExportStats,
+}
+
+struct Served {
+    id: DiskId,
+    name: String,
+    opened: OpenedDisk,
+    attachment: Attachment,
+    export: Export,
+}
+
+/// Reactors, disks and exports. Dropping it without [`Daemon::shutdown`] shuts it down too, but only logs errors.
+pub struct Daemon {
+    config: DaemonConfig,
+    reactors: Vec<ReactorThread>,
+    disks: Vec<Served>,
+    next_id: u64,
+}
+
+/// Queues that a disk offers where nobody says how many: one a CPU, within reason.
+const DEFAULT_QUEUES_MAX: usize = 16;
+
+impl Daemon {
+    /// Starts the reactors' threads; serves nothing yet.
+    pub fn start(config: DaemonConfig) -> Result<Self> {
+        let mut reactors = Vec::new();
+        for index in 0..config.reactors.max(1) {
+            let defaults = ReactorConfig { name: format!("reactor-{index}"), ..ReactorConfig::default() };
+            let poll_max_us = config.poll_max_us.unwrap_or(defaults.poll_max_us);
+            reactors.push(Reactor::spawn(ReactorConfig { poll_max_us, ..defaults })?);
+        }
+        Ok(Self { config, reactors, disks: Vec::new(), next_id: 0 })
+    }
+
+    /// How many queues a drive offers: what it says, or one a CPU.
+    #[must_use]
+    pub fn queues_of(drive: &DriveOptions) -> u16 {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        drive.queues.unwrap_or(cpus.min(DEFAULT_QUEUES_MAX) as u16)
+    }
+
+    /// Opens a drive and serves it. When this returns, its socket can be connected to.
+    pub fn add(&mut self, drive: &DriveOptions) -> Result<DiskId> {
+        let socket = drive.socket.clone().or_else(|| drive.default_socket()).ok_or_else(|| {
+            Error::new(ErrorKind::BadOption, "a null disk has no image to put its socket beside: give --socket PATH")
+        })?;
+        let in_context = |error: Error| error.in_context(drive.display_name());
+        let opened = open_drive(drive, self.config.allow_backing.clone(), &self.config.listed)?;
+        let options = ExportOptions { queues: Self::queues_of(drive), ..ExportOptions::default() };
+        let queue_size = drive.queue_size.unwrap_or(options.queue_size_max);
+        let options = ExportOptions { queue_size_max: queue_size, ..options };
+        let queues = options.queues;
+        let export = Export::listen(&socket, Arc::clone(&opened.disk), self.handles(), options).map_err(in_context)?;
+        let id = DiskId(self.next_id);
+        self.next_id += 1;
+        let attachment = Attachment { socket: absolute(&socket), queues, queue_size };
+        self.disks.push(Served { id, name: drive.display_name(), opened, attachment, export });
+        Ok(id)
+    }
+
+    /// The reactors in the order in which the next disk's queues use them: each disk begins with another, so that disks
+    /// of one queue spread too.
+    fn handles(&self) -> Vec<Arc<dyn ReactorHandle>> {
+        let mut handles: Vec<_> = self.reactors.iter().map(ReactorThread::handle).collect();
+        let first = self.disks.len() % handles.len().max(1);
+        handles.rotate_left(first);
+        handles
+    }
+
+    /// Stops serving a disk: its guest is disconnected, what is in flight ends, the image is flushed and closed.
+    pub fn remove(&mut self, id: DiskId) -> Result<()> {
+        let Some(index) = self.disks.iter().position(|disk| disk.id == id) else {
+            return Err(Error::new(ErrorKind::BadOption, format!("there is no disk {}", id.0)));
+        };
+        self.disks.remove(index).end()
+    }
+
+    /// The disks, in the order in which they were added.
+    #[must_use]
+    pub fn disks(&self) -> Vec<DiskStatus> {
+        self.disks.iter().map(Served::status).collect()
+    }
+
+    /// Counters of each reactor, with its name.
+    #[must_use]
+    pub fn reactors(&self) -> Vec<(String, ReactorStats)> {
+        self.reactors.iter().map(|reactor| (reactor.handle().name().to_owned(), reactor.stats())).collect()
+    }
+
+    /// Stops accepting, lets requests in flight end, flushes and closes the images, removes the sockets, ends the
+    /// threads. Goes on after an error and returns the first.
+    pub fn shutdown(mut self) -> Result<()> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<()> {
+        let mut first = Ok(());
+        for disk in self.disks.drain(..) {
+            let ended = disk.end();
+            if let Err(error) = &ended {
+                tracing::error!("{error}");
+            }
+            first = first.and(ended);
+        }
+        for reactor in self.reactors.drain(..) {
+            let _ = reactor.stop();
+        }
+        first
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // Already logged.
+        let _ = self.end();
+    }
+}
+
+impl Served {
+    fn status(&self) -> DiskStatus {
+        DiskStatus {
+            id: self.id,
+            name: self.name.clone(),
+            info: self.opened.disk.info(),
+            layers: self.opened.layers(),
+            attachment: self.attachment.clone(),
+            stats: self.export.stats(),
+        }
+    }
+
+    fn end(self) -> Result<()> {
+        let stopped = self.export.stop();
+        stopped.and(self.opened.close())
+    }
+}

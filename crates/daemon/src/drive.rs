@@ -1,0 +1,351 @@
+//! What a user says about one drive: `file=disk.qcow2,format=qcow2,engine=io_uring,cache=none,...`.
+
+use crate::keyval::{self, KeyValue};
+use crate::size::parse_size;
+use block::{Error, ErrorKind, Result};
+use engine::{CacheMode, EngineKind};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+/// How the bytes of a drive are laid out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DriveFormat {
+    /// The file is the disk.
+    Raw,
+    /// QEMU's copy-on-write format.
+    Qcow2,
+    /// No file at all: reads give zeros, writes go nowhere. For measurements.
+    Null,
+}
+
+/// One drive, as asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DriveOptions {
+    /// The image; `None` for a null disk only.
+    pub file: Option<PathBuf>,
+    /// Its format; guessed from its contents where not given.
+    pub format: Option<DriveFormat>,
+    /// How bytes reach the storage.
+    pub engine: EngineKind,
+    /// What is cached where.
+    pub cache: CacheMode,
+    /// Every write is durable when it completes, through the page cache.
+    pub sync: bool,
+    /// Guests cannot write.
+    pub read_only: bool,
+    /// What the guest reads as the disk's serial number, at most [`SERIAL_MAX_BYTES`].
+    pub serial: String,
+    /// Size of a null disk.
+    pub size_bytes: Option<u64>,
+    /// Request queues offered to the guest.
+    pub queues: Option<u16>,
+    /// Largest ring a guest may set up.
+    pub queue_size: Option<u16>,
+    /// Where the guest's monitor connects.
+    pub socket: Option<PathBuf>,
+}
+
+/// What GET_ID can carry (virtio 1.3, 5.2.6).
+pub const SERIAL_MAX_BYTES: usize = 20;
+/// More queues than any guest has CPUs for.
+pub const QUEUES_MAX: u16 = 256;
+/// The largest split ring (virtio 1.3, 2.7).
+pub const QUEUE_SIZE_MAX: u16 = 32768;
+
+const KEYS: [&str; 11] = [
+    "file",
+    "format",
+    "engine",
+    "cache",
+    "sync",
+    "readonly",
+    "serial",
+    "size",
+    "queues",
+    "queue-size",
+    "socket",
+];
+const FORMATS: [(&str, DriveFormat); 3] =
+    [("raw", DriveFormat::Raw), ("qcow2", DriveFormat::Qcow2), ("null", DriveFormat::Null)];
+const SWITCH: [(&str, bool); 2] = [("on", true), ("off", false)];
+
+/// What an option string turned out to be.
+#[derive(Debug)]
+pub enum ParsedDrive {
+    /// A drive.
+    Drive(Box<DriveOptions>),
+    /// The user asked what a key takes (`format=?`): the answer.
+    Help(String),
+}
+
+impl DriveOptions {
+    /// Everything by default, on this file.
+    #[must_use]
+    pub fn of_file(file: impl Into<PathBuf>) -> Self {
+        Self { file: Some(file.into()), ..Self::unset() }
+    }
+
+    /// A null disk.
+    #[must_use]
+    pub fn null(size_bytes: u64) -> Self {
+        Self { format: Some(DriveFormat::Null), size_bytes: Some(size_bytes), ..Self::unset() }
+    }
+
+    fn unset() -> Self {
+        Self {
+            file: None,
+            format: None,
+            engine: EngineKind::Auto,
+            cache: CacheMode::Writeback,
+            sync: false,
+            read_only: false,
+            serial: String::new(),
+            size_bytes: None,
+            queues: None,
+            queue_size: None,
+            socket: None,
+        }
+    }
+
+    /// Reads `key=value,...`; `?` or `help` as a value asks what the key takes, as the whole text which keys there are.
+    pub fn parse(text: &str) -> Result<ParsedDrive> {
+        if is_question(text) {
+            return Ok(ParsedDrive::Help(format!("Keys of a drive: {}", KEYS.join(", "))));
+        }
+        let mut drive = Self::unset();
+        for pair in keyval::parse(text)? {
+            if is_question(&pair.value)
+                && let Some(values) = values_of(&pair.key)
+            {
+                return Ok(ParsedDrive::Help(format!("Values of '{}': {}", pair.key, values.join(", "))));
+            }
+            drive.set(&pair)?;
+        }
+        drive.check()?;
+        Ok(ParsedDrive::Drive(Box::new(drive)))
+    }
+
+    fn set(&mut self, KeyValue { key, value }: &KeyValue) -> Result<()> {
+        match key.as_str() {
+            "file" => self.file = Some(non_empty_path(key, value)?),
+            "format" => self.format = Some(one_of(key, value, &FORMATS)?),
+            "engine" => self.engine = parsed(key, value, &EngineKind::NAMES)?,
+            "cache" => self.cache = parsed(key, value, &CacheMode::NAMES)?,
+            "sync" => self.sync = one_of(key, value, &SWITCH)?,
+            "readonly" => self.read_only = one_of(key, value, &SWITCH)?,
+            "serial" => self.serial = serial(value)?,
+            "size" => self.size_bytes = Some(size(value)?),
+            "queues" => self.queues = Some(count(key, value, QUEUES_MAX)?),
+            "queue-size" => self.queue_size = Some(power_of_two(key, value, QUEUE_SIZE_MAX)?),
+            "socket" => self.socket = Some(non_empty_path(key, value)?),
+            _ => return Err(keyval::unknown("drive key", key, &KEYS)),
+        }
+        Ok(())
+    }
+
+    /// Combinations that cannot be meant.
+    fn check(&self) -> Result<()> {
+        let is_null = self.format == Some(DriveFormat::Null);
+        match (&self.file, is_null) {
+            (None, false) => Err(bad("a drive needs file=PATH (or format=null,size=SIZE)".to_owned())),
+            (Some(_), true) => Err(bad("format=null has no file: leave file= out, or name another format".to_owned())),
+            _ if is_null && self.size_bytes.is_none() => {
+                Err(bad("format=null needs a size, for example size=4G".to_owned()))
+            }
+            _ if is_null && self.read_only => {
+                Err(bad("readonly=on has no meaning for format=null: it keeps nothing".to_owned()))
+            }
+            _ if !is_null && self.size_bytes.is_some() => {
+                Err(bad("size= is for format=null only; an image has its own size".to_owned()))
+            }
+            _ if self.sync && matches!(self.cache, CacheMode::Unsafe) => {
+                Err(bad("sync=on and cache=unsafe contradict each other: choose one".to_owned()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The file's name, or what stands for it in messages.
+    #[must_use]
+    pub fn display_name(&self) -> String {
+        match &self.file {
+            Some(file) => file.display().to_string(),
+            None => "null disk".to_owned(),
+        }
+    }
+
+    /// Where its socket is if nobody says otherwise: beside the image.
+    #[must_use]
+    pub fn default_socket(&self) -> Option<PathBuf> {
+        self.file.as_deref().map(socket_beside)
+    }
+}
+
+fn socket_beside(image: &Path) -> PathBuf {
+    let mut name = image.as_os_str().to_owned();
+    name.push(".sock");
+    PathBuf::from(name)
+}
+
+fn bad(message: String) -> Error {
+    Error::new(ErrorKind::BadOption, message)
+}
+
+fn is_question(text: &str) -> bool {
+    matches!(text, "?" | "help")
+}
+
+fn names<'a, T>(choices: &[(&'a str, T)]) -> Vec<&'a str> {
+    choices.iter().map(|(name, _)| *name).collect()
+}
+
+/// The values a key takes, where they can be listed.
+fn values_of(key: &str) -> Option<Vec<&'static str>> {
+    match key {
+        "format" => Some(names(&FORMATS)),
+        "engine" => Some(EngineKind::NAMES.to_vec()),
+        "cache" => Some(CacheMode::NAMES.to_vec()),
+        "sync" | "readonly" => Some(names(&SWITCH)),
+        _ => None,
+    }
+}
+
+fn not_a_value(key: &str, value: &str, valid: &[&str]) -> Error {
+    keyval::unknown(&format!("value of '{key}':"), value, valid)
+}
+
+fn one_of<T: Copy>(key: &str, value: &str, choices: &[(&str, T)]) -> Result<T> {
+    let found = choices.iter().find(|(name, _)| *name == value);
+    found.map(|(_, choice)| *choice).ok_or_else(|| not_a_value(key, value, &names(choices)))
+}
+
+fn parsed<T: FromStr>(key: &str, value: &str, valid: &[&str]) -> Result<T> {
+    value.parse().map_err(|_| not_a_value(key, value, valid))
+}
+
+fn non_empty_path(key: &str, value: &str) -> Result<PathBuf> {
+    match value {
+        "" => Err(bad(format!("{key}= needs a path"))),
+        path => Ok(PathBuf::from(path)),
+    }
+}
+
+fn serial(value: &str) -> Result<String> {
+    if value.len() > SERIAL_MAX_BYTES {
+        return Err(bad(format!("the serial '{value}' is longer than the {SERIAL_MAX_BYTES} bytes that a guest reads")));
+    }
+    if value.contains('\0') {
+        return Err(bad("a serial cannot contain a zero byte".to_owned()));
+    }
+    Ok(value.to_owned())
+}
+
+fn size(value: &str) -> Result<u64> {
+    let bytes = parse_size(value).map_err(|error| error.in_context("size"))?;
+    if bytes == 0 || bytes % block::SECTOR_BYTES != 0 {
+        return Err(bad(format!("size={value}: a disk has a whole, non-zero number of 512-byte sectors")));
+    }
+    Ok(bytes)
+}
+
+fn count(key: &str, value: &str, most: u16) -> Result<u16> {
+    let number = value.parse::<u16>().ok().filter(|number| (1..=most).contains(number));
+    number.ok_or_else(|| bad(format!("{key}={value}: takes a number from 1 to {most}")))
+}
+
+fn power_of_two(key: &str, value: &str, most: u16) -> Result<u16> {
+    let number = count(key, value, most)?;
+    if !number.is_power_of_two() {
+        return Err(bad(format!("{key}={value}: takes a power of two up to {most}")));
+    }
+    Ok(number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn drive(text: &str) -> DriveOptions {
+        match DriveOptions::parse(text).unwrap() {
+            ParsedDrive::Drive(drive) => *drive,
+            ParsedDrive::Help(help) => panic!("{text} gave help: {help}"),
+        }
+    }
+
+    fn refusal(text: &str) -> String {
+        DriveOptions::parse(text).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn every_key_is_read() {
+        let read = drive(
+            "file=a,,b.img,format=qcow2,engine=linux-aio,cache=none,serial=disk 1,readonly=on,sync=on,\
+             queues=4,queue-size=256,socket=/run/a.sock",
+        );
+        let expected = DriveOptions {
+            file: Some(PathBuf::from("a,b.img")),
+            format: Some(DriveFormat::Qcow2),
+            engine: EngineKind::LinuxAio,
+            cache: CacheMode::None,
+            sync: true,
+            read_only: true,
+            serial: "disk 1".to_owned(),
+            size_bytes: None,
+            queues: Some(4),
+            queue_size: Some(256),
+            socket: Some(PathBuf::from("/run/a.sock")),
+        };
+        assert_eq!(read, expected);
+        assert_eq!(drive("format=null,size=4G"), DriveOptions::null(4 << 30));
+        assert_eq!(drive("file=x").default_socket(), Some(PathBuf::from("x.sock")));
+    }
+
+    #[test]
+    fn unknown_keys_and_values_list_the_valid_ones() {
+        let message = refusal("file=x,fromat=raw");
+        assert!(message.contains("did you mean 'format'?"), "{message}");
+        assert!(KEYS.iter().all(|key| message.contains(key)), "{message}");
+        for (text, key, listed) in [
+            ("file=x,format=qcow", "format", "raw, qcow2, null"),
+            ("file=x,engine=uring", "engine", "auto, io_uring, linux-aio, threads"),
+            ("file=x,cache=write-back", "cache", "writeback, none, writethrough, directsync, unsafe"),
+            ("file=x,readonly=yes", "readonly", "on, off"),
+            ("file=x,sync=1", "sync", "on, off"),
+        ] {
+            let message = refusal(text);
+            assert!(message.contains(key) && message.contains(listed), "{text}: {message}");
+        }
+    }
+
+    #[test]
+    fn a_question_mark_lists_what_a_key_takes() {
+        for (text, part) in [("format=?", "raw, qcow2, null"), ("file=x,cache=help", "directsync"), ("?", "queue-size")] {
+            match DriveOptions::parse(text).unwrap() {
+                ParsedDrive::Help(help) => assert!(help.contains(part), "{help}"),
+                ParsedDrive::Drive(drive) => panic!("{drive:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn impossible_values_and_combinations_are_refused() {
+        for text in [
+            "format=raw",
+            "format=null",
+            "format=null,size=4G,file=x",
+            "file=x,size=4G",
+            "format=null,size=0",
+            "format=null,size=4G,readonly=on",
+            "format=null,size=1000",
+            "file=",
+            "file=x,serial=123456789012345678901",
+            "file=x,queues=0",
+            "file=x,queues=257",
+            "file=x,queue-size=100",
+            "file=x,sync=on,cache=unsafe",
+            "file=x,file=y",
+        ] {
+            assert!(DriveOptions::parse(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! `key=value,key=value` as QEMU writes it: a doubled comma is a comma in a value.
+
+use block::{Error, ErrorKind, Result};
+
+/// One `key=value`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyValue {
+    /// Left of the first `=`.
+    pub key: String,
+    /// Right of it.
+    pub value: String,
+}
+
+/// Splits an option string. A key without a value, an empty key and a key given twice are errors.
+pub fn parse(text: &str) -> Result<Vec<KeyValue>> {
+    let mut pairs: Vec<KeyValue> = Vec::new();
+    for part in split_at_single_commas(text) {
+        let Some((key, value)) = part.split_once('=') else {
+            return Err(bad(format!("'{part}' is not of the form key=value (a comma in a value is written ',,')")));
+        };
+        if key.is_empty() {
+            return Err(bad(format!("'{part}' has no key before its '='")));
+        }
+        if pairs.iter().any(|pair| pair.key == key) {
+            return Err(bad(format!("'{key}' is given twice")));
+        }
+        pairs.push(KeyValue { key: key.to_owned(), value: value.to_owned() });
+    }
+    Ok(pairs)
+}
+
+/// Writes a value so that [`parse`] (and QEMU) reads it back.
+#[must_use]
+pub fn escape(value: &str) -> String {
+    value.replace(',', ",,")
+}
+
+fn split_at_single_commas(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut chars = text.chars().peekable();
+    while let Some(char) = chars.next() {
+        let last = parts.len() - 1;
+        match char {
+            ',' if chars.peek() == Some(&',') => {
+                chars.next();
+                parts[last].push(',');
+            }
+            ',' => parts.push(String::new()),
+            other => parts[last].push(other),
+        }
+    }
+    parts
+}
+
+/// "unknown key 'formt': did you mean 'format'? Valid keys: file, format": for a word that is none of `valid`.
+#[must_use]
+pub fn unknown(what: &str, word: &str, valid: &[&str]) -> Error {
+    let guess = closest(word, valid).map(|close| format!(", did you mean '{close}'?")).unwrap_or_default();
+    bad(format!("unknown {what} '{word}'{guess} (valid: {})", valid.join(", ")))
+}
+
+fn bad(message: String) -> Error {
+    Error::new(ErrorKind::BadOption, message)
+}
+
+/// The word of `valid` that somebody who typed `word` most likely meant.
+fn closest<'a>(word: &str, valid: &[&'a str]) -> Option<&'a str> {
+    let lower = word.to_lowercase().replace('-', "_");
+    let scored = valid.iter().map(|name| (distance(&lower, &name.replace('-', "_")), *name));
+    let (edits, name) = scored.min_by_key(|(edits, _)| *edits)?;
+    let close = edits <= 2 && edits * 2 < name.len().max(2) || !lower.is_empty() && name.starts_with(&lower);
+    close.then_some(name)
+}
+
+/// How many letters to insert, delete, replace or exchange with their neighbour to make `left` into `right`.
+fn distance(left: &str, right: &str) -> usize {
+    let (left, right): (Vec<char>, Vec<char>) = (left.chars().collect(), right.chars().collect());
+    let mut rows = vec![(0..=right.len()).collect::<Vec<_>>()];
+    for (i, l) in left.iter().enumerate() {
+        let mut row = vec![i + 1];
+        for (j, r) in right.iter().enumerate() {
+            let mut best = (rows[i][j + 1] + 1).min(row[j] + 1).min(rows[i][j] + usize::from(l != r));
+            if i > 0 && j > 0 && *l == right[j - 1] && left[i - 1] == *r {
+                best = best.min(rows[i - 1][j - 1] + 1);
+            }
+            row.push(best);
+        }
+        rows.push(row);
+    }
+    rows[left.len()][right.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn doubled_commas_are_commas_and_the_first_equals_sign_splits() {
+        let pairs = parse("file=a,,b=c.img,serial=,format=raw").unwrap();
+        let read: Vec<_> = pairs.iter().map(|pair| (pair.key.as_str(), pair.value.as_str())).collect();
+        assert_eq!(read, [("file", "a,b=c.img"), ("serial", ""), ("format", "raw")]);
+        assert_eq!(parse(&format!("file={}", escape("x,,y,"))).unwrap()[0].value, "x,,y,");
+    }
+
+    #[test]
+    fn malformed_options_are_refused() {
+        for text in ["", "file", "=x", "file=a,", "file=a,,,format=raw=,x", "file=a,file=b"] {
+            assert!(parse(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_misspelt_word_is_guessed_and_a_strange_one_is_not() {
+        let valid = ["file", "format", "queue-size", "none"];
+        for (word, meant) in [("fromat", "format"), ("queue_size", "queue-size"), ("File", "file"), ("form", "format")] {
+            let message = unknown("key", word, &valid).to_string();
+            assert!(message.contains(&format!("did you mean '{meant}'?")), "{message}");
+        }
+        let message = unknown("key", "xyzzy", &valid).to_string();
+        assert!(!message.contains("did you mean"), "{message}");
+        assert!(message.contains("valid: file, format, queue-size, none"), "{message}");
+    }
+}

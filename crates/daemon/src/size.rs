@@ -1,0 +1,99 @@
+//! Sizes as people who come from QEMU write and read them: binary units, one letter.
+
+use block::{Error, ErrorKind, Result};
+
+const UNITS: [char; 7] = ['b', 'k', 'm', 'g', 't', 'p', 'e'];
+
+/// Reads `512`, `64k`, `1.5G`: a number, perhaps with a decimal point, and a binary unit (b, k, M, G, T, P, E).
+pub fn parse_size(text: &str) -> Result<u64> {
+    let fail = |why: &str| {
+        let message = format!("'{text}' is not a size: {why} (examples: 512, 64k, 1.5G, 2T; units are binary)");
+        Error::new(ErrorKind::BadOption, message)
+    };
+    let (number, shift) = match text.char_indices().next_back() {
+        Some((at, last)) if last.is_ascii_alphabetic() => {
+            let unit = UNITS.iter().position(|unit| *unit == last.to_ascii_lowercase());
+            (&text[..at], unit.ok_or_else(|| fail("the unit is none of b, k, M, G, T, P, E"))? * 10)
+        }
+        _ => (text, 0),
+    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+    if whole.is_empty() || !digits(whole) || !digits(fraction) || number.ends_with('.') {
+        return Err(fail("it has to start with a number"));
+    }
+    let too_large = || fail("it is larger than any disk can be");
+    let whole: u64 = whole.parse().map_err(|_| too_large())?;
+    let fraction = &fraction[..fraction.len().min(18)];
+    let scale = 10u128.pow(fraction.len() as u32);
+    let part: u128 = if fraction.is_empty() { 0 } else { fraction.parse().map_err(|_| too_large())? };
+    let bytes = (u128::from(whole) << shift) + (part << shift) / scale;
+    // File offsets are signed in every system call.
+    u64::try_from(bytes).ok().filter(|bytes| *bytes <= i64::MAX as u64).ok_or_else(too_large)
+}
+
+/// `1 GiB`, `1.5 GiB`, `196 KiB`: three significant digits, as qemu-img prints sizes.
+#[must_use]
+pub fn human_size(bytes: u64) -> String {
+    const NAMES: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    // The unit in which the number stays below 1000 (so that three digits say it), as qemu-img chooses it.
+    let mut index = 0;
+    let mut value = bytes as f64;
+    while value >= 1000.0 && index + 1 < NAMES.len() {
+        value /= 1024.0;
+        index += 1;
+    }
+    let digits = match value {
+        v if v >= 100.0 => 0,
+        v if v >= 10.0 => 1,
+        v if v >= 1.0 => 2,
+        _ => 3,
+    };
+    let mut number = format!("{value:.digits$}");
+    if number.contains('.') {
+        number.truncate(number.trim_end_matches('0').trim_end_matches('.').len());
+    }
+    format!("{number} {}", NAMES[index])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_qemu_reads_them() {
+        let good = [
+            ("0", 0),
+            ("512", 512),
+            ("512b", 512),
+            ("64k", 65536),
+            ("64K", 65536),
+            ("1.5G", 1536 << 20),
+            ("0.5k", 512),
+            ("4T", 4 << 40),
+            ("7E", 7 << 60),
+        ];
+        for (text, bytes) in good {
+            assert_eq!(parse_size(text).unwrap(), bytes, "{text}");
+        }
+        for text in ["", "k", "1 G", "-1", "1.G", ".5G", "1x", "8E", "99999999999999999999", "1e3", "1GB", "４G"] {
+            assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_written_as_qemu_img_writes_them() {
+        let pairs = [
+            (0, "0 B"),
+            (512, "512 B"),
+            (1000, "0.977 KiB"),
+            (200_704, "196 KiB"),
+            (1 << 30, "1 GiB"),
+            (1536 << 20, "1.5 GiB"),
+            (u64::MAX, "16 EiB"),
+        ];
+        for (bytes, text) in pairs {
+            assert_eq!(human_size(bytes), text);
+        }
+    }
+}
