@@ -1,1 +1,17 @@
-//! Simulated storage with faults and power loss, the conformance suite, the model disk (for tests only).
+//! For tests only: what stands in for the storage below a disk and for the guest above it.
+//!
+//! * [`SimStorage`], [`SimFile`], [`SimReactor`]: storage with a volatile cache, seeded completion order, [`Fault`]s and
+//!   power cuts, at one moment or at every write and flush of a [`Recording`].
+//! * [`ModelDisk`]: what a guest may read, now and after a power cut.
+//! * [`Harness`] and [`conformance`]: the suite that every `Disk` runs, on simulated or real reactors.
+//! * [`Workload`]: seeded requests over several queues, checked against the model as they complete.
+//! * [`PowerCutTest`], [`FaultTest`]: a workload, cut at every event, or with a fault at every operation.
+//! * [`qcow2_check`]: an independent checker of qcow2 images.
+
+#![forbid(unsafe_code)]
+
+mod dice;
+mod sim;
+
+pub use dice::{Dice, fill_seeded, mix};
+pub use sim::{Fault, FaultAction, OpKind, Recording, Replay, SimFile, SimFileOptions, SimReactor, SimStorage};

@@ -1,0 +1,13 @@
+//! Simulated storage: files whose cache is volatile, whose operations end in a seeded order, and whose power can be cut.
+
+mod fault;
+mod queue;
+mod reactor;
+mod state;
+mod storage;
+#[cfg(test)]
+mod tests;
+
+pub use fault::{Fault, FaultAction, OpKind};
+pub use reactor::SimReactor;
+pub use storage::{Recording, Replay, SimFile, SimFileOptions, SimStorage};

@@ -1,0 +1,226 @@
+//! A reactor whose storage completes operations in a seeded order, after seeded delays.
+
+use super::queue::Flying;
+use crate::dice::Dice;
+use block::{Executor, Poller, PollerId, ReactorCtx, Result, Task};
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::rc::{Rc, Weak};
+
+/// Turns after which [`SimReactor::run_until_idle`] takes it that something will never end.
+const TURN_LIMIT: u64 = 2_000_000;
+/// Task polls a turn.
+const POLL_LIMIT: usize = 1000;
+
+/// What several simulated reactors share: time, and the operations in flight.
+pub(crate) struct World {
+    dice: RefCell<Dice>,
+    now: Cell<u64>,
+    flying: RefCell<Vec<Flying>>,
+    reactors: RefCell<Vec<Weak<SimReactor>>>,
+    inline_percent: Cell<u64>,
+}
+
+impl World {
+    /// Takes an operation; completes it at once now and then, as an engine may with resident data.
+    pub(crate) fn take(&self, start: impl FnOnce(&mut Dice) -> Flying) {
+        let mut dice = self.dice.borrow_mut();
+        let mut flying = start(&mut dice);
+        if !flying.is_stalled() && dice.chance(self.inline_percent.get()) {
+            while flying.apply_next(&mut dice) {}
+            drop(dice);
+            return flying.finish();
+        }
+        flying.due = self.now.get() + delay(&mut dice);
+        self.flying.borrow_mut().push(flying);
+    }
+
+    fn step(&self) -> bool {
+        self.now.set(self.now.get() + 1);
+        let mut reactors: Vec<_> = self.reactors.borrow().iter().filter_map(Weak::upgrade).collect();
+        self.dice.borrow_mut().shuffle(&mut reactors);
+        let mut busy = false;
+        for reactor in &reactors {
+            busy |= reactor.turn();
+        }
+        let moves = 1 + self.dice.borrow_mut().below(3);
+        for _ in 0..moves {
+            busy |= self.move_one(!busy);
+        }
+        busy
+    }
+
+    /// Moves one operation on; with `hurry`, time jumps to the next that can move.
+    fn move_one(&self, hurry: bool) -> bool {
+        let mut flying = self.flying.borrow_mut();
+        if hurry {
+            let next = flying.iter().filter(|flying| !flying.is_stalled()).map(|flying| flying.due).min();
+            self.now.set(self.now.get().max(next.unwrap_or(0)));
+        }
+        let now = self.now.get();
+        let due: Vec<usize> =
+            (0..flying.len()).filter(|index| flying[*index].due <= now && !flying[*index].is_stalled()).collect();
+        if due.is_empty() {
+            return false;
+        }
+        let mut dice = self.dice.borrow_mut();
+        let index = due[dice.index(due.len())];
+        if flying[index].apply_next(&mut dice) && dice.chance(60) {
+            flying[index].due = now + dice.below(4);
+            return true;
+        }
+        let mut landing = flying.swap_remove(index);
+        while landing.apply_next(&mut dice) {}
+        drop((flying, dice));
+        landing.finish();
+        true
+    }
+}
+
+fn delay(dice: &mut Dice) -> u64 {
+    match dice.below(16) {
+        0 => dice.below(60),
+        1..=5 => dice.below(12),
+        _ => dice.below(3),
+    }
+}
+
+type NamedPoller = (PollerId, Rc<RefCell<dyn Poller>>);
+
+/// A simulated reactor; see the module's documentation. It is its own [`ReactorCtx`].
+pub struct SimReactor {
+    world: Rc<World>,
+    executor: Executor,
+    pollers: RefCell<Vec<NamedPoller>>,
+    next_poller: Cell<u64>,
+}
+
+impl SimReactor {
+    /// A reactor in a world of its own.
+    #[must_use]
+    pub fn new(seed: u64) -> Rc<Self> {
+        let world = World {
+            dice: RefCell::new(Dice::new(seed)),
+            now: Cell::new(0),
+            flying: RefCell::default(),
+            reactors: RefCell::default(),
+            inline_percent: Cell::new(5),
+        };
+        Self::join(Rc::new(world))
+    }
+
+    /// Another reactor in the same world: stepping one steps all.
+    #[must_use]
+    pub fn sibling(&self) -> Rc<Self> {
+        Self::join(Rc::clone(&self.world))
+    }
+
+    fn join(world: Rc<World>) -> Rc<Self> {
+        let reactor = Rc::new(Self {
+            world: Rc::clone(&world),
+            executor: Executor::new(Box::new(|| {})),
+            pollers: RefCell::default(),
+            next_poller: Cell::new(0),
+        });
+        world.reactors.borrow_mut().push(Rc::downgrade(&reactor));
+        reactor
+    }
+
+    /// The reactor as disks and files want it.
+    #[must_use]
+    pub fn ctx(self: &Rc<Self>) -> Rc<dyn ReactorCtx> {
+        Rc::clone(self) as Rc<dyn ReactorCtx>
+    }
+
+    pub(crate) fn world(&self) -> Rc<World> {
+        Rc::clone(&self.world)
+    }
+
+    /// How many of a hundred operations complete within their push (5 unless told otherwise).
+    pub fn complete_inline(&self, percent: u64) {
+        self.world.inline_percent.set(percent);
+    }
+
+    /// One turn of every reactor of the world, then a few operations move on. Returns whether anything happened.
+    pub fn step(&self) -> bool {
+        self.world.step()
+    }
+
+    /// Steps until nothing happens any more; stalled operations may be left.
+    ///
+    /// # Panics
+    /// If that takes implausibly long: something spins.
+    pub fn run_until_idle(&self) {
+        for _ in 0..TURN_LIMIT {
+            if !self.step() {
+                return;
+            }
+        }
+        panic!("the reactor was still busy after {TURN_LIMIT} turns");
+    }
+
+    /// Operations in flight in the whole world, stalled ones included.
+    #[must_use]
+    pub fn operations_in_flight(&self) -> usize {
+        self.world.flying.borrow().len()
+    }
+
+    /// Tasks of this reactor that have not ended.
+    #[must_use]
+    pub fn live_tasks(&self) -> usize {
+        self.executor.live()
+    }
+
+    /// Runs `future` as a task to its end.
+    ///
+    /// # Panics
+    /// If everything is idle before it has ended.
+    pub fn run<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> T {
+        let result = Rc::new(RefCell::new(None));
+        let target = Rc::clone(&result);
+        self.executor.spawn(Box::pin(async move {
+            let value = future.await;
+            *target.borrow_mut() = Some(value);
+        }));
+        loop {
+            let busy = self.step();
+            if let Some(value) = result.borrow_mut().take() {
+                return value;
+            }
+            assert!(busy, "everything is idle and the task has not ended");
+        }
+    }
+
+    fn turn(&self) -> bool {
+        let mut busy = false;
+        let pollers = self.pollers.borrow().clone();
+        for (id, poller) in pollers {
+            if self.pollers.borrow().iter().any(|(other, _)| *other == id) {
+                busy |= poller.borrow_mut().poll();
+            }
+        }
+        busy | (self.executor.run_ready(POLL_LIMIT) > 0)
+    }
+}
+
+impl ReactorCtx for SimReactor {
+    fn spawn(&self, task: Task) {
+        self.executor.spawn(task);
+    }
+
+    fn add_poller(&self, poller: Rc<RefCell<dyn Poller>>) -> Result<PollerId> {
+        let id = PollerId(self.next_poller.replace(self.next_poller.get() + 1));
+        self.pollers.borrow_mut().push((id, poller));
+        Ok(id)
+    }
+
+    fn remove_poller(&self, id: PollerId) {
+        let gone: Vec<_> = self.pollers.borrow_mut().extract_if(.., |(other, _)| *other == id).collect();
+        drop(gone);
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

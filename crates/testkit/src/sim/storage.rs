@@ -1,0 +1,411 @@
+//! The storage of a simulated host: named files, one log of what happened to them, power cuts.
+
+use super::fault::{Fault, FaultAction, OpKind};
+use super::queue::{BlockingQueue, SimQueue};
+use super::reactor::SimReactor;
+use super::state::{Effect, FileState, OpId};
+use crate::dice::{Dice, mix};
+use block::{Error, ErrorKind, File, FileInfo, FileQueue, ReactorCtx, Result};
+use std::fmt;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// How a simulated file behaves. The default is the least that a file may promise on Linux while being useful: it
+/// grows, punches holes that read as zeros, and what it grows by has no defined contents.
+#[derive(Debug, Clone)]
+pub struct SimFileOptions {
+    /// Writes are refused.
+    pub read_only: bool,
+    /// Discard works.
+    pub can_discard: bool,
+    /// Discarded ranges read as zeros; otherwise each sector reads as it was, as zeros or as garbage.
+    pub discard_zeroes: bool,
+    /// What the file says about the cost of zeroing.
+    pub fast_zeroes: bool,
+    /// A device: it never changes its length.
+    pub block_device: bool,
+    /// Space that the file grows by reads as zeros, as on a well-behaved file system without a crash.
+    pub grows_with_zeros: bool,
+    /// Growing beyond this fails with no space.
+    pub max_length_bytes: u64,
+    /// What the file tells about direct-I/O alignment. It serves any all the same.
+    pub alignment_bytes: u32,
+}
+
+impl Default for SimFileOptions {
+    fn default() -> Self {
+        Self {
+            read_only: false,
+            can_discard: true,
+            discard_zeroes: true,
+            fast_zeroes: true,
+            block_device: false,
+            grows_with_zeros: false,
+            max_length_bytes: 1 << 40,
+            alignment_bytes: 1,
+        }
+    }
+}
+
+/// One entry of the log.
+#[derive(Debug, Clone)]
+pub(crate) enum Event {
+    Push { op: OpId, file: usize, effect: Effect },
+    Apply { op: OpId, file: usize, from: u64, to: u64, bytes: Option<Arc<[u8]>> },
+    Complete { op: OpId, file: usize, ok: bool },
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct FileEntry {
+    pub(crate) name: String,
+    pub(crate) options: SimFileOptions,
+    pub(crate) state: FileState,
+    pub(crate) faults: Vec<Fault>,
+    pub(crate) pushed: [u64; OpKind::ALL.len()],
+}
+
+pub(crate) struct Storage {
+    pub(crate) files: Vec<FileEntry>,
+    next_op: OpId,
+    /// Events so far: the storage's clock.
+    events: u64,
+    log: Option<Recording>,
+    salt: u64,
+    stalled_released: bool,
+}
+
+/// A log of everything that changed the storage since [`SimStorage::record`].
+#[derive(Clone)]
+pub struct Recording {
+    files: Vec<FileEntry>,
+    first_event: u64,
+    events: Vec<Event>,
+    salt: u64,
+}
+
+/// Simulated storage, shared by everything that has one of its files open.
+#[derive(Clone)]
+pub struct SimStorage {
+    inner: Arc<Mutex<Storage>>,
+}
+
+impl fmt::Debug for SimStorage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SimStorage")
+    }
+}
+
+impl SimStorage {
+    /// Storage without files. The seed decides what undefined space reads as.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self::of_files(Vec::new(), seed, 0)
+    }
+
+    fn of_files(files: Vec<FileEntry>, salt: u64, events: u64) -> Self {
+        let storage = Storage { files, next_op: 1, events, log: None, salt, stalled_released: false };
+        Self { inner: Arc::new(Mutex::new(storage)) }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Storage> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A new durable file of zeros.
+    pub fn create(&self, name: &str, length_bytes: u64, options: SimFileOptions) -> Arc<SimFile> {
+        let mut storage = self.lock();
+        let salt = mix(storage.salt, storage.files.len() as u64);
+        let state = FileState::new(length_bytes, salt, options.grows_with_zeros);
+        let entry = FileEntry { name: name.to_owned(), options, state, faults: Vec::new(), pushed: Default::default() };
+        storage.files.push(entry);
+        let index = storage.files.len() - 1;
+        drop(storage);
+        self.handle(index)
+    }
+
+    /// A new durable file with these contents.
+    pub fn create_with(&self, name: &str, bytes: &[u8], options: SimFileOptions) -> Arc<SimFile> {
+        let file = self.create(name, bytes.len() as u64, options);
+        self.lock().files[file.index].state.load(0, bytes);
+        file
+    }
+
+    /// The file of this name.
+    #[must_use]
+    pub fn file(&self, name: &str) -> Option<Arc<SimFile>> {
+        let index = self.lock().files.iter().position(|file| file.name == name)?;
+        Some(self.handle(index))
+    }
+
+    fn handle(&self, index: usize) -> Arc<SimFile> {
+        let storage = self.lock();
+        let entry = &storage.files[index];
+        let options = &entry.options;
+        let info = FileInfo {
+            name: entry.name.clone(),
+            length_bytes: entry.state.length(),
+            read_only: options.read_only,
+            offset_alignment_bytes: options.alignment_bytes,
+            memory_alignment_bytes: options.alignment_bytes,
+            can_discard: options.can_discard,
+            discard_zeroes: options.can_discard && options.discard_zeroes,
+            fast_zeroes: options.fast_zeroes,
+            block_device: options.block_device,
+            can_grow: !options.block_device,
+            engine: "simulated".to_owned(),
+        };
+        Arc::new(SimFile { storage: self.clone(), index, info })
+    }
+
+    /// The whole contents of a file as they read now.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    #[must_use]
+    pub fn bytes(&self, name: &str) -> Vec<u8> {
+        let storage = self.lock();
+        let Some(entry) = storage.files.iter().find(|file| file.name == name) else { panic!("no file '{name}'") };
+        let mut bytes = vec![0; entry.state.length() as usize];
+        entry.state.read(0, &mut bytes);
+        bytes
+    }
+
+    /// Orders a fault on a file.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn inject(&self, name: &str, fault: Fault) {
+        let mut storage = self.lock();
+        let Some(entry) = storage.files.iter_mut().find(|file| file.name == name) else { panic!("no file '{name}'") };
+        entry.faults.push(fault);
+    }
+
+    /// Withdraws all faults; what stalls goes on.
+    pub fn clear_faults(&self) {
+        let mut storage = self.lock();
+        storage.files.iter_mut().for_each(|file| file.faults.clear());
+        storage.stalled_released = true;
+    }
+
+    /// Lets stalled operations go on.
+    pub fn release_stalled(&self) {
+        self.lock().stalled_released = true;
+    }
+
+    /// Operations of `kind` pushed to a file so far.
+    #[must_use]
+    pub fn pushed(&self, name: &str, kind: OpKind) -> u64 {
+        let storage = self.lock();
+        storage.files.iter().find(|file| file.name == name).map_or(0, |file| file.pushed[kind as usize])
+    }
+
+    /// The storage's clock: it counts events (a push, a part applied, a completion) of everything but reads.
+    #[must_use]
+    pub fn now(&self) -> u64 {
+        self.lock().events
+    }
+
+    /// What is left after a power cut now: as the module says, seeded.
+    #[must_use]
+    pub fn power_cut(&self, seed: u64) -> Self {
+        let storage = self.lock();
+        cut_files(&storage.files, storage.salt, storage.events, seed, false)
+    }
+
+    /// What is left after only the process died: operations in flight happened, in part, or not.
+    #[must_use]
+    pub fn process_killed(&self, seed: u64) -> Self {
+        let storage = self.lock();
+        cut_files(&storage.files, storage.salt, storage.events, seed, true)
+    }
+
+    /// Starts a log; nothing may be in flight.
+    pub fn record(&self) {
+        let mut storage = self.lock();
+        let recording = Recording {
+            files: storage.files.clone(),
+            first_event: storage.events,
+            events: Vec::new(),
+            salt: storage.salt,
+        };
+        storage.log = Some(recording);
+    }
+
+    /// Ends the log that [`SimStorage::record`] started.
+    ///
+    /// # Panics
+    /// If none was started.
+    #[must_use]
+    pub fn take_recording(&self) -> Recording {
+        match self.lock().log.take() {
+            Some(recording) => recording,
+            None => panic!("no recording was started"),
+        }
+    }
+}
+
+fn cut_files(files: &[FileEntry], salt: u64, events: u64, seed: u64, keep_applied: bool) -> SimStorage {
+    let mut dice = Dice::new(mix(seed, events));
+    let after = files.iter().map(|file| FileEntry {
+        state: file.state.cut(&mut dice, keep_applied),
+        faults: Vec::new(),
+        ..file.clone()
+    });
+    SimStorage::of_files(after.collect(), salt, 0)
+}
+
+impl Storage {
+    pub(crate) fn new_op(&mut self) -> OpId {
+        self.next_op += 1;
+        self.next_op
+    }
+
+    pub(crate) fn stalled_released(&self) -> bool {
+        self.stalled_released
+    }
+
+    /// The fault that hits this operation, if any.
+    pub(crate) fn fault(&mut self, file: usize, kind: OpKind) -> Option<FaultAction> {
+        let entry = &mut self.files[file];
+        entry.pushed[kind as usize] += 1;
+        // Every order counts, also those behind the one that hits.
+        let mut hit = None;
+        for fault in &mut entry.faults {
+            if fault.hits(kind) && hit.is_none() {
+                hit = Some(fault.action);
+            }
+        }
+        if hit == Some(FaultAction::Stall) {
+            self.stalled_released = false;
+        }
+        hit
+    }
+
+    pub(crate) fn happen(&mut self, event: Event) {
+        self.events += 1;
+        let now = self.events;
+        carry_out(&mut self.files, &event, now);
+        if let Some(log) = &mut self.log {
+            log.events.push(event);
+        }
+    }
+}
+
+fn carry_out(files: &mut [FileEntry], event: &Event, now: u64) {
+    match event {
+        Event::Push { op, file, effect } => files[*file].state.push(*op, effect, now),
+        Event::Apply { op, file, from, to, bytes } => files[*file].state.apply(*op, *from, *to, bytes.as_deref()),
+        Event::Complete { op, file, ok } => files[*file].state.complete(*op, *ok, now),
+    }
+}
+
+/// Walks a [`Recording`] from its start; at each step the power can be cut.
+pub struct Replay {
+    recording: Recording,
+    at: usize,
+}
+
+impl Recording {
+    /// Number of events.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.events.len()
+    }
+
+    /// Whether nothing happened.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.events.is_empty()
+    }
+
+    /// Goes back to the start.
+    #[must_use]
+    pub fn replay(self) -> Replay {
+        Replay { recording: self, at: 0 }
+    }
+}
+
+impl Replay {
+    /// Goes on to the next write or flush boundary (the push or the completion of an operation that changes a file or
+    /// flushes it); returns the storage's clock there, or `None` at the end.
+    pub fn advance(&mut self) -> Option<u64> {
+        loop {
+            let event = self.recording.events.get(self.at)?;
+            self.at += 1;
+            let now = self.now();
+            carry_out(&mut self.recording.files, event, now);
+            if !matches!(event, Event::Apply { .. }) {
+                return Some(now);
+            }
+        }
+    }
+
+    /// The storage's clock at this point of the recording.
+    #[must_use]
+    pub fn now(&self) -> u64 {
+        self.recording.first_event + self.at as u64
+    }
+
+    /// What is left if the power is cut here.
+    #[must_use]
+    pub fn power_cut(&self, seed: u64) -> SimStorage {
+        cut_files(&self.recording.files, self.recording.salt, self.now(), seed, false)
+    }
+
+    /// What is left if the process dies here.
+    #[must_use]
+    pub fn process_killed(&self, seed: u64) -> SimStorage {
+        cut_files(&self.recording.files, self.recording.salt, self.now(), seed, true)
+    }
+}
+
+/// A file of a [`SimStorage`].
+pub struct SimFile {
+    storage: SimStorage,
+    index: usize,
+    info: FileInfo,
+}
+
+impl SimFile {
+    /// The storage it lies on.
+    #[must_use]
+    pub fn storage(&self) -> &SimStorage {
+        &self.storage
+    }
+
+    pub(crate) fn index(&self) -> usize {
+        self.index
+    }
+
+    fn again(&self) -> Arc<Self> {
+        Arc::new(Self { storage: self.storage.clone(), index: self.index, info: self.info.clone() })
+    }
+}
+
+impl fmt::Debug for SimFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SimFile({})", self.info.name)
+    }
+}
+
+impl File for SimFile {
+    fn info(&self) -> &FileInfo {
+        &self.info
+    }
+
+    fn length_bytes(&self) -> Result<u64> {
+        Ok(self.storage.lock().files[self.index].state.length())
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
+        let Some(reactor) = ctx.as_any().downcast_ref::<SimReactor>() else {
+            let message = format!("the simulated file '{}' needs a simulated reactor", self.info.name);
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        };
+        Ok(Rc::new(SimQueue::new(self.again(), reactor.world())))
+    }
+
+    fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
+        Ok(Rc::new(BlockingQueue::new(self.again())))
+    }
+}
