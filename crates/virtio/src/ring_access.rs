@@ -12,7 +12,7 @@
 use memory::{GuestMemory, MemoryError};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 use thiserror::Error;
 
 /// Bytes of a descriptor.
@@ -140,6 +140,10 @@ pub struct SplitAreas {
     /// Keeps the three mapped.
     memory: Arc<GuestMemory>,
 }
+
+// SAFETY: the pointers name shared memory that `memory` (which is Send) keeps mapped; all access is atomic, so the thread
+// that holds the value makes no difference.
+unsafe impl Send for SplitAreas {}
 
 const TABLE: (&str, usize) = ("descriptor table", 16);
 const AVAIL: (&str, usize) = ("available ring", 2);
@@ -366,6 +370,84 @@ impl SplitAreas {
     }
 }
 
+/// A run of eight-byte words in guest memory, for what a driver keeps beside its ring: request headers, status bytes,
+/// indirect tables. As with the ring, the other side may look or write at any moment. What lies behind the end is not
+/// written and reads as zero.
+#[derive(Debug)]
+pub struct SharedWords {
+    start: NonNull<u8>,
+    length_bytes: usize,
+    address: u64,
+    /// Keeps the words mapped.
+    _memory: Arc<GuestMemory>,
+}
+
+// SAFETY: as for `SplitAreas`.
+unsafe impl Send for SharedWords {}
+
+impl SharedWords {
+    /// The words at guest physical `address`, which must be a multiple of 8 here and there.
+    pub fn at_guest_address(memory: Arc<GuestMemory>, address: u64, length_bytes: usize) -> Result<Self, LayoutError> {
+        const AREA: &str = "request area";
+        let start = memory
+            .translate(address, length_bytes as u64, &mut 0)
+            .map_err(|source| LayoutError::Memory { area: AREA, source })?;
+        if !start.as_ptr().addr().is_multiple_of(8) || !address.is_multiple_of(8) {
+            return Err(LayoutError::Alignment { area: AREA, address, alignment_bytes: 8 });
+        }
+        Ok(Self { start, length_bytes: length_bytes & !7, address, _memory: memory })
+    }
+
+    /// Guest physical address of the first word.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn word(&self, offset_bytes: usize) -> Option<&AtomicU64> {
+        let inside = offset_bytes & 7 == 0 && offset_bytes < self.length_bytes;
+        // SAFETY: the offset is a multiple of 8 below a length that is a multiple of 8, so the word lies in the range
+        // that was translated; the start is 8-byte aligned and stays mapped while `_memory` lives.
+        inside.then(|| unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(offset_bytes).cast()) })
+    }
+
+    /// Writes the little-endian word at `offset_bytes` (a multiple of 8).
+    #[inline]
+    pub fn set_word(&self, offset_bytes: usize, value: u64) {
+        if let Some(word) = self.word(offset_bytes) {
+            word.store(value.to_le(), Ordering::Relaxed);
+        }
+    }
+
+    /// Writes a descriptor of an indirect table at `offset_bytes` (a multiple of 8).
+    #[inline]
+    pub fn set_descriptor(&self, offset_bytes: usize, descriptor: Descriptor) {
+        self.set_word(offset_bytes, descriptor.address);
+        self.set_word(offset_bytes.wrapping_add(8), descriptor.second_word());
+    }
+
+    fn shared_byte(&self, offset_bytes: usize) -> Option<&AtomicU8> {
+        // SAFETY: the offset lies in the range that was translated, which stays mapped while `_memory` lives.
+        (offset_bytes < self.length_bytes)
+            .then(|| unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(offset_bytes).cast()) })
+    }
+
+    /// The byte at `offset_bytes`.
+    #[inline]
+    #[must_use]
+    pub fn byte(&self, offset_bytes: usize) -> u8 {
+        self.shared_byte(offset_bytes).map_or(0, |byte| byte.load(Ordering::Relaxed))
+    }
+
+    /// Writes the byte at `offset_bytes`.
+    #[inline]
+    pub fn set_byte(&self, offset_bytes: usize, value: u8) {
+        if let Some(byte) = self.shared_byte(offset_bytes) {
+            byte.store(value, Ordering::Relaxed);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -441,5 +523,22 @@ mod tests {
         assert!(!crossed_event(7, 5, 7));
         assert!(crossed_event(0xffff, 0xfffe, 1));
         assert!(!crossed_event(1, 0xfffe, 1));
+    }
+
+    #[test]
+    fn words_beside_the_ring_are_little_endian_and_end_at_their_end() {
+        let (memory, mapping) = memory(4096);
+        let words = SharedWords::at_guest_address(Arc::clone(&memory), BASE + 64, 24).unwrap();
+        words.set_word(0, 0x0807_0605_0403_0201);
+        words.set_descriptor(8, Descriptor { address: 9, length_bytes: 10, flags: 11, next: 12 });
+        words.set_word(24, u64::MAX);
+        words.set_word(4, u64::MAX);
+        words.set_byte(24, 1);
+        words.set_byte(5, 0xff);
+        let expected = [1, 2, 3, 4, 5, 0xff, 7, 8, 9, 0, 0, 0, 0, 0, 0, 0, 10, 0, 0, 0, 11, 0, 12, 0, 0, 0, 0];
+        assert_eq!(bytes(&mapping, 64, 27), expected);
+        assert_eq!((words.byte(5), words.byte(24)), (0xff, 0));
+        assert!(SharedWords::at_guest_address(Arc::clone(&memory), BASE + 4, 8).is_err());
+        assert!(SharedWords::at_guest_address(memory, BASE + 4088, 16).is_err());
     }
 }
