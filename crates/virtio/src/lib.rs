@@ -2,6 +2,9 @@
 //!
 //! * [`blk`]: feature bits, configuration space, request header, status.
 //! * [`ring_access`]: the fields of a ring in memory that somebody else changes; the only module with `unsafe`.
+//! * [`device_ring`]: the device's half of a ring: chains out, used entries in, notifications as few as possible.
+//! * [`request`]: chains to block requests and back.
+//! * [`fault`]: what a driver did wrong when its queue stops.
 //! * [`driver_ring`]: the driver's half of a split ring.
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
@@ -11,5 +14,12 @@
 )]
 
 pub mod blk;
+pub mod device_ring;
 pub mod driver_ring;
+pub mod fault;
+pub mod request;
 pub mod ring_access;
+
+pub use device_ring::{DeviceRing, RingFeatures, SplitDeviceRing};
+pub use fault::{FaultReason, RingFault};
+pub use request::{BlkQueue, Request, RequestLimits};

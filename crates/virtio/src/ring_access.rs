@@ -7,9 +7,16 @@
 //! with release after they were written (virtio 1.2, 2.7.13). [`full_fence`] is the barrier between "publish" and "does
 //! the other side want to know" (2.7.13.4.1, 2.7.14).
 //!
+//! [`ChainMemory`] holds the buffers that descriptors name.
+//!
 //! Safe to use from safe code: whatever is built here holds its [`GuestMemory`], so the mapping outlives the pointers.
 
+mod chain;
+
+pub use chain::{ChainMemory, MAX_CHAIN_BYTES, MAX_CHAIN_SEGMENTS};
+
 use memory::{GuestMemory, MemoryError};
+use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
@@ -199,6 +206,14 @@ impl SplitAreas {
         Ok([area(TABLE, at.table, table_bytes)?, area(AVAIL, at.avail, avail_bytes)?, area(USED, at.used, used_bytes)?])
     }
 
+    /// A table of descriptors elsewhere in guest memory. `hint` is the region found last.
+    #[inline]
+    pub fn indirect_table(&self, address: u64, count: u16, hint: &mut usize) -> Result<IndirectTable<'_>, MemoryError> {
+        let length_bytes = u64::from(count).wrapping_mul(DESCRIPTOR_BYTES as u64);
+        let ptr = self.memory.translate(address, length_bytes, hint)?;
+        Ok(IndirectTable { ptr, count, memory: PhantomData })
+    }
+
     /// Entries.
     #[must_use]
     pub fn size(&self) -> u16 {
@@ -367,6 +382,33 @@ impl SplitAreas {
     /// Asks for a notification when the available ring passes `event` (device, EVENT_IDX).
     pub fn set_avail_event(&self, event: u16) {
         self.used_field(self.avail_event_offset()).store(event.to_le(), Ordering::Relaxed);
+    }
+}
+
+/// A table that an indirect descriptor names, resolved.
+#[derive(Debug, Clone, Copy)]
+pub struct IndirectTable<'a> {
+    ptr: NonNull<u8>,
+    count: u16,
+    /// The memory that keeps it mapped.
+    memory: PhantomData<&'a GuestMemory>,
+}
+
+impl IndirectTable<'_> {
+    /// Copies a descriptor out; `None` behind the end. The table may lie at any address.
+    #[inline]
+    #[must_use]
+    pub fn descriptor(&self, index: u16) -> Option<Descriptor> {
+        if index >= self.count {
+            return None;
+        }
+        let mut words = [0_u64; 2];
+        let offset = usize::from(index).wrapping_mul(DESCRIPTOR_BYTES);
+        // SAFETY: the index is below the count, so the sixteen bytes lie in the table, which is mapped while `'a`
+        // lasts. A driver that writes meanwhile changes only what is copied.
+        unsafe { std::ptr::copy_nonoverlapping(self.ptr.as_ptr().add(offset), words.as_mut_ptr().cast(), 16) }
+        let [first, second] = words;
+        Some(Descriptor::from_words(u64::from_le(first), u64::from_le(second)))
     }
 }
 

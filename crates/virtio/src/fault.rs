@@ -1,0 +1,112 @@
+//! Why a queue stopped: what a driver did that no correct driver does.
+
+use memory::MemoryError;
+use std::fmt;
+use thiserror::Error;
+
+/// A driver broke the ring's rules. The queue stops taking requests until it is reset; what is in flight still ends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RingFault {
+    /// The chain it is about, where it is about one.
+    pub head: Option<u16>,
+    /// What was wrong.
+    pub reason: FaultReason,
+}
+
+impl fmt::Display for RingFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.head {
+            Some(head) => write!(f, "descriptor chain {head}: {}", self.reason),
+            None => write!(f, "{}", self.reason),
+        }
+    }
+}
+
+impl std::error::Error for RingFault {}
+
+/// What was wrong.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum FaultReason {
+    /// More was announced than the ring holds.
+    #[error("the available index jumped from {from} to {to}, more than the ring's {size} entries")]
+    AvailIndexJump {
+        /// Next entry to take.
+        from: u16,
+        /// What the driver says is the end.
+        to: u16,
+        /// Entries.
+        size: u16,
+    },
+    /// The head is no descriptor.
+    #[error("the head lies outside the table of {size} descriptors")]
+    HeadOutside {
+        /// Entries.
+        size: u16,
+    },
+    /// The head was made available again before it was used.
+    #[error("the head is in flight already")]
+    HeadInFlight,
+    /// A link leads out of its table.
+    #[error("a descriptor links to {next}, outside its table of {size}")]
+    NextOutside {
+        /// The link.
+        next: u16,
+        /// Descriptors in the table.
+        size: u32,
+    },
+    /// A loop, or a chain longer than allowed.
+    #[error("the chain loops or has more than {limit} descriptors")]
+    ChainTooLong {
+        /// What is allowed.
+        limit: u32,
+    },
+    /// An indirect descriptor without the feature.
+    #[error("an indirect descriptor, which was not negotiated")]
+    IndirectNotNegotiated,
+    /// Both flags in one descriptor.
+    #[error("an indirect descriptor that also has a next one")]
+    IndirectWithNext,
+    /// An indirect descriptor in an indirect table.
+    #[error("an indirect descriptor inside an indirect table")]
+    NestedIndirect,
+    /// The length of an indirect table is impossible.
+    #[error("an indirect table of {length_bytes} bytes: it must be 1 to {limit} descriptors of 16 bytes")]
+    IndirectLength {
+        /// Its length.
+        length_bytes: u32,
+        /// Most descriptors in a table.
+        limit: u32,
+    },
+    /// An address outside guest memory.
+    #[error("{0}")]
+    Memory(#[from] MemoryError),
+    /// A descriptor without bytes.
+    #[error("a descriptor of zero bytes")]
+    ZeroLength,
+    /// A buffer for the device to read behind one for it to write.
+    #[error("a readable descriptor behind a writable one")]
+    WrongOrder,
+    /// More bytes than a request may have.
+    #[error("more than {limit} bytes in one request")]
+    TooManyBytes {
+        /// What is allowed.
+        limit: u32,
+    },
+    /// The request header is not whole.
+    #[error("{readable_bytes} readable bytes are too few for a request header")]
+    HeaderTooShort {
+        /// What there is.
+        readable_bytes: u32,
+    },
+    /// There is no place for the status.
+    #[error("no writable byte for the status")]
+    NoStatusByte,
+}
+
+impl FaultReason {
+    /// The fault, in the chain of `head`.
+    #[must_use]
+    pub fn in_chain(self, head: u16) -> RingFault {
+        RingFault { head: Some(head), reason: self }
+    }
+}

@@ -1,0 +1,240 @@
+//! From chains to block requests and back: what a virtio-blk device does with a ring, but for the storage.
+//!
+//! A request may be cut into descriptors in any way (VERSION_1 and ANY_LAYOUT): the header is the first sixteen bytes
+//! that the device may read, the status the last byte that it may write, and the data what is left of the side that the
+//! request's type says.
+
+use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_SEGMENT_BYTES, RangeSegment, RequestHeader, Status, request_type};
+use crate::device_ring::DeviceRing;
+use crate::fault::{FaultReason, RingFault};
+use crate::ring_access::ChainMemory;
+use memory::{GuestMemory, Window};
+use std::sync::Arc;
+
+/// A request, checked as far as it can be without the disk. Its end is told with [`BlkQueue::complete`].
+#[derive(Debug)]
+pub enum Request {
+    /// Fill `data` from the disk. Its length is a multiple of the sector, and not zero.
+    Read {
+        /// First sector.
+        sector: u64,
+        /// Where to.
+        data: Window,
+    },
+    /// Store `data`. Its length is a multiple of the sector, and not zero.
+    Write {
+        /// First sector.
+        sector: u64,
+        /// Where from.
+        data: Window,
+    },
+    /// Make completed writes durable.
+    Flush,
+    /// Answer with [`BlkQueue::complete_id`].
+    GetId,
+    /// Drop the ranges that [`BlkQueue::ranges`] names.
+    Discard,
+    /// Zero the ranges that [`BlkQueue::ranges`] names.
+    WriteZeroes,
+    /// Not to be carried out; complete it with this.
+    Refused(Status),
+}
+
+/// What a queue serves beyond reads, writes, flushes and the serial.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RequestLimits {
+    /// Discards are served.
+    pub discard: bool,
+    /// Write-zeroes are served.
+    pub write_zeroes: bool,
+    /// Most ranges in either.
+    pub max_ranges: u32,
+    /// Most sectors in a range of either.
+    pub max_range_sectors: u32,
+}
+
+/// What is kept of a request until its end.
+#[derive(Debug, Default)]
+struct Context {
+    /// For the used ring: how many bytes at the front of the writable part are written after success, and in any case.
+    written_bytes: u32,
+    written_bytes_on_failure: u32,
+    ranges: Vec<RangeSegment>,
+}
+
+/// A ring that speaks virtio-blk.
+#[derive(Debug)]
+pub struct BlkQueue<R> {
+    ring: R,
+    chain: ChainMemory,
+    contexts: Box<[Context]>,
+    limits: RequestLimits,
+}
+
+impl<R: DeviceRing> BlkQueue<R> {
+    /// Requests from `ring`, whose buffers lie in `memory`.
+    #[must_use]
+    pub fn new(ring: R, memory: Arc<GuestMemory>, limits: RequestLimits) -> Self {
+        let contexts = std::iter::repeat_with(Context::default).take(usize::from(ring.size())).collect();
+        let chain = ChainMemory::new(memory, ring.size());
+        Self { ring, chain, contexts, limits }
+    }
+
+    /// The ring.
+    #[must_use]
+    pub fn ring(&self) -> &R {
+        &self.ring
+    }
+
+    /// The ring, for notifications.
+    pub fn ring_mut(&mut self) -> &mut R {
+        &mut self.ring
+    }
+
+    /// The memory that the requests lie in.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<GuestMemory> {
+        self.chain.memory()
+    }
+
+    /// Takes the next request and its head, which names it until [`BlkQueue::complete`]. After a fault no more come.
+    #[inline]
+    pub fn pop(&mut self) -> Result<Option<(u16, Request)>, RingFault> {
+        let Some(head) = self.ring.pop(&mut self.chain)? else {
+            return Ok(None);
+        };
+        match self.parse(head) {
+            Ok(request) => Ok(Some((head, request))),
+            Err(reason) => {
+                self.stopped_at(head);
+                Err(reason.in_chain(head))
+            }
+        }
+    }
+
+    /// A chain without room for header or status: nothing can be said to its driver, so it stays with the device.
+    #[cold]
+    fn stopped_at(&mut self, head: u16) {
+        self.chain.keep_nothing(head);
+        self.ring.stop_at(head);
+    }
+
+    #[inline]
+    fn parse(&mut self, head: u16) -> Result<Request, FaultReason> {
+        let Some(header) = self.chain.copy_header::<HEADER_BYTES>() else {
+            return Err(FaultReason::HeaderTooShort { readable_bytes: self.chain.readable_bytes() });
+        };
+        if !self.chain.keep_status(head) {
+            return Err(FaultReason::NoStatusByte);
+        }
+        let header = RequestHeader::from_bytes(header);
+        let (readable_bytes, writable_bytes) = (self.chain.readable_bytes(), self.chain.writable_bytes());
+        let out_bytes = readable_bytes.saturating_sub(HEADER_BYTES as u32);
+        let in_bytes = writable_bytes.saturating_sub(1);
+        let alone = u32::from(writable_bytes == 1);
+        self.set_written(head, alone, alone);
+        let request = match header.kind {
+            request_type::IN if is_whole_sectors(in_bytes) => {
+                self.set_written(head, writable_bytes, 0);
+                self.chain.keep_writable_without_status(head);
+                Request::Read { sector: header.sector, data: self.chain.data(head) }
+            }
+            request_type::OUT if is_whole_sectors(out_bytes) => {
+                self.chain.keep_readable(head, HEADER_BYTES as u32);
+                Request::Write { sector: header.sector, data: self.chain.data(head) }
+            }
+            request_type::IN | request_type::OUT => Request::Refused(Status::IoErr),
+            request_type::FLUSH | request_type::FLUSH_OUT => Request::Flush,
+            request_type::GET_ID => {
+                self.chain.keep_writable_without_status(head);
+                Request::GetId
+            }
+            request_type::DISCARD if self.limits.discard => self.parse_ranges(head, out_bytes, 0, Request::Discard),
+            request_type::WRITE_ZEROES if self.limits.write_zeroes => {
+                self.parse_ranges(head, out_bytes, RangeSegment::UNMAP, Request::WriteZeroes)
+            }
+            _ => Request::Refused(Status::Unsupported),
+        };
+        Ok(request)
+    }
+
+    #[inline]
+    fn set_written(&mut self, head: u16, on_success: u32, on_failure: u32) {
+        if let Some(context) = self.contexts.get_mut(usize::from(head)) {
+            context.written_bytes = on_success;
+            context.written_bytes_on_failure = on_failure;
+        }
+    }
+
+    /// Copies the ranges out of guest memory, once, and checks them (5.2.6.2).
+    fn parse_ranges(&mut self, head: u16, length_bytes: u32, allowed_flags: u32, served: Request) -> Request {
+        let Some(context) = self.contexts.get_mut(usize::from(head)) else {
+            return Request::Refused(Status::IoErr);
+        };
+        context.ranges.clear();
+        let count = length_bytes >> RANGE_SEGMENT_BYTES.ilog2();
+        let whole = length_bytes.is_multiple_of(RANGE_SEGMENT_BYTES as u32);
+        if count == 0 || !whole || count > self.limits.max_ranges {
+            return Request::Refused(Status::IoErr);
+        }
+        self.chain.keep_readable(head, HEADER_BYTES as u32);
+        let data = self.chain.data(head);
+        for index in 0..count as usize {
+            let mut bytes = [0; RANGE_SEGMENT_BYTES];
+            data.copy_to_slice(index.saturating_mul(RANGE_SEGMENT_BYTES), &mut bytes);
+            context.ranges.push(RangeSegment::from_bytes(bytes));
+        }
+        if context.ranges.iter().any(|range| range.flags & !allowed_flags != 0) {
+            return Request::Refused(Status::Unsupported);
+        }
+        let limit = self.limits.max_range_sectors;
+        match context.ranges.iter().any(|range| range.sector_count > limit) {
+            true => Request::Refused(Status::IoErr),
+            false => served,
+        }
+    }
+
+    /// The ranges of a discard or write-zeroes in flight.
+    #[must_use]
+    pub fn ranges(&self, head: u16) -> &[RangeSegment] {
+        self.contexts.get(usize::from(head)).map_or(&[], |context| &context.ranges)
+    }
+
+    /// Ends a request: writes its status and gives the chain back. Visible with the next [`BlkQueue::publish`].
+    #[inline]
+    pub fn complete(&mut self, head: u16, status: Status) {
+        let Some(context) = self.contexts.get(usize::from(head)) else { return };
+        let written_bytes = match status {
+            Status::Ok => context.written_bytes,
+            Status::IoErr | Status::Unsupported => context.written_bytes_on_failure,
+        };
+        self.chain.write_status(head, status as u8);
+        self.ring.put_used(head, written_bytes);
+    }
+
+    /// Ends a [`Request::GetId`] with `serial`, of which at most twenty bytes go out, padded with zeros.
+    pub fn complete_id(&mut self, head: u16, serial: &str) {
+        let mut id = [0; ID_BYTES];
+        for (target, byte) in id.iter_mut().zip(serial.bytes()) {
+            *target = byte;
+        }
+        let data = self.chain.data(head);
+        let copied = data.copy_from_slice(0, &id);
+        // The status is the next byte only where the buffer has no more than the id.
+        let status = u32::from(copied == data.length_bytes());
+        drop(data);
+        let written = u32::try_from(copied).unwrap_or(u32::MAX).saturating_add(status);
+        self.set_written(head, written, 0);
+        self.complete(head, Status::Ok);
+    }
+
+    /// Makes completed requests visible; returns whether the driver wants to be notified. Once a batch.
+    #[inline]
+    pub fn publish(&mut self) -> bool {
+        self.ring.publish()
+    }
+}
+
+fn is_whole_sectors(length_bytes: u32) -> bool {
+    length_bytes != 0 && length_bytes.is_multiple_of(512)
+}

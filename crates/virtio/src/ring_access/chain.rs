@@ -1,0 +1,289 @@
+//! The buffers of a descriptor chain, resolved; and, for each head, what a request in flight still needs of them.
+
+use crate::fault::FaultReason;
+use memory::{GuestMemory, IoBuf, MemoryError, Segment, Window};
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// Most memory segments in one chain: what the kernel takes in one vectored call.
+pub const MAX_CHAIN_SEGMENTS: usize = 1024;
+
+/// Most bytes in one chain: the largest requests seen (firmware loading a gigabyte), header and status.
+pub const MAX_CHAIN_BYTES: u32 = (1 << 30) + 4096;
+
+/// What a request in flight keeps of its chain.
+#[derive(Default)]
+struct Slot {
+    data: IoBuf,
+    status: Option<NonNull<u8>>,
+}
+
+/// Scratch space for the chain that is being looked at, and one slot a head for chains in flight.
+///
+/// Holds the guest's memory, so every segment in it is mapped. If it is dropped while somebody still holds a window of
+/// a slot (the kernel may be writing), the memory is never unmapped: owners wait for their requests in flight first.
+pub struct ChainMemory {
+    memory: Arc<GuestMemory>,
+    /// Region found last.
+    hint: usize,
+    /// Readable ones first.
+    segments: Vec<Segment>,
+    readable_segments: usize,
+    readable_bytes: u32,
+    writable_bytes: u32,
+    slots: Box<[Slot]>,
+    /// A window was still held when its slot was used again.
+    outlived: bool,
+}
+
+impl ChainMemory {
+    /// For a ring with `size` descriptors over `memory`.
+    #[must_use]
+    pub fn new(memory: Arc<GuestMemory>, size: u16) -> Self {
+        let slots = std::iter::repeat_with(Slot::default).take(usize::from(size)).collect();
+        let segments = Vec::with_capacity(usize::from(size).min(MAX_CHAIN_SEGMENTS));
+        Self {
+            memory,
+            hint: 0,
+            segments,
+            readable_segments: 0,
+            readable_bytes: 0,
+            writable_bytes: 0,
+            slots,
+            outlived: false,
+        }
+    }
+
+    /// Forgets the chain looked at last.
+    #[inline]
+    pub fn begin(&mut self) {
+        self.segments.clear();
+        self.readable_segments = 0;
+        self.readable_bytes = 0;
+        self.writable_bytes = 0;
+    }
+
+    /// Adds a buffer to the chain.
+    #[inline]
+    pub fn push(&mut self, address: u64, length_bytes: u32, writable: bool) -> Result<(), FaultReason> {
+        if length_bytes == 0 {
+            return Err(FaultReason::ZeroLength);
+        }
+        let (own_bytes, other_bytes) = match writable {
+            true => (&mut self.writable_bytes, self.readable_bytes),
+            false if self.writable_bytes > 0 => return Err(FaultReason::WrongOrder),
+            false => (&mut self.readable_bytes, 0),
+        };
+        // Neither can wrap: the sum so far is capped below.
+        *own_bytes = own_bytes.saturating_add(length_bytes);
+        if own_bytes.saturating_add(other_bytes) > MAX_CHAIN_BYTES {
+            return Err(FaultReason::TooManyBytes { limit: MAX_CHAIN_BYTES });
+        }
+        match self.memory.segment(address, length_bytes, &mut self.hint) {
+            Ok(segment) => self.put(segment)?,
+            Err(_) => self.push_across_regions(address, length_bytes)?,
+        }
+        if !writable {
+            self.readable_segments = self.segments.len();
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn put(&mut self, segment: Segment) -> Result<(), FaultReason> {
+        if self.segments.len() >= MAX_CHAIN_SEGMENTS {
+            return Err(FaultReason::ChainTooLong { limit: MAX_CHAIN_SEGMENTS as u32 });
+        }
+        self.segments.push(segment);
+        Ok(())
+    }
+
+    /// A buffer that goes on from one region into the next (two memory modules in a row): a segment for each.
+    #[cold]
+    fn push_across_regions(&mut self, address: u64, length_bytes: u32) -> Result<(), FaultReason> {
+        let outside = MemoryError::Outside { address, length_bytes: u64::from(length_bytes) };
+        let (mut at, mut left) = (address, u64::from(length_bytes));
+        while left > 0 {
+            let here = self.memory.regions().iter().find_map(|region| {
+                let skip = at.checked_sub(region.guest_address())?;
+                region.length_bytes().checked_sub(skip).filter(|rest| *rest > 0)
+            });
+            let take = here.map_or(0, |rest| rest.min(left));
+            let (Ok(length), Some(next)) = (u32::try_from(take), at.checked_add(take)) else {
+                return Err(outside.into());
+            };
+            if take == 0 {
+                return Err(outside.into());
+            }
+            let segment = self.memory.segment(at, length, &mut self.hint)?;
+            self.put(segment)?;
+            (at, left) = (next, left.saturating_sub(take));
+        }
+        Ok(())
+    }
+
+    /// Bytes that the device may read.
+    #[must_use]
+    pub fn readable_bytes(&self) -> u32 {
+        self.readable_bytes
+    }
+
+    /// Bytes that the device may write.
+    #[must_use]
+    pub fn writable_bytes(&self) -> u32 {
+        self.writable_bytes
+    }
+
+    /// Copies the first `N` readable bytes out; `None` if there are fewer.
+    #[inline]
+    #[must_use]
+    pub fn copy_header<const N: usize>(&self) -> Option<[u8; N]> {
+        let mut bytes = [0; N];
+        if let Some(first) = self.segments.first()
+            && self.readable_segments > 0
+            && first.length_bytes() >= N
+        {
+            // SAFETY: the segment is mapped while `self.memory` lives and has at least `N` bytes; a driver that writes
+            // meanwhile changes only what is copied.
+            unsafe { std::ptr::copy_nonoverlapping(first.as_ptr(), bytes.as_mut_ptr(), N) }
+            return Some(bytes);
+        }
+        self.copy_header_scattered(&mut bytes).then_some(bytes)
+    }
+
+    #[cold]
+    fn copy_header_scattered(&self, target: &mut [u8]) -> bool {
+        let mut target = target;
+        for segment in self.segments.iter().take(self.readable_segments) {
+            let length = segment.length_bytes().min(target.len());
+            let Some((part, rest)) = std::mem::take(&mut target).split_at_mut_checked(length) else {
+                return false;
+            };
+            // SAFETY: the segment is mapped while `self.memory` lives and has at least `length` bytes.
+            unsafe { std::ptr::copy_nonoverlapping(segment.as_ptr(), part.as_mut_ptr(), length) }
+            target = rest;
+        }
+        target.is_empty()
+    }
+
+    /// Keeps the chain's last writable byte as the place for the status of `head`.
+    #[inline]
+    #[must_use]
+    pub fn keep_status(&mut self, head: u16) -> bool {
+        let last = match self.segments.len() > self.readable_segments {
+            true => self.segments.last(),
+            false => None,
+        };
+        // Segments have at least one byte, so its last one exists.
+        let status =
+            last.and_then(|last| NonNull::new(last.as_ptr().wrapping_add(last.length_bytes().saturating_sub(1))));
+        match self.slots.get_mut(usize::from(head)) {
+            Some(slot) => slot.status = status,
+            None => return false,
+        }
+        status.is_some()
+    }
+
+    /// Keeps the readable bytes behind the first `skip_bytes` as the data of `head`. Ends the look at the chain, as the
+    /// two below do.
+    #[inline]
+    pub fn keep_readable(&mut self, head: u16, skip_bytes: u32) {
+        let mut skip = skip_bytes as usize;
+        let mut from = 0_usize;
+        while let Some(segment) = self.segments.get_mut(from).filter(|_| from < self.readable_segments) {
+            let length = segment.length_bytes();
+            if skip < length {
+                *segment = cut(*segment, skip, length.saturating_sub(skip));
+                break;
+            }
+            skip = skip.saturating_sub(length);
+            from = from.saturating_add(1);
+        }
+        self.refill(head, from..self.readable_segments);
+    }
+
+    /// Keeps the writable bytes but the last (the status) as the data of `head`.
+    #[inline]
+    pub fn keep_writable_without_status(&mut self, head: u16) {
+        let mut to = self.segments.len();
+        if let Some(last) = self.segments.last_mut() {
+            match last.length_bytes() {
+                0 | 1 => to = to.saturating_sub(1),
+                length => *last = cut(*last, 0, length.saturating_sub(1)),
+            }
+        }
+        self.refill(head, self.readable_segments..to);
+    }
+
+    /// Keeps no data for `head`.
+    #[inline]
+    pub fn keep_nothing(&mut self, head: u16) {
+        self.refill(head, 0..0);
+    }
+
+    /// The data kept for `head`.
+    #[inline]
+    #[must_use]
+    pub fn data(&self, head: u16) -> Window {
+        self.slots.get(usize::from(head)).map_or_else(Window::empty, |slot| slot.data.whole())
+    }
+
+    /// Writes the status of `head`, once: the driver may reuse the byte as soon as the chain is used.
+    #[inline]
+    pub fn write_status(&mut self, head: u16, status: u8) {
+        if let Some(ptr) = self.slots.get_mut(usize::from(head)).and_then(|slot| slot.status.take()) {
+            // SAFETY: the byte lies in a segment of guest memory, mapped while `self.memory` lives.
+            unsafe { ptr.as_ptr().write_volatile(status) }
+        }
+    }
+
+    #[inline]
+    fn refill(&mut self, head: u16, range: Range<usize>) {
+        let segments = self.segments.get(range).unwrap_or_default();
+        let Some(slot) = self.slots.get_mut(usize::from(head)) else { return };
+        // SAFETY: the segments were resolved in `self.memory`, which keeps them mapped for as long as the slots exist,
+        // and forever if a window outlives them (see `Drop`).
+        if unsafe { slot.data.refill(segments.iter().copied()) } {
+            return;
+        }
+        // Somebody below kept a window past its completion: the old list is theirs.
+        self.outlived = true;
+        slot.data = IoBuf::empty();
+        // SAFETY: as above.
+        let fresh = unsafe { slot.data.refill(segments.iter().copied()) };
+        debug_assert!(fresh, "a new buffer has one handle");
+    }
+
+    /// The memory that the segments lie in.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<GuestMemory> {
+        &self.memory
+    }
+}
+
+/// A part of a segment; the caller knows that it lies inside.
+fn cut(segment: Segment, skip_bytes: usize, length_bytes: usize) -> Segment {
+    match NonNull::new(segment.as_ptr().wrapping_add(skip_bytes)) {
+        Some(ptr) => Segment::new(ptr, length_bytes),
+        None => segment,
+    }
+}
+
+impl Drop for ChainMemory {
+    fn drop(&mut self) {
+        if self.outlived || self.slots.iter().any(|slot| !slot.data.is_unique()) {
+            std::mem::forget(Arc::clone(&self.memory));
+        }
+    }
+}
+
+impl std::fmt::Debug for ChainMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ChainMemory")
+            .field("slots", &self.slots.len())
+            .field("readable_bytes", &self.readable_bytes)
+            .field("writable_bytes", &self.writable_bytes)
+            .finish_non_exhaustive()
+    }
+}
