@@ -138,7 +138,7 @@ mod tests {
         for name in ["json:{\"driver\":\"file\"}", "nbd://host/x", "http://h/x", "file:x", "", "a\0b"] {
             assert!(backing_path(overlay, name).is_err(), "{name:?}");
         }
-        assert_eq!(backing_path(overlay, "base:1/x").is_err(), true);
+        assert!(backing_path(overlay, "base:1/x").is_err());
         assert_eq!(backing_path(overlay, "sub/a:b").unwrap(), Path::new("/vms/a/sub/a:b"));
         assert_eq!(backing_path(overlay, "/abs").unwrap(), Path::new("/abs"));
     }

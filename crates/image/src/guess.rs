@@ -39,7 +39,7 @@ impl FromStr for Format {
 }
 
 /// How many bytes from the start of a file [`guess_format`] wants to see.
-pub const PROBE_BYTES: usize = 512;
+pub(crate) const PROBE_BYTES: usize = 512;
 
 /// What a header says: a format by name, served or not; `None` where nothing is recognised (raw, perhaps).
 fn name_of_header(head: &[u8]) -> Option<&'static str> {
@@ -57,7 +57,7 @@ fn name_of_header(head: &[u8]) -> Option<&'static str> {
     found.map(|(_, _, name)| *name)
 }
 
-/// Guesses the format from the first [`PROBE_BYTES`] of a file. `Ok(None)` means that nothing was recognised: raw, but
+/// Guesses the format from the first 512 bytes of a file. `Ok(None)` means that nothing was recognised: raw, but
 /// only as a guess. A known format that is not served is an error.
 pub fn guess_format(name: &str, head: &[u8]) -> Result<Option<Format>> {
     match name_of_header(head) {

@@ -166,7 +166,8 @@ impl ImageQueue {
     }
 
     fn read(&mut self, index: usize, offset: u64, data: &Window) -> IoResult {
-        let chain = Arc::clone(&self.shared.chain);
+        let shared = Rc::clone(&self.shared);
+        let chain = &shared.chain;
         let mut pieces = Pieces::new(offset, data);
         while let Some((at, left)) = pieces.rest() {
             let place = match chain.lookup(at, left) {
@@ -189,7 +190,8 @@ impl ImageQueue {
     }
 
     fn write(&mut self, index: usize, offset: u64, data: &Window, fua: bool) -> IoResult {
-        let chain = Arc::clone(&self.shared.chain);
+        let shared = Rc::clone(&self.shared);
+        let chain = &shared.chain;
         let top = chain.top()?;
         if chain.guessed_raw {
             refuse_header(offset, data)?;
@@ -231,7 +233,8 @@ impl ImageQueue {
     }
 
     fn discard(&mut self, index: usize, offset: u64, length: u64) -> IoResult {
-        let chain = Arc::clone(&self.shared.chain);
+        let shared = Rc::clone(&self.shared);
+        let chain = &shared.chain;
         let top = chain.top()?;
         if length == 0 {
             return Ok(());
