@@ -209,6 +209,11 @@ impl Waiter {
         Rc::default()
     }
 
+    /// The future of its end.
+    pub fn wait(self: &Rc<Self>) -> impl Future<Output = IoResult> + use<> {
+        WaitForIo(Rc::clone(self))
+    }
+
     fn complete(&self, result: IoResult) {
         self.result.set(Some(result));
         let waker = self.waker.borrow_mut().take();

@@ -1,1 +1,32 @@
-//! Engines that move bytes (io_uring, Linux AIO, threads) and the reactor that drives them.
+//! The bottom of the path: engines that move bytes between memory and the host's files, and the reactor that drives
+//! them.
+//!
+//! A [`Reactor`] is one thread. It owns one instance of each engine in use (io_uring, Linux AIO, a pool of threads),
+//! looks at its pollers, runs its tasks, submits what they pushed in one call an engine and turn, and routes the
+//! completions back. [`open`] gives a file whose queues ([`block::FileQueue`]) push to the engine that its options, or
+//! the kernel's abilities, chose.
+//!
+//! What a queue promises above what the kernel does: any alignment works, short transfers are resumed, nothing that the
+//! kernel may still write to is ever freed.
+
+mod blocking;
+mod engines;
+mod host_file;
+mod inflight;
+mod open;
+mod options;
+mod poll;
+mod queue;
+mod reactor;
+mod stats;
+mod sys;
+mod target;
+mod threads;
+mod uring;
+mod wakeup;
+mod zeroes;
+
+pub use open::{create, open, open_fd};
+pub use options::{CacheMode, EngineKind, OpenOptions};
+pub use reactor::{Reactor, ReactorConfig, ReactorThread};
+pub use stats::ReactorStats;

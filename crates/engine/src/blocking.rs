@@ -1,0 +1,31 @@
+//! Carries a request out on the calling thread, before it returns: for opening images and for tools.
+
+use crate::inflight::{Request, Step, buffers_of};
+use block::IoError;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+const RETRIES: usize = 100;
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
+
+/// Carries `request` out and tells its owner.
+pub(crate) fn run(mut request: Request) {
+    let mut iovecs = Vec::new();
+    let mut retries = 0;
+    let result = loop {
+        let buffers = buffers_of(&request, &mut iovecs);
+        let (fd, offset) = (request.target.file.fd.as_fd(), request.file_offset());
+        // SAFETY: the request holds its memory, and `iovecs` is not touched until the call is over.
+        let moved = unsafe { crate::sys::run(fd, request.action, offset, buffers) };
+        match request.advance(moved) {
+            Step::Finished(result) => break result,
+            Step::Again => {}
+            Step::ToWorker if retries < RETRIES => {
+                retries += 1;
+                std::thread::sleep(RETRY_PAUSE);
+            }
+            Step::ToWorker => break Err(IoError::from_errno(libc::EAGAIN)),
+        }
+    };
+    request.finish(result);
+}

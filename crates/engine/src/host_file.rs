@@ -1,0 +1,46 @@
+//! A file of the host, behind the interface that images see.
+
+use crate::queue::HostQueue;
+use crate::reactor::Local;
+use crate::target::OpenFile;
+use block::{Error, ErrorKind, File, FileInfo, FileQueue, ReactorCtx, Result};
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// An open file or block device. See [`crate::open`].
+#[derive(Debug)]
+pub(crate) struct HostFile {
+    file: Arc<OpenFile>,
+}
+
+impl HostFile {
+    pub(crate) fn new(file: OpenFile) -> Self {
+        Self { file: Arc::new(file) }
+    }
+}
+
+impl File for HostFile {
+    fn info(&self) -> &FileInfo {
+        &self.file.info
+    }
+
+    fn length_bytes(&self) -> Result<u64> {
+        let length = crate::sys::length_of(&self.file.fd, self.file.info.block_device);
+        length.map_err(|error| Error::io(format!("cannot learn the length of '{}'", self.file.info.name), error))
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
+        let Some(local) = ctx.as_any().downcast_ref::<Local>() else {
+            let message =
+                format!("'{}' is a file of the host: it works on the engine's own reactors only", self.file.info.name);
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        };
+        let attached = local.engines().attach(&self.file);
+        let (engine, target) = attached.map_err(|error| error.in_context(format!("'{}'", self.file.info.name)))?;
+        Ok(Rc::new(HostQueue::on_reactor(engine, target, Rc::clone(local.io_tasks()))))
+    }
+
+    fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
+        Ok(Rc::new(HostQueue::blocking(Arc::clone(&self.file))))
+    }
+}

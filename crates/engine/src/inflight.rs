@@ -1,0 +1,236 @@
+//! Requests that an engine has taken: what they are, how a result moves them on, and the slab that owns them (and with
+//! them the memory) until the kernel is done.
+
+use crate::target::QueueFile;
+use block::{Done, IoError, IoErrorKind, IoResult};
+use memory::Window;
+use std::rc::Rc;
+
+/// The most bytes one call may move: the kernel's own limit, rounded down to a page so that a cut stays aligned.
+pub(crate) const MAX_CALL_BYTES: usize = 0x7fff_f000;
+/// The most segments one call takes (`IOV_MAX`).
+pub(crate) const MAX_SEGMENTS: usize = 1024;
+
+/// What an engine does with a file: the primitive steps that operations are made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// Fill the window. The file must have at least `need_bytes` there; what is behind its end reads as zeros.
+    Read { need_bytes: usize },
+    /// Store the window; durable first if so.
+    Write { durable: bool },
+    /// `fdatasync`.
+    Sync,
+    /// `fallocate` with these mode bits.
+    Fallocate { mode: i32, length: u64 },
+    /// `ftruncate` to the offset.
+    Truncate,
+}
+
+impl Action {
+    /// Whether it changes what the file holds, so that a read-modify-write beside it must take turns with it.
+    pub(crate) fn changes_contents(self) -> bool {
+        !matches!(self, Self::Read { .. } | Self::Sync)
+    }
+}
+
+/// One action in an engine's hands.
+#[derive(Debug)]
+pub(crate) struct Request {
+    pub(crate) target: Rc<QueueFile>,
+    pub(crate) action: Action,
+    pub(crate) offset: u64,
+    pub(crate) window: Window,
+    /// Bytes moved so far.
+    pub(crate) progress: usize,
+    /// Counted in [`QueueFile::change_begins`].
+    pub(crate) counted: bool,
+    pub(crate) done: Done,
+}
+
+/// What a result means for its request.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// It is over.
+    Finished(IoResult),
+    /// Submit what is left.
+    Again,
+    /// The kernel would have to block: let a worker do the rest.
+    ToWorker,
+}
+
+const EINTR: i32 = libc::EINTR;
+const EAGAIN: i32 = libc::EAGAIN;
+
+impl Request {
+    /// Bytes still to move.
+    pub(crate) fn left_bytes(&self) -> usize {
+        self.window.length_bytes() - self.progress
+    }
+
+    /// Where the rest starts in the file.
+    pub(crate) fn file_offset(&self) -> u64 {
+        self.offset + self.progress as u64
+    }
+
+    /// Takes the kernel's result: a count of bytes, or a negated error number.
+    pub(crate) fn advance(&mut self, result: i32) -> Step {
+        match result {
+            _ if result == -EINTR => return Step::Again,
+            _ if result == -EAGAIN => return Step::ToWorker,
+            _ if result < 0 => return Step::Finished(Err(IoError::from_errno(result.wrapping_neg()))),
+            _ => {}
+        }
+        let moved = result as usize;
+        match self.action {
+            Action::Sync | Action::Fallocate { .. } | Action::Truncate => Step::Finished(Ok(())),
+            Action::Read { need_bytes } => self.advance_read(moved, need_bytes),
+            Action::Write { .. } => self.advance_write(moved),
+        }
+    }
+
+    fn advance_read(&mut self, moved: usize, need_bytes: usize) -> Step {
+        if moved > self.left_bytes() {
+            return Step::Finished(Err(IoError::EIO));
+        }
+        self.progress += moved;
+        if self.left_bytes() == 0 {
+            return Step::Finished(Ok(()));
+        }
+        let unit = self.target.file.alignment.offset_bytes as usize;
+        let excess = self.progress % unit.max(1);
+        if moved > 0 && excess == 0 {
+            return Step::Again;
+        }
+        // Nothing, or not whole units of direct I/O: this is the end of the file, unless the kernel merely gave up
+        // half-way through a unit, which then is read again from its start.
+        if moved > 0 && !self.target.file.ends_by(self.file_offset()) {
+            self.progress -= excess;
+            return if moved > excess { Step::Again } else { Step::ToWorker };
+        }
+        if self.progress < need_bytes {
+            return Step::Finished(Err(IoError::EIO));
+        }
+        self.window.slice(self.progress, self.left_bytes()).fill(0);
+        Step::Finished(Ok(()))
+    }
+
+    fn advance_write(&mut self, moved: usize) -> Step {
+        if moved > self.left_bytes() {
+            return Step::Finished(Err(IoError::EIO));
+        }
+        self.progress += moved;
+        if self.left_bytes() == 0 {
+            return Step::Finished(Ok(()));
+        }
+        if moved == 0 {
+            // A write that moves nothing and names no error will not get further by repeating it.
+            return Step::Finished(Err(IoError::new(IoErrorKind::NoSpace)));
+        }
+        let unit = self.target.file.alignment.offset_bytes as usize;
+        let excess = self.progress % unit.max(1);
+        self.progress -= excess;
+        if moved > excess { Step::Again } else { Step::Finished(Err(IoError::EIO)) }
+    }
+
+    /// Tells the owner. The memory, the file and the sink are let go of here.
+    pub(crate) fn finish(self, result: IoResult) {
+        let Self { target, window, done, counted, .. } = self;
+        drop(window);
+        done.complete(result);
+        if counted {
+            target.change_ended();
+        }
+    }
+}
+
+/// The memory of one call, in the form that the kernel takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Buffers {
+    Single { ptr: *mut u8, length_bytes: usize },
+    Vector { ptr: *const libc::iovec, count: usize },
+}
+
+#[derive(Default)]
+struct Slot {
+    request: Option<Request>,
+    /// Scratch for requests whose segments must be cut; keeps its capacity.
+    iovecs: Vec<libc::iovec>,
+}
+
+/// Owns the requests in flight, by index. Grows to the peak only; the indices are the kernel's names for requests.
+#[derive(Default)]
+pub(crate) struct Slab {
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+}
+
+impl Slab {
+    pub(crate) fn with_capacity(count: usize) -> Self {
+        Self { slots: Vec::with_capacity(count), free: Vec::with_capacity(count) }
+    }
+
+    /// Requests owned now.
+    pub(crate) fn live(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    pub(crate) fn insert(&mut self, request: Request) -> u32 {
+        match self.free.pop() {
+            Some(index) => {
+                self.slots[index as usize].request = Some(request);
+                index
+            }
+            None => {
+                self.slots.push(Slot { request: Some(request), iovecs: Vec::new() });
+                (self.slots.len() - 1) as u32
+            }
+        }
+    }
+
+    pub(crate) fn get(&self, index: u32) -> Option<&Request> {
+        self.slots.get(index as usize)?.request.as_ref()
+    }
+
+    pub(crate) fn get_mut(&mut self, index: u32) -> Option<&mut Request> {
+        self.slots.get_mut(index as usize)?.request.as_mut()
+    }
+
+    pub(crate) fn remove(&mut self, index: u32) -> Option<Request> {
+        let request = self.slots.get_mut(index as usize)?.request.take()?;
+        self.free.push(index);
+        Some(request)
+    }
+
+    /// The memory that is left to move, for one call. The pointers stay valid until the slot is prepared again or its
+    /// request removed: they point into the buffer's own list, which is not refilled while the request holds a handle,
+    /// or into the slot's scratch.
+    pub(crate) fn buffers(&mut self, index: u32) -> Buffers {
+        let Some(Slot { request: Some(request), iovecs }) = self.slots.get_mut(index as usize) else {
+            return Buffers::Vector { ptr: std::ptr::null(), count: 0 };
+        };
+        buffers_of(request, iovecs)
+    }
+}
+
+/// As [`Slab::buffers`], with scratch of the caller's own.
+pub(crate) fn buffers_of(request: &Request, iovecs: &mut Vec<libc::iovec>) -> Buffers {
+    if request.progress == 0 {
+        if let Some(segment) = request.window.single_segment() {
+            let length_bytes = segment.length_bytes().min(MAX_CALL_BYTES);
+            return Buffers::Single { ptr: segment.as_ptr(), length_bytes };
+        }
+        if let Some(segments) = request.window.whole_segments()
+            && segments.len() <= MAX_SEGMENTS
+        {
+            // `Segment` has the layout of an iovec.
+            return Buffers::Vector { ptr: segments.as_ptr().cast(), count: segments.len() };
+        }
+    }
+    iovecs.clear();
+    request.window.slice(request.progress, request.left_bytes()).for_each_segment(|segment| {
+        if iovecs.len() < MAX_SEGMENTS && segment.length_bytes() > 0 {
+            iovecs.push(segment.as_iovec());
+        }
+    });
+    Buffers::Vector { ptr: iovecs.as_ptr(), count: iovecs.len() }
+}

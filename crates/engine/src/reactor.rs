@@ -1,0 +1,409 @@
+//! The reactor: one thread that polls, runs tasks, submits once an engine and turn, and harvests.
+
+use crate::engines::Engines;
+use crate::poll::{Pace, Pollers};
+use crate::stats::{Counters, ReactorStats};
+use crate::wakeup::Wakeup;
+use block::{Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task};
+use rustix::event::{Timespec, epoll};
+use std::any::Any;
+use std::cell::RefCell;
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Polls of tasks in one turn at most, so that rings and engines come round.
+const TASK_POLLS_PER_TURN: usize = 256;
+/// How long tasks that are still at work when the reactor is stopped may go on.
+const STOP_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a stopping reactor sleeps at most before it looks again.
+const STOP_NAP: Duration = Duration::from_millis(20);
+
+/// What a reactor is to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReactorConfig {
+    /// For logs, metrics and the thread.
+    pub name: String,
+    /// How long an idle reactor spins at most before it sleeps; it adapts below this. Zero never spins.
+    pub poll_max_us: u32,
+    /// The processor it is bound to, if it is.
+    pub cpu: Option<usize>,
+}
+
+impl Default for ReactorConfig {
+    fn default() -> Self {
+        Self { name: "reactor".into(), poll_max_us: 50, cpu: None }
+    }
+}
+
+/// Makes reactors.
+#[derive(Debug)]
+pub struct Reactor;
+
+impl Reactor {
+    /// Starts a reactor on a thread of its own.
+    pub fn spawn(config: ReactorConfig) -> Result<ReactorThread> {
+        let fails = |error| Error::io(format!("cannot start reactor '{}'", config.name), error);
+        let shared = Arc::new(Shared {
+            name: config.name.clone(),
+            jobs: Mutex::new(Jobs { waiting: Vec::new(), closed: false }),
+            has_jobs: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            wakeup: Arc::new(Wakeup::new().map_err(fails)?),
+            counters: Arc::default(),
+        });
+        let theirs = Arc::clone(&shared);
+        let (sender, started) = std::sync::mpsc::sync_channel(1);
+        let limit = Duration::from_micros(u64::from(config.poll_max_us));
+        let thread = std::thread::Builder::new().name(config.name.clone()).spawn(move || {
+            let _end = CloseOnExit(Arc::clone(&theirs));
+            if let Some(cpu) = config.cpu {
+                bind_to(cpu, &theirs.name);
+            }
+            match Local::new(theirs) {
+                Ok(local) => {
+                    let _ = sender.send(Ok(()));
+                    local.run(Pace::new(limit));
+                }
+                Err(error) => {
+                    let _ = sender.send(Err(error));
+                }
+            }
+        });
+        let thread = thread.map_err(|error| Error::io(format!("cannot start reactor '{}'", shared.name), error))?;
+        let gone = |_| Error::new(ErrorKind::Io, format!("reactor '{}' ended while it started", shared.name));
+        started.recv().map_err(gone)??;
+        Ok(ReactorThread { shared, thread: Some(thread) })
+    }
+}
+
+fn bind_to(cpu: usize, name: &str) {
+    let mut set = rustix::thread::CpuSet::new();
+    if cpu < rustix::thread::CpuSet::MAX_CPU {
+        set.set(cpu);
+    }
+    if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
+        tracing::warn!(%error, "cannot bind reactor '{name}' to processor {cpu}; it runs on any");
+    }
+}
+
+/// A running reactor. Dropping it stops the reactor, as [`ReactorThread::stop`] does.
+pub struct ReactorThread {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ReactorThread {
+    /// Reaches the reactor from any thread, for as long as anybody likes.
+    #[must_use]
+    pub fn handle(&self) -> Arc<dyn ReactorHandle> {
+        Arc::clone(&self.shared) as _
+    }
+
+    /// What it has done so far.
+    #[must_use]
+    pub fn stats(&self) -> ReactorStats {
+        self.shared.counters.snapshot()
+    }
+
+    /// Stops the reactor and waits for its end: jobs given before are run, pollers dropped, tasks given a few seconds
+    /// to end, and every request in an engine's hands is waited for, so that no memory goes that the kernel may still
+    /// write. Must not be called on the reactor's own thread.
+    pub fn stop(mut self) -> Result<()> {
+        self.join()
+    }
+
+    fn join(&mut self) -> Result<()> {
+        let Some(thread) = self.thread.take() else {
+            return Ok(());
+        };
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.wakeup.wake();
+        thread.join().map_err(|_| {
+            Error::new(ErrorKind::Io, format!("reactor '{}' panicked; its requests were waited for", self.shared.name))
+        })
+    }
+}
+
+impl Drop for ReactorThread {
+    fn drop(&mut self) {
+        if let Err(error) = self.join() {
+            tracing::error!("{error}");
+        }
+    }
+}
+
+impl fmt::Debug for ReactorThread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ReactorThread({})", self.shared.name)
+    }
+}
+
+struct Jobs {
+    waiting: Vec<Job>,
+    closed: bool,
+}
+
+/// What other threads see of a reactor.
+pub(crate) struct Shared {
+    name: String,
+    jobs: Mutex<Jobs>,
+    /// Looked at each turn, so that the lock is taken only when there is something.
+    has_jobs: AtomicBool,
+    stop: AtomicBool,
+    wakeup: Arc<Wakeup>,
+    counters: Arc<Counters>,
+}
+
+impl Shared {
+    fn jobs(&self) -> MutexGuard<'_, Jobs> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ReactorHandle for Shared {
+    fn run(&self, job: Job) -> Result<()> {
+        let mut jobs = self.jobs();
+        if jobs.closed {
+            return Err(Error::new(ErrorKind::Io, format!("reactor '{}' has ended", self.name)));
+        }
+        jobs.waiting.push(job);
+        drop(jobs);
+        self.has_jobs.store(true, Ordering::Release);
+        self.wakeup.wake();
+        Ok(())
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+/// However the thread ends: nobody waits for a job that never runs.
+struct CloseOnExit(Arc<Shared>);
+
+impl Drop for CloseOnExit {
+    fn drop(&mut self) {
+        let mut jobs = self.0.jobs();
+        jobs.closed = true;
+        let left = std::mem::take(&mut jobs.waiting);
+        drop(jobs);
+        drop(left);
+    }
+}
+
+/// A reactor, on its own thread.
+pub(crate) struct Local {
+    shared: Arc<Shared>,
+    epoll: OwnedFd,
+    pollers: Pollers,
+    /// `None` when the reactor has stopped: tasks that come later are dropped.
+    tasks: RefCell<Option<Rc<Executor>>>,
+    /// The engine's own tasks. They end by themselves and are never dropped before: they hold range locks for
+    /// requests in flight.
+    io_tasks: Rc<Executor>,
+    engines: Engines,
+}
+
+impl ReactorCtx for Local {
+    fn spawn(&self, task: Task) {
+        let tasks = self.tasks.borrow().clone();
+        if let Some(tasks) = tasks {
+            tasks.spawn(task);
+        }
+    }
+
+    fn add_poller(&self, poller: Rc<RefCell<dyn Poller>>) -> Result<PollerId> {
+        self.pollers.add(poller, |fd| self.watch(fd))
+    }
+
+    fn remove_poller(&self, id: PollerId) {
+        if let Some(fd) = self.pollers.remove(id) {
+            // SAFETY: the poller, and with it the descriptor, lives until the turn's sweep.
+            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+            let _ = epoll::delete(&self.epoll, fd);
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Local {
+    fn new(shared: Arc<Shared>) -> Result<Rc<Self>> {
+        let fails = |error: rustix::io::Errno| Error::io("cannot set a reactor's epoll up", error.into());
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(fails)?;
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&epoll, shared.wakeup.fd(), epoll::EventData::new_u64(0), flags).map_err(fails)?;
+        let executor = || {
+            let wakeup = Arc::clone(&shared.wakeup);
+            Rc::new(Executor::new(Box::new(move || wakeup.wake())))
+        };
+        Ok(Rc::new(Self {
+            epoll,
+            pollers: Pollers::default(),
+            tasks: RefCell::new(Some(executor())),
+            io_tasks: executor(),
+            engines: Engines::new(Arc::clone(&shared.wakeup), Arc::clone(&shared.counters)),
+            shared,
+        }))
+    }
+
+    pub(crate) fn engines(&self) -> &Engines {
+        &self.engines
+    }
+
+    pub(crate) fn io_tasks(&self) -> &Rc<Executor> {
+        &self.io_tasks
+    }
+
+    /// Watches for edges, so that nobody needs to read the descriptor.
+    fn watch(&self, fd: RawFd) -> Result<()> {
+        // SAFETY: the caller's poller owns the descriptor and is alive.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        let added = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(0), flags);
+        added.map_err(|error| Error::io("cannot watch a wake-up descriptor with epoll", error.into()))
+    }
+
+    fn run(self: &Rc<Self>, mut pace: Pace) {
+        let ctx: Rc<dyn ReactorCtx> = Rc::clone(self) as _;
+        // Also when a poller panics: the engines' requests are waited for while the thread unwinds.
+        let guard = Teardown(self);
+        while !self.shared.stop.load(Ordering::Acquire) {
+            if self.turn(&ctx) {
+                pace.busy();
+                continue;
+            }
+            std::hint::spin_loop();
+            let now = Instant::now();
+            if pace.is_time_to_sleep(now) && self.sleep(None) {
+                pace.slept(now.elapsed());
+            }
+        }
+        self.wind_down(&ctx);
+        drop(guard);
+    }
+
+    /// One turn; returns whether anything happened.
+    fn turn(&self, ctx: &Rc<dyn ReactorCtx>) -> bool {
+        self.shared.counters.turns.add(1);
+        let jobs = self.run_jobs(ctx);
+        let polled = self.pollers.poll();
+        let tasks = self.run_tasks();
+        let submitted = self.engines.submit();
+        let harvested = self.engines.harvest() > 0;
+        self.pollers.sweep();
+        jobs | polled | tasks | submitted | harvested
+    }
+
+    fn run_jobs(&self, ctx: &Rc<dyn ReactorCtx>) -> bool {
+        if !self.shared.has_jobs.load(Ordering::Acquire) {
+            return false;
+        }
+        self.shared.has_jobs.store(false, Ordering::Relaxed);
+        let jobs = std::mem::take(&mut self.shared.jobs().waiting);
+        let any = !jobs.is_empty();
+        for job in jobs {
+            job(ctx);
+        }
+        any
+    }
+
+    fn run_tasks(&self) -> bool {
+        let tasks = self.tasks.borrow().clone();
+        let polls = tasks.map_or(0, |tasks| tasks.run_ready(TASK_POLLS_PER_TURN));
+        self.io_tasks.run_ready(TASK_POLLS_PER_TURN) + polls > 0
+    }
+
+    /// Sleeps until something happens, if nothing has happened already. Returns whether it slept.
+    fn sleep(&self, limit: Option<Duration>) -> bool {
+        let slept = !self.pollers.arm() && {
+            self.shared.wakeup.about_to_sleep();
+            self.engines.signal(true);
+            let idle = !self.has_work();
+            if idle {
+                self.shared.counters.sleeps.add(1);
+                self.wait(limit);
+            }
+            self.engines.signal(false);
+            self.shared.wakeup.awake();
+            idle
+        };
+        self.pollers.disarm();
+        slept
+    }
+
+    fn has_work(&self) -> bool {
+        self.shared.has_jobs.load(Ordering::Acquire)
+            || self.shared.stop.load(Ordering::Acquire)
+            || self.tasks.borrow().as_ref().is_some_and(|tasks| tasks.has_ready())
+            || self.io_tasks.has_ready()
+            || self.engines.has_work()
+    }
+
+    fn wait(&self, limit: Option<Duration>) {
+        let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
+        let limit = limit.map(|limit| Timespec { tv_sec: 0, tv_nsec: i64::from(limit.subsec_nanos()) });
+        // An interrupted wait is a spurious wake-up: the turn that follows finds nothing, and sleeps again.
+        let _ = epoll::wait(&self.epoll, &mut events, limit.as_ref());
+    }
+
+    /// Everything that was asked for before the stop comes to its end.
+    fn wind_down(&self, ctx: &Rc<dyn ReactorCtx>) {
+        self.run_jobs(ctx);
+        self.pollers.clear();
+        let deadline = Instant::now() + STOP_PATIENCE;
+        loop {
+            self.run_jobs(ctx);
+            let worked = self.run_tasks() | self.engines.submit() | (self.engines.harvest() > 0);
+            self.pollers.clear();
+            let ready = worked || self.has_pending();
+            let tasks_may_go_on = Instant::now() < deadline;
+            if !tasks_may_go_on {
+                // From here on only the engine's own tasks run, and they end with their requests.
+                drop(self.tasks.take());
+            }
+            if !ready && self.engines.in_flight() == 0 && self.io_tasks.live() == 0 {
+                return;
+            }
+            if !worked {
+                self.wait(Some(STOP_NAP));
+            }
+        }
+    }
+
+    fn has_pending(&self) -> bool {
+        self.tasks.borrow().as_ref().is_some_and(|tasks| tasks.has_ready())
+            || self.io_tasks.has_ready()
+            || self.engines.has_work()
+    }
+}
+
+/// Ends what the reactor holds, in the order that keeps memory alive for the kernel.
+struct Teardown<'a>(&'a Local);
+
+impl Drop for Teardown<'_> {
+    fn drop(&mut self) {
+        self.0.pollers.clear();
+        drop(self.0.tasks.take());
+        self.0.engines.shut_down();
+    }
+}
+
+impl fmt::Debug for Local {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Reactor({})", self.shared.name)
+    }
+}
+
+impl AsFd for Local {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}

@@ -1,0 +1,58 @@
+//! A reactor's counters: written by its thread alone, read by any.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// One counter. Only the reactor's thread adds, so no atomic read-modify-write is needed.
+#[derive(Debug, Default)]
+pub(crate) struct Counter(AtomicU64);
+
+impl Counter {
+    pub(crate) fn add(&self, count: u64) {
+        self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(count), Ordering::Relaxed);
+    }
+
+    fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Counters of one reactor.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) turns: Counter,
+    pub(crate) sleeps: Counter,
+    pub(crate) system_calls: Counter,
+    pub(crate) requests: Counter,
+    pub(crate) completions: Counter,
+    pub(crate) harvests: Counter,
+}
+
+/// What a reactor has done so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ReactorStats {
+    /// Turns of its loop.
+    pub turns: u64,
+    /// Times it slept.
+    pub sleeps: u64,
+    /// System calls made to submit requests or to fetch completions.
+    pub system_calls: u64,
+    /// Requests given to engines.
+    pub requests: u64,
+    /// Requests that ended.
+    pub completions: u64,
+    /// Harvests that found at least one completion.
+    pub harvests: u64,
+}
+
+impl Counters {
+    pub(crate) fn snapshot(&self) -> ReactorStats {
+        ReactorStats {
+            turns: self.turns.get(),
+            sleeps: self.sleeps.get(),
+            system_calls: self.system_calls.get(),
+            requests: self.requests.get(),
+            completions: self.completions.get(),
+            harvests: self.harvests.get(),
+        }
+    }
+}

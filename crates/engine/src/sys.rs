@@ -1,0 +1,69 @@
+//! System calls on one file, made by the calling thread: what workers and blocking queues run.
+
+use crate::inflight::{Action, Buffers};
+use rustix::fs::FallocateFlags;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+/// The length of a file or block device, now.
+pub(crate) fn length_of(fd: &OwnedFd, block_device: bool) -> io::Result<u64> {
+    if block_device {
+        return Ok(rustix::fs::seek(fd, rustix::fs::SeekFrom::End(0))?);
+    }
+    Ok(rustix::fs::fstat(fd)?.st_size as u64)
+}
+
+/// Carries out one action and returns what the kernel did: a count of bytes, or a negated error number.
+///
+/// # Safety
+/// The memory that `buffers` names must be valid for the action's direction until this returns.
+pub(crate) unsafe fn run(fd: BorrowedFd<'_>, action: Action, offset: u64, buffers: Buffers) -> i32 {
+    match action {
+        // SAFETY: passed on to the caller.
+        Action::Read { .. } => unsafe { transfer(fd, false, 0, offset, buffers) },
+        Action::Write { durable } => {
+            let flags = if durable { libc::RWF_DSYNC } else { 0 };
+            // SAFETY: passed on to the caller.
+            unsafe { transfer(fd, true, flags, offset, buffers) }
+        }
+        Action::Sync => result_of(rustix::fs::fdatasync(fd)),
+        Action::Fallocate { mode, length } => {
+            let mode = FallocateFlags::from_bits_retain(mode as u32);
+            result_of(rustix::fs::fallocate(fd, mode, offset, length))
+        }
+        Action::Truncate => result_of(rustix::fs::ftruncate(fd, offset)),
+    }
+}
+
+fn result_of(result: rustix::io::Result<()>) -> i32 {
+    match result {
+        Ok(()) => 0,
+        Err(errno) => -errno.raw_os_error(),
+    }
+}
+
+/// # Safety
+/// As [`run`].
+unsafe fn transfer(fd: BorrowedFd<'_>, write: bool, flags: i32, offset: u64, buffers: Buffers) -> i32 {
+    let single;
+    let (iovecs, count) = match buffers {
+        Buffers::Single { ptr, length_bytes } => {
+            single = libc::iovec { iov_base: ptr.cast(), iov_len: length_bytes };
+            (&raw const single, 1)
+        }
+        Buffers::Vector { ptr, count } => (ptr, count as libc::c_int),
+    };
+    let (raw, offset) = (fd.as_fd().as_raw_fd(), offset as libc::off_t);
+    // SAFETY: the caller keeps the memory valid; the list lives in `single` or is kept by the caller as well.
+    let moved = unsafe {
+        match (write, flags) {
+            (false, _) => libc::preadv(raw, iovecs, count, offset),
+            (true, 0) => libc::pwritev(raw, iovecs, count, offset),
+            (true, _) => libc::pwritev2(raw, iovecs, count, offset, flags),
+        }
+    };
+    match moved {
+        0.. => moved as i32,
+        _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
+    }
+}

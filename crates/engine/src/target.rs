@@ -1,0 +1,80 @@
+//! What requests are aimed at: an open file, shared by all reactors, and one reactor's part in it.
+
+use crate::EngineKind;
+use crate::uring::FixedFile;
+use block::FileInfo;
+use std::cell::Cell;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU8;
+
+/// What direct I/O asks for; ones where the page cache serves the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Alignment {
+    pub(crate) offset_bytes: u32,
+    pub(crate) memory_bytes: u32,
+}
+
+impl Alignment {
+    pub(crate) const NONE: Self = Self { offset_bytes: 1, memory_bytes: 1 };
+
+    /// Whether nothing is asked for.
+    pub(crate) fn is_none(self) -> bool {
+        self.offset_bytes <= 1 && self.memory_bytes <= 1
+    }
+}
+
+/// An open file.
+#[derive(Debug)]
+pub(crate) struct OpenFile {
+    pub(crate) fd: OwnedFd,
+    /// Names the file among all that this process has opened.
+    pub(crate) id: u64,
+    pub(crate) info: FileInfo,
+    /// Never [`EngineKind::Auto`].
+    pub(crate) engine: EngineKind,
+    pub(crate) alignment: Alignment,
+    /// Every write is durable when it completes.
+    pub(crate) write_through: bool,
+    /// Flushes do nothing.
+    pub(crate) ignore_flush: bool,
+    /// The rung of `zeroes::Ladder` that is known to work.
+    pub(crate) zeroes_rung: AtomicU8,
+}
+
+impl OpenFile {
+    pub(crate) fn raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+
+    /// Whether the file ends at or before `offset`.
+    pub(crate) fn ends_by(&self, offset: u64) -> bool {
+        match crate::sys::length_of(&self.fd, self.info.block_device) {
+            Ok(length_bytes) => length_bytes <= offset,
+            Err(_) => true,
+        }
+    }
+}
+
+/// One reactor's part in an open file.
+#[derive(Debug)]
+pub(crate) struct QueueFile {
+    pub(crate) file: Arc<OpenFile>,
+    /// Its place in the ring's table of files, where it has one.
+    pub(crate) fixed: Option<FixedFile>,
+    changes: Cell<usize>,
+}
+
+impl QueueFile {
+    pub(crate) fn new(file: Arc<OpenFile>, fixed: Option<FixedFile>) -> Self {
+        Self { file, fixed, changes: Cell::new(0) }
+    }
+
+    pub(crate) fn change_begins(&self) {
+        self.changes.set(self.changes.get() + 1);
+    }
+
+    pub(crate) fn change_ended(&self) {
+        self.changes.set(self.changes.get().saturating_sub(1));
+    }
+}

@@ -1,0 +1,286 @@
+//! The thread pool: an engine of its own, and where the other engines send what they cannot do without blocking.
+//!
+//! Only numbers and raw pointers travel to a worker. The request, with the file and the memory it names, stays in the
+//! reactor's slab until the worker's result has come back, and the pool is shut down before the slab goes.
+
+use crate::inflight::{Action, Buffers, Request, Slab, Step};
+use crate::stats::Counters;
+use crate::wakeup::Wakeup;
+use block::IoError;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// The most workers of one reactor.
+const MAX_WORKERS: usize = 64;
+/// How long a worker without work stays.
+const IDLE_LIMIT: Duration = Duration::from_secs(10);
+/// How often, and how patiently, a call that wants to be repeated is.
+const RETRIES: usize = 100;
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
+
+struct Job {
+    index: u32,
+    fd: RawFd,
+    action: Action,
+    offset: u64,
+    buffers: Buffers,
+}
+
+// SAFETY: the pointers name memory that the reactor's slab keeps alive until the job's result has come back (see the
+// module's documentation); a worker passes them to the kernel and to nobody else.
+unsafe impl Send for Job {}
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    idle: usize,
+    threads: usize,
+    stop: bool,
+}
+
+struct Pool {
+    queue: Mutex<Queue>,
+    /// Signalled when there are jobs or the pool stops.
+    more: Condvar,
+    done: Mutex<Vec<(u32, i32)>>,
+    has_done: AtomicBool,
+    /// With `done`: a result came in. The reactor waits on it only while it shuts down.
+    progress: Condvar,
+    /// With `queue`: a worker ended because the pool stops.
+    stopped: Condvar,
+    wakeup: Arc<Wakeup>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One reactor's workers.
+pub(crate) struct Workers {
+    slab: RefCell<Slab>,
+    /// Taken since the last submit.
+    batch: RefCell<Vec<Job>>,
+    harvested: RefCell<Vec<(u32, i32)>>,
+    pool: Arc<Pool>,
+    counters: Arc<Counters>,
+    closed: Cell<bool>,
+}
+
+impl Workers {
+    pub(crate) fn new(wakeup: Arc<Wakeup>, counters: Arc<Counters>) -> Self {
+        let pool = Pool {
+            queue: Mutex::default(),
+            more: Condvar::new(),
+            done: Mutex::default(),
+            has_done: AtomicBool::new(false),
+            progress: Condvar::new(),
+            stopped: Condvar::new(),
+            wakeup,
+        };
+        Self {
+            slab: RefCell::default(),
+            batch: RefCell::default(),
+            harvested: RefCell::default(),
+            pool: Arc::new(pool),
+            counters,
+            closed: Cell::new(false),
+        }
+    }
+
+    /// Takes a request; workers see it with the next [`Workers::submit`].
+    pub(crate) fn push(&self, request: Request) {
+        if self.closed.get() {
+            request.finish(Err(IoError::EIO));
+            return;
+        }
+        self.counters.requests.add(1);
+        let mut slab = self.slab.borrow_mut();
+        let index = slab.insert(request);
+        self.queue(&mut slab, index);
+    }
+
+    fn queue(&self, slab: &mut Slab, index: u32) {
+        let buffers = slab.buffers(index);
+        if let Some(request) = slab.get(index) {
+            let fd = request.target.file.raw_fd();
+            let job = Job { index, fd, action: request.action, offset: request.file_offset(), buffers };
+            self.batch.borrow_mut().push(job);
+        }
+    }
+
+    /// Hands the batch to the workers, starting as many as are needed. Returns whether there was any.
+    pub(crate) fn submit(&self) -> bool {
+        let mut batch = self.batch.borrow_mut();
+        if batch.is_empty() {
+            return false;
+        }
+        let count = batch.len();
+        let mut queue = locked(&self.pool.queue);
+        queue.jobs.extend(batch.drain(..));
+        let to_wake = count.min(queue.idle);
+        let to_start = queue.jobs.len().saturating_sub(queue.idle).min(MAX_WORKERS.saturating_sub(queue.threads));
+        queue.threads += to_start;
+        drop(queue);
+        for _ in 0..to_wake {
+            self.pool.more.notify_one();
+        }
+        for _ in 0..to_start {
+            self.start_worker();
+        }
+        true
+    }
+
+    fn start_worker(&self) {
+        let pool = Arc::clone(&self.pool);
+        let started = std::thread::Builder::new().name("io-worker".into()).spawn(move || pool.work());
+        if let Err(error) = started {
+            let mut queue = locked(&self.pool.queue);
+            queue.threads -= 1;
+            if queue.threads > 0 {
+                return;
+            }
+            drop(queue);
+            // Nobody else is there to do it: slow is better than never.
+            tracing::warn!(%error, "cannot start an I/O worker; the reactor does the work itself");
+            self.pool.drain_queue();
+        }
+    }
+
+    /// Takes results. Returns how many requests moved.
+    pub(crate) fn harvest(&self) -> usize {
+        if !self.pool.has_done.load(Ordering::Acquire) {
+            return 0;
+        }
+        let Ok(mut harvested) = self.harvested.try_borrow_mut() else {
+            return 0;
+        };
+        self.pool.has_done.store(false, Ordering::Relaxed);
+        std::mem::swap(&mut *harvested, &mut *locked(&self.pool.done));
+        let count = harvested.len();
+        self.counters.harvests.add(u64::from(count > 0));
+        for (index, result) in harvested.drain(..) {
+            self.route(index, result);
+        }
+        count
+    }
+
+    fn route(&self, index: u32, result: i32) {
+        let mut slab = self.slab.borrow_mut();
+        let Some(request) = slab.get_mut(index) else { return };
+        let result = match request.advance(result) {
+            Step::Again => return self.queue(&mut slab, index),
+            Step::ToWorker => Err(IoError::from_errno(libc::EAGAIN)),
+            Step::Finished(result) => result,
+        };
+        let request = slab.remove(index);
+        drop(slab);
+        self.counters.completions.add(1);
+        if let Some(request) = request {
+            request.finish(result);
+        }
+    }
+
+    /// Whether there is something to submit or to take.
+    pub(crate) fn has_work(&self) -> bool {
+        !self.batch.borrow().is_empty() || self.pool.has_done.load(Ordering::Acquire)
+    }
+
+    /// Requests taken and not ended.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.slab.borrow().live()
+    }
+
+    /// Waits for every job, then for every worker. Later pushes fail.
+    pub(crate) fn shut_down(&self) {
+        while self.in_flight() > 0 {
+            self.submit();
+            if self.harvest() == 0 {
+                let done = locked(&self.pool.done);
+                let waited = self.pool.progress.wait_while(done, |done| done.is_empty());
+                drop(waited);
+            }
+        }
+        self.closed.set(true);
+        let mut queue = locked(&self.pool.queue);
+        queue.stop = true;
+        self.pool.more.notify_all();
+        while queue.threads > 0 {
+            queue = self.pool.stopped.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.shut_down();
+    }
+}
+
+impl Pool {
+    fn work(&self) {
+        while let Some(job) = self.next() {
+            self.carry_out(job);
+        }
+    }
+
+    /// The next job; `None` when this worker shall end, and then it is no longer counted.
+    fn next(&self) -> Option<Job> {
+        let mut queue = locked(&self.queue);
+        loop {
+            if let Some(job) = queue.jobs.pop_front() {
+                return Some(job);
+            }
+            if queue.stop {
+                break;
+            }
+            queue.idle += 1;
+            let (woken, waited) = self.more.wait_timeout(queue, IDLE_LIMIT).unwrap_or_else(PoisonError::into_inner);
+            queue = woken;
+            queue.idle -= 1;
+            if waited.timed_out() && queue.jobs.is_empty() {
+                break;
+            }
+        }
+        queue.threads -= 1;
+        if queue.stop {
+            self.stopped.notify_all();
+        }
+        None
+    }
+
+    fn carry_out(&self, job: Job) {
+        let result = job.run();
+        locked(&self.done).push((job.index, result));
+        self.has_done.store(true, Ordering::Release);
+        self.progress.notify_all();
+        self.wakeup.wake();
+    }
+
+    fn drain_queue(&self) {
+        while let Some(job) = { locked(&self.queue).jobs.pop_front() } {
+            self.carry_out(job);
+        }
+    }
+}
+
+impl Job {
+    fn run(&self) -> i32 {
+        // SAFETY: the slab's request keeps the file open until the result has come back.
+        let fd = unsafe { BorrowedFd::borrow_raw(self.fd) };
+        let mut result = 0;
+        for _ in 0..RETRIES {
+            // SAFETY: the slab's request keeps the memory until the result has come back.
+            result = unsafe { crate::sys::run(fd, self.action, self.offset, self.buffers) };
+            match -result {
+                libc::EINTR => {}
+                libc::EAGAIN => std::thread::sleep(RETRY_PAUSE),
+                _ => return result,
+            }
+        }
+        result
+    }
+}

@@ -1,0 +1,117 @@
+//! Discard, write-zeroes and changes of length: what `fallocate` offers, and what to do where it does not.
+
+use crate::inflight::Action;
+use crate::queue::Lane;
+use block::{IoError, IoErrorKind, IoResult};
+use memory::{IoBuf, Window};
+use std::sync::atomic::Ordering;
+
+const KEEP_SIZE: i32 = libc::FALLOC_FL_KEEP_SIZE;
+const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | KEEP_SIZE;
+const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE;
+
+/// How much is written at once where zeros have to be written.
+const CHUNK_BYTES: u64 = 1 << 20;
+
+/// Ways to zero a range, best first; a file remembers the first that it is not known to lack.
+const RUNG_ZERO_RANGE: u8 = 0;
+const RUNG_PUNCH: u8 = 1;
+const RUNG_WRITE: u8 = 2;
+
+fn is_unsupported(result: IoResult) -> bool {
+    matches!(result, Err(error) if error.kind() == IoErrorKind::Unsupported)
+}
+
+impl Lane {
+    async fn fallocate(&self, mode: i32, offset: u64, length: u64) -> IoResult {
+        self.start(Action::Fallocate { mode, length }, offset, Window::empty()).await
+    }
+
+    fn length_now(&self) -> IoResult<u64> {
+        let file = &self.target.file;
+        crate::sys::length_of(&file.fd, file.info.block_device).map_err(IoError::from)
+    }
+}
+
+/// Gives a range back to the host.
+pub(crate) async fn discard(lane: Lane, offset: u64, length: u64) -> IoResult {
+    lane.fallocate(PUNCH_HOLE, offset, length).await
+}
+
+/// Makes the file exactly `length` bytes long.
+pub(crate) async fn set_length(lane: Lane, length: u64) -> IoResult {
+    if lane.target.file.info.block_device {
+        return match lane.length_now()? == length {
+            true => Ok(()),
+            false => Err(IoError::new(IoErrorKind::Unsupported)),
+        };
+    }
+    lane.start(Action::Truncate, length, Window::empty()).await?;
+    sync_if_write_through(&lane).await
+}
+
+/// Makes a range read as zeros, and the file long enough to hold it.
+pub(crate) async fn write_zeroes(lane: Lane, offset: u64, length: u64, may_unmap: bool) -> IoResult {
+    zero(&lane, offset, length, may_unmap).await?;
+    sync_if_write_through(&lane).await
+}
+
+async fn sync_if_write_through(lane: &Lane) -> IoResult {
+    match lane.target.file.write_through {
+        true => lane.start(Action::Sync, 0, Window::empty()).await,
+        false => Ok(()),
+    }
+}
+
+async fn zero(lane: &Lane, offset: u64, length: u64, may_unmap: bool) -> IoResult {
+    let rung = &lane.target.file.zeroes_rung;
+    if may_unmap && rung.load(Ordering::Relaxed) < RUNG_WRITE {
+        let punched = punch(lane, offset, length).await;
+        if !is_unsupported(punched) {
+            return punched;
+        }
+    }
+    if rung.load(Ordering::Relaxed) == RUNG_ZERO_RANGE {
+        let zeroed = lane.fallocate(ZERO_RANGE, offset, length).await;
+        if !is_unsupported(zeroed) {
+            return zeroed;
+        }
+        rung.fetch_max(RUNG_PUNCH, Ordering::Relaxed);
+    }
+    if rung.load(Ordering::Relaxed) == RUNG_PUNCH {
+        let punched = match punch(lane, offset, length).await {
+            // Space stays reserved, as one expects of zeros that were written.
+            Ok(()) => lane.fallocate(0, offset, length).await,
+            failed => failed,
+        };
+        if !is_unsupported(punched) {
+            return punched;
+        }
+        rung.fetch_max(RUNG_WRITE, Ordering::Relaxed);
+    }
+    write(lane, offset, length).await
+}
+
+/// A hole, and the file grown over it where the range ends behind its end.
+async fn punch(lane: &Lane, offset: u64, length: u64) -> IoResult {
+    lane.fallocate(PUNCH_HOLE, offset, length).await?;
+    let end = offset + length;
+    if lane.length_now()? >= end {
+        return Ok(());
+    }
+    // Allocating the last byte makes the file longer and, unlike a truncation, never shorter, whoever else makes it
+    // grow meanwhile.
+    lane.fallocate(0, end - 1, 1).await
+}
+
+async fn write(lane: &Lane, offset: u64, length: u64) -> IoResult {
+    let zeros = IoBuf::zeroed(length.min(CHUNK_BYTES) as usize);
+    let mut done = 0;
+    while done < length {
+        let count = (length - done).min(CHUNK_BYTES);
+        let window = zeros.whole().slice(0, count as usize);
+        lane.start(Action::Write { durable: false }, offset + done, window).await?;
+        done += count;
+    }
+    Ok(())
+}

@@ -1,0 +1,62 @@
+//! What the engine's tests share.
+
+#![allow(dead_code, reason = "each test program uses its part")]
+
+use block::{File, FileOp, FileQueue, IoResult, PastEnd, ReactorCtx};
+use engine::{Reactor, ReactorConfig, ReactorThread};
+use memory::{AlignedBuf, IoBuf};
+use std::future::Future;
+use std::rc::Rc;
+use std::sync::{Arc, mpsc};
+
+pub(crate) fn reactor(name: &str) -> ReactorThread {
+    Reactor::spawn(ReactorConfig { name: name.into(), ..ReactorConfig::default() }).unwrap()
+}
+
+/// Runs a task on the reactor and waits for what it returns.
+pub(crate) fn run_task<T, F>(reactor: &ReactorThread, task: impl FnOnce(Rc<dyn ReactorCtx>) -> F + Send + 'static) -> T
+where
+    T: Send + 'static,
+    F: Future<Output = T> + 'static,
+{
+    let (sender, receiver) = mpsc::sync_channel(1);
+    let job = move |ctx: &Rc<dyn ReactorCtx>| {
+        let task = task(Rc::clone(ctx));
+        ctx.spawn(Box::pin(async move {
+            let value = task.await;
+            let _ = sender.send(value);
+        }));
+    };
+    reactor.handle().run(Box::new(job)).unwrap();
+    receiver.recv().expect("the task was dropped before its end")
+}
+
+/// As [`run_task`], with a queue of `file`.
+pub(crate) fn with_queue<T, F>(
+    reactor: &ReactorThread,
+    file: &Arc<dyn File>,
+    task: impl FnOnce(Rc<dyn FileQueue>) -> F + Send + 'static,
+) -> T
+where
+    T: Send + 'static,
+    F: Future<Output = T> + 'static,
+{
+    let file = Arc::clone(file);
+    run_task(reactor, move |ctx| task(file.open_queue(&ctx).unwrap()))
+}
+
+pub(crate) async fn read(
+    queue: &Rc<dyn FileQueue>,
+    offset: u64,
+    length: usize,
+    past_end: PastEnd,
+) -> IoResult<Vec<u8>> {
+    let buf = IoBuf::from_aligned(AlignedBuf::copy_of(&vec![0xee; length]));
+    queue.start(FileOp::Read { offset, data: buf.whole(), past_end }).await?;
+    Ok(buf.whole().to_vec())
+}
+
+pub(crate) async fn write(queue: &Rc<dyn FileQueue>, offset: u64, bytes: &[u8]) -> IoResult {
+    let data = IoBuf::from_aligned(AlignedBuf::copy_of(bytes)).whole();
+    queue.start(FileOp::Write { offset, data, fua: false }).await
+}
