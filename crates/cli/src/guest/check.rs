@@ -1,0 +1,51 @@
+//! What a guest leaves behind, judged by others' tools.
+
+use super::tools;
+use anyhow::{Context, Result, bail};
+use std::path::Path;
+use std::process::Command;
+
+/// How to read an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ImageFormat {
+    /// Bytes as they are.
+    Raw,
+    /// qcow2, perhaps with a chain below.
+    Qcow2,
+}
+
+/// Fails unless qemu-img finds a qcow2 image clean (no leaks either), e2fsck finds the ext4 file system on it clean, and
+/// the files on it, taken out without any kernel, have the contents that the guest gave them. Nobody may have the image
+/// open.
+pub(crate) fn verify_image(image: &Path, format: ImageFormat) -> Result<()> {
+    let directory = tempfile::Builder::new().prefix("ringdisk-check-").tempdir();
+    let directory = directory.context("cannot make a temporary directory")?;
+    let raw = match format {
+        ImageFormat::Raw => image.to_path_buf(),
+        ImageFormat::Qcow2 => {
+            let qemu_img = tools::find("qemu-img", "qemu-utils")?;
+            succeed(Command::new(&qemu_img).args(["check", "-f", "qcow2"]).arg(image))?;
+            let raw = directory.path().join("raw");
+            succeed(Command::new(&qemu_img).args(["convert", "-f", "qcow2", "-O", "raw"]).args([image, &raw]))?;
+            raw
+        }
+    };
+    succeed(Command::new(tools::find("e2fsck", "e2fsprogs")?).arg("-fn").arg(&raw))?;
+    for dump in ["rdump data .", "dump sums sums"] {
+        let mut debugfs = Command::new(tools::find("debugfs", "e2fsprogs")?);
+        succeed(debugfs.args(["-R", dump]).arg(std::path::absolute(&raw)?).current_dir(&directory))?;
+    }
+    let mut sha256sum = Command::new(tools::find("sha256sum", "coreutils")?);
+    succeed(sha256sum.args(["--check", "--quiet", "--strict", "../sums"]).current_dir(directory.path().join("data")))
+}
+
+fn succeed(command: &mut Command) -> Result<()> {
+    let words: Vec<_> = std::iter::once(command.get_program()).chain(command.get_args()).collect();
+    let words = words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ");
+    let output = command.output().with_context(|| format!("cannot run {words}"))?;
+    if !output.status.success() {
+        let text = [output.stdout, output.stderr].concat();
+        bail!("{words}: {}\n{}", output.status, String::from_utf8_lossy(&text).trim_end());
+    }
+    Ok(())
+}

@@ -1,0 +1,124 @@
+//! A guest as a process of the host: started, watched on its console, and never left behind.
+
+use super::GuestOptions;
+use super::report::{GuestReport, Reader};
+use anyhow::{Context, Result, anyhow};
+use rustix::process::{Pid, Signal, kill_process_group};
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+/// Lines of the console that an error quotes.
+const QUOTED_LINES: usize = 30;
+/// How long a guest that said its last word may take to power off.
+const POWER_OFF: Duration = Duration::from_secs(20);
+/// How often we look whether somebody wants us to stop.
+const GLANCE: Duration = Duration::from_millis(100);
+
+/// Runs `command` until the guest has ended, reading its console from both outputs.
+pub(super) fn run(mut command: Command, options: &GuestOptions, progress: &mut dyn FnMut(&str)) -> Result<GuestReport> {
+    let mut log = match &options.log {
+        Some(path) => Some(File::create(path).with_context(|| format!("cannot write the log {}", path.display()))?),
+        None => None,
+    };
+    let start = Instant::now();
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    let name = command.get_program().to_string_lossy().into_owned();
+    let mut guest = Guest(command.spawn().with_context(|| format!("cannot start {name}"))?);
+    let lines = guest.lines();
+    let mut reader = Reader::default();
+    let mut quoted = VecDeque::new();
+    let ended = watch(options, start + options.time_limit, &lines, |line| {
+        if let Some(log) = &mut log {
+            writeln!(log, "{line}").context("cannot write the log")?;
+        }
+        if quoted.len() == QUOTED_LINES {
+            quoted.pop_front();
+        }
+        quoted.push_back(line.to_owned());
+        if let Some(step) = reader.line(line)? {
+            progress(&step);
+        }
+        Ok(reader.is_complete())
+    });
+    drop(guest);
+    ended.and_then(|()| reader.finish(start.elapsed())).map_err(|error| {
+        let quoted: Vec<String> = quoted.into();
+        error.context(format!("the guest's last lines:\n{}", quoted.join("\n")))
+    })
+}
+
+/// Gives each line to `line` until the console is closed. `line` says when nothing but the power-off is to come.
+fn watch(
+    options: &GuestOptions,
+    end: Instant,
+    lines: &Receiver<String>,
+    mut line: impl FnMut(&str) -> Result<bool>,
+) -> Result<()> {
+    let mut end = end;
+    let mut complete = false;
+    loop {
+        match lines.recv_timeout(GLANCE) {
+            Ok(text) => {
+                if line(&text)? && !complete {
+                    complete = true;
+                    end = Instant::now() + POWER_OFF;
+                }
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+        if options.stop.load(Ordering::Relaxed) {
+            return Err(anyhow!("stopped"));
+        }
+        if Instant::now() > end {
+            let limit = options.time_limit.as_secs();
+            let what = if complete { "did not power off".into() } else { format!("was not done within {limit} s") };
+            return Err(anyhow!("the guest {what}"));
+        }
+    }
+}
+
+/// Killed with all its processes when it goes.
+struct Guest(Child);
+
+impl Guest {
+    /// What it prints from now on, on both outputs.
+    fn lines(&mut self) -> Receiver<String> {
+        let (sender, receiver) = sync_channel(1024);
+        for stream in [self.0.stdout.take().map(boxed), self.0.stderr.take().map(boxed)].into_iter().flatten() {
+            let sender = sender.clone();
+            std::thread::spawn(move || read_lines(stream, &sender));
+        }
+        receiver
+    }
+}
+
+fn boxed(stream: impl Read + Send + 'static) -> Box<dyn Read + Send> {
+    Box::new(stream)
+}
+
+fn read_lines(stream: Box<dyn Read + Send>, sender: &SyncSender<String>) {
+    for line in BufReader::new(stream).split(b'\n') {
+        let Ok(line) = line else { return };
+        let line = String::from_utf8_lossy(&line).trim_end_matches('\r').to_owned();
+        if sender.send(line).is_err() {
+            return;
+        }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        if !matches!(self.0.try_wait(), Ok(Some(_))) {
+            // The group is the guest's own, and lives as long as its first process is not waited for.
+            let _ = kill_process_group(Pid::from_child(&self.0), Signal::KILL);
+            let _ = self.0.wait();
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! QEMU with a Debian kernel and an initramfs of the host's programs.
+
+use super::GuestOptions;
+use super::initramfs::Archive;
+use super::script::{self, Places};
+use super::tools::{self, GuestTools};
+use anyhow::{Context, Result};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const PROGRAM: &str = "qemu-system-x86_64";
+const PACKAGE: &str = "qemu-system-x86";
+
+/// What a Debian kernel may have as modules, each after what it needs; what is built in is not found and left out.
+const MODULES: [&str; 12] = [
+    "virtio_ring",
+    "virtio",
+    "virtio_pci_legacy_dev",
+    "virtio_pci_modern_dev",
+    "virtio_pci",
+    "virtio_blk",
+    "crc16",
+    "crc32c_generic",
+    "libcrc32c",
+    "mbcache",
+    "jbd2",
+    "ext4",
+];
+
+pub(super) fn check_tools() -> Result<()> {
+    tools::find(PROGRAM, PACKAGE)?;
+    tools::debian_kernel()?;
+    Ok(())
+}
+
+/// The process that is the guest; `directory` is empty and lives as long as it.
+pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Command> {
+    let kernel = tools::debian_kernel()?;
+    let initramfs = directory.join("initramfs");
+    build_initramfs(options, &kernel.modules, &initramfs)?;
+
+    let memory = options.memory_mib;
+    let mut command = Command::new(tools::find(PROGRAM, PACKAGE)?);
+    command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+    if options.kvm {
+        command.args(["-accel", "kvm"]);
+    }
+    command
+        .args(["-accel", "tcg", "-machine", "q35,memory-backend=memory"])
+        .args(["-smp", &options.cpus.to_string(), "-m", &format!("{memory}M")])
+        .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
+        .args(["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"])
+        .args(["-kernel".as_ref(), kernel.image.as_os_str(), "-initrd".as_ref(), initramfs.as_os_str()])
+        .args(["-append", "console=ttyS0 quiet panic=-1"]);
+    for (number, socket) in options.sockets.iter().enumerate() {
+        let socket = comma_doubled(&std::path::absolute(socket)?);
+        let queues = options.queues;
+        command
+            .args(["-chardev", &format!("socket,id=disk{number},path={socket}")])
+            .args(["-device", &format!("vhost-user-blk-pci,chardev=disk{number},num-queues={queues}")]);
+    }
+    Ok(command)
+}
+
+/// As QEMU's options want it.
+fn comma_doubled(path: &Path) -> String {
+    path.to_string_lossy().replace(',', ",,")
+}
+
+fn build_initramfs(options: &GuestOptions, modules: &Path, output: &Path) -> Result<()> {
+    let host = tools::guest_tools()?;
+    let guest = GuestTools { busybox: "/bin/busybox".into(), mke2fs: "/sbin/mke2fs".into(), fio: "/bin/fio".into() };
+    let mut archive = Archive::default();
+    for directory in ["proc", "sys", "dev", "scratch", "modules", "bin", "sbin", "etc", "tmp"] {
+        archive.directory(Path::new(directory));
+    }
+    archive.console();
+    let places = Places { scratch: "/scratch", modules: "/modules/*" };
+    archive.file(Path::new("init"), 0o755, script::init(options, &guest, &places).as_bytes());
+    for (number, module) in MODULES.iter().enumerate() {
+        if let Some(path) = tools::find_module(modules, module) {
+            let compressed = if path.extension().is_some_and(|extension| extension == "xz") { ".xz" } else { "" };
+            archive.copy(&path, &PathBuf::from(format!("modules/{number:02}-{module}.ko{compressed}")))?;
+        }
+    }
+    for (from, to) in [(&host.busybox, &guest.busybox), (&host.mke2fs, &guest.mke2fs), (&host.fio, &guest.fio)] {
+        archive.copy(from, to.strip_prefix("/")?)?;
+        for library in super::initramfs::libraries(from)? {
+            archive.copy(&library, library.strip_prefix("/")?)?;
+        }
+    }
+    std::fs::write(output, archive.finish()).with_context(|| format!("cannot write {}", output.display()))
+}

@@ -1,0 +1,212 @@
+//! What a guest reports: the marked lines of its console.
+
+use super::script::MARK;
+use anyhow::{Context, Result, bail};
+use std::collections::HashMap;
+use std::time::Duration;
+
+/// What a guest found and did.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct GuestReport {
+    /// The guest kernel's release.
+    pub(crate) kernel: String,
+    /// CPUs it has.
+    pub(crate) cpus: u32,
+    /// Its disks, in order.
+    pub(crate) disks: Vec<DiskReport>,
+    /// From the start to the power-off, on the host's clock.
+    pub(crate) time: Duration,
+}
+
+/// One disk as the guest saw it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct DiskReport {
+    /// `vda` and so on.
+    pub(crate) name: String,
+    /// Its size.
+    pub(crate) size_bytes: u64,
+    /// Hardware queues that the guest uses.
+    pub(crate) queues: u32,
+    /// Its logical block.
+    pub(crate) block_bytes: u32,
+    /// The largest discard, zero where there is none.
+    pub(crate) discard_max_bytes: u64,
+    /// The largest write of zeroes, zero where there is none.
+    pub(crate) write_zeroes_max_bytes: u64,
+    /// Whether the guest takes it for one with a volatile cache.
+    pub(crate) volatile_cache: bool,
+    /// What `GET_ID` gave.
+    pub(crate) serial: String,
+    /// How often all files were read back whole.
+    pub(crate) checks: u32,
+    /// How many files those are.
+    pub(crate) files: u64,
+    /// And how much.
+    pub(crate) files_bytes: u64,
+    /// What fio wrote and verified.
+    pub(crate) fio: Option<FioReport>,
+    /// What the file system gave back.
+    pub(crate) trimmed_bytes: u64,
+    /// What was measured.
+    pub(crate) measured: Vec<FioReport>,
+}
+
+/// One run of fio.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct FioReport {
+    /// The job: `randread`, `randwrite`, `read`, `write` where it measured.
+    pub(crate) name: String,
+    /// What was read.
+    pub(crate) read_bytes: u64,
+    /// What was written.
+    pub(crate) written_bytes: u64,
+    /// Requests a second, reads and writes.
+    pub(crate) iops: f64,
+    /// Bytes a second, reads and writes.
+    pub(crate) bytes_per_second: f64,
+}
+
+/// Takes in a guest's console line by line.
+#[derive(Debug, Default)]
+pub(super) struct Reader {
+    report: GuestReport,
+    failed: Option<String>,
+    ended: bool,
+}
+
+impl Reader {
+    /// Takes a line in; gives back what to show as progress.
+    pub(super) fn line(&mut self, line: &str) -> Result<Option<String>> {
+        // Whatever the kernel left on the line before comes first.
+        let Some((_, marked)) = line.trim_end().split_once(MARK) else { return Ok(None) };
+        let (kind, rest) = marked.split_once(' ').unwrap_or((marked, ""));
+        match kind {
+            "step" => return Ok(Some(rest.to_owned())),
+            "failed" => self.failed = Some(rest.to_owned()),
+            "end" => self.ended = true,
+            _ => self.fact(kind, rest).with_context(|| format!("the guest's line \"{marked}\" makes no sense"))?,
+        }
+        Ok(None)
+    }
+
+    /// Whether it said that it is done, well or not.
+    pub(super) fn is_complete(&self) -> bool {
+        self.ended || self.failed.is_some()
+    }
+
+    /// The report, if all went well.
+    pub(super) fn finish(self, time: Duration) -> Result<GuestReport> {
+        match self {
+            Self { failed: Some(reason), .. } => bail!("the guest failed: {reason}"),
+            Self { ended: false, .. } => bail!("the guest stopped before its work was done"),
+            Self { report, .. } => Ok(GuestReport { time, ..report }),
+        }
+    }
+
+    fn fact(&mut self, kind: &str, rest: &str) -> Result<()> {
+        let values: HashMap<&str, &str> = rest.split(' ').filter_map(|word| word.split_once('=')).collect();
+        let text = |key: &str| values.get(key).copied().unwrap_or_default();
+        if kind == "kernel" {
+            self.report.kernel = text("release").to_owned();
+            self.report.cpus = number(text("cpus"))?;
+            return Ok(());
+        }
+        if kind == "disk" {
+            let disk = DiskReport {
+                name: text("name").to_owned(),
+                size_bytes: number::<u64>(text("sectors"))? * 512,
+                queues: number(text("queues"))?,
+                block_bytes: number(text("block"))?,
+                discard_max_bytes: number(text("discard"))?,
+                write_zeroes_max_bytes: number(text("zeroes"))?,
+                volatile_cache: text("cache") == "write-back",
+                serial: text("serial").to_owned(),
+                ..DiskReport::default()
+            };
+            self.report.disks.push(disk);
+            return Ok(());
+        }
+        let disk = self.report.disks.iter_mut().find(|disk| disk.name == text("name")).context("an unknown disk")?;
+        match kind {
+            "checked" => {
+                disk.checks += 1;
+                disk.files = number(text("files"))?;
+                disk.files_bytes = number::<u64>(text("kib"))? * 1024;
+            }
+            "fio" => disk.fio = Some(FioReport::parse(text("terse"))?),
+            "measured" => disk.measured.push(FioReport::parse(text("terse"))?),
+            "trimmed" => disk.trimmed_bytes = number(text("bytes"))?,
+            _ => bail!("an unknown kind of line"),
+        }
+        Ok(())
+    }
+}
+
+impl FioReport {
+    /// From fio's terse output, version 3: its fields 3, 6 to 8 and 47 to 49, counted from one.
+    fn parse(terse: &str) -> Result<Self> {
+        let fields: Vec<&str> = terse.split(';').collect();
+        let field = |index: usize| number::<u64>(fields.get(index).copied().unwrap_or_default());
+        anyhow::ensure!(fields.first() == Some(&"3"), "not version 3 of fio's terse output");
+        Ok(Self {
+            name: fields.get(2).copied().unwrap_or_default().to_owned(),
+            read_bytes: field(5)? * 1024,
+            written_bytes: field(46)? * 1024,
+            iops: (field(7)? + field(48)?) as f64,
+            bytes_per_second: (field(6)? + field(47)?) as f64 * 1024.0,
+        })
+    }
+}
+
+fn number<T: std::str::FromStr>(text: &str) -> Result<T>
+where
+    T::Err: std::error::Error + Send + Sync + 'static,
+{
+    text.parse().with_context(|| format!("\"{text}\" is no number"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guests_console_becomes_a_report() {
+        let mut terse = vec!["0"; 130];
+        for (index, value) in
+            [(0, "3"), (2, "direct"), (5, "64"), (6, "10"), (7, "2"), (46, "128"), (47, "20"), (48, "4")]
+        {
+            terse[index] = value;
+        }
+        let fio = format!("@ringdisk fio name=vda terse={}\r", terse.join(";"));
+        let lines = [
+            "Linux version 6.1\r",
+            "@ringdisk kernel release=6.1.0 cpus=4\r",
+            "@ringdisk disk name=vda sectors=2048 queues=4 block=512 discard=1024 zeroes=0 cache=write-back serial=me\r",
+            "[ 1.0] something @ringdisk checked name=vda files=200 kib=3\r",
+            &fio,
+            "@ringdisk trimmed name=vda bytes=4096\r",
+            "@ringdisk end\r",
+        ];
+        let mut reader = Reader::default();
+        for line in lines {
+            assert_eq!(reader.line(line).unwrap(), None);
+        }
+        assert_eq!(reader.line("@ringdisk step one two").unwrap(), Some("one two".to_owned()));
+        let report = reader.finish(Duration::from_secs(1)).unwrap();
+        let disk = &report.disks[0];
+        assert_eq!((report.kernel.as_str(), report.cpus), ("6.1.0", 4));
+        assert_eq!((disk.size_bytes, disk.queues, disk.serial.as_str(), disk.volatile_cache), (1 << 20, 4, "me", true));
+        assert_eq!((disk.checks, disk.files, disk.files_bytes, disk.trimmed_bytes), (1, 200, 3072, 4096));
+        let fio = disk.fio.as_ref().unwrap();
+        assert_eq!((fio.read_bytes, fio.written_bytes, fio.iops), (65536, 131_072, 6.0));
+    }
+
+    #[test]
+    fn a_guest_that_failed_or_fell_silent_gives_no_report() {
+        let mut reader = Reader::default();
+        reader.line("@ringdisk failed vda: wrong data").unwrap();
+        assert!(reader.finish(Duration::ZERO).unwrap_err().to_string().contains("vda: wrong data"));
+        assert!(Reader::default().finish(Duration::ZERO).is_err());
+        assert!(Reader::default().line("@ringdisk disk name=vda sectors=x").is_err());
+    }
+}

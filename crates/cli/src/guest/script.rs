@@ -1,0 +1,187 @@
+//! The script that is the guest's first process.
+//!
+//! It talks to the host by lines that begin with [`MARK`]; everything else on the console is for people. Words that it
+//! quotes are ours: paths without blanks, and numbers.
+
+use super::tools::GuestTools;
+use super::{GuestOptions, GuestWork};
+use std::fmt::Write;
+
+/// Begins each line that the host reads.
+pub(super) const MARK: &str = "@ringdisk ";
+
+/// Where the guest finds things.
+pub(super) struct Places<'a> {
+    /// An empty directory of the guest's root for its own file systems.
+    pub(super) scratch: &'a str,
+    /// What to load before the disks appear, in order; patterns of the shell.
+    pub(super) modules: &'a str,
+}
+
+/// The whole script.
+pub(super) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'_>) -> String {
+    let busybox = tools.busybox.display();
+    let mut script = format!("#!{busybox} sh\n");
+    let mut set = |name: &str, value: &dyn std::fmt::Display| {
+        let _ = writeln!(script, "{name}='{value}'");
+    };
+    set("bb", &busybox);
+    set("mke2fs", &tools.mke2fs.display());
+    set("fio", &tools.fio.display());
+    set("mark", &MARK.trim_end());
+    set("scratch", &places.scratch);
+    set("modules", &places.modules);
+    set("disks", &DISK_NAMES.get(..options.sockets.len()).unwrap_or(&DISK_NAMES).join(" "));
+    let (work, measure_seconds, measure_mib, fio_mib) = match options.work {
+        GuestWork::Fill { measure_seconds, measure_mib, fio_mib } => ("fill", measure_seconds, measure_mib, fio_mib),
+        GuestWork::CheckAgain => ("check", 0, 0, 0),
+    };
+    set("work", &work);
+    set("measure_seconds", &measure_seconds);
+    set("measure_mib", &measure_mib);
+    set("fio_mib", &fio_mib);
+    script.push_str(BODY);
+    script
+}
+
+/// As many disks as a guest gets at most.
+pub(super) const DISK_NAMES: [&str; 8] = ["vda", "vdb", "vdc", "vdd", "vde", "vdf", "vdg", "vdh"];
+
+/// Every busybox program is called by the path of busybox: where its shell would find programs in itself it runs
+/// `/proc/self/exe`, which is the kernel itself in a User Mode Linux that still sees the host's `/proc`.
+const BODY: &str = r#"
+say() { echo "$mark $*"; }
+fail() {
+    $bb dmesg | $bb tail -n 15
+    say "failed $*"
+    $bb poweroff -f
+    $bb sleep 1000
+}
+
+$bb mount -t proc proc /proc || fail "cannot mount /proc"
+$bb mount -t sysfs sysfs /sys || fail "cannot mount /sys"
+# Some kernels mount it themselves.
+$bb grep -q ' /dev devtmpfs ' /proc/mounts || $bb mount -t devtmpfs devtmpfs /dev || fail "cannot mount /dev"
+$bb mount -t tmpfs tmpfs $scratch || fail "cannot mount a tmpfs"
+
+release=$($bb uname -r)
+for module in $(eval echo "$modules"); do
+    case $module in
+        *.xz) $bb xz -dc "$module" > $scratch/module.ko; $bb insmod $scratch/module.ko || fail "cannot load $module" ;;
+        *) $bb insmod "$module" || fail "cannot load $module" ;;
+    esac
+done
+say "kernel release=$release cpus=$($bb nproc)"
+
+for disk in $disks; do
+    waited=0
+    until [ -b /dev/$disk ]; do
+        [ $waited -lt 100 ] || fail "the disk $disk did not appear"
+        waited=$((waited + 1))
+        $bb sleep 0.1
+    done
+    queue=/sys/block/$disk/queue
+    say "disk name=$disk sectors=$($bb cat /sys/block/$disk/size) queues=$($bb ls /sys/block/$disk/mq | $bb wc -l)" \
+        "block=$($bb cat $queue/logical_block_size) discard=$($bb cat $queue/discard_max_bytes)" \
+        "zeroes=$($bb cat $queue/write_zeroes_max_bytes) cache=$($bb cat $queue/write_cache | $bb tr ' ' -)" \
+        "serial=$($bb cat /sys/block/$disk/serial)"
+done
+
+# Rates of the bare disk; what was never written is written first.
+measure() {
+    on="--filename=/dev/$1 --thread --ioengine=libaio --direct=1 --size=${measure_mib}M --minimal"
+    $fio --name=fill $on --rw=write --bs=1M --iodepth=4 > /dev/null || fail "$1: fio cannot fill it"
+    for cell in randread:4k:32 randwrite:4k:32 read:128k:16 write:128k:16; do
+        rest=${cell#*:}
+        say "step measuring $1: ${cell%%:*}"
+        $fio --name=${cell%%:*} $on --rw=${cell%%:*} --bs=${rest%%:*} --iodepth=${rest##*:} \
+            --time_based --runtime=$measure_seconds > $scratch/$1.measured || fail "$1: fio failed on ${cell%%:*}"
+        say "measured name=$1 terse=$($bb tail -n 1 $scratch/$1.measured | $bb tr ' ' -)"
+    done
+}
+
+# Reads everything back from the disk, not from memory.
+check_files() {
+    echo 3 > /proc/sys/vm/drop_caches
+    (cd $scratch/$1/data && $bb sha256sum -c -s ../sums) || fail "$1: wrong data in a file ($2)"
+    say "checked name=$1 files=$($bb wc -l < $scratch/$1/sums) kib=$($bb du -sk $scratch/$1/data | $bb cut -f1)"
+}
+
+mount_disk() { $bb mount -t ext4 /dev/$1 $scratch/$1 || fail "$1: cannot mount it"; }
+unmount_disk() { $bb umount $scratch/$1 || fail "$1: cannot unmount it"; }
+
+write_files() {
+    source=$scratch/$1.source
+    $bb mkdir -p $source/small
+    number=0
+    while [ $number -lt 21 ]; do
+        $bb dd if=/dev/urandom of=$source/file$number bs=64k count=$(((number % 7 + 1) * 3)) 2> /dev/null
+        number=$((number + 1))
+    done
+    while [ $number -lt 200 ]; do
+        echo "$1 $number" > $source/small/file$number
+        number=$((number + 1))
+    done
+    (cd $source && $bb sha256sum file* small/*) > $scratch/$1.sums
+    $bb cp -r $source $scratch/$1/data || fail "$1: cannot write files"
+    $bb cp $scratch/$1.sums $scratch/$1/sums || fail "$1: cannot write files"
+    $bb rm -r $source
+    $bb sync
+}
+
+# Direct and cached writers side by side, each with its own file, each block read back and checked.
+verify_with_fio() {
+    $bb mkdir $scratch/$1/fio
+    $fio --directory=$scratch/$1/fio --thread --group_reporting --minimal --size=${fio_mib}M --numjobs=2 --end_fsync=1 \
+        --verify=crc32c --verify_fatal=1 --do_verify=1 \
+        --name=direct --rw=randwrite --bsrange=4k-64k --direct=1 --ioengine=libaio --iodepth=16 \
+        --name=cached --rw=randwrite --bsrange=1k-32k --ioengine=psync --fsync=100 \
+        > $scratch/$1.fio 2>&1 || { $bb cat $scratch/$1.fio; fail "$1: fio found wrong data or errors"; }
+    say "fio name=$1 terse=$($bb tail -n 1 $scratch/$1.fio | $bb tr ' ' -)"
+    $bb rm -r $scratch/$1/fio
+}
+
+fill() {
+    say "step making a file system on $1"
+    $mke2fs -q -F -t ext4 /dev/$1 || fail "$1: mke2fs failed"
+    mount_disk $1
+    say "step writing files on $1"
+    write_files $1
+    check_files $1 "first reading"
+    say "step writing and verifying with fio on $1"
+    verify_with_fio $1
+    if [ "$($bb cat /sys/block/$1/queue/discard_max_bytes)" -gt 0 ]; then
+        trimmed=$($bb fstrim -v $scratch/$1 | $bb tr -dc ' 0-9' | $bb awk '{print $NF}')
+        [ "${trimmed:-0}" -gt 0 ] || fail "$1: fstrim failed"
+        say "trimmed name=$1 bytes=$trimmed"
+    fi
+    unmount_disk $1
+    mount_disk $1
+    check_files $1 "after trimming and mounting again"
+    unmount_disk $1
+}
+
+check() {
+    say "step reading files on $1"
+    mount_disk $1
+    check_files $1 "after a restart"
+    unmount_disk $1
+}
+
+# One process a disk, at once; each says that it came to its end.
+for disk in $disks; do
+    $bb mkdir $scratch/$disk
+    [ $measure_seconds -eq 0 ] || measure $disk
+    ($work $disk && : > $scratch/$disk.done) &
+done
+wait
+for disk in $disks; do
+    [ -e $scratch/$disk.done ] || fail "$disk: the work was not done"
+done
+if $bb dmesg | $bb grep -E 'I/O error|EXT4-fs error|EXT4-fs warning|hung task|Call Trace'; then
+    fail "the guest's kernel complained"
+fi
+say "end"
+$bb poweroff -f
+$bb sleep 1000
+"#;

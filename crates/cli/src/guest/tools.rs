@@ -1,0 +1,80 @@
+//! Programs of the host that a guest needs, and the Debian packages that have them.
+
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+
+/// What every guest runs inside: taken from the host.
+#[derive(Debug, Clone)]
+pub(super) struct GuestTools {
+    pub(super) busybox: PathBuf,
+    pub(super) mke2fs: PathBuf,
+    pub(super) fio: PathBuf,
+}
+
+/// Finds them.
+pub(super) fn guest_tools() -> Result<GuestTools> {
+    Ok(GuestTools {
+        busybox: find("busybox", "busybox-static")?,
+        mke2fs: find("mke2fs", "e2fsprogs")?,
+        fio: find("fio", "fio")?,
+    })
+}
+
+/// The program `name`, which the Debian package `package` has; looks where Debian puts root's programs, too.
+pub(super) fn find(name: &str, package: &str) -> Result<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"].into_iter().map(PathBuf::from))
+        .map(|directory| directory.join(name))
+        .find(|path| path.is_file())
+        .with_context(|| format!("{name} is not installed; it is in the Debian package {package}"))
+}
+
+/// Where a guest's kernel and modules are.
+#[derive(Debug, Clone)]
+pub(super) struct Kernel {
+    pub(super) image: PathBuf,
+    pub(super) modules: PathBuf,
+}
+
+/// Names a directory with an unpacked Debian kernel package, instead of the host's own kernel.
+pub(super) const KERNEL_VARIABLE: &str = "RINGDISK_GUEST_KERNEL";
+
+/// A Debian kernel with its modules: below the directory that the variable names, or the newest one that is installed.
+pub(super) fn debian_kernel() -> Result<Kernel> {
+    let root = std::env::var_os(KERNEL_VARIABLE).map_or_else(|| PathBuf::from("/"), PathBuf::from);
+    let mut images: Vec<PathBuf> = std::fs::read_dir(root.join("boot"))
+        .map(|entries| entries.flatten().map(|entry| entry.path()).collect())
+        .unwrap_or_default();
+    images.sort();
+    let kernel = images.iter().rev().find_map(|image| {
+        let version = image.file_name()?.to_str()?.strip_prefix("vmlinuz-")?;
+        let modules = ["lib/modules", "usr/lib/modules"].map(|directory| root.join(directory).join(version));
+        let modules = modules.into_iter().find(|directory| directory.join("kernel").is_dir())?;
+        std::fs::File::open(image).is_ok().then(|| Kernel { image: image.clone(), modules })
+    });
+    match kernel {
+        Some(kernel) => Ok(kernel),
+        None => bail!(
+            "no kernel for the guest below {}; one is in the Debian package linux-image-cloud-amd64 (install it, or \
+             unpack it with dpkg -x and name the directory in {KERNEL_VARIABLE})",
+            root.join("boot").display()
+        ),
+    }
+}
+
+/// The first file called `name.ko` (perhaps compressed) below `directory`.
+pub(super) fn find_module(directory: &Path, name: &str) -> Option<PathBuf> {
+    let wanted = [format!("{name}.ko"), format!("{name}.ko.xz")];
+    let mut directories = vec![directory.to_path_buf()];
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).ok()?.flatten() {
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                directories.push(entry.path());
+            } else if wanted.iter().any(|wanted| entry.file_name().to_string_lossy() == *wanted) {
+                return Some(entry.path());
+            }
+        }
+    }
+    None
+}
