@@ -1,1 +1,21 @@
 //! The guest side: a virtio-blk driver over vhost-user, itself a Disk.
+//!
+//! It stands above the socket where a monitor and its guest would: [`Driver::connect`] speaks vhost-user with any
+//! server, shares memory with it and starts its rings; each [`block::Disk::open_queue`] gives one ring to a reactor's
+//! thread. The load generator and `ringdisk try` reach servers through it, Ringdisk's own and others alike.
+//!
+//! Memory from [`Driver::alloc`] is shared with the device, so operations on it are not copied.
+
+#![forbid(unsafe_code)]
+
+mod dma;
+mod driver;
+mod layout;
+mod options;
+mod queue;
+mod ring;
+mod session;
+mod watch;
+
+pub use driver::{Counters, Driver};
+pub use options::DriverOptions;

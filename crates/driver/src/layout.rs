@@ -1,0 +1,80 @@
+//! Where everything lies in the shared memory: a part for each queue, then the memory for buffers.
+//!
+//! Each descriptor head has a slot: the request's header, its indirect table, and the range of a discard. The header and
+//! the first three descriptors, all that most requests have, share a cache line. Status bytes lie apart, since the
+//! device writes them.
+
+use virtio::blk::{HEADER_BYTES, RANGE_SEGMENT_BYTES};
+use virtio::ring_access::{DESCRIPTOR_BYTES, RingAddresses, area_bytes};
+
+/// Guest physical address of the first byte: not zero, so that a forgotten address is noticed.
+pub(crate) const GUEST_BASE: u64 = 1 << 32;
+
+/// One bounce buffer.
+pub(crate) const BOUNCE_BYTES: usize = 64 << 10;
+
+const PAGE_BYTES: usize = memory::PAGE_BYTES;
+const LINE_BYTES: usize = 64;
+
+/// Offsets of one queue's parts in the shared memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct QueueLayout {
+    table: usize,
+    avail: usize,
+    used: usize,
+    pub(crate) slots: usize,
+    pub(crate) slot_bytes: usize,
+    /// Descriptors in each slot's table.
+    pub(crate) entries: u16,
+    pub(crate) status: usize,
+    pub(crate) bounce: usize,
+    pub(crate) bounce_count: u16,
+    /// One past the last byte.
+    pub(crate) end: usize,
+}
+
+/// Hands out offsets from low to high.
+struct Cursor(usize);
+
+impl Cursor {
+    fn take(&mut self, length_bytes: usize, alignment_bytes: usize) -> usize {
+        let start = self.0.next_multiple_of(alignment_bytes);
+        self.0 = start + length_bytes;
+        start
+    }
+}
+
+impl QueueLayout {
+    /// A queue of `size` entries from `start` on, with `entries` descriptors in each head's table (zero: no indirect
+    /// requests) and `bounce_bytes` of bounce buffers.
+    pub(crate) fn new(start: usize, size: u16, entries: u16, bounce_bytes: usize) -> Self {
+        let mut cursor = Cursor(start);
+        let (table_bytes, avail_bytes, used_bytes) = area_bytes(size);
+        let table = cursor.take(table_bytes, PAGE_BYTES);
+        let avail = cursor.take(avail_bytes, LINE_BYTES);
+        let used = cursor.take(used_bytes, PAGE_BYTES);
+        let slot = HEADER_BYTES + usize::from(entries) * DESCRIPTOR_BYTES + RANGE_SEGMENT_BYTES;
+        let slot_bytes = slot.next_multiple_of(LINE_BYTES);
+        let slots = cursor.take(slot_bytes * usize::from(size), PAGE_BYTES);
+        let status = cursor.take(usize::from(size), LINE_BYTES);
+        let bounce_count = u16::try_from(bounce_bytes / BOUNCE_BYTES).unwrap_or(u16::MAX);
+        let bounce = cursor.take(usize::from(bounce_count) * BOUNCE_BYTES, PAGE_BYTES);
+        let end = cursor.take(0, PAGE_BYTES);
+        Self { table, avail, used, slots, slot_bytes, entries, status, bounce, bounce_count, end }
+    }
+
+    /// The ring's areas, counted from `base`.
+    pub(crate) fn ring(&self, base: u64) -> RingAddresses {
+        let at = |offset: usize| base + offset as u64;
+        RingAddresses { table: at(self.table), avail: at(self.avail), used: at(self.used) }
+    }
+
+    pub(crate) fn table_in_slot() -> usize {
+        HEADER_BYTES
+    }
+
+    /// Where a slot keeps the range of a discard or write-zeroes.
+    pub(crate) fn range_in_slot(&self) -> usize {
+        HEADER_BYTES + usize::from(self.entries) * DESCRIPTOR_BYTES
+    }
+}

@@ -1,0 +1,65 @@
+//! What a caller chooses about a connection.
+
+use block::{Error, ErrorKind, Result};
+
+/// How the driver attaches to a server.
+#[derive(Debug, Clone)]
+pub struct DriverOptions {
+    /// Queues to set up: the i-th [`block::Disk::open_queue`] gets the i-th.
+    pub queues: u16,
+    /// Entries of each ring, a power of two.
+    pub queue_size: u16,
+    /// Shared memory for [`crate::Driver::alloc`]; rings and bounce buffers come on top.
+    pub memory_bytes: usize,
+    /// Bounce buffers of each queue, for requests whose memory is not shared.
+    pub bounce_bytes: usize,
+    /// Use EVENT_IDX where it is offered.
+    pub event_idx: bool,
+    /// Use indirect descriptors where they are offered.
+    pub indirect: bool,
+    /// How long to wait for the socket to appear and accept.
+    pub wait_for_socket_ms: u64,
+    /// How long the server may take to answer a message, requests in flight included where it waits for them.
+    pub answer_timeout_ms: u64,
+}
+
+impl Default for DriverOptions {
+    fn default() -> Self {
+        Self {
+            queues: 1,
+            queue_size: 128,
+            memory_bytes: 64 << 20,
+            bounce_bytes: 4 << 20,
+            event_idx: true,
+            indirect: true,
+            wait_for_socket_ms: 0,
+            answer_timeout_ms: 10_000,
+        }
+    }
+}
+
+/// The smallest ring that holds a header, one buffer and a status.
+const MIN_QUEUE_SIZE: u16 = 4;
+/// The largest that vhost-user back ends serve.
+const MAX_QUEUE_SIZE: u16 = 1024;
+
+impl DriverOptions {
+    pub(crate) fn check(&self) -> Result<()> {
+        let bad = |message: String| Err(Error::new(ErrorKind::BadOption, message));
+        if self.queues == 0 {
+            return bad("a driver needs at least one queue".into());
+        }
+        let in_range = (MIN_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(&self.queue_size);
+        if !in_range || !self.queue_size.is_power_of_two() {
+            return bad(format!(
+                "queue size {}: it must be a power of two from {MIN_QUEUE_SIZE} to {MAX_QUEUE_SIZE}",
+                self.queue_size
+            ));
+        }
+        if self.bounce_bytes < crate::layout::BOUNCE_BYTES {
+            let least = crate::layout::BOUNCE_BYTES;
+            return bad(format!("{} bytes of bounce buffers a queue: at least {least}", self.bounce_bytes));
+        }
+        Ok(())
+    }
+}
