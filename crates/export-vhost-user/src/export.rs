@@ -1,0 +1,278 @@
+//! An export: a socket and a thread that serves one peer at a time, again and again.
+
+use crate::counters::{RingCounters, RingStats};
+use crate::device::Device;
+use crate::session::{Served as ServedDisk, Session, SessionEvents};
+use crate::socket::ListenSocket;
+use crate::wire::{Connection, Served};
+use block::{Disk, Error, ErrorKind, ReactorHandle, Result};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+/// The largest ring that can be configured.
+const MAX_QUEUE_SIZE: u16 = 1024;
+
+/// The most queues: the protocol names them in a byte.
+const MAX_QUEUES: u16 = 256;
+
+/// How a disk is exported.
+#[derive(Debug, Clone)]
+pub struct ExportOptions {
+    /// For logs and thread names.
+    pub name: String,
+    /// Queues that a guest may use.
+    pub max_queues: u16,
+    /// Entries that a ring may have: a power of two up to 1024.
+    pub queue_size: u16,
+    /// The socket's permissions.
+    pub mode: u32,
+    /// The reactor of the first queue; the others follow round robin. Lets several exports share reactors evenly.
+    pub first_reactor: usize,
+}
+
+impl Default for ExportOptions {
+    fn default() -> Self {
+        Self { name: "disk".into(), max_queues: 4, queue_size: MAX_QUEUE_SIZE, mode: 0o600, first_reactor: 0 }
+    }
+}
+
+/// A disk on a socket. Dropping it stops it.
+#[derive(Debug)]
+pub struct Export {
+    shared: Arc<Shared>,
+    counters: Vec<Arc<RingCounters>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the export's thread and its owner share.
+#[derive(Debug)]
+struct Shared {
+    device: Arc<Device>,
+    stopping: AtomicBool,
+    config_changed: AtomicBool,
+    /// Gets the thread out of its wait.
+    wake: OwnedFd,
+    /// The peer being served: shut down to get the thread out of a half-received message.
+    peer: Mutex<Option<UnixStream>>,
+}
+
+impl Export {
+    /// Creates the socket and serves `disk` on it. When this returns, peers can connect.
+    pub fn listen(
+        socket: &Path,
+        disk: Arc<dyn Disk>,
+        reactors: Vec<Arc<dyn ReactorHandle>>,
+        options: ExportOptions,
+    ) -> Result<Self> {
+        check(&options, &reactors)?;
+        let socket = ListenSocket::bind(socket, options.mode)?;
+        Self::serve(socket, disk, reactors, options)
+    }
+
+    /// Serves `disk` on a socket that somebody else made and listens on (a service manager).
+    pub fn adopt(
+        listener: OwnedFd,
+        disk: Arc<dyn Disk>,
+        reactors: Vec<Arc<dyn ReactorHandle>>,
+        options: ExportOptions,
+    ) -> Result<Self> {
+        check(&options, &reactors)?;
+        let listener = UnixListener::from(listener);
+        listener.local_addr().map_err(|error| Error::io("the descriptor passed in is not a Unix socket", error))?;
+        Self::serve(ListenSocket::adopt(listener), disk, reactors, options)
+    }
+
+    fn serve(
+        socket: ListenSocket,
+        disk: Arc<dyn Disk>,
+        reactors: Vec<Arc<dyn ReactorHandle>>,
+        options: ExportOptions,
+    ) -> Result<Self> {
+        let device = Device::new(options.name.clone(), disk.info(), options.max_queues, options.queue_size);
+        let device = Arc::new(device);
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| Error::io("cannot make an event descriptor", error.into()))?;
+        let shared = Arc::new(Shared {
+            device: Arc::clone(&device),
+            stopping: AtomicBool::new(false),
+            config_changed: AtomicBool::new(false),
+            wake,
+            peer: Mutex::default(),
+        });
+        let counters: Vec<_> = (0..options.max_queues).map(|_| Arc::<RingCounters>::default()).collect();
+        let served = ServedDisk {
+            device,
+            disk,
+            reactors,
+            first_reactor: options.first_reactor,
+            queue_size: options.queue_size,
+            counters: counters.clone(),
+        };
+        socket.listener.set_nonblocking(true).map_err(|error| Error::io("cannot set the socket up", error))?;
+        let server = Server { socket, served: Arc::new(served), shared: Arc::clone(&shared) };
+        let thread = std::thread::Builder::new()
+            .name(format!("vu-{}", options.name))
+            .spawn(move || server.run())
+            .map_err(|error| Error::io("cannot start the export's thread", error))?;
+        Ok(Self { shared, counters, thread: Some(thread) })
+    }
+
+    /// What each ring has done.
+    #[must_use]
+    pub fn stats(&self) -> Vec<RingStats> {
+        self.counters.iter().map(|counters| counters.snapshot()).collect()
+    }
+
+    /// The disk has a new size: a connected guest is told, later ones see it.
+    pub fn resized(&self, size_bytes: u64) {
+        self.shared.device.set_size(size_bytes);
+        self.shared.config_changed.store(true, Ordering::Release);
+        self.shared.wake();
+    }
+
+    /// Ends the session, if there is one, and waits for its requests in flight; removes the socket.
+    pub fn stop(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        self.shared.stopping.store(true, Ordering::Release);
+        self.shared.wake();
+        if let Some(peer) = self.shared.peer.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+            let _ = peer.shutdown(std::net::Shutdown::Both);
+        }
+        if thread.join().is_err() {
+            tracing::error!(disk = %self.shared.device.name, "the export's thread panicked");
+        }
+    }
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn check(options: &ExportOptions, reactors: &[Arc<dyn ReactorHandle>]) -> Result<()> {
+    let bad = |message: String| Err(Error::new(ErrorKind::BadOption, message));
+    if !options.queue_size.is_power_of_two() || !(2..=MAX_QUEUE_SIZE).contains(&options.queue_size) {
+        return bad(format!("queue_size={}: it must be a power of two from 2 to {MAX_QUEUE_SIZE}", options.queue_size));
+    }
+    if !(1..=MAX_QUEUES).contains(&options.max_queues) {
+        return bad(format!("max_queues={}: it must be 1 to {MAX_QUEUES}", options.max_queues));
+    }
+    match reactors.is_empty() {
+        true => bad("an export needs a reactor".into()),
+        false => Ok(()),
+    }
+}
+
+impl Shared {
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    fn calm(&self) {
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    fn set_peer(&self, peer: Option<UnixStream>) {
+        *self.peer.lock().unwrap_or_else(PoisonError::into_inner) = peer;
+    }
+}
+
+/// The export's thread.
+struct Server {
+    socket: ListenSocket,
+    served: Arc<ServedDisk>,
+    shared: Arc<Shared>,
+}
+
+impl Server {
+    fn run(self) {
+        let name = &self.shared.device.name;
+        while !self.shared.is_stopping() {
+            wait_readable(&[self.socket.listener.as_fd(), self.shared.wake.as_fd()]);
+            self.shared.calm();
+            if self.shared.is_stopping() {
+                return;
+            }
+            match self.socket.listener.accept() {
+                Ok((stream, _)) => {
+                    tracing::info!(disk = %name, "a peer connected");
+                    match self.serve_peer(stream) {
+                        Ok(()) => tracing::info!(disk = %name, "the peer disconnected"),
+                        Err(error) => tracing::warn!(disk = %name, "the session ended: {error}"),
+                    }
+                    self.shared.set_peer(None);
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                Err(error) => {
+                    tracing::warn!(disk = %name, "cannot accept a peer: {error}");
+                    // Out of descriptors, say: not a reason to spin.
+                    std::thread::sleep(std::time::Duration::from_millis(100));
+                }
+            }
+        }
+    }
+
+    fn serve_peer(&self, stream: UnixStream) -> Result<()> {
+        let setup = |error| Error::io("cannot set the connection up", error);
+        stream.set_nonblocking(false).map_err(setup)?;
+        let watched = stream.try_clone().map_err(setup)?;
+        self.shared.set_peer(Some(stream.try_clone().map_err(setup)?));
+        let events = Arc::new(SessionEvents::new()?);
+        let session = Session::new(Arc::clone(&self.served), Arc::clone(&events));
+        let mut connection = Connection::new(stream, session);
+        let ended = self.serve_messages(&mut connection, watched.as_fd(), &events);
+        connection.with_backend(Session::close);
+        ended
+    }
+
+    fn serve_messages(
+        &self,
+        connection: &mut Connection<Session>,
+        stream: BorrowedFd<'_>,
+        events: &SessionEvents,
+    ) -> Result<()> {
+        loop {
+            let [message, ..] = wait_readable(&[stream, self.shared.wake.as_fd(), events.as_fd()]);
+            // Calm before looking: a wish that comes later wakes the next wait.
+            self.shared.calm();
+            if self.shared.is_stopping() {
+                return Ok(());
+            }
+            if events.is_poisoned() {
+                let message = "the peer shrank a memory file that it shares: what it holds is lost";
+                return Err(Error::new(ErrorKind::Protocol, message));
+            }
+            if self.shared.config_changed.swap(false, Ordering::AcqRel) {
+                connection.config_changed();
+            }
+            if message && connection.serve_one()? == Served::Disconnected {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Waits until one of the descriptors is readable (or hung up) and says which are. After an interruption none is.
+fn wait_readable(fds: &[BorrowedFd<'_>]) -> [bool; 3] {
+    let mut polled: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+    let _ = poll(&mut polled, None);
+    let mut ready = [false; 3];
+    for (ready, fd) in ready.iter_mut().zip(&polled) {
+        *ready = !fd.revents().is_empty();
+    }
+    ready
+}

@@ -1,0 +1,336 @@
+//! One ring on its reactor: the data path.
+//!
+//! A turn harvests what the disk has completed, takes a batch of requests, submits them, and publishes all that has
+//! ended with at most one notification. Nothing here waits, locks or allocates (after the first requests).
+
+use crate::counters::RingCounters;
+use crate::device::Device;
+use crate::notifier::Notifier;
+use crate::session::SessionEvents;
+use block::{Completion, Disk, DiskQueue, IoErrorKind, IoResult, Op, Poller, ReactorCtx, Result, Tag};
+use memory::GuestMemory;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+use virtio::blk::{RangeSegment, Status};
+use virtio::ring_access::{RingAddresses, SplitAreas};
+use virtio::{BlkQueue, DeviceRing, Request, RingFault, RingFeatures, SplitDeviceRing};
+
+/// Most requests that one ring takes in a turn, so that the rings of a reactor share it fairly.
+const BATCH: usize = 128;
+
+/// Everything that a ring needs to begin, gathered on the session's thread.
+pub(crate) struct RingSetup {
+    pub(crate) index: u16,
+    pub(crate) device: Arc<Device>,
+    pub(crate) disk: Arc<dyn Disk>,
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) addresses: RingAddresses,
+    pub(crate) size: u16,
+    pub(crate) features: u64,
+    pub(crate) next_available: u16,
+    pub(crate) kick: Option<OwnedFd>,
+    pub(crate) call: Option<OwnedFd>,
+    pub(crate) err: Option<OwnedFd>,
+    pub(crate) events: Arc<SessionEvents>,
+    pub(crate) counters: Arc<RingCounters>,
+}
+
+/// What is left of a ring that has stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct StoppedRing {
+    /// The next available entry that nobody has taken.
+    pub(crate) next_available: u16,
+    /// It had stopped by itself before.
+    pub(crate) faulted: bool,
+}
+
+/// The operations of one request that have not ended. Only a discard or write-zeroes has more than one.
+#[derive(Debug, Clone, Copy, Default)]
+struct Pending {
+    operations: u32,
+    failed: Option<Status>,
+}
+
+/// A ring, polled by its reactor.
+pub(crate) struct RingPoller {
+    index: u16,
+    device: Arc<Device>,
+    queue: BlkQueue<SplitDeviceRing>,
+    disk: Box<dyn DiskQueue>,
+    pending: Box<[Pending]>,
+    harvested: Vec<Completion>,
+    /// Requests that ended since the used ring was published.
+    ended: usize,
+    kick: Option<OwnedFd>,
+    call: Option<Notifier>,
+    err: Option<Notifier>,
+    /// Requests are taken.
+    taking: bool,
+    faulted: bool,
+    /// Told once no request is in flight.
+    on_drained: Option<SyncSender<StoppedRing>>,
+    events: Arc<SessionEvents>,
+    counters: Arc<RingCounters>,
+}
+
+impl RingPoller {
+    /// Begins on a ring; called on the reactor's thread.
+    pub(crate) fn new(ctx: &Rc<dyn ReactorCtx>, setup: RingSetup) -> Result<Self> {
+        let areas = SplitAreas::at_user_addresses(Arc::clone(&setup.memory), setup.addresses, setup.size)
+            .map_err(|error| block::Error::with_source(block::ErrorKind::Protocol, "the ring cannot be used", error))?;
+        let disk = setup.disk.open_queue(ctx)?;
+        let ring = SplitDeviceRing::new(areas, RingFeatures::from_bits(setup.features), setup.next_available);
+        let mut queue = BlkQueue::new(ring, setup.memory, setup.device.limits());
+        queue.ring_mut().disable_notifications();
+        Ok(Self {
+            index: setup.index,
+            device: setup.device,
+            queue,
+            disk,
+            pending: vec![Pending::default(); usize::from(setup.size)].into_boxed_slice(),
+            harvested: Vec::with_capacity(usize::from(setup.size)),
+            ended: 0,
+            kick: setup.kick,
+            call: setup.call.map(Notifier::new),
+            err: setup.err.map(Notifier::new),
+            taking: true,
+            faulted: false,
+            on_drained: None,
+            events: setup.events,
+            counters: setup.counters,
+        })
+    }
+
+    /// Takes no more requests; tells `on_drained` when those in flight have ended and are published.
+    pub(crate) fn stop(&mut self, on_drained: SyncSender<StoppedRing>) {
+        self.taking = false;
+        self.on_drained = Some(on_drained);
+        self.tell_if_drained();
+    }
+
+    /// The peer's new descriptor for notifications. It is told at once: what was told through the old one may be lost.
+    pub(crate) fn set_call(&mut self, call: Option<OwnedFd>) {
+        self.call = call.map(Notifier::new);
+        if let Some(call) = &self.call {
+            call.notify();
+        }
+    }
+
+    /// The peer's new descriptor for faults.
+    pub(crate) fn set_err(&mut self, err: Option<OwnedFd>) {
+        self.err = err.map(Notifier::new);
+    }
+
+    fn tell_if_drained(&mut self) {
+        if self.on_drained.is_none() || self.queue.ring().in_flight() > 0 {
+            return;
+        }
+        let stopped = StoppedRing { next_available: self.queue.ring().next_available(), faulted: self.faulted };
+        if let Some(on_drained) = self.on_drained.take() {
+            // The session's thread may have gone; the ring is as stopped as before.
+            let _ = on_drained.send(stopped);
+        }
+    }
+
+    /// Takes a batch and submits it. Returns how many requests that were.
+    fn take_batch(&mut self) -> usize {
+        let mut taken: usize = 0;
+        while self.taking && taken < BATCH {
+            match self.queue.pop() {
+                Ok(Some((head, request))) => {
+                    self.start(head, request);
+                    taken = taken.saturating_add(1);
+                }
+                Ok(None) => break,
+                Err(fault) => self.stop_for(&fault),
+            }
+        }
+        taken
+    }
+
+    fn start(&mut self, head: u16, request: Request) {
+        match request {
+            Request::Read { sector, data } => match self.device.offset(sector, data.length_bytes() as u64) {
+                Some(offset) => self.submit(head, Op::Read { offset, data }),
+                None => self.end(head, Status::IoErr),
+            },
+            Request::Write { sector, data } => match self.device.offset(sector, data.length_bytes() as u64) {
+                Some(offset) if !self.device.read_only => {
+                    self.submit(head, Op::Write { offset, data, fua: self.device.write_through() });
+                }
+                _ => self.end(head, Status::IoErr),
+            },
+            Request::Flush => self.submit(head, Op::Flush),
+            Request::GetId => {
+                self.queue.complete_id(head, &self.device.serial);
+                self.ended = self.ended.saturating_add(1);
+            }
+            Request::Discard => self.start_ranges(head, |offset, length, _| Op::Discard { offset, length }),
+            Request::WriteZeroes => {
+                let fua = self.device.write_through();
+                self.start_ranges(head, |offset, length, range| {
+                    let may_unmap = range.flags & RangeSegment::UNMAP != 0;
+                    Op::WriteZeroes { offset, length, may_unmap, fua }
+                });
+            }
+            Request::Refused(status) => self.end(head, status),
+        }
+    }
+
+    fn submit(&mut self, head: u16, op: Op) {
+        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
+            *pending = Pending { operations: 1, failed: None };
+        }
+        self.disk.submit(Tag::from(head), op);
+    }
+
+    /// An operation for each range, all checked before the first begins. The request ends with the last of them.
+    fn start_ranges(&mut self, head: u16, op: impl Fn(u64, u64, &RangeSegment) -> Op) {
+        let (device, ranges) = (&self.device, self.queue.ranges(head));
+        let place = |range: &RangeSegment| {
+            let length = u64::from(range.sector_count).wrapping_shl(virtio::blk::SECTOR_SHIFT);
+            device.offset(range.sector, length).map(|offset| (offset, length))
+        };
+        if device.read_only || ranges.iter().any(|range| place(range).is_none()) {
+            return self.end(head, Status::IoErr);
+        }
+        let mut operations: u32 = 0;
+        for range in ranges.iter().filter(|range| range.sector_count > 0) {
+            if let Some((offset, length)) = place(range) {
+                self.disk.submit(Tag::from(head), op(offset, length, range));
+                operations = operations.saturating_add(1);
+            }
+        }
+        match self.pending.get_mut(usize::from(head)) {
+            Some(pending) if operations > 0 => *pending = Pending { operations, failed: None },
+            _ => self.end(head, Status::Ok),
+        }
+    }
+
+    fn harvest(&mut self) -> usize {
+        let count = self.disk.harvest(&mut self.harvested);
+        let mut harvested = std::mem::take(&mut self.harvested);
+        for completion in harvested.drain(..) {
+            self.ended_operation(completion);
+        }
+        self.harvested = harvested;
+        count
+    }
+
+    fn ended_operation(&mut self, completion: Completion) {
+        let Ok(head) = u16::try_from(completion.tag) else { return };
+        let Some(pending) = self.pending.get_mut(usize::from(head)) else { return };
+        if pending.operations == 0 {
+            return;
+        }
+        pending.operations = pending.operations.saturating_sub(1);
+        if let Some(status) = failure(completion.result) {
+            pending.failed.get_or_insert(status);
+        }
+        if pending.operations == 0 {
+            let status = pending.failed.unwrap_or(Status::Ok);
+            self.end(head, status);
+        }
+    }
+
+    fn end(&mut self, head: u16, status: Status) {
+        if status != Status::Ok {
+            self.counters.failed.add(1);
+        }
+        self.queue.complete(head, status);
+        self.ended = self.ended.saturating_add(1);
+    }
+
+    /// Shows the guest what has ended, and tells it if it wants to be told.
+    fn publish(&mut self) {
+        if self.ended == 0 {
+            return;
+        }
+        self.ended = 0;
+        match (self.queue.publish(), &self.call) {
+            (true, Some(call)) => {
+                call.notify();
+                self.counters.notifications.add(1);
+            }
+            _ => self.counters.notifications_avoided.add(1),
+        }
+    }
+
+    /// The guest broke the ring's rules: this ring takes nothing more until it is reset.
+    #[cold]
+    fn stop_for(&mut self, fault: &RingFault) {
+        self.taking = false;
+        if self.look_for_poison() {
+            return;
+        }
+        self.faulted = true;
+        self.counters.faults.add(1);
+        tracing::warn!(
+            disk = %self.device.name,
+            queue = self.index,
+            "the queue stops until the guest resets it: {fault}"
+        );
+        if let Some(err) = &self.err {
+            err.notify();
+        }
+    }
+
+    /// Whether the peer shrank its memory under us: what was read since is zeros of our own. Ends the session.
+    fn look_for_poison(&mut self) -> bool {
+        let poisoned = self.queue.memory().is_poisoned();
+        if poisoned {
+            self.taking = false;
+            self.events.report_poison();
+        }
+        poisoned
+    }
+}
+
+/// What the guest is told of an operation that failed.
+fn failure(result: IoResult) -> Option<Status> {
+    match result {
+        Ok(()) => None,
+        Err(error) if error.kind() == IoErrorKind::Unsupported => Some(Status::Unsupported),
+        Err(_) => Some(Status::IoErr),
+    }
+}
+
+impl Poller for RingPoller {
+    fn poll(&mut self) -> bool {
+        let mut harvested = self.harvest();
+        let taken = self.take_batch();
+        if taken > 0 {
+            self.counters.requests.add(taken);
+            self.counters.batches.add(1);
+            // Disks that need no storage have completed already.
+            harvested = harvested.saturating_add(self.harvest());
+        }
+        let worked = taken > 0 || harvested > 0;
+        if worked {
+            self.look_for_poison();
+        }
+        self.publish();
+        self.tell_if_drained();
+        worked
+    }
+
+    fn arm(&mut self) -> bool {
+        if !self.taking {
+            return false;
+        }
+        // Without a descriptor to be woken by, the peer expects us to look all the time.
+        self.queue.ring_mut().enable_notifications() || self.kick.is_none()
+    }
+
+    fn disarm(&mut self) {
+        if self.taking {
+            self.queue.ring_mut().disable_notifications();
+        }
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.kick.as_ref().map(AsFd::as_fd)
+    }
+}

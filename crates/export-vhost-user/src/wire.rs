@@ -1,0 +1,333 @@
+//! The protocol's messages. The only file that names the `vhost` crate, whose interface changes often: everything else
+//! sees [`Backend`] and [`Connection`].
+
+use block::{Error, ErrorKind, Result};
+use memory::RegionSpec;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
+    VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
+    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{
+    Backend as PeerChannel, BackendReqHandler, Error as WireError, GpuBackend, Result as WireResult,
+    VhostUserBackendReqHandlerMut, VhostUserFrontendReqHandler,
+};
+use virtio::ring_access::RingAddresses;
+
+/// What the messages ask of whoever serves them.
+pub(crate) trait Backend {
+    /// The virtio features on offer.
+    fn features(&self) -> u64;
+    /// The peer's choice among them.
+    fn set_features(&mut self, features: u64) -> Result<()>;
+    /// Replaces the peer's memory.
+    fn set_memory(&mut self, regions: Vec<(RegionSpec, OwnedFd)>) -> Result<()>;
+    /// Adds a region.
+    fn add_memory(&mut self, region: RegionSpec, file: OwnedFd) -> Result<()>;
+    /// Removes a region.
+    fn remove_memory(&mut self, region: RegionSpec) -> Result<()>;
+    /// Regions that can be added.
+    fn memory_slots(&self) -> u64;
+    /// Entries of a ring.
+    fn set_ring_size(&mut self, ring: u32, size: u32) -> Result<()>;
+    /// Where a ring is, in the peer's address space.
+    fn set_ring_addresses(&mut self, ring: u32, addresses: RingAddresses) -> Result<()>;
+    /// The available entry to begin with.
+    fn set_ring_base(&mut self, ring: u32, base: u32) -> Result<()>;
+    /// Stops a ring; returns the available entry to go on with.
+    fn stop_ring(&mut self, ring: u32) -> Result<u16>;
+    /// The descriptor that tells of new requests, and starts the ring; without one, the ring is polled.
+    fn set_ring_kick(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()>;
+    /// The descriptor to tell of ended requests.
+    fn set_ring_call(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()>;
+    /// The descriptor to tell of faults.
+    fn set_ring_err(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()>;
+    /// Whether a started ring is served.
+    fn enable_ring(&mut self, ring: u32, enabled: bool) -> Result<()>;
+    /// Rings that can be set up.
+    fn queue_count(&self) -> u64;
+    /// Bytes of the configuration space.
+    fn config(&self, offset: u32, length_bytes: u32) -> Result<Vec<u8>>;
+    /// Writes to the configuration space.
+    fn set_config(&mut self, offset: u32, bytes: &[u8]) -> Result<()>;
+    /// Stops all rings.
+    fn stop_all(&mut self) -> Result<()>;
+    /// Back to the state at the beginning of the session.
+    fn reset(&mut self) -> Result<()>;
+}
+
+/// How one message ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Served {
+    /// More may come.
+    Message,
+    /// The peer has gone.
+    Disconnected,
+}
+
+/// One peer's connection, and who serves it.
+pub(crate) struct Connection<B: Backend> {
+    handler: BackendReqHandler<Mutex<Adaptor<B>>>,
+    adaptor: Arc<Mutex<Adaptor<B>>>,
+}
+
+impl<B: Backend> Connection<B> {
+    pub(crate) fn new(stream: UnixStream, backend: B) -> Self {
+        let adaptor = Arc::new(Mutex::new(Adaptor { backend, refused: None, harmless: false, peer_channel: None }));
+        Self { handler: BackendReqHandler::from_stream(stream, Arc::clone(&adaptor)), adaptor }
+    }
+
+    /// Receives and serves one message; waits for it to be whole. An error ends the session.
+    pub(crate) fn serve_one(&mut self) -> Result<Served> {
+        let served = self.handler.handle_request();
+        let mut adaptor = self.lock();
+        let refused = adaptor.refused.take();
+        let harmless = std::mem::take(&mut adaptor.harmless);
+        match served {
+            Ok(()) | Err(WireError::SocketRetry(_)) => Ok(Served::Message),
+            Err(WireError::Disconnected | WireError::SocketBroken(_)) => Ok(Served::Disconnected),
+            Err(WireError::ReqHandlerError(_)) if harmless => {
+                if let Some(error) = refused {
+                    tracing::debug!("a message was refused: {error}");
+                }
+                Ok(Served::Message)
+            }
+            Err(error) => Err(refused
+                .unwrap_or_else(|| Error::with_source(ErrorKind::Protocol, "the peer broke the protocol", error))),
+        }
+    }
+
+    /// Tells the peer that the configuration space has changed, if it wants to know.
+    pub(crate) fn config_changed(&self) {
+        // Without waiting for an answer: the peer reads the configuration through this very session before it gives one.
+        if let Some(channel) = &self.lock().peer_channel
+            && let Err(error) = channel.handle_config_change()
+        {
+            tracing::warn!("the peer could not be told of the new configuration: {error}");
+        }
+    }
+
+    /// Looks after the backend between messages.
+    pub(crate) fn with_backend<T>(&self, look: impl FnOnce(&mut B) -> T) -> T {
+        look(&mut self.lock().backend)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Adaptor<B>> {
+        self.adaptor.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Turns the crate's calls into [`Backend`]'s.
+struct Adaptor<B> {
+    backend: B,
+    /// Why the message was refused: the crate's errors carry no text of ours.
+    refused: Option<Error>,
+    /// The session goes on all the same.
+    harmless: bool,
+    peer_channel: Option<PeerChannel>,
+}
+
+impl<B: Backend> Adaptor<B> {
+    fn told<T>(&mut self, result: Result<T>) -> WireResult<T> {
+        result.map_err(|error| {
+            let for_peer = std::io::Error::other(error.to_string());
+            self.refused = Some(error);
+            WireError::ReqHandlerError(for_peer)
+        })
+    }
+}
+
+fn spec(region: &VhostUserMemoryRegion) -> RegionSpec {
+    RegionSpec {
+        guest_address: region.guest_phys_addr,
+        length_bytes: region.memory_size,
+        user_address: region.user_addr,
+        file_offset: region.mmap_offset,
+    }
+}
+
+fn not_offered<T>() -> WireResult<T> {
+    Err(WireError::InvalidOperation("it was not offered"))
+}
+
+impl<B: Backend> VhostUserBackendReqHandlerMut for Adaptor<B> {
+    fn set_owner(&mut self) -> WireResult<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> WireResult<()> {
+        let result = self.backend.stop_all();
+        self.told(result)
+    }
+
+    fn reset_device(&mut self) -> WireResult<()> {
+        let result = self.backend.reset();
+        self.told(result)
+    }
+
+    fn get_features(&mut self) -> WireResult<u64> {
+        Ok(self.backend.features())
+    }
+
+    fn set_features(&mut self, features: u64) -> WireResult<()> {
+        let result = self.backend.set_features(features);
+        self.told(result)
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy_listening: Option<bool>,
+    ) -> WireResult<Option<Vec<u64>>> {
+        // The crate has checked that there are as many files as regions.
+        let regions = regions.iter().zip(files).map(|(region, file)| (spec(region), file.into())).collect();
+        let result = self.backend.set_memory(regions);
+        self.told(result).map(|()| None)
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> WireResult<()> {
+        let result = self.backend.set_ring_size(index, num);
+        self.told(result)
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        _flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> WireResult<()> {
+        let addresses = RingAddresses { table: descriptor, avail: available, used };
+        let result = self.backend.set_ring_addresses(index, addresses);
+        self.told(result)
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> WireResult<()> {
+        let result = self.backend.set_ring_base(index, base);
+        self.told(result)
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> WireResult<VhostUserVringState> {
+        let result = self.backend.stop_ring(index);
+        self.told(result).map(|base| VhostUserVringState::new(index, u32::from(base)))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> WireResult<()> {
+        let result = self.backend.set_ring_kick(u32::from(index), fd.map(OwnedFd::from));
+        self.told(result)
+    }
+
+    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> WireResult<()> {
+        let result = self.backend.set_ring_call(u32::from(index), fd.map(OwnedFd::from));
+        self.told(result)
+    }
+
+    fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> WireResult<()> {
+        let result = self.backend.set_ring_err(u32::from(index), fd.map(OwnedFd::from));
+        self.told(result)
+    }
+
+    fn get_protocol_features(&mut self) -> WireResult<VhostUserProtocolFeatures> {
+        Ok(VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::BACKEND_REQ
+            | VhostUserProtocolFeatures::RESET_DEVICE
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
+    }
+
+    fn set_protocol_features(&mut self, _features: u64) -> WireResult<()> {
+        Ok(())
+    }
+
+    fn get_queue_num(&mut self) -> WireResult<u64> {
+        Ok(self.backend.queue_count())
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> WireResult<()> {
+        let result = self.backend.enable_ring(index, enable);
+        self.told(result)
+    }
+
+    fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> WireResult<Vec<u8>> {
+        // The crate answers an error with an empty configuration; the session goes on.
+        let result = self.backend.config(offset, size);
+        let result = self.told(result);
+        self.refused = None;
+        result
+    }
+
+    fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> WireResult<()> {
+        let result = self.backend.set_config(offset, bytes);
+        // A guest may write anything there through a monitor that passes it on: no reason to hang up.
+        self.harmless = result.is_err();
+        self.told(result)
+    }
+
+    fn set_backend_req_fd(&mut self, channel: PeerChannel) {
+        self.peer_channel = Some(channel);
+    }
+
+    fn set_gpu_socket(&mut self, _gpu_backend: GpuBackend) -> WireResult<()> {
+        not_offered()
+    }
+
+    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> WireResult<File> {
+        not_offered()
+    }
+
+    fn get_inflight_fd(&mut self, _inflight: &VhostUserInflight) -> WireResult<(VhostUserInflight, File)> {
+        not_offered()
+    }
+
+    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> WireResult<()> {
+        not_offered()
+    }
+
+    fn get_max_mem_slots(&mut self) -> WireResult<u64> {
+        Ok(self.backend.memory_slots())
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        fd: File,
+        _postcopy_listening: Option<bool>,
+    ) -> WireResult<Option<u64>> {
+        let result = self.backend.add_memory(spec(region), fd.into());
+        self.told(result).map(|()| None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> WireResult<()> {
+        let result = self.backend.remove_memory(spec(region));
+        self.told(result)
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        _fd: File,
+    ) -> WireResult<Option<File>> {
+        not_offered()
+    }
+
+    fn check_device_state(&mut self) -> WireResult<()> {
+        not_offered()
+    }
+
+    fn get_shmem_config(&mut self) -> WireResult<VhostUserShMemConfig> {
+        not_offered()
+    }
+
+    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> WireResult<()> {
+        not_offered()
+    }
+}
