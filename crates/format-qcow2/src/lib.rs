@@ -1,1 +1,41 @@
-//! qcow2: where a guest range lies, and how new space is prepared and committed.
+//! qcow2: *where* a guest range lies, how new space is prepared and committed, and metadata that survive a power cut.
+//!
+//! Stands between `image`, which walks chains and moves payload, and `block`'s [`MetaIo`](block::MetaIo), through which
+//! the tables are read and written. Payload never passes through here.
+//!
+//! * Reads and overwrites ask [`Qcow2::lookup`] and [`Qcow2::lookup_overwrite`]: no lock, no wait, no allocation.
+//! * A write that needs space is two-step: [`Qcow2::prepare_write`], data written by the caller,
+//!   [`Qcow2::commit_write`]. A dropped [`Allocation`] gives its space back.
+//! * [`Qcow2::flush`] makes everything durable, in the order that keeps the image valid at every moment. Nothing is
+//!   synced in between.
+
+#![forbid(unsafe_code)]
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+#![cfg_attr(
+    test,
+    allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
+)]
+
+mod allocator;
+mod compress;
+mod create;
+mod entry;
+mod flush;
+mod free_runs;
+mod geometry;
+mod header;
+mod image;
+mod load;
+mod reap;
+mod refcount;
+mod slices;
+mod state;
+mod write;
+mod zero;
+
+pub use create::{CreateOptions, create};
+pub use flush::Barrier;
+pub use header::{Compression, Header, probe};
+pub use image::{OpenOptions, Overwrite, Qcow2};
+pub use write::{Allocation, Fill, Prepared};
+pub use zero::ZeroOutcome;

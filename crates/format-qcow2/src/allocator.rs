@@ -1,0 +1,239 @@
+//! Finding space in the file.
+//!
+//! Free space is known from what was freed and from refcount blocks that were looked at, one step an allocation, never
+//! all at open; else the file grows. Whatever is handed out has refcount zero before and one after, in memory: a flush
+//! writes that before anything that points there.
+
+use crate::free_runs::Run;
+use crate::geometry::MAX_FILE_BYTES;
+use crate::header::MAX_REFCOUNT_TABLE_BYTES;
+use crate::refcount::{Absent, zero_runs};
+use crate::state::{Inner, Need, State, Step, Stop};
+use block::{IoError, IoErrorKind};
+use std::collections::HashSet;
+use std::sync::atomic::Ordering;
+
+/// Refcounts looked at in one step of the scan.
+const SCAN_CLUSTERS: u64 = 1 << 16;
+
+const NO_SPACE: Stop = Stop::Fail(IoError::new(IoErrorKind::NoSpace));
+
+impl Inner {
+    /// Takes at most `want` contiguous host clusters. Their refcounts are one from now on.
+    pub(crate) fn allocate(&self, state: &mut State, want: u64) -> Step<Run> {
+        if state.refcounts.is_crowded() {
+            return Err(Stop::Need(Need::Flush));
+        }
+        let run = self.find_space(state, want.max(1))?;
+        self.refuse_tables(state, run)?;
+        self.count_one(state, run)?;
+        Ok(run)
+    }
+
+    /// As [`Inner::allocate`], one cluster for an L2 table.
+    pub(crate) fn allocate_table(&self, state: &mut State) -> Step<u64> {
+        let run = self.allocate(state, 1)?;
+        if let Some(tables) = &mut state.tables {
+            tables.insert(run.first);
+        }
+        Ok(self.geometry.start_of(run.first))
+    }
+
+    fn count_one(&self, state: &mut State, run: Run) -> Step<()> {
+        for cluster in run.first..run.end() {
+            // Its block is in memory and one fits every width.
+            state.refcounts.set(cluster, 1).map_err(|_| IoError::EIO)?;
+        }
+        Ok(())
+    }
+
+    fn find_space(&self, state: &mut State, want: u64) -> Step<Run> {
+        let mut may_scan = true;
+        loop {
+            if let Some(run) = self.take_free(state, want)? {
+                return Ok(run);
+            }
+            if !may_scan || state.space.scanned_end >= state.space.scan_limit {
+                return self.take_at_frontier(state, want);
+            }
+            self.scan_step(state)?;
+            may_scan = !self.can_grow;
+        }
+    }
+
+    /// Space that is known to be free.
+    fn take_free(&self, state: &mut State, want: u64) -> Step<Option<Run>> {
+        while let Some(run) = state.space.free.find(want) {
+            let block = self.geometry.block_of(run.first);
+            let end = run.end().min(self.geometry.block_end(block));
+            let mut free_end = run.first;
+            while free_end < end {
+                match state.refcounts.get(free_end) {
+                    Ok(0) => free_end = free_end.saturating_add(1),
+                    Err(Absent::NotLoaded(block)) => return Err(Stop::Need(Need::Block(block))),
+                    Ok(_) | Err(_) => break,
+                }
+            }
+            let count = free_end.saturating_sub(run.first);
+            if count > 0 {
+                state.space.free.take(run.first, count);
+                return Ok(Some(Run { count, ..run }));
+            }
+            // Not free after all; never handed out again.
+            state.space.free.take(run.first, 1);
+        }
+        Ok(None)
+    }
+
+    /// Looks at the next refcounts that nobody has looked at.
+    fn scan_step(&self, state: &mut State) -> Step<()> {
+        let from = state.space.scanned_end;
+        let block_end = self.geometry.block_end(self.geometry.block_of(from));
+        let to = block_end.min(state.space.scan_limit).min(from.saturating_add(SCAN_CLUSTERS));
+        match zero_runs(&mut state.refcounts, from, to) {
+            Ok(runs) => {
+                for (first, count) in runs {
+                    for gap in state.space.quarantine.gaps(first, count) {
+                        state.space.free.add(gap);
+                    }
+                }
+                state.space.scanned_end = to;
+            }
+            Err(Absent::NotLoaded(block)) => return Err(Stop::Need(Need::Block(block))),
+            // Without a block nothing can be counted there: space is only taken behind the last one.
+            Err(_) => state.space.scanned_end = block_end,
+        }
+        Ok(())
+    }
+
+    /// Space that was never handed out, at the end of the file.
+    fn take_at_frontier(&self, state: &mut State, want: u64) -> Step<Run> {
+        if state.busy.contains(&Need::Extension) {
+            return Err(Stop::Need(Need::Extension));
+        }
+        loop {
+            let first = state.space.frontier;
+            self.check_room(first.saturating_add(1))?;
+            let block = self.geometry.block_of(first);
+            match state.refcounts.get(first) {
+                Ok(0) => {}
+                Ok(_) => {
+                    state.space.frontier = first.saturating_add(1);
+                    continue;
+                }
+                Err(Absent::NoBlock(_)) => {
+                    self.add_blocks(state)?;
+                    continue;
+                }
+                Err(absent) => return Err(self.stop_for(absent)),
+            }
+            let zeroed = first < state.space.zeroed_end;
+            if state.space.can_extend && !zeroed {
+                return Err(Stop::Need(Need::Extension));
+            }
+            let mut end = first.saturating_add(want).min(self.geometry.block_end(block));
+            if zeroed {
+                end = end.min(state.space.zeroed_end);
+            }
+            if !self.can_grow {
+                end = end.min(self.file_clusters);
+            }
+            let mut free_end = first.saturating_add(1);
+            while free_end < end && state.refcounts.get(free_end) == Ok(0) {
+                free_end = free_end.saturating_add(1);
+            }
+            state.space.frontier = free_end;
+            return Ok(Run { first, count: free_end.saturating_sub(first), zeroed });
+        }
+    }
+
+    fn check_room(&self, end: u64) -> Step<()> {
+        let too_far = self.geometry.start_of(end) > MAX_FILE_BYTES || (!self.can_grow && end > self.file_clusters);
+        if too_far { Err(NO_SPACE) } else { Ok(()) }
+    }
+
+    /// Makes the refcount block that counts the cluster at the frontier, at the frontier: it counts itself. Where the
+    /// refcount table has no room for it, a larger table follows, and the blocks that count that.
+    fn add_blocks(&self, state: &mut State) -> Step<()> {
+        let first = state.space.frontier;
+        let block = self.geometry.block_of(first);
+        let old_entries = state.refcounts.table_entries();
+        let grows = block >= old_entries;
+        let (mut blocks, mut entries, mut table_clusters) = (1u64, old_entries, 0u64);
+        loop {
+            if grows {
+                let wanted = old_entries.saturating_add(old_entries / 2).max(block.saturating_add(blocks));
+                table_clusters = self.geometry.clusters_for(wanted.saturating_mul(8));
+                entries = self.geometry.start_of(table_clusters) / 8;
+            }
+            let last = first.saturating_add(blocks).saturating_add(table_clusters).saturating_sub(1);
+            let needed = self.geometry.block_of(last).saturating_sub(block).saturating_add(1);
+            if needed <= blocks {
+                break;
+            }
+            blocks = needed;
+        }
+        if entries.saturating_mul(8) > MAX_REFCOUNT_TABLE_BYTES {
+            return Err(NO_SPACE);
+        }
+        let run = Run { first, count: blocks.saturating_add(table_clusters), zeroed: false };
+        self.check_room(run.end())?;
+        self.refuse_tables(state, run)?;
+
+        if grows {
+            let old_first = self.geometry.cluster_of(state.refcounts.table_offset());
+            let old_clusters = self.geometry.clusters_for(old_entries.saturating_mul(8));
+            let new_offset = self.geometry.start_of(first.saturating_add(blocks));
+            state.refcounts.move_table(new_offset, usize::try_from(entries).map_err(|_| IoError::EIO)?);
+            let old = old_first..old_first.saturating_add(old_clusters);
+            if let Some(tables) = &mut state.tables {
+                tables.retain(|cluster| !old.contains(cluster));
+            }
+            self.unlink(state, std::iter::once(old));
+        }
+        for number in 0..blocks {
+            let offset = self.geometry.start_of(first.saturating_add(number));
+            state.refcounts.add_block(block.saturating_add(number), offset);
+        }
+        if let Some(tables) = &mut state.tables {
+            tables.extend(run.first..run.end());
+        }
+        state.space.frontier = run.end();
+        self.count_one(state, run)
+    }
+
+    /// Refuses space that a table lies in, whatever the refcounts say: writing there would destroy the image.
+    fn refuse_tables(&self, state: &mut State, run: Run) -> Step<()> {
+        if state.tables.is_none() {
+            state.tables = Some(self.all_tables(state));
+        }
+        let hit = (run.first..run.end()).find(|cluster| state.tables.as_ref().is_some_and(|all| all.contains(cluster)));
+        match hit {
+            None => Ok(()),
+            Some(cluster) => Err(Stop::Fail(self.corrupt(format_args!(
+                "host cluster {cluster} holds a table, but its refcount is 0, so it was nearly overwritten"
+            )))),
+        }
+    }
+
+    fn all_tables(&self, state: &State) -> HashSet<u64> {
+        let geometry = &self.geometry;
+        let mut tables = HashSet::from([0]);
+        let mut add = |offset: u64, length: u64| {
+            let first = geometry.cluster_of(offset);
+            tables.extend(first..first.saturating_add(geometry.clusters_for(length)));
+        };
+        add(self.header.l1_offset, u64::from(self.header.l1_entries).saturating_mul(8));
+        add(state.refcounts.table_offset(), state.refcounts.table_entries().saturating_mul(8));
+        if self.header.snapshots > 0 {
+            add(self.header.snapshots_offset, 1);
+        }
+        state.refcounts.block_offsets().for_each(|offset| add(offset, 1));
+        for entry in &self.l1 {
+            if let Ok(Some(table)) = crate::entry::decode_l1(entry.load(Ordering::Relaxed), geometry) {
+                add(table.offset, 1);
+            }
+        }
+        tables
+    }
+}

@@ -1,0 +1,122 @@
+//! Sizes and indexes that follow from the header: the only place that shifts by cluster bits.
+
+/// Entries of an L2 table that are cached together: 4 KiB of the table, or all of a smaller one.
+const SLICE_BITS_MAX: u32 = 9;
+
+/// Largest offset in the file that an L2 entry can name (56 bits), exclusive.
+pub(crate) const MAX_FILE_BYTES: u64 = 1 << 56;
+
+/// What follows from cluster size, refcount width and virtual size. The header has checked that all shifts are small.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Geometry {
+    pub(crate) version: u32,
+    pub(crate) size_bytes: u64,
+    pub(crate) cluster_bits: u32,
+    pub(crate) refcount_order: u32,
+    pub(crate) has_backing: bool,
+}
+
+impl Geometry {
+    pub(crate) fn cluster_bytes(&self) -> u64 {
+        1u64.wrapping_shl(self.cluster_bits)
+    }
+
+    /// The (guest or host) cluster that holds `offset`.
+    pub(crate) fn cluster_of(&self, offset: u64) -> u64 {
+        offset.wrapping_shr(self.cluster_bits)
+    }
+
+    /// Clusters needed for `length` bytes.
+    pub(crate) fn clusters_for(&self, length: u64) -> u64 {
+        length.div_ceil(self.cluster_bytes())
+    }
+
+    pub(crate) fn offset_in_cluster(&self, offset: u64) -> u64 {
+        offset & self.cluster_bytes().saturating_sub(1)
+    }
+
+    /// First byte of a cluster; saturates for clusters that no file can hold.
+    pub(crate) fn start_of(&self, cluster: u64) -> u64 {
+        cluster.saturating_mul(self.cluster_bytes())
+    }
+
+    /// Entries in an L2 table, as a power of two.
+    pub(crate) fn l2_bits(&self) -> u32 {
+        self.cluster_bits.saturating_sub(3)
+    }
+
+    pub(crate) fn l1_index(&self, cluster: u64) -> u64 {
+        cluster.wrapping_shr(self.l2_bits())
+    }
+
+    /// The first guest cluster behind those of the L2 table that maps `cluster`.
+    pub(crate) fn table_end(&self, cluster: u64) -> u64 {
+        self.l1_index(cluster).saturating_add(1).wrapping_shl(self.l2_bits())
+    }
+
+    pub(crate) fn slice_bits(&self) -> u32 {
+        self.l2_bits().min(SLICE_BITS_MAX)
+    }
+
+    /// The slice (numbered through the guest's address space) that maps a guest cluster.
+    pub(crate) fn slice_of(&self, cluster: u64) -> u64 {
+        cluster.wrapping_shr(self.slice_bits())
+    }
+
+    pub(crate) fn index_in_slice(&self, cluster: u64) -> usize {
+        (cluster & self.slice_entries().saturating_sub(1)) as usize
+    }
+
+    /// The first guest cluster behind those of the slice that maps `cluster`.
+    pub(crate) fn slice_end(&self, cluster: u64) -> u64 {
+        self.slice_of(cluster).saturating_add(1).wrapping_shl(self.slice_bits())
+    }
+
+    pub(crate) fn slice_entries(&self) -> u64 {
+        1u64.wrapping_shl(self.slice_bits())
+    }
+
+    pub(crate) fn slice_bytes(&self) -> u64 {
+        self.slice_entries().wrapping_shl(3)
+    }
+
+    pub(crate) fn l1_index_of_slice(&self, slice: u64) -> u64 {
+        slice.wrapping_shr(self.l2_bits().saturating_sub(self.slice_bits()))
+    }
+
+    /// Where a slice starts inside its L2 table.
+    pub(crate) fn slice_offset_in_table(&self, slice: u64) -> u64 {
+        let slices_per_table = 1u64.wrapping_shl(self.l2_bits().saturating_sub(self.slice_bits()));
+        (slice & slices_per_table.saturating_sub(1)).saturating_mul(self.slice_bytes())
+    }
+
+    /// Guest clusters of the disk.
+    pub(crate) fn guest_clusters(&self) -> u64 {
+        self.clusters_for(self.size_bytes)
+    }
+
+    /// L1 entries that the disk needs.
+    pub(crate) fn l1_entries(&self) -> u64 {
+        self.guest_clusters().div_ceil(1u64.wrapping_shl(self.l2_bits()))
+    }
+
+    /// Refcounts in a refcount block, as a power of two.
+    pub(crate) fn block_bits(&self) -> u32 {
+        self.cluster_bits.saturating_add(3).saturating_sub(self.refcount_order)
+    }
+
+    /// The refcount block that counts a host cluster.
+    pub(crate) fn block_of(&self, cluster: u64) -> u64 {
+        cluster.wrapping_shr(self.block_bits())
+    }
+
+    /// The first host cluster behind those that `block` counts.
+    pub(crate) fn block_end(&self, block: u64) -> u64 {
+        block.saturating_add(1).wrapping_shl(self.block_bits())
+    }
+
+    /// The first host cluster that `block` counts.
+    pub(crate) fn block_start(&self, block: u64) -> u64 {
+        block.wrapping_shl(self.block_bits())
+    }
+}

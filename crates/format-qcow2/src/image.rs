@@ -1,0 +1,336 @@
+//! The image as others see it: opening, and the lock-free lookups.
+
+use crate::entry::{BadEntry, Cluster};
+use crate::flush::{Barrier, FlushQueue};
+use crate::header::{HEADER_SECTOR_BYTES, Header, claimed_cluster_bytes, probe};
+use crate::load::entries;
+use crate::refcount::Refcounts;
+use crate::slices::{Slices, SlotBook};
+use crate::state::{Inner, Need, Space, State, Stop};
+use block::{CompressedExtent, Epochs, Error, ErrorKind, Extent, FileInfo, IoError, IoErrorKind, IoResult, Mapped};
+use block::{MetaIo, PastEnd, Result, WaitList};
+use memory::AlignedBuf;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// An open qcow2 image, shared by all queues on all reactors.
+#[derive(Debug)]
+pub struct Qcow2 {
+    pub(crate) inner: Arc<Inner>,
+}
+
+/// How to open an image.
+#[derive(Debug, Clone)]
+pub struct OpenOptions {
+    /// For messages: the path.
+    pub name: String,
+    /// Nothing is ever written.
+    pub read_only: bool,
+}
+
+/// Whether a write can go straight to the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Overwrite {
+    /// The first part of the range is allocated, and nobody else's.
+    InPlace {
+        /// First byte in the file.
+        offset: u64,
+        /// How many bytes, at least 1.
+        length_bytes: u64,
+    },
+    /// Ask [`Qcow2::prepare_write`].
+    Slow,
+}
+
+impl Qcow2 {
+    /// Opens the image in `file`. Reads the header, the L1 table and, for writing, the refcount table; writes nothing.
+    pub async fn open(io: &MetaIo, file: &FileInfo, options: OpenOptions) -> Result<Self> {
+        let name = options.name;
+        let failed = |what: &str, error: IoError| {
+            Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the {what}"), error)
+        };
+        let read_only = options.read_only || file.read_only;
+        let start = io.read(0, HEADER_SECTOR_BYTES, PastEnd::Zeros).await.map_err(|e| failed("header", e))?;
+        let cluster = match claimed_cluster_bytes(&start).filter(|_| probe(&start)) {
+            Some(length) => {
+                let length = usize::try_from(length).unwrap_or(HEADER_SECTOR_BYTES);
+                io.read(0, length, PastEnd::Zeros).await.map_err(|e| failed("header", e))?
+            }
+            None => start,
+        };
+        let header = Header::parse(&cluster, &name, !read_only)?;
+        let geometry = header.geometry();
+        let l1_bytes = (header.l1_entries as usize).saturating_mul(8);
+        let l1 = match l1_bytes {
+            0 => AlignedBuf::zeroed(0),
+            _ => io.read(header.l1_offset, l1_bytes, PastEnd::Fails).await.map_err(|e| failed("L1 table", e))?,
+        };
+        let table = match read_only {
+            true => Vec::new(),
+            false => {
+                let length = geometry.start_of(u64::from(header.refcount_table_clusters));
+                let length = usize::try_from(length).unwrap_or(0);
+                let read = io.read(header.refcount_table_offset, length, PastEnd::Fails).await;
+                entries(&read.map_err(|e| failed("refcount table", e))?).collect()
+            }
+        };
+        let slices = geometry.guest_clusters().div_ceil(geometry.slice_entries());
+        let sector = cluster.get(..HEADER_SECTOR_BYTES).and_then(|bytes| bytes.try_into().ok());
+        let refcounts = Refcounts::new(geometry, table, header.refcount_table_offset);
+        let space = space_at_open(file, &geometry, &refcounts);
+        let state = State {
+            book: SlotBook::default(),
+            l1_dirty: BTreeSet::new(),
+            l1_writing: BTreeSet::new(),
+            fresh_tables: HashMap::new(),
+            refcounts,
+            space,
+            in_flight: BTreeMap::new(),
+            busy: HashSet::new(),
+            unlinked: Vec::new(),
+            retired: Vec::new(),
+            flushes: FlushQueue::default(),
+            header_sector: sector.unwrap_or([0; HEADER_SECTOR_BYTES]),
+            tables: None,
+        };
+        let inner = Inner {
+            read_only,
+            geometry,
+            can_grow: file.can_grow && !file.block_device,
+            can_discard: file.can_discard,
+            discard_zeroes: file.discard_zeroes,
+            file_clusters: geometry.cluster_of(file.length_bytes),
+            l1: entries(&l1).map(AtomicU64::new).collect(),
+            slices: Slices::new(slices, usize::try_from(geometry.slice_entries()).unwrap_or(0)),
+            epochs: Epochs::default(),
+            state: Mutex::new(state),
+            loaded: WaitList::default(),
+            idle: WaitList::default(),
+            flushed: WaitList::default(),
+            header_ready: AtomicBool::new(header.autoclear_features == 0),
+            complained: AtomicBool::new(false),
+            skipped_barriers: AtomicU8::new(0),
+            header,
+            name,
+        };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// What the header said at open.
+    #[must_use]
+    pub fn header(&self) -> &Header {
+        &self.inner.header
+    }
+
+    /// Size of the disk.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        self.inner.geometry.size_bytes
+    }
+
+    /// Each queue takes part in these; see [`Epochs`].
+    #[must_use]
+    pub fn epochs(&self) -> &Epochs {
+        &self.inner.epochs
+    }
+
+    /// Where the first part of a range lies. Takes no lock and never waits. `None`: a table is not in memory (or the
+    /// image is damaged there), ask [`Qcow2::resolve`].
+    #[must_use]
+    pub fn lookup(&self, offset: u64, length: u64) -> Option<Mapped> {
+        self.inner.lookup(offset, length).ok().flatten()
+    }
+
+    /// As [`Qcow2::lookup`], loading what is missing.
+    pub async fn resolve(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult<Mapped> {
+        let inner = &self.inner;
+        inner.check_range(offset, length)?;
+        loop {
+            match inner.lookup(offset, length) {
+                Ok(Some(mapped)) => return Ok(mapped),
+                Ok(None) => {
+                    let cluster = inner.geometry.cluster_of(offset);
+                    inner.table_or_complain(inner.geometry.l1_index(cluster))?;
+                    inner.satisfy(io, Need::Slice(inner.geometry.slice_of(cluster))).await?;
+                }
+                Err(BadEntry) => return Err(inner.bad_entry(inner.geometry.cluster_of(offset))),
+            }
+        }
+    }
+
+    /// Whether the first part of a write may go straight to the file. Takes no lock and never waits.
+    #[must_use]
+    pub fn lookup_overwrite(&self, offset: u64, length: u64) -> Overwrite {
+        self.inner.lookup_overwrite(offset, length).unwrap_or(Overwrite::Slow)
+    }
+
+    /// The whole cluster that `extent` lies in, decompressed.
+    pub async fn read_compressed(&self, io: &MetaIo, extent: CompressedExtent) -> IoResult<AlignedBuf> {
+        self.inner.read_compressed(io, extent).await
+    }
+
+    /// Makes every write that completed before this call durable, data and metadata. Without changes to the metadata it
+    /// is exactly one flush of the file. Flushes at the same time share their work.
+    pub async fn flush(&self, io: &MetaIo) -> IoResult {
+        self.inner.flush(io).await
+    }
+
+    /// Flushes, writes the refcounts of what was freed, and cuts off space that was made in advance. No operation may be
+    /// in flight. The image stays usable.
+    pub async fn close(&self, io: &MetaIo) -> IoResult {
+        self.inner.close(io).await
+    }
+
+    /// For tests of the tests: leaves a barrier out, so that a simulated power cut must find damage.
+    #[doc(hidden)]
+    pub fn skip_barrier_for_test(&self, barrier: Barrier) {
+        self.inner.skipped_barriers.fetch_or(barrier.bit(), Ordering::Relaxed);
+    }
+}
+
+/// Where space comes from at first. In a file that grows: behind its end. In one that cannot: behind what any refcount
+/// block counts, and in what the scan finds.
+fn space_at_open(file: &FileInfo, geometry: &crate::geometry::Geometry, refcounts: &Refcounts) -> Space {
+    let grows = file.can_grow && !file.block_device;
+    let frontier = match grows {
+        true => geometry.clusters_for(file.length_bytes),
+        false => refcounts.last_block().map_or(0, |block| geometry.block_end(block)),
+    };
+    let frontier = frontier.max(1);
+    Space {
+        frontier,
+        scan_limit: frontier.min(geometry.cluster_of(file.length_bytes)),
+        can_extend: grows && file.can_discard && file.discard_zeroes,
+        ..Space::default()
+    }
+}
+
+impl Inner {
+    pub(crate) fn check_range(&self, offset: u64, length: u64) -> IoResult {
+        let inside = offset.checked_add(length).is_some_and(|end| end <= self.geometry.size_bytes);
+        if inside && length > 0 { Ok(()) } else { Err(IoError::new(IoErrorKind::OutOfRange)) }
+    }
+
+    pub(crate) fn check_write(&self, offset: u64, length: u64) -> IoResult {
+        self.check_range(offset, length)?;
+        if self.read_only { Err(IoError::new(IoErrorKind::ReadOnly)) } else { Ok(()) }
+    }
+
+    pub(crate) fn bad_entry(&self, cluster: u64) -> IoError {
+        let offset = self.geometry.start_of(cluster);
+        self.corrupt(format_args!("the L2 entry for the disk's offset {offset:#x} is invalid"))
+    }
+
+    pub(crate) fn bad_entry_stop(&self, cluster: u64) -> Stop {
+        Stop::Fail(self.bad_entry(cluster))
+    }
+
+    /// `Ok(None)`: not in memory. Joins what lies together.
+    fn lookup(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
+        if self.check_range(offset, length).is_err() {
+            return Ok(None);
+        }
+        let Some(mut mapped) = self.lookup_in_slice(offset, length)? else { return Ok(None) };
+        while mapped.length_bytes < length {
+            let next = offset.saturating_add(mapped.length_bytes);
+            let left = length.saturating_sub(mapped.length_bytes);
+            match self.lookup_in_slice(next, left) {
+                Ok(Some(more)) if follows(&mapped, &more) => {
+                    mapped.length_bytes = mapped.length_bytes.saturating_add(more.length_bytes);
+                }
+                // Whoever asks for the rest learns what is wrong there.
+                _ => break,
+            }
+        }
+        Ok(Some(mapped))
+    }
+
+    /// The first part of a range that lies in one place and in one slice.
+    fn lookup_in_slice(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
+        let geometry = &self.geometry;
+        let cluster = geometry.cluster_of(offset);
+        let in_cluster = geometry.offset_in_cluster(offset);
+        let Some(view) = self.slices.view(geometry.slice_of(cluster)) else {
+            let table = self.table(geometry.l1_index(cluster))?;
+            let covered = geometry.start_of(geometry.table_end(cluster)).saturating_sub(offset);
+            return Ok(table
+                .is_none()
+                .then_some(Mapped { extent: Extent::Backing, length_bytes: covered.min(length) }));
+        };
+        let index = geometry.index_in_slice(cluster);
+        let Some(raw) = view.get(index) else { return Ok(None) };
+        let first = Cluster::decode(raw, geometry);
+        let mut bytes = geometry.cluster_bytes().saturating_sub(in_cluster);
+        let mut next = index;
+        while bytes < length {
+            next = next.saturating_add(1);
+            let Some(more) = view.get(next).map(|raw| Cluster::decode(raw, geometry)) else { break };
+            if !continues(first, more, bytes.saturating_add(in_cluster)) {
+                break;
+            }
+            bytes = bytes.saturating_add(geometry.cluster_bytes());
+        }
+        if !view.is_valid() {
+            return Ok(None);
+        }
+        let extent = match first? {
+            Cluster::Unallocated => Extent::Backing,
+            Cluster::Zero | Cluster::ZeroAllocated { .. } => Extent::Zero,
+            Cluster::Data { host, .. } => Extent::Data { file: 0, offset: host.saturating_add(in_cluster) },
+            Cluster::Compressed { offset, length_bytes } => {
+                Extent::Compressed(CompressedExtent { offset, length_bytes, skip_bytes: in_cluster as u32 })
+            }
+        };
+        Ok(Some(Mapped { extent, length_bytes: bytes.min(length) }))
+    }
+
+    fn lookup_overwrite(&self, offset: u64, length: u64) -> Option<Overwrite> {
+        let geometry = &self.geometry;
+        if !self.header_ready.load(Ordering::Acquire) || self.check_write(offset, length).is_err() {
+            return None;
+        }
+        let cluster = geometry.cluster_of(offset);
+        let in_cluster = geometry.offset_in_cluster(offset);
+        // A table that a snapshot shares vouches for nothing.
+        self.table(geometry.l1_index(cluster)).ok().flatten().filter(|table| table.copied)?;
+        let view = self.slices.view(geometry.slice_of(cluster))?;
+        let index = geometry.index_in_slice(cluster);
+        let first = Cluster::decode(view.get(index)?, geometry).ok()?;
+        let Cluster::Data { host, copied: true } = first else { return None };
+        let mut bytes = geometry.cluster_bytes().saturating_sub(in_cluster);
+        let mut next = index;
+        while bytes < length {
+            next = next.saturating_add(1);
+            let Some(more) = view.get(next).map(|raw| Cluster::decode(raw, geometry)) else { break };
+            let same = matches!(more, Ok(Cluster::Data { copied: true, .. }));
+            if !same || !continues(Ok(first), more, bytes.saturating_add(in_cluster)) {
+                break;
+            }
+            bytes = bytes.saturating_add(geometry.cluster_bytes());
+        }
+        view.is_valid()
+            .then_some(Overwrite::InPlace { offset: host.saturating_add(in_cluster), length_bytes: bytes.min(length) })
+    }
+}
+
+/// Whether `more` goes on where `first` ends, `distance` bytes after its start.
+fn continues(first: Result<Cluster, BadEntry>, more: Result<Cluster, BadEntry>, distance: u64) -> bool {
+    match (first, more) {
+        (Ok(Cluster::Unallocated), Ok(Cluster::Unallocated)) => true,
+        (Ok(Cluster::Zero | Cluster::ZeroAllocated { .. }), Ok(Cluster::Zero | Cluster::ZeroAllocated { .. })) => true,
+        (Ok(Cluster::Data { host, .. }), Ok(Cluster::Data { host: next, .. })) => host.saturating_add(distance) == next,
+        _ => false,
+    }
+}
+
+/// Whether `more` goes on where `mapped` ends.
+fn follows(mapped: &Mapped, more: &Mapped) -> bool {
+    match (mapped.extent, more.extent) {
+        (Extent::Zero, Extent::Zero) | (Extent::Backing, Extent::Backing) => true,
+        (Extent::Data { offset, .. }, Extent::Data { offset: next, .. }) => {
+            offset.saturating_add(mapped.length_bytes) == next
+        }
+        _ => false,
+    }
+}

@@ -1,0 +1,149 @@
+//! Getting what a step needs: tables from the file, zeroed space, a quiet range.
+//!
+//! Each load is done once; others that need the same wait for it. Whoever loads may be dropped at any await: the guard
+//! then lets the next one try.
+
+use crate::geometry::MAX_FILE_BYTES;
+use crate::header::OFFSET_AUTOCLEAR;
+use crate::state::{FreshTable, Inner, Need};
+use block::{IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
+use memory::AlignedBuf;
+use std::sync::atomic::Ordering;
+
+/// How much the file is extended at once: large enough to be rare, small enough not to look odd after a crash.
+const EXTENSION_BYTES: u64 = 16 << 20;
+
+/// Marks something as being loaded, until dropped.
+struct Loading<'a> {
+    inner: &'a Inner,
+    need: Need,
+}
+
+impl Drop for Loading<'_> {
+    fn drop(&mut self) {
+        self.inner.lock().busy.remove(&self.need);
+        self.inner.loaded.wake_all();
+    }
+}
+
+/// Big-endian 64-bit entries.
+pub(crate) fn entries(bytes: &[u8]) -> impl Iterator<Item = u64> {
+    bytes.chunks_exact(8).map(|chunk| chunk.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte)))
+}
+
+impl Inner {
+    pub(crate) async fn satisfy(&self, io: &MetaIo, need: Need) -> IoResult {
+        match need {
+            Need::Flush => self.flush(io).await,
+            Need::Idle(range) => {
+                self.idle.until(|| self.lock().overlapping(&range).is_none().then_some(())).await;
+                Ok(())
+            }
+            Need::Slice(slice) => {
+                while !self.load_slice(io, slice).await? {
+                    self.flush(io).await?;
+                }
+                Ok(())
+            }
+            Need::Block(block) => self.load_block(io, block).await,
+            Need::Extension => self.extend(io).await,
+            Need::HeaderReady => self.make_header_ready(io).await,
+        }
+    }
+
+    /// Takes on a load; `None` if somebody else had it, and has finished.
+    async fn begin(&self, need: Need) -> Option<Loading<'_>> {
+        if self.lock().busy.insert(need.clone()) {
+            return Some(Loading { inner: self, need });
+        }
+        self.loaded.until(|| (!self.lock().busy.contains(&need)).then_some(())).await;
+        None
+    }
+
+    /// Reads a slice into memory. False if there is no room before the next flush.
+    async fn load_slice(&self, io: &MetaIo, slice: u64) -> IoResult<bool> {
+        let Some(_loading) = self.begin(Need::Slice(slice)).await else { return Ok(true) };
+        let l1_index = self.geometry.l1_index_of_slice(slice);
+        if self.slices.view(slice).is_some() {
+            return Ok(true);
+        }
+        let source = {
+            let mut state = self.lock();
+            match state.fresh_tables.get(&l1_index).copied() {
+                Some(FreshTable::Zeros) => {
+                    return Ok(state.book.install(&self.slices, slice, std::iter::repeat(0)));
+                }
+                Some(FreshTable::CopyOf(offset)) => Some(offset),
+                None => self.table_or_complain(l1_index)?.map(|table| table.offset),
+            }
+        };
+        // Without a table there is nothing to load: the caller looks again.
+        let Some(table) = source else { return Ok(true) };
+        let offset = table.saturating_add(self.geometry.slice_offset_in_table(slice));
+        let length = usize::try_from(self.geometry.slice_bytes()).map_err(|_| IoError::EIO)?;
+        let bytes = io.read(offset, length, PastEnd::Fails).await?;
+        // Nobody else can have changed the slice: only slices in memory change, and only we could have put it there.
+        Ok(self.lock().book.install(&self.slices, slice, entries(&bytes)))
+    }
+
+    pub(crate) async fn load_block(&self, io: &MetaIo, block: u64) -> IoResult {
+        let Some(_loading) = self.begin(Need::Block(block)).await else { return Ok(()) };
+        let offset = {
+            let state = self.lock();
+            if state.refcounts.is_loaded(block) {
+                return Ok(());
+            }
+            state.refcounts.block_offset(block)
+        };
+        let Ok(offset) = offset else { return Ok(()) };
+        let length = usize::try_from(self.geometry.cluster_bytes()).map_err(|_| IoError::EIO)?;
+        let bytes = io.read(offset, length, PastEnd::Fails).await?;
+        self.lock().refcounts.install(block, Box::from(&*bytes));
+        Ok(())
+    }
+
+    /// Makes the file longer by space that reads as zeros even after a power cut: set long, then punched, so that
+    /// nothing that lay there before shows through. While this runs, nobody takes space at the end of the file.
+    async fn extend(&self, io: &MetaIo) -> IoResult {
+        let Some(_loading) = self.begin(Need::Extension).await else { return Ok(()) };
+        let from = {
+            let state = self.lock();
+            if state.space.zeroed_end > state.space.frontier || !state.space.can_extend {
+                return Ok(());
+            }
+            state.space.frontier
+        };
+        let to = from.saturating_add(self.geometry.clusters_for(EXTENSION_BYTES));
+        let (start, end) = (self.geometry.start_of(from), self.geometry.start_of(to));
+        if end > MAX_FILE_BYTES {
+            return Err(IoError::new(IoErrorKind::NoSpace));
+        }
+        io.set_length(end).await?;
+        let punched = io.discard(start, end.saturating_sub(start)).await;
+        let mut state = self.lock();
+        match punched {
+            Ok(()) => state.space.zeroed_end = to,
+            Err(_) => state.space.can_extend = false,
+        }
+        Ok(())
+    }
+
+    /// Clears all autoclear bits (we maintain none of what they stand for) before anything else is written.
+    async fn make_header_ready(&self, io: &MetaIo) -> IoResult {
+        let Some(_loading) = self.begin(Need::HeaderReady).await else { return Ok(()) };
+        if self.header_ready.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let sector = {
+            let mut state = self.lock();
+            if let Some(field) = state.header_sector.get_mut(OFFSET_AUTOCLEAR..OFFSET_AUTOCLEAR.saturating_add(8)) {
+                field.fill(0);
+            }
+            AlignedBuf::copy_of(&state.header_sector)
+        };
+        io.write(0, sector).await?;
+        io.flush().await?;
+        self.header_ready.store(true, Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,113 @@
+//! Giving space back: refcounts are decremented in memory once nothing on disk or in flight can still lead to the
+//! space; what becomes free is punched out of the file before anybody may have it.
+//!
+//! The decrements reach the disk with a later flush. Lost in a power cut they leave leaks, which are harmless.
+
+use crate::free_runs::Run;
+use crate::refcount::Absent;
+use crate::state::{Freed, Inner, State};
+use block::{IoResult, MetaIo};
+use std::ops::Range;
+
+/// Puts back what was not decremented, should the task be dropped or a load fail.
+struct Unfinished<'a> {
+    inner: &'a Inner,
+    left: Vec<Freed>,
+}
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        self.inner.lock().retired.append(&mut self.left);
+    }
+}
+
+/// Space that is free but not handed out yet, because it is being punched. Becomes available when dropped.
+struct Punching<'a> {
+    inner: &'a Inner,
+    runs: Vec<Run>,
+}
+
+impl Drop for Punching<'_> {
+    fn drop(&mut self) {
+        let mut state = self.inner.lock();
+        for run in self.runs.drain(..) {
+            state.space.quarantine.remove(run);
+            state.space.free.add(run);
+        }
+    }
+}
+
+impl Inner {
+    /// Decrements what is due; `all`: without waiting for epochs, where nothing is in flight.
+    pub(crate) async fn reap(&self, io: &MetaIo, all: bool) -> IoResult {
+        let due = self.take_due(all);
+        if due.is_empty() {
+            return Ok(());
+        }
+        let mut punching = Punching { inner: self, runs: Vec::new() };
+        let mut unfinished = Unfinished { inner: self, left: due };
+        while let Some(mut freed) = unfinished.left.pop() {
+            while !freed.clusters.is_empty() {
+                let stopped = self.decrement_some(&mut freed.clusters, &mut punching.runs);
+                let Some(block) = stopped else { continue };
+                unfinished.left.push(freed.clone());
+                self.load_block(io, block).await?;
+                unfinished.left.pop();
+            }
+        }
+        if self.can_discard {
+            for run in &mut punching.runs {
+                let (offset, length) = (self.geometry.start_of(run.first), self.geometry.start_of(run.count));
+                // Best effort: what cannot be punched is free all the same.
+                run.zeroed = io.discard(offset, length).await.is_ok() && self.discard_zeroes;
+            }
+        }
+        Ok(())
+    }
+
+    fn take_due(&self, all: bool) -> Vec<Freed> {
+        let mut state = self.lock();
+        let retired = std::mem::take(&mut state.retired);
+        let mut last = None;
+        let (due, waiting) = retired.into_iter().partition(|freed: &Freed| {
+            // Neighbours mostly share an epoch; asking takes a lock.
+            let over = match last {
+                Some((epoch, over)) if epoch == freed.epoch => over,
+                _ => all || self.epochs.is_over(freed.epoch),
+            };
+            last = Some((freed.epoch, over));
+            over
+        });
+        state.retired = waiting;
+        due
+    }
+
+    /// Decrements from the start of `clusters` on; returns the block that has to be loaded first, if one has.
+    fn decrement_some(&self, clusters: &mut Range<u64>, runs: &mut Vec<Run>) -> Option<u64> {
+        let mut state = self.lock();
+        while !clusters.is_empty() {
+            match state.refcounts.get(clusters.start) {
+                Err(Absent::NotLoaded(block)) => return Some(block),
+                Ok(count) if count > 0 => self.decrement(&mut state, clusters.start, count, runs),
+                Ok(_) | Err(_) => {
+                    self.corrupt(format_args!("host cluster {} was used, but its refcount is 0", clusters.start));
+                }
+            }
+            clusters.start = clusters.start.saturating_add(1);
+        }
+        None
+    }
+
+    fn decrement(&self, state: &mut State, cluster: u64, count: u64, runs: &mut Vec<Run>) {
+        let left = count.saturating_sub(1);
+        if state.refcounts.set(cluster, left).is_err() || left > 0 {
+            return;
+        }
+        let run = Run { first: cluster, count: 1, zeroed: false };
+        state.space.quarantine.add(run);
+        match runs.last_mut() {
+            Some(last) if last.end() == cluster => last.count = last.count.saturating_add(1),
+            _ => runs.push(run),
+        }
+    }
+}

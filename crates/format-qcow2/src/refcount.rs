@@ -1,0 +1,415 @@
+//! Reference counts of host clusters: the refcount table in memory, refcount blocks cached on demand.
+//!
+//! All of this lives under the image's mutex. What it reads and changes is in memory; a block that isn't is named to the
+//! caller, who loads it without the mutex and tries again.
+
+use crate::entry::decode_refcount_table;
+use crate::geometry::Geometry;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// Clean blocks beyond this many bytes are dropped.
+const CACHE_BYTES: u64 = 4 << 20;
+const CACHED_BLOCKS_MIN: usize = 16;
+
+/// A block is written in parts of this size, so that a flush after a small write stays small.
+const PART_BYTES: usize = 4096;
+
+/// Why a refcount could not be had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Absent {
+    /// The block isn't in memory: load it.
+    NotLoaded(u64),
+    /// There is no block: nothing that it would count is in use.
+    NoBlock(u64),
+    /// The table's entry breaks the specification.
+    Corrupt(u64),
+}
+
+/// The value does not fit the image's refcount width, or would fall below zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Overflow;
+
+#[derive(Debug)]
+pub(crate) struct Block {
+    /// As on disk.
+    bytes: Box<[u8]>,
+    /// Parts that differ from the file.
+    dirty: BTreeSet<usize>,
+    /// On its way to the file.
+    writing: BTreeSet<usize>,
+    used: u64,
+}
+
+impl Block {
+    fn is_clean(&self) -> bool {
+        self.dirty.is_empty() && self.writing.is_empty()
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Refcounts {
+    geometry: Geometry,
+    /// The refcount table, as the image means it now (the file may be behind).
+    table: Vec<u64>,
+    table_offset: u64,
+    /// Entries that differ from the file.
+    table_dirty: BTreeSet<usize>,
+    table_writing: BTreeSet<usize>,
+    /// The table itself lies in a new place that the header does not name yet.
+    moved: bool,
+    blocks: HashMap<u64, Block>,
+    dirty_blocks: BTreeSet<u64>,
+    writing_blocks: BTreeSet<u64>,
+    clock: u64,
+}
+
+/// One piece of metadata to write.
+#[derive(Debug)]
+pub(crate) struct Piece {
+    pub(crate) offset: u64,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Refcounts {
+    pub(crate) fn new(geometry: Geometry, table: Vec<u64>, table_offset: u64) -> Self {
+        Self {
+            geometry,
+            table,
+            table_offset,
+            table_dirty: BTreeSet::new(),
+            table_writing: BTreeSet::new(),
+            moved: false,
+            blocks: HashMap::new(),
+            dirty_blocks: BTreeSet::new(),
+            writing_blocks: BTreeSet::new(),
+            clock: 0,
+        }
+    }
+
+    /// Where a block lies in the file.
+    pub(crate) fn block_offset(&self, block: u64) -> Result<u64, Absent> {
+        let raw = usize::try_from(block).ok().and_then(|index| self.table.get(index)).copied().unwrap_or(0);
+        match decode_refcount_table(raw, &self.geometry) {
+            Ok(Some(offset)) => Ok(offset),
+            Ok(None) => Err(Absent::NoBlock(block)),
+            Err(_) => Err(Absent::Corrupt(block)),
+        }
+    }
+
+    pub(crate) fn table_offset(&self) -> u64 {
+        self.table_offset
+    }
+
+    /// Blocks that the table has room for.
+    pub(crate) fn table_entries(&self) -> u64 {
+        self.table.len() as u64
+    }
+
+    /// The last block there is.
+    pub(crate) fn last_block(&self) -> Option<u64> {
+        self.table.iter().rposition(|raw| *raw != 0).map(|index| index as u64)
+    }
+
+    /// The offsets of all blocks.
+    pub(crate) fn block_offsets(&self) -> impl Iterator<Item = u64> {
+        self.table.iter().copied().filter(|raw| *raw != 0)
+    }
+
+    pub(crate) fn is_loaded(&self, block: u64) -> bool {
+        self.blocks.contains_key(&block)
+    }
+
+    /// Puts a block that was read from the file (or is new) into memory.
+    pub(crate) fn install(&mut self, block: u64, bytes: Box<[u8]>) {
+        // Room is made before, so that the new block is never the one to go.
+        let limit = self.geometry.cluster_of(CACHE_BYTES).max(CACHED_BLOCKS_MIN as u64);
+        if self.blocks.len() as u64 >= limit {
+            let victim = self.blocks.iter().filter(|(_, b)| b.is_clean()).min_by_key(|(_, b)| b.used).map(|(k, _)| *k);
+            if let Some(victim) = victim {
+                self.blocks.remove(&victim);
+            }
+        }
+        self.clock = self.clock.wrapping_add(1);
+        let fresh = Block { bytes, dirty: BTreeSet::new(), writing: BTreeSet::new(), used: self.clock };
+        self.blocks.insert(block, fresh);
+    }
+
+    fn index_in_block(&self, cluster: u64) -> u64 {
+        cluster & 1u64.wrapping_shl(self.geometry.block_bits()).saturating_sub(1)
+    }
+
+    /// The refcount of a host cluster.
+    pub(crate) fn get(&mut self, cluster: u64) -> Result<u64, Absent> {
+        let block = self.geometry.block_of(cluster);
+        let index = self.index_in_block(cluster);
+        let order = self.geometry.refcount_order;
+        self.clock = self.clock.wrapping_add(1);
+        match self.blocks.get_mut(&block) {
+            Some(found) => {
+                found.used = self.clock;
+                Ok(read_entry(&found.bytes, index, order))
+            }
+            None => Err(self.block_offset(block).map_or_else(|absent| absent, |_| Absent::NotLoaded(block))),
+        }
+    }
+
+    /// Sets the refcount of a host cluster whose block is in memory.
+    pub(crate) fn set(&mut self, cluster: u64, value: u64) -> Result<(), Overflow> {
+        let order = self.geometry.refcount_order;
+        let max = u64::MAX.wrapping_shr(64u32.saturating_sub(1u32.wrapping_shl(order)));
+        if value > max {
+            return Err(Overflow);
+        }
+        let (number, index) = (self.geometry.block_of(cluster), self.index_in_block(cluster));
+        let block = self.blocks.get_mut(&number).ok_or(Overflow)?;
+        let at = write_entry(&mut block.bytes, index, order, value);
+        block.dirty.insert(at / PART_BYTES);
+        self.dirty_blocks.insert(number);
+        Ok(())
+    }
+
+    /// Adds a new, empty block at `offset`; its table entry is published by the next flush.
+    pub(crate) fn add_block(&mut self, block: u64, offset: u64) {
+        let Ok(index) = usize::try_from(block) else { return };
+        let Some(entry) = self.table.get_mut(index) else { return };
+        *entry = offset;
+        self.table_dirty.insert(index);
+        let bytes = usize::try_from(self.geometry.cluster_bytes()).unwrap_or(0);
+        self.install(block, vec![0; bytes].into_boxed_slice());
+        if let Some(found) = self.blocks.get_mut(&block) {
+            found.dirty.extend(0..bytes.div_ceil(PART_BYTES));
+            self.dirty_blocks.insert(block);
+        }
+    }
+
+    /// Moves the table to a new, larger place.
+    pub(crate) fn move_table(&mut self, offset: u64, entries: usize) {
+        self.table.resize(entries, 0);
+        self.table_offset = offset;
+        self.moved = true;
+    }
+
+    pub(crate) fn has_dirty(&self) -> bool {
+        !self.dirty_blocks.is_empty() || !self.table_dirty.is_empty() || self.moved
+    }
+
+    /// Whether so much waits for a flush that one should not be put off.
+    pub(crate) fn is_crowded(&self) -> bool {
+        let dirty = (self.dirty_blocks.len() as u64).saturating_mul(self.geometry.cluster_bytes());
+        dirty > CACHE_BYTES && self.dirty_blocks.len() > CACHED_BLOCKS_MIN
+    }
+
+    /// Copies of what has to be written, which is *being written* from now on.
+    pub(crate) fn begin_writing(&mut self) -> RefcountWrites {
+        let mut writes = RefcountWrites::default();
+        self.writing_blocks = std::mem::take(&mut self.dirty_blocks);
+        for number in &self.writing_blocks {
+            let Ok(offset) = decode_entry_of(&self.table, *number, &self.geometry) else { continue };
+            let Some(block) = self.blocks.get_mut(number) else { continue };
+            block.writing = std::mem::take(&mut block.dirty);
+            writes.blocks.extend(parts(&block.bytes, &block.writing, offset));
+        }
+        self.table_writing = std::mem::take(&mut self.table_dirty);
+        if self.moved {
+            self.moved = false;
+            let bytes: Vec<u8> = self.table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+            let clusters = self.geometry.clusters_for(bytes.len() as u64);
+            writes.moved_table =
+                Some(MovedTable { piece: Piece { offset: self.table_offset, bytes }, clusters: clusters as u32 });
+        } else {
+            writes.entries = sectors(&self.table_writing, self.table_offset, |index| self.table.get(index).copied());
+        }
+        writes
+    }
+
+    /// Ends what [`Refcounts::begin_writing`] began; what failed is dirty again.
+    pub(crate) fn end_writing(&mut self, written: bool, moved: bool) {
+        for number in std::mem::take(&mut self.writing_blocks) {
+            let Some(block) = self.blocks.get_mut(&number) else { continue };
+            let parts = std::mem::take(&mut block.writing);
+            if !written {
+                block.dirty.extend(parts);
+                self.dirty_blocks.insert(number);
+            }
+        }
+        let entries = std::mem::take(&mut self.table_writing);
+        if !written {
+            self.table_dirty.extend(entries);
+            self.moved |= moved;
+        }
+    }
+}
+
+fn decode_entry_of(table: &[u64], block: u64, geometry: &Geometry) -> Result<u64, ()> {
+    let raw = usize::try_from(block).ok().and_then(|index| table.get(index)).copied().ok_or(())?;
+    decode_refcount_table(raw, geometry).ok().flatten().ok_or(())
+}
+
+/// What a flush writes of the refcounts.
+#[derive(Debug, Default)]
+pub(crate) struct RefcountWrites {
+    pub(crate) blocks: Vec<Piece>,
+    /// Sectors of the table in its old place.
+    pub(crate) entries: Vec<Piece>,
+    /// Or the whole table in a new one.
+    pub(crate) moved_table: Option<MovedTable>,
+}
+
+/// A table that the header must be pointed to.
+#[derive(Debug)]
+pub(crate) struct MovedTable {
+    pub(crate) piece: Piece,
+    pub(crate) clusters: u32,
+}
+
+/// The named parts of a block, neighbours joined.
+fn parts(bytes: &[u8], numbers: &BTreeSet<usize>, offset: u64) -> Vec<Piece> {
+    let mut pieces: Vec<Piece> = Vec::new();
+    for number in numbers {
+        let start = number.saturating_mul(PART_BYTES);
+        let end = start.saturating_add(PART_BYTES).min(bytes.len());
+        let Some(part) = bytes.get(start..end) else { continue };
+        let at = offset.saturating_add(start as u64);
+        match pieces.last_mut() {
+            Some(last) if last.offset.saturating_add(last.bytes.len() as u64) == at => last.bytes.extend(part),
+            _ => pieces.push(Piece { offset: at, bytes: part.to_vec() }),
+        }
+    }
+    pieces
+}
+
+/// The sectors of a table of 64-bit entries in which `dirty` ones lie, neighbours joined. What the table does not have
+/// is zero.
+pub(crate) fn sectors(dirty: &BTreeSet<usize>, table_offset: u64, entry: impl Fn(usize) -> Option<u64>) -> Vec<Piece> {
+    const ENTRIES: usize = 64;
+    let mut pieces: Vec<Piece> = Vec::new();
+    let mut last_sector = None;
+    for sector in dirty.iter().map(|index| index / ENTRIES) {
+        if last_sector.replace(sector) == Some(sector) {
+            continue;
+        }
+        let first = sector.saturating_mul(ENTRIES);
+        let bytes = (first..first.saturating_add(ENTRIES)).flat_map(|index| entry(index).unwrap_or(0).to_be_bytes());
+        let at = table_offset.saturating_add((first as u64).saturating_mul(8));
+        match pieces.last_mut() {
+            Some(last) if last.offset.saturating_add(last.bytes.len() as u64) == at => last.bytes.extend(bytes),
+            _ => pieces.push(Piece { offset: at, bytes: bytes.collect() }),
+        }
+    }
+    pieces
+}
+
+/// Refcounts narrower than a byte fill it from its least significant bit; wider ones are big-endian.
+fn read_entry(bytes: &[u8], index: u64, order: u32) -> u64 {
+    let index = usize::try_from(index).unwrap_or(usize::MAX);
+    if order < 3 {
+        let per_byte_bits = 3u32.saturating_sub(order);
+        let byte = bytes.get(index.wrapping_shr(per_byte_bits)).copied().unwrap_or(0);
+        let shift = (index as u32 & 7u32.wrapping_shr(order)).wrapping_shl(order);
+        let mask = 1u32.wrapping_shl(1u32.wrapping_shl(order)).saturating_sub(1);
+        return u64::from(u32::from(byte).wrapping_shr(shift) & mask);
+    }
+    let width = 1usize.wrapping_shl(order.saturating_sub(3));
+    let start = index.saturating_mul(width);
+    let entry = bytes.get(start..start.saturating_add(width)).unwrap_or(&[]);
+    entry.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte))
+}
+
+/// Returns the first byte it changed.
+fn write_entry(bytes: &mut [u8], index: u64, order: u32, value: u64) -> usize {
+    let index = usize::try_from(index).unwrap_or(usize::MAX);
+    if order < 3 {
+        let at = index.wrapping_shr(3u32.saturating_sub(order));
+        let shift = (index as u32 & 7u32.wrapping_shr(order)).wrapping_shl(order);
+        let mask = 1u32.wrapping_shl(1u32.wrapping_shl(order)).saturating_sub(1).wrapping_shl(shift);
+        if let Some(byte) = bytes.get_mut(at) {
+            let new = (u32::from(*byte) & !mask) | ((value as u32).wrapping_shl(shift) & mask);
+            *byte = new as u8;
+        }
+        return at;
+    }
+    let width = 1usize.wrapping_shl(order.saturating_sub(3));
+    let start = index.saturating_mul(width);
+    let big_endian = value.to_be_bytes();
+    let tail = big_endian.get(8usize.saturating_sub(width)..).unwrap_or(&[]);
+    if let Some(entry) = bytes.get_mut(start..start.saturating_add(width)) {
+        entry.copy_from_slice(tail);
+    }
+    start
+}
+
+/// Free runs of one block between two host clusters, for the scan: `(first cluster, count)`.
+pub(crate) fn zero_runs(refcounts: &mut Refcounts, from: u64, to: u64) -> Result<BTreeMap<u64, u64>, Absent> {
+    let mut runs = BTreeMap::new();
+    let mut start = None;
+    for cluster in from..to {
+        match (refcounts.get(cluster)? == 0, start) {
+            (true, None) => start = Some(cluster),
+            (false, Some(first)) => {
+                runs.insert(first, cluster.saturating_sub(first));
+                start = None;
+            }
+            _ => {}
+        }
+    }
+    if let Some(first) = start {
+        runs.insert(first, to.saturating_sub(first));
+    }
+    Ok(runs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_width_reads_back_what_it_wrote_and_leaves_its_neighbours() {
+        for order in 0..=6 {
+            let mut bytes = vec![0u8; 512];
+            let max = u64::MAX >> (64 - (1u32 << order));
+            for index in [0, 1, 5, 6, 7, 8, 63] {
+                write_entry(&mut bytes, index, order, max);
+            }
+            write_entry(&mut bytes, 6, order, 1);
+            for index in 0..64 {
+                let expected = match index {
+                    0 | 1 | 5 | 7 | 8 | 63 => max,
+                    6 => 1,
+                    _ => 0,
+                };
+                assert_eq!(read_entry(&bytes, index, order), expected, "order {order}, index {index}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_count_that_does_not_fit_is_refused() {
+        let geometry =
+            Geometry { version: 3, size_bytes: 1 << 20, cluster_bits: 9, refcount_order: 1, has_backing: false };
+        let mut refcounts = Refcounts::new(geometry, vec![0; 64], 512);
+        refcounts.add_block(0, 1024);
+        assert_eq!(refcounts.set(3, 3), Ok(()));
+        assert_eq!(refcounts.set(3, 4), Err(Overflow));
+        assert_eq!(refcounts.get(3), Ok(3));
+        assert_eq!(refcounts.get(1 << 20), Err(Absent::NoBlock(512)));
+    }
+
+    #[test]
+    fn only_changed_parts_are_written_and_a_failed_write_is_dirty_again() {
+        let geometry =
+            Geometry { version: 3, size_bytes: 1 << 30, cluster_bits: 16, refcount_order: 4, has_backing: false };
+        let mut refcounts = Refcounts::new(geometry, vec![0x30000, 0], 0x10000);
+        refcounts.install(0, vec![0; 65536].into());
+        refcounts.set(0, 1).unwrap();
+        refcounts.set(2048, 1).unwrap();
+        refcounts.set(20000, 1).unwrap();
+        for written in [false, true] {
+            assert!(refcounts.has_dirty());
+            let writes = refcounts.begin_writing();
+            let places: Vec<_> = writes.blocks.iter().map(|piece| (piece.offset, piece.bytes.len())).collect();
+            assert_eq!(places, [(0x30000, 8192), (0x30000 + 36864, 4096)]);
+            refcounts.end_writing(written, false);
+        }
+        assert!(!refcounts.has_dirty());
+    }
+}

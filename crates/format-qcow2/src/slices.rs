@@ -1,0 +1,266 @@
+//! The cache of L2 tables, in slices, read without a lock.
+//!
+//! A slice is 4 KiB of an L2 table (or all of a smaller one), named by its place in the guest's address space. A lookup
+//! goes directory -> slot -> entry and takes nothing: each slot has a tag with the slice it holds and a generation. The
+//! writer (under the image's mutex) changes the tag before it changes what the slot holds; the reader looks at the tag
+//! before and after (a seqlock). Entries of a slice that stays are replaced one at a time, each whole.
+
+use std::collections::BTreeMap;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+/// The tables of a whole disk are cached as long as they fit this.
+const BUDGET_BYTES: u64 = 32 << 20;
+const SLOTS_MIN: u64 = 64;
+
+/// Directory entries that are allocated together.
+const CHUNK_BITS: u32 = 10;
+const CHUNK_ENTRIES: usize = 1 << CHUNK_BITS;
+const CHUNK_MASK: u64 = (1 << CHUNK_BITS) - 1;
+
+/// A tag: the generation above, the slice's number plus one below (zero: nothing).
+const TAG_SLICE_BITS: u32 = 40;
+const TAG_SLICE_MASK: u64 = (1 << TAG_SLICE_BITS) - 1;
+
+#[derive(Debug, Default)]
+struct Slot {
+    tag: AtomicU64,
+    /// Looked at since the clock's hand passed.
+    used: AtomicBool,
+    entries: OnceLock<Box<[AtomicU64]>>,
+}
+
+/// What readers share.
+#[derive(Debug)]
+pub(crate) struct Slices {
+    slots: Box<[Slot]>,
+    directory: Box<[OnceLock<Box<[AtomicU32]>>]>,
+    entries_per_slice: usize,
+}
+
+/// A slice as a reader found it. What it reads is true only if [`View::is_valid`] says so afterwards.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct View<'a> {
+    slot: &'a Slot,
+    entries: &'a [AtomicU64],
+    tag: u64,
+}
+
+impl View<'_> {
+    pub(crate) fn get(&self, index: usize) -> Option<u64> {
+        // Acquire: whoever sees an entry of the slot's next slice also sees that the tag has changed.
+        Some(self.entries.get(index)?.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn is_valid(&self) -> bool {
+        self.slot.tag.load(Ordering::Relaxed) == self.tag
+    }
+}
+
+impl Slices {
+    pub(crate) fn new(slices: u64, entries_per_slice: usize) -> Self {
+        let slice_bytes = (entries_per_slice as u64).saturating_mul(8);
+        let slots = slices.min(BUDGET_BYTES.checked_div(slice_bytes).unwrap_or(0).max(SLOTS_MIN));
+        let chunks = slices.div_ceil(CHUNK_ENTRIES as u64);
+        Self {
+            slots: (0..slots).map(|_| Slot::default()).collect(),
+            directory: (0..chunks).map(|_| OnceLock::new()).collect(),
+            entries_per_slice,
+        }
+    }
+
+    fn directory_entry(&self, slice: u64) -> Option<&AtomicU32> {
+        let chunk = self.directory.get(usize::try_from(slice >> CHUNK_BITS).ok()?)?.get()?;
+        chunk.get((slice & CHUNK_MASK) as usize)
+    }
+
+    /// The slice, if it is in memory.
+    pub(crate) fn view(&self, slice: u64) -> Option<View<'_>> {
+        let index = self.directory_entry(slice)?.load(Ordering::Acquire).checked_sub(1)?;
+        let slot = self.slots.get(index as usize)?;
+        let tag = slot.tag.load(Ordering::Acquire);
+        if tag & TAG_SLICE_MASK != slice.saturating_add(1) {
+            return None;
+        }
+        if !slot.used.load(Ordering::Relaxed) {
+            slot.used.store(true, Ordering::Relaxed);
+        }
+        Some(View { slot, entries: slot.entries.get()?, tag })
+    }
+
+    /// Replaces one entry of a slice that is in memory. Only under the mutex.
+    pub(crate) fn set(&self, slice: u64, index: usize, raw: u64) {
+        if let Some(entry) = self.view(slice).and_then(|view| view.entries.get(index)) {
+            entry.store(raw, Ordering::Release);
+        }
+    }
+}
+
+/// What the mutex guards: which slots are free, and which must not be taken away.
+#[derive(Debug, Default)]
+pub(crate) struct SlotBook {
+    never_used: usize,
+    hand: usize,
+    /// Slices that differ from the file.
+    dirty: BTreeMap<u64, ()>,
+    /// Slices whose contents are on their way to the file: a load would race with the write.
+    writing: BTreeMap<u64, ()>,
+}
+
+impl SlotBook {
+    pub(crate) fn mark_dirty(&mut self, slice: u64) {
+        self.dirty.insert(slice, ());
+    }
+
+    pub(crate) fn has_dirty(&self) -> bool {
+        !self.dirty.is_empty()
+    }
+
+    /// All dirty slices, in order, now being written.
+    pub(crate) fn begin_writing(&mut self) -> Vec<u64> {
+        let slices: Vec<u64> = std::mem::take(&mut self.dirty).into_keys().collect();
+        self.writing.extend(slices.iter().map(|slice| (*slice, ())));
+        slices
+    }
+
+    /// Ends what [`SlotBook::begin_writing`] began; what failed is dirty again.
+    pub(crate) fn end_writing(&mut self, written: bool) {
+        let writing = std::mem::take(&mut self.writing);
+        if !written {
+            self.dirty.extend(writing);
+        }
+    }
+
+    /// Puts a slice into memory. False while every slot is dirty: a flush makes room.
+    pub(crate) fn install(&mut self, slices: &Slices, slice: u64, raw: impl Iterator<Item = u64>) -> bool {
+        let Some(index) = self.take_slot(slices) else { return false };
+        let Some(slot) = slices.slots.get(index) else { return false };
+        let entries = slot.entries.get_or_init(|| (0..slices.entries_per_slice).map(|_| AtomicU64::new(0)).collect());
+        for (entry, raw) in entries.iter().zip(raw) {
+            entry.store(raw, Ordering::Release);
+        }
+        let generation = (slot.tag.load(Ordering::Relaxed) >> TAG_SLICE_BITS).wrapping_add(1);
+        slot.tag.store((generation << TAG_SLICE_BITS) | slice.saturating_add(1), Ordering::Release);
+        slot.used.store(true, Ordering::Relaxed);
+        let Some(chunk) = usize::try_from(slice >> CHUNK_BITS).ok().and_then(|chunk| slices.directory.get(chunk))
+        else {
+            return false;
+        };
+        chunk.get_or_init(|| (0..CHUNK_ENTRIES).map(|_| AtomicU32::new(0)).collect());
+        if let Some(entry) = slices.directory_entry(slice) {
+            entry.store((index as u32).saturating_add(1), Ordering::Release);
+        }
+        true
+    }
+
+    /// A slot that holds nothing: a new one, or the one of a clean slice that was not used lately.
+    fn take_slot(&mut self, slices: &Slices) -> Option<usize> {
+        let count = slices.slots.len();
+        if self.never_used < count {
+            let index = self.never_used;
+            self.never_used = index.saturating_add(1);
+            return Some(index);
+        }
+        for _ in 0..count.saturating_mul(2) {
+            let index = self.hand;
+            self.hand = index.saturating_add(1);
+            if self.hand >= count {
+                self.hand = 0;
+            }
+            let slot = slices.slots.get(index)?;
+            let tag = slot.tag.load(Ordering::Relaxed);
+            let held = (tag & TAG_SLICE_MASK).checked_sub(1);
+            if held.is_some_and(|slice| self.dirty.contains_key(&slice) || self.writing.contains_key(&slice)) {
+                continue;
+            }
+            if slot.used.swap(false, Ordering::Relaxed) {
+                continue;
+            }
+            // The tag goes first: see `View::get`.
+            let generation = (tag >> TAG_SLICE_BITS).wrapping_add(1);
+            slot.tag.store(generation << TAG_SLICE_BITS, Ordering::Relaxed);
+            if let Some(entry) = held.and_then(|slice| slices.directory_entry(slice)) {
+                entry.store(0, Ordering::Release);
+            }
+            return Some(index);
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn filled(slices: &Slices, book: &mut SlotBook, slice: u64) -> bool {
+        book.install(slices, slice, std::iter::repeat(slice * 100))
+    }
+
+    #[test]
+    fn clean_slices_make_room_and_dirty_ones_stay() {
+        let slices = Slices::new(1 << 20, 8192 * 8);
+        let count = slices.slots.len() as u64;
+        let mut book = SlotBook::default();
+        for slice in 0..count {
+            assert!(filled(&slices, &mut book, slice));
+            book.mark_dirty(slice);
+        }
+        assert!(!filled(&slices, &mut book, count), "every slot is dirty");
+        book.begin_writing();
+        assert!(!filled(&slices, &mut book, count), "every slot is being written");
+        book.end_writing(true);
+        book.mark_dirty(5);
+        for slice in count..count * 3 {
+            assert!(filled(&slices, &mut book, slice));
+        }
+        assert!(slices.view(5).is_some());
+        assert!(slices.view(6).is_none());
+        assert_eq!(slices.view(count * 3 - 1).unwrap().get(7), Some((count * 3 - 1) * 100));
+    }
+
+    #[test]
+    fn a_view_of_a_slot_that_changed_hands_is_not_valid() {
+        let slices = Slices::new(1 << 20, 8192 * 8);
+        let mut book = SlotBook::default();
+        assert!(filled(&slices, &mut book, 1));
+        let view = slices.view(1).unwrap();
+        assert!(view.is_valid());
+        for slice in 2..3 * slices.slots.len() as u64 {
+            assert!(filled(&slices, &mut book, slice));
+        }
+        // Slice 1 comes back, perhaps into the same slot: the old view stays invalid.
+        assert!(filled(&slices, &mut book, 1));
+        assert!(!view.is_valid());
+    }
+
+    #[test]
+    fn readers_never_see_an_entry_of_another_slice() {
+        let slices = Slices::new(1 << 20, 8192 * 8);
+        let mut book = SlotBook::default();
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut seen = 0u64;
+                while !stop.load(Ordering::Relaxed) || seen == 0 {
+                    for slice in 0..128 {
+                        let Some(view) = slices.view(slice) else { continue };
+                        let entry = view.get(8191).unwrap();
+                        if view.is_valid() {
+                            assert_eq!(entry, slice * 100);
+                            seen += 1;
+                        }
+                    }
+                }
+            });
+            for round in 0..200u64 {
+                for slice in 0..128 {
+                    let slice = (slice * 37 + round) % 128;
+                    if slices.view(slice).is_none() {
+                        assert!(filled(&slices, &mut book, slice));
+                    }
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+}

@@ -1,0 +1,214 @@
+//! What all queues share, and how slow operations take turns.
+//!
+//! Everything that changes metadata happens under one mutex, in one step that is never suspended. A step that misses
+//! something (a table in memory, room, a range that another write holds) changes nothing more, says what it needs, and
+//! is tried again from the start once that is there.
+
+use crate::entry::{BadEntry, Table, decode_l1};
+use crate::flush::FlushQueue;
+use crate::free_runs::FreeRuns;
+use crate::geometry::Geometry;
+use crate::header::{HEADER_SECTOR_BYTES, Header};
+use crate::refcount::{Absent, Refcounts};
+use crate::slices::{Slices, SlotBook};
+use block::{Epochs, IoError, IoErrorKind, IoResult, MetaIo, WaitList};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Something that a step cannot do without.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) enum Need {
+    /// A slice of an L2 table in memory.
+    Slice(u64),
+    /// A refcount block in memory.
+    Block(u64),
+    /// Zeroed space behind the end of the file.
+    Extension,
+    /// The header says that this image has been written to by us.
+    HeaderReady,
+    /// Guest clusters that another write is allocating.
+    Idle(Range<u64>),
+    /// Dirty tables written, so that there is room for others.
+    Flush,
+}
+
+/// Why a step did not get to its end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Stop {
+    Need(Need),
+    Fail(IoError),
+}
+
+impl From<IoError> for Stop {
+    fn from(error: IoError) -> Self {
+        Self::Fail(error)
+    }
+}
+
+pub(crate) type Step<T> = Result<T, Stop>;
+
+/// Host clusters whose reference is gone from the tables in memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Freed {
+    pub(crate) clusters: Range<u64>,
+    /// Operations resolved until then may still use them.
+    pub(crate) epoch: u64,
+}
+
+/// What a slice of an L2 table that was never written holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FreshTable {
+    Zeros,
+    /// A copy of the table at this offset, which stays untouched until the new one is published.
+    CopyOf(u64),
+}
+
+/// Where new space comes from.
+#[derive(Debug, Default)]
+pub(crate) struct Space {
+    pub(crate) free: FreeRuns,
+    /// Free, but being punched out of the file: not to be handed out.
+    pub(crate) quarantine: FreeRuns,
+    /// Host clusters from here on were never handed out. May only grow.
+    pub(crate) frontier: u64,
+    /// Host clusters from the frontier up to here read as zeros, also after a power cut.
+    pub(crate) zeroed_end: u64,
+    /// Whether the file can be made longer with zeros.
+    pub(crate) can_extend: bool,
+    /// Host clusters below have been looked at for free ones, up to the frontier at the time.
+    pub(crate) scanned_end: u64,
+    pub(crate) scan_limit: u64,
+}
+
+/// What the mutex guards.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) book: SlotBook,
+    pub(crate) l1_dirty: BTreeSet<usize>,
+    pub(crate) l1_writing: BTreeSet<usize>,
+    /// L2 tables (by L1 index) whose clusters hold garbage until the next flush has written them.
+    pub(crate) fresh_tables: HashMap<u64, FreshTable>,
+    pub(crate) refcounts: Refcounts,
+    pub(crate) space: Space,
+    /// Guest clusters that are being allocated: first -> end.
+    pub(crate) in_flight: BTreeMap<u64, u64>,
+    /// What is being loaded.
+    pub(crate) busy: HashSet<Need>,
+    /// Waits for the flush that makes its unlinking durable.
+    pub(crate) unlinked: Vec<Freed>,
+    /// Unlinked for good (or never linked): decremented once its epoch is over.
+    pub(crate) retired: Vec<Freed>,
+    pub(crate) flushes: FlushQueue,
+    pub(crate) header_sector: [u8; HEADER_SECTOR_BYTES],
+    /// Clusters of the tables that the header and L1 name, for refusing to hand one out; made on first use.
+    pub(crate) tables: Option<HashSet<u64>>,
+}
+
+impl State {
+    /// The first range in flight that overlaps `range`.
+    pub(crate) fn overlapping(&self, range: &Range<u64>) -> Option<Range<u64>> {
+        let (first, end) = self.in_flight.range(..range.end).next_back()?;
+        if *end <= range.start {
+            return None;
+        }
+        // Several may overlap: the one to wait for first is any of them.
+        Some(*first..*end)
+    }
+
+    /// The first guest cluster in flight at or behind `cluster`.
+    pub(crate) fn next_in_flight(&self, cluster: u64) -> u64 {
+        self.in_flight.range(cluster..).next().map_or(u64::MAX, |(first, _)| *first)
+    }
+}
+
+/// One open image.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub(crate) name: String,
+    pub(crate) read_only: bool,
+    pub(crate) header: Header,
+    pub(crate) geometry: Geometry,
+    pub(crate) can_grow: bool,
+    pub(crate) can_discard: bool,
+    pub(crate) discard_zeroes: bool,
+    /// Clusters of a file that cannot grow.
+    pub(crate) file_clusters: u64,
+    pub(crate) l1: Box<[AtomicU64]>,
+    pub(crate) slices: Slices,
+    pub(crate) epochs: Epochs,
+    pub(crate) state: Mutex<State>,
+    /// Woken when something that was being loaded is there, or could not be loaded.
+    pub(crate) loaded: WaitList,
+    /// Woken when an allocation ends.
+    pub(crate) idle: WaitList,
+    /// Woken when a flush ends.
+    pub(crate) flushed: WaitList,
+    /// Set once the header needs no change before the image is written to.
+    pub(crate) header_ready: AtomicBool,
+    pub(crate) complained: AtomicBool,
+    pub(crate) skipped_barriers: AtomicU8,
+}
+
+impl Inner {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Damage found in the image: told once to a person, each time to the guest.
+    pub(crate) fn corrupt(&self, what: std::fmt::Arguments<'_>) -> IoError {
+        if !self.complained.swap(true, Ordering::Relaxed) {
+            tracing::error!(
+                "'{}': {what}; requests that need it fail. Check the image with 'qemu-img check' (more damage is not \
+                 reported)",
+                self.name
+            );
+        }
+        IoError::new(IoErrorKind::Corrupt)
+    }
+
+    /// The L2 table that maps the guest clusters of an L1 entry.
+    pub(crate) fn table(&self, l1_index: u64) -> Result<Option<Table>, BadEntry> {
+        let entry = usize::try_from(l1_index).ok().and_then(|index| self.l1.get(index)).ok_or(BadEntry)?;
+        decode_l1(entry.load(Ordering::Acquire), &self.geometry)
+    }
+
+    pub(crate) fn table_or_complain(&self, l1_index: u64) -> IoResult<Option<Table>> {
+        self.table(l1_index).map_err(|_| self.corrupt(format_args!("L1 entry {l1_index} is invalid")))
+    }
+
+    /// What a missing refcount means for a cluster that is in use.
+    pub(crate) fn stop_for(&self, absent: Absent) -> Stop {
+        match absent {
+            Absent::NotLoaded(block) => Stop::Need(Need::Block(block)),
+            Absent::NoBlock(block) => {
+                Stop::Fail(self.corrupt(format_args!("refcount block {block} is missing, but clusters in it are used")))
+            }
+            Absent::Corrupt(block) => Stop::Fail(self.corrupt(format_args!("refcount table entry {block} is invalid"))),
+        }
+    }
+
+    /// The refcount of a cluster that a table names: at least one, or the image is damaged.
+    pub(crate) fn refcount_in_use(&self, state: &mut State, cluster: u64) -> Step<u64> {
+        match state.refcounts.get(cluster) {
+            Ok(0) => {
+                Err(Stop::Fail(self.corrupt(format_args!("host cluster {cluster} is used, but its refcount is 0"))))
+            }
+            Ok(count) => Ok(count),
+            Err(absent) => Err(self.stop_for(absent)),
+        }
+    }
+
+    /// Tries `step` under the mutex until it gets to its end.
+    pub(crate) async fn run<T>(&self, io: &MetaIo, mut step: impl FnMut(&mut State) -> Step<T>) -> IoResult<T> {
+        loop {
+            let stopped = step(&mut self.lock());
+            match stopped {
+                Ok(value) => return Ok(value),
+                Err(Stop::Fail(error)) => return Err(error),
+                Err(Stop::Need(need)) => self.satisfy(io, need).await?,
+            }
+        }
+    }
+}

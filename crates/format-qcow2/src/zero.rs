@@ -1,0 +1,149 @@
+//! Write-zeroes and discard: whole clusters by the tables alone.
+
+use crate::entry::{COPIED, Cluster, ZERO};
+use crate::image::Qcow2;
+use crate::state::{Inner, Need, State, Step, Stop};
+use block::{Extent, IoResult, MetaIo};
+use std::ops::Range;
+
+/// What of a write-zeroes the tables could not do.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ZeroOutcome {
+    /// Ranges of the disk that the caller must zero by ordinary writes: none, the ragged ends, or everything.
+    pub by_writing: Vec<Range<u64>>,
+}
+
+/// What becomes of a cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Goal {
+    /// Zeros, keeping the space where it is the cluster's alone.
+    Zeroed,
+    /// Zeros, and the space is given back.
+    ZeroedAndFreed,
+    /// Anything; the space is given back.
+    Discarded,
+}
+
+impl Qcow2 {
+    /// Makes whole clusters of the range read as zeros and says what is left to do by writing.
+    pub async fn write_zeroes(&self, io: &MetaIo, offset: u64, length: u64, may_unmap: bool) -> IoResult<ZeroOutcome> {
+        let inner = &self.inner;
+        inner.check_write(offset, length)?;
+        let end = offset.saturating_add(length);
+        let whole = inner.whole_clusters(offset, end);
+        if inner.geometry.version < 3 && inner.geometry.has_backing {
+            // Version 2 cannot say "zero" above a layer that says something else.
+            return Ok(ZeroOutcome { by_writing: std::iter::once(offset..end).collect() });
+        }
+        let mut ragged: Vec<Range<u64>> = Vec::new();
+        if whole.is_empty() {
+            ragged.push(offset..end);
+        } else {
+            ragged.push(offset..inner.geometry.start_of(whole.start));
+            ragged.push(inner.geometry.start_of(whole.end)..end);
+            let goal = if may_unmap { Goal::ZeroedAndFreed } else { Goal::Zeroed };
+            inner.change_clusters(io, whole, goal).await?;
+        }
+        let mut by_writing = Vec::new();
+        for range in ragged {
+            if !range.is_empty() && !self.reads_as_zeros(io, &range).await? {
+                by_writing.push(range);
+            }
+        }
+        Ok(ZeroOutcome { by_writing })
+    }
+
+    /// Gives the space of whole clusters of the range back. What they read as afterwards is zeros, except above a backing
+    /// file in version 2, where the layer below shows again.
+    pub async fn discard(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
+        self.inner.check_write(offset, length)?;
+        let whole = self.inner.whole_clusters(offset, offset.saturating_add(length));
+        self.inner.change_clusters(io, whole, Goal::Discarded).await
+    }
+
+    async fn reads_as_zeros(&self, io: &MetaIo, range: &Range<u64>) -> IoResult<bool> {
+        let mut at = range.start;
+        while at < range.end {
+            let mapped = self.resolve(io, at, range.end.saturating_sub(at)).await?;
+            let zero = match mapped.extent {
+                Extent::Zero => true,
+                Extent::Backing => !self.inner.geometry.has_backing,
+                Extent::Data { .. } | Extent::Compressed(_) => false,
+            };
+            if !zero {
+                return Ok(false);
+            }
+            at = at.saturating_add(mapped.length_bytes);
+        }
+        Ok(true)
+    }
+}
+
+impl Inner {
+    /// The clusters that lie wholly in a range; the disk's last one counts as whole where the range reaches its end.
+    fn whole_clusters(&self, offset: u64, end: u64) -> Range<u64> {
+        let first = self.geometry.clusters_for(offset);
+        let last = match end >= self.geometry.size_bytes {
+            true => self.geometry.guest_clusters(),
+            false => self.geometry.cluster_of(end),
+        };
+        first..last
+    }
+
+    async fn change_clusters(&self, io: &MetaIo, clusters: Range<u64>, goal: Goal) -> IoResult {
+        let mut at = clusters.start;
+        while at < clusters.end {
+            at = self.run(io, |state| self.change_step(state, at..clusters.end, goal)).await?;
+        }
+        Ok(())
+    }
+
+    /// Changes the first clusters of a range, as far as one slice goes; returns where to go on.
+    fn change_step(&self, state: &mut State, clusters: Range<u64>, goal: Goal) -> Step<u64> {
+        let first = clusters.start;
+        let shows_backing = self.geometry.has_backing;
+        if !shows_backing && self.table_or_complain(self.geometry.l1_index(first))?.is_none() {
+            return Ok(self.geometry.table_end(first).min(clusters.end));
+        }
+        let part = first..clusters.end.min(self.geometry.slice_end(first));
+        if let Some(busy) = state.overlapping(&part) {
+            return Err(Stop::Need(Need::Idle(busy)));
+        }
+        let slice = self.own_slice(state, first)?;
+        let mut changes = Vec::new();
+        for cluster in part.clone() {
+            let old = self.cluster(slice, cluster)?;
+            if let Some(new) = self.changed_entry(old, goal) {
+                changes.push((cluster, old, new));
+            }
+        }
+        let mut freed: Vec<Range<u64>> = Vec::new();
+        for (cluster, old, new) in changes {
+            self.set_entry(state, slice, cluster, new);
+            let hosts = old.host_clusters(&self.geometry);
+            let keeps = matches!(Cluster::decode(new, &self.geometry), Ok(Cluster::ZeroAllocated { .. }));
+            match freed.last_mut() {
+                _ if keeps || hosts.is_empty() => {}
+                Some(last) if last.end == hosts.start => last.end = hosts.end,
+                _ => freed.push(hosts),
+            }
+        }
+        self.unlink(state, freed);
+        Ok(part.end)
+    }
+
+    /// The new entry, or `None` where the old one will do.
+    fn changed_entry(&self, old: Cluster, goal: Goal) -> Option<u64> {
+        let has_zero_flag = self.geometry.version >= 3;
+        // Where nothing lies below, an unallocated cluster reads as zeros.
+        let zero_flag_needed = has_zero_flag && (self.geometry.has_backing || goal != Goal::Discarded);
+        let gone = if zero_flag_needed { ZERO } else { 0 };
+        match (old, goal) {
+            (Cluster::Zero, _) => None,
+            (Cluster::Unallocated, _) => (has_zero_flag && self.geometry.has_backing).then_some(ZERO),
+            (Cluster::ZeroAllocated { .. }, Goal::Zeroed) => None,
+            (Cluster::Data { host, copied: true }, Goal::Zeroed) if has_zero_flag => Some(host | COPIED | ZERO),
+            (Cluster::ZeroAllocated { .. } | Cluster::Data { .. } | Cluster::Compressed { .. }, _) => Some(gone),
+        }
+    }
+}
