@@ -37,6 +37,7 @@ const STEPS: &[Step] = &[
         run: || tests_of(&["test", "--workspace", "--doc"]),
     },
     Step { name: "documents", about: "links and commands in the documents exist", run: || list(documents::check()?) },
+    Step { name: "slow", about: "the tests that are too slow for every day", run: slow },
     Step { name: "guests", about: "real Linux guests under User Mode Linux and QEMU", run: guests },
 ];
 
@@ -121,6 +122,12 @@ fn tests() -> Result<Counts> {
     } else {
         tests_of(&["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"])
     }
+}
+
+/// What is ignored by default, but for the guests, which have a step of their own.
+fn slow() -> Result<Counts> {
+    let arguments = ["test", "--workspace", "--tests", "--no-fail-fast", "--", "--ignored"];
+    count(Program::cargo().args(arguments).args(["--skip", "uml_on_", "--skip", "qemu_with_"]))
 }
 
 /// Runs tests and counts them by what they print.

@@ -1,8 +1,10 @@
-//! The project's own commands, run as `cargo xtask`: `ci` is the only definition of the tests.
+//! The project's own commands, run as `cargo xtask`: `ci` is the only definition of the tests, `bench`
+//! compares Ringdisk with its peers.
 
 #![forbid(unsafe_code)]
 
 mod arrows;
+mod bench;
 mod ci;
 mod command;
 mod counts;
@@ -24,10 +26,13 @@ struct Arguments {
 enum Subcommands {
     /// Every check and test of the project, in order, with a summary.
     Ci(ci::CiArguments),
+    /// Ringdisk beside qemu-storage-daemon and fio, in one run; writes docs/benchmarks.md.
+    Bench(bench::BenchArguments),
 }
 
 fn main() -> anyhow::Result<()> {
     match Arguments::parse().command {
         Subcommands::Ci(arguments) => ci::run(&arguments),
+        Subcommands::Bench(arguments) => bench::run(&arguments),
     }
 }

@@ -15,6 +15,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("busybox", "busybox-static"),
     ("mke2fs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
+    ("debugfs", "e2fsprogs"),
     ("fio", "fio"),
 ];
 
@@ -97,7 +98,7 @@ fn apt_get<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Result<()> {
 }
 
 /// Looks where login shells look, and where Debian keeps programs for root.
-fn find_program(name: &str) -> Option<PathBuf> {
+pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
         .chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"].into_iter().map(PathBuf::from))

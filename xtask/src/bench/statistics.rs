@@ -1,0 +1,36 @@
+//! Medians and spreads of a few samples.
+
+/// The middle of `values`; zero where there are none.
+pub(super) fn median(values: &[f64]) -> f64 {
+    quantile(values, 0.5)
+}
+
+/// The value below which `fraction` of `values` lie, between neighbours in proportion.
+pub(super) fn quantile(values: &[f64], fraction: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let Some(last) = sorted.len().checked_sub(1) else { return 0.0 };
+    let place = fraction * last as f64;
+    let below = sorted[place.floor() as usize];
+    let above = sorted[place.ceil() as usize];
+    below + (above - below) * place.fract()
+}
+
+/// The ratio of each pair.
+pub(super) fn ratios(ours: &[f64], theirs: &[f64]) -> Vec<f64> {
+    ours.iter().zip(theirs).filter(|(_, theirs)| **theirs > 0.0).map(|(ours, theirs)| ours / theirs).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_of_few_values() {
+        let values = [4.0, 1.0, 3.0, 2.0];
+        assert_eq!(median(&values), 2.5);
+        assert_eq!((quantile(&values, 0.0), quantile(&values, 1.0)), (1.0, 4.0));
+        assert_eq!(median(&[]), 0.0);
+        assert_eq!(ratios(&[2.0, 9.0, 1.0], &[1.0, 3.0, 0.0]), [2.0, 3.0]);
+    }
+}
