@@ -251,9 +251,17 @@ fn limits(session: &Session, options: &DriverOptions) -> Limits {
     let config = session.config();
     // 5.2.5: without SEG_MAX one segment; without SIZE_MAX no limit.
     let max_segments = if session.has(features::SEG_MAX) { config.seg_max.max(1) } else { 1 };
-    let max_segment_bytes = if session.has(features::SIZE_MAX) { config.size_max_bytes } else { u32::MAX };
+    let max_segment_bytes = max_segment_bytes(session, &config);
     let room = u32::from(options.queue_size).saturating_sub(2);
     Limits { event_idx: session.has(features::EVENT_IDX), max_segments: max_segments.min(room), max_segment_bytes }
+}
+
+fn max_segment_bytes(session: &Session, config: &BlkConfig) -> u32 {
+    // Some servers offer SIZE_MAX and leave the field zero: they have no limit.
+    match config.size_max_bytes {
+        1.. if session.has(features::SIZE_MAX) => config.size_max_bytes,
+        _ => u32::MAX,
+    }
 }
 
 fn logical_block_bytes(session: &Session, config: &BlkConfig) -> u32 {
@@ -273,7 +281,7 @@ fn check_config(session: &Session) -> Result<()> {
     if !block.is_power_of_two() || block < 512 || block as usize > BOUNCE_BYTES {
         return Err(session.error(format!("the device has blocks of {block} bytes, which cannot be served")));
     }
-    let longest = if session.has(features::SIZE_MAX) { config.size_max_bytes } else { u32::MAX };
+    let longest = max_segment_bytes(session, &config);
     if bounce_segment_bytes(longest, block as usize) == 0 {
         return Err(session.error(format!("the device takes segments of {longest} bytes, less than its block")));
     }

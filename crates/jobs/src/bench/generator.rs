@@ -1,0 +1,394 @@
+//! One queue's load: a poller that harvests what has completed and submits as much again.
+//!
+//! The clock is read once a batch: completions of one harvest end at the same moment, and what replaces them begins at it.
+
+use super::report::{BatchCounts, Timings};
+use super::spec::{BenchSpec, Pattern, Range, Stop};
+use super::verify::{BlockState, Tracker, Words, check_block, fill_block};
+use block::{Completion, DiskQueue, IoError, Op, Poller, PollerId, ReactorCtx};
+use memory::{IoBuf, Window};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::mpsc::Sender;
+use std::time::Instant;
+
+/// What the main thread tells the generators.
+#[derive(Debug, Default)]
+pub(crate) struct Conductor {
+    phase: AtomicU8,
+    /// Of all queues; updated once a few thousand requests.
+    pub(crate) requests: AtomicU64,
+    pub(crate) failures: AtomicU64,
+}
+
+/// In this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub(crate) enum Phase {
+    /// Nothing counts yet.
+    Warmup,
+    /// Everything counts.
+    Measure,
+    /// Nothing more is submitted.
+    Drain,
+    /// What has not completed by now never will.
+    Abandon,
+}
+
+impl Conductor {
+    pub(crate) fn set(&self, phase: Phase) {
+        self.phase.store(phase as u8, Ordering::Release);
+    }
+
+    fn phase(&self) -> Phase {
+        match self.phase.load(Ordering::Acquire) {
+            0 => Phase::Warmup,
+            1 => Phase::Measure,
+            2 => Phase::Drain,
+            _ => Phase::Abandon,
+        }
+    }
+}
+
+/// What a generator measured.
+pub(crate) struct QueueResult {
+    pub(crate) queue: u32,
+    pub(crate) reads: Timings,
+    pub(crate) writes: Timings,
+    pub(crate) flushes: Timings,
+    pub(crate) bytes: u64,
+    pub(crate) errors: u64,
+    pub(crate) first_error: Option<String>,
+    pub(crate) mismatches: u64,
+    pub(crate) first_mismatch: Option<String>,
+    pub(crate) batches: BatchCounts,
+    pub(crate) elapsed_seconds: f64,
+    pub(crate) blocks: Option<Vec<BlockState>>,
+    pub(crate) abandoned: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Read,
+    Write,
+    Flush,
+}
+
+struct Slot {
+    buf: IoBuf,
+    /// The whole buffer: what every request but a short last one uses.
+    whole: Window,
+    kind: Kind,
+    block: u64,
+    /// The lowest generation that the read may find.
+    lowest: u32,
+    since: Instant,
+}
+
+/// What a generator is made of.
+pub(crate) struct Parts {
+    pub(crate) queue_index: u32,
+    pub(crate) spec: Arc<BenchSpec>,
+    pub(crate) range: Range,
+    pub(crate) blocks: std::ops::Range<u64>,
+    pub(crate) tracker: Option<Tracker>,
+    pub(crate) conductor: Arc<Conductor>,
+    pub(crate) results: Sender<QueueResult>,
+}
+
+pub(crate) struct Generator {
+    queue: Option<Box<dyn DiskQueue>>,
+    ctx: Rc<dyn ReactorCtx>,
+    pub(crate) poller: Option<PollerId>,
+    parts: Parts,
+    slots: Vec<Slot>,
+    idle: Vec<usize>,
+    done: Vec<Completion>,
+    random: Words,
+    next_block: u64,
+    /// Requests left to submit, where their number is given.
+    left: Option<u64>,
+    writes_until_flush: u32,
+    phase: Phase,
+    started: Instant,
+    /// Completed since the conductor was told.
+    untold: u64,
+    result: Option<QueueResult>,
+    scratch: Vec<u8>,
+}
+
+/// How many completions may go untold.
+const TELL_EVERY: u64 = 1024;
+
+impl Generator {
+    pub(crate) fn new(queue: Box<dyn DiskQueue>, ctx: &Rc<dyn ReactorCtx>, buffers: Vec<IoBuf>, parts: Parts) -> Self {
+        let (spec, now) = (Arc::clone(&parts.spec), Instant::now());
+        let slots: Vec<Slot> = buffers
+            .into_iter()
+            .map(|buf| Slot { whole: buf.whole(), buf, kind: Kind::Read, block: 0, lowest: 0, since: now })
+            .collect();
+        let seed = match spec.pattern {
+            Pattern::Random { seed } => seed,
+            Pattern::Sequential => 0,
+        };
+        let result = QueueResult {
+            queue: parts.queue_index,
+            reads: Timings::new(),
+            writes: Timings::new(),
+            flushes: Timings::new(),
+            bytes: 0,
+            errors: 0,
+            first_error: None,
+            mismatches: 0,
+            first_mismatch: None,
+            batches: BatchCounts::default(),
+            elapsed_seconds: 0.0,
+            blocks: None,
+            abandoned: 0,
+        };
+        let share = |total: u64| {
+            let (queues, index) = (u64::from(spec.queues), u64::from(parts.queue_index));
+            total / queues + u64::from(index < total % queues)
+        };
+        Self {
+            queue: Some(queue),
+            ctx: Rc::clone(ctx),
+            poller: None,
+            idle: (0..slots.len()).rev().collect(),
+            slots,
+            done: Vec::new(),
+            random: Words::new(seed ^ u64::from(parts.queue_index) << 32),
+            next_block: parts.blocks.start,
+            left: match spec.stop {
+                Stop::Runtime(_) => None,
+                Stop::Requests(total) => Some(share(total)),
+                Stop::OnePass => Some(parts.blocks.end - parts.blocks.start),
+            },
+            writes_until_flush: spec.flush_every.unwrap_or(0),
+            phase: Phase::Warmup,
+            started: now,
+            untold: 0,
+            result: Some(result),
+            scratch: vec![0; if parts.tracker.is_some() { spec.block_bytes as usize } else { 0 }],
+            parts,
+        }
+    }
+
+    /// Follows the conductor; at the beginning of the measurement everything so far is forgotten.
+    fn follow(&mut self) {
+        let phase = self.parts.conductor.phase();
+        if phase == self.phase {
+            return;
+        }
+        let Some(result) = &mut self.result else { return };
+        if self.phase < Phase::Measure {
+            self.started = Instant::now();
+            result.reads.clear();
+            result.writes.clear();
+            result.flushes.clear();
+            result.batches.clear();
+            result.bytes = 0;
+        }
+        if phase >= Phase::Drain && self.phase < Phase::Drain {
+            result.elapsed_seconds = self.started.elapsed().as_secs_f64();
+        }
+        self.phase = phase;
+    }
+
+    fn has_more(&self) -> bool {
+        self.phase < Phase::Drain && self.left != Some(0)
+    }
+
+    fn choose(&mut self) -> (Kind, u64) {
+        let spec = &self.parts.spec;
+        let read = match spec.read_percent {
+            100 => true,
+            0 => false,
+            percent => self.random.below(100) < u64::from(percent),
+        };
+        if !read && spec.flush_every.is_some() && self.writes_until_flush == 0 {
+            return (Kind::Flush, 0);
+        }
+        let blocks = &self.parts.blocks;
+        let mut block = match spec.pattern {
+            Pattern::Random { .. } => blocks.start + self.random.below(blocks.end - blocks.start),
+            Pattern::Sequential => {
+                let block = self.next_block;
+                self.next_block = if block + 1 == blocks.end { blocks.start } else { block + 1 };
+                block
+            }
+        };
+        if read {
+            return (Kind::Read, block);
+        }
+        if let Some(tracker) = &self.parts.tracker {
+            // One write of a block at a time, or nobody could say which came last. There are more blocks than slots.
+            while tracker.is_writing(block) {
+                block = if block + 1 == blocks.end { blocks.start } else { block + 1 };
+            }
+        }
+        (Kind::Write, block)
+    }
+
+    fn submit(&mut self, index: usize, now: Instant) {
+        let (kind, block) = self.choose();
+        let Some(slot) = self.slots.get_mut(index) else { return };
+        (slot.kind, slot.block, slot.since) = (kind, block, now);
+        let op = match kind {
+            Kind::Flush => {
+                self.writes_until_flush = self.parts.spec.flush_every.unwrap_or(0);
+                if let Some(tracker) = &mut self.parts.tracker {
+                    tracker.begin_flush(index);
+                }
+                Op::Flush
+            }
+            Kind::Read => {
+                let (offset, length) = self.parts.range.block(block);
+                slot.lowest = self.parts.tracker.as_ref().map_or(0, |tracker| tracker.lowest(block));
+                Op::Read { offset, data: part(slot, length) }
+            }
+            Kind::Write => {
+                let (offset, length) = self.parts.range.block(block);
+                self.writes_until_flush = self.writes_until_flush.saturating_sub(1);
+                if let (Some(tracker), Some(scratch)) = (&mut self.parts.tracker, self.scratch.get_mut(..length)) {
+                    let generation = tracker.begin_write(block);
+                    fill_block(scratch, tracker.seed, offset, generation);
+                    slot.whole.copy_from_slice(0, scratch);
+                }
+                Op::Write { offset, data: part(slot, length), fua: self.parts.spec.fua }
+            }
+        };
+        if kind != Kind::Flush
+            && self.phase == Phase::Measure
+            && let Some(left) = &mut self.left
+        {
+            *left -= 1;
+        }
+        if let Some(queue) = &mut self.queue {
+            queue.submit(index as u64, op);
+        }
+    }
+
+    fn complete(&mut self, completion: Completion, now: Instant) {
+        let index = completion.tag as usize;
+        let (Some(slot), Some(result)) = (self.slots.get(index), &mut self.result) else { return };
+        let success = completion.result.is_ok();
+        if success {
+            let ns = now.saturating_duration_since(slot.since).as_nanos() as u64;
+            let (timings, bytes) = match slot.kind {
+                Kind::Read => (&mut result.reads, self.parts.range.block(slot.block).1),
+                Kind::Write => (&mut result.writes, self.parts.range.block(slot.block).1),
+                Kind::Flush => (&mut result.flushes, 0),
+            };
+            timings.record(ns);
+            result.bytes += bytes as u64;
+        }
+        self.untold += u64::from(slot.kind != Kind::Flush);
+        self.idle.push(index);
+        if let Err(error) = completion.result {
+            self.note_error(index, error);
+        }
+        if self.parts.tracker.is_some() {
+            self.track(index, success);
+        }
+    }
+
+    fn note_error(&mut self, index: usize, error: IoError) {
+        let (Some(slot), Some(result)) = (self.slots.get(index), &mut self.result) else { return };
+        result.errors += 1;
+        self.parts.conductor.failures.fetch_add(1, Ordering::Relaxed);
+        if result.first_error.is_none() {
+            let (offset, length) = self.parts.range.block(slot.block);
+            result.first_error = Some(match slot.kind {
+                Kind::Flush => format!("flush: {error}"),
+                kind => format!("{kind:?} of {length} bytes at offset {offset}: {error}").to_lowercase(),
+            });
+        }
+    }
+
+    fn track(&mut self, index: usize, success: bool) {
+        let (Some(slot), Some(tracker)) = (self.slots.get(index), &mut self.parts.tracker) else { return };
+        match slot.kind {
+            Kind::Flush => tracker.end_flush(index, success),
+            Kind::Write => tracker.end_write(slot.block, success, self.parts.spec.fua),
+            Kind::Read if success => {
+                let (offset, length) = self.parts.range.block(slot.block);
+                let Some(scratch) = self.scratch.get_mut(..length) else { return };
+                slot.whole.copy_to_slice(0, scratch);
+                let expected = tracker.expected(slot.block, slot.lowest);
+                let (Err(what), Some(result)) =
+                    (check_block(scratch, tracker.seed, offset, expected), &mut self.result)
+                else {
+                    return;
+                };
+                result.mismatches += 1;
+                self.parts.conductor.failures.fetch_add(1, Ordering::Relaxed);
+                result.first_mismatch.get_or_insert(what);
+            }
+            Kind::Read => {}
+        }
+    }
+
+    fn tell(&mut self) {
+        self.parts.conductor.requests.fetch_add(std::mem::take(&mut self.untold), Ordering::Relaxed);
+    }
+
+    /// Everything has completed (or was given up): hands the result over and leaves the reactor.
+    fn finish(&mut self) {
+        self.tell();
+        let Some(mut result) = self.result.take() else { return };
+        if self.phase < Phase::Drain {
+            result.elapsed_seconds = self.started.elapsed().as_secs_f64();
+        }
+        result.abandoned = self.slots.len() - self.idle.len();
+        result.blocks = self.parts.tracker.take().map(Tracker::into_blocks);
+        // The queue first: its disk may be used by others as soon as the result is there.
+        self.queue = None;
+        self.slots.clear();
+        if let Some(poller) = self.poller.take() {
+            self.ctx.remove_poller(poller);
+        }
+        // The receiver is gone only if the run was given up.
+        let _ = self.parts.results.send(result);
+    }
+}
+
+/// The first `length` bytes of the slot's buffer.
+fn part(slot: &Slot, length: usize) -> Window {
+    if length == slot.buf.length_bytes() { slot.whole.clone() } else { slot.whole.slice(0, length) }
+}
+
+impl Poller for Generator {
+    fn poll(&mut self) -> bool {
+        let (Some(queue), Some(result)) = (&mut self.queue, &mut self.result) else { return false };
+        let count = queue.harvest(&mut self.done);
+        result.batches.polls += 1;
+        self.follow();
+        if count == 0 && (self.idle.is_empty() || !self.has_more()) {
+            if self.idle.len() == self.slots.len() || self.phase == Phase::Abandon {
+                self.finish();
+            }
+            return false;
+        }
+        let now = Instant::now();
+        if let (Some(result), true) = (&mut self.result, count > 0) {
+            result.batches.record(count);
+        }
+        for index in 0..self.done.len() {
+            if let Some(completion) = self.done.get(index).copied() {
+                self.complete(completion, now);
+            }
+        }
+        self.done.clear();
+        while self.has_more()
+            && let Some(index) = self.idle.pop()
+        {
+            self.submit(index, now);
+        }
+        if self.untold >= TELL_EVERY {
+            self.tell();
+        }
+        true
+    }
+}

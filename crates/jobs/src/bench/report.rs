@@ -1,0 +1,253 @@
+//! What a run measured.
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+/// Latencies in microseconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Latency {
+    /// Requests it is made of.
+    pub count: u64,
+    /// Arithmetic mean.
+    pub mean: f64,
+    /// Median.
+    pub p50: f64,
+    /// 90th percentile.
+    pub p90: f64,
+    /// 99th percentile.
+    pub p99: f64,
+    /// 99.9th percentile.
+    pub p999: f64,
+    /// Longest.
+    pub max: f64,
+}
+
+/// How many completions came at once, over all harvests that gave any.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Batches {
+    /// Harvests that gave something.
+    pub harvests: u64,
+    /// Times that the generator looked, with or without success.
+    pub polls: u64,
+    /// Mean completions a harvest.
+    pub mean: f64,
+    /// Median.
+    pub median: u64,
+    /// Most.
+    pub max: u64,
+}
+
+/// The CPU time of one process over the run.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ProcessCpu {
+    /// Which.
+    pub pid: u32,
+    /// CPU seconds, all threads.
+    pub cpu_seconds: f64,
+    /// CPU microseconds a request of this run.
+    pub us_per_request: f64,
+}
+
+/// How much a counter grew.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CounterGrowth {
+    /// Its name.
+    pub name: String,
+    /// By how much.
+    pub total: u64,
+    /// The same, a request.
+    pub per_request: f64,
+}
+
+/// The outcome of a run.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct BenchReport {
+    /// Requests in flight on each queue.
+    pub queue_depth: u32,
+    /// Queues.
+    pub queues: u32,
+    /// Bytes a request.
+    pub block_bytes: u32,
+    /// Share of reads.
+    pub read_percent: u8,
+    /// "random" or "sequential".
+    pub pattern: String,
+    /// Measured time, the mean over the queues.
+    pub elapsed_seconds: f64,
+    /// Reads and writes completed.
+    pub requests: u64,
+    /// Of these, reads.
+    pub reads: u64,
+    /// Of these, writes.
+    pub writes: u64,
+    /// Flushes completed.
+    pub flushes: u64,
+    /// Reads and writes a second.
+    pub iops: f64,
+    /// Their bytes a second.
+    pub bytes_per_second: f64,
+    /// Of reads and writes together.
+    pub latency_us: Latency,
+    /// Of reads.
+    pub read_latency_us: Latency,
+    /// Of writes.
+    pub write_latency_us: Latency,
+    /// Of flushes.
+    pub flush_latency_us: Latency,
+    /// Requests that failed.
+    pub errors: u64,
+    /// The first of them.
+    pub first_error: Option<String>,
+    /// Blocks that did not hold what they should.
+    pub mismatches: u64,
+    /// The first of them.
+    pub first_mismatch: Option<String>,
+    /// Completions a harvest.
+    pub batches: Batches,
+    /// CPU seconds of this process (a reactor that spins counts in full).
+    pub client_cpu_seconds: f64,
+    /// The same, microseconds a request.
+    pub client_us_per_request: f64,
+    /// CPU of the server's processes.
+    pub servers: Vec<ProcessCpu>,
+    /// What the caller's counters did.
+    pub counters: Vec<CounterGrowth>,
+    /// The caller ended the run early.
+    pub cancelled: bool,
+}
+
+const SLOWEST_NS: u64 = 1_000_000_000_000;
+const DIGITS: u8 = 3;
+/// Batches longer than this count as this.
+const MAX_BATCH: usize = 4096;
+
+/// Latencies of one kind of request.
+pub(crate) struct Timings(Histogram<u64>);
+
+impl Timings {
+    pub(crate) fn new() -> Self {
+        // The bounds and digits are valid constants; if the crate disagrees, an auto-resizing one does as well.
+        let histogram = Histogram::new_with_bounds(1, SLOWEST_NS, DIGITS)
+            .or_else(|_| Histogram::new(DIGITS))
+            .unwrap_or_else(|error| unreachable!("a histogram of {DIGITS} digits: {error}"));
+        Self(histogram)
+    }
+
+    #[inline]
+    pub(crate) fn record(&mut self, ns: u64) {
+        self.0.saturating_record(ns.max(1));
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.0.reset();
+    }
+
+    pub(crate) fn merge(&mut self, other: &Self) {
+        // All have the same bounds.
+        let _ = self.0.add(&other.0);
+    }
+
+    pub(crate) fn count(&self) -> u64 {
+        self.0.len()
+    }
+
+    pub(crate) fn summary(&self) -> Latency {
+        if self.0.is_empty() {
+            return Latency::default();
+        }
+        let us = |ns: u64| ns as f64 / 1000.0;
+        let at = |quantile: f64| us(self.0.value_at_quantile(quantile));
+        Latency {
+            count: self.0.len(),
+            mean: self.0.mean() / 1000.0,
+            p50: at(0.5),
+            p90: at(0.9),
+            p99: at(0.99),
+            p999: at(0.999),
+            max: us(self.0.max()),
+        }
+    }
+}
+
+/// How many harvests gave how much.
+#[derive(Debug, Default)]
+pub(crate) struct BatchCounts {
+    by_length: Vec<u64>,
+    pub(crate) polls: u64,
+}
+
+impl BatchCounts {
+    pub(crate) fn record(&mut self, length: usize) {
+        let length = length.min(MAX_BATCH);
+        if length >= self.by_length.len() {
+            self.by_length.resize(length + 1, 0);
+        }
+        if let Some(count) = self.by_length.get_mut(length) {
+            *count += 1;
+        }
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.by_length.fill(0);
+        self.polls = 0;
+    }
+
+    pub(crate) fn merge(&mut self, other: &Self) {
+        if self.by_length.len() < other.by_length.len() {
+            self.by_length.resize(other.by_length.len(), 0);
+        }
+        for (mine, theirs) in self.by_length.iter_mut().zip(&other.by_length) {
+            *mine += theirs;
+        }
+        self.polls += other.polls;
+    }
+
+    pub(crate) fn summary(&self) -> Batches {
+        let harvests: u64 = self.by_length.iter().sum();
+        let completions: u64 = self.by_length.iter().zip(0u64..).map(|(count, length)| count * length).sum();
+        let mut seen = 0;
+        let median = self.by_length.iter().position(|count| {
+            seen += count;
+            harvests > 0 && seen * 2 >= harvests
+        });
+        let max = self.by_length.iter().rposition(|count| *count > 0);
+        Batches {
+            harvests,
+            polls: self.polls,
+            mean: completions as f64 / harvests.max(1) as f64,
+            median: median.unwrap_or(0) as u64,
+            max: max.unwrap_or(0) as u64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_are_summed_over_queues() {
+        let (mut one, mut two) = (BatchCounts::default(), BatchCounts::default());
+        for length in [1, 1, 8] {
+            one.record(length);
+        }
+        two.record(10);
+        two.record(2);
+        one.merge(&two);
+        let summary = one.summary();
+        assert_eq!((summary.harvests, summary.median, summary.max), (5, 2, 10));
+        assert!((summary.mean - 4.4).abs() < 1e-9);
+        assert_eq!(BatchCounts::default().summary(), Batches::default());
+    }
+
+    #[test]
+    fn percentiles_come_in_microseconds() {
+        let mut timings = Timings::new();
+        (1..=1000).for_each(|us| timings.record(us * 1000));
+        let summary = timings.summary();
+        assert_eq!(summary.count, 1000);
+        for (found, expected) in [(summary.p50, 500.0), (summary.p99, 990.0), (summary.max, 1000.0)] {
+            assert!((found / expected - 1.0).abs() < 0.002, "{found} for {expected}");
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! Starts the generators on their reactors, conducts them, and adds up what they measured.
+
+use super::cpu::CpuSample;
+use super::generator::{Conductor, Generator, Parts, Phase, QueueResult};
+use super::report::{BatchCounts, BenchReport, CounterGrowth, ProcessCpu, Timings};
+use super::spec::{Alloc, BenchSpec, Hooks, Initial, Pattern, Progress, Range, Stop};
+use super::verify::{Tracker, VerifyState};
+use block::{Disk, Error, ErrorKind, ReactorCtx, ReactorHandle, Result, run_and_wait};
+use memory::IoBuf;
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// How often progress is told and the caller's cancel flag looked at.
+const TICK: Duration = Duration::from_millis(50);
+
+/// A report, and what a verified run knows about its range.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// The figures.
+    pub report: BenchReport,
+    /// Present after a verified run.
+    pub state: Option<VerifyState>,
+}
+
+/// Runs `spec` on `disk`, one queue on each of the first reactors. Waits for the end; not to be called on a reactor.
+///
+/// Requests that fail and blocks that hold the wrong data are counted, not errors of the run.
+pub fn run(
+    disk: &Arc<dyn Disk>,
+    reactors: &[Arc<dyn ReactorHandle>],
+    spec: &BenchSpec,
+    hooks: &Hooks<'_>,
+) -> Result<Outcome> {
+    let range = spec.check(&disk.info(), reactors.len())?;
+    let reactors = reactors.get(..spec.queues as usize).unwrap_or(reactors);
+    let conductor = Arc::new(Conductor::default());
+    if spec.warmup.is_zero() {
+        conductor.set(Phase::Measure);
+    }
+    let (results, received) = channel();
+    let mut run = Run { spec, hooks, range, reactors, conductor, received, finished: Vec::new(), cancelled: false };
+    // Taken before anything is submitted; taken again after the warm-up.
+    let mut before = Sample::take(spec, hooks);
+    let started = run.start(disk, &results);
+    drop(results);
+    if started.is_ok() && !spec.warmup.is_zero() {
+        run.wait(Instant::now() + spec.warmup);
+        before = Sample::take(spec, hooks);
+        run.enter(Phase::Measure);
+    }
+    if started.is_ok() {
+        let limit = match spec.stop {
+            Stop::Runtime(time) => Instant::now() + time,
+            Stop::Requests(_) | Stop::OnePass => Instant::now() + Duration::from_secs(u64::from(u32::MAX)),
+        };
+        run.wait(limit);
+    }
+    let after = Sample::take(spec, hooks);
+    run.drain();
+    started?;
+    run.outcome(&before, &after)
+}
+
+struct Run<'a> {
+    spec: &'a BenchSpec,
+    hooks: &'a Hooks<'a>,
+    range: Range,
+    reactors: &'a [Arc<dyn ReactorHandle>],
+    conductor: Arc<Conductor>,
+    received: Receiver<QueueResult>,
+    finished: Vec<QueueResult>,
+    cancelled: bool,
+}
+
+/// What is read before and after the measurement.
+struct Sample {
+    client: CpuSample,
+    servers: Vec<(u32, CpuSample)>,
+    counters: Vec<(&'static str, u64)>,
+}
+
+impl Sample {
+    fn take(spec: &BenchSpec, hooks: &Hooks<'_>) -> Self {
+        Self {
+            client: CpuSample::take(std::process::id()),
+            servers: spec.server_pids.iter().map(|pid| (*pid, CpuSample::take(*pid))).collect(),
+            counters: hooks.counters.as_ref().map(|counters| counters()).unwrap_or_default(),
+        }
+    }
+}
+
+impl Run<'_> {
+    fn start(&self, disk: &Arc<dyn Disk>, results: &Sender<QueueResult>) -> Result<()> {
+        let spec = Arc::new(self.spec.clone());
+        for (index, reactor) in self.reactors.iter().enumerate() {
+            let blocks = self.range.part(index as u64, self.reactors.len() as u64);
+            let parts = Parts {
+                queue_index: index as u32,
+                tracker: self.tracker(&blocks),
+                spec: Arc::clone(&spec),
+                range: self.range,
+                blocks: match (spec.pattern, &spec.verify) {
+                    // Without verification nobody minds who else writes a block.
+                    (Pattern::Random { .. }, None) => 0..self.range.blocks(),
+                    _ => blocks,
+                },
+                conductor: Arc::clone(&self.conductor),
+                results: results.clone(),
+            };
+            let (disk, alloc) = (Arc::clone(disk), self.hooks.alloc.clone());
+            run_and_wait(reactor.as_ref(), move |ctx| start_queue(&disk, ctx, alloc.as_ref(), parts))??;
+        }
+        Ok(())
+    }
+
+    fn tracker(&self, blocks: &std::ops::Range<u64>) -> Option<Tracker> {
+        let verify = self.spec.verify.as_ref()?;
+        let count = (blocks.end - blocks.start) as usize;
+        let (zeros, states) = match &verify.initial {
+            Initial::Unknown => (false, vec![Default::default(); count]),
+            Initial::Zeros => (true, vec![Default::default(); count]),
+            Initial::State(state) => (state.zeros(), state.part(blocks.clone())),
+        };
+        Some(Tracker::new(verify.seed, zeros, blocks.start, states))
+    }
+
+    /// Tells the generators, also those whose reactor sleeps.
+    fn enter(&self, phase: Phase) {
+        self.conductor.set(phase);
+        for reactor in self.reactors {
+            // One that has ended has nothing to be told.
+            let _ = reactor.run(Box::new(|_| {}));
+        }
+    }
+
+    /// Waits until `limit`, until all generators have finished, or until the caller cancels.
+    fn wait(&mut self, limit: Instant) {
+        let started = Instant::now();
+        while self.finished.len() < self.reactors.len() && !self.cancelled {
+            let now = Instant::now();
+            if now >= limit {
+                return;
+            }
+            match self.received.recv_timeout(TICK.min(limit - now)) {
+                Ok(result) => self.finished.push(result),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+            self.tell_progress(started, limit);
+            self.cancelled |= self.hooks.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed));
+        }
+    }
+
+    fn tell_progress(&self, started: Instant, limit: Instant) {
+        let Some(progress) = self.hooks.progress else { return };
+        let requests = self.conductor.requests.load(Ordering::Relaxed);
+        let fraction = match self.spec.stop {
+            Stop::Runtime(_) => {
+                started.elapsed().as_secs_f64() / limit.saturating_duration_since(started).as_secs_f64().max(1e-9)
+            }
+            Stop::Requests(total) => requests as f64 / total.max(1) as f64,
+            Stop::OnePass => requests as f64 / self.range.blocks().max(1) as f64,
+        };
+        let failures = self.conductor.failures.load(Ordering::Relaxed);
+        progress(Progress { fraction: fraction.clamp(0.0, 1.0), requests, failures });
+    }
+
+    /// Waits for what is in flight, then gives it up.
+    fn drain(&mut self) {
+        for (phase, patience) in [(Phase::Drain, self.spec.drain_timeout), (Phase::Abandon, self.spec.drain_timeout)] {
+            self.enter(phase);
+            let until = Instant::now() + patience;
+            while self.finished.len() < self.reactors.len() {
+                match self.received.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                    Ok(result) => self.finished.push(result),
+                    Err(RecvTimeoutError::Timeout) => break,
+                    Err(RecvTimeoutError::Disconnected) => return,
+                }
+            }
+        }
+    }
+
+    fn outcome(mut self, before: &Sample, after: &Sample) -> Result<Outcome> {
+        let abandoned: usize = self.finished.iter().map(|result| result.abandoned).sum();
+        if self.finished.len() < self.reactors.len() || abandoned > 0 {
+            let waited = self.spec.drain_timeout.as_secs_f64();
+            let message = format!("{abandoned} requests did not complete within {waited} s after the end of the run");
+            return Err(Error::new(ErrorKind::Io, message));
+        }
+        self.finished.sort_by_key(|result| result.queue);
+        let state = self.spec.verify.as_ref().map(|verify| {
+            let zeros = match &verify.initial {
+                Initial::Unknown => false,
+                Initial::Zeros => true,
+                Initial::State(state) => state.zeros(),
+            };
+            let blocks = self.finished.iter_mut().filter_map(|result| result.blocks.take()).flatten().collect();
+            VerifyState::new(self.range, verify.seed, zeros, blocks)
+        });
+        Ok(Outcome { report: self.report(before, after), state })
+    }
+
+    fn report(&self, before: &Sample, after: &Sample) -> BenchReport {
+        let (mut reads, mut writes, mut flushes) = (Timings::new(), Timings::new(), Timings::new());
+        let mut batches = BatchCounts::default();
+        let (mut iops, mut bandwidth, mut elapsed) = (0.0, 0.0, 0.0);
+        for result in &self.finished {
+            let seconds = result.elapsed_seconds.max(1e-9);
+            iops += (result.reads.count() + result.writes.count()) as f64 / seconds;
+            bandwidth += result.bytes as f64 / seconds;
+            elapsed += seconds / self.finished.len() as f64;
+            reads.merge(&result.reads);
+            writes.merge(&result.writes);
+            flushes.merge(&result.flushes);
+            batches.merge(&result.batches);
+        }
+        let mut all = Timings::new();
+        all.merge(&reads);
+        all.merge(&writes);
+        let requests = all.count();
+        let per_request = |seconds: f64| seconds * 1e6 / requests.max(1) as f64;
+        let client = after.client.seconds_since(&before.client);
+        let servers = before.servers.iter().zip(&after.servers).map(|((pid, before), (_, after))| {
+            let cpu_seconds = after.seconds_since(before);
+            ProcessCpu { pid: *pid, cpu_seconds, us_per_request: per_request(cpu_seconds) }
+        });
+        let counters = before.counters.iter().zip(&after.counters).map(|((name, before), (_, after))| {
+            let total = after.saturating_sub(*before);
+            CounterGrowth { name: (*name).to_owned(), total, per_request: total as f64 / requests.max(1) as f64 }
+        });
+        BenchReport {
+            queue_depth: self.spec.queue_depth,
+            queues: self.spec.queues,
+            block_bytes: self.spec.block_bytes,
+            read_percent: self.spec.read_percent,
+            pattern: match self.spec.pattern {
+                Pattern::Random { .. } => "random".to_owned(),
+                Pattern::Sequential => "sequential".to_owned(),
+            },
+            elapsed_seconds: elapsed,
+            requests,
+            reads: reads.count(),
+            writes: writes.count(),
+            flushes: flushes.count(),
+            iops,
+            bytes_per_second: bandwidth,
+            latency_us: all.summary(),
+            read_latency_us: reads.summary(),
+            write_latency_us: writes.summary(),
+            flush_latency_us: flushes.summary(),
+            errors: self.finished.iter().map(|result| result.errors).sum(),
+            first_error: self.finished.iter().find_map(|result| result.first_error.clone()),
+            mismatches: self.finished.iter().map(|result| result.mismatches).sum(),
+            first_mismatch: self.finished.iter().find_map(|result| result.first_mismatch.clone()),
+            batches: batches.summary(),
+            client_cpu_seconds: client,
+            client_us_per_request: per_request(client),
+            servers: servers.collect(),
+            counters: counters.collect(),
+            cancelled: self.cancelled,
+        }
+    }
+}
+
+/// On the reactor's thread: opens the queue, makes the buffers, begins.
+fn start_queue(disk: &Arc<dyn Disk>, ctx: &Rc<dyn ReactorCtx>, alloc: Option<&Alloc>, parts: Parts) -> Result<()> {
+    let queue = disk.open_queue(ctx)?;
+    let length = parts.spec.block_bytes as usize;
+    let buffer = |_| match alloc {
+        Some(alloc) => alloc(length),
+        None => Ok(IoBuf::zeroed(length)),
+    };
+    let buffers = (0..parts.spec.queue_depth).map(buffer).collect::<Result<Vec<_>>>()?;
+    let generator = Rc::new(RefCell::new(Generator::new(queue, ctx, buffers, parts)));
+    let poller = ctx.add_poller(generator.clone())?;
+    generator.borrow_mut().poller = Some(poller);
+    Ok(())
+}

@@ -1,0 +1,267 @@
+//! What to measure: the workload, when it ends, and what the caller hooks into it.
+
+use super::verify::VerifyState;
+use block::{DiskInfo, Error, ErrorKind, Result};
+use memory::IoBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+/// In which order offsets come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pattern {
+    /// Uniformly at random over the range; the same seed gives the same offsets.
+    Random {
+        /// Where the generator starts.
+        seed: u64,
+    },
+    /// One block after the other; each queue walks its own part of the range, again and again.
+    Sequential,
+}
+
+/// When a run ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stop {
+    /// After this time (warm-up not included).
+    Runtime(Duration),
+    /// After this many requests, spread over the queues.
+    Requests(u64),
+    /// After each queue has walked its part of the range once. Only with [`Pattern::Sequential`].
+    OnePass,
+}
+
+/// What the range holds before a verified run.
+#[derive(Debug, Clone)]
+pub enum Initial {
+    /// Anything: blocks are checked from their first write on.
+    Unknown,
+    /// Zeros.
+    Zeros,
+    /// What an earlier run left: over the same range, with the same block size and seed.
+    State(VerifyState),
+}
+
+/// Writes carry a pattern, reads are checked against it.
+#[derive(Debug, Clone)]
+pub struct Verify {
+    /// Goes into every sector, so that data of another run is not mistaken for this one's.
+    pub seed: u64,
+    /// What is there already.
+    pub initial: Initial,
+}
+
+/// A workload.
+#[derive(Debug, Clone)]
+pub struct BenchSpec {
+    /// Requests in flight on each queue.
+    pub queue_depth: u32,
+    /// Queues; one is opened on each of the first reactors given.
+    pub queues: u32,
+    /// Bytes a request; offsets are multiples of it, counted from the range's start.
+    pub block_bytes: u32,
+    /// Share of reads among reads and writes.
+    pub read_percent: u8,
+    /// Order of offsets.
+    pub pattern: Pattern,
+    /// Where the range starts.
+    pub offset_bytes: u64,
+    /// How long it is; `None`: to the end of the disk.
+    pub length_bytes: Option<u64>,
+    /// When to end.
+    pub stop: Stop,
+    /// Runs before anything is counted.
+    pub warmup: Duration,
+    /// A flush after this many writes on a queue.
+    pub flush_every: Option<u32>,
+    /// Writes ask to be durable before they complete.
+    pub fua: bool,
+    /// Check what is read.
+    pub verify: Option<Verify>,
+    /// Processes whose CPU time is the server's.
+    pub server_pids: Vec<u32>,
+    /// How long requests in flight may take to complete after the end, before the run is given up.
+    pub drain_timeout: Duration,
+}
+
+impl Default for BenchSpec {
+    fn default() -> Self {
+        Self {
+            queue_depth: 32,
+            queues: 1,
+            block_bytes: 4096,
+            read_percent: 100,
+            pattern: Pattern::Random { seed: 1 },
+            offset_bytes: 0,
+            length_bytes: None,
+            stop: Stop::Runtime(Duration::from_secs(5)),
+            warmup: Duration::ZERO,
+            flush_every: None,
+            fua: false,
+            verify: None,
+            server_pids: Vec::new(),
+            drain_timeout: Duration::from_secs(60),
+        }
+    }
+}
+
+/// Gives a buffer of this many bytes; called on the reactor's thread.
+pub type Alloc = Arc<dyn Fn(usize) -> Result<IoBuf> + Send + Sync>;
+
+/// Gives named counters that only grow (kicks, system calls); the run reports how much they grew.
+pub type Counters = Arc<dyn Fn() -> Vec<(&'static str, u64)> + Send + Sync>;
+
+/// How far a run is.
+#[derive(Debug, Clone, Copy)]
+pub struct Progress {
+    /// From 0 to 1.
+    pub fraction: f64,
+    /// Requests completed so far.
+    pub requests: u64,
+    /// Errors and mismatches so far.
+    pub failures: u64,
+}
+
+/// What a caller may hook into a run.
+#[derive(Clone, Default)]
+pub struct Hooks<'a> {
+    /// Where buffers come from (memory shared with the server, so that nothing is copied); `None`: own memory.
+    pub alloc: Option<Alloc>,
+    /// Counters to report.
+    pub counters: Option<Counters>,
+    /// Called a few times a second on the caller's thread.
+    pub progress: Option<&'a dyn Fn(Progress)>,
+    /// Set it to end the run early.
+    pub cancel: Option<Arc<AtomicBool>>,
+}
+
+/// The most blocks that a verified run tracks (12 bytes each).
+const MAX_TRACKED_BLOCKS: u64 = 1 << 26;
+/// The most bytes a queue's buffers may take.
+const MAX_BUFFERS_BYTES: u64 = 4 << 30;
+
+/// The checked range of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Range {
+    pub(crate) offset_bytes: u64,
+    pub(crate) length_bytes: u64,
+    pub(crate) block_bytes: u32,
+}
+
+impl Range {
+    /// Blocks; the last may be shorter.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.length_bytes.div_ceil(u64::from(self.block_bytes))
+    }
+
+    /// Where block `index` lies and how long it is.
+    pub(crate) fn block(&self, index: u64) -> (u64, usize) {
+        let skip = index * u64::from(self.block_bytes);
+        let length = (self.length_bytes - skip).min(u64::from(self.block_bytes));
+        (self.offset_bytes + skip, length as usize)
+    }
+
+    /// The blocks of part `index` of `count`, nearly equal.
+    pub(crate) fn part(&self, index: u64, count: u64) -> std::ops::Range<u64> {
+        let blocks = u128::from(self.blocks());
+        let at = |index: u64| (blocks * u128::from(index) / u128::from(count)) as u64;
+        at(index)..at(index + 1)
+    }
+}
+
+fn bad(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::BadOption, message)
+}
+
+impl BenchSpec {
+    /// Checks the workload against the disk and the reactors at hand; gives the range.
+    pub(crate) fn check(&self, disk: &DiskInfo, reactors: usize) -> Result<Range> {
+        let block = u64::from(self.block_bytes);
+        let logical = u64::from(disk.logical_block_bytes.max(512));
+        if block == 0 || !block.is_multiple_of(logical) || !self.offset_bytes.is_multiple_of(logical) {
+            return Err(bad(format!(
+                "block size {block} and offset {} must be multiples of the disk's block of {logical} bytes",
+                self.offset_bytes
+            )));
+        }
+        if self.queue_depth == 0 || u64::from(self.queue_depth) * block > MAX_BUFFERS_BYTES {
+            return Err(bad(format!(
+                "depth {} with blocks of {block} bytes: the depth must be at least 1, and depth x block at most {} MiB",
+                self.queue_depth,
+                MAX_BUFFERS_BYTES >> 20
+            )));
+        }
+        if self.queues == 0 || self.queues as usize > reactors {
+            return Err(bad(format!("{} queues need as many reactors; there are {reactors}", self.queues)));
+        }
+        if self.read_percent > 100 {
+            return Err(bad(format!("a read share of {} percent is more than all", self.read_percent)));
+        }
+        if disk.read_only && self.read_percent < 100 {
+            return Err(bad("the disk is read-only: only reads (100 percent) can be measured"));
+        }
+        if self.stop == Stop::OnePass && self.pattern != Pattern::Sequential {
+            return Err(bad("one pass over the range needs the sequential pattern"));
+        }
+        if self.stop == Stop::OnePass && !self.warmup.is_zero() {
+            return Err(bad("one pass over the range leaves nothing to warm up with"));
+        }
+        self.check_range(disk, logical)
+    }
+
+    fn check_range(&self, disk: &DiskInfo, logical: u64) -> Result<Range> {
+        let room = disk.size_bytes.saturating_sub(self.offset_bytes);
+        let length = self.length_bytes.unwrap_or(room);
+        let length_bytes = length - length % logical;
+        let least = u64::from(self.block_bytes) * u64::from(self.queues);
+        if length > room || length_bytes < least {
+            return Err(bad(format!(
+                "the range {}+{length} must lie in the disk of {} bytes and hold a block for each queue ({least} bytes)",
+                self.offset_bytes, disk.size_bytes
+            )));
+        }
+        let mut range = Range { offset_bytes: self.offset_bytes, length_bytes, block_bytes: self.block_bytes };
+        if self.stop != Stop::OnePass {
+            // Only a whole pass is worth a short last block.
+            range.length_bytes -= length_bytes % u64::from(self.block_bytes);
+        }
+        if let Some(verify) = &self.verify {
+            self.check_verify(verify, &mut range)?;
+        }
+        Ok(range)
+    }
+
+    fn check_verify(&self, verify: &Verify, range: &mut Range) -> Result<()> {
+        if range.blocks() > MAX_TRACKED_BLOCKS {
+            return Err(bad(format!(
+                "a verified range of {} blocks is too long: at most {MAX_TRACKED_BLOCKS}; give a shorter length",
+                range.blocks()
+            )));
+        }
+        if let Initial::State(state) = &verify.initial
+            && (!state.fits(range) || state.seed() != verify.seed)
+        {
+            return Err(bad("the state of the earlier run is of another range, block size or seed"));
+        }
+        let part = range.blocks() / u64::from(self.queues);
+        if part <= u64::from(self.queue_depth) {
+            return Err(bad(format!(
+                "a verified run needs more blocks a queue ({part}) than requests in flight ({})",
+                self.queue_depth
+            )));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_cover_the_range_once_and_the_last_block_may_be_short() {
+        let range = Range { offset_bytes: 512, length_bytes: 10 * 4096 + 512, block_bytes: 4096 };
+        let parts: Vec<_> = (0..3).flat_map(|index| range.part(index, 3)).collect();
+        assert_eq!(parts, (0..11).collect::<Vec<_>>());
+        assert_eq!(range.block(10), (512 + 10 * 4096, 512));
+    }
+}
