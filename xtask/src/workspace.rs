@@ -15,14 +15,33 @@ pub(crate) fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), |path| root().join(path))
 }
 
-/// The files that git tracks (and new ones it would), relative to the root.
+/// The files that git tracks (and new ones it would), relative to the root; all files where there is no git.
 pub(crate) fn tracked_files() -> Result<Vec<PathBuf>> {
-    let listing = Program::new("git")
-        .args(["ls-files", "--cached", "--others", "--exclude-standard"])
-        .output_text()
-        .context("cannot list the tree's files with git")?;
     let root = root();
-    Ok(listing.lines().map(PathBuf::from).filter(|path| root.join(path).is_file()).collect())
+    // Whoever made the clone need not be whoever runs us.
+    let list = ["-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"];
+    match Program::new("git").args(list).output_text() {
+        Ok(listing) => Ok(listing.lines().map(PathBuf::from).filter(|path| root.join(path).is_file()).collect()),
+        Err(_) => {
+            Ok(files_below(&root)?.iter().filter_map(|path| path.strip_prefix(&root).ok().map(Into::into)).collect())
+        }
+    }
+}
+
+fn files_below(directory: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in directory.read_dir().with_context(|| format!("cannot list {}", directory.display()))? {
+        let entry = entry?;
+        if entry.file_name() == ".git" || entry.path() == target() {
+            continue;
+        }
+        if entry.file_type()?.is_dir() {
+            files.extend(files_below(&entry.path())?);
+        } else {
+            files.push(entry.path());
+        }
+    }
+    Ok(files)
 }
 
 /// Those of them that are text, with their contents.

@@ -250,7 +250,7 @@ fn client(cell: &Cell, tools: &Tools, socket: &Path, server: u32, seconds: f64) 
     Ok(Sample {
         iops: number(&report["iops"])?,
         p99_us: number(&report["latency_us"]["p99"])?,
-        cpu_us_per_request: number(&report["server_cpu_us_per_request"])?,
+        cpu_us_per_request: number(&report["servers"][0]["us_per_request"])?,
     })
 }
 
