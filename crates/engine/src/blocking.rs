@@ -1,12 +1,32 @@
 //! Carries a request out on the calling thread, before it returns: for opening images and for tools.
 
 use crate::inflight::{Request, Step, buffers_of};
+use crate::reactor::Local;
 use block::IoError;
+use std::future::Future;
 use std::os::fd::AsFd;
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 const RETRIES: usize = 100;
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
+
+/// Polls `future` on the calling thread until it ends. On a reactor's own thread its engines go on meanwhile: what the
+/// future waits for may be one of their requests.
+pub(crate) fn wait_for<T>(future: impl Future<Output = T>) -> T {
+    let Some(local) = Local::current() else {
+        return block::block_on(future);
+    };
+    let mut future = pin!(future);
+    let mut context = Context::from_waker(Waker::noop());
+    loop {
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(value) => return value,
+            Poll::Pending => local.advance_engines(),
+        }
+    }
+}
 
 /// Carries `request` out and tells its owner.
 pub(crate) fn run(mut request: Request) {

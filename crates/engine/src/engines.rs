@@ -1,10 +1,12 @@
 //! One reactor's engines, made when they are first needed.
 
 use crate::EngineKind;
+use crate::aio::Aio;
 use crate::inflight::Request;
 use crate::stats::Counters;
 use crate::target::{OpenFile, QueueFile};
 use crate::threads::Workers;
+use crate::tracking::Ack;
 use crate::uring::Uring;
 use crate::wakeup::Wakeup;
 use block::{Error, ErrorKind, Result};
@@ -17,6 +19,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub(crate) enum Engine {
     Uring(Rc<Uring>),
+    Aio(Rc<Aio>),
     Threads(Rc<Workers>),
 }
 
@@ -25,6 +28,7 @@ impl Engine {
     pub(crate) fn push(&self, request: Request) {
         match self {
             Self::Uring(uring) => uring.push(request),
+            Self::Aio(aio) => aio.push(request),
             Self::Threads(workers) => workers.push(request),
         }
     }
@@ -36,20 +40,36 @@ pub(crate) struct Engines {
     wakeup: Arc<Wakeup>,
     workers: Rc<Workers>,
     uring: RefCell<Option<Rc<Uring>>>,
+    aio: RefCell<Option<Rc<Aio>>>,
     files: RefCell<HashMap<u64, Weak<QueueFile>>>,
 }
 
 impl Engines {
     pub(crate) fn new(wakeup: Arc<Wakeup>, counters: Arc<Counters>) -> Self {
         let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters)));
-        Self { counters, wakeup, workers, uring: RefCell::default(), files: RefCell::default() }
+        Self {
+            counters,
+            wakeup,
+            workers,
+            uring: RefCell::default(),
+            aio: RefCell::default(),
+            files: RefCell::default(),
+        }
     }
 
     /// The engine that serves `file`, and the file's part on this reactor.
     pub(crate) fn attach(&self, file: &Arc<OpenFile>) -> Result<(Engine, Rc<QueueFile>)> {
         let engine = match file.engine {
-            EngineKind::IoUring | EngineKind::Auto => Engine::Uring(self.uring()?),
-            EngineKind::Threads | EngineKind::LinuxAio => Engine::Threads(Rc::clone(&self.workers)),
+            EngineKind::IoUring | EngineKind::Auto => self.uring().map(Engine::Uring),
+            EngineKind::LinuxAio => self.aio().map(Engine::Aio),
+            EngineKind::Threads => Ok(Engine::Threads(Rc::clone(&self.workers))),
+        };
+        let engine = match engine {
+            Err(error) if file.chosen_freely => {
+                tracing::warn!("'{}' is served by threads on this reactor: {error}", file.info.name);
+                Engine::Threads(Rc::clone(&self.workers))
+            }
+            other => other?,
         };
         let mut files = self.files.borrow_mut();
         if let Some(target) = files.get(&file.id).and_then(Weak::upgrade) {
@@ -58,7 +78,7 @@ impl Engines {
         files.retain(|_, target| target.strong_count() > 0);
         let fixed = match &engine {
             Engine::Uring(uring) => uring.register_file(file.raw_fd()),
-            Engine::Threads(_) => None,
+            Engine::Aio(_) | Engine::Threads(_) => None,
         };
         let target = Rc::new(QueueFile::new(Arc::clone(file), fixed));
         files.insert(file.id, Rc::downgrade(&target));
@@ -78,6 +98,32 @@ impl Engines {
         Ok(Rc::clone(slot.insert(uring)))
     }
 
+    /// Gives `ack` as soon as no untracked change of the file is in flight on this reactor.
+    pub(crate) fn acknowledge(&self, ack: Ack, file_id: u64) {
+        let target = self.files.borrow().get(&file_id).and_then(Weak::upgrade);
+        if let Some(target) = target {
+            target.acknowledge(ack);
+        }
+    }
+
+    fn aio(&self) -> Result<Rc<Aio>> {
+        let mut slot = self.aio.borrow_mut();
+        if let Some(aio) = &*slot {
+            return Ok(Rc::clone(aio));
+        }
+        let made = Aio::new(Rc::clone(&self.workers), Arc::clone(&self.wakeup), Arc::clone(&self.counters));
+        let aio = made.map_err(|error| {
+            let message = "cannot set Linux AIO up on this reactor; raise the sysctl fs.aio-max-nr, or use engine=io_uring or engine=threads";
+            Error::with_source(ErrorKind::Unsupported, message, error)
+        })?;
+        Ok(Rc::clone(slot.insert(Rc::new(aio))))
+    }
+
+    fn with_aio<T: Default>(&self, call: impl FnOnce(&Aio) -> T) -> T {
+        let aio = self.aio.borrow().clone();
+        aio.map_or_else(T::default, |aio| call(&aio))
+    }
+
     fn with_uring<T: Default>(&self, call: impl FnOnce(&Uring) -> T) -> T {
         // Cloned, so that ending a request may open a queue.
         let uring = self.uring.borrow().clone();
@@ -86,13 +132,13 @@ impl Engines {
 
     /// Submits what was pushed: once an engine. Returns whether there was anything.
     pub(crate) fn submit(&self) -> bool {
-        let uring = self.with_uring(Uring::submit);
-        self.workers.submit() | uring
+        // The workers last: the others send them what they cannot do.
+        self.with_uring(Uring::submit) | self.with_aio(Aio::submit) | self.workers.submit()
     }
 
     /// Takes completions. Returns how many requests moved.
     pub(crate) fn harvest(&self) -> usize {
-        self.with_uring(Uring::harvest) + self.workers.harvest()
+        self.with_uring(Uring::harvest) + self.with_aio(Aio::harvest) + self.workers.harvest()
     }
 
     /// The reactor is about to sleep, or awake again: whether engines shall signal its event descriptor.
@@ -102,18 +148,19 @@ impl Engines {
 
     /// Whether there is something to submit or to take.
     pub(crate) fn has_work(&self) -> bool {
-        self.with_uring(Uring::has_work) || self.workers.has_work()
+        self.with_uring(Uring::has_work) || self.with_aio(Aio::has_work) || self.workers.has_work()
     }
 
     /// Requests taken and not ended.
     pub(crate) fn in_flight(&self) -> usize {
-        self.with_uring(Uring::in_flight) + self.workers.in_flight()
+        self.with_uring(Uring::in_flight) + self.with_aio(Aio::in_flight) + self.workers.in_flight()
     }
 
     /// Waits for every request. Later pushes fail.
     pub(crate) fn shut_down(&self) {
         // The workers last: the others send them what they cannot do.
         self.with_uring(Uring::shut_down);
+        self.with_aio(Aio::shut_down);
         self.workers.shut_down();
     }
 }

@@ -37,6 +37,9 @@ impl File for HostFile {
         };
         let attached = local.engines().attach(&self.file);
         let (engine, target) = attached.map_err(|error| error.in_context(format!("'{}'", self.file.info.name)))?;
+        if !self.file.alignment.is_none() && !self.file.info.read_only {
+            self.file.tracking.opened_on(local.shared());
+        }
         Ok(Rc::new(HostQueue::on_reactor(engine, target, Rc::clone(local.io_tasks()))))
     }
 

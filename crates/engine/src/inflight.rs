@@ -24,13 +24,8 @@ pub(crate) enum Action {
     Fallocate { mode: i32, length: u64 },
     /// `ftruncate` to the offset.
     Truncate,
-}
-
-impl Action {
-    /// Whether it changes what the file holds, so that a read-modify-write beside it must take turns with it.
-    pub(crate) fn changes_contents(self) -> bool {
-        !matches!(self, Self::Read { .. } | Self::Sync)
-    }
+    /// `BLKDISCARD` on a block device.
+    DiscardBlocks { length: u64 },
 }
 
 /// One action in an engine's hands.
@@ -82,7 +77,9 @@ impl Request {
         }
         let moved = result as usize;
         match self.action {
-            Action::Sync | Action::Fallocate { .. } | Action::Truncate => Step::Finished(Ok(())),
+            Action::Sync | Action::Fallocate { .. } | Action::Truncate | Action::DiscardBlocks { .. } => {
+                Step::Finished(Ok(()))
+            }
             Action::Read { need_bytes } => self.advance_read(moved, need_bytes),
             Action::Write { .. } => self.advance_write(moved),
         }

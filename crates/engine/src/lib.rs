@@ -9,19 +9,26 @@
 //! What a queue promises above what the kernel does: any alignment works, short transfers are resumed, nothing that the
 //! kernel may still write to is ever freed.
 
+mod aio;
+mod aio_abi;
+mod align;
 mod blocking;
 mod engines;
 mod host_file;
 mod inflight;
+mod lock;
 mod open;
 mod options;
 mod poll;
+mod probe;
 mod queue;
 mod reactor;
 mod stats;
+mod storage;
 mod sys;
 mod target;
 mod threads;
+mod tracking;
 mod uring;
 mod wakeup;
 mod zeroes;

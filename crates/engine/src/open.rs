@@ -1,75 +1,158 @@
 //! Opening and making files.
 
 use crate::host_file::HostFile;
+use crate::probe::{self, Host};
+use crate::storage::{self, Abilities};
 use crate::target::{Alignment, OpenFile};
-use crate::{EngineKind, OpenOptions};
+use crate::tracking::Tracking;
+use crate::{CacheMode, EngineKind, OpenOptions};
 use block::{Error, ErrorKind, File, FileInfo, Result};
-use rustix::fs::{FileType, Mode, OFlags};
-use std::os::fd::OwnedFd;
+use rustix::fs::{Mode, OFlags, Stat};
+use rustix::io::Errno;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
-/// Opens a file or block device.
+/// Opens a regular file or block device, and locks it (see [`OpenOptions::lock`]).
 pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<dyn File>> {
     options.check()?;
     let name = path.display().to_string();
-    let mut flags = OFlags::CLOEXEC | OFlags::NOCTTY;
-    flags |= if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
-    if options.cache.is_direct() {
-        flags |= OFlags::DIRECT;
-    }
-    let fd = rustix::fs::open(path, flags, Mode::empty())
-        .map_err(|error| Error::io(format!("cannot open '{name}'"), error.into()))?;
+    // Before it is opened: opening a named pipe waits for its other end, and some devices do things.
+    let stat = rustix::fs::stat(path).map_err(|errno| cannot_open(&name, errno, options))?;
+    storage::check_type(&stat, &name)?;
+    let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
+    let direct = if options.cache.is_direct() { OFlags::DIRECT } else { OFlags::empty() };
+    let flags = OFlags::CLOEXEC | OFlags::NOCTTY | access | direct;
+    let fd = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| cannot_open(&name, errno, options))?;
     open_fd(fd, &name, options)
 }
 
-/// As [`open`], for a descriptor that is open already; `name` stands for it in messages.
+fn cannot_open(name: &str, errno: Errno, options: &OpenOptions) -> Error {
+    let hint = match errno {
+        Errno::NOENT => ": there is no such file; `ringdisk create` makes one",
+        Errno::ACCESS | Errno::PERM | Errno::ROFS if !options.read_only => {
+            ": it may not be written here; open it read-only, or change its permissions"
+        }
+        Errno::ACCESS | Errno::PERM => ": it may not be read here; change its permissions",
+        Errno::INVAL if options.cache.is_direct() => {
+            ": its file system has no direct I/O; use cache=writeback or cache=writethrough"
+        }
+        _ => "",
+    };
+    Error::io(format!("cannot open '{name}'{hint}"), errno.into())
+}
+
+/// As [`open`], for a descriptor that is open already, with the access that `options` need; `name` stands for it in
+/// messages. Switches `O_DIRECT` on or off as the cache mode says.
 pub fn open_fd(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<Arc<dyn File>> {
     options.check()?;
-    let stat = rustix::fs::fstat(&fd).map_err(|error| Error::io(format!("cannot look at '{name}'"), error.into()))?;
-    let block_device = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
-    let length_bytes = crate::sys::length_of(&fd, block_device)
-        .map_err(|error| Error::io(format!("cannot learn the length of '{name}'"), error))?;
-    let engine = match options.engine {
-        EngineKind::Auto => EngineKind::IoUring,
-        other => other,
-    };
-    let info = FileInfo {
-        name: name.into(),
-        length_bytes,
-        read_only: options.read_only,
-        offset_alignment_bytes: 1,
-        memory_alignment_bytes: 1,
-        can_discard: true,
-        discard_zeroes: true,
-        fast_zeroes: true,
-        block_device,
-        can_grow: !block_device,
-        engine: format!("{engine}, cache={}", options.cache),
-    };
+    let stat = rustix::fs::fstat(&fd).map_err(|errno| Error::io(format!("cannot look at '{name}'"), errno.into()))?;
+    let block_device = storage::check_type(&stat, name)?;
+    set_flags(&fd, name, options)?;
+    if options.lock {
+        crate::lock::lock(fd.as_fd(), name, options.read_only)?;
+    }
+    let direct = options.cache.is_direct();
+    let alignment = if direct { storage::direct_alignment(&fd, block_device, name)? } else { Alignment::NONE };
+    let (engine, reason) = probe::choose(options, name, Host::get())?;
+    let facts = Facts { stat, block_device, alignment, engine, reason };
+    let (info, abilities) = describe(&fd, name, options, &facts)?;
+    tracing::info!("'{name}': {}", info.engine);
     Ok(Arc::new(HostFile::new(OpenFile {
         fd,
         id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
         info,
         engine,
-        alignment: Alignment::NONE,
+        chosen_freely: options.engine == EngineKind::Auto,
+        alignment,
+        tracking: Tracking::default(),
+        fallocate_unit_bytes: abilities.fallocate_unit_bytes,
+        may_nowait: AtomicBool::new(true),
         write_through: !options.has_volatile_cache(),
-        ignore_flush: options.cache == crate::CacheMode::Unsafe,
+        ignore_flush: options.cache == CacheMode::Unsafe,
         zeroes_rung: AtomicU8::new(0),
     })))
 }
 
+/// What was found out about a file.
+struct Facts {
+    stat: Stat,
+    block_device: bool,
+    alignment: Alignment,
+    engine: EngineKind,
+    reason: String,
+}
+
+fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> Result<(FileInfo, Abilities)> {
+    let length_bytes = crate::sys::length_of(fd, facts.block_device)
+        .map_err(|error| Error::io(format!("cannot learn the length of '{name}'"), error))?;
+    let abilities = if facts.block_device {
+        storage::device_abilities(fd, &facts.stat, options.read_only)
+    } else {
+        storage::file_abilities(fd, options.read_only, length_bytes)
+    };
+    let Facts { block_device, alignment, engine, reason, .. } = facts;
+    let path = match (options.cache.is_direct(), alignment.is_none()) {
+        (false, _) => "page cache".to_owned(),
+        (true, true) => "direct I/O (any alignment)".to_owned(),
+        (true, false) => format!("direct I/O ({}-byte alignment)", alignment.offset_bytes),
+    };
+    let sync = if options.sync { ", sync=on" } else { "" };
+    let info = FileInfo {
+        name: name.into(),
+        length_bytes,
+        read_only: options.read_only,
+        offset_alignment_bytes: alignment.offset_bytes,
+        memory_alignment_bytes: alignment.memory_bytes,
+        can_discard: abilities.discard,
+        discard_zeroes: abilities.discard_zeroes,
+        fast_zeroes: abilities.fast_zeroes,
+        block_device: *block_device,
+        can_grow: !block_device && !options.read_only,
+        engine: format!("{engine}, {path}, cache={}{sync}: chosen because {reason}", options.cache),
+    };
+    Ok((info, abilities))
+}
+
+fn set_flags(fd: &OwnedFd, name: &str, options: &OpenOptions) -> Result<()> {
+    let fails = |errno: Errno| cannot_open(name, errno, options);
+    let flags = rustix::fs::fcntl_getfl(fd).map_err(fails)?;
+    let access = flags & OFlags::RWMODE;
+    if access == OFlags::WRONLY || (access == OFlags::RDONLY && !options.read_only) {
+        let needed = if options.read_only { "reading" } else { "reading and writing" };
+        let message = format!("the descriptor of '{name}' is not open for {needed}");
+        return Err(Error::new(ErrorKind::BadOption, message));
+    }
+    let mut wanted = flags - OFlags::NONBLOCK;
+    wanted.set(OFlags::DIRECT, options.cache.is_direct());
+    if wanted != flags {
+        rustix::fs::fcntl_setfl(fd, wanted).map_err(fails)?;
+    }
+    Ok(())
+}
+
 /// Makes a new file of `length_bytes` that reads as zeros. Fails if the name exists.
 pub fn create(path: &Path, length_bytes: u64) -> Result<()> {
-    let fails = |error: rustix::io::Errno| {
-        let kind = if error == rustix::io::Errno::EXIST { ErrorKind::BadOption } else { ErrorKind::Io };
-        let error = std::io::Error::from(error);
-        Error::with_source(kind, format!("cannot create '{}'", path.display()), error)
+    let fails = |errno: Errno| {
+        let name = path.display();
+        match errno {
+            Errno::EXIST => {
+                let message =
+                    format!("cannot create '{name}': the file exists; remove it first, or choose another name");
+                Error::new(ErrorKind::BadOption, message)
+            }
+            _ => Error::io(format!("cannot create '{name}'"), errno.into()),
+        }
     };
     let flags = OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY;
     let fd = rustix::fs::open(path, flags, Mode::from_raw_mode(0o644)).map_err(fails)?;
-    rustix::fs::ftruncate(&fd, length_bytes).map_err(fails)
+    rustix::fs::ftruncate(&fd, length_bytes).map_err(|errno| {
+        // Nobody knows the file yet.
+        let _ = std::fs::remove_file(path);
+        let message = format!("cannot make '{}' {length_bytes} bytes long", path.display());
+        Error::io(message, errno.into())
+    })
 }

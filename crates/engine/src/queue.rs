@@ -1,9 +1,11 @@
 //! The queue of one file on one thread: turns operations into requests, the slow ones by way of tasks.
 
+use crate::align;
 use crate::blocking;
 use crate::engines::Engine;
 use crate::inflight::{Action, Request};
 use crate::target::{OpenFile, QueueFile};
+use crate::zeroes;
 use block::{Done, Executor, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, PastEnd, Waiter};
 use memory::Window;
 use std::future::Future;
@@ -20,8 +22,18 @@ pub(crate) struct Lane {
 impl Lane {
     /// Pushes one primitive request.
     pub(crate) fn push(&self, action: Action, offset: u64, window: Window, done: Done) {
-        let request =
-            Request { target: Rc::clone(&self.target), action, offset, window, progress: 0, counted: false, done };
+        self.push_request(action, offset, window, done, false);
+    }
+
+    /// As [`Lane::push`], for a change that holds no range; see [`crate::tracking`].
+    fn push_counted(&self, action: Action, offset: u64, window: Window, done: Done) {
+        self.target.change_begins();
+        self.push_request(action, offset, window, done, true);
+    }
+
+    fn push_request(&self, action: Action, offset: u64, window: Window, done: Done, counted: bool) {
+        let target = Rc::clone(&self.target);
+        let request = Request { target, action, offset, window, progress: 0, counted, done };
         match &self.engine {
             Some(engine) => engine.push(request),
             None => blocking::run(request),
@@ -55,7 +67,7 @@ impl HostQueue {
     fn run_task(&self, done: Done, task: impl Future<Output = IoResult> + 'static) {
         match &self.tasks {
             Some(tasks) => tasks.spawn(Box::pin(async move { done.complete(task.await) })),
-            None => done.complete(block::block_on(task)),
+            None => done.complete(blocking::wait_for(task)),
         }
     }
 }
@@ -68,52 +80,68 @@ fn check_range(offset: u64, length: u64) -> IoResult {
     }
 }
 
+/// What ends before it reaches an engine: the operation's result, where it has one already.
+fn decided(op: &FileOp, file: &OpenFile) -> Option<IoResult> {
+    if file.info.read_only
+        && let Some(error) = op.refused_when_read_only()
+    {
+        return Some(Err(error));
+    }
+    let (offset, length) = match op {
+        FileOp::Read { offset, data, .. } | FileOp::Write { offset, data, .. } => (*offset, data.length_bytes() as u64),
+        FileOp::Discard { offset, length } | FileOp::WriteZeroes { offset, length, .. } => (*offset, *length),
+        FileOp::SetLength { length } => return check_range(0, *length).err().map(Err),
+        FileOp::Flush => return file.ignore_flush.then_some(Ok(())),
+    };
+    match check_range(offset, length) {
+        Ok(()) => (length == 0).then_some(Ok(())),
+        failed => Some(failed),
+    }
+}
+
+impl HostQueue {
+    fn read(&self, offset: u64, data: Window, past_end: PastEnd, done: Done) {
+        let need_bytes = if past_end == PastEnd::Fails { data.length_bytes() } else { 0 };
+        let alignment = self.lane.target.file.alignment;
+        if alignment.is_none() || alignment.fits(offset, &data) {
+            self.lane.push(Action::Read { need_bytes }, offset, data, done);
+        } else {
+            self.run_task(done, align::read(self.lane.clone(), offset, data, need_bytes));
+        }
+    }
+
+    fn write(&self, offset: u64, data: Window, fua: bool, done: Done) {
+        let file = &*self.lane.target.file;
+        let durable = (fua || file.write_through) && !file.ignore_flush;
+        if file.alignment.is_none() {
+            return self.lane.push(Action::Write { durable }, offset, data, done);
+        }
+        let untracked = self.tasks.is_some() && !file.tracking.is_tracked();
+        if untracked && file.alignment.fits(offset, &data) {
+            self.lane.push_counted(Action::Write { durable }, offset, data, done);
+        } else {
+            self.run_task(done, align::write(self.lane.clone(), offset, data, durable));
+        }
+    }
+}
+
 impl FileQueue for HostQueue {
     fn push(&self, io: FileIo) {
         let FileIo { op, done } = io;
-        let file = &*self.lane.target.file;
-        if file.info.read_only
-            && let Some(error) = op.refused_when_read_only()
-        {
-            return done.complete(Err(error));
-        }
-        let (offset, length) = match &op {
-            FileOp::Read { offset, data, .. } | FileOp::Write { offset, data, .. } => {
-                (*offset, data.length_bytes() as u64)
-            }
-            FileOp::Discard { offset, length } | FileOp::WriteZeroes { offset, length, .. } => (*offset, *length),
-            FileOp::SetLength { length } => (0, *length),
-            FileOp::Flush => (0, 0),
-        };
-        if let Err(error) = check_range(offset, length) {
-            return done.complete(Err(error));
-        }
-        if length == 0 && !matches!(op, FileOp::Flush | FileOp::SetLength { .. }) {
-            return done.complete(Ok(()));
+        if let Some(result) = decided(&op, &self.lane.target.file) {
+            return done.complete(result);
         }
         match op {
-            FileOp::Read { offset, data, past_end } => {
-                let need_bytes = if past_end == PastEnd::Fails { data.length_bytes() } else { 0 };
-                self.lane.push(Action::Read { need_bytes }, offset, data, done);
-            }
-            FileOp::Write { offset, data, fua } => {
-                let durable = (fua || file.write_through) && !file.ignore_flush;
-                self.lane.push(Action::Write { durable }, offset, data, done);
-            }
-            FileOp::Flush if file.ignore_flush => done.complete(Ok(())),
+            FileOp::Read { offset, data, past_end } => self.read(offset, data, past_end, done),
+            FileOp::Write { offset, data, fua } => self.write(offset, data, fua, done),
             FileOp::Flush => self.lane.push(Action::Sync, 0, Window::empty(), done),
             FileOp::Discard { offset, length } => {
-                let lane = self.lane.clone();
-                self.run_task(done, crate::zeroes::discard(lane, offset, length));
+                self.run_task(done, zeroes::discard(self.lane.clone(), offset, length));
             }
             FileOp::WriteZeroes { offset, length, may_unmap } => {
-                let lane = self.lane.clone();
-                self.run_task(done, crate::zeroes::write_zeroes(lane, offset, length, may_unmap));
+                self.run_task(done, zeroes::write_zeroes(self.lane.clone(), offset, length, may_unmap));
             }
-            FileOp::SetLength { length } => {
-                let lane = self.lane.clone();
-                self.run_task(done, crate::zeroes::set_length(lane, length));
-            }
+            FileOp::SetLength { length } => self.run_task(done, zeroes::set_length(self.lane.clone(), length)),
         }
     }
 }

@@ -9,8 +9,8 @@ use rustix::event::{Timespec, epoll};
 use std::any::Any;
 use std::cell::RefCell;
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
-use std::rc::Rc;
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::rc::{Rc, Weak};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -50,7 +50,7 @@ impl Reactor {
         let fails = |error| Error::io(format!("cannot start reactor '{}'", config.name), error);
         let shared = Arc::new(Shared {
             name: config.name.clone(),
-            jobs: Mutex::new(Jobs { waiting: Vec::new(), closed: false }),
+            jobs: Mutex::default(),
             has_jobs: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             wakeup: Arc::new(Wakeup::new().map_err(fails)?),
@@ -66,6 +66,7 @@ impl Reactor {
             }
             match Local::new(theirs) {
                 Ok(local) => {
+                    CURRENT.set(Rc::downgrade(&local));
                     let _ = sender.send(Ok(()));
                     local.run(Pace::new(limit));
                 }
@@ -143,12 +144,14 @@ impl fmt::Debug for ReactorThread {
     }
 }
 
+#[derive(Default)]
 struct Jobs {
     waiting: Vec<Job>,
     closed: bool,
 }
 
 /// What other threads see of a reactor.
+#[derive(Debug)]
 pub(crate) struct Shared {
     name: String,
     jobs: Mutex<Jobs>,
@@ -162,6 +165,12 @@ pub(crate) struct Shared {
 impl Shared {
     fn jobs(&self) -> MutexGuard<'_, Jobs> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Jobs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Jobs({} waiting)", self.waiting.len())
     }
 }
 
@@ -194,6 +203,10 @@ impl Drop for CloseOnExit {
         drop(jobs);
         drop(left);
     }
+}
+
+thread_local! {
+    static CURRENT: RefCell<Weak<Local>> = const { RefCell::new(Weak::new()) };
 }
 
 /// A reactor, on its own thread.
@@ -252,6 +265,29 @@ impl Local {
             engines: Engines::new(Arc::clone(&shared.wakeup), Arc::clone(&shared.counters)),
             shared,
         }))
+    }
+
+    /// The reactor whose thread this is.
+    pub(crate) fn current() -> Option<Rc<Self>> {
+        CURRENT.with_borrow(Weak::upgrade)
+    }
+
+    /// Whether other threads know it as `shared`.
+    pub(crate) fn is(&self, shared: &Arc<Shared>) -> bool {
+        Arc::ptr_eq(&self.shared, shared)
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    /// What goes on while a blocking queue waits on the reactor's thread: the engines and their own tasks.
+    pub(crate) fn advance_engines(&self) {
+        let polls = self.io_tasks.run_ready(TASK_POLLS_PER_TURN);
+        if (polls > 0) | self.engines.submit() | (self.engines.harvest() > 0) {
+            return;
+        }
+        std::thread::yield_now();
     }
 
     pub(crate) fn engines(&self) -> &Engines {
@@ -399,11 +435,5 @@ impl Drop for Teardown<'_> {
 impl fmt::Debug for Local {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Reactor({})", self.shared.name)
-    }
-}
-
-impl AsFd for Local {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.epoll.as_fd()
     }
 }

@@ -31,7 +31,19 @@ pub(crate) unsafe fn run(fd: BorrowedFd<'_>, action: Action, offset: u64, buffer
             let mode = FallocateFlags::from_bits_retain(mode as u32);
             result_of(rustix::fs::fallocate(fd, mode, offset, length))
         }
+        Action::DiscardBlocks { length } => discard_blocks(fd, offset, length),
         Action::Truncate => result_of(rustix::fs::ftruncate(fd, offset)),
+    }
+}
+
+/// `BLKDISCARD`: `_IO(0x12, 119)` of `linux/fs.h`, with a start and a length.
+fn discard_blocks(fd: BorrowedFd<'_>, offset: u64, length: u64) -> i32 {
+    const BLKDISCARD: libc::Ioctl = 0x1277;
+    let range = [offset, length];
+    // SAFETY: the kernel reads two words.
+    match unsafe { libc::ioctl(fd.as_raw_fd(), BLKDISCARD, range.as_ptr()) } {
+        0.. => 0,
+        _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
     }
 }
 

@@ -1,12 +1,13 @@
 //! What requests are aimed at: an open file, shared by all reactors, and one reactor's part in it.
 
 use crate::EngineKind;
+use crate::tracking::{Ack, Tracking};
 use crate::uring::FixedFile;
 use block::FileInfo;
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU8;
+use std::sync::atomic::{AtomicBool, AtomicU8};
 
 /// What direct I/O asks for; ones where the page cache serves the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,11 +34,18 @@ pub(crate) struct OpenFile {
     pub(crate) info: FileInfo,
     /// Never [`EngineKind::Auto`].
     pub(crate) engine: EngineKind,
+    /// Another engine may take its place.
+    pub(crate) chosen_freely: bool,
     pub(crate) alignment: Alignment,
     /// Every write is durable when it completes.
     pub(crate) write_through: bool,
     /// Flushes do nothing.
     pub(crate) ignore_flush: bool,
+    pub(crate) tracking: Tracking,
+    /// Offsets and lengths of `fallocate` must be multiples of this (block devices).
+    pub(crate) fallocate_unit_bytes: u32,
+    /// Whether reads and writes with `RWF_NOWAIT` are not known to be refused.
+    pub(crate) may_nowait: AtomicBool,
     /// The rung of `zeroes::Ladder` that is known to work.
     pub(crate) zeroes_rung: AtomicU8,
 }
@@ -62,12 +70,15 @@ pub(crate) struct QueueFile {
     pub(crate) file: Arc<OpenFile>,
     /// Its place in the ring's table of files, where it has one.
     pub(crate) fixed: Option<FixedFile>,
+    /// Untracked changes in flight; see [`Tracking`].
     changes: Cell<usize>,
+    /// Given when there are none.
+    acks: RefCell<Vec<Ack>>,
 }
 
 impl QueueFile {
     pub(crate) fn new(file: Arc<OpenFile>, fixed: Option<FixedFile>) -> Self {
-        Self { file, fixed, changes: Cell::new(0) }
+        Self { file, fixed, changes: Cell::new(0), acks: RefCell::default() }
     }
 
     pub(crate) fn change_begins(&self) {
@@ -75,6 +86,19 @@ impl QueueFile {
     }
 
     pub(crate) fn change_ended(&self) {
-        self.changes.set(self.changes.get().saturating_sub(1));
+        let left = self.changes.get().saturating_sub(1);
+        self.changes.set(left);
+        if left == 0 {
+            // Outside the borrow: the last ack wakes tasks.
+            let acks = self.acks.take();
+            drop(acks);
+        }
+    }
+
+    /// Gives `ack` as soon as no untracked change is in flight. The file is tracked: no new one begins.
+    pub(crate) fn acknowledge(&self, ack: Ack) {
+        if self.changes.get() > 0 {
+            self.acks.borrow_mut().push(ack);
+        }
     }
 }

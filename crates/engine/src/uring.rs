@@ -157,7 +157,7 @@ impl Uring {
         match state.as_mut() {
             Some(state) if !self.broken.get() => {
                 self.counters.requests.add(1);
-                if request.action == Action::Truncate && !state.has_ftruncate {
+                if state.cannot_do(request.action) {
                     return self.workers.push(request);
                 }
                 let index = state.slab.insert(request);
@@ -313,6 +313,15 @@ impl Drop for Uring {
 }
 
 impl State {
+    /// What goes to a worker.
+    fn cannot_do(&self, action: Action) -> bool {
+        match action {
+            Action::Truncate => !self.has_ftruncate,
+            Action::DiscardBlocks { .. } => true,
+            _ => false,
+        }
+    }
+
     fn is_full(&self) -> bool {
         self.entered >= COMPLETION_ENTRIES as usize
     }
@@ -373,6 +382,7 @@ fn build(fd: types::Fd, request: &Request, buffers: Buffers) -> squeue::Entry {
         }
         (Action::Sync, _) => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
         (Action::Fallocate { mode, length }, _) => opcode::Fallocate::new(fd, length).offset(offset).mode(mode).build(),
-        (Action::Truncate, _) => opcode::Ftruncate::new(fd, offset).build(),
+        // Block devices' discards never get here, see `State::cannot_do`.
+        (Action::Truncate | Action::DiscardBlocks { .. }, _) => opcode::Ftruncate::new(fd, offset).build(),
     }
 }

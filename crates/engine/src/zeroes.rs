@@ -1,9 +1,11 @@
 //! Discard, write-zeroes and changes of length: what `fallocate` offers, and what to do where it does not.
 
+use crate::align;
 use crate::inflight::Action;
 use crate::queue::Lane;
-use block::{IoError, IoErrorKind, IoResult};
+use block::{IoError, IoErrorKind, IoResult, RangeGuard};
 use memory::{IoBuf, Window};
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 const KEEP_SIZE: i32 = libc::FALLOC_FL_KEEP_SIZE;
@@ -27,7 +29,7 @@ impl Lane {
         self.start(Action::Fallocate { mode, length }, offset, Window::empty()).await
     }
 
-    fn length_now(&self) -> IoResult<u64> {
+    pub(crate) fn length_now(&self) -> IoResult<u64> {
         let file = &self.target.file;
         crate::sys::length_of(&file.fd, file.info.block_device).map_err(IoError::from)
     }
@@ -35,7 +37,34 @@ impl Lane {
 
 /// Gives a range back to the host.
 pub(crate) async fn discard(lane: Lane, offset: u64, length: u64) -> IoResult {
-    lane.fallocate(PUNCH_HOLE, offset, length).await
+    let file = &lane.target.file;
+    // A device takes whole blocks; what is left over may as well stay.
+    let (offset, length) = inner(offset, length, u64::from(file.fallocate_unit_bytes));
+    if length == 0 {
+        return Ok(());
+    }
+    let _held = hold(&lane, offset..offset + length).await;
+    let punched = lane.fallocate(PUNCH_HOLE, offset, length).await;
+    match file.info.block_device && is_unsupported(punched) {
+        true => lane.start(Action::DiscardBlocks { length }, offset, Window::empty()).await,
+        false => punched,
+    }
+}
+
+/// The part of a range that consists of whole units.
+fn inner(offset: u64, length: u64, unit: u64) -> (u64, u64) {
+    let start = offset.next_multiple_of(unit);
+    let end = (offset + length) / unit * unit;
+    (start, end.saturating_sub(start))
+}
+
+/// Keeps read-modify-writes away; see [`crate::tracking`].
+async fn hold(lane: &Lane, range: Range<u64>) -> Option<RangeGuard<'_>> {
+    let file = &lane.target.file;
+    match file.alignment.is_none() {
+        true => None,
+        false => Some(file.tracking.locks.lock(range).await),
+    }
 }
 
 /// Makes the file exactly `length` bytes long.
@@ -46,13 +75,22 @@ pub(crate) async fn set_length(lane: Lane, length: u64) -> IoResult {
             false => Err(IoError::new(IoErrorKind::Unsupported)),
         };
     }
+    let _held = hold(&lane, length..u64::MAX).await;
     lane.start(Action::Truncate, length, Window::empty()).await?;
     sync_if_write_through(&lane).await
 }
 
 /// Makes a range read as zeros, and the file long enough to hold it.
 pub(crate) async fn write_zeroes(lane: Lane, offset: u64, length: u64, may_unmap: bool) -> IoResult {
-    zero(&lane, offset, length, may_unmap).await?;
+    // A device's fallocate takes whole blocks: the rest is written.
+    let (start, middle) = inner(offset, length, u64::from(lane.target.file.fallocate_unit_bytes));
+    if middle == 0 {
+        write(&lane, offset, length).await?;
+    } else {
+        write(&lane, offset, start - offset).await?;
+        zero(&lane, start, middle, may_unmap).await?;
+        write(&lane, start + middle, offset + length - start - middle).await?;
+    }
     sync_if_write_through(&lane).await
 }
 
@@ -64,6 +102,13 @@ async fn sync_if_write_through(lane: &Lane) -> IoResult {
 }
 
 async fn zero(lane: &Lane, offset: u64, length: u64, may_unmap: bool) -> IoResult {
+    let held = hold(lane, offset..offset + length).await;
+    let zeroed = zero_by_fallocate(lane, offset, length, may_unmap).await;
+    drop(held);
+    if is_unsupported(zeroed) { write(lane, offset, length).await } else { zeroed }
+}
+
+async fn zero_by_fallocate(lane: &Lane, offset: u64, length: u64, may_unmap: bool) -> IoResult {
     let rung = &lane.target.file.zeroes_rung;
     if may_unmap && rung.load(Ordering::Relaxed) < RUNG_WRITE {
         let punched = punch(lane, offset, length).await;
@@ -89,7 +134,7 @@ async fn zero(lane: &Lane, offset: u64, length: u64, may_unmap: bool) -> IoResul
         }
         rung.fetch_max(RUNG_WRITE, Ordering::Relaxed);
     }
-    write(lane, offset, length).await
+    Err(IoError::new(IoErrorKind::Unsupported))
 }
 
 /// A hole, and the file grown over it where the range ends behind its end.
@@ -105,12 +150,18 @@ async fn punch(lane: &Lane, offset: u64, length: u64) -> IoResult {
 }
 
 async fn write(lane: &Lane, offset: u64, length: u64) -> IoResult {
+    if length == 0 {
+        return Ok(());
+    }
     let zeros = IoBuf::zeroed(length.min(CHUNK_BYTES) as usize);
     let mut done = 0;
     while done < length {
         let count = (length - done).min(CHUNK_BYTES);
         let window = zeros.whole().slice(0, count as usize);
-        lane.start(Action::Write { durable: false }, offset + done, window).await?;
+        match lane.target.file.alignment.is_none() {
+            true => lane.start(Action::Write { durable: false }, offset + done, window).await?,
+            false => align::write(lane.clone(), offset + done, window, false).await?,
+        }
         done += count;
     }
     Ok(())

@@ -332,6 +332,25 @@ impl Window {
         done
     }
 
+    /// Copies this window's bytes to the start of `target`; returns how many fitted. Windows that share memory must not
+    /// overlap in it, or the bytes that arrive are any mixture.
+    pub fn copy_to(&self, target: &Self) -> usize {
+        let count = self.length_bytes.min(target.length_bytes);
+        let mut done = 0;
+        self.slice(0, count).for_each_segment(|from| {
+            let mut copied = 0;
+            target.slice(done, from.length_bytes()).for_each_segment(|to| {
+                let source = from.as_ptr().wrapping_add(copied);
+                // SAFETY: both segments are mapped memory (see `IoBuf::refill`), `to` is not longer than what is left
+                // of `from`, and `copy` allows them to overlap.
+                unsafe { std::ptr::copy(source, to.as_ptr(), to.length_bytes()) }
+                copied += to.length_bytes();
+            });
+            done += from.length_bytes();
+        });
+        done
+    }
+
     /// Sets every byte of the window to `byte`.
     pub fn fill(&self, byte: u8) {
         self.for_each_segment(|segment| {
@@ -437,6 +456,17 @@ mod tests {
         assert_eq!((window.to_vec(), Rc::strong_count(&claim)), (vec![9, 9], 2));
         drop(window);
         assert_eq!(Rc::strong_count(&claim), 1);
+    }
+
+    #[test]
+    fn copying_between_lists_that_are_cut_differently_keeps_the_order() {
+        let source = IoBuf::from_aligned(pattern(100)).whole();
+        let from = IoBuf::gather(vec![source.slice(0, 7), source.slice(7, 50), source.slice(57, 43)]).whole();
+        let parts = IoBuf::zeroed(120).whole();
+        let to = IoBuf::gather(vec![parts.slice(60, 60), parts.slice(0, 30)]).whole();
+        assert_eq!(from.slice(1, 99).copy_to(&to), 90);
+        assert_eq!(to.to_vec(), &pattern(100)[1..91]);
+        assert_eq!(parts.slice(30, 30).to_vec(), [0; 30]);
     }
 
     #[test]

@@ -2,9 +2,11 @@
 
 #![allow(dead_code, reason = "each test program uses its part")]
 
+pub(crate) mod model;
+
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, ReactorCtx};
 use engine::{Reactor, ReactorConfig, ReactorThread};
-use memory::{AlignedBuf, IoBuf};
+use memory::{AlignedBuf, IoBuf, Window};
 use std::future::Future;
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
@@ -59,4 +61,23 @@ pub(crate) async fn read(
 pub(crate) async fn write(queue: &Rc<dyn FileQueue>, offset: u64, bytes: &[u8]) -> IoResult {
     let data = IoBuf::from_aligned(AlignedBuf::copy_of(bytes)).whole();
     queue.start(FileOp::Write { offset, data, fua: false }).await
+}
+
+/// `bytes` in memory that is cut at odd places, in segments that are aligned to nothing; for one seed in four, whole.
+pub(crate) fn scattered(bytes: AlignedBuf, seed: u64) -> Window {
+    if seed % 4 == 0 {
+        return IoBuf::from_aligned(bytes).whole();
+    }
+    let length = bytes.len();
+    let mut parts = Vec::new();
+    let (mut done, mut step) = (0, (seed % 5000) as usize + 1);
+    while done < length {
+        let count = step.min(length - done);
+        let part = IoBuf::zeroed(count + 3).whole().slice(3, count);
+        part.copy_from_slice(0, &bytes[done..done + count]);
+        parts.push(part);
+        done += count;
+        step = step * 3 % 7001 + 1;
+    }
+    IoBuf::gather(parts).whole()
 }

@@ -1,0 +1,298 @@
+//! The Linux AIO engine: one context a reactor, one `io_submit` a batch, completions read from the shared ring.
+//!
+//! It is asynchronous only for direct I/O, and not even there always: a write that allocates, or a busy device, may
+//! block in `io_submit`. Requests are therefore submitted with `RWF_NOWAIT`, and those that would block go to a worker.
+
+use crate::aio_abi::{self as abi, Context, ControlBlock, Event};
+use crate::inflight::{Action, Buffers, Request, Slab, Step};
+use crate::stats::Counters;
+use crate::threads::Workers;
+use crate::wakeup::Wakeup;
+use block::IoError;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// The most requests in the kernel at once.
+const EVENTS: usize = 1024;
+/// The most requests of one `io_submit`.
+const BATCH: usize = 256;
+
+struct State {
+    context: Context,
+    slab: Slab,
+    /// Taken, but not yet in the kernel.
+    waiting: VecDeque<u32>,
+    in_kernel: usize,
+    blocks: Vec<ControlBlock>,
+    pointers: Vec<*mut ControlBlock>,
+}
+
+/// One reactor's AIO context.
+pub(crate) struct Aio {
+    /// `None` once it was shut down.
+    state: RefCell<Option<State>>,
+    harvested: RefCell<Vec<(u32, i32)>>,
+    wakeup: Arc<Wakeup>,
+    workers: Rc<Workers>,
+    counters: Arc<Counters>,
+    /// The kernel has no asynchronous fdatasync here.
+    syncs_by_worker: Cell<bool>,
+}
+
+/// Whether this process may use Linux AIO here at all.
+pub(crate) fn probe() -> io::Result<()> {
+    Context::new(1).map(drop)
+}
+
+impl Aio {
+    pub(crate) fn new(workers: Rc<Workers>, wakeup: Arc<Wakeup>, counters: Arc<Counters>) -> io::Result<Self> {
+        let state = State {
+            context: Context::new(EVENTS as u32)?,
+            slab: Slab::with_capacity(BATCH),
+            waiting: VecDeque::with_capacity(BATCH),
+            in_kernel: 0,
+            blocks: Vec::with_capacity(BATCH),
+            pointers: Vec::with_capacity(BATCH),
+        };
+        Ok(Self {
+            state: RefCell::new(Some(state)),
+            harvested: RefCell::default(),
+            wakeup,
+            workers,
+            counters,
+            syncs_by_worker: Cell::new(false),
+        })
+    }
+
+    /// Takes a request; it reaches the kernel with the next [`Aio::submit`].
+    pub(crate) fn push(&self, request: Request) {
+        let by_worker = match request.action {
+            Action::Read { .. } | Action::Write { .. } => false,
+            Action::Sync => self.syncs_by_worker.get(),
+            Action::Fallocate { .. } | Action::Truncate | Action::DiscardBlocks { .. } => true,
+        };
+        if by_worker {
+            return self.workers.push(request);
+        }
+        let mut state = self.state.borrow_mut();
+        let Some(state) = state.as_mut() else {
+            drop(state);
+            return request.finish(Err(IoError::EIO));
+        };
+        self.counters.requests.add(1);
+        let index = state.slab.insert(request);
+        state.waiting.push_back(index);
+    }
+
+    /// Gives the kernel all that was queued and fits. Returns whether anything was given.
+    pub(crate) fn submit(&self) -> bool {
+        let mut worked = false;
+        loop {
+            let failed = match self.state.borrow_mut().as_mut() {
+                Some(state) => match self.submit_batch(state) {
+                    Submitted::Nothing => return worked,
+                    Submitted::Some => None,
+                    Submitted::Failed(index, errno) => Some((index, errno)),
+                },
+                None => return false,
+            };
+            worked = true;
+            if let Some((index, errno)) = failed {
+                self.route(index, -errno);
+            }
+        }
+    }
+
+    fn submit_batch(&self, state: &mut State) -> Submitted {
+        let count = state.waiting.len().min(BATCH).min(EVENTS - state.in_kernel);
+        let Some(&first) = state.waiting.front().filter(|_| count > 0) else {
+            return Submitted::Nothing;
+        };
+        state.build(count, &self.wakeup);
+        self.counters.system_calls.add(1);
+        // SAFETY: each block names memory and a file that its slot keeps until the event with its index was taken.
+        match unsafe { state.context.submit(&mut state.pointers) } {
+            Ok(0) => Submitted::Nothing,
+            Ok(taken) => {
+                state.waiting.drain(..taken);
+                state.in_kernel += taken;
+                Submitted::Some
+            }
+            Err(error) => match error.raw_os_error().unwrap_or(libc::EIO) {
+                libc::EINTR => Submitted::Some,
+                // The context is full: the rest goes next turn.
+                libc::EAGAIN if state.in_kernel > 0 => Submitted::Nothing,
+                errno => {
+                    state.waiting.pop_front();
+                    Submitted::Failed(first, errno)
+                }
+            },
+        }
+    }
+
+    /// Takes completions: from the shared ring without a system call, where it is readable. Returns how many requests
+    /// moved.
+    pub(crate) fn harvest(&self) -> usize {
+        self.take(0)
+    }
+
+    fn take(&self, wait_for: usize) -> usize {
+        let Ok(mut harvested) = self.harvested.try_borrow_mut() else {
+            return 0;
+        };
+        if let Some(state) = self.state.borrow_mut().as_mut()
+            && state.in_kernel > 0
+        {
+            let each = |event: Event| harvested.push((event.data as u32, event.result as i32));
+            if wait_for == 0 && state.context.is_mapped() {
+                state.context.take(each);
+            } else {
+                self.counters.system_calls.add(1);
+                // Interrupted: nothing was taken, and the caller comes again.
+                let _ = state.context.wait(wait_for, each);
+            }
+            state.in_kernel -= harvested.len();
+        }
+        let count = harvested.len();
+        self.counters.harvests.add(u64::from(count > 0));
+        for (index, result) in harvested.drain(..) {
+            self.route(index, result);
+        }
+        count
+    }
+
+    /// One result. The state is not borrowed while the request ends: dropping it may drop a file or a queue.
+    fn route(&self, index: u32, result: i32) {
+        let mut borrowed = self.state.borrow_mut();
+        let Some(state) = borrowed.as_mut() else { return };
+        let Some(request) = state.slab.get_mut(index) else {
+            return;
+        };
+        let step = match result {
+            // The file takes no RWF_NOWAIT: from now on without it, and this one by a worker.
+            _ if result == -libc::EOPNOTSUPP => {
+                request.target.file.may_nowait.store(false, Ordering::Relaxed);
+                Step::ToWorker
+            }
+            _ if result == -libc::EINVAL && request.action == Action::Sync => {
+                self.syncs_by_worker.set(true);
+                Step::ToWorker
+            }
+            _ => request.advance(result),
+        };
+        match step {
+            Step::Again => state.waiting.push_back(index),
+            Step::ToWorker => {
+                let request = state.slab.remove(index);
+                drop(borrowed);
+                if let Some(request) = request {
+                    self.workers.push(request);
+                }
+            }
+            Step::Finished(result) => {
+                let request = state.slab.remove(index);
+                drop(borrowed);
+                self.counters.completions.add(1);
+                if let Some(request) = request {
+                    request.finish(result);
+                }
+            }
+        }
+    }
+
+    /// Whether there is something to submit or to take, so that the reactor must not sleep.
+    pub(crate) fn has_work(&self) -> bool {
+        self.state.borrow().as_ref().is_some_and(|state| {
+            let may_submit = !state.waiting.is_empty() && state.in_kernel < EVENTS;
+            may_submit || state.context.has_events()
+        })
+    }
+
+    /// Requests taken and not ended.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.state.borrow().as_ref().map_or(0, |state| state.slab.live())
+    }
+
+    /// Waits for everything in the kernel, then destroys the context. Later pushes fail.
+    pub(crate) fn shut_down(&self) {
+        while self.in_flight() > 0 {
+            self.submit();
+            self.take(1);
+        }
+        drop(self.state.borrow_mut().take());
+    }
+}
+
+impl Drop for Aio {
+    fn drop(&mut self) {
+        self.shut_down();
+    }
+}
+
+enum Submitted {
+    Nothing,
+    Some,
+    /// The first in line cannot be submitted.
+    Failed(u32, i32),
+}
+
+impl State {
+    fn build(&mut self, count: usize, wakeup: &Wakeup) {
+        self.blocks.clear();
+        self.pointers.clear();
+        for position in 0..count {
+            let index = self.waiting[position];
+            let buffers = self.slab.buffers(index);
+            if let Some(request) = self.slab.get(index) {
+                self.blocks.push(block_of(index, request, buffers, wakeup));
+            }
+        }
+        let blocks = &mut self.blocks;
+        self.pointers.extend(blocks.iter_mut().map(|block| &raw mut *block));
+    }
+}
+
+fn block_of(index: u32, request: &Request, buffers: Buffers, wakeup: &Wakeup) -> ControlBlock {
+    let file = &request.target.file;
+    let nowait = if file.may_nowait.load(Ordering::Relaxed) { libc::RWF_NOWAIT } else { 0 };
+    let mut block = ControlBlock {
+        data: u64::from(index),
+        fd: file.raw_fd() as u32,
+        offset: request.file_offset() as i64,
+        flags: abi::FLAG_RESULT_FD,
+        result_fd: wakeup.fd().as_raw_fd() as u32,
+        ..ControlBlock::default()
+    };
+    let (single, vector) = match request.action {
+        Action::Write { durable } => {
+            block.rw_flags = if durable { nowait | libc::RWF_DSYNC } else { nowait };
+            (abi::PWRITE, abi::PWRITEV)
+        }
+        Action::Read { .. } => {
+            block.rw_flags = nowait;
+            (abi::PREAD, abi::PREADV)
+        }
+        // Only these are submitted, see `Aio::push`.
+        _ => {
+            block.opcode = abi::FDSYNC;
+            block.offset = 0;
+            return block;
+        }
+    };
+    match buffers {
+        Buffers::Single { ptr, length_bytes } => {
+            block.opcode = single;
+            (block.buf, block.count) = (ptr.addr() as u64, length_bytes as u64);
+        }
+        Buffers::Vector { ptr, count } => {
+            block.opcode = vector;
+            (block.buf, block.count) = (ptr.addr() as u64, count as u64);
+        }
+    }
+    block
+}

@@ -1,0 +1,129 @@
+//! Which engine serves a file, and why.
+
+use crate::{CacheMode, EngineKind, OpenOptions};
+use block::{Error, ErrorKind, Result};
+use std::sync::OnceLock;
+
+/// What this process may use here: nothing, or the reason against it.
+#[derive(Debug, Clone)]
+pub(crate) struct Host {
+    io_uring: Result<(), String>,
+    linux_aio: Result<(), String>,
+}
+
+impl Host {
+    /// Looks once a process.
+    pub(crate) fn get() -> &'static Self {
+        static HOST: OnceLock<Host> = OnceLock::new();
+        HOST.get_or_init(|| Self {
+            io_uring: crate::uring::probe().map_err(|error| why_no_uring(&error)),
+            linux_aio: crate::aio::probe().map_err(|error| match error.raw_os_error() {
+                Some(libc::EAGAIN) => "the sysctl fs.aio-max-nr is used up".into(),
+                Some(libc::ENOSYS) => "this kernel has no Linux AIO".into(),
+                _ => error.to_string(),
+            }),
+        })
+    }
+}
+
+fn why_no_uring(error: &std::io::Error) -> String {
+    let disabled = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
+    match (error.raw_os_error(), disabled.trim()) {
+        (Some(libc::ENOSYS), _) => "this kernel has no io_uring".into(),
+        (Some(libc::EPERM), "2") => "the sysctl kernel.io_uring_disabled switches it off".into(),
+        (Some(libc::EPERM), "1") => {
+            "the sysctl kernel.io_uring_disabled allows it to kernel.io_uring_group only".into()
+        }
+        (Some(libc::EPERM), _) => "it is forbidden here, probably by a container's seccomp filter".into(),
+        (Some(libc::ENOMEM), _) => "the limit of locked memory (ulimit -l) is too low".into(),
+        _ => error.to_string(),
+    }
+}
+
+/// The engine for a file, and the end of the sentence "chosen because ...".
+pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host) -> Result<(EngineKind, String)> {
+    let direct = options.cache.is_direct();
+    let refuse = |message: String| Err(Error::new(ErrorKind::Unsupported, message));
+    let asked = || "the options ask for it".to_owned();
+    match options.engine {
+        EngineKind::Threads => Ok((EngineKind::Threads, asked())),
+        EngineKind::IoUring => match &host.io_uring {
+            Ok(()) => Ok((EngineKind::IoUring, asked())),
+            Err(reason) => refuse(format!("'{name}': engine=io_uring cannot be used: {reason}. Try engine=auto")),
+        },
+        EngineKind::LinuxAio if !direct => Err(Error::new(ErrorKind::BadOption, aio_needs_direct(name, options.cache))),
+        EngineKind::LinuxAio => match &host.linux_aio {
+            Ok(()) => Ok((EngineKind::LinuxAio, asked())),
+            Err(reason) => refuse(format!("'{name}': engine=linux-aio cannot be used: {reason}. Try engine=auto")),
+        },
+        EngineKind::Auto => Ok(match (&host.io_uring, &host.linux_aio) {
+            (Ok(()), _) => (EngineKind::IoUring, "the kernel permits io_uring".into()),
+            (Err(uring), Ok(())) if direct => (
+                EngineKind::LinuxAio,
+                format!("io_uring is not to be had ({uring}) and the file is opened for direct I/O"),
+            ),
+            (Err(uring), Err(aio)) if direct => {
+                (EngineKind::Threads, format!("neither io_uring ({uring}) nor Linux AIO ({aio}) is to be had"))
+            }
+            (Err(uring), _) => (
+                EngineKind::Threads,
+                format!("io_uring is not to be had ({uring}) and Linux AIO works with direct I/O only"),
+            ),
+        }),
+    }
+}
+
+fn aio_needs_direct(name: &str, cache: CacheMode) -> String {
+    format!(
+        "'{name}': engine=linux-aio does not go with cache={cache}: Linux AIO is asynchronous only on files opened for \
+         direct I/O, and would block on this one. Use cache=none or cache=directsync with it, or another engine \
+         (engine=auto chooses)"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(io_uring: bool, linux_aio: bool) -> Host {
+        let fact = |is| if is { Ok(()) } else { Err("of a reason".to_owned()) };
+        Host { io_uring: fact(io_uring), linux_aio: fact(linux_aio) }
+    }
+
+    fn auto(cache: CacheMode, host: &Host) -> (EngineKind, String) {
+        choose(&OpenOptions { cache, ..OpenOptions::default() }, "x", host).unwrap()
+    }
+
+    #[test]
+    fn auto_takes_the_best_that_works_and_says_why_not_a_better_one() {
+        assert_eq!(auto(CacheMode::None, &host(true, true)).0, EngineKind::IoUring);
+        let (kind, why) = auto(CacheMode::None, &host(false, true));
+        assert_eq!(kind, EngineKind::LinuxAio);
+        assert!(why.contains("of a reason"), "{why}");
+        assert_eq!(auto(CacheMode::None, &host(false, false)).0, EngineKind::Threads);
+        for cache in [CacheMode::Writeback, CacheMode::Writethrough, CacheMode::Unsafe] {
+            assert_eq!(auto(cache, &host(false, true)).0, EngineKind::Threads, "AIO blocks on cached files");
+        }
+    }
+
+    #[test]
+    fn linux_aio_on_a_cached_file_is_refused_with_the_cache_modes_that_work() {
+        let options = OpenOptions { engine: EngineKind::LinuxAio, ..OpenOptions::default() };
+        let error = choose(&options, "disk.raw", &host(true, true)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BadOption);
+        let message = error.to_string();
+        for part in ["disk.raw", "cache=writeback", "cache=none", "cache=directsync"] {
+            assert!(message.contains(part), "{message}");
+        }
+    }
+
+    #[test]
+    fn an_engine_that_was_asked_for_and_cannot_be_had_is_an_error_not_another_engine() {
+        for engine in [EngineKind::IoUring, EngineKind::LinuxAio] {
+            let options = OpenOptions { engine, cache: CacheMode::None, ..OpenOptions::default() };
+            let error = choose(&options, "x", &host(false, false)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            assert!(error.to_string().contains("of a reason"), "{error}");
+        }
+    }
+}

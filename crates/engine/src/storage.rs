@@ -1,0 +1,146 @@
+//! What a file or block device is: its kind, what direct I/O asks of it, what it can discard.
+
+use crate::target::Alignment;
+use block::{Error, ErrorKind, Result};
+use rustix::fs::{AtFlags, FallocateFlags, FileType, Stat, StatxFlags};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+/// What is assumed where nothing can be learnt: every storage takes it.
+const SAFE_ALIGNMENT_BYTES: u32 = 4096;
+
+/// What a file can do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Abilities {
+    pub(crate) discard: bool,
+    pub(crate) discard_zeroes: bool,
+    pub(crate) fast_zeroes: bool,
+    /// Multiples that `fallocate` takes.
+    pub(crate) fallocate_unit_bytes: u32,
+}
+
+/// Refuses what cannot hold a disk. Returns whether it is a block device.
+pub(crate) fn check_type(stat: &Stat, name: &str) -> Result<bool> {
+    let what = match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => return Ok(false),
+        FileType::BlockDevice => return Ok(true),
+        FileType::Directory => "a directory",
+        FileType::CharacterDevice => "a character device",
+        FileType::Fifo => "a named pipe",
+        FileType::Socket => "a socket",
+        _ => "a file of an unknown type",
+    };
+    let message = format!("'{name}' is {what}; a disk is a regular file or a block device");
+    Err(Error::new(ErrorKind::BadOption, message))
+}
+
+/// What direct I/O on the file asks for.
+pub(crate) fn direct_alignment(fd: &OwnedFd, block_device: bool, name: &str) -> Result<Alignment> {
+    let known = rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
+        .ok()
+        .filter(|statx| statx.stx_mask & StatxFlags::DIOALIGN.bits() != 0);
+    if let Some(statx) = known {
+        return Ok(match (statx.stx_dio_offset_align, statx.stx_dio_mem_align) {
+            // The kernel says that it takes the flag but not direct I/O: it goes through the page cache.
+            (0, _) => Alignment::NONE,
+            (offset_bytes, memory_bytes) => checked(offset_bytes, memory_bytes, name)?,
+        });
+    }
+    if block_device {
+        let bytes = logical_block_bytes(fd).unwrap_or(SAFE_ALIGNMENT_BYTES);
+        return checked(bytes, bytes, name);
+    }
+    if file_system(fd) == Some(TMPFS_MAGIC) {
+        return Ok(Alignment::NONE);
+    }
+    let bytes = probe_alignment(fd);
+    checked(bytes, bytes, name)
+}
+
+fn checked(offset_bytes: u32, memory_bytes: u32, name: &str) -> Result<Alignment> {
+    let memory_bytes = memory_bytes.max(1);
+    let usable = |bytes: u32| bytes.is_power_of_two() && bytes <= 1 << 16;
+    if usable(offset_bytes) && memory_bytes.is_power_of_two() && memory_bytes as usize <= memory::PAGE_BYTES {
+        return Ok(Alignment { offset_bytes, memory_bytes });
+    }
+    let message = format!(
+        "direct I/O on '{name}' asks for an alignment of {offset_bytes} bytes (memory: {memory_bytes}), which is not \
+         supported; use cache=writeback or cache=writethrough"
+    );
+    Err(Error::new(ErrorKind::Unsupported, message))
+}
+
+/// `BLKSSZGET`.
+fn logical_block_bytes(fd: &OwnedFd) -> Option<u32> {
+    const BLKSSZGET: libc::Ioctl = 0x1268;
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the kernel writes one int.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), BLKSSZGET, &raw mut bytes) };
+    if result == 0 { u32::try_from(bytes).ok().filter(|bytes| bytes.is_power_of_two()) } else { None }
+}
+
+/// The smallest length at the file's start that the kernel reads directly. A file shorter than that tells nothing: at
+/// its end the kernel may return before it looks at the alignment.
+fn probe_alignment(fd: &OwnedFd) -> u32 {
+    let long_enough = rustix::fs::fstat(fd).is_ok_and(|stat| stat.st_size >= i64::from(SAFE_ALIGNMENT_BYTES));
+    if !long_enough {
+        return SAFE_ALIGNMENT_BYTES;
+    }
+    let mut buf = memory::AlignedBuf::zeroed(2 * SAFE_ALIGNMENT_BYTES as usize);
+    for bytes in [512_u32, 1024, 2048] {
+        // Off by its own size, so that memory at this alignment is tried as well.
+        let start = bytes as usize;
+        let Some(part) = buf.get_mut(start..2 * start) else { continue };
+        if rustix::io::pread(fd, part, 0).is_ok() {
+            return bytes;
+        }
+    }
+    SAFE_ALIGNMENT_BYTES
+}
+
+type Magic = i64;
+const TMPFS_MAGIC: Magic = 0x0102_1994;
+/// File systems whose `fallocate` is known: ext2/3/4, xfs, btrfs, f2fs.
+const KNOWN_MAGICS: [Magic; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
+
+fn file_system(fd: &OwnedFd) -> Option<Magic> {
+    rustix::fs::fstatfs(fd).ok().map(|stat| stat.f_type)
+}
+
+/// What a regular file can do.
+pub(crate) fn file_abilities(fd: &OwnedFd, read_only: bool, length_bytes: u64) -> Abilities {
+    let punches = match file_system(fd) {
+        _ if read_only => false,
+        Some(TMPFS_MAGIC) => true,
+        Some(magic) if KNOWN_MAGICS.contains(&magic) => true,
+        // Behind the end of the file there is nothing to lose.
+        _ => {
+            let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let behind = length_bytes.next_multiple_of(u64::from(SAFE_ALIGNMENT_BYTES));
+            rustix::fs::fallocate(fd.as_fd(), mode, behind, u64::from(SAFE_ALIGNMENT_BYTES)).is_ok()
+        }
+    };
+    Abilities { discard: punches, discard_zeroes: punches, fast_zeroes: punches, fallocate_unit_bytes: 1 }
+}
+
+/// What a block device can do, from its queue's limits.
+pub(crate) fn device_abilities(fd: &OwnedFd, stat: &Stat, read_only: bool) -> Abilities {
+    let limit = |name: &str| queue_limit(stat, name).is_ok_and(|value| value > 0);
+    let zeroes = !read_only && limit("write_zeroes_max_bytes");
+    Abilities {
+        discard: !read_only && (zeroes || limit("discard_max_bytes")),
+        // A hole is punched by writing zeros where the device can; a plain discard promises nothing.
+        discard_zeroes: zeroes,
+        fast_zeroes: zeroes,
+        fallocate_unit_bytes: logical_block_bytes(fd).unwrap_or(SAFE_ALIGNMENT_BYTES),
+    }
+}
+
+fn queue_limit(stat: &Stat, name: &str) -> io::Result<u64> {
+    let (major, minor) = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
+    let device = format!("/sys/dev/block/{major}:{minor}");
+    // A partition's queue is its disk's.
+    let text = std::fs::read_to_string(format!("{device}/queue/{name}"))
+        .or_else(|_| std::fs::read_to_string(format!("{device}/../queue/{name}")))?;
+    text.trim().parse().map_err(io::Error::other)
+}
