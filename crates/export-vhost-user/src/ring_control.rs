@@ -7,13 +7,14 @@ use block::{Poller, PollerId, ReactorCtx, ReactorHandle, Result, run_and_wait};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 
 struct Entry {
-    poller: Rc<RefCell<RingPoller>>,
+    /// The reactor keeps it: a ring goes when its reactor does.
+    poller: Weak<RefCell<RingPoller>>,
     id: PollerId,
 }
 
@@ -42,7 +43,7 @@ impl RunningRing {
         let key = self.key;
         // A reactor that has ended has no ring to change.
         let _ = self.reactor.run(Box::new(move |_| {
-            let poller = RINGS.with_borrow(|rings| rings.get(&key).map(|entry| Rc::clone(&entry.poller)));
+            let poller = RINGS.with_borrow(|rings| rings.get(&key).and_then(|entry| entry.poller.upgrade()));
             if let Some(poller) = poller {
                 change(&mut poller.borrow_mut());
             }
@@ -87,6 +88,7 @@ impl StoppingRing {
 fn add(ctx: &Rc<dyn ReactorCtx>, key: u64, setup: RingSetup) -> Result<()> {
     let poller = Rc::new(RefCell::new(RingPoller::new(ctx, setup)?));
     let id = ctx.add_poller(Rc::clone(&poller) as Rc<RefCell<dyn Poller>>)?;
+    let poller = Rc::downgrade(&poller);
     RINGS.with_borrow_mut(|rings| rings.insert(key, Entry { poller, id }));
     Ok(())
 }

@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, missing_docs)]
 
 use memory::{GuestMemory, GuestRegion, IoBuf, Mapping, RegionSpec, Window};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 pub const GUEST_BYTES: usize = 1 << 20;
@@ -14,13 +15,15 @@ pub const INDIRECT: u16 = 4;
 
 /// Guest memory at physical address zero.
 pub struct Guest {
+    /// The file behind it, as a monitor shares it.
+    pub file: OwnedFd,
     mapping: Arc<Mapping>,
     pub memory: Arc<GuestMemory>,
 }
 
 impl Guest {
     pub fn new() -> Self {
-        let (_, mapping) = Mapping::anonymous_file(c"guest", GUEST_BYTES).unwrap();
+        let (file, mapping) = Mapping::anonymous_file(c"guest", GUEST_BYTES).unwrap();
         let mapping = Arc::new(mapping);
         let half = GUEST_BYTES / 2;
         let region = |start: usize| {
@@ -29,7 +32,7 @@ impl Guest {
             GuestRegion::of_mapping(spec, Arc::clone(&mapping), start).unwrap()
         };
         let memory = Arc::new(GuestMemory::new(vec![region(0), region(half)]).unwrap());
-        Self { mapping, memory }
+        Self { file, mapping, memory }
     }
 
     pub fn at(&self, address: u64, length: usize) -> Window {
@@ -85,9 +88,14 @@ pub struct Driver<'a> {
 impl<'a> Driver<'a> {
     /// A ring at the beginning of guest memory: everything from 64 KiB on is free for buffers (sizes up to 1024).
     pub fn new(guest: &'a Guest, size: u16) -> Self {
-        let avail = u64::from(size) * 16;
+        Self::at(guest, size, 0)
+    }
+
+    /// A ring somewhere else.
+    pub fn at(guest: &'a Guest, size: u16, table: u64) -> Self {
+        let avail = table + u64::from(size) * 16;
         let used = (avail + 6 + 2 * u64::from(size)).next_multiple_of(4);
-        Self { guest, size, table: 0, avail, used, avail_index: 0, used_index: 0 }
+        Self { guest, size, table, avail, used, avail_index: 0, used_index: 0 }
     }
 
     pub fn put_desc(&self, index: u16, desc: Desc) {

@@ -1,0 +1,145 @@
+//! A reactor that does just what the contract says: jobs, pollers, sleep until an edge.
+
+use block::{Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task};
+use rustix::event::{EventfdFlags, epoll, eventfd};
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+struct Shared {
+    name: String,
+    jobs: Mutex<Vec<Job>>,
+    stop: AtomicBool,
+    wake: OwnedFd,
+}
+
+impl ReactorHandle for Shared {
+    fn run(&self, job: Job) -> Result<()> {
+        self.jobs.lock().unwrap().push(job);
+        self.wake();
+        Ok(())
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl Shared {
+    fn wake(&self) {
+        rustix::io::write(&self.wake, &1_u64.to_ne_bytes()).unwrap();
+    }
+}
+
+type Named = (PollerId, Rc<RefCell<dyn Poller>>);
+
+struct Local {
+    epoll: OwnedFd,
+    pollers: RefCell<Vec<Named>>,
+    next: Cell<u64>,
+}
+
+impl Local {
+    fn watch(&self, fd: impl AsFd) {
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(0), flags).unwrap();
+    }
+
+    fn each(&self, mut look: impl FnMut(&mut dyn Poller) -> bool) -> bool {
+        let pollers: Vec<_> = self.pollers.borrow().iter().map(|(_, poller)| Rc::clone(poller)).collect();
+        pollers.iter().fold(false, |any, poller| look(&mut *poller.borrow_mut()) | any)
+    }
+}
+
+impl ReactorCtx for Local {
+    fn spawn(&self, _task: Task) {
+        unimplemented!("no task here")
+    }
+
+    fn add_poller(&self, poller: Rc<RefCell<dyn Poller>>) -> Result<PollerId> {
+        if let Some(fd) = poller.borrow().wake_fd() {
+            self.watch(fd);
+        }
+        let id = PollerId(self.next.get());
+        self.next.set(id.0 + 1);
+        self.pollers.borrow_mut().push((id, poller));
+        Ok(id)
+    }
+
+    fn remove_poller(&self, id: PollerId) {
+        let mut pollers = self.pollers.borrow_mut();
+        if let Some(index) = pollers.iter().position(|(other, _)| *other == id) {
+            let (_, poller) = pollers.swap_remove(index);
+            if let Some(fd) = poller.borrow().wake_fd() {
+                // Others hold duplicates of the descriptor, so closing ours does not end the watch.
+                epoll::delete(&self.epoll, fd).unwrap();
+            }
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A reactor's thread; stops when dropped.
+pub struct TestReactor {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl TestReactor {
+    pub fn start(name: &str) -> Self {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let shared = Arc::new(Shared { name: name.into(), jobs: Mutex::default(), stop: AtomicBool::new(false), wake });
+        let theirs = Arc::clone(&shared);
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || run(&theirs)).unwrap();
+        Self { shared, thread: Some(thread) }
+    }
+
+    pub fn handle(&self) -> Arc<dyn ReactorHandle> {
+        Arc::clone(&self.shared) as Arc<dyn ReactorHandle>
+    }
+}
+
+impl Drop for TestReactor {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.wake();
+        let ended = self.thread.take().unwrap().join();
+        assert!(ended.is_ok() || std::thread::panicking(), "the reactor panicked");
+    }
+}
+
+fn run(shared: &Shared) {
+    let local = Rc::new(Local {
+        epoll: epoll::create(epoll::CreateFlags::CLOEXEC).unwrap(),
+        pollers: RefCell::default(),
+        next: Cell::new(0),
+    });
+    local.watch(&shared.wake);
+    let ctx: Rc<dyn ReactorCtx> = Rc::clone(&local) as Rc<dyn ReactorCtx>;
+    while !shared.stop.load(Ordering::SeqCst) {
+        let jobs = std::mem::take(&mut *shared.jobs.lock().unwrap());
+        let had_jobs = !jobs.is_empty();
+        for job in jobs {
+            job(&ctx);
+        }
+        if local.each(|poller| poller.poll()) || had_jobs {
+            continue;
+        }
+        if !local.each(|poller| poller.arm()) {
+            let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }];
+            let _ = epoll::wait(&local.epoll, &mut events, None);
+        }
+        local.each(|poller| {
+            poller.disarm();
+            false
+        });
+    }
+    local.pollers.borrow_mut().clear();
+}
