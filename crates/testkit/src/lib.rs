@@ -10,8 +10,20 @@
 
 #![forbid(unsafe_code)]
 
+pub mod conformance;
 mod dice;
-mod sim;
 
+mod crash;
+mod harness;
+mod model;
+mod request;
+mod sim;
+mod workload;
+
+pub use crash::{CheckStorage, FaultTest, OpenDisk, OpenedDisk, PowerCutTest, Session, Summary};
 pub use dice::{Dice, fill_seeded, mix};
+pub use harness::{Harness, QueueId, SimHarness, ThreadHarness, Turn};
+pub use model::{ModelDisk, stamped};
+pub use request::{Reply, Request};
 pub use sim::{Fault, FaultAction, OpKind, Recording, Replay, SimFile, SimFileOptions, SimReactor, SimStorage};
+pub use workload::{GuestEvent, Story, Workload};

@@ -43,8 +43,8 @@ impl OpKind {
 pub enum FaultAction {
     /// Nothing is done; it fails.
     Fail(IoError),
-    /// A prefix is done (not always a whole number of sectors), then it fails: what a file queue makes of a short read
-    /// or write that it cannot resume.
+    /// A prefix of whole sectors is done, then it fails: what a file queue makes of a short read or write that it
+    /// cannot resume.
     Short(IoError),
     /// The adversary: any sectors of it are done, perhaps all, then it fails.
     Scatter(IoError),

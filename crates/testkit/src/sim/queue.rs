@@ -151,11 +151,9 @@ impl Flying {
                 self.result = Err(error);
             }
             Some(FaultAction::Short(error)) => {
-                let mut length = dice.below(end - start);
-                if dice.chance(50) {
-                    length -= length % SIM_SECTOR_BYTES;
-                }
-                self.parts = if length > 0 { vec![(start, start + length)] } else { Vec::new() };
+                // Storage tears no sector, also when it fails.
+                let cut = (start + dice.below(end - start)) / SIM_SECTOR_BYTES * SIM_SECTOR_BYTES;
+                self.parts = if cut > start { vec![(start, cut)] } else { Vec::new() };
                 self.result = Err(error);
             }
             Some(FaultAction::Scatter(error)) => {

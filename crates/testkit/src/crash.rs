@@ -1,0 +1,319 @@
+//! A workload, and the power cut at every write and flush of it; or a fault at every operation of it.
+
+use crate::dice::mix;
+use crate::harness::{Harness, SimHarness};
+use crate::model::ModelDisk;
+use crate::request::Request;
+use crate::sim::{Fault, FaultAction, OpKind, SimStorage};
+use crate::workload::{Story, Workload};
+use block::{Disk, DiskInfo, Result};
+use std::sync::Arc;
+
+/// Opens the disk under test on some storage.
+pub type OpenDisk<'a> = &'a dyn Fn(&SimStorage) -> Result<OpenedDisk>;
+/// Judges the bytes of the image, whatever it is.
+pub type CheckStorage<'a> = &'a dyn Fn(&SimStorage) -> std::result::Result<(), String>;
+
+/// A disk under test, and how to close it in good order.
+pub struct OpenedDisk {
+    /// The disk.
+    pub disk: Arc<dyn Disk>,
+    /// Called when its queues are gone: writes what is still in memory.
+    pub close: Box<dyn FnOnce() -> Result<()>>,
+}
+
+impl From<Arc<dyn Disk>> for OpenedDisk {
+    /// A disk that keeps nothing in memory.
+    fn from(disk: Arc<dyn Disk>) -> Self {
+        Self { disk, close: Box::new(|| Ok(())) }
+    }
+}
+
+/// Bytes that one read of the whole disk asks for.
+const READ_BYTES: u64 = 1 << 18;
+
+/// What is cut, and how often.
+pub struct PowerCutTest<'a> {
+    /// The storage as it is before the workload; it is changed.
+    pub storage: SimStorage,
+    /// Opens the disk.
+    pub open: OpenDisk<'a>,
+    /// Judges the image right after a cut, before anything opens it, and again after it has been used.
+    pub check: CheckStorage<'a>,
+    /// What the guest does.
+    pub workload: Workload,
+    /// On how many queues, each on a reactor of its own.
+    pub queues: usize,
+    /// Outcomes tried for each cut.
+    pub outcomes: u64,
+    /// Cuts at every so-manieth event; 1 for all.
+    pub stride: u64,
+}
+
+/// What a test went through.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Summary {
+    /// Moments at which the power was cut, or faults that were injected.
+    pub moments: u64,
+    /// Storages that were checked and reopened.
+    pub reopened: u64,
+    /// Requests that failed.
+    pub errors: u64,
+}
+
+impl PowerCutTest<'_> {
+    /// Runs the workload once, then cuts the power at each write and flush boundary of it. The first thing wrong comes
+    /// back with all that is needed to find it again.
+    pub fn run(&self) -> std::result::Result<Summary, String> {
+        let before = || format!("seed {}: before any cut", self.workload.seed);
+        let (initial, story) = self.play().map_err(|wrong| format!("{}: {wrong}", before()))?;
+        let mut model = initial;
+        let mut events = story.events.iter().peekable();
+        let mut replay = self.storage.take_recording().replay();
+        let mut summary = Summary::default();
+        while let Some(now) = replay.advance() {
+            while let Some((_, event)) = events.next_if(|(at, _)| *at <= now) {
+                event.tell(&mut model)?;
+            }
+            if !now.is_multiple_of(self.stride) {
+                continue;
+            }
+            summary.moments += 1;
+            for outcome in 0..self.outcomes {
+                let seed = mix(self.workload.seed, outcome);
+                let place = || format!("seed {}, cut at event {now}, outcome {outcome}", self.workload.seed);
+                self.judge(&replay.power_cut(seed), &model, seed).map_err(|wrong| format!("{}: {wrong}", place()))?;
+                summary.reopened += 1;
+            }
+            if summary.moments.is_multiple_of(4) {
+                let place = || format!("seed {}, killed at event {now}", self.workload.seed);
+                let after = replay.process_killed(self.workload.seed);
+                self.judge(&after, &model, now).map_err(|wrong| format!("{}: {wrong}", place()))?;
+                summary.reopened += 1;
+            }
+        }
+        Ok(summary)
+    }
+
+    /// Runs the workload, recorded; returns the model as it was at the start, and the story.
+    fn play(&self) -> std::result::Result<(ModelDisk, Story), String> {
+        let (model, volatile_cache) = {
+            let mut session = Session::open(&self.storage, self.open, self.workload.seed, 1)?;
+            let contents = (session.read_all()?, session.info().volatile_cache);
+            session.close()?;
+            contents
+        };
+        let initial = ModelDisk::new(&model, volatile_cache);
+        self.storage.record();
+        let mut session = Session::open(&self.storage, self.open, self.workload.seed, self.queues)?;
+        let mut model = initial.clone();
+        let storage = self.storage.clone();
+        let queues = session.queues.clone();
+        let story = self.workload.run(&mut session.harness, &queues, &mut model, &move || storage.now())?;
+        model.check_live(&session.read_all()?)?;
+        session.close()?;
+        (self.check)(&self.storage)?;
+        let mut session = Session::open(&self.storage.process_killed(0), self.open, self.workload.seed, 1)?;
+        model.check_live(&session.read_all()?).map_err(|wrong| format!("closed and reopened: {wrong}"))?;
+        Ok((initial, story))
+    }
+
+    /// The image is sound; what was flushed is there and what was not touched is as it was; and the image can be used.
+    fn judge(&self, after: &SimStorage, model: &ModelDisk, seed: u64) -> std::result::Result<(), String> {
+        (self.check)(after).map_err(|wrong| format!("the image is damaged: {wrong}"))?;
+        let mut session = Session::open(after, self.open, seed, 1)?;
+        let contents = session.read_all()?;
+        model.check_after_crash(&contents)?;
+        if seed.is_multiple_of(4) {
+            // Goes on with the image as it is: what the crash left behind must not be stepped on.
+            let mut model = ModelDisk::new(&contents, session.info().volatile_cache);
+            let span = self.workload.span_bytes;
+            let workload =
+                Workload { first_tag: 1 << 32, ..Workload::new(seed, 12, span, self.workload.granule_bytes) };
+            let queues = session.queues.clone();
+            workload.run(&mut session.harness, &queues, &mut model, &|| 0)?;
+            model.check_live(&session.read_all()?)?;
+            session.close()?;
+            (self.check)(after).map_err(|wrong| format!("the image is damaged after going on: {wrong}"))?;
+        }
+        Ok(())
+    }
+}
+
+/// What is broken, and how.
+pub struct FaultTest<'a> {
+    /// Makes the storage afresh.
+    pub storage: &'a dyn Fn() -> SimStorage,
+    /// Opens the disk.
+    pub open: OpenDisk<'a>,
+    /// Judges the image after the workload, and after it has been used again.
+    pub check: CheckStorage<'a>,
+    /// The file that fails.
+    pub file: &'a str,
+    /// The kind of operation that fails.
+    pub kind: OpKind,
+    /// How.
+    pub action: FaultAction,
+    /// Whether everything of the kind fails from there on.
+    pub persistent: bool,
+    /// What the guest does; errors are allowed.
+    pub workload: Workload,
+    /// On how many queues.
+    pub queues: usize,
+    /// Faults at every so-manieth operation; 1 for all.
+    pub stride: u64,
+}
+
+impl FaultTest<'_> {
+    /// Runs the workload again and again, each time with the next operation broken, until none is hit any more.
+    pub fn run(&self) -> std::result::Result<Summary, String> {
+        let mut summary = Summary::default();
+        for nth in (0..).step_by(self.stride as usize) {
+            let place = || {
+                let (seed, kind, action) = (self.workload.seed, self.kind, self.action);
+                format!("seed {seed}, {kind:?} number {nth} of '{}': {action:?}", self.file)
+            };
+            match self.one(nth).map_err(|wrong| format!("{}: {wrong}", place()))? {
+                None => break,
+                Some(errors) => {
+                    summary.moments += 1;
+                    summary.reopened += 1;
+                    summary.errors += errors;
+                }
+            }
+        }
+        Ok(summary)
+    }
+
+    /// The number of requests that failed, or `None` if there was no such operation.
+    fn one(&self, nth: u64) -> std::result::Result<Option<u64>, String> {
+        let storage = (self.storage)();
+        let (contents, volatile_cache) = {
+            let mut session = Session::open(&storage, self.open, self.workload.seed, 1)?;
+            let contents = (session.read_all()?, session.info().volatile_cache);
+            session.close()?;
+            contents
+        };
+        let before = storage.pushed(self.file, self.kind);
+        let fault = if self.persistent { Fault::from_nth } else { Fault::nth };
+        storage.inject(self.file, fault(self.kind, nth, self.action));
+        let mut model = ModelDisk::new(&contents, volatile_cache);
+        let mut errors = 0;
+        let mut closed = true;
+        let is_hit = || storage.pushed(self.file, self.kind) > before + nth;
+        // Opening may fail; that is an honest answer.
+        let session = Session::open(&storage, self.open, self.workload.seed, self.queues);
+        let mut hit = is_hit();
+        if let Ok(mut session) = session {
+            let workload = Workload { may_fail: true, ..self.workload.clone() };
+            let queues = session.queues.clone();
+            let story = workload.run(&mut session.harness, &queues, &mut model, &|| 0)?;
+            errors = story.errors.len() as u64;
+            hit = is_hit();
+            // A disk may have stopped itself after the fault; it must not read something wrong.
+            if let Ok(contents) = session.read_all() {
+                model.check_live(&contents)?;
+            }
+            closed = session.leave()?.is_ok();
+        }
+        storage.clear_faults();
+        (self.check)(&storage).map_err(|wrong| format!("the image is damaged: {wrong}"))?;
+        let after = storage.process_killed(nth);
+        let mut session = Session::open(&after, self.open, nth, 1)?;
+        let contents = session.read_all()?;
+        // A disk that could not be closed in good order may have lost what was not flushed.
+        let verdict = if closed { model.check_live(&contents) } else { model.check_after_crash(&contents) };
+        verdict.map_err(|wrong| format!("after reopening: {wrong}"))?;
+        let mut model = ModelDisk::new(&contents, volatile_cache);
+        let span = self.workload.span_bytes;
+        let workload = Workload { first_tag: 1 << 32, ..Workload::new(nth, 12, span, self.workload.granule_bytes) };
+        let queues = session.queues.clone();
+        workload.run(&mut session.harness, &queues, &mut model, &|| 0)?;
+        model.check_live(&session.read_all()?)?;
+        session.close()?;
+        (self.check)(&after).map_err(|wrong| format!("the image is damaged after going on: {wrong}"))?;
+        Ok(hit.then_some(errors))
+    }
+}
+
+/// A disk that is open on simulated reactors.
+pub struct Session {
+    /// Where its queues live.
+    pub harness: SimHarness,
+    /// Its queues.
+    pub queues: Vec<u64>,
+    opened: OpenedDisk,
+}
+
+impl Session {
+    /// Opens the disk, and `queues` queues on a reactor each.
+    pub fn open(
+        storage: &SimStorage,
+        open: OpenDisk<'_>,
+        seed: u64,
+        queues: usize,
+    ) -> std::result::Result<Self, String> {
+        let opened = open(storage).map_err(|error| format!("cannot open the disk: {error}"))?;
+        let mut harness = SimHarness::new(seed, queues);
+        let mut ids = Vec::new();
+        for reactor in 0..queues {
+            let queue = harness.open(&opened.disk, reactor).map_err(|error| format!("cannot open a queue: {error}"))?;
+            ids.push(queue);
+        }
+        Ok(Self { harness, queues: ids, opened })
+    }
+
+    /// What the disk is.
+    #[must_use]
+    pub fn info(&self) -> DiskInfo {
+        self.opened.disk.info()
+    }
+
+    /// One request on the first queue, alone; its data if it read.
+    pub fn call(&mut self, request: Request) -> std::result::Result<Vec<u8>, String> {
+        let name = crate::workload::brief(&request);
+        self.harness.submit(self.queues[0], vec![(u64::MAX, request)]);
+        loop {
+            let turn = self.harness.turn();
+            if let Some((_, reply)) = turn.replies.into_iter().find(|(_, reply)| reply.tag == u64::MAX) {
+                return reply.result.map(|()| reply.data).map_err(|error| format!("{name} failed: {error}"));
+            }
+            if turn.idle {
+                return Err(format!("{name} was never completed"));
+            }
+        }
+    }
+
+    /// The contents of the whole disk.
+    pub fn read_all(&mut self) -> std::result::Result<Vec<u8>, String> {
+        let size = self.info().size_bytes;
+        let mut contents = Vec::new();
+        while (contents.len() as u64) < size {
+            let offset = contents.len() as u64;
+            let length = READ_BYTES.min(size - offset) as usize;
+            contents.extend(self.call(Request::read(offset, length))?);
+        }
+        Ok(contents)
+    }
+
+    /// Drops the queues, lets the storage end what it has, and closes the disk. The outer error says what must never be:
+    /// something was left running; the inner one is the disk's own.
+    pub fn leave(mut self) -> std::result::Result<Result<()>, String> {
+        for queue in std::mem::take(&mut self.queues) {
+            self.harness.close(queue);
+        }
+        self.harness.settle();
+        let closed = (self.opened.close)();
+        drop(self.opened.disk);
+        self.harness.settle();
+        match self.harness.reactor().operations_in_flight() {
+            0 => Ok(closed),
+            left => Err(format!("{left} operations are still in flight after the disk was dropped")),
+        }
+    }
+
+    /// As [`Session::leave`], where closing must succeed.
+    pub fn close(self) -> std::result::Result<(), String> {
+        self.leave()?.map_err(|error| format!("cannot close the disk: {error}"))
+    }
+}

@@ -1,0 +1,340 @@
+//! What a guest may read of a disk: in memory, sector by sector, now and after a power cut.
+//!
+//! Each sector has a list of the values written to it, with the times at which each write was submitted and completed.
+//! A value is superseded by a later write that completed, if that write was submitted after the value's own had
+//! completed; for a power cut, only by such a write that was durable. Whatever is not superseded may be read. A failed
+//! write and a discard supersede nothing: the old contents may still be there.
+
+use crate::dice::mix;
+use crate::request::{Reply, Request};
+use block::Tag;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+const SECTOR: usize = 512;
+
+#[derive(Debug, Clone)]
+enum Value {
+    Zero,
+    Bytes(Arc<[u8; SECTOR]>),
+}
+
+impl Value {
+    fn of(bytes: &[u8]) -> Self {
+        if bytes.iter().all(|byte| *byte == 0) {
+            return Self::Zero;
+        }
+        let mut own = [0; SECTOR];
+        own.copy_from_slice(bytes);
+        Self::Bytes(Arc::new(own))
+    }
+
+    fn is(&self, bytes: &[u8]) -> bool {
+        match self {
+            Self::Zero => bytes.iter().all(|byte| *byte == 0),
+            Self::Bytes(own) => own[..] == *bytes,
+        }
+    }
+
+    fn describe(&self) -> String {
+        match self {
+            Self::Zero => "zeros".to_owned(),
+            Self::Bytes(bytes) => describe(&bytes[..]),
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Times {
+    submitted: u64,
+    completed: Option<u64>,
+    /// Completed without an error, and leaves nothing older.
+    supersedes: bool,
+    durable: bool,
+}
+
+#[derive(Debug, Clone)]
+struct Entry {
+    op: u64,
+    value: Value,
+}
+
+#[derive(Debug, Clone)]
+struct Flying {
+    op: u64,
+    request: Request,
+}
+
+/// The model; see the module's documentation. Tags must be unique among the requests in flight.
+#[derive(Debug, Clone)]
+pub struct ModelDisk {
+    sectors: Vec<Vec<Entry>>,
+    times: BTreeMap<u64, Times>,
+    flying: BTreeMap<Tag, Flying>,
+    volatile_cache: bool,
+    clock: u64,
+}
+
+/// The operation that stands for what was there at the start.
+const START: u64 = 0;
+
+impl ModelDisk {
+    /// A disk that holds `contents`, durably. Without a volatile cache, what completes is durable.
+    #[must_use]
+    pub fn new(contents: &[u8], volatile_cache: bool) -> Self {
+        let sectors = contents.chunks_exact(SECTOR).map(|bytes| vec![Entry { op: START, value: Value::of(bytes) }]);
+        let start = Times { submitted: 0, completed: Some(0), supersedes: true, durable: true };
+        Self {
+            sectors: sectors.collect(),
+            times: BTreeMap::from([(START, start)]),
+            flying: BTreeMap::new(),
+            volatile_cache,
+            clock: 0,
+        }
+    }
+
+    /// Size in bytes.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        (self.sectors.len() * SECTOR) as u64
+    }
+
+    fn tick(&mut self) -> u64 {
+        self.clock += 1;
+        self.clock
+    }
+
+    /// A request is submitted; tell the model before the disk.
+    pub fn submit(&mut self, tag: Tag, request: &Request) {
+        let op = self.tick();
+        let times = Times { submitted: op, completed: None, supersedes: false, durable: false };
+        self.times.insert(op, times);
+        let (offset, length) = request.range();
+        let (first, last) = ((offset / SECTOR as u64) as usize, ((offset + length) / SECTOR as u64) as usize);
+        for sector in first..last.min(self.sectors.len()) {
+            let value = match request {
+                Request::Write { data, .. } => {
+                    let start = sector * SECTOR - offset as usize;
+                    Value::of(&data[start..start + SECTOR])
+                }
+                Request::Discard { .. } | Request::WriteZeroes { .. } => Value::Zero,
+                Request::Read { .. } | Request::Flush => break,
+            };
+            self.prune(sector);
+            self.sectors[sector].push(Entry { op, value });
+        }
+        self.flying.insert(tag, Flying { op, request: request.clone() });
+    }
+
+    /// A request has completed; tell the model after the disk. Says what is wrong with the answer, if anything is.
+    pub fn complete(&mut self, reply: &Reply) -> Result<(), String> {
+        let Some(Flying { op, request }) = self.flying.remove(&reply.tag) else {
+            return Err(format!("tag {} completed and is not in flight", reply.tag));
+        };
+        let now = self.tick();
+        let submitted = op;
+        let Some(times) = self.times.get_mut(&op) else { return Ok(()) };
+        times.completed = Some(now);
+        if reply.result.is_err() {
+            return Ok(());
+        }
+        match request {
+            Request::Read { offset, .. } => return self.check_read(submitted, offset, &reply.data),
+            Request::Write { fua, .. } | Request::WriteZeroes { fua, .. } => {
+                times.supersedes = true;
+                times.durable = fua || !self.volatile_cache;
+            }
+            Request::Discard { .. } => {}
+            Request::Flush => {
+                let covered = |times: &&mut Times| times.completed.is_some_and(|completed| completed < submitted);
+                self.times.values_mut().filter(covered).for_each(|times| times.durable = true);
+            }
+        }
+        Ok(())
+    }
+
+    fn check_read(&self, submitted: u64, offset: u64, data: &[u8]) -> Result<(), String> {
+        let first = (offset / SECTOR as u64) as usize;
+        for (index, bytes) in data.chunks_exact(SECTOR).enumerate() {
+            self.check(first + index, bytes, "a read", |times| times.completed.is_some_and(|at| at < submitted))?;
+        }
+        Ok(())
+    }
+
+    /// Checks the contents of the whole disk; nothing that writes may be in flight.
+    pub fn check_live(&self, contents: &[u8]) -> Result<(), String> {
+        self.check_all(contents, "the disk", |times| times.completed.is_some())
+    }
+
+    /// Checks the contents of the whole disk after a power cut at this moment.
+    pub fn check_after_crash(&self, contents: &[u8]) -> Result<(), String> {
+        self.check_all(contents, "the disk after the cut", |times| times.durable)
+    }
+
+    /// Goes on after a crash with what was found.
+    pub fn restart(&mut self, contents: &[u8]) {
+        *self = Self::new(contents, self.volatile_cache);
+    }
+
+    fn check_all(&self, contents: &[u8], what: &str, settled: impl Fn(&Times) -> bool) -> Result<(), String> {
+        if contents.len() as u64 != self.size_bytes() {
+            return Err(format!("{what} has {} bytes, not {}", contents.len(), self.size_bytes()));
+        }
+        for (sector, bytes) in contents.chunks_exact(SECTOR).enumerate() {
+            self.check(sector, bytes, what, &settled)?;
+        }
+        Ok(())
+    }
+
+    /// Whether `bytes` is a value of the sector that no `settled` later write superseded.
+    fn check(&self, sector: usize, bytes: &[u8], what: &str, settled: impl Fn(&Times) -> bool) -> Result<(), String> {
+        let Some(entries) = self.sectors.get(sector) else {
+            return Err(format!("{what}: sector {sector} is behind the end"));
+        };
+        let newest = self.newest(entries, settled);
+        let allowed = |entry: &&Entry| self.times[&entry.op].completed.is_none_or(|completed| completed >= newest);
+        if entries.iter().filter(allowed).any(|entry| entry.value.is(bytes)) {
+            return Ok(());
+        }
+        let mut message = format!("{what}: sector {sector} holds {}, allowed are", describe(bytes));
+        for entry in entries.iter().filter(allowed) {
+            let times = &self.times[&entry.op];
+            let state = match (times.completed, times.supersedes, times.durable) {
+                (None, ..) => "in flight",
+                (_, false, _) => "failed or discarded",
+                (_, _, true) => "durable",
+                (_, _, false) => "volatile",
+            };
+            let _ = write!(message, " [{}, {state}]", entry.value.describe());
+        }
+        Err(message)
+    }
+
+    /// When the latest `settled` superseding write was submitted: values completed before it are gone.
+    fn newest(&self, entries: &[Entry], settled: impl Fn(&Times) -> bool) -> u64 {
+        let times = entries.iter().map(|entry| &self.times[&entry.op]);
+        times.filter(|times| times.supersedes && settled(times)).map(|times| times.submitted).max().unwrap_or(0)
+    }
+
+    /// Forgets what can never be read again.
+    fn prune(&mut self, sector: usize) {
+        let oldest = self.flying.values().map(|flying| flying.op).min().unwrap_or(u64::MAX);
+        let gone = self.newest(&self.sectors[sector], |times| {
+            times.durable && times.completed.is_some_and(|completed| completed < oldest)
+        });
+        let times = &self.times;
+        self.sectors[sector].retain(|entry| times[&entry.op].completed.is_none_or(|completed| completed >= gone));
+    }
+}
+
+const MAGIC: &[u8; 8] = b"testkit\0";
+
+/// Bytes for write number `id` at `offset`, unlike those of any other: each sector says where it belongs.
+#[must_use]
+pub fn stamped(id: u64, offset: u64, length: usize) -> Vec<u8> {
+    let mut bytes = vec![0; length];
+    for (index, sector) in bytes.chunks_mut(SECTOR).enumerate() {
+        let number = offset / SECTOR as u64 + index as u64;
+        crate::dice::fill_seeded(mix(id, number), sector);
+        if sector.len() >= 24 {
+            sector[..8].copy_from_slice(MAGIC);
+            sector[8..16].copy_from_slice(&id.to_le_bytes());
+            sector[16..24].copy_from_slice(&number.to_le_bytes());
+        }
+    }
+    bytes
+}
+
+/// What a sector seems to hold.
+fn describe(bytes: &[u8]) -> String {
+    if bytes.iter().all(|byte| *byte == 0) {
+        return "zeros".to_owned();
+    }
+    let word = |at: usize| bytes.get(at..at + 8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
+    match (bytes.get(..8), word(8), word(16)) {
+        (Some(magic), Some(id), Some(sector)) if magic == MAGIC => {
+            let whole = stamped(id, sector * SECTOR as u64, bytes.len()) == bytes;
+            format!("{}write {id} of sector {sector}", if whole { "" } else { "a torn " })
+        }
+        _ => format!("garbage starting {:02x?}", &bytes[..bytes.len().min(8)]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use block::IoError;
+
+    fn write(model: &mut ModelDisk, tag: Tag, byte: u8) {
+        model.submit(tag, &Request::write(0, vec![byte; SECTOR]));
+    }
+
+    fn done(model: &mut ModelDisk, tag: Tag) {
+        model.complete(&Reply { tag, result: Ok(()), data: Vec::new() }).unwrap();
+    }
+
+    /// Bytes of which the model says that the sector may hold them after a crash.
+    fn after_crash(model: &ModelDisk) -> Vec<u8> {
+        (0..10).filter(|byte| model.check_after_crash(&[*byte; SECTOR]).is_ok()).collect()
+    }
+
+    fn live(model: &ModelDisk) -> Vec<u8> {
+        (0..10).filter(|byte| model.check_live(&[*byte; SECTOR]).is_ok()).collect()
+    }
+
+    #[test]
+    fn only_a_flush_submitted_after_a_write_completed_settles_it() {
+        let mut model = ModelDisk::new(&[9; SECTOR], true);
+        write(&mut model, 1, 1);
+        model.submit(2, &Request::Flush);
+        done(&mut model, 1);
+        done(&mut model, 2);
+        assert_eq!((live(&model), after_crash(&model)), (vec![1], vec![1, 9]));
+        model.submit(3, &Request::Flush);
+        done(&mut model, 3);
+        assert_eq!(after_crash(&model), [1]);
+        write(&mut model, 4, 2);
+        write(&mut model, 5, 3);
+        assert_eq!(after_crash(&model), [1, 2, 3], "in flight");
+        done(&mut model, 4);
+        done(&mut model, 5);
+        assert_eq!((live(&model), after_crash(&model)), (vec![2, 3], vec![1, 2, 3]), "they overlapped in time");
+    }
+
+    #[test]
+    fn failed_writes_and_discards_leave_the_old_contents_possible() {
+        let mut model = ModelDisk::new(&[9; SECTOR], true);
+        write(&mut model, 1, 1);
+        model.complete(&Reply { tag: 1, result: Err(IoError::EIO), data: Vec::new() }).unwrap();
+        assert_eq!(live(&model), [1, 9]);
+        write(&mut model, 2, 2);
+        done(&mut model, 2);
+        assert_eq!((live(&model), after_crash(&model)), (vec![2], vec![1, 2, 9]));
+        model.submit(3, &Request::Discard { offset: 0, length: SECTOR as u64 });
+        done(&mut model, 3);
+        assert_eq!(live(&model), [0, 2]);
+    }
+
+    #[test]
+    fn reads_are_judged_by_what_overlapped_them() {
+        let mut model = ModelDisk::new(&[9; SECTOR], true);
+        write(&mut model, 1, 1);
+        model.submit(2, &Request::read(0, SECTOR));
+        done(&mut model, 1);
+        let reply = |tag, byte| Reply { tag, result: Ok(()), data: vec![byte; SECTOR] };
+        let mut other = model.clone();
+        assert!(model.complete(&reply(2, 9)).is_ok() && other.complete(&reply(2, 1)).is_ok());
+        model.submit(3, &Request::read(0, SECTOR));
+        assert!(model.complete(&reply(3, 9)).is_err());
+    }
+
+    #[test]
+    fn without_a_volatile_cache_completed_is_durable() {
+        let mut model = ModelDisk::new(&[9; SECTOR], false);
+        write(&mut model, 1, 1);
+        assert_eq!(after_crash(&model), [1, 9]);
+        done(&mut model, 1);
+        assert_eq!(after_crash(&model), [1]);
+    }
+}

@@ -1,0 +1,133 @@
+//! Requests and replies as a test sees them: plain data that may cross threads.
+
+use block::{IoResult, Op, Tag};
+use memory::{IoBuf, Window};
+use std::sync::Arc;
+
+/// One request of a guest.
+#[derive(Debug, Clone)]
+pub enum Request {
+    /// Reads into memory that lies in pieces of these lengths.
+    Read {
+        /// First byte.
+        offset: u64,
+        /// Lengths of the pieces of memory.
+        pieces: Vec<usize>,
+    },
+    /// Writes `data` from memory that lies in pieces.
+    Write {
+        /// First byte.
+        offset: u64,
+        /// What to write.
+        data: Arc<[u8]>,
+        /// Lengths of the pieces of memory; empty for one piece.
+        pieces: Vec<usize>,
+        /// Durable at completion.
+        fua: bool,
+    },
+    /// Makes durable what completed before.
+    Flush,
+    /// Gives a range back.
+    Discard {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+    },
+    /// Zeroes a range.
+    WriteZeroes {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+        /// Space may be given back.
+        may_unmap: bool,
+        /// Durable at completion.
+        fua: bool,
+    },
+}
+
+impl Request {
+    /// A read into one piece of memory.
+    #[must_use]
+    pub fn read(offset: u64, length: usize) -> Self {
+        Self::Read { offset, pieces: vec![length] }
+    }
+
+    /// A volatile write from one piece of memory.
+    #[must_use]
+    pub fn write(offset: u64, data: impl Into<Arc<[u8]>>) -> Self {
+        Self::Write { offset, data: data.into(), pieces: Vec::new(), fua: false }
+    }
+
+    /// The bytes of the disk that it names.
+    #[must_use]
+    pub fn range(&self) -> (u64, u64) {
+        match self {
+            Self::Read { offset, pieces } => (*offset, pieces.iter().map(|piece| *piece as u64).sum()),
+            Self::Write { offset, data, .. } => (*offset, data.len() as u64),
+            Self::Discard { offset, length } | Self::WriteZeroes { offset, length, .. } => (*offset, *length),
+            Self::Flush => (0, 0),
+        }
+    }
+
+    /// The operation, and the memory that it names.
+    pub(crate) fn prepare(&self) -> (Op, Vec<IoBuf>) {
+        match self {
+            Self::Read { offset, pieces } => {
+                let (data, memory) = scattered(pieces);
+                // What the read does not fill must not look like an answer.
+                data.fill(0xa5);
+                (Op::Read { offset: *offset, data }, memory)
+            }
+            Self::Write { offset, data, pieces, fua } => {
+                let whole = [data.len()];
+                let (window, memory) = scattered(if pieces.is_empty() { &whole } else { pieces });
+                window.copy_from_slice(0, data);
+                (Op::Write { offset: *offset, data: window, fua: *fua }, memory)
+            }
+            Self::Flush => (Op::Flush, Vec::new()),
+            Self::Discard { offset, length } => (Op::Discard { offset: *offset, length: *length }, Vec::new()),
+            Self::WriteZeroes { offset, length, may_unmap, fua } => {
+                let op = Op::WriteZeroes { offset: *offset, length: *length, may_unmap: *may_unmap, fua: *fua };
+                (op, Vec::new())
+            }
+        }
+    }
+}
+
+/// Memory in pieces; each but the first starts at an odd address now and then, as a guest's may.
+fn scattered(pieces: &[usize]) -> (Window, Vec<IoBuf>) {
+    if let [length] = pieces {
+        let buf = IoBuf::zeroed(*length);
+        return (buf.whole(), vec![buf]);
+    }
+    let skip = |index: usize| (index * 37) % 64;
+    let memory: Vec<_> = pieces.iter().enumerate().map(|(i, length)| IoBuf::zeroed(length + skip(i))).collect();
+    let windows = memory.iter().zip(pieces).enumerate().map(|(i, (buf, length))| buf.whole().slice(skip(i), *length));
+    (IoBuf::gather(windows.collect()).whole(), memory)
+}
+
+/// The bytes of a read, from the memory that [`Request::prepare`] made.
+pub(crate) fn gathered(request: &Request, memory: &[IoBuf]) -> Vec<u8> {
+    let Request::Read { pieces, .. } = request else {
+        return Vec::new();
+    };
+    let mut bytes = Vec::new();
+    for (buf, length) in memory.iter().zip(pieces) {
+        let skip = buf.length_bytes() - length;
+        bytes.extend_from_slice(&buf.whole().to_vec()[skip..]);
+    }
+    bytes
+}
+
+/// The end of a request.
+#[derive(Debug, Clone)]
+pub struct Reply {
+    /// The request's tag.
+    pub tag: Tag,
+    /// How it ended.
+    pub result: IoResult,
+    /// What a read delivered.
+    pub data: Vec<u8>,
+}

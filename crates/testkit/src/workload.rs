@@ -1,0 +1,214 @@
+//! Seeded requests over several queues, checked against the model as they complete.
+
+use crate::dice::Dice;
+use crate::harness::{Harness, QueueId};
+use crate::model::{ModelDisk, stamped};
+use crate::request::{Reply, Request};
+use block::{IoError, Tag};
+
+const SECTOR: u64 = 512;
+/// Idle turns after which a request counts as lost.
+const QUIET_TURNS: u32 = 100;
+
+/// What a workload does.
+#[derive(Debug, Clone)]
+pub struct Workload {
+    /// Decides everything.
+    pub seed: u64,
+    /// Requests in all.
+    pub requests: u64,
+    /// Requests in flight on one queue at most.
+    pub depth: usize,
+    /// Only the first so many bytes of the disk are used.
+    pub span_bytes: u64,
+    /// Requests like to begin and end at multiples of this (the image's cluster).
+    pub granule_bytes: u64,
+    /// Smallest unit of offsets and lengths.
+    pub block_bytes: u64,
+    /// Tags, and the stamps of what is written, begin here: two workloads on one model must not share any.
+    pub first_tag: Tag,
+    /// Percent of requests that only read.
+    pub read_percent: u64,
+    /// Whether requests may fail; otherwise one that does ends the workload with an error.
+    pub may_fail: bool,
+}
+
+impl Workload {
+    /// A mixed workload on the first `span_bytes` of a disk.
+    #[must_use]
+    pub fn new(seed: u64, requests: u64, span_bytes: u64, granule_bytes: u64) -> Self {
+        Self {
+            seed,
+            requests,
+            depth: 4,
+            span_bytes,
+            granule_bytes: granule_bytes.max(SECTOR),
+            block_bytes: SECTOR,
+            first_tag: 1,
+            read_percent: 20,
+            may_fail: false,
+        }
+    }
+}
+
+/// What happened, as the guest saw it.
+#[derive(Debug, Clone)]
+pub enum GuestEvent {
+    /// A request is submitted.
+    Submit(Tag, Request),
+    /// A request has completed.
+    Complete(Reply),
+}
+
+impl GuestEvent {
+    /// Tells the model.
+    pub fn tell(&self, model: &mut ModelDisk) -> Result<(), String> {
+        match self {
+            Self::Submit(tag, request) => {
+                model.submit(*tag, request);
+                Ok(())
+            }
+            Self::Complete(reply) => model.complete(reply),
+        }
+    }
+}
+
+/// The story of a workload.
+#[derive(Debug, Default)]
+pub struct Story {
+    /// What happened, each at the clock's time.
+    pub events: Vec<(u64, GuestEvent)>,
+    /// Requests that failed.
+    pub errors: Vec<(Request, IoError)>,
+}
+
+impl Workload {
+    /// Runs it on `queues` to its end; `clock` stamps the story.
+    pub fn run(
+        &self,
+        harness: &mut dyn Harness,
+        queues: &[QueueId],
+        model: &mut ModelDisk,
+        clock: &dyn Fn() -> u64,
+    ) -> Result<Story, String> {
+        let mut dice = Dice::new(self.seed);
+        let mut story = Story::default();
+        let mut submitted = 0;
+        let mut quiet_turns = 0;
+        let mut pending = std::collections::BTreeMap::new();
+        while submitted < self.requests || !pending.is_empty() {
+            let queue = queues[dice.index(queues.len())];
+            let mut batch = Vec::new();
+            let room = self.depth.saturating_sub(harness.in_flight(queue)) as u64;
+            for _ in 0..room.min(dice.below(4)).min(self.requests - submitted) {
+                let tag = self.first_tag + submitted;
+                submitted += 1;
+                let request = self.draw(tag, &mut dice);
+                model.submit(tag, &request);
+                story.events.push((clock(), GuestEvent::Submit(tag, request.clone())));
+                pending.insert(tag, request.clone());
+                batch.push((tag, request));
+            }
+            let quiet = batch.is_empty();
+            if !batch.is_empty() {
+                harness.submit(queue, batch);
+            }
+            let turn = harness.turn();
+            let quiet = quiet && turn.idle && turn.replies.is_empty();
+            quiet_turns = if quiet { quiet_turns + 1 } else { 0 };
+            for (_, reply) in turn.replies {
+                let request = pending.remove(&reply.tag).ok_or_else(|| format!("tag {} came back twice", reply.tag))?;
+                if let Err(error) = reply.result {
+                    if !self.may_fail {
+                        return Err(format!("{} failed: {error}", brief(&request)));
+                    }
+                    story.errors.push((request.clone(), error));
+                }
+                model.complete(&reply).map_err(|wrong| format!("{}: {wrong}", brief(&request)))?;
+                story.events.push((clock(), GuestEvent::Complete(reply)));
+            }
+            // Nothing comes although nothing is submitted, in many turns that each might have submitted something.
+            if quiet_turns > QUIET_TURNS {
+                let lost: Vec<_> = pending.values().map(brief).collect();
+                return Err(format!("never completed: {}", lost.join(", ")));
+            }
+        }
+        for queue in queues {
+            if let Some(violation) = harness.violations(*queue).first() {
+                return Err(violation.clone());
+            }
+        }
+        Ok(story)
+    }
+
+    fn draw(&self, tag: Tag, dice: &mut Dice) -> Request {
+        if dice.chance(self.read_percent) {
+            let (offset, length) = self.range(dice);
+            return Request::Read { offset, pieces: pieces(length, dice) };
+        }
+        match dice.below(100) {
+            0..12 => Request::Flush,
+            12..24 => {
+                let (offset, length) = self.range(dice);
+                Request::Discard { offset, length }
+            }
+            24..36 => {
+                let (offset, length) = self.range(dice);
+                Request::WriteZeroes { offset, length, may_unmap: dice.chance(50), fua: dice.chance(10) }
+            }
+            _ => {
+                let (offset, length) = self.range(dice);
+                let data = stamped(tag, offset, length as usize).into();
+                Request::Write { offset, data, pieces: pieces(length, dice), fua: dice.chance(8) }
+            }
+        }
+    }
+
+    /// A range: small, or of whole granules, or any; half of them at the start of the disk, so that they overlap.
+    fn range(&self, dice: &mut Dice) -> (u64, u64) {
+        let span = if dice.chance(40) { (self.span_bytes / 8).max(self.granule_bytes) } else { self.span_bytes };
+        let span = span.min(self.span_bytes);
+        let block = self.block_bytes;
+        let (offset, length) = match dice.below(4) {
+            0 => (dice.below(span / block) * block, (1 + dice.below(3)) * block),
+            1 => {
+                let granule = self.granule_bytes;
+                (dice.below(span.div_ceil(granule)) * granule, (1 + dice.below(3)) * granule)
+            }
+            _ => {
+                let most = (2 * self.granule_bytes / block).max(8);
+                (dice.below(span / block) * block, (1 + dice.below(most)) * block)
+            }
+        };
+        let offset = offset.min(self.span_bytes - block);
+        (offset, length.min(self.span_bytes - offset))
+    }
+}
+
+/// Cuts a length into pieces, now and then at odd places.
+fn pieces(length: u64, dice: &mut Dice) -> Vec<usize> {
+    let length = length as usize;
+    let mut cuts = vec![0, length];
+    if dice.chance(30) {
+        for _ in 0..=dice.below(3) {
+            cuts.push(dice.index(length));
+        }
+    }
+    cuts.sort_unstable();
+    cuts.dedup();
+    cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
+}
+
+/// A request in a few words.
+pub(crate) fn brief(request: &Request) -> String {
+    let (offset, length) = request.range();
+    match request {
+        Request::Read { .. } => format!("read {offset}+{length}"),
+        Request::Write { fua, .. } => format!("write {offset}+{length}{}", if *fua { " FUA" } else { "" }),
+        Request::Flush => "flush".to_owned(),
+        Request::Discard { .. } => format!("discard {offset}+{length}"),
+        Request::WriteZeroes { may_unmap, .. } => {
+            format!("write zeroes {offset}+{length}{}", if *may_unmap { " unmap" } else { "" })
+        }
+    }
+}
