@@ -320,8 +320,13 @@ impl Poller for RingPoller {
         if !self.taking {
             return false;
         }
+        let more = self.queue.ring_mut().enable_notifications();
+        // An idle ring on a memory file that was shrunk may look like one without work.
+        if self.look_for_poison() {
+            return false;
+        }
         // Without a descriptor to be woken by, the peer expects us to look all the time.
-        self.queue.ring_mut().enable_notifications() || self.kick.is_none()
+        more || self.kick.is_none()
     }
 
     fn disarm(&mut self) {
