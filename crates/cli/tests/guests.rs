@@ -1,7 +1,7 @@
 //! Real Linux guests on disks that `ringdisk serve` serves: nothing is lost, and others' tools find the images clean.
 //!
 //! Each test needs Debian's packages for its guest and takes many seconds, so they are ignored by default and run by
-//! `cargo xtask ci`; by hand with `cargo test --release -p ringdisk --test guests -- --ignored`.
+//! `cargo xtask ci`; by hand with `cargo test -p ringdisk --test guests -- --ignored`.
 
 #[path = "../src/guest/mod.rs"]
 mod guest;

@@ -18,7 +18,7 @@ mod tools;
 mod uml;
 
 pub(crate) use check::{ImageFormat, verify_image};
-pub(crate) use report::{DiskReport, FioReport, GuestReport};
+pub(crate) use report::GuestReport;
 
 use anyhow::{Context, Result, ensure};
 use std::os::unix::fs::FileTypeExt;
