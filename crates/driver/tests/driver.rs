@@ -1,0 +1,466 @@
+//! The driver against a device that the test plays by hand: what it sends, in which order, and what it makes of answers,
+//! wrong ones included.
+
+mod common;
+
+use block::{Completion, Disk, DiskQueue, IoErrorKind, Op};
+use common::{Character, HandReactor, Server, Started};
+use driver::{Driver, DriverOptions};
+use memory::IoBuf;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+use virtio::blk::{Status, features};
+use virtio::{BlkQueue, Request, SplitDeviceRing};
+
+struct Setup {
+    server: Server,
+    driver: Driver,
+    started: Started,
+    device: BlkQueue<SplitDeviceRing>,
+    reactor: Rc<HandReactor>,
+    queue: Box<dyn DiskQueue>,
+    done: Vec<Completion>,
+}
+
+fn small() -> DriverOptions {
+    DriverOptions { queue_size: 16, memory_bytes: 1 << 20, answer_timeout_ms: 20_000, ..DriverOptions::default() }
+}
+
+fn setup(character: Character, options: DriverOptions) -> Setup {
+    let server = Server::new(character);
+    let driver = Driver::connect(&server.path, options).unwrap();
+    let started = server.ring();
+    let device = started.queue();
+    let (reactor, ctx) = HandReactor::new();
+    let queue = driver.open_queue(&ctx).unwrap();
+    Setup { server, driver, started, device, reactor, queue, done: Vec::new() }
+}
+
+impl Setup {
+    /// What the device sees now, completed by `answer`.
+    fn serve(&mut self, mut answer: impl FnMut(&Request) -> Status) -> Vec<String> {
+        self.reactor.turn();
+        let mut seen = Vec::new();
+        while let Some((head, request)) = self.device.pop().unwrap() {
+            let status = answer(&request);
+            seen.push(match &request {
+                Request::Read { sector, data } => format!("read {sector}+{}", data.length_bytes()),
+                Request::Write { sector, data } => format!("write {sector}+{}", data.length_bytes()),
+                Request::Discard | Request::WriteZeroes => {
+                    format!("{request:?} {:?}", self.device.ranges(head)[0]).to_lowercase()
+                }
+                other => format!("{other:?}").to_lowercase(),
+            });
+            drop(request);
+            self.device.complete(head, status);
+        }
+        self.device.publish();
+        self.queue.harvest(&mut self.done);
+        seen
+    }
+
+    fn serve_all(&mut self) -> Vec<String> {
+        let mut all = Vec::new();
+        loop {
+            let seen = self.serve(|_| Status::Ok);
+            if seen.is_empty() {
+                return all;
+            }
+            all.extend(seen);
+        }
+    }
+
+    fn results(&mut self) -> Vec<(u64, Result<(), IoErrorKind>)> {
+        self.queue.harvest(&mut self.done);
+        self.done.drain(..).map(|done| (done.tag, done.result.map_err(|error| error.kind()))).collect()
+    }
+
+    /// Turns until everything in flight has ended: for what another thread has to notice first.
+    fn wait_for_end(&mut self) -> Vec<(u64, Result<(), IoErrorKind>)> {
+        let patience = Instant::now() + Duration::from_secs(20);
+        let mut results = Vec::new();
+        while self.queue.in_flight() > 0 {
+            assert!(Instant::now() < patience, "{} requests never ended", self.queue.in_flight());
+            self.reactor.turn();
+            results.extend(self.results());
+        }
+        results
+    }
+}
+
+fn read(offset: u64, buf: &IoBuf) -> Op {
+    Op::Read { offset, data: buf.whole() }
+}
+
+fn write(offset: u64, buf: &IoBuf, fua: bool) -> Op {
+    Op::Write { offset, data: buf.whole(), fua }
+}
+
+fn pattern(length: usize, seed: u8) -> IoBuf {
+    let buf = IoBuf::zeroed(length);
+    let bytes: Vec<u8> = (0..length).map(|index| (index % 251) as u8 ^ (index / 512) as u8 ^ seed).collect();
+    buf.whole().copy_from_slice(0, &bytes);
+    buf
+}
+
+#[test]
+fn the_disk_is_what_the_configuration_space_says() {
+    let mut character = Character::default();
+    character.config.blk_size_bytes = 4096;
+    character.config.discard_sector_alignment = 16;
+    character.features |= features::RO;
+    let setup = setup(character, small());
+    let info = setup.driver.info();
+    assert_eq!((info.size_bytes, info.logical_block_bytes, info.read_only), (8192 * 512, 4096, true));
+    assert_eq!((info.serial.as_str(), info.volatile_cache, info.write_zeroes), ("fake-0001", true, false));
+    assert_eq!((info.discard, info.discard_granularity_bytes), (false, 8192));
+}
+
+#[test]
+fn shared_memory_is_named_as_it_is_and_other_memory_is_copied() {
+    for (indirect, event_idx) in [(true, true), (false, false)] {
+        let mut setup = setup(Character::default(), DriverOptions { indirect, event_idx, ..small() });
+        let (own, expected) = (pattern(200 << 10, 1), pattern(200 << 10, 1).whole().to_vec());
+        let shared = setup.driver.alloc(200 << 10).unwrap();
+        shared.whole().copy_from(0, &own.whole());
+        for buf in [&own, &shared] {
+            setup.queue.submit(1, write(1024, buf, false));
+            let mut written = Vec::new();
+            setup.serve(|request| {
+                let Request::Write { sector: 2, data } = request else { panic!("{request:?}") };
+                written = data.to_vec();
+                Status::Ok
+            });
+            assert!(written == expected, "indirect {indirect}");
+            let answer = pattern(buf.length_bytes(), 77);
+            setup.queue.submit(2, read(0, buf));
+            setup.serve(|request| {
+                let Request::Read { sector: 0, data } = request else { panic!("{request:?}") };
+                data.copy_from(0, &answer.whole());
+                Status::Ok
+            });
+            assert_eq!(setup.results(), [(1, Ok(())), (2, Ok(()))]);
+            assert!(buf.whole().to_vec() == answer.whole().to_vec(), "indirect {indirect}");
+        }
+        assert!(own.is_unique() && shared.is_unique(), "no handle stays behind");
+    }
+}
+
+#[test]
+fn requests_are_cut_to_the_limits_of_the_device() {
+    let mut character = Character::default();
+    character.features |= features::SIZE_MAX;
+    character.config.size_max_bytes = 3000;
+    character.config.seg_max = 2;
+    let mut setup = setup(character, small());
+    let shared = setup.driver.alloc(8192).unwrap();
+    shared.whole().copy_from(0, &pattern(8192, 3).whole());
+    // Pieces that end inside of blocks: 100 + 3996 + 4096 bytes.
+    let whole = shared.whole();
+    let odd = IoBuf::gather(vec![whole.slice(0, 100), whole.slice(100, 3996), whole.slice(4096, 4096)]);
+    for buf in [odd, pattern(8192, 3)] {
+        setup.queue.submit(5, write(0, &buf, false));
+        let (mut written, mut next) = (vec![0; 8192], 0);
+        while next < 16 {
+            setup.serve(|request| {
+                let Request::Write { sector, data } = request else { panic!("{request:?}") };
+                assert_eq!(*sector, next);
+                assert!(data.segment_count() <= 2);
+                data.for_each_segment(|segment| assert!(segment.length_bytes() <= 3000));
+                data.copy_to_slice(0, &mut written[*sector as usize * 512..]);
+                next += data.length_bytes() as u64 / 512;
+                Status::Ok
+            });
+        }
+        assert!(written == pattern(8192, 3).whole().to_vec());
+        assert_eq!(setup.results(), [(5, Ok(()))]);
+    }
+    for (offset, length, op) in [(0, 100 * 512, "discard"), (512, 65 * 512, "writezeroes")] {
+        setup.queue.submit(
+            6,
+            match op {
+                "discard" => Op::Discard { offset, length },
+                _ => Op::WriteZeroes { offset, length, may_unmap: true, fua: false },
+            },
+        );
+        let seen = setup.serve_all();
+        let first = offset / 512;
+        assert_eq!(seen.len(), 2, "{seen:?}");
+        assert!(seen[0].contains(&format!("sector: {first}, sector_count: 64,")), "{seen:?}");
+        let rest = length / 512 - 64;
+        assert!(seen[1].contains(&format!("sector: {}, sector_count: {rest},", first + 64)), "{seen:?}");
+        assert_eq!(setup.results(), [(6, Ok(()))]);
+    }
+}
+
+#[test]
+fn what_does_not_fit_waits_in_line_and_nothing_overtakes_a_flush() {
+    // Without indirect descriptors sixteen entries hold five requests.
+    let mut setup = setup(Character::default(), DriverOptions { indirect: false, ..small() });
+    let bufs: Vec<_> = (0..20).map(|_| setup.driver.alloc(512).unwrap()).collect();
+    for (tag, buf) in bufs.iter().enumerate() {
+        setup.queue.submit(tag as u64, write(tag as u64 * 512, buf, false));
+        if tag == 12 {
+            setup.queue.submit(100, Op::Flush);
+        }
+    }
+    assert_eq!(setup.queue.in_flight(), 21);
+    let mut expected: Vec<_> = (0..20).map(|tag| format!("write {tag}+512")).collect();
+    expected.insert(13, "flush".into());
+    assert_eq!(setup.serve_all(), expected);
+    let tags: Vec<_> = setup.results().into_iter().map(|(tag, _)| tag).collect();
+    assert_eq!(tags, (0..13).chain([100]).chain(13..20).collect::<Vec<_>>());
+    assert_eq!(setup.queue.in_flight(), 0);
+}
+
+#[test]
+fn bounce_buffers_run_out_and_come_back() {
+    let mut setup = setup(Character::default(), DriverOptions { bounce_bytes: 128 << 10, ..small() });
+    let bufs: Vec<_> = (0..3).map(|seed| pattern(256 << 10, seed)).collect();
+    for (tag, buf) in bufs.iter().enumerate() {
+        setup.queue.submit(tag as u64, write((tag as u64) << 18, buf, false));
+    }
+    let mut written = vec![0; 768 << 10];
+    while setup.queue.in_flight() > 0 {
+        let seen = setup.serve(|request| {
+            let Request::Write { sector, data } = request else { panic!("{request:?}") };
+            data.copy_to_slice(0, &mut written[*sector as usize * 512..]);
+            Status::Ok
+        });
+        assert!(!seen.is_empty());
+        setup.queue.harvest(&mut setup.done);
+    }
+    let expected: Vec<u8> = bufs.iter().flat_map(|buf| buf.whole().to_vec()).collect();
+    assert!(written == expected);
+}
+
+#[test]
+fn fua_is_data_then_flush_where_the_cache_is_volatile_and_nothing_elsewhere() {
+    let mut character = Character::default();
+    character.features |= features::CONFIG_WCE;
+    character.config.writeback = 1;
+    let mut setup = setup(character, small());
+    let buf = setup.driver.alloc(512).unwrap();
+    setup.queue.submit(1, write(0, &buf, true));
+    assert_eq!(setup.serve(|_| Status::Ok), ["write 0+512"]);
+    assert_eq!(setup.results(), [], "not before the flush");
+    assert_eq!(setup.serve(|_| Status::IoErr), ["flush"]);
+    assert_eq!(setup.results(), [(1, Err(IoErrorKind::Io))]);
+
+    setup.queue.submit(2, Op::WriteZeroes { offset: 0, length: 512, may_unmap: false, fua: true });
+    assert_eq!(setup.serve(|_| Status::IoErr).len(), 1);
+    assert_eq!(setup.results(), [(2, Err(IoErrorKind::Io))], "no flush after data that failed");
+
+    setup.driver.set_volatile_cache(false);
+    assert!(!setup.driver.info().volatile_cache);
+    setup.queue.submit(3, write(0, &buf, true));
+    setup.queue.submit(4, Op::Flush);
+    assert_eq!(setup.serve_all(), ["write 0+512"]);
+    setup.done.sort_by_key(|done| done.tag);
+    assert_eq!(setup.results(), [(3, Ok(())), (4, Ok(()))]);
+}
+
+#[test]
+fn impossible_requests_are_refused_without_the_device() {
+    let mut setup = setup(Character { features: 0, ..Character::default() }, small());
+    let (buf, odd) = (IoBuf::zeroed(512), IoBuf::zeroed(100));
+    let end = setup.driver.info().size_bytes;
+    for (tag, op) in
+        [read(end, &buf), read(u64::MAX - 511, &buf), read(1, &buf), write(0, &odd, false)].into_iter().enumerate()
+    {
+        setup.queue.submit(tag as u64, op);
+        assert_eq!(setup.results(), [(tag as u64, Err(IoErrorKind::OutOfRange))]);
+    }
+    setup.queue.submit(9, Op::Discard { offset: 0, length: 512 });
+    setup.queue.submit(10, Op::Read { offset: 0, data: memory::Window::empty() });
+    assert_eq!(setup.results(), [(9, Err(IoErrorKind::Unsupported)), (10, Ok(()))]);
+    // A device without write-zeroes gets zeros, with one segment a request because it does not say SEG_MAX.
+    setup.queue.submit(11, Op::WriteZeroes { offset: 0, length: 70 << 10, may_unmap: true, fua: true });
+    setup.reactor.turn();
+    let mut zeros = 0;
+    setup.serve(|request| {
+        let Request::Write { data, .. } = request else { panic!("{request:?}") };
+        assert!(data.is_zero() && data.segment_count() == 1);
+        zeros += data.length_bytes();
+        Status::Ok
+    });
+    assert_eq!((zeros, setup.results()), (70 << 10, vec![(11, Ok(()))]));
+}
+
+#[test]
+fn statuses_of_the_device_become_errors_of_the_request() {
+    let mut setup = setup(Character::default(), small());
+    let buf = IoBuf::zeroed(512);
+    for (tag, status, expected) in
+        [(1, Status::IoErr, Err(IoErrorKind::Io)), (2, Status::Unsupported, Err(IoErrorKind::Unsupported))]
+    {
+        setup.queue.submit(tag, read(0, &buf));
+        setup.serve(|_| status);
+        assert_eq!(setup.results(), [(tag, expected)]);
+    }
+    assert!(buf.is_unique());
+}
+
+#[test]
+fn the_device_is_kicked_once_a_batch_and_calls_only_a_sleeper() {
+    let mut setup = setup(Character::default(), small());
+    let buf = setup.driver.alloc(512).unwrap();
+    // A device that has just started calls once in any case: it cannot know what the driver has seen.
+    setup.queue.submit(9, read(0, &buf));
+    setup.serve(|_| Status::Ok);
+    setup.results();
+    setup.started.kicks();
+    let areas = setup.started.areas();
+    areas.set_avail_event(areas.avail_index());
+    for tag in 0..5 {
+        setup.queue.submit(tag, read(0, &buf));
+    }
+    assert_eq!(setup.started.kicks(), 0, "submitting only pushes");
+    setup.reactor.turn();
+    assert_eq!(setup.started.kicks(), 1);
+
+    let (head, _) = setup.device.pop().unwrap().unwrap();
+    setup.device.complete(head, Status::Ok);
+    assert!(!setup.device.publish(), "the driver looks by itself");
+    assert!(setup.reactor.arm(), "something came before the callbacks were on");
+    setup.reactor.disarm();
+    assert_eq!(setup.results().len(), 1);
+    assert!(!setup.reactor.arm());
+    let (head, _) = setup.device.pop().unwrap().unwrap();
+    setup.device.complete(head, Status::Ok);
+    assert!(setup.device.publish(), "the driver sleeps");
+    setup.reactor.disarm();
+    let (head, _) = setup.device.pop().unwrap().unwrap();
+    setup.device.complete(head, Status::Ok);
+    assert!(!setup.device.publish(), "the driver is awake");
+    let counters = setup.driver.counters();
+    assert_eq!(counters.wakeups, 2);
+}
+
+#[test]
+fn a_device_that_uses_what_it_was_not_given_fails_the_queue() {
+    for (id, index) in [(99, 1), (7, 1), (0, 9)] {
+        let mut setup = setup(Character::default(), small());
+        let buf = IoBuf::zeroed(512);
+        setup.queue.submit(1, read(0, &buf));
+        setup.queue.submit(2, read(0, &buf));
+        setup.reactor.turn();
+        let (areas, base) = (setup.started.areas(), setup.started.next_avail);
+        areas.set_used_entry(base, id, 0);
+        areas.publish_used_index(base + index);
+        assert_eq!(setup.results(), [(1, Err(IoErrorKind::Io)), (2, Err(IoErrorKind::Io))]);
+        assert!(buf.is_unique());
+        setup.queue.submit(3, Op::Flush);
+        assert_eq!(setup.results(), [(3, Err(IoErrorKind::Io))], "it stays failed");
+        assert_eq!(setup.queue.in_flight(), 0);
+    }
+}
+
+#[test]
+fn requests_end_when_the_server_goes_or_gives_the_ring_up() {
+    for goes in [true, false] {
+        let mut setup = setup(Character::default(), small());
+        let buf = IoBuf::zeroed(512);
+        for tag in 0..40 {
+            setup.queue.submit(tag, write(0, &buf, false));
+        }
+        setup.reactor.turn();
+        let (head, _) = setup.device.pop().unwrap().unwrap();
+        setup.device.complete(head, Status::Ok);
+        setup.device.publish();
+        if goes {
+            setup.server.hang_up()
+        } else {
+            setup.started.give_up()
+        }
+        let results = setup.wait_for_end();
+        assert_eq!(results.len(), 40);
+        assert_eq!(results.iter().filter(|(_, result)| result.is_ok()).count(), 1, "what was completed counts");
+        assert_eq!(setup.driver.is_disconnected(), goes);
+    }
+}
+
+#[test]
+fn a_queue_dropped_in_flight_keeps_its_memory_and_its_ring() {
+    let mut setup = setup(Character::default(), small());
+    let buf = setup.driver.alloc(1 << 20).unwrap();
+    setup.queue.submit(1, read(0, &buf));
+    let (_, ctx) = HandReactor::new();
+    assert!(setup.driver.open_queue(&ctx).is_err(), "the only queue is open");
+    setup.queue = setup_dummy();
+    assert_eq!(setup.reactor.pollers(), 0);
+    drop(buf);
+    assert!(setup.driver.alloc(1).is_err(), "the device may still write there");
+
+    let (reactor, ctx) = HandReactor::new();
+    setup.queue = setup.driver.open_queue(&ctx).unwrap();
+    setup.reactor = reactor;
+    setup.queue.submit(2, Op::Flush);
+    assert_eq!(setup.serve(|_| Status::Ok), ["read 0+1048576", "flush"]);
+    assert_eq!(setup.results(), [(2, Ok(()))], "nobody hears of the other");
+    assert!(setup.driver.alloc(1 << 20).is_ok());
+}
+
+/// A queue that is nothing, to put in another's place.
+fn setup_dummy() -> Box<dyn DiskQueue> {
+    struct Nothing;
+    impl DiskQueue for Nothing {
+        fn submit(&mut self, _: u64, _: Op) {}
+        fn harvest(&mut self, _: &mut Vec<Completion>) -> usize {
+            0
+        }
+        fn in_flight(&self) -> usize {
+            0
+        }
+    }
+    Box::new(Nothing)
+}
+
+#[test]
+fn a_disconnected_driver_fails_everything_after() {
+    let mut setup = setup(Character::default(), small());
+    setup.driver.disconnect().unwrap();
+    setup.queue.submit(1, Op::Flush);
+    assert_eq!(setup.wait_for_end(), [(1, Err(IoErrorKind::Io))]);
+    let (_, ctx) = HandReactor::new();
+    assert!(setup.driver.open_queue(&ctx).is_err());
+    drop(setup.driver);
+    setup.queue.submit(2, Op::Flush);
+    assert_eq!(setup.queue.in_flight(), 1, "a queue outlives its driver");
+}
+
+#[test]
+fn a_server_that_does_not_fit_is_refused_with_the_reason() {
+    let refused = |character: Character, options: DriverOptions| {
+        let server = Server::new(character);
+        Driver::connect(&server.path, options).unwrap_err().to_string()
+    };
+    let with = |change: fn(&mut Character)| {
+        let mut character = Character::default();
+        change(&mut character);
+        character
+    };
+    let two = DriverOptions { queues: 2, ..small() };
+    assert!(refused(Character::default(), two).contains("2 queues asked for, the server has 1"));
+    let odd = with(|character| character.config.blk_size_bytes = 1000);
+    assert!(refused(odd, small()).contains("blocks of 1000 bytes"));
+    let tiny = with(|character| {
+        character.features |= features::SIZE_MAX;
+        character.config.size_max_bytes = 100;
+    });
+    assert!(refused(tiny, small()).contains("segments of 100 bytes"));
+    let huge = with(|character| character.config.capacity_sectors = u64::MAX);
+    assert!(refused(huge, small()).contains("claims"));
+    let nowhere = Driver::connect("/nonexistent/socket", small()).unwrap_err().to_string();
+    assert!(nowhere.contains("/nonexistent/socket"), "{nowhere}");
+}
+
+#[test]
+fn a_server_that_does_not_answer_is_given_up() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("silent.sock");
+    let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let options = DriverOptions { answer_timeout_ms: 50, ..small() };
+    let error = Driver::connect(&path, options).unwrap_err().to_string();
+    assert!(error.contains("no answer within 50 ms"), "{error}");
+}
