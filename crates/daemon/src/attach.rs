@@ -42,7 +42,8 @@ pub fn attach_flags(disks: &[Attachment]) -> String {
 /// `-object`, `-machine`, `-chardev` and `-device`.
 #[must_use]
 pub fn qemu(disks: &[Attachment]) -> String {
-    let mut text = "-m 1G -object memory-backend-memfd,id=mem0,size=1G,share=on -machine memory-backend=mem0".to_owned();
+    let mut text =
+        "-m 1G -object memory-backend-memfd,id=mem0,size=1G,share=on -machine memory-backend=mem0".to_owned();
     for (index, disk) in disks.iter().enumerate() {
         let socket = format!("socket,id=ringdisk{index},path={}", keyval::escape(&disk.socket.to_string_lossy()));
         let _ = write!(text, " \\\n-chardev {}", quote(&socket));

@@ -3,9 +3,9 @@
 use crate::attach::{Attachment, absolute};
 use crate::drive::DriveOptions;
 use crate::opener::{OpenedDisk, open_drive};
-use block::{DiskInfo, Error, ErrorKind, ReactorHandle, Result};
+use block::{DiskInfo, Error, ErrorKind, Result};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
-use export_vhost_user::{Export, ExportOptions, ExportStats};
+use export_vhost_user::{Export, ExportOptions, RingStats};
 use image::BackingPolicy;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -40,8 +40,8 @@ pub struct DiskStatus {
     pub layers: Vec<String>,
     /// What a monitor has to know.
     pub attachment: Attachment,
-    /// Counters of its export.
-    pub stats: ExportStats,
+    /// Counters of each of its rings.
+    pub rings: Vec<RingStats>,
 }
 
 struct Served {
@@ -89,25 +89,22 @@ impl Daemon {
         })?;
         let in_context = |error: Error| error.in_context(drive.display_name());
         let opened = open_drive(drive, self.config.allow_backing.clone(), &self.config.listed)?;
-        let options = ExportOptions { queues: Self::queues_of(drive), ..ExportOptions::default() };
-        let queue_size = drive.queue_size.unwrap_or(options.queue_size_max);
-        let options = ExportOptions { queue_size_max: queue_size, ..options };
-        let queues = options.queues;
-        let export = Export::listen(&socket, Arc::clone(&opened.disk), self.handles(), options).map_err(in_context)?;
         let id = DiskId(self.next_id);
+        let options = ExportOptions {
+            name: format!("disk{}", id.0),
+            max_queues: Self::queues_of(drive),
+            // Each disk begins with another reactor, so that disks of one queue spread too.
+            first_reactor: usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1),
+            ..ExportOptions::default()
+        };
+        let options = ExportOptions { queue_size: drive.queue_size.unwrap_or(options.queue_size), ..options };
+        let (queues, queue_size) = (options.max_queues, options.queue_size);
+        let reactors = self.reactors.iter().map(ReactorThread::handle).collect();
+        let export = Export::listen(&socket, Arc::clone(&opened.disk), reactors, options).map_err(in_context)?;
         self.next_id += 1;
         let attachment = Attachment { socket: absolute(&socket), queues, queue_size };
         self.disks.push(Served { id, name: drive.display_name(), opened, attachment, export });
         Ok(id)
-    }
-
-    /// The reactors in the order in which the next disk's queues use them: each disk begins with another, so that disks
-    /// of one queue spread too.
-    fn handles(&self) -> Vec<Arc<dyn ReactorHandle>> {
-        let mut handles: Vec<_> = self.reactors.iter().map(ReactorThread::handle).collect();
-        let first = self.disks.len() % handles.len().max(1);
-        handles.rotate_left(first);
-        handles
     }
 
     /// Stops serving a disk: its guest is disconnected, what is in flight ends, the image is flushed and closed.
@@ -146,7 +143,7 @@ impl Daemon {
             first = first.and(ended);
         }
         for reactor in self.reactors.drain(..) {
-            let _ = reactor.stop();
+            first = first.and(reactor.stop());
         }
         first
     }
@@ -167,12 +164,12 @@ impl Served {
             info: self.opened.disk.info(),
             layers: self.opened.layers(),
             attachment: self.attachment.clone(),
-            stats: self.export.stats(),
+            rings: self.export.stats(),
         }
     }
 
     fn end(self) -> Result<()> {
-        let stopped = self.export.stop();
-        stopped.and(self.opened.close())
+        self.export.stop();
+        self.opened.close()
     }
 }

@@ -33,7 +33,7 @@ pub struct DriveOptions {
     pub sync: bool,
     /// Guests cannot write.
     pub read_only: bool,
-    /// What the guest reads as the disk's serial number, at most [`SERIAL_MAX_BYTES`].
+    /// What the guest reads as the disk's serial number, at most 20 bytes.
     pub serial: String,
     /// Size of a null disk.
     pub size_bytes: Option<u64>,
@@ -46,25 +46,14 @@ pub struct DriveOptions {
 }
 
 /// What GET_ID can carry (virtio 1.3, 5.2.6).
-pub const SERIAL_MAX_BYTES: usize = 20;
+pub(crate) const SERIAL_MAX_BYTES: usize = 20;
 /// More queues than any guest has CPUs for.
-pub const QUEUES_MAX: u16 = 256;
-/// The largest split ring (virtio 1.3, 2.7).
-pub const QUEUE_SIZE_MAX: u16 = 32768;
+pub(crate) const QUEUES_MAX: u16 = 256;
+/// The largest ring that exports serve.
+pub(crate) const QUEUE_SIZE_MAX: u16 = 1024;
 
-const KEYS: [&str; 11] = [
-    "file",
-    "format",
-    "engine",
-    "cache",
-    "sync",
-    "readonly",
-    "serial",
-    "size",
-    "queues",
-    "queue-size",
-    "socket",
-];
+const KEYS: [&str; 11] =
+    ["file", "format", "engine", "cache", "sync", "readonly", "serial", "size", "queues", "queue-size", "socket"];
 const FORMATS: [(&str, DriveFormat); 3] =
     [("raw", DriveFormat::Raw), ("qcow2", DriveFormat::Qcow2), ("null", DriveFormat::Null)];
 const SWITCH: [(&str, bool); 2] = [("on", true), ("off", false)];
@@ -232,7 +221,9 @@ fn non_empty_path(key: &str, value: &str) -> Result<PathBuf> {
 
 fn serial(value: &str) -> Result<String> {
     if value.len() > SERIAL_MAX_BYTES {
-        return Err(bad(format!("the serial '{value}' is longer than the {SERIAL_MAX_BYTES} bytes that a guest reads")));
+        return Err(bad(format!(
+            "the serial '{value}' is longer than the {SERIAL_MAX_BYTES} bytes that a guest reads"
+        )));
     }
     if value.contains('\0') {
         return Err(bad("a serial cannot contain a zero byte".to_owned()));
@@ -319,7 +310,8 @@ mod tests {
 
     #[test]
     fn a_question_mark_lists_what_a_key_takes() {
-        for (text, part) in [("format=?", "raw, qcow2, null"), ("file=x,cache=help", "directsync"), ("?", "queue-size")] {
+        for (text, part) in [("format=?", "raw, qcow2, null"), ("file=x,cache=help", "directsync"), ("?", "queue-size")]
+        {
             match DriveOptions::parse(text).unwrap() {
                 ParsedDrive::Help(help) => assert!(help.contains(part), "{help}"),
                 ParsedDrive::Drive(drive) => panic!("{drive:?}"),

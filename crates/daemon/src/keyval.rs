@@ -112,7 +112,8 @@ mod tests {
     #[test]
     fn a_misspelt_word_is_guessed_and_a_strange_one_is_not() {
         let valid = ["file", "format", "queue-size", "none"];
-        for (word, meant) in [("fromat", "format"), ("queue_size", "queue-size"), ("File", "file"), ("form", "format")] {
+        for (word, meant) in [("fromat", "format"), ("queue_size", "queue-size"), ("File", "file"), ("form", "format")]
+        {
             let message = unknown("key", word, &valid).to_string();
             assert!(message.contains(&format!("did you mean '{meant}'?")), "{message}");
         }

@@ -20,8 +20,8 @@ mod opener;
 mod pidfile;
 mod size;
 
+pub use self::daemon::{Daemon, DaemonConfig, DiskId, DiskStatus};
 pub use attach::{Attachment, absolute, attach_flags, qemu as qemu_flags, quote};
-pub use daemon::{Daemon, DaemonConfig, DiskId, DiskStatus};
 pub use drive::{DriveFormat, DriveOptions, ParsedDrive};
 pub use keyval::{KeyValue, escape, parse as parse_key_values, unknown};
 pub use notify::notify;

@@ -19,13 +19,8 @@ impl Pidfile {
     pub fn create(path: &Path) -> Result<Self> {
         let failed = |error: std::io::Error| Error::io(format!("cannot write the pidfile '{}'", path.display()), error);
         loop {
-            let mut file = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .open(path)
-                .map_err(failed)?;
+            let mut file =
+                OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(failed)?;
             if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
                 return Err(held_by_another(path, &mut file));
             }

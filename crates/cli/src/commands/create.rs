@@ -1,0 +1,230 @@
+//! `ringdisk create`: a new image, in qemu-img's words.
+
+use crate::output::{self, usage};
+use anyhow::Context;
+use block::{File, FileOp, block_on};
+use daemon::{EngineOpener, parse_key_values, parse_size, unknown};
+use format_qcow2::Compression;
+use image::{CreateOptions, Format, Opener, Role, inspect};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Create an image. A file that exists is overwritten, unless somebody uses it.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format of the new image: raw or qcow2.
+    #[arg(short, long, value_name = "FORMAT", default_value = "raw")]
+    format: String,
+    /// Options of the format, key=value,...: "help" lists them.
+    #[arg(short, value_name = "OPTIONS")]
+    options: Vec<String>,
+    /// The image that the new one is an overlay of; a relative name is relative to FILE.
+    #[arg(short, long, value_name = "FILE")]
+    backing: Option<String>,
+    /// Format of the backing file.
+    #[arg(short = 'F', long, value_name = "FORMAT")]
+    backing_format: Option<String>,
+    /// Do not look at the backing file; it may be missing, and SIZE has to be given.
+    #[arg(short = 'u', long)]
+    unsafe_backing: bool,
+    /// Say nothing.
+    #[arg(short, long)]
+    quiet: bool,
+    /// The image to create.
+    file: PathBuf,
+    /// Size of the disk: bytes, or with k, M, G, T; by default the backing file's.
+    size: Option<String>,
+}
+
+const RAW_KEYS: [&str; 1] = ["size"];
+const QCOW2_KEYS: [&str; 7] =
+    ["size", "cluster_size", "compat", "refcount_bits", "compression_type", "backing_file", "backing_fmt"];
+const REFCOUNT_BITS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
+const SECTOR_BYTES: u64 = 512;
+
+/// All that can be said about a new image.
+struct Wanted {
+    format: Format,
+    size_bytes: Option<u64>,
+    cluster_bits: u32,
+    version: u32,
+    refcount_bits: u32,
+    compression: Compression,
+    backing_file: Option<String>,
+    backing_format: Option<Format>,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let format: Format = args.format.parse()?;
+    if args.options.iter().any(|text| matches!(text.as_str(), "help" | "?")) {
+        return output::print(&format!("Options of {format}: {}\n", keys(format).join(", ")));
+    }
+    let mut wanted = Wanted::from_args(args, format)?;
+    wanted.settle_backing(args)?;
+    let options = wanted.create_options()?;
+    let is_new = !args.file.exists();
+    let file = empty_file(&args.file, is_new)?;
+    if let Err(error) = image::create(&file, &options) {
+        if is_new {
+            // Half an image is of no use, and its name is free again for the next attempt.
+            let _ = std::fs::remove_file(&args.file);
+        }
+        return Err(error.into());
+    }
+    if args.quiet { Ok(()) } else { output::print(&wanted.announcement(&args.file)) }
+}
+
+fn keys(format: Format) -> &'static [&'static str] {
+    match format {
+        Format::Raw => &RAW_KEYS,
+        Format::Qcow2 => &QCOW2_KEYS,
+    }
+}
+
+/// An empty file under a lock: a new one, or one that was there and that nobody uses.
+fn empty_file(path: &Path, is_new: bool) -> anyhow::Result<Arc<dyn File>> {
+    if is_new {
+        engine::create(path, 0)?;
+    }
+    let file = EngineOpener::default().open(path, Role::Writable)?;
+    if !file.info().block_device {
+        let queue = file.open_blocking()?;
+        block_on(queue.start(FileOp::SetLength { length: 0 }))
+            .with_context(|| format!("cannot empty '{}'", path.display()))?;
+    }
+    Ok(file)
+}
+
+impl Wanted {
+    fn from_args(args: &Args, format: Format) -> anyhow::Result<Self> {
+        let backing_format = args.backing_format.as_deref().map(str::parse).transpose()?;
+        let mut wanted = Self {
+            format,
+            size_bytes: args.size.as_deref().map(parse_size).transpose()?,
+            cluster_bits: 16,
+            version: 3,
+            refcount_bits: 16,
+            compression: Compression::Zlib,
+            backing_file: args.backing.clone(),
+            backing_format,
+        };
+        for text in &args.options {
+            for pair in parse_key_values(text).map_err(|error| error.in_context(format!("-o {text}")))? {
+                wanted.set(&pair.key, &pair.value)?;
+            }
+        }
+        if wanted.version == 2 && wanted.refcount_bits != 16 {
+            return Err(usage("refcount_bits other than 16 needs compat=1.1"));
+        }
+        if wanted.version == 2 && wanted.compression != Compression::Zlib {
+            return Err(usage("compression_type other than zlib needs compat=1.1"));
+        }
+        if wanted.backing_file.is_some() && format == Format::Raw {
+            return Err(usage("a raw image cannot have a backing file: use -f qcow2"));
+        }
+        if wanted.backing_file.is_none() && wanted.backing_format.is_some() {
+            return Err(usage("a backing format (-F) needs a backing file (-b)"));
+        }
+        Ok(wanted)
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> anyhow::Result<()> {
+        if !keys(self.format).contains(&key) {
+            return Err(unknown(&format!("option of {}:", self.format), key, keys(self.format)).into());
+        }
+        match key {
+            "size" => self.size_bytes = Some(parse_size(value)?),
+            "cluster_size" => self.cluster_bits = cluster_bits(value)?,
+            "compat" => self.version = choose(key, value, &[("0.10", 2), ("v2", 2), ("1.1", 3), ("v3", 3)])?,
+            "refcount_bits" => self.refcount_bits = refcount_bits(value)?,
+            "compression_type" => {
+                let choices = [("zlib", Compression::Zlib), ("zstd", Compression::Zstd)];
+                self.compression = choose(key, value, &choices)?;
+            }
+            "backing_file" => self.backing_file = Some(value.to_owned()),
+            _ => self.backing_format = Some(value.parse()?),
+        }
+        Ok(())
+    }
+
+    /// Looks at the backing file: its size where none was given, and that its format was said.
+    fn settle_backing(&mut self, args: &Args) -> anyhow::Result<()> {
+        let Some(name) = &self.backing_file else { return Ok(()) };
+        if args.unsafe_backing {
+            return Ok(());
+        }
+        let path = args.file.parent().unwrap_or(Path::new("")).join(name);
+        let file = EngineOpener::default().open(&path, Role::Backing)?;
+        let below = inspect(&path, &file, self.backing_format)?;
+        if self.backing_format.is_none() {
+            return Err(usage(format!(
+                "the backing file '{name}' is given without its format: add -F {} if that is what it is",
+                below.format
+            )));
+        }
+        self.size_bytes = self.size_bytes.or(Some(below.virtual_size_bytes));
+        Ok(())
+    }
+
+    fn create_options(&mut self) -> anyhow::Result<CreateOptions> {
+        let size =
+            self.size_bytes.ok_or_else(|| usage("the size of the image is missing: FILE SIZE, for example 20G"))?;
+        let size_bytes = size.next_multiple_of(SECTOR_BYTES);
+        self.size_bytes = Some(size_bytes);
+        Ok(match self.format {
+            Format::Raw => CreateOptions::Raw { size_bytes },
+            Format::Qcow2 => CreateOptions::Qcow2(format_qcow2::CreateOptions {
+                size_bytes,
+                version: self.version,
+                cluster_size: 1 << self.cluster_bits,
+                refcount_bits: self.refcount_bits,
+                compression: self.compression,
+                backing_file: self.backing_file.clone(),
+                backing_format: self.backing_format.map(|format| format.to_string()),
+                ..format_qcow2::CreateOptions::default()
+            }),
+        })
+    }
+
+    fn announcement(&self, file: &Path) -> String {
+        let size = self.size_bytes.unwrap_or(0);
+        let mut text = format!("Formatting '{}', fmt={}", file.display(), self.format);
+        if self.format == Format::Qcow2 {
+            let compression = if self.compression == Compression::Zstd { "zstd" } else { "zlib" };
+            let _ = write!(text, " cluster_size={} compression_type={compression}", 1u64 << self.cluster_bits);
+        }
+        let _ = write!(text, " size={size}");
+        if let Some(name) = &self.backing_file {
+            let _ = write!(text, " backing_file={name}");
+        }
+        if let Some(format) = self.backing_format {
+            let _ = write!(text, " backing_fmt={format}");
+        }
+        if self.format == Format::Qcow2 {
+            let compat = if self.version == 2 { "0.10" } else { "1.1" };
+            let _ = write!(text, " compat={compat} refcount_bits={}", self.refcount_bits);
+        }
+        text.push('\n');
+        text
+    }
+}
+
+fn choose<T: Copy>(key: &str, value: &str, choices: &[(&str, T)]) -> anyhow::Result<T> {
+    let found = choices.iter().find(|(name, _)| *name == value).map(|(_, choice)| *choice);
+    let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
+    found.ok_or_else(|| unknown(&format!("value of '{key}':"), value, &names).into())
+}
+
+fn cluster_bits(value: &str) -> anyhow::Result<u32> {
+    let bytes = parse_size(value)?;
+    let valid = bytes.is_power_of_two() && (512..=2 << 20).contains(&bytes);
+    valid
+        .then(|| bytes.trailing_zeros())
+        .ok_or_else(|| usage(format!("cluster_size={value}: takes a power of two from 512 to 2M")))
+}
+
+fn refcount_bits(value: &str) -> anyhow::Result<u32> {
+    let bits = value.parse().ok().filter(|bits| REFCOUNT_BITS.contains(bits));
+    bits.ok_or_else(|| usage(format!("refcount_bits={value}: takes one of {REFCOUNT_BITS:?}")))
+}

@@ -1,0 +1,218 @@
+//! `ringdisk info`: what an image says about itself, as qemu-img shows it, and which engine would serve it.
+
+use crate::output;
+use anyhow::{Context, bail};
+use daemon::{EngineOpener, human_size};
+use format_qcow2::{Compression, Header};
+use image::{Description, Format, Opener, Role, inspect};
+use serde_json::{Value, json};
+use std::fmt::Write as _;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Show what an image is. Opens nothing but FILE, unless --backing-chain asks for the files below it.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The image.
+    file: PathBuf,
+    /// Its format; guessed from its contents where not given.
+    #[arg(short, long, value_name = "FORMAT")]
+    format: Option<String>,
+    /// How to print.
+    #[arg(long, value_enum, default_value = "human")]
+    output: Output,
+    /// Go down the chain of backing files too.
+    #[arg(long)]
+    backing_chain: bool,
+    /// Look even if somebody else writes the image; what is shown may be out of date.
+    #[arg(short = 'U', long)]
+    force_share: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    Human,
+    Json,
+}
+
+/// One layer, looked at.
+struct Layer {
+    path: PathBuf,
+    description: Description,
+    disk_bytes: u64,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let format = args.format.as_deref().map(str::parse::<Format>).transpose()?;
+    let mut layers = vec![look(&args.file, format, args.force_share)?];
+    while args.backing_chain
+        && let Some((path, format)) = below(&layers)?
+    {
+        layers.push(look(&path, format, args.force_share)?);
+    }
+    match args.output {
+        Output::Human => output::print(&layers.iter().map(human).collect::<Vec<_>>().join("\n")),
+        Output::Json => {
+            let mut values: Vec<Value> = layers.iter().map(machine).collect();
+            let value = if args.backing_chain { Value::Array(values) } else { values.remove(0) };
+            output::print(&format!("{}\n", serde_json::to_string_pretty(&value)?))
+        }
+    }
+}
+
+fn look(path: &Path, format: Option<Format>, force_share: bool) -> anyhow::Result<Layer> {
+    let opener = EngineOpener::default();
+    let opener = if force_share { opener.without_locks() } else { opener };
+    let file = opener.open(path, Role::ReadOnly)?;
+    let description = inspect(path, &file, format)?;
+    let meta = std::fs::metadata(path).with_context(|| format!("cannot look at '{}'", path.display()))?;
+    // st_blocks counts units of 512 bytes, whatever the file system's block is.
+    Ok(Layer { path: path.to_owned(), description, disk_bytes: meta.blocks() * 512 })
+}
+
+/// The name of the backing file as a path: relative to the image that names it.
+fn backing_path(layer: &Layer) -> Option<PathBuf> {
+    let name = layer.description.backing_file.as_ref()?;
+    Some(layer.path.parent().unwrap_or(Path::new("")).join(name))
+}
+
+/// The layer below the last one.
+fn below(layers: &[Layer]) -> anyhow::Result<Option<(PathBuf, Option<Format>)>> {
+    let Some(last) = layers.last() else { return Ok(None) };
+    let Some(path) = backing_path(last) else { return Ok(None) };
+    let name = last.description.backing_file.as_deref().unwrap_or_default();
+    if name.split('/').next().is_some_and(|first| first.contains(':')) {
+        bail!("'{}' names its backing file as '{name}': only plain names are followed", last.path.display());
+    }
+    let canonical = |path: &Path| path.canonicalize().with_context(|| format!("cannot find '{}'", path.display()));
+    let target = canonical(&path)?;
+    for layer in layers {
+        if canonical(&layer.path)? == target {
+            bail!("the backing files form a loop: '{}' appears twice in its own chain", path.display());
+        }
+    }
+    Ok(Some((path, last.description.backing_format)))
+}
+
+fn compat(header: &Header) -> &'static str {
+    if header.version == 2 { "0.10" } else { "1.1" }
+}
+
+fn compression(header: &Header) -> &'static str {
+    match header.compression {
+        Compression::Zlib => "zlib",
+        Compression::Zstd => "zstd",
+    }
+}
+
+/// The feature bits that `info` tells about (qcow2 specification, "Feature bits").
+struct Flags {
+    dirty: bool,
+    corrupt: bool,
+    extended_l2: bool,
+    lazy_refcounts: bool,
+}
+
+impl Flags {
+    fn of(header: &Header) -> Self {
+        Self {
+            dirty: header.incompatible_features & 1 != 0,
+            corrupt: header.incompatible_features & (1 << 1) != 0,
+            extended_l2: header.incompatible_features & (1 << 4) != 0,
+            lazy_refcounts: header.compatible_features & 1 != 0,
+        }
+    }
+}
+
+fn human(layer: &Layer) -> String {
+    let Layer { path, description, disk_bytes } = layer;
+    let size = description.virtual_size_bytes;
+    let mut text = String::new();
+    let mut line = |line: String| {
+        let _ = writeln!(text, "{line}");
+    };
+    line(format!("image: {}", path.display()));
+    line(format!("file format: {}", description.format));
+    line(format!("virtual size: {} ({size} bytes)", human_size(size)));
+    line(format!("disk size: {}", human_size(*disk_bytes)));
+    let flags = description.qcow2.as_ref().map(Flags::of);
+    if flags.as_ref().is_some_and(|flags| flags.dirty) {
+        line("cleanly shut down: no".to_owned());
+    }
+    if let Some(header) = &description.qcow2 {
+        line(format!("cluster_size: {}", 1u64 << header.cluster_bits));
+    }
+    if let (Some(name), Some(full)) = (&description.backing_file, backing_path(layer)) {
+        let full = full.display().to_string();
+        let actual = if full == *name { String::new() } else { format!(" (actual path: {full})") };
+        line(format!("backing file: {name}{actual}"));
+    }
+    if let Some(format) = description.backing_format {
+        line(format!("backing file format: {format}"));
+    }
+    if let (Some(header), Some(flags)) = (&description.qcow2, &flags) {
+        line("Format specific information:".to_owned());
+        line(format!("    compat: {}", compat(header)));
+        line(format!("    compression type: {}", compression(header)));
+        if header.version >= 3 {
+            line(format!("    lazy refcounts: {}", flags.lazy_refcounts));
+        }
+        line(format!("    refcount bits: {}", header.refcount_bits));
+        if header.version >= 3 {
+            line(format!("    corrupt: {}", flags.corrupt));
+            line(format!("    extended l2: {}", flags.extended_l2));
+        }
+        if header.snapshots > 0 {
+            line(format!("snapshots: {}", header.snapshots));
+        }
+    }
+    if description.guessed && description.format == Format::Raw {
+        line("format guessed: yes (say -f raw to be sure)".to_owned());
+    }
+    line(format!("engine: {}", description.engine));
+    text
+}
+
+/// The keys are qemu-img's, but for those under "ringdisk".
+fn machine(layer: &Layer) -> Value {
+    let Layer { path, description, disk_bytes } = layer;
+    let mut value = json!({
+        "filename": path.display().to_string(),
+        "format": description.format.to_string(),
+        "virtual-size": description.virtual_size_bytes,
+        "actual-size": disk_bytes,
+        "dirty-flag": description.qcow2.as_ref().is_some_and(|header| Flags::of(header).dirty),
+        "ringdisk": {
+            "engine": description.engine,
+            "format-guessed": description.guessed,
+            "snapshots": description.qcow2.as_ref().map_or(0, |header| header.snapshots),
+        },
+    });
+    if let Some(header) = &description.qcow2 {
+        value["cluster-size"] = json!(1u64 << header.cluster_bits);
+        value["format-specific"] = json!({ "type": "qcow2", "data": qcow2_data(header) });
+    }
+    if let (Some(name), Some(full)) = (&description.backing_file, backing_path(layer)) {
+        value["backing-filename"] = json!(name);
+        value["full-backing-filename"] = json!(full.display().to_string());
+    }
+    if let Some(format) = description.backing_format {
+        value["backing-filename-format"] = json!(format.to_string());
+    }
+    value
+}
+
+fn qcow2_data(header: &Header) -> Value {
+    let mut data = json!({
+        "compat": compat(header),
+        "compression-type": compression(header),
+        "refcount-bits": header.refcount_bits,
+    });
+    if header.version >= 3 {
+        let flags = Flags::of(header);
+        data["lazy-refcounts"] = json!(flags.lazy_refcounts);
+        data["corrupt"] = json!(flags.corrupt);
+        data["extended-l2"] = json!(flags.extended_l2);
+    }
+    data
+}

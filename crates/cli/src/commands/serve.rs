@@ -1,0 +1,123 @@
+//! `ringdisk serve`: disks at vhost-user sockets, until a signal says stop.
+
+use crate::output::{self, usage};
+use crate::signals;
+use daemon::{Attachment, Daemon, DaemonConfig, DiskStatus, DriveOptions, ParsedDrive, Pidfile};
+use image::BackingPolicy;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+/// Serve disks to virtual machines at vhost-user sockets.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Images to serve with every option at its default.
+    #[arg(value_name = "IMAGE")]
+    images: Vec<PathBuf>,
+    /// A disk with options: file=PATH,format=qcow2,engine=auto,cache=none,... ("help" lists the keys, key=? the values;
+    /// a comma in a value is written ",,"). May be repeated.
+    #[arg(long, value_name = "OPTIONS")]
+    drive: Vec<String>,
+    /// Socket of a disk, one each: the first for the first IMAGE, and so on, then for each --drive without socket=.
+    /// By default IMAGE.sock.
+    #[arg(long, value_name = "PATH")]
+    socket: Vec<PathBuf>,
+    /// Threads that serve requests [default: one a CPU, at most one a queue].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    reactors: Option<u16>,
+    /// Request queues that each disk offers its guest [default: one a CPU, at most 16].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    queues: Option<u16>,
+    /// How long an idle thread goes on looking for work before it sleeps, in microseconds.
+    #[arg(long, value_name = "US")]
+    poll_max_us: Option<u32>,
+    /// Write the process id to PATH once ready; removed at the end.
+    #[arg(long, value_name = "PATH")]
+    pidfile: Option<PathBuf>,
+    /// Which backing files images may make us open: deny, same-dir (the image's directory, below it, and files named
+    /// here), listed (files named here), any.
+    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
+    allow_backing: String,
+    /// A file that images may use as a backing file. May be repeated.
+    #[arg(long, value_name = "FILE")]
+    backing: Vec<PathBuf>,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let drives = match drives(args)? {
+        Asked::Drives(drives) => drives,
+        Asked::Help(help) => return output::print(&format!("{help}\n")),
+    };
+    let allow_backing: BackingPolicy = args.allow_backing.parse()?;
+    // From here on a signal means an orderly end, so that no socket stays behind.
+    let mut signals = signals::orderly()?;
+    let queues = drives.iter().map(|drive| usize::from(Daemon::queues_of(drive))).sum::<usize>();
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let named = drives.iter().filter_map(|drive| drive.file.clone());
+    let mut daemon = Daemon::start(DaemonConfig {
+        reactors: args.reactors.map_or(cpus.min(queues), usize::from),
+        poll_max_us: args.poll_max_us,
+        allow_backing,
+        listed: named.chain(args.backing.iter().cloned()).collect(),
+    })?;
+    for drive in &drives {
+        daemon.add(drive)?;
+    }
+    let pidfile = args.pidfile.as_deref().map(Pidfile::create).transpose()?;
+    output::print(&announcement(&daemon.disks()))?;
+    daemon::notify("READY=1");
+    let signal = signals.forever().next();
+    tracing::info!(signal, "stopping");
+    daemon::notify("STOPPING=1");
+    daemon.shutdown()?;
+    drop(pidfile);
+    Ok(())
+}
+
+enum Asked {
+    Drives(Vec<DriveOptions>),
+    Help(String),
+}
+
+/// The disks in the order of the command line, each with its socket and queues.
+fn drives(args: &Args) -> anyhow::Result<Asked> {
+    let mut drives: Vec<DriveOptions> = args.images.iter().map(DriveOptions::of_file).collect();
+    for text in &args.drive {
+        match DriveOptions::parse(text).map_err(|error| error.in_context(format!("--drive {text}")))? {
+            ParsedDrive::Drive(drive) => drives.push(*drive),
+            ParsedDrive::Help(help) => return Ok(Asked::Help(help)),
+        }
+    }
+    if drives.is_empty() {
+        return Err(usage("nothing to serve: name an IMAGE or give --drive file=PATH,..."));
+    }
+    let mut sockets = args.socket.iter();
+    for drive in &mut drives {
+        drive.queues = drive.queues.or(args.queues);
+        if drive.socket.is_none() {
+            drive.socket = sockets.next().cloned().or_else(|| drive.default_socket());
+        }
+    }
+    if let Some(left_over) = sockets.next() {
+        return Err(usage(format!(
+            "--socket {} belongs to no disk: there are more sockets than disks",
+            left_over.display()
+        )));
+    }
+    Ok(Asked::Drives(drives))
+}
+
+fn announcement(disks: &[DiskStatus]) -> String {
+    let mut text = String::new();
+    for disk in disks {
+        let size = daemon::human_size(disk.info.size_bytes);
+        let mode = if disk.info.read_only { ", read-only" } else { "" };
+        let socket = disk.attachment.socket.display();
+        let _ = writeln!(text, "serving {} ({size}{mode}) at {socket}", disk.name);
+        for layer in &disk.layers {
+            let _ = writeln!(text, "  {layer}");
+        }
+    }
+    let attachments: Vec<Attachment> = disks.iter().map(|disk| disk.attachment.clone()).collect();
+    let _ = writeln!(text, "ready\n\nAttach with:\n{}", daemon::attach_flags(&attachments));
+    text
+}

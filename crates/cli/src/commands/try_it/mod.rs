@@ -1,0 +1,183 @@
+//! `ringdisk try`: the main job in one command. A temporary qcow2 disk is served over a real vhost-user socket, a guest
+//! attaches it, writes and verifies data, and is measured against the host's own file.
+
+mod built_in;
+mod measure;
+mod real;
+mod table;
+
+use crate::guest::GuestKind;
+use crate::output::{self, usage};
+use crate::progress::Bar;
+use crate::signals;
+use anyhow::{Context, bail};
+use daemon::{DaemonConfig, DriveFormat, DriveOptions, EngineOpener, open_drive, parse_size};
+use engine::{CacheMode, EngineKind};
+use image::{BackingPolicy, CreateOptions, Opener, Role};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tempfile::TempDir;
+
+/// Serve a temporary disk to a guest, verify it, measure it against the host's own storage.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// A real Linux guest instead of the built-in driver.
+    #[arg(long, value_enum)]
+    guest: Option<GuestKind>,
+    /// Where the temporary files go [default: $TMPDIR, or /tmp].
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// How much is written, verified and measured.
+    #[arg(long, value_name = "SIZE", default_value = "256M")]
+    size: String,
+    /// How long to measure, all in all.
+    #[arg(long, value_name = "SECONDS", default_value_t = 12.0)]
+    seconds: f64,
+    /// Engine of both sides.
+    #[arg(long, value_name = "ENGINE", default_value = "auto")]
+    engine: EngineKind,
+    /// Cache mode of both sides [default: none, or writeback where the file system has no direct I/O].
+    #[arg(long, value_name = "MODE")]
+    cache: Option<CacheMode>,
+}
+
+/// Less than this leaves nothing to spread random requests over.
+const MIN_SIZE_BYTES: u64 = 8 << 20;
+
+/// What is to be done, on which files.
+struct Plan {
+    scratch: Scratch,
+    /// The disk that the guest gets.
+    guest_drive: DriveOptions,
+    /// The file of the same size that the host is measured on.
+    host_drive: DriveOptions,
+    size_bytes: u64,
+    seconds: f64,
+    cancel: Arc<AtomicBool>,
+}
+
+/// The temporary directory; gone when this is dropped.
+struct Scratch {
+    directory: TempDir,
+    /// Another one, if the first's name is too long for a socket in it.
+    sockets: Option<TempDir>,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if let Some(kind) = args.guest {
+        crate::guest::check_tools(kind)?;
+    }
+    let plan = Plan::new(args)?;
+    let bar = Bar::start("starting");
+    let done = match args.guest {
+        None => built_in::run(&plan, &bar),
+        Some(kind) => real::run(&plan, kind, &bar),
+    };
+    bar.finish();
+    output::print(&done?)
+}
+
+impl Plan {
+    fn new(args: &Args) -> anyhow::Result<Self> {
+        let size_bytes = parse_size(&args.size)?;
+        if size_bytes < MIN_SIZE_BYTES {
+            return Err(usage(format!("--size {}: at least {} MiB", args.size, MIN_SIZE_BYTES >> 20)));
+        }
+        if !(args.seconds.is_finite() && args.seconds > 0.0) {
+            return Err(usage(format!("--seconds {} is not a time", args.seconds)));
+        }
+        let size_bytes = size_bytes.next_multiple_of(measure::LARGEST_BLOCK_BYTES);
+        let cancel = signals::interrupted()?;
+        let scratch = Scratch::new(args.dir.as_deref())?;
+        let (qcow2, raw) = (scratch.file("disk.qcow2"), scratch.file("host.raw"));
+        let options = format_qcow2::CreateOptions { size_bytes: plan_disk_bytes(size_bytes), ..Default::default() };
+        create(&qcow2, &CreateOptions::Qcow2(options))?;
+        create(&raw, &CreateOptions::Raw { size_bytes })?;
+        let cache = args.cache.map_or_else(|| default_cache(&raw, args.engine), Ok)?;
+        let drive = |file: PathBuf, format| DriveOptions {
+            format: Some(format),
+            engine: args.engine,
+            cache,
+            ..DriveOptions::of_file(file)
+        };
+        Ok(Self {
+            guest_drive: DriveOptions { socket: Some(scratch.socket()), ..drive(qcow2, DriveFormat::Qcow2) },
+            host_drive: drive(raw, DriveFormat::Raw),
+            scratch,
+            size_bytes,
+            seconds: args.seconds,
+            cancel,
+        })
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.scratch.socket()
+    }
+
+    fn daemon_config(&self, reactors: usize) -> DaemonConfig {
+        DaemonConfig { reactors, poll_max_us: None, allow_backing: BackingPolicy::Deny, listed: Vec::new() }
+    }
+
+    /// Fails if the user wants us to stop.
+    fn check_cancelled(&self) -> anyhow::Result<()> {
+        if self.cancel.load(Ordering::Relaxed) {
+            bail!("interrupted");
+        }
+        Ok(())
+    }
+}
+
+/// The disk has room behind the measured part, for data that must survive a restart of the daemon.
+fn plan_disk_bytes(size_bytes: u64) -> u64 {
+    size_bytes + kept_bytes(size_bytes)
+}
+
+/// How much of the disk is written once and looked for again at the end.
+fn kept_bytes(size_bytes: u64) -> u64 {
+    (size_bytes / 8).next_multiple_of(measure::LARGEST_BLOCK_BYTES)
+}
+
+/// Direct I/O where the file system has it: what is measured is the path and the storage, not the page cache.
+fn default_cache(file: &Path, engine: EngineKind) -> anyhow::Result<CacheMode> {
+    let direct =
+        DriveOptions { format: Some(DriveFormat::Raw), engine, cache: CacheMode::None, ..DriveOptions::of_file(file) };
+    match open_drive(&direct, BackingPolicy::Deny, &[]) {
+        Ok(opened) => opened.close().map(|()| CacheMode::None).map_err(Into::into),
+        Err(error) => {
+            tracing::warn!("measuring through the page cache (cache=writeback): {error}");
+            Ok(CacheMode::Writeback)
+        }
+    }
+}
+
+fn create(path: &Path, options: &CreateOptions) -> anyhow::Result<()> {
+    engine::create(path, 0)?;
+    let file = EngineOpener::default().open(path, Role::Writable)?;
+    Ok(image::create(&file, options)?)
+}
+
+impl Scratch {
+    fn new(parent: Option<&Path>) -> anyhow::Result<Self> {
+        let parent = parent.map_or_else(std::env::temp_dir, Path::to_owned);
+        let make = |parent: &Path| {
+            let made = tempfile::Builder::new().prefix("ringdisk-try-").tempdir_in(parent);
+            made.with_context(|| format!("cannot make a temporary directory in '{}'", parent.display()))
+        };
+        let directory = make(&parent)?;
+        let is_long = directory.path().join("disk.sock").as_os_str().len() > SOCKET_PATH_MAX_BYTES;
+        let sockets = if is_long { Some(make(Path::new("/tmp"))?) } else { None };
+        Ok(Self { directory, sockets })
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.sockets.as_ref().unwrap_or(&self.directory).path().join("disk.sock")
+    }
+}
+
+/// What fits into a socket's address (unix(7)).
+const SOCKET_PATH_MAX_BYTES: usize = 107;

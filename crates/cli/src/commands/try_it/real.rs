@@ -1,0 +1,117 @@
+//! A real Linux guest.
+
+use super::Plan;
+use super::measure::{CELLS, Part, Side, median};
+use super::table::{self, Row};
+use crate::guest::{self, GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat};
+use crate::load;
+use crate::progress::Bar;
+use anyhow::Context;
+use block::ReactorHandle;
+use daemon::{Daemon, DriveOptions, human_size, open_drive};
+use engine::ReactorThread;
+use image::BackingPolicy;
+use jobs::bench::Hooks;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Room that files, file system and fio need beside what is measured.
+const FIO_MIB: u32 = 16;
+const HOST_SEED: u64 = 0x686f_7374;
+
+pub(super) fn run(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<String> {
+    let threads = load::reactors("host", 1)?;
+    let reactors: Vec<Arc<dyn ReactorHandle>> = threads.iter().map(ReactorThread::handle).collect();
+    let host = Host::open(plan, &reactors)?;
+    // Half of the host's measurements before the guest's, half after.
+    bar.say("measuring the host");
+    let before = host.rates(plan)?;
+    let report = served_to(plan, kind, bar)?;
+    bar.say("measuring the host again");
+    let after = host.rates(plan)?;
+    host.close()?;
+    for thread in threads {
+        thread.stop()?;
+    }
+    bar.say("checking the image");
+    let file = plan.guest_drive.file.as_deref().context("the guest's disk has no file")?;
+    guest::verify_image(file, ImageFormat::Qcow2)?;
+    let disk = report.disks.first().context("the guest reported no disk")?;
+    let rows = CELLS.into_iter().zip(before.into_iter().zip(after)).map(|(cell, (before, after))| {
+        let guest = disk.measured.iter().find(|job| job.name == cell.name).map_or(0.0, |job| job.bytes_per_second);
+        Row { cell, guest, host: median(&mut [before, after]) }
+    });
+    let rows: Vec<Row> = rows.collect();
+    Ok(format!("{}{}", summary(&report), table::render(&rows)))
+}
+
+fn summary(report: &GuestReport) -> String {
+    let mut text = format!(
+        "guest: Linux {} with {} CPUs, up for {:.1} s\n",
+        report.kernel,
+        report.cpus,
+        report.time.as_secs_f64()
+    );
+    for disk in &report.disks {
+        let fio = disk.fio.as_ref().map_or(0, |fio| fio.written_bytes);
+        text += &format!(
+            "{}: {}, {} queues; ext4 with {} files read back whole {} times, {} written and verified by fio; \
+             image and file system clean afterwards\n",
+            disk.name,
+            human_size(disk.size_bytes),
+            disk.queues,
+            disk.files,
+            disk.checks,
+            human_size(fio),
+        );
+    }
+    text
+}
+
+/// Everything while the daemon runs.
+fn served_to(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<GuestReport> {
+    let mut options = GuestOptions::new(kind, vec![plan.socket()]);
+    options.stop = Arc::clone(&plan.cancel);
+    options.work = GuestWork::Fill {
+        measure_seconds: slice(plan).as_secs_f64().ceil() as u32,
+        measure_mib: (plan.size_bytes >> 20) as u32,
+        fio_mib: FIO_MIB,
+    };
+    let mut daemon = Daemon::start(plan.daemon_config(options.queues.min(2) as usize))?;
+    daemon.add(&DriveOptions { queues: Some(options.queues as u16), ..plan.guest_drive.clone() })?;
+    bar.say("booting the guest");
+    let report = guest::run(&options, &mut |step| bar.say(step))?;
+    plan.check_cancelled()?;
+    daemon.shutdown()?;
+    Ok(report)
+}
+
+/// How long a workload is measured: half of the time is the guest's.
+fn slice(plan: &Plan) -> Duration {
+    Duration::from_secs_f64(plan.seconds / (CELLS.len() as f64 * 2.0))
+}
+
+/// The host's own file.
+struct Host<'a> {
+    side: Side<'a>,
+    opened: daemon::OpenedDisk,
+}
+
+impl<'a> Host<'a> {
+    fn open(plan: &Plan, reactors: &'a [Arc<dyn ReactorHandle>]) -> anyhow::Result<Self> {
+        let opened = open_drive(&plan.host_drive, BackingPolicy::Deny, &[])?;
+        let (disk, cancel) = (Arc::clone(&opened.disk), Arc::clone(&plan.cancel));
+        let side = Side { name: "host", disk, reactors, hooks: Hooks::default(), cancel };
+        side.write_pattern(Part { offset_bytes: 0, length_bytes: plan.size_bytes }, HOST_SEED)?;
+        Ok(Self { side, opened })
+    }
+
+    fn rates(&self, plan: &Plan) -> anyhow::Result<Vec<f64>> {
+        CELLS.iter().map(|cell| self.side.rate(cell, plan.size_bytes, slice(plan) / 2)).collect()
+    }
+
+    fn close(self) -> anyhow::Result<()> {
+        drop(self.side);
+        Ok(self.opened.close()?)
+    }
+}

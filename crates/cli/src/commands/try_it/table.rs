@@ -1,0 +1,35 @@
+//! The table at the end.
+
+use super::measure::Cell;
+use comfy_table::{CellAlignment, Table, presets};
+
+/// One workload's rates, in bytes a second.
+pub(super) struct Row {
+    pub(super) cell: Cell,
+    pub(super) guest: f64,
+    pub(super) host: f64,
+}
+
+/// Guest rate, host rate, ratio.
+pub(super) fn render(rows: &[Row]) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(["", "guest", "host", "guest/host"]);
+    for row in rows {
+        let rate = |bytes: f64| rate(&row.cell, bytes);
+        let ratio = if row.host > 0.0 { format!("{:.2}", row.guest / row.host) } else { "-".to_owned() };
+        table.add_row([row.cell.label.to_owned(), rate(row.guest), rate(row.host), ratio]);
+    }
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    format!("{table}\n")
+}
+
+/// Random workloads in requests a second, sequential ones in bytes.
+fn rate(cell: &Cell, bytes_per_second: f64) -> String {
+    if cell.random {
+        let iops = bytes_per_second / f64::from(cell.block_bytes);
+        return if iops < 10_000.0 { format!("{iops:.0} IOPS") } else { format!("{:.1}k IOPS", iops / 1000.0) };
+    }
+    format!("{:.0} MiB/s", bytes_per_second / f64::from(1 << 20))
+}

@@ -1,0 +1,28 @@
+//! Logs go to standard error; results go to standard output.
+
+use anyhow::Context;
+use std::io::IsTerminal;
+use tracing_subscriber::EnvFilter;
+
+const DEFAULT_FILTER: &str = "warn";
+
+/// Starts logging as `--log-level` says; without it as RUST_LOG says; without that, warnings and errors.
+pub(crate) fn start(level: Option<&str>) -> anyhow::Result<()> {
+    let filter = match level {
+        Some(level) => EnvFilter::try_new(level).map_err(|error| {
+            crate::output::usage(format!("--log-level '{level}' is not a level or filter: {error}"))
+        })?,
+        None => match std::env::var("RUST_LOG") {
+            Ok(filter) if !filter.is_empty() => {
+                EnvFilter::try_new(&filter).with_context(|| format!("RUST_LOG is not a filter: '{filter}'"))?
+            }
+            _ => EnvFilter::new(DEFAULT_FILTER),
+        },
+    };
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .init();
+    Ok(())
+}

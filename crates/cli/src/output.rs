@@ -1,0 +1,34 @@
+//! What the program prints, and with which code it ends.
+
+use block::{Error, ErrorKind};
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+const FAILURE: u8 = 1;
+const USAGE: u8 = 2;
+
+/// Prints to standard output. A reader that went away (`ringdisk info | head -1`) is not an error.
+pub(crate) fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(()),
+    }
+}
+
+/// Tells a person what went wrong.
+pub(crate) fn error(error: &anyhow::Error) {
+    // Nobody can be told that standard error is gone.
+    let _ = writeln!(io::stderr(), "ringdisk: {error:#}");
+}
+
+/// An error in how the program was called.
+pub(crate) fn usage(message: impl Into<String>) -> anyhow::Error {
+    Error::new(ErrorKind::BadOption, message).into()
+}
+
+/// 2 for wrong usage, 1 for everything else.
+pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
+    let is_usage = error.downcast_ref::<Error>().is_some_and(|error| error.kind() == ErrorKind::BadOption);
+    ExitCode::from(if is_usage { USAGE } else { FAILURE })
+}

@@ -1,0 +1,201 @@
+//! The program as a child process, and the tools that judge it.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+/// Nothing that these tests wait for takes longer than this unless it hangs.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The program under test.
+pub fn ringdisk() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    command.env_remove("RUST_LOG").env_remove("NOTIFY_SOCKET").stdin(Stdio::null());
+    command
+}
+
+/// Runs the program to its end.
+pub fn run(arguments: &[&str]) -> Output {
+    ringdisk().args(arguments).output().expect("the program can be started")
+}
+
+/// Runs the program and returns its standard output; it must succeed.
+pub fn run_ok(arguments: &[&str]) -> String {
+    let output = run(arguments);
+    assert!(output.status.success(), "ringdisk {arguments:?}: {}\n{}", output.status, text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// Runs the program, which must fail with `code`, and returns what it said.
+pub fn run_fails(code: i32, arguments: &[&str]) -> String {
+    let output = run(arguments);
+    assert_eq!(output.status.code(), Some(code), "ringdisk {arguments:?}: {}", text(&output.stderr));
+    text(&output.stderr)
+}
+
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Whether a tool is there. In CI (where the packages step has installed it) a missing one is an error; by hand the
+/// caller skips its test.
+pub fn has_tool(name: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&path).any(|directory| directory.join(name).is_file());
+    assert!(found || std::env::var_os("CI").is_none(), "{name} is missing, and this is CI");
+    if !found {
+        eprintln!("SKIPPED: {name} is not installed");
+    }
+    found
+}
+
+/// Runs a tool to its end.
+pub fn tool(name: &str, arguments: &[&str]) -> Output {
+    Command::new(name).args(arguments).stdin(Stdio::null()).output().expect("the tool can be started")
+}
+
+/// Runs a tool, which must succeed, and returns its standard output.
+pub fn tool_ok(name: &str, arguments: &[&str]) -> String {
+    let output = tool(name, arguments);
+    let said = text(&output.stdout) + &text(&output.stderr);
+    assert!(output.status.success(), "{name} {arguments:?}: {}\n{said}", output.status);
+    text(&output.stdout)
+}
+
+/// `qemu-img check`: whether the image is valid, leaks allowed (exit codes: 0 clean, 3 leaks).
+pub fn assert_valid(image: &Path, leaks_allowed: bool) {
+    let output = tool("qemu-img", &["check", path_str(image)]);
+    let code = output.status.code();
+    let valid = code == Some(0) || leaks_allowed && code == Some(3);
+    assert!(valid, "qemu-img check {}: {code:?}\n{}{}", image.display(), text(&output.stdout), text(&output.stderr));
+}
+
+pub fn path_str(path: &Path) -> &str {
+    path.to_str().expect("test paths are UTF-8")
+}
+
+/// A directory of its own for a test; short enough for sockets.
+pub fn directory() -> tempfile::TempDir {
+    tempfile::Builder::new().prefix("rd-").tempdir().expect("a temporary directory")
+}
+
+/// `ringdisk serve`, ready.
+pub struct Server {
+    child: Child,
+    /// What it printed up to "ready" and whatever was printed with it.
+    pub announced: String,
+    lines: Receiver<String>,
+}
+
+impl Server {
+    /// Starts `ringdisk serve ARGUMENTS` and waits until it is ready.
+    pub fn start<S: AsRef<OsStr>>(arguments: &[S]) -> Self {
+        let mut command = ringdisk();
+        command.arg("serve").args(arguments);
+        Self::start_command(command)
+    }
+
+    /// Starts a prepared command, and waits until it is ready.
+    pub fn start_command(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program starts");
+        let stdout = child.stdout.take().expect("piped");
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        let mut server = Self { child, announced: String::new(), lines };
+        server.wait_until_ready();
+        server
+    }
+
+    fn wait_until_ready(&mut self) {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(line) => {
+                    self.announced += &line;
+                    self.announced.push('\n');
+                    if line == "ready" {
+                        return;
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => panic!("not ready in time; it said:\n{}", self.announced),
+                Err(RecvTimeoutError::Disconnected) => {
+                    let status = self.child.wait().expect("a child");
+                    let said = self.stderr();
+                    panic!("ended ({status}) before it was ready; it said:\n{}{said}", self.announced);
+                }
+            }
+        }
+    }
+
+    fn stderr(&mut self) -> String {
+        let mut said = String::new();
+        if let Some(mut stderr) = self.child.stderr.take() {
+            let _ = stderr.read_to_string(&mut said);
+        }
+        said
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends a signal by its name ("TERM").
+    pub fn signal(&self, name: &str) {
+        tool_ok("kill", &[&format!("-{name}"), &self.pid().to_string()]);
+    }
+
+    /// Ends it with SIGTERM; returns how it ended and what it said on standard error.
+    pub fn terminate(mut self) -> (ExitStatus, String) {
+        self.signal("TERM");
+        let status = self.wait();
+        (status, self.stderr())
+    }
+
+    /// Ends it with SIGTERM, in good order.
+    pub fn stop(self) {
+        let (status, said) = self.terminate();
+        assert!(status.success(), "SIGTERM: {status}\n{said}");
+    }
+
+    /// Ends it with SIGKILL.
+    pub fn kill(mut self) {
+        self.child.kill().expect("the child can be killed");
+        self.child.wait().expect("a child");
+    }
+
+    /// Waits for its end.
+    pub fn wait(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().expect("a child") {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "the server does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Does nothing where it has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// `name` in `directory`.
+pub fn at(directory: &tempfile::TempDir, name: &str) -> PathBuf {
+    directory.path().join(name)
+}

@@ -1,0 +1,123 @@
+//! `create` and `info`, with qemu-img as judge.
+
+mod common;
+
+use common::{assert_valid, at, directory, has_tool, path_str, run_fails, run_ok, tool_ok};
+use serde_json::Value;
+use std::path::Path;
+
+fn ours(image: &Path) -> Value {
+    serde_json::from_str(&run_ok(&["info", "--output=json", path_str(image)])).unwrap()
+}
+
+fn theirs(image: &Path) -> Value {
+    serde_json::from_str(&tool_ok("qemu-img", &["info", "--output=json", path_str(image)])).unwrap()
+}
+
+/// Everything that qemu-img says, we say the same.
+fn assert_agree(image: &Path) {
+    let (ours, theirs) = (ours(image), theirs(image));
+    for (key, value) in theirs.as_object().unwrap() {
+        assert_eq!(&ours[key], value, "{key} of {}", image.display());
+    }
+    assert!(ours["ringdisk"]["engine"].as_str().is_some_and(|engine| !engine.is_empty()));
+    let lines = |text: String| text.lines().map(str::to_owned).collect::<Vec<_>>();
+    let said = lines(run_ok(&["info", path_str(image)]));
+    for line in lines(tool_ok("qemu-img", &["info", path_str(image)])) {
+        assert!(said.contains(&line), "{}: '{line}' is missing in {said:#?}", image.display());
+    }
+}
+
+#[test]
+fn what_we_create_qemu_img_finds_valid_and_describes_as_we_do() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    for (index, options) in [
+        "cluster_size=64k",
+        "cluster_size=512",
+        "cluster_size=2M,refcount_bits=1",
+        "compat=0.10",
+        "compat=0.10,cluster_size=4k",
+        "refcount_bits=64,compression_type=zstd",
+        "compat=1.1,refcount_bits=8,cluster_size=16k",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for size in ["1000", "1.5M", "20G"] {
+            let image = at(&dir, &format!("{index}-{size}.qcow2"));
+            run_ok(&["create", "-f", "qcow2", "-o", options, path_str(&image), size]);
+            assert_valid(&image, false);
+            assert_agree(&image);
+        }
+    }
+    let raw = at(&dir, "disk.raw");
+    run_ok(&["create", "-f", "raw", path_str(&raw), "3M"]);
+    let said = tool_ok("qemu-img", &["info", "-f", "raw", path_str(&raw)]);
+    assert!(said.contains("virtual size: 3 MiB (3145728 bytes)"), "{said}");
+}
+
+#[test]
+fn what_qemu_img_creates_we_describe_as_it_does() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let base = at(&dir, "base.raw");
+    tool_ok("qemu-img", &["create", "-q", "-f", "raw", path_str(&base), "10M"]);
+    for (index, options) in
+        ["compat=0.10", "lazy_refcounts=on", "cluster_size=1M,compression_type=zstd", "refcount_bits=32"]
+            .into_iter()
+            .enumerate()
+    {
+        let image = at(&dir, &format!("{index}.qcow2"));
+        tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, path_str(&image), "1G"]);
+        assert_agree(&image);
+        let overlay = at(&dir, &format!("{index}-overlay.qcow2"));
+        let below = format!("backing_file=base.raw,backing_fmt=raw,{options}");
+        tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &below, path_str(&overlay)]);
+        assert_agree(&overlay);
+    }
+}
+
+#[test]
+fn an_overlay_takes_its_size_from_its_base_and_info_opens_the_base_only_when_asked() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let (base, overlay) = (at(&dir, "base.qcow2"), at(&dir, "overlay.qcow2"));
+    run_ok(&["create", "-f", "qcow2", path_str(&base), "12M"]);
+    let said = run_fails(2, &["create", "-f", "qcow2", "-b", "base.qcow2", path_str(&overlay)]);
+    assert!(said.contains("-F qcow2") && !overlay.exists(), "{said}");
+    run_ok(&["create", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", path_str(&overlay)]);
+    assert_agree(&overlay);
+    assert_eq!(ours(&overlay)["virtual-size"], 12 << 20);
+    let chain: Value =
+        serde_json::from_str(&run_ok(&["info", "--output=json", "--backing-chain", path_str(&overlay)])).unwrap();
+    assert_eq!(chain.as_array().map(Vec::len), Some(2));
+    std::fs::remove_file(&base).unwrap();
+    run_ok(&["info", path_str(&overlay)]);
+    let said = run_fails(1, &["info", "--backing-chain", path_str(&overlay)]);
+    assert!(said.contains("base.qcow2"), "{said}");
+}
+
+#[test]
+fn a_chain_that_loops_is_refused() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let (one, two) = (at(&dir, "one.qcow2"), at(&dir, "two.qcow2"));
+    let create = |image: &Path, below: &str| {
+        run_ok(&["create", "-q", "-u", "-f", "qcow2", "-b", below, "-F", "qcow2", path_str(image), "1M"]);
+    };
+    create(&one, "two.qcow2");
+    create(&two, "one.qcow2");
+    for command in [&["info", "--backing-chain"] as &[&str], &["serve"]] {
+        let said = run_fails(1, &[command, &[path_str(&one)]].concat());
+        assert!(said.contains("loop"), "{command:?}: {said}");
+    }
+}

@@ -1,0 +1,222 @@
+//! `ringdisk serve`: ready means ready, an end is an orderly end, and images in use are left alone.
+
+mod common;
+
+use common::{
+    PATIENCE, Server, assert_valid, at, directory, has_tool, path_str, ringdisk, run_fails, run_ok, text, tool,
+};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Instant;
+
+fn create(image: &Path, format: &str, size: &str) {
+    run_ok(&["create", "-q", "-f", format, path_str(image), size]);
+}
+
+#[test]
+fn several_disks_are_connectable_when_ready_and_leave_nothing_behind() {
+    let dir = directory();
+    let (one, two) = (at(&dir, "one.qcow2"), at(&dir, "two.raw"));
+    create(&one, "qcow2", "64M");
+    create(&two, "raw", "32M");
+    let (two_socket, null_socket, pidfile) = (at(&dir, "2.sock"), at(&dir, "null.sock"), at(&dir, "pid"));
+    let two_options = format!("file={},format=raw,readonly=on,serial=two", two.display());
+    let null_options = format!("format=null,size=4G,socket={}", null_socket.display());
+    let server = Server::start(&[
+        path_str(&one),
+        "--drive",
+        &null_options,
+        "--drive",
+        &two_options,
+        "--pidfile",
+        path_str(&pidfile),
+        "--socket",
+        path_str(&at(&dir, "one.qcow2.sock")),
+        "--socket",
+        path_str(&two_socket),
+    ]);
+    let sockets = [at(&dir, "one.qcow2.sock"), null_socket, two_socket];
+    for socket in &sockets {
+        UnixStream::connect(socket).unwrap_or_else(|error| panic!("{}: {error}", socket.display()));
+        let mode = std::fs::metadata(socket).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{}", socket.display());
+    }
+    assert_eq!(std::fs::read_to_string(&pidfile).unwrap().trim(), server.pid().to_string());
+    assert!(server.announced.contains("read-only"), "{}", server.announced);
+    server.stop();
+    for left in sockets.iter().chain([&pidfile]) {
+        assert!(!left.exists(), "{} is left behind", left.display());
+    }
+    if has_tool("qemu-img") {
+        assert_valid(&one, false);
+    }
+}
+
+#[test]
+fn the_socket_of_a_killed_server_is_taken_over_and_that_of_a_living_one_is_not() {
+    let dir = directory();
+    let (image, socket) = (at(&dir, "disk.raw"), at(&dir, "disk.raw.sock"));
+    create(&image, "raw", "1M");
+    Server::start(&[path_str(&image)]).kill();
+    assert!(socket.exists());
+    let server = Server::start(&[path_str(&image)]);
+    let other = at(&dir, "other.raw");
+    create(&other, "raw", "1M");
+    let said = run_fails(1, &["serve", path_str(&other), "--socket", path_str(&socket)]);
+    assert!(said.contains(path_str(&socket)), "{said}");
+    UnixStream::connect(&socket).unwrap();
+    server.stop();
+    assert!(!socket.exists());
+}
+
+#[test]
+fn the_service_manager_is_told_when_it_is_ready_and_when_it_stops() {
+    let dir = directory();
+    let notify = at(&dir, "notify");
+    let manager = UnixDatagram::bind(&notify).unwrap();
+    manager.set_read_timeout(Some(PATIENCE)).unwrap();
+    let receive = || {
+        let mut buf = [0; 64];
+        let length = manager.recv(&mut buf).unwrap();
+        text(&buf[..length])
+    };
+    let socket = at(&dir, "s");
+    let mut command = ringdisk();
+    command.args(["serve", "--drive", "format=null,size=1M", "--socket", path_str(&socket)]);
+    let server = Server::start_command({
+        command.env("NOTIFY_SOCKET", &notify);
+        command
+    });
+    assert_eq!(receive(), "READY=1");
+    UnixStream::connect(&socket).unwrap();
+    server.stop();
+    assert_eq!(receive(), "STOPPING=1");
+}
+
+#[test]
+fn an_image_in_use_is_refused_by_qemu_img_and_by_us() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    for format in ["raw", "qcow2"] {
+        let image = at(&dir, format);
+        create(&image, format, "1M");
+        let server = Server::start(&["--drive", &format!("file={},format={format}", image.display())]);
+        for arguments in [&["info", "-f", format] as &[&str], &["resize", "-f", format]] {
+            let arguments = [arguments, &[path_str(&image)]].concat();
+            let arguments = if arguments[0] == "resize" { [&arguments[..], &["2M"]].concat() } else { arguments };
+            let output = tool("qemu-img", &arguments);
+            assert!(!output.status.success(), "qemu-img {arguments:?} went through");
+            assert!(text(&output.stderr).contains("lock"), "{}", text(&output.stderr));
+        }
+        for arguments in [&["info"] as &[&str], &["serve", "--socket", path_str(&at(&dir, "x"))], &["create", "-q"]] {
+            let mut arguments = [arguments, &[path_str(&image)]].concat();
+            if arguments[0] == "create" {
+                arguments.push("5M");
+            }
+            let said = run_fails(1, &arguments);
+            assert!(said.contains(path_str(&image)) && said.contains("use"), "{arguments:?}: {said}");
+        }
+        run_ok(&["info", "-U", path_str(&image)]);
+        server.stop();
+        run_ok(&["info", path_str(&image)]);
+    }
+}
+
+/// `qemu-io` with an image open, until it is dropped.
+struct QemuIo {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl QemuIo {
+    fn open(image: &Path, format: &str, read_only: bool) -> Self {
+        let mut command = Command::new("qemu-io");
+        command.args(["-f", format]).args(read_only.then_some("-r")).arg(image);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (stdin, stdout) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        let mut qemu = Self { child, stdin, stdout };
+        qemu.wait_for_an_answer();
+        qemu
+    }
+
+    /// It answers commands only once the image is open.
+    fn wait_for_an_answer(&mut self) {
+        writeln!(self.stdin, "length").unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        let mut line = String::new();
+        while !line.contains("MiB") {
+            assert!(Instant::now() < deadline, "qemu-io does not answer");
+            line.clear();
+            assert!(self.stdout.read_line(&mut line).unwrap() > 0, "qemu-io ended");
+        }
+    }
+}
+
+impl Drop for QemuIo {
+    fn drop(&mut self) {
+        let _ = writeln!(self.stdin, "quit");
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn an_image_that_qemu_has_open_is_refused_and_one_that_it_reads_can_be_read() {
+    if !has_tool("qemu-io") {
+        return;
+    }
+    let dir = directory();
+    let image = at(&dir, "disk.qcow2");
+    create(&image, "qcow2", "1M");
+    let qemu = QemuIo::open(&image, "qcow2", false);
+    let said = run_fails(1, &["serve", path_str(&image)]);
+    assert!(said.contains("use"), "{said}");
+    assert!(!at(&dir, "disk.qcow2.sock").exists());
+    drop(qemu);
+    let qemu = QemuIo::open(&image, "qcow2", true);
+    run_fails(1, &["serve", path_str(&image)]);
+    Server::start(&["--drive", &format!("file={},readonly=on", image.display())]).stop();
+    drop(qemu);
+    Server::start(&[path_str(&image)]).stop();
+}
+
+#[test]
+fn a_backing_file_elsewhere_is_opened_only_if_the_user_named_it() {
+    let dir = directory();
+    let (vms, bases) = (at(&dir, "vms"), at(&dir, "bases"));
+    std::fs::create_dir_all(&vms).unwrap();
+    std::fs::create_dir_all(&bases).unwrap();
+    let (image, base) = (vms.join("disk.qcow2"), bases.join("base.raw"));
+    create(&base, "raw", "1M");
+    run_ok(&["create", "-q", "-f", "qcow2", "-b", path_str(&base), "-F", "raw", path_str(&image)]);
+    let said = run_fails(1, &["serve", path_str(&image)]);
+    assert!(said.contains(path_str(&base)) && said.contains("--allow-backing"), "{said}");
+    for more in [&["--backing", path_str(&base)] as &[&str], &["--allow-backing", "any"]] {
+        Server::start(&[&[path_str(&image)], more].concat()).stop();
+    }
+    run_fails(1, &["serve", path_str(&image), "--backing", path_str(&base), "--allow-backing", "deny"]);
+}
+
+#[test]
+fn a_pidfile_of_a_running_server_is_not_taken() {
+    let dir = directory();
+    let pidfile = at(&dir, "pid");
+    let arguments = |socket: &str| {
+        let socket = at(&dir, socket);
+        ["--drive".into(), format!("format=null,size=1M,socket={}", socket.display()), "--pidfile".into(), {
+            path_str(&pidfile).to_owned()
+        }]
+    };
+    let server = Server::start(&arguments("one"));
+    let output = ringdisk().arg("serve").args(arguments("two")).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains(&server.pid().to_string()), "{}", text(&output.stderr));
+    assert!(!at(&dir, "two").exists());
+    server.stop();
+    assert!(!pidfile.exists());
+}
