@@ -1,35 +1,224 @@
-//! The reactor: sleeping, waking, stopping.
+//! The reactor: sleeping, waking, pollers that come and go.
 
 mod common;
 
-use block::{FileOp, PastEnd};
-use common::{reactor, with_queue};
-use engine::{CacheMode, EngineKind, OpenOptions};
+use block::{FileOp, PastEnd, Poller, PollerId, ReactorCtx, run_and_wait};
+use common::{reactor, run_task, with_queue};
+use engine::{EngineKind, OpenOptions, ReactorStats, ReactorThread};
+use rustix::event::{EventfdFlags, eventfd};
+use std::cell::{Cell, RefCell};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
-fn options(engine: EngineKind, cache: CacheMode) -> OpenOptions {
-    OpenOptions { engine, cache, ..OpenOptions::default() }
+/// Waits until the reactor sleeps: two looks, some time apart, see the same counters.
+fn wait_until_idle(reactor: &ReactorThread) -> ReactorStats {
+    let mut before = reactor.stats();
+    loop {
+        std::thread::sleep(Duration::from_millis(20));
+        let now = reactor.stats();
+        if now == before {
+            return now;
+        }
+        before = now;
+    }
+}
+
+#[derive(Default)]
+struct Shared {
+    work: AtomicU64,
+    armed: AtomicBool,
+}
+
+/// Work that another thread makes and announces, only while it is asked to, through a descriptor nobody reads.
+struct Bell {
+    shared: Arc<Shared>,
+    event: OwnedFd,
+    done: mpsc::Sender<u64>,
+}
+
+impl Poller for Bell {
+    fn poll(&mut self) -> bool {
+        let work = self.shared.work.swap(0, Ordering::SeqCst);
+        if work > 0 {
+            self.done.send(work).unwrap();
+        }
+        work > 0
+    }
+
+    fn arm(&mut self) -> bool {
+        self.shared.armed.store(true, Ordering::SeqCst);
+        self.shared.work.load(Ordering::SeqCst) > 0
+    }
+
+    fn disarm(&mut self) {
+        self.shared.armed.store(false, Ordering::SeqCst);
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.event.as_fd())
+    }
 }
 
 #[test]
-fn what_was_written_is_read_back() {
+fn an_idle_reactor_makes_no_turns_and_a_poller_in_need_gets_it_out_of_sleep_every_time() {
+    let reactor = reactor("bell");
+    let shared = Arc::new(Shared::default());
+    let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let bell = event.try_clone().unwrap();
+    let (done, received) = mpsc::channel();
+    let theirs = Arc::clone(&shared);
+    let add = move |ctx: &Rc<dyn ReactorCtx>| {
+        ctx.add_poller(Rc::new(RefCell::new(Bell { shared: theirs, event, done }))).unwrap();
+    };
+    run_and_wait(&*reactor.handle(), add).unwrap();
+    for round in 0..200 {
+        if round % 50 == 0 {
+            let idle = wait_until_idle(&reactor);
+            std::thread::sleep(Duration::from_millis(50));
+            assert_eq!(reactor.stats(), idle, "an idle reactor works");
+            assert!(shared.armed.load(Ordering::SeqCst));
+        }
+        shared.work.store(1, Ordering::SeqCst);
+        if shared.armed.load(Ordering::SeqCst) {
+            rustix::io::write(&bell, &1_u64.to_ne_bytes()).unwrap();
+        }
+        assert_eq!(received.recv(), Ok(1));
+    }
+    assert!(reactor.stats().sleeps > 0);
+    reactor.stop().unwrap();
+}
+
+#[test]
+fn a_sleeping_reactor_is_woken_by_jobs_by_wakers_and_by_completions() {
     let dir = tempfile::tempdir().unwrap();
+    let reactor = reactor("sleeper");
     for engine in [EngineKind::IoUring, EngineKind::Threads] {
         let path = dir.path().join(engine.to_string());
-        engine::create(&path, 1 << 20).unwrap();
-        let file = engine::open(&path, &options(engine, CacheMode::Writeback)).unwrap();
-        let reactor = reactor("smoke");
-        let bytes = with_queue(&reactor, &file, |queue| async move {
-            common::write(&queue, 4096, &[7; 10000]).await.unwrap();
-            queue.start(FileOp::Flush).await.unwrap();
-            queue.start(FileOp::WriteZeroes { offset: 5000, length: 1000, may_unmap: true }).await.unwrap();
-            queue.start(FileOp::SetLength { length: 12000 }).await.unwrap();
-            common::read(&queue, 4096, 10000, PastEnd::Zeros).await.unwrap()
-        });
-        for (index, byte) in bytes.iter().enumerate() {
-            let at = index + 4096;
-            let expected = if (5000..6000).contains(&at) || at >= 12000 { 0 } else { 7 };
-            assert_eq!(*byte, expected, "offset {at}, {engine}");
+        engine::create(&path, 1 << 16).unwrap();
+        let file = engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
+        for round in 0..20 {
+            if round % 10 == 0 {
+                wait_until_idle(&reactor);
+            }
+            // A flush always goes to another thread: the reactor sleeps over it, or spins.
+            with_queue(&reactor, &file, |queue| async move {
+                common::write(&queue, 0, &[1; 4096]).await.unwrap();
+                queue.start(FileOp::Flush).await.unwrap();
+            });
         }
-        reactor.stop().unwrap();
     }
+    let list = Arc::new(block::WaitList::default());
+    let open = Arc::new(AtomicBool::new(false));
+    let (their_list, their_open) = (Arc::clone(&list), Arc::clone(&open));
+    let (sender, ended) = mpsc::channel();
+    let spawn = move |ctx: &Rc<dyn ReactorCtx>| {
+        ctx.spawn(Box::pin(async move {
+            their_list.until(|| their_open.load(Ordering::SeqCst).then_some(())).await;
+            sender.send(()).unwrap();
+        }));
+    };
+    run_and_wait(&*reactor.handle(), spawn).unwrap();
+    wait_until_idle(&reactor);
+    open.store(true, Ordering::SeqCst);
+    list.wake_all();
+    ended.recv().unwrap();
+    reactor.stop().unwrap();
+}
+
+/// Polls until told to leave; tells when it is dropped.
+struct Guest {
+    ctx: Rc<dyn ReactorCtx>,
+    id: Rc<Cell<Option<PollerId>>>,
+    polls_left: u32,
+    dropped: mpsc::Sender<u32>,
+}
+
+impl Poller for Guest {
+    fn poll(&mut self) -> bool {
+        if self.polls_left == 0 {
+            self.id.get().map(|id| self.ctx.remove_poller(id));
+            return false;
+        }
+        self.polls_left -= 1;
+        true
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.dropped.send(self.polls_left).unwrap();
+    }
+}
+
+#[test]
+fn a_poller_that_removes_itself_is_dropped_and_one_that_stays_goes_with_the_reactor() {
+    let reactor = reactor("guests");
+    let (dropped, drops) = mpsc::channel();
+    for polls in [3, u32::MAX] {
+        let dropped = dropped.clone();
+        let add = move |ctx: &Rc<dyn ReactorCtx>| {
+            let id = Rc::new(Cell::new(None));
+            let guest = Guest { ctx: Rc::clone(ctx), id: Rc::clone(&id), polls_left: polls, dropped };
+            id.set(Some(ctx.add_poller(Rc::new(RefCell::new(guest))).unwrap()));
+        };
+        run_and_wait(&*reactor.handle(), add).unwrap();
+    }
+    assert_eq!(drops.recv(), Ok(0));
+    assert!(drops.try_recv().is_err());
+    reactor.stop().unwrap();
+    assert!(drops.try_recv().is_ok_and(|left| left > 0));
+}
+
+#[test]
+fn a_panic_in_a_poller_ends_the_reactor_with_an_error_after_its_requests() {
+    struct Panics;
+    impl Poller for Panics {
+        fn poll(&mut self) -> bool {
+            panic!("as the test wants it")
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    engine::create(&path, 1 << 16).unwrap();
+    let file = engine::open(&path, &OpenOptions::default()).unwrap();
+    let reactor = reactor("panics");
+    let theirs = Arc::clone(&file);
+    let add = move |ctx: &Rc<dyn ReactorCtx>| {
+        let queue = theirs.open_queue(ctx).unwrap();
+        let data = memory::IoBuf::from_aligned(memory::AlignedBuf::copy_of(&[7; 4096])).whole();
+        drop(queue.start(FileOp::Write { offset: 0, data, fua: true }));
+        ctx.add_poller(Rc::new(RefCell::new(Panics))).unwrap();
+    };
+    run_and_wait(&*reactor.handle(), add).unwrap();
+    let handle = reactor.handle();
+    assert!(reactor.stop().is_err());
+    assert!(run_and_wait(&*handle, |_| ()).is_err(), "nobody waits for a job that never runs");
+    assert_eq!(std::fs::read(&path).unwrap()[..4096], [7; 4096]);
+}
+
+#[test]
+fn a_blocking_queue_works_on_a_reactors_own_thread_beside_its_requests() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    engine::create(&path, 1 << 16).unwrap();
+    let options = OpenOptions { cache: engine::CacheMode::None, ..OpenOptions::default() };
+    let file = engine::open(&path, &options).unwrap();
+    let reactor = reactor("blocking");
+    let bytes = run_task(&reactor, move |ctx| async move {
+        let queue = file.open_queue(&ctx).unwrap();
+        let blocking = file.open_blocking().unwrap();
+        let data = memory::IoBuf::from_aligned(memory::AlignedBuf::copy_of(&[1; 4096])).whole();
+        let in_flight = queue.start(FileOp::Write { offset: 0, data, fua: false });
+        // Its first read-modify-write: it waits for the aligned write, on the thread that has to complete it.
+        common::write(&blocking, 100, &[2; 50]).await.unwrap();
+        in_flight.await.unwrap();
+        common::read(&queue, 0, 4096, PastEnd::Fails).await.unwrap()
+    });
+    for (at, byte) in bytes.iter().enumerate() {
+        assert!(*byte == 1 || ((100..150).contains(&at) && *byte == 2), "byte {at} is {byte}");
+    }
+    reactor.stop().unwrap();
 }

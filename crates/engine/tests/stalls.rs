@@ -1,0 +1,150 @@
+//! One request is held up: what goes on meanwhile, and what must not.
+
+mod common;
+
+use block::{File, FileOp, FileQueue, PastEnd, ReactorCtx};
+use common::fuse::{STALL_FROM, StallingFile, content};
+use common::{reactor, run_task};
+use engine::{CacheMode, EngineKind, OpenOptions, ReactorThread};
+use memory::{IoBuf, Mapping, Segment};
+use std::rc::Rc;
+use std::sync::{Arc, mpsc};
+use std::task::Poll;
+use std::time::Duration;
+
+const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads];
+
+/// Runs `test` on each engine with a fresh file; skipped where FUSE cannot be mounted.
+fn for_each_engine(test: impl Fn(EngineKind, &StallingFile, &Arc<dyn File>)) {
+    for engine in ENGINES {
+        let Some(stalling) = StallingFile::mount() else {
+            return common::skip("a FUSE file system cannot be mounted here (it takes root and /dev/fuse)");
+        };
+        let options = OpenOptions { engine, cache: CacheMode::None, read_only: true, lock: false, sync: false };
+        let file = engine::open(&stalling.path(), &options).unwrap();
+        assert!(file.info().engine.starts_with(&engine.to_string()));
+        test(engine, &stalling, &file);
+    }
+}
+
+fn read_op(offset: u64, data: &IoBuf) -> FileOp {
+    FileOp::Read { offset, data: data.whole(), past_end: PastEnd::Fails }
+}
+
+/// Some engines learn from their first request that the file system does not take their flags.
+fn warm_up(reactor: &ReactorThread, file: &Arc<dyn File>) {
+    common::with_queue(reactor, file, |queue| async move {
+        common::read(&queue, 0, 4096, PastEnd::Fails).await.unwrap();
+    });
+}
+
+/// Starts a read of the stalling part into `mapping` and leaves it to itself.
+fn start_stalled_read(reactor: &ReactorThread, file: &Arc<dyn File>, mapping: &Arc<Mapping>) {
+    let (file, mapping) = (Arc::clone(file), Arc::clone(mapping));
+    run_task(reactor, move |ctx| async move {
+        let queue = file.open_queue(&ctx).unwrap();
+        let mut buf = IoBuf::empty();
+        let segment = Segment::new(mapping.as_ptr(), 4096);
+        // SAFETY: the test keeps the mapping until the reactor has stopped.
+        assert!(unsafe { buf.refill(std::iter::once(segment)) });
+        drop(queue.start(read_op(STALL_FROM, &buf)));
+        // Queue, future and buffer go here; the engine keeps what the kernel needs.
+    });
+}
+
+fn first_byte(mapping: &Mapping) -> u8 {
+    // SAFETY: the mapping has 4096 bytes.
+    unsafe { mapping.as_ptr().read_volatile() }
+}
+
+#[test]
+fn others_on_the_same_file_finish_while_one_request_is_stalled() {
+    for_each_engine(|engine, stalling, file| {
+        let reactor = reactor("parallel");
+        warm_up(&reactor, file);
+        let (sender, stalled_end) = mpsc::channel();
+        let theirs = Arc::clone(file);
+        let others = run_task(&reactor, move |ctx| async move {
+            let queue = theirs.open_queue(&ctx).unwrap();
+            let buf = IoBuf::zeroed(4096);
+            let stalled = queue.start(read_op(STALL_FROM, &buf));
+            ctx.spawn(Box::pin(async move { sender.send((stalled.await, buf.whole().to_vec()[0])).unwrap() }));
+            let mut ends = Vec::new();
+            let bufs: Vec<_> = (0..16).map(|_| IoBuf::zeroed(4096)).collect();
+            for (index, buf) in bufs.iter().enumerate() {
+                ends.push(queue.start(read_op(index as u64 * 8192, buf)));
+            }
+            for end in ends {
+                end.await.unwrap();
+            }
+            bufs.iter().map(|buf| buf.whole().to_vec()[0]).collect::<Vec<_>>()
+        });
+        stalling.wait_for_stalled(1);
+        assert!(stalled_end.try_recv().is_err(), "{engine}");
+        assert_eq!(others, (0..16).map(|index| content(index * 8192)).collect::<Vec<_>>(), "{engine}");
+        stalling.release();
+        assert_eq!(stalled_end.recv().unwrap(), (Ok(()), content(STALL_FROM)), "{engine}");
+        reactor.stop().unwrap();
+    });
+}
+
+#[test]
+fn a_dropped_future_leaves_its_memory_with_the_engine_until_the_kernel_is_done() {
+    for_each_engine(|engine, stalling, file| {
+        let reactor = reactor("dropped");
+        warm_up(&reactor, file);
+        let theirs = Arc::clone(file);
+        let (sender, let_go) = mpsc::channel();
+        let job = move |ctx: &Rc<dyn ReactorCtx>| {
+            let queue: Rc<dyn FileQueue> = theirs.open_queue(ctx).unwrap();
+            let mut buf = IoBuf::zeroed(4096);
+            drop(queue.start(read_op(STALL_FROM, &buf)));
+            drop(queue);
+            // SAFETY: an empty list names no memory.
+            assert!(!unsafe { buf.refill(std::iter::empty()) }, "the memory was free for reuse");
+            ctx.spawn(Box::pin(async move {
+                // Looks again with each of the reactor's turns.
+                std::future::poll_fn(|context| {
+                    context.waker().wake_by_ref();
+                    if buf.is_unique() { Poll::Ready(()) } else { Poll::Pending }
+                })
+                .await;
+                sender.send(buf.whole().to_vec()[0]).unwrap();
+            }));
+        };
+        block::run_and_wait(&*reactor.handle(), job).unwrap();
+        stalling.wait_for_stalled(1);
+        assert!(let_go.try_recv().is_err(), "{engine}: the engine let go of memory that is being read into");
+        stalling.release();
+        assert_eq!(let_go.recv().unwrap(), content(STALL_FROM), "{engine}");
+        reactor.stop().unwrap();
+    });
+}
+
+#[test]
+fn a_reactor_stops_only_after_its_requests_have_ended() {
+    for_each_engine(|engine, stalling, file| {
+        let reactor = reactor("stopped");
+        warm_up(&reactor, file);
+        let (_fd, mapping) = Mapping::anonymous_file(c"stop", 4096).unwrap();
+        let mapping = Arc::new(mapping);
+        start_stalled_read(&reactor, file, &mapping);
+        stalling.wait_for_stalled(1);
+        let (sender, stopped) = mpsc::channel();
+        let stopper = std::thread::spawn(move || {
+            let handle = reactor.handle();
+            reactor.stop().unwrap();
+            assert!(handle.run(Box::new(|_| {})).is_err(), "a job for a reactor that has ended is refused");
+            sender.send(()).unwrap();
+        });
+        assert!(
+            stopped.recv_timeout(Duration::from_millis(100)).is_err(),
+            "{engine}: it stopped with a read in flight"
+        );
+        assert_eq!(first_byte(&mapping), 0);
+        stalling.release();
+        stopped.recv().unwrap();
+        stopper.join().unwrap();
+        assert_eq!(first_byte(&mapping), content(STALL_FROM), "{engine}");
+    });
+}
