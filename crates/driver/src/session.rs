@@ -104,7 +104,8 @@ impl Session {
 
     /// Writes the `writeback` field and reads back what became of it.
     pub(crate) fn set_writeback(&self, writeback: bool) -> Result<()> {
-        let (offset, flags) = (CONFIG_WRITEBACK_OFFSET as u32, VhostUserConfigFlags::WRITABLE);
+        // No flag: an ordinary write by the driver (the crate's WRITABLE is the specification's "live migration").
+        let (offset, flags) = (CONFIG_WRITEBACK_OFFSET as u32, VhostUserConfigFlags::empty());
         let byte = [u8::from(writeback)];
         self.call("switching its cache", |frontend| frontend.set_config(offset, flags, &byte))?;
         self.read_config().map(|_| ())

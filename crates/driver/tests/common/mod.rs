@@ -100,8 +100,8 @@ impl Started {
 
 fn count(event: &File) -> u64 {
     let mut bytes = [0; 8];
-    match (&mut &*event).read(&mut bytes) {
-        Ok(_) => u64::from_ne_bytes(bytes),
+    match (&*event).read_exact(&mut bytes) {
+        Ok(()) => u64::from_ne_bytes(bytes),
         Err(_) => 0,
     }
 }
