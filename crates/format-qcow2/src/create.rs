@@ -167,9 +167,9 @@ pub async fn create(io: &MetaIo, options: &CreateOptions) -> Result<()> {
 }
 
 async fn write_tables(io: &MetaIo, geometry: &Geometry, layout: &Layout) -> block::IoResult {
-    // The L1 table, and with it the file's length: all zero.
-    io.set_length(0).await?;
-    io.set_length(geometry.start_of(layout.end())).await?;
+    // The L1 table stays like this.
+    let (start, end) = (geometry.cluster_bytes(), geometry.start_of(layout.end()));
+    io.write_zeroes(start, end.saturating_sub(start), true).await?;
     let entries = usize::try_from(geometry.start_of(layout.table_clusters) / 8).unwrap_or(0);
     let mut refcounts = Refcounts::new(*geometry, vec![0; entries], geometry.cluster_bytes());
     for block in 0..layout.blocks {

@@ -10,8 +10,9 @@ use block::{IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
 use memory::AlignedBuf;
 use std::sync::atomic::Ordering;
 
-/// How much the file is extended at once: large enough to be rare, small enough not to look odd after a crash.
-const EXTENSION_BYTES: u64 = 16 << 20;
+/// The file is extended by its own length, between these: rare enough in a large file, little in a small one.
+const EXTENSION_BYTES_MIN: u64 = 256 << 10;
+const EXTENSION_BYTES_MAX: u64 = 16 << 20;
 
 /// Marks something as being loaded, until dropped.
 struct Loading<'a> {
@@ -113,12 +114,19 @@ impl Inner {
             }
             state.space.frontier
         };
-        let to = from.saturating_add(self.geometry.clusters_for(EXTENSION_BYTES));
+        let length = self.geometry.start_of(from).clamp(EXTENSION_BYTES_MIN, EXTENSION_BYTES_MAX);
+        let to = from.saturating_add(self.geometry.clusters_for(length));
         let (start, end) = (self.geometry.start_of(from), self.geometry.start_of(to));
         if end > MAX_FILE_BYTES {
             return Err(IoError::new(IoErrorKind::NoSpace));
         }
-        io.set_length(end).await?;
+        match io.set_length(end).await {
+            Err(error) if error.kind() == IoErrorKind::Unsupported => {
+                self.lock().space.can_extend = false;
+                return Ok(());
+            }
+            result => result?,
+        }
         let punched = io.discard(start, end.saturating_sub(start)).await;
         let mut state = self.lock();
         match punched {
