@@ -48,6 +48,10 @@ fn cannot_open(name: &str, errno: Errno, options: &OpenOptions) -> Error {
 /// As [`open`], for a descriptor that is open already, with the access that `options` need; `name` stands for it in
 /// messages. Switches `O_DIRECT` on or off as the cache mode says.
 pub fn open_fd(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<Arc<dyn File>> {
+    Ok(Arc::new(HostFile::new(open_file(fd, name, options)?)))
+}
+
+pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<OpenFile> {
     options.check()?;
     let stat = rustix::fs::fstat(&fd).map_err(|errno| Error::io(format!("cannot look at '{name}'"), errno.into()))?;
     let block_device = storage::check_type(&stat, name)?;
@@ -61,7 +65,7 @@ pub fn open_fd(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<Arc<dyn
     let facts = Facts { stat, block_device, alignment, engine, reason };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
     tracing::info!("'{name}': {}", info.engine);
-    Ok(Arc::new(HostFile::new(OpenFile {
+    Ok(OpenFile {
         fd,
         id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
         info,
@@ -74,7 +78,7 @@ pub fn open_fd(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<Arc<dyn
         write_through: !options.has_volatile_cache(),
         ignore_flush: options.cache == CacheMode::Unsafe,
         zeroes_rung: AtomicU8::new(0),
-    })))
+    })
 }
 
 /// What was found out about a file.

@@ -41,11 +41,13 @@ pub(crate) struct Model {
     fixed_length: bool,
     /// The ranges' unit: 1, or a block that a test keeps to.
     unit: u64,
+    /// What is discarded are whole blocks of this size only.
+    pub(crate) discard_unit: u64,
 }
 
 impl Model {
     pub(crate) fn new(seed: u64, length: usize, limit: u64, fixed_length: bool, unit: u64) -> Self {
-        Self { rng: SmallRng::seed_from_u64(seed), bytes: vec![0; length], limit, fixed_length, unit }
+        Self { rng: SmallRng::seed_from_u64(seed), bytes: vec![0; length], limit, fixed_length, unit, discard_unit: 1 }
     }
 
     fn range(&mut self, longest: u64) -> (u64, u64) {
@@ -135,12 +137,9 @@ impl Model {
         let make: Box<dyn Fn() -> FileOp + Send> = match self.rng.random_range(0..10) {
             0 if file.info().can_discard && file.info().discard_zeroes => {
                 let (offset, length) = self.range(20_000);
-                let unit = u64::from(file.info().offset_alignment_bytes);
-                let whole = file.info().block_device;
                 for at in offset..offset + length {
-                    // A device discards whole blocks only.
-                    let block = at / unit * unit;
-                    let inside = !whole || (block >= offset && block + unit <= offset + length);
+                    let block = at / self.discard_unit * self.discard_unit;
+                    let inside = block >= offset && block + self.discard_unit <= offset + length;
                     if let Some(byte) = self.bytes.get_mut(at as usize).filter(|_| inside) {
                         *byte = 0;
                     }

@@ -1,0 +1,181 @@
+//! Opening: what is refused and how it is said, what a file says of itself, block devices.
+
+mod common;
+
+use block::{Error, ErrorKind, File, FileOp, IoErrorKind, PastEnd};
+use common::model::Model;
+use common::reactor;
+use engine::{CacheMode, EngineKind, OpenOptions};
+use memory::IoBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+fn refused(path: &Path, options: &OpenOptions) -> Error {
+    engine::open(path, options).map(|file| file.info().clone()).unwrap_err()
+}
+
+#[test]
+fn what_is_no_disk_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let fifo = dir.path().join("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    let cases = [
+        (dir.path().join("missing"), "no such file"),
+        (dir.path().to_owned(), "a directory"),
+        (PathBuf::from("/dev/null"), "a character device"),
+        // Opening it would wait for its other end.
+        (fifo, "a named pipe"),
+    ];
+    for (path, what) in cases {
+        for read_only in [false, true] {
+            let error = refused(&path, &OpenOptions { read_only, ..OpenOptions::default() }).to_string();
+            assert!(error.contains(what) && error.contains(path.to_str().unwrap()), "{error}");
+        }
+    }
+    let contradiction = OpenOptions { sync: true, cache: CacheMode::Unsafe, ..OpenOptions::default() };
+    assert_eq!(refused(dir.path(), &contradiction).kind(), ErrorKind::BadOption);
+}
+
+#[test]
+fn linux_aio_is_refused_on_a_cached_file_and_replaced_under_auto() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    engine::create(&path, 1 << 20).unwrap();
+    let options = OpenOptions { engine: EngineKind::LinuxAio, ..OpenOptions::default() };
+    assert!(refused(&path, &options).to_string().contains("cache=none"));
+    for cache in CacheMode::NAMES {
+        let options = OpenOptions { cache: cache.parse().unwrap(), ..OpenOptions::default() };
+        let file = engine::open(&path, &options).unwrap();
+        let engine = &file.info().engine;
+        assert!(engine.contains("because") && engine.contains(cache), "{engine}");
+        assert_eq!(engine.contains("direct I/O"), options.cache.is_direct(), "{engine}");
+    }
+}
+
+#[test]
+fn a_file_that_exists_is_not_made_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    std::fs::write(&path, b"precious").unwrap();
+    assert_eq!(engine::create(&path, 4096).unwrap_err().kind(), ErrorKind::BadOption);
+    assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+}
+
+#[test]
+fn a_read_only_file_refuses_everything_that_writes() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    std::fs::write(&path, [5; 4096]).unwrap();
+    let file = engine::open(&path, &OpenOptions { read_only: true, ..OpenOptions::default() }).unwrap();
+    let reactor = reactor("read-only");
+    common::with_queue(&reactor, &file, |queue| async move {
+        let ops = [
+            FileOp::Write { offset: 0, data: IoBuf::zeroed(512).whole(), fua: false },
+            FileOp::WriteZeroes { offset: 0, length: 512, may_unmap: true },
+            FileOp::Discard { offset: 0, length: 512 },
+            FileOp::SetLength { length: 0 },
+        ];
+        for op in ops {
+            assert_eq!(queue.start(op).await.unwrap_err().kind(), IoErrorKind::ReadOnly);
+        }
+        queue.start(FileOp::Flush).await.unwrap();
+        let far = FileOp::Read { offset: u64::MAX - 3, data: IoBuf::zeroed(8).whole(), past_end: PastEnd::Zeros };
+        assert_eq!(queue.start(far).await.unwrap_err().kind(), IoErrorKind::OutOfRange);
+    });
+    assert_eq!(std::fs::read(&path).unwrap(), [5; 4096]);
+    reactor.stop().unwrap();
+}
+
+#[test]
+fn blocking_queues_serve_any_alignment_too() {
+    let dir = tempfile::tempdir().unwrap();
+    for cache in CacheMode::NAMES {
+        let path = dir.path().join(cache);
+        engine::create(&path, 1000).unwrap();
+        let options = OpenOptions { cache: cache.parse().unwrap(), ..OpenOptions::default() };
+        let file = engine::open(&path, &options).unwrap();
+        let queue = file.open_blocking().unwrap();
+        let bytes = block::block_on(async {
+            common::write(&queue, 700, &[1; 5000]).await.unwrap();
+            queue.start(FileOp::WriteZeroes { offset: 800, length: 100, may_unmap: false }).await.unwrap();
+            queue.start(FileOp::WriteZeroes { offset: 5000, length: 2001, may_unmap: true }).await.unwrap();
+            assert!(common::read(&queue, 7000, 2, PastEnd::Fails).await.is_err(), "{cache}");
+            common::read(&queue, 1, 7000, PastEnd::Fails).await.unwrap()
+        });
+        assert_eq!(file.length_bytes().unwrap(), 7001, "{cache}");
+        for (index, byte) in bytes.iter().enumerate() {
+            let at = index + 1;
+            let expected = u8::from((700..5000).contains(&at) && !(800..900).contains(&at));
+            assert_eq!(*byte, expected, "offset {at}, {cache}");
+        }
+    }
+}
+
+/// A loop device over a file, detached on drop.
+struct LoopDevice(PathBuf);
+
+impl LoopDevice {
+    fn over(path: &Path, sector_bytes: u32) -> Option<Self> {
+        let sector = sector_bytes.to_string();
+        let output = Command::new("losetup").args(["--find", "--show", "--sector-size", &sector]).arg(path).output();
+        let output = output.ok().filter(|output| output.status.success())?;
+        Some(Self(PathBuf::from(String::from_utf8(output.stdout).unwrap().trim())))
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn block_devices_with_small_and_large_sectors_agree_with_the_model() {
+    const BYTES: usize = 1 << 20;
+    let dir = tempfile::tempdir().unwrap();
+    let (one, two) = (reactor("one"), reactor("two"));
+    for (seed, sector_bytes) in [512, 4096].into_iter().enumerate() {
+        let backing = dir.path().join(sector_bytes.to_string());
+        engine::create(&backing, BYTES as u64).unwrap();
+        let Some(device) = LoopDevice::over(&backing, sector_bytes) else {
+            return common::skip("a loop device cannot be made here (it takes root and losetup)");
+        };
+        for engine in [EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads] {
+            for cache in [CacheMode::None, CacheMode::Writeback] {
+                if engine == EngineKind::LinuxAio && cache == CacheMode::Writeback {
+                    continue;
+                }
+                let options = OpenOptions { engine, cache, ..OpenOptions::default() };
+                let file = engine::open(&device.0, &options).unwrap();
+                check_device(&file, sector_bytes, cache);
+                let mut model = Model::new(seed as u64, BYTES, BYTES as u64, true, 1);
+                model.discard_unit = u64::from(sector_bytes);
+                clear(&file, &one, BYTES as u64);
+                for _ in 0..60 {
+                    model.round(&file, [&one, &two]);
+                }
+                common::with_queue(&one, &file, |queue| async move { queue.start(FileOp::Flush).await.unwrap() });
+                model.check_host(&device.0, &file);
+            }
+        }
+    }
+    one.stop().unwrap();
+    two.stop().unwrap();
+}
+
+fn check_device(file: &Arc<dyn File>, sector_bytes: u32, cache: CacheMode) {
+    let info = file.info();
+    assert!(info.block_device && !info.can_grow && !info.read_only);
+    assert_eq!(info.length_bytes, 1 << 20);
+    let alignment = if cache.is_direct() { sector_bytes } else { 1 };
+    assert_eq!(info.offset_alignment_bytes, alignment);
+}
+
+fn clear(file: &Arc<dyn File>, reactor: &engine::ReactorThread, length: u64) {
+    common::with_queue(reactor, file, move |queue| async move {
+        queue.start(FileOp::WriteZeroes { offset: 0, length, may_unmap: false }).await.unwrap();
+        let error = queue.start(FileOp::SetLength { length: length + 1 }).await.unwrap_err();
+        assert_eq!(error.kind(), IoErrorKind::Unsupported);
+    });
+}
