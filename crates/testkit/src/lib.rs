@@ -16,6 +16,7 @@ mod dice;
 mod crash;
 mod harness;
 mod model;
+mod qcow2_check;
 mod request;
 mod sim;
 mod workload;
@@ -24,6 +25,7 @@ pub use crash::{CheckStorage, FaultTest, OpenDisk, OpenedDisk, PowerCutTest, Ses
 pub use dice::{Dice, fill_seeded, mix};
 pub use harness::{Harness, QueueId, SimHarness, ThreadHarness, Turn};
 pub use model::{ModelDisk, stamped};
+pub use qcow2_check::{Qcow2Report, qcow2_check};
 pub use request::{Reply, Request};
 pub use sim::{Fault, FaultAction, OpKind, Recording, Replay, SimFile, SimFileOptions, SimReactor, SimStorage};
 pub use workload::{GuestEvent, Story, Workload};

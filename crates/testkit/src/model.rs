@@ -73,6 +73,8 @@ pub struct ModelDisk {
     times: BTreeMap<u64, Times>,
     flying: BTreeMap<Tag, Flying>,
     volatile_cache: bool,
+    /// What a discard may bring back, besides what the sectors held last.
+    restored: Vec<Value>,
     clock: u64,
 }
 
@@ -90,8 +92,14 @@ impl ModelDisk {
             times: BTreeMap::from([(START, start)]),
             flying: BTreeMap::new(),
             volatile_cache,
+            restored: Vec::new(),
             clock: 0,
         }
+    }
+
+    /// A discard may bring back `contents`, as that of a version 2 qcow2 overlay does with what lies below.
+    pub fn discard_may_restore(&mut self, contents: &[u8]) {
+        self.restored = contents.chunks_exact(SECTOR).map(Value::of).collect();
     }
 
     /// Size in bytes.
@@ -122,6 +130,9 @@ impl ModelDisk {
                 Request::Read { .. } | Request::Flush => break,
             };
             self.prune(sector);
+            if let (Request::Discard { .. }, Some(restored)) = (request, self.restored.get(sector)) {
+                self.sectors[sector].push(Entry { op, value: restored.clone() });
+            }
             self.sectors[sector].push(Entry { op, value });
         }
         self.flying.insert(tag, Flying { op, request: request.clone() });
@@ -170,11 +181,6 @@ impl ModelDisk {
     /// Checks the contents of the whole disk after a power cut at this moment.
     pub fn check_after_crash(&self, contents: &[u8]) -> Result<(), String> {
         self.check_all(contents, "the disk after the cut", |times| times.durable)
-    }
-
-    /// Goes on after a crash with what was found.
-    pub fn restart(&mut self, contents: &[u8]) {
-        *self = Self::new(contents, self.volatile_cache);
     }
 
     fn check_all(&self, contents: &[u8], what: &str, settled: impl Fn(&Times) -> bool) -> Result<(), String> {

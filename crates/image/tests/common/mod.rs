@@ -1,0 +1,200 @@
+//! Images on simulated storage.
+
+#![allow(unreachable_pub, dead_code, reason = "each test program uses a part of it")]
+
+use block::{Disk, Error, ErrorKind, File, Result};
+use format_qcow2::{Barrier, CreateOptions as Qcow2Options};
+use image::{CreateOptions, Format, Image, ImageOptions, Opener, Role};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use testkit::{OpenedDisk, Request, Session, SimFileOptions, SimStorage, mix, qcow2_check, stamped};
+
+/// Opens files of a simulated storage by name.
+pub struct SimOpener(pub SimStorage);
+
+impl Opener for SimOpener {
+    fn open(&self, path: &Path, _role: Role) -> Result<Arc<dyn File>> {
+        let name = path.to_string_lossy();
+        let missing = || Error::new(ErrorKind::Io, format!("no simulated file '{name}'"));
+        Ok(self.0.file(&name).ok_or_else(missing)?)
+    }
+
+    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        Ok(path.to_owned())
+    }
+}
+
+/// A layer of a chain.
+#[derive(Debug, Clone)]
+pub enum Layer {
+    /// A raw image of so many bytes, full of data.
+    Raw(u64),
+    /// A qcow2 image, with some data where it is not the top layer.
+    Qcow2 { size_bytes: u64, cluster_size: u64, version: u32, refcount_bits: u32 },
+}
+
+impl Layer {
+    pub fn qcow2(size_bytes: u64, cluster_size: u64) -> Self {
+        Self::Qcow2 { size_bytes, cluster_size, version: 3, refcount_bits: 16 }
+    }
+
+    /// Bytes of the disk.
+    pub fn size_bytes(&self) -> u64 {
+        match self {
+            Self::Raw(size_bytes) | Self::Qcow2 { size_bytes, .. } => *size_bytes,
+        }
+    }
+
+    /// What writes like to align to.
+    pub fn granule_bytes(&self) -> u64 {
+        match self {
+            Self::Raw(_) => 4096,
+            Self::Qcow2 { cluster_size, .. } => *cluster_size,
+        }
+    }
+
+    fn format(&self) -> Format {
+        match self {
+            Self::Raw(_) => Format::Raw,
+            Self::Qcow2 { .. } => Format::Qcow2,
+        }
+    }
+}
+
+/// A chain of images; the top comes first.
+#[derive(Debug, Clone)]
+pub struct Chain {
+    pub layers: Vec<Layer>,
+    /// How the top file behaves.
+    pub file: SimFileOptions,
+    /// A file of fixed length, as a block device is: so many bytes.
+    pub device_bytes: Option<u64>,
+    pub seed: u64,
+}
+
+impl Chain {
+    pub fn of(layers: Vec<Layer>) -> Self {
+        Self { layers, file: SimFileOptions::default(), device_bytes: None, seed: 1 }
+    }
+
+    pub fn top(&self) -> &Layer {
+        &self.layers[0]
+    }
+
+    /// Version 2 has no way to say "zero": a discarded cluster shows what lies below again, as it was at first.
+    pub fn discard_may_restore(&self) -> bool {
+        matches!(self.top(), Layer::Qcow2 { version: 2, .. }) && self.layers.len() > 1
+    }
+
+    /// The chain on fresh storage, all of it durable.
+    pub fn storage(&self) -> SimStorage {
+        let storage = SimStorage::new(self.seed);
+        for index in (0..self.layers.len()).rev() {
+            self.make(&storage, index);
+        }
+        // Only what is on the files counts.
+        storage.process_killed(0)
+    }
+
+    fn make(&self, storage: &SimStorage, index: usize) {
+        let layer = &self.layers[index];
+        let options = if index == 0 { self.file.clone() } else { SimFileOptions::default() };
+        match layer {
+            Layer::Raw(size_bytes) => {
+                let bytes = stamped(1000 + index as u64, 0, *size_bytes as usize);
+                storage.create_with(&name(index), &bytes, options);
+            }
+            Layer::Qcow2 { size_bytes, cluster_size, version, refcount_bits } => {
+                let length = self.device_bytes.filter(|_| index == 0).unwrap_or(0);
+                let file: Arc<dyn File> = storage.create(&name(index), length, options);
+                let below = self.layers.get(index + 1);
+                let options = Qcow2Options {
+                    size_bytes: *size_bytes,
+                    cluster_size: *cluster_size,
+                    version: *version,
+                    refcount_bits: *refcount_bits,
+                    backing_file: below.map(|_| name(index + 1)),
+                    backing_format: below.map(|layer| layer.format().to_string()),
+                    ..Qcow2Options::default()
+                };
+                image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
+            }
+        }
+        if index > 0 {
+            self.sprinkle(storage, index);
+        }
+    }
+
+    /// Data, zeros and holes in a layer that others build on.
+    fn sprinkle(&self, storage: &SimStorage, index: usize) {
+        let layer = &self.layers[index];
+        let open = |storage: &SimStorage| open_as(storage, index, layer.format(), false, &[]);
+        let mut session = Session::open(storage, &open, self.seed, 1).unwrap();
+        let (size, granule) = (layer.size_bytes(), layer.granule_bytes());
+        let mut at = 0;
+        for step in 0.. {
+            let length = (1 + mix(self.seed, step) % 5) * granule.min(size / 16) / 512 * 512;
+            if at + length > size {
+                break;
+            }
+            let request = match mix(step, self.seed) % 3 {
+                0 => Request::WriteZeroes { offset: at, length, may_unmap: true, fua: false },
+                1 => Request::write(at, stamped(1000 + index as u64, at, length as usize)),
+                _ => Request::Flush,
+            };
+            session.call(request).unwrap();
+            at += length;
+        }
+        session.close().unwrap();
+    }
+
+    /// Opens the top.
+    pub fn open(&self, storage: &SimStorage) -> Result<OpenedDisk> {
+        open_as(storage, 0, self.top().format(), false, &[])
+    }
+
+    /// As [`Chain::open`], without some barriers.
+    pub fn open_without(&self, storage: &SimStorage, barriers: &[Barrier]) -> Result<OpenedDisk> {
+        open_as(storage, 0, self.top().format(), false, barriers)
+    }
+
+    /// The top's metadata are sound (leaks at most), and nothing has changed a layer below.
+    pub fn check(&self, storage: &SimStorage, original: &SimStorage) -> std::result::Result<(), String> {
+        for index in 1..self.layers.len() {
+            if storage.bytes(&name(index)) != original.bytes(&name(index)) {
+                return Err(format!("the backing file '{}' was changed", name(index)));
+            }
+        }
+        match self.top() {
+            Layer::Raw(_) => Ok(()),
+            Layer::Qcow2 { .. } => qcow2_check(&storage.bytes(&name(0)))?.sound(),
+        }
+    }
+}
+
+/// The file of a layer.
+pub fn name(index: usize) -> String {
+    format!("layer{index}")
+}
+
+/// Opens one layer as a disk.
+pub fn open_as(
+    storage: &SimStorage,
+    index: usize,
+    format: Format,
+    read_only: bool,
+    skipped: &[Barrier],
+) -> Result<OpenedDisk> {
+    let options = ImageOptions { format: Some(format), read_only, ..ImageOptions::new(name(index)) };
+    let image: Arc<Image> = Arc::new(image::open(&options, &SimOpener(storage.clone()))?);
+    skipped.iter().for_each(|barrier| image.skip_barrier_for_test(*barrier));
+    let disk: Arc<dyn Disk> = Arc::clone(&image) as Arc<dyn Disk>;
+    Ok(OpenedDisk { disk, close: Box::new(move || image.close()) })
+}
+
+/// Seeds to try: `RINGDISK_SEEDS=n` widens a run, `RINGDISK_SEED=s` begins at another.
+pub fn seeds(default: u64) -> std::ops::Range<u64> {
+    let number = |key: &str| std::env::var(key).ok().and_then(|value| value.parse::<u64>().ok());
+    let first = number("RINGDISK_SEED").unwrap_or(1);
+    first..first + number("RINGDISK_SEEDS").unwrap_or(default)
+}

@@ -1,0 +1,77 @@
+//! Random requests over chains against the model disk, live and after reopening.
+
+mod common;
+
+use common::{Chain, Layer, name};
+use testkit::{ModelDisk, Session, SimFileOptions, Workload, mix, qcow2_check};
+
+/// A chain of one to four layers with anything that the formats allow.
+fn random_chain(seed: u64) -> Chain {
+    let pick = |salt: u64, limit: u64| mix(seed, salt) % limit;
+    let count = 1 + pick(0, 4);
+    let mut layers = Vec::new();
+    for index in 0..count {
+        let salt = 10 * (index + 1);
+        let size_bytes = (1 << 18) + 512 * pick(salt, 300) - (1 << 17) * pick(salt + 1, 2);
+        let last = index + 1 == count && count > 1;
+        layers.push(match pick(salt + 2, 4) {
+            0 if last => Layer::Raw(size_bytes),
+            1 => Layer::Qcow2 { size_bytes, cluster_size: 512 << pick(salt + 3, 9), version: 2, refcount_bits: 16 },
+            _ => Layer::Qcow2 {
+                size_bytes,
+                cluster_size: 512 << pick(salt + 3, 9),
+                version: 3,
+                refcount_bits: 1 << pick(salt + 4, 7),
+            },
+        });
+    }
+    let file = SimFileOptions {
+        can_discard: pick(1, 4) > 0,
+        discard_zeroes: pick(2, 4) > 0,
+        fast_zeroes: pick(3, 2) > 0,
+        grows_with_zeros: pick(4, 4) == 0,
+        ..SimFileOptions::default()
+    };
+    Chain { layers, file, device_bytes: None, seed }
+}
+
+fn play(seed: u64) -> Result<(), String> {
+    let chain = random_chain(seed);
+    let original = chain.storage();
+    let storage = chain.storage();
+    let open = |storage: &_| chain.open(storage);
+    let contents = Session::open(&storage, &open, seed, 1)?.read_all()?;
+    let mut model = ModelDisk::new(&contents, true);
+    if chain.discard_may_restore() {
+        model.discard_may_restore(&contents);
+    }
+    for round in 0..3 {
+        let queues = 1 + (mix(seed, round) % 3) as usize;
+        let mut session = Session::open(&storage, &open, mix(seed, round), queues)?;
+        let workload = Workload {
+            first_tag: 1 + (round << 32),
+            depth: 1 + (mix(seed, 7) % 12) as usize,
+            ..Workload::new(mix(seed, round), 150, chain.top().size_bytes(), chain.top().granule_bytes())
+        };
+        let ids = session.queues.clone();
+        workload.run(&mut session.harness, &ids, &mut model, &|| 0)?;
+        model.check_live(&session.read_all()?)?;
+        session.close()?;
+        chain.check(&storage, &original)?;
+        let report = qcow2_check(&storage.bytes(&name(0)))?;
+        if report.leaked_clusters > 0 {
+            return Err(format!("{} clusters leak after closing in good order", report.leaked_clusters));
+        }
+        model
+            .check_live(&Session::open(&storage, &open, seed, 1)?.read_all()?)
+            .map_err(|wrong| format!("reopened: {wrong}"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn random_requests_over_random_chains_read_as_the_model_says() {
+    for seed in common::seeds(120) {
+        play(seed).unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", random_chain(seed)));
+    }
+}
