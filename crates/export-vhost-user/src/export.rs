@@ -259,7 +259,7 @@ impl Server {
             if self.shared.config_changed.swap(false, Ordering::AcqRel) {
                 connection.config_changed();
             }
-            if message && connection.serve_one()? == Served::Disconnected {
+            if message && connection.serve_one(stream)? == Served::Disconnected {
                 return Ok(());
             }
         }

@@ -18,6 +18,7 @@
 mod counters;
 mod device;
 mod export;
+mod long_mem_table;
 mod memory_table;
 mod notifier;
 mod ring_control;

@@ -1,10 +1,11 @@
 //! The protocol's messages. The only file that names the `vhost` crate, whose interface changes often: everything else
 //! sees [`Backend`] and [`Connection`].
 
+use crate::long_mem_table;
 use block::{Error, ErrorKind, Result};
 use memory::RegionSpec;
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vhost::vhost_user::message::{
@@ -77,12 +78,22 @@ pub(crate) struct Connection<B: Backend> {
 
 impl<B: Backend> Connection<B> {
     pub(crate) fn new(stream: UnixStream, backend: B) -> Self {
-        let adaptor = Arc::new(Mutex::new(Adaptor { backend, refused: None, harmless: false, peer_channel: None }));
+        let adaptor = Adaptor { backend, refused: None, harmless: false, replies: false, peer_channel: None };
+        let adaptor = Arc::new(Mutex::new(adaptor));
         Self { handler: BackendReqHandler::from_stream(stream, Arc::clone(&adaptor)), adaptor }
     }
 
-    /// Receives and serves one message; waits for it to be whole. An error ends the session.
-    pub(crate) fn serve_one(&mut self) -> Result<Served> {
+    /// Receives and serves one message from `stream`, which is the connection; waits for it to be whole. An error ends
+    /// the session.
+    pub(crate) fn serve_one(&mut self, stream: BorrowedFd<'_>) -> Result<Served> {
+        if let Some(table) = long_mem_table::receive(stream)? {
+            let mut adaptor = self.lock();
+            let taken = adaptor.backend.set_memory(table.regions);
+            if table.needs_reply && adaptor.replies {
+                long_mem_table::reply(stream, taken.is_ok())?;
+            }
+            return taken.map(|()| Served::Message);
+        }
         let served = self.handler.handle_request();
         let mut adaptor = self.lock();
         let refused = adaptor.refused.take();
@@ -128,6 +139,8 @@ struct Adaptor<B> {
     refused: Option<Error>,
     /// The session goes on all the same.
     harmless: bool,
+    /// Messages that ask for an answer get one.
+    replies: bool,
     peer_channel: Option<PeerChannel>,
 }
 
@@ -243,7 +256,8 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Adaptor<B> {
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
     }
 
-    fn set_protocol_features(&mut self, _features: u64) -> WireResult<()> {
+    fn set_protocol_features(&mut self, features: u64) -> WireResult<()> {
+        self.replies = features & VhostUserProtocolFeatures::REPLY_ACK.bits() != 0;
         Ok(())
     }
 

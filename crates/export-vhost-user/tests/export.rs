@@ -317,6 +317,18 @@ fn a_peer_that_shrinks_its_memory_ends_only_its_session() {
 }
 
 #[test]
+fn a_memory_table_with_room_to_spare_is_taken() {
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    assert_eq!(client.share_in_long_message(&guest, 1), 0);
+    assert_eq!(client.queue(&guest, 0).request(kind::FLUSH, 0, &[], 0).0, OK);
+    drop(client);
+    let client = Client::connect(&server, 0);
+    assert_ne!(client.share_in_long_message(&guest, 2), 0, "two descriptors for one region");
+}
+
+#[test]
 fn a_broken_message_ends_only_its_session() {
     let server = Server::start(MemDisk::new());
     let client = Client::connect(&server, 0);

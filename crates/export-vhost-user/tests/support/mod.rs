@@ -11,7 +11,11 @@ use disk::{MemDisk, Shared};
 use export_vhost_user::{Export, ExportOptions};
 use reactor::TestReactor;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -69,6 +73,8 @@ impl Server {
 /// A peer with one connection.
 pub struct Client {
     pub frontend: Frontend,
+    /// The same connection, for messages that the front end would not send.
+    pub stream: UnixStream,
 }
 
 /// One queue of a peer.
@@ -84,7 +90,8 @@ pub struct Queue<'a> {
 impl Client {
     /// Connects and negotiates all that is offered but `without`.
     pub fn connect(server: &Server, without: u64) -> Self {
-        let mut frontend = Frontend::connect(&server.socket, u64::from(QUEUES)).unwrap();
+        let stream = UnixStream::connect(&server.socket).unwrap();
+        let mut frontend = Frontend::from_stream(stream.try_clone().unwrap(), u64::from(QUEUES));
         frontend.set_owner().unwrap();
         let offered = frontend.get_features().unwrap();
         frontend.set_features(offered & !without).unwrap();
@@ -94,11 +101,30 @@ impl Client {
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         assert!(protocol.contains(VhostUserProtocolFeatures::MQ));
         assert_eq!(frontend.get_queue_num().unwrap(), u64::from(QUEUES));
-        Self { frontend }
+        Self { frontend, stream }
     }
 
     pub fn share(&self, guest: &Guest) {
         self.frontend.set_mem_table(&[region(guest)]).unwrap();
+    }
+
+    /// Shares memory as User Mode Linux does: one region in a message with room for two. Returns the server's answer.
+    pub fn share_in_long_message(&self, guest: &Guest, files: usize) -> u64 {
+        let words = [5_u32, 1 | 8, 8 + 2 * 32, 1, 0];
+        let mut bytes: Vec<u8> = words.into_iter().flat_map(u32::to_ne_bytes).collect();
+        for word in [0, GUEST_BYTES as u64, 0, 0, 0, 0, 0, 0] {
+            bytes.extend(word.to_ne_bytes());
+        }
+        let fds = vec![guest.file.as_fd(); files];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        sendmsg(&self.stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).unwrap();
+        let mut answer = [0; 20];
+        std::io::Read::read_exact(&mut &self.stream, &mut answer).map_or(u64::MAX, |()| {
+            assert_eq!(answer[..8], [5, 0, 0, 0, 5, 0, 0, 0]);
+            u64::from_ne_bytes(answer[12..].try_into().unwrap())
+        })
     }
 
     /// Sets up and starts queue `index`: its ring lies at a quarter of guest memory that is its own.
