@@ -1,11 +1,17 @@
 //! Files and disks from what a user said: the one place where formats' and engines' names meet.
 
 use crate::drive::{DriveFormat, DriveOptions};
-use block::{Disk, File, Result};
+use block::{Disk, ErrorKind, File, Result};
 use engine::OpenOptions;
 use image::{BackingPolicy, Format, Image, ImageOptions, NullDisk, Opener, Role};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A process that was killed keeps its locks until the kernel has taken its io_uring down, a moment after it is gone:
+/// whoever starts us again at once should not be told that the image is in use.
+const LOCK_PATIENCE: Duration = Duration::from_secs(1);
+const LOCK_RETRY: Duration = Duration::from_millis(10);
 
 /// Opens the files of an image with one engine and cache mode, under QEMU's locks.
 #[derive(Debug, Clone, Default)]
@@ -36,7 +42,16 @@ impl Opener for EngineOpener {
     fn open(&self, path: &Path, role: Role) -> Result<Arc<dyn File>> {
         // Everything that is not written is locked against writers only, so overlays may share their base.
         let read_only = !matches!(role, Role::Writable);
-        engine::open(path, &OpenOptions { read_only, ..self.options.clone() })
+        let options = OpenOptions { read_only, ..self.options.clone() };
+        let deadline = Instant::now() + LOCK_PATIENCE;
+        loop {
+            match engine::open(path, &options) {
+                Err(error) if error.kind() == ErrorKind::Locked && Instant::now() < deadline => {
+                    std::thread::sleep(LOCK_RETRY);
+                }
+                opened => return opened,
+            }
+        }
     }
 }
 

@@ -10,41 +10,41 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// Nothing that these tests wait for takes longer than this unless it hangs.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The program under test.
-pub fn ringdisk() -> Command {
+pub(crate) fn ringdisk() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
     command.env_remove("RUST_LOG").env_remove("NOTIFY_SOCKET").stdin(Stdio::null());
     command
 }
 
 /// Runs the program to its end.
-pub fn run(arguments: &[&str]) -> Output {
+pub(crate) fn run(arguments: &[&str]) -> Output {
     ringdisk().args(arguments).output().expect("the program can be started")
 }
 
 /// Runs the program and returns its standard output; it must succeed.
-pub fn run_ok(arguments: &[&str]) -> String {
+pub(crate) fn run_ok(arguments: &[&str]) -> String {
     let output = run(arguments);
     assert!(output.status.success(), "ringdisk {arguments:?}: {}\n{}", output.status, text(&output.stderr));
     text(&output.stdout)
 }
 
 /// Runs the program, which must fail with `code`, and returns what it said.
-pub fn run_fails(code: i32, arguments: &[&str]) -> String {
+pub(crate) fn run_fails(code: i32, arguments: &[&str]) -> String {
     let output = run(arguments);
     assert_eq!(output.status.code(), Some(code), "ringdisk {arguments:?}: {}", text(&output.stderr));
     text(&output.stderr)
 }
 
-pub fn text(bytes: &[u8]) -> String {
+pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
 /// Whether a tool is there. In CI (where the packages step has installed it) a missing one is an error; by hand the
 /// caller skips its test.
-pub fn has_tool(name: &str) -> bool {
+pub(crate) fn has_tool(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found = std::env::split_paths(&path).any(|directory| directory.join(name).is_file());
     assert!(found || std::env::var_os("CI").is_none(), "{name} is missing, and this is CI");
@@ -55,12 +55,12 @@ pub fn has_tool(name: &str) -> bool {
 }
 
 /// Runs a tool to its end.
-pub fn tool(name: &str, arguments: &[&str]) -> Output {
+pub(crate) fn tool(name: &str, arguments: &[&str]) -> Output {
     Command::new(name).args(arguments).stdin(Stdio::null()).output().expect("the tool can be started")
 }
 
 /// Runs a tool, which must succeed, and returns its standard output.
-pub fn tool_ok(name: &str, arguments: &[&str]) -> String {
+pub(crate) fn tool_ok(name: &str, arguments: &[&str]) -> String {
     let output = tool(name, arguments);
     let said = text(&output.stdout) + &text(&output.stderr);
     assert!(output.status.success(), "{name} {arguments:?}: {}\n{said}", output.status);
@@ -68,40 +68,40 @@ pub fn tool_ok(name: &str, arguments: &[&str]) -> String {
 }
 
 /// `qemu-img check`: whether the image is valid, leaks allowed (exit codes: 0 clean, 3 leaks).
-pub fn assert_valid(image: &Path, leaks_allowed: bool) {
+pub(crate) fn assert_valid(image: &Path, leaks_allowed: bool) {
     let output = tool("qemu-img", &["check", path_str(image)]);
     let code = output.status.code();
     let valid = code == Some(0) || leaks_allowed && code == Some(3);
     assert!(valid, "qemu-img check {}: {code:?}\n{}{}", image.display(), text(&output.stdout), text(&output.stderr));
 }
 
-pub fn path_str(path: &Path) -> &str {
+pub(crate) fn path_str(path: &Path) -> &str {
     path.to_str().expect("test paths are UTF-8")
 }
 
 /// A directory of its own for a test; short enough for sockets.
-pub fn directory() -> tempfile::TempDir {
+pub(crate) fn directory() -> tempfile::TempDir {
     tempfile::Builder::new().prefix("rd-").tempdir().expect("a temporary directory")
 }
 
 /// `ringdisk serve`, ready.
-pub struct Server {
+pub(crate) struct Server {
     child: Child,
     /// What it printed up to "ready" and whatever was printed with it.
-    pub announced: String,
+    pub(crate) announced: String,
     lines: Receiver<String>,
 }
 
 impl Server {
     /// Starts `ringdisk serve ARGUMENTS` and waits until it is ready.
-    pub fn start<S: AsRef<OsStr>>(arguments: &[S]) -> Self {
+    pub(crate) fn start<S: AsRef<OsStr>>(arguments: &[S]) -> Self {
         let mut command = ringdisk();
         command.arg("serve").args(arguments);
         Self::start_command(command)
     }
 
     /// Starts a prepared command, and waits until it is ready.
-    pub fn start_command(mut command: Command) -> Self {
+    pub(crate) fn start_command(mut command: Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program starts");
         let stdout = child.stdout.take().expect("piped");
         let (sender, lines) = channel();
@@ -146,36 +146,36 @@ impl Server {
         said
     }
 
-    pub fn pid(&self) -> u32 {
+    pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
     /// Sends a signal by its name ("TERM").
-    pub fn signal(&self, name: &str) {
+    pub(crate) fn signal(&self, name: &str) {
         tool_ok("kill", &[&format!("-{name}"), &self.pid().to_string()]);
     }
 
     /// Ends it with SIGTERM; returns how it ended and what it said on standard error.
-    pub fn terminate(mut self) -> (ExitStatus, String) {
+    pub(crate) fn terminate(mut self) -> (ExitStatus, String) {
         self.signal("TERM");
         let status = self.wait();
         (status, self.stderr())
     }
 
     /// Ends it with SIGTERM, in good order.
-    pub fn stop(self) {
+    pub(crate) fn stop(self) {
         let (status, said) = self.terminate();
         assert!(status.success(), "SIGTERM: {status}\n{said}");
     }
 
     /// Ends it with SIGKILL.
-    pub fn kill(mut self) {
+    pub(crate) fn kill(mut self) {
         self.child.kill().expect("the child can be killed");
         self.child.wait().expect("a child");
     }
 
     /// Waits for its end.
-    pub fn wait(&mut self) -> ExitStatus {
+    pub(crate) fn wait(&mut self) -> ExitStatus {
         let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(status) = self.child.try_wait().expect("a child") {
@@ -196,6 +196,6 @@ impl Drop for Server {
 }
 
 /// `name` in `directory`.
-pub fn at(directory: &tempfile::TempDir, name: &str) -> PathBuf {
+pub(crate) fn at(directory: &tempfile::TempDir, name: &str) -> PathBuf {
     directory.path().join(name)
 }

@@ -1,0 +1,223 @@
+//! `kill -9` of the daemon under load, at random moments: the image is valid (leaks at most), it opens again, and all that
+//! a flush had promised is there.
+//!
+//! A few moments a format by default; `RINGDISK_KILL9_MOMENTS=50` for more, `RINGDISK_KILL9_SEED` to replay others.
+
+mod common;
+
+use block::{Disk, ReactorHandle};
+use common::{Server, assert_valid, at, directory, has_tool, path_str, run_ok};
+use daemon::{DriveFormat, DriveOptions, open_drive};
+use driver::{Driver, DriverOptions};
+use engine::{Reactor, ReactorConfig, ReactorThread};
+use image::BackingPolicy;
+use jobs::bench::{BenchSpec, Hooks, Initial, Outcome, Pattern, Stop, Verify, VerifyState, run};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+const DEFAULT_MOMENTS: u64 = 4;
+/// Each moment has a part of the disk of its own, so that there is always something to allocate.
+const PART_BYTES: u64 = 8 << 20;
+const BLOCK_BYTES: u32 = 4096;
+/// A killed server has lived at most this long under load.
+const LONGEST_LIFE_MS: u64 = 400;
+const SEED: u64 = 20;
+
+fn number(variable: &str, default: u64) -> u64 {
+    std::env::var(variable).map_or(default, |value| value.parse().expect("a number"))
+}
+
+/// A generator that differs a little between neighbouring seeds (splitmix64's finisher).
+fn dice(seed: u64) -> u64 {
+    let mut word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 32
+}
+
+/// One image and what is known of each part of it.
+struct Patient {
+    image: PathBuf,
+    socket: PathBuf,
+    format: DriveFormat,
+    options: String,
+    reactor: ReactorThread,
+    seed: u64,
+    parts: Vec<VerifyState>,
+}
+
+impl Patient {
+    fn new(dir: &tempfile::TempDir, format: DriveFormat, name: &str, seed: u64) -> Self {
+        let image = at(dir, name);
+        let format_name = if format == DriveFormat::Raw { "raw" } else { "qcow2" };
+        let options = format!("file={},format={format_name},queues=1", image.display());
+        let config = ReactorConfig { name: "client".into(), ..ReactorConfig::default() };
+        let reactor = Reactor::spawn(config).unwrap();
+        Self { image, socket: at(dir, "s"), format, options, reactor, seed, parts: Vec::new() }
+    }
+
+    fn handles(&self) -> [Arc<dyn ReactorHandle>; 1] {
+        [self.reactor.handle()]
+    }
+
+    fn spec(&self, part: u64, initial: Initial) -> BenchSpec {
+        BenchSpec {
+            queue_depth: 16,
+            block_bytes: BLOCK_BYTES,
+            offset_bytes: part * PART_BYTES,
+            length_bytes: Some(PART_BYTES),
+            verify: Some(Verify { seed: self.seed, initial }),
+            ..BenchSpec::default()
+        }
+    }
+
+    /// The image, opened in this process.
+    fn with_image<T>(&self, image: &Path, format: DriveFormat, work: impl FnOnce(&Arc<dyn Disk>) -> T) -> T {
+        let drive = DriveOptions { format: Some(format), ..DriveOptions::of_file(image) };
+        let opened = open_drive(&drive, BackingPolicy::SameDir, &[]).expect("the image opens");
+        let value = work(&opened.disk);
+        opened.close().expect("the image closes");
+        value
+    }
+
+    /// Loads the server until it is killed; what is known of the part then.
+    fn kill_under_load(&self, part: u64, initial: Initial, life: Duration) -> VerifyState {
+        let arguments = ["--drive", &self.options, "--socket", path_str(&self.socket), "--reactors", "1"];
+        let server = Server::start(&arguments);
+        let driver = Arc::new(Driver::connect(&self.socket, DriverOptions::default()).unwrap());
+        let disk = Arc::clone(&driver) as Arc<dyn Disk>;
+        let cancel = Arc::new(AtomicBool::new(false));
+        let spec = BenchSpec {
+            read_percent: 25,
+            pattern: Pattern::Random { seed: self.seed + part },
+            stop: Stop::Runtime(common::PATIENCE),
+            flush_every: Some(1 + (dice(self.seed ^ part) % 64) as u32),
+            drain_timeout: common::PATIENCE,
+            ..self.spec(part, initial)
+        };
+        let hooks = Hooks { cancel: Some(Arc::clone(&cancel)), ..Hooks::default() };
+        let killer = std::thread::spawn(move || {
+            std::thread::sleep(life);
+            server.kill();
+            cancel.store(true, Ordering::Relaxed);
+        });
+        let outcome = run(&disk, &self.handles(), &spec, &hooks).unwrap();
+        killer.join().unwrap();
+        let Outcome { report, state } = outcome;
+        assert_eq!(report.mismatches, 0, "before the kill: {:?}", report.first_mismatch);
+        assert!(report.cancelled && report.errors > 0, "the server was not killed under load: {report:?}");
+        state.expect("a verified run").after_crash()
+    }
+
+    /// Everything that is known of every part is so.
+    fn check(&mut self) {
+        for part in 0..self.parts.len() {
+            let spec = BenchSpec {
+                read_percent: 100,
+                pattern: Pattern::Sequential,
+                stop: Stop::OnePass,
+                ..self.spec(part as u64, Initial::State(self.parts[part].clone()))
+            };
+            let outcome = self.with_image(&self.image, self.format, |disk| {
+                run(disk, &self.handles(), &spec, &Hooks::default()).unwrap()
+            });
+            let report = outcome.report;
+            assert_eq!((report.errors, report.mismatches), (0, 0), "part {part}: {:?}", report.first_mismatch);
+        }
+    }
+
+    fn survive(mut self, moments: u64, initial: impl Fn(u64) -> Initial) {
+        for moment in 0..moments {
+            let life = Duration::from_millis(10 + dice(self.seed + 1000 + moment) % LONGEST_LIFE_MS);
+            let state = self.kill_under_load(moment, initial(moment), life);
+            self.parts.push(state);
+            // Waits until the kernel has let the dead process' locks go.
+            run_ok(&["info", path_str(&self.image)]);
+            if self.format == DriveFormat::Qcow2 {
+                assert_valid(&self.image, true);
+            }
+            self.check();
+            if self.format == DriveFormat::Qcow2 {
+                assert_valid(&self.image, true);
+            }
+        }
+        let flushed = self.parts.iter().flat_map(VerifyState::blocks).filter(|block| block.durable > 0).count();
+        assert!(flushed > 0, "no flush was ever acknowledged: nothing was tested");
+        self.reactor.stop().unwrap();
+    }
+}
+
+fn seed() -> u64 {
+    let seed = number("RINGDISK_KILL9_SEED", SEED);
+    eprintln!("RINGDISK_KILL9_SEED={seed}");
+    seed
+}
+
+fn raw(moments: u64) {
+    let dir = directory();
+    let patient = Patient::new(&dir, DriveFormat::Raw, "disk.raw", seed());
+    run_ok(&["create", "-q", "-f", "raw", path_str(&patient.image), &(moments * PART_BYTES).to_string()]);
+    patient.survive(moments, |_| Initial::Zeros);
+}
+
+fn qcow2(moments: u64) {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let patient = Patient::new(&dir, DriveFormat::Qcow2, "disk.qcow2", seed());
+    let size = (moments * PART_BYTES).to_string();
+    run_ok(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", path_str(&patient.image), &size]);
+    patient.survive(moments, |_| Initial::Zeros);
+}
+
+/// On a base with patterned data, which copy-on-write has to keep around what is written.
+fn overlay(moments: u64) {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let (base, size) = (at(&dir, "base.raw"), (moments * PART_BYTES).to_string());
+    run_ok(&["create", "-q", "-f", "raw", path_str(&base), &size]);
+    let patient = Patient::new(&dir, DriveFormat::Qcow2, "disk.qcow2", seed());
+    let fill = |part: u64| {
+        let spec = BenchSpec {
+            read_percent: 0,
+            pattern: Pattern::Sequential,
+            stop: Stop::OnePass,
+            // So that they count as promised: later states are cut back to that.
+            flush_every: Some(64),
+            ..patient.spec(part, Initial::Unknown)
+        };
+        let fill = |disk: &Arc<dyn Disk>| run(disk, &patient.handles(), &spec, &Hooks::default()).unwrap();
+        patient.with_image(&base, DriveFormat::Raw, fill).state.expect("a verified run")
+    };
+    let states: Vec<VerifyState> = (0..moments).map(fill).collect();
+    run_ok(&["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", path_str(&patient.image)]);
+    patient.survive(moments, |part| Initial::State(states[part as usize].clone()));
+}
+
+#[test]
+fn raw_keeps_what_was_flushed() {
+    raw(number("RINGDISK_KILL9_MOMENTS", DEFAULT_MOMENTS));
+}
+
+#[test]
+fn qcow2_keeps_what_was_flushed_and_leaks_at_most() {
+    qcow2(number("RINGDISK_KILL9_MOMENTS", DEFAULT_MOMENTS));
+}
+
+#[test]
+fn an_overlay_keeps_what_was_flushed_and_what_its_base_holds_around_it() {
+    overlay(number("RINGDISK_KILL9_MOMENTS", DEFAULT_MOMENTS));
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn fifty_moments_of_each_format() {
+    let moments = number("RINGDISK_KILL9_MOMENTS", 50);
+    raw(moments);
+    qcow2(moments);
+    overlay(moments);
+}
