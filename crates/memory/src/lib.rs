@@ -3,6 +3,7 @@
 //! * [`IoBuf`] and [`Window`]: scattered memory an operation owns (or pins) while the kernel may touch it.
 //! * [`AlignedBuf`]: owned, aligned memory for metadata and bounce buffers.
 //! * [`GuestMemory`]: a guest's address space, mapped from the file descriptors that its monitor sent.
+//! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation.
 //! * [`fault`]: what happens when such a file shrinks under us.
 //!
 //! Nearly all `unsafe` of the project is here and in `engine`: the types are built so that code above them needs none.
@@ -12,8 +13,10 @@ mod buffer;
 pub mod fault;
 mod guest;
 mod mapping;
+mod pool;
 
 pub use aligned::{AlignedBuf, PAGE_BYTES};
 pub use buffer::{IoBuf, Segment, Window};
 pub use guest::{GuestMemory, GuestRegion, MemoryError, RegionSpec};
 pub use mapping::{Mapping, duplicate_fd};
+pub use pool::{DECAY_PERIOD, Pool, PoolBox, PoolContext, PoolStats, Pooled, ThreadList};

@@ -1,0 +1,328 @@
+//! Pools of request contexts: what a request needs for as long as it is in flight, used again by the next one.
+//!
+//! Each thread has a list of idle contexts of its own; taking one from it and putting one back is a `Vec`'s pop and
+//! push, without atomics or allocation. Where a list runs empty or over, the thread trades a whole batch of contexts
+//! with the other threads through a lock-free stack, so a thread that only frees feeds one that only takes. Contexts are
+//! created only if the thread's list and the stack are empty. The other threads' lists may hold idle ones at that
+//! moment, so the length of a list follows the load: together they get a twentieth of the peak in flight (but eight
+//! contexts a thread at least), and the total stays near the peak.
+//!
+//! When the load falls, contexts that the peak of the last two [`DECAY_PERIOD`]s does not explain go back to the
+//! allocator. Trading threads see to that in passing; a reactor that is about to sleep calls [`Pool::maintain`].
+//!
+//! ```
+//! #[derive(Default)]
+//! struct Request {
+//!     iovecs: Vec<(usize, usize)>,
+//! }
+//!
+//! impl memory::PoolContext for Request {
+//!     fn create() -> Self {
+//!         Self { iovecs: Vec::with_capacity(128) }
+//!     }
+//!     fn reset(&mut self) {
+//!         self.iovecs.clear();
+//!     }
+//! }
+//! memory::pooled!(Request);
+//!
+//! let mut request = memory::PoolBox::<Request>::take();
+//! request.iovecs.push((0, 512));
+//! drop(request); // Back to this thread's list, its capacity kept.
+//! assert!(memory::PoolBox::<Request>::take().iovecs.is_empty());
+//! ```
+
+mod depot;
+mod list;
+#[cfg(test)]
+mod model;
+mod stack;
+mod sync;
+
+pub use depot::PoolStats;
+
+use depot::Depot;
+use list::List;
+use stack::Magazine;
+use std::cell::RefCell;
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::LocalKey;
+use std::time::{Duration, Instant};
+
+/// How long a peak is remembered, once or twice over.
+pub const DECAY_PERIOD: Duration = Duration::from_secs(5);
+
+/// Batches that can wait for a thread at a time; what comes beyond is freed.
+const SLOTS: u16 = 2048;
+/// Trades of one thread between looks at the clock.
+const TRADES_A_LOOK: u32 = 64;
+/// Batches freed at such a look. The rest has time: a reactor with requests to serve does not free thousands at once.
+const BATCHES_FREED_A_LOOK: usize = 2;
+
+/// What a pool may hold.
+pub trait PoolContext: Send + Sized + 'static {
+    /// Makes one. Allocate here whatever requests will need.
+    fn create() -> Self;
+
+    /// Makes a used one ready for the next request, keeping its memory. Must not panic.
+    fn reset(&mut self) {}
+}
+
+/// A [`PoolContext`] that has a pool: implemented by [`pooled!`](crate::pooled).
+pub trait Pooled: PoolContext {
+    /// The pool of this type.
+    fn pool() -> &'static Pool<Self>;
+
+    /// The calling thread's list of it.
+    fn list() -> &'static LocalKey<ThreadList<Self>>;
+}
+
+/// Gives a [`PoolContext`] its pool.
+#[macro_export]
+macro_rules! pooled {
+    ($context:ty) => {
+        impl $crate::Pooled for $context {
+            fn pool() -> &'static $crate::Pool<Self> {
+                static POOL: ::std::sync::LazyLock<$crate::Pool<$context>> =
+                    ::std::sync::LazyLock::new(|| $crate::Pool::new(::std::any::type_name::<$context>()));
+                &POOL
+            }
+
+            #[inline]
+            fn list() -> &'static ::std::thread::LocalKey<$crate::ThreadList<Self>> {
+                ::std::thread_local! {
+                    static LIST: $crate::ThreadList<$context> = const { $crate::ThreadList::new() };
+                }
+                &LIST
+            }
+        }
+    };
+}
+
+/// All contexts of one type.
+pub struct Pool<T> {
+    name: &'static str,
+    depot: Depot<T>,
+    started: Instant,
+    /// When the decay period ends that runs now, in milliseconds since `started`.
+    period_end_ms: AtomicU64,
+}
+
+impl<T: Pooled> Pool<T> {
+    /// An empty pool: for [`pooled!`](crate::pooled).
+    #[must_use]
+    pub fn new(name: &'static str) -> Self {
+        let period_end_ms = AtomicU64::new(DECAY_PERIOD.as_millis() as u64);
+        Self { name, depot: Depot::new(SLOTS), started: Instant::now(), period_end_ms }
+    }
+
+    /// What it holds.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Its counters now.
+    #[must_use]
+    pub fn stats(&self) -> PoolStats {
+        self.depot.stats()
+    }
+
+    /// Gives back what the load of late did not need, from the stack and from the calling thread's list. Cheap while
+    /// no [`DECAY_PERIOD`] ends; call it where a thread has time. Returns whether more will be surplus after the next
+    /// two periods if the load stays as it is, so that a thread knows whether to look again before it sleeps for long.
+    pub fn maintain(&self) -> bool {
+        if self.period_is_over() {
+            self.end_period();
+        }
+        self.settle();
+        self.free_surplus(usize::MAX);
+        self.depot.will_have_surplus()
+    }
+
+    /// Ends the decay period at once: [`Pool::maintain`] does so when its time is over.
+    pub fn end_period(&self) {
+        // The period that begins starts with what is in flight now.
+        self.settle();
+        self.depot.end_period();
+    }
+
+    fn settle(&self) {
+        let freed = T::list().try_with(|list| list.0.borrow_mut().settle(&self.depot));
+        self.free(freed.unwrap_or_default());
+    }
+
+    /// Frees every context that waits in the stack, needed or not.
+    pub fn clear(&self) {
+        while let Some(magazine) = self.depot.take_any() {
+            self.free(magazine);
+        }
+    }
+
+    fn period_is_over(&self) -> bool {
+        let now_ms = self.started.elapsed().as_millis() as u64;
+        let end_ms = self.period_end_ms.load(Ordering::Relaxed);
+        let next_ms = now_ms + DECAY_PERIOD.as_millis() as u64;
+        // Of several threads that notice, one ends it.
+        now_ms >= end_ms
+            && self.period_end_ms.compare_exchange(end_ms, next_ms, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    }
+
+    fn free_surplus(&self, batches: usize) {
+        for _ in 0..batches {
+            let Some(magazine) = self.depot.take_surplus() else { break };
+            self.free(magazine);
+        }
+    }
+
+    fn free(&self, contexts: Magazine<T>) {
+        self.depot.note_freed(contexts.len());
+        drop(contexts);
+    }
+
+    #[cold]
+    fn take_slowly(&'static self) -> Box<T> {
+        let spares_length = match T::list().try_with(|list| list.0.borrow_mut().get_or_trade(&self.depot)) {
+            Ok(Ok(context)) => {
+                self.look_at_the_clock();
+                return context;
+            }
+            Ok(Err(spares_length)) => spares_length,
+            Err(_) => {
+                // The thread is ending and has no list any more.
+                self.depot.note_created(1);
+                self.depot.note_in_flight(1);
+                return Box::new(T::create());
+            }
+        };
+        // Without a borrow: contexts may be made of others.
+        let context = Box::new(T::create());
+        let spares = (0..spares_length).map(|_| Box::new(T::create())).collect();
+        let freed = T::list().with(|list| list.0.borrow_mut().adopt(&self.depot, spares));
+        self.free(freed);
+        context
+    }
+
+    #[cold]
+    fn put_slowly(&'static self, context: Box<T>) {
+        let mut context = Some(context);
+        let freed = T::list().try_with(|list| {
+            let context = context.take();
+            context.map(|context| list.0.borrow_mut().put_or_trade(&self.depot, context))
+        });
+        match freed {
+            Ok(freed) => self.free(freed.unwrap_or_default()),
+            Err(_) => {
+                // As in `take_slowly`.
+                self.depot.note_in_flight(-1);
+                self.free(context.into_iter().collect());
+            }
+        }
+        self.look_at_the_clock();
+    }
+
+    /// Called after a trade, since only who trades knows that the load changes.
+    fn look_at_the_clock(&self) {
+        let due = T::list().try_with(|list| list.0.borrow_mut().looks_due(TRADES_A_LOOK));
+        if due.unwrap_or(false) {
+            if self.period_is_over() {
+                self.depot.end_period();
+            }
+            self.free_surplus(BATCHES_FREED_A_LOOK);
+        }
+    }
+}
+
+impl<T> std::fmt::Debug for Pool<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Pool of {}", self.name)
+    }
+}
+
+/// A thread's idle contexts of one type; the pool's business only. When the thread ends, they go to the others.
+pub struct ThreadList<T: Pooled>(RefCell<List<T>>);
+
+impl<T: Pooled> ThreadList<T> {
+    /// An empty list: for [`pooled!`](crate::pooled).
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(RefCell::new(List::new()))
+    }
+}
+
+impl<T: Pooled> Default for ThreadList<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<T: Pooled> Drop for ThreadList<T> {
+    fn drop(&mut self) {
+        let pool = T::pool();
+        let freed = self.0.get_mut().close(&pool.depot);
+        pool.free(freed);
+    }
+}
+
+impl<T: Pooled> std::fmt::Debug for ThreadList<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ThreadList")
+    }
+}
+
+/// A context in use. Dropping it, on any thread, resets the context and gives it to that thread's list.
+pub struct PoolBox<T: Pooled>(ManuallyDrop<Box<T>>);
+
+impl<T: Pooled> PoolBox<T> {
+    /// Takes an idle context, or creates one if there is none.
+    #[must_use]
+    #[inline]
+    pub fn take() -> Self {
+        let context = match T::list().try_with(|list| list.0.borrow_mut().get()) {
+            Ok(Some(context)) => context,
+            _ => T::pool().take_slowly(),
+        };
+        Self(ManuallyDrop::new(context))
+    }
+}
+
+impl<T: Pooled> Drop for PoolBox<T> {
+    #[inline]
+    fn drop(&mut self) {
+        // SAFETY: taken once, here, and `self` is not used afterwards.
+        let mut context = unsafe { ManuallyDrop::take(&mut self.0) };
+        context.reset();
+        let mut context = Some(context);
+        // Where the thread is ending and its list is gone, the context is refused too.
+        let _ = T::list().try_with(|list| {
+            context = context.take().and_then(|context| list.0.borrow_mut().put(context).err());
+        });
+        if let Some(context) = context {
+            T::pool().put_slowly(context);
+        }
+    }
+}
+
+impl<T: Pooled> Deref for PoolBox<T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T: Pooled> DerefMut for PoolBox<T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
+    }
+}
+
+impl<T: Pooled + std::fmt::Debug> std::fmt::Debug for PoolBox<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("PoolBox").field(&**self).finish()
+    }
+}

@@ -1,0 +1,186 @@
+//! What all threads of a pool share: the stacks of magazines, and how many contexts there are and should be.
+
+use super::stack::{Magazine, Rules, Sound, Stacks};
+// The standard library's even under the model checker: no decision that safety depends on is taken from these numbers,
+// and exploring them would drown the schedules that matter.
+use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::Relaxed};
+
+/// Fewest and most contexts that threads trade at once.
+const MIN_BATCH: u64 = 4;
+pub(super) const MAX_BATCH: usize = 64;
+/// What other threads may hold idle while one finds nothing: this part of the peak in flight.
+const SLACK_SHARE: u64 = 20;
+/// A thread's list is two batches at most.
+pub(super) const LIST_BATCHES: u64 = 2;
+
+/// Numbers, written at exchanges only.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Counters {
+    created: AtomicU64,
+    freed: AtomicU64,
+    /// Sum over all threads of what each had outstanding at its last exchange. Behind by a list's length a thread.
+    in_flight: AtomicI64,
+    peak: AtomicU64,
+    /// The peak of the decay period that runs, and of the one before.
+    period_peak: AtomicU64,
+    last_period_peak: AtomicU64,
+    /// Threads that have a list.
+    threads: AtomicUsize,
+}
+
+/// A snapshot of a pool's counters. Created, freed and total are exact; what is in flight is known as of each thread's
+/// last exchange, so it may be off by the length of the threads' lists (together about a twentieth of the peak).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PoolStats {
+    /// Contexts ever created.
+    pub created: u64,
+    /// Contexts given back to the allocator.
+    pub freed: u64,
+    /// Contexts that exist: in flight, in a thread's list or waiting in a batch.
+    pub total: u64,
+    /// Contexts in use.
+    pub in_flight: u64,
+    /// The most that were in use at once.
+    pub peak_in_flight: u64,
+}
+
+/// The shared part of a pool.
+pub(super) struct Depot<T, R = Sound> {
+    stacks: Stacks<T, R>,
+    counters: Counters,
+}
+
+impl<T, R: Rules> Depot<T, R> {
+    pub(super) fn new(slots: u16) -> Self {
+        Self { stacks: Stacks::new(slots), counters: Counters::default() }
+    }
+
+    /// As [`Stacks::take`].
+    pub(super) fn take(&self, magazine: &mut Magazine<T>) -> bool {
+        self.stacks.take(magazine)
+    }
+
+    /// Leaves a magazine for others. Returns contexts that there is no need or no room for: the caller counts them
+    /// with [`Depot::note_freed`] and drops them when it holds no borrow, since destructors may use the pool.
+    #[must_use]
+    pub(super) fn give(&self, magazine: &mut Magazine<T>) -> Magazine<T> {
+        let needed = self.surplus() < magazine.len() as u64;
+        if needed && self.stacks.give(magazine) {
+            return Vec::new();
+        }
+        std::mem::take(magazine)
+    }
+
+    /// A batch that the load of late does not need.
+    #[must_use]
+    pub(super) fn take_surplus(&self) -> Option<Magazine<T>> {
+        (self.surplus() > 0).then(|| self.take_any())?
+    }
+
+    /// Any batch, with its magazine.
+    pub(super) fn take_any(&self) -> Option<Magazine<T>> {
+        let mut magazine = Vec::new();
+        self.stacks.take(&mut magazine).then_some(magazine)
+    }
+
+    /// How many contexts make a batch now. The lists of all threads but the one that finds nothing may hold idle ones
+    /// at that moment, so together they get a fixed share of the peak.
+    pub(super) fn batch_length(&self) -> usize {
+        self.batch_for(self.recent_peak()) as usize
+    }
+
+    /// How many contexts to create beyond the one that a thread needs and did not find. A batch in all: no schedule can
+    /// then empty the list and the stack again and again at the same load, one late creation each time. Where there are
+    /// no other threads nothing can be idle elsewhere.
+    pub(super) fn spares_length(&self) -> usize {
+        if self.threads() > 1 { self.batch_length() - 1 } else { 0 }
+    }
+
+    fn batch_for(&self, peak: u64) -> u64 {
+        let others = self.threads().saturating_sub(1).max(1);
+        (peak / (SLACK_SHARE * LIST_BATCHES * others)).clamp(MIN_BATCH, MAX_BATCH as u64)
+    }
+
+    /// Contexts beyond what the peaks of late explain.
+    fn surplus(&self) -> u64 {
+        self.surplus_over(self.recent_peak())
+    }
+
+    /// Twice the room of all lists is no surplus: the peak is known only that exactly, and a pool that frees what it
+    /// needs again is worse than one that keeps it.
+    fn surplus_over(&self, peak: u64) -> u64 {
+        let lists = self.threads() * LIST_BATCHES * self.batch_for(peak);
+        self.total().saturating_sub(peak + 2 * lists)
+    }
+
+    /// Whether there will be a surplus when the peaks are forgotten, if the load stays as it is.
+    pub(super) fn will_have_surplus(&self) -> bool {
+        self.surplus_over(self.in_flight()) > 0
+    }
+
+    fn threads(&self) -> u64 {
+        self.counters.threads.load(Relaxed) as u64
+    }
+
+    fn total(&self) -> u64 {
+        // Freed first: what is freed was created before, so the difference is never negative.
+        let freed = self.counters.freed.load(Relaxed);
+        self.counters.created.load(Relaxed).saturating_sub(freed)
+    }
+
+    fn in_flight(&self) -> u64 {
+        self.counters.in_flight.load(Relaxed).max(0) as u64
+    }
+
+    fn recent_peak(&self) -> u64 {
+        self.counters.period_peak.load(Relaxed).max(self.counters.last_period_peak.load(Relaxed))
+    }
+
+    /// A thread got its list.
+    pub(super) fn join(&self) {
+        self.counters.threads.fetch_add(1, Relaxed);
+    }
+
+    /// A thread's list is gone.
+    pub(super) fn leave(&self) {
+        self.counters.threads.fetch_sub(1, Relaxed);
+    }
+
+    pub(super) fn note_created(&self, count: usize) {
+        self.counters.created.fetch_add(count as u64, Relaxed);
+    }
+
+    pub(super) fn note_freed(&self, count: usize) {
+        self.counters.freed.fetch_add(count as u64, Relaxed);
+    }
+
+    /// A thread has `change` more outstanding than it last said.
+    pub(super) fn note_in_flight(&self, change: i64) {
+        let now = self.counters.in_flight.fetch_add(change, Relaxed) + change;
+        let now = now.max(0) as u64;
+        for peak in [&self.counters.period_peak, &self.counters.peak] {
+            if peak.load(Relaxed) < now {
+                peak.fetch_max(now, Relaxed);
+            }
+        }
+    }
+
+    /// Ends a decay period: the peak of the one before last no longer counts.
+    pub(super) fn end_period(&self) {
+        let peak = self.counters.period_peak.swap(self.in_flight(), Relaxed);
+        self.counters.last_period_peak.store(peak, Relaxed);
+    }
+
+    pub(super) fn stats(&self) -> PoolStats {
+        let total = self.total();
+        let freed = self.counters.freed.load(Relaxed);
+        PoolStats {
+            created: self.counters.created.load(Relaxed),
+            freed,
+            total,
+            in_flight: self.in_flight().min(total),
+            peak_in_flight: self.counters.peak.load(Relaxed),
+        }
+    }
+}

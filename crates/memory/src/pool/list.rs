@@ -1,0 +1,205 @@
+//! One thread's idle contexts: two magazines, so that a thread whose requests come and go near a magazine's edge
+//! does not trade at every one of them.
+
+use super::depot::{Depot, MAX_BATCH};
+use super::stack::{Magazine, Rules};
+
+/// A thread that filled so many magazines without taking one context only frees, as far as anybody can tell. Reactors
+/// free in bursts too, but then they take.
+const FILLS_OF_A_FREER: u8 = 4;
+
+/// A thread's list. It does not know its depot: every call that may trade is given it.
+pub(super) struct List<T> {
+    /// Where contexts are taken from and put.
+    loaded: Magazine<T>,
+    /// A full magazine, or an empty one.
+    reserve: Magazine<T>,
+    /// How many contexts make a magazine full. Zero until the thread has joined the depot.
+    batch: usize,
+    /// How often the magazine filled up since the thread last took a context. A thread that only frees keeps no
+    /// reserve: somebody else needs it.
+    fills: u8,
+    /// Contexts that came to this thread from the depot or the allocator, less those that went back there.
+    net: i64,
+    /// What the depot was last told to be outstanding.
+    published: i64,
+    /// Trades since somebody last looked at the clock.
+    trades: u32,
+}
+
+impl<T> List<T> {
+    pub(super) const fn new() -> Self {
+        Self {
+            loaded: Vec::new(),
+            reserve: Vec::new(),
+            batch: 0,
+            fills: FILLS_OF_A_FREER,
+            net: 0,
+            published: 0,
+            trades: 0,
+        }
+    }
+
+    /// The fast path out.
+    #[inline]
+    pub(super) fn get(&mut self) -> Option<Box<T>> {
+        self.fills = 0;
+        self.loaded.pop()
+    }
+
+    /// The fast path in; gives the context back if the magazine is full.
+    #[inline]
+    pub(super) fn put(&mut self, context: Box<T>) -> Result<(), Box<T>> {
+        if self.loaded.len() < self.batch {
+            // Has the capacity (`ready`), so this allocates nothing.
+            self.loaded.push(context);
+            return Ok(());
+        }
+        Err(context)
+    }
+
+    /// When [`List::get`] found nothing: the reserve, then what other threads left. If that is nothing either, says how
+    /// many spare contexts the caller should create beside the one that it needs, for [`List::adopt`].
+    #[cold]
+    pub(super) fn get_or_trade<R: Rules>(&mut self, depot: &Depot<T, R>) -> Result<Box<T>, usize> {
+        self.join(depot);
+        if !self.reserve.is_empty() {
+            std::mem::swap(&mut self.loaded, &mut self.reserve);
+            return self.loaded.pop().ok_or(0);
+        }
+        if !depot.take(&mut self.loaded) {
+            return Err(depot.spares_length());
+        }
+        self.net += self.loaded.len() as i64;
+        self.ready();
+        self.batch = depot.batch_length();
+        let context = self.loaded.pop();
+        self.publish(depot);
+        context.ok_or(0)
+    }
+
+    /// When [`List::put`] found no room. Returns contexts to count as freed and drop (see [`Depot::give`]).
+    #[cold]
+    #[must_use]
+    pub(super) fn put_or_trade<R: Rules>(&mut self, depot: &Depot<T, R>, context: Box<T>) -> Magazine<T> {
+        self.join(depot);
+        if self.loaded.len() < self.batch {
+            self.loaded.push(context);
+            return Vec::new();
+        }
+        self.fills = self.fills.saturating_add(1).min(FILLS_OF_A_FREER);
+        let keeps = self.fills < FILLS_OF_A_FREER;
+        let freed = if keeps && self.reserve.is_empty() {
+            std::mem::swap(&mut self.loaded, &mut self.reserve);
+            self.ready();
+            Vec::new()
+        } else {
+            self.trade_full(depot, keeps)
+        };
+        self.loaded.push(context);
+        freed
+    }
+
+    /// Gives a full magazine away, and the reserve too where the thread needs none.
+    fn trade_full<R: Rules>(&mut self, depot: &Depot<T, R>, keeps: bool) -> Magazine<T> {
+        // The reserve has been idle longest: the contexts just used are the warm ones.
+        let mut freed = self.give_reserve(depot);
+        if keeps {
+            std::mem::swap(&mut self.loaded, &mut self.reserve);
+        } else {
+            freed.append(&mut self.give_loaded(depot));
+        }
+        self.ready();
+        self.batch = depot.batch_length();
+        self.publish(depot);
+        freed
+    }
+
+    fn give_reserve<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
+        if self.reserve.is_empty() {
+            return Vec::new();
+        }
+        self.net -= self.reserve.len() as i64;
+        depot.give(&mut self.reserve)
+    }
+
+    fn give_loaded<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
+        self.net -= self.loaded.len() as i64;
+        let freed = depot.give(&mut self.loaded);
+        self.ready();
+        freed
+    }
+
+    /// Tells the depot what is outstanding, and adapts to how many contexts make a magazine now. Returns what [`List::put_or_trade`] does.
+    #[must_use]
+    pub(super) fn settle<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
+        if self.batch == 0 {
+            return Vec::new();
+        }
+        let before = std::mem::replace(&mut self.batch, depot.batch_length());
+        let mut freed = if self.batch < before { self.give_reserve(depot) } else { Vec::new() };
+        if self.loaded.len() > self.batch {
+            freed.append(&mut self.give_loaded(depot));
+        }
+        self.publish(depot);
+        freed
+    }
+
+    /// Counts a trade; true at every `period`th.
+    pub(super) fn looks_due(&mut self, period: u32) -> bool {
+        self.trades = (self.trades + 1) % period;
+        self.trades == 0
+    }
+
+    /// Takes in the spare contexts that the caller created beside the one that it needed. Returns what
+    /// [`List::put_or_trade`] does.
+    #[must_use]
+    pub(super) fn adopt<R: Rules>(&mut self, depot: &Depot<T, R>, spares: Magazine<T>) -> Magazine<T> {
+        let created = spares.len() + 1;
+        depot.note_created(created);
+        self.net += created as i64;
+        self.loaded.extend(spares);
+        // More than this thread may keep from the others, where creating a context used contexts?
+        let freed = if self.loaded.len() > self.batch { self.give_loaded(depot) } else { Vec::new() };
+        self.batch = depot.batch_length();
+        self.publish(depot);
+        freed
+    }
+
+    /// Gives everything away: the thread ends. Returns what [`List::put_or_trade`] does.
+    #[must_use]
+    pub(super) fn close<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
+        if self.batch == 0 {
+            return Vec::new();
+        }
+        let mut freed = self.give_reserve(depot);
+        if !self.loaded.is_empty() {
+            freed.append(&mut self.give_loaded(depot));
+        }
+        self.publish(depot);
+        depot.leave();
+        self.batch = 0;
+        freed
+    }
+
+    fn join<R: Rules>(&mut self, depot: &Depot<T, R>) {
+        if self.batch == 0 {
+            depot.join();
+            self.batch = depot.batch_length();
+            self.ready();
+        }
+    }
+
+    /// Magazines from a slot that was never used have no room yet.
+    fn ready(&mut self) {
+        if self.loaded.capacity() < MAX_BATCH {
+            self.loaded.reserve_exact(MAX_BATCH - self.loaded.len());
+        }
+    }
+
+    fn publish<R: Rules>(&mut self, depot: &Depot<T, R>) {
+        let outstanding = self.net - (self.loaded.len() + self.reserve.len()) as i64;
+        depot.note_in_flight(outstanding - self.published);
+        self.published = outstanding;
+    }
+}

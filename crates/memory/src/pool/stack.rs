@@ -1,0 +1,162 @@
+//! Magazines waiting for a thread that needs them: a fixed table of slots, and two lock-free stacks of slot numbers.
+//!
+//! A slot is on the stack `full`, on the stack `empty`, or claimed by the one thread that popped it; only the claimant
+//! touches its magazine. Nothing is ever unlinked from memory that another thread may still read: the table lives as
+//! long as the stacks, and a stale slot number leads to an atomic link at worst. The stale link is harmless because the
+//! head carries a tag that changes with every push and pop: a compare-and-swap that was prepared before such a change
+//! fails (no ABA).
+
+use super::sync::{AtomicU32, AtomicU64, Ordering, UnsafeCell};
+use std::marker::PhantomData;
+
+/// A stack's share of idle contexts. Its capacity is fixed when it is first used.
+pub(super) type Magazine<T> = Vec<Box<T>>;
+
+const INDEX_BITS: u32 = 16;
+const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
+/// The index that ends a list.
+const NONE: u32 = INDEX_MASK as u32;
+
+/// What keeps the stacks sound; the model checker's mutants break one rule each.
+pub(super) trait Rules {
+    /// Added to a head's tag by each change. 48 bits of tag: at ten million changes a second a thread would have to
+    /// sleep between its load and its compare-and-swap for most of a year to meet the same tag again.
+    const TAG_STEP: u64;
+    /// How a push publishes the slot's contents and its link.
+    const PUBLISH: Ordering;
+    /// How a pop claims what a push published.
+    const CLAIM: Ordering;
+}
+
+/// The rules as they must be.
+#[derive(Debug)]
+pub(super) struct Sound;
+
+impl Rules for Sound {
+    const TAG_STEP: u64 = 1 << INDEX_BITS;
+    const PUBLISH: Ordering = Ordering::Release;
+    const CLAIM: Ordering = Ordering::Acquire;
+}
+
+struct Slot<T> {
+    /// The slot below this one, while it is on a stack.
+    next: AtomicU32,
+    magazine: UnsafeCell<Magazine<T>>,
+}
+
+/// The right to touch one slot: made by the pop that took its number off a stack, ended by the push that puts it back.
+/// Neither `Clone` nor made anywhere else.
+pub(super) struct Claim(u32);
+
+/// Two cache lines, since the processor fetches them in pairs: the stacks are used by different threads at once.
+#[repr(align(128))]
+struct Head(AtomicU64);
+
+impl Head {
+    fn new(index: u32) -> Self {
+        Self(AtomicU64::new(u64::from(index)))
+    }
+
+    fn replace<R: Rules>(old: u64, index: u32) -> u64 {
+        (old & !INDEX_MASK).wrapping_add(R::TAG_STEP) | u64::from(index)
+    }
+
+    fn pop<T, R: Rules>(&self, slots: &[Slot<T>]) -> Option<Claim> {
+        let mut head = self.0.load(R::CLAIM);
+        loop {
+            let index = (head & INDEX_MASK) as u32;
+            // The end of the list is the one index that the table does not have.
+            let slot = slots.get(index as usize)?;
+            // Perhaps stale, where others popped the slot meanwhile; then the tag differs and the swap fails.
+            let next = slot.next.load(Ordering::Relaxed);
+            // Acquire pairs with the push of this slot: every later change of the head is a read-modify-write, so its
+            // release sequence reaches us.
+            let new = Self::replace::<R>(head, next);
+            match self.0.compare_exchange_weak(head, new, R::CLAIM, R::CLAIM) {
+                Ok(_) => return Some(Claim(index)),
+                Err(changed) => head = changed,
+            }
+        }
+    }
+
+    fn push<T, R: Rules>(&self, slots: &[Slot<T>], claim: Claim) {
+        let slot = &slots[claim.0 as usize];
+        let mut head = self.0.load(Ordering::Relaxed);
+        loop {
+            slot.next.store((head & INDEX_MASK) as u32, Ordering::Relaxed);
+            let new = Self::replace::<R>(head, claim.0);
+            match self.0.compare_exchange_weak(head, new, R::PUBLISH, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(changed) => head = changed,
+            }
+        }
+    }
+}
+
+/// The table and its two stacks.
+pub(super) struct Stacks<T, R = Sound> {
+    full: Head,
+    empty: Head,
+    slots: Box<[Slot<T>]>,
+    rules: PhantomData<R>,
+}
+
+// SAFETY: magazines are reached only through a `Claim`, of which there is one a slot; the push that ends a claim
+// releases and the pop that begins the next one acquires, so magazines (and their contexts, which are `Send`) move
+// between threads like messages.
+unsafe impl<T: Send, R> Sync for Stacks<T, R> {}
+
+impl<T, R: Rules> Stacks<T, R> {
+    /// A table of `count` empty slots.
+    pub(super) fn new(count: u16) -> Self {
+        let below = |index| if index + 1 < u32::from(count) { index + 1 } else { NONE };
+        let slot = |index| Slot { next: AtomicU32::new(below(index)), magazine: UnsafeCell::new(Vec::new()) };
+        Self {
+            full: Head::new(NONE),
+            empty: Head::new(if count == 0 { NONE } else { 0 }),
+            slots: (0..u32::from(count)).map(slot).collect(),
+            rules: PhantomData,
+        }
+    }
+
+    pub(super) fn pop_full(&self) -> Option<Claim> {
+        self.full.pop::<T, R>(&self.slots)
+    }
+
+    pub(super) fn pop_empty(&self) -> Option<Claim> {
+        self.empty.pop::<T, R>(&self.slots)
+    }
+
+    pub(super) fn push_full(&self, claim: Claim) {
+        self.full.push::<T, R>(&self.slots, claim);
+    }
+
+    pub(super) fn push_empty(&self, claim: Claim) {
+        self.empty.push::<T, R>(&self.slots, claim);
+    }
+
+    /// Exchanges the claimed slot's magazine with `magazine`.
+    pub(super) fn swap(&self, claim: &mut Claim, magazine: &mut Magazine<T>) {
+        self.slots[claim.0 as usize].magazine.with_mut(|slot| {
+            // SAFETY: there is one claim a slot and we have it exclusively, so nobody else touches the magazine.
+            std::mem::swap(unsafe { &mut *slot }, magazine);
+        });
+    }
+
+    /// Leaves `magazine` for others and gives an empty one in exchange; false, changing nothing, if the table is full.
+    pub(super) fn give(&self, magazine: &mut Magazine<T>) -> bool {
+        let Some(mut claim) = self.pop_empty() else { return false };
+        self.swap(&mut claim, magazine);
+        self.push_full(claim);
+        true
+    }
+
+    /// Exchanges the empty `magazine` for one that another thread left; false, changing nothing, if there is none.
+    pub(super) fn take(&self, magazine: &mut Magazine<T>) -> bool {
+        debug_assert!(magazine.is_empty());
+        let Some(mut claim) = self.pop_full() else { return false };
+        self.swap(&mut claim, magazine);
+        self.push_empty(claim);
+        true
+    }
+}
