@@ -44,6 +44,8 @@ pub(crate) struct Args {
 
 /// Less than this leaves nothing to spread random requests over.
 const MIN_SIZE_BYTES: u64 = 8 << 20;
+/// The generator verifies no less than this with its requests in flight.
+const KEPT_MIN_BYTES: u64 = 4 << 20;
 
 /// What is to be done, on which files.
 struct Plan {
@@ -135,7 +137,7 @@ fn plan_disk_bytes(size_bytes: u64) -> u64 {
 
 /// How much of the disk is written once and looked for again at the end.
 fn kept_bytes(size_bytes: u64) -> u64 {
-    (size_bytes / 8).next_multiple_of(measure::LARGEST_BLOCK_BYTES)
+    (size_bytes / 8).max(KEPT_MIN_BYTES).next_multiple_of(measure::LARGEST_BLOCK_BYTES)
 }
 
 /// Direct I/O where the file system has it: what is measured is the path and the storage, not the page cache.
