@@ -257,8 +257,8 @@ mod tests {
         let mut scratch = Vec::new();
         match buffers_of(request, &mut scratch) {
             Buffers::Single { length_bytes, .. } => length_bytes,
-            // SAFETY: the list has `count` entries, in the window or in `scratch`.
             Buffers::Vector { ptr, count } => {
+                // SAFETY: the list has `count` entries, in the window or in `scratch`.
                 unsafe { std::slice::from_raw_parts(ptr, count) }.iter().map(|iovec| iovec.iov_len).sum()
             }
         }

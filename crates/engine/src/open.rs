@@ -61,7 +61,9 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     }
     let direct = options.cache.is_direct();
     let alignment = if direct { storage::direct_alignment(&fd, block_device, name)? } else { Alignment::NONE };
-    let (engine, reason) = probe::choose(options, name, Host::get())?;
+    // A device node may lie on such a file system too.
+    let in_memory = options.engine == EngineKind::Auto && !block_device && storage::is_in_memory(&fd);
+    let (engine, reason) = probe::choose(options, name, Host::get(), in_memory)?;
     let facts = Facts { stat, block_device, alignment, engine, reason };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
     tracing::info!("'{name}': {}", info.engine);
@@ -71,6 +73,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         info,
         engine,
         chosen_freely: options.engine == EngineKind::Auto,
+        in_memory,
         alignment,
         tracking: Tracking::default(),
         fallocate_unit_bytes: abilities.fallocate_unit_bytes,

@@ -41,7 +41,7 @@ fn why_no_uring(error: &std::io::Error) -> String {
 }
 
 /// The engine for a file, and the end of the sentence "chosen because ...".
-pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host) -> Result<(EngineKind, String)> {
+pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host, in_memory: bool) -> Result<(EngineKind, String)> {
     let direct = options.cache.is_direct();
     let refuse = |message: String| Err(Error::new(ErrorKind::Unsupported, message));
     let asked = || "the options ask for it".to_owned();
@@ -56,6 +56,11 @@ pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host) -> Result<(
             Ok(()) => Ok((EngineKind::LinuxAio, asked())),
             Err(reason) => refuse(format!("'{name}': engine=linux-aio cannot be used: {reason}. Try engine=auto")),
         },
+        EngineKind::Auto if in_memory => {
+            let reason = "the file lies in memory, where the kernel only copies: reactors do that themselves, and leave \
+                          to threads what takes longer";
+            Ok((EngineKind::Threads, reason.to_owned()))
+        }
         EngineKind::Auto => Ok(match (&host.io_uring, &host.linux_aio) {
             (Ok(()), _) => (EngineKind::IoUring, "the kernel permits io_uring".into()),
             (Err(uring), Ok(())) if direct => (
@@ -91,7 +96,7 @@ mod tests {
     }
 
     fn auto(cache: CacheMode, host: &Host) -> (EngineKind, String) {
-        choose(&OpenOptions { cache, ..OpenOptions::default() }, "x", host).unwrap()
+        choose(&OpenOptions { cache, ..OpenOptions::default() }, "x", host, false).unwrap()
     }
 
     #[test]
@@ -109,7 +114,7 @@ mod tests {
     #[test]
     fn linux_aio_on_a_cached_file_is_refused_with_the_cache_modes_that_work() {
         let options = OpenOptions { engine: EngineKind::LinuxAio, ..OpenOptions::default() };
-        let error = choose(&options, "disk.raw", &host(true, true)).unwrap_err();
+        let error = choose(&options, "disk.raw", &host(true, true), false).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BadOption);
         let message = error.to_string();
         for part in ["disk.raw", "cache=writeback", "cache=none", "cache=directsync"] {
@@ -121,7 +126,7 @@ mod tests {
     fn an_engine_that_was_asked_for_and_cannot_be_had_is_an_error_not_another_engine() {
         for engine in [EngineKind::IoUring, EngineKind::LinuxAio] {
             let options = OpenOptions { engine, cache: CacheMode::None, ..OpenOptions::default() };
-            let error = choose(&options, "x", &host(false, false)).unwrap_err();
+            let error = choose(&options, "x", &host(false, false), false).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Unsupported);
             assert!(error.to_string().contains("of a reason"), "{error}");
         }

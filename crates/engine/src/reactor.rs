@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::rc::{Rc, Weak};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -362,6 +362,8 @@ impl Local {
         let slept = !self.pollers.arm() && {
             self.shared.wakeup.about_to_sleep();
             self.engines.signal(true);
+            // As in `Wakeup`: the kernel posts a completion, then looks whether to signal.
+            fence(Ordering::SeqCst);
             let idle = !self.has_work();
             if idle {
                 self.shared.counters.sleeps.add(1);

@@ -100,6 +100,14 @@ fn probe_alignment(fd: &OwnedFd) -> u32 {
 
 type Magic = i64;
 const TMPFS_MAGIC: Magic = 0x0102_1994;
+/// tmpfs (also memfd) and ramfs.
+const MEMORY_MAGICS: [Magic; 2] = [TMPFS_MAGIC, 0x8584_58f6];
+
+/// Whether the file lies in memory: its bytes are as near, and as rarely swapped out, as a guest's own memory.
+pub(crate) fn is_in_memory(fd: &OwnedFd) -> bool {
+    file_system(fd).is_some_and(|magic| MEMORY_MAGICS.contains(&magic))
+}
+
 /// File systems whose `fallocate` is known: ext2/3/4, xfs, btrfs, f2fs.
 const KNOWN_MAGICS: [Magic; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
 

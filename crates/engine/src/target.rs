@@ -36,6 +36,8 @@ pub(crate) struct OpenFile {
     pub(crate) engine: EngineKind,
     /// Another engine may take its place.
     pub(crate) chosen_freely: bool,
+    /// Reads and writes only copy within memory: the reactor does them itself.
+    pub(crate) in_memory: bool,
     pub(crate) alignment: Alignment,
     /// Every write is durable when it completes.
     pub(crate) write_through: bool,

@@ -2,6 +2,9 @@
 //!
 //! Only numbers and raw pointers travel to a worker. The request, with the file and the memory it names, stays in the
 //! reactor's slab until the worker's result has come back, and the pool is shut down before the slab goes.
+//!
+//! Files that lie in memory are an exception: the kernel only copies, which takes less time than to wake somebody. Their
+//! small transfers the reactor does itself when it submits.
 
 use crate::inflight::{Action, Buffers, Request, Slab, Step};
 use crate::stats::Counters;
@@ -21,6 +24,9 @@ const IDLE_LIMIT: Duration = Duration::from_secs(10);
 /// How often, and how patiently, a call that wants to be repeated is.
 const RETRIES: usize = 100;
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
+
+/// Longer copies go to a worker also where the file lies in memory.
+const INLINE_BYTES: usize = 128 << 10;
 
 struct Job {
     index: u32,
@@ -64,6 +70,9 @@ pub(crate) struct Workers {
     slab: RefCell<Slab>,
     /// Taken since the last submit.
     batch: RefCell<Vec<Job>>,
+    /// As `batch`, for the reactor itself, and what came of it.
+    inline: RefCell<Vec<Job>>,
+    inline_done: RefCell<Vec<(u32, i32)>>,
     harvested: RefCell<Vec<(u32, i32)>>,
     pool: Arc<Pool>,
     counters: Arc<Counters>,
@@ -84,6 +93,8 @@ impl Workers {
         Self {
             slab: RefCell::default(),
             batch: RefCell::default(),
+            inline: RefCell::default(),
+            inline_done: RefCell::default(),
             harvested: RefCell::default(),
             pool: Arc::new(pool),
             counters,
@@ -108,12 +119,31 @@ impl Workers {
         if let Some(request) = slab.get(index) {
             let fd = request.target.file.raw_fd();
             let job = Job { index, fd, action: request.action, offset: request.file_offset(), buffers };
-            self.batch.borrow_mut().push(job);
+            let copies = matches!(job.action, Action::Read { .. } | Action::Write { .. });
+            if copies && request.target.file.in_memory && request.left_bytes() <= INLINE_BYTES {
+                self.inline.borrow_mut().push(job);
+            } else {
+                self.batch.borrow_mut().push(job);
+            }
         }
     }
 
     /// Hands the batch to the workers, starting as many as are needed. Returns whether there was any.
     pub(crate) fn submit(&self) -> bool {
+        self.copy_inline() | self.submit_batch()
+    }
+
+    fn copy_inline(&self) -> bool {
+        let mut jobs = self.inline.borrow_mut();
+        if jobs.is_empty() {
+            return false;
+        }
+        self.counters.system_calls.add(jobs.len() as u64);
+        self.inline_done.borrow_mut().extend(jobs.drain(..).map(|job| (job.index, job.run())));
+        true
+    }
+
+    fn submit_batch(&self) -> bool {
         let mut batch = self.batch.borrow_mut();
         if batch.is_empty() {
             return false;
@@ -152,14 +182,18 @@ impl Workers {
 
     /// Takes results. Returns how many requests moved.
     pub(crate) fn harvest(&self) -> usize {
-        if !self.pool.has_done.load(Ordering::Acquire) {
+        let has_done = self.pool.has_done.load(Ordering::Acquire);
+        if !has_done && self.inline_done.borrow().is_empty() {
             return 0;
         }
         let Ok(mut harvested) = self.harvested.try_borrow_mut() else {
             return 0;
         };
-        self.pool.has_done.store(false, Ordering::Relaxed);
-        std::mem::swap(&mut *harvested, &mut *locked(&self.pool.done));
+        if has_done {
+            self.pool.has_done.store(false, Ordering::Relaxed);
+            std::mem::swap(&mut *harvested, &mut *locked(&self.pool.done));
+        }
+        harvested.append(&mut self.inline_done.borrow_mut());
         let count = harvested.len();
         self.counters.harvests.add(u64::from(count > 0));
         for (index, result) in harvested.drain(..) {
@@ -186,7 +220,8 @@ impl Workers {
 
     /// Whether there is something to submit or to take.
     pub(crate) fn has_work(&self) -> bool {
-        !self.batch.borrow().is_empty() || self.pool.has_done.load(Ordering::Acquire)
+        let pushed = !self.batch.borrow().is_empty() || !self.inline.borrow().is_empty();
+        pushed || !self.inline_done.borrow().is_empty() || self.pool.has_done.load(Ordering::Acquire)
     }
 
     /// Requests taken and not ended.

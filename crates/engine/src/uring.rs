@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 const SUBMISSION_ENTRIES: u32 = 256;
 /// Also the most requests in the kernel at once: the completion ring never overflows.
-const COMPLETION_ENTRIES: u32 = 1024;
+const COMPLETION_ENTRIES: u32 = 4096;
 const FIXED_FILES: u32 = 1024;
 
 const ENTER_GETEVENTS: u32 = 1;
@@ -218,7 +218,7 @@ impl Uring {
         if let Some(state) = self.state.borrow_mut().as_mut() {
             let entries = state.ring.completion();
             harvested.extend(entries.map(|entry| (entry.user_data() as u32, entry.result())));
-            state.entered -= harvested.len();
+            state.entered = state.entered.saturating_sub(harvested.len());
         }
         let count = harvested.len();
         if count > 0 {

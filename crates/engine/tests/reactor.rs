@@ -139,7 +139,9 @@ struct Guest {
 impl Poller for Guest {
     fn poll(&mut self) -> bool {
         if self.polls_left == 0 {
-            self.id.get().map(|id| self.ctx.remove_poller(id));
+            if let Some(id) = self.id.get() {
+                self.ctx.remove_poller(id);
+            }
             return false;
         }
         self.polls_left -= 1;

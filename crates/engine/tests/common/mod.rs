@@ -66,7 +66,7 @@ pub(crate) async fn write(queue: &Rc<dyn FileQueue>, offset: u64, bytes: &[u8]) 
 
 /// `bytes` in memory that is cut at odd places, in segments that are aligned to nothing; for one seed in four, whole.
 pub(crate) fn scattered(bytes: AlignedBuf, seed: u64) -> Window {
-    if seed % 4 == 0 {
+    if seed.is_multiple_of(4) {
         return IoBuf::from_aligned(bytes).whole();
     }
     let length = bytes.len();
