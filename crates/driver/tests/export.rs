@@ -1,0 +1,105 @@
+//! The driver on Ringdisk's own export, over real files: the suite that every disk runs, through the socket.
+
+use block::{Disk, DiskInfo, DiskQueue, File, ReactorCtx, ReactorHandle};
+use driver::{Driver, DriverOptions};
+use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
+use export_vhost_user::{Export, ExportOptions};
+use image::{CreateOptions, Format, ImageOptions, Opener, Role};
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use testkit::ThreadHarness;
+use testkit::conformance::{Subject, run};
+
+const SIZE: u64 = 1 << 20;
+
+struct Files(OpenOptions);
+
+impl Opener for Files {
+    fn open(&self, path: &Path, role: Role) -> block::Result<Arc<dyn File>> {
+        let read_only = !matches!(role, Role::Writable);
+        engine::open(path, &OpenOptions { read_only, ..self.0.clone() })
+    }
+}
+
+/// The driver, and what has to live as long: the export goes after it.
+struct Attached {
+    driver: Driver,
+    _export: Export,
+    _directory: tempfile::TempDir,
+}
+
+impl Disk for Attached {
+    fn info(&self) -> DiskInfo {
+        self.driver.info()
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> block::Result<Box<dyn DiskQueue>> {
+        self.driver.open_queue(ctx)
+    }
+
+    fn set_volatile_cache(&self, volatile: bool) {
+        self.driver.set_volatile_cache(volatile);
+    }
+}
+
+fn reactors(name: &str, count: usize) -> (Vec<Arc<dyn ReactorHandle>>, Vec<ReactorThread>) {
+    let config = || ReactorConfig { name: name.into(), ..ReactorConfig::default() };
+    let threads: Vec<_> = (0..count).map(|_| Reactor::spawn(config()).unwrap()).collect();
+    (threads.iter().map(ReactorThread::handle).collect(), threads)
+}
+
+fn attach(
+    format: Format,
+    files: &OpenOptions,
+    read_only: bool,
+    options: &DriverOptions,
+    server: &[Arc<dyn ReactorHandle>],
+) -> Attached {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, socket) = (directory.path().join("disk.img"), directory.path().join("disk.sock"));
+    engine::create(&path, 0).unwrap();
+    let new = match format {
+        Format::Raw => CreateOptions::Raw { size_bytes: SIZE },
+        _ => CreateOptions::Qcow2(format_qcow2::CreateOptions { size_bytes: SIZE, ..Default::default() }),
+    };
+    image::create(&engine::open(&path, &OpenOptions::default()).unwrap(), &new).unwrap();
+    let image = ImageOptions { format: Some(format), read_only, serial: "s-1".into(), ..ImageOptions::new(&path) };
+    let disk = image::open(&image, &Files(OpenOptions { lock: false, ..files.clone() })).unwrap();
+    let export = Export::listen(&socket, Arc::new(disk), server.to_vec(), ExportOptions::default()).unwrap();
+    let driver = Driver::connect(&socket, options.clone()).unwrap();
+    assert_eq!(driver.info().serial, "s-1");
+    Attached { driver, _export: export, _directory: directory }
+}
+
+fn conforms(format: Format, files: OpenOptions, options: DriverOptions, seed: u64) {
+    let (server, _server_threads) = reactors("server", 2);
+    let (guest, _guest_threads) = reactors("guest", 2);
+    let options = DriverOptions { queues: 4, memory_bytes: 1 << 20, ..options };
+    let mut make = |read_only| {
+        let attached = attach(format, &files, read_only, &options, &server);
+        Some(Arc::new(attached) as Arc<dyn Disk>)
+    };
+    let mut subject = Subject { make: &mut make, keeps_data: true, discard_may_restore: false, seed };
+    let report = run(&mut ThreadHarness::new(guest), &mut subject);
+    report.assert_passed();
+    assert!(report.skipped.is_empty(), "{:?}", report.skipped);
+}
+
+#[test]
+fn a_raw_image_conforms_through_the_socket() {
+    conforms(Format::Raw, OpenOptions::default(), DriverOptions::default(), 1);
+}
+
+#[test]
+fn a_qcow2_image_conforms_through_a_small_ring_without_extras() {
+    let files = OpenOptions { engine: EngineKind::Threads, cache: CacheMode::Writeback, ..OpenOptions::default() };
+    let plain = DriverOptions {
+        queue_size: 8,
+        indirect: false,
+        event_idx: false,
+        bounce_bytes: 128 << 10,
+        ..DriverOptions::default()
+    };
+    conforms(Format::Qcow2, files, plain, 2);
+}
