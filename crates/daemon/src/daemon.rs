@@ -47,6 +47,7 @@ pub struct DiskStatus {
 struct Served {
     id: DiskId,
     name: String,
+    file: Option<PathBuf>,
     opened: OpenedDisk,
     attachment: Attachment,
     export: Export,
@@ -88,7 +89,8 @@ impl Daemon {
             Error::new(ErrorKind::BadOption, "a null disk has no image to put its socket beside: give --socket PATH")
         })?;
         let in_context = |error: Error| error.in_context(drive.display_name());
-        let opened = open_drive(drive, self.config.allow_backing.clone(), &self.config.listed)?;
+        let opened = open_drive(drive, self.config.allow_backing.clone(), &self.config.listed)
+            .map_err(|error| self.explain_lock(drive, error))?;
         let id = DiskId(self.next_id);
         let options = ExportOptions {
             name: format!("disk{}", id.0),
@@ -103,8 +105,23 @@ impl Daemon {
         let export = Export::listen(&socket, Arc::clone(&opened.disk), reactors, options).map_err(in_context)?;
         self.next_id += 1;
         let attachment = Attachment { socket: absolute(&socket), queues, queue_size };
-        self.disks.push(Served { id, name: drive.display_name(), opened, attachment, export });
+        let (name, file) = (drive.display_name(), drive.file.clone());
+        self.disks.push(Served { id, name, file, opened, attachment, export });
         Ok(id)
+    }
+
+    /// An image that is in use may be so by ourselves.
+    fn explain_lock(&self, drive: &DriveOptions, error: Error) -> Error {
+        let canonical = |path: &PathBuf| path.canonicalize().ok();
+        let wanted = drive.file.as_ref().and_then(canonical);
+        let is_ours = |disk: &Served| wanted.is_some() && disk.file.as_ref().and_then(canonical) == wanted;
+        match self.disks.iter().find(|disk| is_ours(disk)) {
+            Some(disk) if error.kind() == ErrorKind::Locked => {
+                let message = format!("'{}' is served by this daemon already, as disk {}", disk.name, disk.id.0);
+                Error::new(ErrorKind::Locked, message)
+            }
+            _ => error,
+        }
     }
 
     /// Stops serving a disk: its guest is disconnected, what is in flight ends, the image is flushed and closed.

@@ -1,0 +1,163 @@
+//! Disks come and go while a daemon runs; what was written is in the image when its disk is gone.
+
+use block::{Disk, ReactorHandle};
+use daemon::{Daemon, DaemonConfig, DriveFormat, DriveOptions, EngineOpener, open_drive};
+use driver::{Driver, DriverOptions};
+use engine::{CacheMode, EngineKind, Reactor, ReactorConfig};
+use image::{BackingPolicy, CreateOptions, Opener, Role};
+use jobs::bench::{BenchReport, BenchSpec, Hooks, Initial, Pattern, Stop, Verify, VerifyState, run};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+const SIZE_BYTES: u64 = 8 << 20;
+
+fn create(path: &Path, format: DriveFormat) -> DriveOptions {
+    let qcow2 = format_qcow2::CreateOptions { size_bytes: SIZE_BYTES, ..Default::default() };
+    let options = match format {
+        DriveFormat::Qcow2 => CreateOptions::Qcow2(qcow2),
+        _ => CreateOptions::Raw { size_bytes: SIZE_BYTES },
+    };
+    engine::create(path, 0).unwrap();
+    image::create(&EngineOpener::default().open(path, Role::Writable).unwrap(), &options).unwrap();
+    DriveOptions { format: Some(format), queues: Some(2), ..DriveOptions::of_file(path) }
+}
+
+fn start(reactors: usize) -> Daemon {
+    let (allow_backing, listed) = (BackingPolicy::Deny, Vec::new());
+    Daemon::start(DaemonConfig { reactors, poll_max_us: None, allow_backing, listed }).unwrap()
+}
+
+/// Threads for the guests' side.
+struct Client {
+    _threads: Vec<engine::ReactorThread>,
+    handles: Vec<Arc<dyn ReactorHandle>>,
+}
+
+impl Client {
+    fn new(queues: usize) -> Self {
+        let config = |index| ReactorConfig { name: format!("guest-{index}"), ..ReactorConfig::default() };
+        let threads: Vec<_> = (0..queues).map(|index| Reactor::spawn(config(index)).unwrap()).collect();
+        let handles = threads.iter().map(engine::ReactorThread::handle).collect();
+        Self { _threads: threads, handles }
+    }
+
+    /// One pass of patterned writes, or of reads that are compared.
+    fn pass(&self, disk: &Arc<dyn Disk>, read_percent: u8, initial: Initial) -> (BenchReport, VerifyState) {
+        let spec = BenchSpec {
+            queue_depth: 8,
+            queues: self.handles.len() as u32,
+            block_bytes: 16 << 10,
+            read_percent,
+            pattern: Pattern::Sequential,
+            stop: Stop::OnePass,
+            verify: Some(Verify { seed: 3, initial }),
+            ..BenchSpec::default()
+        };
+        let outcome = run(disk, &self.handles, &spec, &Hooks::default()).unwrap();
+        (outcome.report, outcome.state.unwrap())
+    }
+}
+
+fn connect(socket: &Path, queues: u16) -> Arc<dyn Disk> {
+    Arc::new(Driver::connect(socket, DriverOptions { queues, ..DriverOptions::default() }).unwrap())
+}
+
+fn assert_clean(report: &BenchReport) {
+    assert_eq!((report.errors, report.mismatches), (0, 0), "{:?} {:?}", report.first_error, report.first_mismatch);
+    assert!(report.requests > 0);
+}
+
+#[test]
+fn a_disk_can_go_while_another_is_used_and_leaves_everything_in_its_image() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut daemon = start(2);
+    let going = create(&dir.path().join("going.qcow2"), DriveFormat::Qcow2);
+    let going_id = daemon.add(&going).unwrap();
+    let staying_socket = dir.path().join("null.sock");
+    let staying = DriveOptions { socket: Some(staying_socket.clone()), ..DriveOptions::null(1 << 30) };
+    let staying_id = daemon.add(&staying).unwrap();
+
+    let stop = Arc::new(AtomicBool::new(false));
+    let cancel = Arc::clone(&stop);
+    let other_guest = std::thread::spawn(move || {
+        let (client, disk) = (Client::new(1), connect(&staying_socket, 1));
+        let spec = BenchSpec { stop: Stop::Runtime(Duration::from_secs(60)), ..BenchSpec::default() };
+        run(&disk, &client.handles, &spec, &Hooks { cancel: Some(cancel), ..Hooks::default() }).unwrap().report
+    });
+
+    let (client, disk) = (Client::new(2), connect(&dir.path().join("going.qcow2.sock"), 2));
+    let (written, state) = client.pass(&disk, 0, Initial::Zeros);
+    assert_clean(&written);
+    let rings = &daemon.disks()[0].rings;
+    assert!(rings.iter().all(|ring| ring.requests > 0), "both queues were used: {rings:?}");
+    daemon.remove(going_id).unwrap();
+    assert!(!dir.path().join("going.qcow2.sock").exists());
+    assert!(daemon.remove(going_id).is_err());
+    assert_eq!(daemon.disks().iter().map(|disk| disk.id).collect::<Vec<_>>(), [staying_id]);
+
+    let again = daemon.add(&going).unwrap();
+    assert_ne!(again, going_id);
+    let disk = connect(&dir.path().join("going.qcow2.sock"), 2);
+    assert_clean(&client.pass(&disk, 100, Initial::State(state)).0);
+    stop.store(true, Ordering::Relaxed);
+    let report = other_guest.join().unwrap();
+    assert_eq!(report.errors, 0, "{:?}", report.first_error);
+    daemon.shutdown().unwrap();
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "only the image is left");
+}
+
+#[test]
+fn every_engine_and_cache_mode_keeps_the_data() {
+    let dir = tempfile::tempdir().unwrap();
+    let client = Client::new(2);
+    let engines = [EngineKind::Auto, EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads];
+    let caches =
+        [CacheMode::Writeback, CacheMode::None, CacheMode::Writethrough, CacheMode::Directsync, CacheMode::Unsafe];
+    for (index, engine) in engines.into_iter().enumerate() {
+        for cache in caches {
+            if engine == EngineKind::LinuxAio && !cache.is_direct() {
+                continue;
+            }
+            let format = if index % 2 == 0 { DriveFormat::Qcow2 } else { DriveFormat::Raw };
+            let image = dir.path().join(format!("{engine}-{cache}"));
+            let drive = DriveOptions { engine, cache, ..create(&image, format) };
+            let mut daemon = start(2);
+            daemon.add(&drive).unwrap();
+            let told = daemon.disks()[0].info.volatile_cache;
+            assert_eq!(told, cache.has_volatile_cache(), "what a guest is told under cache={cache}");
+            let disk = connect(&drive.default_socket().unwrap(), 2);
+            let (written, state) = client.pass(&disk, 0, Initial::Zeros);
+            assert_clean(&written);
+            daemon.shutdown().unwrap();
+            let opened = open_drive(&drive, BackingPolicy::Deny, &[]).unwrap();
+            assert_clean(&client.pass(&opened.disk, 100, Initial::State(state)).0);
+            opened.close().unwrap();
+            std::fs::remove_file(&image).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_disk_that_cannot_be_served_says_why_and_leaves_the_daemon_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut daemon = start(1);
+    let drive = create(&dir.path().join("disk.raw"), DriveFormat::Raw);
+    daemon.add(&drive).unwrap();
+    let twice = DriveOptions { socket: Some(dir.path().join("other.sock")), ..drive.clone() };
+    let message = daemon.add(&twice).unwrap_err().to_string();
+    assert!(message.contains("by this daemon already"), "{message}");
+    for (refused, part) in [
+        (DriveOptions::null(1 << 20), "--socket"),
+        (DriveOptions::of_file(dir.path().join("missing")), "missing"),
+        (DriveOptions { file: Some(PathBuf::from("/")), ..drive.clone() }, "/"),
+    ] {
+        let message = daemon.add(&refused).unwrap_err().to_string();
+        assert!(message.contains(part), "{message}");
+    }
+    assert_eq!(daemon.disks().len(), 1);
+    assert!(!dir.path().join("other.sock").exists());
+    assert_eq!(daemon.reactors().len(), 1);
+    daemon.shutdown().unwrap();
+}
