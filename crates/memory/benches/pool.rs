@@ -11,7 +11,7 @@ use std::sync::mpsc::sync_channel;
 use std::time::Instant;
 
 const ROUNDS: usize = 11;
-const OPERATIONS: usize = 1 << 20;
+const OPERATIONS: usize = 1 << 18;
 const DEPTHS: [usize; 3] = [1, 32, 256];
 /// Contexts that one thread passes to the other at a time, and how many such lots there are.
 const LOT: usize = 32;

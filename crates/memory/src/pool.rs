@@ -5,7 +5,8 @@
 //! with the other threads through a lock-free stack, so a thread that only frees feeds one that only takes. Contexts are
 //! created only if the thread's list and the stack are empty. The other threads' lists may hold idle ones at that
 //! moment, so the length of a list follows the load: together they get a twentieth of the peak in flight (but eight
-//! contexts a thread at least), and the total stays near the peak.
+//! contexts a thread at least), and the total stays near the peak. A thread that frees and takes in turns, as reactors
+//! do, gets a longer list, so that its turns need no trade: what it holds idle is what it had in flight a moment before.
 //!
 //! When the load falls, contexts that the peak of the last two [`DECAY_PERIOD`]s does not explain go back to the
 //! allocator. Trading threads see to that in passing; a reactor that is about to sleep calls [`Pool::maintain`].

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::Relaxed};
 /// Fewest and most contexts that threads trade at once.
 const MIN_BATCH: u64 = 4;
 pub(super) const MAX_BATCH: usize = 64;
-/// What other threads may hold idle while one finds nothing: this part of the peak in flight.
+/// What other threads may hold idle while one finds nothing: this part of the peak in flight (but see
+/// [`Depot::stretched_length`]).
 const SLACK_SHARE: u64 = 20;
 /// A thread's list is two batches at most.
 pub(super) const LIST_BATCHES: u64 = 2;
@@ -30,7 +31,7 @@ struct Counters {
 }
 
 /// A snapshot of a pool's counters. Created, freed and total are exact; what is in flight is known as of each thread's
-/// last exchange, so it may be off by the length of the threads' lists (together about a twentieth of the peak).
+/// last exchange, so it may be off by the length of the threads' lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PoolStats {
     /// Contexts ever created.
@@ -95,6 +96,15 @@ impl<T, R: Rules> Depot<T, R> {
     /// no other threads nothing can be idle elsewhere.
     pub(super) fn spares_length(&self) -> usize {
         if self.threads() > 1 { self.batch_length() - 1 } else { 0 }
+    }
+
+    /// How long a magazine may be for a thread that frees and takes in turns, `stretch` times the ordinary length: at
+    /// most so that its list holds half of its fair share of the peak, all of it where there is one thread.
+    pub(super) fn stretched_length(&self, stretch: usize) -> usize {
+        let threads = self.threads();
+        let share = self.recent_peak() / if threads > 1 { 4 * threads } else { 2 };
+        let batch = self.batch_length();
+        (batch * stretch).min(share as usize).clamp(batch, MAX_BATCH)
     }
 
     fn batch_for(&self, peak: u64) -> u64 {

@@ -7,6 +7,9 @@ use super::stack::{Magazine, Rules};
 /// A thread that filled so many magazines without taking one context only frees, as far as anybody can tell. Reactors
 /// free in bursts too, but then they take.
 const FILLS_OF_A_FREER: u8 = 4;
+/// After so many gifts in a row a thread has more than its turns need.
+const GIFTS_IN_A_ROW: u8 = 16;
+const MAX_STRETCH: usize = 16;
 
 /// A thread's list. It does not know its depot: every call that may trade is given it.
 pub(super) struct List<T> {
@@ -23,6 +26,11 @@ pub(super) struct List<T> {
     net: i64,
     /// What the depot was last told to be outstanding.
     published: i64,
+    /// How many times the ordinary length this thread's magazines have. It doubles when the thread takes back what it
+    /// gave, as a reactor does that completes in bursts, and is one again after a run of gifts.
+    stretch: usize,
+    /// Trades since the last one in the other direction, counted while they are gifts.
+    gifts: u8,
     /// Trades since somebody last looked at the clock.
     trades: u32,
 }
@@ -36,6 +44,8 @@ impl<T> List<T> {
             fills: FILLS_OF_A_FREER,
             net: 0,
             published: 0,
+            stretch: 1,
+            gifts: 0,
             trades: 0,
         }
     }
@@ -72,7 +82,10 @@ impl<T> List<T> {
         }
         self.net += self.loaded.len() as i64;
         self.ready();
-        self.batch = depot.batch_length();
+        if std::mem::take(&mut self.gifts) > 0 {
+            self.stretch = (self.stretch * 2).min(MAX_STRETCH);
+        }
+        self.batch = depot.stretched_length(self.stretch);
         let context = self.loaded.pop();
         self.publish(depot);
         context.ok_or(0)
@@ -110,7 +123,12 @@ impl<T> List<T> {
             freed.append(&mut self.give_loaded(depot));
         }
         self.ready();
-        self.batch = depot.batch_length();
+        self.gifts += 1;
+        if self.gifts >= GIFTS_IN_A_ROW {
+            self.gifts = 0;
+            self.stretch = 1;
+        }
+        self.batch = depot.stretched_length(self.stretch);
         self.publish(depot);
         freed
     }
@@ -136,6 +154,7 @@ impl<T> List<T> {
         if self.batch == 0 {
             return Vec::new();
         }
+        self.stretch = 1;
         let before = std::mem::replace(&mut self.batch, depot.batch_length());
         let mut freed = if self.batch < before { self.give_reserve(depot) } else { Vec::new() };
         if self.loaded.len() > self.batch {
@@ -161,7 +180,7 @@ impl<T> List<T> {
         self.loaded.extend(spares);
         // More than this thread may keep from the others, where creating a context used contexts?
         let freed = if self.loaded.len() > self.batch { self.give_loaded(depot) } else { Vec::new() };
-        self.batch = depot.batch_length();
+        self.batch = depot.stretched_length(self.stretch);
         self.publish(depot);
         freed
     }
