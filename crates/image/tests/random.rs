@@ -32,7 +32,7 @@ fn random_chain(seed: u64) -> Chain {
         grows_with_zeros: pick(4, 4) == 0,
         ..SimFileOptions::default()
     };
-    Chain { layers, file, device_bytes: None, seed }
+    Chain { layers, file, device_bytes: None, used: pick(5, 2) > 0, seed }
 }
 
 fn play(seed: u64) -> Result<(), String> {

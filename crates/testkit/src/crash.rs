@@ -190,7 +190,7 @@ impl FaultTest<'_> {
                 None => break,
                 Some(errors) => {
                     summary.moments += 1;
-                    summary.reopened += 1;
+                    summary.reopened += 3;
                     summary.errors += errors;
                 }
             }
@@ -223,6 +223,8 @@ impl FaultTest<'_> {
             let story = workload.run(&mut session.harness, &queues, &mut model, &|| 0)?;
             errors = story.errors.len() as u64;
             hit = is_hit();
+            self.judge_crash(&storage.power_cut(nth), &model).map_err(|wrong| format!("power cut: {wrong}"))?;
+            self.judge_crash(&storage.process_killed(nth), &model).map_err(|wrong| format!("killed: {wrong}"))?;
             // A disk may have stopped itself after the fault; it must not read something wrong.
             if let Ok(contents) = session.read_all() {
                 model.check_live(&contents)?;
@@ -246,6 +248,14 @@ impl FaultTest<'_> {
         session.close()?;
         (self.check)(&after).map_err(|wrong| format!("the image is damaged after going on: {wrong}"))?;
         Ok(hit.then_some(errors))
+    }
+}
+
+impl FaultTest<'_> {
+    /// A fault must not make a crash any worse.
+    fn judge_crash(&self, after: &SimStorage, model: &ModelDisk) -> std::result::Result<(), String> {
+        (self.check)(after).map_err(|wrong| format!("the image is damaged: {wrong}"))?;
+        model.check_after_crash(&Session::open(after, self.open, self.workload.seed, 1)?.read_all()?)
     }
 }
 

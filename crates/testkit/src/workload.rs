@@ -29,6 +29,8 @@ pub struct Workload {
     pub first_tag: Tag,
     /// Percent of requests that only read.
     pub read_percent: u64,
+    /// Percent of the other requests that are flushes.
+    pub flush_percent: u64,
     /// Whether requests may fail; otherwise one that does ends the workload with an error.
     pub may_fail: bool,
 }
@@ -46,6 +48,7 @@ impl Workload {
             block_bytes: SECTOR,
             first_tag: 1,
             read_percent: 20,
+            flush_percent: 12,
             may_fail: false,
         }
     }
@@ -146,13 +149,15 @@ impl Workload {
             let (offset, length) = self.range(dice);
             return Request::Read { offset, pieces: pieces(length, dice) };
         }
-        match dice.below(100) {
-            0..12 => Request::Flush,
-            12..24 => {
+        if dice.chance(self.flush_percent) {
+            return Request::Flush;
+        }
+        match dice.below(8) {
+            0 => {
                 let (offset, length) = self.range(dice);
                 Request::Discard { offset, length }
             }
-            24..36 => {
+            1 => {
                 let (offset, length) = self.range(dice);
                 Request::WriteZeroes { offset, length, may_unmap: dice.chance(50), fua: dice.chance(10) }
             }

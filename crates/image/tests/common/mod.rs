@@ -69,12 +69,14 @@ pub struct Chain {
     pub file: SimFileOptions,
     /// A file of fixed length, as a block device is: so many bytes.
     pub device_bytes: Option<u64>,
+    /// Whether the top has been used before: tables to load, space to overwrite and to free.
+    pub used: bool,
     pub seed: u64,
 }
 
 impl Chain {
     pub fn of(layers: Vec<Layer>) -> Self {
-        Self { layers, file: SimFileOptions::default(), device_bytes: None, seed: 1 }
+        Self { layers, file: SimFileOptions::default(), device_bytes: None, used: false, seed: 1 }
     }
 
     pub fn top(&self) -> &Layer {
@@ -120,7 +122,7 @@ impl Chain {
                 image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
             }
         }
-        if index > 0 {
+        if index > 0 || self.used {
             self.sprinkle(storage, index);
         }
     }

@@ -1,0 +1,137 @@
+//! A fault at every operation on the storage: the guest sees an error, never wrong data, and the image stays valid.
+
+mod common;
+
+use block::{IoError, IoErrorKind};
+use common::{Chain, Layer, name};
+use testkit::{FaultAction, FaultTest, ModelDisk, OpKind, Session, SimFileOptions, Summary, Workload};
+
+const NO_SPACE: IoError = IoError::new(IoErrorKind::NoSpace);
+
+fn break_each(chain: &Chain, file: usize, kind: OpKind, action: FaultAction, persistent: bool) -> Summary {
+    let mut sum = Summary::default();
+    for seed in common::seeds(2) {
+        let chain = &Chain { seed, ..chain.clone() };
+        let original = chain.storage();
+        let test = FaultTest {
+            storage: &|| chain.storage(),
+            open: &|storage| chain.open(storage),
+            check: &|storage| chain.check(storage, &original),
+            file: &name(file),
+            kind,
+            action,
+            persistent,
+            workload: Workload {
+                flush_percent: 20,
+                ..Workload::new(seed, 60, chain.top().size_bytes(), chain.top().granule_bytes())
+            },
+            queues: 2,
+            stride: 1,
+            discard_may_restore: chain.discard_may_restore(),
+        };
+        let summary = test.run().unwrap_or_else(|wrong| panic!("{wrong}\n{chain:?}"));
+        sum.moments += summary.moments;
+        sum.errors += summary.errors;
+    }
+    eprintln!("{kind:?} {action:?} on file {file}: {sum:?}");
+    sum
+}
+
+fn chain() -> Chain {
+    let used = true;
+    Chain { used, ..Chain::of(vec![Layer::qcow2(128 << 10, 1024), Layer::Raw(100 << 10)]) }
+}
+
+/// Everything that a guest's request stands on reaches the guest when it fails.
+fn reaches_the_guest(chain: &Chain, kind: OpKind, action: FaultAction) {
+    let summary = break_each(chain, 0, kind, action, false);
+    assert!(summary.moments > 0 && summary.errors > 0, "{summary:?}");
+}
+
+#[test]
+fn failed_reads_and_writes_of_the_image() {
+    for action in
+        [FaultAction::Fail(IoError::EIO), FaultAction::Short(IoError::EIO), FaultAction::Scatter(IoError::EIO)]
+    {
+        reaches_the_guest(&chain(), OpKind::Read, action);
+        reaches_the_guest(&chain(), OpKind::Write, action);
+    }
+}
+
+#[test]
+fn failed_flushes() {
+    reaches_the_guest(&chain(), OpKind::Flush, FaultAction::Fail(IoError::EIO));
+}
+
+#[test]
+fn failed_discards_zeroes_and_lengths() {
+    for kind in [OpKind::Discard, OpKind::WriteZeroes, OpKind::SetLength] {
+        for action in [FaultAction::Fail(IoError::EIO), FaultAction::Scatter(IoError::EIO), FaultAction::Fail(NO_SPACE)]
+        {
+            break_each(&chain(), 0, kind, action, false);
+        }
+    }
+}
+
+#[test]
+fn failed_reads_of_the_layer_below() {
+    for action in [FaultAction::Fail(IoError::EIO), FaultAction::Short(IoError::EIO)] {
+        let summary = break_each(&chain(), 1, OpKind::Read, action, false);
+        assert!(summary.errors >= summary.moments, "{summary:?}");
+    }
+}
+
+#[test]
+fn no_space_from_some_write_on() {
+    let summary = break_each(&chain(), 0, OpKind::Write, FaultAction::Fail(NO_SPACE), true);
+    assert!(summary.errors >= summary.moments, "{summary:?}");
+}
+
+#[test]
+fn storage_that_is_gone_from_some_operation_on() {
+    for kind in [OpKind::Read, OpKind::Write, OpKind::Flush] {
+        break_each(&chain(), 0, kind, FaultAction::Fail(IoError::EIO), true);
+    }
+}
+
+#[test]
+fn other_clusters_and_versions() {
+    let large = Chain::of(vec![Layer::qcow2(512 << 10, 65536), Layer::qcow2(256 << 10, 4096)]);
+    let old = Layer::Qcow2 { size_bytes: 96 << 10, cluster_size: 512, version: 2, refcount_bits: 16 };
+    let file = SimFileOptions { can_discard: false, fast_zeroes: false, ..SimFileOptions::default() };
+    let tiny = Layer::Qcow2 { size_bytes: 96 << 10, cluster_size: 512, version: 3, refcount_bits: 64 };
+    for chain in [large, Chain::of(vec![old, Layer::Raw(96 << 10)]), Chain { file, ..Chain::of(vec![tiny]) }] {
+        for kind in [OpKind::Read, OpKind::Write] {
+            reaches_the_guest(&chain, kind, FaultAction::Scatter(IoError::EIO));
+        }
+    }
+}
+
+#[test]
+fn a_full_file_system_gives_no_space_and_nothing_else() {
+    let file = SimFileOptions { max_length_bytes: 400 << 10, ..SimFileOptions::default() };
+    let chain = Chain { file, ..Chain::of(vec![Layer::qcow2(1 << 20, 4096), Layer::Raw(100 << 10)]) };
+    let original = chain.storage();
+    for seed in common::seeds(5) {
+        let storage = chain.storage();
+        let open = |storage: &_| chain.open(storage);
+        let mut session = Session::open(&storage, &open, seed, 2).unwrap();
+        let mut model = ModelDisk::new(&session.read_all().unwrap(), true);
+        let workload = Workload { may_fail: true, ..Workload::new(seed, 250, 1 << 20, 4096) };
+        let queues = session.queues.clone();
+        let story = workload.run(&mut session.harness, &queues, &mut model, &|| 0).unwrap();
+        let failed = story.errors.len();
+        assert!(
+            (1..200).contains(&failed),
+            "{failed} of 250 requests failed: the file system was full never or always"
+        );
+        for (request, error) in &story.errors {
+            assert_eq!(error.kind(), IoErrorKind::NoSpace, "seed {seed}: {request:?}");
+        }
+        model.check_live(&session.read_all().unwrap()).unwrap();
+        session.close().unwrap();
+        chain.check(&storage, &original).unwrap();
+        let reopened = Session::open(&storage, &open, seed, 1).unwrap().read_all().unwrap();
+        model.check_live(&reopened).unwrap();
+    }
+}

@@ -1,0 +1,175 @@
+//! The power cut at every write and flush of random workloads on qcow2, on several queues; and, as a test of the test,
+//! the same with an ordering barrier left out.
+//!
+//! `RINGDISK_SEEDS=n` widens a run, `RINGDISK_SEED=s` begins at another seed: what fails names its own.
+
+mod common;
+
+use common::{Chain, Layer, name};
+use format_qcow2::Barrier;
+use testkit::{PowerCutTest, Request, Session, SimFileOptions, SimStorage, Summary, Workload, stamped};
+
+struct Case {
+    chain: Chain,
+    requests: u64,
+    queues: usize,
+    outcomes: u64,
+    stride: u64,
+    /// Bytes at the end of the disk that are written beforehand.
+    filled_bytes: u64,
+}
+
+impl Case {
+    fn new(chain: Chain) -> Self {
+        Self { chain, requests: 60, queues: 2, outcomes: 2, stride: 1, filled_bytes: 0 }
+    }
+
+    fn run(&self, seed: u64, skipped: &[Barrier]) -> Result<Summary, String> {
+        let chain = Chain { seed, used: self.chain.used || seed.is_multiple_of(2), ..self.chain.clone() };
+        let original = chain.storage();
+        let storage = self.fill(&chain, seed)?;
+        let at_start = refcount_table(&storage);
+        let test = PowerCutTest {
+            storage: storage.clone(),
+            open: &|storage| chain.open_without(storage, skipped),
+            check: &|storage| chain.check(storage, &original),
+            workload: Workload {
+                read_percent: 5,
+                flush_percent: 20,
+                ..Workload::new(seed, self.requests, chain.top().size_bytes(), chain.top().granule_bytes())
+            },
+            queues: self.queues,
+            outcomes: self.outcomes,
+            stride: self.stride,
+            discard_may_restore: chain.discard_may_restore(),
+        };
+        let summary = test.run()?;
+        if self.filled_bytes > 0 && refcount_table(&storage) == at_start {
+            return Err("the refcount table did not move: this test tests nothing".to_owned());
+        }
+        Ok(summary)
+    }
+
+    fn fill(&self, chain: &Chain, seed: u64) -> Result<SimStorage, String> {
+        let storage = chain.storage();
+        let mut session = Session::open(&storage, &|storage| chain.open(storage), seed, 1)?;
+        let size = chain.top().size_bytes();
+        for offset in (size - self.filled_bytes..size).step_by(1 << 16) {
+            let length = (size - offset).min(1 << 16);
+            session.call(Request::write(offset, stamped(9000, offset, length as usize)))?;
+        }
+        session.close()?;
+        Ok(storage.process_killed(0))
+    }
+
+    fn survives(&self, seeds: u64) {
+        let mut moments = 0;
+        for seed in common::seeds(seeds) {
+            let summary = self.run(seed, &[]);
+            let summary = summary.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", self.chain));
+            moments += summary.moments;
+        }
+        eprintln!("the power was cut at {moments} moments");
+        assert!(moments > 0);
+    }
+}
+
+/// Where the header says that the refcount table lies.
+fn refcount_table(storage: &SimStorage) -> Vec<u8> {
+    storage.bytes(&name(0))[48..60].to_vec()
+}
+
+#[test]
+fn tiny_clusters_with_new_refcount_blocks_and_a_growing_refcount_table() {
+    // A block of 512 bytes with 64-bit refcounts counts 64 clusters, a table of one cluster 64 blocks.
+    let layer = Layer::Qcow2 { size_bytes: 96 << 10, cluster_size: 512, version: 3, refcount_bits: 64 };
+    Case { requests: 70, ..Case::new(Chain::of(vec![layer])) }.survives(6);
+}
+
+#[test]
+fn the_refcount_table_moves_when_it_is_full() {
+    // A table of one cluster of 512 bytes counts 4096 clusters; so many are not quite used.
+    let layer = Layer::Qcow2 { size_bytes: 2400 << 10, cluster_size: 512, version: 3, refcount_bits: 64 };
+    let chain = Chain::of(vec![layer]);
+    Case { requests: 60, outcomes: 1, filled_bytes: 3960 * 512, ..Case::new(chain) }.survives(1);
+}
+
+#[test]
+fn common_clusters_over_a_backing_file() {
+    for refcount_bits in [1, 16] {
+        let top = Layer::Qcow2 { size_bytes: 256 << 10, cluster_size: 4096, version: 3, refcount_bits };
+        Case::new(Chain::of(vec![top, Layer::Raw(200 << 10)])).survives(4);
+    }
+}
+
+#[test]
+fn large_clusters_over_a_chain() {
+    let chain = vec![Layer::qcow2(1 << 20, 65536), Layer::qcow2(512 << 10, 4096), Layer::Raw(1 << 20)];
+    Case { requests: 30, stride: 2, ..Case::new(Chain::of(chain)) }.survives(3);
+}
+
+#[test]
+fn version_2_has_no_zero_clusters() {
+    let layer = || Layer::Qcow2 { size_bytes: 128 << 10, cluster_size: 1024, version: 2, refcount_bits: 16 };
+    Case::new(Chain::of(vec![layer()])).survives(3);
+    Case::new(Chain::of(vec![layer(), Layer::Raw(128 << 10)])).survives(3);
+}
+
+#[test]
+fn files_that_promise_less() {
+    for (can_discard, discard_zeroes) in [(false, false), (true, false)] {
+        let file = SimFileOptions { can_discard, discard_zeroes, fast_zeroes: false, ..SimFileOptions::default() };
+        let chain = Chain { file, ..Chain::of(vec![Layer::qcow2(128 << 10, 2048)]) };
+        Case::new(chain).survives(2);
+    }
+    let file = SimFileOptions { block_device: true, ..SimFileOptions::default() };
+    let device = Chain { file, device_bytes: Some(1 << 20), ..Chain::of(vec![Layer::qcow2(128 << 10, 2048)]) };
+    Case::new(device).survives(2);
+}
+
+#[test]
+fn one_queue_and_four_queues() {
+    for queues in [1, 4] {
+        let chain = Chain::of(vec![Layer::qcow2(128 << 10, 1024), Layer::Raw(64 << 10)]);
+        Case { queues, ..Case::new(chain) }.survives(3);
+    }
+}
+
+/// Without the barrier some seed must show damage: otherwise the test above proves nothing.
+fn must_fail_without(barrier: Barrier) {
+    let layers = [
+        Layer::Qcow2 { size_bytes: 96 << 10, cluster_size: 512, version: 3, refcount_bits: 64 },
+        Layer::qcow2(128 << 10, 1024),
+    ];
+    for seed in 1..20 {
+        for layer in &layers {
+            let chain = Chain::of(vec![layer.clone(), Layer::Raw(64 << 10)]);
+            let case = Case { requests: 80, outcomes: 4, ..Case::new(chain) };
+            if let Err(wrong) = case.run(seed, &[barrier]) {
+                eprintln!("without {barrier:?}: {wrong}");
+                return;
+            }
+        }
+    }
+    panic!("nothing was noticed without the barrier {barrier:?}");
+}
+
+#[test]
+fn mutant_without_the_barrier_before_mapping_is_caught() {
+    must_fail_without(Barrier::BeforeMapping);
+}
+
+#[test]
+fn mutant_without_the_barrier_before_relying_is_caught() {
+    must_fail_without(Barrier::BeforeRelying);
+}
+
+#[test]
+fn mutant_without_the_last_barrier_is_caught() {
+    must_fail_without(Barrier::End);
+}
+
+#[test]
+fn mutant_that_reuses_space_too_early_is_caught() {
+    must_fail_without(Barrier::Reuse);
+}
