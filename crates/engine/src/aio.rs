@@ -191,7 +191,7 @@ impl Aio {
                 let request = state.slab.remove(index);
                 drop(borrowed);
                 if let Some(request) = request {
-                    self.workers.push(request);
+                    self.workers.take_over(request);
                 }
             }
             Step::Finished(result) => {

@@ -10,6 +10,7 @@ use crate::tracking::Ack;
 use crate::uring::Uring;
 use crate::wakeup::Wakeup;
 use block::{Error, ErrorKind, Result};
+use rustix::thread::CpuSet;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::{Rc, Weak};
@@ -45,8 +46,8 @@ pub(crate) struct Engines {
 }
 
 impl Engines {
-    pub(crate) fn new(wakeup: Arc<Wakeup>, counters: Arc<Counters>) -> Self {
-        let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters)));
+    pub(crate) fn new(wakeup: Arc<Wakeup>, counters: Arc<Counters>, processors: Option<CpuSet>) -> Self {
+        let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), processors));
         Self {
             counters,
             wakeup,

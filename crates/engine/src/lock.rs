@@ -65,16 +65,24 @@ pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool) -> Result<()
     Ok(())
 }
 
+/// Gives all locks back.
+pub(crate) fn unlock(fd: BorrowedFd<'_>) {
+    for byte in (0..i64::from(BITS)).flat_map(|bit| [USED_BASE + bit, UNSHARED_BASE + bit]) {
+        // Fails only where there are no locks.
+        let _ = ofd_lock(fd, libc::F_OFD_SETLK, libc::F_UNLCK, byte);
+    }
+}
+
 fn in_use(name: &str, read_only: bool) -> Error {
     let message = if read_only {
         format!(
-            "'{name}' is in use: another process writes to it, or does not share it for reading. Stop the virtual machine \
-             or program that uses it, or copy the image and open the copy"
+            "'{name}' is in use: it is open for writing, in another program or a second time in this one. Stop what \
+             writes to it, or copy the image and open the copy"
         )
     } else {
         format!(
-            "'{name}' is in use by another process, and an image that is written belongs to one alone. Stop the virtual \
-             machine or program that uses it, or open it read-only if that only reads it"
+            "'{name}' is in use, in another program or a second time in this one, and an image that is written belongs \
+             to one alone. Stop what uses it, or open it read-only if that only reads it"
         )
     };
     Error::new(ErrorKind::Locked, message)

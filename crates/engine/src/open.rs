@@ -71,6 +71,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         fd,
         id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
         info,
+        locked: options.lock,
         engine,
         chosen_freely: options.engine == EngineKind::Auto,
         in_memory,

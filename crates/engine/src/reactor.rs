@@ -6,6 +6,7 @@ use crate::stats::{Counters, ReactorStats};
 use crate::wakeup::Wakeup;
 use block::{Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task};
 use rustix::event::{Timespec, epoll};
+use rustix::thread::CpuSet;
 use std::any::Any;
 use std::cell::RefCell;
 use std::fmt;
@@ -61,10 +62,8 @@ impl Reactor {
         let limit = Duration::from_micros(u64::from(config.poll_max_us));
         let thread = std::thread::Builder::new().name(config.name.clone()).spawn(move || {
             let _end = CloseOnExit(Arc::clone(&theirs));
-            if let Some(cpu) = config.cpu {
-                bind_to(cpu, &theirs.name);
-            }
-            match Local::new(theirs) {
+            let processors = config.cpu.and_then(|cpu| bind_to(cpu, &theirs.name));
+            match Local::new(theirs, processors) {
                 Ok(local) => {
                     CURRENT.set(Rc::downgrade(&local));
                     let _ = sender.send(Ok(()));
@@ -82,13 +81,19 @@ impl Reactor {
     }
 }
 
-fn bind_to(cpu: usize, name: &str) {
-    let mut set = rustix::thread::CpuSet::new();
-    if cpu < rustix::thread::CpuSet::MAX_CPU {
+/// Binds the calling thread to one processor; returns where it was allowed to run before.
+fn bind_to(cpu: usize, name: &str) -> Option<CpuSet> {
+    let before = rustix::thread::sched_getaffinity(None).ok();
+    let mut set = CpuSet::new();
+    if cpu < CpuSet::MAX_CPU {
         set.set(cpu);
     }
-    if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
-        tracing::warn!(%error, "cannot bind reactor '{name}' to processor {cpu}; it runs on any");
+    match rustix::thread::sched_setaffinity(None, &set) {
+        Ok(()) => before,
+        Err(error) => {
+            tracing::warn!(%error, "cannot bind reactor '{name}' to processor {cpu}; it runs on any");
+            None
+        }
     }
 }
 
@@ -248,7 +253,7 @@ impl ReactorCtx for Local {
 }
 
 impl Local {
-    fn new(shared: Arc<Shared>) -> Result<Rc<Self>> {
+    fn new(shared: Arc<Shared>, processors: Option<CpuSet>) -> Result<Rc<Self>> {
         let fails = |error: rustix::io::Errno| Error::io("cannot set a reactor's epoll up", error.into());
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(fails)?;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
@@ -262,7 +267,7 @@ impl Local {
             pollers: Pollers::default(),
             tasks: RefCell::new(Some(executor())),
             io_tasks: executor(),
-            engines: Engines::new(Arc::clone(&shared.wakeup), Arc::clone(&shared.counters)),
+            engines: Engines::new(Arc::clone(&shared.wakeup), Arc::clone(&shared.counters), processors),
             shared,
         }))
     }

@@ -5,7 +5,7 @@ use crate::tracking::{Ack, Tracking};
 use crate::uring::FixedFile;
 use block::FileInfo;
 use std::cell::{Cell, RefCell};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8};
 
@@ -32,6 +32,8 @@ pub(crate) struct OpenFile {
     /// Names the file among all that this process has opened.
     pub(crate) id: u64,
     pub(crate) info: FileInfo,
+    /// Holds image locks.
+    pub(crate) locked: bool,
     /// Never [`EngineKind::Auto`].
     pub(crate) engine: EngineKind,
     /// Another engine may take its place.
@@ -50,6 +52,16 @@ pub(crate) struct OpenFile {
     pub(crate) may_nowait: AtomicBool,
     /// The rung of `zeroes::Ladder` that is known to work.
     pub(crate) zeroes_rung: AtomicU8,
+}
+
+impl Drop for OpenFile {
+    fn drop(&mut self) {
+        if self.locked {
+            // The kernel may hold the description a little longer than the descriptor (for a request that io_uring has
+            // told the end of but not yet freed), and the locks go with the description.
+            crate::lock::unlock(self.fd.as_fd());
+        }
+    }
 }
 
 impl OpenFile {

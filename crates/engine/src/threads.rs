@@ -10,6 +10,7 @@ use crate::inflight::{Action, Buffers, Request, Slab, Step};
 use crate::stats::Counters;
 use crate::wakeup::Wakeup;
 use block::IoError;
+use rustix::thread::CpuSet;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, RawFd};
@@ -59,6 +60,8 @@ struct Pool {
     /// With `queue`: a worker ended because the pool stops.
     stopped: Condvar,
     wakeup: Arc<Wakeup>,
+    /// Where workers may run: a reactor that is bound to one processor does not bind them.
+    processors: Option<CpuSet>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -80,7 +83,7 @@ pub(crate) struct Workers {
 }
 
 impl Workers {
-    pub(crate) fn new(wakeup: Arc<Wakeup>, counters: Arc<Counters>) -> Self {
+    pub(crate) fn new(wakeup: Arc<Wakeup>, counters: Arc<Counters>, processors: Option<CpuSet>) -> Self {
         let pool = Pool {
             queue: Mutex::default(),
             more: Condvar::new(),
@@ -89,6 +92,7 @@ impl Workers {
             progress: Condvar::new(),
             stopped: Condvar::new(),
             wakeup,
+            processors,
         };
         Self {
             slab: RefCell::default(),
@@ -104,11 +108,16 @@ impl Workers {
 
     /// Takes a request; workers see it with the next [`Workers::submit`].
     pub(crate) fn push(&self, request: Request) {
+        self.counters.requests.add(1);
+        self.take_over(request);
+    }
+
+    /// As [`Workers::push`], for a request that another engine has counted.
+    pub(crate) fn take_over(&self, request: Request) {
         if self.closed.get() {
             request.finish(Err(IoError::EIO));
             return;
         }
-        self.counters.requests.add(1);
         let mut slab = self.slab.borrow_mut();
         let index = slab.insert(request);
         self.queue(&mut slab, index);
@@ -257,6 +266,10 @@ impl Drop for Workers {
 
 impl Pool {
     fn work(&self) {
+        if let Some(processors) = &self.processors {
+            // Fails where fewer are allowed by now; then the worker runs where the reactor does.
+            let _ = rustix::thread::sched_setaffinity(None, processors);
+        }
         while let Some(job) = self.next() {
             self.carry_out(job);
         }

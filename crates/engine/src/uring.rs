@@ -158,7 +158,7 @@ impl Uring {
             Some(state) if !self.broken.get() => {
                 self.counters.requests.add(1);
                 if state.cannot_do(request.action) {
-                    return self.workers.push(request);
+                    return self.workers.take_over(request);
                 }
                 let index = state.slab.insert(request);
                 state.enqueue(index);
@@ -243,7 +243,7 @@ impl Uring {
                 let request = state.slab.remove(index);
                 drop(borrowed);
                 if let Some(request) = request {
-                    self.workers.push(request);
+                    self.workers.take_over(request);
                 }
             }
             Step::Finished(result) => {

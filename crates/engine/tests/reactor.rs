@@ -3,8 +3,8 @@
 mod common;
 
 use block::{FileOp, PastEnd, Poller, PollerId, ReactorCtx, run_and_wait};
-use common::{reactor, run_task, with_queue};
-use engine::{EngineKind, OpenOptions, ReactorStats, ReactorThread};
+use common::{reactor, run_task, wait_until_idle, with_queue};
+use engine::{EngineKind, OpenOptions};
 use rustix::event::{EventfdFlags, eventfd};
 use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,19 +12,6 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
-
-/// Waits until the reactor sleeps: two looks, some time apart, see the same counters.
-fn wait_until_idle(reactor: &ReactorThread) -> ReactorStats {
-    let mut before = reactor.stats();
-    loop {
-        std::thread::sleep(Duration::from_millis(20));
-        let now = reactor.stats();
-        if now == before {
-            return now;
-        }
-        before = now;
-    }
-}
 
 #[derive(Default)]
 struct Shared {

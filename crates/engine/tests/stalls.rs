@@ -80,10 +80,14 @@ fn others_on_the_same_file_finish_while_one_request_is_stalled() {
             bufs.iter().map(|buf| buf.whole().to_vec()[0]).collect::<Vec<_>>()
         });
         stalling.wait_for_stalled(1);
+        // With a request in flight and nothing else to do it sleeps, and the completion will wake it.
+        common::wait_until_idle(&reactor);
         assert!(stalled_end.try_recv().is_err(), "{engine}");
         assert_eq!(others, (0..16).map(|index| content(index * 8192)).collect::<Vec<_>>(), "{engine}");
         stalling.release();
         assert_eq!(stalled_end.recv().unwrap(), (Ok(()), content(STALL_FROM)), "{engine}");
+        let stats = reactor.stats();
+        assert_eq!((stats.requests, stats.completions), (18, 18), "{engine}: each request is counted once");
         reactor.stop().unwrap();
     });
 }

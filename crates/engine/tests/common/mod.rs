@@ -6,7 +6,7 @@ pub(crate) mod fuse;
 pub(crate) mod model;
 
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, ReactorCtx};
-use engine::{Reactor, ReactorConfig, ReactorThread};
+use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
 use memory::{AlignedBuf, IoBuf, Window};
 use std::future::Future;
 use std::rc::Rc;
@@ -87,4 +87,17 @@ pub(crate) fn scattered(bytes: AlignedBuf, seed: u64) -> Window {
 pub(crate) fn skip(reason: &str) {
     assert!(std::env::var_os("RINGDISK_REQUIRE_ALL").is_none(), "{reason}");
     eprintln!("skipped: {reason}");
+}
+
+/// Waits until the reactor sleeps: two looks, some time apart, see the same counters.
+pub(crate) fn wait_until_idle(reactor: &ReactorThread) -> ReactorStats {
+    let mut before = reactor.stats();
+    loop {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        let now = reactor.stats();
+        if now == before {
+            return now;
+        }
+        before = now;
+    }
 }
