@@ -171,7 +171,7 @@ async fn write_tables(io: &MetaIo, geometry: &Geometry, layout: &Layout) -> bloc
     let (start, end) = (geometry.cluster_bytes(), geometry.start_of(layout.end()));
     io.write_zeroes(start, end.saturating_sub(start), true).await?;
     let entries = usize::try_from(geometry.start_of(layout.table_clusters) / 8).unwrap_or(0);
-    let mut refcounts = Refcounts::new(*geometry, vec![0; entries], geometry.cluster_bytes());
+    let mut refcounts = Refcounts::new(*geometry, vec![0; entries], geometry.cluster_bytes(), 0);
     for block in 0..layout.blocks {
         refcounts.add_block(block, geometry.start_of(layout.first_block().saturating_add(block)));
         let end = geometry.block_end(block).min(layout.end());

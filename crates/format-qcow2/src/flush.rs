@@ -119,15 +119,7 @@ impl Inner {
         self.reap(io, true).await?;
         self.flush(io).await?;
         self.reap(io, true).await?;
-        let trimmed = {
-            let mut state = self.lock();
-            let made_in_advance = state.space.zeroed_end > state.space.frontier;
-            state.space.zeroed_end = 0;
-            made_in_advance.then(|| self.geometry.start_of(state.space.frontier))
-        };
-        if let Some(length) = trimmed {
-            io.set_length(length).await?;
-        }
+        // Space made in advance stays: a damaged image may have data there that its refcounts deny.
         self.flush(io).await
     }
 

@@ -14,6 +14,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+/// The L2 tables of a whole disk are kept in memory as long as they fit this (qemu's default).
+const TABLE_CACHE_BYTES: u64 = 32 << 20;
+
 /// An open qcow2 image, shared by all queues on all reactors.
 #[derive(Debug)]
 pub struct Qcow2 {
@@ -46,6 +49,12 @@ pub enum Overwrite {
 impl Qcow2 {
     /// Opens the image in `file`. Reads the header, the L1 table and, for writing, the refcount table; writes nothing.
     pub async fn open(io: &MetaIo, file: &FileInfo, options: OpenOptions) -> Result<Self> {
+        Self::open_with_cache(io, file, options, TABLE_CACHE_BYTES).await
+    }
+
+    /// As [`Qcow2::open`], with a cache for L2 tables of another size: for tests.
+    #[doc(hidden)]
+    pub async fn open_with_cache(io: &MetaIo, file: &FileInfo, options: OpenOptions, cache: u64) -> Result<Self> {
         let name = options.name;
         let failed = |what: &str, error: IoError| {
             Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the {what}"), error)
@@ -77,7 +86,7 @@ impl Qcow2 {
         };
         let slices = geometry.guest_clusters().div_ceil(geometry.slice_entries());
         let sector = cluster.get(..HEADER_SECTOR_BYTES).and_then(|bytes| bytes.try_into().ok());
-        let refcounts = Refcounts::new(geometry, table, header.refcount_table_offset);
+        let refcounts = Refcounts::new(geometry, table, header.refcount_table_offset, cache / 8);
         let space = space_at_open(file, &geometry, &refcounts);
         let state = State {
             book: SlotBook::default(),
@@ -99,10 +108,10 @@ impl Qcow2 {
             geometry,
             can_grow: file.can_grow && !file.block_device,
             can_discard: file.can_discard,
-            discard_zeroes: file.discard_zeroes,
+            discard_zeroes: file.discard_zeroes && !file.block_device,
             file_clusters: geometry.cluster_of(file.length_bytes),
             l1: entries(&l1).map(AtomicU64::new).collect(),
-            slices: Slices::new(slices, usize::try_from(geometry.slice_entries()).unwrap_or(0)),
+            slices: Slices::new(slices, usize::try_from(geometry.slice_entries()).unwrap_or(0), cache),
             epochs: Epochs::default(),
             state: Mutex::new(state),
             loaded: WaitList::default(),
@@ -176,8 +185,7 @@ impl Qcow2 {
         self.inner.flush(io).await
     }
 
-    /// Flushes, writes the refcounts of what was freed, and cuts off space that was made in advance. No operation may be
-    /// in flight. The image stays usable.
+    /// Flushes, and writes the refcounts of what was freed. No operation may be in flight. The image stays usable.
     pub async fn close(&self, io: &MetaIo) -> IoResult {
         self.inner.close(io).await
     }
@@ -201,7 +209,7 @@ fn space_at_open(file: &FileInfo, geometry: &crate::geometry::Geometry, refcount
     Space {
         frontier,
         scan_limit: frontier.min(geometry.cluster_of(file.length_bytes)),
-        can_extend: grows && file.can_discard && file.discard_zeroes,
+        can_extend: grows && file.fast_zeroes,
         ..Space::default()
     }
 }

@@ -103,10 +103,11 @@ impl Inner {
         Ok(())
     }
 
-    /// Makes the file longer by space that reads as zeros even after a power cut: set long, then punched, so that
-    /// nothing that lay there before shows through. While this runs, nobody takes space at the end of the file.
+    /// Makes the file longer by space that reads as zeros even after a power cut: zeroed, so that nothing that lay there
+    /// before shows through. While this runs, nobody takes space at the end of the file.
     async fn extend(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::Extension).await else { return Ok(()) };
+        self.settle_frontier(io).await?;
         let from = {
             let state = self.lock();
             if state.space.zeroed_end > state.space.frontier || !state.space.can_extend {
@@ -120,19 +121,36 @@ impl Inner {
         if end > MAX_FILE_BYTES {
             return Err(IoError::new(IoErrorKind::NoSpace));
         }
-        match io.set_length(end).await {
-            Err(error) if error.kind() == IoErrorKind::Unsupported => {
-                self.lock().space.can_extend = false;
+        // Never by setting the length: that could also cut off.
+        io.write_zeroes(start, end.saturating_sub(start), true).await?;
+        self.lock().space.zeroed_end = to;
+        Ok(())
+    }
+
+    /// Moves the frontier behind everything that has a refcount: clusters behind the end of the file may be in use all
+    /// the same, not written yet, and must be neither zeroed later nor cut off.
+    async fn settle_frontier(&self, io: &MetaIo) -> IoResult {
+        let (mut block, first) = {
+            let state = self.lock();
+            if state.space.settled {
                 return Ok(());
             }
-            result => result?,
+            (state.refcounts.last_block(), self.geometry.block_of(state.space.frontier))
+        };
+        while let Some(number) = block.filter(|number| *number >= first) {
+            self.load_block(io, number).await?;
+            let mut state = self.lock();
+            let start = self.geometry.block_start(number).max(state.space.frontier);
+            let end = self.geometry.block_end(number);
+            let last_used =
+                (start..end).rev().find(|cluster| state.refcounts.get(*cluster).is_ok_and(|count| count > 0));
+            if let Some(cluster) = last_used {
+                state.space.frontier = cluster.saturating_add(1);
+                break;
+            }
+            block = number.checked_sub(1);
         }
-        let punched = io.discard(start, end.saturating_sub(start)).await;
-        let mut state = self.lock();
-        match punched {
-            Ok(()) => state.space.zeroed_end = to,
-            Err(_) => state.space.can_extend = false,
-        }
+        self.lock().space.settled = true;
         Ok(())
     }
 

@@ -9,6 +9,9 @@ use crate::state::{Freed, Inner, State};
 use block::{IoResult, MetaIo};
 use std::ops::Range;
 
+/// Holes finer than this are not relied on: a file system may leave them as they are.
+const HOLE_BYTES: u64 = 4096;
+
 /// Puts back what was not decremented, should the task be dropped or a load fail.
 struct Unfinished<'a> {
     inner: &'a Inner,
@@ -59,7 +62,8 @@ impl Inner {
             for run in &mut punching.runs {
                 let (offset, length) = (self.geometry.start_of(run.first), self.geometry.start_of(run.count));
                 // Best effort: what cannot be punched is free all the same.
-                run.zeroed = io.discard(offset, length).await.is_ok() && self.discard_zeroes;
+                let aligned = (offset | length) % HOLE_BYTES == 0;
+                run.zeroed = io.discard(offset, length).await.is_ok() && self.discard_zeroes && aligned;
             }
         }
         Ok(())

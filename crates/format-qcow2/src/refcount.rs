@@ -7,8 +7,6 @@ use crate::entry::decode_refcount_table;
 use crate::geometry::Geometry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// Clean blocks beyond this many bytes are dropped.
-const CACHE_BYTES: u64 = 4 << 20;
 const CACHED_BLOCKS_MIN: usize = 16;
 
 /// A block is written in parts of this size, so that a flush after a small write stays small.
@@ -61,6 +59,8 @@ pub(crate) struct Refcounts {
     dirty_blocks: BTreeSet<u64>,
     writing_blocks: BTreeSet<u64>,
     clock: u64,
+    /// Clean blocks beyond this many bytes are dropped.
+    cache_bytes: u64,
 }
 
 /// One piece of metadata to write.
@@ -71,7 +71,7 @@ pub(crate) struct Piece {
 }
 
 impl Refcounts {
-    pub(crate) fn new(geometry: Geometry, table: Vec<u64>, table_offset: u64) -> Self {
+    pub(crate) fn new(geometry: Geometry, table: Vec<u64>, table_offset: u64, cache_bytes: u64) -> Self {
         Self {
             geometry,
             table,
@@ -83,6 +83,7 @@ impl Refcounts {
             dirty_blocks: BTreeSet::new(),
             writing_blocks: BTreeSet::new(),
             clock: 0,
+            cache_bytes,
         }
     }
 
@@ -122,7 +123,7 @@ impl Refcounts {
     /// Puts a block that was read from the file (or is new) into memory.
     pub(crate) fn install(&mut self, block: u64, bytes: Box<[u8]>) {
         // Room is made before, so that the new block is never the one to go.
-        let limit = self.geometry.cluster_of(CACHE_BYTES).max(CACHED_BLOCKS_MIN as u64);
+        let limit = self.geometry.cluster_of(self.cache_bytes).max(CACHED_BLOCKS_MIN as u64);
         if self.blocks.len() as u64 >= limit {
             let victim = self.blocks.iter().filter(|(_, b)| b.is_clean()).min_by_key(|(_, b)| b.used).map(|(k, _)| *k);
             if let Some(victim) = victim {
@@ -196,7 +197,7 @@ impl Refcounts {
     /// Whether so much waits for a flush that one should not be put off.
     pub(crate) fn is_crowded(&self) -> bool {
         let dirty = (self.dirty_blocks.len() as u64).saturating_mul(self.geometry.cluster_bytes());
-        dirty > CACHE_BYTES && self.dirty_blocks.len() > CACHED_BLOCKS_MIN
+        dirty > self.cache_bytes && self.dirty_blocks.len() > CACHED_BLOCKS_MIN
     }
 
     /// Copies of what has to be written, which is *being written* from now on.
@@ -386,7 +387,7 @@ mod tests {
     fn a_count_that_does_not_fit_is_refused() {
         let geometry =
             Geometry { version: 3, size_bytes: 1 << 20, cluster_bits: 9, refcount_order: 1, has_backing: false };
-        let mut refcounts = Refcounts::new(geometry, vec![0; 64], 512);
+        let mut refcounts = Refcounts::new(geometry, vec![0; 64], 512, 0);
         refcounts.add_block(0, 1024);
         assert_eq!(refcounts.set(3, 3), Ok(()));
         assert_eq!(refcounts.set(3, 4), Err(Overflow));
@@ -398,7 +399,7 @@ mod tests {
     fn only_changed_parts_are_written_and_a_failed_write_is_dirty_again() {
         let geometry =
             Geometry { version: 3, size_bytes: 1 << 30, cluster_bits: 16, refcount_order: 4, has_backing: false };
-        let mut refcounts = Refcounts::new(geometry, vec![0x30000, 0], 0x10000);
+        let mut refcounts = Refcounts::new(geometry, vec![0x30000, 0], 0x10000, 0);
         refcounts.install(0, vec![0; 65536].into());
         refcounts.set(0, 1).unwrap();
         refcounts.set(2048, 1).unwrap();

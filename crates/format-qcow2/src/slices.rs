@@ -9,8 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-/// The tables of a whole disk are cached as long as they fit this.
-const BUDGET_BYTES: u64 = 32 << 20;
+/// However small the cache is to be: enough for many operations at once.
 const SLOTS_MIN: u64 = 64;
 
 /// Directory entries that are allocated together.
@@ -58,9 +57,10 @@ impl View<'_> {
 }
 
 impl Slices {
-    pub(crate) fn new(slices: u64, entries_per_slice: usize) -> Self {
+    /// A cache for a disk of `slices`, of at most `cache_bytes` (or a few slots). Slots are filled as they are used.
+    pub(crate) fn new(slices: u64, entries_per_slice: usize, cache_bytes: u64) -> Self {
         let slice_bytes = (entries_per_slice as u64).saturating_mul(8);
-        let slots = slices.min(BUDGET_BYTES.checked_div(slice_bytes).unwrap_or(0).max(SLOTS_MIN));
+        let slots = slices.min(cache_bytes.checked_div(slice_bytes).unwrap_or(0).max(SLOTS_MIN));
         let chunks = slices.div_ceil(CHUNK_ENTRIES as u64);
         Self {
             slots: (0..slots).map(|_| Slot::default()).collect(),
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn clean_slices_make_room_and_dirty_ones_stay() {
-        let slices = Slices::new(1 << 20, 8192 * 8);
+        let slices = Slices::new(1 << 20, 8192 * 8, 0);
         let count = slices.slots.len() as u64;
         let mut book = SlotBook::default();
         for slice in 0..count {
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_view_of_a_slot_that_changed_hands_is_not_valid() {
-        let slices = Slices::new(1 << 20, 8192 * 8);
+        let slices = Slices::new(1 << 20, 8192 * 8, 0);
         let mut book = SlotBook::default();
         assert!(filled(&slices, &mut book, 1));
         let view = slices.view(1).unwrap();
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn readers_never_see_an_entry_of_another_slice() {
-        let slices = Slices::new(1 << 20, 8192 * 8);
+        let slices = Slices::new(1 << 20, 8192 * 8, 0);
         let mut book = SlotBook::default();
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {

@@ -75,6 +75,8 @@ pub(crate) struct Space {
     pub(crate) frontier: u64,
     /// Host clusters from the frontier up to here read as zeros, also after a power cut.
     pub(crate) zeroed_end: u64,
+    /// Nothing at or behind the frontier has a refcount.
+    pub(crate) settled: bool,
     /// Whether the file can be made longer with zeros.
     pub(crate) can_extend: bool,
     /// Host clusters below have been looked at for free ones, up to the frontier at the time.

@@ -53,10 +53,13 @@ impl Qcow2 {
         Ok(ZeroOutcome { by_writing })
     }
 
-    /// Gives the space of whole clusters of the range back. What they read as afterwards is zeros, except above a backing
-    /// file in version 2, where the layer below shows again.
+    /// Gives the space of whole clusters of the range back; they read as zeros afterwards. Above a backing file in
+    /// version 2, which cannot say that, nothing is done: what the layer below holds would come back to life.
     pub async fn discard(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
         self.inner.check_write(offset, length)?;
+        if self.inner.geometry.version < 3 && self.inner.geometry.has_backing {
+            return Ok(());
+        }
         let whole = self.inner.whole_clusters(offset, offset.saturating_add(length));
         self.inner.change_clusters(io, whole, Goal::Discarded).await
     }

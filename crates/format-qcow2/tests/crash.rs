@@ -1,0 +1,269 @@
+//! Power cuts and faults at every moment of concurrent workloads, below `image`: only this crate and simulated storage.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use block::{Completion, File, IoResult, MetaIo, Participant, ReactorCtx, block_on};
+use common::{Base, Guest, NAME, created};
+use format_qcow2::{Barrier, CreateOptions};
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use testkit::{
+    Dice, Fault, FaultAction, ModelDisk, OpKind, Reply, Request, SimFileOptions, SimReactor, SimStorage, mix,
+    qcow2_check, stamped,
+};
+
+/// What the guest saw, for telling a model again.
+enum Event {
+    Submitted(u64, Request),
+    Completed(Reply),
+}
+
+/// A model that is told everything, and the story with the storage's clock.
+#[derive(Clone)]
+struct Witness {
+    storage: SimStorage,
+    model: Rc<RefCell<ModelDisk>>,
+    story: Rc<RefCell<Vec<(u64, Event)>>>,
+}
+
+impl Witness {
+    fn new(storage: &SimStorage, contents: &[u8]) -> Self {
+        let model = Rc::new(RefCell::new(ModelDisk::new(contents, true)));
+        Self { storage: storage.clone(), model, story: Rc::default() }
+    }
+
+    fn submitted(&self, tag: u64, request: &Request) {
+        self.model.borrow_mut().submit(tag, request);
+        self.story.borrow_mut().push((self.storage.now(), Event::Submitted(tag, request.clone())));
+    }
+
+    fn completed(&self, completion: Completion, data: Vec<u8>) {
+        let reply = Reply { tag: completion.tag, result: completion.result, data };
+        self.model.borrow_mut().complete(&reply).unwrap();
+        self.story.borrow_mut().push((self.storage.now(), Event::Completed(reply)));
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Plan {
+    seed: u64,
+    queues: u64,
+    depth: u64,
+    requests: u64,
+    /// Longest request.
+    most_bytes: u64,
+    /// Never a write-zeroes or discard.
+    only_writes: bool,
+    skip: Option<Barrier>,
+    /// The so-manieth operation of a kind fails.
+    fault: Option<(OpKind, u64)>,
+}
+
+const PLAN: Plan = Plan {
+    seed: 1,
+    queues: 2,
+    depth: 3,
+    requests: 10,
+    most_bytes: 12 << 10,
+    only_writes: false,
+    skip: None,
+    fault: None,
+};
+
+fn random_request(dice: &mut Dice, size: u64, plan: &Plan) -> Request {
+    let offset = dice.below(size / 512) * 512;
+    let length = ((1 + dice.below(plan.most_bytes / 512)) * 512).min(size - offset);
+    let write = Request::write(offset, stamped(dice.seed(), offset, length as usize));
+    match dice.below(20) {
+        0..3 => Request::Flush,
+        3..6 => Request::read(offset, length as usize),
+        _ if plan.only_writes => write,
+        6..9 => Request::WriteZeroes { offset, length, may_unmap: dice.chance(50), fua: false },
+        9..12 => Request::Discard { offset, length },
+        _ => write,
+    }
+}
+
+async fn carry_out(guest: &Guest, request: &Request) -> (IoResult, Vec<u8>) {
+    let result = match request {
+        Request::Read { offset, pieces } => match guest.read(*offset, pieces.iter().sum()).await {
+            Ok(data) => return (Ok(()), data),
+            Err(error) => Err(error),
+        },
+        Request::Write { offset, data, .. } => guest.write(*offset, data).await,
+        Request::Flush => guest.flush().await,
+        Request::Discard { offset, length } => guest.discard(*offset, *length).await,
+        Request::WriteZeroes { offset, length, may_unmap, .. } => {
+            guest.write_zeroes(*offset, *length, *may_unmap).await
+        }
+    };
+    (result, Vec::new())
+}
+
+async fn work(guest: Guest, part: Rc<RefCell<Participant>>, witness: Witness, plan: Plan, worker: u64) {
+    let mut dice = Dice::new(mix(plan.seed, worker));
+    let size = guest.qcow2.size_bytes();
+    for number in 0..plan.requests {
+        let tag = worker << 32 | number;
+        let request = random_request(&mut dice, size, &plan);
+        let ticket = part.borrow_mut().begin(guest.qcow2.epochs());
+        witness.submitted(tag, &request);
+        let (result, data) = carry_out(&guest, &request).await;
+        part.borrow_mut().end(ticket);
+        witness.completed(Completion { tag, result }, data);
+    }
+}
+
+/// Runs the plan; all that the guest sees is checked as it goes. Ends without closing.
+fn play(storage: &SimStorage, base: &Base, plan: Plan) -> (Guest, Witness) {
+    let file = storage.file(NAME).unwrap();
+    let blocking = common::open(&file, Arc::clone(base));
+    let contents = block_on(blocking.read_all()).unwrap();
+    if let Some(barrier) = plan.skip {
+        blocking.qcow2.skip_barrier_for_test(barrier);
+    }
+    if let Some((kind, nth)) = plan.fault {
+        storage.inject(NAME, Fault::nth(kind, nth, FaultAction::Fail(block::IoError::EIO)));
+    }
+    let witness = Witness::new(storage, &contents);
+    let first = SimReactor::new(plan.seed);
+    let mut reactors = Vec::new();
+    for queue in 0..plan.queues {
+        let reactor = if queue == 0 { Rc::clone(&first) } else { first.sibling() };
+        let guest = blocking.through(MetaIo::new(file.open_queue(&reactor.ctx()).unwrap()));
+        let part = Rc::new(RefCell::new(guest.qcow2.epochs().join()));
+        for task in 0..plan.depth {
+            let worker = 1 + queue * plan.depth + task;
+            reactor.spawn(Box::pin(work(guest.clone(), Rc::clone(&part), witness.clone(), plan, worker)));
+        }
+        reactors.push(reactor);
+    }
+    first.run_until_idle();
+    (blocking, witness)
+}
+
+fn sound(storage: &SimStorage) -> Result<(), String> {
+    qcow2_check(&storage.bytes(NAME))?.sound()
+}
+
+/// Reads everything, as after a restart.
+fn reread(storage: &SimStorage, base: &Base) -> Result<Vec<u8>, String> {
+    let guest = common::open(&storage.file(NAME).unwrap(), Arc::clone(base));
+    block_on(guest.read_all()).map_err(|error| error.to_string())
+}
+
+/// Cuts the power at each write and flush boundary; says what is wrong first.
+fn cut_everywhere(storage: &SimStorage, base: &Base, plan: Plan, stride: u64) -> Result<u64, String> {
+    let contents = reread(storage, base)?;
+    storage.record();
+    let (guest, witness) = play(storage, base, plan);
+    witness.model.borrow().check_live(&block_on(guest.read_all()).unwrap())?;
+    block_on(guest.close()).map_err(|error| error.to_string())?;
+    sound(storage)?;
+    let mut model = ModelDisk::new(&contents, true);
+    let story = witness.story.take();
+    let mut story = story.iter().peekable();
+    let mut replay = storage.take_recording().replay();
+    let mut cuts = 0;
+    while let Some(now) = replay.advance() {
+        while let Some((_, event)) = story.next_if(|(at, _)| *at <= now) {
+            match event {
+                Event::Submitted(tag, request) => model.submit(*tag, request),
+                Event::Completed(reply) => model.complete(reply)?,
+            }
+        }
+        if !mix(plan.seed, now).is_multiple_of(stride) {
+            continue;
+        }
+        cuts += 1;
+        for outcome in 0..2 {
+            let after = replay.power_cut(outcome);
+            let at = |wrong| format!("seed {}, cut at {now}, outcome {outcome}: {wrong}", plan.seed);
+            sound(&after).map_err(at)?;
+            model.check_after_crash(&reread(&after, base).map_err(at)?).map_err(at)?;
+        }
+    }
+    Ok(cuts)
+}
+
+fn options(cluster_size: u64, version: u32, refcount_bits: u32) -> CreateOptions {
+    CreateOptions { size_bytes: 160 << 10, cluster_size, version, refcount_bits, ..CreateOptions::default() }
+}
+
+fn image(options: &CreateOptions, seed: u64) -> SimStorage {
+    let kind = SimFileOptions {
+        can_discard: !seed.is_multiple_of(4),
+        discard_zeroes: !seed.is_multiple_of(5),
+        ..SimFileOptions::default()
+    };
+    created(options, kind).0
+}
+
+#[test]
+fn after_a_power_cut_flushed_data_is_whole_untouched_sectors_are_as_they_were_and_only_space_is_lost() {
+    let mut cuts = 0;
+    for seed in 0..16 {
+        let clusters = [512, 1024, 4096, 16384][seed as usize % 4];
+        let version = if seed % 5 == 4 { 2 } else { 3 };
+        let mut options = options(clusters, version, if version == 2 { 16 } else { [16, 1, 64][seed as usize % 3] });
+        let mut base = Base::default();
+        if seed % 3 == 1 {
+            options.backing_file = Some("base.raw".to_owned());
+            base = Arc::new(stamped(99, 0, 100 << 10));
+        }
+        cuts += cut_everywhere(&image(&options, seed), &base, Plan { seed, ..PLAN }, 3).unwrap();
+    }
+    println!("{cuts} cuts");
+}
+
+#[test]
+fn a_refcount_table_that_moves_survives_a_power_cut() {
+    for seed in 0..2 {
+        // 64 refcounts a block and 64 blocks a table: it moves when the file passes 2 MiB.
+        let options = CreateOptions { size_bytes: 4 << 20, ..options(512, 3, 64) };
+        let plan = Plan { seed, requests: 16, most_bytes: 128 << 10, only_writes: true, ..PLAN };
+        let storage = image(&options, 1);
+        let place = storage.bytes(NAME)[48..56].to_vec();
+        cut_everywhere(&storage, &Base::default(), plan, 60).unwrap();
+        assert_ne!(storage.bytes(NAME)[48..56], place, "the table did not move");
+    }
+}
+
+#[test]
+fn leaving_any_barrier_out_is_found_by_a_power_cut() {
+    for barrier in [Barrier::BeforeMapping, Barrier::BeforeRelying, Barrier::End, Barrier::Reuse] {
+        let found = (0..60).any(|seed| {
+            let plan = Plan { seed, skip: Some(barrier), ..PLAN };
+            let storage = image(&options(512, 3, 16), 1);
+            cut_everywhere(&storage, &Base::default(), plan, 2).is_err()
+        });
+        assert!(found, "nothing noticed that {barrier:?} is missing");
+    }
+}
+
+#[test]
+fn a_failed_operation_fails_its_request_and_leaves_a_valid_image() {
+    let kinds = [OpKind::Read, OpKind::Write, OpKind::Flush, OpKind::Discard, OpKind::SetLength];
+    let mut errors = 0;
+    for kind in kinds {
+        for nth in 0..60 {
+            let storage = image(&options(1024, 3, 16), 1);
+            let plan = Plan { seed: nth, fault: Some((kind, nth)), ..PLAN };
+            let (guest, witness) = play(&storage, &Base::default(), plan);
+            storage.clear_faults();
+            let failed = |event: &&(u64, Event)| matches!(&event.1, Event::Completed(reply) if reply.result.is_err());
+            errors += witness.story.borrow().iter().filter(failed).count();
+            let model = witness.model.borrow();
+            model.check_live(&block_on(guest.read_all()).unwrap()).unwrap();
+            sound(&storage.process_killed(nth)).unwrap();
+            model.check_after_crash(&reread(&storage.power_cut(nth), &Base::default()).unwrap()).unwrap();
+            // It can be flushed again, and then nothing is missing.
+            block_on(guest.close()).unwrap();
+            sound(&storage).unwrap();
+            model.check_live(&reread(&storage, &Base::default()).unwrap()).unwrap();
+        }
+    }
+    assert!(errors > 60, "only {errors} requests failed: the faults hit nothing");
+}
