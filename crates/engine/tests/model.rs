@@ -2,18 +2,20 @@
 
 mod common;
 
+use common::loop_device::{LoopDevice, Mounted};
 use common::model::Model;
 use common::reactor;
 use engine::{CacheMode, EngineKind, OpenOptions};
+use std::path::Path;
 
 const CACHES: [CacheMode; 5] =
     [CacheMode::Writeback, CacheMode::None, CacheMode::Writethrough, CacheMode::Directsync, CacheMode::Unsafe];
 
 fn check(engine: EngineKind) {
-    check_in(&tempfile::tempdir().unwrap(), engine, &engine.to_string());
+    check_in(tempfile::tempdir().unwrap().path(), engine, &engine.to_string());
 }
 
-fn check_in(dir: &tempfile::TempDir, engine: EngineKind, chosen: &str) {
+fn check_in(dir: &Path, engine: EngineKind, chosen: &str) {
     let (one, two) = (reactor("one"), reactor("two"));
     for (number, cache) in CACHES.into_iter().enumerate() {
         if engine == EngineKind::LinuxAio && !cache.is_direct() {
@@ -21,7 +23,7 @@ fn check_in(dir: &tempfile::TempDir, engine: EngineKind, chosen: &str) {
         }
         // Aligned requests first, so that the file is untracked for a while; then anything.
         for (unit, rounds) in [(4096, 40), (1, 150)] {
-            let path = dir.path().join(format!("{cache}-{unit}"));
+            let path = dir.join(format!("{cache}-{unit}"));
             engine::create(&path, 300_000 / unit * unit).unwrap();
             let options = OpenOptions { engine, cache, ..OpenOptions::default() };
             let file = engine::open(&path, &options).unwrap();
@@ -55,7 +57,28 @@ fn threads_agree_with_the_model_in_every_cache_mode() {
 #[test]
 fn a_file_in_memory_agrees_with_the_model_in_every_cache_mode() {
     match tempfile::tempdir_in("/dev/shm") {
-        Ok(dir) => check_in(&dir, EngineKind::Auto, "threads"),
+        Ok(dir) => check_in(dir.path(), EngineKind::Auto, "threads"),
         Err(_) => common::skip("there is no tmpfs at /dev/shm"),
+    }
+}
+
+#[test]
+fn files_whose_direct_io_takes_large_blocks_only_agree_with_the_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let (backing, at) = (dir.path().join("backing"), dir.path().join("mounted"));
+    engine::create(&backing, 64 << 20).unwrap();
+    std::fs::create_dir(&at).unwrap();
+    let device = LoopDevice::over(&backing, 4096);
+    let Some(_mounted) = device.as_ref().and_then(|device| Mounted::ext4(device, &at)) else {
+        return common::skip("a file system cannot be made and mounted here (it takes root, losetup and mkfs.ext4)");
+    };
+    let path = at.join("probe");
+    engine::create(&path, 1 << 16).unwrap();
+    let file = engine::open(&path, &OpenOptions { cache: CacheMode::None, ..OpenOptions::default() }).unwrap();
+    assert_eq!(file.info().offset_alignment_bytes, 4096);
+    for engine in [EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads] {
+        let at = at.join(engine.to_string());
+        std::fs::create_dir(&at).unwrap();
+        check_in(&at, engine, &engine.to_string());
     }
 }

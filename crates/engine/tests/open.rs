@@ -3,6 +3,7 @@
 mod common;
 
 use block::{Error, ErrorKind, File, FileOp, IoErrorKind, PastEnd};
+use common::loop_device::LoopDevice;
 use common::model::Model;
 use common::reactor;
 use engine::{CacheMode, EngineKind, OpenOptions};
@@ -112,24 +113,6 @@ fn blocking_queues_serve_any_alignment_too() {
     }
 }
 
-/// A loop device over a file, detached on drop.
-struct LoopDevice(PathBuf);
-
-impl LoopDevice {
-    fn over(path: &Path, sector_bytes: u32) -> Option<Self> {
-        let sector = sector_bytes.to_string();
-        let output = Command::new("losetup").args(["--find", "--show", "--sector-size", &sector]).arg(path).output();
-        let output = output.ok().filter(|output| output.status.success())?;
-        Some(Self(PathBuf::from(String::from_utf8(output.stdout).unwrap().trim())))
-    }
-}
-
-impl Drop for LoopDevice {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
-    }
-}
-
 #[test]
 fn block_devices_with_small_and_large_sectors_agree_with_the_model() {
     const BYTES: usize = 1 << 20;
@@ -147,7 +130,7 @@ fn block_devices_with_small_and_large_sectors_agree_with_the_model() {
                     continue;
                 }
                 let options = OpenOptions { engine, cache, ..OpenOptions::default() };
-                let file = engine::open(&device.0, &options).unwrap();
+                let file = engine::open(device.path(), &options).unwrap();
                 check_device(&file, sector_bytes, cache);
                 let mut model = Model::new(seed as u64, BYTES, BYTES as u64, true, 1);
                 model.discard_unit = u64::from(sector_bytes);
@@ -156,7 +139,7 @@ fn block_devices_with_small_and_large_sectors_agree_with_the_model() {
                     model.round(&file, [&one, &two]);
                 }
                 common::with_queue(&one, &file, |queue| async move { queue.start(FileOp::Flush).await.unwrap() });
-                model.check_host(&device.0, &file);
+                model.check_host(device.path(), &file);
             }
         }
     }

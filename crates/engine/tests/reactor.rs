@@ -211,3 +211,47 @@ fn a_blocking_queue_works_on_a_reactors_own_thread_beside_its_requests() {
     }
     reactor.stop().unwrap();
 }
+
+#[test]
+fn more_requests_at_once_than_the_rings_hold_all_end_and_go_in_few_calls() {
+    const COUNT: u64 = 6000;
+    let dir = tempfile::tempdir().unwrap();
+    for engine in [EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads] {
+        let path = dir.path().join(engine.to_string());
+        std::fs::write(&path, vec![9; 1 << 20]).unwrap();
+        let options = OpenOptions { engine, cache: engine::CacheMode::None, ..OpenOptions::default() };
+        let file = engine::open(&path, &options).unwrap();
+        let reactor = reactor("flood");
+        with_queue(&reactor, &file, |queue| async move {
+            let bufs: Vec<_> = (0..COUNT).map(|_| memory::IoBuf::zeroed(4096)).collect();
+            let start = |(index, buf): (usize, &memory::IoBuf)| {
+                let offset = index as u64 % 256 * 4096;
+                queue.start(FileOp::Read { offset, data: buf.whole(), past_end: PastEnd::Fails })
+            };
+            let ends: Vec<_> = bufs.iter().enumerate().map(start).collect();
+            for end in ends {
+                end.await.unwrap();
+            }
+            assert!(bufs.iter().all(|buf| buf.whole().to_vec() == [9; 4096]));
+        });
+        let stats = reactor.stats();
+        assert_eq!((stats.requests, stats.completions), (COUNT, COUNT), "{engine}");
+        assert!(stats.system_calls < COUNT, "{engine}: {stats:?}");
+        reactor.stop().unwrap();
+    }
+}
+
+#[test]
+fn under_cache_unsafe_a_flush_reaches_no_engine_and_elsewhere_it_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    engine::create(&path, 1 << 16).unwrap();
+    for cache in engine::CacheMode::NAMES {
+        let options = OpenOptions { cache: cache.parse().unwrap(), ..OpenOptions::default() };
+        let file = engine::open(&path, &options).unwrap();
+        let reactor = reactor("flush");
+        with_queue(&reactor, &file, |queue| async move { queue.start(FileOp::Flush).await.unwrap() });
+        assert_eq!(reactor.stats().requests, u64::from(cache != "unsafe"), "{cache}");
+        reactor.stop().unwrap();
+    }
+}

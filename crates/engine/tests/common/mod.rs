@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test program uses its part")]
 
 pub(crate) mod fuse;
+pub(crate) mod loop_device;
 pub(crate) mod model;
 
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, ReactorCtx};

@@ -1,0 +1,51 @@
+//! Block devices, and file systems on them, for tests that run as root.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A loop device over a file, detached on drop.
+pub(crate) struct LoopDevice(PathBuf);
+
+impl LoopDevice {
+    pub(crate) fn over(path: &Path, sector_bytes: u32) -> Option<Self> {
+        let sector = sector_bytes.to_string();
+        let output = Command::new("losetup").args(["--find", "--show", "--sector-size", &sector]).arg(path).output();
+        let output = output.ok().filter(|output| output.status.success())?;
+        Some(Self(PathBuf::from(String::from_utf8(output.stdout).unwrap().trim())))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+/// A file system on a block device, unmounted on drop.
+pub(crate) struct Mounted(PathBuf);
+
+impl Mounted {
+    pub(crate) fn ext4(device: &LoopDevice, at: &Path) -> Option<Self> {
+        let run = |program: &str, words: &[&str], path: &Path| {
+            let mut command = Command::new(program);
+            command.args(words).arg(path);
+            if program == "mount" {
+                command.arg(at);
+            }
+            command.output().ok().filter(|output| output.status.success())
+        };
+        run("mkfs.ext4", &["-q", "-b", "4096"], device.path())?;
+        run("mount", &["-t", "ext4"], device.path())?;
+        Some(Self(at.to_owned()))
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
