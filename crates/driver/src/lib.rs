@@ -10,6 +10,7 @@
 
 mod dma;
 mod driver;
+mod issue;
 mod layout;
 mod options;
 mod queue;

@@ -16,6 +16,9 @@ pub(crate) const ORPHAN: u32 = u32::MAX;
 /// What a status byte holds before the device has written it: no status of the specification.
 const STATUS_UNWRITTEN: u8 = 0xff;
 
+/// A device that polls begins with the first requests of a batch while the driver still adds the others.
+const SHOW_EVERY: u16 = 8;
+
 /// What a request in flight belongs to.
 #[derive(Debug, Default)]
 pub(crate) struct Part {
@@ -152,6 +155,9 @@ impl Ring {
         }
         if let Some(part) = self.parts.get_mut(usize::from(head)) {
             (part.owner, part.skip_bytes, part.length_bytes) = (owner, skip, length);
+        }
+        if self.ring.unshown() >= SHOW_EVERY {
+            self.ring.show();
         }
         Ok(())
     }

@@ -119,9 +119,10 @@ pub struct DriverRing {
     heads: Vec<Head>,
     /// Our own copy of the chains' links: the table belongs to memory that the device can write.
     links: Vec<u16>,
-    /// Requests ever added, shown to the device, popped. The ring's indices are their low 16 bits; a request may stay in
-    /// flight while the indices go round.
+    /// Requests ever added, shown to the device, weighed for a kick, popped. The ring's indices are their low 16 bits; a
+    /// request may stay in flight while the indices go round.
     added: u64,
+    shown: u64,
     published: u64,
     popped: u64,
     /// The used index when it was last looked at.
@@ -153,6 +154,7 @@ impl DriverRing {
             heads: vec![Head::default(); usize::from(size)],
             links: vec![0; usize::from(size)],
             added: 0,
+            shown: 0,
             published: 0,
             popped: 0,
             seen_used: 0,
@@ -254,7 +256,20 @@ impl DriverRing {
         }
     }
 
-    /// Whether something was added that the device has not been told of.
+    /// Requests added since the device was last shown any.
+    #[must_use]
+    pub fn unshown(&self) -> u16 {
+        low(self.added.wrapping_sub(self.shown))
+    }
+
+    /// Lets a device that polls see what was added so far, in the middle of a batch: no barrier and no kick, both of
+    /// which come with [`DriverRing::publish`] at its end.
+    pub fn show(&mut self) {
+        self.areas.publish_avail_index(low(self.added));
+        self.shown = self.added;
+    }
+
+    /// Whether something was added since the last [`DriverRing::publish`].
     #[must_use]
     pub fn is_unpublished(&self) -> bool {
         self.published != self.added
@@ -266,7 +281,7 @@ impl DriverRing {
             return false;
         }
         let (old, new) = (low(self.published), low(self.added));
-        self.areas.publish_avail_index(new);
+        self.show();
         self.published = self.added;
         // 2.7.13.4.1: the index is visible before we look whether the device waits for it.
         full_fence();
@@ -299,7 +314,7 @@ impl DriverRing {
         };
         // Announced, and not used since: the device cannot know what was only added.
         let state = self.heads.get(usize::from(head));
-        let known = state.is_some_and(|state| state.descriptors > 0 && state.position < self.published);
+        let known = state.is_some_and(|state| state.descriptors > 0 && state.position < self.shown);
         if !known {
             return Err(self.break_with(RingError::NotInFlight { head }));
         }
@@ -310,7 +325,7 @@ impl DriverRing {
 
     fn look_at_used_index(&mut self) -> Result<bool, RingError> {
         let (from, to) = (low(self.popped), self.areas.used_index());
-        let in_flight = low(self.published.wrapping_sub(self.popped));
+        let in_flight = low(self.shown.wrapping_sub(self.popped));
         if to.wrapping_sub(from) > in_flight {
             return Err(self.break_with(RingError::UsedIndex { from, to, in_flight }));
         }

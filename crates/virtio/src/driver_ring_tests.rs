@@ -188,6 +188,23 @@ fn the_device_is_kicked_once_a_batch_and_only_if_it_asks() {
 }
 
 #[test]
+fn what_is_shown_early_is_served_and_kicked_for_at_the_end_of_the_batch() {
+    for event_idx in [false, true] {
+        let (mut ring, mut device) = pair(8, event_idx, None);
+        ring.add(&request(1, 1)).unwrap();
+        assert_eq!((device.pop(), ring.unshown()), (None, 1));
+        ring.show();
+        let (head, _) = device.pop().unwrap();
+        device.push(u32::from(head));
+        assert_eq!((ring.pop_used().unwrap().unwrap().head, ring.unshown()), (head, 0));
+        ring.add(&request(2, 1)).unwrap();
+        // The device fell asleep after the first entry, or before it: either way it is told.
+        device.areas.set_avail_event(0);
+        assert!(ring.is_unpublished() && ring.publish() && !ring.is_unpublished());
+    }
+}
+
+#[test]
 fn callbacks_are_off_while_polling_and_on_before_sleeping() {
     for event_idx in [false, true] {
         let (mut ring, mut device) = pair(8, event_idx, None);

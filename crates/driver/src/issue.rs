@@ -1,0 +1,166 @@
+//! How one ring request is made of a part of an operation: memory that the device shares is named as it is, other memory
+//! goes through bounce buffers, and nothing is longer than the device takes.
+
+use crate::layout::GUEST_BASE;
+use crate::queue::Rules;
+use crate::ring::Ring;
+use memory::{Segment, Window};
+use virtio::blk::{RangeSegment, RequestHeader, SECTOR_SHIFT, request_type};
+use virtio::driver_ring::{AddError, Buffer};
+
+/// The most data in one ring request.
+pub(crate) const MAX_REQUEST_BYTES: usize = 1 << 20;
+
+/// Direction, first byte on the disk, and the range of addresses that the device shares.
+pub(crate) struct Way {
+    pub(crate) kind: u32,
+    pub(crate) offset: u64,
+    pub(crate) shared: (usize, usize),
+}
+
+/// Where the device finds `segment`, if it lies in the shared memory.
+fn shared_address(segment: &Segment, (start, length_bytes): (usize, usize)) -> Option<u64> {
+    let skip = segment.as_ptr().addr().checked_sub(start)?;
+    let fits = skip < length_bytes && segment.length_bytes() <= length_bytes - skip;
+    fits.then(|| GUEST_BASE + skip as u64)
+}
+
+/// Issues one request for `data` from `skip` on; gives its bytes.
+pub(crate) fn issue_data(
+    ring: &mut Ring,
+    bounce: &[Window],
+    rules: &Rules,
+    way: Way,
+    data: &Window,
+    skip: usize,
+    owner: u32,
+) -> Result<u64, AddError> {
+    ring.begin();
+    let device_writes = way.kind == request_type::IN;
+    let length = match push_direct(ring, rules, &way, data, skip) {
+        0 => {
+            let left = (data.length_bytes() - skip).min(MAX_REQUEST_BYTES);
+            let length = ring.push_bounce(left, rules.block_bytes as usize, device_writes);
+            if length == 0 {
+                return Err(AddError::Full);
+            }
+            if !device_writes {
+                copy_bounced(ring.next_bounce(), bounce, ring.max_segment_bytes, rules, |slot, at, most| {
+                    slot.copy_from(0, &data.slice(skip + at, most.min(length - at)));
+                    at + most < length
+                });
+            }
+            length
+        }
+        length => length,
+    };
+    start_data(ring, way.kind, way.offset + skip as u64, owner, skip, length)
+}
+
+fn start_data(ring: &mut Ring, kind: u32, at: u64, owner: u32, skip: usize, length: usize) -> Result<u64, AddError> {
+    let header = RequestHeader { kind, priority: 0, sector: at >> SECTOR_SHIFT };
+    match ring.start(header, owner, skip, length) {
+        Ok(()) => Ok(length as u64),
+        Err(error) => {
+            ring.unpush_bounce();
+            Err(error)
+        }
+    }
+}
+
+/// Pushes buffers for `data` from `skip` on where the device shares it; gives their bytes, zero where it must bounce.
+fn push_direct(ring: &mut Ring, rules: &Rules, way: &Way, data: &Window, skip: usize) -> usize {
+    let device_writes = way.kind == request_type::IN;
+    if skip == 0
+        && let Some(segment) = data.single_segment()
+        && segment.length_bytes() <= MAX_REQUEST_BYTES.min(ring.max_segment_bytes as usize)
+    {
+        let Some(address) = shared_address(&segment, way.shared) else { return 0 };
+        // No longer than a segment of the device: it fits.
+        let length_bytes = segment.length_bytes() as u32;
+        ring.buffers.push(Buffer { address, length_bytes, device_writes });
+        return segment.length_bytes();
+    }
+    let left = (data.length_bytes() - skip).min(MAX_REQUEST_BYTES);
+    let (mut total, mut shared) = (0, true);
+    data.slice(skip, left).for_each_segment(|segment| {
+        let Some(mut address) = shared_address(&segment, way.shared) else {
+            shared = false;
+            return;
+        };
+        let mut rest = segment.length_bytes();
+        while rest > 0 && shared && ring.segments() < ring.max_segments {
+            let length = rest.min(ring.max_segment_bytes as usize);
+            ring.buffers.push(Buffer { address, length_bytes: length as u32, device_writes });
+            address += length as u64;
+            rest -= length;
+            total += length;
+        }
+    });
+    // A request is whole blocks: what was pushed too much is taken off its end.
+    let mut excess = if shared { total % rules.block_bytes as usize } else { total };
+    total -= excess;
+    while excess > 0
+        && let Some(last) = ring.buffers.last_mut()
+    {
+        let cut = excess.min(last.length_bytes as usize);
+        last.length_bytes -= cut as u32;
+        excess -= cut;
+        if last.length_bytes == 0 {
+            ring.buffers.pop();
+        }
+    }
+    total
+}
+
+/// Zeros from bounce buffers, for a device without write-zeroes.
+pub(crate) fn issue_zeros(
+    ring: &mut Ring,
+    bounce: &[Window],
+    rules: &Rules,
+    at: u64,
+    left: usize,
+    owner: u32,
+) -> Result<u64, AddError> {
+    ring.begin();
+    let length = ring.push_bounce(left.min(MAX_REQUEST_BYTES), rules.block_bytes as usize, false);
+    if length == 0 {
+        return Err(AddError::Full);
+    }
+    for slot in ring.next_bounce().iter().filter_map(|index| bounce.get(usize::from(*index))) {
+        slot.fill(0);
+    }
+    start_data(ring, request_type::OUT, at, owner, 0, length)
+}
+
+pub(crate) fn range_segment(offset: u64, length: u64, most: u32, rules: &Rules, flags: u32) -> RangeSegment {
+    let block_sectors = (rules.block_bytes >> SECTOR_SHIFT).max(1);
+    let most = u64::from(most) - u64::from(most) % block_sectors;
+    let sectors = (length >> SECTOR_SHIFT).min(most.max(1));
+    // At most a `u32`, by the line above.
+    RangeSegment { sector: offset >> SECTOR_SHIFT, sector_count: sectors as u32, flags }
+}
+
+pub(crate) fn issue_range(ring: &mut Ring, kind: u32, range: RangeSegment, owner: u32) -> Result<u64, AddError> {
+    ring.start_range(kind, range, owner)?;
+    Ok(u64::from(range.sector_count) << SECTOR_SHIFT)
+}
+
+/// Calls `copy` with each bounce buffer of a request, where its part of the data begins and how long it is at most,
+/// until it returns false.
+pub(crate) fn copy_bounced(
+    indices: &[u16],
+    bounce: &[Window],
+    max_segment_bytes: u32,
+    rules: &Rules,
+    mut copy: impl FnMut(&Window, usize, usize) -> bool,
+) {
+    let each = crate::ring::bounce_segment_bytes(max_segment_bytes, rules.block_bytes as usize);
+    let mut at = 0;
+    for slot in indices.iter().filter_map(|index| bounce.get(usize::from(*index))) {
+        if !copy(slot, at, each) {
+            return;
+        }
+        at += each;
+    }
+}
