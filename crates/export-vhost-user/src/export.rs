@@ -116,7 +116,8 @@ impl Export {
         socket.listener.set_nonblocking(true).map_err(|error| Error::io("cannot set the socket up", error))?;
         let server = Server { socket, served: Arc::new(served), shared: Arc::clone(&shared) };
         let thread = std::thread::Builder::new()
-            .name(format!("vu-{}", options.name))
+            // The standard library panics on a zero byte here.
+            .name(format!("vu-{}", options.name.replace('\0', "")))
             .spawn(move || server.run())
             .map_err(|error| Error::io("cannot start the export's thread", error))?;
         Ok(Self { shared, counters, thread: Some(thread) })

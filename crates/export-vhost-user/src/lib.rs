@@ -4,7 +4,8 @@
 //! at most one notification a batch`.
 //!
 //! * [`Export`]: a socket, and a thread that speaks the protocol with one peer at a time.
-//! * `session`: what that peer has set up; `wire`: its messages (the only file that names the `vhost` crate).
+//! * `session`: what that peer has set up; `wire`: its messages (the only file that names the `vhost` crate; `own_messages`
+//!   are those that the crate does not do).
 //! * `ring_poller`: the data path: one ring on one reactor.
 //! * `device`: what the guest is offered, and how a disk looks in virtio-blk's configuration space.
 
@@ -18,9 +19,9 @@
 mod counters;
 mod device;
 mod export;
-mod long_mem_table;
 mod memory_table;
 mod notifier;
+mod own_messages;
 mod ring_control;
 mod ring_poller;
 mod session;

@@ -1,11 +1,11 @@
 //! The protocol's messages. The only file that names the `vhost` crate, whose interface changes often: everything else
 //! sees [`Backend`] and [`Connection`].
 
-use crate::long_mem_table;
+use crate::own_messages::{self, Content, OwnMessage};
 use block::{Error, ErrorKind, Result};
 use memory::RegionSpec;
 use std::fs::File;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vhost::vhost_user::message::{
@@ -14,8 +14,7 @@ use vhost::vhost_user::message::{
     VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
 };
 use vhost::vhost_user::{
-    Backend as PeerChannel, BackendReqHandler, Error as WireError, GpuBackend, Result as WireResult,
-    VhostUserBackendReqHandlerMut, VhostUserFrontendReqHandler,
+    BackendReqHandler, Error as WireError, GpuBackend, Result as WireResult, VhostUserBackendReqHandlerMut,
 };
 use virtio::ring_access::RingAddresses;
 
@@ -86,13 +85,8 @@ impl<B: Backend> Connection<B> {
     /// Receives and serves one message from `stream`, which is the connection; waits for it to be whole. An error ends
     /// the session.
     pub(crate) fn serve_one(&mut self, stream: BorrowedFd<'_>) -> Result<Served> {
-        if let Some(table) = long_mem_table::receive(stream)? {
-            let mut adaptor = self.lock();
-            let taken = adaptor.backend.set_memory(table.regions);
-            if table.needs_reply && adaptor.replies {
-                long_mem_table::reply(stream, taken.is_ok())?;
-            }
-            return taken.map(|()| Served::Message);
+        if let Some(message) = own_messages::receive(stream)? {
+            return self.serve_own(stream, message);
         }
         let served = self.handler.handle_request();
         let mut adaptor = self.lock();
@@ -112,11 +106,27 @@ impl<B: Backend> Connection<B> {
         }
     }
 
+    fn serve_own(&mut self, stream: BorrowedFd<'_>, message: OwnMessage) -> Result<Served> {
+        let mut adaptor = self.lock();
+        let replies = message.needs_reply && adaptor.replies;
+        let kind = message.kind();
+        let taken = match message.content {
+            Content::Memory(regions) => adaptor.backend.set_memory(regions),
+            Content::PeerChannel(channel) => {
+                adaptor.peer_channel = Some(channel);
+                Ok(())
+            }
+        };
+        if replies {
+            OwnMessage::reply(kind, stream, taken.is_ok())?;
+        }
+        taken.map(|()| Served::Message)
+    }
+
     /// Tells the peer that the configuration space has changed, if it wants to know.
     pub(crate) fn config_changed(&self) {
-        // Without waiting for an answer: the peer reads the configuration through this very session before it gives one.
         if let Some(channel) = &self.lock().peer_channel
-            && let Err(error) = channel.handle_config_change()
+            && let Err(error) = own_messages::send_config_change(channel.as_fd())
         {
             tracing::warn!("the peer could not be told of the new configuration: {error}");
         }
@@ -141,7 +151,8 @@ struct Adaptor<B> {
     harmless: bool,
     /// Messages that ask for an answer get one.
     replies: bool,
-    peer_channel: Option<PeerChannel>,
+    /// Where our own messages to the peer go.
+    peer_channel: Option<OwnedFd>,
 }
 
 impl<B: Backend> Adaptor<B> {
@@ -283,10 +294,6 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Adaptor<B> {
         // A guest may write anything there through a monitor that passes it on: no reason to hang up.
         self.harmless = result.is_err();
         self.told(result)
-    }
-
-    fn set_backend_req_fd(&mut self, channel: PeerChannel) {
-        self.peer_channel = Some(channel);
     }
 
     fn set_gpu_socket(&mut self, _gpu_backend: GpuBackend) -> WireResult<()> {

@@ -365,6 +365,34 @@ fn a_device_reset_forgets_the_rings_and_the_cache_mode() {
 }
 
 #[test]
+fn a_new_size_reaches_the_guest() {
+    let server = Server::start(MemDisk::new());
+    let mut client = Client::connect(&server, 0);
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    client.frontend.set_backend_request_fd(&theirs).unwrap();
+    server.export().resized(DISK_BYTES * 2);
+    let mut message = [0; 12];
+    std::io::Read::read_exact(&mut &ours, &mut message).unwrap();
+    assert_eq!(message, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], "CONFIG_CHANGE_MSG, no answer asked for");
+    assert_eq!(read_config(&mut client).capacity_sectors, DISK_BYTES * 2 / 512);
+}
+
+#[test]
+fn a_socket_that_was_passed_in_is_served_and_left_in_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("passed.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let reactor = support::reactor::TestReactor::start("reactor");
+    let disk = std::sync::Arc::new(support::disk::Shared(MemDisk::new()));
+    let options = export_vhost_user::ExportOptions { max_queues: 1, ..Default::default() };
+    let export = export_vhost_user::Export::adopt(listener.into(), disk, vec![reactor.handle()], options).unwrap();
+    let frontend = Frontend::connect(&path, 1).unwrap();
+    assert_ne!(frontend.get_features().unwrap() & f::VERSION_1, 0);
+    export.stop();
+    assert!(frontend.get_features().is_err() && path.exists());
+}
+
+#[test]
 fn stopping_the_export_awaits_requests_and_removes_the_socket() {
     let mut server = Server::start(MemDisk::new());
     let guest = Guest::new();
