@@ -23,6 +23,9 @@ fn image() -> Vec<u8> {
     storage.bytes(NAME)
 }
 
+/// What the error must say, its kind, and what to change in a valid image.
+type Case<'a> = (&'a str, ErrorKind, &'a [(usize, &'a [u8])]);
+
 fn opened(bytes: &[u8], read_only: bool) -> (SimStorage, Result<Qcow2, Error>) {
     let storage = SimStorage::new(1);
     let file = storage.create_with(NAME, bytes, SimFileOptions::default());
@@ -47,7 +50,7 @@ fn impossible_headers_are_refused_with_the_reason_and_the_file_is_untouched() {
         let at = image.windows(19).position(|window| window == b"extended L2 entries").unwrap();
         (at - 1, at)
     };
-    let cases: &[(&str, ErrorKind, &[(usize, &[u8])])] = &[
+    let cases: &[Case] = &[
         ("magic", BadImage, &[(0, b"QFJ")]),
         ("version 4", Unsupported, &[(7, &[4])]),
         ("version 1", Unsupported, &[(7, &[1])]),
