@@ -86,10 +86,10 @@ pub(super) fn overlapping_writes_tear_no_sector(guest: &mut Guest<'_>) -> Result
 pub(super) fn a_queue_dropped_in_flight_harms_nobody(guest: &mut Guest<'_>) -> Result<(), String> {
     let block = guest.block();
     let span = 32 * block;
+    // One model for all rounds: what a dropped queue had in flight may still land rounds later.
+    let mut model = ModelDisk::new(&guest.read(0, 0, span as usize)?, true);
     for round in 0..6 {
         let second = guest.open(1 + round as usize)?;
-        let contents = guest.read(0, 0, span as usize)?;
-        let mut model = ModelDisk::new(&contents, true);
         let mut requests = Vec::new();
         for index in 0..8 {
             let (offset, id) = (index * 4 * block, guest.next_tag + index);
