@@ -124,12 +124,14 @@ pub(crate) async fn write(lane: Lane, offset: u64, data: Window, durable: bool) 
     let length = data.length_bytes() as u64;
     if file.alignment.fits_range(offset, length) {
         let _held = file.tracking.locks.lock(offset..offset + length).await;
-        if file.alignment.fits(offset, &data) {
-            return lane.start(Action::Write { durable }, offset, data).await;
-        }
-        return write_steps(&lane, offset, &data, durable, u64::MAX).await;
+        let written = match file.alignment.fits(offset, &data) {
+            true => lane.start(Action::Write { durable }, offset, data).await,
+            false => write_steps(&lane, offset, &data, durable, u64::MAX).await,
+        };
+        file.tracking.aligned_write_ended();
+        return written;
     }
-    tracking::settle(file).await;
+    let _at_work = tracking::settle(file).await;
     read_modify_write(&lane, offset, &data, durable).await
 }
 
