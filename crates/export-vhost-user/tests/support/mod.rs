@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -178,8 +178,7 @@ pub fn region(guest: &Guest) -> VhostUserMemoryRegionInfo {
 }
 
 pub fn is_readable(fd: &EventFd, seconds: i64) -> bool {
-    // SAFETY: the descriptor is open while `fd` is borrowed.
-    let fd = unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
+    let fd = memory::duplicate_fd(fd).unwrap();
     let mut polled = [PollFd::new(&fd, PollFlags::IN)];
     poll(&mut polled, Some(&Timespec { tv_sec: seconds, tv_nsec: 0 })).unwrap() == 1
 }
