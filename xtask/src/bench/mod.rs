@@ -39,6 +39,9 @@ pub(crate) struct BenchArguments {
     /// Where the files on a disk are made [default: below the build directory].
     #[arg(long, value_name = "PATH")]
     directory: Option<PathBuf>,
+    /// Measure this build of ringdisk instead of making one.
+    #[arg(long, value_name = "PATH")]
+    ringdisk: Option<PathBuf>,
     /// The page to write [default: docs/benchmarks.md; none where only some cells run].
     #[arg(long, value_name = "PATH")]
     output: Option<PathBuf>,
@@ -69,7 +72,8 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
         (None, false) => None,
     };
 
-    let tools = Tools::find(build_ringdisk()?)?;
+    let ringdisk = arguments.ringdisk.clone().map_or_else(build_ringdisk, Ok)?;
+    let tools = Tools::find(ringdisk)?;
     let files = Files::create(arguments.directory.as_deref(), arguments.size_mib, &cells)?;
     let mut outcomes = Vec::new();
     let start = Instant::now();
