@@ -3,7 +3,7 @@
 mod common;
 
 use block::{IoError, IoErrorKind};
-use common::{Chain, Layer, name};
+use common::{Chain, Layer, made_by_qemu, name};
 use testkit::{FaultAction, FaultTest, ModelDisk, OpKind, Session, SimFileOptions, Summary, Workload};
 
 const NO_SPACE: IoError = IoError::new(IoErrorKind::NoSpace);
@@ -29,7 +29,7 @@ fn break_each(chain: &Chain, file: usize, kind: OpKind, action: FaultAction, per
             stride: 1,
             discard_may_restore: chain.discard_may_restore(),
         };
-        let summary = test.run().unwrap_or_else(|wrong| panic!("{wrong}\n{chain:?}"));
+        let summary = test.run().unwrap_or_else(|wrong| panic!("{wrong}\n{:?}", chain.layers));
         sum.moments += summary.moments;
         sum.errors += summary.errors;
     }
@@ -101,6 +101,15 @@ fn other_clusters_and_versions() {
     let file = SimFileOptions { can_discard: false, fast_zeroes: false, ..SimFileOptions::default() };
     let tiny = Layer::Qcow2 { size_bytes: 96 << 10, cluster_size: 512, version: 3, refcount_bits: 64 };
     for chain in [large, Chain::of(vec![old, Layer::Raw(96 << 10)]), Chain { file, ..Chain::of(vec![tiny]) }] {
+        for kind in [OpKind::Read, OpKind::Write] {
+            reaches_the_guest(&chain, kind, FaultAction::Scatter(IoError::EIO));
+        }
+    }
+}
+
+#[test]
+fn snapshots_and_compressed_clusters_of_qemu() {
+    for chain in made_by_qemu() {
         for kind in [OpKind::Read, OpKind::Write] {
             reaches_the_guest(&chain, kind, FaultAction::Scatter(IoError::EIO));
         }

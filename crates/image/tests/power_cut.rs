@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Chain, Layer, name};
+use common::{Chain, Layer, made_by_qemu, name};
 use format_qcow2::Barrier;
 use testkit::{PowerCutTest, Request, Session, SimFileOptions, SimStorage, Summary, Workload, stamped};
 
@@ -66,7 +66,8 @@ impl Case {
         let mut moments = 0;
         for seed in common::seeds(seeds) {
             let summary = self.run(seed, &[]);
-            let summary = summary.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", self.chain));
+            let summary =
+                summary.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", self.chain.layers));
             moments += summary.moments;
         }
         eprintln!("the power was cut at {moments} moments");
@@ -132,6 +133,13 @@ fn one_queue_and_four_queues() {
     for queues in [1, 4] {
         let chain = Chain::of(vec![Layer::qcow2(128 << 10, 1024), Layer::Raw(64 << 10)]);
         Case { queues, ..Case::new(chain) }.survives(3);
+    }
+}
+
+#[test]
+fn snapshots_and_compressed_clusters_of_qemu() {
+    for chain in made_by_qemu() {
+        Case::new(chain).survives(2);
     }
 }
 

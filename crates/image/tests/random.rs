@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Chain, Layer, name};
+use common::{Chain, Layer, made_by_qemu, name};
 use testkit::{ModelDisk, Session, SimFileOptions, Workload, mix, qcow2_check};
 
 /// A chain of one to four layers with anything that the formats allow.
@@ -32,11 +32,11 @@ fn random_chain(seed: u64) -> Chain {
         grows_with_zeros: pick(4, 4) == 0,
         ..SimFileOptions::default()
     };
-    Chain { layers, file, device_bytes: None, used: pick(5, 2) > 0, seed }
+    Chain { layers, file, device_bytes: None, used: pick(5, 2) > 0, made: None, seed }
 }
 
-fn play(seed: u64) -> Result<(), String> {
-    let chain = random_chain(seed);
+fn play(chain: &Chain) -> Result<(), String> {
+    let seed = chain.seed;
     let original = chain.storage();
     let storage = chain.storage();
     let open = |storage: &_| chain.open(storage);
@@ -72,6 +72,17 @@ fn play(seed: u64) -> Result<(), String> {
 #[test]
 fn random_requests_over_random_chains_read_as_the_model_says() {
     for seed in common::seeds(120) {
-        play(seed).unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", random_chain(seed)));
+        let chain = random_chain(seed);
+        play(&chain).unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{chain:?}"));
+    }
+}
+
+#[test]
+fn snapshots_and_compressed_clusters_of_qemu_survive_random_requests() {
+    for chain in made_by_qemu() {
+        for seed in common::seeds(5) {
+            let chain = Chain { seed, ..chain.clone() };
+            play(&chain).unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", chain.layers));
+        }
     }
 }

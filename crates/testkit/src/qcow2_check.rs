@@ -3,6 +3,7 @@
 //! Written from the format's specification alone and sharing nothing with the product, so that both can't be wrong in
 //! the same way. It tells leaks (space that nobody refers to) from damage (anything that may cost data).
 
+use crate::dice::mix;
 use std::collections::BTreeMap;
 
 /// What was found.
@@ -14,6 +15,8 @@ pub struct Qcow2Report {
     pub used_clusters: u64,
     /// Guest clusters that have a host cluster.
     pub allocated_clusters: u64,
+    /// Stands for all that internal snapshots hold: equal as long as they hold the same.
+    pub snapshots_digest: u64,
     /// What may cost data.
     pub damage: Vec<String>,
     /// The image says that its refcounts are not to be trusted.
@@ -180,7 +183,7 @@ impl Checker<'_> {
             };
             let what = || format!("entry {index} of {name}");
             if entry & COMPRESSED != 0 {
-                self.walk_compressed(&what(), entry);
+                self.walk_compressed(&what(), l1_index * (cluster / 8) + index, entry, active);
                 continue;
             }
             let reserved = !(OFFSET_MASK | COPIED | if self.header.version == 3 { ZERO } else { 0 });
@@ -189,6 +192,9 @@ impl Checker<'_> {
                 continue;
             }
             let host = entry & OFFSET_MASK;
+            if !active {
+                self.digest(l1_index * (cluster / 8) + index, entry & ZERO, host, cluster);
+            }
             if host == 0 {
                 if entry & COPIED != 0 {
                     self.damaged(format!("{} says that nothing has a refcount of one", what()));
@@ -207,7 +213,7 @@ impl Checker<'_> {
         }
     }
 
-    fn walk_compressed(&mut self, what: &str, entry: u64) {
+    fn walk_compressed(&mut self, what: &str, number: u64, entry: u64, active: bool) {
         let bits = 62 - (self.header.cluster_bits - 8);
         let offset = entry & ((1 << bits) - 1);
         let sectors = ((entry & (COMPRESSED - 1)) >> bits) + 1;
@@ -216,7 +222,26 @@ impl Checker<'_> {
         }
         // Sectors are counted from the one that the data begin in.
         let end = (offset & !511) + sectors * 512;
+        if !active {
+            self.digest(number, entry, offset, end - offset);
+        }
         self.refer_anywhere(what, offset & !511, end - (offset & !511));
+    }
+
+    /// Adds a guest cluster of a snapshot, and the bytes that hold it, to the digest.
+    fn digest(&mut self, number: u64, kind: u64, offset: u64, length: u64) {
+        if kind == 0 && offset == 0 {
+            return;
+        }
+        let mut digest = mix(mix(self.report.snapshots_digest, number), kind);
+        if kind & ZERO == 0 || kind & COMPRESSED != 0 {
+            let start = (offset as usize).min(self.bytes.len());
+            let end = (offset.saturating_add(length) as usize).min(self.bytes.len());
+            for word in self.bytes[start..end].chunks(8) {
+                digest = mix(digest, word.iter().fold(0, |value, byte| value << 8 | u64::from(*byte)));
+            }
+        }
+        self.report.snapshots_digest = digest;
     }
 
     /// Counts a reference to every cluster of a range that starts at a cluster.

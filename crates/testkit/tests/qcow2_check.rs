@@ -72,4 +72,8 @@ fn damage_is_told_from_leaks() {
     assert!(!broken(l2 + 7, 2).damage.is_empty(), "a reserved bit");
     assert!(!broken(l2, 0x80).damage.is_empty(), "the copied flag with a refcount of two");
     assert!(!broken(l2 + 3, 1).damage.is_empty(), "a cluster behind the end of the file");
+    let digest = |bytes: &[u8]| qcow2_check(bytes).unwrap().snapshots_digest;
+    let mut changed = bytes.clone();
+    changed[data * 4096 + 100] ^= 1;
+    assert_ne!(digest(&changed), digest(&bytes), "a snapshot's data");
 }
