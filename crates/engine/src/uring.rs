@@ -69,31 +69,40 @@ impl Drop for FixedFile {
     }
 }
 
-/// Sets a ring up with the best flags that the kernel takes.
+/// How completions reach the ring, best first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Setup {
+    /// When the reactor fetches them (Linux 6.1).
+    Deferred,
+    /// When the reactor enters the kernel for whatever reason (Linux 5.19).
+    Cooperative,
+    /// At any time: the kernel interrupts the reactor.
+    Plain,
+}
+
+impl Setup {
+    fn build(self) -> io::Result<IoUring> {
+        let mut builder = IoUring::builder();
+        builder.setup_cqsize(COMPLETION_ENTRIES);
+        if self != Self::Plain {
+            builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
+        }
+        if self == Self::Deferred {
+            builder.setup_single_issuer().setup_defer_taskrun();
+        }
+        builder.build(SUBMISSION_ENTRIES)
+    }
+}
+
+/// Sets a ring up in the best way that the kernel knows.
 fn build_ring() -> io::Result<IoUring> {
-    let deferred = IoUring::builder()
-        .setup_cqsize(COMPLETION_ENTRIES)
-        .setup_submit_all()
-        .setup_coop_taskrun()
-        .setup_taskrun_flag()
-        .setup_single_issuer()
-        .setup_defer_taskrun()
-        .build(SUBMISSION_ENTRIES);
-    match deferred {
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-        other => return other,
+    for setup in [Setup::Deferred, Setup::Cooperative] {
+        match setup.build() {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+            other => return other,
+        }
     }
-    let cooperative = IoUring::builder()
-        .setup_cqsize(COMPLETION_ENTRIES)
-        .setup_submit_all()
-        .setup_coop_taskrun()
-        .setup_taskrun_flag()
-        .build(SUBMISSION_ENTRIES);
-    match cooperative {
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-        other => return other,
-    }
-    IoUring::builder().setup_cqsize(COMPLETION_ENTRIES).build(SUBMISSION_ENTRIES)
+    Setup::Plain.build()
 }
 
 /// Whether this process may use io_uring here at all.
@@ -112,7 +121,15 @@ pub(crate) fn probe() -> io::Result<()> {
 impl Uring {
     /// A ring for the calling thread.
     pub(crate) fn new(workers: Rc<Workers>, wakeup: &Wakeup, counters: Arc<Counters>) -> io::Result<Self> {
-        let mut ring = build_ring()?;
+        Self::with_ring(build_ring()?, workers, wakeup, counters)
+    }
+
+    fn with_ring(
+        mut ring: IoUring,
+        workers: Rc<Workers>,
+        wakeup: &Wakeup,
+        counters: Arc<Counters>,
+    ) -> io::Result<Self> {
         // Not the ring's own descriptor: with deferred task work its poll does not tell of work to be run.
         ring.submitter().register_eventfd(wakeup.fd().as_raw_fd())?;
         ring.completion().disable_eventfd();
@@ -384,5 +401,54 @@ fn build(fd: types::Fd, request: &Request, buffers: Buffers) -> squeue::Entry {
         (Action::Fallocate { mode, length }, _) => opcode::Fallocate::new(fd, length).offset(offset).mode(mode).build(),
         // Block devices' discards never get here, see `State::cannot_do`.
         (Action::Truncate | Action::DiscardBlocks { .. }, _) => opcode::Ftruncate::new(fd, offset).build(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::OpenOptions;
+    use block::{Done, Sink};
+    use memory::IoBuf;
+    use rustix::event::{PollFd, PollFlags, poll};
+
+    const COUNT: u64 = 700;
+
+    /// Reads that go to the kernel's own threads, or end at once; the caller sleeps on the wake-up alone.
+    fn sleep_until_all_have_ended(setup: Setup) {
+        let (wakeup, counters) = (Arc::new(Wakeup::new().unwrap()), Arc::new(Counters::default()));
+        let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), None));
+        let uring = Uring::with_ring(setup.build().unwrap(), workers, &wakeup, counters).unwrap();
+        let options = OpenOptions { lock: false, ..OpenOptions::default() };
+        let file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
+        let target = Rc::new(QueueFile::new(Arc::new(file), None));
+        let (sink, mut ended) = (Sink::new(), Vec::new());
+        for token in 0..COUNT {
+            let (action, done) = (Action::Write { durable: false }, Done::Sink { sink: Rc::clone(&sink), token });
+            let (window, target) = (IoBuf::zeroed(512).whole(), Rc::clone(&target));
+            uring.push(Request { target, action, offset: token * 512, window, progress: 0, counted: false, done });
+        }
+        while ended.len() < COUNT as usize {
+            uring.submit();
+            uring.harvest();
+            uring.signal(true);
+            if !uring.has_work() && uring.in_flight() > 0 {
+                poll(&mut [PollFd::new(&wakeup.fd(), PollFlags::IN)], None).unwrap();
+                rustix::io::read(wakeup.fd(), &mut [0; 8]).unwrap();
+            }
+            uring.signal(false);
+            let mut some = Vec::new();
+            sink.take(&mut some);
+            ended.extend(some);
+        }
+        ended.sort_by_key(|(token, _)| *token);
+        assert!(ended.iter().enumerate().all(|(at, end)| *end == (at as u64, Ok(()))), "{setup:?}");
+    }
+
+    #[test]
+    fn every_way_to_set_a_ring_up_tells_of_every_completion() {
+        for setup in [Setup::Deferred, Setup::Cooperative, Setup::Plain] {
+            sleep_until_all_have_ended(setup);
+        }
     }
 }
