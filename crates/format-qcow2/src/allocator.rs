@@ -10,8 +10,6 @@ use crate::header::MAX_REFCOUNT_TABLE_BYTES;
 use crate::refcount::{Absent, zero_runs};
 use crate::state::{Inner, Need, State, Step, Stop};
 use block::{IoError, IoErrorKind};
-use std::collections::HashSet;
-use std::sync::atomic::Ordering;
 
 /// Refcounts looked at in one step of the scan.
 const SCAN_CLUSTERS: u64 = 1 << 16;
@@ -33,9 +31,7 @@ impl Inner {
     /// As [`Inner::allocate`], one cluster for an L2 table.
     pub(crate) fn allocate_table(&self, state: &mut State) -> Step<u64> {
         let run = self.allocate(state, 1)?;
-        if let Some(tables) = &mut state.tables {
-            tables.insert(run.first);
-        }
+        self.tables(state).add(run.first..run.end());
         Ok(self.geometry.start_of(run.first))
     }
 
@@ -186,54 +182,15 @@ impl Inner {
             let new_offset = self.geometry.start_of(first.saturating_add(blocks));
             state.refcounts.move_table(new_offset, usize::try_from(entries).map_err(|_| IoError::EIO)?);
             let old = old_first..old_first.saturating_add(old_clusters);
-            if let Some(tables) = &mut state.tables {
-                tables.retain(|cluster| !old.contains(cluster));
-            }
+            self.tables(state).remove(old.clone());
             self.unlink(state, std::iter::once(old));
         }
         for number in 0..blocks {
             let offset = self.geometry.start_of(first.saturating_add(number));
             state.refcounts.add_block(block.saturating_add(number), offset);
         }
-        if let Some(tables) = &mut state.tables {
-            tables.extend(run.first..run.end());
-        }
+        self.tables(state).add(run.first..run.end());
         state.space.frontier = run.end();
         self.count_one(state, run)
-    }
-
-    /// Refuses space that a table lies in, whatever the refcounts say: writing there would destroy the image.
-    fn refuse_tables(&self, state: &mut State, run: Run) -> Step<()> {
-        if state.tables.is_none() {
-            state.tables = Some(self.all_tables(state));
-        }
-        let hit = (run.first..run.end()).find(|cluster| state.tables.as_ref().is_some_and(|all| all.contains(cluster)));
-        match hit {
-            None => Ok(()),
-            Some(cluster) => Err(Stop::Fail(self.corrupt(format_args!(
-                "host cluster {cluster} holds a table, but its refcount is 0, so it was nearly overwritten"
-            )))),
-        }
-    }
-
-    fn all_tables(&self, state: &State) -> HashSet<u64> {
-        let geometry = &self.geometry;
-        let mut tables = HashSet::from([0]);
-        let mut add = |offset: u64, length: u64| {
-            let first = geometry.cluster_of(offset);
-            tables.extend(first..first.saturating_add(geometry.clusters_for(length)));
-        };
-        add(self.header.l1_offset, u64::from(self.header.l1_entries).saturating_mul(8));
-        add(state.refcounts.table_offset(), state.refcounts.table_entries().saturating_mul(8));
-        if self.header.snapshots > 0 {
-            add(self.header.snapshots_offset, 1);
-        }
-        state.refcounts.block_offsets().for_each(|offset| add(offset, 1));
-        for entry in &self.l1 {
-            if let Ok(Some(table)) = crate::entry::decode_l1(entry.load(Ordering::Relaxed), geometry) {
-                add(table.offset, 1);
-            }
-        }
-        tables
     }
 }

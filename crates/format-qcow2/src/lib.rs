@@ -30,6 +30,7 @@ mod reap;
 mod refcount;
 mod slices;
 mod state;
+mod tables;
 mod write;
 mod zero;
 

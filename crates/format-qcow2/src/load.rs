@@ -84,7 +84,9 @@ impl Inner {
         let length = usize::try_from(self.geometry.slice_bytes()).map_err(|_| IoError::EIO)?;
         let bytes = io.read(offset, length, PastEnd::Fails).await?;
         // Nobody else can have changed the slice: only slices in memory change, and only we could have put it there.
-        Ok(self.lock().book.install(&self.slices, slice, entries(&bytes)))
+        let mut state = self.lock();
+        self.refuse_entries(&mut state, entries(&bytes))?;
+        Ok(state.book.install(&self.slices, slice, entries(&bytes)))
     }
 
     pub(crate) async fn load_block(&self, io: &MetaIo, block: u64) -> IoResult {

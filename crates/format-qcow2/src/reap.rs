@@ -92,6 +92,9 @@ impl Inner {
         while !clusters.is_empty() {
             match state.refcounts.get(clusters.start) {
                 Err(Absent::NotLoaded(block)) => return Some(block),
+                Ok(1) if self.is_table(&mut state, clusters.start) => {
+                    self.corrupt(format_args!("host cluster {} holds a table and was freed", clusters.start));
+                }
                 Ok(count) if count > 0 => self.decrement(&mut state, clusters.start, count, runs),
                 Ok(_) | Err(_) => {
                     self.corrupt(format_args!("host cluster {} was used, but its refcount is 0", clusters.start));

@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn clean_slices_make_room_and_dirty_ones_stay() {
-        let slices = Slices::new(1 << 20, 8192 * 8, 0);
+        let slices = Slices::new(1 << 20, 512, 0);
         let count = slices.slots.len() as u64;
         let mut book = SlotBook::default();
         for slice in 0..count {
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_view_of_a_slot_that_changed_hands_is_not_valid() {
-        let slices = Slices::new(1 << 20, 8192 * 8, 0);
+        let slices = Slices::new(1 << 20, 512, 0);
         let mut book = SlotBook::default();
         assert!(filled(&slices, &mut book, 1));
         let view = slices.view(1).unwrap();
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn readers_never_see_an_entry_of_another_slice() {
-        let slices = Slices::new(1 << 20, 8192 * 8, 0);
+        let slices = Slices::new(1 << 20, 512, 0);
         let mut book = SlotBook::default();
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -245,7 +245,7 @@ mod tests {
                 while !stop.load(Ordering::Relaxed) {
                     for slice in 0..128 {
                         let Some(view) = slices.view(slice) else { continue };
-                        let entry = view.get(8191).unwrap();
+                        let entry = view.get(511).unwrap();
                         if view.is_valid() {
                             assert_eq!(entry, slice * 100);
                             seen += 1;

@@ -11,6 +11,7 @@ use crate::geometry::Geometry;
 use crate::header::{HEADER_SECTOR_BYTES, Header};
 use crate::refcount::{Absent, Refcounts};
 use crate::slices::{Slices, SlotBook};
+use crate::tables::Tables;
 use block::{Epochs, IoError, IoErrorKind, IoResult, MetaIo, WaitList};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
@@ -104,8 +105,8 @@ pub(crate) struct State {
     pub(crate) retired: Vec<Freed>,
     pub(crate) flushes: FlushQueue,
     pub(crate) header_sector: [u8; HEADER_SECTOR_BYTES],
-    /// Clusters of the tables that the header and L1 name, for refusing to hand one out; made on first use.
-    pub(crate) tables: Option<HashSet<u64>>,
+    /// Where the tables lie; collected on first use.
+    pub(crate) tables: Option<Tables>,
 }
 
 impl State {

@@ -212,7 +212,11 @@ impl Inner {
             return Err(Stop::Need(Need::HeaderReady));
         }
         let l1_index = self.geometry.l1_index(cluster);
-        match self.table_or_complain(l1_index)? {
+        let table = self.table_or_complain(l1_index)?;
+        if let Some(table) = table {
+            self.refuse_shared_table(state, table.offset)?;
+        }
+        match table {
             None => {
                 let offset = self.allocate_table(state)?;
                 state.fresh_tables.insert(l1_index, FreshTable::Zeros);

@@ -172,6 +172,29 @@ fn space_that_holds_a_table_is_never_handed_out_whatever_the_refcounts_say() {
 }
 
 #[test]
+fn entries_that_lead_into_tables_are_refused_and_the_tables_stay_whole() {
+    let image = image();
+    let word = |at: usize| u64::from_be_bytes(image[at..at + 8].try_into().unwrap());
+    let (l1, l2) = tables(&image);
+    let (table, block) = (word(48), word(word(48) as usize));
+    for host in [table, block, l1 as u64, l2 as u64] {
+        for (at, raw) in [(l2 + 8 * 8, 1 << 63 | host), (l1, 1 << 63 | host), (l2 + 8 * 8, 1 << 62 | host)] {
+            if (at, host) == (l1, l2 as u64) {
+                continue;
+            }
+            let bytes = patched(&image, &[(at, &raw.to_be_bytes())]);
+            let (storage, guest) = common::open_bytes(&bytes, Base::default());
+            assert!(block_on(guest.write(8 * 4096, &[0xee; 4096])).is_err(), "{host:#x} from {at:#x}");
+            let _ = block_on(guest.discard(8 * 4096, 4096));
+            let _ = block_on(guest.close());
+            let after = storage.bytes(NAME);
+            let at = host as usize;
+            assert!(after[at..at + 64] == bytes[at..at + 64], "the table at {host:#x} was overwritten");
+        }
+    }
+}
+
+#[test]
 fn no_damage_to_tables_makes_anything_panic() {
     let image = image();
     let (l1, l2) = tables(&image);
