@@ -154,9 +154,9 @@ async fn read_modify_write(lane: &Lane, offset: u64, data: &Window, durable: boo
     let written = write_steps(lane, offset, data, durable, old_length).await;
     let length = old_length.max(end);
     if lane.length_now()? > length {
-        lane.start(Action::Truncate, length, Window::empty()).await?;
+        lane.start(Action::Truncate, length, lane.target.no_data.clone()).await?;
         if durable {
-            lane.start(Action::Sync, 0, Window::empty()).await?;
+            lane.start(Action::Sync, 0, lane.target.no_data.clone()).await?;
         }
     }
     written

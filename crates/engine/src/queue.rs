@@ -134,7 +134,7 @@ impl FileQueue for HostQueue {
         match op {
             FileOp::Read { offset, data, past_end } => self.read(offset, data, past_end, done),
             FileOp::Write { offset, data, fua } => self.write(offset, data, fua, done),
-            FileOp::Flush => self.lane.push(Action::Sync, 0, Window::empty(), done),
+            FileOp::Flush => self.lane.push(Action::Sync, 0, self.lane.target.no_data.clone(), done),
             FileOp::Discard { offset, length } => {
                 self.run_task(done, zeroes::discard(self.lane.clone(), offset, length));
             }

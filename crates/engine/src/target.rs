@@ -4,6 +4,7 @@ use crate::EngineKind;
 use crate::tracking::{Ack, Tracking};
 use crate::uring::FixedFile;
 use block::FileInfo;
+use memory::Window;
 use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -84,6 +85,8 @@ pub(crate) struct QueueFile {
     pub(crate) file: Arc<OpenFile>,
     /// Its place in the ring's table of files, where it has one.
     pub(crate) fixed: Option<FixedFile>,
+    /// For requests without data: making a window would allocate.
+    pub(crate) no_data: Window,
     /// Untracked changes in flight; see [`Tracking`].
     changes: Cell<usize>,
     /// Given when there are none.
@@ -92,7 +95,7 @@ pub(crate) struct QueueFile {
 
 impl QueueFile {
     pub(crate) fn new(file: Arc<OpenFile>, fixed: Option<FixedFile>) -> Self {
-        Self { file, fixed, changes: Cell::new(0), acks: RefCell::default() }
+        Self { file, fixed, no_data: Window::empty(), changes: Cell::new(0), acks: RefCell::default() }
     }
 
     pub(crate) fn change_begins(&self) {

@@ -4,7 +4,7 @@ use crate::align;
 use crate::inflight::Action;
 use crate::queue::Lane;
 use block::{IoError, IoErrorKind, IoResult, RangeGuard};
-use memory::{IoBuf, Window};
+use memory::IoBuf;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
@@ -26,7 +26,7 @@ fn is_unsupported(result: IoResult) -> bool {
 
 impl Lane {
     async fn fallocate(&self, mode: i32, offset: u64, length: u64) -> IoResult {
-        self.start(Action::Fallocate { mode, length }, offset, Window::empty()).await
+        self.start(Action::Fallocate { mode, length }, offset, self.target.no_data.clone()).await
     }
 
     pub(crate) fn length_now(&self) -> IoResult<u64> {
@@ -46,7 +46,7 @@ pub(crate) async fn discard(lane: Lane, offset: u64, length: u64) -> IoResult {
     let _held = hold(&lane, offset..offset + length).await;
     let punched = lane.fallocate(PUNCH_HOLE, offset, length).await;
     match file.info.block_device && is_unsupported(punched) {
-        true => lane.start(Action::DiscardBlocks { length }, offset, Window::empty()).await,
+        true => lane.start(Action::DiscardBlocks { length }, offset, lane.target.no_data.clone()).await,
         false => punched,
     }
 }
@@ -76,7 +76,7 @@ pub(crate) async fn set_length(lane: Lane, length: u64) -> IoResult {
         };
     }
     let _held = hold(&lane, length..u64::MAX).await;
-    lane.start(Action::Truncate, length, Window::empty()).await?;
+    lane.start(Action::Truncate, length, lane.target.no_data.clone()).await?;
     sync_if_write_through(&lane).await
 }
 
@@ -96,7 +96,7 @@ pub(crate) async fn write_zeroes(lane: Lane, offset: u64, length: u64, may_unmap
 
 async fn sync_if_write_through(lane: &Lane) -> IoResult {
     match lane.target.file.write_through {
-        true => lane.start(Action::Sync, 0, Window::empty()).await,
+        true => lane.start(Action::Sync, 0, lane.target.no_data.clone()).await,
         false => Ok(()),
     }
 }
