@@ -90,15 +90,17 @@ pub(crate) fn skip(reason: &str) {
     eprintln!("skipped: {reason}");
 }
 
-/// Waits until the reactor sleeps: two looks, some time apart, see the same counters.
+/// Waits until the reactor sleeps: looks, some time apart, see the same counters, several times in a row.
 pub(crate) fn wait_until_idle(reactor: &ReactorThread) -> ReactorStats {
-    let mut before = reactor.stats();
-    loop {
+    let (mut before, mut same) = (reactor.stats(), 0);
+    for _ in 0..1000 {
         std::thread::sleep(std::time::Duration::from_millis(20));
         let now = reactor.stats();
-        if now == before {
+        same = if now == before { same + 1 } else { 0 };
+        if same == 3 {
             return now;
         }
         before = now;
     }
+    panic!("the reactor never sleeps: {before:?}");
 }
