@@ -3,91 +3,58 @@
 //! Each test needs Debian's packages for its guest and takes many seconds, so they are ignored by default and run by
 //! `cargo xtask ci`; by hand with `cargo test -p ringdisk --test guests -- --ignored`.
 
+mod common;
 #[path = "../src/guest/mod.rs"]
 mod guest;
 
+use common::{Server, path_str, tool_ok};
 use guest::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, verify_image};
-use rustix::process::{Pid, Signal, kill_process};
-use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::channel;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 const DISK_BYTES: u64 = 768 << 20;
 const BACKING_BYTES: usize = 96 << 20;
 const SERIAL: &str = "a-disk-for-a-guest";
-const READY_LIMIT: Duration = Duration::from_secs(20);
-const STOP_LIMIT: Duration = Duration::from_secs(60);
 
-/// `ringdisk serve` as a child process; killed when it goes.
-struct Server {
-    child: Child,
-    log: PathBuf,
+/// `ringdisk serve` with a socket a disk, on two reactors with four queues each.
+struct Served {
+    server: Server,
     sockets: Vec<PathBuf>,
 }
 
-impl Server {
-    /// Serves `drives` (options without serial and socket) with two reactors and four queues each; returns once it is
-    /// ready.
+impl Served {
+    /// Serves `drives` (options without serial and socket).
     fn start(directory: &Path, drives: &[String]) -> Self {
-        let log = directory.join("ringdisk.log");
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
-        command.args(["serve", "--reactors", "2", "--queues", "4"]);
+        let mut arguments: Vec<String> = ["--reactors", "2", "--queues", "4"].map(str::to_owned).into();
         let mut sockets = Vec::new();
         for (number, drive) in drives.iter().enumerate() {
             let socket = directory.join(format!("{number}.sock"));
-            command.arg("--drive").arg(format!("{drive},serial={SERIAL}")).arg("--socket").arg(&socket);
+            arguments.extend(["--drive".to_owned(), format!("{drive},serial={SERIAL}")]);
+            arguments.extend(["--socket".to_owned(), path_str(&socket).to_owned()]);
             sockets.push(socket);
         }
-        let errors = std::fs::File::create(&log).unwrap();
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(errors);
-        let mut server = Self { child: command.spawn().unwrap(), log, sockets };
-        server.wait_until_ready();
-        server
+        Self { server: Server::start(&arguments), sockets }
     }
 
-    fn wait_until_ready(&mut self) {
-        let (sender, receiver) = channel();
-        let mut output = BufReader::new(self.child.stdout.take().unwrap());
-        std::thread::spawn(move || {
-            let mut line = String::new();
-            while output.read_line(&mut line).is_ok_and(|length| length > 0) {
-                if line.trim_end() == "ready" {
-                    let _ = sender.send(());
-                }
-                line.clear();
+    /// Runs a guest on all disks; where it fails, what the server said is worth as much as what the guest did.
+    fn run_guest(self, kind: GuestKind, work: Option<GuestWork>) -> (Self, GuestReport) {
+        let mut options = GuestOptions::new(kind, self.sockets.clone());
+        options.work = work.unwrap_or(options.work);
+        let start = Instant::now();
+        let mut progress = |step: &str| eprintln!("{:6.1} s  {kind:?}: {step}", start.elapsed().as_secs_f64());
+        match guest::run(&options, &mut progress) {
+            Ok(report) => (self, report),
+            Err(error) => {
+                let (status, said) = self.server.terminate();
+                panic!("{error:#}\n\nringdisk serve ({status}) said:\n{said}");
             }
-        });
-        if receiver.recv_timeout(READY_LIMIT).is_err() {
-            panic!("ringdisk serve did not become ready:\n{}", self.said());
         }
     }
 
-    fn said(&self) -> String {
-        std::fs::read_to_string(&self.log).unwrap_or_default()
-    }
-
-    /// Ends it as an administrator would; it has to drain, flush, remove its sockets and say that all went well.
-    fn stop(mut self) {
-        kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
-        let end = Instant::now() + STOP_LIMIT;
-        let status = loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                break status;
-            }
-            assert!(Instant::now() < end, "ringdisk serve does not end:\n{}", self.said());
-            std::thread::sleep(Duration::from_millis(20));
-        };
-        assert!(status.success(), "ringdisk serve ended with {status}:\n{}", self.said());
+    /// Ends it as an administrator would.
+    fn stop(self) {
+        self.server.stop();
         assert!(self.sockets.iter().all(|socket| !socket.exists()), "a socket was left behind");
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -111,9 +78,8 @@ impl TestImage {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = directory.path().join("disk.qcow2");
         std::fs::write(directory.path().join("base.raw"), backing_contents()).unwrap();
-        let mut create = Command::new("qemu-img");
-        create.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "base.raw"]).arg(&path);
-        assert!(create.arg(DISK_BYTES.to_string()).status().unwrap().success());
+        let size = DISK_BYTES.to_string();
+        tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "base.raw", path_str(&path), &size]);
         Self { directory, path, format: ImageFormat::Qcow2 }
     }
 
@@ -126,24 +92,13 @@ impl TestImage {
         verify_image(&self.path, self.format).unwrap();
         let base = self.directory.path().join("base.raw");
         if base.exists() {
-            let mut contents = Vec::new();
-            std::fs::File::open(base).unwrap().read_to_end(&mut contents).unwrap();
-            assert!(contents == backing_contents(), "the backing file was written");
+            assert!(std::fs::read(base).unwrap() == backing_contents(), "the backing file was written");
         }
     }
 }
 
 fn backing_contents() -> Vec<u8> {
     b"what the backing file holds.....".iter().copied().cycle().take(BACKING_BYTES).collect()
-}
-
-fn run_guest(kind: GuestKind, server: &Server, work: Option<GuestWork>) -> GuestReport {
-    let mut options = GuestOptions::new(kind, server.sockets.clone());
-    options.work = work.unwrap_or(options.work);
-    let start = Instant::now();
-    let report =
-        guest::run(&options, &mut |step| eprintln!("{:6.1} s  {kind:?}: {step}", start.elapsed().as_secs_f64()));
-    report.unwrap_or_else(|error| panic!("{error:#}\nringdisk serve said:\n{}", server.said()))
 }
 
 fn assert_filled(kind: GuestKind, report: &GuestReport) {
@@ -165,18 +120,18 @@ fn fill_restart_check(kind: GuestKind, images: &[(&TestImage, &str)]) {
     let directory = tempfile::tempdir().unwrap();
     let drives: Vec<String> = images.iter().map(|(image, options)| image.drive(options)).collect();
 
-    let server = Server::start(directory.path(), &drives);
-    let report = run_guest(kind, &server, None);
+    let served = Served::start(directory.path(), &drives);
+    let (served, report) = served.run_guest(kind, None);
     assert_eq!(report.disks.len(), images.len());
     assert_filled(kind, &report);
-    run_guest(GuestKind::Uml, &server, Some(GuestWork::CheckAgain));
-    server.stop();
+    let (served, _) = served.run_guest(GuestKind::Uml, Some(GuestWork::CheckAgain));
+    served.stop();
     images.iter().for_each(|(image, _)| image.assert_clean());
 
-    let server = Server::start(directory.path(), &drives);
-    let report = run_guest(GuestKind::Uml, &server, Some(GuestWork::CheckAgain));
+    let served = Served::start(directory.path(), &drives);
+    let (served, report) = served.run_guest(GuestKind::Uml, Some(GuestWork::CheckAgain));
     assert!(report.disks.iter().all(|disk| disk.checks == 1 && disk.files == 200), "{report:?}");
-    server.stop();
+    served.stop();
     images.iter().for_each(|(image, _)| image.assert_clean());
 }
 

@@ -2,12 +2,14 @@
 
 use super::GuestOptions;
 use super::report::{GuestReport, Reader};
+use super::tools;
 use anyhow::{Context, Result, anyhow};
 use rustix::process::{Pid, Signal, kill_process_group};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -19,6 +21,15 @@ const QUOTED_LINES: usize = 30;
 const POWER_OFF: Duration = Duration::from_secs(20);
 /// How often we look whether somebody wants us to stop.
 const GLANCE: Duration = Duration::from_millis(100);
+
+/// A command that becomes `program`, killed by the kernel when the thread that starts it ends, however that comes about:
+/// util-linux' setpriv sees to it. Without setpriv (every Debian has it) a guest outlives us if we are killed ourselves.
+pub(super) fn command(program: &Path) -> Command {
+    let Ok(setpriv) = tools::find("setpriv", "util-linux") else { return Command::new(program) };
+    let mut command = Command::new(setpriv);
+    command.args(["--pdeathsig", "KILL", "--"]).arg(program);
+    command
+}
 
 /// Runs `command` until the guest has ended, reading its console from both outputs.
 pub(super) fn run(mut command: Command, options: &GuestOptions, progress: &mut dyn FnMut(&str)) -> Result<GuestReport> {

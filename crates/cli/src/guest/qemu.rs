@@ -1,9 +1,9 @@
 //! QEMU with a Debian kernel and an initramfs of the host's programs.
 
-use super::GuestOptions;
 use super::initramfs::Archive;
 use super::script::{self, Places};
 use super::tools::{self, GuestTools};
+use super::{GuestOptions, console};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -40,7 +40,7 @@ pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
     build_initramfs(options, &kernel.modules, &initramfs)?;
 
     let memory = options.memory_mib;
-    let mut command = Command::new(tools::find(PROGRAM, PACKAGE)?);
+    let mut command = console::command(&tools::find(PROGRAM, PACKAGE)?);
     command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
     if options.kvm {
         command.args(["-accel", "kvm"]);

@@ -1,7 +1,7 @@
 //! User Mode Linux: the host's files are its root, so the host's programs work inside.
 
 use super::script::{self, Places};
-use super::{GuestOptions, tools};
+use super::{GuestOptions, console, tools};
 use anyhow::{Context, Result, ensure};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
     std::fs::write(&init, script::init(options, &tools::guest_tools()?, &places))?;
     std::fs::set_permissions(&init, std::fs::Permissions::from_mode(0o755))?;
 
-    let mut command = Command::new(tools::find("linux.uml", PACKAGE)?);
+    let mut command = console::command(&tools::find("linux.uml", PACKAGE)?);
     command
         .arg(format!("mem={}M", options.memory_mib))
         .args(["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro", "quiet", "con=null", "con0=null,fd:1"])
@@ -49,7 +49,7 @@ pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
         std::os::unix::fs::symlink(&socket, &link).context("cannot link the disk's socket")?;
         command.arg(format!("virtio_uml.device={}:2", link.display()));
     }
-    command.env_clear().env("TMPDIR", memory_directory(options.memory_mib, directory));
+    command.env("TMPDIR", memory_directory(options.memory_mib, directory));
     Ok(command)
 }
 
