@@ -345,3 +345,47 @@ fn discarded_space_is_punched_out_of_the_file_and_used_again() {
     });
     assert_eq!(qcow2_check(&storage.bytes(NAME)).unwrap().leaked_clusters, 0);
 }
+
+#[test]
+fn threads_that_write_side_by_side_lose_nothing() {
+    const THREADS: u64 = 4;
+    // Small clusters and the smallest cache: allocation, eviction and flushes all the time. Each thread has every
+    // fourth sector, so that they share clusters.
+    let (storage, file) = created(&options(4 << 20, 2048), SimFileOptions::default());
+    let shared = open_small_cache(&file).qcow2;
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let (shared, storage) = (Arc::clone(&shared), storage.clone());
+            scope.spawn(move || {
+                let file = storage.file(NAME).unwrap();
+                let guest = Guest { qcow2: shared, io: blocking(&file), base: Base::default() };
+                let mut queue = guest.qcow2.epochs().join();
+                let mut dice = Dice::new(thread);
+                let mut model = std::collections::BTreeMap::new();
+                for _ in 0..1200 {
+                    let sector = dice.below((4 << 20) / 512 / THREADS) * THREADS + thread;
+                    let value = dice.below(255) as u8 + 1;
+                    let ticket = queue.begin(guest.qcow2.epochs());
+                    block_on(async {
+                        guest.write(sector * 512, &[value; 512]).await.unwrap();
+                        model.insert(sector, value);
+                        if dice.chance(3) {
+                            guest.flush().await.unwrap();
+                        }
+                        let other = *model.keys().nth(dice.index(model.len())).unwrap();
+                        assert_eq!(guest.read(other * 512, 512).await.unwrap(), [model[&other]; 512]);
+                    });
+                    queue.end(ticket);
+                }
+                for (sector, value) in model {
+                    assert_eq!(block_on(guest.read(sector * 512, 512)).unwrap(), [value; 512]);
+                }
+            });
+        }
+    });
+    let io = blocking(&storage.file(NAME).unwrap());
+    block_on(shared.close(&io)).unwrap();
+    let report = qcow2_check(&storage.bytes(NAME)).unwrap();
+    report.sound().unwrap();
+    assert_eq!(report.leaked_clusters, 0);
+}

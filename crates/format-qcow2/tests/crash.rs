@@ -269,3 +269,35 @@ fn a_failed_operation_fails_its_request_and_leaves_a_valid_image() {
     }
     assert!(errors > 60, "only {errors} requests failed: the faults hit nothing");
 }
+
+#[test]
+fn internal_snapshots_survive_power_cuts_and_keep_their_contents() {
+    if !common::has_tool("qemu-img") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("snapshot.qcow2");
+    let path = path.to_str().unwrap();
+    for (seed, cluster_size) in [(1, 512), (2, 4096)] {
+        let storage = image(&options(cluster_size, 3, 16), seed);
+        let guest = common::open(&storage.file(NAME).unwrap(), Base::default());
+        block_on(async {
+            guest.write(0, &stamped(1, 0, 100 << 10)).await.unwrap();
+            guest.write_zeroes(8 << 10, 8 << 10, false).await.unwrap();
+            guest.close().await.unwrap();
+        });
+        std::fs::write(path, storage.bytes(NAME)).unwrap();
+        common::run("qemu-img", &["snapshot", "-c", "one", path]);
+        let storage = SimStorage::new(seed);
+        storage.create_with(NAME, &std::fs::read(path).unwrap(), SimFileOptions::default());
+        let snapshot = |storage: &SimStorage| {
+            std::fs::write(path, storage.bytes(NAME)).unwrap();
+            let raw = format!("{path}.raw");
+            common::run("qemu-img", &["convert", "-l", "one", "-O", "raw", path, &raw]);
+            std::fs::read(raw).unwrap()
+        };
+        let before = snapshot(&storage);
+        cut_everywhere(&storage, &Base::default(), Plan { seed, ..PLAN }, 3).unwrap();
+        assert!(snapshot(&storage) == before);
+    }
+}
