@@ -72,7 +72,16 @@ fn a_verified_run_that_reads_something_else_fails() {
     let dir = directory();
     // A null disk forgets what is written: the generator has to notice.
     let output = run(&[
-        "bench", "--drive", "format=null,size=4M", "--rw", "randrw", "--verify", "--time", "0.2", "--output", "json",
+        "bench",
+        "--drive",
+        "format=null,size=4M",
+        "--rw",
+        "randrw",
+        "--verify",
+        "--time",
+        "0.2",
+        "--output",
+        "json",
     ]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("wrong data"), "{}", text(&output.stderr));

@@ -45,21 +45,22 @@ pub(super) fn run(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<Str
     Ok(format!("{}{}", summary(&report), table::render(&rows)))
 }
 
+/// "1 CPU", "4 CPUs".
+fn counted(number: u32, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
 fn summary(report: &GuestReport) -> String {
-    let mut text = format!(
-        "guest: Linux {} with {} CPUs, up for {:.1} s\n",
-        report.kernel,
-        report.cpus,
-        report.time.as_secs_f64()
-    );
+    let (cpus, seconds) = (counted(report.cpus, "CPU"), report.time.as_secs_f64());
+    let mut text = format!("guest: Linux {} with {cpus}, up for {seconds:.1} s\n", report.kernel);
     for disk in &report.disks {
         let fio = disk.fio.as_ref().map_or(0, |fio| fio.written_bytes);
         text += &format!(
-            "{}: {}, {} queues; ext4 with {} files read back whole {} times, {} written and verified by fio; \
+            "{}: {}, {}; ext4 with {} files read back whole {} times, {} written and verified by fio; \
              image and file system clean afterwards\n",
             disk.name,
             human_size(disk.size_bytes),
-            disk.queues,
+            counted(disk.queues, "queue"),
             disk.files,
             disk.checks,
             human_size(fio),
@@ -72,6 +73,7 @@ fn summary(report: &GuestReport) -> String {
 fn served_to(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<GuestReport> {
     let mut options = GuestOptions::new(kind, vec![plan.socket()]);
     options.stop = Arc::clone(&plan.cancel);
+    options.kvm = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok();
     options.work = GuestWork::Fill {
         measure_seconds: slice(plan).as_secs_f64().ceil() as u32,
         measure_mib: (plan.size_bytes >> 20) as u32,
