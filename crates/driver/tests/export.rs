@@ -80,7 +80,7 @@ fn conforms(format: Format, files: OpenOptions, options: DriverOptions, seed: u6
         let attached = attach(format, &files, read_only, &options, &server);
         Some(Arc::new(attached) as Arc<dyn Disk>)
     };
-    let mut subject = Subject { make: &mut make, keeps_data: true, discard_may_restore: false, seed };
+    let mut subject = Subject { make: &mut make, keeps_data: true, seed };
     let report = run(&mut ThreadHarness::new(guest), &mut subject);
     report.assert_passed();
     assert!(report.skipped.is_empty(), "{:?}", report.skipped);

@@ -21,8 +21,7 @@ fn conforms(chain: &Chain) {
             let opened = open_as(&chain.storage(), 0, format, read_only, &[]);
             Some(opened.unwrap_or_else(|error| panic!("{chain:?}: {error}")).disk)
         };
-        let mut subject =
-            Subject { make: &mut make, keeps_data: true, discard_may_restore: chain.discard_may_restore(), seed };
+        let mut subject = Subject { make: &mut make, keeps_data: true, seed };
         let report = run(&mut SimHarness::new(seed, 3), &mut subject);
         assert!(report.failures.is_empty(), "{chain:?}: {:#?}", report.failures);
         assert!(report.skipped.is_empty(), "{:?}", report.skipped);
@@ -81,6 +80,6 @@ fn chains_conform() {
 fn the_null_disk_conforms_in_all_that_needs_no_data() {
     let mut make =
         |read_only: bool| (!read_only).then(|| Arc::new(NullDisk::new(1 << 32, String::new())) as Arc<dyn Disk>);
-    let mut subject = Subject { make: &mut make, keeps_data: false, discard_may_restore: false, seed: 1 };
+    let mut subject = Subject { make: &mut make, keeps_data: false, seed: 1 };
     run(&mut SimHarness::new(1, 2), &mut subject).assert_passed();
 }

@@ -72,7 +72,7 @@ fn conforms(engine: EngineKind, cache: CacheMode) {
             Some(disk.unwrap_or_else(|error| panic!("{engine} {cache}: {error}")) as Arc<dyn Disk>)
         };
         let threads = reactors(2);
-        let mut subject = Subject { make: &mut make, keeps_data: true, discard_may_restore: false, seed: 1 };
+        let mut subject = Subject { make: &mut make, keeps_data: true, seed: 1 };
         let report = run(&mut ThreadHarness::new(handles(&threads)), &mut subject);
         assert!(report.failures.is_empty(), "{engine} {cache} {format}: {:#?}", report.failures);
         assert!(report.skipped.is_empty());

@@ -27,7 +27,6 @@ fn break_each(chain: &Chain, file: usize, kind: OpKind, action: FaultAction, per
             },
             queues: 2,
             stride: 1,
-            discard_may_restore: chain.discard_may_restore(),
         };
         let summary = test.run().unwrap_or_else(|wrong| panic!("{wrong}\n{:?}", chain.layers));
         sum.moments += summary.moments;

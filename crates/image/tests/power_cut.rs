@@ -41,7 +41,6 @@ impl Case {
             queues: self.queues,
             outcomes: self.outcomes,
             stride: self.stride,
-            discard_may_restore: chain.discard_may_restore(),
         };
         let summary = test.run()?;
         if self.filled_bytes > 0 && refcount_table(&storage) == at_start {

@@ -42,9 +42,6 @@ fn play(chain: &Chain) -> Result<(), String> {
     let open = |storage: &_| chain.open(storage);
     let contents = Session::open(&storage, &open, seed, 1)?.read_all()?;
     let mut model = ModelDisk::new(&contents, true);
-    if chain.discard_may_restore() {
-        model.discard_may_restore(&contents);
-    }
     for round in 0..3 {
         let queues = 1 + (mix(seed, round) % 3) as usize;
         let mut session = Session::open(&storage, &open, mix(seed, round), queues)?;

@@ -48,8 +48,6 @@ pub struct PowerCutTest<'a> {
     pub outcomes: u64,
     /// Cuts at every so-manieth event; 1 for all.
     pub stride: u64,
-    /// Whether a discard may bring back what the disk holds at the start.
-    pub discard_may_restore: bool,
 }
 
 /// What a test went through.
@@ -68,7 +66,7 @@ impl PowerCutTest<'_> {
     /// back with all that is needed to find it again.
     pub fn run(&self) -> std::result::Result<Summary, String> {
         let before = || format!("seed {}: before any cut", self.workload.seed);
-        let (initial, story, start) = self.play().map_err(|wrong| format!("{}: {wrong}", before()))?;
+        let (initial, story) = self.play().map_err(|wrong| format!("{}: {wrong}", before()))?;
         let mut model = initial;
         let mut events = story.events.iter().peekable();
         let mut replay = self.storage.take_recording().replay();
@@ -84,14 +82,13 @@ impl PowerCutTest<'_> {
             for outcome in 0..self.outcomes {
                 let seed = mix(self.workload.seed, outcome);
                 let place = || format!("seed {}, cut at event {now}, outcome {outcome}", self.workload.seed);
-                self.judge(&replay.power_cut(seed), &model, &start, seed)
-                    .map_err(|wrong| format!("{}: {wrong}", place()))?;
+                self.judge(&replay.power_cut(seed), &model, seed).map_err(|wrong| format!("{}: {wrong}", place()))?;
                 summary.reopened += 1;
             }
             if summary.moments.is_multiple_of(4) {
                 let place = || format!("seed {}, killed at event {now}", self.workload.seed);
                 let after = replay.process_killed(self.workload.seed);
-                self.judge(&after, &model, &start, now).map_err(|wrong| format!("{}: {wrong}", place()))?;
+                self.judge(&after, &model, now).map_err(|wrong| format!("{}: {wrong}", place()))?;
                 summary.reopened += 1;
             }
         }
@@ -99,14 +96,14 @@ impl PowerCutTest<'_> {
     }
 
     /// Runs the workload, recorded; returns the model as it was at the start, and the story.
-    fn play(&self) -> std::result::Result<(ModelDisk, Story, Vec<u8>), String> {
+    fn play(&self) -> std::result::Result<(ModelDisk, Story), String> {
         let (start, volatile_cache) = {
             let mut session = Session::open(&self.storage, self.open, self.workload.seed, 1)?;
             let contents = (session.read_all()?, session.info().volatile_cache);
             session.close()?;
             contents
         };
-        let initial = model_of(&start, &start, volatile_cache, self.discard_may_restore);
+        let initial = ModelDisk::new(&start, volatile_cache);
         self.storage.record();
         let mut session = Session::open(&self.storage, self.open, self.workload.seed, self.queues)?;
         let mut model = initial.clone();
@@ -118,18 +115,18 @@ impl PowerCutTest<'_> {
         (self.check)(&self.storage)?;
         let mut session = Session::open(&self.storage.process_killed(0), self.open, self.workload.seed, 1)?;
         model.check_live(&session.read_all()?).map_err(|wrong| format!("closed and reopened: {wrong}"))?;
-        Ok((initial, story, start))
+        Ok((initial, story))
     }
 
     /// The image is sound; what was flushed is there and what was not touched is as it was; and the image can be used.
-    fn judge(&self, after: &SimStorage, model: &ModelDisk, start: &[u8], seed: u64) -> std::result::Result<(), String> {
+    fn judge(&self, after: &SimStorage, model: &ModelDisk, seed: u64) -> std::result::Result<(), String> {
         (self.check)(after).map_err(|wrong| format!("the image is damaged: {wrong}"))?;
         let mut session = Session::open(after, self.open, seed, 1)?;
         let contents = session.read_all()?;
         model.check_after_crash(&contents)?;
         if seed.is_multiple_of(4) {
             // Goes on with the image as it is: what the crash left behind must not be stepped on.
-            let mut model = model_of(&contents, start, session.info().volatile_cache, self.discard_may_restore);
+            let mut model = ModelDisk::new(&contents, session.info().volatile_cache);
             let span = self.workload.span_bytes;
             let workload =
                 Workload { first_tag: 1 << 32, ..Workload::new(seed, 12, span, self.workload.granule_bytes) };
@@ -141,14 +138,6 @@ impl PowerCutTest<'_> {
         }
         Ok(())
     }
-}
-
-fn model_of(contents: &[u8], start: &[u8], volatile_cache: bool, discard_may_restore: bool) -> ModelDisk {
-    let mut model = ModelDisk::new(contents, volatile_cache);
-    if discard_may_restore {
-        model.discard_may_restore(start);
-    }
-    model
 }
 
 /// What is broken, and how.
@@ -173,8 +162,6 @@ pub struct FaultTest<'a> {
     pub queues: usize,
     /// Faults at every so-manieth operation; 1 for all.
     pub stride: u64,
-    /// Whether a discard may bring back what the disk holds at the start.
-    pub discard_may_restore: bool,
 }
 
 impl FaultTest<'_> {
@@ -210,7 +197,7 @@ impl FaultTest<'_> {
         let before = storage.pushed(self.file, self.kind);
         let fault = if self.persistent { Fault::from_nth } else { Fault::nth };
         storage.inject(self.file, fault(self.kind, nth, self.action));
-        let mut model = model_of(&start, &start, volatile_cache, self.discard_may_restore);
+        let mut model = ModelDisk::new(&start, volatile_cache);
         let mut errors = 0;
         let mut closed = true;
         let is_hit = || storage.pushed(self.file, self.kind) > before + nth;
@@ -239,7 +226,7 @@ impl FaultTest<'_> {
         // A disk that could not be closed in good order may have lost what was not flushed.
         let verdict = if closed { model.check_live(&contents) } else { model.check_after_crash(&contents) };
         verdict.map_err(|wrong| format!("after reopening: {wrong}"))?;
-        let mut model = model_of(&contents, &start, volatile_cache, self.discard_may_restore);
+        let mut model = ModelDisk::new(&contents, volatile_cache);
         let span = self.workload.span_bytes;
         let workload = Workload { first_tag: 1 << 32, ..Workload::new(nth, 12, span, self.workload.granule_bytes) };
         let queues = session.queues.clone();

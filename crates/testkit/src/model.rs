@@ -73,8 +73,6 @@ pub struct ModelDisk {
     times: BTreeMap<u64, Times>,
     flying: BTreeMap<Tag, Flying>,
     volatile_cache: bool,
-    /// What a discard may bring back, besides what the sectors held last.
-    restored: Vec<Value>,
     clock: u64,
 }
 
@@ -92,14 +90,8 @@ impl ModelDisk {
             times: BTreeMap::from([(START, start)]),
             flying: BTreeMap::new(),
             volatile_cache,
-            restored: Vec::new(),
             clock: 0,
         }
-    }
-
-    /// A discard may bring back `contents`, as that of a version 2 qcow2 overlay does with what lies below.
-    pub fn discard_may_restore(&mut self, contents: &[u8]) {
-        self.restored = contents.chunks_exact(SECTOR).map(Value::of).collect();
     }
 
     /// Size in bytes.
@@ -130,9 +122,6 @@ impl ModelDisk {
                 Request::Read { .. } | Request::Flush => break,
             };
             self.prune(sector);
-            if let (Request::Discard { .. }, Some(restored)) = (request, self.restored.get(sector)) {
-                self.sectors[sector].push(Entry { op, value: restored.clone() });
-            }
             self.sectors[sector].push(Entry { op, value });
         }
         self.flying.insert(tag, Flying { op, request: request.clone() });

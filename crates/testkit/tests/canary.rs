@@ -219,7 +219,7 @@ fn storage() -> SimStorage {
 
 fn conform(defect: Defect) -> Report {
     let mut make = |read_only| Some(open(&storage(), defect, read_only));
-    let mut subject = Subject { make: &mut make, keeps_data: true, discard_may_restore: false, seed: 1 };
+    let mut subject = Subject { make: &mut make, keeps_data: true, seed: 1 };
     conformance::run(&mut SimHarness::new(1, 2), &mut subject)
 }
 
@@ -232,7 +232,6 @@ fn cut(defect: Defect, seed: u64) -> std::result::Result<testkit::Summary, Strin
         queues: 2,
         outcomes: 4,
         stride: 1,
-        discard_may_restore: false,
     }
     .run()
 }
@@ -249,7 +248,6 @@ fn break_storage(defect: Defect, kind: OpKind, action: FaultAction) -> std::resu
         workload: Workload::new(1, 40, 1 << 15, 4096),
         queues: 2,
         stride: 1,
-        discard_may_restore: false,
     }
     .run()
 }

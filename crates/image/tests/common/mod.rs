@@ -85,11 +85,6 @@ impl Chain {
         &self.layers[0]
     }
 
-    /// Version 2 has no way to say "zero": a discarded cluster shows what lies below again, as it was at first.
-    pub fn discard_may_restore(&self) -> bool {
-        matches!(self.top(), Layer::Qcow2 { version: 2, .. }) && self.layers.len() > 1
-    }
-
     /// The chain on fresh storage, all of it durable.
     pub fn storage(&self) -> SimStorage {
         let storage = SimStorage::new(self.seed);

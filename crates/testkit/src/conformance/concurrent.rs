@@ -24,9 +24,6 @@ fn many_requests(guest: &mut Guest<'_>, queues: usize) -> Result<(), String> {
     let span = info.size_bytes.min(1 << 18) / guest.block() * guest.block();
     let contents = guest.read(0, 0, span as usize)?;
     let mut model = ModelDisk::new(&contents, info.volatile_cache);
-    if guest.discard_may_restore {
-        model.discard_may_restore(&contents);
-    }
     let granule = if queues == 1 { 4096 } else { 1 << 16 };
     let workload = Workload {
         depth: 8,

@@ -19,8 +19,6 @@ pub struct Subject<'a> {
     pub make: &'a mut dyn FnMut(bool) -> Option<Arc<dyn Disk>>,
     /// Whether the disk stores what is written to it (the null disk doesn't).
     pub keeps_data: bool,
-    /// Whether a discard may bring back what a fresh disk of this kind holds.
-    pub discard_may_restore: bool,
     /// Varies the random checks.
     pub seed: u64,
 }
@@ -79,14 +77,7 @@ pub fn run(harness: &mut dyn Harness, subject: &mut Subject<'_>) -> Report {
             report.skipped.push(name);
             continue;
         };
-        let mut guest = Guest {
-            harness,
-            queues: Vec::new(),
-            disk,
-            next_tag: 1,
-            seed: subject.seed,
-            discard_may_restore: subject.discard_may_restore,
-        };
+        let mut guest = Guest { harness, queues: Vec::new(), disk, next_tag: 1, seed: subject.seed };
         let result = guest.open(0).and_then(|_| check(&mut guest)).and_then(|()| guest.violations());
         guest.leave();
         match result {
@@ -104,7 +95,6 @@ struct Guest<'a> {
     disk: Arc<dyn Disk>,
     next_tag: u64,
     seed: u64,
-    discard_may_restore: bool,
 }
 
 impl Guest<'_> {
