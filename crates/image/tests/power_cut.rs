@@ -17,11 +17,13 @@ struct Case {
     stride: u64,
     /// Bytes at the end of the disk that are written beforehand.
     filled_bytes: u64,
+    /// Whether the guest was told of a cache that it has to flush.
+    volatile_cache: bool,
 }
 
 impl Case {
     fn new(chain: Chain) -> Self {
-        Self { chain, requests: 60, queues: 2, outcomes: 2, stride: 1, filled_bytes: 0 }
+        Self { chain, requests: 60, queues: 2, outcomes: 2, stride: 1, filled_bytes: 0, volatile_cache: true }
     }
 
     fn run(&self, seed: u64, skipped: &[Barrier]) -> Result<Summary, String> {
@@ -31,7 +33,11 @@ impl Case {
         let at_start = refcount_table(&storage);
         let test = PowerCutTest {
             storage: storage.clone(),
-            open: &|storage| chain.open_without(storage, skipped),
+            open: &|storage| {
+                let opened = chain.open_without(storage, skipped)?;
+                opened.disk.set_volatile_cache(self.volatile_cache);
+                Ok(opened)
+            },
             check: &|storage| chain.check(storage, &original),
             workload: Workload {
                 read_percent: 5,
@@ -125,6 +131,20 @@ fn files_that_promise_less() {
     let file = SimFileOptions { block_device: true, ..SimFileOptions::default() };
     let device = Chain { file, device_bytes: Some(1 << 20), ..Chain::of(vec![Layer::qcow2(128 << 10, 2048)]) };
     Case::new(device).survives(2);
+}
+
+#[test]
+fn without_a_volatile_cache_what_completed_is_durable() {
+    let raw = Chain::of(vec![Layer::Raw(64 << 10)]);
+    let qcow2 = Chain::of(vec![Layer::qcow2(128 << 10, 1024), Layer::Raw(64 << 10)]);
+    for chain in [raw, qcow2] {
+        Case { volatile_cache: false, requests: 40, ..Case::new(chain) }.survives(2);
+    }
+}
+
+#[test]
+fn raw_images() {
+    Case::new(Chain::of(vec![Layer::Raw(64 << 10)])).survives(2);
 }
 
 #[test]
