@@ -133,6 +133,10 @@ impl PowerCutTest<'_> {
             let queues = session.queues.clone();
             workload.run(&mut session.harness, &queues, &mut model, &|| 0)?;
             model.check_live(&session.read_all()?)?;
+            let again = after.power_cut(seed);
+            (self.check)(&again).map_err(|wrong| format!("the image is damaged by a second cut: {wrong}"))?;
+            let contents = Session::open(&again, self.open, seed, 1)?.read_all()?;
+            model.check_after_crash(&contents).map_err(|wrong| format!("a second cut: {wrong}"))?;
             session.close()?;
             (self.check)(after).map_err(|wrong| format!("the image is damaged after going on: {wrong}"))?;
         }
