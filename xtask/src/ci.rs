@@ -109,11 +109,12 @@ fn cargo(arguments: &[&str]) -> Result<Counts> {
 }
 
 fn clippy() -> Result<Counts> {
-    cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+    cargo(&["clippy", "--workspace", "--all-targets", "--keep-going", "--", "-D", "warnings"])
 }
 
 fn rustdoc() -> Result<Counts> {
-    let program = Program::cargo().args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings");
+    let program =
+        Program::cargo().args(["doc", "--workspace", "--no-deps", "--keep-going"]).env("RUSTDOCFLAGS", "-D warnings");
     Ok(Counts::one(program.watch()?.success()))
 }
 
