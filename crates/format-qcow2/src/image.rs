@@ -60,14 +60,7 @@ impl Qcow2 {
             Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the {what}"), error)
         };
         let read_only = options.read_only || file.read_only;
-        let start = io.read(0, HEADER_SECTOR_BYTES, PastEnd::Zeros).await.map_err(|e| failed("header", e))?;
-        let cluster = match claimed_cluster_bytes(&start).filter(|_| probe(&start)) {
-            Some(length) => {
-                let length = usize::try_from(length).unwrap_or(HEADER_SECTOR_BYTES);
-                io.read(0, length, PastEnd::Zeros).await.map_err(|e| failed("header", e))?
-            }
-            None => start,
-        };
+        let cluster = read_first_cluster(io).await.map_err(|e| failed("header", e))?;
         let header = Header::parse(&cluster, &name, !read_only)?;
         let geometry = header.geometry();
         let l1_bytes = (header.l1_entries as usize).saturating_mul(8);
@@ -194,6 +187,15 @@ impl Qcow2 {
     #[doc(hidden)]
     pub fn skip_barrier_for_test(&self, barrier: Barrier) {
         self.inner.skipped_barriers.fetch_or(barrier.bit(), Ordering::Relaxed);
+    }
+}
+
+/// The first cluster, or of what cannot be qcow2 the first sector.
+async fn read_first_cluster(io: &MetaIo) -> IoResult<AlignedBuf> {
+    let start = io.read(0, HEADER_SECTOR_BYTES, PastEnd::Zeros).await?;
+    match claimed_cluster_bytes(&start).filter(|_| probe(&start)) {
+        Some(length) => io.read(0, usize::try_from(length).map_err(|_| IoError::EIO)?, PastEnd::Zeros).await,
+        None => Ok(start),
     }
 }
 
