@@ -24,10 +24,10 @@ impl Counts {
     pub(crate) fn parse<'a>(lines: impl IntoIterator<Item = &'a str>) -> Self {
         let mut counts = Self::default();
         for line in lines {
-            let line = line.trim_start();
+            // nextest quotes what a failed test printed, indented, this line of the test's own binary among it.
             if let Some((_, rest)) = line.strip_prefix("test result: ").and_then(|line| line.split_once(". ")) {
                 counts.add(Self::parse_list(rest.split(';')));
-            } else if line.starts_with("Summary [")
+            } else if line.trim_start().starts_with("Summary [")
                 && let Some((_, rest)) = line.split_once("run:")
             {
                 counts.add(Self::parse_list(rest.split(',')));
