@@ -35,6 +35,7 @@ fn versions() -> impl Iterator<Item = (u32, u32)> {
 #[test]
 fn raw_files_and_devices_conform() {
     conforms(&Chain::of(vec![Layer::Raw(SIZE)]));
+    conforms(&Chain::of(vec![Layer::Raw(SIZE + 100)]));
     let cannot = SimFileOptions { can_discard: false, fast_zeroes: false, ..SimFileOptions::default() };
     conforms(&Chain { file: cannot, ..Chain::of(vec![Layer::Raw(SIZE)]) });
     let device = SimFileOptions { block_device: true, discard_zeroes: true, ..SimFileOptions::default() };
@@ -70,7 +71,7 @@ fn qcow2_conforms_where_the_file_promises_less() {
 fn chains_conform() {
     // Below: as large, larger, smaller and not at a cluster's end; other clusters; several layers.
     conforms(&Chain::of(vec![Layer::qcow2(SIZE, 4096), Layer::Raw(SIZE)]));
-    conforms(&Chain::of(vec![Layer::qcow2(SIZE, 65536), Layer::Raw(SIZE / 2 + 512)]));
+    conforms(&Chain::of(vec![Layer::qcow2(SIZE, 65536), Layer::Raw(SIZE / 2 + 100)]));
     conforms(&Chain::of(vec![Layer::qcow2(SIZE + 512, 512), Layer::qcow2(SIZE * 2, 65536)]));
     let old = Layer::Qcow2 { size_bytes: SIZE, cluster_size: 8192, version: 2, refcount_bits: 16 };
     conforms(&Chain::of(vec![old, Layer::qcow2(SIZE / 4, 4096), Layer::Raw(SIZE)]));

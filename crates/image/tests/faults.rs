@@ -107,6 +107,16 @@ fn other_clusters_and_versions() {
 }
 
 #[test]
+fn raw_images() {
+    for kind in [OpKind::Read, OpKind::Write, OpKind::Flush, OpKind::Discard, OpKind::WriteZeroes] {
+        for action in [FaultAction::Fail(IoError::EIO), FaultAction::Scatter(IoError::EIO)] {
+            let summary = break_each(&Chain::of(vec![Layer::Raw(64 << 10)]), 0, kind, action, false);
+            assert!(summary.moments > 0 && summary.errors >= summary.moments, "{kind:?} {summary:?}");
+        }
+    }
+}
+
+#[test]
 fn snapshots_and_compressed_clusters_of_qemu() {
     for chain in made_by_qemu() {
         for kind in [OpKind::Read, OpKind::Write] {

@@ -148,6 +148,12 @@ fn raw_images() {
 }
 
 #[test]
+#[ignore = "known fault: a raw file that ends within a sector can tear that sector when it grows by its first write"]
+fn a_raw_file_that_ends_within_a_sector() {
+    Case::new(Chain::of(vec![Layer::Raw((8 << 10) + 100)])).survives(2);
+}
+
+#[test]
 fn one_queue_and_four_queues() {
     for queues in [1, 4] {
         let chain = Chain::of(vec![Layer::qcow2(128 << 10, 1024), Layer::Raw(64 << 10)]);

@@ -27,7 +27,7 @@ impl Opener for SimOpener {
 /// A layer of a chain.
 #[derive(Debug, Clone)]
 pub enum Layer {
-    /// A raw image of so many bytes, full of data.
+    /// A raw image in a file of so many bytes, full of data.
     Raw(u64),
     /// A qcow2 image, with some data where it is not the top layer.
     Qcow2 { size_bytes: u64, cluster_size: u64, version: u32, refcount_bits: u32 },
@@ -41,7 +41,8 @@ impl Layer {
     /// Bytes of the disk.
     pub fn size_bytes(&self) -> u64 {
         match self {
-            Self::Raw(size_bytes) | Self::Qcow2 { size_bytes, .. } => *size_bytes,
+            // A disk has whole sectors.
+            Self::Raw(size_bytes) | Self::Qcow2 { size_bytes, .. } => size_bytes.next_multiple_of(512),
         }
     }
 
