@@ -37,7 +37,7 @@ pub struct Batches {
     pub max: u64,
 }
 
-/// The CPU time of one process over the run.
+/// What one process used over the run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ProcessCpu {
     /// Which.
@@ -46,6 +46,10 @@ pub struct ProcessCpu {
     pub cpu_seconds: f64,
     /// CPU microseconds a request of this run.
     pub us_per_request: f64,
+    /// Times that its threads went to sleep.
+    pub voluntary_switches: u64,
+    /// The same, a request.
+    pub voluntary_switches_per_request: f64,
 }
 
 /// How much a counter grew.
@@ -108,7 +112,7 @@ pub struct BenchReport {
     pub client_cpu_seconds: f64,
     /// The same, microseconds a request.
     pub client_us_per_request: f64,
-    /// CPU of the server's processes.
+    /// What the server's processes used.
     pub servers: Vec<ProcessCpu>,
     /// What the caller's counters did.
     pub counters: Vec<CounterGrowth>,

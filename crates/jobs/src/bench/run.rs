@@ -226,7 +226,14 @@ impl Run<'_> {
         let client = after.client.seconds_since(&before.client);
         let servers = before.servers.iter().zip(&after.servers).map(|((pid, before), (_, after))| {
             let cpu_seconds = after.seconds_since(before);
-            ProcessCpu { pid: *pid, cpu_seconds, us_per_request: per_request(cpu_seconds) }
+            let voluntary_switches = after.voluntary_switches_since(before);
+            ProcessCpu {
+                pid: *pid,
+                cpu_seconds,
+                us_per_request: per_request(cpu_seconds),
+                voluntary_switches,
+                voluntary_switches_per_request: voluntary_switches as f64 / requests.max(1) as f64,
+            }
         });
         let counters = before.counters.iter().zip(&after.counters).map(|((name, before), (_, after))| {
             let total = after.saturating_sub(*before);

@@ -1,0 +1,201 @@
+//! Several targets under the same load, in turn: the figures that are compared, their medians, and ratios with spread.
+
+use super::BenchReport;
+use serde::{Serialize, Serializer};
+
+/// One number of a run, with the name and the unit that a person reads.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Figure {
+    /// As in JSON: `iops`, `p99_us`, `kicks_per_request`.
+    pub name: String,
+    /// What stands beside it in a table: "p99, us".
+    pub label: String,
+    /// The number.
+    pub value: f64,
+}
+
+/// Measurements of one thing.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Spread {
+    /// The middle one, or the mean of the middle two.
+    pub median: f64,
+    /// The least.
+    pub min: f64,
+    /// The most.
+    pub max: f64,
+}
+
+impl Spread {
+    /// Of some measurements; zeros if there are none.
+    #[must_use]
+    pub fn of(mut values: Vec<f64>) -> Self {
+        values.sort_by(f64::total_cmp);
+        let at = |index: usize| values.get(index).copied().unwrap_or_default();
+        let last = values.len().saturating_sub(1);
+        Self { median: f64::midpoint(at(last / 2), at(last.div_ceil(2))), min: at(0), max: at(last) }
+    }
+}
+
+/// A figure over several runs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FigureSpread {
+    /// As in JSON.
+    pub name: String,
+    /// As in a table.
+    pub label: String,
+    /// Over the runs.
+    pub spread: Spread,
+}
+
+/// One target.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Side {
+    /// What it is called in the tables.
+    pub name: String,
+    /// What it did, each figure over all runs.
+    #[serde(serialize_with = "by_name")]
+    pub figures: Vec<FigureSpread>,
+    /// The runs in order.
+    pub runs: Vec<BenchReport>,
+}
+
+/// What the first target did by what another did, run by run.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Ratios {
+    /// The first target.
+    pub of: String,
+    /// The other.
+    pub to: String,
+    /// One ratio a figure that both have: of each round's two runs, then over the rounds.
+    #[serde(serialize_with = "by_name")]
+    pub figures: Vec<FigureSpread>,
+}
+
+/// All targets at one depth.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Comparison {
+    /// Requests in flight on each queue.
+    pub queue_depth: u32,
+    /// The targets, in the order given.
+    pub sides: Vec<Side>,
+    /// The first by each other.
+    pub ratios: Vec<Ratios>,
+}
+
+fn by_name<S: Serializer>(figures: &[FigureSpread], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(figures.iter().map(|figure| (&figure.name, &figure.spread)))
+}
+
+impl BenchReport {
+    /// The figures that runs are compared by.
+    #[must_use]
+    pub fn figures(&self) -> Vec<Figure> {
+        let figure = |name: &str, label: &str, value| Figure { name: name.to_owned(), label: label.to_owned(), value };
+        let mut figures = vec![
+            figure("iops", "IOPS", self.iops),
+            figure("mib_per_second", "MiB/s", self.bytes_per_second / f64::from(1 << 20)),
+            figure("mean_us", "latency mean, us", self.latency_us.mean),
+            figure("p50_us", "latency p50, us", self.latency_us.p50),
+            figure("p99_us", "latency p99, us", self.latency_us.p99),
+            figure("client_us_per_request", "client CPU, us/request", self.client_us_per_request),
+        ];
+        if !self.servers.is_empty() {
+            let cpu = self.servers.iter().map(|server| server.us_per_request).sum();
+            let switches = self.servers.iter().map(|server| server.voluntary_switches_per_request).sum();
+            figures.push(figure("server_us_per_request", "server CPU, us/request", cpu));
+            figures.push(figure("server_switches_per_request", "server sleeps/request", switches));
+        }
+        figures.push(figure("completions_per_harvest", "completions/harvest", self.batches.mean));
+        figures.extend(self.counters.iter().map(|counter| Figure {
+            name: format!("{}_per_request", counter.name),
+            label: format!("{}/request", counter.name.replace('_', " ")),
+            value: counter.per_request,
+        }));
+        figures
+    }
+}
+
+/// Sums up `rounds` of one run of each target; `names` are the targets'. Rounds that lack a target are left out.
+#[must_use]
+pub fn compare(names: &[String], rounds: &[Vec<BenchReport>]) -> Comparison {
+    let rounds: Vec<&Vec<BenchReport>> = rounds.iter().filter(|round| round.len() == names.len()).collect();
+    let sides = names.iter().enumerate().map(|(index, name)| {
+        let runs: Vec<BenchReport> = rounds.iter().filter_map(|round| round.get(index)).cloned().collect();
+        Side { name: name.clone(), figures: spreads(&runs), runs }
+    });
+    let sides: Vec<Side> = sides.collect();
+    let ratios = match sides.split_first() {
+        Some((first, others)) => others.iter().map(|other| ratios(first, other)).collect(),
+        None => Vec::new(),
+    };
+    let depth = |round: &&Vec<BenchReport>| round.first().map(|report| report.queue_depth);
+    Comparison { queue_depth: rounds.first().and_then(depth).unwrap_or(0), sides, ratios }
+}
+
+fn spreads(runs: &[BenchReport]) -> Vec<FigureSpread> {
+    let of_runs: Vec<Vec<Figure>> = runs.iter().map(BenchReport::figures).collect();
+    let spread = |Figure { name, label, .. }: &Figure| {
+        let values = of_runs.iter().filter_map(|figures| value_of(figures, name)).collect();
+        FigureSpread { name: name.clone(), label: label.clone(), spread: Spread::of(values) }
+    };
+    of_runs.first().map(|figures| figures.iter().map(spread).collect()).unwrap_or_default()
+}
+
+fn value_of(figures: &[Figure], name: &str) -> Option<f64> {
+    figures.iter().find(|figure| figure.name == name).map(|figure| figure.value)
+}
+
+/// Ratios where both sides have something to divide in every round.
+fn ratios(first: &Side, other: &Side) -> Ratios {
+    let pairs: Vec<(Vec<Figure>, Vec<Figure>)> =
+        first.runs.iter().zip(&other.runs).map(|(first, other)| (first.figures(), other.figures())).collect();
+    let ratio = |FigureSpread { name, label, .. }: &FigureSpread| {
+        let of_pair = |(first, other): &(Vec<Figure>, Vec<Figure>)| {
+            let (first, other) = (value_of(first, name)?, value_of(other, name)?);
+            (first > 0.0 && other > 0.0).then(|| first / other)
+        };
+        let values = pairs.iter().map(of_pair).collect::<Option<Vec<f64>>>()?;
+        Some(FigureSpread { name: name.clone(), label: label.clone(), spread: Spread::of(values) })
+    };
+    let figures = first.figures.iter().filter_map(ratio).collect();
+    Ratios { of: first.name.clone(), to: other.name.clone(), figures }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::CounterGrowth;
+
+    fn report(iops: f64, kicks: f64) -> BenchReport {
+        let counters = vec![CounterGrowth { name: "kicks".to_owned(), total: 0, per_request: kicks }];
+        BenchReport { queue_depth: 8, iops, counters, ..BenchReport::default() }
+    }
+
+    fn spread(figures: &[FigureSpread], name: &str) -> Option<Spread> {
+        figures.iter().find(|figure| figure.name == name).map(|figure| figure.spread)
+    }
+
+    #[test]
+    fn ratios_are_taken_within_a_round() {
+        // Both targets drift by far more than they differ.
+        let rounds: Vec<_> = [100.0, 300.0, 200.0].map(|iops| vec![report(iops * 1.5, 0.0), report(iops, 0.5)]).into();
+        let names = ["A".to_owned(), "B".to_owned()];
+        let comparison = compare(&names, &rounds);
+        let iops = spread(&comparison.sides[1].figures, "iops");
+        assert_eq!(iops, Some(Spread { median: 200.0, min: 100.0, max: 300.0 }));
+        let ratios = &comparison.ratios[0].figures;
+        assert_eq!(spread(ratios, "iops"), Some(Spread { median: 1.5, min: 1.5, max: 1.5 }));
+        assert_eq!(spread(ratios, "kicks_per_request"), None, "nothing by something says nothing");
+        assert_eq!(spread(&comparison.sides[1].figures, "kicks_per_request").map(|kicks| kicks.median), Some(0.5));
+    }
+
+    #[test]
+    fn a_round_cut_short_does_not_count() {
+        let names = ["A".to_owned(), "B".to_owned()];
+        let rounds = [vec![report(4.0, 0.0), report(2.0, 0.0)], vec![report(9.0, 0.0)]];
+        let comparison = compare(&names, &rounds);
+        assert_eq!(comparison.sides[0].runs.len(), 1);
+        assert_eq!(spread(&comparison.ratios[0].figures, "iops").map(|iops| iops.max), Some(2.0));
+        assert_eq!(Spread::of(vec![4.0, 1.0, 2.0, 3.0]), Spread { median: 2.5, min: 1.0, max: 4.0 });
+    }
+}
