@@ -8,14 +8,17 @@
 use std::io;
 use std::ptr::NonNull;
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering, fence};
 
 /// How many mappings can be registered at once; one more is refused.
 pub const MAX_MAPPINGS: usize = 4096;
 
 struct Slot {
     taken: AtomicBool,
-    /// Zero while the slot is free or being filled, so that the handler skips it.
+    /// Odd while start and length are being changed, so that the handler believes only pairs that belong together. A slot
+    /// that changes while the handler runs is not the one it looks for: whoever touches a mapping keeps it registered.
+    changes: AtomicUsize,
+    /// Zero while the slot is free.
     start: AtomicUsize,
     length_bytes: AtomicUsize,
     poisoned: AtomicBool,
@@ -24,6 +27,7 @@ struct Slot {
 static SLOTS: [Slot; MAX_MAPPINGS] = [const {
     Slot {
         taken: AtomicBool::new(false),
+        changes: AtomicUsize::new(0),
         start: AtomicUsize::new(0),
         length_bytes: AtomicUsize::new(0),
         poisoned: AtomicBool::new(false),
@@ -49,12 +53,32 @@ pub(crate) fn register(start: NonNull<u8>, length_bytes: usize) -> io::Result<Re
             continue;
         }
         slot.poisoned.store(false, Ordering::Relaxed);
-        slot.length_bytes.store(length_bytes, Ordering::Relaxed);
-        slot.start.store(start.as_ptr().addr(), Ordering::Release);
+        slot.set_range(start.as_ptr().addr(), length_bytes);
         USED.fetch_max(index + 1, Ordering::AcqRel);
         return Ok(Registration { index });
     }
     Err(io::Error::other(format!("more than {MAX_MAPPINGS} shared mappings at once")))
+}
+
+impl Slot {
+    /// Called by the one who has taken the slot.
+    fn set_range(&self, start: usize, length_bytes: usize) {
+        let changes = self.changes.load(Ordering::Relaxed);
+        self.changes.store(changes.wrapping_add(1), Ordering::Relaxed);
+        fence(Ordering::Release);
+        self.start.store(start, Ordering::Relaxed);
+        self.length_bytes.store(length_bytes, Ordering::Relaxed);
+        self.changes.store(changes.wrapping_add(2), Ordering::Release);
+    }
+
+    /// Start and length; `None` while they change, or where there are none.
+    fn range(&self) -> Option<(usize, usize)> {
+        let before = self.changes.load(Ordering::Acquire);
+        let (start, length_bytes) = (self.start.load(Ordering::Relaxed), self.length_bytes.load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        let after = self.changes.load(Ordering::Relaxed);
+        (before == after && before.is_multiple_of(2) && start != 0).then_some((start, length_bytes))
+    }
 }
 
 impl Registration {
@@ -65,7 +89,7 @@ impl Registration {
     /// Called before the range is unmapped: from then on the handler ignores it.
     pub(crate) fn withdraw(&self) {
         let slot = &SLOTS[self.index];
-        slot.start.store(0, Ordering::Release);
+        slot.set_range(0, 0);
         slot.taken.store(false, Ordering::Release);
     }
 }
@@ -88,15 +112,18 @@ fn install_handler() {
 extern "C" fn on_bus_error(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid `siginfo_t` to a SA_SIGINFO handler of SIGBUS.
     let address = unsafe { (*info).si_addr() }.addr();
-    for slot in &SLOTS[..USED.load(Ordering::Acquire)] {
-        let start = slot.start.load(Ordering::Acquire);
-        let length_bytes = slot.length_bytes.load(Ordering::Relaxed);
-        if start != 0 && address >= start && address - start < length_bytes {
-            cover_with_zeros(slot, start, length_bytes);
-            return;
-        }
+    match slot_of(address) {
+        Some((slot, start, length_bytes)) => cover_with_zeros(slot, start, length_bytes),
+        None => hand_on(signal, info, context),
     }
-    hand_on(signal, info, context);
+}
+
+/// The slot whose mapping holds `address`, where that mapping starts, and how long it is.
+fn slot_of(address: usize) -> Option<(&'static Slot, usize, usize)> {
+    SLOTS[..USED.load(Ordering::Acquire)].iter().find_map(|slot| {
+        let (start, length_bytes) = slot.range()?;
+        (address >= start && address - start < length_bytes).then_some((slot, start, length_bytes))
+    })
 }
 
 fn cover_with_zeros(slot: &Slot, start: usize, length_bytes: usize) {
@@ -136,7 +163,9 @@ fn hand_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::Mapping;
+    use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 
     #[test]
     fn a_shrunken_file_poisons_its_mapping_and_the_process_lives() {
@@ -146,5 +175,43 @@ mod tests {
         let byte = unsafe { std::ptr::read_volatile(mapping.as_ptr().as_ptr().add(5000)) };
         assert_eq!(byte, 0);
         assert!(mapping.is_poisoned());
+    }
+
+    #[test]
+    fn a_part_of_a_huge_page_is_poisoned_and_unmapped_like_any_other() {
+        // SAFETY: the name is a C string.
+        let raw = unsafe { libc::memfd_create(c"huge".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_HUGETLB) };
+        if raw < 0 {
+            eprintln!("skipped: this kernel has no huge pages");
+            return;
+        }
+        // SAFETY: the call above just made this descriptor and nobody else knows it.
+        let file = std::fs::File::from(unsafe { OwnedFd::from_raw_fd(raw) });
+        file.set_len(1 << 21).unwrap();
+        drop(Mapping::shared(file.as_fd(), 0, 4096).unwrap());
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        assert!(!maps.contains("memfd:huge"), "{maps}");
+        let mapping = Mapping::shared(file.as_fd(), 0, 4096).unwrap();
+        // No page is there, or none any more: both end in the handler.
+        file.set_len(0).unwrap();
+        // SAFETY: the address lies in the mapping.
+        assert_eq!(unsafe { std::ptr::read_volatile(mapping.as_ptr().as_ptr().add(100)) }, 0);
+        assert!(mapping.is_poisoned());
+    }
+
+    #[test]
+    fn a_range_is_believed_only_while_nobody_changes_it() {
+        let (fd, mapping) = Mapping::anonymous_file(c"range", 8192).unwrap();
+        let address = mapping.as_ptr().as_ptr().addr();
+        let slot = slot_of(address + 8191).unwrap().0;
+        assert_eq!(slot.range(), Some((address, 8192)));
+        let before = slot.changes.fetch_add(1, Ordering::Relaxed);
+        assert_eq!(slot.range(), None, "half changed");
+        slot.set_range(address, 8192);
+        assert_eq!(slot.range(), None, "the other change goes on");
+        slot.changes.store(before, Ordering::Relaxed);
+        assert_eq!(slot.range(), Some((address, 8192)));
+        drop((mapping, fd));
+        assert_ne!(slot.changes.load(Ordering::Relaxed), before, "who looked meanwhile can tell");
     }
 }

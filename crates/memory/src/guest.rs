@@ -55,7 +55,7 @@ pub struct GuestRegion {
 impl GuestRegion {
     /// Maps what `spec` describes from `file`.
     pub fn map(spec: RegionSpec, file: BorrowedFd<'_>) -> io::Result<Self> {
-        let page = crate::PAGE_BYTES as u64;
+        let page = crate::mapping::page_bytes_of(file)? as u64;
         let bad = || io::Error::new(io::ErrorKind::InvalidInput, "the region's length or offset is impossible");
         let skip = spec.file_offset % page;
         let mapped = spec.length_bytes.checked_add(skip).ok_or_else(bad)?;

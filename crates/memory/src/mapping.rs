@@ -1,9 +1,56 @@
 //! One shared mapping of a file that a peer owns.
 
-use crate::fault;
+use crate::{PAGE_BYTES, fault};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Address space that all mappings together may take: peers name lengths that their files need not have, and a process
+/// whose address space is used up cannot go on. Half of what the smallest 64-bit address space has.
+const MAX_MAPPED_BYTES: usize = 1 << 46;
+
+static MAPPED_BYTES: AtomicUsize = AtomicUsize::new(0);
+
+/// A part of [`MAX_MAPPED_BYTES`], given back on drop.
+#[derive(Debug)]
+struct Room(usize);
+
+impl Room {
+    fn take(bytes: usize) -> io::Result<Self> {
+        let sum = |used: usize| used.checked_add(bytes).filter(|sum| *sum <= MAX_MAPPED_BYTES);
+        match MAPPED_BYTES.fetch_update(Ordering::Relaxed, Ordering::Relaxed, sum) {
+            Ok(_) => Ok(Self(bytes)),
+            Err(used) => Err(io::Error::new(
+                io::ErrorKind::OutOfMemory,
+                format!(
+                    "{bytes} bytes more than the {used} mapped already exceed the {MAX_MAPPED_BYTES} there is room for"
+                ),
+            )),
+        }
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        MAPPED_BYTES.fetch_sub(self.0, Ordering::Relaxed);
+    }
+}
+
+/// The unit in which the kernel maps `file`: huge pages are mapped and unmapped as wholes.
+pub(crate) fn page_bytes_of(file: BorrowedFd<'_>) -> io::Result<usize> {
+    const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
+    // SAFETY: all-zero is a valid `statfs`; the kernel writes one.
+    let (result, stat) = unsafe {
+        let mut stat: libc::statfs = std::mem::zeroed();
+        (libc::fstatfs(file.as_raw_fd(), &raw mut stat), stat)
+    };
+    match result {
+        0 if stat.f_type == HUGETLBFS_MAGIC => Ok((stat.f_bsize as usize).max(PAGE_BYTES)),
+        0 => Ok(PAGE_BYTES),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
 
 /// A shared, read-write mapping of part of a file; unmapped on drop. Registered with [`fault`], so that a peer that
 /// shrinks the file poisons the mapping instead of killing the process.
@@ -11,7 +58,10 @@ use std::ptr::NonNull;
 pub struct Mapping {
     ptr: NonNull<u8>,
     length_bytes: usize,
+    /// With the rest of the last page.
+    mapped_bytes: usize,
     guard: fault::Registration,
+    _room: Room,
 }
 
 // SAFETY: the mapping is plain memory shared with another process anyway; all access to it goes through raw copies and
@@ -27,12 +77,16 @@ impl Mapping {
         if length_bytes == 0 {
             return Err(invalid("a mapping needs at least one byte"));
         }
+        let page_bytes = page_bytes_of(file)?;
+        let mapped_bytes = length_bytes.checked_next_multiple_of(page_bytes);
+        let mapped_bytes = mapped_bytes.ok_or_else(|| invalid("the mapping is longer than any address space"))?;
+        let room = Room::take(mapped_bytes)?;
         let offset = libc::off_t::try_from(offset).map_err(|_| invalid("the mapping's offset is beyond any file"))?;
         // SAFETY: a fresh mapping at an address that the kernel chooses touches no existing memory.
         let raw = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
-                length_bytes,
+                mapped_bytes,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_SHARED | libc::MAP_NORESERVE,
                 file.as_raw_fd(),
@@ -45,8 +99,11 @@ impl Mapping {
         let Some(ptr) = NonNull::new(raw.cast::<u8>()) else {
             return Err(invalid("the kernel mapped address zero"));
         };
-        let guard = fault::register(ptr, length_bytes)?;
-        Ok(Self { ptr, length_bytes, guard })
+        let guard = fault::register(ptr, mapped_bytes).inspect_err(|_| {
+            // SAFETY: the range was mapped above and nobody else knows it.
+            unsafe { libc::munmap(ptr.as_ptr().cast(), mapped_bytes) };
+        })?;
+        Ok(Self { ptr, length_bytes, mapped_bytes, guard, _room: room })
     }
 
     /// A new anonymous memory file of `length_bytes`, and its mapping: guest memory for the driver and for tests.
@@ -89,7 +146,7 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         self.guard.withdraw();
         // SAFETY: the range was mapped by us, is unmapped once, and no IoBuf lists it any more (see `IoBuf::refill`).
-        unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.length_bytes) };
+        unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.mapped_bytes) };
     }
 }
 
@@ -103,4 +160,23 @@ pub fn duplicate_fd(wrapped: &impl AsRawFd) -> io::Result<OwnedFd> {
     }
     // SAFETY: the call above just made this descriptor and nobody else knows it.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn address_space_is_lent_only_as_long_as_there_is_some_and_comes_back() {
+        let (fd, _small) = Mapping::anonymous_file(c"sparse", 4096).unwrap();
+        let map = |length_bytes| Mapping::shared(fd.as_fd(), 0, length_bytes);
+        assert_eq!(map(MAX_MAPPED_BYTES).unwrap_err().kind(), io::ErrorKind::OutOfMemory);
+        for _ in 0..3 {
+            let half = map(MAX_MAPPED_BYTES / 2).unwrap();
+            assert_eq!(map(MAX_MAPPED_BYTES / 2).unwrap_err().kind(), io::ErrorKind::OutOfMemory);
+            drop(half);
+        }
+        assert!(map(usize::MAX).is_err());
+    }
 }
