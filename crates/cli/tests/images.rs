@@ -105,6 +105,19 @@ fn an_overlay_takes_its_size_from_its_base_and_info_opens_the_base_only_when_ask
 }
 
 #[test]
+fn create_replaces_what_was_there() {
+    let dir = directory();
+    let image = at(&dir, "disk");
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&image), "5M"]);
+    run_ok(&["create", "-q", "-f", "raw", path_str(&image), "2M"]);
+    let bytes = std::fs::read(&image).unwrap();
+    assert_eq!(bytes.len(), 2 << 20);
+    assert!(bytes.iter().all(|byte| *byte == 0), "the old image's header is still there");
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&image), "3M"]);
+    assert_eq!(ours(&image)["virtual-size"], 3 << 20);
+}
+
+#[test]
 fn a_chain_that_loops_is_refused() {
     if !has_tool("qemu-img") {
         return;

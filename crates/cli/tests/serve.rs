@@ -10,7 +10,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 fn create(image: &Path, format: &str, size: &str) {
     run_ok(&["create", "-q", "-f", format, path_str(image), size]);
@@ -53,6 +53,30 @@ fn several_disks_are_connectable_when_ready_and_leave_nothing_behind() {
     if has_tool("qemu-img") {
         assert_valid(&one, false);
     }
+}
+
+#[test]
+fn sigterm_under_load_leaves_a_clean_image() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let (image, socket) = (at(&dir, "disk.qcow2"), at(&dir, "s"));
+    create(&image, "qcow2", "64M");
+    let server = Server::start(&[path_str(&image), "--socket", path_str(&socket)]);
+    let mut load = ringdisk();
+    load.args(["bench", "--rw", "randwrite", "--time", "60", "--socket", path_str(&socket)]);
+    let mut load = load.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    while std::fs::metadata(&image).unwrap().len() < 4 << 20 {
+        assert!(Instant::now() < deadline, "the load does not begin");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    server.stop();
+    assert!(!socket.exists());
+    // Its disk is gone.
+    assert_eq!(load.wait().unwrap().code(), Some(1));
+    assert_valid(&image, false);
 }
 
 #[test]

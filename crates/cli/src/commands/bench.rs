@@ -10,10 +10,11 @@ use daemon::{DriveFormat, DriveOptions, OpenedDisk, ParsedDrive, open_drive, par
 use driver::Driver;
 use engine::ReactorThread;
 use image::BackingPolicy;
-use jobs::bench::{BenchReport, BenchSpec, Hooks, Initial, Latency, Pattern, Stop, Verify};
+use jobs::bench::{BenchReport, BenchSpec, Hooks, Initial, Latency, Pattern, Progress, Stop, Verify};
 use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Measure a disk: requests a second, latency, CPU. Writing modes destroy what is on it.
@@ -101,18 +102,28 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(ReactorThread::handle).collect();
     let bar = Bar::start("measuring");
     let cancel = signals::interrupted()?;
-    let hooks =
-        Hooks { progress: Some(&|progress| bar.set(progress.fraction)), cancel: Some(cancel), ..target.hooks() };
+    let progress = |progress: Progress| {
+        bar.set(progress.fraction);
+        if target.is_gone() {
+            // Nothing but errors would come until the end.
+            cancel.store(true, Ordering::Relaxed);
+        }
+    };
+    let hooks = Hooks { progress: Some(&progress), cancel: Some(Arc::clone(&cancel)), ..target.hooks() };
     let measured = jobs::bench::run(&target.disk(), &handles, &spec, &hooks);
     bar.finish();
     let report = measured?.report;
     for reactor in reactors {
         reactor.stop()?;
     }
+    let gone = target.is_gone();
     target.close()?;
     match args.output {
         Output::Human => output::print(&human(&report))?,
         Output::Json => output::print(&format!("{}\n", serde_json::to_string_pretty(&report)?))?,
+    }
+    if gone {
+        bail!("the server ended the connection");
     }
     let first = report.first_mismatch.or(report.first_error).unwrap_or_default();
     if report.errors > 0 || report.mismatches > 0 {
@@ -204,6 +215,11 @@ impl Target {
             Self::Driver(driver) => load::driver_hooks(driver),
             Self::Opened(_) => Hooks::default(),
         }
+    }
+
+    /// Whether the server ended the connection.
+    fn is_gone(&self) -> bool {
+        matches!(self, Self::Driver(driver) if driver.is_disconnected())
     }
 
     fn close(&self) -> anyhow::Result<()> {
