@@ -50,6 +50,13 @@ pub trait File: Send + Sync + Debug {
     /// Its length now, in bytes.
     fn length_bytes(&self) -> Result<u64>;
 
+    /// Whether the bytes from `offset` on are a hole (and so read as zeros), and for how many of at most `length` bytes
+    /// that is so. A file that cannot tell says that all of it is data.
+    fn hole_at(&self, offset: u64, length: u64) -> Result<(bool, u64)> {
+        let _ = offset;
+        Ok((false, length))
+    }
+
     /// A queue for one reactor's thread. Cheap after the first on a reactor.
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>>;
 
@@ -200,6 +207,8 @@ impl Sink {
 pub struct Waiter {
     result: Cell<Option<IoResult>>,
     waker: RefCell<Option<Waker>>,
+    /// Lives until the operation has ended, whatever becomes of the task.
+    _keep: Option<Rc<dyn Any>>,
 }
 
 impl Waiter {
@@ -242,7 +251,16 @@ impl Future for WaitForIo {
 impl dyn FileQueue {
     /// Pushes `op` now and returns a future of its end. The operation happens whether or not the future is awaited.
     pub fn start(&self, op: FileOp) -> impl Future<Output = IoResult> + use<> {
-        let waiter = Waiter::new();
+        self.start_with(op, Waiter::new())
+    }
+
+    /// As `start`, keeping `value` until the operation has ended, also if the future is dropped before: a write to space
+    /// that must not be used again meanwhile keeps its queue's part in the image's [`crate::Epochs`].
+    pub fn start_keeping(&self, op: FileOp, value: Rc<dyn Any>) -> impl Future<Output = IoResult> + use<> {
+        self.start_with(op, Rc::new(Waiter { _keep: Some(value), ..Waiter::default() }))
+    }
+
+    fn start_with(&self, op: FileOp, waiter: Rc<Waiter>) -> impl Future<Output = IoResult> + use<> {
         self.push(FileIo { op, done: Done::Waiter(Rc::clone(&waiter)) });
         WaitForIo(waiter)
     }
@@ -254,5 +272,31 @@ impl FileOp {
     pub fn refused_when_read_only(&self) -> Option<IoError> {
         let writes = !matches!(self, Self::Read { .. } | Self::Flush);
         writes.then_some(IoError::new(crate::IoErrorKind::ReadOnly))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Holding(RefCell<Vec<FileIo>>);
+
+    impl FileQueue for Holding {
+        fn push(&self, io: FileIo) {
+            self.0.borrow_mut().push(io);
+        }
+    }
+
+    #[test]
+    fn what_an_operation_keeps_outlives_the_task_that_started_it() {
+        let holding = Rc::new(Holding(RefCell::default()));
+        let queue: Rc<dyn FileQueue> = Rc::clone(&holding) as _;
+        let kept: Rc<dyn Any> = Rc::new(());
+        drop(queue.start_keeping(FileOp::Flush, Rc::clone(&kept)));
+        assert_eq!(Rc::strong_count(&kept), 2, "the operation is still in flight");
+        for io in holding.0.take() {
+            io.done.complete(Ok(()));
+        }
+        assert_eq!(Rc::strong_count(&kept), 1);
     }
 }

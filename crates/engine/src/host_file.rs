@@ -29,6 +29,11 @@ impl File for HostFile {
         length.map_err(|error| Error::io(format!("cannot learn the length of '{}'", self.file.info.name), error))
     }
 
+    fn hole_at(&self, offset: u64, length: u64) -> Result<(bool, u64)> {
+        let found = crate::sys::hole_at(&self.file.fd, self.file.info.block_device, offset, length);
+        found.map_err(|error| Error::io(format!("cannot look for holes in '{}'", self.file.info.name), error))
+    }
+
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
         let Some(local) = ctx.as_any().downcast_ref::<Local>() else {
             let message =

@@ -5,6 +5,7 @@ use crate::target::QueueFile;
 use block::{Done, IoError, IoErrorKind, IoResult};
 use memory::Window;
 use std::rc::Rc;
+use std::sync::atomic::Ordering;
 
 /// The most bytes one call may move: the kernel's own limit, rounded down to a page so that a cut stays aligned.
 pub(crate) const MAX_CALL_BYTES: usize = 0x7fff_f000;
@@ -26,6 +27,18 @@ pub(crate) enum Action {
     Truncate,
     /// `BLKDISCARD` on a block device.
     DiscardBlocks { length: u64 },
+}
+
+impl Action {
+    /// Whether failing with `error` means that data which the page cache took may be lost.
+    fn loses_data(self, error: IoError) -> bool {
+        match self {
+            Self::Sync => true,
+            // Out of space is the write's own failure: the caller knows what was not stored.
+            Self::Write { durable } => durable && error.kind() == IoErrorKind::Io,
+            _ => false,
+        }
+    }
 }
 
 /// One action in an engine's hands.
@@ -131,8 +144,18 @@ impl Request {
 
     /// Tells the owner. The memory, the file and the sink are let go of here.
     pub(crate) fn finish(self, result: IoResult) {
-        let Self { target, window, done, counted, .. } = self;
+        let Self { target, window, done, counted, action, .. } = self;
         drop(window);
+        if let Err(error) = result
+            && action.loses_data(error)
+            && target.file.page_cached
+            && !target.file.sync_lost.swap(true, Ordering::Relaxed)
+        {
+            let name = &target.file.info.name;
+            tracing::error!(
+                "'{name}': making data durable failed ({error}); flushes fail until the file is opened anew"
+            );
+        }
         done.complete(result);
         if counted {
             target.change_ended();
@@ -347,5 +370,18 @@ mod tests {
             assert!(slab.insert(new()) < 4);
         }
         assert_eq!(slab.live(), 4);
+    }
+
+    #[test]
+    fn after_a_failed_sync_of_the_page_cache_no_flush_is_believed() {
+        for (cache, lost) in [(CacheMode::Writeback, true), (CacheMode::None, false)] {
+            let failing = request(cache, Action::Sync, 4096);
+            let file = Rc::clone(&failing.target);
+            failing.finish(Err(IoError::EIO));
+            let queue = crate::queue::HostQueue::blocking(std::sync::Arc::clone(&file.file));
+            let queue: Rc<dyn block::FileQueue> = Rc::new(queue);
+            let flushed = block::block_on(queue.start(block::FileOp::Flush));
+            assert_eq!(flushed.is_err(), lost, "{cache}");
+        }
     }
 }

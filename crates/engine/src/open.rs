@@ -81,6 +81,8 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         may_nowait: AtomicBool::new(true),
         write_through: !options.has_volatile_cache(),
         ignore_flush: options.cache == CacheMode::Unsafe,
+        page_cached: !direct,
+        sync_lost: AtomicBool::new(false),
         zeroes_rung: AtomicU8::new(0),
     })
 }

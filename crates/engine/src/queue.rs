@@ -11,6 +11,7 @@ use memory::Window;
 use std::future::Future;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Where requests on one file go: an engine, or the calling thread.
 #[derive(Clone)]
@@ -91,6 +92,7 @@ fn decided(op: &FileOp, file: &OpenFile) -> Option<IoResult> {
         FileOp::Read { offset, data, .. } | FileOp::Write { offset, data, .. } => (*offset, data.length_bytes() as u64),
         FileOp::Discard { offset, length } | FileOp::WriteZeroes { offset, length, .. } => (*offset, *length),
         FileOp::SetLength { length } => return check_range(0, *length).err().map(Err),
+        FileOp::Flush if file.sync_lost.load(Ordering::Relaxed) => return Some(Err(IoError::EIO)),
         FileOp::Flush => return file.ignore_flush.then_some(Ok(())),
     };
     match check_range(offset, length) {

@@ -13,6 +13,28 @@ pub(crate) fn length_of(fd: &OwnedFd, block_device: bool) -> io::Result<u64> {
     Ok(rustix::fs::fstat(fd)?.st_size as u64)
 }
 
+/// Whether a hole begins at `offset`, and how many of `length` bytes are like their first. Where the file system cannot
+/// tell, all is data.
+pub(crate) fn hole_at(fd: &OwnedFd, block_device: bool, offset: u64, length: u64) -> io::Result<(bool, u64)> {
+    use rustix::fs::{SeekFrom, seek};
+    use rustix::io::Errno;
+    if block_device || length == 0 {
+        return Ok((false, length));
+    }
+    match seek(fd, SeekFrom::Data(offset)) {
+        // Nothing but a hole from here to the end of the file.
+        Err(Errno::NXIO) => Ok((true, length)),
+        Ok(data) if data > offset => Ok((true, length.min(data - offset))),
+        Ok(_) => {
+            let hole = seek(fd, SeekFrom::Hole(offset))?;
+            // The file may have changed in between: something is always said.
+            Ok((false, length.min(hole.saturating_sub(offset).max(1))))
+        }
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok((false, length)),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
 /// Carries out one action and returns what the kernel did: a count of bytes, or a negated error number.
 ///
 /// # Safety

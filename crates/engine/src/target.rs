@@ -46,6 +46,11 @@ pub(crate) struct OpenFile {
     pub(crate) write_through: bool,
     /// Flushes do nothing.
     pub(crate) ignore_flush: bool,
+    /// Writes go through the page cache.
+    pub(crate) page_cached: bool,
+    /// A sync of the page cache has failed. The kernel may have dropped what it could not write and call the next sync
+    /// a success, so none is believed any more until the file is opened anew.
+    pub(crate) sync_lost: AtomicBool,
     pub(crate) tracking: Tracking,
     /// Offsets and lengths of `fallocate` must be multiples of this (block devices).
     pub(crate) fallocate_unit_bytes: u32,

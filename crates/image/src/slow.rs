@@ -10,6 +10,7 @@ use crate::queue::Shared;
 use block::{Extent, FileOp, IoError, IoResult};
 use format_qcow2::{Allocation, Fill, Prepared, Qcow2};
 use memory::{IoBuf, Window};
+use std::rc::Rc;
 
 /// The slow rest of a request.
 pub(crate) enum Slow {
@@ -89,9 +90,9 @@ impl Shared {
     /// Writes `data` to the disk, allocating as needed; durable only after a flush.
     pub(crate) async fn write(&self, offset: u64, data: Window) -> IoResult {
         let top = self.chain.top()?;
-        let (file, meta) = (self.files.first().ok_or(IoError::EIO)?, self.metas.first().ok_or(IoError::EIO)?);
+        let meta = self.metas.first().ok_or(IoError::EIO)?;
         let Mapping::Qcow2(qcow2) = &top.mapping else {
-            return file.start(FileOp::Write { offset, data, fua: false }).await;
+            return self.start_write(offset, data).await;
         };
         let mut done = 0usize;
         while done < data.length_bytes() {
@@ -101,7 +102,7 @@ impl Shared {
                 Prepared::InPlace { offset, length_bytes } => {
                     let length = usize::try_from(length_bytes).unwrap_or(usize::MAX).min(rest.length_bytes());
                     let data = rest.slice(0, length);
-                    file.start(FileOp::Write { offset, data, fua: false }).await?;
+                    self.start_write(offset, data).await?;
                     length
                 }
                 Prepared::New(allocation) => self.write_new(qcow2, allocation, at, &rest).await?,
@@ -112,6 +113,13 @@ impl Shared {
             done = done.saturating_add(taken);
         }
         Ok(())
+    }
+
+    /// Writes to the top layer's file. A task that is dropped meanwhile leaves the write its place in the image's epochs
+    /// (which the sink holds then), so that nobody is given the space before the write has ended.
+    async fn start_write(&self, offset: u64, data: Window) -> IoResult {
+        let file = self.files.first().ok_or(IoError::EIO)?;
+        file.start_keeping(FileOp::Write { offset, data, fua: false }, Rc::clone(&self.sink) as _).await
     }
 
     /// Fills and publishes an allocation with the start of `data`, which belongs at `at`; returns how much of it.
@@ -134,8 +142,7 @@ impl Shared {
                 IoBuf::gather(parts.collect()).whole()
             }
         };
-        let file = self.files.first().ok_or(IoError::EIO)?;
-        file.start(FileOp::Write { offset, data, fua: false }).await?;
+        self.start_write(offset, data).await?;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
         qcow2.commit_write(meta, allocation).await?;
         Ok(length)
