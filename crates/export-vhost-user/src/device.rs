@@ -144,6 +144,15 @@ impl Device {
         self.info.volatile_cache
     }
 
+    /// What was negotiated just now decides how the cache begins: a guest that could choose but cannot flush begins with
+    /// write-through (5.2.5.2).
+    pub(crate) fn negotiated(&self, acked: u64) {
+        if acked & (f::CONFIG_WCE | f::FLUSH) == f::CONFIG_WCE {
+            self.set_write_back(false);
+        }
+        self.apply_features(acked);
+    }
+
     /// Decides whether writes are durable one by one, from what was negotiated: a guest with CONFIG_WCE says so in the
     /// configuration space; one with FLUSH alone flushes itself; one with neither cannot flush (5.2.6.2).
     pub(crate) fn apply_features(&self, acked: u64) {
@@ -215,6 +224,10 @@ mod tests {
         assert!(through(f::FLUSH | f::CONFIG_WCE));
         assert!(!through(f::FLUSH), "without CONFIG_WCE the byte says nothing");
         assert!(device.reset_write_back());
+        device.negotiated(f::CONFIG_WCE | f::FLUSH);
+        assert!(!device.write_through());
+        device.negotiated(f::CONFIG_WCE);
+        assert!(device.write_through() && device.config().writeback == 0, "it could choose, but not flush");
         let durable = Device::new("d".into(), DiskInfo { volatile_cache: false, ..info() }, 1, 256);
         assert_eq!(durable.features() & (f::FLUSH | f::CONFIG_WCE), 0);
         durable.apply_features(0);

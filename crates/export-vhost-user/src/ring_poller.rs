@@ -20,6 +20,10 @@ use virtio::{BlkQueue, DeviceRing, Request, RingFault, RingFeatures, SplitDevice
 /// Most requests that one ring takes in a turn, so that the rings of a reactor share it fairly.
 const BATCH: usize = 128;
 
+/// Bytes of data after which a ring takes no further request in a turn: data that is at hand is copied on the reactor's
+/// thread, and the other rings wait for it.
+const BATCH_BYTES: usize = 16 << 20;
+
 /// Everything that a ring needs to begin, gathered on the session's thread.
 pub(crate) struct RingSetup {
     pub(crate) index: u16,
@@ -136,10 +140,13 @@ impl RingPoller {
 
     /// Takes a batch and submits it. Returns how many requests that were.
     fn take_batch(&mut self) -> usize {
-        let mut taken: usize = 0;
-        while self.taking && taken < BATCH {
+        let (mut taken, mut bytes) = (0_usize, 0_usize);
+        while self.taking && taken < BATCH && bytes < BATCH_BYTES {
             match self.queue.pop() {
                 Ok(Some((head, request))) => {
+                    if let Request::Read { data, .. } | Request::Write { data, .. } = &request {
+                        bytes = bytes.saturating_add(data.length_bytes());
+                    }
                     self.start(head, request);
                     taken = taken.saturating_add(1);
                 }

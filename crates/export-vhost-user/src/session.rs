@@ -7,6 +7,7 @@
 use crate::counters::RingCounters;
 use crate::device::{Device, PROTOCOL_FEATURES};
 use crate::memory_table::{MAX_REGIONS, MemoryTable};
+use crate::notifier::{Notifier, check_kind};
 use crate::ring_control::{RunningRing, StoppingRing};
 use crate::ring_poller::RingSetup;
 use crate::wire::Backend;
@@ -133,8 +134,8 @@ impl Session {
                 tracing::warn!(disk = %name, queue = index, "the queue cannot start: {error}");
                 if let Some(ring) = self.rings.get_mut(index) {
                     ring.faulted = true;
-                    if let Some(err) = &ring.err {
-                        let _ = rustix::io::write(err, &1_u64.to_ne_bytes());
+                    if let Some(err) = ring.err.as_ref().and_then(|err| err.try_clone().ok()) {
+                        Notifier::new(err).notify();
                     }
                 }
             }
@@ -205,7 +206,7 @@ impl Backend for Session {
             let message = format!("the peer wants features {unknown:#x}, which are not offered");
             return Err(Error::new(ErrorKind::Protocol, message));
         }
-        self.served.device.apply_features(features);
+        self.served.device.negotiated(features);
         if features != self.acked_features {
             self.stop_where(|_| true);
             self.acked_features = features;
@@ -263,6 +264,7 @@ impl Backend for Session {
     }
 
     fn set_ring_kick(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()> {
+        check_kind(fd.as_ref())?;
         self.set_up(ring, |ring| {
             ring.kick = fd;
             ring.started = true;
@@ -270,6 +272,7 @@ impl Backend for Session {
     }
 
     fn set_ring_call(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()> {
+        check_kind(fd.as_ref())?;
         let ring = self.ring(ring)?;
         let copy = fd.as_ref().map(OwnedFd::try_clone).transpose();
         let copy = copy.map_err(|error| Error::io("cannot duplicate a call descriptor", error))?;
@@ -281,6 +284,7 @@ impl Backend for Session {
     }
 
     fn set_ring_err(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()> {
+        check_kind(fd.as_ref())?;
         let ring = self.ring(ring)?;
         let copy = fd.as_ref().map(OwnedFd::try_clone).transpose();
         let copy = copy.map_err(|error| Error::io("cannot duplicate an error descriptor", error))?;

@@ -8,11 +8,11 @@ mod support;
 use model::{Desc, Guest, NEXT};
 use std::sync::atomic::Ordering;
 use support::disk::{Asked, DISK_BYTES, MemDisk};
-use support::{Client, NO_CACHE, PATIENCE_SECONDS, Server, is_readable, region};
+use support::{Client, NO_CACHE, PATIENCE_SECONDS, SIZE, Server, is_readable, region};
 use vhost::vhost_user::message::VhostUserConfigFlags;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
-use virtio::blk::{BlkConfig, CONFIG_BYTES, RangeSegment, features as f, request_type as kind};
+use virtio::blk::{BlkConfig, CONFIG_BYTES, RangeSegment, RequestHeader, features as f, request_type as kind};
 
 const OK: u8 = 0;
 const IOERR: u8 = 1;
@@ -143,6 +143,30 @@ fn a_guest_switches_the_cache_and_nothing_else_in_the_configuration() {
     assert!(write(&mut client, 0, 1).is_err());
     assert_eq!(read_config(&mut client).capacity_sectors, DISK_BYTES / 512);
     assert_eq!(queue.request(kind::IN, 0, &[], 512).0, OK, "the session goes on");
+}
+
+#[test]
+fn many_bytes_are_taken_in_several_turns_so_that_other_rings_come_round() {
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    let (header, table) = (0x1_0000, 0x1_1000);
+    guest.write(header, &RequestHeader { kind: kind::IN, priority: 0, sector: 0 }.to_bytes());
+    let half_a_mebibyte = [(header, 16, false), (0x4_0000, 0x8_0000, true), (header + 16, 1, true)];
+    for head in 0..SIZE {
+        queue.driver.put_indirect(head, table, &half_a_mebibyte);
+        queue.driver.offer(head);
+    }
+    queue.driver.publish();
+    queue.kick.write(1).unwrap();
+    let mut used = 0;
+    while used < usize::from(SIZE) {
+        used += queue.wait().len();
+    }
+    let stats = server.export().stats()[0];
+    assert_eq!((stats.requests, stats.batches, stats.failed), (u64::from(SIZE), 2, 0));
 }
 
 #[test]
