@@ -1,5 +1,6 @@
 //! An open image: the chain, and its control plane.
 
+use crate::guess::Format;
 use crate::layer::{Layer, Mapping};
 use crate::queue::ImageQueue;
 use block::{
@@ -114,6 +115,17 @@ impl Image {
     /// The names of the files of the chain, top first.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.chain.layers.iter().map(|layer| layer.path.as_path())
+    }
+
+    /// The names of the files of the chain as the user and the images gave them, top first.
+    pub fn said_paths(&self) -> impl Iterator<Item = &Path> {
+        self.chain.layers.iter().map(|layer| layer.said.as_path())
+    }
+
+    /// The format of the top layer.
+    #[must_use]
+    pub fn format(&self) -> Option<Format> {
+        self.chain.layers.first().map(Layer::format)
     }
 
     /// One line a layer: format, file and what serves it.

@@ -17,6 +17,8 @@ pub(crate) enum Mapping {
 pub(crate) struct Layer {
     /// Canonical name.
     pub(crate) path: PathBuf,
+    /// As the user or the layer above named it, for tools that show it.
+    pub(crate) said: PathBuf,
     pub(crate) file: Arc<dyn File>,
     pub(crate) mapping: Mapping,
     pub(crate) size_bytes: u64,

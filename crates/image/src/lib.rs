@@ -14,6 +14,7 @@
 )]
 
 mod create;
+mod extents;
 mod gate;
 mod guess;
 mod image;
@@ -25,6 +26,7 @@ mod queue;
 mod slow;
 
 pub use create::{CreateOptions, create};
+pub use extents::{Extents, Run};
 pub use gate::{BackingPolicy, Opener, Role};
 pub use guess::{Format, guess_format};
 pub use image::Image;

@@ -56,8 +56,8 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     let listed = options.listed.iter().filter_map(|path| opener.canonical(path).ok()).collect::<Vec<_>>();
     let mut layers: Vec<Layer> = Vec::new();
     let mut guessed_raw = false;
-    let mut next = Some((top_path.clone(), options.format));
-    while let Some((path, format)) = next.take() {
+    let mut next = Some((top_path.clone(), options.path.clone(), options.format));
+    while let Some((path, said, format)) = next.take() {
         refuse_loop(&layers, &path)?;
         let role = match (layers.is_empty(), options.read_only) {
             (true, false) => Role::Writable,
@@ -69,14 +69,16 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         if layers.is_empty() {
             guessed_raw = guessed && format == Format::Raw;
         }
-        let layer = open_layer(&path, file, format, role)?;
+        let mut layer = open_layer(&path, file, format, role)?;
         if let Some((name, backing_format)) = backing_of(&layer)? {
             let target = backing_path(&path, &name)?;
             let in_context = |error: Error| error.in_context(format!("backing file of '{}'", path.display()));
             let target = opener.canonical(&target).map_err(in_context)?;
             allow_backing(&options.allow_backing, &top_path, &listed, &target)?;
-            next = Some((target, backing_format));
+            let below = if Path::new(&name).is_absolute() { PathBuf::from(&name) } else { said.with_file_name(&name) };
+            next = Some((target, below, backing_format));
         }
+        layer.said = said;
         layers.push(layer);
     }
     let size_bytes = layers.first().map_or(0, |top| top.size_bytes);
@@ -140,7 +142,7 @@ pub(crate) fn open_layer(path: &Path, file: Arc<dyn File>, format: Format, role:
         Mapping::Raw(raw) => raw.size_bytes(),
         Mapping::Qcow2(qcow2) => qcow2.size_bytes(),
     };
-    Ok(Layer { path: path.to_owned(), file, mapping, size_bytes })
+    Ok(Layer { path: path.to_owned(), said: path.to_owned(), file, mapping, size_bytes })
 }
 
 /// The backing file that a layer names, and the format it gives it.

@@ -1,0 +1,162 @@
+//! What lies where in a whole chain: for tools, off the path of requests.
+
+use crate::image::{Chain, Image};
+use crate::layer::{Layer, Mapping};
+use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Result, block_on};
+use std::sync::Arc;
+
+/// Neighbouring bytes of a disk that are alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// First byte of the disk.
+    pub start: u64,
+    /// Bytes, at least 1.
+    pub length_bytes: u64,
+    /// The layer that decides what they are, 0 for the top.
+    pub depth: usize,
+    /// That layer says something about them itself; where not, nothing in the chain does.
+    pub present: bool,
+    /// They read as zeros.
+    pub zero: bool,
+    /// They take a read.
+    pub data: bool,
+    /// They lie in compressed clusters.
+    pub compressed: bool,
+    /// Where they lie in that layer's file.
+    pub offset: Option<u64>,
+}
+
+impl Run {
+    /// The first byte behind it.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.start.saturating_add(self.length_bytes)
+    }
+
+    /// Whether `next` goes on where this ends, in the same way.
+    fn is_continued_by(&self, next: &Self) -> bool {
+        let in_file = match (self.offset, next.offset) {
+            (Some(offset), Some(after)) => offset.checked_add(self.length_bytes) == Some(after),
+            (None, None) => true,
+            _ => false,
+        };
+        let kind = |run: &Self| (run.depth, run.present, run.zero, run.data, run.compressed);
+        in_file && kind(self) == kind(next)
+    }
+}
+
+/// The runs of a disk, in order, each as long as it goes. Reads tables with blocking calls, so it belongs on a thread
+/// of its own; what is written meanwhile may or may not show.
+pub struct Extents {
+    chain: Arc<Chain>,
+    metas: Vec<MetaIo>,
+    /// How many layers are asked.
+    layers: usize,
+    at: u64,
+    pending: Option<Run>,
+}
+
+impl Image {
+    /// What lies where, through the whole chain.
+    pub fn extents(&self) -> Result<Extents> {
+        self.extents_of(self.chain.layers.len())
+    }
+
+    /// What lies where in the top layer; what it leaves to those below is neither present nor zero nor data.
+    pub fn top_extents(&self) -> Result<Extents> {
+        self.extents_of(1)
+    }
+
+    fn extents_of(&self, layers: usize) -> Result<Extents> {
+        let asked = self.chain.layers.iter().take(layers);
+        let metas = asked.map(|layer| Ok(MetaIo::new(layer.file.open_blocking()?))).collect::<Result<_>>()?;
+        Ok(Extents { chain: Arc::clone(&self.chain), metas, layers, at: 0, pending: None })
+    }
+}
+
+impl Extents {
+    /// The run at `self.at`, perhaps not all of it.
+    fn look(&self) -> Result<Run> {
+        let mut left = self.chain.size_bytes.saturating_sub(self.at);
+        for (depth, layer) in self.chain.layers.iter().take(self.layers).enumerate() {
+            let inside = layer.size_bytes.saturating_sub(self.at).min(left);
+            let found = self.look_in(depth, layer, inside)?;
+            left = found.length_bytes;
+            if found.present {
+                return Ok(found);
+            }
+            // What no layer holds is the lowest layer's that reaches here.
+            match self.chain.layers.get(depth.saturating_add(1)) {
+                None => return Ok(Run { zero: true, ..found }),
+                Some(below) if below.size_bytes <= self.at => return Ok(Run { zero: true, ..found }),
+                Some(_) if depth.saturating_add(1) == self.layers => return Ok(found),
+                Some(below) => left = left.min(below.size_bytes.saturating_sub(self.at)),
+            }
+        }
+        Err(Error::new(ErrorKind::Io, "an image without layers"))
+    }
+
+    fn look_in(&self, depth: usize, layer: &Layer, length: u64) -> Result<Run> {
+        let nothing = Run {
+            start: self.at,
+            length_bytes: length,
+            depth,
+            present: false,
+            zero: false,
+            data: false,
+            compressed: false,
+            offset: None,
+        };
+        if let Mapping::Raw(_) = &layer.mapping {
+            let (hole, length_bytes) = layer.file.hole_at(self.at, length)?;
+            let here = Run { length_bytes, present: true, offset: Some(self.at), ..nothing };
+            return Ok(Run { zero: hole, data: !hole, ..here });
+        }
+        let mapped = block_on(self.resolve(depth, layer, length)).map_err(|error| {
+            let what = format!("cannot read the tables of '{}' for offset {}", layer.path.display(), self.at);
+            Error::with_source(ErrorKind::Io, what, error)
+        })?;
+        let here = Run { length_bytes: mapped.length_bytes, ..nothing };
+        Ok(match mapped.extent {
+            Extent::Backing => here,
+            Extent::Zero => Run { present: true, zero: true, ..here },
+            Extent::Data { offset, .. } => Run { present: true, data: true, offset: Some(offset), ..here },
+            Extent::Compressed(_) => Run { present: true, data: true, compressed: true, ..here },
+        })
+    }
+
+    async fn resolve(&self, depth: usize, layer: &Layer, length: u64) -> IoResult<block::Mapped> {
+        let meta = self.metas.get(depth).ok_or(IoError::EIO)?;
+        layer.resolve(meta, self.at, length).await
+    }
+}
+
+impl Iterator for Extents {
+    type Item = Result<Run>;
+
+    fn next(&mut self) -> Option<Result<Run>> {
+        while self.at < self.chain.size_bytes {
+            let run = match self.look() {
+                Ok(run) => run,
+                Err(error) => {
+                    // The walk ends with the error.
+                    self.at = self.chain.size_bytes;
+                    self.pending = None;
+                    return Some(Err(error));
+                }
+            };
+            self.at = run.end();
+            match &mut self.pending {
+                Some(pending) if pending.is_continued_by(&run) => {
+                    pending.length_bytes = pending.length_bytes.saturating_add(run.length_bytes);
+                }
+                pending => {
+                    if let Some(done) = pending.replace(run) {
+                        return Some(Ok(done));
+                    }
+                }
+            }
+        }
+        self.pending.take().map(Ok)
+    }
+}

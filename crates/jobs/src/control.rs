@@ -1,0 +1,35 @@
+//! How a job is watched and stopped.
+
+use block::{Error, ErrorKind, Result};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// How far a job has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes of the disk behind it.
+    pub done_bytes: u64,
+    /// Bytes of the disk in all.
+    pub total_bytes: u64,
+}
+
+/// The caller's side of a job.
+pub struct Control<'a> {
+    /// Set from anywhere to stop the job, which then fails.
+    pub cancel: &'a AtomicBool,
+    /// Told now and then, on the thread that called the job.
+    pub progress: &'a mut dyn FnMut(Progress),
+}
+
+impl Control<'_> {
+    pub(crate) fn tell(&mut self, done_bytes: u64, total_bytes: u64) {
+        (self.progress)(Progress { done_bytes: done_bytes.min(total_bytes), total_bytes });
+    }
+
+    /// Fails once the job was cancelled.
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.cancel.load(Ordering::Relaxed) {
+            false => Ok(()),
+            true => Err(Error::new(ErrorKind::Io, "interrupted")),
+        }
+    }
+}

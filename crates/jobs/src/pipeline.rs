@@ -1,0 +1,188 @@
+//! Many pieces of work in flight at once: one thread says what is to be done, tasks on reactors do it.
+
+use crate::Control;
+use block::{Error, ReactorCtx, ReactorHandle, Result, WaitList, run_and_wait};
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// How often progress is told and the caller's cancel flag looked at.
+const TICK: Duration = Duration::from_millis(50);
+/// Pieces that wait for a task, at most, for each task.
+const WAITING_PER_TASK: usize = 2;
+
+/// Does pieces of work on one reactor.
+pub(crate) trait Worker: 'static {
+    /// A piece.
+    type Item: Send + 'static;
+    /// What a task keeps from piece to piece.
+    type Scratch: 'static;
+
+    /// One for each task.
+    fn scratch(&self) -> Self::Scratch;
+
+    /// Does one piece.
+    fn work(&self, item: Self::Item, scratch: &mut Self::Scratch) -> impl Future<Output = Result<()>>;
+}
+
+struct State<T> {
+    /// Pieces, and how many bytes of the disk each stands for.
+    waiting: VecDeque<(T, u64)>,
+    closed: bool,
+    error: Option<Error>,
+}
+
+struct Shared<T> {
+    state: Mutex<State<T>>,
+    /// A piece was taken, or a task failed.
+    taken: Condvar,
+    /// A piece was added, or none will be.
+    added: WaitList,
+    done_bytes: AtomicU64,
+}
+
+impl<T> Shared<T> {
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next piece; `None` when there will be no more.
+    async fn next(&self) -> Option<(T, u64)> {
+        let look = || {
+            let mut state = self.lock();
+            match state.waiting.pop_front() {
+                Some(item) => Some(Some(item)),
+                None => state.closed.then_some(None),
+            }
+        };
+        let next = self.added.until(look).await;
+        self.taken.notify_one();
+        next
+    }
+
+    fn close(&self, drop_waiting: bool) {
+        let mut state = self.lock();
+        state.closed = true;
+        if drop_waiting {
+            state.waiting.clear();
+        }
+        drop(state);
+        self.added.wake_all();
+    }
+
+    fn fail(&self, error: Error) {
+        self.lock().error.get_or_insert(error);
+        self.close(true);
+        self.taken.notify_one();
+    }
+}
+
+/// The tasks of a reactor; when the last has ended, the worker goes, and then the sender tells.
+struct Running<W> {
+    worker: W,
+    _ended: Sender<()>,
+}
+
+async fn run_task<W: Worker>(shared: Arc<Shared<W::Item>>, running: Rc<Running<W>>) {
+    let mut scratch = running.worker.scratch();
+    while let Some((item, bytes)) = shared.next().await {
+        if let Err(error) = running.worker.work(item, &mut scratch).await {
+            shared.fail(error);
+            break;
+        }
+        shared.done_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Work on its way.
+pub(crate) struct Pipeline<T> {
+    shared: Arc<Shared<T>>,
+    ended: Receiver<()>,
+    capacity: usize,
+    total_bytes: u64,
+}
+
+impl<T: Send + 'static> Pipeline<T> {
+    /// Starts `tasks` tasks on each reactor. `open` makes a reactor's worker, on its thread.
+    pub(crate) fn start<W: Worker<Item = T>>(
+        reactors: &[Arc<dyn ReactorHandle>],
+        tasks: usize,
+        total_bytes: u64,
+        open: impl Fn(&Rc<dyn ReactorCtx>) -> Result<W> + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let state = State { waiting: VecDeque::new(), closed: false, error: None };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            taken: Condvar::new(),
+            added: WaitList::default(),
+            done_bytes: AtomicU64::new(0),
+        });
+        let (sender, ended) = channel();
+        let open = Arc::new(open);
+        let pipeline = Self { shared, ended, capacity: tasks * reactors.len() * WAITING_PER_TASK, total_bytes };
+        for reactor in reactors {
+            let (shared, open, sender) = (Arc::clone(&pipeline.shared), Arc::clone(&open), sender.clone());
+            let start = move |ctx: &Rc<dyn ReactorCtx>| -> Result<()> {
+                let running = Rc::new(Running { worker: open(ctx)?, _ended: sender });
+                for _ in 0..tasks {
+                    ctx.spawn(Box::pin(run_task(Arc::clone(&shared), Rc::clone(&running))));
+                }
+                Ok(())
+            };
+            if let Err(error) = run_and_wait(reactor.as_ref(), start).and_then(|started| started) {
+                pipeline.shared.fail(error);
+            }
+        }
+        Ok(pipeline)
+    }
+
+    /// Hands out a piece that stands for `bytes` of the disk; waits for room. False: no more is wanted, see
+    /// [`Pipeline::finish`].
+    pub(crate) fn push(&self, item: T, bytes: u64, control: &mut Control<'_>) -> bool {
+        let mut state = self.shared.lock();
+        while state.waiting.len() >= self.capacity && !state.closed {
+            (state, _) = self.shared.taken.wait_timeout(state, TICK).unwrap_or_else(PoisonError::into_inner);
+            if control.check().is_err() {
+                return false;
+            }
+            control.tell(self.shared.done_bytes.load(Ordering::Relaxed), self.total_bytes);
+        }
+        if state.closed {
+            return false;
+        }
+        state.waiting.push_back((item, bytes));
+        drop(state);
+        self.shared.added.wake_all();
+        control.check().is_ok()
+    }
+
+    /// Counts bytes of the disk that nobody has to work on.
+    pub(crate) fn skip(&self, bytes: u64) {
+        self.shared.done_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Waits for all that was handed out; fails if a piece failed or the job was cancelled. No queue is open afterwards.
+    pub(crate) fn finish(self, control: &mut Control<'_>) -> Result<()> {
+        self.shared.close(control.check().is_err());
+        loop {
+            match self.ended.recv_timeout(TICK) {
+                // All senders are gone: nobody works any more.
+                Ok(()) | Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if control.check().is_err() {
+                self.shared.close(true);
+            }
+            control.tell(self.shared.done_bytes.load(Ordering::Relaxed), self.total_bytes);
+        }
+        if let Some(error) = self.shared.lock().error.take() {
+            return Err(error);
+        }
+        control.check()?;
+        control.tell(self.total_bytes, self.total_bytes);
+        Ok(())
+    }
+}
