@@ -83,6 +83,16 @@ impl Daemon {
         drive.queues.unwrap_or(cpus.min(DEFAULT_QUEUES_MAX) as u16)
     }
 
+    /// The polling limit of reactors that are to serve `drives`; `otherwise` is what drives have that do not say.
+    ///
+    /// A disk's queues are spread over all reactors, so the longest limit holds for all of them. It is set when the
+    /// daemon starts.
+    #[must_use]
+    pub fn poll_max_us_of(drives: &[DriveOptions], otherwise: Option<u32>) -> Option<u32> {
+        let otherwise = otherwise.unwrap_or(ReactorConfig::default().poll_max_us);
+        drives.iter().map(|drive| drive.poll_max_us.unwrap_or(otherwise)).max()
+    }
+
     /// Opens a drive and serves it. When this returns, its socket can be connected to.
     pub fn add(&mut self, drive: &DriveOptions) -> Result<DiskId> {
         let socket = drive.socket.clone().or_else(|| drive.default_socket()).ok_or_else(|| {

@@ -41,6 +41,9 @@ pub struct DriveOptions {
     pub queues: Option<u16>,
     /// Largest ring a guest may set up.
     pub queue_size: Option<u16>,
+    /// How long a reactor that finds nothing to do goes on looking on this disk's behalf before it sleeps. Reactors
+    /// serve queues of all disks, so that the longest of all disks holds for all (see `Daemon::poll_max_us_of`).
+    pub poll_max_us: Option<u32>,
     /// Where the guest's monitor connects.
     pub socket: Option<PathBuf>,
 }
@@ -51,9 +54,23 @@ pub(crate) const SERIAL_MAX_BYTES: usize = 20;
 pub(crate) const QUEUES_MAX: u16 = 256;
 /// The largest ring that exports serve.
 pub(crate) const QUEUE_SIZE_MAX: u16 = 1024;
+/// A second: whoever wants more wants a reactor that never sleeps.
+const POLL_MAX_US: u32 = 1_000_000;
 
-const KEYS: [&str; 11] =
-    ["file", "format", "engine", "cache", "sync", "readonly", "serial", "size", "queues", "queue-size", "socket"];
+const KEYS: [&str; 12] = [
+    "file",
+    "format",
+    "engine",
+    "cache",
+    "sync",
+    "readonly",
+    "serial",
+    "size",
+    "queues",
+    "queue-size",
+    "poll-max-us",
+    "socket",
+];
 const FORMATS: [(&str, DriveFormat); 3] =
     [("raw", DriveFormat::Raw), ("qcow2", DriveFormat::Qcow2), ("null", DriveFormat::Null)];
 const SWITCH: [(&str, bool); 2] = [("on", true), ("off", false)];
@@ -92,6 +109,7 @@ impl DriveOptions {
             size_bytes: None,
             queues: None,
             queue_size: None,
+            poll_max_us: None,
             socket: None,
         }
     }
@@ -125,6 +143,7 @@ impl DriveOptions {
             "serial" => self.serial = serial(value)?,
             "size" => self.size_bytes = Some(size(value)?),
             "queues" => self.queues = Some(count(key, value, QUEUES_MAX)?),
+            "poll-max-us" => self.poll_max_us = Some(poll_max_us(key, value)?),
             "queue-size" => self.queue_size = Some(power_of_two(key, value, QUEUE_SIZE_MAX)?),
             "socket" => self.socket = Some(non_empty_path(key, value)?),
             _ => return Err(keyval::unknown("drive key", key, &KEYS)),
@@ -244,6 +263,11 @@ fn count(key: &str, value: &str, most: u16) -> Result<u16> {
     number.ok_or_else(|| bad(format!("{key}={value}: takes a number from 1 to {most}")))
 }
 
+fn poll_max_us(key: &str, value: &str) -> Result<u32> {
+    let number = value.parse::<u32>().ok().filter(|number| *number <= POLL_MAX_US);
+    number.ok_or_else(|| bad(format!("{key}={value}: takes microseconds, from 0 (never poll) to {POLL_MAX_US}")))
+}
+
 fn power_of_two(key: &str, value: &str, most: u16) -> Result<u16> {
     let number = count(key, value, most)?;
     if !number.is_power_of_two() {
@@ -271,7 +295,7 @@ mod tests {
     fn every_key_is_read() {
         let read = drive(
             "file=a,,b.img,format=qcow2,engine=linux-aio,cache=none,serial=disk 1,readonly=on,sync=on,\
-             queues=4,queue-size=256,socket=/run/a.sock",
+             queues=4,queue-size=256,poll-max-us=0,socket=/run/a.sock",
         );
         let expected = DriveOptions {
             file: Some(PathBuf::from("a,b.img")),
@@ -284,6 +308,7 @@ mod tests {
             size_bytes: None,
             queues: Some(4),
             queue_size: Some(256),
+            poll_max_us: Some(0),
             socket: Some(PathBuf::from("/run/a.sock")),
         };
         assert_eq!(read, expected);
@@ -334,6 +359,8 @@ mod tests {
             "file=x,queues=0",
             "file=x,queues=257",
             "file=x,queue-size=100",
+            "file=x,poll-max-us=-1",
+            "file=x,poll-max-us=2000000",
             "file=x,sync=on,cache=unsafe",
             "file=x,file=y",
         ] {

@@ -1,0 +1,125 @@
+//! A daemon with nothing to do does nothing: with guests attached and their rings enabled, no thread wakes up.
+
+use block::Disk;
+use daemon::{Daemon, DaemonConfig, DriveFormat, DriveOptions, EngineOpener};
+use driver::{Driver, DriverOptions};
+use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
+use image::{BackingPolicy, CreateOptions, Opener, Role};
+use jobs::bench::{BenchSpec, Hooks, Stop, run};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+const SIZE_BYTES: u64 = 16 << 20;
+const QUEUES: u16 = 2;
+
+/// How long nothing may happen; set RINGDISK_IDLE_SECONDS to widen.
+fn idle_time() -> Duration {
+    let seconds = std::env::var("RINGDISK_IDLE_SECONDS").ok().and_then(|text| text.parse().ok());
+    Duration::from_secs(seconds.unwrap_or(3))
+}
+
+/// Voluntary context switches so far by thread of this process (id and name), without the calling one.
+fn switches() -> BTreeMap<String, u64> {
+    let own = std::fs::read_link("/proc/thread-self").unwrap();
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap().path());
+    let others = tasks.filter(|task| task.file_name() != own.file_name());
+    let of_thread = |task: std::path::PathBuf| {
+        // A thread may end while the directory is read.
+        let status = std::fs::read_to_string(task.join("status")).ok()?;
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        let id = task.file_name()?.to_string_lossy().into_owned();
+        let thread = format!("{id} {}", field("Name:")?);
+        Some((thread, field("voluntary_ctxt_switches:")?.parse().ok()?))
+    };
+    others.filter_map(of_thread).collect()
+}
+
+fn create(path: &Path, format: DriveFormat) {
+    let qcow2 = format_qcow2::CreateOptions { size_bytes: SIZE_BYTES, ..Default::default() };
+    let options = match format {
+        DriveFormat::Qcow2 => CreateOptions::Qcow2(qcow2),
+        _ => CreateOptions::Raw { size_bytes: SIZE_BYTES },
+    };
+    engine::create(path, 0).unwrap();
+    image::create(&EngineOpener::default().open(path, Role::Writable).unwrap(), &options).unwrap();
+}
+
+/// A guest that has set its rings up, and has worked. The driver keeps them enabled until it is dropped.
+struct Guest {
+    driver: Arc<Driver>,
+    reactors: Vec<ReactorThread>,
+}
+
+impl Guest {
+    fn attach(socket: &Path) -> Self {
+        let options = DriverOptions { queues: QUEUES, ..DriverOptions::default() };
+        let driver = Arc::new(Driver::connect(socket, options).unwrap());
+        let reactors: Vec<_> = (0..QUEUES).map(|_| Reactor::spawn(ReactorConfig::default()).unwrap()).collect();
+        let guest = Self { driver, reactors };
+        guest.work();
+        guest
+    }
+
+    fn work(&self) {
+        let allocating = Arc::clone(&self.driver);
+        let alloc: jobs::bench::Alloc = Arc::new(move |length_bytes| allocating.alloc(length_bytes));
+        let spec = BenchSpec {
+            queues: u32::from(QUEUES),
+            read_percent: 50,
+            flush_every: Some(32),
+            stop: Stop::Requests(2000),
+            ..BenchSpec::default()
+        };
+        let disk: Arc<dyn Disk> = Arc::clone(&self.driver) as _;
+        let reactors: Vec<_> = self.reactors.iter().map(ReactorThread::handle).collect();
+        let report = run(&disk, &reactors, &spec, &Hooks { alloc: Some(alloc), ..Hooks::default() }).unwrap().report;
+        assert_eq!((report.errors, report.requests), (0, 2000), "{:?}", report.first_error);
+    }
+}
+
+#[test]
+fn an_idle_daemon_with_guests_attached_never_wakes_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let drives = [
+        (DriveFormat::Raw, EngineKind::IoUring, CacheMode::Writeback),
+        (DriveFormat::Qcow2, EngineKind::LinuxAio, CacheMode::None),
+        (DriveFormat::Qcow2, EngineKind::Auto, CacheMode::Writeback),
+    ];
+    let config =
+        DaemonConfig { reactors: 2, poll_max_us: None, allow_backing: BackingPolicy::Deny, listed: Vec::new() };
+    let mut daemon = Daemon::start(config).unwrap();
+    let mut guests = Vec::new();
+    for (index, (format, engine, cache)) in drives.into_iter().enumerate() {
+        let (path, socket) = (dir.path().join(index.to_string()), dir.path().join(format!("{index}.sock")));
+        create(&path, format);
+        let queues = Some(QUEUES);
+        let socket_option = Some(socket.clone());
+        let file = DriveOptions::of_file(&path);
+        let drive = DriveOptions { format: Some(format), engine, cache, queues, socket: socket_option, ..file };
+        daemon.add(&drive).unwrap();
+        guests.push(Guest::attach(&socket));
+    }
+    for ring in daemon.disks().iter().flat_map(|disk| &disk.rings) {
+        assert!(ring.requests > 0, "all rings are enabled, and have worked");
+    }
+    // Until the last look at something has been taken.
+    std::thread::sleep(Duration::from_secs(1));
+    let before = switches();
+    std::thread::sleep(idle_time());
+    let after = switches();
+    assert!(before.len() > drives.len(), "threads were found: {before:?}");
+    let woken = |before: &BTreeMap<String, u64>, after: &BTreeMap<String, u64>| -> Vec<String> {
+        let changed = after.iter().filter(|(thread, count)| before.get(*thread) != Some(count));
+        changed.map(|(thread, _)| thread.clone()).collect()
+    };
+    let idle = woken(&before, &after);
+    assert!(idle.is_empty(), "these threads woke up: {idle:?}; before: {before:?}, after: {after:?}");
+    // It is still there, and what it does would have been seen.
+    guests.iter().for_each(Guest::work);
+    let working = woken(&after, &switches());
+    assert!(working.iter().any(|thread| thread.contains("reactor-")), "{working:?}");
+    drop(guests);
+    daemon.shutdown().unwrap();
+}
