@@ -82,6 +82,26 @@ pub struct Comparison {
     pub ratios: Vec<Ratios>,
 }
 
+impl Side {
+    /// A figure by its name in JSON.
+    #[must_use]
+    pub fn figure(&self, name: &str) -> Option<Spread> {
+        find(&self.figures, name)
+    }
+}
+
+impl Ratios {
+    /// The ratio of a figure, by its name in JSON.
+    #[must_use]
+    pub fn figure(&self, name: &str) -> Option<Spread> {
+        find(&self.figures, name)
+    }
+}
+
+fn find(figures: &[FigureSpread], name: &str) -> Option<Spread> {
+    figures.iter().find(|figure| figure.name == name).map(|figure| figure.spread)
+}
+
 fn by_name<S: Serializer>(figures: &[FigureSpread], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(figures.iter().map(|figure| (&figure.name, &figure.spread)))
 }
@@ -103,7 +123,11 @@ impl BenchReport {
             let cpu = self.servers.iter().map(|server| server.us_per_request).sum();
             let switches = self.servers.iter().map(|server| server.voluntary_switches_per_request).sum();
             figures.push(figure("server_us_per_request", "server CPU, us/request", cpu));
-            figures.push(figure("server_switches_per_request", "server sleeps/request", switches));
+            figures.push(figure(
+                "server_voluntary_switches_per_request",
+                "server voluntary switches/request",
+                switches,
+            ));
         }
         figures.push(figure("completions_per_harvest", "completions/harvest", self.batches.mean));
         figures.extend(self.counters.iter().map(|counter| Figure {
@@ -171,22 +195,18 @@ mod tests {
         BenchReport { queue_depth: 8, iops, counters, ..BenchReport::default() }
     }
 
-    fn spread(figures: &[FigureSpread], name: &str) -> Option<Spread> {
-        figures.iter().find(|figure| figure.name == name).map(|figure| figure.spread)
-    }
-
     #[test]
     fn ratios_are_taken_within_a_round() {
         // Both targets drift by far more than they differ.
         let rounds: Vec<_> = [100.0, 300.0, 200.0].map(|iops| vec![report(iops * 1.5, 0.0), report(iops, 0.5)]).into();
         let names = ["A".to_owned(), "B".to_owned()];
         let comparison = compare(&names, &rounds);
-        let iops = spread(&comparison.sides[1].figures, "iops");
+        let iops = comparison.sides[1].figure("iops");
         assert_eq!(iops, Some(Spread { median: 200.0, min: 100.0, max: 300.0 }));
-        let ratios = &comparison.ratios[0].figures;
-        assert_eq!(spread(ratios, "iops"), Some(Spread { median: 1.5, min: 1.5, max: 1.5 }));
-        assert_eq!(spread(ratios, "kicks_per_request"), None, "nothing by something says nothing");
-        assert_eq!(spread(&comparison.sides[1].figures, "kicks_per_request").map(|kicks| kicks.median), Some(0.5));
+        let ratios = &comparison.ratios[0];
+        assert_eq!(ratios.figure("iops"), Some(Spread { median: 1.5, min: 1.5, max: 1.5 }));
+        assert_eq!(ratios.figure("kicks_per_request"), None, "nothing by something says nothing");
+        assert_eq!(comparison.sides[1].figure("kicks_per_request").map(|kicks| kicks.median), Some(0.5));
     }
 
     #[test]
@@ -195,7 +215,7 @@ mod tests {
         let rounds = [vec![report(4.0, 0.0), report(2.0, 0.0)], vec![report(9.0, 0.0)]];
         let comparison = compare(&names, &rounds);
         assert_eq!(comparison.sides[0].runs.len(), 1);
-        assert_eq!(spread(&comparison.ratios[0].figures, "iops").map(|iops| iops.max), Some(2.0));
+        assert_eq!(comparison.ratios[0].figure("iops").map(|iops| iops.max), Some(2.0));
         assert_eq!(Spread::of(vec![4.0, 1.0, 2.0, 3.0]), Spread { median: 2.5, min: 1.0, max: 4.0 });
     }
 }

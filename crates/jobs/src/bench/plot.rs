@@ -218,10 +218,10 @@ impl Panel<'_> {
         let upper = curve.points.iter().map(|point| at(point, |spread| spread.max));
         let lower = curve.points.iter().rev().map(|point| at(point, |spread| spread.min));
         let medians: Vec<(f64, f64)> = curve.points.iter().map(|point| at(point, |spread| spread.median)).collect();
-        let dash = if line.dashed { " stroke-dasharray=\"5 4\"" } else { "" };
+        let (dash, opacity) = if line.dashed { (" stroke-dasharray=\"5 4\"", 0.08) } else { ("", 0.14) };
         let _ = writeln!(
             svg,
-            "<polygon points=\"{}\" fill=\"{colour}\" fill-opacity=\"0.14\"/>\n\
+            "<polygon points=\"{}\" fill=\"{colour}\" fill-opacity=\"{opacity}\"/>\n\
              <polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\" \
              stroke-linejoin=\"round\"{dash}/>",
             coordinates(upper.chain(lower)),

@@ -1,0 +1,139 @@
+//! Several measurements that belong together: each depth, and at each depth each target, in turn.
+
+use super::target::{Measured, Target};
+use crate::progress::Bar;
+use anyhow::{Context, bail};
+use jobs::bench::{BenchReport, BenchSpec, Comparison, Curve, Point, compare};
+use serde::Serialize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What is measured, how often, and how deep.
+pub(super) struct Plan<'a> {
+    pub(super) targets: &'a [Target],
+    pub(super) depths: &'a [u32],
+    /// Measurements of each target at each depth.
+    pub(super) rounds: u32,
+    /// The rest of the workload.
+    pub(super) spec: &'a BenchSpec,
+}
+
+/// A target in the JSON.
+#[derive(Debug, Serialize)]
+pub(super) struct Named {
+    pub(super) name: String,
+    pub(super) target: String,
+    pub(super) server_pids: Vec<u32>,
+}
+
+/// What came out.
+#[derive(Debug, Serialize)]
+pub(super) struct Series {
+    pub(super) targets: Vec<Named>,
+    /// One a depth.
+    pub(super) depths: Vec<Comparison>,
+    /// A signal ended it early: what is here was measured before.
+    pub(super) interrupted: bool,
+}
+
+impl Plan<'_> {
+    /// Measures. Targets take turns within a depth, and each round goes the other way round, so that what drifts or
+    /// warms up favours none.
+    pub(super) fn run(&self, bar: &Bar, cancel: &Arc<AtomicBool>) -> anyhow::Result<Series> {
+        let names: Vec<String> = self.targets.iter().map(|target| target.name.clone()).collect();
+        let mut depths = Vec::new();
+        for (index, depth) in self.depths.iter().enumerate() {
+            let spec = BenchSpec { queue_depth: *depth, ..self.spec.clone() };
+            let mut rounds = Vec::new();
+            for round in 0..self.rounds {
+                let done = (index as u32 * self.rounds + round) as f64;
+                match self.round(&spec, round, done, bar, cancel)? {
+                    Some(reports) => rounds.push(reports),
+                    None => break,
+                }
+            }
+            if !rounds.is_empty() {
+                depths.push(compare(&names, &rounds));
+            }
+            if cancel.load(Ordering::Relaxed) {
+                break;
+            }
+        }
+        let interrupted = cancel.load(Ordering::Relaxed);
+        if depths.is_empty() {
+            bail!("interrupted before every target was measured once");
+        }
+        let named = |target: &Target| Named {
+            name: target.name.clone(),
+            target: target.text.clone(),
+            server_pids: target.server_pids.clone(),
+        };
+        Ok(Series { targets: self.targets.iter().map(named).collect(), depths, interrupted })
+    }
+
+    /// One measurement of each target; nothing if it was interrupted.
+    fn round(
+        &self,
+        spec: &BenchSpec,
+        round: u32,
+        rounds_done: f64,
+        bar: &Bar,
+        cancel: &Arc<AtomicBool>,
+    ) -> anyhow::Result<Option<Vec<BenchReport>>> {
+        let count = self.targets.len();
+        let all = (self.depths.len() * count) as f64 * f64::from(self.rounds);
+        let mut reports: Vec<(usize, BenchReport)> = Vec::new();
+        for turn in 0..count {
+            let index = if round.is_multiple_of(2) { turn } else { count - 1 - turn };
+            let Some(target) = self.targets.get(index) else { continue };
+            bar.say(&format!("depth {}, round {} of {}, {}", spec.queue_depth, round + 1, self.rounds, target.name));
+            let before = rounds_done * count as f64 + turn as f64;
+            let measured = target.measure(spec, cancel, &|fraction| bar.set((before + fraction) / all));
+            let measured = measured.with_context(|| target.text.clone())?;
+            if cancel.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            check(target, spec, &measured)?;
+            reports.push((index, measured.report));
+        }
+        reports.sort_by_key(|(index, _)| *index);
+        Ok(Some(reports.into_iter().map(|(_, report)| report).collect()))
+    }
+}
+
+/// Figures of a run in which requests failed compare nothing.
+fn check(target: &Target, spec: &BenchSpec, measured: &Measured) -> anyhow::Result<()> {
+    let (report, at) = (&measured.report, format!("{} at depth {}", target.text, spec.queue_depth));
+    if measured.server_gone {
+        bail!("{at}: the server ended the connection");
+    }
+    if report.errors > 0 || report.mismatches > 0 {
+        let first = report.first_mismatch.as_ref().or(report.first_error.as_ref()).cloned().unwrap_or_default();
+        bail!("{at}: {} requests failed, {} blocks held wrong data: {first}", report.errors, report.mismatches);
+    }
+    if report.requests == 0 {
+        bail!("{at}: no request completed in the measured time; give it longer (--time)");
+    }
+    Ok(())
+}
+
+impl Series {
+    /// One curve a target.
+    pub(super) fn curves(&self) -> Vec<Curve> {
+        let curve = |(index, named): (usize, &Named)| {
+            let label = match self.targets.len() {
+                1 => named.target.clone(),
+                _ => format!("{}: {}", named.name, named.target),
+            };
+            let sides = self.depths.iter().filter_map(|depth| Some((depth.queue_depth, depth.sides.get(index)?)));
+            let point = |(queue_depth, side): (u32, &jobs::bench::Side)| Point {
+                queue_depth,
+                iops: side.figure("iops").unwrap_or_default(),
+                p50_us: side.figure("p50_us").unwrap_or_default(),
+                p99_us: side.figure("p99_us").unwrap_or_default(),
+            };
+            Curve { label, points: sides.map(point).collect() }
+        };
+        self.targets.iter().enumerate().map(curve).collect()
+    }
+}

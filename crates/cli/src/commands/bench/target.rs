@@ -1,0 +1,238 @@
+//! What is measured: a server's socket, or a disk opened in this process; and one measurement of it.
+
+use crate::load;
+use crate::output::usage;
+use block::{Disk, ReactorHandle};
+use daemon::{DriveFormat, DriveOptions, OpenedDisk, ParsedDrive, open_drive};
+use driver::Driver;
+use engine::{Reactor, ReactorConfig, ReactorThread};
+use image::BackingPolicy;
+use jobs::bench::{BenchReport, BenchSpec, Hooks, Progress};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The kinds of targets, as `--compare` writes them.
+const KINDS: [&str; 4] = ["socket", "image", "host", "drive"];
+
+/// A target, as asked for.
+#[derive(Debug, Clone)]
+pub(super) struct Target {
+    /// What the tables call it.
+    pub(super) name: String,
+    /// As the user wrote it, without the name.
+    pub(super) text: String,
+    /// Processes whose CPU time is its.
+    pub(super) server_pids: Vec<u32>,
+    kind: Kind,
+}
+
+#[derive(Debug, Clone)]
+enum Kind {
+    Socket(PathBuf),
+    Drive(Box<DriveOptions>),
+}
+
+/// A target, or the answer to a question about drive options.
+#[derive(Debug)]
+pub(super) enum Parsed {
+    Target(Target),
+    Help(String),
+}
+
+impl Target {
+    /// Reads `[NAME=]KIND:VALUE`; `default_name` is for those without one.
+    pub(super) fn parse(text: &str, default_name: &str) -> anyhow::Result<Parsed> {
+        let kind_of = |text: &str| text.split_once(':').is_some_and(|(kind, _)| KINDS.contains(&kind));
+        let (name, rest) = match text.split_once('=') {
+            Some((name, rest)) if !kind_of(text) && kind_of(rest) => (name, rest),
+            _ => (default_name, text),
+        };
+        let Some((kind, value)) = rest.split_once(':').filter(|(kind, _)| KINDS.contains(kind)) else {
+            return Err(usage(format!(
+                "'{text}' is not a target: write [NAME=]socket:PATH, image:FILE, host:FILE or drive:OPTIONS"
+            )));
+        };
+        if name.is_empty() || value.is_empty() {
+            let what = if name.is_empty() { "name" } else { "value" };
+            return Err(usage(format!("the target '{text}' has an empty {what}")));
+        }
+        Self::of_kind(name, kind, OsStr::new(value))
+    }
+
+    /// A target of one of [`KINDS`].
+    pub(super) fn of_kind(name: &str, kind: &str, value: &OsStr) -> anyhow::Result<Parsed> {
+        let file = |format| DriveOptions { format, ..DriveOptions::of_file(value) };
+        let text = value.to_string_lossy();
+        let kind_of_target = match kind {
+            "socket" => Kind::Socket(PathBuf::from(value)),
+            "image" => Kind::Drive(Box::new(file(None))),
+            "host" => Kind::Drive(Box::new(file(Some(DriveFormat::Raw)))),
+            _ => match DriveOptions::parse(&text).map_err(|error| error.in_context(format!("drive {text}")))? {
+                ParsedDrive::Drive(drive) => Kind::Drive(drive),
+                ParsedDrive::Help(help) => return Ok(Parsed::Help(help)),
+            },
+        };
+        Ok(Parsed::Target(Self {
+            name: name.to_owned(),
+            text: format!("{kind}:{text}"),
+            server_pids: Vec::new(),
+            kind: kind_of_target,
+        }))
+    }
+
+    /// Adds a process of its server's.
+    pub(super) fn add_server(&mut self, pid: u32) -> anyhow::Result<()> {
+        if !Path::new(&format!("/proc/{pid}")).exists() {
+            return Err(usage(format!("--server-pid {pid}: there is no such process")));
+        }
+        self.server_pids.push(pid);
+        Ok(())
+    }
+
+    /// Opens it, runs `spec` on threads made for it, and closes it.
+    pub(super) fn measure(
+        &self,
+        spec: &BenchSpec,
+        cancel: &Arc<AtomicBool>,
+        progress: &dyn Fn(f64),
+    ) -> anyhow::Result<Measured> {
+        let spec = BenchSpec { server_pids: self.server_pids.clone(), ..spec.clone() };
+        let opened = Opened::open(&self.kind, &spec)?;
+        let reactors = Arc::new(self.reactors(spec.queues)?);
+        let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(ReactorThread::handle).collect();
+        // A connection that ends takes every request with it: what follows would measure errors.
+        let stop = Arc::new(AtomicBool::new(false));
+        let tell = |told: Progress| {
+            progress(told.fraction);
+            if cancel.load(Ordering::Relaxed) || opened.is_gone() {
+                stop.store(true, Ordering::Relaxed);
+            }
+        };
+        let hooks = Hooks { progress: Some(&tell), cancel: Some(Arc::clone(&stop)), ..opened.hooks(&reactors) };
+        let measured = jobs::bench::run(&opened.disk(), &handles, &spec, &hooks);
+        drop(hooks);
+        let report = measured?.report;
+        for reactor in Arc::into_inner(reactors).unwrap_or_default() {
+            reactor.stop()?;
+        }
+        let server_gone = opened.is_gone();
+        opened.close()?;
+        Ok(Measured { report, server_gone })
+    }
+
+    fn reactors(&self, count: u32) -> anyhow::Result<Vec<ReactorThread>> {
+        let defaults = ReactorConfig::default();
+        let poll_max_us = match &self.kind {
+            Kind::Drive(drive) => drive.poll_max_us.unwrap_or(defaults.poll_max_us),
+            Kind::Socket(_) => defaults.poll_max_us,
+        };
+        let config = |index| ReactorConfig { name: format!("bench-{index}"), poll_max_us, ..defaults.clone() };
+        (0..count).map(|index| Ok(Reactor::spawn(config(index))?)).collect()
+    }
+}
+
+/// One run.
+#[derive(Debug)]
+pub(super) struct Measured {
+    pub(super) report: BenchReport,
+    /// The server ended the connection.
+    pub(super) server_gone: bool,
+}
+
+/// A target that is open.
+enum Opened {
+    Driver(Arc<Driver>),
+    Disk(OpenedDisk),
+}
+
+impl Opened {
+    fn open(kind: &Kind, spec: &BenchSpec) -> anyhow::Result<Self> {
+        match kind {
+            Kind::Socket(socket) => {
+                let driver = load::connect(socket, spec.queues as u16, load::buffers_bytes(spec))?;
+                Ok(Self::Driver(Arc::new(driver)))
+            }
+            Kind::Drive(drive) => {
+                // A measurement that only reads leaves the file alone, and shares it with other readers.
+                let only_reads = spec.read_percent == 100 && drive.file.is_some();
+                let drive = DriveOptions { read_only: drive.read_only || only_reads, ..(**drive).clone() };
+                Ok(Self::Disk(open_drive(&drive, BackingPolicy::default(), &[])?))
+            }
+        }
+    }
+
+    fn disk(&self) -> Arc<dyn Disk> {
+        match self {
+            Self::Driver(driver) => Arc::clone(driver) as Arc<dyn Disk>,
+            Self::Disk(opened) => Arc::clone(&opened.disk),
+        }
+    }
+
+    /// What is counted beside time: the driver's kicks and wake-ups, or what the engines on our own reactors do.
+    fn hooks(&self, reactors: &Arc<Vec<ReactorThread>>) -> Hooks<'static> {
+        match self {
+            Self::Driver(driver) => load::driver_hooks(driver),
+            Self::Disk(_) => {
+                let reactors = Arc::clone(reactors);
+                let counters = move || {
+                    let stats: Vec<_> = reactors.iter().map(ReactorThread::stats).collect();
+                    let system_calls = stats.iter().map(|stats| stats.system_calls).sum();
+                    vec![("system_calls", system_calls), ("sleeps", stats.iter().map(|stats| stats.sleeps).sum())]
+                };
+                Hooks { counters: Some(Arc::new(counters)), ..Hooks::default() }
+            }
+        }
+    }
+
+    /// Whether the server ended the connection.
+    fn is_gone(&self) -> bool {
+        matches!(self, Self::Driver(driver) if driver.is_disconnected())
+    }
+
+    fn close(&self) -> anyhow::Result<()> {
+        match self {
+            Self::Driver(driver) => Ok(driver.disconnect()?),
+            Self::Disk(opened) => Ok(opened.close()?),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn target(text: &str) -> Target {
+        match Target::parse(text, "A").unwrap() {
+            Parsed::Target(target) => target,
+            Parsed::Help(help) => panic!("{text}: {help}"),
+        }
+    }
+
+    #[test]
+    fn a_name_may_stand_before_the_kind_and_equals_signs_in_values_are_no_names() {
+        for (text, name, rest) in [
+            ("socket:/a=b.sock", "A", "socket:/a=b.sock"),
+            ("qemu=socket:/a=b.sock", "qemu", "socket:/a=b.sock"),
+            ("drive:format=null,size=1M", "A", "drive:format=null,size=1M"),
+            ("x=drive:file=host:y", "x", "drive:file=host:y"),
+        ] {
+            let target = target(text);
+            assert_eq!((target.name.as_str(), target.text.as_str()), (name, rest), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_target_says_what_one_looks_like() {
+        for text in ["/a.sock", "sock:/a", "x=file:/a", "socket", ""] {
+            let message = Target::parse(text, "A").unwrap_err().to_string();
+            assert!(message.contains("socket:PATH") && message.contains("drive:OPTIONS"), "{message}");
+        }
+        for (text, part) in [("=host:x", "empty name"), ("host:", "empty value"), ("drive:size=1M", "file=PATH")] {
+            let message = format!("{:#}", Target::parse(text, "A").unwrap_err());
+            assert!(message.contains(part), "{text}: {message}");
+        }
+        assert!(matches!(Target::parse("drive:format=?", "A").unwrap(), Parsed::Help(_)));
+    }
+}

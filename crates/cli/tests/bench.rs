@@ -1,0 +1,123 @@
+//! `ringdisk bench`: one measurement, several over depth, and several targets in turn.
+
+mod common;
+
+use common::{Server, at, directory, path_str, run_fails, run_ok};
+use serde_json::Value;
+
+/// Short measurements of null disks: what is tested is not how fast they are.
+const NULL: &str = "drive:format=null,size=1M";
+
+fn json(arguments: &[&str]) -> Value {
+    let all = [&["bench", "--output", "json"], arguments].concat();
+    serde_json::from_str(&run_ok(&all)).unwrap()
+}
+
+#[test]
+fn compare_measures_each_target_in_each_round_and_divides_the_first_by_the_others() {
+    let image = directory();
+    let raw = at(&image, "disk.raw");
+    run_ok(&["create", "-q", path_str(&raw), "1M"]);
+    let host = format!("file=host:{}", raw.display());
+    let workload = ["--pairs", "3", "--count", "300", "--warmup", "0", "--rw", "randrw", "--bs", "512"];
+    let report = json(&[&["--compare", NULL, &host, "other=drive:format=null,size=2M"], workload.as_slice()].concat());
+    let names: Vec<_> = report["targets"].as_array().unwrap().iter().map(|target| &target["name"]).collect();
+    assert_eq!(names, ["A", "file", "other"]);
+    let depths = report["depths"].as_array().unwrap();
+    assert_eq!(depths.len(), 1);
+    for side in depths[0]["sides"].as_array().unwrap() {
+        let runs = side["runs"].as_array().unwrap();
+        assert!(runs.len() == 3 && runs.iter().all(|run| run["requests"] == 300), "{runs:?}");
+        let iops: Vec<_> = runs.iter().map(|run| run["iops"].as_f64().unwrap()).collect();
+        let spread = |key: &str| side["figures"]["iops"][key].as_f64().unwrap();
+        assert!(iops.contains(&spread("median")), "the middle one of three");
+        assert!(iops.iter().all(|iops| (spread("min")..=spread("max")).contains(iops)));
+    }
+    let calls = |side: usize| depths[0]["sides"][side]["figures"]["system_calls_per_request"]["median"].as_f64();
+    assert_eq!(calls(0), Some(0.0), "a null disk asks the kernel for nothing");
+    assert!(calls(1) > Some(0.0));
+    let ratios = depths[0]["ratios"].as_array().unwrap();
+    let pairs: Vec<_> = ratios.iter().map(|ratios| (ratios["of"].clone(), ratios["to"].clone())).collect();
+    assert_eq!(pairs, [("A".into(), "file".into()), ("A".into(), "other".into())]);
+    let divided = |round: usize| {
+        let iops = |side: usize| depths[0]["sides"][side]["runs"][round]["iops"].as_f64().unwrap();
+        iops(0) / iops(1)
+    };
+    let median = ratios[0]["figures"]["iops"]["median"].as_f64().unwrap();
+    assert!((0..3).any(|round| (divided(round) - median).abs() < 1e-9), "{median}");
+    let table = run_ok(&["bench", "--compare", NULL, NULL, "--pairs", "1", "--count", "100"]);
+    for part in ["A: drive:format=null", "B: drive", "A/B (min-max)", "IOPS", "completions/harvest"] {
+        assert!(table.contains(part), "'{part}' is missing in:\n{table}");
+    }
+}
+
+#[test]
+fn plot_draws_every_target_over_every_depth() {
+    let dir = directory();
+    let svg = at(&dir, "out.svg");
+    let measure = |arguments: &[&str]| {
+        let common = ["bench", "--count", "200", "--warmup", "0", "--plot", path_str(&svg)];
+        (run_ok(&[&common, arguments].concat()), std::fs::read_to_string(&svg).unwrap())
+    };
+    let (table, drawn) = measure(&["--drive", "format=null,size=1M"]);
+    assert_eq!(table.lines().filter(|line| line.contains('│') || line.contains('┆')).count(), 9, "{table}");
+    assert_eq!(drawn.matches("<polyline").count(), 3);
+    assert!(drawn.contains("4 KiB random read") && drawn.ends_with("</svg>\n"));
+    for depth in ["1", "2", "4", "8", "16", "32", "64", "128"] {
+        assert!(drawn.contains(&format!("text-anchor=\"middle\">{depth}</text>")), "depth {depth} is on the axis");
+    }
+    let (_, drawn) = measure(&["--compare", NULL, "x<y=drive:format=null,size=1M", "--pairs", "2", "--depths", "1,3"]);
+    assert_eq!(drawn.matches("<polyline").count(), 6);
+    assert!(drawn.contains("x&lt;y: drive:format=null"));
+}
+
+#[test]
+fn a_server_is_measured_with_its_process() {
+    let dir = directory();
+    let socket = at(&dir, "s");
+    let server = Server::start(&["--drive", "format=null,size=1M,poll-max-us=20", "--socket", path_str(&socket)]);
+    let pid = server.pid().to_string();
+    let target = format!("daemon=socket:{}", socket.display());
+    let whose = format!("daemon:{pid}");
+    let compare =
+        ["--compare", &target, NULL, "--server-pid", &whose, "--pairs", "1", "--count", "2000", "--depths", "1,8"];
+    let report = json(&compare);
+    for depth in report["depths"].as_array().unwrap() {
+        let figures = &depth["sides"][0]["figures"];
+        for figure in ["server_us_per_request", "server_voluntary_switches_per_request", "kicks_per_request"] {
+            assert!(figures[figure]["median"].is_f64(), "{figure}: {figures}");
+        }
+        assert_eq!(depth["sides"][1]["figures"]["server_us_per_request"], Value::Null);
+    }
+    let said = run_ok(&["bench", "--socket", path_str(&socket), "--count", "1000", "--server-pid", &pid]);
+    for part in ["voluntary context switches", "kicks", "wakeups", "completions a harvest"] {
+        assert!(said.contains(part), "'{part}' is missing in:\n{said}");
+    }
+    server.stop();
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused_before_anything_is() {
+    for (arguments, part) in [
+        (&["--compare", NULL] as &[&str], "2 "),
+        (&["--compare", NULL, "format=null,size=1M"], "drive:OPTIONS"),
+        (&["--compare", NULL, "drive:format=null"], "size=4G"),
+        (&["--compare", "x=host:a", "x=host:b"], "'x'"),
+        (&["--compare", NULL, NULL, "--drive", "format=null,size=1M"], "cannot be used"),
+        (&["--compare", NULL, NULL, "--server-pid", "1"], "A:1"),
+        (&["--compare", NULL, NULL, "--server-pid", "C:1"], "there are A, B"),
+        (&["--compare", NULL, NULL, "--server-pid", "A:x"], "not a process id"),
+        (&["--drive", "format=null,size=1M", "--server-pid", "4194305"], "no such process"),
+        (&["--drive", "format=null,size=1M", "--pairs", "3"], "--compare"),
+        (&["--drive", "format=null,size=1M", "--depths", "1,0"], "0"),
+        (&["--drive", "format=null,size=1M", "--depths", "1", "--depth", "1"], "cannot be used"),
+        (&["--drive", "format=null,size=1M", "--plot", "out.png"], ".svg"),
+        (&["--drive", "format=null,size=1M", "--plot", "/nonexistent/out.svg"], "/nonexistent"),
+    ] {
+        let said = run_fails(2, &[&["bench"], arguments].concat());
+        assert!(said.contains(part), "{arguments:?}: '{part}' is missing in: {said}");
+    }
+    let said = run_fails(1, &["bench", "--compare", NULL, "host:/nonexistent/x", "--pairs", "1", "--count", "9"]);
+    assert!(said.contains("/nonexistent/x"), "{said}");
+    assert!(run_ok(&["bench", "--compare", "drive:cache=?", NULL]).contains("writethrough"));
+}
