@@ -12,6 +12,7 @@
 use crate::header::OFFSET_REFCOUNT_TABLE;
 use crate::refcount::{Piece, RefcountWrites, sectors};
 use crate::state::{Freed, FreshTable, Inner, State};
+use crate::tail::Tail;
 use block::{FileOp, IoError, IoResult, MetaIo, PastEnd};
 use memory::{AlignedBuf, IoBuf};
 use std::sync::atomic::Ordering;
@@ -132,6 +133,8 @@ impl Inner {
     }
 
     async fn flush_now(&self, io: &MetaIo) -> IoResult {
+        // What a flush whose task was dropped has in flight is older than what is written now.
+        self.table_writes.over().await;
         // What could not be decremented now is tried again by the next flush; nothing is lost but space.
         let _ = self.reap(io, false).await;
         let Some(mut writing) = Writing::begin(self)? else {
@@ -148,10 +151,10 @@ impl Inner {
     async fn write_tables(&self, io: &MetaIo, writing: &mut Writing<'_>) -> IoResult {
         let refcounts = std::mem::take(&mut writing.refcounts);
         let mapping = std::mem::take(&mut writing.mapping);
-        write_all(io, refcounts.blocks).await?;
+        write_all(&self.table_writes, io, refcounts.blocks).await?;
         for table in std::mem::take(&mut writing.fresh) {
             let bytes = self.fresh_table_bytes(io, &table).await?;
-            write_all(io, vec![Piece { offset: table.offset, bytes }]).await?;
+            write_all(&self.table_writes, io, vec![Piece { offset: table.offset, bytes }]).await?;
             writing.fresh_written.push(table.l1_index);
         }
         let moved = refcounts.moved_table;
@@ -160,7 +163,7 @@ impl Inner {
             None => None,
             Some(table) => {
                 let header = self.header_naming(table.piece.offset, table.clusters);
-                write_all(io, vec![table.piece]).await?;
+                write_all(&self.table_writes, io, vec![table.piece]).await?;
                 Some(header)
             }
         };
@@ -169,14 +172,14 @@ impl Inner {
         writing.tables_are_written();
 
         if relies {
-            write_all(io, refcounts.entries).await?;
-            write_all(io, header.into_iter().collect()).await?;
+            write_all(&self.table_writes, io, refcounts.entries).await?;
+            write_all(&self.table_writes, io, header.into_iter().collect()).await?;
             let last = mapping.is_empty();
             self.barrier(io, if last { Barrier::End } else { Barrier::BeforeRelying }).await?;
         }
         writing.refcounts_are_written();
         if !mapping.is_empty() {
-            write_all(io, mapping).await?;
+            write_all(&self.table_writes, io, mapping).await?;
             self.barrier(io, Barrier::End).await?;
         }
         writing.all_is_written();
@@ -341,11 +344,11 @@ fn push_joined(pieces: &mut Vec<Piece>, piece: Piece) {
 }
 
 /// Writes all pieces, several at a time. After an error some may have been written.
-async fn write_all(io: &MetaIo, pieces: Vec<Piece>) -> IoResult {
+async fn write_all(tail: &Arc<Tail>, io: &MetaIo, pieces: Vec<Piece>) -> IoResult {
     for batch in pieces.chunks(BATCH) {
         let start = |piece: &Piece| {
             let data = IoBuf::from_aligned(AlignedBuf::copy_of(&piece.bytes)).whole();
-            io.queue().start(FileOp::Write { offset: piece.offset, data, fua: false })
+            tail.start(io, FileOp::Write { offset: piece.offset, data, fua: false })
         };
         let started: Vec<_> = batch.iter().map(start).collect();
         let mut result = Ok(());

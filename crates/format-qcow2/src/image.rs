@@ -110,6 +110,8 @@ impl Qcow2 {
             loaded: WaitList::default(),
             idle: WaitList::default(),
             flushed: WaitList::default(),
+            table_writes: Arc::default(),
+            extensions: Arc::default(),
             header_ready: AtomicBool::new(header.autoclear_features == 0),
             complained: AtomicBool::new(false),
             skipped_barriers: AtomicU8::new(0),

@@ -31,6 +31,7 @@ mod refcount;
 mod slices;
 mod state;
 mod tables;
+mod tail;
 mod write;
 mod zero;
 

@@ -6,8 +6,8 @@
 use crate::geometry::MAX_FILE_BYTES;
 use crate::header::OFFSET_AUTOCLEAR;
 use crate::state::{FreshTable, Inner, Need};
-use block::{IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
-use memory::AlignedBuf;
+use block::{FileOp, IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
+use memory::{AlignedBuf, IoBuf};
 use std::sync::atomic::Ordering;
 
 /// The file is extended by its own length, between these: rare enough in a large file, little in a small one.
@@ -109,6 +109,8 @@ impl Inner {
     /// before shows through. While this runs, nobody takes space at the end of the file.
     async fn extend(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::Extension).await else { return Ok(()) };
+        // What a task that was dropped has in flight would zero what is written there next.
+        self.extensions.over().await;
         self.settle_frontier(io).await?;
         let from = {
             let state = self.lock();
@@ -124,7 +126,8 @@ impl Inner {
             return Err(IoError::new(IoErrorKind::NoSpace));
         }
         // Never by setting the length: that could also cut off.
-        io.write_zeroes(start, end.saturating_sub(start), true).await?;
+        let zeroes = FileOp::WriteZeroes { offset: start, length: end.saturating_sub(start), may_unmap: true };
+        self.extensions.start(io, zeroes).await?;
         self.lock().space.zeroed_end = to;
         Ok(())
     }
@@ -169,7 +172,8 @@ impl Inner {
             }
             AlignedBuf::copy_of(&state.header_sector)
         };
-        io.write(0, sector).await?;
+        let data = IoBuf::from_aligned(sector).whole();
+        self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await?;
         io.flush().await?;
         self.header_ready.store(true, Ordering::Release);
         Ok(())

@@ -24,16 +24,21 @@ impl Drop for Unfinished<'_> {
     }
 }
 
-/// Space that is free but not handed out yet, because it is being punched. Becomes available when dropped.
+/// Space that is free but not handed out yet, because it is being punched. Becomes available when dropped, but for a run
+/// whose punch is still in flight: that one stays aside until the image is opened again.
 struct Punching<'a> {
     inner: &'a Inner,
     runs: Vec<Run>,
+    in_flight: Option<usize>,
 }
 
 impl Drop for Punching<'_> {
     fn drop(&mut self) {
         let mut state = self.inner.lock();
-        for run in self.runs.drain(..) {
+        for (index, run) in self.runs.drain(..).enumerate() {
+            if self.in_flight == Some(index) {
+                continue;
+            }
             state.space.quarantine.remove(run);
             state.space.free.add(run);
         }
@@ -47,7 +52,7 @@ impl Inner {
         if due.is_empty() {
             return Ok(());
         }
-        let mut punching = Punching { inner: self, runs: Vec::new() };
+        let mut punching = Punching { inner: self, runs: Vec::new(), in_flight: None };
         let mut unfinished = Unfinished { inner: self, left: due };
         while let Some(mut freed) = unfinished.left.pop() {
             while !freed.clusters.is_empty() {
@@ -59,12 +64,14 @@ impl Inner {
             }
         }
         if self.can_discard {
-            for run in &mut punching.runs {
+            for (index, run) in punching.runs.iter_mut().enumerate() {
+                punching.in_flight = Some(index);
                 let (offset, length) = (self.geometry.start_of(run.first), self.geometry.start_of(run.count));
                 // Best effort: what cannot be punched is free all the same.
                 let aligned = (offset | length) % HOLE_BYTES == 0;
                 run.zeroed = io.discard(offset, length).await.is_ok() && self.discard_zeroes && aligned;
             }
+            punching.in_flight = None;
         }
         Ok(())
     }

@@ -12,11 +12,12 @@ use crate::header::{HEADER_SECTOR_BYTES, Header};
 use crate::refcount::{Absent, Refcounts};
 use crate::slices::{Slices, SlotBook};
 use crate::tables::Tables;
+use crate::tail::Tail;
 use block::{Epochs, IoError, IoErrorKind, IoResult, MetaIo, WaitList};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Something that a step cannot do without.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -148,6 +149,10 @@ pub(crate) struct Inner {
     pub(crate) idle: WaitList,
     /// Woken when a flush ends.
     pub(crate) flushed: WaitList,
+    /// Writes to tables and the header that are in flight.
+    pub(crate) table_writes: Arc<Tail>,
+    /// Operations that make the file longer and are in flight.
+    pub(crate) extensions: Arc<Tail>,
     /// Set once the header needs no change before the image is written to.
     pub(crate) header_ready: AtomicBool,
     pub(crate) complained: AtomicBool,

@@ -118,6 +118,13 @@ impl SimHarness {
         Self { reactors, queues: BTreeMap::new(), next_queue: 0 }
     }
 
+    /// Ends the last reactor (never the first) with whatever tasks it has. Close its queues first.
+    pub fn end_last_reactor(&mut self) {
+        if self.reactors.len() > 1 {
+            self.reactors.pop();
+        }
+    }
+
     /// The first reactor.
     #[must_use]
     pub fn reactor(&self) -> &Rc<SimReactor> {
