@@ -34,8 +34,9 @@ impl Action {
     fn loses_data(self, error: IoError) -> bool {
         match self {
             Self::Sync => true,
-            // Out of space is the write's own failure: the caller knows what was not stored.
-            Self::Write { durable } => durable && error.kind() == IoErrorKind::Io,
+            // Out of space is the write's own failure: the caller knows what was not stored. So is memory that cannot be
+            // read: a guest's monitor can take it away at any time.
+            Self::Write { durable } => durable && error.kind() == IoErrorKind::Io && error.errno() != libc::EFAULT,
             _ => false,
         }
     }
@@ -370,6 +371,18 @@ mod tests {
             assert!(slab.insert(new()) < 4);
         }
         assert_eq!(slab.live(), 4);
+    }
+
+    #[test]
+    fn memory_that_a_guest_has_taken_away_says_nothing_of_the_storage() {
+        let failing = request(CacheMode::Writeback, Action::Write { durable: true }, 4096);
+        let file = Rc::clone(&failing.target);
+        failing.finish(Err(IoError::from_errno(libc::EFAULT)));
+        assert!(!file.file.sync_lost.load(Ordering::Relaxed));
+        let failing = request(CacheMode::Writeback, Action::Write { durable: true }, 4096);
+        let file = Rc::clone(&failing.target);
+        failing.finish(Err(IoError::EIO));
+        assert!(file.file.sync_lost.load(Ordering::Relaxed));
     }
 
     #[test]
