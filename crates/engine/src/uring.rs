@@ -373,11 +373,17 @@ impl State {
     }
 }
 
+/// What the page cache has is copied while the reactor submits. A longer copy goes to a kernel worker: it would hold up
+/// every other disk of the reactor.
+const INLINE_COPY_BYTES_MAX: usize = 1 << 20;
+
 fn entry_of(request: &Request, buffers: Buffers) -> squeue::Entry {
     let QueueFile { file, fixed, .. } = &*request.target;
+    let long_copy = file.page_cached && request.left_bytes() > INLINE_COPY_BYTES_MAX;
+    let flags = if long_copy { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
     match fixed {
-        Some(fixed) => build(types::Fd(fixed.index as i32), request, buffers).flags(squeue::Flags::FIXED_FILE),
-        None => build(types::Fd(file.raw_fd()), request, buffers),
+        Some(fixed) => build(types::Fd(fixed.index as i32), request, buffers).flags(flags | squeue::Flags::FIXED_FILE),
+        None => build(types::Fd(file.raw_fd()), request, buffers).flags(flags),
     }
 }
 

@@ -4,8 +4,8 @@
 //! in the slot and tells the queue's sink at its end; the last one completes the request. All pieces of a request carry
 //! the same token, so the fast path allocates nothing and looks nothing up.
 
-use crate::guess::forms_a_header;
-use crate::image::Chain;
+use crate::guess::{PROBE_BYTES, forms_a_header};
+use crate::image::{Chain, Place};
 use crate::layer::Mapping;
 use crate::slow::Slow;
 use block::{
@@ -13,10 +13,18 @@ use block::{
     Participant, PastEnd, ReactorCtx, Result, Sink, Tag, Ticket,
 };
 use format_qcow2::Overwrite;
-use memory::Window;
+use memory::{IoBuf, Window};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+
+/// Most pieces of one request that are pushed at once. A guest chooses how long its requests are and how its disk is
+/// fragmented: the rest goes piece after piece in a task, so that a request takes a bounded part of a turn and of the
+/// engine's memory.
+const MAX_PIECES: usize = 128;
+
+/// Most bytes that are zeroed at once; longer runs are zeroed in a task, step by step.
+pub(crate) const FILL_BYTES: usize = 256 << 10;
 
 /// What the queue and its tasks share.
 pub(crate) struct Shared {
@@ -169,14 +177,16 @@ impl ImageQueue {
         let shared = Rc::clone(&self.shared);
         let chain = &shared.chain;
         let mut pieces = Pieces::new(offset, data);
+        let mut count = 0_usize;
         while let Some((at, left)) = pieces.rest() {
             let place = match chain.lookup(at, left) {
-                Some(place) if !matches!(place.extent, Extent::Compressed(_)) => place,
+                Some(place) if count < MAX_PIECES && is_quick(&place) => place,
                 _ => {
                     self.spawn(index, Slow::Read { offset: at, data: pieces.remaining() });
                     return Ok(());
                 }
             };
+            count = count.saturating_add(1);
             let piece = pieces.take(place.length_bytes);
             match place.extent {
                 Extent::Data { offset, .. } => {
@@ -193,9 +203,8 @@ impl ImageQueue {
         let shared = Rc::clone(&self.shared);
         let chain = &shared.chain;
         let top = chain.top()?;
-        if chain.guessed_raw {
-            refuse_header(offset, data)?;
-        }
+        let checked = if chain.guessed_raw { checked_head(offset, data)? } else { None };
+        let data = checked.as_ref().unwrap_or(data);
         if let (Mapping::Raw(raw), Some(slot)) = (&top.mapping, self.slots.get_mut(index)) {
             let end = offset.saturating_add(data.length_bytes() as u64);
             slot.written_up_to = if end > raw.size_bytes().saturating_sub(block::SECTOR_BYTES) { end } else { 0 };
@@ -206,13 +215,15 @@ impl ImageQueue {
             return Ok(());
         }
         let mut pieces = Pieces::new(offset, data);
+        let mut count = 0_usize;
         while let Some((at, left)) = pieces.rest() {
             match top.lookup_overwrite(at, left) {
-                Overwrite::InPlace { offset, length_bytes } => {
+                Overwrite::InPlace { offset, length_bytes } if count < MAX_PIECES => {
+                    count = count.saturating_add(1);
                     let data = pieces.take(length_bytes);
                     self.push(index, 0, FileOp::Write { offset, data, fua })?;
                 }
-                Overwrite::Slow => {
+                Overwrite::InPlace { .. } | Overwrite::Slow => {
                     self.spawn(index, Slow::Write { offset: at, data: pieces.remaining(), fua });
                     return Ok(());
                 }
@@ -303,6 +314,15 @@ impl Drop for ImageQueue {
     }
 }
 
+/// Whether a piece of a read can be started at once.
+fn is_quick(place: &Place) -> bool {
+    match place.extent {
+        Extent::Data { .. } => true,
+        Extent::Zero | Extent::Backing => place.length_bytes <= FILL_BYTES as u64,
+        Extent::Compressed(_) => false,
+    }
+}
+
 /// Cuts a request's window into pieces.
 struct Pieces<'a> {
     offset: u64,
@@ -337,23 +357,25 @@ impl<'a> Pieces<'a> {
     }
 }
 
-/// A guest of a disk that was only guessed to be raw must not give it a header: the next guess would believe it.
-fn refuse_header(offset: u64, data: &Window) -> IoResult {
-    if offset >= crate::guess::PROBE_BYTES as u64 {
-        return Ok(());
-    }
-    let mut head = [0u8; crate::guess::PROBE_BYTES];
-    let at = usize::try_from(offset).unwrap_or(usize::MAX);
-    let got = head.get_mut(at..).map_or(0, |target| data.copy_to_slice(0, target));
-    let written = head.get(..at.saturating_add(got)).unwrap_or_default();
-    if forms_a_header(written) {
+/// A guest of a disk that was only guessed to be raw must not give it a header: the next guess would believe it. What was
+/// looked at is what is written: the bytes that a guess looks at are taken out of the guest's reach.
+fn checked_head(offset: u64, data: &Window) -> IoResult<Option<Window>> {
+    let Some(room) = (PROBE_BYTES as u64).checked_sub(offset).filter(|room| *room > 0) else { return Ok(None) };
+    let length = usize::try_from(room).unwrap_or(PROBE_BYTES).min(data.length_bytes());
+    let copy = IoBuf::zeroed(length).whole();
+    data.slice(0, length).copy_to(&copy);
+    let mut head = [0u8; PROBE_BYTES];
+    let at = usize::try_from(offset).unwrap_or(PROBE_BYTES);
+    let got = head.get_mut(at..).map_or(0, |target| copy.copy_to_slice(0, target));
+    if forms_a_header(head.get(..at.saturating_add(got)).unwrap_or_default()) {
         tracing::warn!(
             "refused a guest write at offset {offset} that would make a raw disk look like another format; \
              say format=raw to allow it"
         );
         return Err(IoError::new(IoErrorKind::ReadOnly));
     }
-    Ok(())
+    let rest = data.slice(length, data.length_bytes().saturating_sub(length));
+    Ok(Some(IoBuf::gather(vec![copy, rest]).whole()))
 }
 
 impl crate::layer::Layer {
@@ -369,5 +391,23 @@ impl crate::layer::Layer {
             Mapping::Raw(_) => PastEnd::Fails,
             Mapping::Qcow2(_) => PastEnd::Zeros,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_that_a_guest_puts_in_after_the_check_is_not_what_is_written() {
+        let memory = IoBuf::zeroed(4096).whole();
+        memory.fill(7);
+        let checked = checked_head(0, &memory).unwrap().unwrap();
+        memory.copy_from_slice(0, b"QFI\xfb");
+        memory.copy_from_slice(4000, &[9]);
+        let written = checked.to_vec();
+        assert_eq!((written.len(), &written[..4], written[4000]), (4096, &[7; 4][..], 9));
+        assert!(checked_head(0, &memory).is_err());
+        assert!(checked_head(512, &memory).unwrap().is_none());
     }
 }

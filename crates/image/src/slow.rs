@@ -6,11 +6,13 @@
 
 use crate::image::Place;
 use crate::layer::Mapping;
-use crate::queue::Shared;
+use crate::queue::{FILL_BYTES, Shared};
 use block::{Extent, FileOp, IoError, IoResult};
 use format_qcow2::{Allocation, Fill, Prepared, Qcow2};
 use memory::{IoBuf, Window};
+use std::future::poll_fn;
 use std::rc::Rc;
+use std::task::Poll;
 
 /// The slow rest of a request.
 pub(crate) enum Slow {
@@ -66,7 +68,7 @@ impl Shared {
     async fn read_extent(&self, place: Place, data: Window) -> IoResult {
         match place.extent {
             Extent::Zero | Extent::Backing => {
-                data.fill(0);
+                fill_in_steps(&data).await;
                 Ok(())
             }
             Extent::Data { offset, .. } => {
@@ -208,6 +210,25 @@ impl Shared {
             at = at.saturating_add(length);
         }
         Ok(())
+    }
+}
+
+/// Zeroes `data`, letting other work of the reactor come between.
+async fn fill_in_steps(data: &Window) {
+    let mut done = 0usize;
+    while done < data.length_bytes() {
+        let length = data.length_bytes().saturating_sub(done).min(FILL_BYTES);
+        data.slice(done, length).fill(0);
+        done = done.saturating_add(length);
+        let mut waited = done == data.length_bytes();
+        poll_fn(|context| match std::mem::replace(&mut waited, true) {
+            true => Poll::Ready(()),
+            false => {
+                context.waker().wake_by_ref();
+                Poll::Pending
+            }
+        })
+        .await;
     }
 }
 

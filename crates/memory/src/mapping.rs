@@ -40,6 +40,7 @@ impl Drop for Room {
 /// The unit in which the kernel maps `file`: huge pages are mapped and unmapped as wholes.
 pub(crate) fn page_bytes_of(file: BorrowedFd<'_>) -> io::Result<usize> {
     const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
+    const FUSE_MAGIC: i64 = 0x6573_5546;
     // SAFETY: all-zero is a valid `statfs`; the kernel writes one.
     let (result, stat) = unsafe {
         let mut stat: libc::statfs = std::mem::zeroed();
@@ -47,6 +48,11 @@ pub(crate) fn page_bytes_of(file: BorrowedFd<'_>) -> io::Result<usize> {
     };
     match result {
         0 if stat.f_type == HUGETLBFS_MAGIC => Ok((stat.f_bsize as usize).max(PAGE_BYTES)),
+        // A touch of such memory waits for whoever serves the file system, perhaps the peer itself.
+        0 if stat.f_type == FUSE_MAGIC => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "memory on a FUSE file system is refused: its server could hold up every disk; use a memfd or tmpfs",
+        )),
         0 => Ok(PAGE_BYTES),
         _ => Err(io::Error::last_os_error()),
     }
