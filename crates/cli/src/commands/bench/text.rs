@@ -125,7 +125,9 @@ fn side_by_side(depth: &Comparison) -> Table {
 fn over_depths(depths: &[Comparison]) -> Table {
     let sides = || depths.iter().filter_map(|depth| Some((depth.queue_depth, depth.sides.first()?)));
     let labels = depths.first().map(|depth| labels(&depth.sides)).unwrap_or_default();
-    let heads = labels.iter().map(|figure| figure.label.clone());
+    // A word a line, or the table would be wider than a terminal.
+    let head = |label: &str| label.replace(", ", "\n").replace(' ', "\n").replace("/request", "\n/request");
+    let heads = labels.iter().map(|figure| head(&figure.label).replace("/harvest", "\n/harvest"));
     let mut table = table(std::iter::once("depth".to_owned()).chain(heads).collect());
     for (depth, side) in sides() {
         let value =
