@@ -67,7 +67,7 @@ pub(crate) struct Args {
     /// Bytes a request.
     #[arg(long, value_name = "SIZE", default_value = "4k")]
     bs: String,
-    /// Requests in flight on each queue.
+    /// Requests in flight on each queue; of these at most 1024 reach a server (the longest ring it takes).
     #[arg(long, value_name = "N", default_value_t = 32)]
     depth: u32,
     /// Measure at each of these depths, one after the other.

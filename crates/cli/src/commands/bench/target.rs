@@ -4,7 +4,7 @@ use crate::load;
 use crate::output::usage;
 use block::{Disk, ReactorHandle};
 use daemon::{DriveFormat, DriveOptions, OpenedDisk, ParsedDrive, open_drive};
-use driver::Driver;
+use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use image::BackingPolicy;
 use jobs::bench::{BenchReport, BenchSpec, Hooks, Progress};
@@ -15,6 +15,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The kinds of targets, as `--compare` writes them.
 const KINDS: [&str; 4] = ["socket", "image", "host", "drive"];
+/// The longest ring that vhost-user servers take.
+const QUEUE_SIZE_MAX: u16 = 1024;
 
 /// A target, as asked for.
 #[derive(Debug, Clone)]
@@ -141,6 +143,14 @@ pub(super) struct Measured {
     pub(super) server_gone: bool,
 }
 
+/// A ring that holds all requests in flight, as far as servers have such rings: behind a shorter one they would wait in
+/// the driver, and the server would not see the depth that is asked for.
+fn queue_size(depth: u32) -> u16 {
+    let usual = DriverOptions::default().queue_size;
+    let enough = depth.checked_next_power_of_two().and_then(|size| u16::try_from(size).ok());
+    enough.unwrap_or(QUEUE_SIZE_MAX).clamp(usual, QUEUE_SIZE_MAX)
+}
+
 /// A target that is open.
 enum Opened {
     Driver(Arc<Driver>),
@@ -151,8 +161,13 @@ impl Opened {
     fn open(kind: &Kind, spec: &BenchSpec) -> anyhow::Result<Self> {
         match kind {
             Kind::Socket(socket) => {
-                let driver = load::connect(socket, spec.queues as u16, load::buffers_bytes(spec))?;
-                Ok(Self::Driver(Arc::new(driver)))
+                let options = DriverOptions {
+                    queues: spec.queues as u16,
+                    queue_size: queue_size(spec.queue_depth),
+                    memory_bytes: load::buffers_bytes(spec),
+                    ..DriverOptions::default()
+                };
+                Ok(Self::Driver(Arc::new(Driver::connect(socket, options)?)))
             }
             Kind::Drive(drive) => {
                 // A measurement that only reads leaves the file alone, and shares it with other readers.
