@@ -12,6 +12,7 @@ mod logging;
 mod output;
 mod progress;
 mod signals;
+mod tool;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -31,6 +32,12 @@ struct Cli {
 enum Command {
     Create(commands::create::Args),
     Info(commands::info::Args),
+    Check(commands::check::Args),
+    Map(commands::map::Args),
+    Measure(commands::measure::Args),
+    Convert(Box<commands::convert::Args>),
+    Compare(commands::compare::Args),
+    Resize(commands::resize::Args),
     Serve(commands::serve::Args),
     Try(commands::try_it::Args),
     Bench(commands::bench::Args),
@@ -41,6 +48,12 @@ fn main() -> ExitCode {
     let done = logging::start(cli.log_level.as_deref()).and_then(|()| match cli.command {
         Command::Create(args) => commands::create::run(&args),
         Command::Info(args) => commands::info::run(&args),
+        Command::Check(args) => commands::check::run(&args),
+        Command::Map(args) => commands::map::run(&args),
+        Command::Measure(args) => commands::measure::run(&args),
+        Command::Convert(args) => commands::convert::run(&args),
+        Command::Compare(args) => commands::compare::run(&args),
+        Command::Resize(args) => commands::resize::run(&args),
         Command::Serve(args) => commands::serve::run(&args),
         Command::Try(args) => commands::try_it::run(&args),
         Command::Bench(args) => commands::bench::run(&args),

@@ -163,6 +163,33 @@ impl Qcow2 {
         }
     }
 
+    /// For a range that reads as zeros and was just resolved: the space in the file that its first part keeps all the
+    /// same, and how long that part is.
+    #[must_use]
+    pub fn zero_space(&self, offset: u64, length: u64) -> (Option<u64>, u64) {
+        let geometry = &self.inner.geometry;
+        let cluster = geometry.cluster_of(offset);
+        let in_cluster = geometry.offset_in_cluster(offset);
+        let Some(view) = self.inner.slices.view(geometry.slice_of(cluster)) else { return (None, length) };
+        let space_of = |index: usize| match Cluster::decode(view.get(index)?, geometry) {
+            Ok(Cluster::ZeroAllocated { host, .. }) => Some(Some(host)),
+            Ok(Cluster::Zero) => Some(None),
+            _ => None,
+        };
+        let mut index = geometry.index_in_slice(cluster);
+        let Some(first) = space_of(index) else { return (None, length) };
+        let mut bytes = geometry.cluster_bytes().saturating_sub(in_cluster);
+        while bytes < length {
+            index = index.saturating_add(1);
+            let follows = first.map(|host| host.saturating_add(in_cluster).saturating_add(bytes));
+            if space_of(index) != Some(follows) {
+                break;
+            }
+            bytes = bytes.saturating_add(geometry.cluster_bytes());
+        }
+        (first.map(|host| host.saturating_add(in_cluster)), bytes.min(length))
+    }
+
     /// Whether the first part of a write may go straight to the file. Takes no lock and never waits.
     #[must_use]
     pub fn lookup_overwrite(&self, offset: u64, length: u64) -> Overwrite {
@@ -193,7 +220,7 @@ impl Qcow2 {
 }
 
 /// The first cluster, or of what cannot be qcow2 the first sector.
-async fn read_first_cluster(io: &MetaIo) -> IoResult<AlignedBuf> {
+pub(crate) async fn read_first_cluster(io: &MetaIo) -> IoResult<AlignedBuf> {
     let start = io.read(0, HEADER_SECTOR_BYTES, PastEnd::Zeros).await?;
     match claimed_cluster_bytes(&start).filter(|_| probe(&start)) {
         Some(length) => io.read(0, usize::try_from(length).map_err(|_| IoError::EIO)?, PastEnd::Zeros).await,

@@ -17,6 +17,7 @@
 )]
 
 mod allocator;
+mod check;
 mod compress;
 mod create;
 mod entry;
@@ -35,6 +36,7 @@ mod tail;
 mod write;
 mod zero;
 
+pub use check::{CheckEvent, CheckReport, CheckWatch, check};
 pub use create::{CreateOptions, create};
 pub use flush::Barrier;
 pub use header::{Compression, Header, probe};

@@ -5,6 +5,9 @@ use crate::layer::{Layer, Mapping};
 use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Result, block_on};
 use std::sync::Arc;
 
+/// Looked at in one step: steps that find little do not each walk all of the rest.
+const LOOK_BYTES: u64 = 256 << 20;
+
 /// Neighbouring bytes of a disk that are alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
@@ -97,6 +100,7 @@ impl Extents {
     }
 
     fn look_in(&self, depth: usize, layer: &Layer, length: u64) -> Result<Run> {
+        let length = length.min(LOOK_BYTES);
         let nothing = Run {
             start: self.at,
             length_bytes: length,
@@ -119,7 +123,13 @@ impl Extents {
         let here = Run { length_bytes: mapped.length_bytes, ..nothing };
         Ok(match mapped.extent {
             Extent::Backing => here,
-            Extent::Zero => Run { present: true, zero: true, ..here },
+            Extent::Zero => {
+                let (offset, length_bytes) = match &layer.mapping {
+                    Mapping::Qcow2(qcow2) => qcow2.zero_space(self.at, mapped.length_bytes),
+                    Mapping::Raw(_) => (None, mapped.length_bytes),
+                };
+                Run { length_bytes, present: true, zero: true, offset, ..here }
+            }
             Extent::Data { offset, .. } => Run { present: true, data: true, offset: Some(offset), ..here },
             Extent::Compressed(_) => Run { present: true, data: true, compressed: true, ..here },
         })

@@ -13,6 +13,7 @@
     allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
 )]
 
+mod check;
 mod create;
 mod extents;
 mod gate;
@@ -25,8 +26,10 @@ mod open;
 mod queue;
 mod slow;
 
+pub use check::check;
 pub use create::{CreateOptions, create};
 pub use extents::{Extents, Run};
+pub use format_qcow2::{CheckEvent, CheckReport};
 pub use gate::{BackingPolicy, Opener, Role};
 pub use guess::{Format, guess_format};
 pub use image::Image;

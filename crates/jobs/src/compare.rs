@@ -35,6 +35,24 @@ pub enum Difference {
     Size,
 }
 
+/// What a comparison was doing when it failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// Finding out what is allocated.
+    Tables,
+    /// Reading data.
+    Data,
+}
+
+/// Why two disks could not be compared.
+#[derive(Debug)]
+pub struct CompareError {
+    /// At what.
+    pub stage: Stage,
+    /// Why.
+    pub error: Error,
+}
+
 /// What one piece takes.
 #[derive(Clone, Copy)]
 enum Sides {
@@ -59,7 +77,9 @@ pub fn compare(
     strict: bool,
     reactors: &[Arc<dyn ReactorHandle>],
     control: &mut Control<'_>,
-) -> Result<Comparison> {
+) -> Result<Comparison, CompareError> {
+    let tables = |error| CompareError { stage: Stage::Tables, error };
+    let data = |error| CompareError { stage: Stage::Data, error };
     let (left_bytes, right_bytes) = (left.info().size_bytes, right.info().size_bytes);
     if strict && left_bytes != right_bytes {
         return Ok(Comparison::Different(Difference::Size));
@@ -74,12 +94,13 @@ pub fn compare(
                 names: [name_of(&left), name_of(&right)],
                 mismatch: Arc::clone(&mismatch),
             })
-        })?
+        })
+        .map_err(data)?
     };
     let walked = walk(left, right, strict, &pipeline, &mismatch, control);
     let finished = pipeline.finish(control);
-    let allocation = walked?;
-    finished?;
+    let allocation = walked.map_err(tables)?;
+    finished.map_err(data)?;
     Ok(match (mismatch.load(Ordering::Acquire), allocation) {
         (NOWHERE, None) => Comparison::Same,
         // A piece that was handed out lies before the place where the walk ended.

@@ -60,6 +60,33 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.options.iter().any(|text| matches!(text.as_str(), "help" | "?")) {
         return output::print(&format!("Options of {format}: {}\n", keys(format).join(", ")));
     }
+    let wanted = create(args, format)?;
+    if args.quiet { Ok(()) } else { output::print(&wanted.announcement(&args.file)) }
+}
+
+/// An image that another command is going to fill.
+pub(crate) fn target(
+    file: &Path,
+    format: Format,
+    options: &[String],
+    backing: Option<&str>,
+    backing_format: Option<Format>,
+    size_bytes: u64,
+) -> anyhow::Result<()> {
+    let args = Args {
+        format: format.to_string(),
+        options: options.to_vec(),
+        backing: backing.map(str::to_owned),
+        backing_format: backing_format.map(|format| format.to_string()),
+        unsafe_backing: false,
+        quiet: true,
+        file: file.to_owned(),
+        size: Some(size_bytes.to_string()),
+    };
+    create(&args, format).map(drop)
+}
+
+fn create(args: &Args, format: Format) -> anyhow::Result<Wanted> {
     let mut wanted = Wanted::from_args(args, format)?;
     wanted.settle_backing(args)?;
     let options = wanted.create_options()?;
@@ -72,7 +99,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         return Err(error.into());
     }
-    if args.quiet { Ok(()) } else { output::print(&wanted.announcement(&args.file)) }
+    Ok(wanted)
 }
 
 fn keys(format: Format) -> &'static [&'static str] {

@@ -1,7 +1,13 @@
 //! One module a command.
 
 pub(crate) mod bench;
+pub(crate) mod check;
+pub(crate) mod compare;
+pub(crate) mod convert;
 pub(crate) mod create;
 pub(crate) mod info;
+pub(crate) mod map;
+pub(crate) mod measure;
+pub(crate) mod resize;
 pub(crate) mod serve;
 pub(crate) mod try_it;

@@ -1,0 +1,149 @@
+//! `ringdisk check`: whether an image's tables agree, with qemu-img's counts, output and exit codes.
+
+use crate::output;
+use crate::tool::{self, ProgressArgs, Watch, parse_format};
+use anyhow::bail;
+use block::ErrorKind;
+use daemon::EngineOpener;
+use image::{CheckReport, Format, Opener, Role};
+use serde_json::{Map, Value};
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+/// Check that an image's tables agree; changes nothing. Exit codes: 0 good, 1 not checked, 2 damaged, 3 leaks only, 63
+/// the format has nothing to check.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format of the image; guessed from its contents where not given.
+    #[arg(short, value_name = "FORMAT")]
+    format: Option<String>,
+    /// How to print.
+    #[arg(long, value_enum, default_value = "human")]
+    output: Output,
+    /// Repair: leaks or all (not supported yet).
+    #[arg(short, value_name = "WHAT")]
+    repair: Option<String>,
+    /// Check even if somebody else writes the image; what is found may be out of date.
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// FILE is a description of an image (not supported).
+    #[arg(long)]
+    image_opts: bool,
+    #[command(flatten)]
+    progress: ProgressArgs,
+    /// The image.
+    file: PathBuf,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    Human,
+    Json,
+}
+
+const NOT_CHECKED: i32 = 1;
+const DAMAGED: i32 = 2;
+const LEAKS: i32 = 3;
+const NOTHING_TO_CHECK: i32 = 63;
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if let Some(what) = &args.repair {
+        bail!("check: -r {what} (repair) is not supported");
+    }
+    if args.image_opts {
+        bail!("check: --image-opts is not supported");
+    }
+    let format = parse_format(args.format.as_deref())?;
+    let opener = EngineOpener::default();
+    let opener = if args.force_share { opener.without_locks() } else { opener };
+    let file = opener.open(&args.file, Role::ReadOnly)?;
+    let mut finding = |text: &str| {
+        if !args.progress.quiet {
+            eprintln!("{text}");
+        }
+    };
+    let checked =
+        Watch::start(&args.progress)?.run(|control| jobs::check(&args.file, &file, format, control, &mut finding));
+    drop(file);
+    let report = match checked {
+        Ok(report) => report,
+        Err(error) if error.kind() == ErrorKind::Unsupported && format != Some(Format::Qcow2) => {
+            output::error(&error.into());
+            tool::exit(NOTHING_TO_CHECK)
+        }
+        Err(error) => return Err(error.into()),
+    };
+    match args.output {
+        Output::Human if args.progress.quiet => {}
+        Output::Human => output::print(&human(&report))?,
+        Output::Json => output::print(&format!("{}\n", serde_json::to_string_pretty(&machine(args, &report))?))?,
+    }
+    match report {
+        CheckReport { check_errors: 1.., .. } => tool::exit(NOT_CHECKED),
+        CheckReport { corruptions: 1.., .. } => tool::exit(DAMAGED),
+        CheckReport { leaks: 1.., .. } => tool::exit(LEAKS),
+        _ => Ok(()),
+    }
+}
+
+fn human(report: &CheckReport) -> String {
+    let CheckReport { corruptions, leaks, check_errors, .. } = report;
+    let mut text = String::new();
+    if (*corruptions, *leaks, *check_errors) == (0, 0, 0) {
+        text.push_str("No errors were found on the image.\n");
+    }
+    if *corruptions > 0 {
+        let _ = write!(
+            text,
+            "\n{corruptions} errors were found on the image.\n\
+             Data may be corrupted, or further writes to the image may corrupt it.\n"
+        );
+    }
+    if *leaks > 0 {
+        let _ = write!(
+            text,
+            "\n{leaks} leaked clusters were found on the image.\n\
+             This means waste of disk space, but no harm to data.\n"
+        );
+    }
+    if *check_errors > 0 {
+        let _ = write!(text, "\n{check_errors} internal errors have occurred during the check.\n");
+    }
+    let CheckReport { total_clusters: total, allocated_clusters: allocated, .. } = *report;
+    if total > 0 && allocated > 0 {
+        let percent = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;
+        let _ = writeln!(
+            text,
+            "{allocated}/{total} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters",
+            percent(allocated, total),
+            percent(report.fragmented_clusters, allocated),
+            percent(report.compressed_clusters, allocated)
+        );
+    }
+    if report.image_end_offset > 0 {
+        let _ = writeln!(text, "Image end offset: {}", report.image_end_offset);
+    }
+    text
+}
+
+/// Counts that are zero are left out, but for that of errors.
+fn machine(args: &Args, report: &CheckReport) -> Value {
+    let mut value = Map::new();
+    value.insert("filename".to_owned(), args.file.display().to_string().into());
+    value.insert("format".to_owned(), Format::Qcow2.to_string().into());
+    value.insert("check-errors".to_owned(), report.check_errors.into());
+    for (key, count) in [
+        ("image-end-offset", report.image_end_offset),
+        ("corruptions", report.corruptions),
+        ("leaks", report.leaks),
+        ("total-clusters", report.total_clusters),
+        ("allocated-clusters", report.allocated_clusters),
+        ("fragmented-clusters", report.fragmented_clusters),
+        ("compressed-clusters", report.compressed_clusters),
+    ] {
+        if count > 0 {
+            value.insert(key.to_owned(), count.into());
+        }
+    }
+    Value::Object(value)
+}

@@ -1,0 +1,98 @@
+//! `ringdisk map`: what lies where, as qemu-img shows it.
+
+use crate::output;
+use crate::tool::{OpenArgs, ProgressArgs, Watch};
+use anyhow::bail;
+use image::Run;
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Show which parts of an image hold data, and in which file of its chain.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format of the image; guessed from its contents where not given.
+    #[arg(short, value_name = "FORMAT")]
+    format: Option<String>,
+    /// How to print.
+    #[arg(long, value_enum, default_value = "human")]
+    output: Output,
+    /// Show only what lies from this offset on (not supported).
+    #[arg(short = 's', long, value_name = "OFFSET")]
+    start_offset: Option<String>,
+    /// Show only so many bytes (not supported).
+    #[arg(short = 'l', long, value_name = "LENGTH")]
+    max_length: Option<String>,
+    #[command(flatten)]
+    open: OpenArgs,
+    #[command(flatten)]
+    progress: ProgressArgs,
+    /// The image.
+    file: PathBuf,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    Human,
+    Json,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if args.start_offset.is_some() || args.max_length.is_some() {
+        bail!("--start-offset and --max-length are not supported");
+    }
+    let image = args.open.open(&args.file, args.format.as_deref(), &[])?;
+    let names: Vec<String> = image.said_paths().map(|path| path.display().to_string()).collect();
+    let mut watch = Watch::start(&args.progress)?;
+    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
+    let failed = |error| block::Error::io("cannot write to standard output", error);
+    let mut first = true;
+    let mut hidden = false;
+    if args.output == Output::Human {
+        writeln!(out, "{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to")?;
+    }
+    watch.run(|control| {
+        jobs::map(&image, control, |run| {
+            let done = match args.output {
+                Output::Json => {
+                    let before = if std::mem::take(&mut first) { "[" } else { ",\n" };
+                    write!(out, "{before}{}", machine(&run))
+                }
+                Output::Human if !run.data => Ok(()),
+                // What was shown before this stays; qemu-img ends here too.
+                Output::Human if hidden || run.offset.is_none() => {
+                    hidden = true;
+                    Ok(())
+                }
+                Output::Human => {
+                    let name = names.get(run.depth).map_or("", String::as_str);
+                    let columns = [run.start, run.length_bytes, run.offset.unwrap_or(0)].map(hexadecimal);
+                    writeln!(out, "{:<16}{:<16}{:<16}{name}", columns[0], columns[1], columns[2])
+                }
+            };
+            done.map_err(failed)
+        })
+    })?;
+    if args.output == Output::Json {
+        writeln!(out, "{}", if first { "[]" } else { "]" })?;
+    }
+    out.flush()?;
+    drop(out);
+    if hidden {
+        bail!("File contains external, encrypted or compressed clusters.");
+    }
+    output::print("")
+}
+
+/// As C prints it with a mark: zero has none.
+fn hexadecimal(value: u64) -> String {
+    if value == 0 { "0".to_owned() } else { format!("{value:#x}") }
+}
+
+fn machine(run: &Run) -> String {
+    let offset = run.offset.map(|offset| format!(", \"offset\": {offset}")).unwrap_or_default();
+    format!(
+        "{{ \"start\": {}, \"length\": {}, \"depth\": {}, \"present\": {}, \"zero\": {}, \"data\": {}, \
+         \"compressed\": {}{offset}}}",
+        run.start, run.length_bytes, run.depth, run.present, run.zero, run.data, run.compressed
+    )
+}

@@ -1,0 +1,214 @@
+//! What the commands that work on images share: how they open them, show progress, and end.
+
+use crate::output;
+use anyhow::{Context, bail};
+use block::ReactorHandle;
+use daemon::{DriveOptions, EngineOpener};
+use engine::{CacheMode, Reactor, ReactorConfig, ReactorThread};
+use image::{BackingPolicy, Format, Image, ImageOptions};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use jobs::{Control, Progress};
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// More threads than this do not make a copy faster.
+const REACTORS_MAX: usize = 4;
+const JSON_EVERY: Duration = Duration::from_millis(200);
+
+/// How a named image is opened.
+#[derive(clap::Args, Clone)]
+pub(crate) struct OpenArgs {
+    /// Cache mode for reading: writeback, none, writethrough, directsync, unsafe.
+    #[arg(short = 'T', value_name = "CACHE", default_value = "writeback")]
+    source_cache: String,
+    /// Work even if somebody else writes the image; what is read may be out of date.
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Which backing files an image may make us open: deny, same-dir, listed, any.
+    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
+    pub(crate) allow_backing: String,
+    /// FILE is a description of an image, key=value,... (not supported).
+    #[arg(long)]
+    image_opts: bool,
+}
+
+impl OpenArgs {
+    /// Opens an image to read it. `listed` are other files on the command line.
+    pub(crate) fn open(&self, path: &Path, format: Option<&str>, listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
+        if self.image_opts {
+            bail!("--image-opts is not supported");
+        }
+        let mut options = ImageOptions::new(path);
+        options.format = parse_format(format)?;
+        options.read_only = true;
+        options.allow_backing = self.allow_backing.parse()?;
+        options.listed = listed.to_vec();
+        let opener = EngineOpener::of_drive(&drive(path, &self.source_cache)?);
+        let opener = if self.force_share { opener.without_locks() } else { opener };
+        Ok(Arc::new(image::open(&options, &opener)?))
+    }
+}
+
+/// Opens an image to write it; it is nobody else's meanwhile.
+pub(crate) fn open_writable(path: &Path, format: Format, cache: &str, allow: &str) -> anyhow::Result<Arc<Image>> {
+    let mut options = ImageOptions::new(path);
+    options.format = Some(format);
+    options.allow_backing = allow.parse::<BackingPolicy>()?;
+    Ok(Arc::new(image::open(&options, &EngineOpener::of_drive(&drive(path, cache)?))?))
+}
+
+fn drive(path: &Path, cache: &str) -> anyhow::Result<DriveOptions> {
+    let cache: CacheMode = cache.parse()?;
+    Ok(DriveOptions { cache, ..DriveOptions::of_file(path) })
+}
+
+pub(crate) fn parse_format(format: Option<&str>) -> anyhow::Result<Option<Format>> {
+    Ok(format.map(str::parse).transpose()?)
+}
+
+/// A reactor's thread for each processor.
+pub(crate) struct Reactors(Vec<ReactorThread>);
+
+impl Reactors {
+    pub(crate) fn start(name: &str) -> anyhow::Result<Self> {
+        let count = std::thread::available_parallelism().map_or(1, usize::from).min(REACTORS_MAX);
+        let config = |index| ReactorConfig { name: format!("{name}-{index}"), ..ReactorConfig::default() };
+        let threads = (0..count).map(|index| Reactor::spawn(config(index)));
+        Ok(Self(threads.collect::<Result<_, _>>()?))
+    }
+
+    pub(crate) fn handles(&self) -> Vec<Arc<dyn ReactorHandle>> {
+        self.0.iter().map(ReactorThread::handle).collect()
+    }
+
+    pub(crate) fn stop(self) -> anyhow::Result<()> {
+        self.0.into_iter().try_for_each(|thread| Ok(thread.stop()?))
+    }
+}
+
+/// How progress is shown.
+#[derive(clap::Args, Clone)]
+pub(crate) struct ProgressArgs {
+    /// Show progress even where standard error is not a terminal.
+    #[arg(short = 'p')]
+    show: bool,
+    /// Say nothing but errors.
+    #[arg(short, long)]
+    pub(crate) quiet: bool,
+    /// Write progress to standard error as lines of JSON.
+    #[arg(long, value_enum, value_name = "FORM")]
+    progress: Option<ProgressForm>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum ProgressForm {
+    Json,
+}
+
+enum Display {
+    Nothing,
+    Bar(ProgressBar),
+    Percent,
+    Json,
+}
+
+/// Shows how far a job has come, and stops it when the user asks.
+pub(crate) struct Watch {
+    display: Display,
+    started: Instant,
+    shown: Option<(Instant, Progress)>,
+    interrupted: Arc<AtomicBool>,
+}
+
+impl Watch {
+    pub(crate) fn start(args: &ProgressArgs) -> anyhow::Result<Self> {
+        let display = match args {
+            ProgressArgs { progress: Some(ProgressForm::Json), .. } => Display::Json,
+            ProgressArgs { quiet: true, .. } => Display::Nothing,
+            _ if std::io::stderr().is_terminal() => Display::Bar(bar()),
+            ProgressArgs { show: true, .. } => Display::Percent,
+            _ => Display::Nothing,
+        };
+        Ok(Self { display, started: Instant::now(), shown: None, interrupted: crate::signals::interrupted()? })
+    }
+
+    /// Runs a job under this watch.
+    pub(crate) fn run<T, E>(&mut self, job: impl FnOnce(&mut Control<'_>) -> Result<T, E>) -> Result<T, E> {
+        let cancel = Arc::clone(&self.interrupted);
+        let done = job(&mut Control { cancel: &cancel, progress: &mut |progress| self.show(progress) });
+        match &self.display {
+            Display::Bar(bar) => bar.finish_and_clear(),
+            Display::Percent if self.shown.is_some() => drop(output::print("\n")),
+            _ => {}
+        }
+        done
+    }
+
+    pub(crate) fn was_interrupted(&self) -> bool {
+        self.interrupted.load(Ordering::Relaxed)
+    }
+
+    fn show(&mut self, progress: Progress) {
+        let Progress { done_bytes, total_bytes } = progress;
+        let is_end = done_bytes >= total_bytes;
+        let is_due = self.shown.is_none_or(|(at, _)| at.elapsed() >= JSON_EVERY);
+        let is_news = self.shown.is_none_or(|(_, shown)| shown != progress);
+        if !is_news || !(is_due || is_end) {
+            return;
+        }
+        self.shown = Some((Instant::now(), progress));
+        match &self.display {
+            Display::Nothing => {}
+            Display::Bar(bar) => {
+                bar.set_length(total_bytes);
+                bar.set_position(done_bytes);
+            }
+            Display::Percent => {
+                let percent = if total_bytes == 0 { 100.0 } else { done_bytes as f64 * 100.0 / total_bytes as f64 };
+                drop(output::print(&format!("    ({percent:.2}/100%)\r")));
+            }
+            Display::Json => {
+                let seconds = self.started.elapsed().as_secs_f64();
+                let rate = if seconds > 0.0 { done_bytes as f64 / seconds } else { 0.0 };
+                let left = total_bytes - done_bytes;
+                let line = serde_json::json!({
+                    "done-bytes": done_bytes,
+                    "left-bytes": left,
+                    "total-bytes": total_bytes,
+                    "elapsed-seconds": seconds,
+                    "bytes-per-second": rate.round() as u64,
+                    "eta-seconds": if rate > 0.0 { serde_json::json!(left as f64 / rate) } else { serde_json::Value::Null },
+                });
+                // Nobody can be told that standard error is gone.
+                let _ = writeln!(std::io::stderr(), "{line}");
+            }
+        }
+    }
+}
+
+fn bar() -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
+    let template = "{bar:30} {percent:>3}% {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style);
+    }
+    bar
+}
+
+/// Ends the program with a code of its own. Call it when everything is closed.
+pub(crate) fn exit(code: i32) -> ! {
+    std::process::exit(code)
+}
+
+/// Makes the names in the directory of `path` durable.
+pub(crate) fn sync_directory(path: &Path) -> anyhow::Result<()> {
+    let directory = match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    };
+    let file = std::fs::File::open(directory).and_then(|file| file.sync_all());
+    file.with_context(|| format!("cannot make the name '{}' durable", path.display()))
+}

@@ -1,0 +1,403 @@
+//! Checking an image: every reference is counted again from header, L1, L2 and snapshots, and compared with the
+//! refcounts on disk (qcow2 specification, "Host cluster management").
+//!
+//! Reads only, and believes nothing: what it keeps in memory grows with the clusters that are referred to.
+
+use crate::entry::{COPIED, ZERO};
+use crate::geometry::Geometry;
+use crate::header::{Header, INCOMPATIBLE_CORRUPT};
+use crate::image::read_first_cluster;
+use crate::load::entries;
+use block::{Error, ErrorKind, IoResult, MetaIo, PastEnd, Result};
+use memory::AlignedBuf;
+use std::collections::HashMap;
+
+const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
+const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
+const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
+const COMPRESSED: u64 = 1 << 62;
+const MAX_L1_BYTES: u64 = 32 << 20;
+/// The feature bits 0 to 7 of a version 3 header.
+const LAST_BYTE_OF_INCOMPATIBLE: usize = 79;
+const AUTOCLEAR_BITMAPS: u64 = 1;
+/// References are counted in pieces of this many clusters.
+const CHUNK_BITS: u32 = 12;
+/// The fixed part of a row of the snapshot table, and the most that its optional part may have.
+const SNAPSHOT_ROW_BYTES: usize = 40;
+const SNAPSHOT_EXTRA_MAX: u64 = 1024;
+
+/// What a check found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CheckReport {
+    /// What may cost data.
+    pub corruptions: u64,
+    /// Clusters that are counted more often than they are referred to.
+    pub leaks: u64,
+    /// What could not be checked.
+    pub check_errors: u64,
+    /// Guest clusters of the disk.
+    pub total_clusters: u64,
+    /// Guest clusters that have host clusters.
+    pub allocated_clusters: u64,
+    /// Those that do not follow the one before.
+    pub fragmented_clusters: u64,
+    /// Those that are compressed.
+    pub compressed_clusters: u64,
+    /// The end of the last host cluster in use.
+    pub image_end_offset: u64,
+}
+
+/// Told while a check goes on.
+#[derive(Debug)]
+pub enum CheckEvent {
+    /// Something is wrong.
+    Finding(String),
+    /// Steps done, and in all.
+    Progress(u64, u64),
+}
+
+/// Told of events; returns false to stop the check.
+pub type CheckWatch<'a> = dyn FnMut(CheckEvent) -> bool + 'a;
+
+/// Checks the image in a file of `file_bytes`. Fails if it is none, or cannot be read, or if `watch` stopped it.
+pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWatch<'_>) -> Result<CheckReport> {
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the tables"), error);
+    let mut cluster = read_first_cluster(io).await.map_err(failed)?;
+    // Damaged images are what checks are for.
+    if cluster.starts_with(b"QFI\xfb\0\0\0\x03")
+        && let Some(byte) = cluster.get_mut(LAST_BYTE_OF_INCOMPATIBLE)
+    {
+        *byte &= !(INCOMPATIBLE_CORRUPT as u8);
+    }
+    let header = Header::parse(&cluster, name, false)?;
+    if header.autoclear_features & AUTOCLEAR_BITMAPS != 0 {
+        let what = format!("'{name}' has persistent bitmaps; checking those is not supported yet");
+        return Err(Error::new(ErrorKind::Unsupported, what));
+    }
+    let geometry = header.geometry();
+    let table_bytes = geometry.start_of(u64::from(header.refcount_table_clusters));
+    let mut walk = Walk {
+        io,
+        geometry,
+        header: &header,
+        file_bytes,
+        table: Vec::new(),
+        block: None,
+        references: HashMap::new(),
+        report: CheckReport { total_clusters: geometry.guest_clusters(), ..CheckReport::default() },
+        watch,
+        stopped: false,
+    };
+    let table = walk.read(header.refcount_table_offset, table_bytes).await.map_err(failed)?;
+    walk.table = entries(&table).collect();
+    walk.count_all(table_bytes).await.map_err(failed)?;
+    walk.compare().await;
+    walk.check_flags().await.map_err(failed)?;
+    if walk.stopped {
+        return Err(Error::new(ErrorKind::Io, "interrupted"));
+    }
+    Ok(walk.report)
+}
+
+struct Walk<'a, 'w> {
+    io: &'a MetaIo,
+    geometry: Geometry,
+    header: &'a Header,
+    file_bytes: u64,
+    /// The refcount table.
+    table: Vec<u64>,
+    /// The refcount block looked at last, by number.
+    block: Option<(u64, AlignedBuf)>,
+    references: HashMap<u64, Vec<u32>>,
+    report: CheckReport,
+    watch: &'a mut CheckWatch<'w>,
+    stopped: bool,
+}
+
+impl Walk<'_, '_> {
+    async fn read(&self, offset: u64, length: u64) -> IoResult<AlignedBuf> {
+        let length = usize::try_from(length).map_err(|_| block::IoError::EIO)?;
+        match length {
+            0 => Ok(AlignedBuf::zeroed(0)),
+            _ => self.io.read(offset, length, PastEnd::Zeros).await,
+        }
+    }
+
+    fn find(&mut self, what: String) {
+        self.stopped |= !(self.watch)(CheckEvent::Finding(what));
+    }
+
+    fn corrupt(&mut self, what: String) {
+        self.report.corruptions = self.report.corruptions.saturating_add(1);
+        self.find(format!("ERROR {what}"));
+    }
+
+    fn tell(&mut self, done: u64, total: u64) {
+        self.stopped |= !(self.watch)(CheckEvent::Progress(done, total));
+    }
+
+    /// Counts a reference to every cluster that the range touches.
+    fn refer(&mut self, offset: u64, length: u64) {
+        let Some(last) = length.checked_sub(1) else { return };
+        let end = offset.saturating_add(length);
+        if end.saturating_sub(self.file_bytes) >= self.geometry.cluster_bytes() {
+            return self.corrupt(format!(
+                "counting reference for region exceeding the end of the file by one cluster or more: offset \
+                 {offset:#x} size {length:#x}"
+            ));
+        }
+        let chunk_entries = 1usize << CHUNK_BITS;
+        for cluster in self.geometry.cluster_of(offset)..=self.geometry.cluster_of(offset.saturating_add(last)) {
+            let chunk = self.references.entry(cluster >> CHUNK_BITS).or_insert_with(|| vec![0; chunk_entries]);
+            let index = (cluster as usize) & chunk_entries.saturating_sub(1);
+            if let Some(count) = chunk.get_mut(index) {
+                *count = count.saturating_add(1);
+            }
+        }
+    }
+
+    fn references_to(&self, cluster: u64) -> u64 {
+        let index = (cluster as usize) & (1usize << CHUNK_BITS).saturating_sub(1);
+        let chunk = self.references.get(&(cluster >> CHUNK_BITS));
+        chunk.and_then(|chunk| chunk.get(index)).map_or(0, |count| u64::from(*count))
+    }
+
+    async fn count_all(&mut self, table_bytes: u64) -> IoResult {
+        self.refer(0, self.geometry.cluster_bytes());
+        let header = self.header;
+        self.count_l1(header.l1_offset, u64::from(header.l1_entries), true).await?;
+        self.count_snapshots().await?;
+        self.refer(header.refcount_table_offset, table_bytes);
+        self.count_blocks();
+        Ok(())
+    }
+
+    async fn count_l1(&mut self, offset: u64, l1_entries: u64, active: bool) -> IoResult {
+        let bytes = l1_entries.saturating_mul(8);
+        self.refer(offset, bytes);
+        let table = self.read(offset, bytes).await?;
+        for (index, entry) in entries(&table).enumerate() {
+            if self.stopped {
+                return Ok(());
+            }
+            if active {
+                self.tell(index as u64, l1_entries);
+            }
+            let l2_offset = entry & OFFSET_MASK;
+            if l2_offset == 0 {
+                continue;
+            }
+            if entry & L1_RESERVED != 0 {
+                self.corrupt(format!("found L1 entry with reserved bits set: {entry:x}"));
+            }
+            self.refer(l2_offset, self.geometry.cluster_bytes());
+            if self.geometry.offset_in_cluster(l2_offset) != 0 {
+                self.corrupt(format!("l2_offset={l2_offset:x}: Table is not cluster aligned; L1 entry corrupted"));
+                continue;
+            }
+            self.count_l2(l2_offset, active).await?;
+        }
+        Ok(())
+    }
+
+    async fn count_l2(&mut self, l2_offset: u64, active: bool) -> IoResult {
+        let table = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
+        let mut expected = 0u64;
+        for entry in entries(&table) {
+            if entry & COMPRESSED != 0 {
+                self.count_compressed(entry, active);
+                continue;
+            }
+            let offset = entry & OFFSET_MASK;
+            if offset == 0 {
+                continue;
+            }
+            if entry & L2_RESERVED != 0 {
+                self.corrupt(format!("found l2 entry with reserved bits set: {entry:x}"));
+            }
+            if self.geometry.offset_in_cluster(offset) != 0 {
+                self.corrupt(format!("offset={offset:x}: Cluster is not properly aligned; L2 entry corrupted."));
+            }
+            if active {
+                self.report.allocated_clusters = self.report.allocated_clusters.saturating_add(1);
+                if expected != 0 && offset != expected {
+                    self.report.fragmented_clusters = self.report.fragmented_clusters.saturating_add(1);
+                }
+                expected = offset.saturating_add(self.geometry.cluster_bytes());
+            }
+            self.refer(offset, self.geometry.cluster_bytes());
+        }
+        Ok(())
+    }
+
+    /// A compressed cluster: its sectors are known only roughly, all that it may touch is counted.
+    fn count_compressed(&mut self, entry: u64, active: bool) {
+        let offset_bits = 62u32.saturating_sub(self.geometry.cluster_bits.saturating_sub(8));
+        let offset = entry & 1u64.wrapping_shl(offset_bits).saturating_sub(1);
+        let sectors = (entry & COMPRESSED.saturating_sub(1)).wrapping_shr(offset_bits).saturating_add(1);
+        if entry & COPIED != 0 {
+            self.corrupt(format!("coffset={offset:x}: copied flag must never be set for compressed clusters"));
+        }
+        self.refer(offset, sectors.saturating_mul(512).saturating_sub(offset & 511));
+        if active {
+            let report = &mut self.report;
+            report.allocated_clusters = report.allocated_clusters.saturating_add(1);
+            report.compressed_clusters = report.compressed_clusters.saturating_add(1);
+            // They lie inside clusters, so never one behind the other.
+            report.fragmented_clusters = report.fragmented_clusters.saturating_add(1);
+        }
+    }
+
+    async fn count_snapshots(&mut self) -> IoResult {
+        let mut at = self.header.snapshots_offset;
+        for index in 0..self.header.snapshots {
+            let row = self.read(at, SNAPSHOT_ROW_BYTES as u64).await?;
+            let field = |from: usize, bytes: usize| {
+                let part = row.get(from..from.saturating_add(bytes)).unwrap_or_default();
+                part.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte))
+            };
+            let (l1_offset, l1_entries) = (field(0, 8), field(8, 4));
+            let (id_bytes, name_bytes, extra_bytes) = (field(12, 2), field(14, 2), field(36, 4));
+            if extra_bytes > SNAPSHOT_EXTRA_MAX {
+                self.report.check_errors = self.report.check_errors.saturating_add(1);
+                self.find(format!("ERROR snapshot {index} has {extra_bytes} bytes of extra data"));
+                return Ok(());
+            }
+            let row_bytes = [SNAPSHOT_ROW_BYTES as u64, extra_bytes, id_bytes, name_bytes];
+            let row_bytes = row_bytes.into_iter().fold(0u64, u64::saturating_add);
+            at = at.saturating_add(row_bytes).next_multiple_of(8);
+            if self.geometry.offset_in_cluster(l1_offset) != 0 {
+                self.corrupt(format!("snapshot {index} l1_offset={l1_offset:#x}: L1 table is not cluster aligned"));
+                continue;
+            }
+            if l1_entries.saturating_mul(8) > MAX_L1_BYTES {
+                self.corrupt(format!("snapshot {index} l1_size={l1_entries:#x}: L1 table is too large"));
+                continue;
+            }
+            self.count_l1(l1_offset, l1_entries, false).await?;
+        }
+        self.refer(self.header.snapshots_offset, at.saturating_sub(self.header.snapshots_offset));
+        Ok(())
+    }
+
+    fn count_blocks(&mut self) {
+        let file_clusters = self.geometry.clusters_for(self.file_bytes);
+        for index in 0..self.table.len() {
+            let entry = self.table.get(index).copied().unwrap_or(0);
+            let offset = entry & !REFCOUNT_TABLE_RESERVED;
+            let cluster = self.geometry.cluster_of(offset);
+            if entry & REFCOUNT_TABLE_RESERVED != 0 {
+                self.corrupt(format!("refcount table entry {index} has reserved bits set"));
+            } else if self.geometry.offset_in_cluster(offset) != 0 {
+                self.corrupt(format!("refcount block {index} is not cluster aligned; refcount table entry corrupted"));
+            } else if cluster >= file_clusters {
+                self.corrupt(format!("refcount block {index} is outside image"));
+            } else if offset != 0 {
+                self.refer(offset, self.geometry.cluster_bytes());
+                let references = self.references_to(cluster);
+                if references != 1 {
+                    self.corrupt(format!("refcount block {index} refcount={references}"));
+                }
+            }
+        }
+    }
+
+    /// The refcount on disk; `None` where it cannot be had.
+    async fn refcount(&mut self, cluster: u64) -> Option<u64> {
+        let number = self.geometry.block_of(cluster);
+        let entry = usize::try_from(number).ok().and_then(|index| self.table.get(index)).copied().unwrap_or(0);
+        let offset = entry & !REFCOUNT_TABLE_RESERVED;
+        if offset == 0 {
+            return Some(0);
+        }
+        if self.geometry.offset_in_cluster(offset) != 0 {
+            return None;
+        }
+        if self.block.as_ref().is_none_or(|(loaded, _)| *loaded != number) {
+            self.block = Some((number, self.read(offset, self.geometry.cluster_bytes()).await.ok()?));
+        }
+        let (_, bytes) = self.block.as_ref()?;
+        let bits = 1u64.wrapping_shl(self.geometry.refcount_order);
+        let first_bit = cluster.saturating_sub(self.geometry.block_start(number)).saturating_mul(bits);
+        let at = usize::try_from(first_bit / 8).ok()?;
+        if bits < 8 {
+            let shift = (first_bit % 8) as u32;
+            return Some(
+                u64::from(*bytes.get(at)?).wrapping_shr(shift) & 1u64.wrapping_shl(bits as u32).saturating_sub(1),
+            );
+        }
+        let field = bytes.get(at..at.saturating_add((bits / 8) as usize))?;
+        Some(field.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte)))
+    }
+
+    async fn compare(&mut self) {
+        let clusters = self.geometry.clusters_for(self.file_bytes);
+        let mut cluster = 0u64;
+        while cluster < clusters && !self.stopped {
+            let chunk = cluster >> CHUNK_BITS;
+            let chunk_end = chunk.saturating_add(1).wrapping_shl(CHUNK_BITS).min(clusters);
+            let block = self.geometry.block_of(cluster);
+            let counted = usize::try_from(block).ok().and_then(|index| self.table.get(index)).is_some_and(|o| *o != 0);
+            let end = chunk_end.min(self.geometry.block_end(block));
+            if counted || self.references.contains_key(&chunk) {
+                for cluster in cluster..end {
+                    self.compare_cluster(cluster).await;
+                }
+            }
+            self.tell(cluster, clusters);
+            cluster = end;
+        }
+    }
+
+    async fn compare_cluster(&mut self, cluster: u64) {
+        let references = self.references_to(cluster);
+        let Some(refcount) = self.refcount(cluster).await else {
+            self.report.check_errors = self.report.check_errors.saturating_add(1);
+            return self.find(format!("Can't get refcount for cluster {cluster}: Input/output error"));
+        };
+        if refcount > 0 || references > 0 {
+            self.report.image_end_offset = self.geometry.start_of(cluster.saturating_add(1));
+        }
+        if refcount < references {
+            self.corrupt(format!("cluster {cluster} refcount={refcount} reference={references}"));
+        } else if refcount > references {
+            self.report.leaks = self.report.leaks.saturating_add(1);
+            self.find(format!("Leaked cluster {cluster} refcount={refcount} reference={references}"));
+        }
+    }
+
+    /// The flag "refcount is exactly one" of the active tables.
+    async fn check_flags(&mut self) -> IoResult {
+        let header = self.header;
+        let l1 = self.read(header.l1_offset, u64::from(header.l1_entries).saturating_mul(8)).await?;
+        for (index, l1_entry) in entries(&l1).enumerate() {
+            let l2_offset = l1_entry & OFFSET_MASK;
+            if l2_offset == 0 || self.stopped {
+                continue;
+            }
+            let Some(refcount) = self.refcount(self.geometry.cluster_of(l2_offset)).await else { continue };
+            if (refcount == 1) != (l1_entry & COPIED != 0) {
+                self.corrupt(format!(
+                    "OFLAG_COPIED L2 cluster: l1_index={index} l1_entry={l1_entry:x} refcount={refcount}"
+                ));
+            }
+            if self.geometry.offset_in_cluster(l2_offset) != 0 {
+                continue;
+            }
+            let l2 = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
+            for entry in entries(&l2) {
+                let offset = entry & OFFSET_MASK;
+                if entry & COMPRESSED != 0 || offset == 0 {
+                    continue;
+                }
+                let Some(refcount) = self.refcount(self.geometry.cluster_of(offset)).await else { continue };
+                if (refcount == 1) != (entry & COPIED != 0) {
+                    let kind = if entry & ZERO == 0 { "data" } else { "zero" };
+                    self.corrupt(format!("OFLAG_COPIED {kind} cluster: l2_entry={entry:x} refcount={refcount}"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
