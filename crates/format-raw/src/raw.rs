@@ -1,16 +1,18 @@
 //! The mapping of a raw image.
 
-use block::{Extent, Mapped, SECTOR_BYTES};
-use std::sync::atomic::{AtomicU64, Ordering};
+use block::{Extent, Mapped, PastEnd, SECTOR_BYTES};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A raw image of a file or block device.
 ///
 /// A disk is a whole number of sectors. Where the file ends inside its last sector, the rest of that sector reads as
-/// zeros until it is written, which makes the file longer.
+/// zeros; the file is made longer, durably, before the first write there, so that the sector is never torn.
 #[derive(Debug)]
 pub struct Raw {
     size_bytes: u64,
-    file_length_bytes: AtomicU64,
+    /// Where the sector begins in which the file ends; the size of the disk if the file ends between sectors.
+    ragged_from: u64,
+    padded: AtomicBool,
 }
 
 impl Raw {
@@ -18,7 +20,9 @@ impl Raw {
     #[must_use]
     pub fn new(file_length_bytes: u64) -> Self {
         let size_bytes = file_length_bytes.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(file_length_bytes);
-        Self { size_bytes, file_length_bytes: AtomicU64::new(file_length_bytes) }
+        let padded = size_bytes == file_length_bytes;
+        let ragged_from = if padded { size_bytes } else { size_bytes.saturating_sub(SECTOR_BYTES) };
+        Self { size_bytes, ragged_from, padded: AtomicBool::new(padded) }
     }
 
     /// Capacity of the disk.
@@ -27,22 +31,32 @@ impl Raw {
         self.size_bytes
     }
 
-    /// Where the first part of the range lies.
+    /// Where the first part of the range lies. A sector in which the file ends is a part of its own.
     #[must_use]
     pub fn lookup(&self, offset: u64, length_bytes: u64) -> Mapped {
-        let in_file = self.file_length_bytes.load(Ordering::Acquire).saturating_sub(offset);
-        if in_file == 0 {
-            return Mapped { extent: Extent::Zero, length_bytes };
-        }
-        Mapped { extent: Extent::Data { file: 0, offset }, length_bytes: length_bytes.min(in_file) }
+        let length_bytes = match self.ragged_from.checked_sub(offset) {
+            Some(before) if before > 0 => length_bytes.min(before),
+            _ => length_bytes,
+        };
+        Mapped { extent: Extent::Data { file: 0, offset }, length_bytes }
     }
 
-    /// A write up to `end` has completed: the file is at least that long now.
-    pub fn written_up_to(&self, end: u64) {
-        // A load first: the store is for the rare write into the padding of the last sector.
-        if self.file_length_bytes.load(Ordering::Relaxed) < end {
-            self.file_length_bytes.fetch_max(end, Ordering::AcqRel);
-        }
+    /// What is behind the end of the file for a part that begins at `offset`: nothing that could be missing, except in
+    /// the sector in which the file ends.
+    #[must_use]
+    pub fn past_end(&self, offset: u64) -> PastEnd {
+        if offset >= self.ragged_from { PastEnd::Zeros } else { PastEnd::Fails }
+    }
+
+    /// Whether the file must be made as long as the disk before a write that ends at `end`.
+    #[must_use]
+    pub fn needs_padding(&self, end: u64) -> bool {
+        end > self.ragged_from && !self.padded.load(Ordering::Acquire)
+    }
+
+    /// The file is as long as the disk, durably.
+    pub fn set_padded(&self) {
+        self.padded.store(true, Ordering::Release);
     }
 }
 
@@ -51,12 +65,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_padding_of_the_last_sector_reads_as_zeros_until_it_is_written() {
+    fn the_sector_in_which_the_file_ends_is_one_part_and_is_padded_before_it_is_written() {
         let raw = Raw::new(1000);
         assert_eq!(raw.size_bytes(), 1024);
-        assert_eq!(raw.lookup(512, 512), Mapped { extent: Extent::Data { file: 0, offset: 512 }, length_bytes: 488 });
-        assert_eq!(raw.lookup(1000, 24), Mapped { extent: Extent::Zero, length_bytes: 24 });
-        raw.written_up_to(1024);
-        assert_eq!(raw.lookup(1000, 24).extent, Extent::Data { file: 0, offset: 1000 });
+        let at = |offset| Extent::Data { file: 0, offset };
+        assert_eq!(raw.lookup(0, 1024), Mapped { extent: at(0), length_bytes: 512 });
+        assert_eq!(raw.lookup(512, 512), Mapped { extent: at(512), length_bytes: 512 });
+        assert_eq!((raw.past_end(0), raw.past_end(512)), (PastEnd::Fails, PastEnd::Zeros));
+        assert!(!raw.needs_padding(512) && raw.needs_padding(513));
+        raw.set_padded();
+        assert!(!raw.needs_padding(1024));
+    }
+
+    #[test]
+    fn a_file_of_whole_sectors_needs_nothing() {
+        let raw = Raw::new(1024);
+        assert_eq!(raw.lookup(0, 1024).length_bytes, 1024);
+        assert_eq!(raw.past_end(512), PastEnd::Fails);
+        assert!(!raw.needs_padding(1024));
     }
 }

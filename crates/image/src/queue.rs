@@ -44,8 +44,6 @@ struct Slot {
     /// The first error wins.
     result: IoResult,
     ticket: Option<Ticket>,
-    /// A write to a raw image that ends here, for the padding of the last sector; zero otherwise.
-    written_up_to: u64,
 }
 
 /// A queue of an [`crate::Image`].
@@ -87,7 +85,7 @@ impl ImageQueue {
             (Some(participant), Some(Mapping::Qcow2(qcow2))) => Some(participant.begin(qcow2.epochs())),
             _ => None,
         };
-        let slot = Slot { tag, pending: 1, result: Ok(()), ticket, written_up_to: 0 };
+        let slot = Slot { tag, pending: 1, result: Ok(()), ticket };
         self.in_flight = self.in_flight.saturating_add(1);
         match self.free.pop() {
             Some(index) => {
@@ -124,11 +122,6 @@ impl ImageQueue {
         let slot = *slot;
         if let (Some(participant), Some(ticket)) = (&mut self.participant, slot.ticket) {
             participant.end(ticket);
-        }
-        if slot.written_up_to > 0
-            && let Some(Mapping::Raw(raw)) = self.shared.chain.layers.first().map(|top| &top.mapping)
-        {
-            raw.written_up_to(slot.written_up_to);
         }
         self.free.push(index);
         self.ready.push(Completion { tag: slot.tag, result: slot.result });
@@ -190,7 +183,7 @@ impl ImageQueue {
             let piece = pieces.take(place.length_bytes);
             match place.extent {
                 Extent::Data { offset, .. } => {
-                    let past_end = chain.layer(place.layer)?.past_end();
+                    let past_end = chain.layer(place.layer)?.past_end(offset);
                     self.push(index, place.layer, FileOp::Read { offset, data: piece, past_end })?;
                 }
                 _ => piece.fill(0),
@@ -205,9 +198,10 @@ impl ImageQueue {
         let top = chain.top()?;
         let checked = if chain.guessed_raw { checked_head(offset, data)? } else { None };
         let data = checked.as_ref().unwrap_or(data);
-        if let (Mapping::Raw(raw), Some(slot)) = (&top.mapping, self.slots.get_mut(index)) {
-            let end = offset.saturating_add(data.length_bytes() as u64);
-            slot.written_up_to = if end > raw.size_bytes().saturating_sub(block::SECTOR_BYTES) { end } else { 0 };
+        let end = offset.saturating_add(data.length_bytes() as u64);
+        if top.needs_padding(end) {
+            self.spawn(index, Slow::Write { offset, data: data.clone(), fua });
+            return Ok(());
         }
         // A durable write of a mapped format has to see its tables durable too.
         if fua && top.has_tables() {
@@ -265,12 +259,10 @@ impl ImageQueue {
         if length == 0 {
             return Ok(());
         }
-        if fua || self.shared.chain.top()?.has_tables() {
+        let top = self.shared.chain.top()?;
+        if fua || top.has_tables() || top.needs_padding(offset.saturating_add(length)) {
             self.spawn(index, Slow::WriteZeroes { offset, length, may_unmap, fua });
             return Ok(());
-        }
-        if let Some(slot) = self.slots.get_mut(index) {
-            slot.written_up_to = offset.saturating_add(length);
         }
         self.push(index, 0, FileOp::WriteZeroes { offset, length, may_unmap })
     }
@@ -384,13 +376,18 @@ impl crate::layer::Layer {
         matches!(self.mapping, Mapping::Qcow2(_))
     }
 
-    /// What a read of mapped data behind the end of the file means: a cluster that was allocated and never written, or
-    /// a raw file that was cut off under us.
-    pub(crate) fn past_end(&self) -> PastEnd {
-        match self.mapping {
-            Mapping::Raw(_) => PastEnd::Fails,
+    /// What a read of data mapped to `offset` means behind the end of the file: a cluster that was allocated and never
+    /// written, or a raw file that was cut off under us.
+    pub(crate) fn past_end(&self, offset: u64) -> PastEnd {
+        match &self.mapping {
+            Mapping::Raw(raw) => raw.past_end(offset),
             Mapping::Qcow2(_) => PastEnd::Zeros,
         }
+    }
+
+    /// Whether the file must be made longer before something that ends at `end` is written.
+    pub(crate) fn needs_padding(&self, end: u64) -> bool {
+        matches!(&self.mapping, Mapping::Raw(raw) if raw.needs_padding(end))
     }
 }
 

@@ -72,7 +72,7 @@ impl Shared {
                 Ok(())
             }
             Extent::Data { offset, .. } => {
-                let past_end = self.chain.layer(place.layer)?.past_end();
+                let past_end = self.chain.layer(place.layer)?.past_end(offset);
                 let file = self.files.get(place.layer).ok_or(IoError::EIO)?;
                 file.start(FileOp::Read { offset, data, past_end }).await
             }
@@ -94,6 +94,7 @@ impl Shared {
         let top = self.chain.top()?;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
         let Mapping::Qcow2(qcow2) = &top.mapping else {
+            self.pad(offset.saturating_add(data.length_bytes() as u64)).await?;
             return self.start_write(offset, data).await;
         };
         let mut done = 0usize;
@@ -113,6 +114,20 @@ impl Shared {
                 return Err(IoError::EIO);
             }
             done = done.saturating_add(taken);
+        }
+        Ok(())
+    }
+
+    /// Makes a raw file that ends within a sector as long as its disk before that sector is written: if the length could
+    /// be lost without the data, a power cut would tear the sector.
+    async fn pad(&self, end: u64) -> IoResult {
+        let (top, meta) = (self.chain.top()?, self.metas.first().ok_or(IoError::EIO)?);
+        if let Mapping::Raw(raw) = &top.mapping
+            && raw.needs_padding(end)
+        {
+            meta.set_length(raw.size_bytes()).await?;
+            meta.flush().await?;
+            raw.set_padded();
         }
         Ok(())
     }
@@ -190,7 +205,10 @@ impl Shared {
     async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool) -> IoResult {
         let meta = self.metas.first().ok_or(IoError::EIO)?;
         match &self.chain.top()?.mapping {
-            Mapping::Raw(_) => meta.write_zeroes(offset, length, may_unmap).await,
+            Mapping::Raw(_) => {
+                self.pad(offset.saturating_add(length)).await?;
+                meta.write_zeroes(offset, length, may_unmap).await
+            }
             Mapping::Qcow2(qcow2) => {
                 let outcome = qcow2.write_zeroes(meta, offset, length, may_unmap).await?;
                 for range in outcome.by_writing {

@@ -148,7 +148,6 @@ fn raw_images() {
 }
 
 #[test]
-#[ignore = "known fault: a raw file that ends within a sector can tear that sector when it grows by its first write"]
 fn a_raw_file_that_ends_within_a_sector() {
     Case::new(Chain::of(vec![Layer::Raw((8 << 10) + 100)])).survives(2);
 }
