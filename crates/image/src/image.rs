@@ -128,6 +128,15 @@ impl Image {
         self.chain.layers.first().map(Layer::format)
     }
 
+    /// The top layer's header, where that is qcow2.
+    #[must_use]
+    pub fn qcow2_header(&self) -> Option<&format_qcow2::Header> {
+        match &self.chain.layers.first()?.mapping {
+            Mapping::Qcow2(qcow2) => Some(qcow2.header()),
+            Mapping::Raw(_) => None,
+        }
+    }
+
     /// One line a layer: format, file and what serves it.
     #[must_use]
     pub fn describe_layers(&self) -> Vec<String> {

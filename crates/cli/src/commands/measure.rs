@@ -4,7 +4,7 @@ use crate::output;
 use crate::tool::{OpenArgs, ProgressArgs, Watch};
 use anyhow::bail;
 use daemon::{parse_key_values, parse_size};
-use image::Format;
+use image::{Format, Image};
 use jobs::{Measure, Target};
 use std::path::PathBuf;
 
@@ -48,24 +48,44 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("measure: -l (snapshots) is not supported");
     }
     let format: Format = args.output_format.parse()?;
-    let target = target(format, &args.options)?;
+    let (target, version) = target(format, &args.options)?;
+    let mut bitmaps = false;
     let Measure { required_bytes, fully_allocated_bytes } = match (&args.size, &args.file) {
         (Some(size), _) => jobs::measure_size(parse_size(size)?.next_multiple_of(block::SECTOR_BYTES), target),
         (None, Some(file)) => {
             let image = args.open.open(file, args.format.as_deref(), &[])?;
+            bitmaps = format == Format::Qcow2 && version == 3 && could_have_bitmaps(&image)?;
             Watch::start(&args.progress)?.run(|control| jobs::measure(&image, target, control))?
         }
         (None, None) => bail!("measure: give --size or an image"),
     };
     output::print(&match args.output {
-        Output::Human => format!("required size: {required_bytes}\nfully allocated size: {fully_allocated_bytes}\n"),
+        Output::Human => {
+            let bitmaps = if bitmaps { "bitmaps size: 0\n" } else { "" };
+            format!("required size: {required_bytes}\nfully allocated size: {fully_allocated_bytes}\n{bitmaps}")
+        }
         Output::Json => {
-            format!("{{\n    \"required\": {required_bytes},\n    \"fully-allocated\": {fully_allocated_bytes}\n}}\n")
+            let bitmaps = if bitmaps { "    \"bitmaps\": 0,\n" } else { "" };
+            format!(
+                "{{\n{bitmaps}    \"required\": {required_bytes},\n    \"fully-allocated\": {fully_allocated_bytes}\n}}\n"
+            )
         }
     })
 }
 
-fn target(format: Format, options: &[String]) -> anyhow::Result<Target> {
+/// Whether the source is of a kind that keeps bitmaps. One that has some is refused: their size would be left out.
+fn could_have_bitmaps(source: &Image) -> anyhow::Result<bool> {
+    const AUTOCLEAR_BITMAPS: u64 = 1;
+    let Some(header) = source.qcow2_header() else { return Ok(false) };
+    if header.autoclear_features & AUTOCLEAR_BITMAPS != 0 {
+        bail!("measure: persistent bitmaps are not supported");
+    }
+    Ok(header.version == 3)
+}
+
+/// The new image, and its version.
+fn target(format: Format, options: &[String]) -> anyhow::Result<(Target, u32)> {
+    let mut version = 3;
     let (mut cluster_bytes, mut refcount_bits, mut has_backing) = (64 << 10, 16, false);
     for text in options {
         for pair in parse_key_values(text)? {
@@ -73,13 +93,14 @@ fn target(format: Format, options: &[String]) -> anyhow::Result<Target> {
                 "cluster_size" => cluster_bytes = parse_size(&pair.value)?,
                 "refcount_bits" => refcount_bits = parse_size(&pair.value)?,
                 "backing_file" => has_backing = true,
-                "compat" | "compression_type" | "backing_fmt" => {}
+                "compat" => version = if matches!(pair.value.as_str(), "0.10" | "v2") { 2 } else { 3 },
+                "compression_type" | "backing_fmt" => {}
                 other => bail!("measure: option '{other}' is not supported"),
             }
         }
     }
     if format == Format::Raw {
-        return Ok(Target::Raw);
+        return Ok((Target::Raw, version));
     }
     if !cluster_bytes.is_power_of_two() || !(512..=2 << 20).contains(&cluster_bytes) {
         bail!("measure: cluster_size takes a power of two from 512 to 2M");
@@ -87,5 +108,5 @@ fn target(format: Format, options: &[String]) -> anyhow::Result<Target> {
     if !refcount_bits.is_power_of_two() || refcount_bits > 64 {
         bail!("measure: refcount_bits takes 1, 2, 4, 8, 16, 32 or 64");
     }
-    Ok(Target::Qcow2 { cluster_bytes, refcount_bits, has_backing })
+    Ok((Target::Qcow2 { cluster_bytes, refcount_bits, has_backing }, version))
 }
