@@ -110,43 +110,59 @@ impl Pollers {
 
 /// Decides when an idle reactor stops spinning.
 ///
-/// The window grows when a sleep turned out so short that spinning a little longer would have saved it, and shrinks when
-/// even the longest window would not have.
+/// What counts is whether spinning pays: whether work came within the limit. How long a sleep took says little, for it
+/// contains the time that waking took, on both sides of a ring. So the reactor spins as long as that catches work more
+/// often than not, then sleeps at once for a number of sleeps, then tries again. A reactor that nobody wakes tries
+/// nothing.
 #[derive(Debug)]
 pub(crate) struct Pace {
     limit: Duration,
-    window: Duration,
+    /// Catches less misses, weighted; at zero spinning does not pay.
+    score: u32,
+    /// Sleeps until spinning is tried again; zero while it is on.
+    sleeps_left: u32,
     idle_since: Option<Instant>,
 }
 
-const SMALLEST_WINDOW: Duration = Duration::from_micros(4);
+/// A catch adds one, up to here.
+const SCORE_MAX: u32 = 16;
+/// A miss costs this.
+const MISS: u32 = 2;
+/// What a try begins with: two misses end it.
+const SCORE_AT_TRY: u32 = 4;
+const SLEEPS_BETWEEN_TRIES: u32 = 256;
 
 impl Pace {
     pub(crate) fn new(limit: Duration) -> Self {
-        Self { limit, window: limit, idle_since: None }
+        Self { limit, score: SCORE_AT_TRY, sleeps_left: 0, idle_since: None }
     }
 
     /// The turn had work.
     pub(crate) fn busy(&mut self) {
-        self.idle_since = None;
+        if self.idle_since.take().is_some() && self.sleeps_left == 0 {
+            self.score = (self.score + 1).min(SCORE_MAX);
+        }
     }
 
     /// The turn had none: whether it is time to sleep.
     pub(crate) fn is_time_to_sleep(&mut self, now: Instant) -> bool {
         let since = *self.idle_since.get_or_insert(now);
-        now.saturating_duration_since(since) >= self.window
+        self.sleeps_left > 0 || now.saturating_duration_since(since) >= self.limit
     }
 
-    /// The reactor has slept for `length`.
-    pub(crate) fn slept(&mut self, length: Duration) {
+    /// The reactor has slept.
+    pub(crate) fn slept(&mut self) {
         self.idle_since = None;
-        if length > self.limit {
-            self.window /= 2;
-            if self.window < SMALLEST_WINDOW {
-                self.window = Duration::ZERO;
+        if self.sleeps_left > 0 {
+            self.sleeps_left -= 1;
+            if self.sleeps_left == 0 {
+                self.score = SCORE_AT_TRY;
             }
         } else {
-            self.window = (self.window * 2).max(SMALLEST_WINDOW).min(self.limit);
+            self.score = self.score.saturating_sub(MISS);
+            if self.score == 0 {
+                self.sleeps_left = SLEEPS_BETWEEN_TRIES;
+            }
         }
     }
 }
@@ -155,31 +171,46 @@ impl Pace {
 mod tests {
     use super::*;
 
+    /// Idles until `pace` would sleep or `work_after` has passed; returns whether it slept.
+    fn idles(pace: &mut Pace, work_after: Duration) -> bool {
+        let start = Instant::now();
+        let mut waited = Duration::ZERO;
+        while waited < work_after {
+            if pace.is_time_to_sleep(start + waited) {
+                pace.slept();
+                return true;
+            }
+            waited += Duration::from_micros(1);
+        }
+        pace.busy();
+        false
+    }
+
     #[test]
-    fn the_window_closes_over_long_sleeps_and_opens_over_short_ones() {
+    fn it_spins_while_that_catches_work_and_tries_again_now_and_then() {
         let limit = Duration::from_micros(64);
         let mut pace = Pace::new(limit);
-        let start = Instant::now();
-        assert!(!pace.is_time_to_sleep(start));
-        assert!(!pace.is_time_to_sleep(start + limit / 2));
-        assert!(pace.is_time_to_sleep(start + limit));
-        for _ in 0..10 {
-            pace.slept(limit * 2);
+        assert!((0..1000).all(|_| !idles(&mut pace, limit / 2)), "work comes in time, again and again");
+        assert!((0..100).all(|_| idles(&mut pace, limit * 2)), "work never comes in time");
+        assert!(pace.is_time_to_sleep(Instant::now()), "so it does not spin at all");
+        let slept = (0..1000).filter(|_| idles(&mut pace, limit / 2)).count();
+        assert!((100..300).contains(&slept), "{slept} sleeps before the next try found out that it pays again");
+    }
+
+    #[test]
+    fn now_and_then_a_miss_does_not_end_the_spinning() {
+        let limit = Duration::from_micros(64);
+        let mut pace = Pace::new(limit);
+        for round in 0..1000 {
+            let late = round % 4 == 0;
+            assert_eq!(idles(&mut pace, if late { limit * 2 } else { limit / 2 }), late);
         }
-        assert!(pace.is_time_to_sleep(start), "after long sleeps only, it does not spin at all");
-        for _ in 0..10 {
-            pace.slept(limit / 2);
-        }
-        assert!(!pace.is_time_to_sleep(start));
-        assert!(!pace.is_time_to_sleep(start + limit / 2));
-        pace.busy();
-        assert!(!pace.is_time_to_sleep(start + limit), "work starts the window anew");
     }
 
     #[test]
     fn a_limit_of_zero_never_spins() {
         let mut pace = Pace::new(Duration::ZERO);
-        pace.slept(Duration::ZERO);
+        pace.slept();
         assert!(pace.is_time_to_sleep(Instant::now()));
     }
 

@@ -324,7 +324,7 @@ impl Local {
             std::hint::spin_loop();
             let now = Instant::now();
             if pace.is_time_to_sleep(now) && self.sleep(None) {
-                pace.slept(now.elapsed());
+                pace.slept();
             }
         }
         self.wind_down(&ctx);
