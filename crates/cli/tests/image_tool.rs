@@ -193,10 +193,14 @@ fn convert_writes_into_images_that_hold_something_and_over_a_backing_file() {
     }
     let (overlay, copy) = (at(&dir, "overlay.qcow2"), at(&dir, "copy.qcow2"));
     let base = at(&dir, "base.qcow2");
-    let arguments = ["-f", "qcow2", "-O", "qcow2", "-B", path_str(&base), "-F", "qcow2", path_str(&overlay)];
-    run_ok(&[&["convert"][..], &arguments, &[path_str(&copy)]].concat());
-    assert_valid(&copy, false);
-    tool_ok("qemu-img", &["compare", path_str(&overlay), path_str(&copy)]);
+    // Sources that rest on nothing, or on something shorter, hide the backing file with zeros.
+    for source in ["0.qcow2", "disk.raw", "zlib.qcow2", "longer.qcow2", "overlay.qcow2"].map(|name| at(&dir, name)) {
+        let format = if source.ends_with("disk.raw") { "raw" } else { "qcow2" };
+        let arguments = ["-f", format, "-O", "qcow2", "-B", path_str(&base), "-F", "qcow2", path_str(&source)];
+        run_ok(&[&["convert"][..], &arguments, &[path_str(&copy)]].concat());
+        assert_valid(&copy, false);
+        tool_ok("qemu-img", &["compare", "-f", format, path_str(&source), path_str(&copy)]);
+    }
     let map = |image: &Path| map_of(&tool_ok("qemu-img", &["map", "--output=json", path_str(image)]));
     let own = |image| map(image).iter().filter(|run| run["depth"] == 0 && run["data"] == true).count();
     assert_eq!(own(&copy), own(&overlay), "what the backing file holds is not copied");

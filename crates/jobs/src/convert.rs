@@ -122,7 +122,7 @@ impl Plan {
                 continue;
             }
             covered = end;
-            let leave = if self.options.top_only { !run.zero || !run.present } else { self.options.target_is_zero };
+            let leave = if self.options.top_only { !run.zero } else { self.options.target_is_zero };
             if leave {
                 pipeline.skip(end - start);
             } else if !self.zero(start..end, pipeline, control) {
