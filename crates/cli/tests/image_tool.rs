@@ -355,7 +355,7 @@ fn check_finds_what_qemu_img_finds_in_healthy_and_damaged_images() {
         let used = (0..).map(|index| l2 + index * 8).find(|at| u64_at(&good, *at) & mask != 0).unwrap();
         let entry = u64_at(&good, used);
         let end = (good.len() as u64).next_multiple_of(cluster);
-        let harm: [(&str, usize, u64); 9] = [
+        let harm: [(&str, usize, u64); 12] = [
             ("the COPIED flag of a cluster is wrong", used, entry ^ 1 << 63),
             ("the COPIED flag of a table is wrong", l1, u64_at(&good, l1) ^ 1 << 63),
             ("a cluster is forgotten", used, 0),
@@ -365,12 +365,32 @@ fn check_finds_what_qemu_img_finds_in_healthy_and_damaged_images() {
             ("refcounts are zero", block, 0),
             ("refcounts are too high", block, 0x0002_0003_0004_0005),
             ("a table is forgotten", l1, 0),
+            ("an entry has nothing but a reserved bit", used, 1 << 56),
+            ("an entry leads to the cluster that the file ends before", used, end | 1 << 63),
+            ("a refcount block lies off the clusters", table, block as u64 + 512),
         ];
         for (what, at, value) in harm {
             let mut bytes = good.clone();
             bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
             std::fs::write(&damaged, &bytes).unwrap();
             assert_check_agrees(&damaged, &format!("{name}: {what}"));
+        }
+        // Any word of any table, changed in one bit.
+        let tables = [l1..l1 + 16, l2..l2 + 512, block..block + 512, table..table + 8];
+        let mut dice = 0x9e37_79b9_7f4a_7c15u64;
+        let mut roll = |sides: usize| {
+            dice ^= dice << 13;
+            dice ^= dice >> 7;
+            dice ^= dice << 17;
+            (dice % sides as u64) as usize
+        };
+        for round in 0..40 {
+            let mut bytes = good.clone();
+            let within = &tables[roll(tables.len())];
+            let (at, bit) = (within.start + roll(within.len()), roll(8));
+            bytes[at] ^= 1 << bit;
+            std::fs::write(&damaged, &bytes).unwrap();
+            assert_check_agrees(&damaged, &format!("{name}: round {round}, bit {bit} of the byte at {at:#x}"));
         }
     }
 }

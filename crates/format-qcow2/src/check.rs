@@ -85,7 +85,12 @@ pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWa
         table: Vec::new(),
         block: None,
         references: HashMap::new(),
-        report: CheckReport { total_clusters: geometry.guest_clusters(), ..CheckReport::default() },
+        clusters: geometry.clusters_for(file_bytes),
+        report: CheckReport {
+            total_clusters: geometry.guest_clusters(),
+            image_end_offset: geometry.cluster_bytes(),
+            ..CheckReport::default()
+        },
         watch,
         stopped: false,
     };
@@ -105,6 +110,8 @@ struct Walk<'a, 'w> {
     geometry: Geometry,
     header: &'a Header,
     file_bytes: u64,
+    /// Clusters of the file, with a last one that is referred to and that the file ends before.
+    clusters: u64,
     /// The refcount table.
     table: Vec<u64>,
     /// The refcount block looked at last, by number.
@@ -143,12 +150,14 @@ impl Walk<'_, '_> {
         let end = offset.saturating_add(length);
         if end.saturating_sub(self.file_bytes) >= self.geometry.cluster_bytes() {
             return self.corrupt(format!(
-                "counting reference for region exceeding the end of the file by one cluster or more: offset \
+                "a reference exceeds the end of the file by one cluster or more: offset \
                  {offset:#x} size {length:#x}"
             ));
         }
+        let last_cluster = self.geometry.cluster_of(offset.saturating_add(last));
+        self.clusters = self.clusters.max(last_cluster.saturating_add(1));
         let chunk_entries = 1usize << CHUNK_BITS;
-        for cluster in self.geometry.cluster_of(offset)..=self.geometry.cluster_of(offset.saturating_add(last)) {
+        for cluster in self.geometry.cluster_of(offset)..=last_cluster {
             let chunk = self.references.entry(cluster >> CHUNK_BITS).or_insert_with(|| vec![0; chunk_entries]);
             let index = (cluster as usize) & chunk_entries.saturating_sub(1);
             if let Some(count) = chunk.get_mut(index) {
@@ -185,7 +194,7 @@ impl Walk<'_, '_> {
                 self.tell(index as u64, l1_entries);
             }
             let l2_offset = entry & OFFSET_MASK;
-            if l2_offset == 0 {
+            if entry == 0 {
                 continue;
             }
             if entry & L1_RESERVED != 0 {
@@ -194,7 +203,6 @@ impl Walk<'_, '_> {
             self.refer(l2_offset, self.geometry.cluster_bytes());
             if self.geometry.offset_in_cluster(l2_offset) != 0 {
                 self.corrupt(format!("l2_offset={l2_offset:x}: Table is not cluster aligned; L1 entry corrupted"));
-                continue;
             }
             self.count_l2(l2_offset, active).await?;
         }
@@ -210,11 +218,11 @@ impl Walk<'_, '_> {
                 continue;
             }
             let offset = entry & OFFSET_MASK;
-            if offset == 0 {
-                continue;
-            }
             if entry & L2_RESERVED != 0 {
                 self.corrupt(format!("found l2 entry with reserved bits set: {entry:x}"));
+            }
+            if offset == 0 {
+                continue;
             }
             if self.geometry.offset_in_cluster(offset) != 0 {
                 self.corrupt(format!("offset={offset:x}: Cluster is not properly aligned; L2 entry corrupted."));
@@ -332,7 +340,7 @@ impl Walk<'_, '_> {
     }
 
     async fn compare(&mut self) {
-        let clusters = self.geometry.clusters_for(self.file_bytes);
+        let clusters = self.clusters;
         let mut cluster = 0u64;
         while cluster < clusters && !self.stopped {
             let chunk = cluster >> CHUNK_BITS;
@@ -381,9 +389,6 @@ impl Walk<'_, '_> {
                 self.corrupt(format!(
                     "OFLAG_COPIED L2 cluster: l1_index={index} l1_entry={l1_entry:x} refcount={refcount}"
                 ));
-            }
-            if self.geometry.offset_in_cluster(l2_offset) != 0 {
-                continue;
             }
             let l2 = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
             for entry in entries(&l2) {
