@@ -24,6 +24,9 @@ pub trait DeviceRing {
     /// [`DeviceRing::publish`].
     fn put_used(&mut self, head: u16, written_bytes: u32);
 
+    /// Makes what was put visible to a driver that looks by itself. Part of a batch: [`DeviceRing::publish`] ends it.
+    fn show(&mut self);
+
     /// Makes what was put visible; returns whether the driver wants to be notified. Once a batch.
     fn publish(&mut self) -> bool;
 
@@ -70,6 +73,8 @@ pub struct SplitDeviceRing {
     /// Next entry of the used ring to fill.
     next_used: u16,
     /// The used index that the driver sees.
+    shown_used: u16,
+    /// The used index at which notifying the driver was last decided about.
     published_used: u16,
     /// The driver was told at least once, so that `published_used` says what it knows.
     notified_once: bool,
@@ -92,6 +97,7 @@ impl SplitDeviceRing {
             next_avail,
             seen_avail: next_avail,
             next_used,
+            shown_used: next_used,
             published_used: next_used,
             notified_once: false,
             faulted: false,
@@ -231,12 +237,20 @@ impl DeviceRing for SplitDeviceRing {
     }
 
     #[inline]
+    fn show(&mut self) {
+        if self.shown_used != self.next_used {
+            self.areas.publish_used_index(self.next_used);
+            self.shown_used = self.next_used;
+        }
+    }
+
+    #[inline]
     fn publish(&mut self) -> bool {
         let (old, new) = (self.published_used, self.next_used);
         if old == new {
             return false;
         }
-        self.areas.publish_used_index(new);
+        self.show();
         self.published_used = new;
         // The index must be visible before we read whether the driver waits for it, or both sides would wait.
         full_fence();
