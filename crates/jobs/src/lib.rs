@@ -5,7 +5,7 @@
 //! * [`check`]: whether an image's tables agree.
 //! * [`convert`]: copying a disk into another image, and [`measure`]: how large that would become.
 //! * [`resize_raw`]: more or less room.
-//! * [`bench`]: workloads on any disk, measured and verified.
+//! * [`mod@bench`]: workloads on any disk, measured and verified.
 //!
 //! Jobs are called on a thread of their own; what moves bytes runs on the reactors that they are given.
 
