@@ -107,7 +107,7 @@ fn three_reactors_on_one_qcow2_image_agree_with_the_model() {
         let threads = reactors(3);
         let mut harness = ThreadHarness::new(handles(&threads));
         let queues: Vec<_> = (0..6).map(|index| harness.open(&disk, index).unwrap()).collect();
-        let mut model = ModelDisk::new(&read_all(&mut harness, queues[0]), true);
+        let mut model = ModelDisk::new(&read_all(&mut harness, queues[0]), true).with_mixed_reads(true);
         let workload = Workload { depth: 12, ..Workload::new(seed, 3000, 1 << 18, 1024) };
         workload.run(&mut harness, &queues, &mut model, &|| 0).unwrap_or_else(|wrong| panic!("seed {seed}: {wrong}"));
         model.check_live(&read_all(&mut harness, queues[1])).unwrap();

@@ -28,6 +28,11 @@ pub trait Harness {
     /// How many reactors there are.
     fn reactors(&self) -> usize;
 
+    /// Whether a read may see part of a write that overlaps it, also within a sector.
+    fn overlapping_reads_mix(&self) -> bool {
+        false
+    }
+
     /// Opens a queue on a reactor.
     fn open(&mut self, disk: &Arc<dyn Disk>, reactor: usize) -> Result<QueueId>;
 
@@ -249,6 +254,11 @@ impl ThreadHarness {
 impl Harness for ThreadHarness {
     fn reactors(&self) -> usize {
         self.reactors.len()
+    }
+
+    /// The kernel's page cache copies without a lock.
+    fn overlapping_reads_mix(&self) -> bool {
+        true
     }
 
     fn open(&mut self, disk: &Arc<dyn Disk>, reactor: usize) -> Result<QueueId> {

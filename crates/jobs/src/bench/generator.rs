@@ -4,7 +4,7 @@
 
 use super::report::{BatchCounts, Timings};
 use super::spec::{BenchSpec, Pattern, Range, Stop};
-use super::verify::{BlockState, Tracker, Words, check_block, fill_block};
+use super::verify::{BlockState, ReadBegan, Tracker, Words, check_block, fill_block};
 use block::{Completion, DiskQueue, IoError, Op, Poller, PollerId, ReactorCtx};
 use memory::{IoBuf, Window};
 use std::rc::Rc;
@@ -81,8 +81,8 @@ struct Slot {
     whole: Window,
     kind: Kind,
     block: u64,
-    /// The lowest generation that the read may find.
-    lowest: u32,
+    /// How the block stood when the read of it began.
+    began: ReadBegan,
     since: Instant,
 }
 
@@ -126,7 +126,14 @@ impl Generator {
         let (spec, now) = (Arc::clone(&parts.spec), Instant::now());
         let slots: Vec<Slot> = buffers
             .into_iter()
-            .map(|buf| Slot { whole: buf.whole(), buf, kind: Kind::Read, block: 0, lowest: 0, since: now })
+            .map(|buf| Slot {
+                whole: buf.whole(),
+                buf,
+                kind: Kind::Read,
+                block: 0,
+                began: ReadBegan::default(),
+                since: now,
+            })
             .collect();
         let seed = match spec.pattern {
             Pattern::Random { seed } => seed,
@@ -245,7 +252,7 @@ impl Generator {
             }
             Kind::Read => {
                 let (offset, length) = self.parts.range.block(block);
-                slot.lowest = self.parts.tracker.as_ref().map_or(0, |tracker| tracker.lowest(block));
+                slot.began = self.parts.tracker.as_ref().map(|tracker| tracker.begin_read(block)).unwrap_or_default();
                 Op::Read { offset, data: part(slot, length) }
             }
             Kind::Write => {
@@ -316,7 +323,7 @@ impl Generator {
                 let (offset, length) = self.parts.range.block(slot.block);
                 let Some(scratch) = self.scratch.get_mut(..length) else { return };
                 slot.whole.copy_to_slice(0, scratch);
-                let expected = tracker.expected(slot.block, slot.lowest);
+                let expected = tracker.expected(slot.block, slot.began);
                 let (Err(what), Some(result)) =
                     (check_block(scratch, tracker.seed, offset, expected), &mut self.result)
                 else {

@@ -23,7 +23,8 @@ fn many_requests(guest: &mut Guest<'_>, queues: usize) -> Result<(), String> {
     let info = guest.info();
     let span = info.size_bytes.min(1 << 18) / guest.block() * guest.block();
     let contents = guest.read(0, 0, span as usize)?;
-    let mut model = ModelDisk::new(&contents, info.volatile_cache);
+    let mixes = guest.harness.overlapping_reads_mix();
+    let mut model = ModelDisk::new(&contents, info.volatile_cache).with_mixed_reads(mixes);
     let granule = if queues == 1 { 4096 } else { 1 << 16 };
     let workload = Workload {
         depth: 8,
