@@ -321,7 +321,12 @@ impl Local {
                 pace.busy();
                 continue;
             }
-            std::hint::spin_loop();
+            if self.engines.in_flight() > 0 {
+                // What is in flight may need this very processor: a kernel worker, a thread of ours.
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
             let now = Instant::now();
             if pace.is_time_to_sleep(now) && self.sleep(None) {
                 pace.slept();
