@@ -1,6 +1,6 @@
 //! `ringdisk`: gives virtual machines their disks. The commands are thin; the work is in the rooms below.
 //!
-//! Exit codes: 0 done, 1 failed, 2 wrong usage.
+//! Exit codes: 0 done, 1 failed, 2 wrong usage. Called by the name `qemu-img` it is that program, with its exit codes.
 
 #![forbid(unsafe_code)]
 
@@ -11,8 +11,10 @@ mod load;
 mod logging;
 mod output;
 mod progress;
+mod qemu_img;
 mod signals;
 mod tool;
+mod verbs;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -30,39 +32,33 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    Create(commands::create::Args),
-    Info(commands::info::Args),
-    Check(commands::check::Args),
-    Map(commands::map::Args),
-    Measure(commands::measure::Args),
-    Convert(Box<commands::convert::Args>),
-    Compare(commands::compare::Args),
-    Resize(commands::resize::Args),
+    #[command(flatten)]
+    Image(verbs::ImageVerb),
     Serve(commands::serve::Args),
     Try(commands::try_it::Args),
     Bench(commands::bench::Args),
+    ImgCompat(commands::img_compat::Args),
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    let done = logging::start(cli.log_level.as_deref()).and_then(|()| match cli.command {
-        Command::Create(args) => commands::create::run(&args),
-        Command::Info(args) => commands::info::run(&args),
-        Command::Check(args) => commands::check::run(&args),
-        Command::Map(args) => commands::map::run(&args),
-        Command::Measure(args) => commands::measure::run(&args),
-        Command::Convert(args) => commands::convert::run(&args),
-        Command::Compare(args) => commands::compare::run(&args),
-        Command::Resize(args) => commands::resize::run(&args),
-        Command::Serve(args) => commands::serve::run(&args),
-        Command::Try(args) => commands::try_it::run(&args),
-        Command::Bench(args) => commands::bench::run(&args),
-    });
+    let done = if qemu_img::is_our_name() { qemu_img::main() } else { ringdisk() };
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             output::error(&error);
             output::exit_code(&error)
         }
+    }
+}
+
+fn ringdisk() -> anyhow::Result<()> {
+    let cli = Cli::parse();
+    logging::start(cli.log_level.as_deref())?;
+    match cli.command {
+        Command::Image(verb) => verb.run(),
+        Command::Serve(args) => commands::serve::run(&args),
+        Command::Try(args) => commands::try_it::run(&args),
+        Command::Bench(args) => commands::bench::run(&args),
+        Command::ImgCompat(args) => commands::img_compat::run(&args),
     }
 }

@@ -1,5 +1,6 @@
 //! What the program prints, and with which code it ends.
 
+use crate::qemu_img;
 use block::{Error, ErrorKind};
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -18,8 +19,9 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
 
 /// Tells a person what went wrong.
 pub(crate) fn error(error: &anyhow::Error) {
+    let program = if qemu_img::is_our_name() { qemu_img::NAME } else { "ringdisk" };
     // Nobody can be told that standard error is gone.
-    let _ = writeln!(io::stderr(), "ringdisk: {error:#}");
+    let _ = writeln!(io::stderr(), "{program}: {error:#}");
 }
 
 /// An error in how the program was called.
@@ -27,8 +29,9 @@ pub(crate) fn usage(message: impl Into<String>) -> anyhow::Error {
     Error::new(ErrorKind::BadOption, message).into()
 }
 
-/// 2 for wrong usage, 1 for everything else.
+/// 2 for wrong usage, 1 for everything else; qemu-img knows only 1.
 pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
-    let is_usage = error.downcast_ref::<Error>().is_some_and(|error| error.kind() == ErrorKind::BadOption);
+    let is_usage = !qemu_img::is_our_name()
+        && error.downcast_ref::<Error>().is_some_and(|error| error.kind() == ErrorKind::BadOption);
     ExitCode::from(if is_usage { USAGE } else { FAILURE })
 }

@@ -5,6 +5,7 @@ pub(crate) mod check;
 pub(crate) mod compare;
 pub(crate) mod convert;
 pub(crate) mod create;
+pub(crate) mod img_compat;
 pub(crate) mod info;
 pub(crate) mod map;
 pub(crate) mod measure;

@@ -1,0 +1,44 @@
+//! `ringdisk img-compat`: what differs from qemu-img.
+
+use crate::output;
+use crate::qemu_img::{FLAGS, difference};
+use std::fmt::Write as _;
+
+/// List the flags of qemu-img that are not the same here. Called by the name qemu-img (a link will do), this program is
+/// that one, but for these.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// List every flag.
+    #[arg(long)]
+    all: bool,
+    /// How to print.
+    #[arg(long, value_enum, default_value = "human")]
+    output: Output,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    Human,
+    Json,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let flags = FLAGS.iter().flat_map(|verb| verb.flags.iter().map(move |flag| (verb.name, flag.name)));
+    let rows = flags.map(|(verb, flag)| (verb, flag, difference(verb, flag).map(|difference| difference.why)));
+    let rows: Vec<_> = rows.filter(|(.., why)| args.all || why.is_some()).collect();
+    let mut text = String::new();
+    match args.output {
+        Output::Human if rows.is_empty() => text.push_str("Every flag is as in qemu-img.\n"),
+        Output::Human => {
+            for (verb, flag, why) in rows {
+                let _ = writeln!(text, "{verb:<9} {flag:<20} {}", why.unwrap_or("identical"));
+            }
+        }
+        Output::Json => {
+            let row = |(verb, flag, why): (&str, &str, Option<&str>)| serde_json::json!({ "verb": verb, "flag": flag, "identical": why.is_none(), "difference": why });
+            let values: Vec<_> = rows.into_iter().map(row).collect();
+            text = format!("{}\n", serde_json::to_string_pretty(&values)?);
+        }
+    }
+    output::print(&text)
+}

@@ -1,0 +1,61 @@
+//! What differs from qemu-img, flag by flag: the list that `ringdisk img-compat` prints.
+
+/// A flag that is not as in qemu-img.
+pub(crate) struct Difference {
+    /// The verb, `*` for all.
+    pub(crate) verb: &'static str,
+    /// The flag, `*` for all.
+    pub(crate) flag: &'static str,
+    /// Whether it is understood, if only to be refused by name.
+    pub(crate) known: bool,
+    /// Whether it is on the way: to be gone from the list.
+    pub(crate) pending: bool,
+    pub(crate) why: &'static str,
+}
+
+const fn refused(verb: &'static str, flag: &'static str, why: &'static str) -> Difference {
+    Difference { verb, flag, known: true, pending: false, why }
+}
+
+/// On the way, by others: whoever brings it takes its line out.
+const fn pending(verb: &'static str, flag: &'static str) -> Difference {
+    Difference { verb, flag, known: false, pending: true, why: "not supported yet" }
+}
+
+impl Difference {
+    pub(crate) fn is_about(&self, verb: &str, flag: &str) -> bool {
+        let fits = |own: &str, other: &str| own == "*" || own == other;
+        fits(self.verb, verb) && fits(self.flag, flag)
+    }
+}
+
+/// All of them.
+pub(crate) const OTHERS: &[Difference] = &[
+    pending("amend", "*"),
+    pending("bench", "*"),
+    pending("bitmap", "*"),
+    pending("check", "-T"),
+    pending("check", "-r"),
+    pending("commit", "*"),
+    pending("convert", "--bitmaps"),
+    pending("convert", "-C"),
+    pending("convert", "-c"),
+    pending("convert", "-l"),
+    pending("convert", "-r"),
+    pending("dd", "*"),
+    pending("info", "--image-opts"),
+    pending("measure", "-l"),
+    pending("rebase", "*"),
+    pending("resize", "--preallocation"),
+    pending("snapshot", "*"),
+    refused("convert", "--salvage", "refused: an unreadable source ends the copy"),
+    refused("convert", "--target-image-opts", "refused: name the target with -O and -t"),
+    refused("map", "--max-length", "refused"),
+    refused("map", "--start-offset", "refused"),
+    refused("*", "--object", "refused: nothing here uses secrets or other objects"),
+];
+
+/// What is different about a flag of a verb; `None` where nothing is.
+pub(crate) fn difference(verb: &str, flag: &str) -> Option<&'static Difference> {
+    OTHERS.iter().find(|other| other.is_about(verb, flag))
+}

@@ -1,0 +1,121 @@
+//! The program under the name `qemu-img`: that program's words, output and exit codes.
+//!
+//! Everything is done by the same commands as under the program's own name; here is what differs: the options before
+//! the verb, how wrong usage is told, and `bench`, which is another command there.
+
+mod differences;
+mod flags;
+mod usage;
+
+#[cfg(test)]
+pub(crate) use differences::OTHERS;
+pub(crate) use differences::difference;
+pub(crate) use flags::FLAGS;
+
+use crate::verbs::ImageVerb;
+use crate::{logging, output};
+use anyhow::bail;
+use clap::{CommandFactory, FromArgMatches, Parser};
+use std::ffi::OsString;
+use std::path::Path;
+
+/// The name under which the program is qemu-img.
+pub(crate) const NAME: &str = "qemu-img";
+
+/// The qemu-img whose behaviour is kept; programs that call it look for features by this.
+const VERSION: &str = "7.2.22";
+
+#[derive(Parser)]
+#[command(name = NAME, disable_help_subcommand = true, infer_long_args = true, args_override_self = true)]
+struct QemuImg {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(clap::Subcommand)]
+enum Verb {
+    #[command(flatten)]
+    Image(ImageVerb),
+}
+
+/// Whether the program was called as qemu-img.
+pub(crate) fn is_our_name() -> bool {
+    std::env::args_os().next().is_some_and(|name| Path::new(&name).file_name().is_some_and(|name| name == NAME))
+}
+
+/// The verbs and flags as they are understood.
+pub(crate) fn command() -> clap::Command {
+    QemuImg::command()
+}
+
+pub(crate) fn main() -> anyhow::Result<()> {
+    let mut arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let trace = match global_options(&mut arguments)? {
+        Global::Done => return Ok(()),
+        Global::GoOn { trace } => trace,
+    };
+    logging::start(if trace { Some("trace") } else { None })?;
+    let verb = arguments.first().map(|verb| verb.to_string_lossy().into_owned()).unwrap_or_default();
+    if verb.is_empty() {
+        return Err(usage::error("Not enough arguments"));
+    }
+    usage::refuse_objects(&arguments)?;
+    let words = std::iter::once(OsString::from(NAME)).chain(arguments);
+    let parsed = command().try_get_matches_from(words).and_then(|matches| QemuImg::from_arg_matches(&matches));
+    match parsed {
+        Ok(QemuImg { verb: Verb::Image(verb) }) => verb.run(),
+        Err(error) => usage::explain(&verb, &error),
+    }
+}
+
+/// What the options before the verb ask for.
+enum Global {
+    Done,
+    GoOn { trace: bool },
+}
+
+fn global_options(arguments: &mut Vec<OsString>) -> anyhow::Result<Global> {
+    let mut trace = false;
+    while let Some(word) = arguments.first().map(|word| word.to_string_lossy().into_owned()) {
+        let (name, attached) = match word.split_once('=') {
+            Some((name, value)) if name.starts_with("--") => (name.to_owned(), Some(value.to_owned())),
+            _ if word.starts_with("-T") && word.len() > 2 => ("-T".to_owned(), Some(word[2..].to_owned())),
+            _ => (word.clone(), None),
+        };
+        match name.as_str() {
+            "-h" | "--help" => {
+                output::print(&usage::help())?;
+                return Ok(Global::Done);
+            }
+            "-V" | "--version" => {
+                let own = env!("CARGO_PKG_VERSION");
+                output::print(&format!("qemu-img version {VERSION} (Ringdisk {own})\n"))?;
+                return Ok(Global::Done);
+            }
+            "-T" | "--trace" => {
+                arguments.remove(0);
+                let value = match attached {
+                    Some(value) => value,
+                    None if arguments.is_empty() => bail!("option requires an argument -- 'T'"),
+                    None => arguments.remove(0).to_string_lossy().into_owned(),
+                };
+                refuse_trace_files(&value)?;
+                trace = true;
+            }
+            _ if name.starts_with('-') => return Err(usage::error(&format!("unrecognized option '{word}'"))),
+            _ => break,
+        }
+    }
+    Ok(Global::GoOn { trace })
+}
+
+/// Events are Ringdisk's own and go to standard error, so only the pattern means something.
+fn refuse_trace_files(value: &str) -> anyhow::Result<()> {
+    match value.split(',').find(|part| part.starts_with("file=") || part.starts_with("events=")) {
+        Some(part) => bail!("--trace: '{part}' is not supported: events go to standard error"),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;
