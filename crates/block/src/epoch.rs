@@ -5,9 +5,9 @@
 //! the image's epoch on and notes the old one; the cluster is safe once no queue publishes that epoch or an older one.
 //! An operation begun while others are in flight costs two loads; only the step from idle to busy costs a fence.
 
+use crate::sync::{AtomicU64, Mutex, Ordering, PoisonError, fence};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 const IDLE: u64 = u64::MAX;
 
@@ -72,7 +72,7 @@ impl Participant {
                 // this queue sees the mapping as it is after the free. Publishing an epoch that is already over only
                 // delays reuse.
                 self.published.oldest.store(now, Ordering::SeqCst);
-                std::sync::atomic::fence(Ordering::SeqCst);
+                fence(Ordering::SeqCst);
                 self.in_flight.push_back((now, 1));
             }
         }

@@ -9,6 +9,7 @@
 //! * [`ReactorCtx`], [`ReactorHandle`], [`Poller`]: a reactor, from its own thread and from others.
 //! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on.
 //! * [`Epochs`]: when a freed host cluster may be used again.
+//! * [`SliceCache`]: tables of 64-bit entries in memory, read without a lock.
 //! * [`Error`] (for a person) and [`IoError`] (for a guest).
 
 #![forbid(unsafe_code)]
@@ -23,6 +24,9 @@ mod meta;
 mod op;
 mod range_lock;
 mod reactor;
+mod slice_cache;
+#[doc(hidden)]
+pub mod sync;
 mod wait;
 
 pub use disk::{Disk, DiskInfo, DiskQueue, Topology};
@@ -35,4 +39,5 @@ pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};
 pub use range_lock::{RangeGuard, RangeLocks};
 pub use reactor::{Job, Poller, PollerId, ReactorCtx, ReactorHandle, run_and_wait};
+pub use slice_cache::{CacheStats, SliceBook, SliceCache, SliceView};
 pub use wait::{Wait, WaitList};

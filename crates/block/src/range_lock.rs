@@ -4,8 +4,8 @@
 //! alignment, allocation of the same cluster. The number of ranges held at once is small (slow operations in flight).
 
 use crate::WaitList;
+use crate::sync::{Mutex, PoisonError};
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 
 /// Ranges held now.
 #[derive(Debug, Default)]

@@ -1,8 +1,8 @@
 //! Waiting, in a task, for something that another task (perhaps on another thread) does.
 
+use crate::sync::{Mutex, PoisonError};
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 /// Tasks that wait for a condition which lives elsewhere. Whoever changes the condition calls [`WaitList::wake_all`]

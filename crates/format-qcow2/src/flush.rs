@@ -13,9 +13,9 @@ use crate::header::OFFSET_REFCOUNT_TABLE;
 use crate::refcount::{Piece, RefcountWrites, sectors};
 use crate::state::{Freed, FreshTable, Inner, State};
 use crate::tail::Tail;
+use block::sync::Ordering;
 use block::{FileOp, IoError, IoResult, MetaIo, PastEnd};
 use memory::{AlignedBuf, IoBuf};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 /// Neighbouring pieces are joined up to this size.

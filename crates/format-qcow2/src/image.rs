@@ -5,14 +5,13 @@ use crate::flush::{Barrier, FlushQueue};
 use crate::header::{HEADER_SECTOR_BYTES, Header, claimed_cluster_bytes, probe};
 use crate::load::entries;
 use crate::refcount::Refcounts;
-use crate::slices::{Slices, SlotBook};
 use crate::state::{Inner, Need, Space, State, Stop};
+use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, Ordering};
 use block::{CompressedExtent, Epochs, Error, ErrorKind, Extent, FileInfo, IoError, IoErrorKind, IoResult, Mapped};
-use block::{MetaIo, PastEnd, Result, WaitList};
+use block::{MetaIo, PastEnd, Result, SliceBook, SliceCache, WaitList};
 use memory::AlignedBuf;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// The L2 tables of a whole disk are kept in memory as long as they fit this (qemu's default).
 const TABLE_CACHE_BYTES: u64 = 32 << 20;
@@ -82,7 +81,7 @@ impl Qcow2 {
         let refcounts = Refcounts::new(geometry, table, header.refcount_table_offset, cache / 8);
         let space = space_at_open(file, &geometry, &refcounts);
         let state = State {
-            book: SlotBook::default(),
+            book: SliceBook::default(),
             l1_dirty: BTreeSet::new(),
             l1_writing: BTreeSet::new(),
             fresh_tables: HashMap::new(),
@@ -104,7 +103,7 @@ impl Qcow2 {
             discard_zeroes: file.discard_zeroes && !file.block_device,
             file_clusters: geometry.cluster_of(file.length_bytes),
             l1: entries(&l1).map(AtomicU64::new).collect(),
-            slices: Slices::new(slices, usize::try_from(geometry.slice_entries()).unwrap_or(0), cache),
+            slices: SliceCache::new(slices, usize::try_from(geometry.slice_entries()).unwrap_or(0), cache),
             epochs: Epochs::default(),
             state: Mutex::new(state),
             loaded: WaitList::default(),

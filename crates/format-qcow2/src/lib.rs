@@ -29,7 +29,6 @@ mod image;
 mod load;
 mod reap;
 mod refcount;
-mod slices;
 mod state;
 mod tables;
 mod tail;

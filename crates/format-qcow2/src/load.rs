@@ -6,9 +6,9 @@
 use crate::geometry::MAX_FILE_BYTES;
 use crate::header::OFFSET_AUTOCLEAR;
 use crate::state::{FreshTable, Inner, Need};
+use block::sync::Ordering;
 use block::{FileOp, IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
 use memory::{AlignedBuf, IoBuf};
-use std::sync::atomic::Ordering;
 
 /// The file is extended by its own length, between these: rare enough in a large file, little in a small one.
 const EXTENSION_BYTES_MIN: u64 = 256 << 10;

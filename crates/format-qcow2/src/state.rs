@@ -10,14 +10,13 @@ use crate::free_runs::FreeRuns;
 use crate::geometry::Geometry;
 use crate::header::{HEADER_SECTOR_BYTES, Header};
 use crate::refcount::{Absent, Refcounts};
-use crate::slices::{Slices, SlotBook};
 use crate::tables::Tables;
 use crate::tail::Tail;
-use block::{Epochs, IoError, IoErrorKind, IoResult, MetaIo, WaitList};
+use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
+use block::{Epochs, IoError, IoErrorKind, IoResult, MetaIo, SliceBook, SliceCache, WaitList};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Something that a step cannot do without.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -89,7 +88,7 @@ pub(crate) struct Space {
 /// What the mutex guards.
 #[derive(Debug)]
 pub(crate) struct State {
-    pub(crate) book: SlotBook,
+    pub(crate) book: SliceBook,
     pub(crate) l1_dirty: BTreeSet<usize>,
     pub(crate) l1_writing: BTreeSet<usize>,
     /// L2 tables (by L1 index) whose clusters hold garbage until the next flush has written them.
@@ -140,7 +139,7 @@ pub(crate) struct Inner {
     /// Clusters of a file that cannot grow.
     pub(crate) file_clusters: u64,
     pub(crate) l1: Box<[AtomicU64]>,
-    pub(crate) slices: Slices,
+    pub(crate) slices: SliceCache,
     pub(crate) epochs: Epochs,
     pub(crate) state: Mutex<State>,
     /// Woken when something that was being loaded is there, or could not be loaded.

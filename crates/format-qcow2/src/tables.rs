@@ -7,9 +7,9 @@ use crate::entry::{Cluster, decode_l1};
 use crate::free_runs::Run;
 use crate::state::{Inner, State, Step, Stop};
 use block::IoResult;
+use block::sync::Ordering;
 use std::collections::HashSet;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
 /// Host clusters that hold tables.
 #[derive(Debug, Default)]

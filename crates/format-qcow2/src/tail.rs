@@ -3,11 +3,11 @@
 //! A task may be dropped at any await (its reactor ends); what it pushed still happens, perhaps much later. Whoever takes
 //! over first waits for that, or an old table could land on a newer one, and an old punch in new data.
 
+use block::sync::{AtomicUsize, Ordering};
 use block::{FileOp, IoResult, MetaIo, WaitList};
 use std::future::Future;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Counts them.
 #[derive(Debug, Default)]

@@ -4,10 +4,10 @@ use crate::entry::{COPIED, Cluster};
 use crate::flush::Barrier;
 use crate::image::Qcow2;
 use crate::state::{Freed, FreshTable, Inner, Need, State, Step, Stop};
+use block::sync::Ordering;
 use block::{IoError, IoResult, MetaIo};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// The largest allocation for one write.
 const ALLOCATION_BYTES_MAX: u64 = 2 << 20;

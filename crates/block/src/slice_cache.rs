@@ -1,16 +1,17 @@
-//! The cache of L2 tables, in slices, read without a lock.
+//! A cache of tables of 64-bit entries, in slices, read without a lock.
 //!
-//! A slice is 4 KiB of an L2 table (or all of a smaller one), named by its place in the guest's address space. A lookup
-//! goes directory -> slot -> entry and takes nothing: each slot has a tag with the slice it holds and a generation. The
-//! writer (under the image's mutex) changes the tag before it changes what the slot holds; the reader looks at the tag
-//! before and after (a seqlock). Entries of a slice that stays are replaced one at a time, each whole.
+//! A slice is a part of a table that is cached together (4 KiB of a qcow2 image's L2 table), named by its place in the
+//! guest's address space. A lookup goes directory -> slot -> entry and takes nothing: each slot has a tag with the slice
+//! it holds and a generation. The writer (under its owner's mutex) changes the tag before it changes what the slot
+//! holds; the reader looks at the tag before and after (a seqlock). Entries of a slice that stays are replaced one at a
+//! time, each whole.
 
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-/// However small the cache is to be: enough for many operations at once.
-const SLOTS_MIN: u64 = 64;
+/// However small the cache is to be: two operations get on, one after the other's flush.
+const SLOTS_MIN: u64 = 2;
 
 /// Directory entries that are allocated together.
 const CHUNK_BITS: u32 = 10;
@@ -31,34 +32,56 @@ struct Slot {
 
 /// What readers share.
 #[derive(Debug)]
-pub(crate) struct Slices {
+pub struct SliceCache {
     slots: Box<[Slot]>,
     directory: Box<[OnceLock<Box<[AtomicU32]>>]>,
     entries_per_slice: usize,
+    installed: AtomicU64,
+    evicted: AtomicU64,
 }
 
-/// A slice as a reader found it. What it reads is true only if [`View::is_valid`] says so afterwards.
+/// What a cache holds and did so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CacheStats {
+    /// Bytes of table in memory.
+    pub used_bytes: u64,
+    /// The most that may be.
+    pub limit_bytes: u64,
+    /// Slices put into memory.
+    pub installed: u64,
+    /// Slices that had to go for others.
+    pub evicted: u64,
+}
+
+/// A slice as a reader found it. What it reads is true only if [`SliceView::is_valid`] says so afterwards.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct View<'a> {
+pub struct SliceView<'a> {
     slot: &'a Slot,
     entries: &'a [AtomicU64],
     tag: u64,
 }
 
-impl View<'_> {
-    pub(crate) fn get(&self, index: usize) -> Option<u64> {
+impl SliceView<'_> {
+    /// One entry.
+    #[inline]
+    #[must_use]
+    pub fn get(&self, index: usize) -> Option<u64> {
         // Acquire: whoever sees an entry of the slot's next slice also sees that the tag has changed.
         Some(self.entries.get(index)?.load(Ordering::Acquire))
     }
 
-    pub(crate) fn is_valid(&self) -> bool {
+    /// Whether what was read so far was the slice's.
+    #[inline]
+    #[must_use]
+    pub fn is_valid(&self) -> bool {
         self.slot.tag.load(Ordering::Relaxed) == self.tag
     }
 }
 
-impl Slices {
+impl SliceCache {
     /// A cache for a disk of `slices`, of at most `cache_bytes` (or a few slots). Slots are filled as they are used.
-    pub(crate) fn new(slices: u64, entries_per_slice: usize, cache_bytes: u64) -> Self {
+    #[must_use]
+    pub fn new(slices: u64, entries_per_slice: usize, cache_bytes: u64) -> Self {
         let slice_bytes = (entries_per_slice as u64).saturating_mul(8);
         let slots = slices.min(cache_bytes.checked_div(slice_bytes).unwrap_or(0).max(SLOTS_MIN));
         let chunks = slices.div_ceil(CHUNK_ENTRIES as u64);
@@ -66,6 +89,22 @@ impl Slices {
             slots: (0..slots).map(|_| Slot::default()).collect(),
             directory: (0..chunks).map(|_| OnceLock::new()).collect(),
             entries_per_slice,
+            installed: AtomicU64::new(0),
+            evicted: AtomicU64::new(0),
+        }
+    }
+
+    /// What it holds and did so far.
+    #[must_use]
+    pub fn stats(&self) -> CacheStats {
+        let slice_bytes = (self.entries_per_slice as u64).saturating_mul(8);
+        let slots = self.slots.len() as u64;
+        let installed = self.installed.load(Ordering::Relaxed);
+        CacheStats {
+            used_bytes: installed.min(slots).saturating_mul(slice_bytes),
+            limit_bytes: slots.saturating_mul(slice_bytes),
+            installed,
+            evicted: self.evicted.load(Ordering::Relaxed),
         }
     }
 
@@ -75,7 +114,9 @@ impl Slices {
     }
 
     /// The slice, if it is in memory.
-    pub(crate) fn view(&self, slice: u64) -> Option<View<'_>> {
+    #[inline]
+    #[must_use]
+    pub fn view(&self, slice: u64) -> Option<SliceView<'_>> {
         let index = self.directory_entry(slice)?.load(Ordering::Acquire).checked_sub(1)?;
         let slot = self.slots.get(index as usize)?;
         let tag = slot.tag.load(Ordering::Acquire);
@@ -85,20 +126,20 @@ impl Slices {
         if !slot.used.load(Ordering::Relaxed) {
             slot.used.store(true, Ordering::Relaxed);
         }
-        Some(View { slot, entries: slot.entries.get()?, tag })
+        Some(SliceView { slot, entries: slot.entries.get()?, tag })
     }
 
     /// Replaces one entry of a slice that is in memory. Only under the mutex.
-    pub(crate) fn set(&self, slice: u64, index: usize, raw: u64) {
+    pub fn set(&self, slice: u64, index: usize, raw: u64) {
         if let Some(entry) = self.view(slice).and_then(|view| view.entries.get(index)) {
             entry.store(raw, Ordering::Release);
         }
     }
 }
 
-/// What the mutex guards: which slots are free, and which must not be taken away.
+/// What the owner's mutex guards: which slots are free, and which must not be taken away.
 #[derive(Debug, Default)]
-pub(crate) struct SlotBook {
+pub struct SliceBook {
     never_used: usize,
     hand: usize,
     /// Slices that differ from the file.
@@ -107,24 +148,27 @@ pub(crate) struct SlotBook {
     writing: BTreeMap<u64, ()>,
 }
 
-impl SlotBook {
-    pub(crate) fn mark_dirty(&mut self, slice: u64) {
+impl SliceBook {
+    /// The slice differs from the file: it stays until it is written.
+    pub fn mark_dirty(&mut self, slice: u64) {
         self.dirty.insert(slice, ());
     }
 
-    pub(crate) fn has_dirty(&self) -> bool {
+    /// Whether any slice does.
+    #[must_use]
+    pub fn has_dirty(&self) -> bool {
         !self.dirty.is_empty()
     }
 
     /// All dirty slices, in order, now being written.
-    pub(crate) fn begin_writing(&mut self) -> Vec<u64> {
+    pub fn begin_writing(&mut self) -> Vec<u64> {
         let slices: Vec<u64> = std::mem::take(&mut self.dirty).into_keys().collect();
         self.writing.extend(slices.iter().map(|slice| (*slice, ())));
         slices
     }
 
-    /// Ends what [`SlotBook::begin_writing`] began; what failed is dirty again.
-    pub(crate) fn end_writing(&mut self, written: bool) {
+    /// Ends what [`SliceBook::begin_writing`] began; what failed is dirty again.
+    pub fn end_writing(&mut self, written: bool) {
         let writing = std::mem::take(&mut self.writing);
         if !written {
             self.dirty.extend(writing);
@@ -132,7 +176,11 @@ impl SlotBook {
     }
 
     /// Puts a slice into memory. False while every slot is dirty: a flush makes room.
-    pub(crate) fn install(&mut self, slices: &Slices, slice: u64, raw: impl Iterator<Item = u64>) -> bool {
+    pub fn install(&mut self, slices: &SliceCache, slice: u64, raw: impl Iterator<Item = u64>) -> bool {
+        let Some(chunk) = usize::try_from(slice >> CHUNK_BITS).ok().and_then(|chunk| slices.directory.get(chunk))
+        else {
+            return false;
+        };
         let Some(index) = self.take_slot(slices) else { return false };
         let Some(slot) = slices.slots.get(index) else { return false };
         let entries = slot.entries.get_or_init(|| (0..slices.entries_per_slice).map(|_| AtomicU64::new(0)).collect());
@@ -142,24 +190,25 @@ impl SlotBook {
         let generation = (slot.tag.load(Ordering::Relaxed) >> TAG_SLICE_BITS).wrapping_add(1);
         slot.tag.store((generation << TAG_SLICE_BITS) | slice.saturating_add(1), Ordering::Release);
         slot.used.store(true, Ordering::Relaxed);
-        let Some(chunk) = usize::try_from(slice >> CHUNK_BITS).ok().and_then(|chunk| slices.directory.get(chunk))
-        else {
-            return false;
-        };
         chunk.get_or_init(|| (0..CHUNK_ENTRIES).map(|_| AtomicU32::new(0)).collect());
         if let Some(entry) = slices.directory_entry(slice) {
             entry.store((index as u32).saturating_add(1), Ordering::Release);
         }
+        slices.installed.fetch_add(1, Ordering::Relaxed);
         true
     }
 
     /// A slot that holds nothing: a new one, or the one of a clean slice that was not used lately.
-    fn take_slot(&mut self, slices: &Slices) -> Option<usize> {
+    fn take_slot(&mut self, slices: &SliceCache) -> Option<usize> {
         let count = slices.slots.len();
         if self.never_used < count {
             let index = self.never_used;
             self.never_used = index.saturating_add(1);
             return Some(index);
+        }
+        // The usual reason why there is none, without a look at each. (A slice can be both.)
+        if self.dirty.len() >= count || self.writing.len() >= count {
+            return None;
         }
         // Readers may mark slots faster than the hand clears the marks, so the third round goes by no marks.
         for step in 0..count.saturating_mul(3) {
@@ -177,7 +226,8 @@ impl SlotBook {
             if slot.used.swap(false, Ordering::Relaxed) && step < count.saturating_mul(2) {
                 continue;
             }
-            // The tag goes first: see `View::get`.
+            slices.evicted.fetch_add(1, Ordering::Relaxed);
+            // The tag goes first: see `SliceView::get`.
             let generation = (tag >> TAG_SLICE_BITS).wrapping_add(1);
             slot.tag.store(generation << TAG_SLICE_BITS, Ordering::Relaxed);
             if let Some(entry) = held.and_then(|slice| slices.directory_entry(slice)) {
@@ -193,15 +243,15 @@ impl SlotBook {
 mod tests {
     use super::*;
 
-    fn filled(slices: &Slices, book: &mut SlotBook, slice: u64) -> bool {
+    fn filled(slices: &SliceCache, book: &mut SliceBook, slice: u64) -> bool {
         book.install(slices, slice, std::iter::repeat(slice * 100))
     }
 
     #[test]
     fn clean_slices_make_room_and_dirty_ones_stay() {
-        let slices = Slices::new(1 << 20, 512, 0);
+        let slices = SliceCache::new(1 << 20, 512, 0);
         let count = slices.slots.len() as u64;
-        let mut book = SlotBook::default();
+        let mut book = SliceBook::default();
         for slice in 0..count {
             assert!(filled(&slices, &mut book, slice));
             book.mark_dirty(slice);
@@ -221,8 +271,8 @@ mod tests {
 
     #[test]
     fn a_view_of_a_slot_that_changed_hands_is_not_valid() {
-        let slices = Slices::new(1 << 20, 512, 0);
-        let mut book = SlotBook::default();
+        let slices = SliceCache::new(1 << 20, 512, 0);
+        let mut book = SliceBook::default();
         assert!(filled(&slices, &mut book, 1));
         let view = slices.view(1).unwrap();
         assert!(view.is_valid());
@@ -236,8 +286,8 @@ mod tests {
 
     #[test]
     fn readers_never_see_an_entry_of_another_slice() {
-        let slices = Slices::new(1 << 20, 512, 0);
-        let mut book = SlotBook::default();
+        let slices = SliceCache::new(1 << 20, 512, 0);
+        let mut book = SliceBook::default();
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
