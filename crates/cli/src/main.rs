@@ -7,6 +7,7 @@
 mod commands;
 #[allow(dead_code, reason = "tests/guests.rs uses what the commands do not")]
 mod guest;
+mod image_name;
 mod load;
 mod logging;
 mod output;

@@ -1,7 +1,8 @@
 //! What the commands that work on images share: how they open them, show progress, and end.
 
+use crate::image_name::ImageName;
 use crate::output;
-use anyhow::{Context, bail};
+use anyhow::Context;
 use block::ReactorHandle;
 use daemon::{DriveOptions, EngineOpener};
 use engine::{CacheMode, Reactor, ReactorConfig, ReactorThread};
@@ -30,23 +31,21 @@ pub(crate) struct OpenArgs {
     /// Which backing files an image may make us open: deny, same-dir, listed, any.
     #[arg(long, value_name = "POLICY", default_value = "same-dir")]
     pub(crate) allow_backing: String,
-    /// FILE is a description of an image, key=value,... (not supported).
+    /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
-    image_opts: bool,
+    pub(crate) image_opts: bool,
 }
 
 impl OpenArgs {
     /// Opens an image to read it. `listed` are other files on the command line.
     pub(crate) fn open(&self, path: &Path, format: Option<&str>, listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
-        if self.image_opts {
-            bail!("--image-opts is not supported");
-        }
-        let mut options = ImageOptions::new(path);
-        options.format = parse_format(format)?;
+        let ImageName { path, format } = ImageName::of(path, format, self.image_opts)?;
+        let mut options = ImageOptions::new(&path);
+        options.format = format;
         options.read_only = true;
         options.allow_backing = self.allow_backing.parse()?;
         options.listed = listed.to_vec();
-        let opener = EngineOpener::of_drive(&drive(path, &self.source_cache)?);
+        let opener = EngineOpener::of_drive(&drive(&path, &self.source_cache)?);
         let opener = if self.force_share { opener.without_locks() } else { opener };
         Ok(Arc::new(image::open(&options, &opener)?))
     }
@@ -60,7 +59,7 @@ pub(crate) fn open_writable(path: &Path, format: Format, cache: &str, allow: &st
     Ok(Arc::new(image::open(&options, &EngineOpener::of_drive(&drive(path, cache)?))?))
 }
 
-fn drive(path: &Path, cache: &str) -> anyhow::Result<DriveOptions> {
+pub(crate) fn drive(path: &Path, cache: &str) -> anyhow::Result<DriveOptions> {
     let cache: CacheMode = cache.parse()?;
     Ok(DriveOptions { cache, ..DriveOptions::of_file(path) })
 }

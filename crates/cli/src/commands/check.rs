@@ -1,7 +1,8 @@
 //! `ringdisk check`: whether an image's tables agree, with qemu-img's counts, output and exit codes.
 
+use crate::image_name::ImageName;
 use crate::output;
-use crate::tool::{self, ProgressArgs, Watch, parse_format};
+use crate::tool::{self, ProgressArgs, Watch, drive};
 use anyhow::bail;
 use block::ErrorKind;
 use daemon::EngineOpener;
@@ -26,7 +27,10 @@ pub(crate) struct Args {
     /// Check even if somebody else writes the image; what is found may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// FILE is a description of an image (not supported).
+    /// Cache mode for reading: writeback, none, writethrough, directsync, unsafe.
+    #[arg(short = 'T', value_name = "CACHE", default_value = "writeback")]
+    source_cache: String,
+    /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     image_opts: bool,
     #[command(flatten)]
@@ -50,20 +54,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(what) = &args.repair {
         bail!("check: -r {what} (repair) is not supported");
     }
-    if args.image_opts {
-        bail!("check: --image-opts is not supported");
-    }
-    let format = parse_format(args.format.as_deref())?;
-    let opener = EngineOpener::default();
+    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let opener = EngineOpener::of_drive(&drive(&path, &args.source_cache)?);
     let opener = if args.force_share { opener.without_locks() } else { opener };
-    let file = opener.open(&args.file, Role::ReadOnly)?;
+    let file = opener.open(&path, Role::ReadOnly)?;
     let mut finding = |text: &str| {
         if !args.progress.quiet {
             eprintln!("{text}");
         }
     };
-    let checked =
-        Watch::start(&args.progress)?.run(|control| jobs::check(&args.file, &file, format, control, &mut finding));
+    let checked = Watch::start(&args.progress)?.run(|control| jobs::check(&path, &file, format, control, &mut finding));
     drop(file);
     let report = match checked {
         Ok(report) => report,

@@ -1,7 +1,7 @@
 //! `ringdisk img-compat`: what differs from qemu-img.
 
 use crate::output;
-use crate::qemu_img::{FLAGS, difference};
+use crate::qemu_img::{Difference, FLAGS, difference};
 use std::fmt::Write as _;
 
 /// List the flags of qemu-img that are not the same here. Called by the name qemu-img (a link will do), this program is
@@ -24,18 +24,26 @@ enum Output {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let flags = FLAGS.iter().flat_map(|verb| verb.flags.iter().map(move |flag| (verb.name, flag.name)));
-    let rows = flags.map(|(verb, flag)| (verb, flag, difference(verb, flag).map(|difference| difference.why)));
-    let rows: Vec<_> = rows.filter(|(.., why)| args.all || why.is_some()).collect();
+    let rows = flags.map(|(verb, flag)| (verb, flag, difference(verb, flag)));
+    let rows: Vec<_> = rows.filter(|(.., other)| args.all || other.is_some()).collect();
     let mut text = String::new();
     match args.output {
         Output::Human if rows.is_empty() => text.push_str("Every flag is as in qemu-img.\n"),
         Output::Human => {
-            for (verb, flag, why) in rows {
-                let _ = writeln!(text, "{verb:<9} {flag:<20} {}", why.unwrap_or("identical"));
+            for (verb, flag, other) in rows {
+                let _ = writeln!(text, "{verb:<9} {flag:<20} {}", other.map_or("identical", |other| other.why));
             }
         }
         Output::Json => {
-            let row = |(verb, flag, why): (&str, &str, Option<&str>)| serde_json::json!({ "verb": verb, "flag": flag, "identical": why.is_none(), "difference": why });
+            let row = |(verb, flag, other): (&str, &str, Option<&Difference>)| {
+                serde_json::json!({
+                    "verb": verb,
+                    "flag": flag,
+                    "identical": other.is_none(),
+                    "difference": other.map(|other| other.why),
+                    "on-the-way": other.is_some_and(|other| other.pending),
+                })
+            };
             let values: Vec<_> = rows.into_iter().map(row).collect();
             text = format!("{}\n", serde_json::to_string_pretty(&values)?);
         }

@@ -1,5 +1,6 @@
 //! `ringdisk info`: what an image says about itself, as qemu-img shows it, and which engine would serve it.
 
+use crate::image_name::ImageName;
 use crate::output;
 use anyhow::{Context, bail};
 use daemon::{EngineOpener, human_size};
@@ -27,6 +28,9 @@ pub(crate) struct Args {
     /// Look even if somebody else writes the image; what is shown may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
+    /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
+    #[arg(long)]
+    image_opts: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -43,8 +47,8 @@ struct Layer {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let format = args.format.as_deref().map(str::parse::<Format>).transpose()?;
-    let mut layers = vec![look(&args.file, format, args.force_share)?];
+    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let mut layers = vec![look(&path, format, args.force_share)?];
     while args.backing_chain
         && let Some((path, format)) = below(&layers)?
     {

@@ -1,7 +1,7 @@
 //! `ringdisk resize`: more or less room on a disk that nobody uses.
 
+use crate::image_name::ImageName;
 use crate::output;
-use crate::tool::parse_format;
 use anyhow::{Context, bail};
 use daemon::{EngineOpener, parse_size};
 use image::{Format, Opener, Role, inspect};
@@ -19,7 +19,7 @@ pub(crate) struct Args {
     /// What to do with added space: off (others are not supported).
     #[arg(long, value_name = "MODE", default_value = "off")]
     preallocation: String,
-    /// FILE is a description of an image (not supported).
+    /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     image_opts: bool,
     /// Say nothing.
@@ -33,14 +33,12 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if args.image_opts {
-        bail!("resize: --image-opts is not supported");
-    }
     if args.preallocation != "off" {
         bail!("resize: --preallocation={} is not supported", args.preallocation);
     }
-    let file = EngineOpener::default().open(&args.file, Role::Writable)?;
-    let description = inspect(&args.file, &file, parse_format(args.format.as_deref())?)?;
+    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let file = EngineOpener::default().open(&path, Role::Writable)?;
+    let description = inspect(&path, &file, format)?;
     if description.format != Format::Raw {
         bail!("resize: {} images are not supported yet", description.format);
     }

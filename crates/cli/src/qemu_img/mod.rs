@@ -9,7 +9,7 @@ mod usage;
 
 #[cfg(test)]
 pub(crate) use differences::OTHERS;
-pub(crate) use differences::difference;
+pub(crate) use differences::{Difference, difference};
 pub(crate) use flags::FLAGS;
 
 use crate::verbs::ImageVerb;
