@@ -38,6 +38,7 @@ const STEPS: &[Step] = &[
     },
     Step { name: "documents", about: "links and commands in the documents exist", run: || list(documents::check()?) },
     Step { name: "simulator", about: "power cuts, faults and random requests with other seeds", run: simulator },
+    Step { name: "schedules", about: "seeded schedules of what queues share, under shuttle", run: schedules },
     Step { name: "slow", about: "the tests that are too slow for every day", run: slow },
     Step { name: "guests", about: "real Linux guests under User Mode Linux and QEMU", run: guests },
 ];
@@ -130,6 +131,12 @@ fn tests() -> Result<Counts> {
 fn simulator() -> Result<Counts> {
     let arguments = ["test", "--package", "ringdisk-image", "--tests", "--no-fail-fast"];
     count(Program::cargo().args(arguments).env("RINGDISK_SEED", "1000"))
+}
+
+/// The allocator, the slice cache and the epochs, compiled with shuttle's locks and atomics.
+fn schedules() -> Result<Counts> {
+    let arguments = ["test", "--package", "ringdisk-format-qcow2", "--features", "explore", "--test", "explore"];
+    count(Program::cargo().args(arguments))
 }
 
 /// What is ignored by default, but for the guests, which have a step of their own.

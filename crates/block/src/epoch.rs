@@ -37,7 +37,10 @@ impl Epochs {
     /// Call after unpublishing a mapping: what it pointed to may be reused once [`Epochs::is_over`] of the returned
     /// epoch.
     pub fn retire(&self) -> u64 {
-        self.now.fetch_add(1, Ordering::SeqCst)
+        let epoch = self.now.fetch_add(1, Ordering::SeqCst);
+        // Between the unpublishing and the look at the queues: the other half of the fence in `Participant::begin`.
+        fence(Ordering::SeqCst);
+        epoch
     }
 
     /// Whether no operation resolved in `epoch` or before is still in flight.

@@ -34,6 +34,8 @@ pub enum Barrier {
     End,
     /// Unlinking durable before the space is used again.
     Reuse,
+    /// Whatever was resolved before a free ended before the space is used again.
+    Epoch,
 }
 
 impl Barrier {
@@ -43,6 +45,7 @@ impl Barrier {
             Self::BeforeRelying => 2,
             Self::End => 4,
             Self::Reuse => 8,
+            Self::Epoch => 16,
         }
     }
 }

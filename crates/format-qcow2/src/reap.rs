@@ -3,6 +3,7 @@
 //!
 //! The decrements reach the disk with a later flush. Lost in a power cut they leave leaks, which are harmless.
 
+use crate::flush::Barrier;
 use crate::free_runs::Run;
 use crate::refcount::Absent;
 use crate::state::{Freed, Inner, State};
@@ -84,7 +85,7 @@ impl Inner {
             // Neighbours mostly share an epoch; asking takes a lock.
             let over = match last {
                 Some((epoch, over)) if epoch == freed.epoch => over,
-                _ => all || self.epochs.is_over(freed.epoch),
+                _ => all || self.skips(Barrier::Epoch) || self.epochs.is_over(freed.epoch),
             };
             last = Some((freed.epoch, over));
             over

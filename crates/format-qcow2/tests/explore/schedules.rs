@@ -1,0 +1,109 @@
+//! Seeded schedules that mostly let a thread go on and interrupt it seldom: faults need two or three interruptions in the
+//! right places, not thousands anywhere. Where a thread waits for the storage it is now and then left out for long, as a
+//! slow disk would have it.
+
+use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
+use shuttle::{Config, Runner};
+use std::sync::{Arc, Mutex};
+use testkit::{Dice, mix};
+
+/// What went wrong first, noted without a panic: threads of an execution share the locks of this process.
+#[derive(Clone, Default)]
+pub(crate) struct Verdict(Arc<Mutex<Option<String>>>);
+
+impl Verdict {
+    pub(crate) fn fail(&self, what: String) {
+        self.0.lock().unwrap().get_or_insert(what);
+    }
+
+    pub(crate) fn get(&self) -> Option<String> {
+        self.0.lock().unwrap().clone()
+    }
+}
+
+/// The longest that a slow operation takes.
+const LONG_STEPS: u64 = 4000;
+
+/// For what takes thousands of steps, and for what takes tens.
+pub(crate) const LONG: &[u64] = &[5, 20, 100, 500];
+pub(crate) const SHORT: &[u64] = &[500, 1500, 3000];
+
+struct Seldom {
+    seed: u64,
+    executions: u64,
+    limit: u64,
+    dice: Dice,
+    /// Of ten thousand steps, in some of the executions.
+    interruptions: &'static [u64],
+    chance: u64,
+    step: u64,
+    /// Who waits for a slow disk, and until when.
+    waiting: Option<(TaskId, u64)>,
+    verdict: Verdict,
+}
+
+impl Scheduler for Seldom {
+    fn new_execution(&mut self) -> Option<Schedule> {
+        if self.executions == self.limit || self.verdict.get().is_some() {
+            return None;
+        }
+        self.dice = Dice::new(mix(self.seed, self.executions));
+        self.chance = self.interruptions[self.dice.index(self.interruptions.len())];
+        self.step = 0;
+        self.waiting = None;
+        self.executions += 1;
+        Some(Schedule::new(self.seed))
+    }
+
+    fn next_task(&mut self, runnable: &[&Task], current: Option<TaskId>, is_yielding: bool) -> Option<TaskId> {
+        self.step += 1;
+        self.waiting = self.waiting.filter(|(_, until)| *until > self.step);
+        if is_yielding && self.waiting.is_none() && self.dice.chance(8) {
+            self.waiting = current.map(|current| (current, self.step + 1 + self.dice.below(LONG_STEPS)));
+        }
+        let mut awake: Vec<TaskId> = runnable.iter().map(|task| task.id()).collect();
+        if awake.len() > 1 {
+            awake.retain(|task| self.waiting.is_none_or(|(waiting, _)| waiting != *task));
+        }
+        let chance = if is_yielding { 3000 } else { self.chance };
+        match current.filter(|current| awake.contains(current)) {
+            Some(current) if self.dice.below(10_000) >= chance => Some(current),
+            _ => Some(awake[self.dice.index(awake.len())]),
+        }
+    }
+
+    fn next_u64(&mut self) -> u64 {
+        self.dice.seed()
+    }
+}
+
+/// Runs `execution`, which gets a seed of its own each time, through `limit` schedules or up to the first that fails.
+pub(crate) fn explore(
+    seed: u64,
+    limit: u64,
+    interruptions: &'static [u64],
+    execution: impl Fn(u64, &Verdict) + Send + Sync + 'static,
+) -> Result<(), String> {
+    let verdict = Verdict::default();
+    let scheduler = Seldom {
+        seed,
+        executions: 0,
+        limit,
+        dice: Dice::new(seed),
+        interruptions,
+        chance: 0,
+        step: 0,
+        waiting: None,
+        verdict: verdict.clone(),
+    };
+    let mut config = Config::new();
+    config.silence_warnings = true;
+    config.stack_size = 256 << 10;
+    let theirs = verdict.clone();
+    let count = Runner::new(scheduler, config)
+        .run(move || execution(shuttle::rand::RngCore::next_u64(&mut shuttle::rand::thread_rng()), &theirs));
+    match verdict.get() {
+        None => Ok(()),
+        Some(wrong) => Err(format!("schedule {count} of seed {seed}: {wrong}")),
+    }
+}
