@@ -42,6 +42,8 @@ pub(crate) struct Aio {
     counters: Arc<Counters>,
     /// The kernel has no asynchronous fdatasync here.
     syncs_by_worker: Cell<bool>,
+    /// A part of the batch was submitted before its end.
+    gave_early: Cell<bool>,
 }
 
 /// Whether this process may use Linux AIO here at all.
@@ -65,11 +67,12 @@ impl Aio {
             wakeup,
             workers,
             counters,
+            gave_early: Cell::new(false),
             syncs_by_worker: Cell::new(false),
         })
     }
 
-    /// Takes a request; it reaches the kernel with the next [`Aio::submit`].
+    /// Takes a request; it reaches the kernel with the next [`Aio::submit`] at the latest.
     pub(crate) fn push(&self, request: Request) {
         let by_worker = match request.action {
             Action::Read { .. } | Action::Write { .. } => false,
@@ -79,19 +82,24 @@ impl Aio {
         if by_worker {
             return self.workers.push(request);
         }
-        let mut state = self.state.borrow_mut();
-        let Some(state) = state.as_mut() else {
-            drop(state);
+        let mut borrowed = self.state.borrow_mut();
+        let Some(state) = borrowed.as_mut() else {
+            drop(borrowed);
             return request.finish(Err(IoError::EIO));
         };
         self.counters.requests.add(1);
         let index = state.slab.insert(request);
         state.waiting.push_back(index);
+        // As with io_uring: a disk that has less to do than waits here begins before the batch is whole.
+        if state.waiting.len() >= state.in_kernel.max(1) {
+            drop(borrowed);
+            self.gave_early.set(self.submit());
+        }
     }
 
     /// Gives the kernel all that was queued and fits. Returns whether anything was given.
     pub(crate) fn submit(&self) -> bool {
-        let mut worked = false;
+        let mut worked = self.gave_early.take();
         loop {
             let failed = match self.state.borrow_mut().as_mut() {
                 Some(state) => match self.submit_batch(state) {

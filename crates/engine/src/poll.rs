@@ -167,6 +167,41 @@ impl Pace {
     }
 }
 
+/// A pace for each thing that a reactor waits for. After it gave requests to an engine, that is the storage; after it
+/// completed some, the guest. The one may be too slow for spinning and the other quick, in turns.
+#[derive(Debug)]
+pub(crate) struct Paces {
+    storage: Pace,
+    guest: Pace,
+    waits_for_storage: bool,
+}
+
+impl Paces {
+    pub(crate) fn new(limit: Duration) -> Self {
+        Self { storage: Pace::new(limit), guest: Pace::new(limit), waits_for_storage: false }
+    }
+
+    fn current(&mut self) -> &mut Pace {
+        if self.waits_for_storage { &mut self.storage } else { &mut self.guest }
+    }
+
+    /// The turn had work; whether an engine was given requests.
+    pub(crate) fn busy(&mut self, submitted: bool) {
+        self.current().busy();
+        self.waits_for_storage = submitted;
+    }
+
+    /// The turn had none: whether it is time to sleep.
+    pub(crate) fn is_time_to_sleep(&mut self, now: Instant) -> bool {
+        self.current().is_time_to_sleep(now)
+    }
+
+    /// The reactor has slept.
+    pub(crate) fn slept(&mut self) {
+        self.current().slept();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -205,6 +240,19 @@ mod tests {
             let late = round % 4 == 0;
             assert_eq!(idles(&mut pace, if late { limit * 2 } else { limit / 2 }), late);
         }
+    }
+
+    #[test]
+    fn a_slow_storage_does_not_end_the_spinning_for_a_quick_guest() {
+        let limit = Duration::from_micros(64);
+        let mut paces = Paces::new(limit);
+        for round in 0..1000 {
+            paces.busy(true);
+            assert!(idles(paces.current(), limit * 2));
+            paces.busy(false);
+            assert!(!idles(paces.current(), limit / 2), "the guest answers in time, round {round}");
+        }
+        assert!(paces.storage.sleeps_left > 0, "nor does the guest keep it spinning for the storage");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The reactor: one thread that polls, runs tasks, submits once an engine and turn, and harvests.
 
 use crate::engines::Engines;
-use crate::poll::{Pace, Pollers};
+use crate::poll::{Paces, Pollers};
 use crate::stats::{Counters, ReactorStats};
 use crate::wakeup::Wakeup;
 use block::{Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task};
@@ -67,7 +67,7 @@ impl Reactor {
                 Ok(local) => {
                     CURRENT.set(Rc::downgrade(&local));
                     let _ = sender.send(Ok(()));
-                    local.run(Pace::new(limit));
+                    local.run(Paces::new(limit));
                 }
                 Err(error) => {
                     let _ = sender.send(Err(error));
@@ -312,13 +312,13 @@ impl Local {
         added.map_err(|error| Error::io("cannot watch a wake-up descriptor with epoll", error.into()))
     }
 
-    fn run(self: &Rc<Self>, mut pace: Pace) {
+    fn run(self: &Rc<Self>, mut paces: Paces) {
         let ctx: Rc<dyn ReactorCtx> = Rc::clone(self) as _;
         // Also when a poller panics: the engines' requests are waited for while the thread unwinds.
         let guard = Teardown(self);
         while !self.shared.stop.load(Ordering::Acquire) {
-            if self.turn(&ctx) {
-                pace.busy();
+            if let Some(submitted) = self.turn(&ctx) {
+                paces.busy(submitted);
                 continue;
             }
             if self.engines.in_flight() > 0 {
@@ -328,16 +328,16 @@ impl Local {
                 std::hint::spin_loop();
             }
             let now = Instant::now();
-            if pace.is_time_to_sleep(now) && self.sleep(None) {
-                pace.slept();
+            if paces.is_time_to_sleep(now) && self.sleep(None) {
+                paces.slept();
             }
         }
         self.wind_down(&ctx);
         drop(guard);
     }
 
-    /// One turn; returns whether anything happened.
-    fn turn(&self, ctx: &Rc<dyn ReactorCtx>) -> bool {
+    /// One turn; if anything happened, returns whether an engine was given requests.
+    fn turn(&self, ctx: &Rc<dyn ReactorCtx>) -> Option<bool> {
         self.shared.counters.turns.add(1);
         let jobs = self.run_jobs(ctx);
         let polled = self.pollers.poll();
@@ -345,7 +345,7 @@ impl Local {
         let submitted = self.engines.submit();
         let harvested = self.engines.harvest() > 0;
         self.pollers.sweep();
-        jobs | polled | tasks | submitted | harvested
+        (jobs | polled | tasks | submitted | harvested).then_some(submitted)
     }
 
     fn run_jobs(&self, ctx: &Rc<dyn ReactorCtx>) -> bool {

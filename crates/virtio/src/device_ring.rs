@@ -277,9 +277,10 @@ impl DeviceRing for SplitDeviceRing {
     }
 
     fn disable_notifications(&mut self) {
-        // With EVENT_IDX the event that was asked for stays behind and is not crossed again.
-        if !self.features.event_idx {
-            self.areas.set_used_flags(USED_NO_NOTIFY);
+        match self.features.event_idx {
+            // An event in the past is not crossed before the index has come round.
+            true => self.areas.set_avail_event(self.next_avail.wrapping_sub(1)),
+            false => self.areas.set_used_flags(USED_NO_NOTIFY),
         }
     }
 

@@ -373,6 +373,8 @@ fn notifications_are_asked_for_and_late_ones_are_seen() {
         serve_flush(&mut driver, &mut queue);
         assert!(!queue.ring_mut().enable_notifications());
         assert_eq!((driver.used_flags(), driver.avail_event()), (0, u16::from(features.event_idx)));
+        queue.ring_mut().disable_notifications();
+        assert_eq!(driver.avail_event(), 0, "behind the next entry: it is not crossed");
         driver.offer(0);
         driver.publish();
         assert!(queue.ring_mut().enable_notifications(), "work that came before the wish is not slept over");
