@@ -62,7 +62,7 @@ pub(crate) fn check() -> Result<Vec<String>> {
     let names: Vec<String> = members.iter().map(|package| package.name.to_string()).collect();
     let mut complaints: Vec<String> = names
         .iter()
-        .filter(|name| !["xtask", "cli"].contains(&room_name(name)) && room(room_name(name)).is_none())
+        .filter(|name| !["xtask", "cli", "fuzz"].contains(&room_name(name)) && room(room_name(name)).is_none())
         .map(|name| format!("{name} is in no row of the table of rooms"))
         .collect();
     let arrows = members.iter().flat_map(|package| {
@@ -75,6 +75,9 @@ pub(crate) fn check() -> Result<Vec<String>> {
     complaints.extend(arrows.filter_map(|arrow| complaint(&arrow)));
     Ok(complaints)
 }
+
+/// The fuzzers stand above the rooms, as tests do, and nobody names them.
+const FUZZERS: &str = "fuzz";
 
 /// The program's package is named after the program.
 fn room_name(package: &str) -> &str {
@@ -90,8 +93,14 @@ fn complaint(arrow: &Arrow) -> Option<String> {
     if from == "xtask" {
         return Some(format!("xtask depends on {to}: the project's commands stand outside the rooms"));
     }
+    if from == FUZZERS {
+        return (to == "cli").then(|| format!("{from} depends on the program"));
+    }
     if to == "testkit" {
         return (!dev).then(|| format!("{from} depends on testkit, which is for tests only"));
+    }
+    if to == FUZZERS {
+        return Some(format!("{from} depends on the fuzzers"));
     }
     if *dev {
         // Tests may bring any rooms together but the program itself.
@@ -132,6 +141,8 @@ mod tests {
         assert!(arrow("image", "testkit", true).is_none());
         assert!(arrow("driver", "export-vhost-user", true).is_none());
         assert!(arrow("driver", "cli", true).is_some());
+        assert!(arrow("fuzz", "testkit", false).is_none());
+        assert!(arrow("image", "fuzz", true).is_some());
         assert!(arrow("virtio", "memory", false).is_none());
     }
 

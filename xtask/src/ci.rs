@@ -39,6 +39,11 @@ const STEPS: &[Step] = &[
     Step { name: "documents", about: "links and commands in the documents exist", run: || list(documents::check()?) },
     Step { name: "simulator", about: "power cuts, faults and random requests with other seeds", run: simulator },
     Step { name: "schedules", about: "seeded schedules of what queues share, under shuttle", run: schedules },
+    Step {
+        name: "fuzz",
+        about: "a few seconds of each fuzzer, with inputs that nobody has seen",
+        run: || cargo(&["run", "--package", "ringdisk-fuzz", "--", "all", "3"]),
+    },
     Step { name: "slow", about: "the tests that are too slow for every day", run: slow },
     Step { name: "guests", about: "real Linux guests under User Mode Linux and QEMU", run: guests },
 ];

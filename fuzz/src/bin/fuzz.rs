@@ -1,0 +1,58 @@
+//! The fuzzers without libFuzzer: random inputs from a seed, for so many seconds, on any toolchain.
+//!
+//! `fuzz TARGET SECONDS [SEED]` runs one target, `fuzz all ...` each in turn; `fuzz TARGET FILE...` runs inputs again.
+
+use fuzz::Target;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use testkit::Dice;
+
+/// The longest input.
+const INPUT_BYTES_MAX: u64 = 512;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let (Some(name), Some(second)) = (words.first(), words.get(1)) else {
+        eprintln!("usage: fuzz TARGET|all SECONDS [SEED], or fuzz TARGET FILE...");
+        std::process::exit(2);
+    };
+    let targets: Vec<Target> =
+        if *name == "all" { Target::ALL.to_vec() } else { Target::of_name(name).into_iter().collect() };
+    assert!(!targets.is_empty(), "there is no target '{name}'");
+    match second.parse() {
+        Ok(seconds) => {
+            let seed = words.get(2).and_then(|seed| seed.parse().ok()).unwrap_or_else(|| u64::from(std::process::id()));
+            targets.into_iter().for_each(|target| random(target, Duration::from_secs(seconds), seed));
+        }
+        Err(_) => {
+            for file in words.iter().skip(1) {
+                let input = std::fs::read(Path::new(file)).expect("the input can be read");
+                targets.iter().for_each(|target| target.run(&input));
+            }
+        }
+    }
+}
+
+fn random(target: Target, time: Duration, seed: u64) {
+    let start = Instant::now();
+    let mut inputs = 0u64;
+    while start.elapsed() < time {
+        let input = input(seed, inputs);
+        if std::panic::catch_unwind(|| target.run(&input)).is_err() {
+            let path = format!("crash-{}-{seed}-{inputs}", target.name());
+            std::fs::write(&path, &input).expect("the input can be kept");
+            println!("test fuzz::{} ... FAILED: the input is in {path}", target.name());
+            std::process::exit(1);
+        }
+        inputs += 1;
+    }
+    println!("fuzz {}: {inputs} inputs in {} s, seed {seed}", target.name(), time.as_secs());
+}
+
+fn input(seed: u64, number: u64) -> Vec<u8> {
+    let mut dice = Dice::new(testkit::mix(seed, number));
+    let mut input = vec![0; 16 + dice.below(INPUT_BYTES_MAX) as usize];
+    testkit::fill_seeded(dice.seed(), &mut input);
+    input
+}

@@ -1,0 +1,99 @@
+//! One image on simulated storage, opened as a guest's disk.
+
+use block::{Error, ErrorKind, File, Result};
+use image::{Format, Image, ImageOptions, Opener, Role};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use testkit::{Harness, Reply, Request, SimFileOptions, SimHarness, SimStorage};
+
+/// What a guest's payload consists of: a sector full of it in a table was put there by the guest.
+pub(crate) const MARK: u8 = 0xa7;
+
+const NAME: &str = "image";
+/// No image makes a file longer than this.
+const FILE_BYTES_MAX: u64 = 8 << 20;
+
+struct OneFile(SimStorage);
+
+impl Opener for OneFile {
+    fn open(&self, path: &Path, _role: Role) -> Result<Arc<dyn File>> {
+        // Whatever an image asks for beside itself is not there.
+        let missing = || Error::new(ErrorKind::Io, format!("no file '{}'", path.display()));
+        Ok(self.0.file(&path.to_string_lossy()).ok_or_else(missing)?)
+    }
+
+    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        Ok(path.to_owned())
+    }
+}
+
+/// A file of these bytes, as a disk's storage.
+pub(crate) fn storage_of(bytes: &[u8]) -> SimStorage {
+    let storage = SimStorage::new(1);
+    let options = SimFileOptions { max_length_bytes: FILE_BYTES_MAX, ..SimFileOptions::default() };
+    storage.create_with(NAME, bytes, options);
+    storage
+}
+
+/// The one file of a storage.
+pub(crate) fn file_of(storage: &SimStorage) -> Arc<dyn File> {
+    match storage.file(NAME) {
+        Some(file) => file,
+        None => panic!("the storage has no image"),
+    }
+}
+
+pub(crate) struct Disk {
+    storage: SimStorage,
+    image: Arc<Image>,
+    harness: SimHarness,
+    queue: u64,
+    tags: u64,
+}
+
+impl Disk {
+    pub(crate) fn open(bytes: &[u8], read_only: bool) -> Result<Self> {
+        let storage = storage_of(bytes);
+        let options = ImageOptions { format: Some(Format::Qcow2), read_only, ..ImageOptions::new(NAME) };
+        let image = Arc::new(image::open(&options, &OneFile(storage.clone()))?);
+        let mut harness = SimHarness::new(1, 1);
+        let disk = Arc::clone(&image) as Arc<dyn block::Disk>;
+        let queue = harness.open(&disk, 0)?;
+        Ok(Self { storage, image, harness, queue, tags: 0 })
+    }
+
+    pub(crate) fn size_bytes(&self) -> u64 {
+        block::Disk::info(&*self.image).size_bytes
+    }
+
+    /// Submits all at once and waits for their ends.
+    pub(crate) fn ask(&mut self, requests: Vec<Request>) -> Vec<Reply> {
+        let tagged = requests.into_iter().map(|request| {
+            self.tags += 1;
+            (self.tags, request)
+        });
+        let tagged = tagged.collect::<Vec<_>>();
+        let expected = tagged.len();
+        self.harness.submit(self.queue, tagged);
+        let mut replies = Vec::new();
+        while replies.len() < expected {
+            let turn = self.harness.turn();
+            replies.extend(turn.replies.into_iter().map(|(_, reply)| reply));
+            assert!(!turn.idle || replies.len() == expected, "{} of {expected} replies: stuck", replies.len());
+        }
+        let violations = self.harness.violations(self.queue);
+        assert!(violations.is_empty(), "{violations:?}");
+        replies
+    }
+
+    /// Ends in order. A damaged image may not be able to.
+    pub(crate) fn close(&mut self) {
+        self.harness.close(self.queue);
+        self.harness.settle();
+        drop(self.image.close());
+    }
+
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        self.storage.bytes(NAME)
+    }
+}

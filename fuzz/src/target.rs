@@ -1,0 +1,144 @@
+//! What is asked of a damaged image, and what must hold.
+
+use crate::disk::{Disk, MARK, file_of, storage_of};
+use crate::golden;
+use crate::mutate::{Tables, damage};
+use arbitrary::{Result, Unstructured};
+use image::{CheckEvent, Format};
+use std::path::Path;
+use testkit::Request;
+
+/// Requests of one input at most.
+const REQUESTS_MAX: usize = 24;
+const REQUEST_BYTES_MAX: u64 = 20 << 10;
+
+/// What is fuzzed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    /// Opening an image, for reading and for writing.
+    Open,
+    /// Reading.
+    Read,
+    /// Writing, zeroing, discarding, flushing.
+    Write,
+    /// Checking.
+    Check,
+}
+
+impl Target {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Open, Self::Read, Self::Write, Self::Check];
+
+    /// Its name on a command line.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Open => "open",
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Check => "check",
+        }
+    }
+
+    /// The target of this name.
+    #[must_use]
+    pub fn of_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|target| target.name() == name)
+    }
+
+    /// Runs one input. Inputs that are too short mean zeros for the rest.
+    ///
+    /// # Panics
+    /// If something is wrong with the code under test.
+    pub fn run(self, input: &[u8]) {
+        let mut u = Unstructured::new(input);
+        // What cannot be read from the input ends it; the code under test has no part in that.
+        let _ = self.try_run(&mut u);
+    }
+
+    fn try_run(self, u: &mut Unstructured<'_>) -> Result<()> {
+        let mut bytes = u.choose(golden::images())?.clone();
+        damage(&mut bytes, u)?;
+        match self {
+            Self::Open => open(&bytes),
+            Self::Read => read(&bytes, u)?,
+            Self::Write => write(&bytes, u)?,
+            Self::Check => check(&bytes),
+        }
+        Ok(())
+    }
+}
+
+fn open(bytes: &[u8]) {
+    for read_only in [true, false] {
+        if let Ok(mut disk) = Disk::open(bytes, read_only) {
+            disk.close();
+            assert!(disk.bytes() == bytes, "opening and closing has changed the file");
+        }
+    }
+    let storage = storage_of(bytes);
+    drop(image::inspect(Path::new("image"), &file_of(&storage), None));
+}
+
+/// An offset and a length, in sectors, near what there is.
+fn range(u: &mut Unstructured<'_>, size_bytes: u64) -> Result<(u64, u64)> {
+    // A mutated header may say that the disk is huge.
+    let near = if u.ratio(7u8, 8)? { size_bytes.min(128 << 10) } else { size_bytes };
+    let offset = u.int_in_range(0..=near / 512)? * 512;
+    Ok((offset, u.int_in_range(1..=REQUEST_BYTES_MAX / 512)? * 512))
+}
+
+fn read(bytes: &[u8], u: &mut Unstructured<'_>) -> Result<()> {
+    let Ok(mut disk) = Disk::open(bytes, true) else { return Ok(()) };
+    for _ in 0..u.int_in_range(1..=REQUESTS_MAX)? {
+        let (offset, length) = range(u, disk.size_bytes())?;
+        disk.ask(vec![Request::read(offset, length as usize)]);
+    }
+    disk.close();
+    assert!(disk.bytes() == bytes, "reading has changed the file");
+    Ok(())
+}
+
+fn request(u: &mut Unstructured<'_>, size_bytes: u64) -> Result<Request> {
+    let (offset, length) = range(u, size_bytes)?;
+    Ok(match u.int_in_range(0..=9)? {
+        0..=4 => Request::write(offset, vec![MARK; length as usize]),
+        5 => Request::WriteZeroes { offset, length, may_unmap: u.arbitrary()?, fua: false },
+        6 => Request::Discard { offset, length },
+        7 => Request::Flush,
+        _ => Request::read(offset, length as usize),
+    })
+}
+
+fn write(bytes: &[u8], u: &mut Unstructured<'_>) -> Result<()> {
+    let tables = Tables::of(bytes);
+    let Ok(mut disk) = Disk::open(bytes, false) else { return Ok(()) };
+    for _ in 0..u.int_in_range(1..=REQUESTS_MAX / 3)? {
+        let together = u.int_in_range(1..=3)?;
+        let requests = (0..together).map(|_| request(u, disk.size_bytes())).collect::<Result<Vec<_>>>()?;
+        disk.ask(requests);
+    }
+    disk.close();
+    let after = disk.bytes();
+    for table in tables.all() {
+        let (before, now) = (bytes.get(table.clone()), after.get(table.clone()));
+        let (Some(before), Some(now)) = (before, now) else { continue };
+        for (index, (old, new)) in before.chunks(512).zip(now.chunks(512)).enumerate() {
+            let is_guests = new.iter().all(|byte| *byte == MARK) && old != new;
+            assert!(!is_guests, "the guest's data lies in the table at {:#x}, sector {index}", table.start);
+        }
+    }
+    Ok(())
+}
+
+fn check(bytes: &[u8]) {
+    let storage = storage_of(bytes);
+    let file = file_of(&storage);
+    // A table can claim a great deal; whoever watches may stop it.
+    let mut events = 0u32;
+    drop(image::check(Path::new("image"), &file, Some(Format::Qcow2), &mut |event| {
+        events += u32::from(matches!(event, CheckEvent::Finding(_)));
+        events < 10_000
+    }));
+    assert!(storage.bytes("image") == bytes, "checking has changed the file");
+}
