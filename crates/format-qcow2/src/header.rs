@@ -11,9 +11,9 @@ const V3_HEADER_BYTES: u32 = 104;
 /// The header's first sector, which later updates rewrite whole.
 pub(crate) const HEADER_SECTOR_BYTES: usize = 512;
 
-const MAX_L1_BYTES: u64 = 32 << 20;
+pub(crate) const MAX_L1_BYTES: u64 = 32 << 20;
 pub(crate) const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
-const MAX_SNAPSHOTS: u32 = 65536;
+pub(crate) const MAX_SNAPSHOTS: u32 = 65536;
 const MAX_BACKING_NAME_BYTES: u32 = 1023;
 const MAX_EXTENSIONS: usize = 64;
 

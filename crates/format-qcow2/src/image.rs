@@ -5,6 +5,7 @@ use crate::flush::{Barrier, FlushQueue};
 use crate::header::{HEADER_SECTOR_BYTES, Header, claimed_cluster_bytes, probe};
 use crate::load::entries;
 use crate::refcount::Refcounts;
+use crate::snapshot::{SnapshotName, of_snapshot};
 use crate::state::{Inner, Need, Space, State, Stop};
 use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, Ordering};
 use block::{CompressedExtent, Epochs, Error, ErrorKind, Extent, FileInfo, IoError, IoErrorKind, IoResult, Mapped};
@@ -51,16 +52,40 @@ impl Qcow2 {
         Self::open_with_cache(io, file, options, TABLE_CACHE_BYTES).await
     }
 
+    /// Opens the disk as it was when an internal snapshot was taken, to read it.
+    pub async fn open_snapshot(
+        io: &MetaIo,
+        file: &FileInfo,
+        options: OpenOptions,
+        which: &SnapshotName,
+    ) -> Result<Self> {
+        let options = OpenOptions { read_only: true, ..options };
+        Self::open_part(io, file, options, Some(which), TABLE_CACHE_BYTES).await
+    }
+
     /// As [`Qcow2::open`], with a cache for L2 tables of another size: for tests.
     #[doc(hidden)]
     pub async fn open_with_cache(io: &MetaIo, file: &FileInfo, options: OpenOptions, cache: u64) -> Result<Self> {
+        Self::open_part(io, file, options, None, cache).await
+    }
+
+    async fn open_part(
+        io: &MetaIo,
+        file: &FileInfo,
+        options: OpenOptions,
+        snapshot: Option<&SnapshotName>,
+        cache: u64,
+    ) -> Result<Self> {
         let name = options.name;
         let failed = |what: &str, error: IoError| {
             Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the {what}"), error)
         };
         let read_only = options.read_only || file.read_only;
         let cluster = read_first_cluster(io).await.map_err(|e| failed("header", e))?;
-        let header = Header::parse(&cluster, &name, !read_only)?;
+        let mut header = Header::parse(&cluster, &name, !read_only)?;
+        if let Some(which) = snapshot {
+            header = of_snapshot(io, header, &name, which).await?;
+        }
         let geometry = header.geometry();
         let l1_bytes = (header.l1_entries as usize).saturating_mul(8);
         let l1 = match l1_bytes {

@@ -157,8 +157,7 @@ impl Refcounts {
     /// Sets the refcount of a host cluster whose block is in memory.
     pub(crate) fn set(&mut self, cluster: u64, value: u64) -> Result<(), Overflow> {
         let order = self.geometry.refcount_order;
-        let max = u64::MAX.wrapping_shr(64u32.saturating_sub(1u32.wrapping_shl(order)));
-        if value > max {
+        if value > max_count(order) {
             return Err(Overflow);
         }
         let (number, index) = (self.geometry.block_of(cluster), self.index_in_block(cluster));
@@ -300,8 +299,13 @@ pub(crate) fn sectors(dirty: &BTreeSet<usize>, table_offset: u64, entry: impl Fn
     pieces
 }
 
+/// The highest count of a width.
+pub(crate) fn max_count(order: u32) -> u64 {
+    u64::MAX.wrapping_shr(64u32.saturating_sub(1u32.wrapping_shl(order)))
+}
+
 /// Refcounts narrower than a byte fill it from its least significant bit; wider ones are big-endian.
-fn read_entry(bytes: &[u8], index: u64, order: u32) -> u64 {
+pub(crate) fn read_entry(bytes: &[u8], index: u64, order: u32) -> u64 {
     let index = usize::try_from(index).unwrap_or(usize::MAX);
     if order < 3 {
         let per_byte_bits = 3u32.saturating_sub(order);
@@ -317,7 +321,7 @@ fn read_entry(bytes: &[u8], index: u64, order: u32) -> u64 {
 }
 
 /// Returns the first byte it changed.
-fn write_entry(bytes: &mut [u8], index: u64, order: u32, value: u64) -> usize {
+pub(crate) fn write_entry(bytes: &mut [u8], index: u64, order: u32, value: u64) -> usize {
     let index = usize::try_from(index).unwrap_or(usize::MAX);
     if order < 3 {
         let at = index.wrapping_shr(3u32.saturating_sub(order));

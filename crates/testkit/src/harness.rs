@@ -215,7 +215,6 @@ pub struct ThreadHarness {
     queues: BTreeMap<QueueId, (usize, usize)>,
     replies: Receiver<(QueueId, Reply)>,
     sender: Sender<(QueueId, Reply)>,
-    whole_sectors: bool,
 }
 
 /// Queue names are unique in the process: several harnesses may share a thread.
@@ -228,15 +227,7 @@ impl ThreadHarness {
     #[must_use]
     pub fn new(reactors: Vec<Arc<dyn ReactorHandle>>) -> Self {
         let (sender, replies) = channel();
-        Self { reactors, queues: BTreeMap::new(), replies, sender, whole_sectors: false }
-    }
-
-    /// The disk's files are read and written past the page cache: a read finds whole sectors also while a write
-    /// overlaps it.
-    #[must_use]
-    pub fn with_whole_sectors(mut self, whole_sectors: bool) -> Self {
-        self.whole_sectors = whole_sectors;
-        self
+        Self { reactors, queues: BTreeMap::new(), replies, sender }
     }
 
     fn on_reactor<T: Send + 'static>(
@@ -267,7 +258,7 @@ impl Harness for ThreadHarness {
 
     /// The kernel's page cache copies without a lock.
     fn overlapping_reads_mix(&self) -> bool {
-        !self.whole_sectors
+        true
     }
 
     fn open(&mut self, disk: &Arc<dyn Disk>, reactor: usize) -> Result<QueueId> {

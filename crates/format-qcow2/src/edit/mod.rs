@@ -1,0 +1,291 @@
+//! Changes to an image that nobody uses, each made by one write of the header's first sector.
+//!
+//! Everything that a change needs is written beside what is there: new tables, new refcount blocks, a new refcount
+//! table. The image does not know of it. Then one sector of the header is written, and the image is the new one. A power
+//! cut leaves the image before or the image after, and not even a leak.
+
+pub(crate) mod refcounts;
+pub(crate) mod resize;
+pub(crate) mod snapshots;
+mod tree;
+
+use crate::geometry::Geometry;
+use crate::header::{HEADER_SECTOR_BYTES, Header, OFFSET_AUTOCLEAR, OFFSET_REFCOUNT_TABLE};
+use crate::image::read_first_cluster;
+use crate::load::entries;
+use crate::snapshot::{Row, read_rows, rows_bytes};
+use block::{Error, ErrorKind, File, IoError, IoErrorKind, IoResult, MetaIo, PastEnd, Result};
+use memory::AlignedBuf;
+use refcounts::Refs;
+use std::ops::Range;
+
+const OFFSET_SIZE: usize = 24;
+const OFFSET_L1_ENTRIES: usize = 36;
+const OFFSET_L1: usize = 40;
+const OFFSET_SNAPSHOTS: usize = 60;
+/// Persistent bitmaps are consistent.
+const AUTOCLEAR_BITMAPS: u64 = 1;
+/// The external data file reads as a raw image.
+const AUTOCLEAR_RAW_DATA: u64 = 2;
+
+/// Told of steps done and in all while an image is edited; returns false to give up, which leaves the image as it was.
+pub type EditWatch<'a> = dyn FnMut(u64, u64) -> bool + 'a;
+
+/// An image that is being changed.
+pub(crate) struct Edit<'a, 'w> {
+    pub(crate) io: &'a MetaIo,
+    pub(crate) name: &'a str,
+    pub(crate) header: Header,
+    pub(crate) geometry: Geometry,
+    /// The first cluster, as it will be.
+    pub(crate) first_cluster: Vec<u8>,
+    /// The first cluster as it is.
+    old_cluster: Vec<u8>,
+    pub(crate) refs: Refs<'a>,
+    pub(crate) rows: Vec<Row>,
+    rows_bytes: u64,
+    file_bytes: u64,
+    can_grow: bool,
+    can_discard: bool,
+    watch: &'a mut EditWatch<'w>,
+}
+
+impl<'a, 'w> Edit<'a, 'w> {
+    /// Reads what every change needs. Writes nothing.
+    pub(crate) async fn open(
+        io: &'a MetaIo,
+        file: &'a dyn File,
+        name: &'a str,
+        watch: &'a mut EditWatch<'w>,
+    ) -> Result<Self> {
+        let failed =
+            |what: &str, error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the {what}"), error);
+        if file.info().read_only {
+            return Err(Error::new(ErrorKind::BadOption, format!("'{name}' was opened for reading only")));
+        }
+        let cluster = read_first_cluster(io).await.map_err(|error| failed("header", error))?.to_vec();
+        let header = Header::parse(&cluster, name, true)?;
+        let geometry = header.geometry();
+        let table_bytes = geometry.start_of(u64::from(header.refcount_table_clusters));
+        let table_bytes = usize::try_from(table_bytes).unwrap_or(0);
+        let table = io.read(header.refcount_table_offset, table_bytes, PastEnd::Fails).await;
+        let table: Vec<u64> = entries(&table.map_err(|error| failed("refcount table", error))?).collect();
+        let file_bytes = file.length_bytes()?;
+        let mut refs = Refs::new(io, geometry, table.clone(), header.refcount_table_offset, file_bytes);
+        let can_grow = file.info().can_grow && !file.info().block_device;
+        if !can_grow {
+            refs.within_the_file(file_bytes);
+        }
+        let (rows, rows_bytes) = read_rows(io, &header, name).await?;
+        let old_cluster = cluster.clone();
+        let mut edit = Self {
+            io,
+            name,
+            geometry,
+            first_cluster: cluster,
+            old_cluster,
+            refs,
+            rows,
+            rows_bytes,
+            file_bytes,
+            can_grow,
+            can_discard: file.info().can_discard,
+            header,
+            watch,
+        };
+        edit.check_tables(&table).await.map_err(|error| edit.failed(error))?;
+        edit.clear_unknown_autoclear();
+        Ok(edit)
+    }
+
+    /// What a failed step means to a person.
+    pub(crate) fn failed(&self, error: IoError) -> Error {
+        let name = self.name;
+        match error.kind() {
+            IoErrorKind::Corrupt => Error::new(
+                ErrorKind::BadImage,
+                format!("'{name}': its tables and refcounts contradict each other; check it first (check -r all)"),
+            ),
+            IoErrorKind::OutOfRange => {
+                let bits = self.header.refcount_bits;
+                Error::new(ErrorKind::Unsupported, format!("'{name}': a reference count does not fit {bits} bits"))
+            }
+            _ => Error::with_source(ErrorKind::Io, format!("'{name}': cannot change the image"), error),
+        }
+    }
+
+    pub(crate) fn refuse<T>(&self, kind: ErrorKind, what: impl std::fmt::Display) -> Result<T> {
+        Err(Error::new(kind, format!("'{}': {what}", self.name)))
+    }
+
+    /// No table may lie in space that counts as free: new tables would be put there.
+    async fn check_tables(&mut self, refcount_table: &[u64]) -> IoResult {
+        let geometry = self.geometry;
+        let clusters = |offset: u64, bytes: u64| {
+            let first = geometry.cluster_of(offset);
+            first..first.saturating_add(geometry.clusters_for(bytes))
+        };
+        let table_bytes = (refcount_table.len() as u64).saturating_mul(8);
+        let mut tables: Vec<Range<u64>> = vec![
+            0..1,
+            clusters(self.header.refcount_table_offset, table_bytes),
+            clusters(self.header.snapshots_offset, self.rows_bytes),
+        ];
+        tables.extend(refcount_table.iter().filter(|raw| **raw != 0).map(|raw| clusters(*raw, 1)));
+        let mut l1s = vec![(self.header.l1_offset, self.header.l1_entries)];
+        l1s.extend(self.rows.iter().map(|row| (row.l1_offset, row.l1_entries)));
+        for (offset, count) in l1s {
+            tables.push(clusters(offset, u64::from(count).saturating_mul(8)));
+            let l1 = self.read_l1(offset, count).await?;
+            tables.extend(l1.iter().filter_map(|raw| self.l2_offset(*raw)).map(|offset| clusters(offset, 1)));
+        }
+        tables.sort_by_key(|range| range.start);
+        tables.dedup();
+        for range in tables {
+            self.refs.require_used(range).await?;
+        }
+        Ok(())
+    }
+
+    /// What we don't know is not kept up to date (specification, "Feature bits").
+    fn clear_unknown_autoclear(&mut self) {
+        if self.header.version >= 3 {
+            let kept = self.header.autoclear_features & (AUTOCLEAR_BITMAPS | AUTOCLEAR_RAW_DATA);
+            self.put_u64(OFFSET_AUTOCLEAR, kept);
+        }
+    }
+
+    pub(crate) fn has_bitmaps(&self) -> bool {
+        self.header.autoclear_features & AUTOCLEAR_BITMAPS != 0
+    }
+
+    fn put(&mut self, offset: usize, bytes: &[u8]) {
+        if let Some(field) = self.first_cluster.get_mut(offset..offset.saturating_add(bytes.len())) {
+            field.copy_from_slice(bytes);
+        }
+    }
+
+    pub(crate) fn put_u32(&mut self, offset: usize, value: u32) {
+        self.put(offset, &value.to_be_bytes());
+    }
+
+    pub(crate) fn put_u64(&mut self, offset: usize, value: u64) {
+        self.put(offset, &value.to_be_bytes());
+    }
+
+    /// The disk will have this size.
+    pub(crate) fn set_size(&mut self, size_bytes: u64) {
+        self.put_u64(OFFSET_SIZE, size_bytes);
+    }
+
+    /// Shows steps done; fails once the user gave up.
+    pub(crate) fn tell(&mut self, done: u64, total: u64) -> Result<()> {
+        match (self.watch)(done, total) {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::Io, "interrupted")),
+        }
+    }
+
+    /// Writes a table to new space; `references` is how many tables will name it.
+    pub(crate) async fn add_table(&mut self, bytes: &[u8], references: u64) -> IoResult<u64> {
+        let count = self.geometry.clusters_for(bytes.len() as u64);
+        let first = self.refs.allocate(count, references).await?;
+        let offset = self.geometry.start_of(first);
+        let mut whole = bytes.to_vec();
+        whole.resize(usize::try_from(self.geometry.start_of(count)).unwrap_or(whole.len()), 0);
+        self.io.write(offset, AlignedBuf::copy_of(&whole)).await?;
+        self.refs.relieve().await?;
+        Ok(offset)
+    }
+
+    /// A table of `bytes` at `offset` loses a reference.
+    pub(crate) async fn drop_table(&mut self, offset: u64, bytes: u64) -> IoResult {
+        let first = self.geometry.cluster_of(offset);
+        self.refs.lower(first..first.saturating_add(self.geometry.clusters_for(bytes)), 1).await
+    }
+
+    /// Gives the disk another L1 table.
+    pub(crate) async fn set_l1(&mut self, l1: &[u64]) -> IoResult {
+        let old_bytes = u64::from(self.header.l1_entries).saturating_mul(8);
+        let bytes: Vec<u8> = l1.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        let offset = if bytes.is_empty() { 0 } else { self.add_table(&bytes, 1).await? };
+        self.drop_table(self.header.l1_offset, old_bytes).await?;
+        self.put_u32(OFFSET_L1_ENTRIES, l1.len() as u32);
+        self.put_u64(OFFSET_L1, offset);
+        Ok(())
+    }
+
+    /// Gives the image the snapshot table that `rows` make.
+    pub(crate) async fn set_rows(&mut self) -> IoResult {
+        let bytes = rows_bytes(&self.rows);
+        let offset = if bytes.is_empty() { 0 } else { self.add_table(&bytes, 1).await? };
+        self.drop_table(self.header.snapshots_offset, self.rows_bytes).await?;
+        self.put_u32(OFFSET_SNAPSHOTS, self.rows.len() as u32);
+        self.put_u64(OFFSET_SNAPSHOTS.saturating_add(4), offset);
+        Ok(())
+    }
+
+    /// Makes the change the image, durably, and gives back what it no longer uses.
+    pub(crate) async fn commit(mut self) -> Result<()> {
+        let prepared = self.prepare().await;
+        if let Err(error) = prepared {
+            self.undo().await;
+            return Err(error);
+        }
+        let failed = |error| {
+            let what = format!("'{}': writing the header failed; the image is as before, or changed", self.name);
+            Error::with_source(ErrorKind::Io, what, error)
+        };
+        let sector = self.first_cluster.get(..HEADER_SECTOR_BYTES).unwrap_or_default();
+        self.io.write(0, AlignedBuf::copy_of(sector)).await.map_err(failed)?;
+        self.io.flush().await.map_err(failed)?;
+        self.give_back().await;
+        Ok(())
+    }
+
+    /// Gives the host what the image no longer uses. A host that cannot take it keeps it.
+    async fn give_back(&mut self) {
+        let freed = self.refs.freed();
+        if freed.is_empty() {
+            return;
+        }
+        if let Ok(end) = self.refs.end_of_use().await
+            && self.can_grow
+            && self.geometry.start_of(end) < self.file_bytes
+            && !self.refs.grew()
+        {
+            let _ = self.io.set_length(self.geometry.start_of(end)).await;
+        }
+        for range in freed.into_iter().filter(|_| self.can_discard) {
+            let (start, end) = (self.geometry.start_of(range.start), self.geometry.start_of(range.end));
+            let _ = self.io.discard(start, end.saturating_sub(start)).await;
+        }
+    }
+
+    /// Everything but the switch.
+    async fn prepare(&mut self) -> Result<()> {
+        let table = self.refs.finish().await.map_err(|error| self.failed(error))?;
+        if let Some(table) = table {
+            self.put_u64(OFFSET_REFCOUNT_TABLE, table.offset);
+            self.put_u32(OFFSET_REFCOUNT_TABLE.saturating_add(8), table.clusters);
+        }
+        // What is switched to must be something that we would open.
+        Header::parse(&self.first_cluster, self.name, true)?;
+        let rest = (self.old_cluster.get(HEADER_SECTOR_BYTES..), self.first_cluster.get(HEADER_SECTOR_BYTES..));
+        if let (Some(old), Some(new)) = rest
+            && old != new
+        {
+            let written = self.io.write(HEADER_SECTOR_BYTES as u64, AlignedBuf::copy_of(new)).await;
+            written.map_err(|error| self.failed(error))?;
+        }
+        self.io.flush().await.map_err(|error| self.failed(error))
+    }
+
+    /// Gives back what was written behind the file's end: the image is as it was.
+    pub(crate) async fn undo(&self) {
+        if self.can_grow {
+            // It is only space.
+            let _ = self.io.set_length(self.file_bytes).await;
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Taking, going back to, and deleting internal snapshots.
+
+use super::tree::{Direction, Steps};
+use super::{Edit, EditWatch};
+use crate::geometry::Geometry;
+use crate::header::MAX_SNAPSHOTS;
+use crate::snapshot::{Row, Snapshot, find};
+use block::{ErrorKind, File, MetaIo, Result};
+
+/// Longest name and id that a row can hold.
+const NAME_BYTES_MAX: usize = u16::MAX as usize;
+
+/// What a new snapshot is called.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct NewSnapshot {
+    /// Its name; need not be unique.
+    pub name: String,
+    /// When it is taken: seconds since 1970.
+    pub date_seconds: u32,
+    /// And nanoseconds.
+    pub date_nanoseconds: u32,
+}
+
+/// Takes a snapshot of the disk. Nobody else may use the image.
+pub async fn create_snapshot(
+    io: &MetaIo,
+    file: &dyn File,
+    name: &str,
+    new: &NewSnapshot,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let mut edit = Edit::open(io, file, name, watch).await?;
+    let done = edit.create_snapshot(new).await;
+    edit.end(done).await
+}
+
+/// Makes the disk what it was when the snapshot `which` (an id, or a name) was taken. Nobody else may use the image.
+pub async fn apply_snapshot(
+    io: &MetaIo,
+    file: &dyn File,
+    name: &str,
+    which: &str,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let mut edit = Edit::open(io, file, name, watch).await?;
+    let done = edit.apply_snapshot(which).await;
+    edit.end(done).await
+}
+
+/// Deletes the snapshot `which` (an id, or a name). Nobody else may use the image.
+pub async fn delete_snapshot(
+    io: &MetaIo,
+    file: &dyn File,
+    name: &str,
+    which: &str,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let mut edit = Edit::open(io, file, name, watch).await?;
+    let done = edit.delete_snapshot(which).await;
+    edit.end(done).await
+}
+
+impl Edit<'_, '_> {
+    /// Commits what was prepared, or gives its space back.
+    pub(super) async fn end(self, prepared: Result<()>) -> Result<()> {
+        match prepared {
+            Ok(()) => self.commit().await,
+            Err(error) => {
+                self.undo().await;
+                Err(error)
+            }
+        }
+    }
+
+    fn next_id(&self) -> String {
+        let ids = self.rows.iter().filter_map(|row| row.snapshot.id.parse::<u64>().ok());
+        ids.max().unwrap_or(0).saturating_add(1).to_string()
+    }
+
+    async fn create_snapshot(&mut self, new: &NewSnapshot) -> Result<()> {
+        if self.rows.len() as u64 >= u64::from(MAX_SNAPSHOTS) {
+            return self.refuse(ErrorKind::Unsupported, "it has 65536 snapshots, which is the most that an image has");
+        }
+        if new.name.len() > NAME_BYTES_MAX || new.name.contains('\0') {
+            return self.refuse(ErrorKind::BadOption, "a snapshot's name has at most 65535 bytes and no zero byte");
+        }
+        let mut l1 = self.active_l1().await.map_err(|error| self.failed(error))?;
+        let mut steps = Steps::new(l1.len().saturating_mul(2));
+        self.count_tree(&l1, Direction::Up, &mut steps).await?;
+        // The disk and the snapshot share all tables.
+        self.retag(&mut l1, 2, &mut steps).await?;
+        let bytes: Vec<u8> = l1.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        let snapshot = Snapshot {
+            id: self.next_id(),
+            name: new.name.clone(),
+            vm_state_bytes: 0,
+            date_seconds: new.date_seconds,
+            date_nanoseconds: new.date_nanoseconds,
+            vm_clock_nanoseconds: 0,
+            disk_bytes: self.header.size_bytes,
+            // As qemu-img writes it.
+            icount: Some(0),
+        };
+        let prepared = async {
+            let l1_offset = if bytes.is_empty() { 0 } else { self.add_table(&bytes, 1).await? };
+            let l1_entries = l1.len() as u32;
+            let (id, name) = (snapshot.id.clone().into_bytes(), snapshot.name.clone().into_bytes());
+            self.rows.push(Row { l1_offset, l1_entries, snapshot, id, name, says_size: true, more: Vec::new() });
+            self.set_rows().await?;
+            self.set_l1(&l1).await
+        };
+        prepared.await.map_err(|error| self.failed(error))
+    }
+
+    fn row(&self, which: &str) -> Result<(usize, Row)> {
+        let found = find(&self.rows, which).and_then(|index| Some((index, self.rows.get(index)?.clone())));
+        match found {
+            Some(found) => Ok(found),
+            None => self.refuse(ErrorKind::BadOption, format_args!("it has no snapshot '{which}'")),
+        }
+    }
+
+    async fn apply_snapshot(&mut self, which: &str) -> Result<()> {
+        let (_, row) = self.row(which)?;
+        let size_bytes = row.snapshot.disk_bytes;
+        if size_bytes != self.header.size_bytes && self.has_bitmaps() {
+            let what = "the snapshot's disk has another size, and persistent bitmaps keep the size that it has";
+            return self.refuse(ErrorKind::Unsupported, what);
+        }
+        let old = self.active_l1().await.map_err(|error| self.failed(error))?;
+        let mut l1 = self.read_l1(row.l1_offset, row.l1_entries).await.map_err(|error| self.failed(error))?;
+        let needed = Geometry { size_bytes, ..self.geometry }.l1_entries();
+        l1.resize(l1.len().max(usize::try_from(needed).unwrap_or(0)), 0);
+        let mut steps = Steps::new(old.len().saturating_add(l1.len().saturating_mul(2)));
+        // Up first: what both refer to must not seem free in between.
+        self.count_tree(&l1, Direction::Up, &mut steps).await?;
+        self.count_tree(&old, Direction::Down, &mut steps).await?;
+        self.retag(&mut l1, 1, &mut steps).await?;
+        self.set_size(size_bytes);
+        self.set_l1(&l1).await.map_err(|error| self.failed(error))
+    }
+
+    async fn delete_snapshot(&mut self, which: &str) -> Result<()> {
+        let (index, row) = self.row(which)?;
+        let deleted = self.read_l1(row.l1_offset, row.l1_entries).await.map_err(|error| self.failed(error))?;
+        let old = self.active_l1().await.map_err(|error| self.failed(error))?;
+        let mut steps = Steps::new(deleted.len().saturating_add(old.len()));
+        self.count_tree(&deleted, Direction::Down, &mut steps).await?;
+        let mut l1 = old.clone();
+        self.retag(&mut l1, 1, &mut steps).await?;
+        self.rows.remove(index);
+        let prepared = async {
+            self.drop_table(row.l1_offset, u64::from(row.l1_entries).saturating_mul(8)).await?;
+            self.set_rows().await?;
+            if l1 != old {
+                self.set_l1(&l1).await?;
+            }
+            Ok(())
+        };
+        prepared.await.map_err(|error| self.failed(error))
+    }
+}

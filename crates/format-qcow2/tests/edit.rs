@@ -1,0 +1,317 @@
+//! Snapshots, resizing and amending: against a model, at every power cut and fault, and with qemu-img as judge.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use block::{ErrorKind, File, IoError, MetaIo, Result, block_on};
+use common::{Base, NAME, blocking, created, has_tool, judged_by_qemu, open, open_options, run};
+use format_qcow2::{
+    CreateOptions, GrowBy, Header, NewSnapshot, Qcow2, ResizeOptions, Snapshot, SnapshotName, apply_snapshot,
+    create_snapshot, delete_snapshot, resize, snapshots,
+};
+use std::sync::Arc;
+use testkit::{Dice, Fault, FaultAction, OpKind, SimFileOptions, SimStorage, qcow2_check, stamped};
+
+/// What is done to an image that nobody uses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Verb {
+    Create(String),
+    Apply(String),
+    Delete(String),
+    Resize(u64, GrowBy),
+}
+
+/// All that an image holds: the disk, and its snapshots with their disks.
+#[derive(Clone, PartialEq, Eq)]
+struct Everything {
+    disk: Vec<u8>,
+    snapshots: Vec<(Snapshot, Vec<u8>)>,
+}
+
+impl std::fmt::Debug for Everything {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let names = self.snapshots.iter().map(|(snapshot, _)| &snapshot.name).collect::<Vec<_>>();
+        write!(f, "a disk of {} bytes with snapshots {names:?}", self.disk.len())
+    }
+}
+
+fn header(io: &MetaIo, storage: &SimStorage) -> Header {
+    let options = open_options(true);
+    block_on(Qcow2::open(io, storage.file(NAME).unwrap().info(), options)).unwrap().header().clone()
+}
+
+fn everything(storage: &SimStorage, base: &Base) -> Everything {
+    let file = storage.file(NAME).unwrap();
+    let io = blocking(&file);
+    let disk = block_on(open(&file, Arc::clone(base)).read_all()).unwrap();
+    let list = block_on(snapshots(&io, &header(&io, storage), NAME)).unwrap();
+    let contents = |snapshot: &Snapshot| {
+        let which = SnapshotName::Exactly { id: Some(snapshot.id.clone()), name: Some(snapshot.name.clone()) };
+        let qcow2 = block_on(Qcow2::open_snapshot(&io, file.info(), open_options(true), &which)).unwrap();
+        let guest = common::Guest { qcow2: Arc::new(qcow2), io: io.clone(), base: Arc::clone(base) };
+        block_on(guest.read_all()).unwrap()
+    };
+    let snapshots = list.iter().map(|snapshot| (snapshot.clone(), contents(snapshot))).collect();
+    Everything { disk, snapshots }
+}
+
+fn carry_out(storage: &SimStorage, verb: &Verb, base: &Base) -> Result<()> {
+    let file = storage.file(NAME).unwrap();
+    let (io, file) = (blocking(&file), file.as_ref());
+    let watch: &mut dyn FnMut(u64, u64) -> bool = &mut |_, _| true;
+    match verb {
+        Verb::Create(name) => {
+            let new = NewSnapshot { name: name.clone(), date_seconds: 1_800_000_000, date_nanoseconds: 5 };
+            block_on(create_snapshot(&io, file, NAME, &new, watch))
+        }
+        Verb::Apply(which) => block_on(apply_snapshot(&io, file, NAME, which, watch)),
+        Verb::Delete(which) => block_on(delete_snapshot(&io, file, NAME, which, watch)),
+        Verb::Resize(size_bytes, preallocation) => {
+            // Through a copy: faults are for the verb.
+            let guest = open(&copy(storage).file(NAME).unwrap(), Arc::clone(base));
+            let size = guest.qcow2.size_bytes();
+            let rest = size % (1 << guest.qcow2.header().cluster_bits);
+            let options = ResizeOptions {
+                size_bytes: *size_bytes,
+                shrink: true,
+                preallocation: *preallocation,
+                backing_bytes: base.len() as u64,
+                last_cluster: block_on(guest.read(size - rest, rest as usize)).unwrap(),
+            };
+            block_on(resize(&io, file, NAME, &options, watch))
+        }
+    }
+}
+
+/// What an image must hold after a verb.
+fn expected(before: &Everything, verb: &Verb) -> Everything {
+    let mut after = before.clone();
+    let find = |which: &str| before.snapshots.iter().position(|(snapshot, _)| snapshot.name == which).unwrap();
+    match verb {
+        Verb::Create(_) => {}
+        Verb::Apply(which) => after.disk = before.snapshots[find(which)].1.clone(),
+        Verb::Delete(which) => _ = after.snapshots.remove(find(which)),
+        Verb::Resize(size, _) => after.disk.resize(*size as usize, 0),
+    }
+    after
+}
+
+fn sound_without_leaks(storage: &SimStorage) {
+    let report = qcow2_check(&storage.bytes(NAME)).unwrap();
+    report.sound().unwrap();
+    assert_eq!(report.leaked_clusters, 0);
+}
+
+/// Writes somewhere, through the format, and closes.
+fn scribble(storage: &SimStorage, base: &Base, dice: &mut Dice) {
+    let guest = open(&storage.file(NAME).unwrap(), Arc::clone(base));
+    let size = guest.qcow2.size_bytes();
+    block_on(async {
+        for _ in 0..1 + dice.below(6) {
+            let offset = dice.below(size / 512) * 512;
+            let length = ((1 + dice.below(60)) * 512).min(size - offset);
+            match dice.below(8) {
+                0 => guest.discard(offset, length).await.unwrap(),
+                1 => guest.write_zeroes(offset, length, dice.chance(50)).await.unwrap(),
+                _ => guest.write(offset, &stamped(dice.seed(), offset, length as usize)).await.unwrap(),
+            }
+        }
+        guest.close().await.unwrap();
+    });
+}
+
+fn random_verb(dice: &mut Dice, now: &Everything, number: u64, may_resize: bool) -> Verb {
+    let some = |dice: &mut Dice| now.snapshots[dice.below(now.snapshots.len() as u64) as usize].0.name.clone();
+    match dice.below(8) {
+        0..2 if !now.snapshots.is_empty() => Verb::Apply(some(dice)),
+        2..4 if !now.snapshots.is_empty() => Verb::Delete(some(dice)),
+        4..6 if may_resize => {
+            let how = [GrowBy::Nothing, GrowBy::Nothing, GrowBy::Tables, GrowBy::Space, GrowBy::Zeros];
+            let size = (1 + dice.below(700)) * 512;
+            let grows = size > now.disk.len() as u64;
+            Verb::Resize(size, if grows { how[dice.below(5) as usize] } else { GrowBy::Nothing })
+        }
+        _ => Verb::Create(format!("s{number}")),
+    }
+}
+
+/// Compares what is there with what a verb should have made of `before`.
+fn check_after(before: &Everything, verb: &Verb, after: &Everything) {
+    let expected = expected(before, verb);
+    let differs = after.disk.iter().zip(&expected.disk).position(|(found, expected)| found != expected);
+    assert_eq!(differs, None, "{verb:?}: the disk differs; it had {} bytes", before.disk.len());
+    assert_eq!(after.disk.len(), expected.disk.len());
+    match verb {
+        Verb::Create(name) => {
+            let (new, rest) = after.snapshots.split_last().unwrap();
+            assert!(rest == expected.snapshots && new.0.name == *name && new.1 == before.disk, "{verb:?}");
+            assert_eq!(new.0.disk_bytes, before.disk.len() as u64);
+            assert!(rest.iter().all(|(snapshot, _)| snapshot.id != new.0.id), "an id was used twice");
+        }
+        _ => assert!(after.snapshots == expected.snapshots, "{verb:?}: {after:?}, expected {expected:?}"),
+    }
+}
+
+fn options(dice: &mut Dice, cluster_size: u64, version: u32) -> CreateOptions {
+    let refcount_bits = if version == 2 { 16 } else { [8, 16, 32, 64][dice.below(4) as usize] };
+    CreateOptions { size_bytes: 160 << 10, cluster_size, version, refcount_bits, ..CreateOptions::default() }
+}
+
+#[test]
+fn random_histories_keep_what_the_disk_and_its_snapshots_hold_and_leak_nothing() {
+    let qemu = has_tool("qemu-img");
+    let directory = tempfile::tempdir().unwrap();
+    for seed in 0..24 {
+        let mut dice = Dice::new(seed);
+        let version = if seed % 4 == 3 { 2 } else { 3 };
+        let mut options = options(&mut dice, [512, 1024, 4096, 65536][seed as usize % 4], version);
+        let mut base = Base::default();
+        if seed % 3 == 1 {
+            options.backing_file = Some("base.raw".to_owned());
+            base = Arc::new(stamped(99, 0, 200 << 10));
+        }
+        let (storage, _) = created(&options, SimFileOptions::default());
+        for number in 0..14 {
+            scribble(&storage, &base, &mut dice);
+            let before = everything(&storage, &base);
+            let verb = random_verb(&mut dice, &before, number, version == 3);
+            carry_out(&storage, &verb, &base).unwrap_or_else(|error| panic!("seed {seed}: {verb:?}: {error}"));
+            sound_without_leaks(&storage);
+            check_after(&before, &verb, &everything(&storage, &base));
+        }
+        if qemu && base.is_empty() {
+            let end = everything(&storage, &base);
+            assert!(judged_by_qemu(directory.path(), &storage.bytes(NAME)) == end.disk);
+            for (snapshot, contents) in &end.snapshots {
+                // qemu-img gives it the size that the disk has now.
+                let read = qemu_reads_snapshot(directory.path(), &snapshot.name);
+                let both = read.len().min(contents.len());
+                assert!(read[..both] == contents[..both], "seed {seed}: {}", snapshot.name);
+            }
+        }
+    }
+}
+
+fn qemu_reads_snapshot(directory: &std::path::Path, name: &str) -> Vec<u8> {
+    let (image, raw) = (directory.join("judged.qcow2"), directory.join("snapshot.raw"));
+    let arguments = ["convert", "-l", &format!("snapshot.name={name}"), "-O", "raw"];
+    run("qemu-img", &[&arguments[..], &[image.to_str().unwrap(), raw.to_str().unwrap()]].concat());
+    std::fs::read(raw).unwrap()
+}
+
+/// An image with two snapshots, on which each verb has something to do; and the verbs.
+fn prepared(seed: u64, cluster_size: u64, base: &Base) -> (SimStorage, Vec<Verb>) {
+    let mut dice = Dice::new(seed);
+    let mut options = options(&mut dice, cluster_size, 3);
+    if !base.is_empty() {
+        options.backing_file = Some("base.raw".to_owned());
+    }
+    let kind = SimFileOptions {
+        can_discard: !seed.is_multiple_of(3),
+        discard_zeroes: !seed.is_multiple_of(2),
+        ..SimFileOptions::default()
+    };
+    let (storage, _) = created(&options, kind);
+    for name in ["one", "two"] {
+        scribble(&storage, base, &mut dice);
+        carry_out(&storage, &Verb::Create(name.to_owned()), base).unwrap();
+    }
+    scribble(&storage, base, &mut dice);
+    let verbs = vec![
+        Verb::Create("three".to_owned()),
+        Verb::Apply("one".to_owned()),
+        Verb::Delete("one".to_owned()),
+        Verb::Resize(330 << 10, GrowBy::Nothing),
+        Verb::Resize((200 << 10) + 512, GrowBy::Tables),
+        Verb::Resize((90 << 10) + 512, GrowBy::Nothing),
+    ];
+    (storage, verbs)
+}
+
+fn copy(storage: &SimStorage) -> SimStorage {
+    let copy = SimStorage::new(5);
+    copy.create_with(NAME, &storage.bytes(NAME), SimFileOptions::default());
+    copy
+}
+
+#[test]
+fn a_power_cut_at_any_moment_leaves_the_image_before_or_the_image_after() {
+    let mut seen = [0u64; 2];
+    for seed in 0..4 {
+        let base: Base = if seed == 3 { Arc::new(stamped(99, 0, 200 << 10)) } else { Base::default() };
+        let (original, verbs) = prepared(seed, [512, 1024, 4096, 16384][seed as usize % 4], &base);
+        let before = everything(&original, &base);
+        for verb in verbs {
+            let storage = copy(&original);
+            storage.record();
+            carry_out(&storage, &verb, &base).unwrap();
+            let after = everything(&storage, &base);
+            check_after(&before, &verb, &after);
+            let mut replay = storage.take_recording().replay();
+            while let Some(now) = replay.advance() {
+                for outcome in 0..3 {
+                    let cut = replay.power_cut(outcome);
+                    qcow2_check(&cut.bytes(NAME)).unwrap().sound().unwrap();
+                    let found = everything(&cut, &base);
+                    assert!(found == before || found == after, "seed {seed}, {verb:?}, cut at {now}: {found:?}");
+                    seen[usize::from(found == after)] += 1;
+                }
+            }
+        }
+    }
+    assert!(seen[0] > 100 && seen[1] > 20, "{seen:?}");
+}
+
+#[test]
+fn a_failed_operation_fails_the_verb_and_leaves_the_image_before_or_the_image_after() {
+    let kinds = [OpKind::Read, OpKind::Write, OpKind::Flush, OpKind::Discard, OpKind::SetLength];
+    let mut failures = 0;
+    let base = Base::default();
+    let (original, verbs) = prepared(1, 1024, &base);
+    let before = everything(&original, &base);
+    for verb in verbs {
+        let storage = copy(&original);
+        carry_out(&storage, &verb, &base).unwrap();
+        let after = everything(&storage, &base);
+        for kind in kinds {
+            for nth in 0.. {
+                let storage = copy(&original);
+                let error = if nth % 2 == 0 { IoError::EIO } else { IoError::from_errno(28) };
+                let pushed = storage.pushed(NAME, kind);
+                storage.inject(NAME, Fault::nth(kind, nth, FaultAction::Fail(error)));
+                let done = carry_out(&storage, &verb, &base);
+                let reached = storage.pushed(NAME, kind) - pushed > nth;
+                storage.clear_faults();
+                failures += u64::from(done.is_err());
+                sound_without_leaks(&storage);
+                let found = everything(&storage, &base);
+                assert!(found == before || found == after, "{verb:?}, {kind:?} {nth}: {found:?}");
+                assert!(done.is_err() || found == after, "{verb:?}, {kind:?} {nth} was not told of");
+                if !reached {
+                    break;
+                }
+            }
+        }
+    }
+    assert!(failures > 100, "only {failures} verbs failed: the faults hit nothing");
+}
+
+#[test]
+fn giving_up_leaves_the_image_as_it_was() {
+    let base = Base::default();
+    let (storage, _) = prepared(2, 512, &base);
+    let before = everything(&storage, &base);
+    let file = storage.file(NAME).unwrap();
+    for steps in 0..3 {
+        let mut left = steps;
+        let watch: &mut dyn FnMut(u64, u64) -> bool = &mut |_, _| {
+            left -= 1;
+            left >= 0
+        };
+        let new = NewSnapshot { name: "three".to_owned(), ..NewSnapshot::default() };
+        let error = block_on(create_snapshot(&blocking(&file), file.as_ref(), NAME, &new, watch)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io);
+        assert!(everything(&storage, &base) == before);
+    }
+    sound_without_leaks(&storage);
+}
