@@ -215,6 +215,7 @@ pub struct ThreadHarness {
     queues: BTreeMap<QueueId, (usize, usize)>,
     replies: Receiver<(QueueId, Reply)>,
     sender: Sender<(QueueId, Reply)>,
+    whole_sectors: bool,
 }
 
 /// Queue names are unique in the process: several harnesses may share a thread.
@@ -227,7 +228,15 @@ impl ThreadHarness {
     #[must_use]
     pub fn new(reactors: Vec<Arc<dyn ReactorHandle>>) -> Self {
         let (sender, replies) = channel();
-        Self { reactors, queues: BTreeMap::new(), replies, sender }
+        Self { reactors, queues: BTreeMap::new(), replies, sender, whole_sectors: false }
+    }
+
+    /// The disk's files are read and written past the page cache: a read finds whole sectors also while a write
+    /// overlaps it.
+    #[must_use]
+    pub fn with_whole_sectors(mut self, whole_sectors: bool) -> Self {
+        self.whole_sectors = whole_sectors;
+        self
     }
 
     fn on_reactor<T: Send + 'static>(
@@ -258,7 +267,7 @@ impl Harness for ThreadHarness {
 
     /// The kernel's page cache copies without a lock.
     fn overlapping_reads_mix(&self) -> bool {
-        true
+        !self.whole_sectors
     }
 
     fn open(&mut self, disk: &Arc<dyn Disk>, reactor: usize) -> Result<QueueId> {
