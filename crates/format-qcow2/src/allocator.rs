@@ -9,6 +9,7 @@ use crate::geometry::MAX_FILE_BYTES;
 use crate::header::MAX_REFCOUNT_TABLE_BYTES;
 use crate::refcount::{Absent, zero_runs};
 use crate::state::{Inner, Need, State, Step, Stop};
+use crate::tables::Owner;
 use block::{IoError, IoErrorKind};
 
 /// Refcounts looked at in one step of the scan.
@@ -23,7 +24,7 @@ impl Inner {
             return Err(Stop::Need(Need::Flush));
         }
         let run = self.find_space(state, want.max(1))?;
-        self.refuse_tables(state, run)?;
+        self.guard_run(state, run)?;
         self.count_one(state, run)?;
         Ok(run)
     }
@@ -31,7 +32,7 @@ impl Inner {
     /// As [`Inner::allocate`], one cluster for an L2 table.
     pub(crate) fn allocate_table(&self, state: &mut State) -> Step<u64> {
         let run = self.allocate(state, 1)?;
-        self.tables(state).add(run.first..run.end());
+        self.add_tables(state, Owner::L2, run.first..run.end());
         Ok(self.geometry.start_of(run.first))
     }
 
@@ -174,7 +175,7 @@ impl Inner {
         }
         let run = Run { first, count: blocks.saturating_add(table_clusters), zeroed: false };
         self.check_room(run.end())?;
-        self.refuse_tables(state, run)?;
+        self.guard_run(state, run)?;
 
         if grows {
             let old_first = self.geometry.cluster_of(state.refcounts.table_offset());
@@ -182,14 +183,15 @@ impl Inner {
             let new_offset = self.geometry.start_of(first.saturating_add(blocks));
             state.refcounts.move_table(new_offset, usize::try_from(entries).map_err(|_| IoError::EIO)?);
             let old = old_first..old_first.saturating_add(old_clusters);
-            self.tables(state).remove(old.clone());
+            self.remove_tables(state, Owner::RefcountTable, old.clone());
+            self.add_tables(state, Owner::RefcountTable, first.saturating_add(blocks)..run.end());
             self.unlink(state, std::iter::once(old));
         }
         for number in 0..blocks {
             let offset = self.geometry.start_of(first.saturating_add(number));
             state.refcounts.add_block(block.saturating_add(number), offset);
         }
-        self.tables(state).add(run.first..run.end());
+        self.add_tables(state, Owner::RefcountBlock, first..first.saturating_add(blocks));
         state.space.frontier = run.end();
         self.count_one(state, run)
     }

@@ -12,6 +12,7 @@
 use crate::header::OFFSET_REFCOUNT_TABLE;
 use crate::refcount::{Piece, RefcountWrites, sectors};
 use crate::state::{Freed, FreshTable, Inner, State};
+use crate::tables::Owner;
 use crate::tail::Tail;
 use block::sync::Ordering;
 use block::{FileOp, IoError, IoResult, MetaIo, PastEnd};
@@ -138,12 +139,22 @@ impl Inner {
     async fn flush_now(&self, io: &MetaIo) -> IoResult {
         // What a flush whose task was dropped has in flight is older than what is written now.
         self.table_writes.over().await;
+        if self.is_stopped() {
+            self.mark_corrupt(io).await;
+            return self.refuse_if_stopped();
+        }
         // What could not be decremented now is tried again by the next flush; nothing is lost but space.
         let _ = self.reap(io, false).await;
         let Some(mut writing) = Writing::begin(self)? else {
             return self.barrier(io, Barrier::End).await;
         };
-        let result = self.write_tables(io, &mut writing).await;
+        let result = match self.guard_writes(&writing) {
+            Ok(()) => self.write_tables(io, &mut writing).await,
+            Err(error) => {
+                self.mark_corrupt(io).await;
+                Err(error)
+            }
+        };
         drop(writing);
         if result.is_ok() {
             let _ = self.reap(io, false).await;
@@ -151,9 +162,25 @@ impl Inner {
         result
     }
 
+    fn guard_writes(&self, writing: &Writing<'_>) -> IoResult {
+        let Writing { refcounts, fresh, mapping, l1, .. } = writing;
+        self.guard_pieces(Owner::RefcountBlock, &refcounts.blocks)?;
+        self.guard_pieces(Owner::RefcountTable, &refcounts.entries)?;
+        if let Some(table) = &refcounts.moved_table {
+            self.guard_pieces(Owner::RefcountTable, std::slice::from_ref(&table.piece))?;
+            self.guard_pieces(Owner::Header, &[Piece { offset: 0, bytes: vec![0] }])?;
+        }
+        for table in fresh {
+            self.guard_pieces(Owner::L2, &[Piece { offset: table.offset, bytes: vec![0] }])?;
+        }
+        self.guard_pieces(Owner::L2, mapping)?;
+        self.guard_pieces(Owner::L1, l1)
+    }
+
     async fn write_tables(&self, io: &MetaIo, writing: &mut Writing<'_>) -> IoResult {
         let refcounts = std::mem::take(&mut writing.refcounts);
-        let mapping = std::mem::take(&mut writing.mapping);
+        let mut mapping = std::mem::take(&mut writing.mapping);
+        mapping.append(&mut writing.l1);
         write_all(&self.table_writes, io, refcounts.blocks).await?;
         for table in std::mem::take(&mut writing.fresh) {
             let bytes = self.fresh_table_bytes(io, &table).await?;
@@ -238,7 +265,9 @@ struct Writing<'a> {
     table_moved: bool,
     fresh: Vec<FreshWrite>,
     fresh_written: Vec<u64>,
+    /// Changed slices, and changed sectors of L1.
     mapping: Vec<Piece>,
+    l1: Vec<Piece>,
     unlinked: Vec<Freed>,
     refcounts_written: bool,
     mapping_written: bool,
@@ -261,6 +290,7 @@ impl<'a> Writing<'a> {
             fresh: Vec::new(),
             fresh_written: Vec::new(),
             mapping: Vec::new(),
+            l1: Vec::new(),
             unlinked: std::mem::take(&mut state.unlinked),
             refcounts_written: false,
             mapping_written: false,
@@ -292,7 +322,7 @@ impl<'a> Writing<'a> {
         }
         state.l1_writing = std::mem::take(&mut state.l1_dirty);
         let entry = |index: usize| inner.l1.get(index).map(|entry| entry.load(Ordering::Relaxed));
-        self.mapping.extend(sectors(&state.l1_writing, inner.header.l1_offset, entry));
+        self.l1 = sectors(&state.l1_writing, inner.header.l1_offset, entry);
         Ok(())
     }
 

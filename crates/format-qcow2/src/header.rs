@@ -30,6 +30,7 @@ pub(crate) const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 
 pub(crate) const OFFSET_REFCOUNT_TABLE: usize = 48;
+pub(crate) const OFFSET_INCOMPATIBLE: usize = 72;
 pub(crate) const OFFSET_AUTOCLEAR: usize = 88;
 
 /// How compressed clusters are compressed.
@@ -184,7 +185,7 @@ impl Header {
             compression: if zstd { Compression::Zstd } else { Compression::Zlib },
             backing_file: None,
             backing_format: None,
-            incompatible_features: v3(fields.u64(72)),
+            incompatible_features: v3(fields.u64(OFFSET_INCOMPATIBLE)),
             compatible_features: v3(fields.u64(80)),
             autoclear_features: v3(fields.u64(OFFSET_AUTOCLEAR)),
             snapshots: fields.u32(60),

@@ -7,6 +7,7 @@ use crate::load::entries;
 use crate::refcount::Refcounts;
 use crate::snapshot::{SnapshotName, of_snapshot};
 use crate::state::{Inner, Need, Space, State, Stop};
+use crate::tables::TableBits;
 use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, Ordering};
 use block::{CompressedExtent, Epochs, Error, ErrorKind, Extent, FileInfo, IoError, IoErrorKind, IoResult, Mapped};
 use block::{MetaIo, PastEnd, Result, SliceBook, SliceCache, WaitList};
@@ -136,7 +137,10 @@ impl Qcow2 {
             flushed: WaitList::default(),
             table_writes: Arc::default(),
             extensions: Arc::default(),
-            header_ready: AtomicBool::new(header.autoclear_features == 0),
+            header_ready: AtomicBool::new(header.autoclear_features == 0 && header.snapshots == 0),
+            stopped: AtomicBool::new(false),
+            marked: AtomicBool::new(false),
+            table_bits: TableBits::for_clusters(if read_only { 0 } else { geometry.cluster_of(file.length_bytes) }),
             complained: AtomicBool::new(false),
             skipped_barriers: AtomicU8::new(0),
             header,
@@ -175,6 +179,7 @@ impl Qcow2 {
         let inner = &self.inner;
         inner.check_range(offset, length)?;
         loop {
+            inner.refuse_if_stopped()?;
             match inner.lookup(offset, length) {
                 Ok(Some(mapped)) => return Ok(mapped),
                 Ok(None) => {
@@ -277,6 +282,7 @@ impl Inner {
 
     pub(crate) fn check_write(&self, offset: u64, length: u64) -> IoResult {
         self.check_range(offset, length)?;
+        self.refuse_if_stopped()?;
         if self.read_only { Err(IoError::new(IoErrorKind::ReadOnly)) } else { Ok(()) }
     }
 
@@ -291,7 +297,7 @@ impl Inner {
 
     /// `Ok(None)`: not in memory. Joins what lies together.
     fn lookup(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
-        if self.check_range(offset, length).is_err() {
+        if self.check_range(offset, length).is_err() || self.is_stopped() {
             return Ok(None);
         }
         let Some(mut mapped) = self.lookup_in_slice(offset, length)? else { return Ok(None) };
@@ -361,12 +367,16 @@ impl Inner {
         let index = geometry.index_in_slice(cluster);
         let first = Cluster::decode(view.get(index)?, geometry).ok()?;
         let Cluster::Data { host, copied: true } = first else { return None };
+        if self.table_bits.may_hold_table(geometry.cluster_of(host)) {
+            return None;
+        }
         let mut bytes = geometry.cluster_bytes().saturating_sub(in_cluster);
         let mut next = index;
         while bytes < length {
             next = next.saturating_add(1);
             let Some(more) = view.get(next).map(|raw| Cluster::decode(raw, geometry)) else { break };
-            let same = matches!(more, Ok(Cluster::Data { copied: true, .. }));
+            let same = matches!(more, Ok(Cluster::Data { host, copied: true }) if
+                !self.table_bits.may_hold_table(geometry.cluster_of(host)));
             if !same || !continues(Ok(first), more, bytes.saturating_add(in_cluster)) {
                 break;
             }

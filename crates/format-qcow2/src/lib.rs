@@ -25,6 +25,7 @@ mod entry;
 mod flush;
 mod free_runs;
 mod geometry;
+mod guard;
 mod header;
 mod image;
 mod load;

@@ -85,7 +85,6 @@ impl Inner {
         let bytes = io.read(offset, length, PastEnd::Fails).await?;
         // Nobody else can have changed the slice: only slices in memory change, and only we could have put it there.
         let mut state = self.lock();
-        self.refuse_entries(&mut state, entries(&bytes))?;
         Ok(state.book.install(&self.slices, slice, entries(&bytes)))
     }
 
@@ -159,12 +158,23 @@ impl Inner {
         Ok(())
     }
 
-    /// Clears all autoclear bits (we maintain none of what they stand for) before anything else is written.
+    /// Learns where the tables of snapshots lie, and clears all autoclear bits (we maintain none of what they stand for),
+    /// before anything else is written.
     async fn make_header_ready(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::HeaderReady).await else { return Ok(()) };
+        self.refuse_if_stopped()?;
         if self.header_ready.load(Ordering::Acquire) {
             return Ok(());
         }
+        self.collect_snapshots(io).await;
+        if self.header.autoclear_features != 0 {
+            self.clear_autoclear(io).await?;
+        }
+        self.header_ready.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    async fn clear_autoclear(&self, io: &MetaIo) -> IoResult {
         let sector = {
             let mut state = self.lock();
             if let Some(field) = state.header_sector.get_mut(OFFSET_AUTOCLEAR..OFFSET_AUTOCLEAR.saturating_add(8)) {
@@ -174,8 +184,6 @@ impl Inner {
         };
         let data = IoBuf::from_aligned(sector).whole();
         self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await?;
-        io.flush().await?;
-        self.header_ready.store(true, Ordering::Release);
-        Ok(())
+        io.flush().await
     }
 }

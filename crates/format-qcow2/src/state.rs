@@ -10,7 +10,7 @@ use crate::free_runs::FreeRuns;
 use crate::geometry::Geometry;
 use crate::header::{HEADER_SECTOR_BYTES, Header};
 use crate::refcount::{Absent, Refcounts};
-use crate::tables::Tables;
+use crate::tables::{TableBits, Tables};
 use crate::tail::Tail;
 use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
 use block::{Epochs, IoError, IoErrorKind, IoResult, MetaIo, SliceBook, SliceCache, WaitList};
@@ -152,9 +152,15 @@ pub(crate) struct Inner {
     pub(crate) table_writes: Arc<Tail>,
     /// Operations that make the file longer and are in flight.
     pub(crate) extensions: Arc<Tail>,
-    /// Set once the header needs no change before the image is written to.
+    /// Set once the header needs no change before the image is written to, and all tables are known.
     pub(crate) header_ready: AtomicBool,
     pub(crate) complained: AtomicBool,
+    /// The guard has found that the image contradicts itself: every request fails from now on.
+    pub(crate) stopped: AtomicBool,
+    /// The corrupt bit has been seen to.
+    pub(crate) marked: AtomicBool,
+    /// Where tables may lie, for the path without a lock.
+    pub(crate) table_bits: TableBits,
     pub(crate) skipped_barriers: AtomicU8,
 }
 
@@ -213,7 +219,13 @@ impl Inner {
             let stopped = step(&mut self.lock());
             match stopped {
                 Ok(value) => return Ok(value),
-                Err(Stop::Fail(error)) => return Err(error),
+                Err(Stop::Fail(error)) => {
+                    if self.is_stopped() {
+                        // It marks the image and fails.
+                        let _ = self.flush(io).await;
+                    }
+                    return Err(error);
+                }
                 Err(Stop::Need(need)) => self.satisfy(io, need).await?,
             }
         }

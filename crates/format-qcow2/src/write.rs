@@ -4,6 +4,7 @@ use crate::entry::{COPIED, Cluster};
 use crate::flush::Barrier;
 use crate::image::Qcow2;
 use crate::state::{Freed, FreshTable, Inner, Need, State, Step, Stop};
+use crate::tables::Owner;
 use block::sync::Ordering;
 use block::{IoError, IoResult, MetaIo};
 use std::ops::Range;
@@ -208,14 +209,12 @@ impl Inner {
     /// Makes the slice that maps a guest cluster one that may be changed: there is an L2 table, it is this image's alone
     /// (a snapshot's is copied), and the slice is in memory.
     pub(crate) fn own_slice(&self, state: &mut State, cluster: u64) -> Step<u64> {
+        self.refuse_if_stopped()?;
         if !self.header_ready.load(Ordering::Acquire) {
             return Err(Stop::Need(Need::HeaderReady));
         }
         let l1_index = self.geometry.l1_index(cluster);
         let table = self.table_or_complain(l1_index)?;
-        if let Some(table) = table {
-            self.refuse_shared_table(state, table.offset)?;
-        }
         match table {
             None => {
                 let offset = self.allocate_table(state)?;
@@ -225,15 +224,17 @@ impl Inner {
             Some(table) if !table.copied => {
                 let old = self.geometry.cluster_of(table.offset);
                 if self.refcount_in_use(state, old)? == 1 {
+                    self.guard_l2(state, table.offset)?;
                     self.set_l1(state, l1_index, table.offset | COPIED);
                 } else {
                     let offset = self.allocate_table(state)?;
                     state.fresh_tables.insert(l1_index, FreshTable::CopyOf(table.offset));
                     self.set_l1(state, l1_index, offset | COPIED);
+                    self.remove_tables(state, Owner::L2, old..old.saturating_add(1));
                     self.unlink(state, std::iter::once(old..old.saturating_add(1)));
                 }
             }
-            Some(_) => {}
+            Some(table) => self.guard_l2(state, table.offset)?,
         }
         let slice = self.geometry.slice_of(cluster);
         match self.slices.view(slice) {
@@ -244,7 +245,9 @@ impl Inner {
 
     /// What a write to a guest cluster needs. Notes in the table when a host cluster turns out to be ours alone.
     fn target(&self, state: &mut State, slice: u64, cluster: u64) -> Step<Target> {
-        Ok(match self.cluster(slice, cluster)? {
+        let old = self.cluster(slice, cluster)?;
+        self.guard_entry(state, &old)?;
+        Ok(match old {
             Cluster::Unallocated | Cluster::Zero | Cluster::Compressed { .. } => Target::New,
             Cluster::Data { host, copied: true } => Target::Own(host),
             Cluster::ZeroAllocated { host, copied: true } => Target::Kept(host),

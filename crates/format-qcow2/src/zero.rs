@@ -117,6 +117,7 @@ impl Inner {
         for cluster in part.clone() {
             let old = self.cluster(slice, cluster)?;
             if let Some(new) = self.changed_entry(old, goal) {
+                self.guard_entry(state, &old)?;
                 changes.push((cluster, old, new));
             }
         }
