@@ -96,22 +96,21 @@ fn an_image_whose_tables_lead_into_each_other_is_stopped_by_the_first_write_that
     let Places { l1, l2, table, block } = places(&image);
     let entry = l2[0] + 5 * 8;
     // Which word is changed, and to what.
-    let cases: Vec<(String, u64, u64)> =
-        [("header", 0), ("L1", l1), ("L2", l2[0]), ("next L2", l2[1]), ("refcounts", block)]
-            .into_iter()
-            .chain([("refcount table", table)])
-            .filter(|(_, at)| *at != 0)
-            .map(|(name, at)| (format!("data lead into {name}"), entry, at | COPIED))
-            .chain([
-                ("an L2 table lies in the refcount block".to_owned(), l1, block | COPIED),
-                ("an L2 table lies in the refcount table".to_owned(), l1, table | COPIED),
-                ("an L2 table lies in L1".to_owned(), l1, l1 | COPIED),
-                ("two parts of the disk share an L2 table".to_owned(), l1, l2[1] | COPIED),
-                ("the refcount block lies in an L2 table".to_owned(), table, l2[0]),
-                ("the refcount block lies in L1".to_owned(), table, l1),
-                ("a second refcount block lies in an L2 table that is idle".to_owned(), table + 8, l2[1]),
-            ])
-            .collect();
+    let owners = [("L1", l1), ("L2", l2[0]), ("the next L2", l2[1]), ("a refcount block", block), ("the table", table)];
+    let mut cases: Vec<(String, u64, u64)> =
+        owners.into_iter().map(|(name, at)| (format!("data lead into {name}"), entry, at | COPIED)).collect();
+    cases.extend(
+        [
+            ("an L2 table lies in the refcount block", l1, block | COPIED),
+            ("an L2 table lies in the refcount table", l1, table | COPIED),
+            ("an L2 table lies in L1", l1, l1 | COPIED),
+            ("two parts of the disk share an L2 table", l1, l2[1] | COPIED),
+            ("the refcount block lies in an L2 table", table, l2[0]),
+            ("the refcount block lies in L1", table, l1),
+            ("a second refcount block lies in an L2 table that is idle", table + 8, l2[1]),
+        ]
+        .map(|(what, at, value)| (what.to_owned(), at, value)),
+    );
     for (what, at, value) in cases {
         let mut bytes = image.clone();
         put(&mut bytes, at, value);
