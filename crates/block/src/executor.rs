@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::ThreadId;
 
@@ -17,9 +17,33 @@ pub type Task = Pin<Box<dyn Future<Output = ()>>>;
 
 struct Shared {
     ready: Mutex<VecDeque<usize>>,
+    /// Something is ready: looked at each turn, so that the lock is taken only then.
+    has_ready: AtomicBool,
     home: ThreadId,
     /// Called when a task becomes ready from another thread: gets a sleeping reactor out of its wait.
     notify: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Shared {
+    fn ready(&self) -> MutexGuard<'_, VecDeque<usize>> {
+        self.ready.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, index: usize) {
+        let mut ready = self.ready();
+        ready.push_back(index);
+        self.has_ready.store(true, Ordering::Release);
+    }
+
+    fn pop(&self) -> Option<usize> {
+        if !self.has_ready.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut ready = self.ready();
+        let index = ready.pop_front();
+        self.has_ready.store(!ready.is_empty(), Ordering::Release);
+        index
+    }
 }
 
 struct TaskWaker {
@@ -37,7 +61,7 @@ impl Wake for TaskWaker {
         if self.queued.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.shared.ready.lock().unwrap_or_else(PoisonError::into_inner).push_back(self.index);
+        self.shared.push(self.index);
         if std::thread::current().id() != self.shared.home {
             (self.shared.notify)();
         }
@@ -61,7 +85,8 @@ impl Executor {
     /// An executor for the calling thread. `notify` is called from other threads when they made a task ready.
     #[must_use]
     pub fn new(notify: Box<dyn Fn() + Send + Sync>) -> Self {
-        let shared = Shared { ready: Mutex::default(), home: std::thread::current().id(), notify };
+        let ready = Mutex::default();
+        let shared = Shared { ready, has_ready: AtomicBool::new(false), home: std::thread::current().id(), notify };
         Self { slots: RefCell::default(), free: RefCell::default(), live: Cell::new(0), shared: Arc::new(shared) }
     }
 
@@ -95,7 +120,7 @@ impl Executor {
     /// Whether some task is ready.
     #[must_use]
     pub fn has_ready(&self) -> bool {
-        !self.shared.ready.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        !self.shared.ready().is_empty()
     }
 
     /// Polls tasks until none is ready; returns how many polls that took. Tasks made ready meanwhile run too, at most
@@ -103,8 +128,7 @@ impl Executor {
     pub fn run_ready(&self, limit: usize) -> usize {
         let mut polls = 0;
         while polls < limit {
-            let next = self.shared.ready.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-            let Some(index) = next else { break };
+            let Some(index) = self.shared.pop() else { break };
             self.poll_task(index);
             polls += 1;
         }

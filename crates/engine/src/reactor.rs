@@ -19,6 +19,8 @@ use std::time::{Duration, Instant};
 
 /// Polls of tasks in one turn at most, so that rings and engines come round.
 const TASK_POLLS_PER_TURN: usize = 256;
+/// How often an idle reactor looks at its rings before it looks at everything else again.
+const POLLS_BETWEEN_TURNS: usize = 8;
 /// How long tasks that are still at work when the reactor is stopped may go on.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a stopping reactor sleeps at most before it looks again.
@@ -317,15 +319,16 @@ impl Local {
         // Also when a poller panics: the engines' requests are waited for while the thread unwinds.
         let guard = Teardown(self);
         while !self.shared.stop.load(Ordering::Acquire) {
-            if let Some(submitted) = self.turn(&ctx) {
+            if let Some(submitted) = self.turn(&ctx, false) {
                 paces.busy(submitted);
                 continue;
             }
             if self.engines.in_flight() > 0 {
                 // What is in flight may need this very processor: a kernel worker, a thread of ours.
                 std::thread::yield_now();
-            } else {
-                std::hint::spin_loop();
+            } else if self.look_for_requests() {
+                paces.busy(self.turn(&ctx, true) == Some(true));
+                continue;
             }
             let now = Instant::now();
             if paces.is_time_to_sleep(now) && self.sleep(None) {
@@ -336,16 +339,26 @@ impl Local {
         drop(guard);
     }
 
-    /// One turn; if anything happened, returns whether an engine was given requests.
-    fn turn(&self, ctx: &Rc<dyn ReactorCtx>) -> Option<bool> {
+    /// One turn; if anything happened, returns whether an engine was given requests. The pollers may
+    /// have been polled already.
+    fn turn(&self, ctx: &Rc<dyn ReactorCtx>, polled: bool) -> Option<bool> {
         self.shared.counters.turns.add(1);
         let jobs = self.run_jobs(ctx);
-        let polled = self.pollers.poll();
+        let polled = polled || self.pollers.poll();
         let tasks = self.run_tasks();
         let submitted = self.engines.submit();
         let harvested = self.engines.harvest() > 0;
         self.pollers.sweep();
         (jobs | polled | tasks | submitted | harvested).then_some(submitted)
+    }
+
+    /// Only the guests can bring something soon: looks at them a few times in close succession.
+    fn look_for_requests(&self) -> bool {
+        let spin = || {
+            std::hint::spin_loop();
+            self.pollers.poll()
+        };
+        (0..POLLS_BETWEEN_TURNS).any(|_| spin())
     }
 
     fn run_jobs(&self, ctx: &Rc<dyn ReactorCtx>) -> bool {
