@@ -6,7 +6,7 @@ use crate::opener::{OpenedDisk, open_drive};
 use block::{DiskInfo, Error, ErrorKind, Result};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
 use export_vhost_user::{Export, ExportOptions, RingStats};
-use image::BackingPolicy;
+use image::{BackingPolicy, TableCacheStats};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -42,6 +42,8 @@ pub struct DiskStatus {
     pub attachment: Attachment,
     /// Counters of each of its rings.
     pub rings: Vec<RingStats>,
+    /// The tables in memory of an image that has some.
+    pub tables: Option<TableCacheStats>,
 }
 
 struct Served {
@@ -192,11 +194,18 @@ impl Served {
             layers: self.opened.layers(),
             attachment: self.attachment.clone(),
             rings: self.export.stats(),
+            tables: self.opened.table_cache_stats(),
         }
     }
 
     fn end(self) -> Result<()> {
         self.export.stop();
+        if let Some(TableCacheStats { hits, misses, evictions, used_bytes, limit_bytes }) =
+            self.opened.table_cache_stats()
+        {
+            let name = &self.name;
+            tracing::info!(hits, misses, evictions, used_bytes, limit_bytes, "tables in memory of '{name}'");
+        }
         self.opened.close()
     }
 }

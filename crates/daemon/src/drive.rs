@@ -44,6 +44,8 @@ pub struct DriveOptions {
     /// How long a reactor that finds nothing to do goes on looking on this disk's behalf before it sleeps. Reactors
     /// serve queues of all disks, so that the longest of all disks holds for all (see `Daemon::poll_max_us_of`).
     pub poll_max_us: Option<u32>,
+    /// Memory for an image's tables, over all layers of its chain.
+    pub l2_cache_bytes: Option<u64>,
     /// Where the guest's monitor connects.
     pub socket: Option<PathBuf>,
 }
@@ -57,7 +59,7 @@ pub(crate) const QUEUE_SIZE_MAX: u16 = 1024;
 /// A second: whoever wants more wants a reactor that never sleeps.
 const POLL_MAX_US: u32 = 1_000_000;
 
-const KEYS: [&str; 12] = [
+const KEYS: [&str; 13] = [
     "file",
     "format",
     "engine",
@@ -69,6 +71,7 @@ const KEYS: [&str; 12] = [
     "queues",
     "queue-size",
     "poll-max-us",
+    "l2-cache-size",
     "socket",
 ];
 const FORMATS: [(&str, DriveFormat); 3] =
@@ -110,6 +113,7 @@ impl DriveOptions {
             queues: None,
             queue_size: None,
             poll_max_us: None,
+            l2_cache_bytes: None,
             socket: None,
         }
     }
@@ -144,6 +148,9 @@ impl DriveOptions {
             "size" => self.size_bytes = Some(size(value)?),
             "queues" => self.queues = Some(count(key, value, QUEUES_MAX)?),
             "poll-max-us" => self.poll_max_us = Some(poll_max_us(key, value)?),
+            "l2-cache-size" => {
+                self.l2_cache_bytes = Some(parse_size(value).map_err(|error| error.in_context(key.as_str()))?);
+            }
             "queue-size" => self.queue_size = Some(power_of_two(key, value, QUEUE_SIZE_MAX)?),
             "socket" => self.socket = Some(non_empty_path(key, value)?),
             _ => return Err(keyval::unknown("drive key", key, &KEYS)),
@@ -162,6 +169,9 @@ impl DriveOptions {
             }
             _ if is_null && self.read_only => {
                 Err(bad("readonly=on has no meaning for format=null: it keeps nothing".to_owned()))
+            }
+            _ if is_null && self.l2_cache_bytes.is_some() => {
+                Err(bad("l2-cache-size has no meaning for format=null: it has no tables".to_owned()))
             }
             _ if !is_null && self.size_bytes.is_some() => {
                 Err(bad("size= is for format=null only; an image has its own size".to_owned()))
@@ -295,7 +305,7 @@ mod tests {
     fn every_key_is_read() {
         let read = drive(
             "file=a,,b.img,format=qcow2,engine=linux-aio,cache=none,serial=disk 1,readonly=on,sync=on,\
-             queues=4,queue-size=256,poll-max-us=0,socket=/run/a.sock",
+             queues=4,queue-size=256,poll-max-us=0,l2-cache-size=1.5M,socket=/run/a.sock",
         );
         let expected = DriveOptions {
             file: Some(PathBuf::from("a,b.img")),
@@ -309,6 +319,7 @@ mod tests {
             queues: Some(4),
             queue_size: Some(256),
             poll_max_us: Some(0),
+            l2_cache_bytes: Some(1536 << 10),
             socket: Some(PathBuf::from("/run/a.sock")),
         };
         assert_eq!(read, expected);
@@ -361,6 +372,8 @@ mod tests {
             "file=x,queue-size=100",
             "file=x,poll-max-us=-1",
             "file=x,poll-max-us=2000000",
+            "file=x,l2-cache-size=lots",
+            "format=null,size=4G,l2-cache-size=1M",
             "file=x,sync=on,cache=unsafe",
             "file=x,file=y",
         ] {

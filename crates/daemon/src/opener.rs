@@ -3,7 +3,7 @@
 use crate::drive::{DriveFormat, DriveOptions};
 use block::{Disk, ErrorKind, File, Result};
 use engine::OpenOptions;
-use image::{BackingPolicy, Format, Image, ImageOptions, NullDisk, Opener, Role};
+use image::{BackingPolicy, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -70,6 +70,13 @@ impl OpenedDisk {
         self.image.as_ref().map_or_else(|| vec!["null".to_owned()], |image| image.describe_layers())
     }
 
+    /// The tables in memory of an image that has some.
+    #[must_use]
+    pub fn table_cache_stats(&self) -> Option<TableCacheStats> {
+        let stats = self.image.as_ref().map(|image| image.cache_stats());
+        stats.filter(|stats| stats.limit_bytes > 0)
+    }
+
     /// Writes what is still in memory and flushes. No queue of the disk may be open any more.
     pub fn close(&self) -> Result<()> {
         self.image.as_ref().map_or(Ok(()), |image| image.close())
@@ -95,6 +102,7 @@ pub fn open_drive(drive: &DriveOptions, allow_backing: BackingPolicy, listed: &[
         listed: listed.to_vec(),
         serial: drive.serial.clone(),
         volatile_cache: open_options(drive).has_volatile_cache(),
+        table_cache_bytes: drive.l2_cache_bytes,
         ..ImageOptions::new(path)
     };
     let image = Arc::new(image::open(&options, &EngineOpener::of_drive(drive))?);

@@ -1,5 +1,7 @@
 //! Sizes and indexes that follow from the header: the only place that shifts by cluster bits.
 
+use block::SliceCache;
+
 /// Entries of an L2 table that are cached together: 4 KiB of the table, or all of a smaller one.
 const SLICE_BITS_MAX: u32 = 9;
 
@@ -78,6 +80,16 @@ impl Geometry {
 
     pub(crate) fn slice_bytes(&self) -> u64 {
         self.slice_entries().wrapping_shl(3)
+    }
+
+    /// Slices of the whole disk.
+    pub(crate) fn slices(&self) -> u64 {
+        self.guest_clusters().div_ceil(self.slice_entries())
+    }
+
+    /// An empty cache for the disk's L2 tables.
+    pub(crate) fn slice_cache(&self, cache_bytes: u64) -> SliceCache {
+        SliceCache::new(self.slices(), usize::try_from(self.slice_entries()).unwrap_or(0), cache_bytes)
     }
 
     pub(crate) fn l1_index_of_slice(&self, slice: u64) -> u64 {

@@ -9,8 +9,10 @@ use crate::snapshot::{SnapshotName, of_snapshot};
 use crate::state::{Inner, Need, Space, State, Stop};
 use crate::tables::TableBits;
 use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, Ordering};
-use block::{CompressedExtent, Epochs, Error, ErrorKind, Extent, FileInfo, IoError, IoErrorKind, IoResult, Mapped};
-use block::{MetaIo, PastEnd, Result, SliceBook, SliceCache, WaitList};
+use block::{
+    CacheStats, CompressedExtent, Epochs, Error, ErrorKind, Extent, FileInfo, IoError, IoErrorKind, IoResult, Mapped,
+};
+use block::{MetaIo, PastEnd, Result, SliceBook, WaitList};
 use memory::AlignedBuf;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -102,7 +104,6 @@ impl Qcow2 {
                 entries(&read.map_err(|e| failed("refcount table", e))?).collect()
             }
         };
-        let slices = geometry.guest_clusters().div_ceil(geometry.slice_entries());
         let sector = cluster.get(..HEADER_SECTOR_BYTES).and_then(|bytes| bytes.try_into().ok());
         let refcounts = Refcounts::new(geometry, table, header.refcount_table_offset, cache / 8);
         let space = space_at_open(file, &geometry, &refcounts);
@@ -129,7 +130,8 @@ impl Qcow2 {
             discard_zeroes: file.discard_zeroes && !file.block_device,
             file_clusters: geometry.cluster_of(file.length_bytes),
             l1: entries(&l1).map(AtomicU64::new).collect(),
-            slices: SliceCache::new(slices, usize::try_from(geometry.slice_entries()).unwrap_or(0), cache),
+            slices: geometry.slice_cache(cache),
+            slices_read: AtomicU64::new(0),
             epochs: Epochs::default(),
             state: Mutex::new(state),
             loaded: WaitList::default(),
@@ -159,6 +161,39 @@ impl Qcow2 {
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.inner.geometry.size_bytes
+    }
+
+    /// Bounds the memory for L2 tables, before the image is shared and used; afterwards it changes nothing. Slices of
+    /// 4 KiB are kept, two at least; as much as an eighth may go to refcount blocks beside.
+    pub fn set_cache_bytes(&mut self, l2_bytes: u64) {
+        let Some(inner) = Arc::get_mut(&mut self.inner) else { return };
+        inner.slices = inner.geometry.slice_cache(l2_bytes);
+        inner.lock().refcounts.set_cache_bytes(l2_bytes / 8);
+    }
+
+    /// The bytes of L2 tables for the whole disk.
+    #[must_use]
+    pub fn mapping_bytes(&self) -> u64 {
+        let geometry = &self.inner.geometry;
+        geometry.slices().saturating_mul(geometry.slice_bytes())
+    }
+
+    /// The smallest part of the disk that mostly lies in one place, as a power of two.
+    #[must_use]
+    pub fn granule_bits(&self) -> u32 {
+        self.inner.geometry.cluster_bits
+    }
+
+    /// What the cache of L2 tables holds and did.
+    #[must_use]
+    pub fn cache_stats(&self) -> CacheStats {
+        self.inner.slices.stats()
+    }
+
+    /// How many slices of L2 tables were read from the file so far.
+    #[must_use]
+    pub fn slices_read(&self) -> u64 {
+        self.inner.slices_read.load(Ordering::Relaxed)
     }
 
     /// Each queue takes part in these; see [`Epochs`].

@@ -82,6 +82,7 @@ impl Inner {
         let Some(table) = source else { return Ok(true) };
         let offset = table.saturating_add(self.geometry.slice_offset_in_table(slice));
         let length = usize::try_from(self.geometry.slice_bytes()).map_err(|_| IoError::EIO)?;
+        self.slices_read.fetch_add(1, Ordering::Relaxed);
         let bytes = io.read(offset, length, PastEnd::Fails).await?;
         // Nobody else can have changed the slice: only slices in memory change, and only we could have put it there.
         let mut state = self.lock();

@@ -97,6 +97,10 @@ impl Refcounts {
         }
     }
 
+    pub(crate) fn set_cache_bytes(&mut self, cache_bytes: u64) {
+        self.cache_bytes = cache_bytes;
+    }
+
     pub(crate) fn table_offset(&self) -> u64 {
         self.table_offset
     }

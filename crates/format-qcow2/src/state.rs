@@ -140,6 +140,8 @@ pub(crate) struct Inner {
     pub(crate) file_clusters: u64,
     pub(crate) l1: Box<[AtomicU64]>,
     pub(crate) slices: SliceCache,
+    /// Slices that were read from the file.
+    pub(crate) slices_read: AtomicU64,
     pub(crate) epochs: Epochs,
     pub(crate) state: Mutex<State>,
     /// Woken when something that was being loaded is there, or could not be loaded.

@@ -1,5 +1,7 @@
 //! An open image: the chain, and its control plane.
 
+use crate::below::{Below, Known};
+use crate::cache::{Hits, TableCacheStats};
 use crate::guess::Format;
 use crate::layer::{Layer, Mapping};
 use crate::queue::ImageQueue;
@@ -22,10 +24,13 @@ pub(crate) struct Chain {
     pub(crate) guessed_raw: bool,
     pub(crate) volatile_cache: AtomicBool,
     pub(crate) serial: String,
+    /// What the layers below the top one say, where there are several with tables.
+    pub(crate) below: Option<Below>,
+    pub(crate) hits: Hits,
 }
 
 /// A place in a chain.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) layer: usize,
     pub(crate) extent: Extent,
@@ -41,10 +46,31 @@ impl Chain {
         self.layers.get(index).ok_or(IoError::EIO)
     }
 
-    /// Where the first part of the range lies, asking layer after layer; `None` if some layer has to read a table.
+    /// Where the first part of the range lies; `None` if some layer has to read a table.
+    #[inline]
     pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Option<Place> {
+        let Some(below) = &self.below else { return self.ask(0, offset, length_bytes) };
         let mut walk = Walk::new(offset, length_bytes);
-        for (index, layer) in self.layers.iter().enumerate() {
+        let Some((top, inside)) = self.layers.first().and_then(|top| Some((top, walk.enter(top)?))) else {
+            return Some(walk.nowhere());
+        };
+        if let Some(place) = walk.take(0, top.lookup(offset, inside)?) {
+            return Some(place);
+        }
+        match below.lookup(offset, walk.length_bytes) {
+            Known::At(place) => Some(place),
+            Known::Ask => self.ask(1, offset, walk.length_bytes),
+            Known::Nothing => {
+                self.learn(1, offset);
+                self.ask(1, offset, walk.length_bytes)
+            }
+        }
+    }
+
+    /// As [`Chain::lookup`], asking layer after layer from `first` on.
+    fn ask(&self, first: usize, offset: u64, length_bytes: u64) -> Option<Place> {
+        let mut walk = Walk::new(offset, length_bytes);
+        for (index, layer) in self.layers.iter().enumerate().skip(first) {
             let Some(inside) = walk.enter(layer) else { break };
             if let Some(place) = walk.take(index, layer.lookup(offset, inside)?) {
                 return Some(place);
@@ -60,10 +86,26 @@ impl Chain {
             let Some(inside) = walk.enter(layer) else { break };
             let meta = metas.get(index).ok_or(IoError::EIO)?;
             if let Some(place) = walk.take(index, layer.resolve(meta, offset, inside).await?) {
+                self.learn(index, offset);
+                return Ok(place);
+            }
+            // The layers below are asked only if what they say is not known yet, so their tables need not be read.
+            if index == 0
+                && let Some(Known::At(place)) = self.below.as_ref().map(|below| below.lookup(offset, walk.length_bytes))
+            {
                 return Ok(place);
             }
         }
+        self.learn(1, offset);
         Ok(walk.nowhere())
+    }
+
+    /// Keeps what the layers below the top one say, now that their tables are in memory. `found` is the layer that
+    /// decided.
+    fn learn(&self, found: usize, offset: u64) {
+        if let Some(below) = self.below.as_ref().filter(|_| found > 0) {
+            below.learn(offset, |start, length| self.ask(1, start, length));
+        }
     }
 
     /// Refuses what lies outside the disk.
@@ -143,6 +185,23 @@ impl Image {
         let line =
             |layer: &Layer| format!("{} '{}': {}", layer.format(), layer.path.display(), layer.file_info().engine);
         self.chain.layers.iter().map(line).collect()
+    }
+
+    /// What the tables in memory are and did so far, over all layers.
+    #[must_use]
+    pub fn cache_stats(&self) -> TableCacheStats {
+        self.chain.cache_stats()
+    }
+
+    /// Where the first part of a range lies, as requests look it up, as a number to compare: for benchmarks.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn look_up_for_bench(&self, offset: u64, length_bytes: u64) -> Option<u64> {
+        let place = self.chain.lookup(offset, length_bytes)?;
+        match place.extent {
+            Extent::Data { offset, .. } => Some(offset.wrapping_add(place.layer as u64)),
+            _ => Some(u64::MAX),
+        }
     }
 
     /// For tests of the tests: leaves an ordering barrier of the top layer's format out.

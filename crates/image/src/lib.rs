@@ -13,6 +13,8 @@
     allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
 )]
 
+mod below;
+mod cache;
 mod check;
 mod create;
 mod extents;
@@ -26,6 +28,7 @@ mod open;
 mod queue;
 mod slow;
 
+pub use cache::TableCacheStats;
 pub use check::check;
 pub use create::{CreateOptions, create};
 pub use extents::{Extents, Run};

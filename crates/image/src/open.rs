@@ -1,5 +1,6 @@
 //! Opening a chain: the named image, then layer after layer through the gate.
 
+use crate::cache::{Hits, share_out};
 use crate::gate::{BackingPolicy, Opener, Role, allow_backing, backing_path};
 use crate::guess::{Format, PROBE_BYTES, guess_format};
 use crate::image::{Chain, Image};
@@ -31,6 +32,8 @@ pub struct ImageOptions {
     pub serial: String,
     /// Whether completed writes may stay volatile until a flush (cache=writeback, none, unsafe).
     pub volatile_cache: bool,
+    /// The memory for tables, over all layers; by default what covers the whole disk, up to 32 MiB.
+    pub table_cache_bytes: Option<u64>,
 }
 
 impl ImageOptions {
@@ -45,6 +48,7 @@ impl ImageOptions {
             listed: Vec::new(),
             serial: String::new(),
             volatile_cache: true,
+            table_cache_bytes: None,
         }
     }
 }
@@ -82,6 +86,7 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         layers.push(layer);
     }
     let size_bytes = layers.first().map_or(0, |top| top.size_bytes);
+    let below = share_out(&mut layers, size_bytes, options.table_cache_bytes);
     let chain = Chain {
         layers,
         size_bytes,
@@ -89,6 +94,8 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         guessed_raw,
         volatile_cache: AtomicBool::new(options.volatile_cache),
         serial: options.serial.clone(),
+        below,
+        hits: Hits::default(),
     };
     Ok(Image { chain: Arc::new(chain) })
 }

@@ -8,6 +8,7 @@ use crate::guess::{PROBE_BYTES, forms_a_header};
 use crate::image::{Chain, Place};
 use crate::layer::Mapping;
 use crate::slow::Slow;
+use block::sync::AtomicU64;
 use block::{
     Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, MetaIo, Op,
     Participant, PastEnd, ReactorCtx, Result, Sink, Tag, Ticket,
@@ -54,6 +55,8 @@ pub(crate) struct ImageQueue {
     free: Vec<usize>,
     in_flight: usize,
     participant: Option<Participant>,
+    /// Lookups that tables in memory answered; nobody else counts here.
+    hits: Arc<AtomicU64>,
     scratch: Vec<(u64, IoResult)>,
     /// Requests that ended without the sink.
     ready: Vec<Completion>,
@@ -75,9 +78,17 @@ impl ImageQueue {
             free: Vec::new(),
             in_flight: 0,
             participant,
+            hits: chain.hits.join(),
             scratch: Vec::new(),
             ready: Vec::new(),
         })
+    }
+
+    #[inline]
+    fn note_hit(&self) {
+        if self.participant.is_some() {
+            self.hits.store(self.hits.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+        }
     }
 
     fn take_slot(&mut self, tag: Tag) -> usize {
@@ -181,6 +192,7 @@ impl ImageQueue {
             };
             count = count.saturating_add(1);
             let piece = pieces.take(place.length_bytes);
+            self.note_hit();
             match place.extent {
                 Extent::Data { offset, .. } => {
                     let past_end = chain.layer(place.layer)?.past_end(offset);
@@ -215,6 +227,7 @@ impl ImageQueue {
                 Overwrite::InPlace { offset, length_bytes } if count < MAX_PIECES => {
                     count = count.saturating_add(1);
                     let data = pieces.take(length_bytes);
+                    self.note_hit();
                     self.push(index, 0, FileOp::Write { offset, data, fua })?;
                 }
                 Overwrite::InPlace { .. } | Overwrite::Slow => {

@@ -18,7 +18,10 @@ fn conforms(chain: &Chain) {
             Layer::Qcow2 { .. } => image::Format::Qcow2,
         };
         let mut make = |read_only| {
-            let opened = open_as(&chain.storage(), 0, format, read_only, &[]);
+            let opened = match read_only {
+                true => open_as(&chain.storage(), 0, format, true, &[]),
+                false => chain.open(&chain.storage()),
+            };
             Some(opened.unwrap_or_else(|error| panic!("{chain:?}: {error}")).disk)
         };
         let mut subject = Subject { make: &mut make, keeps_data: true, seed };
@@ -75,6 +78,12 @@ fn chains_conform() {
     conforms(&Chain::of(vec![Layer::qcow2(SIZE + 512, 512), Layer::qcow2(SIZE * 2, 65536)]));
     let old = Layer::Qcow2 { size_bytes: SIZE, cluster_size: 8192, version: 2, refcount_bits: 16 };
     conforms(&Chain::of(vec![old, Layer::qcow2(SIZE / 4, 4096), Layer::Raw(SIZE)]));
+}
+
+#[test]
+fn chains_conform_with_the_smallest_cache_there_can_be() {
+    let chain = vec![Layer::qcow2(SIZE, 512), Layer::qcow2(SIZE / 2 + 512, 4096), Layer::qcow2(SIZE, 1024)];
+    conforms(&Chain { table_cache_bytes: Some(0), ..Chain::of(chain) });
 }
 
 #[test]

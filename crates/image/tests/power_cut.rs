@@ -143,6 +143,16 @@ fn without_a_volatile_cache_what_completed_is_durable() {
 }
 
 #[test]
+fn tables_that_do_not_fit_into_memory() {
+    // A slice maps 32 KiB here, and two slices a layer is all there is.
+    let chain = vec![Layer::qcow2(160 << 10, 512), Layer::qcow2(100 << 10, 512), Layer::qcow2(160 << 10, 1024)];
+    for queues in [1, 3] {
+        let chain = Chain { table_cache_bytes: Some(0), ..Chain::of(chain.clone()) };
+        Case { queues, ..Case::new(chain) }.survives(2);
+    }
+}
+
+#[test]
 fn raw_images() {
     Case::new(Chain::of(vec![Layer::Raw(64 << 10)])).survives(2);
 }

@@ -32,7 +32,8 @@ fn random_chain(seed: u64) -> Chain {
         grows_with_zeros: pick(4, 4) == 0,
         ..SimFileOptions::default()
     };
-    Chain { layers, file, device_bytes: None, used: pick(5, 2) > 0, made: None, seed }
+    let table_cache_bytes = (pick(6, 3) == 0).then_some(0);
+    Chain { file, used: pick(5, 2) > 0, table_cache_bytes, seed, ..Chain::of(layers) }
 }
 
 fn play(chain: &Chain) -> Result<(), String> {

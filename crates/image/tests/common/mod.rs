@@ -74,12 +74,22 @@ pub struct Chain {
     pub used: bool,
     /// The top file, made by another program; otherwise we make it.
     pub made: Option<Arc<Vec<u8>>>,
+    /// Memory for tables: by default all of them fit.
+    pub table_cache_bytes: Option<u64>,
     pub seed: u64,
 }
 
 impl Chain {
     pub fn of(layers: Vec<Layer>) -> Self {
-        Self { layers, file: SimFileOptions::default(), device_bytes: None, used: false, made: None, seed: 1 }
+        Self {
+            layers,
+            file: SimFileOptions::default(),
+            device_bytes: None,
+            used: false,
+            made: None,
+            table_cache_bytes: None,
+            seed: 1,
+        }
     }
 
     pub fn top(&self) -> &Layer {
@@ -154,12 +164,17 @@ impl Chain {
 
     /// Opens the top.
     pub fn open(&self, storage: &SimStorage) -> Result<OpenedDisk> {
-        open_as(storage, 0, self.top().format(), false, &[])
+        self.open_without(storage, &[])
     }
 
     /// As [`Chain::open`], without some barriers.
     pub fn open_without(&self, storage: &SimStorage, barriers: &[Barrier]) -> Result<OpenedDisk> {
-        open_as(storage, 0, self.top().format(), false, barriers)
+        let options = ImageOptions {
+            format: Some(self.top().format()),
+            table_cache_bytes: self.table_cache_bytes,
+            ..ImageOptions::new(name(0))
+        };
+        open_with(storage, &options, barriers)
     }
 
     /// The top's metadata are sound (leaks at most), and nothing has changed a layer below.
@@ -227,8 +242,11 @@ pub fn open_as(
     read_only: bool,
     skipped: &[Barrier],
 ) -> Result<OpenedDisk> {
-    let options = ImageOptions { format: Some(format), read_only, ..ImageOptions::new(name(index)) };
-    let image: Arc<Image> = Arc::new(image::open(&options, &SimOpener(storage.clone()))?);
+    open_with(storage, &ImageOptions { format: Some(format), read_only, ..ImageOptions::new(name(index)) }, skipped)
+}
+
+fn open_with(storage: &SimStorage, options: &ImageOptions, skipped: &[Barrier]) -> Result<OpenedDisk> {
+    let image: Arc<Image> = Arc::new(image::open(options, &SimOpener(storage.clone()))?);
     skipped.iter().for_each(|barrier| image.skip_barrier_for_test(*barrier));
     let disk: Arc<dyn Disk> = Arc::clone(&image) as Arc<dyn Disk>;
     Ok(OpenedDisk { disk, close: Box::new(move || image.close()) })

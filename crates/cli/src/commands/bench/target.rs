@@ -189,12 +189,22 @@ impl Opened {
     fn hooks(&self, reactors: &Arc<Vec<ReactorThread>>) -> Hooks<'static> {
         match self {
             Self::Driver(driver) => load::driver_hooks(driver),
-            Self::Disk(_) => {
+            Self::Disk(opened) => {
                 let reactors = Arc::clone(reactors);
+                let image = opened.image.clone();
                 let counters = move || {
                     let stats: Vec<_> = reactors.iter().map(ReactorThread::stats).collect();
                     let system_calls = stats.iter().map(|stats| stats.system_calls).sum();
-                    vec![("system_calls", system_calls), ("sleeps", stats.iter().map(|stats| stats.sleeps).sum())]
+                    let sleeps = stats.iter().map(|stats| stats.sleeps).sum();
+                    let mut counters = vec![("system_calls", system_calls), ("sleeps", sleeps)];
+                    // A raw image has no tables.
+                    let tables = image.as_ref().map(|image| image.cache_stats());
+                    if let Some(tables) = tables.filter(|tables| tables.limit_bytes > 0) {
+                        counters.push(("table_hits", tables.hits));
+                        counters.push(("table_misses", tables.misses));
+                        counters.push(("table_evictions", tables.evictions));
+                    }
+                    counters
                 };
                 Hooks { counters: Some(Arc::new(counters)), ..Hooks::default() }
             }

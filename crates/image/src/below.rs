@@ -1,0 +1,194 @@
+//! What the layers below the top one say, merged: a lookup in a chain of sixteen layers costs about what it costs in two.
+//!
+//! Layers below the top are read-only, so their answer for a place never changes. It is worked out once, by asking them
+//! one after the other, and kept for each granule (their smallest cluster) in a cache of slices like those of L2 tables:
+//! read without a lock, changed under a mutex that nobody waits for. What has no single answer for a whole granule
+//! (compressed clusters, a layer that ends inside) is noted as such, and asked for each time.
+
+use crate::image::Place;
+use block::sync::{Mutex, PoisonError};
+use block::{CacheStats, Extent, SliceBook, SliceCache};
+
+/// Entries that are cached together, as a power of two: 4 KiB.
+const SLICE_BITS: u32 = 9;
+const SLICE_ENTRIES: usize = 1 << SLICE_BITS;
+/// Granules are no finer: the map of a disk with tiny clusters would be larger than what it replaces.
+const GRANULE_BITS_MIN: u32 = 12;
+
+/// An entry: a kind, the file of the layer, the offset in that file in its place, the layer. Zero: not known.
+const KIND_MASK: u64 = 3;
+const KIND_ZERO: u64 = 1;
+const KIND_DATA: u64 = 2;
+const KIND_ASK: u64 = 3;
+const FILE_SHIFT: u32 = 2;
+const FILE_MASK: u64 = 0x7f;
+const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+const LAYER_SHIFT: u32 = 56;
+
+/// What is known of a place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Known {
+    /// Where it is.
+    At(Place),
+    /// That the layers have to be asked.
+    Ask,
+    /// Nothing yet.
+    Nothing,
+}
+
+/// The merged map.
+pub(crate) struct Below {
+    granule_bits: u32,
+    size_bytes: u64,
+    cache: SliceCache,
+    book: Mutex<SliceBook>,
+}
+
+impl Below {
+    /// A map of at most `cache_bytes` for a disk over layers whose smallest cluster is `cluster_bits`.
+    pub(crate) fn new(size_bytes: u64, cluster_bits: u32, cache_bytes: u64) -> Self {
+        let granule_bits = cluster_bits.max(GRANULE_BITS_MIN);
+        let slices = Self::slices(size_bytes, granule_bits);
+        let cache = SliceCache::new(slices, SLICE_ENTRIES, cache_bytes);
+        Self { granule_bits, size_bytes, cache, book: Mutex::default() }
+    }
+
+    /// The bytes of a map of the whole disk.
+    pub(crate) fn wanted_bytes(size_bytes: u64, cluster_bits: u32) -> u64 {
+        let slices = Self::slices(size_bytes, cluster_bits.max(GRANULE_BITS_MIN));
+        slices.saturating_mul(SLICE_ENTRIES as u64).saturating_mul(8)
+    }
+
+    fn slices(size_bytes: u64, granule_bits: u32) -> u64 {
+        size_bytes.div_ceil(1u64.wrapping_shl(granule_bits.saturating_add(SLICE_BITS)))
+    }
+
+    pub(crate) fn stats(&self) -> CacheStats {
+        self.cache.stats()
+    }
+
+    fn granule_bytes(&self) -> u64 {
+        1u64.wrapping_shl(self.granule_bits)
+    }
+
+    fn slice_of(&self, offset: u64) -> u64 {
+        offset.wrapping_shr(self.granule_bits.saturating_add(SLICE_BITS))
+    }
+
+    fn index_of(&self, offset: u64) -> usize {
+        (offset.wrapping_shr(self.granule_bits) & (SLICE_ENTRIES as u64).saturating_sub(1)) as usize
+    }
+
+    /// The first part of a range.
+    #[inline]
+    pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Known {
+        let Some(view) = self.cache.view(self.slice_of(offset)) else { return Known::Nothing };
+        let mut index = self.index_of(offset);
+        let Some(first) = view.get(index) else { return Known::Nothing };
+        let skip = offset & self.granule_bytes().saturating_sub(1);
+        let mut bytes = self.granule_bytes().saturating_sub(skip);
+        // The next granule goes on where this one ends if its entry is this, further on by as much.
+        let step = if first & KIND_MASK == KIND_DATA { self.granule_bytes() } else { 0 };
+        let mut expected = first;
+        while bytes < length_bytes {
+            index = index.saturating_add(1);
+            expected = expected.wrapping_add(step);
+            if view.get(index) != Some(expected) {
+                break;
+            }
+            bytes = bytes.saturating_add(self.granule_bytes());
+        }
+        if !view.is_valid() {
+            return Known::Nothing;
+        }
+        let length_bytes = bytes.min(length_bytes);
+        match first & KIND_MASK {
+            KIND_ZERO => Known::At(Place { layer: 0, extent: Extent::Zero, length_bytes }),
+            KIND_DATA => {
+                let file = (first.wrapping_shr(FILE_SHIFT) & FILE_MASK) as u8;
+                let extent = Extent::Data { file, offset: (first & OFFSET_MASK).saturating_add(skip) };
+                Known::At(Place { layer: first.wrapping_shr(LAYER_SHIFT) as usize, extent, length_bytes })
+            }
+            KIND_ASK => Known::Ask,
+            _ => Known::Nothing,
+        }
+    }
+
+    /// Notes what the layers say about the granule of `offset`; `ask` asks them for the first part of a range, and gives
+    /// `None` where a table has to be read first. If another queue is noting something, this one does not wait.
+    pub(crate) fn learn(&self, offset: u64, ask: impl FnOnce(u64, u64) -> Option<Place>) {
+        let start = offset & !self.granule_bytes().saturating_sub(1);
+        let length = self.granule_bytes();
+        // The disk may grow: what its end cuts short says nothing about then.
+        let whole = start.checked_add(length).is_some_and(|end| end <= self.size_bytes);
+        let raw = match whole {
+            false => KIND_ASK,
+            true => match ask(start, length) {
+                None => return,
+                Some(place) if place.length_bytes == length => encode(&place).unwrap_or(KIND_ASK),
+                Some(_) => KIND_ASK,
+            },
+        };
+        let mut book = match self.book.try_lock() {
+            Ok(book) => book,
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => PoisonError::into_inner(poisoned),
+            Err(std::sync::TryLockError::WouldBlock) => return,
+        };
+        let slice = self.slice_of(start);
+        if self.cache.view(slice).is_some() || book.install(&self.cache, slice, std::iter::repeat(0)) {
+            self.cache.set(slice, self.index_of(start), raw);
+        }
+    }
+}
+
+/// `None` for what an entry cannot say.
+fn encode(place: &Place) -> Option<u64> {
+    match place.extent {
+        Extent::Zero | Extent::Backing => Some(KIND_ZERO),
+        Extent::Data { file, offset } => {
+            let layer = u8::try_from(place.layer).ok()?;
+            let fits = offset & !OFFSET_MASK == 0 && u64::from(file) <= FILE_MASK;
+            let tag = u64::from(layer).wrapping_shl(LAYER_SHIFT) | u64::from(file).wrapping_shl(FILE_SHIFT);
+            fits.then_some(tag | offset | KIND_DATA)
+        }
+        Extent::Compressed(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const G: u64 = 65536;
+
+    fn data(layer: usize, offset: u64, length_bytes: u64) -> Place {
+        Place { layer, extent: Extent::Data { file: 0, offset }, length_bytes }
+    }
+
+    #[test]
+    fn granules_that_go_on_in_one_file_join_and_others_do_not() {
+        let below = Below::new(100 * G + 512, 16, 1 << 20);
+        assert_eq!(below.lookup(0, G), Known::Nothing);
+        for (at, layer, offset) in [(0, 255, 7 * G), (1, 255, 8 * G), (2, 254, 9 * G)] {
+            below.learn(at * G + 512, |_, length| Some(data(layer, offset, length)));
+        }
+        below.learn(3 * G, |_, length| Some(Place { layer: 9, extent: Extent::Zero, length_bytes: length }));
+        assert_eq!(below.lookup(512, 10 * G), Known::At(data(255, 7 * G + 512, 2 * G - 512)));
+        assert_eq!(below.lookup(2 * G + 512, 512), Known::At(data(254, 9 * G + 512, 512)));
+        let zero = Place { layer: 0, extent: Extent::Zero, length_bytes: G };
+        assert_eq!(below.lookup(3 * G, 2 * G), Known::At(zero));
+    }
+
+    #[test]
+    fn what_has_no_single_answer_is_asked_for() {
+        let below = Below::new(100 * G + 512, 16, 1 << 20);
+        below.learn(0, |_, length| Some(data(1, G, length - 512)));
+        assert_eq!(below.lookup(0, 512), Known::Ask);
+        below.learn(G, |_, _| None);
+        assert_eq!(below.lookup(G, 512), Known::Nothing, "a table has to be read first");
+        below.learn(100 * G, |_, length| Some(data(1, G, length)));
+        assert_eq!(below.lookup(100 * G, 512), Known::Ask, "the disk's end");
+        below.learn(2 * G, |_, length| Some(data(256, G, length)));
+        assert_eq!(below.lookup(2 * G, 512), Known::Ask, "a layer that an entry cannot name");
+    }
+}

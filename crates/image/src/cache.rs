@@ -1,0 +1,159 @@
+//! How the memory for tables is divided over a chain, and what the caches did.
+//!
+//! One budget for an image (`l2-cache-size`). By default it covers the tables of the whole chain, up to a limit. Where it
+//! does not, an eighth goes to the layers below the top one, whose tables are read to fill the merged map, half of the
+//! rest each to the top layer and to that map; what one of them does not need is left to the others. A slice (4 KiB) or
+//! two each layer has in any case.
+
+use crate::below::Below;
+use crate::image::Chain;
+use crate::layer::{Layer, Mapping};
+use block::CacheStats;
+use block::sync::{AtomicU64, Mutex, Ordering, PoisonError};
+use format_qcow2::Qcow2;
+use std::sync::Arc;
+
+/// Where the user says nothing: QEMU's limit on Linux.
+const DEFAULT_LIMIT_BYTES: u64 = 32 << 20;
+/// What each layer has in any case: two slices.
+const LEAST_BYTES: u64 = 8 << 10;
+/// From so many layers with tables below the top one on, their answers are merged.
+const MERGED_LAYERS_MIN: usize = 2;
+
+/// What the tables of an open image in memory are and did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TableCacheStats {
+    /// Lookups of requests that tables in memory answered.
+    pub hits: u64,
+    /// Parts of tables that had to be read for one.
+    pub misses: u64,
+    /// Parts that had to go for others.
+    pub evictions: u64,
+    /// Bytes in memory.
+    pub used_bytes: u64,
+    /// The most that may be: the budget, or what the image needs.
+    pub limit_bytes: u64,
+}
+
+/// Lookups of all queues. Each queue counts its own, so that they share nothing.
+#[derive(Debug, Default)]
+pub(crate) struct Hits {
+    queues: Mutex<Vec<Arc<AtomicU64>>>,
+}
+
+impl Hits {
+    pub(crate) fn join(&self) -> Arc<AtomicU64> {
+        let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
+        // What queues that are gone have counted is kept in one place.
+        let gone: u64 = queues.extract_if(.., |count| Arc::strong_count(count) == 1).map(|count| total(&count)).sum();
+        let mine = Arc::new(AtomicU64::new(0));
+        queues.push(Arc::clone(&mine));
+        if gone > 0 {
+            queues.push(Arc::new(AtomicU64::new(gone)));
+        }
+        mine
+    }
+
+    fn sum(&self) -> u64 {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|count| total(count)).sum()
+    }
+}
+
+fn total(count: &AtomicU64) -> u64 {
+    count.load(Ordering::Relaxed)
+}
+
+fn tables(layer: &Layer) -> Option<&Qcow2> {
+    match &layer.mapping {
+        Mapping::Qcow2(qcow2) => Some(qcow2),
+        Mapping::Raw(_) => None,
+    }
+}
+
+/// What each part wants, and then gets.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Shares {
+    top: u64,
+    map: u64,
+    /// The layers below the top one, in order; zero for those without tables.
+    lower: Vec<u64>,
+}
+
+impl Shares {
+    fn divide(mut self, budget: u64) -> Self {
+        let wanted = self.clone();
+        let count = self.lower.iter().filter(|bytes| **bytes > 0).count() as u64;
+        let each = (budget / 8).checked_div(count).unwrap_or(0).max(LEAST_BYTES);
+        self.lower.iter_mut().for_each(|bytes| *bytes = each.min(*bytes));
+        let left = budget.saturating_sub(self.lower.iter().sum());
+        self.map = wanted.map.min(left / 2);
+        self.top = wanted.top.min(left.saturating_sub(self.map));
+        self.map = wanted.map.min(left.saturating_sub(self.top));
+        let mut left = left.saturating_sub(self.top).saturating_sub(self.map);
+        for (bytes, wanted) in self.lower.iter_mut().zip(wanted.lower) {
+            let more = wanted.saturating_sub(*bytes).min(left);
+            *bytes = bytes.saturating_add(more);
+            left = left.saturating_sub(more);
+        }
+        self
+    }
+}
+
+/// Gives each layer of a chain that is being opened its share, and makes the merged map where there is one.
+pub(crate) fn share_out(layers: &mut [Layer], size_bytes: u64, budget: Option<u64>) -> Option<Below> {
+    let lower = layers.get(1..).unwrap_or_default();
+    let bits = lower.iter().filter_map(tables).map(Qcow2::granule_bits).min().unwrap_or(0);
+    let merged = lower.iter().filter_map(tables).count() >= MERGED_LAYERS_MIN;
+    let wanted = |layer: &Layer| tables(layer).map_or(0, Qcow2::mapping_bytes);
+    let shares = Shares {
+        top: layers.first().map_or(0, wanted),
+        map: if merged { Below::wanted_bytes(size_bytes, bits) } else { 0 },
+        lower: lower.iter().map(wanted).collect(),
+    };
+    let shares = shares.divide(budget.unwrap_or(DEFAULT_LIMIT_BYTES));
+    for (layer, bytes) in layers.iter_mut().zip(std::iter::once(shares.top).chain(shares.lower)) {
+        if let Mapping::Qcow2(qcow2) = &mut layer.mapping {
+            qcow2.set_cache_bytes(bytes);
+        }
+    }
+    merged.then(|| Below::new(size_bytes, bits, shares.map))
+}
+
+impl Chain {
+    pub(crate) fn cache_stats(&self) -> TableCacheStats {
+        let mut stats = TableCacheStats { hits: self.hits.sum(), ..TableCacheStats::default() };
+        let mut add = |cache: CacheStats| {
+            stats.evictions = stats.evictions.saturating_add(cache.evicted);
+            stats.used_bytes = stats.used_bytes.saturating_add(cache.used_bytes);
+            stats.limit_bytes = stats.limit_bytes.saturating_add(cache.limit_bytes);
+        };
+        self.below.iter().for_each(|below| add(below.stats()));
+        let qcow2 = || self.layers.iter().filter_map(tables);
+        qcow2().for_each(|qcow2| add(qcow2.cache_stats()));
+        stats.misses = qcow2().map(Qcow2::slices_read).sum();
+        stats
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_that_covers_everything_is_not_used_up_and_a_smaller_one_is_kept() {
+        const K: u64 = 1 << 10;
+        let wanted = Shares { top: 1000 * K, map: 600 * K, lower: vec![1000 * K, 0, 500 * K] };
+        assert_eq!(wanted.clone().divide(10_000 * K), wanted);
+        for budget in [16 * K, 17 * K, 160 * K, 1600 * K, 2000 * K, 3000 * K] {
+            let got = wanted.clone().divide(budget);
+            let sum = got.top + got.map + got.lower.iter().sum::<u64>();
+            assert_eq!(sum, budget, "{got:?}");
+            assert!(got.top <= wanted.top && got.map <= wanted.map);
+        }
+        assert_eq!(
+            wanted.clone().divide(1600 * K),
+            Shares { top: 800 * K, map: 600 * K, lower: vec![100 * K, 0, 100 * K] }
+        );
+        assert_eq!(Shares { top: 9, map: 0, lower: vec![] }.divide(5), Shares { top: 5, map: 0, lower: vec![] });
+    }
+}
