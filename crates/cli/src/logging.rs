@@ -4,10 +4,11 @@ use anyhow::Context;
 use std::io::IsTerminal;
 use tracing_subscriber::EnvFilter;
 
-const DEFAULT_FILTER: &str = "warn";
+/// Without a wish.
+pub(crate) const DEFAULT_FILTER: &str = "warn";
 
-/// Starts logging as `--log-level` says; without it as RUST_LOG says; without that, warnings and errors.
-pub(crate) fn start(level: Option<&str>) -> anyhow::Result<()> {
+/// Starts logging as `--log-level` says; without it as RUST_LOG says; without that as `default` says.
+pub(crate) fn start(level: Option<&str>, default: &str) -> anyhow::Result<()> {
     let filter = match level {
         Some(level) => EnvFilter::try_new(level).map_err(|error| {
             crate::output::usage(format!("--log-level '{level}' is not a level or filter: {error}"))
@@ -16,7 +17,7 @@ pub(crate) fn start(level: Option<&str>) -> anyhow::Result<()> {
             Ok(filter) if !filter.is_empty() => {
                 EnvFilter::try_new(&filter).with_context(|| format!("RUST_LOG is not a filter: '{filter}'"))?
             }
-            _ => EnvFilter::new(DEFAULT_FILTER),
+            _ => EnvFilter::new(default),
         },
     };
     tracing_subscriber::fmt()

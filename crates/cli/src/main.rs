@@ -54,7 +54,7 @@ fn main() -> ExitCode {
 
 fn ringdisk() -> anyhow::Result<()> {
     let cli = Cli::parse();
-    logging::start(cli.log_level.as_deref())?;
+    logging::start(cli.log_level.as_deref(), logging::DEFAULT_FILTER)?;
     match cli.command {
         Command::Image(verb) => verb.run(),
         Command::Serve(args) => commands::serve::run(&args),

@@ -24,6 +24,11 @@ pub(crate) fn error(error: &anyhow::Error) {
     let _ = writeln!(io::stderr(), "{program}: {error:#}");
 }
 
+/// Tells a person what is strange.
+pub(crate) fn warn(message: &str) {
+    error(&anyhow::anyhow!("{message}"));
+}
+
 /// An error in how the program was called.
 pub(crate) fn usage(message: impl Into<String>) -> anyhow::Error {
     Error::new(ErrorKind::BadOption, message).into()

@@ -73,7 +73,10 @@ pub(crate) struct Reactors(Vec<ReactorThread>);
 
 impl Reactors {
     pub(crate) fn start(name: &str) -> anyhow::Result<Self> {
-        let count = std::thread::available_parallelism().map_or(1, usize::from).min(REACTORS_MAX);
+        Self::start_some(name, std::thread::available_parallelism().map_or(1, usize::from).min(REACTORS_MAX))
+    }
+
+    pub(crate) fn start_some(name: &str, count: usize) -> anyhow::Result<Self> {
         let config = |index| ReactorConfig { name: format!("{name}-{index}"), ..ReactorConfig::default() };
         let threads = (0..count).map(|index| Reactor::spawn(config(index)));
         Ok(Self(threads.collect::<Result<_, _>>()?))
@@ -148,6 +151,15 @@ impl Watch {
 
     pub(crate) fn was_interrupted(&self) -> bool {
         self.interrupted.load(Ordering::Relaxed)
+    }
+
+    /// The end of a job that changes `file` where it lies and that is simply run again when it was broken off.
+    pub(crate) fn resumable<E: Into<anyhow::Error>>(&self, done: Result<(), E>, file: &Path) -> anyhow::Result<()> {
+        let how = "its contents are as they were: run the same command again to finish";
+        match done.map_err(Into::into) {
+            Err(error) if self.was_interrupted() => Err(error.context(format!("'{}': {how}", file.display()))),
+            done => done,
+        }
     }
 
     fn show(&mut self, progress: Progress) {

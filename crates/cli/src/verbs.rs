@@ -13,6 +13,9 @@ pub(crate) enum ImageVerb {
     Convert(Box<commands::convert::Args>),
     Compare(commands::compare::Args),
     Resize(commands::resize::Args),
+    Commit(commands::commit::Args),
+    Rebase(commands::rebase::Args),
+    Dd(commands::dd::Args),
 }
 
 impl ImageVerb {
@@ -26,6 +29,9 @@ impl ImageVerb {
             Self::Convert(args) => commands::convert::run(args),
             Self::Compare(args) => commands::compare::run(args),
             Self::Resize(args) => commands::resize::run(args),
+            Self::Commit(args) => commands::commit::run(args),
+            Self::Rebase(args) => commands::rebase::run(args),
+            Self::Dd(args) => commands::dd::run(args),
         }
     }
 }

@@ -22,6 +22,8 @@ enum Goal {
     ZeroedAndFreed,
     /// Anything; the space is given back.
     Discarded,
+    /// What the layer below holds; the space is given back.
+    Revealed,
 }
 
 impl Qcow2 {
@@ -64,6 +66,13 @@ impl Qcow2 {
         self.inner.change_clusters(io, whole, Goal::Discarded).await
     }
 
+    /// Forgets whole clusters of the range: the guest sees what the layer below holds there, or zeros where there is none.
+    pub async fn reveal(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
+        self.inner.check_write(offset, length)?;
+        let whole = self.inner.whole_clusters(offset, offset.saturating_add(length));
+        self.inner.change_clusters(io, whole, Goal::Revealed).await
+    }
+
     async fn reads_as_zeros(&self, io: &MetaIo, range: &Range<u64>) -> IoResult<bool> {
         let mut at = range.start;
         while at < range.end {
@@ -104,7 +113,7 @@ impl Inner {
     /// Changes the first clusters of a range, as far as one slice goes; returns where to go on.
     fn change_step(&self, state: &mut State, clusters: Range<u64>, goal: Goal) -> Step<u64> {
         let first = clusters.start;
-        let shows_backing = self.geometry.has_backing;
+        let shows_backing = self.geometry.has_backing && goal != Goal::Revealed;
         if !shows_backing && self.table_or_complain(self.geometry.l1_index(first))?.is_none() {
             return Ok(self.geometry.table_end(first).min(clusters.end));
         }
@@ -143,6 +152,8 @@ impl Inner {
         let zero_flag_needed = has_zero_flag && (self.geometry.has_backing || goal != Goal::Discarded);
         let gone = if zero_flag_needed { ZERO } else { 0 };
         match (old, goal) {
+            (Cluster::Unallocated, Goal::Revealed) => None,
+            (_, Goal::Revealed) => Some(0),
             (Cluster::Zero, _) => None,
             (Cluster::Unallocated, _) => (has_zero_flag && self.geometry.has_backing).then_some(ZERO),
             (Cluster::ZeroAllocated { .. }, Goal::Zeroed) => None,

@@ -70,6 +70,12 @@ impl Image {
         self.extents_of(1)
     }
 
+    /// What lies where in the `count` layers from the top on; what they leave to those below is neither present nor zero
+    /// nor data.
+    pub fn extents_above(&self, count: usize) -> Result<Extents> {
+        self.extents_of(count)
+    }
+
     fn extents_of(&self, layers: usize) -> Result<Extents> {
         let asked = self.chain.layers.iter().take(layers);
         let metas = asked.map(|layer| Ok(MetaIo::new(layer.file.open_blocking()?))).collect::<Result<_>>()?;

@@ -164,6 +164,11 @@ impl Image {
         self.chain.layers.iter().map(|layer| layer.said.as_path())
     }
 
+    /// The formats of the layers of the chain, top first.
+    pub fn formats(&self) -> impl Iterator<Item = Format> {
+        self.chain.layers.iter().map(Layer::format)
+    }
+
     /// The format of the top layer.
     #[must_use]
     pub fn format(&self) -> Option<Format> {
@@ -210,6 +215,27 @@ impl Image {
         if let Some(Mapping::Qcow2(qcow2)) = self.chain.layers.first().map(|top| &top.mapping) {
             qcow2.skip_barrier_for_test(barrier);
         }
+    }
+
+    /// Whether the top layer can be emptied: it is of a format in which the layer below shows through.
+    #[must_use]
+    pub fn can_reveal(&self) -> bool {
+        matches!(self.chain.layers.first().map(|top| &top.mapping), Some(Mapping::Qcow2(_)))
+    }
+
+    /// Makes the top layer forget whole clusters of a range, so that what lies below shows. Blocks; not durable before
+    /// the image is closed. No queue may be open.
+    pub fn reveal(&self, offset: u64, length_bytes: u64) -> Result<()> {
+        let Some(Mapping::Qcow2(qcow2)) = self.chain.layers.first().map(|top| &top.mapping) else {
+            return Err(Error::new(ErrorKind::Unsupported, "a raw image cannot be emptied"));
+        };
+        let failed = |error: IoError| {
+            let name = self.chain.layers.first().map(|layer| layer.path.display().to_string()).unwrap_or_default();
+            Error::with_source(ErrorKind::Io, format!("cannot empty '{name}' at byte {offset}"), error)
+        };
+        let top = self.chain.top().map_err(failed)?;
+        let io = MetaIo::new(top.file.open_blocking()?);
+        block_on(qcow2.reveal(&io, offset, length_bytes)).map_err(failed)
     }
 
     /// Writes what is still in memory and flushes. Call it when no queue is open any more; blocks.

@@ -13,12 +13,14 @@
     allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
 )]
 
+mod backing;
 mod below;
 mod cache;
 mod check;
 mod create;
 mod extents;
 mod gate;
+mod grow;
 mod guess;
 mod image;
 mod inspect;
@@ -28,12 +30,14 @@ mod open;
 mod queue;
 mod slow;
 
+pub use backing::set_backing;
 pub use cache::TableCacheStats;
 pub use check::check;
 pub use create::{CreateOptions, create};
 pub use extents::{Extents, Run};
-pub use format_qcow2::{CheckEvent, CheckReport};
+pub use format_qcow2::{Backing, CheckEvent, CheckReport};
 pub use gate::{BackingPolicy, Opener, Role};
+pub use grow::grow;
 pub use guess::{Format, guess_format};
 pub use image::Image;
 pub use inspect::{Description, inspect};

@@ -3,8 +3,9 @@
 use crate::Control;
 use crate::disk_tasks::DiskTasks;
 use crate::pipeline::{Pipeline, Worker};
+use crate::runs::Cursor;
 use block::{Disk, Error, ErrorKind, IoError, ReactorHandle, Result, SECTOR_BYTES};
-use image::{Extents, Image, Run};
+use image::{Image, Run};
 use memory::AlignedBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -122,8 +123,8 @@ fn walk(
     mismatch: &AtomicU64,
     control: &mut Control<'_>,
 ) -> Result<Option<u64>> {
-    let mut left = Cursor { runs: left.extents()?, run: None };
-    let mut right = Cursor { runs: right.extents()?, run: None };
+    let mut left = Cursor::new(left.extents()?);
+    let mut right = Cursor::new(right.extents()?);
     let mut at = 0u64;
     loop {
         let (one, other) = (left.at(at)?, right.at(at)?);
@@ -166,25 +167,6 @@ fn walk(
 /// What a strict comparison wants to be equal.
 fn status(run: &Run) -> (bool, bool, bool, bool, bool) {
     (run.present, run.zero, run.data, run.compressed, run.offset.is_some())
-}
-
-/// The runs of one disk, looked at from offsets that only grow.
-struct Cursor {
-    runs: Extents,
-    run: Option<Run>,
-}
-
-impl Cursor {
-    /// The run that holds `offset`; `None` behind the end of the disk.
-    fn at(&mut self, offset: u64) -> Result<Option<Run>> {
-        while self.run.is_none_or(|run| run.end() <= offset) {
-            match self.runs.next() {
-                Some(run) => self.run = Some(run?),
-                None => return Ok(None),
-            }
-        }
-        Ok(self.run)
-    }
 }
 
 struct Comparer {

@@ -4,6 +4,7 @@
 //! * [`compare`]: whether two disks hold the same.
 //! * [`check`]: whether an image's tables agree.
 //! * [`convert`]: copying a disk into another image, and [`measure`]: how large that would become.
+//! * [`commit`]: what an overlay holds into a layer below, and [`rebase`]: another backing file.
 //! * [`resize_raw`]: more or less room.
 //! * [`mod@bench`]: workloads on any disk, measured and verified.
 //!
@@ -13,20 +14,31 @@
 
 pub mod bench;
 mod check;
+mod commit;
 mod compare;
 mod control;
 mod convert;
+mod dd;
 mod disk_tasks;
 mod map;
 mod measure;
 mod pipeline;
+mod rate;
+mod rebase;
+mod request_bench;
 mod resize;
+mod runs;
+mod shared_opener;
 mod zeros;
 
 pub use check::check;
+pub use commit::{CommitOptions, commit};
 pub use compare::{CompareError, Comparison, Difference, Stage, compare};
 pub use control::{Control, Progress};
 pub use convert::{ConvertOptions, convert};
+pub use dd::dd;
 pub use map::map;
 pub use measure::{Measure, Target, measure, measure_size};
+pub use rebase::{RebaseOptions, rebase};
+pub use request_bench::{RequestBench, request_bench};
 pub use resize::resize_raw;

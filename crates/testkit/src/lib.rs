@@ -27,5 +27,7 @@ pub use harness::{Harness, QueueId, SimHarness, ThreadHarness, Turn};
 pub use model::{ModelDisk, stamped};
 pub use qcow2_check::{Qcow2Report, qcow2_check};
 pub use request::{Reply, Request};
-pub use sim::{Fault, FaultAction, OpKind, Recording, Replay, SimFile, SimFileOptions, SimReactor, SimStorage};
+pub use sim::{
+    Fault, FaultAction, OpKind, Recording, Replay, SimFile, SimFileOptions, SimHandle, SimReactor, SimStorage,
+};
 pub use workload::{GuestEvent, Story, Workload};

@@ -115,15 +115,25 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let copied = copy(args, format, &source, &options, &mut watch);
     let Err(error) = copied else { return sync_directory(&args.target) };
-    let what = if watch.was_interrupted() { error.context("interrupted") } else { error };
-    let is_file = std::fs::metadata(&args.target).is_ok_and(|meta| meta.is_file());
-    Err(match args.no_create || !is_file {
-        true => what.context(format!("'{}' is incomplete", args.target.display())),
-        false => match std::fs::remove_file(&args.target) {
-            Ok(()) => what.context(format!("'{}' was removed again", args.target.display())),
-            Err(_) => what.context(format!("'{}' is incomplete and could not be removed", args.target.display())),
-        },
+    Err(match args.no_create {
+        true => {
+            let what = if watch.was_interrupted() { error.context("interrupted") } else { error };
+            what.context(format!("'{}' is incomplete", args.target.display()))
+        }
+        false => remove_target(&args.target, error, watch.was_interrupted()),
     })
+}
+
+/// Half a target is of no use.
+pub(super) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bool) -> anyhow::Error {
+    let what = if interrupted { error.context("interrupted") } else { error };
+    match std::fs::metadata(target).is_ok_and(|meta| meta.is_file()) {
+        false => what.context(format!("'{}' is incomplete", target.display())),
+        true => match std::fs::remove_file(target) {
+            Ok(()) => what.context(format!("'{}' was removed again", target.display())),
+            Err(_) => what.context(format!("'{}' is incomplete and could not be removed", target.display())),
+        },
+    }
 }
 
 fn copy(
@@ -143,7 +153,7 @@ fn copy(
 }
 
 /// A source that is overwritten would be lost.
-fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<()> {
+pub(super) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<()> {
     if !target.exists() {
         return Ok(());
     }

@@ -2,6 +2,7 @@
 
 use crate::image_name::ImageName;
 use crate::output;
+use crate::qemu_img::is_our_name as is_qemu_img;
 use anyhow::{Context, bail};
 use daemon::{EngineOpener, human_size};
 use format_qcow2::{Compression, Header};
@@ -170,6 +171,9 @@ fn human(layer: &Layer) -> String {
             line(format!("snapshots: {}", header.snapshots));
         }
     }
+    if is_qemu_img() {
+        return text;
+    }
     if description.guessed && description.format == Format::Raw {
         line("format guessed: yes (say -f raw to be sure)".to_owned());
     }
@@ -186,12 +190,14 @@ fn machine(layer: &Layer) -> Value {
         "virtual-size": description.virtual_size_bytes,
         "actual-size": disk_bytes,
         "dirty-flag": description.qcow2.as_ref().is_some_and(|header| Flags::of(header).dirty),
-        "ringdisk": {
+    });
+    if !is_qemu_img() {
+        value["ringdisk"] = json!({
             "engine": description.engine,
             "format-guessed": description.guessed,
             "snapshots": description.qcow2.as_ref().map_or(0, |header| header.snapshots),
-        },
-    });
+        });
+    }
     if let Some(header) = &description.qcow2 {
         value["cluster-size"] = json!(1u64 << header.cluster_bits);
         value["format-specific"] = json!({ "type": "qcow2", "data": qcow2_data(header) });

@@ -3,8 +3,10 @@
 use crate::output;
 use crate::tool::{OpenArgs, ProgressArgs, Watch};
 use anyhow::bail;
+use daemon::parse_size;
 use image::Run;
 use std::io::Write;
+use std::ops::Range;
 use std::path::PathBuf;
 
 /// Show which parts of an image hold data, and in which file of its chain.
@@ -16,10 +18,10 @@ pub(crate) struct Args {
     /// How to print.
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
-    /// Show only what lies from this offset on (not supported).
+    /// Show only what lies from this offset on.
     #[arg(short = 's', long, value_name = "OFFSET")]
     start_offset: Option<String>,
-    /// Show only so many bytes (not supported).
+    /// Show only so many bytes.
     #[arg(short = 'l', long, value_name = "LENGTH")]
     max_length: Option<String>,
     #[command(flatten)]
@@ -37,9 +39,9 @@ enum Output {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if args.start_offset.is_some() || args.max_length.is_some() {
-        bail!("--start-offset and --max-length are not supported");
-    }
+    let start = args.start_offset.as_deref().map_or(Ok(0), parse_size)?;
+    let length = args.max_length.as_deref().map_or(Ok(u64::MAX), parse_size)?;
+    let window = start..start.saturating_add(length);
     let image = args.open.open(&args.file, args.format.as_deref(), &[])?;
     let names: Vec<String> = image.said_paths().map(|path| path.display().to_string()).collect();
     let mut watch = Watch::start(&args.progress)?;
@@ -52,6 +54,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     watch.run(|control| {
         jobs::map(&image, control, |run| {
+            let Some(run) = within(run, &window) else { return Ok(()) };
             let done = match args.output {
                 Output::Json => {
                     let before = if std::mem::take(&mut first) { "[" } else { ",\n" };
@@ -81,6 +84,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("File contains external, encrypted or compressed clusters.");
     }
     output::print("")
+}
+
+/// The part of a run that is shown.
+fn within(run: Run, window: &Range<u64>) -> Option<Run> {
+    let (start, end) = (run.start.max(window.start), run.end().min(window.end));
+    let offset = run.offset.map(|offset| offset + start.saturating_sub(run.start));
+    (start < end).then(|| Run { start, length_bytes: end - start, offset, ..run })
 }
 
 /// As C prints it with a mark: zero has none.

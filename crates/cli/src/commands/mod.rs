@@ -2,13 +2,16 @@
 
 pub(crate) mod bench;
 pub(crate) mod check;
+pub(crate) mod commit;
 pub(crate) mod compare;
 pub(crate) mod convert;
 pub(crate) mod create;
+pub(crate) mod dd;
 pub(crate) mod img_compat;
 pub(crate) mod info;
 pub(crate) mod map;
 pub(crate) mod measure;
+pub(crate) mod rebase;
 pub(crate) mod resize;
 pub(crate) mod serve;
 pub(crate) mod try_it;

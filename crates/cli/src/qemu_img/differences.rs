@@ -30,24 +30,18 @@ impl Difference {
 /// All of them.
 pub(crate) const OTHERS: &[Difference] = &[
     pending("amend", "*"),
-    pending("bench", "*"),
     pending("bitmap", "*"),
     pending("check", "-r"),
-    pending("commit", "*"),
     pending("convert", "--bitmaps"),
     pending("convert", "-C"),
     pending("convert", "-c"),
     pending("convert", "-l"),
     pending("convert", "-r"),
-    pending("dd", "*"),
     pending("measure", "-l"),
-    pending("rebase", "*"),
     pending("resize", "--preallocation"),
     pending("snapshot", "*"),
     refused("convert", "--salvage", "refused: an unreadable source ends the copy"),
     refused("convert", "--target-image-opts", "refused: name the target with -O and -t"),
-    refused("map", "--max-length", "refused"),
-    refused("map", "--start-offset", "refused"),
     refused("*", "--object", "refused: nothing here uses secrets or other objects"),
 ];
 

@@ -3,6 +3,7 @@
 //! Everything is done by the same commands as under the program's own name; here is what differs: the options before
 //! the verb, how wrong usage is told, and `bench`, which is another command there.
 
+mod bench;
 mod differences;
 mod flags;
 mod usage;
@@ -36,6 +37,7 @@ struct QemuImg {
 enum Verb {
     #[command(flatten)]
     Image(ImageVerb),
+    Bench(bench::Args),
 }
 
 /// Whether the program was called as qemu-img.
@@ -54,7 +56,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
         Global::Done => return Ok(()),
         Global::GoOn { trace } => trace,
     };
-    logging::start(if trace { Some("trace") } else { None })?;
+    logging::start(if trace { Some("trace") } else { None }, "error")?;
     let verb = arguments.first().map(|verb| verb.to_string_lossy().into_owned()).unwrap_or_default();
     if verb.is_empty() {
         return Err(usage::error("Not enough arguments"));
@@ -64,6 +66,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
     let parsed = command().try_get_matches_from(words).and_then(|matches| QemuImg::from_arg_matches(&matches));
     match parsed {
         Ok(QemuImg { verb: Verb::Image(verb) }) => verb.run(),
+        Ok(QemuImg { verb: Verb::Bench(args) }) => bench::run(&args),
         Err(error) => usage::explain(&verb, &error),
     }
 }

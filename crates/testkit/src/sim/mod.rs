@@ -1,6 +1,7 @@
 //! Simulated storage: files whose cache is volatile, whose operations end in a seeded order, and whose power can be cut.
 
 mod fault;
+mod handle;
 mod queue;
 mod reactor;
 mod state;
@@ -9,5 +10,6 @@ mod storage;
 mod tests;
 
 pub use fault::{Fault, FaultAction, OpKind};
+pub use handle::SimHandle;
 pub use reactor::SimReactor;
 pub use storage::{Recording, Replay, SimFile, SimFileOptions, SimStorage};

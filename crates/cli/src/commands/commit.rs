@@ -1,0 +1,59 @@
+//! `ringdisk commit`: what an overlay holds goes into the image below it, in qemu-img's words.
+
+use crate::image_name::ImageName;
+use crate::output;
+use crate::tool::{ProgressArgs, Reactors, Watch, drive};
+use daemon::{EngineOpener, parse_size};
+use jobs::CommitOptions;
+use std::path::PathBuf;
+
+/// Write what an overlay holds to its backing file, then empty the overlay. What the overlay shows does not change, at
+/// no moment; a commit that was broken off is run again.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format of the overlay; guessed from its contents where not given.
+    #[arg(short, value_name = "FORMAT")]
+    format: Option<String>,
+    /// Cache mode for writing: writeback, none, writethrough, directsync, unsafe.
+    #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
+    cache: String,
+    /// The file of the chain that takes the contents; the overlay is not emptied then.
+    #[arg(short, value_name = "FILE")]
+    base: Option<PathBuf>,
+    /// Do not empty the overlay.
+    #[arg(short = 'd')]
+    keep: bool,
+    /// At most so many bytes a second.
+    #[arg(short, value_name = "RATE")]
+    rate: Option<String>,
+    /// Which backing files an image may make us open: deny, same-dir, listed, any.
+    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
+    allow_backing: String,
+    /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
+    #[arg(long)]
+    image_opts: bool,
+    #[command(flatten)]
+    progress: ProgressArgs,
+    /// The overlay.
+    file: PathBuf,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let opener = EngineOpener::of_drive(&drive(&path, &args.cache)?);
+    let options = CommitOptions {
+        top: path,
+        format,
+        base: args.base.clone(),
+        keep: args.keep || args.base.is_some(),
+        allow_backing: args.allow_backing.parse()?,
+        listed: args.base.iter().cloned().collect(),
+        rate: args.rate.as_deref().map(parse_size).transpose()?,
+    };
+    let reactors = Reactors::start("commit")?;
+    let mut watch = Watch::start(&args.progress)?;
+    let done = watch.run(|control| jobs::commit(&options, &opener, &reactors.handles(), control));
+    reactors.stop()?;
+    watch.resumable(done, &args.file)?;
+    if args.progress.quiet { Ok(()) } else { output::print("Image committed.\n") }
+}

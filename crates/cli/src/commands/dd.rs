@@ -1,0 +1,91 @@
+//! `ringdisk dd`: a part of a disk copied into a new image, in qemu-img's words.
+
+use crate::image_name::ImageName;
+use crate::output;
+use crate::tool::{OpenArgs, ProgressArgs, Reactors, Watch, open_writable, sync_directory};
+use anyhow::{anyhow, bail};
+use block::{Disk, SECTOR_BYTES};
+use daemon::parse_size;
+use image::Format;
+use std::path::PathBuf;
+
+/// Copy blocks of a disk into a new image: bs=SIZE count=BLOCKS skip=BLOCKS if=FILE of=FILE.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format of the source; guessed from its contents where not given.
+    #[arg(short, value_name = "FORMAT")]
+    format: Option<String>,
+    /// Format of the target: raw or qcow2.
+    #[arg(short = 'O', value_name = "FORMAT", default_value = "raw")]
+    output_format: String,
+    #[command(flatten)]
+    open: OpenArgs,
+    #[command(flatten)]
+    progress: ProgressArgs,
+    /// if=FILE and of=FILE, and perhaps bs=SIZE (512), count=BLOCKS, skip=BLOCKS.
+    #[arg(required = true, value_name = "KEY=VALUE")]
+    operands: Vec<String>,
+}
+
+struct Operands {
+    source: PathBuf,
+    target: PathBuf,
+    block_bytes: u64,
+    count: Option<u64>,
+    skip: u64,
+}
+
+impl Operands {
+    fn parse(words: &[String]) -> anyhow::Result<Self> {
+        let (mut source, mut target, mut block_bytes, mut count, mut skip) = (None, None, 512, None, 0);
+        for word in words {
+            let invalid = || anyhow!("invalid number: '{word}'");
+            let Some((key, value)) = word.split_once('=') else { bail!("unrecognized operand {word}") };
+            match key {
+                "if" => source = Some(PathBuf::from(value)),
+                "of" => target = Some(PathBuf::from(value)),
+                "bs" => block_bytes = parse_size(value).ok().filter(|bytes| *bytes > 0).ok_or_else(invalid)?,
+                "count" => count = Some(parse_size(value).map_err(|_| invalid())?),
+                "skip" => skip = parse_size(value).map_err(|_| invalid())?,
+                _ => bail!("unrecognized operand {word}"),
+            }
+        }
+        match (source, target) {
+            (Some(source), Some(target)) => Ok(Self { source, target, block_bytes, count, skip }),
+            _ => bail!("Must specify both input and output files"),
+        }
+    }
+
+    /// The bytes that are copied, of a disk of `size_bytes`. What is skipped counts as copied, as in qemu-img.
+    fn part(&self, size_bytes: u64) -> Option<std::ops::Range<u64>> {
+        let counted = self.count.and_then(|count| count.checked_mul(self.block_bytes));
+        let end = counted.map_or(size_bytes, |counted| counted.min(size_bytes));
+        let start = self.skip.checked_mul(self.block_bytes)?;
+        (start <= end).then_some(start..end)
+    }
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let operands = Operands::parse(&args.operands)?;
+    let format: Format = args.output_format.parse()?;
+    let source = args.open.open(&operands.source, args.format.as_deref(), &[])?;
+    let named = ImageName::of(&operands.source, args.format.as_deref(), args.open.image_opts)?;
+    super::convert::refuse_same_file(&source, &operands.target)?;
+    let part = operands.part(source.info().size_bytes);
+    if part.is_none() {
+        output::warn(&format!("{}: cannot skip to specified offset", named.path.display()));
+    }
+    let part = part.unwrap_or(0..0);
+    let size = (part.end - part.start).next_multiple_of(SECTOR_BYTES);
+    super::create::target(&operands.target, format, &[], None, None, size)?;
+    let target = open_writable(&operands.target, format, "writeback", "deny")?;
+    let reactors = Reactors::start("dd")?;
+    let mut watch = Watch::start(&args.progress)?;
+    let done = watch.run(|control| jobs::dd(&source, part, &target, &reactors.handles(), control));
+    reactors.stop()?;
+    if let Err(error) = done {
+        drop(target);
+        return Err(super::convert::remove_target(&operands.target, error.into(), watch.was_interrupted()));
+    }
+    sync_directory(&operands.target)
+}

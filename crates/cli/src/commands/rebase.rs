@@ -1,0 +1,82 @@
+//! `ringdisk rebase`: an overlay gets another backing file, in qemu-img's words.
+
+use crate::image_name::ImageName;
+use crate::tool::{ProgressArgs, Reactors, Watch, drive};
+use anyhow::bail;
+use daemon::EngineOpener;
+use image::Backing;
+use jobs::RebaseOptions;
+use std::path::PathBuf;
+
+/// Give an overlay another backing file. What the overlay shows does not change, at no moment: what the new file holds
+/// differently is copied into the overlay first. A rebase that was broken off is run again.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format of the overlay; guessed from its contents where not given.
+    #[arg(short, value_name = "FORMAT")]
+    format: Option<String>,
+    /// Cache mode for writing: writeback, none, writethrough, directsync, unsafe.
+    #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
+    cache: String,
+    /// Cache mode for reading the new backing file.
+    #[arg(short = 'T', value_name = "CACHE", default_value = "writeback")]
+    source_cache: String,
+    /// The new backing file; a relative name is relative to FILE, an empty one means none.
+    #[arg(short, value_name = "FILE")]
+    backing: Option<String>,
+    /// Format of the new backing file.
+    #[arg(short = 'F', value_name = "FORMAT")]
+    backing_format: Option<String>,
+    /// Only change the name: believe that both backing files hold the same. Neither is opened.
+    #[arg(short = 'u')]
+    unsafe_backing: bool,
+    /// Read the new backing file even if somebody else writes it.
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Which backing files an image may make us open: deny, same-dir, listed, any.
+    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
+    allow_backing: String,
+    /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
+    #[arg(long)]
+    image_opts: bool,
+    #[command(flatten)]
+    progress: ProgressArgs,
+    /// The overlay.
+    file: PathBuf,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if args.backing.is_none() && !args.unsafe_backing {
+        bail!("Must specify backing file (-b) or use unsafe mode (-u)");
+    }
+    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let backing = match args.backing.as_deref().unwrap_or_default() {
+        "" => None,
+        name => {
+            let Some(format) = &args.backing_format else {
+                bail!("Could not change the backing file to '{name}': backing format must be specified");
+            };
+            if !args.unsafe_backing {
+                // A format that is not served is told of before anything is copied.
+                format.parse::<image::Format>()?;
+            }
+            Some(Backing { file: name.to_owned(), format: Some(format.clone()) })
+        }
+    };
+    let opener = EngineOpener::of_drive(&drive(&path, &args.cache)?);
+    let reading = EngineOpener::of_drive(&drive(&path, &args.source_cache)?);
+    let reading = if args.force_share { reading.without_locks() } else { reading };
+    let options = RebaseOptions {
+        top: path,
+        format,
+        backing,
+        name_only: args.unsafe_backing,
+        allow_backing: args.allow_backing.parse()?,
+        listed: Vec::new(),
+    };
+    let reactors = Reactors::start("rebase")?;
+    let mut watch = Watch::start(&args.progress)?;
+    let done = watch.run(|control| jobs::rebase(&options, &opener, &reading, &reactors.handles(), control));
+    reactors.stop()?;
+    watch.resumable(done, &args.file)
+}

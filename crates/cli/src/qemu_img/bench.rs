@@ -1,0 +1,135 @@
+//! `qemu-img bench`: a fixed number of requests, timed. `ringdisk bench` is another, larger thing.
+
+use crate::image_name::ImageName;
+use crate::output;
+use crate::tool::{ProgressArgs, Reactors, Watch, drive};
+use anyhow::{anyhow, bail};
+use daemon::{DriveOptions, EngineOpener, parse_size};
+use engine::EngineKind;
+use image::ImageOptions;
+use jobs::RequestBench;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Send a number of requests to an image and tell how long they took.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// How many requests.
+    #[arg(short, value_name = "COUNT", default_value_t = 75000)]
+    count: u64,
+    /// Requests in flight at once.
+    #[arg(short, value_name = "DEPTH", default_value_t = 64)]
+    depth: u32,
+    /// Format of the image; guessed from its contents where not given.
+    #[arg(short, value_name = "FORMAT")]
+    format: Option<String>,
+    /// A flush after every so many writes.
+    #[arg(long, value_name = "COUNT", default_value_t = 0)]
+    flush_interval: u64,
+    /// How bytes reach the storage: threads, native, io_uring.
+    #[arg(short = 'i', value_name = "AIO")]
+    aio: Option<String>,
+    /// Native AIO.
+    #[arg(short = 'n')]
+    native: bool,
+    /// Do not wait for the writes before a flush.
+    #[arg(long)]
+    no_drain: bool,
+    /// Where the first request goes.
+    #[arg(short, value_name = "OFFSET", default_value = "0")]
+    offset: String,
+    /// The byte that is written.
+    #[arg(long, value_name = "BYTE", default_value_t = 0)]
+    pattern: u8,
+    /// Bytes of a request.
+    #[arg(short = 's', value_name = "SIZE", default_value = "4096")]
+    size: String,
+    /// From one request to the next.
+    #[arg(short = 'S', value_name = "SIZE")]
+    step: Option<String>,
+    /// Cache mode: writeback, none, writethrough, directsync, unsafe.
+    #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
+    cache: String,
+    /// Write instead of reading.
+    #[arg(short)]
+    write: bool,
+    /// Read even if somebody else writes the image.
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
+    #[arg(long)]
+    image_opts: bool,
+    #[command(flatten)]
+    progress: ProgressArgs,
+    /// The image.
+    file: PathBuf,
+}
+
+impl Args {
+    fn engine(&self) -> anyhow::Result<EngineKind> {
+        Ok(match self.aio.as_deref() {
+            None if self.native => EngineKind::LinuxAio,
+            None => EngineKind::Auto,
+            Some("threads") => EngineKind::Threads,
+            Some("native") => EngineKind::LinuxAio,
+            Some("io_uring") => EngineKind::IoUring,
+            Some(other) => bail!("Invalid aio option: {other}"),
+        })
+    }
+
+    fn requests(&self) -> anyhow::Result<RequestBench> {
+        if !self.write && self.flush_interval > 0 {
+            bail!("--flush-interval is only available in write tests");
+        }
+        if self.flush_interval > 0 && self.flush_interval < u64::from(self.depth) {
+            bail!("Flush interval can't be smaller than depth");
+        }
+        let size = parse_size(&self.size)?;
+        Ok(RequestBench {
+            count: self.count,
+            depth: self.depth as usize,
+            offset: parse_size(&self.offset)?,
+            size_bytes: usize::try_from(size).map_err(|_| anyhow!("Invalid buffer size specified"))?,
+            step_bytes: self.step.as_deref().map_or(Ok(size), parse_size)?,
+            write: self.write,
+            pattern: self.pattern,
+            flush_interval: self.flush_interval,
+            drain: !self.no_drain,
+        })
+    }
+}
+
+/// Told under -q too, as in qemu-img.
+fn announce(requests: &RequestBench) -> anyhow::Result<()> {
+    let RequestBench { count, depth, offset, size_bytes, step_bytes, .. } = requests;
+    let kind = if requests.write { "write" } else { "read" };
+    output::print(&format!(
+        "Sending {count} {kind} requests, {size_bytes} bytes each, {depth} in parallel (starting at offset {offset}, \
+         step size {step_bytes})\n"
+    ))?;
+    match requests.flush_interval {
+        0 => Ok(()),
+        interval => output::print(&format!("Sending flush every {interval} requests\n")),
+    }
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let requests = args.requests()?;
+    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let options = ImageOptions { format, read_only: !args.write, ..ImageOptions::new(&path) };
+    let drive = DriveOptions { engine: args.engine()?, ..drive(&path, &args.cache)? };
+    let opener = EngineOpener::of_drive(&drive);
+    let opener = if args.force_share { opener.without_locks() } else { opener };
+    let image = Arc::new(image::open(&options, &opener)?);
+    announce(&requests)?;
+    let reactors = Reactors::start_some("bench", 1)?;
+    let mut watch = Watch::start(&args.progress)?;
+    let done = match reactors.handles().first() {
+        Some(reactor) => watch.run(|control| jobs::request_bench(&image, &requests, reactor, control)),
+        None => bail!("no thread was started"),
+    };
+    reactors.stop()?;
+    let took = done?;
+    image.close()?;
+    output::print(&format!("Run completed in {:.3} seconds.\n", took.as_secs_f64()))
+}

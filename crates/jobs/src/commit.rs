@@ -1,0 +1,303 @@
+//! Committing: what an overlay holds goes into a layer below it.
+//!
+//! Seen through the overlay the disk never changes, at no moment and after no power cut: only ranges that the layers
+//! above the base hold are written to the base, and these layers go on hiding them until the base is durable. Then the
+//! top is emptied, and what shows is the same. A commit that was broken off is simply run again.
+
+use crate::Control;
+use crate::disk_tasks::DiskTasks;
+use crate::pipeline::{Pipeline, Worker};
+use crate::rate::RateLimit;
+use crate::shared_opener::SharedOpener;
+use block::{Disk, Error, ErrorKind, File, IoError, Op, ReactorHandle, Result};
+use image::{BackingPolicy, Format, Image, ImageOptions, Opener, Role};
+use memory::AlignedBuf;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// Read and written at once.
+const PIECE_BYTES: u64 = 512 << 10;
+/// Zeroed at once.
+const ZERO_PIECE_BYTES: u64 = 64 << 20;
+/// Emptied at once.
+const REVEAL_BYTES: u64 = 64 << 20;
+const DEPTH: usize = 8;
+
+/// What to commit, and where to.
+#[derive(Debug, Clone)]
+pub struct CommitOptions {
+    /// The overlay.
+    pub top: PathBuf,
+    /// Its format, where the user said it.
+    pub format: Option<Format>,
+    /// The layer that takes its contents, as the user or the images name it; the one right below by default.
+    pub base: Option<PathBuf>,
+    /// Leave the contents in the overlay too.
+    pub keep: bool,
+    /// Which backing files may be opened.
+    pub allow_backing: BackingPolicy,
+    /// Files that the user named.
+    pub listed: Vec<PathBuf>,
+    /// At most so many bytes a second.
+    pub rate: Option<u64>,
+}
+
+/// Carries out a commit; everything is durable when it returns.
+pub fn commit(
+    options: &CommitOptions,
+    opener: &dyn Opener,
+    reactors: &[Arc<dyn ReactorHandle>],
+    control: &mut Control<'_>,
+) -> Result<()> {
+    let found = find_base(options, opener)?;
+    let opener = SharedOpener::new(opener);
+    let base_file = opener.open(&found.path, Role::Writable)?;
+    let top = Arc::new(image::open(&open_options(options, &options.top, found.top_format, false), &opener)?);
+    let base_options = open_options(options, &found.path, found.format, true);
+    let size = top.info().size_bytes;
+    if image::open(&base_options, &opener)?.info().size_bytes < size {
+        grow(
+            &Growth { top: &top, base: &base_options, file: &base_file, depth: found.depth },
+            &opener,
+            reactors,
+            control,
+        )?;
+    }
+    let base = Arc::new(image::open(&base_options, &opener)?);
+    copy(&top, &base, found.depth, options.rate, reactors, control)?;
+    base.close()?;
+    if options.keep || found.depth != 1 || !top.can_reveal() {
+        return Ok(());
+    }
+    let mut at = 0;
+    while at < size {
+        control.check()?;
+        let length = REVEAL_BYTES.min(size - at);
+        top.reveal(at, length)?;
+        at += length;
+    }
+    top.close()
+}
+
+/// Where the base is.
+struct Found {
+    path: PathBuf,
+    format: Option<Format>,
+    top_format: Option<Format>,
+    /// Layers above it.
+    depth: usize,
+}
+
+fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
+    let mut reading = open_options(options, &options.top, options.format, false);
+    reading.read_only = true;
+    let chain = image::open(&reading, opener)?;
+    let paths: Vec<PathBuf> = chain.paths().map(Path::to_owned).collect();
+    if paths.len() < 2 {
+        return Err(Error::new(ErrorKind::BadOption, "Image does not have a backing file"));
+    }
+    let depth = match &options.base {
+        None => Some(1),
+        Some(name) => {
+            let named = chain.said_paths().skip(1).position(|said| said == name);
+            let same =
+                || opener.canonical(name).ok().and_then(|path| paths.iter().skip(1).position(|own| *own == path));
+            named.or_else(same).map(|index| index + 1)
+        }
+    };
+    let Some(depth) = depth else {
+        let name = options.base.as_deref().unwrap_or(Path::new(""));
+        let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top.display());
+        return Err(Error::new(ErrorKind::BadOption, what));
+    };
+    let format = chain.formats().nth(depth);
+    Ok(Found { path: paths[depth].clone(), format, top_format: chain.format(), depth })
+}
+
+fn open_options(options: &CommitOptions, path: &Path, format: Option<Format>, is_base: bool) -> ImageOptions {
+    let mut open = ImageOptions::new(path);
+    open.format = format;
+    open.listed.clone_from(&options.listed);
+    // The gate was passed when the chain was looked at from the top; the base's own directory may be another one.
+    open.allow_backing = if is_base { BackingPolicy::Any } else { options.allow_backing.clone() };
+    open
+}
+
+/// A base that is shorter than the overlay.
+struct Growth<'a> {
+    top: &'a Arc<Image>,
+    base: &'a ImageOptions,
+    file: &'a Arc<dyn File>,
+    depth: usize,
+}
+
+/// Makes the base as long as the top, with zeros, which is what the guest sees there where the top holds nothing.
+fn grow(
+    growth: &Growth<'_>,
+    opener: &SharedOpener<'_>,
+    reactors: &[Arc<dyn ReactorHandle>],
+    control: &mut Control<'_>,
+) -> Result<()> {
+    let size = growth.top.info().size_bytes;
+    let base = image::open(growth.base, opener)?;
+    let (old, rests_on_another) = (base.info().size_bytes, base.paths().count() > 1);
+    drop(base);
+    if rests_on_another {
+        // What lies below the base would show in what it grows by: the top hides that until there are zeros.
+        let mut ranges = Vec::new();
+        for run in growth.top.extents_above(growth.depth)? {
+            let run = run?;
+            let range = run.start.max(old)..run.end();
+            if !run.present && !range.is_empty() {
+                ranges.push(range);
+            }
+        }
+        zero(growth.top, &ranges, reactors, control)?;
+        growth.top.close()?;
+    }
+    image::grow(growth.file, growth.base.format.unwrap_or(Format::Raw), size)?;
+    if rests_on_another {
+        let base = Arc::new(image::open(growth.base, opener)?);
+        zero(&base, std::slice::from_ref(&(old..size)), reactors, control)?;
+        base.close()?;
+    }
+    Ok(())
+}
+
+/// Zeroes ranges of an image.
+fn zero(
+    image: &Arc<Image>,
+    ranges: &[Range<u64>],
+    reactors: &[Arc<dyn ReactorHandle>],
+    control: &mut Control<'_>,
+) -> Result<()> {
+    let total = ranges.iter().map(|range| range.end - range.start).sum();
+    let disk = Arc::clone(image);
+    let pipeline = Pipeline::start(reactors, 1, total, move |ctx| {
+        Ok(Committer {
+            top: DiskTasks::open(disk.as_ref(), ctx)?,
+            base: DiskTasks::open(disk.as_ref(), ctx)?,
+            piece: 0,
+        })
+    })?;
+    for range in ranges {
+        let mut at = range.start;
+        while at < range.end {
+            let end = range.end.min((at / ZERO_PIECE_BYTES + 1) * ZERO_PIECE_BYTES);
+            if !pipeline.push(Piece::Zero(at..end), end - at, control) {
+                break;
+            }
+            at = end;
+        }
+    }
+    pipeline.finish(control)
+}
+
+fn copy(
+    top: &Arc<Image>,
+    base: &Arc<Image>,
+    depth: usize,
+    rate: Option<u64>,
+    reactors: &[Arc<dyn ReactorHandle>],
+    control: &mut Control<'_>,
+) -> Result<()> {
+    let size = top.info().size_bytes;
+    // Whole clusters of the base are written by one task.
+    let piece = PIECE_BYTES.max(u64::from(base.info().topology.optimal_io_bytes));
+    let pipeline = {
+        let (top, base) = (Arc::clone(top), Arc::clone(base));
+        Pipeline::start(reactors, DEPTH, size, move |ctx| {
+            Ok(Committer {
+                top: DiskTasks::open(top.as_ref(), ctx)?,
+                base: DiskTasks::open(base.as_ref(), ctx)?,
+                piece,
+            })
+        })?
+    };
+    let handed_out = hand_out(top, depth, piece, rate, &pipeline, control);
+    let finished = pipeline.finish(control);
+    handed_out?;
+    finished
+}
+
+/// What the layers above the base hold, cut where the base's clusters end.
+fn hand_out(
+    top: &Image,
+    depth: usize,
+    piece: u64,
+    rate: Option<u64>,
+    pipeline: &Pipeline<Piece>,
+    control: &mut Control<'_>,
+) -> Result<()> {
+    let mut limit = RateLimit::new(rate);
+    for run in top.extents_above(depth)? {
+        let run = run?;
+        control.check()?;
+        if !run.present {
+            pipeline.skip(run.length_bytes);
+            continue;
+        }
+        let longest = if run.data { piece } else { ZERO_PIECE_BYTES };
+        let mut at = run.start;
+        while at < run.end() {
+            let end = run.end().min((at / longest + 1) * longest);
+            limit.pass(if run.data { end - at } else { 0 }, control);
+            let item = if run.data { Piece::Copy(at..end) } else { Piece::Zero(at..end) };
+            if !pipeline.push(item, end - at, control) {
+                return Ok(());
+            }
+            at = end;
+        }
+    }
+    Ok(())
+}
+
+enum Piece {
+    Copy(Range<u64>),
+    Zero(Range<u64>),
+}
+
+struct Committer {
+    top: Rc<DiskTasks>,
+    base: Rc<DiskTasks>,
+    piece: u64,
+}
+
+impl Worker for Committer {
+    type Item = Piece;
+    type Scratch = AlignedBuf;
+
+    fn scratch(&self) -> AlignedBuf {
+        AlignedBuf::zeroed(self.piece as usize)
+    }
+
+    async fn work(&self, piece: Piece, buf: &mut AlignedBuf) -> Result<()> {
+        match piece {
+            Piece::Zero(range) => self.zero(range).await,
+            Piece::Copy(range) => {
+                let length = (range.end - range.start) as usize;
+                let read = self.top.read(range.start, buf, length).await;
+                read.map_err(|error| failed("reading", range.start, error))?;
+                if crate::zeros::is_zero(&buf[..length]) {
+                    return self.zero(range).await;
+                }
+                let written = self.base.write(range.start, buf, 0..length).await;
+                written.map_err(|error| failed("writing", range.start, error))
+            }
+        }
+    }
+}
+
+impl Committer {
+    async fn zero(&self, range: Range<u64>) -> Result<()> {
+        let (offset, length) = (range.start, range.end - range.start);
+        let op = Op::WriteZeroes { offset, length, may_unmap: true, fua: false };
+        self.base.run(op).await.map_err(|error| failed("writing", offset, error))
+    }
+}
+
+fn failed(what: &str, offset: u64, error: IoError) -> Error {
+    Error::with_source(ErrorKind::Io, format!("error while {what} at byte {offset}"), error)
+}

@@ -1,0 +1,80 @@
+//! Copying a part of a disk to the start of a new one.
+
+use crate::Control;
+use crate::disk_tasks::DiskTasks;
+use crate::pipeline::{Pipeline, Worker};
+use block::{Error, ErrorKind, IoError, ReactorHandle, Result};
+use image::Image;
+use memory::AlignedBuf;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// Read and written at once, but for larger clusters.
+const PIECE_BYTES: u64 = 512 << 10;
+const DEPTH: usize = 8;
+
+/// Copies `part` of `source` to the start of `target`, which reads as zeros everywhere, and makes it durable. No queue of
+/// the target may be open.
+pub fn dd(
+    source: &Arc<Image>,
+    part: Range<u64>,
+    target: &Arc<Image>,
+    reactors: &[Arc<dyn ReactorHandle>],
+    control: &mut Control<'_>,
+) -> Result<()> {
+    use block::Disk;
+    let total = part.end.saturating_sub(part.start);
+    if target.info().size_bytes < total {
+        return Err(Error::new(ErrorKind::BadOption, "output file is smaller than what is copied"));
+    }
+    let piece = PIECE_BYTES.max(u64::from(target.info().topology.optimal_io_bytes));
+    let pipeline = {
+        let (source, target, start) = (Arc::clone(source), Arc::clone(target), part.start);
+        Pipeline::start(reactors, DEPTH, total, move |ctx| {
+            let (source, target) = (DiskTasks::open(source.as_ref(), ctx)?, DiskTasks::open(target.as_ref(), ctx)?);
+            Ok(Copier { source, target, start, piece: piece as usize })
+        })?
+    };
+    let mut at = 0;
+    while at < total {
+        let end = total.min(at + piece);
+        if !pipeline.push(at..end, end - at, control) {
+            break;
+        }
+        at = end;
+    }
+    pipeline.finish(control)?;
+    target.close()
+}
+
+struct Copier {
+    source: Rc<DiskTasks>,
+    target: Rc<DiskTasks>,
+    start: u64,
+    piece: usize,
+}
+
+impl Worker for Copier {
+    /// A range of the target.
+    type Item = Range<u64>;
+    type Scratch = AlignedBuf;
+
+    fn scratch(&self) -> AlignedBuf {
+        AlignedBuf::zeroed(self.piece)
+    }
+
+    async fn work(&self, range: Range<u64>, buf: &mut AlignedBuf) -> Result<()> {
+        let length = (range.end - range.start) as usize;
+        let from = self.start + range.start;
+        self.source.read(from, buf, length).await.map_err(|error| failed("reading", from, error))?;
+        if crate::zeros::is_zero(&buf[..length]) {
+            return Ok(());
+        }
+        self.target.write(range.start, buf, 0..length).await.map_err(|error| failed("writing", range.start, error))
+    }
+}
+
+fn failed(what: &str, offset: u64, error: IoError) -> Error {
+    Error::with_source(ErrorKind::Io, format!("error while {what} at byte {offset}"), error)
+}

@@ -1,0 +1,268 @@
+//! Rebasing: an overlay gets another backing file, and its guest sees no change.
+//!
+//! What the overlay leaves to the layers below is compared with what the new backing file holds there; where that is
+//! something else, it is written to the overlay, which changes nothing that the guest sees. When all of it is durable
+//! the header names the new file, in one write. A rebase that was broken off is simply run again.
+
+use crate::Control;
+use crate::disk_tasks::DiskTasks;
+use crate::pipeline::{Pipeline, Worker};
+use crate::runs::Cursor;
+use crate::shared_opener::SharedOpener;
+use block::{Disk, Error, ErrorKind, IoError, Op, ReactorHandle, Result};
+use image::{Backing, BackingPolicy, Format, Image, ImageOptions, Opener, Role, Run};
+use memory::AlignedBuf;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// Compared at once.
+const PIECE_BYTES: u64 = 512 << 10;
+/// Compared in units of this, but for larger clusters.
+const GRAIN_BYTES: u64 = 4096;
+const DEPTH: usize = 8;
+
+/// Which overlay gets which backing file.
+#[derive(Debug, Clone)]
+pub struct RebaseOptions {
+    /// The overlay.
+    pub top: PathBuf,
+    /// Its format, where the user said it.
+    pub format: Option<Format>,
+    /// The new backing file; `None` for none.
+    pub backing: Option<Backing>,
+    /// Believe that the new backing file holds the same as the old one: only the name is changed, and neither is
+    /// opened.
+    pub name_only: bool,
+    /// Which backing files may be opened.
+    pub allow_backing: BackingPolicy,
+    /// Files that the user named.
+    pub listed: Vec<PathBuf>,
+}
+
+/// Carries out a rebase; durable when it returns. `reading` opens the new backing file and what lies below it.
+pub fn rebase(
+    options: &RebaseOptions,
+    opener: &dyn Opener,
+    reading: &dyn Opener,
+    reactors: &[Arc<dyn ReactorHandle>],
+    control: &mut Control<'_>,
+) -> Result<()> {
+    let opener = SharedOpener::new(opener);
+    let file = opener.open(&options.top, Role::Writable)?;
+    let description = image::inspect(&options.top, &file, options.format)?;
+    if description.format == Format::Raw {
+        let what = format!("'{}': a raw image cannot have a backing file", options.top.display());
+        return Err(Error::new(ErrorKind::Unsupported, what));
+    }
+    if !options.name_only {
+        copy_differences(options, &opener, reading, reactors, control)?;
+    }
+    control.check()?;
+    image::set_backing(&file, description.format, options.backing.as_ref())
+}
+
+fn copy_differences(
+    options: &RebaseOptions,
+    opener: &SharedOpener<'_>,
+    reading: &dyn Opener,
+    reactors: &[Arc<dyn ReactorHandle>],
+    control: &mut Control<'_>,
+) -> Result<()> {
+    let mut open = ImageOptions::new(&options.top);
+    open.format = Some(Format::Qcow2);
+    open.allow_backing = options.allow_backing.clone();
+    open.listed.clone_from(&options.listed);
+    let top = Arc::new(image::open(&open, opener)?);
+    let below = match &options.backing {
+        None => None,
+        Some(backing) => {
+            let path = options.top.parent().unwrap_or(Path::new("")).join(&backing.file);
+            Some(Arc::new(open_new(options, &path, backing, reading)?))
+        }
+    };
+    if let Some(below) = &below
+        && let Some(own) = top.paths().next()
+        && below.paths().any(|path| path == own)
+    {
+        let what = format!("'{}' cannot be its own backing file", options.top.display());
+        return Err(Error::new(ErrorKind::BadOption, what));
+    }
+    copy(&top, below.as_ref(), reactors, control)?;
+    top.close()
+}
+
+fn open_new(options: &RebaseOptions, path: &Path, backing: &Backing, reading: &dyn Opener) -> Result<Image> {
+    let failed = |error: Error| error.in_context(format!("Could not open new backing file '{}'", backing.file));
+    let mut open = ImageOptions::new(path);
+    open.format = backing.format.as_deref().map(str::parse).transpose().map_err(failed)?;
+    open.read_only = true;
+    open.allow_backing = options.allow_backing.clone();
+    open.listed.clone_from(&options.listed);
+    image::open(&open, &BelowOpener(reading)).map_err(failed)
+}
+
+/// Opens everything as a layer below.
+struct BelowOpener<'a>(&'a dyn Opener);
+
+impl Opener for BelowOpener<'_> {
+    fn open(&self, path: &Path, _role: Role) -> Result<Arc<dyn block::File>> {
+        self.0.open(path, Role::Backing)
+    }
+
+    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        self.0.canonical(path)
+    }
+}
+
+fn copy(
+    top: &Arc<Image>,
+    below: Option<&Arc<Image>>,
+    reactors: &[Arc<dyn ReactorHandle>],
+    control: &mut Control<'_>,
+) -> Result<()> {
+    let size = top.info().size_bytes;
+    let grain = GRAIN_BYTES.max(u64::from(top.info().topology.optimal_io_bytes));
+    let piece = PIECE_BYTES.max(grain);
+    let pipeline = {
+        let (top, below) = (Arc::clone(top), below.map(Arc::clone));
+        let below_bytes = below.as_ref().map_or(0, |below| below.info().size_bytes);
+        // An image without a backing file has no need to say that something is zero.
+        let says_zero = top.paths().count() > 1;
+        Pipeline::start(reactors, DEPTH, size, move |ctx| {
+            Ok(Rebaser {
+                top: DiskTasks::open(top.as_ref(), ctx)?,
+                below: below.as_ref().map(|below| DiskTasks::open(below.as_ref(), ctx)).transpose()?,
+                below_bytes,
+                says_zero,
+                grain: grain as usize,
+                piece: piece as usize,
+            })
+        })?
+    };
+    let walked = walk(top, below, piece, &pipeline, control);
+    let finished = pipeline.finish(control);
+    walked?;
+    finished
+}
+
+/// Hands out what the overlay leaves to the layers below and what may be different in the new ones.
+fn walk(
+    top: &Image,
+    below: Option<&Arc<Image>>,
+    piece: u64,
+    pipeline: &Pipeline<Range<u64>>,
+    control: &mut Control<'_>,
+) -> Result<()> {
+    let new_paths: Vec<PathBuf> = below.iter().flat_map(|below| below.paths()).map(Path::to_owned).collect();
+    let old_paths: Vec<PathBuf> = top.paths().map(Path::to_owned).collect();
+    let mut new = below.map(|below| below.extents().map(Cursor::new)).transpose()?;
+    let mut at = 0;
+    for run in top.extents()? {
+        let run = run?;
+        while at < run.end() {
+            control.check()?;
+            let other = new.as_mut().map(|new| new.at(at)).transpose()?.flatten();
+            let end = other.map_or(run.end(), |other| other.end().min(run.end()));
+            let own = run.depth == 0 && run.present;
+            let same_place = |other: &Run| {
+                let place = |run: &Run, paths: &[PathBuf]| paths.get(run.depth).cloned().zip(start_at(run, at));
+                run.data
+                    && other.data
+                    && place(&run, &old_paths).is_some_and(|old| Some(old) == place(other, &new_paths))
+            };
+            let both_zero = !run.data && other.is_none_or(|other| !other.data);
+            if own || both_zero || other.as_ref().is_some_and(same_place) {
+                pipeline.skip(end - at);
+                at = end;
+                continue;
+            }
+            while at < end {
+                let next = end.min((at / piece + 1) * piece);
+                if !pipeline.push(at..next, next - at, control) {
+                    return Ok(());
+                }
+                at = next;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Where byte `at` of the disk lies in the file of its layer.
+fn start_at(run: &Run, at: u64) -> Option<u64> {
+    run.offset.map(|offset| offset + (at - run.start))
+}
+
+struct Rebaser {
+    top: Rc<DiskTasks>,
+    below: Option<Rc<DiskTasks>>,
+    below_bytes: u64,
+    says_zero: bool,
+    grain: usize,
+    piece: usize,
+}
+
+impl Worker for Rebaser {
+    type Item = Range<u64>;
+    type Scratch = [AlignedBuf; 2];
+
+    fn scratch(&self) -> [AlignedBuf; 2] {
+        [AlignedBuf::zeroed(self.piece), AlignedBuf::zeroed(self.piece)]
+    }
+
+    async fn work(&self, range: Range<u64>, [old, new]: &mut [AlignedBuf; 2]) -> Result<()> {
+        let (offset, length) = (range.start, (range.end - range.start) as usize);
+        self.top.read(offset, old, length).await.map_err(|error| failed("reading", offset, error))?;
+        // Behind its end the new backing file reads as zeros.
+        let inside = self.below_bytes.saturating_sub(offset).min(length as u64) as usize;
+        if let (Some(below), true) = (&self.below, inside > 0) {
+            let read = below.read(offset, new, inside).await;
+            read.map_err(|error| failed("reading the new backing file", offset, error))?;
+        }
+        new[inside.min(length)..length].fill(0);
+        // What is different goes in runs of whole clusters, all zeros or all data.
+        let mut kept: Option<(Range<usize>, bool)> = None;
+        let mut start = 0;
+        while start < length {
+            // Units end where the overlay's clusters end.
+            let in_unit = (offset as usize + start) % self.grain;
+            let end = length.min(start + self.grain - in_unit);
+            if old[start..end] != new[start..end] {
+                let zero = self.says_zero && crate::zeros::is_zero(&old[start..end]);
+                match &mut kept {
+                    Some((part, same)) if *same == zero && part.end == start => part.end = end,
+                    kept => {
+                        if let Some((part, zero)) = kept.replace((start..end, zero)) {
+                            self.keep(offset, old, part, zero).await?;
+                        }
+                    }
+                }
+            }
+            start = end;
+        }
+        match kept {
+            Some((part, zero)) => self.keep(offset, old, part, zero).await,
+            None => Ok(()),
+        }
+    }
+}
+
+impl Rebaser {
+    /// Writes what the guest sees to the overlay.
+    async fn keep(&self, offset: u64, old: &mut AlignedBuf, part: Range<usize>, zero: bool) -> Result<()> {
+        let at = offset + part.start as u64;
+        let written = if zero {
+            let op = Op::WriteZeroes { offset: at, length: part.len() as u64, may_unmap: true, fua: false };
+            self.top.run(op).await
+        } else {
+            self.top.write(at, old, part).await
+        };
+        written.map_err(|error| failed("writing", at, error))
+    }
+}
+
+fn failed(what: &str, offset: u64, error: IoError) -> Error {
+    Error::with_source(ErrorKind::Io, format!("error while {what} at byte {offset}"), error)
+}

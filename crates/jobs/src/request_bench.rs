@@ -1,0 +1,173 @@
+//! A fixed number of requests at growing offsets, timed: what `qemu-img bench` does.
+
+use crate::Control;
+use crate::disk_tasks::DiskTasks;
+use block::{Disk, Error, ErrorKind, IoError, Op, ReactorCtx, ReactorHandle, Result, run_and_wait};
+use image::Image;
+use memory::{AlignedBuf, IoBuf};
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+const TICK: Duration = Duration::from_millis(50);
+
+/// The requests.
+#[derive(Debug, Clone)]
+pub struct RequestBench {
+    /// How many.
+    pub count: u64,
+    /// In flight at once.
+    pub depth: usize,
+    /// Where the first goes.
+    pub offset: u64,
+    /// Bytes of each.
+    pub size_bytes: usize,
+    /// From one offset to the next; wraps at the end of the disk.
+    pub step_bytes: u64,
+    /// Write instead of reading.
+    pub write: bool,
+    /// What is written.
+    pub pattern: u8,
+    /// A flush after every so many writes; zero for none.
+    pub flush_interval: u64,
+    /// A flush waits for the writes before it, and those behind it for the flush.
+    pub drain: bool,
+}
+
+/// Carries them out on one reactor; the time that they took.
+pub fn request_bench(
+    disk: &Arc<Image>,
+    bench: &RequestBench,
+    reactor: &Arc<dyn ReactorHandle>,
+    control: &mut Control<'_>,
+) -> Result<Duration> {
+    let size = disk.info().size_bytes;
+    if bench.size_bytes == 0 || bench.offset.checked_add(bench.size_bytes as u64).is_none_or(|end| end > size) {
+        return Err(Error::new(ErrorKind::BadOption, "the requests do not fit the image"));
+    }
+    let outcome = Arc::new(Outcome::default());
+    let (sender, ended) = channel();
+    let started = Instant::now();
+    let (disk, bench, shared) = (Arc::clone(disk), bench.clone(), Arc::clone(&outcome));
+    run_and_wait(reactor.as_ref(), move |ctx| start(&disk, &bench, size, shared, sender, ctx))??;
+    while let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(TICK) {
+        if control.check().is_err() {
+            outcome.stop.store(true, Ordering::Relaxed);
+        }
+    }
+    control.check()?;
+    let failed = outcome.error.lock().unwrap_or_else(PoisonError::into_inner).take();
+    match failed {
+        Some(error) => Err(Error::with_source(ErrorKind::Io, "Failed request", error)),
+        None => Ok(started.elapsed()),
+    }
+}
+
+/// What the calling thread and the tasks tell each other.
+#[derive(Default)]
+struct Outcome {
+    stop: AtomicBool,
+    error: Mutex<Option<IoError>>,
+}
+
+/// What the tasks share.
+struct Shared {
+    disk: Rc<DiskTasks>,
+    bench: RequestBench,
+    size_bytes: u64,
+    started: Cell<u64>,
+    /// Requests in flight, for a flush that drains.
+    flying: Cell<usize>,
+    flushing: Cell<bool>,
+    calm: block::WaitList,
+    outcome: Arc<Outcome>,
+    /// Goes last: when nothing of the disk is open any more.
+    _ended: Sender<()>,
+}
+
+fn start(
+    disk: &Arc<Image>,
+    bench: &RequestBench,
+    size_bytes: u64,
+    outcome: Arc<Outcome>,
+    ended: Sender<()>,
+    ctx: &Rc<dyn ReactorCtx>,
+) -> Result<()> {
+    let shared = Rc::new(Shared {
+        disk: DiskTasks::open(disk.as_ref(), ctx)?,
+        bench: bench.clone(),
+        size_bytes,
+        started: Cell::new(0),
+        flying: Cell::new(0),
+        flushing: Cell::new(false),
+        calm: block::WaitList::default(),
+        outcome,
+        _ended: ended,
+    });
+    for _ in 0..bench.depth.max(1) {
+        let mut memory = AlignedBuf::zeroed(bench.size_bytes);
+        memory.fill(bench.pattern);
+        ctx.spawn(Box::pin(run_task(Rc::clone(&shared), IoBuf::from_aligned(memory))));
+    }
+    Ok(())
+}
+
+async fn run_task(shared: Rc<Shared>, buf: IoBuf) {
+    let bench = &shared.bench;
+    loop {
+        shared.calm.until(|| (!shared.flushing.get()).then_some(())).await;
+        let index = shared.started.get();
+        if index >= bench.count || shared.outcome.stop.load(Ordering::Relaxed) {
+            return;
+        }
+        shared.started.set(index + 1);
+        let offset = shared.offset_of(index);
+        let op = match bench.write {
+            true => Op::Write { offset, data: buf.whole(), fua: false },
+            false => Op::Read { offset, data: buf.whole() },
+        };
+        shared.flying.set(shared.flying.get() + 1);
+        let result = shared.disk.run(op).await;
+        shared.flying.set(shared.flying.get() - 1);
+        shared.calm.wake_all();
+        let result = match result {
+            Ok(()) if shared.flush_is_due(index) => shared.flush().await,
+            other => other,
+        };
+        if let Err(error) = result {
+            shared.outcome.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            shared.outcome.stop.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Shared {
+    fn offset_of(&self, index: u64) -> u64 {
+        let bench = &self.bench;
+        let at = u128::from(bench.offset) + u128::from(index) * u128::from(bench.step_bytes);
+        let at = (at % u128::from(self.size_bytes)) as u64;
+        // What would reach over the end begins at the start.
+        if at + bench.size_bytes as u64 > self.size_bytes { 0 } else { at }
+    }
+
+    fn flush_is_due(&self, index: u64) -> bool {
+        self.bench.flush_interval > 0 && (index + 1).is_multiple_of(self.bench.flush_interval)
+    }
+
+    async fn flush(&self) -> block::IoResult {
+        if self.bench.drain {
+            // One flush at a time: another one that is due waits for it.
+            self.calm.until(|| (!self.flushing.replace(true)).then_some(())).await;
+            self.calm.until(|| (self.flying.get() == 0).then_some(())).await;
+        }
+        let result = self.disk.run(Op::Flush).await;
+        if self.bench.drain {
+            self.flushing.set(false);
+            self.calm.wake_all();
+        }
+        result
+    }
+}

@@ -1,0 +1,37 @@
+//! One handle, and so one lock, for each file of a job that sees the same files in several ways.
+
+use block::{File, Result};
+use image::{Opener, Role};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Opens every file once. What is going to be written has to be opened for writing first: a commit's base is a layer
+/// below the top, and the image that is written.
+pub(crate) struct SharedOpener<'a> {
+    inner: &'a dyn Opener,
+    opened: RefCell<HashMap<PathBuf, Arc<dyn File>>>,
+}
+
+impl<'a> SharedOpener<'a> {
+    pub(crate) fn new(inner: &'a dyn Opener) -> Self {
+        Self { inner, opened: RefCell::default() }
+    }
+}
+
+impl Opener for SharedOpener<'_> {
+    fn open(&self, path: &Path, role: Role) -> Result<Arc<dyn File>> {
+        let path = self.canonical(path)?;
+        if let Some(file) = self.opened.borrow().get(&path) {
+            return Ok(Arc::clone(file));
+        }
+        let file = self.inner.open(&path, role)?;
+        self.opened.borrow_mut().insert(path, Arc::clone(&file));
+        Ok(file)
+    }
+
+    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        self.inner.canonical(path)
+    }
+}

@@ -1,0 +1,333 @@
+//! Commit and rebase change images where they lie: seen through the overlay the disk never changes, whatever breaks, and
+//! running the job again finishes it.
+
+use block::{Disk, Error, ErrorKind, File, IoError, Result};
+use format_qcow2::CreateOptions as Qcow2Options;
+use image::{Backing, BackingPolicy, CreateOptions, Format, ImageOptions, Opener, Role};
+use jobs::{CommitOptions, Control, RebaseOptions};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use testkit::{
+    Fault, FaultAction, OpKind, OpenedDisk, Request, Session, SimFileOptions, SimHandle, SimReactor, SimStorage, mix,
+    qcow2_check, stamped,
+};
+
+struct SimOpener(SimStorage);
+
+impl Opener for SimOpener {
+    fn open(&self, path: &Path, _role: Role) -> Result<Arc<dyn File>> {
+        let missing = || Error::new(ErrorKind::Io, format!("no simulated file '{}'", path.display()));
+        Ok(self.0.file(&path.to_string_lossy()).ok_or_else(missing)?)
+    }
+
+    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        Ok(path.to_owned())
+    }
+}
+
+/// An image of a chain.
+struct Layer {
+    name: &'static str,
+    size_bytes: u64,
+    /// Zero: a raw image.
+    cluster_size: u64,
+    version: u32,
+    backing: Option<(&'static str, &'static str)>,
+    /// Decides what is written to it.
+    stamp: u64,
+}
+
+const RAW: Layer = Layer { name: "base", size_bytes: 160 << 10, cluster_size: 0, version: 3, backing: None, stamp: 1 };
+
+const fn qcow2(name: &'static str, backing: Option<(&'static str, &'static str)>) -> Layer {
+    Layer { name, size_bytes: 160 << 10, cluster_size: 4096, version: 3, backing, stamp: 2 }
+}
+
+impl Layer {
+    fn format(&self) -> Format {
+        if self.cluster_size == 0 { Format::Raw } else { Format::Qcow2 }
+    }
+
+    fn make(&self, storage: &SimStorage) {
+        if self.format() == Format::Raw {
+            let bytes = stamped(self.stamp, 0, self.size_bytes as usize);
+            // What a file is made longer by reads as zeros on every file system.
+            let options = SimFileOptions { grows_with_zeros: true, ..SimFileOptions::default() };
+            storage.create_with(self.name, &bytes, options);
+            return;
+        }
+        let file: Arc<dyn File> = storage.create(self.name, 0, SimFileOptions::default());
+        let options = Qcow2Options {
+            size_bytes: self.size_bytes,
+            cluster_size: self.cluster_size,
+            version: self.version,
+            backing_file: self.backing.map(|(name, _)| name.to_owned()),
+            backing_format: self.backing.map(|(_, format)| format.to_owned()),
+            ..Qcow2Options::default()
+        };
+        image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
+        let mut session = Session::open(storage, &|storage| open(storage, self.name, false), self.stamp, 1).unwrap();
+        let mut at = 0;
+        for step in 0.. {
+            let length = (1 + mix(self.stamp, step) % 12) * 1024;
+            if at + length > self.size_bytes {
+                break;
+            }
+            match mix(step, self.stamp) % 4 {
+                0 => {
+                    let zeroes = Request::WriteZeroes { offset: at, length, may_unmap: true, fua: false };
+                    session.call(zeroes).map(drop).unwrap();
+                }
+                1 | 2 => {
+                    let write = Request::write(at, stamped(1000 + self.stamp, at, length as usize));
+                    session.call(write).map(drop).unwrap();
+                }
+                _ => {}
+            }
+            at += length;
+        }
+        session.close().unwrap();
+    }
+}
+
+fn open(storage: &SimStorage, name: &str, read_only: bool) -> Result<OpenedDisk> {
+    let mut options = ImageOptions::new(name);
+    options.allow_backing = BackingPolicy::Any;
+    options.read_only = read_only;
+    let image = Arc::new(image::open(&options, &SimOpener(storage.clone()))?);
+    let disk: Arc<dyn Disk> = Arc::clone(&image) as Arc<dyn Disk>;
+    Ok(OpenedDisk { disk, close: Box::new(move || image.close()) })
+}
+
+fn contents(storage: &SimStorage, name: &str) -> std::result::Result<Vec<u8>, String> {
+    let mut session = Session::open(storage, &|storage| open(storage, name, true), 1, 1)?;
+    let contents = session.read_all()?;
+    session.close()?;
+    Ok(contents)
+}
+
+enum Job {
+    Commit { base: Option<&'static str>, keep: bool },
+    Rebase { to: Option<(&'static str, &'static str)> },
+}
+
+/// Images, and a job on the one named `top`.
+struct Case {
+    layers: Vec<Layer>,
+    job: Job,
+}
+
+impl Case {
+    fn storage(&self) -> SimStorage {
+        let storage = SimStorage::new(1);
+        self.layers.iter().for_each(|layer| layer.make(&storage));
+        storage.process_killed(0)
+    }
+
+    fn run(&self, storage: &SimStorage) -> Result<()> {
+        let reactor = SimReactor::new(7);
+        let handle: Arc<dyn block::ReactorHandle> = SimHandle::new(&reactor);
+        let opener = SimOpener(storage.clone());
+        let cancel = AtomicBool::new(false);
+        let mut control = Control { cancel: &cancel, progress: &mut |_| reactor.run_until_idle() };
+        match &self.job {
+            Job::Commit { base, keep } => {
+                let options = CommitOptions {
+                    top: "top".into(),
+                    format: Some(Format::Qcow2),
+                    base: base.map(PathBuf::from),
+                    keep: *keep,
+                    allow_backing: BackingPolicy::Any,
+                    listed: Vec::new(),
+                    rate: None,
+                };
+                jobs::commit(&options, &opener, &[handle], &mut control)
+            }
+            Job::Rebase { to } => {
+                let backing = |(file, format): (&str, &str)| Backing { file: file.into(), format: Some(format.into()) };
+                let options = RebaseOptions {
+                    top: "top".into(),
+                    format: Some(Format::Qcow2),
+                    backing: to.map(backing),
+                    name_only: false,
+                    allow_backing: BackingPolicy::Any,
+                    listed: Vec::new(),
+                };
+                jobs::rebase(&options, &opener, &opener, &[handle], &mut control)
+            }
+        }
+    }
+
+    /// The guest sees what it saw, and every image is sound.
+    fn judge(&self, storage: &SimStorage, expected: &[u8]) -> std::result::Result<(), String> {
+        for layer in self.layers.iter().filter(|layer| layer.format() == Format::Qcow2) {
+            let report = qcow2_check(&storage.bytes(layer.name))?;
+            report.sound().map_err(|wrong| format!("'{}': {wrong}", layer.name))?;
+        }
+        let seen = contents(storage, "top")?;
+        match seen.iter().zip(expected).position(|(seen, expected)| seen != expected) {
+            None if seen.len() == expected.len() => Ok(()),
+            at => Err(format!("the disk has changed at byte {at:?}")),
+        }
+    }
+
+    /// What has to be so when the job is done.
+    fn judge_done(&self, storage: &SimStorage, expected: &[u8]) -> std::result::Result<(), String> {
+        self.judge(storage, expected)?;
+        match &self.job {
+            Job::Commit { base, keep } => {
+                let base = base.unwrap_or(self.layers[self.layers.len() - 2].name);
+                let seen = contents(storage, base)?;
+                let length = expected.len().min(seen.len());
+                if seen[..length] != expected[..length] || seen.len() < expected.len() {
+                    return Err(format!("'{base}' does not hold what the overlay shows"));
+                }
+                let allocated = qcow2_check(&storage.bytes("top"))?.allocated_clusters;
+                match (allocated == 0) != *keep {
+                    true => Ok(()),
+                    false => Err(format!("the overlay holds {allocated} clusters")),
+                }
+            }
+            Job::Rebase { to } => {
+                let options = ImageOptions { allow_backing: BackingPolicy::Any, ..ImageOptions::new("top") };
+                let image = image::open(&options, &SimOpener(storage.clone())).map_err(|error| error.to_string())?;
+                let below = image.paths().nth(1).map(|path| path.display().to_string());
+                match below.as_deref() == to.map(|(name, _)| name) {
+                    true => Ok(()),
+                    false => Err(format!("the backing file is {below:?}")),
+                }
+            }
+        }
+    }
+
+    fn survives_power_cuts(&self, stride: u64) {
+        let storage = self.storage();
+        let expected = contents(&storage, "top").unwrap();
+        storage.record();
+        self.run(&storage).unwrap();
+        self.judge_done(&storage, &expected).unwrap();
+        self.judge_done(&storage.power_cut(1), &expected).unwrap();
+        let mut replay = storage.take_recording().replay();
+        let mut moments = 0;
+        while let Some(now) = replay.advance() {
+            if !now.is_multiple_of(stride) {
+                continue;
+            }
+            moments += 1;
+            for seed in 0..2 {
+                let after = replay.power_cut(seed);
+                self.judge(&after, &expected)
+                    .unwrap_or_else(|wrong| panic!("cut at event {now}, seed {seed}: {wrong}"));
+                if (moments + seed) % 8 == 0 {
+                    self.run(&after).unwrap_or_else(|error| panic!("cut at event {now}, again: {error}"));
+                    let done = self.judge_done(&after, &expected);
+                    done.unwrap_or_else(|wrong| panic!("cut at event {now}, run again: {wrong}"));
+                }
+            }
+        }
+        assert!(moments > 20, "only {moments} moments");
+    }
+
+    fn survives_faults(&self, file: &str, errno: i32, stride: u64) {
+        let original = self.storage();
+        let expected = contents(&original, "top").unwrap();
+        let mut failed = 0;
+        for kind in OpKind::ALL {
+            for nth in (0..).step_by(stride as usize) {
+                let storage = original.process_killed(0);
+                let before = storage.pushed(file, kind);
+                storage.inject(file, Fault::nth(kind, nth, FaultAction::Scatter(IoError::from_errno(errno))));
+                let ended = self.run(&storage);
+                if storage.pushed(file, kind) <= before + nth {
+                    break;
+                }
+                failed += u64::from(ended.is_err());
+                storage.clear_faults();
+                let place = || format!("{kind:?} {nth} of '{file}'");
+                for after in [storage.process_killed(nth), storage.power_cut(nth)] {
+                    self.judge(&after, &expected).unwrap_or_else(|wrong| panic!("{}: {wrong}", place()));
+                }
+                let after = storage.process_killed(nth);
+                self.run(&after).unwrap_or_else(|error| panic!("{}, again: {error}", place()));
+                self.judge_done(&after, &expected).unwrap_or_else(|wrong| panic!("{}, again: {wrong}", place()));
+            }
+        }
+        assert!(failed > 3, "only {failed} faults were told");
+    }
+}
+
+fn commit_cases() -> Vec<Case> {
+    let small = |name, backing| Layer { size_bytes: 100 << 10, ..qcow2(name, backing) };
+    let commit = |layers| Case { layers, job: Job::Commit { base: None, keep: false } };
+    vec![
+        commit(vec![RAW, Layer { stamp: 3, ..qcow2("top", Some(("base", "raw"))) }]),
+        // The base is shorter than the overlay, and its clusters are larger.
+        commit(vec![Layer { size_bytes: 100 << 10, ..RAW }, Layer { stamp: 4, ..qcow2("top", Some(("base", "raw"))) }]),
+        commit(vec![
+            RAW,
+            Layer { cluster_size: 16384, ..qcow2("middle", Some(("base", "raw"))) },
+            Layer { stamp: 5, ..qcow2("top", Some(("middle", "qcow2"))) },
+        ]),
+        commit(vec![
+            RAW,
+            qcow2("middle", Some(("base", "raw"))),
+            Layer { stamp: 6, version: 2, cluster_size: 8192, ..small("top", Some(("middle", "qcow2"))) },
+        ]),
+        Case {
+            job: Job::Commit { base: Some("base"), keep: true },
+            ..commit(vec![
+                RAW,
+                qcow2("middle", Some(("base", "raw"))),
+                Layer { stamp: 7, ..qcow2("top", Some(("middle", "qcow2"))) },
+            ])
+        },
+    ]
+}
+
+fn rebase_cases() -> Vec<Case> {
+    let other = Layer { name: "other", size_bytes: 120 << 10, stamp: 20, ..qcow2("other", None) };
+    let chain = |backing: Option<(&'static str, &'static str)>| {
+        vec![
+            RAW,
+            Layer { stamp: 9, ..qcow2("middle", Some(("base", "raw"))) },
+            Layer { stamp: 20, ..qcow2("other", None) },
+            Layer { stamp: 10, ..qcow2("top", backing) },
+        ]
+    };
+    let rebase = |layers, to| Case { layers, job: Job::Rebase { to } };
+    let mut shorter = chain(Some(("middle", "qcow2")));
+    shorter[2] = other;
+    vec![
+        rebase(chain(Some(("middle", "qcow2"))), Some(("base", "raw"))),
+        rebase(chain(Some(("middle", "qcow2"))), None),
+        rebase(chain(None), Some(("other", "qcow2"))),
+        rebase(shorter, Some(("other", "qcow2"))),
+    ]
+}
+
+#[test]
+fn a_power_cut_at_any_moment_of_a_commit_changes_nothing_that_the_guest_sees() {
+    for case in commit_cases() {
+        case.survives_power_cuts(1);
+    }
+}
+
+#[test]
+fn a_power_cut_at_any_moment_of_a_rebase_changes_nothing_that_the_guest_sees() {
+    for case in rebase_cases() {
+        case.survives_power_cuts(1);
+    }
+}
+
+#[test]
+fn a_fault_at_any_step_of_a_commit_or_rebase_changes_nothing_and_the_job_can_be_run_again() {
+    const EIO: i32 = 5;
+    const ENOSPC: i32 = 28;
+    let (commit, rebase) = (commit_cases(), rebase_cases());
+    commit[0].survives_faults("base", ENOSPC, 1);
+    commit[0].survives_faults("top", EIO, 1);
+    commit[2].survives_faults("middle", ENOSPC, 1);
+    rebase[0].survives_faults("top", ENOSPC, 1);
+    rebase[3].survives_faults("top", EIO, 1);
+}
