@@ -4,24 +4,31 @@ use crate::{CacheMode, EngineKind, OpenOptions};
 use block::{Error, ErrorKind, Result};
 use std::sync::OnceLock;
 
-/// What this process may use here: nothing, or the reason against it.
-#[derive(Debug, Clone)]
+/// What this process may use here: nothing, or the reason against it. Looked up once a process, and only when it
+/// matters: taking a Linux AIO context down makes the kernel wait for tens of milliseconds.
+#[derive(Debug, Default)]
 pub(crate) struct Host {
-    io_uring: Result<(), String>,
-    linux_aio: Result<(), String>,
+    io_uring: OnceLock<Result<(), String>>,
+    linux_aio: OnceLock<Result<(), String>>,
 }
 
 impl Host {
-    /// Looks once a process.
     pub(crate) fn get() -> &'static Self {
         static HOST: OnceLock<Host> = OnceLock::new();
-        HOST.get_or_init(|| Self {
-            io_uring: crate::uring::probe().map_err(|error| why_no_uring(&error)),
-            linux_aio: crate::aio::probe().map_err(|error| match error.raw_os_error() {
+        HOST.get_or_init(Self::default)
+    }
+
+    fn io_uring(&self) -> &Result<(), String> {
+        self.io_uring.get_or_init(|| crate::uring::probe().map_err(|error| why_no_uring(&error)))
+    }
+
+    fn linux_aio(&self) -> &Result<(), String> {
+        self.linux_aio.get_or_init(|| {
+            crate::aio::probe().map_err(|error| match error.raw_os_error() {
                 Some(libc::EAGAIN) => "the sysctl fs.aio-max-nr is used up".into(),
                 Some(libc::ENOSYS) => "this kernel has no Linux AIO".into(),
                 _ => error.to_string(),
-            }),
+            })
         })
     }
 }
@@ -47,12 +54,12 @@ pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host, in_memory: 
     let asked = || "the options ask for it".to_owned();
     match options.engine {
         EngineKind::Threads => Ok((EngineKind::Threads, asked())),
-        EngineKind::IoUring => match &host.io_uring {
+        EngineKind::IoUring => match host.io_uring() {
             Ok(()) => Ok((EngineKind::IoUring, asked())),
             Err(reason) => refuse(format!("'{name}': engine=io_uring cannot be used: {reason}. Try engine=auto")),
         },
         EngineKind::LinuxAio if !direct => Err(Error::new(ErrorKind::BadOption, aio_needs_direct(name, options.cache))),
-        EngineKind::LinuxAio => match &host.linux_aio {
+        EngineKind::LinuxAio => match host.linux_aio() {
             Ok(()) => Ok((EngineKind::LinuxAio, asked())),
             Err(reason) => refuse(format!("'{name}': engine=linux-aio cannot be used: {reason}. Try engine=auto")),
         },
@@ -61,16 +68,18 @@ pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host, in_memory: 
                           to threads what takes longer";
             Ok((EngineKind::Threads, reason.to_owned()))
         }
-        EngineKind::Auto => Ok(match (&host.io_uring, &host.linux_aio) {
-            (Ok(()), _) => (EngineKind::IoUring, "the kernel permits io_uring".into()),
-            (Err(uring), Ok(())) if direct => (
-                EngineKind::LinuxAio,
-                format!("io_uring is not to be had ({uring}) and the file is opened for direct I/O"),
-            ),
-            (Err(uring), Err(aio)) if direct => {
-                (EngineKind::Threads, format!("neither io_uring ({uring}) nor Linux AIO ({aio}) is to be had"))
-            }
-            (Err(uring), _) => (
+        EngineKind::Auto => Ok(match host.io_uring() {
+            Ok(()) => (EngineKind::IoUring, "the kernel permits io_uring".into()),
+            Err(uring) if direct => match host.linux_aio() {
+                Ok(()) => (
+                    EngineKind::LinuxAio,
+                    format!("io_uring is not to be had ({uring}) and the file is opened for direct I/O"),
+                ),
+                Err(aio) => {
+                    (EngineKind::Threads, format!("neither io_uring ({uring}) nor Linux AIO ({aio}) is to be had"))
+                }
+            },
+            Err(uring) => (
                 EngineKind::Threads,
                 format!("io_uring is not to be had ({uring}) and Linux AIO works with direct I/O only"),
             ),
@@ -91,7 +100,7 @@ mod tests {
     use super::*;
 
     fn host(io_uring: bool, linux_aio: bool) -> Host {
-        let fact = |is| if is { Ok(()) } else { Err("of a reason".to_owned()) };
+        let fact = |is| OnceLock::from(if is { Ok(()) } else { Err("of a reason".to_owned()) });
         Host { io_uring: fact(io_uring), linux_aio: fact(linux_aio) }
     }
 
