@@ -281,11 +281,16 @@ impl RingPoller {
         }
         self.faulted = true;
         self.counters.faults.add(1);
-        tracing::warn!(
-            disk = %self.device.name,
-            queue = self.index,
-            "the queue stops until the guest resets it: {fault}"
-        );
+        // Each time that their number has doubled: a guest that goes on must not fill the log.
+        let faults = self.counters.faults.get();
+        if faults.is_power_of_two() {
+            tracing::warn!(
+                disk = %self.device.name,
+                queue = self.index,
+                faults,
+                "the queue stops until the guest resets it: {fault}"
+            );
+        }
         if let Some(err) = &self.err {
             err.notify();
         }

@@ -12,7 +12,7 @@ use block::{
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// What all queues of an image share. Immutable but for the mappings' own state and the cache type.
 pub(crate) struct Chain {
@@ -22,6 +22,8 @@ pub(crate) struct Chain {
     pub(crate) read_only: bool,
     /// The top layer was taken for raw by guess only: a guest must not turn it into something else.
     pub(crate) guessed_raw: bool,
+    /// How often it tried.
+    pub(crate) refused_headers: AtomicU64,
     pub(crate) volatile_cache: AtomicBool,
     pub(crate) serial: String,
     /// What the layers below the top one say, where there are several with tables.
@@ -38,6 +40,18 @@ pub(crate) struct Place {
 }
 
 impl Chain {
+    /// Each time that their number has doubled: a guest must not fill the log.
+    pub(crate) fn log_refused_header(&self, offset: u64) {
+        let times = self.refused_headers.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+        if times.is_power_of_two() {
+            tracing::warn!(
+                times,
+                "refused a guest write at offset {offset} that would make a raw disk look like another format; \
+                 say format=raw to allow it"
+            );
+        }
+    }
+
     pub(crate) fn top(&self) -> IoResult<&Layer> {
         self.layers.first().ok_or(IoError::EIO)
     }

@@ -10,7 +10,7 @@ use format_qcow2::{OpenOptions, Qcow2};
 use format_raw::Raw;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 /// The longest chain that is opened.
 pub const MAX_LAYERS: usize = 256;
@@ -92,6 +92,7 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         size_bytes,
         read_only: options.read_only,
         guessed_raw,
+        refused_headers: AtomicU64::new(0),
         volatile_cache: AtomicBool::new(options.volatile_cache),
         serial: options.serial.clone(),
         below,

@@ -208,7 +208,10 @@ impl ImageQueue {
         let shared = Rc::clone(&self.shared);
         let chain = &shared.chain;
         let top = chain.top()?;
-        let checked = if chain.guessed_raw { checked_head(offset, data)? } else { None };
+        let checked = match chain.guessed_raw {
+            true => checked_head(offset, data).inspect_err(|_| chain.log_refused_header(offset))?,
+            false => None,
+        };
         let data = checked.as_ref().unwrap_or(data);
         let end = offset.saturating_add(data.length_bytes() as u64);
         if top.needs_padding(end) {
@@ -373,10 +376,6 @@ fn checked_head(offset: u64, data: &Window) -> IoResult<Option<Window>> {
     let at = usize::try_from(offset).unwrap_or(PROBE_BYTES);
     let got = head.get_mut(at..).map_or(0, |target| copy.copy_to_slice(0, target));
     if forms_a_header(head.get(..at.saturating_add(got)).unwrap_or_default()) {
-        tracing::warn!(
-            "refused a guest write at offset {offset} that would make a raw disk look like another format; \
-             say format=raw to allow it"
-        );
         return Err(IoError::new(IoErrorKind::ReadOnly));
     }
     let rest = data.slice(length, data.length_bytes().saturating_sub(length));
