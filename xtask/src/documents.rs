@@ -72,6 +72,10 @@ fn shown(line: &str) -> Option<Shown> {
         ["cargo", "xtask", rest @ ..] => ("xtask", rest),
         ["cargo", "run", rest @ ..] => {
             let start = rest.iter().position(|word| *word == "--").map_or(rest.len(), |at| at + 1);
+            let package = rest.iter().take(start).skip_while(|word| !matches!(**word, "-p" | "--package")).nth(1);
+            if package.is_some_and(|package| *package != "ringdisk") {
+                return None;
+            }
             ("ringdisk", rest.get(start..).unwrap_or_default())
         }
         [first, rest @ ..] if first.rsplit('/').next() == Some("ringdisk") => ("ringdisk", rest),
@@ -132,7 +136,7 @@ mod tests {
 
     #[test]
     fn commands_are_found_in_fenced_blocks() {
-        let text = "x `ringdisk no`\n```sh\n$ ringdisk serve disk.qcow2 --socket /run/x.sock # why\ncargo run --release \\\n  -- try --guest=uml\nls\n```\nringdisk not\n```\ncargo xtask ci\n```\n";
+        let text = "x `ringdisk no`\n```sh\n$ ringdisk serve disk.qcow2 --socket /run/x.sock # why\ncargo run --release \\\n  -- try --guest=uml\ncargo run -p other -- no\nls\n```\nringdisk not\n```\ncargo xtask ci\n```\n";
         let expected =
             [("ringdisk", "serve", vec!["--socket"]), ("ringdisk", "try", vec!["--guest"]), ("xtask", "ci", vec![])];
         let expected = expected.map(|(program, command, options)| Shown {
