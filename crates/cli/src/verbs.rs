@@ -16,6 +16,7 @@ pub(crate) enum ImageVerb {
     Commit(commands::commit::Args),
     Rebase(commands::rebase::Args),
     Dd(commands::dd::Args),
+    Bitmap(commands::bitmap::Args),
 }
 
 impl ImageVerb {
@@ -32,6 +33,7 @@ impl ImageVerb {
             Self::Commit(args) => commands::commit::run(args),
             Self::Rebase(args) => commands::rebase::run(args),
             Self::Dd(args) => commands::dd::run(args),
+            Self::Bitmap(args) => commands::bitmap::run(args),
         }
     }
 }

@@ -361,3 +361,82 @@ fn the_options_before_the_verb_are_qemu_imgs() {
         assert!(text(&output.stderr).contains(named), "{line}: {}", text(&output.stderr));
     }
 }
+
+const BITMAP: &[&str] = &[
+    "create -q -f qcow2 bm.qcow2 10M",
+    "create -q -f qcow2 -o cluster_size=4k bm2.qcow2 10M",
+    "create -q -f qcow2 -o compat=0.10 old.qcow2 10M",
+    "create -q -f raw bm.raw 10M",
+    "bitmap --add bm.qcow2 b0",
+    "bitmap --add -g 4k bm.qcow2 b1",
+    "bitmap --add bm.qcow2 b0",
+    "bitmap --add --disable bm.qcow2 b2",
+    "info bm.qcow2",
+    "info --output=json bm.qcow2",
+    "bitmap --remove bm.qcow2 nope",
+    "io qcow2 bm2.qcow2 write -P 1 100k 64k",
+    "bitmap --add -g 512 -f qcow2 bm2.qcow2 b1",
+    "check -q bm2.qcow2",
+    "bitmap --merge b1 -b bm2.qcow2 -F qcow2 bm.qcow2 b0",
+    "bitmap --merge nope bm.qcow2 b0",
+    "bitmap --merge b1 --enable bm.qcow2 b2",
+    "bitmap --clear bm.qcow2 b2",
+    "bitmap bm.qcow2 b0",
+    "bitmap --add -g 3k bm.qcow2 b9",
+    "bitmap --add -g 1 bm.qcow2 b9",
+    "bitmap --add -f raw bm.raw b0",
+    "bitmap --add old.qcow2 b0",
+    "bitmap --add -b bm2.qcow2 bm.qcow2 b7",
+    "bitmap --clear -g 4k bm.qcow2 b1",
+    "bitmap --add --enable --disable --clear --image-opts driver=qcow2,file.filename=bm.qcow2 b5",
+    "bitmap --remove --add bm.qcow2 b5",
+    "info bm.qcow2",
+    "check -q bm.qcow2",
+    "measure -O qcow2 bm.qcow2",
+    "measure --output=json -O qcow2 -o cluster_size=4k bm.qcow2",
+    "bitmap --remove bm.qcow2 b0",
+    "bitmap --remove bm.qcow2 b1",
+    "bitmap --remove bm.qcow2 b2",
+    "bitmap --remove bm.qcow2 b5",
+    "info bm.qcow2",
+];
+
+#[test]
+fn bitmap_is_qemu_imgs() {
+    agree(BITMAP);
+}
+
+#[test]
+fn bitmaps_that_each_program_writes_are_what_the_other_reads() {
+    if !has_tool("qemu-img") || !has_tool("qemu-io") {
+        return;
+    }
+    let dir = directory();
+    let [ours, theirs] = worlds(&dir);
+    // What QEMU notes while it writes comes through our merge, clear and copy, and QEMU goes on with it.
+    for line in [
+        "create -q -f qcow2 a.qcow2 64M",
+        "bitmap --add -g 512 a.qcow2 fine",
+        "bitmap --add -g 64k a.qcow2 coarse",
+        "io qcow2 a.qcow2 write -P 1 1000k 3M",
+        "io qcow2 a.qcow2 write -P 1 40M 512",
+        "bitmap --add a.qcow2 sum",
+        "bitmap --merge fine a.qcow2 sum",
+        "bitmap --disable a.qcow2 coarse",
+        "io qcow2 a.qcow2 write -P 1 50M 1M",
+        "check a.qcow2",
+    ] {
+        for world in [&ours, &theirs] {
+            let output = world.run(line);
+            assert!(output.status.success(), "{line}: {}", text(&output.stderr));
+        }
+    }
+    let [own, judge] = [&ours, &theirs].map(|world| world.directory.join("a.qcow2"));
+    for name in ["fine", "coarse", "sum"] {
+        let bits = |path: &Path| {
+            let file = image::Opener::open(&daemon::EngineOpener::default(), path, image::Role::ReadOnly).unwrap();
+            image::read_bitmap(&file, image::Format::Qcow2, name).unwrap()
+        };
+        assert_eq!(bits(&own), bits(&judge), "{name}");
+    }
+}

@@ -20,7 +20,6 @@ const COMPRESSED: u64 = 1 << 62;
 const MAX_L1_BYTES: u64 = 32 << 20;
 /// The feature bits 0 to 7 of a version 3 header.
 const LAST_BYTE_OF_INCOMPATIBLE: usize = 79;
-const AUTOCLEAR_BITMAPS: u64 = 1;
 /// References are counted in pieces of this many clusters.
 const CHUNK_BITS: u32 = 12;
 /// The fixed part of a row of the snapshot table, and the most that its optional part may have.
@@ -71,10 +70,7 @@ pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWa
         *byte &= !(INCOMPATIBLE_CORRUPT as u8);
     }
     let header = Header::parse(&cluster, name, false)?;
-    if header.autoclear_features & AUTOCLEAR_BITMAPS != 0 {
-        let what = format!("'{name}' has persistent bitmaps; checking those is not supported yet");
-        return Err(Error::new(ErrorKind::Unsupported, what));
-    }
+    let bitmaps = crate::bitmap::space(io, &header, &cluster, name).await?;
     let geometry = header.geometry();
     let table_bytes = geometry.start_of(u64::from(header.refcount_table_clusters));
     let mut walk = Walk {
@@ -97,6 +93,7 @@ pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWa
     let table = walk.read(header.refcount_table_offset, table_bytes).await.map_err(failed)?;
     walk.table = entries(&table).collect();
     walk.count_all(table_bytes).await.map_err(failed)?;
+    bitmaps.into_iter().for_each(|(offset, bytes)| walk.refer(offset, bytes));
     walk.compare().await;
     walk.check_flags().await.map_err(failed)?;
     if walk.stopped {

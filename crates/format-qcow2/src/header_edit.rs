@@ -58,16 +58,18 @@ impl HeaderEdit {
             |error: IoError| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
         let cluster = read_first_cluster(io).await.map_err(failed)?;
         let header = Header::parse(&cluster, name, true)?;
+        Self::of_cluster(&cluster, header.version, name)
+    }
+
+    /// The header in a first cluster that was parsed.
+    pub(crate) fn of_cluster(cluster: &[u8], version: u32, name: &str) -> Result<Self> {
         let damaged = || Error::new(ErrorKind::BadImage, format!("'{name}': the header does not fit its cluster"));
-        let header_bytes = match header.version {
-            2 => V2_HEADER_BYTES,
-            _ => field_u32(&cluster, OFFSET_HEADER_LENGTH) as usize,
-        };
+        let header_bytes = header_bytes(cluster, version);
         let fields = cluster.get(..header_bytes).ok_or_else(damaged)?.to_vec();
-        let (start, length) = (field_u64(&cluster, OFFSET_BACKING) as usize, field_u32(&cluster, 16) as usize);
+        let (start, length) = (field_u64(cluster, OFFSET_BACKING) as usize, field_u32(cluster, 16) as usize);
         let name_range = start..start.saturating_add(length);
         let end = if start == 0 { cluster.len() } else { start };
-        let (extensions, extensions_end) = extensions(cluster.get(..end).unwrap_or(&cluster), header_bytes);
+        let (extensions, extensions_end) = extensions(cluster.get(..end).unwrap_or(cluster), header_bytes);
         Ok(Self {
             name: name.to_owned(),
             cluster_bytes: cluster.len(),
@@ -121,6 +123,17 @@ impl HeaderEdit {
 
     pub(crate) fn set_autoclear(&mut self, bits: u64) {
         self.put(OFFSET_AUTOCLEAR, &bits.to_be_bytes());
+    }
+
+    /// Puts the changes into a first cluster that is going to be written: what lies behind its first sector first.
+    pub(crate) fn put_into(mut self, cluster: &mut [u8]) -> Result<()> {
+        let (sector, far_name) = self.lay_out()?;
+        for (offset, bytes) in far_name.into_iter().chain([(0, sector)]) {
+            if let Some(place) = cluster.get_mut(offset..offset.saturating_add(bytes.len())) {
+                place.copy_from_slice(&bytes);
+            }
+        }
+        Ok(())
     }
 
     /// Makes the changes durable, all or none.
@@ -204,6 +217,19 @@ impl HeaderEdit {
         let last = self.cluster_bytes.checked_sub(length)?;
         (HEADER_SECTOR_BYTES..=last).step_by(HEADER_SECTOR_BYTES).find(|start| is_free(*start))
     }
+}
+
+fn header_bytes(cluster: &[u8], version: u32) -> usize {
+    if version == 2 { V2_HEADER_BYTES } else { field_u32(cluster, OFFSET_HEADER_LENGTH) as usize }
+}
+
+/// The extensions of the header in a first cluster that was parsed.
+pub(crate) fn header_extensions(cluster: &[u8], version: u32) -> Vec<(u32, Vec<u8>)> {
+    let end = match field_u64(cluster, OFFSET_BACKING) as usize {
+        0 => cluster.len(),
+        end => end,
+    };
+    extensions(cluster.get(..end).unwrap_or(cluster), header_bytes(cluster, version)).0
 }
 
 /// The extensions in `area`, which starts with the header's fields, and where they end.

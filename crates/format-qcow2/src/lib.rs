@@ -17,6 +17,7 @@
 )]
 
 mod allocator;
+mod bitmap;
 mod check;
 mod compress;
 mod create;
@@ -39,9 +40,11 @@ mod tail;
 mod write;
 mod zero;
 
+pub use bitmap::{Bitmap, BitmapBits, bitmaps, read_bitmap};
 pub use check::{CheckEvent, CheckReport, CheckWatch, check};
 pub use create::{CreateOptions, create};
 pub use edit::EditWatch;
+pub use edit::bitmaps::{BitmapAction, edit_bitmaps};
 pub use edit::resize::{GrowBy, ResizeOptions, resize};
 pub use edit::snapshots::{NewSnapshot, apply_snapshot, create_snapshot, delete_snapshot};
 pub use flush::Barrier;

@@ -23,6 +23,8 @@ pub struct Description {
     pub backing_format: Option<Format>,
     /// The header, for qcow2.
     pub qcow2: Option<format_qcow2::Header>,
+    /// Its persistent bitmaps.
+    pub bitmaps: Vec<format_qcow2::Bitmap>,
     /// What would serve the file, and why.
     pub engine: String,
 }
@@ -37,6 +39,7 @@ pub fn inspect(path: &Path, file: &Arc<dyn File>, format: Option<Format>) -> Res
         Mapping::Qcow2(qcow2) => Some(qcow2.header().clone()),
     };
     Ok(Description {
+        bitmaps: crate::bitmaps(file, format)?,
         format,
         guessed,
         virtual_size_bytes: layer.size_bytes,

@@ -15,6 +15,7 @@
 
 mod backing;
 mod below;
+mod bitmaps;
 mod cache;
 mod check;
 mod create;
@@ -31,6 +32,7 @@ mod queue;
 mod slow;
 
 pub use backing::set_backing;
+pub use bitmaps::{bitmaps, edit_bitmaps, read_bitmap};
 pub use cache::TableCacheStats;
 pub use check::check;
 pub use create::{CreateOptions, create};

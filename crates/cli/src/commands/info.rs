@@ -5,7 +5,7 @@ use crate::output;
 use crate::qemu_img::is_our_name as is_qemu_img;
 use anyhow::{Context, bail};
 use daemon::{EngineOpener, human_size};
-use format_qcow2::{Compression, Header};
+use format_qcow2::{Bitmap, Compression, Header};
 use image::{Description, Format, Opener, Role, inspect};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -162,6 +162,9 @@ fn human(layer: &Layer) -> String {
         if header.version >= 3 {
             line(format!("    lazy refcounts: {}", flags.lazy_refcounts));
         }
+        if !description.bitmaps.is_empty() {
+            line(human_bitmaps(&description.bitmaps));
+        }
         line(format!("    refcount bits: {}", header.refcount_bits));
         if header.version >= 3 {
             line(format!("    corrupt: {}", flags.corrupt));
@@ -178,6 +181,28 @@ fn human(layer: &Layer) -> String {
         line("format guessed: yes (say -f raw to be sure)".to_owned());
     }
     line(format!("engine: {}", description.engine));
+    text
+}
+
+fn bitmap_flags(bitmap: &Bitmap) -> Vec<&'static str> {
+    let flags = [(bitmap.in_use, "in-use"), (bitmap.enabled, "auto")];
+    flags.into_iter().filter(|(is_set, _)| *is_set).map(|(_, name)| name).collect()
+}
+
+fn human_bitmaps(bitmaps: &[Bitmap]) -> String {
+    let mut text = "    bitmaps:".to_owned();
+    for (index, bitmap) in bitmaps.iter().enumerate() {
+        let _ = write!(text, "\n        [{index}]:\n            flags:");
+        for (index, flag) in bitmap_flags(bitmap).into_iter().enumerate() {
+            let _ = write!(text, "\n                [{index}]: {flag}");
+        }
+        let _ = write!(
+            text,
+            "\n            name: {}\n            granularity: {}",
+            bitmap.name,
+            bitmap.granularity_bytes()
+        );
+    }
     text
 }
 
@@ -201,6 +226,10 @@ fn machine(layer: &Layer) -> Value {
     if let Some(header) = &description.qcow2 {
         value["cluster-size"] = json!(1u64 << header.cluster_bits);
         value["format-specific"] = json!({ "type": "qcow2", "data": qcow2_data(header) });
+        if !description.bitmaps.is_empty() {
+            let bitmap = |bitmap: &Bitmap| json!({ "name": bitmap.name, "granularity": bitmap.granularity_bytes(), "flags": bitmap_flags(bitmap) });
+            value["format-specific"]["data"]["bitmaps"] = description.bitmaps.iter().map(bitmap).collect();
+        }
     }
     if let (Some(name), Some(full)) = (&description.backing_file, backing_path(layer)) {
         value["backing-filename"] = json!(name);

@@ -3,6 +3,7 @@
 use crate::output;
 use crate::tool::{OpenArgs, ProgressArgs, Watch};
 use anyhow::bail;
+use block::Disk;
 use daemon::{parse_key_values, parse_size};
 use image::{Format, Image};
 use jobs::{Measure, Target};
@@ -49,23 +50,25 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let format: Format = args.output_format.parse()?;
     let (target, version) = target(format, &args.options)?;
-    let mut bitmaps = false;
+    let mut bitmaps = None;
     let Measure { required_bytes, fully_allocated_bytes } = match (&args.size, &args.file) {
         (Some(size), _) => jobs::measure_size(parse_size(size)?.next_multiple_of(block::SECTOR_BYTES), target),
         (None, Some(file)) => {
             let image = args.open.open(file, args.format.as_deref(), &[])?;
-            bitmaps = format == Format::Qcow2 && version == 3 && could_have_bitmaps(&image)?;
+            if let (Target::Qcow2 { cluster_bytes, .. }, 3) = (target, version) {
+                bitmaps = bitmaps_bytes(&image, cluster_bytes)?;
+            }
             Watch::start(&args.progress)?.run(|control| jobs::measure(&image, target, control))?
         }
         (None, None) => bail!("measure: give --size or an image"),
     };
     output::print(&match args.output {
         Output::Human => {
-            let bitmaps = if bitmaps { "bitmaps size: 0\n" } else { "" };
+            let bitmaps = bitmaps.map(|bytes| format!("bitmaps size: {bytes}\n")).unwrap_or_default();
             format!("required size: {required_bytes}\nfully allocated size: {fully_allocated_bytes}\n{bitmaps}")
         }
         Output::Json => {
-            let bitmaps = if bitmaps { "    \"bitmaps\": 0,\n" } else { "" };
+            let bitmaps = bitmaps.map(|bytes| format!("    \"bitmaps\": {bytes},\n")).unwrap_or_default();
             format!(
                 "{{\n{bitmaps}    \"required\": {required_bytes},\n    \"fully-allocated\": {fully_allocated_bytes}\n}}\n"
             )
@@ -73,14 +76,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     })
 }
 
-/// Whether the source is of a kind that keeps bitmaps. One that has some is refused: their size would be left out.
-fn could_have_bitmaps(source: &Image) -> anyhow::Result<bool> {
-    const AUTOCLEAR_BITMAPS: u64 = 1;
-    let Some(header) = source.qcow2_header() else { return Ok(false) };
-    if header.autoclear_features & AUTOCLEAR_BITMAPS != 0 {
-        bail!("measure: persistent bitmaps are not supported");
+/// What the source's bitmaps would take; `None` where it is of a kind that keeps none.
+fn bitmaps_bytes(source: &Image, cluster_bytes: u64) -> anyhow::Result<Option<u64>> {
+    const ROW_BYTES: u64 = 24;
+    if source.qcow2_header().is_none_or(|header| header.version < 3) {
+        return Ok(None);
     }
-    Ok(header.version == 3)
+    let (mut total, mut rows) = (0, 0);
+    for bitmap in source.bitmaps()? {
+        let bits = source.info().size_bytes.div_ceil(bitmap.granularity_bytes()).div_ceil(8);
+        let clusters = bits.div_ceil(cluster_bytes);
+        total += (clusters + (clusters * 8).div_ceil(cluster_bytes)) * cluster_bytes;
+        rows += (ROW_BYTES + bitmap.name.len() as u64).next_multiple_of(8);
+    }
+    Ok(Some(total + rows.next_multiple_of(cluster_bytes)))
 }
 
 /// The new image, and its version.

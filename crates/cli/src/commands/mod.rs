@@ -1,6 +1,7 @@
 //! One module a command.
 
 pub(crate) mod bench;
+pub(crate) mod bitmap;
 pub(crate) mod check;
 pub(crate) mod commit;
 pub(crate) mod compare;

@@ -30,7 +30,6 @@ impl Difference {
 /// All of them.
 pub(crate) const OTHERS: &[Difference] = &[
     pending("amend", "*"),
-    pending("bitmap", "*"),
     pending("check", "-r"),
     pending("convert", "--bitmaps"),
     pending("convert", "-C"),

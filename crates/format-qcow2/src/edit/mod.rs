@@ -4,6 +4,7 @@
 //! table. The image does not know of it. Then one sector of the header is written, and the image is the new one. A power
 //! cut leaves the image before or the image after, and not even a leak.
 
+pub(crate) mod bitmaps;
 pub(crate) mod refcounts;
 pub(crate) mod resize;
 pub(crate) mod snapshots;
@@ -139,6 +140,9 @@ impl<'a, 'w> Edit<'a, 'w> {
             let l1 = self.read_l1(offset, count).await?;
             tables.extend(l1.iter().filter_map(|raw| self.l2_offset(*raw)).map(|offset| clusters(offset, 1)));
         }
+        let space = crate::bitmap::space(self.io, &self.header, &self.first_cluster, self.name).await;
+        let space = space.map_err(|_| IoError::new(IoErrorKind::Corrupt))?;
+        tables.extend(space.into_iter().map(|(offset, bytes)| clusters(offset, bytes)));
         tables.sort_by_key(|range| range.start);
         tables.dedup();
         for range in tables {

@@ -1,0 +1,164 @@
+//! Changes to persistent bitmaps under power cuts and faults: the image has those before or those after, and the disk
+//! never changes.
+
+use block::{File, IoError, MetaIo, block_on};
+use format_qcow2::{Backing, Bitmap, BitmapAction, BitmapBits, CreateOptions, bitmaps, edit_bitmaps, read_bitmap};
+use std::sync::Arc;
+use testkit::{Fault, FaultAction, OpKind, SimFile, SimFileOptions, SimStorage, qcow2_check};
+
+const SIZE_BYTES: u64 = 4 << 20;
+
+fn image(cluster_size: u64) -> SimStorage {
+    let storage = SimStorage::new(1);
+    let file = storage.create("disk", 0, SimFileOptions::default());
+    let options = CreateOptions {
+        size_bytes: SIZE_BYTES,
+        cluster_size,
+        backing_file: Some("a-name-of-a-backing-file-that-is-quite-long".repeat(4)),
+        backing_format: Some("raw".to_owned()),
+        ..CreateOptions::default()
+    };
+    block_on(format_qcow2::create(&io(&file), &options)).unwrap();
+    storage.process_killed(0)
+}
+
+fn io(file: &Arc<SimFile>) -> MetaIo {
+    MetaIo::new(file.open_blocking().unwrap())
+}
+
+fn edit(storage: &SimStorage, actions: &[(String, BitmapAction)]) -> block::Result<()> {
+    let file = storage.file("disk").unwrap();
+    block_on(edit_bitmaps(&io(&file), file.as_ref(), "disk", actions, &mut |_, _| true))
+}
+
+/// All bitmaps with their bits.
+fn all(storage: &SimStorage) -> Vec<(Bitmap, BitmapBits)> {
+    let io = io(&storage.file("disk").unwrap());
+    let found = block_on(bitmaps(&io, "disk")).unwrap();
+    let bits = |bitmap: &Bitmap| block_on(read_bitmap(&io, "disk", &bitmap.name)).unwrap();
+    // Where they lie does not matter.
+    found.into_iter().map(|bitmap| (bitmap.clone(), bits(&bitmap))).collect()
+}
+
+fn seen(storage: &SimStorage) -> Vec<(String, u8, bool, BitmapBits)> {
+    let name = |(bitmap, bits): (Bitmap, BitmapBits)| (bitmap.name, bitmap.granularity_bits, bitmap.enabled, bits);
+    all(storage).into_iter().map(name).collect()
+}
+
+fn action(name: &str, action: BitmapAction) -> (String, BitmapAction) {
+    (name.to_owned(), action)
+}
+
+fn add(granularity_bytes: u64) -> BitmapAction {
+    BitmapAction::Add { granularity_bytes: Some(granularity_bytes) }
+}
+
+fn written() -> BitmapBits {
+    BitmapBits::of_ranges(12, SIZE_BYTES, &[0..1, 8192..1 << 20, SIZE_BYTES - 5000..SIZE_BYTES])
+}
+
+/// Changes, one after the other; the last of each row has to be seen all or not at all.
+fn changes() -> Vec<Vec<(String, BitmapAction)>> {
+    vec![
+        vec![action("one", add(512)), action("two", add(4096))],
+        vec![
+            action("one", BitmapAction::Merge(written())),
+            action("one", BitmapAction::Disable),
+            action("three", add(65536)),
+        ],
+        vec![action("two", BitmapAction::MergeOwn("one".to_owned())), action("one", BitmapAction::Clear)],
+        vec![action("one", BitmapAction::Remove), action("four", add(512))],
+        vec![
+            action("two", BitmapAction::Remove),
+            action("three", BitmapAction::Remove),
+            action("four", BitmapAction::Remove),
+        ],
+    ]
+}
+
+#[test]
+fn a_power_cut_at_any_moment_leaves_the_bitmaps_before_or_after() {
+    for cluster_size in [1024, 4096] {
+        let storage = image(cluster_size);
+        for actions in changes() {
+            let before = seen(&storage);
+            storage.record();
+            edit(&storage, &actions).unwrap();
+            let after = seen(&storage);
+            assert_ne!(before, after, "{actions:?}");
+            assert_eq!(seen(&storage.power_cut(3)), after, "durable: {actions:?}");
+            let mut replay = storage.take_recording().replay();
+            let mut outcomes = [0, 0];
+            while replay.advance().is_some() {
+                for seed in 0..3 {
+                    let cut = replay.power_cut(seed);
+                    qcow2_check(&cut.bytes("disk")).unwrap().sound().unwrap();
+                    let found = seen(&cut);
+                    assert!(found == before || found == after, "{actions:?}: neither before nor after");
+                    outcomes[usize::from(found == after)] += 1;
+                }
+            }
+            assert!(outcomes.iter().all(|count| *count > 0), "{outcomes:?}");
+        }
+        assert!(seen(&storage).is_empty());
+        assert_eq!(qcow2_check(&storage.bytes("disk")).unwrap().leaked_clusters, 0);
+    }
+}
+
+#[test]
+fn a_fault_at_any_step_leaves_the_bitmaps_before_or_after_and_the_change_can_be_made_again() {
+    const ENOSPC: i32 = 28;
+    let original = image(1024);
+    edit(&original, &changes()[0]).unwrap();
+    let actions = &changes()[1];
+    let before = seen(&original);
+    for kind in OpKind::ALL {
+        for nth in 0.. {
+            let storage = original.process_killed(0);
+            let pushed = storage.pushed("disk", kind);
+            storage.inject("disk", Fault::nth(kind, nth, FaultAction::Scatter(IoError::from_errno(ENOSPC))));
+            let ended = edit(&storage, actions);
+            if storage.pushed("disk", kind) <= pushed + nth {
+                break;
+            }
+            storage.clear_faults();
+            qcow2_check(&storage.bytes("disk")).unwrap().sound().unwrap();
+            let found = seen(&storage);
+            assert!(found == before || found.len() == 3, "{kind:?} {nth}");
+            assert!(ended.is_err() || found.len() == 3, "{kind:?} {nth}: told of success");
+            if found == before {
+                edit(&storage, actions).unwrap();
+                assert_eq!(seen(&storage).len(), 3);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_new_backing_name_and_bitmaps_share_the_header_and_a_power_cut_leaves_the_old_name_or_the_new_one() {
+    let storage = image(4096);
+    edit(&storage, &changes()[0]).unwrap();
+    let bitmaps = seen(&storage);
+    let name = |storage: &SimStorage| {
+        let file = storage.file("disk").unwrap();
+        let options = format_qcow2::OpenOptions { name: "disk".to_owned(), read_only: true };
+        let opened = block_on(format_qcow2::Qcow2::open(&io(&file), file.info(), options)).unwrap();
+        opened.header().backing_file.clone()
+    };
+    for new in [Some("b".repeat(900)), Some("short".to_owned()), None, Some("c".repeat(1023))] {
+        let before = name(&storage);
+        storage.record();
+        let backing = new.clone().map(|file| Backing { file, format: Some("qcow2".to_owned()) });
+        block_on(format_qcow2::set_backing(&io(&storage.file("disk").unwrap()), "disk", backing.as_ref())).unwrap();
+        assert_eq!(name(&storage), new);
+        let mut replay = storage.take_recording().replay();
+        while replay.advance().is_some() {
+            for seed in 0..4 {
+                let cut = replay.power_cut(seed);
+                let found = name(&cut);
+                assert!(found == before || found == new, "{found:?}");
+                assert_eq!(seen(&cut), bitmaps);
+            }
+        }
+    }
+}
