@@ -7,13 +7,17 @@
 use crate::free_runs::Run;
 use crate::geometry::MAX_FILE_BYTES;
 use crate::header::MAX_REFCOUNT_TABLE_BYTES;
-use crate::refcount::{Absent, zero_runs};
+use crate::refcount::Absent;
 use crate::state::{Inner, Need, State, Step, Stop};
 use crate::tables::Owner;
 use block::{IoError, IoErrorKind};
+use std::ops::Range;
 
 /// Refcounts looked at in one step of the scan.
 const SCAN_CLUSTERS: u64 = 1 << 16;
+/// Clusters handed out at the frontier between two steps: the blocks of a large image that is nearly full are not read
+/// one an allocation.
+const SCAN_EVERY_CLUSTERS: u64 = 256;
 
 const NO_SPACE: Stop = Stop::Fail(IoError::new(IoErrorKind::NoSpace));
 
@@ -45,16 +49,17 @@ impl Inner {
     }
 
     fn find_space(&self, state: &mut State, want: u64) -> Step<Run> {
-        let mut may_scan = true;
         loop {
             if let Some(run) = self.take_free(state, want)? {
                 return Ok(run);
             }
-            if !may_scan || state.space.scanned_end >= state.space.scan_limit {
+            let all_scanned = state.space.scanned_end >= state.space.scan_limit;
+            let has_room = self.can_grow || state.space.frontier < self.file_clusters;
+            if all_scanned || (has_room && state.space.frontier < state.space.next_scan) {
                 return self.take_at_frontier(state, want);
             }
             self.scan_step(state)?;
-            may_scan = !self.can_grow;
+            state.space.next_scan = state.space.frontier.saturating_add(SCAN_EVERY_CLUSTERS);
         }
     }
 
@@ -87,10 +92,10 @@ impl Inner {
         let from = state.space.scanned_end;
         let block_end = self.geometry.block_end(self.geometry.block_of(from));
         let to = block_end.min(state.space.scan_limit).min(from.saturating_add(SCAN_CLUSTERS));
-        match zero_runs(&mut state.refcounts, from, to) {
+        match state.refcounts.free_runs(from, to) {
             Ok(runs) => {
-                for (first, count) in runs {
-                    for gap in state.space.quarantine.gaps(first, count) {
+                for Range { start, end } in runs {
+                    for gap in state.space.quarantine.gaps(start, end.saturating_sub(start)) {
                         state.space.free.add(gap);
                     }
                 }

@@ -5,7 +5,8 @@
 
 use crate::entry::decode_refcount_table;
 use crate::geometry::Geometry;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 
 const CACHED_BLOCKS_MIN: usize = 16;
 
@@ -156,6 +157,29 @@ impl Refcounts {
             }
             None => Err(self.block_offset(block).map_or_else(|absent| absent, |_| Absent::NotLoaded(block))),
         }
+    }
+
+    /// The runs of free host clusters between two clusters that one block counts.
+    pub(crate) fn free_runs(&mut self, from: u64, to: u64) -> Result<Vec<Range<u64>>, Absent> {
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        if from >= to {
+            return Ok(runs);
+        }
+        self.get(from)?;
+        let first = self.index_in_block(from);
+        let order = self.geometry.refcount_order;
+        let Some(block) = self.blocks.get(&self.geometry.block_of(from)) else { return Ok(runs) };
+        for cluster in from..to {
+            let index = first.saturating_add(cluster.saturating_sub(from));
+            if read_entry(&block.bytes, index, order) != 0 {
+                continue;
+            }
+            match runs.last_mut() {
+                Some(last) if last.end == cluster => last.end = cluster.saturating_add(1),
+                _ => runs.push(cluster..cluster.saturating_add(1)),
+            }
+        }
+        Ok(runs)
     }
 
     /// Sets the refcount of a host cluster whose block is in memory.
@@ -347,26 +371,6 @@ pub(crate) fn write_entry(bytes: &mut [u8], index: u64, order: u32, value: u64) 
     start
 }
 
-/// Free runs of one block between two host clusters, for the scan: `(first cluster, count)`.
-pub(crate) fn zero_runs(refcounts: &mut Refcounts, from: u64, to: u64) -> Result<BTreeMap<u64, u64>, Absent> {
-    let mut runs = BTreeMap::new();
-    let mut start = None;
-    for cluster in from..to {
-        match (refcounts.get(cluster)? == 0, start) {
-            (true, None) => start = Some(cluster),
-            (false, Some(first)) => {
-                runs.insert(first, cluster.saturating_sub(first));
-                start = None;
-            }
-            _ => {}
-        }
-    }
-    if let Some(first) = start {
-        runs.insert(first, to.saturating_sub(first));
-    }
-    Ok(runs)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -389,6 +393,21 @@ mod tests {
                 assert_eq!(read_entry(&bytes, index, order), expected, "order {order}, index {index}");
             }
         }
+    }
+
+    #[test]
+    fn free_runs_are_what_single_looks_say() {
+        let geometry =
+            Geometry { version: 3, size_bytes: 1 << 30, cluster_bits: 9, refcount_order: 2, has_backing: false };
+        let mut refcounts = Refcounts::new(geometry, vec![512, 1024, 0], 0, 0);
+        assert_eq!(refcounts.free_runs(3, 9), Err(Absent::NotLoaded(0)));
+        refcounts.install(1, vec![0; 512].into());
+        for cluster in [1024, 1030, 1031, 2047] {
+            refcounts.set(cluster, 1).unwrap();
+        }
+        assert_eq!(refcounts.free_runs(1024, 2048), Ok(vec![1025..1030, 1032..2047]));
+        assert_eq!(refcounts.free_runs(1028, 1033), Ok(vec![1028..1030, 1032..1033]));
+        assert_eq!(refcounts.free_runs(2048, 2050), Err(Absent::NoBlock(2)));
     }
 
     #[test]

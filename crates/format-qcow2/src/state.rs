@@ -83,6 +83,8 @@ pub(crate) struct Space {
     /// Host clusters below have been looked at for free ones, up to the frontier at the time.
     pub(crate) scanned_end: u64,
     pub(crate) scan_limit: u64,
+    /// The next are looked at when the frontier is here.
+    pub(crate) next_scan: u64,
 }
 
 /// What the mutex guards.

@@ -158,7 +158,10 @@ pub(crate) fn clusters_of(geometry: &Geometry, offset: u64, length: u64) -> Rang
 impl Inner {
     fn collect_tables(&self, state: &State) -> Tables {
         let geometry = &self.geometry;
-        let mut tables = Tables::default();
+        // A terabyte has thousands: counted first, so that the map does not grow step by step.
+        let used = self.l1.iter().filter(|entry| entry.load(Ordering::Relaxed) != 0).count();
+        let expected = used.saturating_add(state.refcounts.block_offsets().count());
+        let mut tables = Tables { owners: HashMap::with_capacity(expected) };
         let mut add = |owner, offset, length| {
             tables.add(&self.table_bits, owner, clusters_of(geometry, offset, length));
         };

@@ -51,6 +51,8 @@ pub struct Allocation {
     pub head: Fill,
     /// What to do behind the request, in the last cluster.
     pub tail: Fill,
+    /// The space reads as zeros: zeros need not be written to it.
+    pub zeroed: bool,
     guest: Range<u64>,
     /// Host clusters that go back if this is dropped uncommitted; empty where the guest's cluster kept its own.
     unpublished: Range<u64>,
@@ -139,6 +141,7 @@ impl Qcow2 {
             file_offset: host,
             head,
             tail,
+            zeroed,
             guest: first..end,
             unpublished: if fresh { host_first..host_first.saturating_add(count) } else { 0..0 },
             inner: Arc::clone(&self.inner),

@@ -223,6 +223,21 @@ impl Image {
         }
     }
 
+    /// Reads all tables that lookups need: for benchmarks.
+    #[doc(hidden)]
+    pub fn warm_up_for_bench(&self) -> Result<()> {
+        let queues = self.chain.layers.iter().map(|layer| Ok(MetaIo::new(layer.file.open_blocking()?)));
+        let metas = queues.collect::<Result<Vec<_>>>()?;
+        let mut at = 0;
+        while at < self.chain.size_bytes {
+            let left = self.chain.size_bytes.saturating_sub(at);
+            let place = block_on(self.chain.resolve(&metas, at, left));
+            let place = place.map_err(|error| Error::with_source(ErrorKind::Io, "cannot read the tables", error))?;
+            at = at.saturating_add(place.length_bytes.max(1));
+        }
+        Ok(())
+    }
+
     /// For tests of the tests: leaves an ordering barrier of the top layer's format out.
     #[doc(hidden)]
     pub fn skip_barrier_for_test(&self, barrier: format_qcow2::Barrier) {

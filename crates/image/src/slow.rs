@@ -44,6 +44,9 @@ impl Slow {
 /// Zeros to gather from: long paddings list it several times.
 const ZERO_CHUNK_BYTES: usize = 64 << 10;
 
+/// Up to this size an allocation's old contents are read in one piece.
+const READ_THROUGH_BYTES: u64 = 128 << 10;
+
 /// How much of a write of zeros goes to the file at once.
 const ZERO_WRITE_BYTES: u64 = 1 << 20;
 
@@ -147,8 +150,8 @@ impl Shared {
         let tail_bytes = room.saturating_sub(length as u64);
         let tail_at = at.saturating_add(length as u64);
 
-        let head = self.filling(allocation.head, allocation.guest_offset, head_bytes).await?;
-        let tail = self.filling(allocation.tail, tail_at, tail_bytes).await?;
+        let [head, tail] =
+            self.surroundings(&allocation, (allocation.guest_offset, head_bytes), (tail_at, tail_bytes)).await?;
         let data = data.slice(0, length);
         let skip = if head.is_some() { 0 } else { head_bytes };
         let offset = allocation.file_offset.saturating_add(skip);
@@ -165,7 +168,52 @@ impl Shared {
         Ok(length)
     }
 
-    /// The bytes that go around a write into a new cluster, as parts to gather; `None` where nothing has to be written.
+    /// The bytes that go around a write into new clusters, each part given by its offset and length: as parts to gather,
+    /// `None` where nothing has to be written.
+    async fn surroundings(
+        &self,
+        allocation: &Allocation,
+        head: (u64, u64),
+        tail: (u64, u64),
+    ) -> IoResult<[Option<Vec<Window>>; 2]> {
+        let Allocation { zeroed, length_bytes, .. } = *allocation;
+        let head_fill = self.without_zeros(allocation.head, zeroed, head).await?;
+        let tail_fill = self.without_zeros(allocation.tail, zeroed, tail).await?;
+        let copies = |fill, (_, length): (u64, u64)| fill == Fill::Copy && length > 0;
+        // Both sides of a small write, from one read that takes what lies between along.
+        // Where that fails, what lies between may be why, and is not needed.
+        if copies(head_fill, head)
+            && copies(tail_fill, tail)
+            && length_bytes <= READ_THROUGH_BYTES
+            && let Ok(Some(mut parts)) = self.filling(Fill::Copy, head.0, length_bytes).await
+        {
+            let whole = parts.pop().ok_or(IoError::EIO)?;
+            let (before, behind) = (head.1 as usize, tail.1 as usize);
+            let tail = whole.slice(whole.length_bytes().saturating_sub(behind), behind);
+            return Ok([Some(vec![whole.slice(0, before)]), Some(vec![tail])]);
+        }
+        Ok([self.filling(head_fill, head.0, head.1).await?, self.filling(tail_fill, tail.0, tail.1).await?])
+    }
+
+    /// What is to be copied and reads as zeros needs no read, and in space that does so too no write.
+    async fn without_zeros(&self, fill: Fill, zeroed: bool, (at, length_bytes): (u64, u64)) -> IoResult<Fill> {
+        if fill != Fill::Copy || length_bytes == 0 {
+            return Ok(fill);
+        }
+        // What lies behind the end of the disk counts as zero.
+        let end = at.saturating_add(length_bytes).min(self.chain.size_bytes);
+        let mut at = at;
+        while at < end {
+            let place = self.chain.resolve(&self.metas, at, end.saturating_sub(at)).await?;
+            if !matches!(place.extent, Extent::Zero | Extent::Backing) {
+                return Ok(Fill::Copy);
+            }
+            at = at.saturating_add(place.length_bytes.max(1));
+        }
+        Ok(if zeroed { Fill::None } else { Fill::Zero })
+    }
+
+    /// One such part.
     async fn filling(&self, fill: Fill, at: u64, length_bytes: u64) -> IoResult<Option<Vec<Window>>> {
         let length = usize::try_from(length_bytes).map_err(|_| IoError::EIO)?;
         match fill {
