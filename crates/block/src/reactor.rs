@@ -5,10 +5,12 @@
 //! armed and the thread sleeps until a wake descriptor, an engine or another thread has something.
 
 use crate::{Result, Task};
+use memory::GuestMemory;
 use std::any::Any;
 use std::cell::RefCell;
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// Names a poller on its reactor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -46,6 +48,14 @@ pub trait ReactorCtx {
     /// Removes a poller; it is not polled again, and dropped by the end of the turn. May be called from within a poll,
     /// also its own. Unknown names are ignored.
     fn remove_poller(&self, id: PollerId);
+
+    /// Tells the engines that requests will come from this memory, so that they may prepare for it, for as long as the
+    /// result lives. It has to be dropped on this thread, when no request from that memory is in flight. The memory's
+    /// pages are pinned: whoever owns it must not exchange them meanwhile. Fails where no engine here can use it.
+    fn register_memory(&self, memory: &Arc<GuestMemory>) -> Result<Box<dyn Any>> {
+        let _ = memory;
+        Err(crate::Error::new(crate::ErrorKind::Unsupported, "this reactor has no engine that registers memory"))
+    }
 
     /// The concrete reactor: an engine's files look for their own (and refuse a stranger's).
     fn as_any(&self) -> &dyn Any;

@@ -109,6 +109,7 @@ impl Daemon {
             max_queues: Self::queues_of(drive),
             // Each disk begins with another reactor, so that disks of one queue spread too.
             first_reactor: usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1),
+            fixed_buffers: drive.fixed_buffers,
             ..ExportOptions::default()
         };
         let options = ExportOptions { queue_size: drive.queue_size.unwrap_or(options.queue_size), ..options };

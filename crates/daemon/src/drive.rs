@@ -31,6 +31,10 @@ pub struct DriveOptions {
     pub cache: CacheMode,
     /// Every write is durable when it completes, through the page cache.
     pub sync: bool,
+    /// With io_uring: a thread of the kernel submits.
+    pub sqpoll: bool,
+    /// Guests' memory is registered with io_uring, which pins it.
+    pub fixed_buffers: bool,
     /// Guests cannot write.
     pub read_only: bool,
     /// What the guest reads as the disk's serial number, at most 20 bytes.
@@ -59,12 +63,14 @@ pub(crate) const QUEUE_SIZE_MAX: u16 = 1024;
 /// A second: whoever wants more wants a reactor that never sleeps.
 const POLL_MAX_US: u32 = 1_000_000;
 
-const KEYS: [&str; 13] = [
+const KEYS: [&str; 15] = [
     "file",
     "format",
     "engine",
     "cache",
     "sync",
+    "sqpoll",
+    "fixed-buffers",
     "readonly",
     "serial",
     "size",
@@ -107,6 +113,8 @@ impl DriveOptions {
             engine: EngineKind::Auto,
             cache: CacheMode::Writeback,
             sync: false,
+            sqpoll: false,
+            fixed_buffers: false,
             read_only: false,
             serial: String::new(),
             size_bytes: None,
@@ -143,6 +151,8 @@ impl DriveOptions {
             "engine" => self.engine = parsed(key, value, &EngineKind::NAMES)?,
             "cache" => self.cache = parsed(key, value, &CacheMode::NAMES)?,
             "sync" => self.sync = one_of(key, value, &SWITCH)?,
+            "sqpoll" => self.sqpoll = one_of(key, value, &SWITCH)?,
+            "fixed-buffers" => self.fixed_buffers = one_of(key, value, &SWITCH)?,
             "readonly" => self.read_only = one_of(key, value, &SWITCH)?,
             "serial" => self.serial = serial(value)?,
             "size" => self.size_bytes = Some(size(value)?),
@@ -179,7 +189,18 @@ impl DriveOptions {
             _ if self.sync && matches!(self.cache, CacheMode::Unsafe) => {
                 Err(bad("sync=on and cache=unsafe contradict each other: choose one".to_owned()))
             }
+            _ if self.sqpoll || self.fixed_buffers => self.check_io_uring(is_null),
             _ => Ok(()),
+        }
+    }
+
+    /// Options that are io_uring's alone.
+    fn check_io_uring(&self, is_null: bool) -> Result<()> {
+        let option = if self.sqpoll { "sqpoll=on" } else { "fixed-buffers=on" };
+        match self.engine {
+            _ if is_null => Err(bad(format!("{option} has no meaning for format=null: it has no engine"))),
+            EngineKind::Auto | EngineKind::IoUring => Ok(()),
+            other => Err(bad(format!("{option} is for engine=io_uring; engine={other} has nothing like it"))),
         }
     }
 
@@ -223,7 +244,7 @@ fn values_of(key: &str) -> Option<Vec<&'static str>> {
         "format" => Some(names(&FORMATS)),
         "engine" => Some(EngineKind::NAMES.to_vec()),
         "cache" => Some(CacheMode::NAMES.to_vec()),
-        "sync" | "readonly" => Some(names(&SWITCH)),
+        "sync" | "sqpoll" | "fixed-buffers" | "readonly" => Some(names(&SWITCH)),
         _ => None,
     }
 }
@@ -304,15 +325,18 @@ mod tests {
     #[test]
     fn every_key_is_read() {
         let read = drive(
-            "file=a,,b.img,format=qcow2,engine=linux-aio,cache=none,serial=disk 1,readonly=on,sync=on,\
+            "file=a,,b.img,format=qcow2,engine=io_uring,cache=none,serial=disk 1,readonly=on,sync=on,\
+             sqpoll=on,fixed-buffers=on,\
              queues=4,queue-size=256,poll-max-us=0,l2-cache-size=1.5M,socket=/run/a.sock",
         );
         let expected = DriveOptions {
             file: Some(PathBuf::from("a,b.img")),
             format: Some(DriveFormat::Qcow2),
-            engine: EngineKind::LinuxAio,
+            engine: EngineKind::IoUring,
             cache: CacheMode::None,
             sync: true,
+            sqpoll: true,
+            fixed_buffers: true,
             read_only: true,
             serial: "disk 1".to_owned(),
             size_bytes: None,
@@ -375,6 +399,9 @@ mod tests {
             "file=x,l2-cache-size=lots",
             "format=null,size=4G,l2-cache-size=1M",
             "file=x,sync=on,cache=unsafe",
+            "file=x,sqpoll=on,engine=threads",
+            "file=x,fixed-buffers=on,engine=linux-aio",
+            "format=null,size=4G,sqpoll=on",
             "file=x,file=y",
         ] {
             assert!(DriveOptions::parse(text).is_err(), "{text}");

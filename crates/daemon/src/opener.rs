@@ -35,7 +35,13 @@ impl EngineOpener {
 }
 
 fn open_options(drive: &DriveOptions) -> OpenOptions {
-    OpenOptions { engine: drive.engine, cache: drive.cache, sync: drive.sync, ..OpenOptions::default() }
+    OpenOptions {
+        engine: drive.engine,
+        cache: drive.cache,
+        sync: drive.sync,
+        sqpoll: drive.sqpoll,
+        ..OpenOptions::default()
+    }
 }
 
 impl Opener for EngineOpener {

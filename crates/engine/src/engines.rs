@@ -2,6 +2,7 @@
 
 use crate::EngineKind;
 use crate::aio::Aio;
+use crate::fixed_buffers::Registered;
 use crate::inflight::Request;
 use crate::stats::Counters;
 use crate::target::{OpenFile, QueueFile};
@@ -10,6 +11,7 @@ use crate::tracking::Ack;
 use crate::uring::Uring;
 use crate::wakeup::Wakeup;
 use block::{Error, ErrorKind, Result};
+use memory::GuestMemory;
 use rustix::thread::CpuSet;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -41,6 +43,10 @@ pub(crate) struct Engines {
     wakeup: Arc<Wakeup>,
     workers: Rc<Workers>,
     uring: RefCell<Option<Rc<Uring>>>,
+    /// The ring with a submission thread of the kernel's, for files that ask for it.
+    sqpoll: RefCell<Option<Rc<Uring>>>,
+    /// Guests' memory that is registered with the rings.
+    registered: RefCell<Vec<Weak<Registered>>>,
     aio: RefCell<Option<Rc<Aio>>>,
     files: RefCell<HashMap<u64, Weak<QueueFile>>>,
 }
@@ -53,6 +59,8 @@ impl Engines {
             wakeup,
             workers,
             uring: RefCell::default(),
+            sqpoll: RefCell::default(),
+            registered: RefCell::default(),
             aio: RefCell::default(),
             files: RefCell::default(),
         }
@@ -61,7 +69,7 @@ impl Engines {
     /// The engine that serves `file`, and the file's part on this reactor.
     pub(crate) fn attach(&self, file: &Arc<OpenFile>) -> Result<(Engine, Rc<QueueFile>)> {
         let engine = match file.engine {
-            EngineKind::IoUring | EngineKind::Auto => self.uring().map(Engine::Uring),
+            EngineKind::IoUring | EngineKind::Auto => self.uring(file.sqpoll).map(Engine::Uring),
             EngineKind::LinuxAio => self.aio().map(Engine::Aio),
             EngineKind::Threads => Ok(Engine::Threads(Rc::clone(&self.workers))),
         };
@@ -86,17 +94,35 @@ impl Engines {
         Ok((engine, target))
     }
 
-    fn uring(&self) -> Result<Rc<Uring>> {
-        let mut slot = self.uring.borrow_mut();
+    fn uring(&self, sqpoll: bool) -> Result<Rc<Uring>> {
+        let mut slot = if sqpoll { self.sqpoll.borrow_mut() } else { self.uring.borrow_mut() };
         if let Some(uring) = &*slot {
             return Ok(Rc::clone(uring));
         }
-        let made = Uring::new(Rc::clone(&self.workers), &self.wakeup, Arc::clone(&self.counters));
+        let made = Uring::new(sqpoll, Rc::clone(&self.workers), &self.wakeup, Arc::clone(&self.counters));
         let uring = Rc::new(made.map_err(|error| {
             let message = "cannot set io_uring up on this reactor; engine=threads works without it";
             Error::with_source(ErrorKind::Unsupported, message, error)
         })?);
         Ok(Rc::clone(slot.insert(uring)))
+    }
+
+    /// Registers a guest's memory with the rings that are there, for as long as somebody holds what this returns. Says
+    /// also whether it is new: then somebody has to see that it is done.
+    pub(crate) fn register_memory(&self, memory: &Arc<GuestMemory>) -> Result<(Rc<Registered>, bool)> {
+        let mut all = self.registered.borrow_mut();
+        all.retain(|registered| registered.strong_count() > 0);
+        if let Some(registered) = all.iter().filter_map(Weak::upgrade).find(|registered| registered.is_of(memory)) {
+            return Ok((registered, false));
+        }
+        let rings: Vec<_> = [&self.uring, &self.sqpoll].iter().filter_map(|slot| slot.borrow().clone()).collect();
+        if rings.is_empty() {
+            let message = "memory is registered with io_uring only, and this reactor does not use it";
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        let registered = Registered::new(Arc::clone(memory), rings);
+        all.push(Rc::downgrade(&registered));
+        Ok((registered, true))
     }
 
     /// Gives `ack` as soon as no untracked change of the file is in flight on this reactor.
@@ -131,36 +157,55 @@ impl Engines {
         uring.map_or_else(T::default, |uring| call(&uring))
     }
 
+    fn with_sqpoll<T: Default>(&self, call: impl FnOnce(&Uring) -> T) -> T {
+        let uring = self.sqpoll.borrow().clone();
+        uring.map_or_else(T::default, |uring| call(&uring))
+    }
+
     /// Submits what was pushed: once an engine. Returns whether there was anything.
     pub(crate) fn submit(&self) -> bool {
         // The workers last: the others send them what they cannot do.
-        self.with_uring(Uring::submit) | self.with_aio(Aio::submit) | self.workers.submit()
+        self.with_uring(Uring::submit)
+            | self.with_sqpoll(Uring::submit)
+            | self.with_aio(Aio::submit)
+            | self.workers.submit()
     }
 
     /// Takes completions. Returns how many requests moved.
     pub(crate) fn harvest(&self) -> usize {
-        self.with_uring(Uring::harvest) + self.with_aio(Aio::harvest) + self.workers.harvest()
+        self.with_uring(Uring::harvest)
+            + self.with_sqpoll(Uring::harvest)
+            + self.with_aio(Aio::harvest)
+            + self.workers.harvest()
     }
 
     /// The reactor is about to sleep, or awake again: whether engines shall signal its event descriptor.
     pub(crate) fn signal(&self, on: bool) {
         self.with_uring(|uring| uring.signal(on));
+        self.with_sqpoll(|uring| uring.signal(on));
     }
 
     /// Whether there is something to submit or to take.
     pub(crate) fn has_work(&self) -> bool {
-        self.with_uring(Uring::has_work) || self.with_aio(Aio::has_work) || self.workers.has_work()
+        self.with_uring(Uring::has_work)
+            || self.with_sqpoll(Uring::has_work)
+            || self.with_aio(Aio::has_work)
+            || self.workers.has_work()
     }
 
     /// Requests taken and not ended.
     pub(crate) fn in_flight(&self) -> usize {
-        self.with_uring(Uring::in_flight) + self.with_aio(Aio::in_flight) + self.workers.in_flight()
+        self.with_uring(Uring::in_flight)
+            + self.with_sqpoll(Uring::in_flight)
+            + self.with_aio(Aio::in_flight)
+            + self.workers.in_flight()
     }
 
     /// Waits for every request. Later pushes fail.
     pub(crate) fn shut_down(&self) {
         // The workers last: the others send them what they cannot do.
         self.with_uring(Uring::shut_down);
+        self.with_sqpoll(Uring::shut_down);
         self.with_aio(Aio::shut_down);
         self.workers.shut_down();
     }

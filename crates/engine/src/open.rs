@@ -62,7 +62,8 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let direct = options.cache.is_direct();
     let alignment = if direct { storage::direct_alignment(&fd, block_device, name)? } else { Alignment::NONE };
     // A device node may lie on such a file system too.
-    let in_memory = options.engine == EngineKind::Auto && !block_device && storage::is_in_memory(&fd);
+    let in_memory =
+        options.engine == EngineKind::Auto && !options.sqpoll && !block_device && storage::is_in_memory(&fd);
     let (engine, reason) = probe::choose(options, name, Host::get(), in_memory)?;
     let facts = Facts { stat, block_device, alignment, engine, reason };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
@@ -74,6 +75,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         locked: options.lock,
         engine,
         chosen_freely: options.engine == EngineKind::Auto,
+        sqpoll: options.sqpoll,
         in_memory,
         alignment,
         tracking: Tracking::default(),
@@ -111,6 +113,7 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
         (true, false) => format!("direct I/O ({}-byte alignment)", alignment.offset_bytes),
     };
     let sync = if options.sync { ", sync=on" } else { "" };
+    let engine_words = probe::words(*engine, options.sqpoll, Host::get());
     let info = FileInfo {
         name: name.into(),
         length_bytes,
@@ -122,7 +125,7 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
         fast_zeroes: abilities.fast_zeroes,
         block_device: *block_device,
         can_grow: !block_device && !options.read_only,
-        engine: format!("{engine}, {path}, cache={}{sync}: chosen because {reason}", options.cache),
+        engine: format!("{engine_words}, {path}, cache={}{sync}: chosen because {reason}", options.cache),
     };
     Ok((info, abilities))
 }

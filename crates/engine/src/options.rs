@@ -125,13 +125,22 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Every write is durable when it completes, as with `O_DSYNC`, whatever the cache mode says otherwise.
     pub sync: bool,
+    /// With io_uring: a thread of the kernel submits what it finds in the ring, instead of the reactor.
+    pub sqpoll: bool,
     /// Take QEMU's image locks, so that other programs and this one refuse an image in use.
     pub lock: bool,
 }
 
 impl Default for OpenOptions {
     fn default() -> Self {
-        Self { engine: EngineKind::default(), cache: CacheMode::default(), read_only: false, sync: false, lock: true }
+        Self {
+            engine: EngineKind::default(),
+            cache: CacheMode::default(),
+            read_only: false,
+            sync: false,
+            sqpoll: false,
+            lock: true,
+        }
     }
 }
 
@@ -146,6 +155,10 @@ impl OpenOptions {
     pub(crate) fn check(&self) -> Result<(), Error> {
         if self.sync && self.cache == CacheMode::Unsafe {
             let message = "sync=on contradicts cache=unsafe, which ignores flushes; leave out one of them";
+            return Err(Error::new(ErrorKind::BadOption, message));
+        }
+        if self.sqpoll && !matches!(self.engine, EngineKind::Auto | EngineKind::IoUring) {
+            let message = format!("sqpoll=on is for io_uring; engine={} has no submission thread", self.engine);
             return Err(Error::new(ErrorKind::BadOption, message));
         }
         Ok(())

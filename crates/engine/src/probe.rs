@@ -1,5 +1,6 @@
 //! Which engine serves a file, and why.
 
+use crate::ring_setup::Setup;
 use crate::{CacheMode, EngineKind, OpenOptions};
 use block::{Error, ErrorKind, Result};
 use std::sync::OnceLock;
@@ -8,7 +9,7 @@ use std::sync::OnceLock;
 /// matters: taking a Linux AIO context down makes the kernel wait for tens of milliseconds.
 #[derive(Debug, Default)]
 pub(crate) struct Host {
-    io_uring: OnceLock<Result<(), String>>,
+    io_uring: OnceLock<Result<Setup, String>>,
     linux_aio: OnceLock<Result<(), String>>,
 }
 
@@ -18,8 +19,8 @@ impl Host {
         HOST.get_or_init(Self::default)
     }
 
-    fn io_uring(&self) -> &Result<(), String> {
-        self.io_uring.get_or_init(|| crate::uring::probe().map_err(|error| why_no_uring(&error)))
+    fn io_uring(&self) -> &Result<Setup, String> {
+        self.io_uring.get_or_init(|| crate::ring_setup::probe().map_err(|error| why_no_uring(&error)))
     }
 
     fn linux_aio(&self) -> &Result<(), String> {
@@ -55,7 +56,7 @@ pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host, in_memory: 
     match options.engine {
         EngineKind::Threads => Ok((EngineKind::Threads, asked())),
         EngineKind::IoUring => match host.io_uring() {
-            Ok(()) => Ok((EngineKind::IoUring, asked())),
+            Ok(_) => Ok((EngineKind::IoUring, asked())),
             Err(reason) => refuse(format!("'{name}': engine=io_uring cannot be used: {reason}. Try engine=auto")),
         },
         EngineKind::LinuxAio if !direct => Err(Error::new(ErrorKind::BadOption, aio_needs_direct(name, options.cache))),
@@ -69,7 +70,7 @@ pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host, in_memory: 
             Ok((EngineKind::Threads, reason.to_owned()))
         }
         EngineKind::Auto => Ok(match host.io_uring() {
-            Ok(()) => (EngineKind::IoUring, "the kernel permits io_uring".into()),
+            Ok(_) => (EngineKind::IoUring, "the kernel permits io_uring".into()),
             Err(uring) if direct => match host.linux_aio() {
                 Ok(()) => (
                     EngineKind::LinuxAio,
@@ -87,6 +88,18 @@ pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host, in_memory: 
     }
 }
 
+/// An engine as it is here, for the user.
+pub(crate) fn words(engine: EngineKind, sqpoll: bool, host: &Host) -> String {
+    match engine {
+        EngineKind::IoUring if sqpoll => format!("io_uring ({})", Setup::SubmissionThread.words()),
+        EngineKind::IoUring => match host.io_uring() {
+            Ok(setup) => format!("io_uring ({})", setup.words()),
+            Err(_) => engine.to_string(),
+        },
+        _ => engine.to_string(),
+    }
+}
+
 fn aio_needs_direct(name: &str, cache: CacheMode) -> String {
     format!(
         "'{name}': engine=linux-aio does not go with cache={cache}: Linux AIO is asynchronous only on files opened for \
@@ -100,8 +113,9 @@ mod tests {
     use super::*;
 
     fn host(io_uring: bool, linux_aio: bool) -> Host {
-        let fact = |is| OnceLock::from(if is { Ok(()) } else { Err("of a reason".to_owned()) });
-        Host { io_uring: fact(io_uring), linux_aio: fact(linux_aio) }
+        let fact = |is: bool| if is { Ok(()) } else { Err("of a reason".to_owned()) };
+        let setup = fact(io_uring).map(|()| Setup::Deferred);
+        Host { io_uring: OnceLock::from(setup), linux_aio: OnceLock::from(fact(linux_aio)) }
     }
 
     fn auto(cache: CacheMode, host: &Host) -> (EngineKind, String) {

@@ -1,10 +1,12 @@
 //! The reactor: one thread that polls, runs tasks, submits once an engine and turn, and harvests.
 
 use crate::engines::Engines;
+use crate::fixed_buffers::Registrar;
 use crate::poll::{Paces, Pollers};
 use crate::stats::{Counters, ReactorStats};
 use crate::wakeup::Wakeup;
 use block::{Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task};
+use memory::GuestMemory;
 use rustix::event::{Timespec, epoll};
 use rustix::thread::CpuSet;
 use std::any::Any;
@@ -247,6 +249,21 @@ impl ReactorCtx for Local {
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };
             let _ = epoll::delete(&self.epoll, fd);
         }
+    }
+
+    fn register_memory(&self, memory: &Arc<GuestMemory>) -> Result<Box<dyn Any>> {
+        let (registered, is_new) = self.engines.register_memory(memory)?;
+        if is_new {
+            let remove = |id| {
+                if let Some(reactor) = Self::current() {
+                    reactor.remove_poller(id);
+                }
+            };
+            let registrar = Rc::new(RefCell::new(Registrar::new(&registered, Box::new(remove))));
+            let id = self.add_poller(Rc::clone(&registrar) as _)?;
+            registrar.borrow_mut().set_id(id);
+        }
+        Ok(Box::new(registered))
     }
 
     fn as_any(&self) -> &dyn Any {

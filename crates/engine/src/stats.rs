@@ -25,6 +25,7 @@ pub(crate) struct Counters {
     pub(crate) requests: Counter,
     pub(crate) completions: Counter,
     pub(crate) harvests: Counter,
+    pub(crate) fixed: Counter,
 }
 
 /// What a reactor has done so far.
@@ -42,6 +43,8 @@ pub struct ReactorStats {
     pub completions: u64,
     /// Harvests that found at least one completion.
     pub harvests: u64,
+    /// Calls of the kernel whose memory was registered before.
+    pub fixed: u64,
 }
 
 impl Counters {
@@ -53,6 +56,7 @@ impl Counters {
             requests: self.requests.get(),
             completions: self.completions.get(),
             harvests: self.harvests.get(),
+            fixed: self.fixed.get(),
         }
     }
 }

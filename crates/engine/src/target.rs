@@ -39,6 +39,8 @@ pub(crate) struct OpenFile {
     pub(crate) engine: EngineKind,
     /// Another engine may take its place.
     pub(crate) chosen_freely: bool,
+    /// With io_uring: on the ring with a submission thread.
+    pub(crate) sqpoll: bool,
     /// Reads and writes only copy within memory: the reactor does them itself.
     pub(crate) in_memory: bool,
     pub(crate) alignment: Alignment,

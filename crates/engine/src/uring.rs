@@ -6,14 +6,19 @@
 //! The ring belongs to one thread and runs its completions only when that thread enters the kernel to fetch them
 //! (deferred task work): nothing interrupts the reactor. The kernel raises a flag in the shared ring when there is
 //! something to fetch, so a turn without work costs two loads.
+//!
+//! With a submission thread (`sqpoll=on`) the kernel looks into the ring by itself, and is called only to wake that
+//! thread.
 
-use crate::inflight::{Action, Buffers, Request, Slab, Step};
+use crate::fixed_buffers::{FixedBuffers, SLOTS};
+use crate::inflight::{Action, Request, Slab, Step};
+use crate::ring_entry::entry_of;
+use crate::ring_setup::{self, Setup};
 use crate::stats::Counters;
-use crate::target::QueueFile;
 use crate::threads::Workers;
 use crate::wakeup::Wakeup;
 use block::IoError;
-use io_uring::{IoUring, opcode, squeue, types};
+use io_uring::{IoUring, opcode};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
@@ -27,24 +32,36 @@ const COMPLETION_ENTRIES: u32 = 4096;
 const FIXED_FILES: u32 = 1024;
 
 const ENTER_GETEVENTS: u32 = 1;
+const ENTER_SQ_WAKEUP: u32 = 2;
+
+/// Beside the index in the name that the kernel gives back: the slot of registered memory that the request names, and
+/// that it names one.
+const FIXED: u64 = 1 << 63;
+const SLOT_SHIFT: u32 = 32;
 
 struct State {
     ring: IoUring,
+    setup: Setup,
     slab: Slab,
     /// Taken, but not yet in the submission queue because that or the kernel is full.
     waiting: VecDeque<u32>,
     /// In the submission queue or in the kernel.
     entered: usize,
+    /// Something was put into the submission queue since it was last looked whether the kernel sees it.
+    pushed: bool,
+    fixed_buffers: FixedBuffers,
     /// Places in the table of registered files that are free.
     fixed_free: Vec<u32>,
     has_ftruncate: bool,
+    /// Whether a vector may lie in registered memory (Linux 6.15).
+    has_fixed_vectors: bool,
 }
 
 /// One reactor's ring.
 pub(crate) struct Uring {
     /// `None` once it was shut down.
     state: RefCell<Option<State>>,
-    harvested: RefCell<Vec<(u32, i32)>>,
+    harvested: RefCell<Vec<(u64, i32)>>,
     workers: Rc<Workers>,
     counters: Arc<Counters>,
     /// A part of the batch was submitted before its end.
@@ -55,7 +72,7 @@ pub(crate) struct Uring {
 /// A place in a ring's table of registered files; given back on drop.
 pub(crate) struct FixedFile {
     ring: Rc<Uring>,
-    index: u32,
+    pub(crate) index: u32,
 }
 
 impl std::fmt::Debug for FixedFile {
@@ -74,63 +91,20 @@ impl Drop for FixedFile {
     }
 }
 
-/// How completions reach the ring, best first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Setup {
-    /// When the reactor fetches them (Linux 6.1).
-    Deferred,
-    /// When the reactor enters the kernel for whatever reason (Linux 5.19).
-    Cooperative,
-    /// At any time: the kernel interrupts the reactor.
-    Plain,
-}
-
-impl Setup {
-    fn build(self) -> io::Result<IoUring> {
-        let mut builder = IoUring::builder();
-        builder.setup_cqsize(COMPLETION_ENTRIES);
-        if self != Self::Plain {
-            builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
-        }
-        if self == Self::Deferred {
-            builder.setup_single_issuer().setup_defer_taskrun();
-        }
-        builder.build(SUBMISSION_ENTRIES)
-    }
-}
-
-/// Sets a ring up in the best way that the kernel knows.
-fn build_ring() -> io::Result<IoUring> {
-    for setup in [Setup::Deferred, Setup::Cooperative] {
-        match setup.build() {
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-            other => return other,
-        }
-    }
-    Setup::Plain.build()
-}
-
-/// Whether this process may use io_uring here at all.
-pub(crate) fn probe() -> io::Result<()> {
-    let ring = IoUring::new(2)?;
-    let mut probe = io_uring::Probe::new();
-    ring.submitter().register_probe(&mut probe)?;
-    let needed = [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
-    if needed.iter().all(|code| probe.is_supported(*code)) {
-        Ok(())
-    } else {
-        Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's io_uring is too old (5.6 or later is needed)"))
-    }
-}
-
 impl Uring {
-    /// A ring for the calling thread.
-    pub(crate) fn new(workers: Rc<Workers>, wakeup: &Wakeup, counters: Arc<Counters>) -> io::Result<Self> {
-        Self::with_ring(build_ring()?, workers, wakeup, counters)
+    /// A ring for the calling thread, with a submission thread of the kernel's where that is wanted and to be had.
+    pub(crate) fn new(
+        submission_thread: bool,
+        workers: Rc<Workers>,
+        wakeup: &Wakeup,
+        counters: Arc<Counters>,
+    ) -> io::Result<Self> {
+        let ring = ring_setup::build(submission_thread, SUBMISSION_ENTRIES, COMPLETION_ENTRIES)?;
+        Self::with_ring(ring, workers, wakeup, counters)
     }
 
     fn with_ring(
-        mut ring: IoUring,
+        (mut ring, setup): (IoUring, Setup),
         workers: Rc<Workers>,
         wakeup: &Wakeup,
         counters: Arc<Counters>,
@@ -140,15 +114,23 @@ impl Uring {
         ring.completion().disable_eventfd();
         let mut probe = io_uring::Probe::new();
         let probed = ring.submitter().register_probe(&mut probe).is_ok();
-        let has_ftruncate = probed && probe.is_supported(opcode::Ftruncate::CODE);
+        let supports = |code| probed && probe.is_supported(code);
+        let has_ftruncate = supports(opcode::Ftruncate::CODE);
+        let has_fixed_vectors = supports(opcode::ReadvFixed::CODE) && supports(opcode::WritevFixed::CODE);
         let fixed = ring.submitter().register_files_sparse(FIXED_FILES).is_ok();
+        let files = if fixed { "registered files" } else { "no registered files: they need Linux 5.19" };
+        tracing::info!("io_uring on this reactor: {}, {files}", setup.words());
         let state = State {
             ring,
+            setup,
             slab: Slab::with_capacity(SUBMISSION_ENTRIES as usize),
             waiting: VecDeque::with_capacity(SUBMISSION_ENTRIES as usize),
             entered: 0,
+            pushed: false,
+            fixed_buffers: FixedBuffers::default(),
             fixed_free: if fixed { (0..FIXED_FILES).rev().collect() } else { Vec::new() },
             has_ftruncate,
+            has_fixed_vectors,
         };
         Ok(Self {
             state: RefCell::new(Some(state)),
@@ -174,6 +156,43 @@ impl Uring {
         }
     }
 
+    /// Registers memory, so that requests in it need not look its pages up. It has to stay mapped until it is
+    /// unregistered; its pages stay in memory.
+    pub(crate) fn register_buffer(&self, ptr: *mut u8, length_bytes: usize) -> io::Result<u16> {
+        let mut state = self.state.borrow_mut();
+        let State { ring, fixed_buffers, .. } =
+            state.as_mut().ok_or_else(|| io::Error::other("the ring is shut down"))?;
+        let submitter = ring.submitter();
+        let slot = fixed_buffers.take_slot(|| submitter.register_buffers_sparse(u32::from(SLOTS)))?;
+        let iovec = libc::iovec { iov_base: ptr.cast(), iov_len: length_bytes };
+        // SAFETY: the kernel takes hold of the pages themselves, which live as long as it holds them, mapped or not.
+        match unsafe { submitter.register_buffers_update(u32::from(slot), &[iovec], None) } {
+            Ok(()) => {
+                fixed_buffers.add(ptr.addr(), length_bytes, slot);
+                Ok(slot)
+            }
+            Err(error) => {
+                fixed_buffers.free_slot(slot);
+                Err(error)
+            }
+        }
+    }
+
+    /// Gives memory back. Requests in the kernel keep what they use; those that it has not seen yet go the plain way
+    /// (see [`Uring::route`]).
+    pub(crate) fn unregister_buffer(&self, slot: u16) {
+        let mut state = self.state.borrow_mut();
+        let Some(State { ring, fixed_buffers, .. }) = state.as_mut() else { return };
+        fixed_buffers.forget(slot);
+        let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        // SAFETY: an empty buffer names no memory.
+        match unsafe { ring.submitter().register_buffers_update(u32::from(slot), &[none], None) } {
+            Ok(()) => fixed_buffers.free_slot(slot),
+            // The place is lost, and with it the pages until the ring goes.
+            Err(error) => tracing::warn!(%error, "cannot unregister memory from io_uring"),
+        }
+    }
+
     /// Takes a request; it reaches the kernel with the next [`Uring::submit`] at the latest.
     pub(crate) fn push(&self, request: Request) {
         let mut state = self.state.borrow_mut();
@@ -183,10 +202,10 @@ impl Uring {
                 if state.cannot_do(request.action) {
                     return self.workers.take_over(request);
                 }
-                let waits_for_device = !request.target.file.page_cached;
+                let early = !request.target.file.page_cached && state.setup != Setup::SubmissionThread;
                 let index = state.slab.insert(request);
                 state.enqueue(index);
-                if waits_for_device && state.kernel_has_less_than_queue() {
+                if early && state.kernel_has_less_than_queue() {
                     self.gave_early.set(self.enter(state, 0) || self.gave_early.get());
                 }
             }
@@ -202,9 +221,38 @@ impl Uring {
     pub(crate) fn submit(&self) -> bool {
         let gave_early = self.gave_early.take();
         match self.state.borrow_mut().as_mut() {
+            Some(state) if state.setup == Setup::SubmissionThread => self.look_after_thread(state, 0),
             Some(state) => self.enter(state, 0) || gave_early,
             None => false,
         }
+    }
+
+    /// With a submission thread: sees that it is awake if it has something to do. Waits for `want` completions.
+    fn look_after_thread(&self, state: &mut State, want: u32) -> bool {
+        state.refill();
+        let pushed = std::mem::take(&mut state.pushed);
+        let queue = state.ring.submission();
+        // Who puts something in looks at the flag after, the thread raises the flag first and looks into the queue after:
+        // one of the two sees the other (the crate has the fence). So looking once after each push is enough.
+        let wake = if pushed && queue.need_wakeup() { ENTER_SQ_WAKEUP } else { 0 };
+        let fetch = if queue.cq_overflow() || want > 0 { ENTER_GETEVENTS } else { 0 };
+        drop(queue);
+        if wake | fetch != 0 {
+            self.counters.system_calls.add(1);
+            // SAFETY: no argument is passed; for the entries in the queue see `State::put`.
+            let entered = unsafe { state.ring.submitter().enter::<libc::sigset_t>(0, want, wake | fetch, None) };
+            match entered.map_err(|error| error.raw_os_error()) {
+                Ok(_) => {}
+                // To be tried again: the flag is looked at again.
+                Err(Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => state.pushed = true,
+                Err(error) => {
+                    let error = error.map(io::Error::from_raw_os_error);
+                    tracing::error!(?error, "io_uring_enter failed; the reactor's io_uring engine stops");
+                    self.broken.set(true);
+                }
+            }
+        }
+        pushed
     }
 
     fn enter(&self, state: &mut State, want: u32) -> bool {
@@ -245,23 +293,32 @@ impl Uring {
         };
         if let Some(state) = self.state.borrow_mut().as_mut() {
             let entries = state.ring.completion();
-            harvested.extend(entries.map(|entry| (entry.user_data() as u32, entry.result())));
+            harvested.extend(entries.map(|entry| (entry.user_data(), entry.result())));
             state.entered = state.entered.saturating_sub(harvested.len());
         }
         let count = harvested.len();
         if count > 0 {
             self.counters.harvests.add(1);
+            let fixed = harvested.iter().filter(|(name, _)| name & FIXED != 0).count();
+            self.counters.fixed.add(fixed as u64);
         }
-        for (index, result) in harvested.drain(..) {
-            self.route(index, result);
+        for (name, result) in harvested.drain(..) {
+            self.route(name, result);
         }
         count
     }
 
     /// One completion. The state is not borrowed while the request ends: dropping it may drop a file or a queue.
-    fn route(&self, index: u32, result: i32) {
+    fn route(&self, name: u64, result: i32) {
+        let index = name as u32;
         let mut borrowed = self.state.borrow_mut();
         let Some(state) = borrowed.as_mut() else { return };
+        if name & FIXED != 0 && result == -libc::EFAULT {
+            // The registered memory was given back between the push and the kernel's look. Without the piece the
+            // request names its memory the plain way.
+            state.fixed_buffers.forget((name >> SLOT_SHIFT) as u16 & (SLOTS - 1));
+            return state.enqueue(index);
+        }
         let Some(request) = state.slab.get_mut(index) else {
             return;
         };
@@ -291,8 +348,14 @@ impl Uring {
         let Some(state) = state.as_mut() else {
             return false;
         };
+        let unseen = state.pushed || (!state.waiting.is_empty() && !state.is_full());
         let queue = state.ring.submission();
-        let waiting = !queue.is_empty() || queue.taskrun() || queue.cq_overflow();
+        let waiting = match state.setup {
+            // What is in the queue is the thread's business.
+            Setup::SubmissionThread => unseen,
+            _ => !queue.is_empty() || queue.taskrun(),
+        };
+        let waiting = waiting || queue.cq_overflow();
         drop(queue);
         waiting || !state.ring.completion().is_empty()
     }
@@ -317,7 +380,10 @@ impl Uring {
             if let Some(state) = self.state.borrow_mut().as_mut()
                 && state.slab.live() > 0
             {
-                self.enter(state, 1);
+                match state.setup {
+                    Setup::SubmissionThread => self.look_after_thread(state, 1),
+                    _ => self.enter(state, 1),
+                };
             }
             self.harvest();
         }
@@ -381,49 +447,16 @@ impl State {
         let Some(request) = self.slab.get(index) else {
             return true;
         };
-        let entry = entry_of(request, buffers).user_data(u64::from(index));
+        let moves = matches!(request.action, Action::Read { .. } | Action::Write { .. });
+        let slot = if moves { self.fixed_buffers.slot_of(buffers, self.has_fixed_vectors) } else { None };
+        let name = slot.map_or(0, |slot| FIXED | u64::from(slot) << SLOT_SHIFT) | u64::from(index);
+        let entry = entry_of(request, buffers, slot).user_data(name);
         // SAFETY: the slot keeps the request, and with it the file and the memory that the entry names, until the
         // completion with this index has been taken; see `Slab::buffers` for the list of segments.
         let pushed = unsafe { self.ring.submission().push(&entry) }.is_ok();
         self.entered += usize::from(pushed);
+        self.pushed |= pushed;
         pushed
-    }
-}
-
-/// What the page cache has is copied while the reactor submits. A longer copy goes to a kernel worker: it would hold up
-/// every other disk of the reactor.
-const INLINE_COPY_BYTES_MAX: usize = 1 << 20;
-
-fn entry_of(request: &Request, buffers: Buffers) -> squeue::Entry {
-    let QueueFile { file, fixed, .. } = &*request.target;
-    let long_copy = file.page_cached && request.left_bytes() > INLINE_COPY_BYTES_MAX;
-    let flags = if long_copy { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
-    match fixed {
-        Some(fixed) => build(types::Fd(fixed.index as i32), request, buffers).flags(flags | squeue::Flags::FIXED_FILE),
-        None => build(types::Fd(file.raw_fd()), request, buffers).flags(flags),
-    }
-}
-
-fn build(fd: types::Fd, request: &Request, buffers: Buffers) -> squeue::Entry {
-    let offset = request.file_offset();
-    let durable = |durable| if durable { libc::RWF_DSYNC } else { 0 };
-    match (request.action, buffers) {
-        (Action::Read { .. }, Buffers::Single { ptr, length_bytes }) => {
-            opcode::Read::new(fd, ptr, length_bytes as u32).offset(offset).build()
-        }
-        (Action::Read { .. }, Buffers::Vector { ptr, count }) => {
-            opcode::Readv::new(fd, ptr, count as u32).offset(offset).build()
-        }
-        (Action::Write { durable: sync }, Buffers::Single { ptr, length_bytes }) => {
-            opcode::Write::new(fd, ptr, length_bytes as u32).offset(offset).rw_flags(durable(sync)).build()
-        }
-        (Action::Write { durable: sync }, Buffers::Vector { ptr, count }) => {
-            opcode::Writev::new(fd, ptr, count as u32).offset(offset).rw_flags(durable(sync)).build()
-        }
-        (Action::Sync, _) => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
-        (Action::Fallocate { mode, length }, _) => opcode::Fallocate::new(fd, length).offset(offset).mode(mode).build(),
-        // Block devices' discards never get here, see `State::cannot_do`.
-        (Action::Truncate | Action::DiscardBlocks { .. }, _) => opcode::Ftruncate::new(fd, offset).build(),
     }
 }
 
@@ -431,70 +464,148 @@ fn build(fd: types::Fd, request: &Request, buffers: Buffers) -> squeue::Entry {
 mod tests {
     use super::*;
     use crate::OpenOptions;
+    use crate::target::QueueFile;
     use block::{Done, Sink};
-    use memory::IoBuf;
+    use memory::{IoBuf, Mapping, Window};
     use rustix::event::{PollFd, PollFlags, poll};
 
     const COUNT: u64 = 700;
+    const SETUPS: [Setup; 4] = [Setup::SubmissionThread, Setup::Deferred, Setup::Cooperative, Setup::Plain];
 
-    /// Reads that go to the kernel's own threads, or end at once; the caller sleeps on the wake-up alone.
-    fn sleep_until_all_have_ended(setup: Setup) {
-        let (wakeup, counters) = (Arc::new(Wakeup::new().unwrap()), Arc::new(Counters::default()));
-        let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), None));
-        let uring = Uring::with_ring(setup.build().unwrap(), workers, &wakeup, counters).unwrap();
-        let options = OpenOptions { lock: false, ..OpenOptions::default() };
-        let file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
-        let target = Rc::new(QueueFile::new(Arc::new(file), None));
-        let (sink, mut ended) = (Sink::new(), Vec::new());
-        for token in 0..COUNT {
-            let (action, done) = (Action::Write { durable: false }, Done::Sink { sink: Rc::clone(&sink), token });
-            let (window, target) = (IoBuf::zeroed(512).whole(), Rc::clone(&target));
-            uring.push(Request { target, action, offset: token * 512, window, progress: 0, counted: false, done });
+    struct Bench {
+        uring: Uring,
+        wakeup: Arc<Wakeup>,
+        counters: Arc<Counters>,
+        target: Rc<QueueFile>,
+        sink: Rc<Sink>,
+    }
+
+    impl Bench {
+        fn new(setup: Setup) -> Self {
+            let (wakeup, counters) = (Arc::new(Wakeup::new().unwrap()), Arc::new(Counters::default()));
+            let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), None));
+            let ring = setup.build(SUBMISSION_ENTRIES, COMPLETION_ENTRIES).unwrap();
+            let uring = Uring::with_ring((ring, setup), workers, &wakeup, Arc::clone(&counters)).unwrap();
+            let options = OpenOptions { lock: false, ..OpenOptions::default() };
+            let file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
+            let target = Rc::new(QueueFile::new(Arc::new(file), None));
+            Self { uring, wakeup, counters, target, sink: Sink::new() }
         }
-        while ended.len() < COUNT as usize {
-            uring.submit();
-            uring.harvest();
-            uring.signal(true);
-            if !uring.has_work() && uring.in_flight() > 0 {
-                poll(&mut [PollFd::new(&wakeup.fd(), PollFlags::IN)], None).unwrap();
-                rustix::io::read(wakeup.fd(), &mut [0; 8]).unwrap();
+
+        fn push(&self, token: u64, action: Action, offset: u64, window: Window) {
+            let (done, target) = (Done::Sink { sink: Rc::clone(&self.sink), token }, Rc::clone(&self.target));
+            self.uring.push(Request { target, action, offset, window, progress: 0, counted: false, done });
+        }
+
+        /// Until `count` requests have ended well; the caller sleeps on the wake-up alone.
+        fn sleep_until_ended(&self, count: usize) {
+            let mut ended = Vec::new();
+            while ended.len() < count {
+                self.uring.submit();
+                self.uring.harvest();
+                self.uring.signal(true);
+                if !self.uring.has_work() && self.uring.in_flight() > 0 {
+                    poll(&mut [PollFd::new(&self.wakeup.fd(), PollFlags::IN)], None).unwrap();
+                    rustix::io::read(self.wakeup.fd(), &mut [0; 8]).unwrap();
+                }
+                self.uring.signal(false);
+                let mut some = Vec::new();
+                self.sink.take(&mut some);
+                ended.extend(some);
             }
-            uring.signal(false);
-            let mut some = Vec::new();
-            sink.take(&mut some);
-            ended.extend(some);
+            ended.sort_by_key(|(token, _)| *token);
+            assert!(ended.iter().enumerate().all(|(at, end)| *end == (at as u64, Ok(()))), "{ended:?}");
         }
-        ended.sort_by_key(|(token, _)| *token);
-        assert!(ended.iter().enumerate().all(|(at, end)| *end == (at as u64, Ok(()))), "{setup:?}");
     }
 
     #[test]
     fn every_way_to_set_a_ring_up_tells_of_every_completion() {
-        for setup in [Setup::Deferred, Setup::Cooperative, Setup::Plain] {
-            sleep_until_all_have_ended(setup);
+        for setup in SETUPS {
+            let bench = Bench::new(setup);
+            // The second time a submission thread has to be woken.
+            for _ in 0..2 {
+                for token in 0..COUNT {
+                    let window = IoBuf::zeroed(512).whole();
+                    bench.push(token, Action::Write { durable: false }, token * 512, window);
+                }
+                bench.sleep_until_ended(COUNT as usize);
+                std::thread::sleep(std::time::Duration::from_millis(60));
+            }
         }
     }
 
     #[test]
     fn an_idle_disk_begins_before_the_batch_is_whole_and_the_page_cache_is_given_it_at_once() {
         for (page_cached, calls_before_the_end) in [(false, 5), (true, 0)] {
-            let (wakeup, counters) = (Arc::new(Wakeup::new().unwrap()), Arc::new(Counters::default()));
-            let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), None));
-            let uring = Uring::new(workers, &wakeup, Arc::clone(&counters)).unwrap();
-            let options = OpenOptions { lock: false, ..OpenOptions::default() };
-            let mut file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
-            file.page_cached = page_cached;
-            let target = Rc::new(QueueFile::new(Arc::new(file), None));
-            let sink = Sink::new();
+            let mut bench = Bench::new(Setup::Deferred);
+            let target = Rc::get_mut(&mut bench.target).unwrap();
+            Arc::get_mut(&mut target.file).unwrap().page_cached = page_cached;
             for token in 0..31 {
-                let (action, done) = (Action::Write { durable: false }, Done::Sink { sink: Rc::clone(&sink), token });
-                let (window, target) = (IoBuf::zeroed(512).whole(), Rc::clone(&target));
-                uring.push(Request { target, action, offset: token * 512, window, progress: 0, counted: false, done });
+                bench.push(token, Action::Write { durable: false }, token * 512, IoBuf::zeroed(512).whole());
             }
             // Of 1, 1, 2, 4 and 8; the other 15 are less than the disk has.
-            assert_eq!(counters.snapshot().system_calls, calls_before_the_end);
-            assert!(uring.submit(), "what went early counts as submitted");
-            assert_eq!(counters.snapshot().system_calls, calls_before_the_end + 1);
+            assert_eq!(bench.counters.snapshot().system_calls, calls_before_the_end);
+            assert!(bench.uring.submit(), "what went early counts as submitted");
+            assert_eq!(bench.counters.snapshot().system_calls, calls_before_the_end + 1);
         }
+    }
+
+    /// Writes a pattern and reads it back, in one segment and in two, in memory of which the first half is registered;
+    /// `meanwhile` happens when half of it was pushed.
+    fn write_and_read_back(bench: &Bench, meanwhile: impl Fn()) {
+        let (_, mapping) = Mapping::anonymous_file(c"guest", 1 << 16).unwrap();
+        let mapping = Arc::new(mapping);
+        let memory = IoBuf::in_mapping(&mapping, 0, 1 << 16, Box::new(())).unwrap().whole();
+        let slot = bench.uring.register_buffer(mapping.as_ptr().as_ptr(), 1 << 15);
+        let slot = slot.expect("this kernel registers shared memory");
+        memory.copy_from_slice(0, &(0..1 << 16).map(|at| (at % 251) as u8).collect::<Vec<_>>());
+        let expected = memory.to_vec();
+        let parts = |at: usize| match at % 2 {
+            0 => memory.slice(at * 4096, 4096),
+            _ => IoBuf::gather(vec![memory.slice(at * 4096, 96), memory.slice(at * 4096 + 96, 4000)]).whole(),
+        };
+        for action in [Action::Write { durable: false }, Action::Read { need_bytes: 4096 }] {
+            for at in 0..16 {
+                bench.push(at as u64, action, at as u64 * 4096, parts(at));
+                if at == 7 {
+                    meanwhile();
+                }
+            }
+            bench.sleep_until_ended(16);
+            assert_eq!(memory.to_vec(), expected);
+            memory.fill(if matches!(action, Action::Write { .. }) { 0 } else { 1 });
+        }
+        bench.uring.unregister_buffer(slot);
+    }
+
+    #[test]
+    fn requests_in_registered_memory_name_it_and_others_go_the_plain_way() {
+        for setup in SETUPS {
+            let bench = Bench::new(setup);
+            let vectors = bench.uring.state.borrow().as_ref().unwrap().has_fixed_vectors;
+            for round in 1..4 {
+                write_and_read_back(&bench, || ());
+                let expected = round * if vectors { 16 } else { 8 };
+                assert_eq!(bench.counters.snapshot().fixed, expected, "{setup:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn memory_that_is_given_back_before_the_kernel_looks_fails_no_request() {
+        for setup in SETUPS {
+            let bench = Bench::new(setup);
+            for _ in 0..3 {
+                write_and_read_back(&bench, || bench.uring.unregister_buffer(0));
+            }
+        }
+    }
+
+    #[test]
+    fn memory_that_cannot_be_registered_is_an_error_that_changes_nothing() {
+        let bench = Bench::new(Setup::Deferred);
+        let nowhere = std::ptr::without_provenance_mut(1 << 30);
+        assert!((0..=SLOTS).all(|_| bench.uring.register_buffer(nowhere, 1 << 16).is_err()));
+        write_and_read_back(&bench, || ());
     }
 }

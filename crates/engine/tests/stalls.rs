@@ -20,7 +20,8 @@ fn for_each_engine(test: impl Fn(EngineKind, &StallingFile, &Arc<dyn File>)) {
         let Some(stalling) = StallingFile::mount() else {
             return common::skip("a FUSE file system cannot be mounted here (it takes root and /dev/fuse)");
         };
-        let options = OpenOptions { engine, cache: CacheMode::None, read_only: true, lock: false, sync: false };
+        let options =
+            OpenOptions { engine, cache: CacheMode::None, read_only: true, lock: false, ..OpenOptions::default() };
         let file = engine::open(&stalling.path(), &options).unwrap();
         assert!(file.info().engine.starts_with(&engine.to_string()));
         test(engine, &stalling, &file);

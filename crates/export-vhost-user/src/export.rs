@@ -33,11 +33,21 @@ pub struct ExportOptions {
     pub mode: u32,
     /// The reactor of the first queue; the others follow round robin. Lets several exports share reactors evenly.
     pub first_reactor: usize,
+    /// Register the guest's memory with the engines that can, where that pays. Its pages are pinned then: the guest must
+    /// not return memory to its host and take it back (a balloon, free page reporting).
+    pub fixed_buffers: bool,
 }
 
 impl Default for ExportOptions {
     fn default() -> Self {
-        Self { name: "disk".into(), max_queues: 4, queue_size: MAX_QUEUE_SIZE, mode: 0o600, first_reactor: 0 }
+        Self {
+            name: "disk".into(),
+            max_queues: 4,
+            queue_size: MAX_QUEUE_SIZE,
+            mode: 0o600,
+            first_reactor: 0,
+            fixed_buffers: false,
+        }
     }
 }
 
@@ -111,6 +121,7 @@ impl Export {
             reactors,
             first_reactor: options.first_reactor,
             queue_size: options.queue_size,
+            fixed_buffers: options.fixed_buffers,
             counters: counters.clone(),
         };
         socket.listener.set_nonblocking(true).map_err(|error| Error::io("cannot set the socket up", error))?;

@@ -9,6 +9,7 @@ use crate::notifier::Notifier;
 use crate::session::SessionEvents;
 use block::{Completion, Disk, DiskQueue, IoErrorKind, IoResult, Op, Poller, ReactorCtx, Result, Tag};
 use memory::GuestMemory;
+use std::any::Any;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -43,6 +44,7 @@ pub(crate) struct RingSetup {
     pub(crate) err: Option<OwnedFd>,
     pub(crate) events: Arc<SessionEvents>,
     pub(crate) counters: Arc<RingCounters>,
+    pub(crate) fixed_buffers: bool,
 }
 
 /// What is left of a ring that has stopped.
@@ -81,6 +83,8 @@ pub(crate) struct RingPoller {
     on_drained: Option<SyncSender<StoppedRing>>,
     events: Arc<SessionEvents>,
     counters: Arc<RingCounters>,
+    /// Keeps the memory registered with the engines. The ring goes when nothing is in flight.
+    _registered: Option<Box<dyn Any>>,
 }
 
 impl RingPoller {
@@ -89,6 +93,12 @@ impl RingPoller {
         let areas = SplitAreas::at_user_addresses(Arc::clone(&setup.memory), setup.addresses, setup.size)
             .map_err(|error| block::Error::with_source(block::ErrorKind::Protocol, "the ring cannot be used", error))?;
         let disk = setup.disk.open_queue(ctx)?;
+        let name = &setup.device.name;
+        let register = || {
+            ctx.register_memory(&setup.memory)
+                .inspect_err(|error| tracing::warn!(disk = %name, "fixed-buffers=on changes nothing: {error}"))
+        };
+        let registered = if setup.fixed_buffers { register().ok() } else { None };
         let ring = SplitDeviceRing::new(areas, RingFeatures::from_bits(setup.features), setup.next_available);
         let mut queue = BlkQueue::new(ring, setup.memory, setup.device.limits());
         queue.ring_mut().disable_notifications();
@@ -108,6 +118,7 @@ impl RingPoller {
             on_drained: None,
             events: setup.events,
             counters: setup.counters,
+            _registered: registered,
         })
     }
 

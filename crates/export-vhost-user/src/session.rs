@@ -76,6 +76,8 @@ pub(crate) struct Served {
     pub(crate) reactors: Vec<Arc<dyn ReactorHandle>>,
     pub(crate) first_reactor: usize,
     pub(crate) queue_size: u16,
+    /// The peers' memory is to be registered with the engines.
+    pub(crate) fixed_buffers: bool,
     /// One a ring.
     pub(crate) counters: Vec<Arc<RingCounters>>,
 }
@@ -168,6 +170,7 @@ impl Session {
             err: copy(&ring.err).map_err(lost)?,
             events: Arc::clone(&self.events),
             counters: Arc::clone(counters),
+            fixed_buffers: served.fixed_buffers,
         };
         let turn = served.first_reactor.wrapping_add(index);
         let reactor = turn.checked_rem(served.reactors.len()).and_then(|turn| served.reactors.get(turn));
@@ -179,6 +182,10 @@ impl Session {
     /// Moves all rings over to another memory map, when their requests in flight are done.
     fn change_memory(&mut self, table: MemoryTable) -> Result<()> {
         let memory = table.address_space()?;
+        if self.served.fixed_buffers {
+            // Here, because it takes long; registering what is there already does not.
+            memory.populate();
+        }
         self.stop_where(|_| true);
         (self.table, self.memory) = (table, memory);
         self.start_ready();

@@ -91,6 +91,15 @@ impl GuestRegion {
         self.length_bytes
     }
 
+    /// Where it lies in our address space, and how many bytes that are.
+    #[must_use]
+    pub fn host_range(&self) -> (NonNull<u8>, usize) {
+        // Checked against the mapping when the region was made.
+        let length_bytes = usize::try_from(self.length_bytes).unwrap_or(0);
+        let start = self.mapping.as_ptr().as_ptr().wrapping_add(self.skip_bytes);
+        (NonNull::new(start).unwrap_or(self.mapping.as_ptr()), length_bytes)
+    }
+
     fn at(&self, base: u64, address: u64, length_bytes: u64) -> Option<NonNull<u8>> {
         let skip = address.checked_sub(base)?;
         let end = skip.checked_add(length_bytes)?;
@@ -154,6 +163,14 @@ impl GuestMemory {
     pub fn translate_user(&self, address: u64, length_bytes: u64) -> Result<NonNull<u8>, MemoryError> {
         let found = self.regions.iter().find_map(|r| r.at(r.user_address, address, length_bytes));
         found.ok_or(MemoryError::Outside { address, length_bytes })
+    }
+
+    /// Brings all pages into memory, as far as there are any; takes as long as that takes. Memory that cannot be had
+    /// is left out.
+    pub fn populate(&self) {
+        for region in &self.regions {
+            region.mapping.populate();
+        }
     }
 
     /// Whether the peer shrank a file under one of the regions (see [`crate::fault`]).

@@ -1,0 +1,91 @@
+//! How a ring is set up: the best way that this kernel knows, and the words for it.
+
+use io_uring::{IoUring, opcode};
+use std::io;
+
+/// How long a submission thread of the kernel goes on looking before it sleeps, in milliseconds.
+const SUBMISSION_THREAD_IDLE_MS: u32 = 20;
+
+/// Who submits, and how completions reach the ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Setup {
+    /// A thread of the kernel submits what it finds in the ring.
+    SubmissionThread,
+    /// The reactor submits, and completions come when it fetches them (Linux 6.1).
+    Deferred,
+    /// The reactor submits, and completions come when it enters the kernel for whatever reason (Linux 5.19).
+    Cooperative,
+    /// The reactor submits, and completions come at any time: the kernel interrupts the reactor.
+    Plain,
+}
+
+impl Setup {
+    pub(crate) fn build(self, submission_entries: u32, completion_entries: u32) -> io::Result<IoUring> {
+        let mut builder = IoUring::builder();
+        builder.setup_cqsize(completion_entries);
+        match self {
+            Self::SubmissionThread => {
+                builder.setup_single_issuer().setup_sqpoll(SUBMISSION_THREAD_IDLE_MS);
+            }
+            Self::Deferred => {
+                builder.setup_submit_all().setup_taskrun_flag().setup_single_issuer().setup_defer_taskrun();
+            }
+            Self::Cooperative => {
+                builder.setup_submit_all().setup_taskrun_flag().setup_coop_taskrun();
+            }
+            Self::Plain => {}
+        }
+        builder.build(submission_entries)
+    }
+
+    /// For logs and `info`.
+    pub(crate) fn words(self) -> &'static str {
+        match self {
+            Self::SubmissionThread => "single issuer, submission thread of the kernel",
+            Self::Deferred => "single issuer, deferred task work",
+            Self::Cooperative => "cooperative task work: deferred task work needs Linux 6.1",
+            Self::Plain => "task work by interruption: cooperative needs Linux 5.19, deferred 6.1",
+        }
+    }
+}
+
+/// Sets a ring up in the best way that the kernel knows, with a submission thread where one is wanted and to be had.
+pub(crate) fn build(
+    submission_thread: bool,
+    submission_entries: u32,
+    completion_entries: u32,
+) -> io::Result<(IoUring, Setup)> {
+    if submission_thread {
+        match Setup::SubmissionThread.build(submission_entries, completion_entries) {
+            Ok(ring) => return Ok((ring, Setup::SubmissionThread)),
+            Err(error) => {
+                let reason = match error.raw_os_error() {
+                    Some(libc::EINVAL) => "single-issuer rings need Linux 6.0".to_owned(),
+                    Some(libc::EPERM) => "this process may not have one".to_owned(),
+                    _ => error.to_string(),
+                };
+                tracing::warn!("sqpoll=on: no submission thread ({reason}); the reactor submits");
+            }
+        }
+    }
+    for setup in [Setup::Deferred, Setup::Cooperative] {
+        match setup.build(submission_entries, completion_entries) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+            other => return Ok((other?, setup)),
+        }
+    }
+    Ok((Setup::Plain.build(submission_entries, completion_entries)?, Setup::Plain))
+}
+
+/// Whether this process may use io_uring here at all, and how.
+pub(crate) fn probe() -> io::Result<Setup> {
+    let (ring, setup) = build(false, 2, 4)?;
+    let mut probe = io_uring::Probe::new();
+    ring.submitter().register_probe(&mut probe)?;
+    let needed = [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
+    if needed.iter().all(|code| probe.is_supported(*code)) {
+        Ok(setup)
+    } else {
+        Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's io_uring is too old (5.6 or later is needed)"))
+    }
+}
