@@ -3,16 +3,27 @@
 use std::fmt;
 
 /// What the servers serve.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Storage {
     /// No storage: what the path itself costs.
+    #[default]
     Null,
     /// A raw file in memory.
     RawTmpfs,
     /// The same as qcow2, every cluster allocated.
     Qcow2Tmpfs,
+    /// An empty qcow2 image in memory, made anew for each measurement.
+    Qcow2Empty,
+    /// An empty overlay over the raw file in memory, made anew for each measurement.
+    Qcow2Overlay,
+    /// A chain of 16 in memory whose layers have every 16th cluster each.
+    ChainSpread,
+    /// A chain of 16 in memory with all data in the lowest layer.
+    ChainBase,
     /// A raw file on a disk, all of it in the page cache.
     RawPageCache,
+    /// The same, and every write is durable before it completes.
+    RawSync,
     /// A raw file on a disk, past the page cache.
     RawDirect,
     /// The same as qcow2, every cluster allocated.
@@ -20,16 +31,20 @@ pub(super) enum Storage {
 }
 
 /// How bytes reach the storage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Engine {
+    /// What Ringdisk chooses by itself; io_uring for the others.
+    #[default]
+    Auto,
     IoUring,
     LinuxAio,
     Threads,
 }
 
 /// In which order offsets come, and which way bytes go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Access {
+    #[default]
     RandomRead,
     RandomWrite,
     SequentialRead,
@@ -37,21 +52,39 @@ pub(super) enum Access {
 }
 
 /// One workload on one storage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Cell {
     pub(super) storage: Storage,
     pub(super) engine: Engine,
     pub(super) access: Access,
     pub(super) block_kib: u32,
     pub(super) depth: u32,
+    /// The guest flushes after so many writes.
+    pub(super) flush_every: Option<u32>,
+    /// With the client's memory registered, and fio's; without, neither is.
+    pub(super) fixed_buffers: bool,
 }
 
+/// Layers of a chain.
+pub(super) const CHAIN_LAYERS: u64 = 16;
+
 impl Storage {
-    pub(super) const ALL: [Self; 6] =
-        [Self::Null, Self::RawTmpfs, Self::Qcow2Tmpfs, Self::RawPageCache, Self::RawDirect, Self::Qcow2Direct];
+    pub(super) const ALL: [Self; 11] = [
+        Self::Null,
+        Self::RawTmpfs,
+        Self::Qcow2Tmpfs,
+        Self::Qcow2Empty,
+        Self::Qcow2Overlay,
+        Self::ChainSpread,
+        Self::ChainBase,
+        Self::RawPageCache,
+        Self::RawSync,
+        Self::RawDirect,
+        Self::Qcow2Direct,
+    ];
 
     pub(super) fn is_qcow2(self) -> bool {
-        matches!(self, Self::Qcow2Tmpfs | Self::Qcow2Direct)
+        !matches!(self, Self::Null | Self::RawTmpfs | Self::RawPageCache | Self::RawSync | Self::RawDirect)
     }
 
     pub(super) fn is_direct(self) -> bool {
@@ -59,7 +92,26 @@ impl Storage {
     }
 
     pub(super) fn is_tmpfs(self) -> bool {
-        matches!(self, Self::RawTmpfs | Self::Qcow2Tmpfs)
+        !matches!(self, Self::Null | Self::RawPageCache | Self::RawSync | Self::RawDirect | Self::Qcow2Direct)
+    }
+
+    pub(super) fn is_chain(self) -> bool {
+        matches!(self, Self::ChainSpread | Self::ChainBase)
+    }
+
+    /// Made anew for each measurement, because measuring fills it.
+    pub(super) fn is_fresh(self) -> bool {
+        matches!(self, Self::Qcow2Empty | Self::Qcow2Overlay)
+    }
+
+    /// What Ringdisk itself is measured on in the same round: the CPU time a request is to be no more than there.
+    pub(super) fn reference(self) -> Option<Self> {
+        match self {
+            Self::Qcow2Tmpfs => Some(Self::RawTmpfs),
+            Self::Qcow2Direct => Some(Self::RawDirect),
+            Self::ChainSpread | Self::ChainBase => Some(Self::Qcow2Tmpfs),
+            _ => None,
+        }
     }
 
     /// For headings.
@@ -67,10 +119,15 @@ impl Storage {
         match self {
             Self::Null => "Null disk",
             Self::RawTmpfs => "Raw on tmpfs",
-            Self::Qcow2Tmpfs => "qcow2 on tmpfs",
+            Self::Qcow2Tmpfs => "qcow2 on tmpfs, allocated",
+            Self::Qcow2Empty => "qcow2 on tmpfs, empty image",
+            Self::Qcow2Overlay => "qcow2 on tmpfs, empty overlay over a raw file",
+            Self::ChainSpread => "qcow2 on tmpfs, chain of 16, data spread over all layers",
+            Self::ChainBase => "qcow2 on tmpfs, chain of 16, all data in the lowest",
             Self::RawPageCache => "Raw in a warm page cache",
+            Self::RawSync => "Raw, every write durable (sync=on; cache=writethrough; fio with O_DSYNC)",
             Self::RawDirect => "Raw with O_DIRECT",
-            Self::Qcow2Direct => "qcow2 with O_DIRECT",
+            Self::Qcow2Direct => "qcow2 with O_DIRECT, allocated",
         }
     }
 }
@@ -81,7 +138,12 @@ impl fmt::Display for Storage {
             Self::Null => "null",
             Self::RawTmpfs => "raw-tmpfs",
             Self::Qcow2Tmpfs => "qcow2-tmpfs",
+            Self::Qcow2Empty => "qcow2-empty",
+            Self::Qcow2Overlay => "qcow2-overlay",
+            Self::ChainSpread => "chain-spread",
+            Self::ChainBase => "chain-base",
             Self::RawPageCache => "raw-pagecache",
+            Self::RawSync => "raw-sync",
             Self::RawDirect => "raw-direct",
             Self::Qcow2Direct => "qcow2-direct",
         })
@@ -92,6 +154,7 @@ impl Engine {
     /// As Ringdisk calls it.
     pub(super) fn ringdisk(self) -> &'static str {
         match self {
+            Self::Auto => "auto",
             Self::IoUring => "io_uring",
             Self::LinuxAio => "linux-aio",
             Self::Threads => "threads",
@@ -101,7 +164,7 @@ impl Engine {
     /// As QEMU calls it.
     pub(super) fn qemu(self) -> &'static str {
         match self {
-            Self::IoUring => "io_uring",
+            Self::Auto | Self::IoUring => "io_uring",
             Self::LinuxAio => "native",
             Self::Threads => "threads",
         }
@@ -110,7 +173,7 @@ impl Engine {
     /// As fio calls it; its own threads are no match for a pool, so io_uring stands for the host there, too.
     pub(super) fn fio(self) -> &'static str {
         match self {
-            Self::IoUring | Self::Threads => "io_uring",
+            Self::Auto | Self::IoUring | Self::Threads => "io_uring",
             Self::LinuxAio => "libaio",
         }
     }
@@ -127,6 +190,10 @@ impl Access {
         }
     }
 
+    pub(super) fn is_write(self) -> bool {
+        matches!(self, Self::RandomWrite | Self::SequentialWrite)
+    }
+
     fn words(self) -> &'static str {
         match self {
             Self::RandomRead => "random read",
@@ -138,40 +205,83 @@ impl Access {
 }
 
 impl Cell {
-    /// For `--filter`: storage, access, block, depth, engine.
+    fn new(storage: Storage, access: Access, block_kib: u32, depth: u32) -> Self {
+        Self { storage, engine: Engine::Auto, access, block_kib, depth, flush_every: None, fixed_buffers: false }
+    }
+
+    /// For `--filter`: storage, access, block, depth, engine, and what is special.
     pub(super) fn name(&self) -> String {
-        let Self { storage, engine, access, block_kib, depth } = self;
-        format!("{storage}-{}-{block_kib}k-{depth}-{}", access.name(), engine.ringdisk())
+        let Self { storage, engine, access, block_kib, depth, .. } = self;
+        let flush = self.flush_every.map_or_else(String::new, |every| format!("-flush{every}"));
+        let fixed = if self.fixed_buffers { "-fixed" } else { "" };
+        format!("{storage}-{}-{block_kib}k-{depth}-{}{flush}{fixed}", access.name(), engine.ringdisk())
     }
 
     /// For the page.
     pub(super) fn words(&self) -> String {
-        let engine =
-            if self.engine == Engine::IoUring { String::new() } else { format!(", {}", self.engine.ringdisk()) };
-        format!("{} KiB {} at {}{engine}", self.block_kib, self.access.words(), self.depth)
+        let engine = if self.engine == Engine::Auto { "" } else { self.engine.ringdisk() };
+        let comma = if engine.is_empty() { "" } else { ", " };
+        let flush = self.flush_every.map_or_else(String::new, |every| format!(", a flush every {every}"));
+        let fixed = if self.fixed_buffers { ", registered buffers" } else { "" };
+        format!("{} KiB {} at {}{comma}{engine}{flush}{fixed}", self.block_kib, self.access.words(), self.depth)
+    }
+
+    /// qemu-storage-daemon registers no buffers.
+    pub(super) fn has_peer(&self) -> bool {
+        !self.fixed_buffers
+    }
+
+    /// Whether the host's own rate says something: not where there is no file, or none that is like it.
+    pub(super) fn has_host(&self) -> bool {
+        self.storage != Storage::Null && !self.storage.is_fresh() && !self.storage.is_chain()
+    }
+
+    /// Measurements in a round.
+    pub(super) fn sides(&self) -> u32 {
+        1 + [self.has_peer(), self.has_host(), self.storage.reference().is_some()].map(u32::from).iter().sum::<u32>()
     }
 }
 
 /// Every cell, by storage.
 pub(super) fn all() -> Vec<Cell> {
-    let common = [
-        (Access::RandomRead, 4, 1),
-        (Access::RandomRead, 4, 32),
-        (Access::RandomRead, 4, 128),
-        (Access::RandomWrite, 4, 32),
-        (Access::SequentialRead, 128, 16),
-    ];
-    let mut cells = Vec::new();
-    for storage in Storage::ALL {
-        let cell = |engine, access, block_kib, depth| Cell { storage, engine, access, block_kib, depth };
-        cells.extend(common.iter().map(|(access, block, depth)| cell(Engine::IoUring, *access, *block, *depth)));
-        if storage == Storage::RawDirect {
+    Storage::ALL.into_iter().flat_map(cells_of).collect()
+}
+
+fn cells_of(storage: Storage) -> Vec<Cell> {
+    use Access::{RandomRead, RandomWrite, SequentialRead, SequentialWrite};
+    let cell = |access, block, depth| Cell::new(storage, access, block, depth);
+    let flushing = |depth| Cell { flush_every: Some(32), ..cell(RandomWrite, 4, depth) };
+    // Ours with its memory registered beside fio's: the rows above have neither.
+    let fixed = |cell: Cell| Cell { engine: Engine::IoUring, fixed_buffers: true, ..cell };
+    let small = [1, 32, 128].map(|depth| cell(RandomRead, 4, depth));
+    let writes = [32, 128].map(|depth| cell(RandomWrite, 4, depth));
+    let sequential = cell(SequentialRead, 128, 16);
+    let mut cells = match storage {
+        Storage::Qcow2Empty => vec![cell(RandomWrite, 4, 1), cell(RandomWrite, 4, 32), flushing(32)],
+        Storage::Qcow2Overlay => vec![cell(RandomWrite, 4, 32), flushing(32)],
+        Storage::ChainSpread | Storage::ChainBase => vec![cell(RandomRead, 4, 32), cell(RandomRead, 4, 128)],
+        Storage::RawSync => vec![cell(RandomWrite, 16, 1), cell(RandomWrite, 16, 32)],
+        _ => [&small[..], &writes[..], &[sequential]].concat(),
+    };
+    if storage.is_direct() {
+        cells.push(cell(RandomWrite, 4, 1));
+        cells.push(cell(SequentialWrite, 128, 16));
+        cells.extend([RandomRead, RandomWrite, SequentialWrite].map(|access| cell(access, 16, 74)));
+    }
+    match storage {
+        Storage::RawDirect => {
             // The depth at which the engines were once compared (mission row S1).
-            for engine in [Engine::IoUring, Engine::LinuxAio, Engine::Threads] {
-                cells.push(cell(engine, Access::RandomWrite, 16, 74));
-                cells.push(cell(engine, Access::SequentialWrite, 16, 74));
+            for engine in [Engine::LinuxAio, Engine::Threads] {
+                cells.extend([RandomWrite, SequentialWrite].map(|access| Cell { engine, ..cell(access, 16, 74) }));
             }
+            cells.extend([small[1], small[2], writes[0], sequential].map(fixed));
         }
+        Storage::RawTmpfs | Storage::RawPageCache => cells.extend([small[1], small[2], sequential].map(fixed)),
+        _ => {}
+    }
+    if storage == Storage::RawTmpfs {
+        // What io_uring makes of a file that the reactor copies from by itself.
+        cells.push(Cell { engine: Engine::IoUring, ..small[1] });
     }
     cells
 }
@@ -186,6 +296,7 @@ mod tests {
         let count = names.len();
         names.sort();
         names.dedup();
-        assert_eq!((names.len(), count), (36, 36));
+        assert_eq!(names.len(), count);
+        assert!(Storage::ALL.iter().all(|storage| all().iter().any(|cell| cell.storage == *storage)));
     }
 }

@@ -1,12 +1,11 @@
 //! One measurement: a server and its client, or fio.
 
-use super::cells::{Access, Cell, Storage};
-use crate::command::Program;
+use super::cells::{Cell, Storage};
+use super::files::Files;
 use crate::packages;
-use crate::workspace;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -18,11 +17,13 @@ const CLIENT_CORE: &str = "1";
 /// How long a server may take to start or to end.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Before anything is counted.
-const WARM_UP_SECONDS: f64 = 0.3;
+pub(super) const WARM_UP_SECONDS: f64 = 0.3;
 /// A disk that takes longer than this for one request in a hundred, one at a time, is in one of its slow spells.
 const SLOW_SPELL_P99_US: f64 = 500.0;
 const CALM_ATTEMPTS: usize = 5;
 const NULL_BYTES: u64 = 4 << 30;
+/// From here on the pages of a request count.
+const LONG_KIB: u32 = 128;
 
 /// What one measurement gave.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -31,6 +32,8 @@ pub(super) struct Sample {
     pub(super) p99_us: f64,
     /// CPU time of the server (of fio, for the host), user and system.
     pub(super) cpu_us_per_request: f64,
+    /// CPU time of the client.
+    pub(super) client_us_per_request: f64,
 }
 
 /// The programs.
@@ -57,98 +60,6 @@ impl Tools {
     }
 }
 
-/// The files that are measured; gone when it goes.
-pub(super) struct Files {
-    tmpfs: PathBuf,
-    disk: PathBuf,
-    size_bytes: u64,
-}
-
-impl Files {
-    pub(super) fn create(directory: Option<&Path>, size_mib: u64, cells: &[Cell]) -> Result<Self> {
-        let name = format!("ringdisk-bench-{}", std::process::id());
-        let disk = directory.map_or_else(workspace::target, Path::to_path_buf).join(&name);
-        let files = Self { tmpfs: Path::new("/dev/shm").join(name), disk, size_bytes: size_mib << 20 };
-        for storage in Storage::ALL {
-            if storage != Storage::Null && cells.iter().any(|cell| cell.storage == storage) {
-                files.make(storage)?;
-            }
-        }
-        Ok(files)
-    }
-
-    /// The file that a server of `storage` opens.
-    fn path(&self, storage: Storage) -> PathBuf {
-        let directory = if storage.is_tmpfs() { &self.tmpfs } else { &self.disk };
-        directory.join(if storage.is_qcow2() { "disk.qcow2" } else { "disk.raw" })
-    }
-
-    /// The raw file beside it: what fio measures.
-    fn raw(&self, storage: Storage) -> PathBuf {
-        self.path(storage).with_file_name("disk.raw")
-    }
-
-    fn make(&self, storage: Storage) -> Result<()> {
-        let raw = self.raw(storage);
-        if let Some(directory) = raw.parent() {
-            std::fs::create_dir_all(directory)?;
-        }
-        if !raw.exists() {
-            println!("making {} MiB of {storage}", self.size_bytes >> 20);
-            write_noise(&raw, self.size_bytes)?;
-        }
-        if storage.is_qcow2() && !self.path(storage).exists() {
-            let convert = Program::new("qemu-img").args(["convert", "-f", "raw", "-O", "qcow2"]);
-            convert.args([raw, self.path(storage)]).output_text()?;
-        }
-        if !storage.is_tmpfs() {
-            Program::new("sync").output_text()?;
-        }
-        Ok(())
-    }
-
-    /// Reads the whole file, so that it is in the page cache.
-    pub(super) fn warm(&self, storage: Storage) -> Result<()> {
-        let mut file = std::fs::File::open(self.path(storage))?;
-        std::io::copy(&mut file, &mut std::io::sink())?;
-        Ok(())
-    }
-
-    /// What the files lie on, for the page.
-    pub(super) fn file_system(&self) -> String {
-        let stat = Program::new("stat").args(["--file-system", "--format=%T"]).args([&self.disk]);
-        stat.output_text().map_or_else(|_| "unknown".into(), |text| text.trim().to_owned())
-    }
-
-    pub(super) fn size_mib(&self) -> u64 {
-        self.size_bytes >> 20
-    }
-}
-
-impl Drop for Files {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.tmpfs);
-        let _ = std::fs::remove_dir_all(&self.disk);
-    }
-}
-
-/// Bytes that are neither zero nor alike, so that no tool leaves holes.
-fn write_noise(path: &Path, size_bytes: u64) -> Result<()> {
-    let mut file = std::fs::File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let mut block = vec![0_u8; 1 << 20];
-    for _ in 0..size_bytes >> 20 {
-        for word in block.chunks_exact_mut(8) {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            word.copy_from_slice(&state.to_le_bytes());
-        }
-        file.write_all(&block)?;
-    }
-    Ok(())
-}
-
 /// Measures again where a cell at depth one shows that the disk is in a slow spell.
 pub(super) fn calm(cell: &Cell, measure: impl Fn() -> Result<Sample>) -> Result<Sample> {
     let mut sample = measure()?;
@@ -164,48 +75,80 @@ pub(super) fn calm(cell: &Cell, measure: impl Fn() -> Result<Sample>) -> Result<
 
 /// Ringdisk under its client.
 pub(super) fn ringdisk(cell: &Cell, tools: &Tools, files: &Files, seconds: f64) -> Result<Sample> {
-    let socket = socket_path();
-    let cache = if cell.storage.is_direct() { "none" } else { "writeback" };
-    let file = files.path(cell.storage);
+    files.renew(cell.storage)?;
     let drive = match cell.storage {
         Storage::Null => format!("format=null,size={NULL_BYTES}"),
         storage => {
             let format = if storage.is_qcow2() { "qcow2" } else { "raw" };
-            let file = file.display().to_string().replace(',', ",,");
-            format!("file={file},format={format},engine={},cache={cache}", cell.engine.ringdisk())
+            let cache = if storage.is_direct() { "none" } else { "writeback" };
+            let sync = if storage == Storage::RawSync { ",sync=on" } else { "" };
+            let fixed = if cell.fixed_buffers { ",fixed-buffers=on" } else { "" };
+            let file = escaped(&files.path(storage));
+            format!("file={file},format={format},engine={},cache={cache}{sync}{fixed}", cell.engine.ringdisk())
         }
     };
+    let socket = socket_path();
+    with_server(serve(tools, &drive, &socket), &socket, |pid| client(cell, tools, files, pid, seconds))
+}
+
+/// The reference of the cell's storage: another disk of ours under the same load.
+pub(super) fn reference(cell: &Cell, tools: &Tools, files: &Files, seconds: f64) -> Result<Sample> {
+    let storage = cell.storage.reference().unwrap_or(cell.storage);
+    ringdisk(&Cell { storage, ..*cell }, tools, files, seconds)
+}
+
+/// `ringdisk serve` with one drive.
+pub(super) fn serve(tools: &Tools, drive: &str, socket: &Path) -> Command {
     let mut command = pinned(SERVER_CORE, &tools.ringdisk);
-    command.args(["serve", "--reactors", "1", "--queues", "1", "--drive", &drive, "--socket"]).arg(&socket);
-    with_server(command, &socket, |pid| client(cell, tools, &socket, pid, seconds))
+    command.args(["serve", "--reactors", "1", "--queues", "1", "--drive", drive, "--socket"]).arg(socket);
+    command
+}
+
+/// A path as a value of `--drive` or `--blockdev`.
+pub(super) fn escaped(path: &Path) -> String {
+    path.display().to_string().replace(',', ",,")
 }
 
 /// qemu-storage-daemon under the same client, with a thread of its own for the disk as its manual advises.
 pub(super) fn peer(cell: &Cell, tools: &Tools, files: &Files, seconds: f64) -> Result<Sample> {
+    files.renew(cell.storage)?;
+    let disk = match cell.storage {
+        Storage::Null => vec![format!("driver=null-co,node-name=disk,read-zeroes=on,size={NULL_BYTES}")],
+        storage => {
+            let format = if storage.is_qcow2() { "qcow2" } else { "raw" };
+            qemu_disk(&files.path(storage), format, cell.engine.qemu(), storage.is_direct())
+        }
+    };
     let socket = socket_path();
-    let mut command = pinned(SERVER_CORE, Path::new("qemu-storage-daemon"));
-    command.args(["--object", "iothread,id=thread"]);
-    if cell.storage == Storage::Null {
-        command.args(["--blockdev", &format!("driver=null-co,node-name=disk,read-zeroes=on,size={NULL_BYTES}")]);
-    } else {
-        let direct = if cell.storage.is_direct() { "on" } else { "off" };
-        let format = if cell.storage.is_qcow2() { "qcow2" } else { "raw" };
-        let file = files.path(cell.storage).display().to_string().replace(',', ",,");
-        let engine = cell.engine.qemu();
-        command
-            .args([
-                "--blockdev",
-                &format!("driver=file,node-name=file,filename={file},aio={engine},cache.direct={direct}"),
-            ])
-            .args(["--blockdev", &format!("driver={format},node-name=disk,file=file,cache.direct={direct}")]);
-    }
-    let address = format!("addr.type=unix,addr.path={}", socket.display());
-    command
-        .args(["--export", &format!("vhost-user-blk,id=export,node-name=disk,writable=on,iothread=thread,{address}")]);
-    with_server(command, &socket, |pid| client(cell, tools, &socket, pid, seconds))
+    let command = qemu(&disk, cell.storage == Storage::RawSync, &socket);
+    with_server(command, &socket, |pid| client(cell, tools, files, pid, seconds))
 }
 
-/// fio on the raw file, with registered file and buffers as the servers have them.
+/// The `--blockdev`s of a disk on a file.
+pub(super) fn qemu_disk(path: &Path, format: &str, engine: &str, direct: bool) -> Vec<String> {
+    let direct = if direct { "on" } else { "off" };
+    vec![
+        format!("driver=file,node-name=file,filename={},aio={engine},cache.direct={direct}", escaped(path)),
+        format!("driver={format},node-name=disk,file=file,cache.direct={direct}"),
+    ]
+}
+
+/// qemu-storage-daemon with the node `disk` of these `--blockdev`s at a socket.
+pub(super) fn qemu(disk: &[String], write_through: bool, socket: &Path) -> Command {
+    let mut command = pinned(SERVER_CORE, Path::new("qemu-storage-daemon"));
+    command.args(["--object", "iothread,id=thread"]);
+    for node in disk {
+        command.args(["--blockdev", node]);
+    }
+    let write_through = if write_through { ",writethrough=on" } else { "" };
+    let address = format!("addr.type=unix,addr.path={}", socket.display());
+    command
+        .arg("--export")
+        .arg(format!("vhost-user-blk,id=export,node-name=disk,writable=on,iothread=thread,{address}{write_through}"));
+    command
+}
+
+/// fio on the raw file. It registers its file, as Ringdisk does by itself, and its buffers where the cell says so.
 pub(super) fn host(cell: &Cell, _tools: &Tools, files: &Files, seconds: f64) -> Result<Sample> {
     let mut command = pinned(SERVER_CORE, Path::new("fio"));
     command
@@ -222,39 +165,61 @@ pub(super) fn host(cell: &Cell, _tools: &Tools, files: &Files, seconds: f64) -> 
         .arg(format!("--iodepth_batch_submit={}", cell.depth))
         .arg(format!("--iodepth_batch_complete_max={}", cell.depth));
     if cell.engine.fio() == "io_uring" {
-        command.args(["--registerfiles", "--fixedbufs"]);
+        command.arg("--registerfiles");
+    }
+    if cell.fixed_buffers {
+        command.arg("--fixedbufs");
+    }
+    if cell.block_kib >= LONG_KIB {
+        // As a guest's memory is: pages of a file, which cost more to look up than a process's own.
+        command.arg("--iomem=mmapshared");
+    }
+    if cell.storage == Storage::RawSync {
+        command.arg("--sync=dsync");
     }
     let report = json_of(command)?;
     let job = &report["jobs"][0];
-    let side = match cell.access {
-        Access::RandomRead | Access::SequentialRead => &job["read"],
-        Access::RandomWrite | Access::SequentialWrite => &job["write"],
-    };
+    let side = if cell.access.is_write() { &job["write"] } else { &job["read"] };
     let iops = number(&side["iops"])?;
     let cpu_share = (number(&job["usr_cpu"])? + number(&job["sys_cpu"])?) / 100.0;
     let p99_us = number(&side["clat_ns"]["percentile"]["99.000000"])? / 1000.0;
-    Ok(Sample { iops, p99_us, cpu_us_per_request: if iops > 0.0 { cpu_share * 1e6 / iops } else { 0.0 } })
+    let cpu_us_per_request = if iops > 0.0 { cpu_share * 1e6 / iops } else { 0.0 };
+    Ok(Sample { iops, p99_us, cpu_us_per_request, client_us_per_request: 0.0 })
 }
 
-/// `ringdisk bench` against whoever serves at `socket`.
-fn client(cell: &Cell, tools: &Tools, socket: &Path, server: u32, seconds: f64) -> Result<Sample> {
-    let mut command = pinned(CLIENT_CORE, &tools.ringdisk);
-    command
-        .arg("bench")
-        .arg("--socket")
-        .arg(socket)
-        .args(["--rw", cell.access.name(), "--bs", &format!("{}k", cell.block_kib)])
-        .args(["--depth", &cell.depth.to_string(), "--time", &seconds.to_string()])
-        .args(["--warmup", &WARM_UP_SECONDS.to_string(), "--server-pid", &server.to_string(), "--output", "json"]);
-    let report = json_of(command)?;
+/// `ringdisk bench` against whoever serves at the socket.
+fn client(cell: &Cell, tools: &Tools, files: &Files, server: u32, seconds: f64) -> Result<Sample> {
+    let mut arguments = vec!["--rw".to_owned(), cell.access.name().to_owned()];
+    arguments.extend(["--bs".to_owned(), format!("{}k", cell.block_kib)]);
+    arguments.extend(["--depth".to_owned(), cell.depth.to_string()]);
+    match files.request_limit(cell.storage) {
+        Some(count) => arguments.extend(["--count".to_owned(), count.to_string()]),
+        None => arguments.extend(["--time".to_owned(), seconds.to_string()]),
+    }
+    if !cell.storage.is_fresh() {
+        arguments.extend(["--warmup".to_owned(), WARM_UP_SECONDS.to_string()]);
+    }
+    if let Some(every) = cell.flush_every {
+        arguments.extend(["--flush-every".to_owned(), every.to_string()]);
+    }
+    let report = bench(tools, server, &arguments)?;
     Ok(Sample {
         iops: number(&report["iops"])?,
         p99_us: number(&report["latency_us"]["p99"])?,
         cpu_us_per_request: number(&report["servers"][0]["us_per_request"])?,
+        client_us_per_request: number(&report["client_us_per_request"])?,
     })
 }
 
-fn number(value: &Value) -> Result<f64> {
+/// The report of `ringdisk bench` on the socket.
+pub(super) fn bench(tools: &Tools, server: u32, arguments: &[String]) -> Result<Value> {
+    let mut command = pinned(CLIENT_CORE, &tools.ringdisk);
+    command.arg("bench").arg("--socket").arg(socket_path()).args(arguments);
+    command.args(["--server-pid", &server.to_string(), "--output", "json"]);
+    json_of(command)
+}
+
+pub(super) fn number(value: &Value) -> Result<f64> {
     value.as_f64().context("the report of a measurement lacks a number; the tool is of another version than expected")
 }
 
@@ -276,13 +241,13 @@ fn pinned(core: &str, program: &Path) -> Command {
     command
 }
 
-fn socket_path() -> PathBuf {
+pub(super) fn socket_path() -> PathBuf {
     std::env::temp_dir().join(format!("ringdisk-bench-{}.sock", std::process::id()))
 }
 
 /// Runs `server`, and `measure` once it can be connected to. taskset becomes the server, so its process id is the
 /// server's.
-fn with_server(mut server: Command, socket: &Path, measure: impl Fn(u32) -> Result<Sample>) -> Result<Sample> {
+pub(super) fn with_server<T>(mut server: Command, socket: &Path, measure: impl FnOnce(u32) -> Result<T>) -> Result<T> {
     let _ = std::fs::remove_file(socket);
     server.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     let name = format!("{server:?}");

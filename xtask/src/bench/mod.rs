@@ -6,15 +6,19 @@
 //! servers, and CPU a request.
 
 mod cells;
+mod files;
 mod measure;
+mod opening;
 mod page;
+mod qcow2_file;
 mod statistics;
 
 use crate::command::Program;
 use crate::workspace;
 use anyhow::{Context, Result, bail, ensure};
 use cells::{Cell, Storage};
-use measure::{Files, Sample, Tools};
+use files::Files;
+use measure::{Sample, Tools};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -25,12 +29,12 @@ pub(crate) struct BenchArguments {
     #[arg(long, default_value_t = 11)]
     pairs: usize,
     /// How long each measurement takes.
-    #[arg(long, default_value_t = 2.0)]
+    #[arg(long, default_value_t = 1.0)]
     seconds: f64,
     /// Only cells whose name contains this (may be given several times); see --list.
     #[arg(long, value_name = "TEXT")]
     filter: Vec<String>,
-    /// Name the cells.
+    /// Name the cells, and how long they take.
     #[arg(long)]
     list: bool,
     /// Size of the files.
@@ -48,23 +52,31 @@ pub(crate) struct BenchArguments {
 }
 
 /// The measurements of one cell: a sample a round for each side that takes part.
+#[derive(Default)]
 struct Outcome {
     cell: Cell,
     ringdisk: Vec<Sample>,
     peer: Vec<Sample>,
     host: Vec<Sample>,
+    /// Ringdisk on the storage's reference.
+    reference: Vec<Sample>,
 }
 
+/// What a measurement takes besides its time: starting and ending a server and a client.
+const AROUND_SECONDS: f64 = 0.4;
+/// What the large image takes: to make it, and a round.
+const OPENING_SECONDS: (f64, f64) = (20.0, 3.0);
+
 pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
-    let chosen = |cell: &Cell| {
-        arguments.filter.is_empty() || arguments.filter.iter().any(|text| cell.name().contains(text.as_str()))
-    };
-    let cells: Vec<Cell> = cells::all().into_iter().filter(chosen).collect();
+    let is_chosen =
+        |name: &str| arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()));
+    let cells: Vec<Cell> = cells::all().into_iter().filter(|cell| is_chosen(&cell.name())).collect();
+    let opens = is_chosen(opening::NAME);
     if arguments.list {
-        cells.iter().for_each(|cell| println!("{}", cell.name()));
+        list(&cells, opens, arguments);
         return Ok(());
     }
-    ensure!(!cells.is_empty(), "no cell has such a name; --list names them");
+    ensure!(opens || !cells.is_empty(), "no cell has such a name; --list names them");
     ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, "at least one pair, and some time for each, are needed");
     let output = match (&arguments.output, arguments.filter.is_empty()) {
         (Some(path), _) => Some(path.clone()),
@@ -83,7 +95,8 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
         println!("    {}", page::brief(&outcome));
         outcomes.push(outcome);
     }
-    let text = page::write(&outcomes, &tools, &files, arguments)?;
+    let openings = if opens { Some(opening::measure(&tools, &files, arguments.pairs)?) } else { None };
+    let text = page::write(&outcomes, openings.as_ref(), &files, arguments)?;
     match output {
         Some(path) => {
             if let Some(directory) = path.parent() {
@@ -97,25 +110,47 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     Ok(())
 }
 
+/// The cells' names, with an estimate.
+fn list(cells: &[Cell], opens: bool, arguments: &BenchArguments) {
+    let round = |cell: &Cell| f64::from(cell.sides()) * (arguments.seconds + measure::WARM_UP_SECONDS + AROUND_SECONDS);
+    let mut total_seconds = 0.0;
+    for cell in cells {
+        let seconds = round(cell) * arguments.pairs as f64;
+        total_seconds += seconds;
+        println!("{:48} {seconds:5.0} s", cell.name());
+    }
+    if opens {
+        let seconds = OPENING_SECONDS.0 + OPENING_SECONDS.1 * arguments.pairs as f64;
+        total_seconds += seconds;
+        println!("{:48} {seconds:5.0} s", opening::NAME);
+    }
+    let (pairs, seconds) = (arguments.pairs, arguments.seconds);
+    println!("about {:.0} minutes, with {pairs} rounds of {seconds} s", total_seconds / 60.0);
+}
+
 fn measure_cell(cell: &Cell, tools: &Tools, files: &Files, arguments: &BenchArguments) -> Result<Outcome> {
-    let mut outcome = Outcome { cell: *cell, ringdisk: Vec::new(), peer: Vec::new(), host: Vec::new() };
-    if cell.storage == Storage::RawPageCache {
+    let mut outcome = Outcome { cell: *cell, ..Outcome::default() };
+    if matches!(cell.storage, Storage::RawPageCache | Storage::RawSync) {
         files.warm(cell.storage)?;
     }
+    type Measure = fn(&Cell, &Tools, &Files, f64) -> Result<Sample>;
     for round in 0..arguments.pairs {
-        let mut ringdisk = || -> Result<()> {
-            outcome.ringdisk.push(measure::calm(cell, || measure::ringdisk(cell, tools, files, arguments.seconds))?);
-            Ok(())
-        };
-        if round % 2 == 0 {
-            ringdisk()?;
-            outcome.peer.push(measure::calm(cell, || measure::peer(cell, tools, files, arguments.seconds))?);
-        } else {
-            outcome.peer.push(measure::calm(cell, || measure::peer(cell, tools, files, arguments.seconds))?);
-            ringdisk()?;
+        let mut sides: Vec<(&mut Vec<Sample>, Measure)> = vec![(&mut outcome.ringdisk, measure::ringdisk)];
+        if cell.has_peer() {
+            sides.push((&mut outcome.peer, measure::peer));
         }
-        if cell.storage != Storage::Null {
-            outcome.host.push(measure::calm(cell, || measure::host(cell, tools, files, arguments.seconds))?);
+        if cell.storage.reference().is_some() {
+            sides.push((&mut outcome.reference, measure::reference));
+        }
+        if cell.has_host() {
+            sides.push((&mut outcome.host, measure::host));
+        }
+        // The one that begins has the machine as the last round left it.
+        if round % 2 == 1 {
+            sides.reverse();
+        }
+        for (samples, measure) in sides {
+            samples.push(measure::calm(cell, || measure(cell, tools, files, arguments.seconds))?);
         }
     }
     Ok(outcome)

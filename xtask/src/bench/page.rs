@@ -1,7 +1,9 @@
 //! The page that keeps what was measured.
 
 use super::cells::Storage;
-use super::measure::{Files, Sample, Tools, version};
+use super::files::Files;
+use super::measure::{Sample, version};
+use super::opening::{self, Openings};
 use super::statistics::{median, quantile, ratios};
 use super::{BenchArguments, Outcome};
 use crate::command::Program;
@@ -11,27 +13,46 @@ use std::fmt::Write;
 /// One line for whoever watches.
 pub(super) fn brief(outcome: &Outcome) -> String {
     let row = Row::of(outcome);
-    let host = row.host.map_or_else(String::new, |host| format!(", fio {}", rate(host)));
-    format!("ringdisk {}, qemu {}, ratio {:.2}{host}", rate(row.ringdisk), rate(row.peer), row.ratio)
+    let side = |name: &str, side: &Option<Side>| {
+        side.as_ref()
+            .map_or_else(String::new, |side| format!(", {name} {} ({:.2})", rate(side.iops), side.ratio.middle))
+    };
+    let to_reference =
+        row.cpu_to_reference.map_or_else(String::new, |ratio| format!(", CPU to its reference {:.2}", ratio.middle));
+    format!(
+        "ringdisk {} at {:.2} us{}{}{to_reference}",
+        rate(row.iops),
+        row.cpu_us,
+        side("qemu", &row.peer),
+        side("fio", &row.host)
+    )
 }
 
 /// The whole page.
-pub(super) fn write(outcomes: &[Outcome], _: &Tools, files: &Files, arguments: &BenchArguments) -> Result<String> {
+pub(super) fn write(
+    outcomes: &[Outcome],
+    openings: Option<&Openings>,
+    files: &Files,
+    arguments: &BenchArguments,
+) -> Result<String> {
     let mut text = String::new();
     writeln!(text, "# Benchmarks\n")?;
     writeln!(
         text,
         "Written by `cargo xtask bench`; do not edit. Ringdisk, qemu-storage-daemon and fio on the host, on the same \
-         files, interleaved: in each round of a cell each runs once, alone, the servers in alternating order. Servers \
-         (and fio) have one core, their client, the same `ringdisk bench` for both, the other.\n"
+         files, interleaved: in each round of a cell each runs once, alone, in alternating order. Servers (and fio) have \
+         one core, their client, the same `ringdisk bench` for both, the other.\n"
     )?;
     machine(&mut text, files, arguments)?;
     writeln!(
         text,
         "\nIOPS are medians. A ratio is the median of the rounds' ratios, in brackets its middle half. CPU is the \
-         server's time a request, user and system, in microseconds. Both servers use io_uring unless a row names \
-         another engine; fio uses it with registered files and buffers (for the rows with threads, too; for linux-aio \
-         it uses that), for qcow2 on a raw file of the same size beside it.\n"
+         server's time a request, user and system, in microseconds; the client's, which spins, beside it. Where a row \
+         names no engine, Ringdisk chooses (engine=auto), and qemu and fio use io_uring; fio uses it for the rows with \
+         threads, too, and for linux-aio that. Files are registered with io_uring by Ringdisk and by fio, buffers in the \
+         rows that say so by both, in the others by neither; qemu registers nothing. For qcow2, fio runs on a raw file of \
+         the same size beside it. The last column is Ringdisk's CPU time a request by that on its reference, measured in \
+         the same rounds: for an allocated qcow2 image the raw file, for a chain a single image.\n"
     )?;
     for storage in Storage::ALL {
         let of_storage: Vec<_> = outcomes.iter().filter(|outcome| outcome.cell.storage == storage).collect();
@@ -39,32 +60,31 @@ pub(super) fn write(outcomes: &[Outcome], _: &Tools, files: &Files, arguments: &
             table(&mut text, storage, &of_storage)?;
         }
     }
+    if let Some(openings) = openings {
+        opening::table(&mut text, openings)?;
+    }
     Ok(text)
 }
 
 fn table(text: &mut String, storage: Storage, outcomes: &[&Outcome]) -> Result<()> {
     writeln!(text, "## {}\n", storage.title())?;
-    writeln!(text, "| | Ringdisk | qemu | ratio | CPU Ringdisk | CPU qemu | fio | ratio to fio |")?;
-    writeln!(text, "|---|--:|--:|--:|--:|--:|--:|--:|")?;
+    writeln!(
+        text,
+        "| | Ringdisk | qemu | ratio | CPU Ringdisk | CPU qemu | CPU client | fio | ratio to fio | CPU to reference |"
+    )?;
+    writeln!(text, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")?;
     for outcome in outcomes {
         let row = Row::of(outcome);
-        let (host, to_host) = row.host.map_or_else(
-            || (String::new(), String::new()),
-            |host| {
-                (rate(host), format!("{:.2} ({:.2}-{:.2})", row.to_host, row.to_host_spread.0, row.to_host_spread.1))
-            },
-        );
+        let [peer, peer_ratio, peer_cpu] = row.peer.as_ref().map_or_else(Default::default, Side::cells);
+        let [host, host_ratio, _] = row.host.as_ref().map_or_else(Default::default, Side::cells);
+        let reference = row.cpu_to_reference.map_or_else(String::new, |ratio| ratio.words());
         writeln!(
             text,
-            "| {} | {} | {} | {:.2} ({:.2}-{:.2}) | {:.2} | {:.2} | {host} | {to_host} |",
+            "| {} | {} | {peer} | {peer_ratio} | {:.2} | {peer_cpu} | {:.2} | {host} | {host_ratio} | {reference} |",
             outcome.cell.words(),
-            rate(row.ringdisk),
-            rate(row.peer),
-            row.ratio,
-            row.ratio_spread.0,
-            row.ratio_spread.1,
-            row.ringdisk_cpu,
-            row.peer_cpu,
+            rate(row.iops),
+            row.cpu_us,
+            row.client_us,
         )?;
     }
     writeln!(text)?;
@@ -93,39 +113,75 @@ fn machine(text: &mut String, files: &Files, arguments: &BenchArguments) -> Resu
     Ok(())
 }
 
+/// A ratio over the rounds.
+#[derive(Clone, Copy)]
+struct Ratio {
+    middle: f64,
+    low: f64,
+    high: f64,
+}
+
+impl Ratio {
+    fn of(ours: &[f64], theirs: &[f64]) -> Self {
+        let values = ratios(ours, theirs);
+        Self { middle: median(&values), low: quantile(&values, 0.25), high: quantile(&values, 0.75) }
+    }
+
+    fn words(self) -> String {
+        format!("{:.2} ({:.2}-{:.2})", self.middle, self.low, self.high)
+    }
+}
+
+/// What Ringdisk is measured beside.
+struct Side {
+    iops: f64,
+    cpu_us: f64,
+    /// Ringdisk's rate by this one's.
+    ratio: Ratio,
+}
+
+impl Side {
+    fn of(ringdisk: &[Sample], samples: &[Sample]) -> Option<Self> {
+        let theirs = of(samples, |sample| sample.iops);
+        (!samples.is_empty()).then(|| Self {
+            iops: median(&theirs),
+            cpu_us: median(&of(samples, |sample| sample.cpu_us_per_request)),
+            ratio: Ratio::of(&of(ringdisk, |sample| sample.iops), &theirs),
+        })
+    }
+
+    fn cells(&self) -> [String; 3] {
+        [rate(self.iops), self.ratio.words(), format!("{:.2}", self.cpu_us)]
+    }
+}
+
 /// The figures of a cell.
 struct Row {
-    ringdisk: f64,
-    peer: f64,
-    host: Option<f64>,
-    ratio: f64,
-    ratio_spread: (f64, f64),
-    to_host: f64,
-    to_host_spread: (f64, f64),
-    ringdisk_cpu: f64,
-    peer_cpu: f64,
+    iops: f64,
+    cpu_us: f64,
+    client_us: f64,
+    peer: Option<Side>,
+    host: Option<Side>,
+    cpu_to_reference: Option<Ratio>,
 }
 
 impl Row {
     fn of(outcome: &Outcome) -> Self {
-        let iops = |samples: &[Sample]| samples.iter().map(|sample| sample.iops).collect::<Vec<_>>();
-        let cpu =
-            |samples: &[Sample]| median(&samples.iter().map(|sample| sample.cpu_us_per_request).collect::<Vec<_>>());
-        let [ringdisk, peer, host] = [&outcome.ringdisk, &outcome.peer, &outcome.host].map(|samples| iops(samples));
-        let (to_peer, to_host) = (ratios(&ringdisk, &peer), ratios(&ringdisk, &host));
-        let spread = |values: &[f64]| (quantile(values, 0.25), quantile(values, 0.75));
+        let Outcome { ringdisk, peer, host, reference, .. } = outcome;
+        let cpu = |samples: &[Sample]| of(samples, |sample| sample.cpu_us_per_request);
         Self {
-            ringdisk: median(&ringdisk),
-            peer: median(&peer),
-            host: (!host.is_empty()).then(|| median(&host)),
-            ratio: median(&to_peer),
-            ratio_spread: spread(&to_peer),
-            to_host: median(&to_host),
-            to_host_spread: spread(&to_host),
-            ringdisk_cpu: cpu(&outcome.ringdisk),
-            peer_cpu: cpu(&outcome.peer),
+            iops: median(&of(ringdisk, |sample| sample.iops)),
+            cpu_us: median(&cpu(ringdisk)),
+            client_us: median(&of(ringdisk, |sample| sample.client_us_per_request)),
+            peer: Side::of(ringdisk, peer),
+            host: Side::of(ringdisk, host),
+            cpu_to_reference: (!reference.is_empty()).then(|| Ratio::of(&cpu(ringdisk), &cpu(reference))),
         }
     }
+}
+
+fn of(samples: &[Sample], field: impl Fn(&Sample) -> f64) -> Vec<f64> {
+    samples.iter().map(field).collect()
 }
 
 /// Three digits that count.
