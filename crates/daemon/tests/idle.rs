@@ -11,6 +11,7 @@ use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
 use jobs::bench::{BenchSpec, Hooks, Stop, run};
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,6 +28,8 @@ fn idle_time() -> Duration {
 
 /// How the kernel names its workers.
 const KERNEL_WORKER: &str = "iou-wrk-";
+/// And its submission threads.
+const SUBMISSION_THREAD: &str = "iou-sqp-";
 
 /// Voluntary context switches so far by thread of this process (id and name), without the calling one and the kernel's.
 fn switches() -> BTreeMap<String, u64> {
@@ -94,7 +97,10 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         (DriveFormat::Raw, EngineKind::IoUring, CacheMode::Writeback),
         (DriveFormat::Qcow2, EngineKind::LinuxAio, CacheMode::None),
         (DriveFormat::Qcow2, EngineKind::Auto, CacheMode::Writeback),
+        // The last with a submission thread of the kernel's and its guest's memory registered.
+        (DriveFormat::Raw, EngineKind::IoUring, CacheMode::Writeback),
     ];
+    let last = drives.len() - 1;
     let config =
         DaemonConfig { reactors: 2, poll_max_us: None, allow_backing: BackingPolicy::Deny, listed: Vec::new() };
     let mut daemon = Daemon::start(config).unwrap();
@@ -105,6 +111,8 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         let queues = Some(QUEUES);
         let socket_option = Some(socket.clone());
         let file = DriveOptions::of_file(&path);
+        let (sqpoll, fixed_buffers) = (index == last, index == last);
+        let file = DriveOptions { sqpoll, fixed_buffers, ..file };
         let drive = DriveOptions { format: Some(format), engine, cache, queues, socket: socket_option, ..file };
         daemon.add(&drive).unwrap();
         guests.push(Guest::attach(&socket));
@@ -122,6 +130,10 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         let changed = after.iter().filter(|(thread, count)| before.get(*thread) != Some(count));
         changed.map(|(thread, _)| thread.clone()).collect()
     };
+    assert!(before.keys().any(|thread| thread.contains(SUBMISSION_THREAD)), "{before:?}");
+    // Who is not root may not be allowed to pin as much.
+    let is_root = std::fs::metadata("/proc/self").unwrap().uid() == 0;
+    assert!(!is_root || daemon.reactors().iter().all(|(_, stats)| stats.fixed > 0), "{:?}", daemon.reactors());
     let idle = woken(&before, &after);
     assert!(idle.is_empty(), "these threads woke up: {idle:?}; before: {before:?}, after: {after:?}");
     // It is still there, and what it does would have been seen.

@@ -276,6 +276,43 @@ fn a_change_of_the_memory_map_waits_for_requests_in_flight() {
 }
 
 #[test]
+fn memory_is_registered_as_long_as_a_ring_uses_it_and_only_if_somebody_asks() {
+    let options = export_vhost_user::ExportOptions { fixed_buffers: true, ..Default::default() };
+    let server = Server::start_with(MemDisk::new(), options);
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    let all = region(&guest).memory_size;
+    let registered = || server.reactors[0].registered();
+    assert!(registered().is_empty(), "no ring runs yet");
+    let mut queue = client.queue(&guest, 0);
+    assert_eq!(registered(), [[all]]);
+    server.hold(true);
+    queue.send(0, kind::IN, 0, &[], 512);
+    server.wait_submitted(1);
+    std::thread::scope(|scope| {
+        let half = VhostUserMemoryRegionInfo { memory_size: all / 2, ..region(&guest) };
+        let frontend = &client.frontend;
+        let change = scope.spawn(move || frontend.set_mem_table(&[half]).map(|_| ()).unwrap());
+        assert_waits(&change);
+        assert_eq!(registered(), [[all]], "a request is in flight in it");
+        server.hold(false);
+        change.join().unwrap();
+    });
+    assert_eq!(registered(), [[all / 2]]);
+    drop(client);
+    while !registered().is_empty() {
+        std::thread::yield_now();
+    }
+
+    let plain = Server::start(MemDisk::new());
+    let mut client = Client::connect(&plain, 0);
+    client.share(&guest);
+    assert_eq!(client.queue(&guest, 0).request(kind::FLUSH, 0, &[], 0).0, OK);
+    assert!(plain.reactors[0].registered().is_empty());
+}
+
+#[test]
 fn a_faulty_ring_stops_alone_until_it_is_set_up_again() {
     let server = Server::start(MemDisk::new());
     let guest = Guest::new();

@@ -226,6 +226,11 @@ impl Cell {
         format!("{} KiB {} at {}{comma}{engine}{flush}{fixed}", self.block_kib, self.access.words(), self.depth)
     }
 
+    /// For what is not below a heading.
+    pub(super) fn words_with_storage(&self) -> String {
+        format!("{}: {}", self.storage.title(), self.words())
+    }
+
     /// qemu-storage-daemon registers no buffers.
     pub(super) fn has_peer(&self) -> bool {
         !self.fixed_buffers

@@ -76,7 +76,13 @@ pub(super) fn calm(cell: &Cell, measure: impl Fn() -> Result<Sample>) -> Result<
 /// Ringdisk under its client.
 pub(super) fn ringdisk(cell: &Cell, tools: &Tools, files: &Files, seconds: f64) -> Result<Sample> {
     files.renew(cell.storage)?;
-    let drive = match cell.storage {
+    let socket = socket_path();
+    with_server(serve(tools, &drive(cell, files), &socket), &socket, |pid| client(cell, tools, files, pid, seconds))
+}
+
+/// The options of a cell's disk.
+pub(super) fn drive(cell: &Cell, files: &Files) -> String {
+    match cell.storage {
         Storage::Null => format!("format=null,size={NULL_BYTES}"),
         storage => {
             let format = if storage.is_qcow2() { "qcow2" } else { "raw" };
@@ -86,9 +92,7 @@ pub(super) fn ringdisk(cell: &Cell, tools: &Tools, files: &Files, seconds: f64) 
             let file = escaped(&files.path(storage));
             format!("file={file},format={format},engine={},cache={cache}{sync}{fixed}", cell.engine.ringdisk())
         }
-    };
-    let socket = socket_path();
-    with_server(serve(tools, &drive, &socket), &socket, |pid| client(cell, tools, files, pid, seconds))
+    }
 }
 
 /// The reference of the cell's storage: another disk of ours under the same load.
@@ -99,8 +103,20 @@ pub(super) fn reference(cell: &Cell, tools: &Tools, files: &Files, seconds: f64)
 
 /// `ringdisk serve` with one drive.
 pub(super) fn serve(tools: &Tools, drive: &str, socket: &Path) -> Command {
-    let mut command = pinned(SERVER_CORE, &tools.ringdisk);
-    command.args(["serve", "--reactors", "1", "--queues", "1", "--drive", drive, "--socket"]).arg(socket);
+    serve_under(&[], tools, drive, socket)
+}
+
+/// As [`serve`], by way of another program; then without spinning.
+pub(super) fn serve_under(program: &[&str], tools: &Tools, drive: &str, socket: &Path) -> Command {
+    let words = program.iter().map(Path::new).chain([tools.ringdisk.as_path()]);
+    let mut command = Command::new("taskset");
+    command.args(["--cpu-list", SERVER_CORE]).args(words);
+    if !program.is_empty() {
+        command.args(["serve", "--poll-max-us", "0"]);
+    } else {
+        command.arg("serve");
+    }
+    command.args(["--reactors", "1", "--queues", "1", "--drive", drive, "--socket"]).arg(socket);
     command
 }
 

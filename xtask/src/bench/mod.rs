@@ -10,6 +10,7 @@ mod files;
 mod measure;
 mod opening;
 mod page;
+mod profile;
 mod qcow2_file;
 mod statistics;
 
@@ -37,6 +38,9 @@ pub(crate) struct BenchArguments {
     /// Name the cells, and how long they take.
     #[arg(long)]
     list: bool,
+    /// Count instructions a request with callgrind instead (4 KiB cells on the null disk and on tmpfs).
+    #[arg(long)]
+    profile: bool,
     /// Size of the files.
     #[arg(long, default_value_t = 1024, value_name = "MIB")]
     size_mib: u64,
@@ -86,6 +90,9 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
 
     let ringdisk = arguments.ringdisk.clone().map_or_else(build_ringdisk, Ok)?;
     let tools = Tools::find(ringdisk)?;
+    if arguments.profile {
+        return profile::run(&cells, &tools, arguments);
+    }
     let files = Files::create(arguments.directory.as_deref(), arguments.size_mib, &cells)?;
     let mut outcomes = Vec::new();
     let start = Instant::now();

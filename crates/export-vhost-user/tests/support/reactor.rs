@@ -1,6 +1,7 @@
 //! A reactor that does just what the contract says: jobs, pollers, sleep until an edge.
 
 use block::{Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task};
+use memory::{GuestMemory, GuestRegion};
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -15,6 +16,8 @@ struct Shared {
     jobs: Mutex<Vec<Job>>,
     stop: AtomicBool,
     wake: OwnedFd,
+    /// Regions of the memory that is registered now, by table.
+    registered: Arc<Mutex<Vec<Vec<u64>>>>,
 }
 
 impl ReactorHandle for Shared {
@@ -41,6 +44,18 @@ struct Local {
     epoll: OwnedFd,
     pollers: RefCell<Vec<Named>>,
     next: Cell<u64>,
+    registered: Arc<Mutex<Vec<Vec<u64>>>>,
+}
+
+/// A table of memory, registered as long as it lives.
+struct Registered(Arc<Mutex<Vec<Vec<u64>>>>, Vec<u64>);
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        let mut registered = self.0.lock().unwrap();
+        let index = registered.iter().position(|table| *table == self.1).unwrap();
+        registered.swap_remove(index);
+    }
 }
 
 impl Local {
@@ -81,6 +96,12 @@ impl ReactorCtx for Local {
         }
     }
 
+    fn register_memory(&self, memory: &Arc<GuestMemory>) -> Result<Box<dyn Any>> {
+        let table: Vec<u64> = memory.regions().iter().map(GuestRegion::length_bytes).collect();
+        self.registered.lock().unwrap().push(table.clone());
+        Ok(Box::new(Registered(Arc::clone(&self.registered), table)))
+    }
+
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -95,10 +116,17 @@ pub struct TestReactor {
 impl TestReactor {
     pub fn start(name: &str) -> Self {
         let wake = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let shared = Arc::new(Shared { name: name.into(), jobs: Mutex::default(), stop: AtomicBool::new(false), wake });
+        let (jobs, registered) = (Mutex::default(), Arc::default());
+        let stop = AtomicBool::new(false);
+        let shared = Arc::new(Shared { name: name.into(), jobs, stop, wake, registered });
         let theirs = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || run(&theirs)).unwrap();
         Self { shared, thread: Some(thread) }
+    }
+
+    /// The lengths of the regions that are registered with its engines, by table.
+    pub fn registered(&self) -> Vec<Vec<u64>> {
+        self.shared.registered.lock().unwrap().clone()
     }
 
     pub fn handle(&self) -> Arc<dyn ReactorHandle> {
@@ -120,6 +148,7 @@ fn run(shared: &Shared) {
         epoll: epoll::create(epoll::CreateFlags::CLOEXEC).unwrap(),
         pollers: RefCell::default(),
         next: Cell::new(0),
+        registered: Arc::clone(&shared.registered),
     });
     local.watch(&shared.wake);
     let ctx: Rc<dyn ReactorCtx> = Rc::clone(&local) as Rc<dyn ReactorCtx>;
