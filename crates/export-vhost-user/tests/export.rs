@@ -305,6 +305,7 @@ fn memory_is_registered_as_long_as_a_ring_uses_it_and_only_if_somebody_asks() {
         std::thread::yield_now();
     }
 
+    let guest = Guest::new();
     let plain = Server::start(MemDisk::new());
     let mut client = Client::connect(&plain, 0);
     client.share(&guest);
