@@ -79,7 +79,7 @@ pub(super) fn write(path: &Path, image: Image<'_>) -> Result<()> {
     seek(&mut file, 1)?;
     words(&mut file, (0..layout.blocks).map(|at| (layout.first_block() + at) * CLUSTER_BYTES))?;
     seek(&mut file, layout.l1())?;
-    words(&mut file, (0..layout.l2_tables).map(|at| (layout.l2() + at) * CLUSTER_BYTES | COPIED))?;
+    words(&mut file, (0..layout.l2_tables).map(|at| ((layout.l2() + at) * CLUSTER_BYTES) | COPIED))?;
     seek(&mut file, layout.l2())?;
     let mut next = layout.data;
     words(
@@ -89,7 +89,7 @@ pub(super) fn write(path: &Path, image: Image<'_>) -> Result<()> {
                 return 0;
             }
             next += 1;
-            (next - 1) * CLUSTER_BYTES | COPIED
+            ((next - 1) * CLUSTER_BYTES) | COPIED
         }),
     )?;
     seek(&mut file, layout.first_block())?;
