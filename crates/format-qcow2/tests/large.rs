@@ -69,13 +69,13 @@ fn nearly_full() -> SimStorage {
         (stretch * PER_BLOCK + 1 + number % 4) * CLUSTER
     };
     let entries = |offsets: &mut dyn Iterator<Item = u64>| offsets.flat_map(u64::to_be_bytes).collect::<Vec<u8>>();
-    put(l1, entries(&mut (0..USED_TABLES).map(|number| table(number) | 1 << 63)));
+    put(l1, entries(&mut (0..USED_TABLES).map(|number| table(number) | (1 << 63))));
     put(refcount_table, entries(&mut (0..blocks).map(|block| first_stretch(block) * CLUSTER)));
     let full = [0, 1].repeat(PER_BLOCK as usize);
     for block in [0, 1, 2, blocks - 1] {
         put(first_stretch(block) * CLUSTER, full.clone());
     }
-    put(table(0), (1u64 << 63 | (PER_BLOCK + 100) * CLUSTER).to_be_bytes().to_vec());
+    put(table(0), ((1u64 << 63) | ((PER_BLOCK + 100) * CLUSTER)).to_be_bytes().to_vec());
     storage
 }
 

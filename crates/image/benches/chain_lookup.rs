@@ -20,6 +20,9 @@ const LAYERS: u64 = 16;
 const LOOKUPS: usize = 1 << 16;
 const ROUNDS: usize = 11;
 
+/// A name, how many layers there are, and which of them has a cluster.
+type Case = (&'static str, u64, fn(u64) -> u64);
+
 struct Files(SimStorage);
 
 impl Opener for Files {
@@ -70,13 +73,13 @@ fn look_up_all(image: &Image, places: &[u64]) -> u64 {
 
 fn main() {
     let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
-    let spread: [(&str, u64, fn(u64) -> u64); 3] = [
+    let all: [Case; 3] = [
         ("one layer", 1, |_| 0),
         ("sixteen, spread", LAYERS, |cluster| cluster % LAYERS),
         ("sixteen, in the base", LAYERS, |_| LAYERS - 1),
     ];
     let cases: Vec<_> =
-        spread.into_iter().filter(|(name, ..)| wanted.as_deref().is_none_or(|wanted| wanted == *name)).collect();
+        all.into_iter().filter(|(name, ..)| wanted.as_deref().is_none_or(|wanted| wanted == *name)).collect();
     let mut dice = Dice::new(1);
     let places: Vec<u64> = (0..LOOKUPS).map(|_| dice.below(CLUSTERS) * CLUSTER).collect();
     let images: Vec<Image> = cases.iter().map(|(_, layers, holds)| chain(*layers, holds)).collect();
