@@ -109,6 +109,11 @@ const CONVERT: &[&str] = &[
     "convert -S 0 -f raw -O qcow2 s.raw full.qcow2",
     "convert -U -f raw -O qcow2 s.raw share.qcow2",
     "convert --image-opts -O qcow2 driver=raw,file.filename=s.raw io.qcow2",
+    "convert -t unsafe -O qcow2 s.qcow2 w.qcow2",
+    "convert -C -f raw -O raw s.raw c.raw",
+    "convert -C -S 4k -f raw -O raw s.raw d.raw",
+    "convert -r 500M -f raw -O raw s.raw r.raw",
+    "convert -r foo -f raw -O raw s.raw q.raw",
     "convert -f raw -O qcow2 -B s.raw -F raw s.raw over.qcow2",
 ];
 
@@ -394,6 +399,9 @@ const BITMAP: &[&str] = &[
     "check -q bm.qcow2",
     "measure -O qcow2 bm.qcow2",
     "measure --output=json -O qcow2 -o cluster_size=4k bm.qcow2",
+    "convert --bitmaps -O qcow2 bm.qcow2 copy.qcow2",
+    "info copy.qcow2",
+    "convert --bitmaps -f raw -O qcow2 bm.raw copy2.qcow2",
     "bitmap --remove bm.qcow2 b0",
     "bitmap --remove bm.qcow2 b1",
     "bitmap --remove bm.qcow2 b2",

@@ -28,11 +28,13 @@ pub struct ConvertOptions {
     pub top_only: bool,
     /// Requests in flight on each reactor.
     pub depth: usize,
+    /// At most so many bytes of data a second.
+    pub rate: Option<u64>,
 }
 
 impl Default for ConvertOptions {
     fn default() -> Self {
-        Self { sparse_bytes: GRAIN_BYTES, target_is_zero: true, top_only: false, depth: 8 }
+        Self { sparse_bytes: GRAIN_BYTES, target_is_zero: true, top_only: false, depth: 8, rate: None }
     }
 }
 
@@ -65,6 +67,7 @@ pub fn convert(
             })
         })?
     };
+    let pipeline = pipeline.limited(options.rate);
     let handed_out = plan.hand_out(source, &pipeline, control);
     let finished = pipeline.finish(control);
     handed_out?;
@@ -136,6 +139,7 @@ impl Plan {
     fn copy(&self, mut range: Range<u64>, pipeline: &Pipeline<Piece>, control: &mut Control<'_>) -> bool {
         while !range.is_empty() {
             let end = range.end.min((range.start / self.piece + 1) * self.piece);
+            pipeline.pass(end - range.start, control);
             if !pipeline.push(Piece::Copy(range.start..end), end - range.start, control) {
                 return false;
             }

@@ -1,6 +1,7 @@
 //! Many pieces of work in flight at once: one thread says what is to be done, tasks on reactors do it.
 
 use crate::Control;
+use crate::rate::RateLimit;
 use block::{Error, ReactorCtx, ReactorHandle, Result, WaitList, run_and_wait};
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -103,6 +104,7 @@ pub(crate) struct Pipeline<T> {
     ended: Receiver<()>,
     capacity: usize,
     total_bytes: u64,
+    rate: Mutex<RateLimit>,
 }
 
 impl<T: Send + 'static> Pipeline<T> {
@@ -122,7 +124,13 @@ impl<T: Send + 'static> Pipeline<T> {
         });
         let (sender, ended) = channel();
         let open = Arc::new(open);
-        let pipeline = Self { shared, ended, capacity: tasks * reactors.len() * WAITING_PER_TASK, total_bytes };
+        let pipeline = Self {
+            shared,
+            ended,
+            capacity: tasks * reactors.len() * WAITING_PER_TASK,
+            total_bytes,
+            rate: Mutex::new(RateLimit::new(None)),
+        };
         for reactor in reactors {
             let (shared, open, sender) = (Arc::clone(&pipeline.shared), Arc::clone(&open), sender.clone());
             let start = move |ctx: &Rc<dyn ReactorCtx>| -> Result<()> {
@@ -137,6 +145,16 @@ impl<T: Send + 'static> Pipeline<T> {
             }
         }
         Ok(pipeline)
+    }
+
+    /// At most so many bytes a second pass [`Pipeline::pass`].
+    pub(crate) fn limited(self, bytes_per_second: Option<u64>) -> Self {
+        Self { rate: Mutex::new(RateLimit::new(bytes_per_second)), ..self }
+    }
+
+    /// Waits until the rate allows `bytes` more.
+    pub(crate) fn pass(&self, bytes: u64, control: &Control<'_>) {
+        self.rate.lock().unwrap_or_else(PoisonError::into_inner).pass(bytes, control);
     }
 
     /// Hands out a piece that stands for `bytes` of the disk; waits for room. False: no more is wanted, see

@@ -6,8 +6,8 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use daemon::{EngineOpener, parse_size};
 use format_qcow2::BitmapAction;
-use image::{Opener, Role, inspect};
-use std::path::PathBuf;
+use image::{Format, Image, Opener, Role, inspect};
+use std::path::{Path, PathBuf};
 
 /// Make, change and remove persistent dirty bitmaps of an image that nobody uses. All of --add, --remove, --clear,
 /// --enable, --disable and --merge that are given are carried out in their order; after an error none of them is.
@@ -133,6 +133,39 @@ impl Args {
             },
         })
     }
+}
+
+/// Before a copy with bitmaps is begun.
+pub(super) fn refuse_without_bitmaps(source: &Image, target: Format) -> anyhow::Result<()> {
+    if source.qcow2_header().is_none_or(|header| header.version < 3) {
+        bail!("Source lacks bitmap support");
+    }
+    if target == Format::Raw {
+        bail!("Format driver 'raw' does not support bitmaps");
+    }
+    match source.bitmaps()?.iter().find(|bitmap| bitmap.in_use) {
+        Some(bitmap) => bail!("Cannot copy inconsistent bitmap '{}'", bitmap.name),
+        None => Ok(()),
+    }
+}
+
+/// Gives an image all the bitmaps of another one.
+pub(super) fn copy_all(source: &Image, target: &Path) -> anyhow::Result<()> {
+    let mut actions = Vec::new();
+    for bitmap in source.bitmaps()? {
+        let granularity_bytes = Some(bitmap.granularity_bytes());
+        let bits = source.read_bitmap(&bitmap.name)?;
+        actions.push((bitmap.name.clone(), BitmapAction::Add { granularity_bytes }));
+        actions.push((bitmap.name.clone(), BitmapAction::Merge(bits)));
+        if !bitmap.enabled {
+            actions.push((bitmap.name, BitmapAction::Disable));
+        }
+    }
+    if actions.is_empty() {
+        return Ok(());
+    }
+    let file = EngineOpener::default().open(target, Role::Writable)?;
+    Ok(image::edit_bitmaps(&file, Format::Qcow2, &actions, &mut |_, _| true)?)
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {

@@ -34,16 +34,16 @@ pub(crate) struct Args {
     /// The existing target (-n) reads as zeros everywhere.
     #[arg(long, requires = "no_create")]
     target_is_zero: bool,
-    /// Zeros from this length on are left out; 0 writes everything as data.
-    #[arg(short = 'S', value_name = "SIZE", default_value = "4k")]
-    sparse: String,
+    /// Zeros from this length on (4k) are left out; 0 writes everything as data.
+    #[arg(short = 'S', value_name = "SIZE")]
+    sparse: Option<String>,
     /// Requests in flight, 1 to 16 on each thread.
     #[arg(short = 'm', value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
     requests: u8,
     /// Write in any order (always so).
     #[arg(short = 'W')]
     any_order: bool,
-    /// Cache mode of the target: writeback, none, writethrough, directsync.
+    /// Cache mode of the target: writeback, none, writethrough, directsync, unsafe (it is not made durable).
     #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
     target_cache: String,
     /// Compress (not supported yet).
@@ -52,10 +52,13 @@ pub(crate) struct Args {
     /// Copy a snapshot (not supported yet).
     #[arg(short = 'l', value_name = "SNAPSHOT")]
     snapshot: Option<String>,
-    /// Limit the rate (not supported yet).
+    /// Try to let the host copy (taken for a wish: the copy is made through memory).
+    #[arg(short = 'C')]
+    copy_offload: bool,
+    /// At most so many bytes of data a second.
     #[arg(short = 'r', value_name = "RATE")]
     rate: Option<String>,
-    /// Copy persistent bitmaps (not supported yet).
+    /// Copy the persistent bitmaps of the source's top layer too.
     #[arg(long)]
     bitmaps: bool,
     /// Go on after errors (not supported).
@@ -79,11 +82,8 @@ impl Args {
         let unsupported = [
             (self.compress, "-c (compression)"),
             (self.snapshot.is_some(), "-l (snapshots)"),
-            (self.rate.is_some(), "-r (rate limit)"),
-            (self.bitmaps, "--bitmaps"),
             (self.salvage, "--salvage"),
             (self.target_image_opts, "--target-image-opts"),
-            (self.target_cache == "unsafe", "-t unsafe (the target is always made durable)"),
         ];
         match unsupported.iter().find(|(wanted, _)| *wanted) {
             Some((_, what)) => bail!("convert: {what} is not supported"),
@@ -97,16 +97,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let format: Format = args.output_format.parse()?;
     let backing_format = parse_format(args.backing_format.as_deref())?;
     let options = ConvertOptions {
-        sparse_bytes: parse_size(&args.sparse)?,
+        sparse_bytes: parse_size(args.sparse.as_deref().unwrap_or("4k"))?,
         target_is_zero: !args.no_create || args.target_is_zero,
         top_only: args.backing.is_some(),
         depth: usize::from(args.requests),
+        rate: args.rate.as_deref().map(parse_size).transpose().context("Invalid rate limit specified")?,
     };
+    if args.copy_offload && args.sparse.is_some() {
+        bail!("Cannot enable copy offloading when -S is used");
+    }
     if args.no_create && !args.options.is_empty() {
         bail!("convert: -n takes the target as it is, -o has no meaning with it");
     }
     let source = args.open.open(&args.source, args.format.as_deref(), &[])?;
     refuse_same_file(&source, &args.target)?;
+    if args.bitmaps {
+        super::bitmap::refuse_without_bitmaps(&source, format)?;
+    }
     let mut watch = Watch::start(&args.progress)?;
     if !args.no_create {
         let size = source.info().size_bytes;
@@ -149,7 +156,9 @@ fn copy(
     let reactors = Reactors::start("convert")?;
     let done = watch.run(|control| jobs::convert(source, &target, options, &reactors.handles(), control));
     reactors.stop()?;
-    Ok(done?)
+    done?;
+    drop(target);
+    if args.bitmaps { super::bitmap::copy_all(source, &args.target) } else { Ok(()) }
 }
 
 /// A source that is overwritten would be lost.

@@ -31,11 +31,9 @@ impl Difference {
 pub(crate) const OTHERS: &[Difference] = &[
     pending("amend", "*"),
     pending("check", "-r"),
-    pending("convert", "--bitmaps"),
-    pending("convert", "-C"),
+    refused("convert", "-C", "taken for a wish: the copy is made through memory"),
     pending("convert", "-c"),
     pending("convert", "-l"),
-    pending("convert", "-r"),
     pending("measure", "-l"),
     pending("resize", "--preallocation"),
     pending("snapshot", "*"),
