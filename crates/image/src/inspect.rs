@@ -4,7 +4,7 @@ use crate::gate::Role;
 use crate::guess::Format;
 use crate::layer::Mapping;
 use crate::open::{backing_of, format_of, open_layer};
-use block::{File, Result};
+use block::{File, MetaIo, Result, block_on};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -25,6 +25,8 @@ pub struct Description {
     pub qcow2: Option<format_qcow2::Header>,
     /// Its persistent bitmaps.
     pub bitmaps: Vec<format_qcow2::Bitmap>,
+    /// Its internal snapshots.
+    pub snapshots: Vec<format_qcow2::Snapshot>,
     /// What would serve the file, and why.
     pub engine: String,
 }
@@ -32,11 +34,18 @@ pub struct Description {
 /// Looks at one file, which was opened for reading.
 pub fn inspect(path: &Path, file: &Arc<dyn File>, format: Option<Format>) -> Result<Description> {
     let (format, guessed) = format_of(path, file.as_ref(), format)?;
-    let layer = open_layer(path, Arc::clone(file), format, Role::ReadOnly)?;
+    let layer = open_layer(path, Arc::clone(file), format, Role::ReadOnly, None)?;
     let (backing_file, backing_format) = backing_of(&layer)?.unzip();
     let qcow2 = match &layer.mapping {
         Mapping::Raw(_) => None,
         Mapping::Qcow2(qcow2) => Some(qcow2.header().clone()),
+    };
+    let snapshots = match &qcow2 {
+        None => Vec::new(),
+        Some(header) => {
+            let io = MetaIo::new(file.open_blocking()?);
+            block_on(format_qcow2::snapshots(&io, header, &path.display().to_string()))?
+        }
     };
     Ok(Description {
         bitmaps: crate::bitmaps(file, format)?,
@@ -46,6 +55,7 @@ pub fn inspect(path: &Path, file: &Arc<dyn File>, format: Option<Format>) -> Res
         backing_file,
         backing_format: backing_format.flatten(),
         qcow2,
+        snapshots,
         engine: layer.file_info().engine.clone(),
     })
 }

@@ -6,7 +6,7 @@ use crate::guess::{Format, PROBE_BYTES, guess_format};
 use crate::image::{Chain, Image};
 use crate::layer::{Layer, Mapping};
 use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
-use format_qcow2::{OpenOptions, Qcow2};
+use format_qcow2::{OpenOptions, Qcow2, SnapshotName};
 use format_raw::Raw;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,6 +34,8 @@ pub struct ImageOptions {
     pub volatile_cache: bool,
     /// The memory for tables, over all layers; by default what covers the whole disk, up to 32 MiB.
     pub table_cache_bytes: Option<u64>,
+    /// The disk as it was when this internal snapshot was taken; read-only.
+    pub snapshot: Option<SnapshotName>,
 }
 
 impl ImageOptions {
@@ -49,6 +51,7 @@ impl ImageOptions {
             serial: String::new(),
             volatile_cache: true,
             table_cache_bytes: None,
+            snapshot: None,
         }
     }
 }
@@ -63,7 +66,8 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     let mut next = Some((top_path.clone(), options.path.clone(), options.format));
     while let Some((path, said, format)) = next.take() {
         refuse_loop(&layers, &path)?;
-        let role = match (layers.is_empty(), options.read_only) {
+        let read_only = options.read_only || options.snapshot.is_some();
+        let role = match (layers.is_empty(), read_only) {
             (true, false) => Role::Writable,
             (true, true) => Role::ReadOnly,
             (false, _) => Role::Backing,
@@ -73,7 +77,8 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         if layers.is_empty() {
             guessed_raw = guessed && format == Format::Raw;
         }
-        let mut layer = open_layer(&path, file, format, role)?;
+        let snapshot = options.snapshot.as_ref().filter(|_| layers.is_empty());
+        let mut layer = open_layer(&path, file, format, role, snapshot)?;
         if let Some((name, backing_format)) = backing_of(&layer)? {
             let target = backing_path(&path, &name)?;
             let in_context = |error: Error| error.in_context(format!("backing file of '{}'", path.display()));
@@ -90,7 +95,7 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     let chain = Chain {
         layers,
         size_bytes,
-        read_only: options.read_only,
+        read_only: options.read_only || options.snapshot.is_some(),
         guessed_raw,
         refused_headers: AtomicU64::new(0),
         volatile_cache: AtomicBool::new(options.volatile_cache),
@@ -137,13 +142,26 @@ pub(crate) fn format_of(path: &Path, file: &dyn File, said: Option<Format>) -> R
     Ok((guess.unwrap_or(Format::Raw), true))
 }
 
-pub(crate) fn open_layer(path: &Path, file: Arc<dyn File>, format: Format, role: Role) -> Result<Layer> {
+pub(crate) fn open_layer(
+    path: &Path,
+    file: Arc<dyn File>,
+    format: Format,
+    role: Role,
+    snapshot: Option<&SnapshotName>,
+) -> Result<Layer> {
     let mapping = match format {
+        Format::Raw if snapshot.is_some() => {
+            let what = format!("'{}': a raw image has no snapshots", path.display());
+            return Err(Error::new(ErrorKind::BadOption, what));
+        }
         Format::Raw => Mapping::Raw(Raw::new(file.length_bytes()?)),
         Format::Qcow2 => {
             let io = MetaIo::new(file.open_blocking()?);
             let options = OpenOptions { name: path.display().to_string(), read_only: !matches!(role, Role::Writable) };
-            Mapping::Qcow2(block_on(Qcow2::open(&io, file.info(), options))?)
+            Mapping::Qcow2(match snapshot {
+                None => block_on(Qcow2::open(&io, file.info(), options))?,
+                Some(which) => block_on(Qcow2::open_snapshot(&io, file.info(), options, which))?,
+            })
         }
     };
     let size_bytes = match &mapping {

@@ -1,23 +1,55 @@
 //! Changing the size of a disk whose image is not in use.
 
+use crate::Control;
 use block::{Error, ErrorKind, File, FileOp, Result, block_on};
+use image::GrowBy;
+use memory::{AlignedBuf, IoBuf};
+
+/// Allocated at once.
+const PIECE_BYTES: u64 = 1 << 20;
 
 /// Makes a raw image `size_bytes` long; what is added reads as zeros. Cuts data off only with `shrink`. Durable when this
 /// returns.
-pub fn resize_raw(file: &dyn File, size_bytes: u64, shrink: bool) -> Result<()> {
+pub fn resize_raw(
+    file: &dyn File,
+    size_bytes: u64,
+    shrink: bool,
+    preallocation: GrowBy,
+    control: &mut Control<'_>,
+) -> Result<()> {
     let name = &file.info().name;
     let bad = |what: &str| Error::new(ErrorKind::BadOption, format!("'{name}': {what}"));
     if file.info().block_device {
         return Err(Error::new(ErrorKind::Unsupported, format!("'{name}': a block device cannot be resized")));
     }
-    if size_bytes < file.length_bytes()? && !shrink {
+    let old_bytes = file.length_bytes()?;
+    if size_bytes < old_bytes && !shrink {
         return Err(bad("Use the --shrink option to perform a shrink operation."));
+    }
+    if size_bytes < old_bytes && preallocation != GrowBy::Nothing {
+        return Err(bad("Preallocation can only be used for growing images"));
+    }
+    if preallocation == GrowBy::Tables {
+        return Err(bad("a raw image has no metadata to preallocate; use off, falloc or full"));
     }
     let queue = file.open_blocking()?;
     let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot resize '{name}'"), error);
-    block_on(async {
-        queue.start(FileOp::SetLength { length: size_bytes }).await?;
-        queue.start(FileOp::Flush).await
-    })
-    .map_err(failed)
+    // The size first: whatever happens then, the disk is the one before or the one after.
+    block_on(queue.start(FileOp::SetLength { length: size_bytes })).map_err(failed)?;
+    let mut at = old_bytes;
+    while at < size_bytes && preallocation != GrowBy::Nothing {
+        control.check()?;
+        let length = PIECE_BYTES.min(size_bytes - at);
+        let op = match preallocation {
+            GrowBy::Zeros => {
+                let data = IoBuf::from_aligned(AlignedBuf::zeroed(length as usize)).whole();
+                FileOp::Write { offset: at, data, fua: false }
+            }
+            _ => FileOp::WriteZeroes { offset: at, length, may_unmap: false },
+        };
+        block_on(queue.start(op)).map_err(failed)?;
+        at += length;
+        control.tell(at - old_bytes, size_bytes - old_bytes);
+    }
+    block_on(queue.start(FileOp::Flush)).map_err(failed)
 }

@@ -1,0 +1,107 @@
+//! Changes to an image that nobody uses: snapshots, another size.
+
+use crate::guess::Format;
+use crate::image::Image;
+use crate::layer::Mapping;
+use crate::open::format_of;
+use block::{Error, ErrorKind, Extent, File, IoError, IoResult, MetaIo, Result, block_on};
+use format_qcow2::{GrowBy, NewSnapshot, ResizeOptions};
+use std::path::Path;
+use std::sync::Arc;
+
+pub use format_qcow2::EditWatch;
+
+/// What to do to an image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Edit {
+    /// Take an internal snapshot.
+    CreateSnapshot(NewSnapshot),
+    /// Make the disk what it was when the snapshot with this id, or else this name, was taken.
+    ApplySnapshot(String),
+    /// Delete the snapshot with this id, or else this name.
+    DeleteSnapshot(String),
+}
+
+/// Changes the image in a file that was opened for writing; blocks. Power cuts leave the image before or after.
+pub fn edit(
+    path: &Path,
+    file: &Arc<dyn File>,
+    format: Option<Format>,
+    edit: &Edit,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let name = path.display().to_string();
+    let (format, _) = format_of(path, file.as_ref(), format)?;
+    if format == Format::Raw {
+        return Err(Error::new(ErrorKind::Unsupported, format!("'{name}': a raw image has no snapshots")));
+    }
+    let (io, file) = (MetaIo::new(file.open_blocking()?), file.as_ref());
+    block_on(async {
+        match edit {
+            Edit::CreateSnapshot(new) => format_qcow2::create_snapshot(&io, file, &name, new, watch).await,
+            Edit::ApplySnapshot(which) => format_qcow2::apply_snapshot(&io, file, &name, which, watch).await,
+            Edit::DeleteSnapshot(which) => format_qcow2::delete_snapshot(&io, file, &name, which, watch).await,
+        }
+    })
+}
+
+impl Image {
+    /// Changes the size of a qcow2 image that was opened for writing and that no queue uses; blocks. What is added reads
+    /// as zeros. The image is closed: what is in memory is out of date afterwards.
+    pub fn resize(
+        self,
+        size_bytes: u64,
+        shrink: bool,
+        preallocation: GrowBy,
+        watch: &mut EditWatch<'_>,
+    ) -> Result<()> {
+        let unsupported = |what: &str| Err(Error::new(ErrorKind::Unsupported, what));
+        let Some(top) = self.chain.layers.first() else { return unsupported("there is no image") };
+        let Mapping::Qcow2(qcow2) = &top.mapping else { return unsupported("only qcow2 images are resized like this") };
+        let name = top.path.display().to_string();
+        let old_bytes = self.chain.size_bytes;
+        let cluster = 1u64.checked_shl(qcow2.header().cluster_bits).unwrap_or(1);
+        let rest = old_bytes.checked_rem(cluster).unwrap_or(0);
+        let mut last_cluster = Vec::new();
+        if rest > 0 && size_bytes > old_bytes {
+            let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot read the end of '{name}'"), error);
+            last_cluster = self.read_blocking(old_bytes.saturating_sub(rest), rest)?.map_err(failed)?;
+        }
+        let backing_bytes = self.chain.layers.get(1).map_or(0, |layer| layer.size_bytes);
+        let options = ResizeOptions { size_bytes, shrink, preallocation, backing_bytes, last_cluster };
+        let io = MetaIo::new(top.file.open_blocking()?);
+        block_on(format_qcow2::resize(&io, top.file.as_ref(), &name, &options, watch))
+    }
+
+    fn read_blocking(&self, offset: u64, length_bytes: u64) -> Result<IoResult<Vec<u8>>> {
+        let layers = self.chain.layers.iter();
+        let metas: Vec<MetaIo> =
+            layers.map(|layer| Ok(MetaIo::new(layer.file.open_blocking()?))).collect::<Result<_>>()?;
+        Ok(block_on(self.read_parts(&metas, offset, length_bytes)))
+    }
+
+    async fn read_parts(&self, metas: &[MetaIo], offset: u64, length_bytes: u64) -> IoResult<Vec<u8>> {
+        let mut bytes = Vec::new();
+        while (bytes.len() as u64) < length_bytes {
+            let at = offset.saturating_add(bytes.len() as u64);
+            let left = length_bytes.saturating_sub(bytes.len() as u64);
+            let place = self.chain.resolve(metas, at, left).await?;
+            let part = usize::try_from(place.length_bytes.min(left)).map_err(|_| IoError::EIO)?;
+            let layer = self.chain.layer(place.layer)?;
+            let meta = metas.get(place.layer).ok_or(IoError::EIO)?;
+            match (place.extent, &layer.mapping) {
+                (Extent::Zero | Extent::Backing, _) => bytes.resize(bytes.len().saturating_add(part), 0),
+                (Extent::Data { offset, .. }, _) => {
+                    bytes.extend_from_slice(&meta.read(offset, part, layer.past_end(offset)).await?);
+                }
+                (Extent::Compressed(extent), Mapping::Qcow2(qcow2)) => {
+                    let cluster = qcow2.read_compressed(meta, extent).await?;
+                    let skip = extent.skip_bytes as usize;
+                    bytes.extend_from_slice(cluster.get(skip..skip.saturating_add(part)).ok_or(IoError::EIO)?);
+                }
+                (Extent::Compressed(_), Mapping::Raw(_)) => return Err(IoError::EIO),
+            }
+        }
+        Ok(bytes)
+    }
+}

@@ -1,0 +1,37 @@
+//! Changes to an image that nobody uses.
+
+use crate::Control;
+use block::{File, Result};
+use image::{Edit, Format, GrowBy, Image};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Takes, applies or deletes an internal snapshot of the image in `file`, which was opened for writing. Cancelled, it
+/// leaves the image as it was.
+pub fn edit(
+    path: &Path,
+    file: &Arc<dyn File>,
+    format: Option<Format>,
+    edit: &Edit,
+    control: &mut Control<'_>,
+) -> Result<()> {
+    image::edit(path, file, format, edit, &mut |done, total| {
+        control.tell(done, total);
+        !control.cancel.load(Ordering::Relaxed)
+    })
+}
+
+/// Changes the size of a qcow2 image that was opened for writing. Cancelled, it leaves the image as it was.
+pub fn resize_qcow2(
+    image: Image,
+    size_bytes: u64,
+    shrink: bool,
+    preallocation: GrowBy,
+    control: &mut Control<'_>,
+) -> Result<()> {
+    image.resize(size_bytes, shrink, preallocation, &mut |done, total| {
+        control.tell(done, total);
+        !control.cancel.load(Ordering::Relaxed)
+    })
+}
