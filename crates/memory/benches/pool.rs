@@ -12,7 +12,7 @@ use std::time::Instant;
 
 const ROUNDS: usize = 11;
 const OPERATIONS: usize = 1 << 18;
-const DEPTHS: [usize; 3] = [1, 32, 256];
+const DEPTHS: [usize; 6] = [1, 32, 128, 256, 512, 1024];
 /// Contexts that one thread passes to the other at a time, and how many such lots there are.
 const LOT: usize = 32;
 const LOTS: usize = 8;

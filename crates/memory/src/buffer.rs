@@ -8,11 +8,11 @@
 //! The bytes may be shared with a guest that changes them at any time, so they are only ever copied in or out, never
 //! borrowed as slices.
 
-use crate::{AlignedBuf, Mapping};
+use crate::pool::PooledPages;
+use crate::{AlignedBuf, Mapping, PoolRc, room_for};
 use std::any::Any;
 use std::cell::Cell;
 use std::ptr::NonNull;
-use std::rc::Rc;
 use std::sync::Arc;
 
 /// A run of memory, laid out as the kernel's `struct iovec`.
@@ -51,22 +51,48 @@ impl Segment {
     }
 }
 
+/// The memory of an owned buffer.
+#[derive(Default)]
+enum Owned {
+    /// Somebody else keeps the segments mapped.
+    #[default]
+    Not,
+    Whole(AlignedBuf),
+    /// Kept only.
+    FromPool(#[allow(dead_code)] PooledPages),
+}
+
 #[derive(Default)]
 struct Inner {
+    /// The list of a buffer that has one segment from its beginning on: it needs no vector.
+    single: Option<Segment>,
+    /// The list where `single` is none.
     segments: Vec<Segment>,
     length_bytes: usize,
-    /// Keeps the memory of an owned buffer; `None` where somebody else keeps the segments mapped.
-    owned: Option<AlignedBuf>,
+    owned: Owned,
     /// Keeps the buffers whose memory a gathered list names.
     parts: Vec<Window>,
     /// Keeps the mapping that the segments lie in, and what its owner wants dropped with the last handle.
     mapped: Option<(Arc<Mapping>, Box<dyn Any>)>,
 }
 
+room_for!(Inner, "buffer's list of segments");
+
+impl Inner {
+    fn segments(&self) -> &[Segment] {
+        self.single.as_ref().map_or(&self.segments, std::slice::from_ref)
+    }
+
+    fn in_one(start: NonNull<u8>, length_bytes: usize) -> Self {
+        let single = (length_bytes > 0).then(|| Segment::new(start, length_bytes));
+        Self { single, length_bytes, ..Self::default() }
+    }
+}
+
 /// A handle to a list of segments. See the module's documentation.
 #[derive(Clone, Default)]
 pub struct IoBuf {
-    inner: Rc<Inner>,
+    inner: PoolRc<Inner>,
 }
 
 impl IoBuf {
@@ -85,20 +111,25 @@ impl IoBuf {
     /// Owned memory in one segment.
     #[must_use]
     pub fn from_aligned(buf: AlignedBuf) -> Self {
-        let length_bytes = buf.len();
-        let segments = match length_bytes {
-            0 => Vec::new(),
-            _ => vec![Segment::new(buf.as_non_null(), length_bytes)],
-        };
-        Self { inner: Rc::new(Inner { segments, length_bytes, owned: Some(buf), ..Inner::default() }) }
+        let inner = Inner::in_one(buf.as_non_null(), buf.len());
+        Self { inner: PoolRc::new(Inner { owned: Owned::Whole(buf), ..inner }) }
+    }
+
+    /// Page-aligned memory in one segment that comes from the pool and goes back there: what it holds is whatever was
+    /// there before. Bounce buffers are made so; up to a mebibyte nothing is allocated once the pool is warm.
+    #[must_use]
+    pub fn from_pool(length_bytes: usize) -> Self {
+        let pages = PooledPages::take(length_bytes);
+        let inner = Inner::in_one(pages.as_non_null(), length_bytes);
+        Self { inner: PoolRc::new(Inner { owned: Owned::FromPool(pages), ..inner }) }
     }
 
     /// Takes the owned memory back out, if this is the only handle and the buffer owns its memory.
     pub fn into_aligned(self) -> Result<AlignedBuf, Self> {
-        match Rc::try_unwrap(self.inner) {
-            Ok(mut inner) => match inner.owned.take() {
-                Some(buf) => Ok(buf),
-                None => Err(Self { inner: Rc::new(inner) }),
+        match PoolRc::try_unwrap(self.inner) {
+            Ok(mut inner) => match std::mem::take(&mut inner.owned) {
+                Owned::Whole(buf) => Ok(buf),
+                other => Err(Self { inner: PoolRc::new(Inner { owned: other, ..inner }) }),
             },
             Err(inner) => Err(Self { inner }),
         }
@@ -113,7 +144,7 @@ impl IoBuf {
             part.for_each_segment(|segment| segments.push(segment));
         }
         let length_bytes = parts.iter().map(Window::length_bytes).sum();
-        Self { inner: Rc::new(Inner { segments, length_bytes, parts, ..Inner::default() }) }
+        Self { inner: PoolRc::new(Inner { segments, length_bytes, parts, ..Inner::default() }) }
     }
 
     /// A part of a shared mapping, in one segment; `None` if it does not lie inside. The buffer keeps the mapping, and
@@ -130,12 +161,8 @@ impl IoBuf {
             return None;
         }
         let start = NonNull::new(mapping.as_ptr().as_ptr().wrapping_add(skip_bytes))?;
-        let segments = match length_bytes {
-            0 => Vec::new(),
-            _ => vec![Segment::new(start, length_bytes)],
-        };
         let mapped = Some((Arc::clone(mapping), keep));
-        Some(Self { inner: Rc::new(Inner { segments, length_bytes, mapped, ..Inner::default() }) })
+        Some(Self { inner: PoolRc::new(Inner { mapped, ..Inner::in_one(start, length_bytes) }) })
     }
 
     /// Replaces the list in place, keeping its capacity: what a front end calls for each request on the context that
@@ -145,10 +172,11 @@ impl IoBuf {
     /// # Safety
     /// Every segment must stay mapped, readable and writable, for as long as this list (any handle to it) holds it.
     pub unsafe fn refill(&mut self, segments: impl Iterator<Item = Segment>) -> bool {
-        let Some(inner) = Rc::get_mut(&mut self.inner) else {
+        let Some(inner) = PoolRc::get_mut(&mut self.inner) else {
             return false;
         };
-        inner.owned = None;
+        inner.owned = Owned::Not;
+        inner.single = None;
         inner.parts.clear();
         inner.mapped = None;
         inner.segments.clear();
@@ -160,7 +188,7 @@ impl IoBuf {
     /// Whether this is the only handle, so that [`IoBuf::refill`] works and nothing is in flight.
     #[must_use]
     pub fn is_unique(&self) -> bool {
-        Rc::strong_count(&self.inner) == 1
+        PoolRc::strong_count(&self.inner) == 1
     }
 
     /// Total bytes listed.
@@ -172,7 +200,7 @@ impl IoBuf {
     /// The segments, in order.
     #[must_use]
     pub fn segments(&self) -> &[Segment] {
-        &self.inner.segments
+        self.inner.segments()
     }
 
     /// The whole buffer as a window.
@@ -184,7 +212,7 @@ impl IoBuf {
 
 impl std::fmt::Debug for IoBuf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "IoBuf({} bytes, {} segments)", self.length_bytes(), self.inner.segments.len())
+        write!(f, "IoBuf({} bytes, {} segments)", self.length_bytes(), self.segments().len())
     }
 }
 
@@ -394,6 +422,7 @@ const PROBE_BYTES: usize = 512;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::rc::Rc;
 
     fn pattern(length: usize) -> AlignedBuf {
         let mut buf = AlignedBuf::zeroed(length);

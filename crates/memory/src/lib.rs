@@ -3,7 +3,8 @@
 //! * [`IoBuf`] and [`Window`]: scattered memory an operation owns (or pins) while the kernel may touch it.
 //! * [`AlignedBuf`]: owned, aligned memory for metadata and bounce buffers.
 //! * [`GuestMemory`]: a guest's address space, mapped from the file descriptors that its monitor sent.
-//! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation.
+//! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation; [`Placed`], [`PoolRc`]
+//!   and [`PooledFuture`] put what belongs to one thread into such memory.
 //! * [`fault`]: what happens when such a file shrinks under us.
 //!
 //! Nearly all `unsafe` of the project is here and in `engine`: the types are built so that code above them needs none.
@@ -19,4 +20,7 @@ pub use aligned::{AlignedBuf, PAGE_BYTES};
 pub use buffer::{IoBuf, Segment, Window};
 pub use guest::{GuestMemory, GuestRegion, MemoryError, RegionSpec};
 pub use mapping::{Mapping, duplicate_fd};
-pub use pool::{DECAY_PERIOD, Pool, PoolBox, PoolContext, PoolStats, Pooled, ThreadList};
+pub use pool::{
+    DECAY_PERIOD, HasRoom, Placed, Pool, PoolBox, PoolContext, PoolRc, PoolStats, Pooled, PooledFuture, Room,
+    ThreadList, maintain_pools, pools, trim_pools,
+};

@@ -1,12 +1,16 @@
 //! Pools of request contexts: what a request needs for as long as it is in flight, used again by the next one.
 //!
-//! Each thread has a list of idle contexts of its own; taking one from it and putting one back is a `Vec`'s pop and
+//! Each thread has a list of idle contexts of its own; taking one from it and putting one back is a pop and a
 //! push, without atomics or allocation. Where a list runs empty or over, the thread trades a whole batch of contexts
 //! with the other threads through a lock-free stack, so a thread that only frees feeds one that only takes. Contexts are
 //! created only if the thread's list and the stack are empty. The other threads' lists may hold idle ones at that
 //! moment, so the length of a list follows the load: together they get a twentieth of the peak in flight (but eight
 //! contexts a thread at least), and the total stays near the peak. A thread that frees and takes in turns, as reactors
 //! do, gets a longer list, so that its turns need no trade: what it holds idle is what it had in flight a moment before.
+//!
+//! Contexts are `Send`, since any thread may be the next to use them. What belongs to one thread (a task, a request that
+//! names its queue) is put into a context that is only memory: [`Room`] for one type of value ([`Placed`], [`PoolRc`]),
+//! [`PooledFuture`]'s chunks for futures of any type.
 //!
 //! When the load falls, contexts that the peak of the last two [`DECAY_PERIOD`]s does not explain go back to the
 //! allocator. Trading threads see to that in passing; a reactor that is about to sleep calls [`Pool::maintain`].
@@ -34,20 +38,30 @@
 //! ```
 
 mod depot;
+mod future;
 mod list;
+mod magazine;
 #[cfg(test)]
 mod model;
+mod pages;
+mod registry;
+mod room;
 mod stack;
 mod sync;
 
 pub use depot::PoolStats;
+pub use future::PooledFuture;
+pub(crate) use pages::PooledPages;
+pub use registry::{maintain_pools, pools, trim_pools};
+pub use room::{HasRoom, Placed, PoolRc, Room};
 
 use depot::Depot;
 use list::List;
-use stack::Magazine;
+use magazine::{Magazine, Node};
 use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::LocalKey;
 use std::time::{Duration, Instant};
@@ -64,6 +78,9 @@ const BATCHES_FREED_A_LOOK: usize = 2;
 
 /// What a pool may hold.
 pub trait PoolContext: Send + Sized + 'static {
+    /// What one keeps from the rest of the system, about: a sleeping thread wakes up to give much back, not for little.
+    const HELD_BYTES: usize = size_of::<Self>();
+
     /// Makes one. Allocate here whatever requests will need.
     fn create() -> Self;
 
@@ -80,14 +97,17 @@ pub trait Pooled: PoolContext {
     fn list() -> &'static LocalKey<ThreadList<Self>>;
 }
 
-/// Gives a [`PoolContext`] its pool.
+/// Gives a [`PoolContext`] its pool, named as given or after the type.
 #[macro_export]
 macro_rules! pooled {
     ($context:ty) => {
+        $crate::pooled!($context, ::std::any::type_name::<$context>());
+    };
+    ($context:ty, $name:expr) => {
         impl $crate::Pooled for $context {
             fn pool() -> &'static $crate::Pool<Self> {
                 static POOL: ::std::sync::LazyLock<$crate::Pool<$context>> =
-                    ::std::sync::LazyLock::new(|| $crate::Pool::new(::std::any::type_name::<$context>()));
+                    ::std::sync::LazyLock::new(|| $crate::Pool::new($name));
                 &POOL
             }
 
@@ -112,9 +132,11 @@ pub struct Pool<T> {
 }
 
 impl<T: Pooled> Pool<T> {
-    /// An empty pool: for [`pooled!`](crate::pooled).
+    /// An empty pool, listed by [`pools`]: for [`pooled!`](crate::pooled).
     #[must_use]
     pub fn new(name: &'static str) -> Self {
+        let (stats, maintain, trim) = (|| T::pool().stats(), || T::pool().give_back(), || T::pool().trim());
+        registry::add(registry::Entry { name, stats, maintain, trim });
         let period_end_ms = AtomicU64::new(DECAY_PERIOD.as_millis() as u64);
         Self { name, depot: Depot::new(SLOTS), started: Instant::now(), period_end_ms }
     }
@@ -140,7 +162,19 @@ impl<T: Pooled> Pool<T> {
         }
         self.settle();
         self.free_surplus(usize::MAX);
-        self.depot.will_have_surplus()
+        self.depot.coming_surplus() > 0
+    }
+
+    /// [`Pool::maintain`], and how many bytes it will have to give back later.
+    fn give_back(&self) -> u64 {
+        self.maintain();
+        self.depot.coming_surplus().saturating_mul(T::HELD_BYTES as u64)
+    }
+
+    fn trim(&self) {
+        self.end_period();
+        self.end_period();
+        self.free_surplus(usize::MAX);
     }
 
     /// Ends the decay period at once: [`Pool::maintain`] does so when its time is over.
@@ -184,7 +218,7 @@ impl<T: Pooled> Pool<T> {
     }
 
     #[cold]
-    fn take_slowly(&'static self) -> Box<T> {
+    fn take_slowly(&'static self) -> Box<Node<T>> {
         let spares_length = match T::list().try_with(|list| list.0.borrow_mut().get_or_trade(&self.depot)) {
             Ok(Ok(context)) => {
                 self.look_at_the_clock();
@@ -195,19 +229,19 @@ impl<T: Pooled> Pool<T> {
                 // The thread is ending and has no list any more.
                 self.depot.note_created(1);
                 self.depot.note_in_flight(1);
-                return Box::new(T::create());
+                return Node::boxed(T::create());
             }
         };
         // Without a borrow: contexts may be made of others.
-        let context = Box::new(T::create());
-        let spares = (0..spares_length).map(|_| Box::new(T::create())).collect();
+        let context = Node::boxed(T::create());
+        let spares = (0..spares_length).map(|_| Node::boxed(T::create())).collect();
         let freed = T::list().with(|list| list.0.borrow_mut().adopt(&self.depot, spares));
         self.free(freed);
         context
     }
 
     #[cold]
-    fn put_slowly(&'static self, context: Box<T>) {
+    fn put_slowly(&'static self, context: Box<Node<T>>) {
         let mut context = Some(context);
         let freed = T::list().try_with(|list| {
             let context = context.take();
@@ -274,7 +308,7 @@ impl<T: Pooled> std::fmt::Debug for ThreadList<T> {
 }
 
 /// A context in use. Dropping it, on any thread, resets the context and gives it to that thread's list.
-pub struct PoolBox<T: Pooled>(ManuallyDrop<Box<T>>);
+pub struct PoolBox<T: Pooled>(ManuallyDrop<Box<Node<T>>>);
 
 impl<T: Pooled> PoolBox<T> {
     /// Takes an idle context, or creates one if there is none.
@@ -287,6 +321,24 @@ impl<T: Pooled> PoolBox<T> {
         };
         Self(ManuallyDrop::new(context))
     }
+
+    /// The bare context; it must come back by [`PoolBox::from_raw`].
+    #[inline]
+    fn into_raw(self) -> NonNull<T> {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: taken once, here, and `this` is neither used nor dropped afterwards.
+        let context = unsafe { ManuallyDrop::take(&mut this.0) };
+        // The node's address, and the right to all of it: the context is its first field.
+        NonNull::from(Box::leak(context)).cast()
+    }
+
+    /// # Safety
+    /// `context` came from [`PoolBox::into_raw`], and nobody else uses it any more.
+    #[inline]
+    unsafe fn from_raw(context: NonNull<T>) -> Self {
+        // SAFETY: it is the first field of a node leaked from a box (`Node` is `repr(C)`), which the caller has exclusively.
+        Self(ManuallyDrop::new(unsafe { Box::from_raw(context.as_ptr().cast()) }))
+    }
 }
 
 impl<T: Pooled> Drop for PoolBox<T> {
@@ -294,7 +346,7 @@ impl<T: Pooled> Drop for PoolBox<T> {
     fn drop(&mut self) {
         // SAFETY: taken once, here, and `self` is not used afterwards.
         let mut context = unsafe { ManuallyDrop::take(&mut self.0) };
-        context.reset();
+        context.context.reset();
         let mut context = Some(context);
         // Where the thread is ending and its list is gone, the context is refused too.
         let _ = T::list().try_with(|list| {
@@ -311,14 +363,14 @@ impl<T: Pooled> Deref for PoolBox<T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        &self.0
+        &self.0.context
     }
 }
 
 impl<T: Pooled> DerefMut for PoolBox<T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
-        &mut self.0
+        &mut self.0.context
     }
 }
 

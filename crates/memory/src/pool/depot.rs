@@ -1,6 +1,7 @@
 //! What all threads of a pool share: the stacks of magazines, and how many contexts there are and should be.
 
-use super::stack::{Magazine, Rules, Sound, Stacks};
+use super::magazine::Magazine;
+use super::stack::{Rules, Sound, Stacks};
 // The standard library's even under the model checker: no decision that safety depends on is taken from these numbers,
 // and exploring them would drown the schedules that matter.
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -68,7 +69,7 @@ impl<T, R: Rules> Depot<T, R> {
     pub(super) fn give(&self, magazine: &mut Magazine<T>) -> Magazine<T> {
         let needed = self.surplus() < magazine.len() as u64;
         if needed && self.stacks.give(magazine) {
-            return Vec::new();
+            return Magazine::new();
         }
         std::mem::take(magazine)
     }
@@ -81,7 +82,7 @@ impl<T, R: Rules> Depot<T, R> {
 
     /// Any batch, with its magazine.
     pub(super) fn take_any(&self) -> Option<Magazine<T>> {
-        let mut magazine = Vec::new();
+        let mut magazine = Magazine::new();
         self.stacks.take(&mut magazine).then_some(magazine)
     }
 
@@ -124,9 +125,9 @@ impl<T, R: Rules> Depot<T, R> {
         self.total().saturating_sub(peak + 2 * lists)
     }
 
-    /// Whether there will be a surplus when the peaks are forgotten, if the load stays as it is.
-    pub(super) fn will_have_surplus(&self) -> bool {
-        self.surplus_over(self.in_flight()) > 0
+    /// The surplus that there will be when the peaks are forgotten, if the load stays as it is.
+    pub(super) fn coming_surplus(&self) -> u64 {
+        self.surplus_over(self.in_flight())
     }
 
     fn threads(&self) -> u64 {

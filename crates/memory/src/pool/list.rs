@@ -1,8 +1,9 @@
 //! One thread's idle contexts: two magazines, so that a thread whose requests come and go near a magazine's edge
 //! does not trade at every one of them.
 
-use super::depot::{Depot, MAX_BATCH};
-use super::stack::{Magazine, Rules};
+use super::depot::Depot;
+use super::magazine::{Magazine, Node};
+use super::stack::Rules;
 
 /// A thread that filled so many magazines without taking one context only frees, as far as anybody can tell. Reactors
 /// free in bursts too, but then they take.
@@ -10,6 +11,16 @@ const FILLS_OF_A_FREER: u8 = 4;
 /// After so many gifts in a row a thread has more than its turns need.
 const GIFTS_IN_A_ROW: u8 = 16;
 const MAX_STRETCH: usize = 16;
+
+/// However long a thread's magazines are, what it leaves for others is cut into batches of the ordinary length: a thread
+/// that needs one context more must not get so many that nothing is left for the next.
+fn give_in_batches<T, R: Rules>(depot: &Depot<T, R>, magazine: &mut Magazine<T>) -> Magazine<T> {
+    let (batch, mut freed) = (depot.batch_length(), Magazine::new());
+    while !magazine.is_empty() {
+        freed.append(&mut depot.give(&mut magazine.split(batch)));
+    }
+    freed
+}
 
 /// A thread's list. It does not know its depot: every call that may trade is given it.
 pub(super) struct List<T> {
@@ -38,8 +49,8 @@ pub(super) struct List<T> {
 impl<T> List<T> {
     pub(super) const fn new() -> Self {
         Self {
-            loaded: Vec::new(),
-            reserve: Vec::new(),
+            loaded: Magazine::new(),
+            reserve: Magazine::new(),
             batch: 0,
             fills: FILLS_OF_A_FREER,
             net: 0,
@@ -52,16 +63,15 @@ impl<T> List<T> {
 
     /// The fast path out.
     #[inline]
-    pub(super) fn get(&mut self) -> Option<Box<T>> {
+    pub(super) fn get(&mut self) -> Option<Box<Node<T>>> {
         self.fills = 0;
         self.loaded.pop()
     }
 
     /// The fast path in; gives the context back if the magazine is full.
     #[inline]
-    pub(super) fn put(&mut self, context: Box<T>) -> Result<(), Box<T>> {
+    pub(super) fn put(&mut self, context: Box<Node<T>>) -> Result<(), Box<Node<T>>> {
         if self.loaded.len() < self.batch {
-            // Has the capacity (`ready`), so this allocates nothing.
             self.loaded.push(context);
             return Ok(());
         }
@@ -71,7 +81,7 @@ impl<T> List<T> {
     /// When [`List::get`] found nothing: the reserve, then what other threads left. If that is nothing either, says how
     /// many spare contexts the caller should create beside the one that it needs, for [`List::adopt`].
     #[cold]
-    pub(super) fn get_or_trade<R: Rules>(&mut self, depot: &Depot<T, R>) -> Result<Box<T>, usize> {
+    pub(super) fn get_or_trade<R: Rules>(&mut self, depot: &Depot<T, R>) -> Result<Box<Node<T>>, usize> {
         self.join(depot);
         if !self.reserve.is_empty() {
             std::mem::swap(&mut self.loaded, &mut self.reserve);
@@ -81,7 +91,6 @@ impl<T> List<T> {
             return Err(depot.spares_length());
         }
         self.net += self.loaded.len() as i64;
-        self.ready();
         if std::mem::take(&mut self.gifts) > 0 {
             self.stretch = (self.stretch * 2).min(MAX_STRETCH);
         }
@@ -94,18 +103,17 @@ impl<T> List<T> {
     /// When [`List::put`] found no room. Returns contexts to count as freed and drop (see [`Depot::give`]).
     #[cold]
     #[must_use]
-    pub(super) fn put_or_trade<R: Rules>(&mut self, depot: &Depot<T, R>, context: Box<T>) -> Magazine<T> {
+    pub(super) fn put_or_trade<R: Rules>(&mut self, depot: &Depot<T, R>, context: Box<Node<T>>) -> Magazine<T> {
         self.join(depot);
         if self.loaded.len() < self.batch {
             self.loaded.push(context);
-            return Vec::new();
+            return Magazine::new();
         }
         self.fills = self.fills.saturating_add(1).min(FILLS_OF_A_FREER);
         let keeps = self.fills < FILLS_OF_A_FREER;
         let freed = if keeps && self.reserve.is_empty() {
             std::mem::swap(&mut self.loaded, &mut self.reserve);
-            self.ready();
-            Vec::new()
+            Magazine::new()
         } else {
             self.trade_full(depot, keeps)
         };
@@ -122,7 +130,6 @@ impl<T> List<T> {
         } else {
             freed.append(&mut self.give_loaded(depot));
         }
-        self.ready();
         self.gifts += 1;
         if self.gifts >= GIFTS_IN_A_ROW {
             self.gifts = 0;
@@ -135,28 +142,26 @@ impl<T> List<T> {
 
     fn give_reserve<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
         if self.reserve.is_empty() {
-            return Vec::new();
+            return Magazine::new();
         }
         self.net -= self.reserve.len() as i64;
-        depot.give(&mut self.reserve)
+        give_in_batches(depot, &mut self.reserve)
     }
 
     fn give_loaded<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
         self.net -= self.loaded.len() as i64;
-        let freed = depot.give(&mut self.loaded);
-        self.ready();
-        freed
+        give_in_batches(depot, &mut self.loaded)
     }
 
     /// Tells the depot what is outstanding, and adapts to how many contexts make a magazine now. Returns what [`List::put_or_trade`] does.
     #[must_use]
     pub(super) fn settle<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
         if self.batch == 0 {
-            return Vec::new();
+            return Magazine::new();
         }
         self.stretch = 1;
         let before = std::mem::replace(&mut self.batch, depot.batch_length());
-        let mut freed = if self.batch < before { self.give_reserve(depot) } else { Vec::new() };
+        let mut freed = if self.batch < before { self.give_reserve(depot) } else { Magazine::new() };
         if self.loaded.len() > self.batch {
             freed.append(&mut self.give_loaded(depot));
         }
@@ -173,13 +178,13 @@ impl<T> List<T> {
     /// Takes in the spare contexts that the caller created beside the one that it needed. Returns what
     /// [`List::put_or_trade`] does.
     #[must_use]
-    pub(super) fn adopt<R: Rules>(&mut self, depot: &Depot<T, R>, spares: Magazine<T>) -> Magazine<T> {
+    pub(super) fn adopt<R: Rules>(&mut self, depot: &Depot<T, R>, mut spares: Magazine<T>) -> Magazine<T> {
         let created = spares.len() + 1;
         depot.note_created(created);
         self.net += created as i64;
-        self.loaded.extend(spares);
+        self.loaded.append(&mut spares);
         // More than this thread may keep from the others, where creating a context used contexts?
-        let freed = if self.loaded.len() > self.batch { self.give_loaded(depot) } else { Vec::new() };
+        let freed = if self.loaded.len() > self.batch { self.give_loaded(depot) } else { Magazine::new() };
         self.batch = depot.stretched_length(self.stretch);
         self.publish(depot);
         freed
@@ -189,7 +194,7 @@ impl<T> List<T> {
     #[must_use]
     pub(super) fn close<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
         if self.batch == 0 {
-            return Vec::new();
+            return Magazine::new();
         }
         let mut freed = self.give_reserve(depot);
         if !self.loaded.is_empty() {
@@ -205,14 +210,6 @@ impl<T> List<T> {
         if self.batch == 0 {
             depot.join();
             self.batch = depot.batch_length();
-            self.ready();
-        }
-    }
-
-    /// Magazines from a slot that was never used have no room yet.
-    fn ready(&mut self) {
-        if self.loaded.capacity() < MAX_BATCH {
-            self.loaded.reserve_exact(MAX_BATCH - self.loaded.len());
         }
     }
 

@@ -3,13 +3,22 @@
 
 use super::depot::Depot;
 use super::list::List;
-use super::stack::{Magazine, Rules, Sound, Stacks};
+use super::magazine::{Magazine, Node};
+use super::stack::{Rules, Sound, Stacks};
 use super::sync::Ordering;
 use loom::sync::Arc;
 use loom::thread;
 
 /// A context that counts its copies: two live boxes of one number would be a context given to two requests.
 type Number = u32;
+
+fn of(number: Number) -> Magazine<Number> {
+    std::iter::once(Node::boxed(number)).collect()
+}
+
+fn numbers(mut magazine: Magazine<Number>) -> impl Iterator<Item = Number> {
+    std::iter::from_fn(move || magazine.pop().map(|node| node.context))
+}
 
 /// One thread pops a slot while another pops two and pushes the first again: the schedule in which a head that only
 /// looks the same leads to a slot that somebody else holds.
@@ -20,17 +29,17 @@ fn reused_head<R: Rules + Send + Sync + 'static>() {
         let first = theirs.pop_empty();
         let second = theirs.pop_empty();
         if let Some(mut claim) = first {
-            theirs.swap(&mut claim, &mut vec![Box::new(1)]);
+            theirs.swap(&mut claim, &mut of(1));
             theirs.swap(&mut claim, &mut Magazine::new());
             theirs.push_empty(claim);
         }
         second.map(|mut claim| {
-            theirs.swap(&mut claim, &mut vec![Box::new(2)]);
+            theirs.swap(&mut claim, &mut of(2));
             claim
         })
     });
     let mine = stacks.pop_empty().map(|mut claim| {
-        let mut magazine = vec![Box::new(3)];
+        let mut magazine = of(3);
         stacks.swap(&mut claim, &mut magazine);
         assert!(magazine.is_empty(), "a slot belongs to another thread: {magazine:?}");
         claim
@@ -46,11 +55,11 @@ fn message<R: Rules + Send + Sync + 'static>() {
     let stacks = Arc::new(Stacks::<Number, R>::new(1));
     let theirs = Arc::clone(&stacks);
     let other = thread::spawn(move || {
-        assert!(theirs.give(&mut vec![Box::new(7)]));
+        assert!(theirs.give(&mut of(7)));
     });
     let mut magazine = Magazine::new();
     if stacks.take(&mut magazine) {
-        assert_eq!(magazine, [Box::new(7)]);
+        assert_eq!(magazine, of(7));
     }
     other.join().unwrap();
 }
@@ -120,7 +129,7 @@ fn trading_threads(threads: usize, slots: u16) {
     let stacks = Arc::new(Stacks::<Number>::new(slots));
     let magazines: Vec<_> = (1..u32::from(slots)).collect();
     for number in &magazines {
-        assert!(stacks.give(&mut vec![Box::new(*number)]));
+        assert!(stacks.give(&mut of(*number)));
     }
     let others: Vec<_> = (1..threads)
         .map(|_| {
@@ -156,7 +165,7 @@ fn drained(stacks: &Stacks<Number>) -> Vec<Number> {
     let mut found = Vec::new();
     let mut magazine = Magazine::new();
     while stacks.take(&mut magazine) {
-        found.extend(magazine.drain(..).map(|context| *context));
+        found.extend(numbers(std::mem::take(&mut magazine)));
     }
     found.sort_unstable();
     found
@@ -191,7 +200,7 @@ fn a_thread_that_only_frees_feeds_one_that_only_takes() {
         assert_eq!(stats.in_flight, 0);
         let mut waiting = Vec::new();
         while let Some(magazine) = depot.take_any() {
-            waiting.extend(magazine);
+            waiting.extend(numbers(magazine));
         }
         waiting.sort_unstable();
         waiting.dedup();
@@ -200,15 +209,15 @@ fn a_thread_that_only_frees_feeds_one_that_only_takes() {
 }
 
 /// Takes a context, creating the one of this number if there is none.
-fn take(list: &mut List<Number>, depot: &Depot<Number>, number: Number) -> Box<Number> {
+fn take(list: &mut List<Number>, depot: &Depot<Number>, number: Number) -> Box<Node<Number>> {
     if let Some(context) = list.get().or_else(|| list.get_or_trade(depot).ok()) {
         return context;
     }
-    assert!(list.adopt(depot, Vec::new()).is_empty());
-    Box::new(number)
+    assert!(list.adopt(depot, Magazine::new()).is_empty());
+    Node::boxed(number)
 }
 
-fn put(list: &mut List<Number>, depot: &Depot<Number>, context: Box<Number>) {
+fn put(list: &mut List<Number>, depot: &Depot<Number>, context: Box<Node<Number>>) {
     if let Err(context) = list.put(context) {
         depot.note_freed(list.put_or_trade(depot, context).len());
     }

@@ -6,11 +6,9 @@
 //! head carries a tag that changes with every push and pop: a compare-and-swap that was prepared before such a change
 //! fails (no ABA).
 
+use super::magazine::Magazine;
 use super::sync::{AtomicU32, AtomicU64, Ordering, UnsafeCell};
 use std::marker::PhantomData;
-
-/// A stack's share of idle contexts. Its capacity is fixed when it is first used.
-pub(super) type Magazine<T> = Vec<Box<T>>;
 
 const INDEX_BITS: u32 = 16;
 const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
@@ -110,7 +108,7 @@ impl<T, R: Rules> Stacks<T, R> {
     /// A table of `count` empty slots.
     pub(super) fn new(count: u16) -> Self {
         let below = |index| if index + 1 < u32::from(count) { index + 1 } else { NONE };
-        let slot = |index| Slot { next: AtomicU32::new(below(index)), magazine: UnsafeCell::new(Vec::new()) };
+        let slot = |index| Slot { next: AtomicU32::new(below(index)), magazine: UnsafeCell::new(Magazine::new()) };
         Self {
             full: Head::new(NONE),
             empty: Head::new(if count == 0 { NONE } else { 0 }),

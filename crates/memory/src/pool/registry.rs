@@ -1,0 +1,54 @@
+//! All pools of the process, for statistics and for threads that have time to give memory back.
+
+use super::PoolStats;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A pool, without its type.
+#[derive(Clone, Copy)]
+pub(super) struct Entry {
+    pub(super) name: &'static str,
+    pub(super) stats: fn() -> PoolStats,
+    /// Gives back what is surplus now; says how many bytes will be later.
+    pub(super) maintain: fn() -> u64,
+    /// Forgets the peaks, and gives back what is surplus then.
+    pub(super) trim: fn(),
+}
+
+/// Less memory than this is kept until somebody has work again.
+const WORTH_WAKING_BYTES: u64 = 1 << 20;
+
+static ENTRIES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
+
+fn entries() -> MutexGuard<'static, Vec<Entry>> {
+    ENTRIES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Adds a pool when it is first used.
+pub(super) fn add(entry: Entry) {
+    entries().push(entry);
+}
+
+/// The entry at `index`. The list is not locked while a caller uses one: a pool's own making takes the lock.
+fn get(index: usize) -> Option<Entry> {
+    entries().get(index).copied()
+}
+
+/// The name and the counters of every pool that this process has used.
+#[must_use]
+pub fn pools() -> Vec<(&'static str, PoolStats)> {
+    (0..).map_while(get).map(|entry| (entry.name, (entry.stats)())).collect()
+}
+
+/// Forgets the load so far and gives back what is not in use now: for when the load is known to be over. What other
+/// threads hold idle they give back when they come to [`maintain_pools`], or end.
+pub fn trim_pools() {
+    (0..).map_while(get).for_each(|entry| (entry.trim)());
+}
+
+/// Calls [`Pool::maintain`](super::Pool::maintain) for every pool; returns whether so much memory will be surplus once
+/// the peaks are forgotten that a thread which is about to sleep should come again after a
+/// [`DECAY_PERIOD`](super::DECAY_PERIOD).
+pub fn maintain_pools() -> bool {
+    let bytes = (0..).map_while(get).map(|entry| (entry.maintain)()).sum::<u64>();
+    bytes >= WORTH_WAKING_BYTES
+}
