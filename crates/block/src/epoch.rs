@@ -10,6 +10,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
 const IDLE: u64 = u64::MAX;
+/// Epochs with operations in flight on one queue, for which there is room from the beginning.
+const ROOM: usize = 16;
 
 #[derive(Debug)]
 struct Published {
@@ -31,7 +33,7 @@ impl Epochs {
         let mut participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);
         participants.retain(|other| other.strong_count() > 0);
         participants.push(Arc::downgrade(&published));
-        Participant { published, in_flight: VecDeque::new() }
+        Participant { published, in_flight: VecDeque::with_capacity(ROOM) }
     }
 
     /// Call after unpublishing a mapping: what it pointed to may be reused once [`Epochs::is_over`] of the returned

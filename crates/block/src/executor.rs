@@ -2,6 +2,9 @@
 //!
 //! Tasks stay on their thread; wakers may be used from any. Dropping the executor drops its tasks: the engine keeps
 //! whatever memory the kernel may still write.
+//!
+//! A task's memory comes from the pool ([`Task`]). What stays with the executor is a place for each task of its peak,
+//! with its waker: a few words.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -13,7 +16,10 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::ThreadId;
 
 /// A task of the slow path.
-pub type Task = Pin<Box<dyn Future<Output = ()>>>;
+pub type Task = memory::PooledFuture;
+
+/// Tasks at once for which there is room from the beginning.
+const ROOM: usize = 64;
 
 struct Shared {
     ready: Mutex<VecDeque<usize>>,
@@ -85,15 +91,21 @@ impl Executor {
     /// An executor for the calling thread. `notify` is called from other threads when they made a task ready.
     #[must_use]
     pub fn new(notify: Box<dyn Fn() + Send + Sync>) -> Self {
-        let ready = Mutex::default();
+        let ready = Mutex::new(VecDeque::with_capacity(ROOM));
         let shared = Shared { ready, has_ready: AtomicBool::new(false), home: std::thread::current().id(), notify };
-        Self { slots: RefCell::default(), free: RefCell::default(), live: Cell::new(0), shared: Arc::new(shared) }
+        Self {
+            slots: RefCell::new(Vec::with_capacity(ROOM)),
+            free: RefCell::new(Vec::with_capacity(ROOM)),
+            live: Cell::new(0),
+            shared: Arc::new(shared),
+        }
     }
 
     /// Adds a task; it is polled by the next [`Executor::run_ready`].
     pub fn spawn(&self, task: Task) {
         let mut slots = self.slots.borrow_mut();
-        let index = match self.free.borrow_mut().pop() {
+        let free = self.free.borrow_mut().pop();
+        let index = match free {
             Some(index) => {
                 slots[index].task = Some(task);
                 index
@@ -102,6 +114,8 @@ impl Executor {
                 let index = slots.len();
                 let waker = TaskWaker { index, queued: AtomicBool::new(false), shared: Arc::clone(&self.shared) };
                 slots.push(Slot { task: Some(task), waker: Arc::new(waker) });
+                // All may be ready, or ended, at once: later than now nothing is allocated for that.
+                self.reserve(slots.len());
                 index
             }
         };
@@ -109,6 +123,15 @@ impl Executor {
         let waker = Arc::clone(&slots[index].waker);
         drop(slots);
         waker.wake();
+    }
+
+    fn reserve(&self, tasks: usize) {
+        let mut ready = self.shared.ready.lock().unwrap_or_else(PoisonError::into_inner);
+        let missing = tasks.saturating_sub(ready.len());
+        ready.reserve(missing);
+        let mut free = self.free.borrow_mut();
+        let missing = tasks.saturating_sub(free.len());
+        free.reserve(missing);
     }
 
     /// Tasks that have not ended.
@@ -146,7 +169,7 @@ impl Executor {
         };
         let waker = Waker::from(Arc::clone(&slot.waker));
         drop(slots);
-        match task.as_mut().poll(&mut Context::from_waker(&waker)) {
+        match Pin::new(&mut task).poll(&mut Context::from_waker(&waker)) {
             Poll::Pending => self.slots.borrow_mut()[index].task = Some(task),
             Poll::Ready(()) => {
                 drop(task);
@@ -194,7 +217,7 @@ mod tests {
         let open = Arc::new(AtomicBool::new(false));
         let done = Rc::new(Cell::new(false));
         let (their_list, their_open, their_done) = (Arc::clone(&list), Arc::clone(&open), Rc::clone(&done));
-        executor.spawn(Box::pin(async move {
+        executor.spawn(Task::new(async move {
             their_list.until(|| their_open.load(Ordering::SeqCst).then_some(())).await;
             their_done.set(true);
         }));
@@ -215,7 +238,7 @@ mod tests {
     #[test]
     fn a_task_that_wakes_itself_is_bounded_by_the_limit() {
         let executor = Executor::new(Box::new(|| {}));
-        executor.spawn(Box::pin(std::future::poll_fn(|context| {
+        executor.spawn(Task::new(std::future::poll_fn(|context| {
             context.waker().wake_by_ref();
             Poll::Pending
         })));

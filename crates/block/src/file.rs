@@ -5,7 +5,7 @@
 //! that a task awaits (the slow path).
 
 use crate::{IoError, IoResult, ReactorCtx, Result};
-use memory::Window;
+use memory::{PoolRc, Window, room_for};
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::fmt::Debug;
@@ -150,7 +150,7 @@ pub enum Done {
         token: u64,
     },
     /// A task.
-    Waiter(Rc<Waiter>),
+    Waiter(PoolRc<Waiter>),
 }
 
 impl Done {
@@ -182,6 +182,13 @@ impl Sink {
         self.done.borrow_mut().push((token, result));
     }
 
+    /// Makes room for `count` ends at once, so that adding them allocates nothing.
+    pub fn reserve(&self, count: usize) {
+        let mut done = self.done.borrow_mut();
+        let missing = count.saturating_sub(done.len());
+        done.reserve(missing);
+    }
+
     /// Whether nothing has come in.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -201,6 +208,8 @@ impl Sink {
     }
 }
 
+room_for!(Waiter, "end of an operation that a task awaits");
+
 /// The end of one operation, awaited by a task. Dropping the future that waits is safe: the engine still holds the
 /// operation's memory, and this.
 #[derive(Debug, Default)]
@@ -214,13 +223,13 @@ pub struct Waiter {
 impl Waiter {
     /// One that waits.
     #[must_use]
-    pub fn new() -> Rc<Self> {
-        Rc::default()
+    pub fn new() -> PoolRc<Self> {
+        PoolRc::default()
     }
 
     /// The future of its end.
-    pub fn wait(self: &Rc<Self>) -> impl Future<Output = IoResult> + use<> {
-        WaitForIo(Rc::clone(self))
+    pub fn wait(this: &PoolRc<Self>) -> impl Future<Output = IoResult> + use<> {
+        WaitForIo(this.clone())
     }
 
     fn complete(&self, result: IoResult) {
@@ -232,7 +241,7 @@ impl Waiter {
     }
 }
 
-struct WaitForIo(Rc<Waiter>);
+struct WaitForIo(PoolRc<Waiter>);
 
 impl Future for WaitForIo {
     type Output = IoResult;
@@ -257,11 +266,11 @@ impl dyn FileQueue {
     /// As `start`, keeping `value` until the operation has ended, also if the future is dropped before: a write to space
     /// that must not be used again meanwhile keeps its queue's part in the image's [`crate::Epochs`].
     pub fn start_keeping(&self, op: FileOp, value: Rc<dyn Any>) -> impl Future<Output = IoResult> + use<> {
-        self.start_with(op, Rc::new(Waiter { _keep: Some(value), ..Waiter::default() }))
+        self.start_with(op, PoolRc::new(Waiter { _keep: Some(value), ..Waiter::default() }))
     }
 
-    fn start_with(&self, op: FileOp, waiter: Rc<Waiter>) -> impl Future<Output = IoResult> + use<> {
-        self.push(FileIo { op, done: Done::Waiter(Rc::clone(&waiter)) });
+    fn start_with(&self, op: FileOp, waiter: PoolRc<Waiter>) -> impl Future<Output = IoResult> + use<> {
+        self.push(FileIo { op, done: Done::Waiter(waiter.clone()) });
         WaitForIo(waiter)
     }
 }

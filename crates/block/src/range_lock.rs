@@ -7,6 +7,9 @@ use crate::WaitList;
 use crate::sync::{Mutex, PoisonError};
 use std::ops::Range;
 
+/// Room for so many ranges is there from the first on.
+const ROOM: usize = 64;
+
 /// Ranges held now.
 #[derive(Debug, Default)]
 pub struct RangeLocks {
@@ -26,6 +29,9 @@ impl RangeLocks {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         if held.iter().any(|other| other.start < range.end && range.start < other.end) {
             return None;
+        }
+        if held.capacity() == 0 {
+            held.reserve_exact(ROOM);
         }
         held.push(range.clone());
         Some(RangeGuard { locks: self, range })

@@ -1,6 +1,6 @@
 //! Waiting, in a task, for something that another task (perhaps on another thread) does.
 
-use crate::sync::{Mutex, PoisonError};
+use crate::sync::{Mutex, MutexGuard, PoisonError};
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
@@ -9,16 +9,40 @@ use std::task::{Context, Poll, Waker};
 /// after the change. For slow paths: waking wakes everybody.
 #[derive(Debug, Default)]
 pub struct WaitList {
-    waiting: Mutex<Vec<Waker>>,
+    lists: Mutex<Lists>,
 }
+
+#[derive(Debug, Default)]
+struct Lists {
+    waiting: Vec<Waker>,
+    /// The list that was woken last, empty: it is used again.
+    spare: Vec<Waker>,
+}
+
+/// Room that a list has when it is first needed, so that it rarely grows.
+const ROOM: usize = 64;
 
 impl WaitList {
     /// Wakes everybody that waits.
     pub fn wake_all(&self) {
-        let waiting = std::mem::take(&mut *self.waiting.lock().unwrap_or_else(PoisonError::into_inner));
-        for waker in waiting {
+        let mut lists = self.lock();
+        if lists.waiting.is_empty() {
+            return;
+        }
+        let spare = std::mem::take(&mut lists.spare);
+        let mut waiting = std::mem::replace(&mut lists.waiting, spare);
+        drop(lists);
+        for waker in waiting.drain(..) {
             waker.wake();
         }
+        let mut lists = self.lock();
+        if lists.spare.capacity() < waiting.capacity() {
+            lists.spare = waiting;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Lists> {
+        self.lists.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until `ready` gives a value. It is asked again after each [`WaitList::wake_all`], and never between
@@ -43,7 +67,12 @@ impl<T, F: FnMut() -> Option<T> + Unpin> Future for Wait<'_, F> {
             return Poll::Ready(value);
         }
         {
-            let mut waiting = self.list.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            let Lists { waiting, spare } = &mut *self.list.lock();
+            for list in [&mut *waiting, spare] {
+                if list.capacity() == 0 {
+                    list.reserve_exact(ROOM);
+                }
+            }
             if !waiting.iter().any(|waker| waker.will_wake(context.waker())) {
                 waiting.push(context.waker().clone());
             }

@@ -63,7 +63,7 @@ impl Aio {
         };
         Ok(Self {
             state: RefCell::new(Some(state)),
-            harvested: RefCell::default(),
+            harvested: RefCell::new(Vec::with_capacity(EVENTS)),
             wakeup,
             workers,
             counters,
@@ -90,6 +90,10 @@ impl Aio {
         self.counters.requests.add(1);
         let index = state.slab.insert(request);
         state.waiting.push_back(index);
+        if state.slab.peak() > state.waiting.capacity() {
+            // All of them may have to wait at once.
+            state.waiting.reserve(state.slab.peak());
+        }
         // As with io_uring: a disk that has less to do than waits here begins before the batch is whole.
         if state.waiting.len() >= state.in_kernel.max(1) {
             drop(borrowed);

@@ -1,5 +1,5 @@
 //! Direct I/O asks for aligned memory, offsets and lengths; a file's queue takes any. What lies between: bounce buffers
-//! and read-modify-write.
+//! and read-modify-write. The buffers come from the pool, in a few sizes.
 
 use crate::inflight::Action;
 use crate::queue::Lane;
@@ -7,53 +7,10 @@ use crate::target::Alignment;
 use crate::tracking;
 use block::IoResult;
 use memory::{IoBuf, Window};
-use std::cell::RefCell;
 use std::ops::Range;
 
 /// What is bounced at once; longer requests go in several steps.
-const LARGE_BYTES: usize = 1 << 20;
-const SMALL_BYTES: usize = 64 << 10;
-/// Buffers of each size that a thread keeps.
-const KEPT: usize = 16;
-
-thread_local! {
-    static SMALL: RefCell<Vec<IoBuf>> = const { RefCell::new(Vec::new()) };
-    static LARGE: RefCell<Vec<IoBuf>> = const { RefCell::new(Vec::new()) };
-}
-
-/// A page-aligned buffer from the thread's pool; goes back on drop.
-struct Bounce {
-    buf: IoBuf,
-}
-
-impl Bounce {
-    fn take(length_bytes: usize) -> Self {
-        let (pool, size) = if length_bytes <= SMALL_BYTES { (&SMALL, SMALL_BYTES) } else { (&LARGE, LARGE_BYTES) };
-        let kept = pool.with_borrow_mut(Vec::pop);
-        Self { buf: kept.unwrap_or_else(|| IoBuf::zeroed(size)) }
-    }
-
-    fn window(&self, length_bytes: usize) -> Window {
-        self.buf.whole().slice(0, length_bytes)
-    }
-}
-
-impl Drop for Bounce {
-    fn drop(&mut self) {
-        // A buffer that a request still holds is not ours to reuse.
-        if !self.buf.is_unique() {
-            return;
-        }
-        let pool = if self.buf.length_bytes() == SMALL_BYTES { &SMALL } else { &LARGE };
-        // Fails only while the thread ends: the buffer is freed then.
-        let _ = pool.try_with(|pool| {
-            let mut pool = pool.borrow_mut();
-            if pool.len() < KEPT {
-                pool.push(std::mem::take(&mut self.buf));
-            }
-        });
-    }
-}
+const STEP_BYTES: usize = 1 << 20;
 
 impl Alignment {
     fn unit(self) -> u64 {
@@ -89,8 +46,8 @@ impl Alignment {
 
 /// Cuts an aligned range into steps that a bounce buffer holds.
 fn steps(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
-    let step = LARGE_BYTES as u64;
-    (range.start..range.end).step_by(LARGE_BYTES).map(move |start| start..(start + step).min(range.end))
+    let step = STEP_BYTES as u64;
+    (range.start..range.end).step_by(STEP_BYTES).map(move |start| start..(start + step).min(range.end))
 }
 
 fn length_of(range: &Range<u64>) -> usize {
@@ -108,8 +65,7 @@ pub(crate) async fn read(lane: Lane, offset: u64, data: Window, need_bytes: usiz
     let length = data.length_bytes() as u64;
     for step in steps(lane.target.file.alignment.widen(offset, length)) {
         let (in_step, in_data, count) = overlap(&step, offset, length);
-        let bounce = Bounce::take(length_of(&step));
-        let window = bounce.window(length_of(&step));
+        let window = IoBuf::from_pool(length_of(&step)).whole();
         // The file may end within the last unit, behind what was asked for.
         let need_bytes = if need_bytes == 0 { 0 } else { in_step + count };
         lane.start(Action::Read { need_bytes }, step.start, window.clone()).await?;
@@ -169,8 +125,7 @@ async fn write_steps(lane: &Lane, offset: u64, data: &Window, durable: bool, fil
     let (length, unit) = (data.length_bytes() as u64, alignment.unit());
     for step in steps(alignment.widen(offset, length)) {
         let (in_step, in_data, count) = overlap(&step, offset, length);
-        let bounce = Bounce::take(length_of(&step));
-        let window = bounce.window(length_of(&step));
+        let window = IoBuf::from_pool(length_of(&step)).whole();
         let last = step.end - unit;
         if in_step > 0 {
             fill_unit(lane, &window, &step, step.start, file_length).await?;

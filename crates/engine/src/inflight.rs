@@ -1,9 +1,9 @@
 //! Requests that an engine has taken: what they are, how a result moves them on, and the slab that owns them (and with
-//! them the memory) until the kernel is done.
+//! them the memory) until the kernel is done. Their contexts come from the pool.
 
 use crate::target::QueueFile;
 use block::{Done, IoError, IoErrorKind, IoResult};
-use memory::Window;
+use memory::{Placed, PoolBox, PoolContext, Window, pooled, room_for};
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
@@ -171,17 +171,63 @@ pub(crate) enum Buffers {
     Vector { ptr: *const libc::iovec, count: usize },
 }
 
-#[derive(Default)]
-struct Slot {
-    request: Option<Request>,
-    /// Scratch for requests whose segments must be cut; keeps its capacity.
-    iovecs: Vec<libc::iovec>,
+/// Room for the lists of segments of one call, short ones and such as few requests need.
+struct Segments<const ROOM: usize>(Vec<libc::iovec>);
+
+// SAFETY: between requests the list is empty, and a list of pointers is as good on any thread.
+unsafe impl<const ROOM: usize> Send for Segments<ROOM> {}
+
+impl<const ROOM: usize> PoolContext for Segments<ROOM> {
+    const HELD_BYTES: usize = ROOM * size_of::<libc::iovec>();
+
+    fn create() -> Self {
+        Self(Vec::with_capacity(ROOM))
+    }
+
+    fn reset(&mut self) {
+        self.0.clear();
+    }
 }
 
-/// Owns the requests in flight, by index. Grows to the peak only; the indices are the kernel's names for requests.
+const FEW_SEGMENTS: usize = 64;
+
+pooled!(Segments<FEW_SEGMENTS>, "list of up to 64 segments");
+pooled!(Segments<MAX_SEGMENTS>, "list of up to 1024 segments");
+
+/// Scratch for a request whose segments must be cut.
+enum Scratch {
+    None,
+    Few(PoolBox<Segments<FEW_SEGMENTS>>),
+    Many(PoolBox<Segments<MAX_SEGMENTS>>),
+}
+
+impl Scratch {
+    /// A list with room for `count` segments (what is left of a request has no more than it had before).
+    fn list(&mut self, count: usize) -> &mut Vec<libc::iovec> {
+        if matches!(self, Self::None) {
+            *self = if count <= FEW_SEGMENTS { Self::Few(PoolBox::take()) } else { Self::Many(PoolBox::take()) };
+        }
+        match self {
+            Self::Many(list) => &mut list.0,
+            Self::Few(list) => &mut list.0,
+            Self::None => unreachable!("was taken above"),
+        }
+    }
+}
+
+/// What a request in an engine's hands needs: its context, from the pool.
+struct InFlight {
+    request: Request,
+    scratch: Scratch,
+}
+
+room_for!(InFlight, "request in an engine");
+
+/// Owns the requests in flight, by index: a table that grows to the peak. The indices are the kernel's names for
+/// requests.
 #[derive(Default)]
 pub(crate) struct Slab {
-    slots: Vec<Slot>,
+    slots: Vec<Option<Placed<InFlight>>>,
     free: Vec<u32>,
 }
 
@@ -195,58 +241,73 @@ impl Slab {
         self.slots.len() - self.free.len()
     }
 
+    /// The most requests owned at once so far: lists of them have room for so many, so that they grow now and not when
+    /// the machine happens to end many at once.
+    pub(crate) fn peak(&self) -> usize {
+        self.slots.len()
+    }
+
     pub(crate) fn insert(&mut self, request: Request) -> u32 {
+        let context = Some(Placed::new(InFlight { request, scratch: Scratch::None }));
         match self.free.pop() {
             Some(index) => {
-                self.slots[index as usize].request = Some(request);
+                self.slots[index as usize] = context;
                 index
             }
             None => {
-                self.slots.push(Slot { request: Some(request), iovecs: Vec::new() });
+                self.slots.push(context);
+                self.free.reserve(self.slots.len());
                 (self.slots.len() - 1) as u32
             }
         }
     }
 
     pub(crate) fn get(&self, index: u32) -> Option<&Request> {
-        self.slots.get(index as usize)?.request.as_ref()
+        self.slots.get(index as usize)?.as_ref().map(|context| &context.request)
     }
 
     pub(crate) fn get_mut(&mut self, index: u32) -> Option<&mut Request> {
-        self.slots.get_mut(index as usize)?.request.as_mut()
+        self.slots.get_mut(index as usize)?.as_mut().map(|context| &mut context.request)
     }
 
     pub(crate) fn remove(&mut self, index: u32) -> Option<Request> {
-        let request = self.slots.get_mut(index as usize)?.request.take()?;
+        let context = self.slots.get_mut(index as usize)?.take()?;
         self.free.push(index);
-        Some(request)
+        Some(context.into_inner().request)
     }
 
     /// The memory that is left to move, for one call. The pointers stay valid until the slot is prepared again or its
     /// request removed: they point into the buffer's own list, which is not refilled while the request holds a handle,
-    /// or into the slot's scratch.
+    /// or into the context's scratch.
     pub(crate) fn buffers(&mut self, index: u32) -> Buffers {
-        let Some(Slot { request: Some(request), iovecs }) = self.slots.get_mut(index as usize) else {
+        let Some(Some(context)) = self.slots.get_mut(index as usize) else {
             return Buffers::Vector { ptr: std::ptr::null(), count: 0 };
         };
-        buffers_of(request, iovecs)
+        let InFlight { request, scratch } = &mut **context;
+        listed(request).unwrap_or_else(|| cut(request, scratch.list(request.window.segment_count())))
     }
 }
 
 /// As [`Slab::buffers`], with scratch of the caller's own.
 pub(crate) fn buffers_of(request: &Request, iovecs: &mut Vec<libc::iovec>) -> Buffers {
-    if request.progress == 0 {
-        if let Some(segment) = request.window.single_segment() {
-            let length_bytes = segment.length_bytes().min(MAX_CALL_BYTES);
-            return Buffers::Single { ptr: segment.as_ptr(), length_bytes };
-        }
-        if let Some(segments) = request.window.whole_segments()
-            && segments.len() <= MAX_SEGMENTS
-        {
-            // `Segment` has the layout of an iovec.
-            return Buffers::Vector { ptr: segments.as_ptr().cast(), count: segments.len() };
-        }
+    listed(request).unwrap_or_else(|| cut(request, iovecs))
+}
+
+/// The memory as the buffer itself lists it, where that is all of it.
+fn listed(request: &Request) -> Option<Buffers> {
+    if request.progress > 0 {
+        return None;
     }
+    if let Some(segment) = request.window.single_segment() {
+        let length_bytes = segment.length_bytes().min(MAX_CALL_BYTES);
+        return Some(Buffers::Single { ptr: segment.as_ptr(), length_bytes });
+    }
+    let segments = request.window.whole_segments().filter(|segments| segments.len() <= MAX_SEGMENTS)?;
+    // `Segment` has the layout of an iovec.
+    Some(Buffers::Vector { ptr: segments.as_ptr().cast(), count: segments.len() })
+}
+
+fn cut(request: &Request, iovecs: &mut Vec<libc::iovec>) -> Buffers {
     iovecs.clear();
     request.window.slice(request.progress, request.left_bytes()).for_each_segment(|segment| {
         if iovecs.len() < MAX_SEGMENTS && segment.length_bytes() > 0 {
@@ -277,7 +338,7 @@ mod tests {
         Request { target, action, offset: 0, window, progress: 0, counted: false, done }
     }
 
-    fn listed(request: &Request) -> usize {
+    fn bytes_listed(request: &Request) -> usize {
         let mut scratch = Vec::new();
         match buffers_of(request, &mut scratch) {
             Buffers::Single { length_bytes, .. } => length_bytes,
@@ -294,7 +355,7 @@ mod tests {
             let mut request = request(CacheMode::Writeback, action, 4096);
             let mut left = 4096;
             for moved in [1, 698, 1, 300, 3000] {
-                assert_eq!(listed(&request), left);
+                assert_eq!(bytes_listed(&request), left);
                 assert_eq!(request.advance(moved), Step::Again);
                 left -= moved as usize;
                 assert_eq!(request.file_offset(), 4096 - left as u64);
@@ -352,7 +413,7 @@ mod tests {
         request.window = IoBuf::gather(vec![one; count]).whole();
         let mut moved = 0;
         while request.left_bytes() > 0 {
-            let now = listed(&request);
+            let now = bytes_listed(&request);
             assert!(now > 0 && now <= MAX_SEGMENTS);
             moved += now;
             request.advance(now as i32);

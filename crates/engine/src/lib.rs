@@ -32,6 +32,7 @@ mod sys;
 mod target;
 mod threads;
 mod tracking;
+mod upkeep;
 mod uring;
 mod wakeup;
 mod zeroes;

@@ -6,7 +6,7 @@ use crate::engines::Engine;
 use crate::inflight::{Action, Request};
 use crate::target::{OpenFile, QueueFile};
 use crate::zeroes;
-use block::{Done, Executor, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, PastEnd, Waiter};
+use block::{Done, Executor, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, PastEnd, Task, Waiter};
 use memory::Window;
 use std::future::Future;
 use std::rc::Rc;
@@ -44,8 +44,8 @@ impl Lane {
     /// Pushes one and returns the future of its end.
     pub(crate) fn start(&self, action: Action, offset: u64, window: Window) -> impl Future<Output = IoResult> + use<> {
         let waiter = Waiter::new();
-        self.push(action, offset, window, Done::Waiter(Rc::clone(&waiter)));
-        waiter.wait()
+        self.push(action, offset, window, Done::Waiter(waiter.clone()));
+        Waiter::wait(&waiter)
     }
 }
 
@@ -67,7 +67,7 @@ impl HostQueue {
 
     fn run_task(&self, done: Done, task: impl Future<Output = IoResult> + 'static) {
         match &self.tasks {
-            Some(tasks) => tasks.spawn(Box::pin(async move { done.complete(task.await) })),
+            Some(tasks) => tasks.spawn(Task::new(async move { done.complete(task.await) })),
             None => done.complete(blocking::wait_for(task)),
         }
     }

@@ -4,6 +4,7 @@ use crate::engines::Engines;
 use crate::fixed_buffers::Registrar;
 use crate::poll::{Paces, Pollers};
 use crate::stats::{Counters, ReactorStats};
+use crate::upkeep::Upkeep;
 use crate::wakeup::Wakeup;
 use block::{Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task};
 use memory::GuestMemory;
@@ -335,9 +336,11 @@ impl Local {
         let ctx: Rc<dyn ReactorCtx> = Rc::clone(self) as _;
         // Also when a poller panics: the engines' requests are waited for while the thread unwinds.
         let guard = Teardown(self);
+        let mut upkeep = Upkeep::default();
         while !self.shared.stop.load(Ordering::Acquire) {
             if let Some(submitted) = self.turn(&ctx, false) {
                 paces.busy(submitted);
+                upkeep.worked();
                 continue;
             }
             if self.engines.in_flight() > 0 {
@@ -348,7 +351,7 @@ impl Local {
                 continue;
             }
             let now = Instant::now();
-            if paces.is_time_to_sleep(now) && self.sleep(None) {
+            if paces.is_time_to_sleep(now) && self.sleep(upkeep.before_sleep(now)) {
                 paces.slept();
             }
         }
@@ -427,7 +430,8 @@ impl Local {
 
     fn wait(&self, limit: Option<Duration>) {
         let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
-        let limit = limit.map(|limit| Timespec { tv_sec: 0, tv_nsec: i64::from(limit.subsec_nanos()) });
+        let limit =
+            limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) });
         // An interrupted wait is a spurious wake-up: the turn that follows finds nothing, and sleeps again.
         let _ = epoll::wait(&self.epoll, &mut events, limit.as_ref());
     }

@@ -13,6 +13,7 @@ use block::IoError;
 use rustix::thread::CpuSet;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
+use std::io;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -22,6 +23,10 @@ use std::time::Duration;
 const MAX_WORKERS: usize = 64;
 /// How long a worker without work stays.
 const IDLE_LIMIT: Duration = Duration::from_secs(10);
+/// Requests for which lists have room at least.
+const LEAST_ROOM: usize = 256;
+/// A worker only calls the kernel.
+const STACK_BYTES: usize = 128 << 10;
 /// How often, and how patiently, a call that wants to be repeated is.
 const RETRIES: usize = 100;
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
@@ -77,6 +82,8 @@ pub(crate) struct Workers {
     inline: RefCell<Vec<Job>>,
     inline_done: RefCell<Vec<(u32, i32)>>,
     harvested: RefCell<Vec<(u32, i32)>>,
+    /// Requests for which all lists have room.
+    room: Cell<usize>,
     pool: Arc<Pool>,
     counters: Arc<Counters>,
     closed: Cell<bool>,
@@ -100,6 +107,7 @@ impl Workers {
             inline: RefCell::default(),
             inline_done: RefCell::default(),
             harvested: RefCell::default(),
+            room: Cell::new(0),
             pool: Arc::new(pool),
             counters,
             closed: Cell::new(false),
@@ -120,7 +128,31 @@ impl Workers {
         }
         let mut slab = self.slab.borrow_mut();
         let index = slab.insert(request);
+        if slab.peak() > self.room.get() {
+            self.make_room(slab.peak().next_power_of_two().max(LEAST_ROOM));
+        }
         self.queue(&mut slab, index);
+    }
+
+    /// All lists are to hold `count` requests: all may wait, or end, at once.
+    #[cold]
+    fn make_room(&self, count: usize) {
+        fn grow<T>(list: &mut Vec<T>, count: usize) {
+            list.reserve(count.saturating_sub(list.len()));
+        }
+        for jobs in [&self.batch, &self.inline] {
+            grow(&mut jobs.borrow_mut(), count);
+        }
+        // Both harvest's lists get results of both kinds.
+        grow(&mut self.inline_done.borrow_mut(), count);
+        grow(&mut locked(&self.pool.done), count);
+        if let Ok(mut harvested) = self.harvested.try_borrow_mut() {
+            grow(&mut harvested, count);
+            self.room.set(count);
+        }
+        let mut queue = locked(&self.pool.queue);
+        let missing = count.saturating_sub(queue.jobs.len());
+        queue.jobs.reserve(missing);
     }
 
     fn queue(&self, slab: &mut Slab, index: u32) {
@@ -174,9 +206,7 @@ impl Workers {
     }
 
     fn start_worker(&self) {
-        let pool = Arc::clone(&self.pool);
-        let started = std::thread::Builder::new().name("io-worker".into()).spawn(move || pool.work());
-        if let Err(error) = started {
+        if let Err(error) = spawn(Arc::clone(&self.pool)) {
             let mut queue = locked(&self.pool.queue);
             queue.threads -= 1;
             if queue.threads > 0 {
@@ -313,6 +343,41 @@ impl Pool {
             self.carry_out(job);
         }
     }
+}
+
+/// Starts a worker. Not by `std::thread`: a busy machine may need more workers at any time, and handles, names and
+/// results that nobody asks for would be allocated each time. The C library maps a stack, or takes one that it has kept.
+fn spawn(pool: Arc<Pool>) -> io::Result<()> {
+    extern "C" fn enter(pool: *mut libc::c_void) -> *mut libc::c_void {
+        // SAFETY: `spawn` gave this thread a reference of its own.
+        let pool = unsafe { Arc::from_raw(pool.cast_const().cast::<Pool>()) };
+        // SAFETY: names the calling thread; the name is a string of less than 16 bytes.
+        unsafe { libc::pthread_setname_np(libc::pthread_self(), c"io-worker".as_ptr()) };
+        pool.work();
+        std::ptr::null_mut()
+    }
+    let pool = Arc::into_raw(pool);
+    // SAFETY: the attributes are initialised before they are used, and destroyed after; the thread takes over `pool`.
+    let error = unsafe {
+        let (mut attributes, mut thread) = (std::mem::zeroed(), std::mem::zeroed());
+        match libc::pthread_attr_init(&raw mut attributes) {
+            0 => {
+                libc::pthread_attr_setstacksize(&raw mut attributes, STACK_BYTES);
+                libc::pthread_attr_setdetachstate(&raw mut attributes, libc::PTHREAD_CREATE_DETACHED);
+                let argument = pool.cast_mut().cast();
+                let error = libc::pthread_create(&raw mut thread, &raw const attributes, enter, argument);
+                libc::pthread_attr_destroy(&raw mut attributes);
+                error
+            }
+            error => error,
+        }
+    };
+    if error == 0 {
+        return Ok(());
+    }
+    // SAFETY: there is no thread that would have taken it over.
+    drop(unsafe { Arc::from_raw(pool) });
+    Err(io::Error::from_raw_os_error(error))
 }
 
 impl Job {

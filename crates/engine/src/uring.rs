@@ -134,7 +134,7 @@ impl Uring {
         };
         Ok(Self {
             state: RefCell::new(Some(state)),
-            harvested: RefCell::default(),
+            harvested: RefCell::new(Vec::with_capacity(COMPLETION_ENTRIES as usize)),
             workers,
             counters,
             gave_early: Cell::new(false),
@@ -204,6 +204,10 @@ impl Uring {
                 }
                 let early = !request.target.file.page_cached && state.setup != Setup::SubmissionThread;
                 let index = state.slab.insert(request);
+                if state.slab.peak() > state.waiting.capacity() {
+                    // All of them may have to wait at once.
+                    state.waiting.reserve(state.slab.peak());
+                }
                 state.enqueue(index);
                 if early && state.kernel_has_less_than_queue() {
                     self.gave_early.set(self.enter(state, 0) || self.gave_early.get());

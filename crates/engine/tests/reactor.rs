@@ -99,7 +99,7 @@ fn a_sleeping_reactor_is_woken_by_jobs_by_wakers_and_by_completions() {
     let (their_list, their_open) = (Arc::clone(&list), Arc::clone(&open));
     let (sender, ended) = mpsc::channel();
     let spawn = move |ctx: &Rc<dyn ReactorCtx>| {
-        ctx.spawn(Box::pin(async move {
+        ctx.spawn(block::Task::new(async move {
             their_list.until(|| their_open.load(Ordering::SeqCst).then_some(())).await;
             sender.send(()).unwrap();
         }));

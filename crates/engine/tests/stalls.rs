@@ -69,7 +69,7 @@ fn others_on_the_same_file_finish_while_one_request_is_stalled() {
             let queue = theirs.open_queue(&ctx).unwrap();
             let buf = IoBuf::zeroed(4096);
             let stalled = queue.start(read_op(STALL_FROM, &buf));
-            ctx.spawn(Box::pin(async move { sender.send((stalled.await, buf.whole().to_vec()[0])).unwrap() }));
+            ctx.spawn(block::Task::new(async move { sender.send((stalled.await, buf.whole().to_vec()[0])).unwrap() }));
             let mut ends = Vec::new();
             let bufs: Vec<_> = (0..16).map(|_| IoBuf::zeroed(4096)).collect();
             for (index, buf) in bufs.iter().enumerate() {
@@ -107,7 +107,7 @@ fn a_dropped_future_leaves_its_memory_with_the_engine_until_the_kernel_is_done()
             drop(queue);
             // SAFETY: an empty list names no memory.
             assert!(!unsafe { buf.refill(std::iter::empty()) }, "the memory was free for reuse");
-            ctx.spawn(Box::pin(async move {
+            ctx.spawn(block::Task::new(async move {
                 // Looks again with each of the reactor's turns.
                 std::future::poll_fn(|context| {
                     context.waker().wake_by_ref();

@@ -27,7 +27,7 @@ fn push_all(
             let data = IoBuf::from_aligned(AlignedBuf::copy_of(&vec![byte; length])).whole();
             let end = queue.start(FileOp::Write { offset, data, fua: false });
             let sender = sender.clone();
-            ctx.spawn(Box::pin(async move { sender.send(end.await).unwrap() }));
+            ctx.spawn(block::Task::new(async move { sender.send(end.await).unwrap() }));
         }
     };
     reactor.handle().run(Box::new(job)).unwrap();

@@ -96,7 +96,7 @@ fn a_second_write_to_a_new_cluster_waits_and_then_overwrites() {
     let file_offset = allocation.file_offset;
     let outcome = Rc::new(RefCell::new(None));
     let seen = Rc::clone(&outcome);
-    reactor.spawn(Box::pin(async move {
+    reactor.spawn(block::Task::new(async move {
         *seen.borrow_mut() = Some(second.qcow2.prepare_write(&second.io, 1024, 512).await.unwrap());
     }));
     reactor.run_until_idle();
@@ -176,7 +176,7 @@ fn flushes_at_the_same_time_share_their_work() {
     for _ in 0..20 {
         let queue = guest.through(MetaIo::new(file.open_queue(&reactor.ctx()).unwrap()));
         let done = Rc::clone(&done);
-        reactor.spawn(Box::pin(async move {
+        reactor.spawn(block::Task::new(async move {
             queue.flush().await.unwrap();
             *done.borrow_mut() += 1;
         }));

@@ -136,7 +136,7 @@ fn play(storage: &SimStorage, base: &Base, plan: Plan) -> (Guest, Witness) {
         let part = Rc::new(RefCell::new(guest.qcow2.epochs().join()));
         for task in 0..plan.depth {
             let worker = 1 + queue * plan.depth + task;
-            reactor.spawn(Box::pin(work(guest.clone(), Rc::clone(&part), witness.clone(), plan, worker)));
+            reactor.spawn(block::Task::new(work(guest.clone(), Rc::clone(&part), witness.clone(), plan, worker)));
         }
         reactors.push(reactor);
     }

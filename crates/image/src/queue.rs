@@ -11,7 +11,7 @@ use crate::slow::Slow;
 use block::sync::AtomicU64;
 use block::{
     Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, MetaIo, Op,
-    Participant, PastEnd, ReactorCtx, Result, Sink, Tag, Ticket,
+    Participant, PastEnd, ReactorCtx, Result, Sink, Tag, Task, Ticket,
 };
 use format_qcow2::Overwrite;
 use memory::{IoBuf, Window};
@@ -26,6 +26,9 @@ const MAX_PIECES: usize = 128;
 
 /// Most bytes that are zeroed at once; longer runs are zeroed in a task, step by step.
 pub(crate) const FILL_BYTES: usize = 256 << 10;
+
+/// Pieces for which lists have room at least.
+const LEAST_ROOM: usize = 64;
 
 /// What the queue and its tasks share.
 pub(crate) struct Shared {
@@ -58,6 +61,9 @@ pub(crate) struct ImageQueue {
     /// Lookups that tables in memory answered; nobody else counts here.
     hits: Arc<AtomicU64>,
     scratch: Vec<(u64, IoResult)>,
+    /// Pieces and tasks on their way, and for how many of them the lists of ends have room: all may end at once.
+    on_the_way: usize,
+    room: usize,
     /// Requests that ended without the sink.
     ready: Vec<Completion>,
 }
@@ -80,8 +86,21 @@ impl ImageQueue {
             participant,
             hits: chain.hits.join(),
             scratch: Vec::new(),
+            on_the_way: 0,
+            room: 0,
             ready: Vec::new(),
         })
+    }
+
+    /// Makes the lists of what has ended longer when more is in flight than ever before, not when the machine happens
+    /// to end much at once.
+    #[cold]
+    fn make_room(&mut self) {
+        self.room = self.on_the_way.max(self.slots.len()).next_power_of_two().max(LEAST_ROOM);
+        self.shared.sink.reserve(self.room);
+        self.scratch.reserve(self.room);
+        self.ready.reserve(self.room);
+        self.free.reserve(self.room);
     }
 
     #[inline]
@@ -107,6 +126,9 @@ impl ImageQueue {
             }
             None => {
                 self.slots.push(slot);
+                if self.slots.len() > self.room {
+                    self.make_room();
+                }
                 self.slots.len().saturating_sub(1)
             }
         }
@@ -116,6 +138,10 @@ impl ImageQueue {
     fn count(&mut self, index: usize) -> Done {
         if let Some(slot) = self.slots.get_mut(index) {
             slot.pending = slot.pending.saturating_add(1);
+        }
+        self.on_the_way = self.on_the_way.saturating_add(1);
+        if self.on_the_way > self.room {
+            self.make_room();
         }
         Done::Sink { sink: Rc::clone(&self.shared.sink), token: index as u64 }
     }
@@ -149,7 +175,7 @@ impl ImageQueue {
     fn spawn(&mut self, index: usize, slow: Slow) {
         let done = self.count(index);
         let shared = Rc::clone(&self.shared);
-        self.ctx.spawn(Box::pin(async move {
+        self.ctx.spawn(Task::new(async move {
             let result = slow.run(&shared).await;
             done.complete(result);
         }));
@@ -295,6 +321,7 @@ impl DiskQueue for ImageQueue {
         if !self.shared.sink.is_empty() {
             let mut scratch = std::mem::take(&mut self.scratch);
             self.shared.sink.take(&mut scratch);
+            self.on_the_way = self.on_the_way.saturating_sub(scratch.len());
             for (token, result) in scratch.drain(..) {
                 if let Ok(index) = usize::try_from(token) {
                     self.piece_ended(index, result);

@@ -221,12 +221,13 @@ impl Shared {
             Fill::None => Ok(None),
             Fill::Zero => Ok(Some(zeros(length))),
             Fill::Copy => {
-                let buf = IoBuf::zeroed(length);
-                // What lies behind the end of the disk stays zero.
+                let buf = IoBuf::from_pool(length).whole();
                 let inside = self.chain.size_bytes.saturating_sub(at).min(length_bytes);
                 let inside = usize::try_from(inside).map_err(|_| IoError::EIO)?;
-                self.read(at, buf.whole().slice(0, inside)).await?;
-                Ok(Some(vec![buf.whole()]))
+                // What lies behind the end of the disk is zero.
+                buf.slice(inside, length.saturating_sub(inside)).fill(0);
+                self.read(at, buf.slice(0, inside)).await?;
+                Ok(Some(vec![buf]))
             }
         }
     }
@@ -298,10 +299,14 @@ async fn fill_in_steps(data: &Window) {
     }
 }
 
-/// `length` zero bytes, as windows over one chunk.
+thread_local! {
+    static ZEROS: IoBuf = IoBuf::zeroed(ZERO_CHUNK_BYTES);
+}
+
+/// `length` zero bytes, as windows over one chunk that all requests of the thread share.
 fn zeros(length: usize) -> Vec<Window> {
-    let chunk = IoBuf::zeroed(length.min(ZERO_CHUNK_BYTES)).whole();
-    let mut parts = Vec::new();
+    let chunk = ZEROS.try_with(IoBuf::clone).unwrap_or_else(|_| IoBuf::zeroed(ZERO_CHUNK_BYTES)).whole();
+    let mut parts = Vec::with_capacity(length.div_ceil(ZERO_CHUNK_BYTES));
     let mut left = length;
     while left > 0 {
         let take = left.min(chunk.length_bytes());

@@ -1,7 +1,7 @@
 //! A disk queue for tasks: operations that are awaited.
 
 use block::{Completion, Disk, DiskQueue, Done, IoResult, Op, Poller, PollerId, ReactorCtx, Result, Waiter};
-use memory::{AlignedBuf, IoBuf};
+use memory::{AlignedBuf, IoBuf, PoolRc};
 use std::cell::RefCell;
 use std::rc::{Rc, Weak};
 
@@ -9,7 +9,7 @@ use std::rc::{Rc, Weak};
 pub(crate) struct DiskTasks {
     queue: RefCell<Box<dyn DiskQueue>>,
     /// Who waits, by tag.
-    waiting: RefCell<Vec<Option<Rc<Waiter>>>>,
+    waiting: RefCell<Vec<Option<PoolRc<Waiter>>>>,
     ctx: Rc<dyn ReactorCtx>,
     poller: RefCell<Option<PollerId>>,
 }
@@ -39,11 +39,11 @@ impl DiskTasks {
                 waiting.push(None);
                 waiting.len() - 1
             });
-            waiting[index] = Some(Rc::clone(&waiter));
+            waiting[index] = Some(waiter.clone());
             index
         };
         self.queue.borrow_mut().submit(tag as u64, op);
-        waiter.wait().await
+        Waiter::wait(&waiter).await
     }
 
     /// Fills the first `length_bytes` of `buf` from the disk.

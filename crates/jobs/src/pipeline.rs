@@ -136,7 +136,7 @@ impl<T: Send + 'static> Pipeline<T> {
             let start = move |ctx: &Rc<dyn ReactorCtx>| -> Result<()> {
                 let running = Rc::new(Running { worker: open(ctx)?, _ended: sender });
                 for _ in 0..tasks {
-                    ctx.spawn(Box::pin(run_task(Arc::clone(&shared), Rc::clone(&running))));
+                    ctx.spawn(block::Task::new(run_task(Arc::clone(&shared), Rc::clone(&running))));
                 }
                 Ok(())
             };

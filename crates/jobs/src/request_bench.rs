@@ -110,7 +110,7 @@ fn start(
     for _ in 0..bench.depth.max(1) {
         let mut memory = AlignedBuf::zeroed(bench.size_bytes);
         memory.fill(bench.pattern);
-        ctx.spawn(Box::pin(run_task(Rc::clone(&shared), IoBuf::from_aligned(memory))));
+        ctx.spawn(block::Task::new(run_task(Rc::clone(&shared), IoBuf::from_aligned(memory))));
     }
     Ok(())
 }

@@ -26,7 +26,7 @@ where
     let (sender, receiver) = mpsc::sync_channel(1);
     let job = move |ctx: &Rc<dyn ReactorCtx>| {
         let task = task(Rc::clone(ctx));
-        ctx.spawn(Box::pin(async move {
+        ctx.spawn(block::Task::new(async move {
             let value = task.await;
             let _ = sender.send(value);
         }));

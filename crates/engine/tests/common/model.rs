@@ -113,7 +113,7 @@ impl Model {
                     mine.into_iter().map(|piece| Box::pin(carry_out(Rc::clone(&queue), piece, seed)) as _).collect();
                 for task in started {
                     let sender = sender.clone();
-                    ctx.spawn(Box::pin(async move { sender.send(task.await).unwrap() }));
+                    ctx.spawn(block::Task::new(async move { sender.send(task.await).unwrap() }));
                 }
             };
             reactor.handle().run(Box::new(job)).unwrap();

@@ -149,7 +149,7 @@ impl Generator {
             first_error: None,
             mismatches: 0,
             first_mismatch: None,
-            batches: BatchCounts::default(),
+            batches: BatchCounts::up_to(slots.len()),
             elapsed_seconds: 0.0,
             blocks: None,
             abandoned: 0,
@@ -163,8 +163,8 @@ impl Generator {
             ctx: Rc::clone(ctx),
             poller: None,
             idle: (0..slots.len()).rev().collect(),
+            done: Vec::with_capacity(slots.len()),
             slots,
-            done: Vec::new(),
             random: Words::new(seed ^ u64::from(parts.queue_index) << 32),
             next_block: parts.blocks.start,
             left: match spec.stop {

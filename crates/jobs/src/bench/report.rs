@@ -181,6 +181,11 @@ pub(crate) struct BatchCounts {
 }
 
 impl BatchCounts {
+    /// With room for harvests of so many completions.
+    pub(crate) fn up_to(length: usize) -> Self {
+        Self { by_length: vec![0; length.min(MAX_BATCH) + 1], polls: 0 }
+    }
+
     pub(crate) fn record(&mut self, length: usize) {
         let length = length.min(MAX_BATCH);
         if length >= self.by_length.len() {

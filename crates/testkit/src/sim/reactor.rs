@@ -181,7 +181,7 @@ impl SimReactor {
     pub fn run<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> T {
         let result = Rc::new(RefCell::new(None));
         let target = Rc::clone(&result);
-        self.executor.spawn(Box::pin(async move {
+        self.executor.spawn(Task::new(async move {
             let value = future.await;
             *target.borrow_mut() = Some(value);
         }));

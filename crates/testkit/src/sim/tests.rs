@@ -185,7 +185,7 @@ fn a_stalled_operation_holds_nobody_up() {
         let (future, done) = (queue.start(read(offset)), Rc::clone(&done));
         block::ReactorCtx::spawn(
             &*reactor,
-            Box::pin(async move {
+            block::Task::new(async move {
                 future.await.unwrap();
                 done.set(done.get() + 1);
             }),
