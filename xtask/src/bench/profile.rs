@@ -10,10 +10,10 @@ use super::files::Files;
 use super::measure::{self, Tools};
 use crate::{packages, workspace};
 use anyhow::{Context, Result, ensure};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Requests of the two runs.
-const COUNTS: [u64; 2] = [20_000, 80_000];
+const COUNTS: [u64; 2] = [5_000, 25_000];
 /// Functions shown of each cell.
 const SHOWN: usize = 12;
 
@@ -81,8 +81,9 @@ fn serve_counted(cell: &Cell, tools: &Tools, files: &Files, count: u64, output: 
 }
 
 /// Each function's own cost.
-fn self_costs(output: &PathBuf) -> Result<Vec<(String, f64)>> {
-    let command = crate::command::Program::new("callgrind_annotate").args(["--threshold=100", "--show-percs=no"]);
+fn self_costs(output: &Path) -> Result<Vec<(String, f64)>> {
+    let command =
+        crate::command::Program::new("callgrind_annotate").args(["--auto=no", "--threshold=100", "--show-percs=no"]);
     let text = command.args([output]).output_text()?;
     let mut costs: Vec<(String, f64)> = Vec::new();
     for line in text.lines() {

@@ -24,8 +24,11 @@ pub(super) struct Image<'a> {
     /// Whether a guest cluster is in use.
     pub(super) in_use: &'a dyn Fn(u64) -> bool,
     /// What it holds; where nothing is written the file has a hole.
-    pub(super) data: Option<&'a mut dyn FnMut(&mut [u8])>,
+    pub(super) data: Option<Fill<'a>>,
 }
+
+/// Fills a cluster.
+pub(super) type Fill<'a> = &'a mut dyn FnMut(&mut [u8]);
 
 /// Where everything lies, in clusters: header, refcount table, L1 table, L2 tables, refcount blocks, data.
 struct Layout {
