@@ -7,6 +7,7 @@ use block::{DiskInfo, Error, ErrorKind, Result};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
 use export_vhost_user::{Export, ExportOptions, RingStats};
 use image::{BackingPolicy, TableCacheStats};
+use memory::PoolStats;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -157,6 +158,13 @@ impl Daemon {
         self.reactors.iter().map(|reactor| (reactor.handle().name().to_owned(), reactor.stats())).collect()
     }
 
+    /// Counters of the pools that requests' contexts come from, by name. They are the whole process's: threads trade
+    /// contexts with each other.
+    #[must_use]
+    pub fn pools(&self) -> Vec<(&'static str, PoolStats)> {
+        memory::pools()
+    }
+
     /// Stops accepting, lets requests in flight end, flushes and closes the images, removes the sockets, ends the
     /// threads. Goes on after an error and returns the first.
     pub fn shutdown(mut self) -> Result<()> {
@@ -175,6 +183,8 @@ impl Daemon {
         for reactor in self.reactors.drain(..) {
             first = first.and(reactor.stop());
         }
+        // The process may live on.
+        memory::trim_pools();
         first
     }
 }

@@ -48,6 +48,8 @@ pub struct DriveOptions {
     /// How long a reactor that finds nothing to do goes on looking on this disk's behalf before it sleeps. Reactors
     /// serve queues of all disks, so that the longest of all disks holds for all (see `Daemon::poll_max_us_of`).
     pub poll_max_us: Option<u32>,
+    /// Every request waits so long before it begins: for tests and measurements.
+    pub delay_ms: Option<u32>,
     /// Memory for an image's tables, over all layers of its chain.
     pub l2_cache_bytes: Option<u64>,
     /// Where the guest's monitor connects.
@@ -62,8 +64,10 @@ pub(crate) const QUEUES_MAX: u16 = 256;
 pub(crate) const QUEUE_SIZE_MAX: u16 = 1024;
 /// A second: whoever wants more wants a reactor that never sleeps.
 const POLL_MAX_US: u32 = 1_000_000;
+/// Guests give a request up after half a minute.
+const DELAY_MAX_MS: u32 = 10_000;
 
-const KEYS: [&str; 15] = [
+const KEYS: [&str; 16] = [
     "file",
     "format",
     "engine",
@@ -77,6 +81,7 @@ const KEYS: [&str; 15] = [
     "queues",
     "queue-size",
     "poll-max-us",
+    "delay-ms",
     "l2-cache-size",
     "socket",
 ];
@@ -121,6 +126,7 @@ impl DriveOptions {
             queues: None,
             queue_size: None,
             poll_max_us: None,
+            delay_ms: None,
             l2_cache_bytes: None,
             socket: None,
         }
@@ -158,6 +164,7 @@ impl DriveOptions {
             "size" => self.size_bytes = Some(size(value)?),
             "queues" => self.queues = Some(count(key, value, QUEUES_MAX)?),
             "poll-max-us" => self.poll_max_us = Some(poll_max_us(key, value)?),
+            "delay-ms" => self.delay_ms = Some(delay_ms(key, value)?),
             "l2-cache-size" => {
                 self.l2_cache_bytes = Some(parse_size(value).map_err(|error| error.in_context(key.as_str()))?);
             }
@@ -299,6 +306,11 @@ fn poll_max_us(key: &str, value: &str) -> Result<u32> {
     number.ok_or_else(|| bad(format!("{key}={value}: takes microseconds, from 0 (never poll) to {POLL_MAX_US}")))
 }
 
+fn delay_ms(key: &str, value: &str) -> Result<u32> {
+    let number = value.parse::<u32>().ok().filter(|number| *number <= DELAY_MAX_MS);
+    number.ok_or_else(|| bad(format!("{key}={value}: takes milliseconds, from 0 to {DELAY_MAX_MS}")))
+}
+
 fn power_of_two(key: &str, value: &str, most: u16) -> Result<u16> {
     let number = count(key, value, most)?;
     if !number.is_power_of_two() {
@@ -327,7 +339,7 @@ mod tests {
         let read = drive(
             "file=a,,b.img,format=qcow2,engine=io_uring,cache=none,serial=disk 1,readonly=on,sync=on,\
              sqpoll=on,fixed-buffers=on,\
-             queues=4,queue-size=256,poll-max-us=0,l2-cache-size=1.5M,socket=/run/a.sock",
+             queues=4,queue-size=256,poll-max-us=0,delay-ms=3,l2-cache-size=1.5M,socket=/run/a.sock",
         );
         let expected = DriveOptions {
             file: Some(PathBuf::from("a,b.img")),
@@ -342,6 +354,7 @@ mod tests {
             size_bytes: None,
             queues: Some(4),
             queue_size: Some(256),
+            delay_ms: Some(3),
             poll_max_us: Some(0),
             l2_cache_bytes: Some(1536 << 10),
             socket: Some(PathBuf::from("/run/a.sock")),
@@ -396,6 +409,7 @@ mod tests {
             "file=x,queue-size=100",
             "file=x,poll-max-us=-1",
             "file=x,poll-max-us=2000000",
+            "file=x,delay-ms=20000",
             "file=x,l2-cache-size=lots",
             "format=null,size=4G,l2-cache-size=1M",
             "file=x,sync=on,cache=unsafe",

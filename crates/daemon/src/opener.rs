@@ -3,7 +3,7 @@
 use crate::drive::{DriveFormat, DriveOptions};
 use block::{Disk, ErrorKind, File, Result};
 use engine::OpenOptions;
-use image::{BackingPolicy, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats};
+use image::{BackingPolicy, DelayDisk, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -94,7 +94,7 @@ pub fn open_drive(drive: &DriveOptions, allow_backing: BackingPolicy, listed: &[
     let format = match drive.format {
         Some(DriveFormat::Null) => {
             let disk = NullDisk::new(drive.size_bytes.unwrap_or(0), drive.serial.clone());
-            return Ok(OpenedDisk { disk: Arc::new(disk), image: None });
+            return Ok(OpenedDisk { disk: delayed(Arc::new(disk), drive), image: None });
         }
         Some(DriveFormat::Raw) => Some(Format::Raw),
         Some(DriveFormat::Qcow2) => Some(Format::Qcow2),
@@ -112,5 +112,12 @@ pub fn open_drive(drive: &DriveOptions, allow_backing: BackingPolicy, listed: &[
         ..ImageOptions::new(path)
     };
     let image = Arc::new(image::open(&options, &EngineOpener::of_drive(drive))?);
-    Ok(OpenedDisk { disk: Arc::clone(&image) as Arc<dyn Disk>, image: Some(image) })
+    Ok(OpenedDisk { disk: delayed(Arc::clone(&image) as Arc<dyn Disk>, drive), image: Some(image) })
+}
+
+fn delayed(disk: Arc<dyn Disk>, drive: &DriveOptions) -> Arc<dyn Disk> {
+    match drive.delay_ms {
+        Some(delay_ms) if delay_ms > 0 => Arc::new(DelayDisk::new(disk, Duration::from_millis(u64::from(delay_ms)))),
+        _ => disk,
+    }
 }

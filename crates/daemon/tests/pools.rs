@@ -1,0 +1,218 @@
+//! Requests' contexts in the running daemon: two disks on two reactors over vhost-user, the driver as guest. After
+//! warm-up none is created, and there are hardly more than were in flight at once.
+//!
+//! `RINGDISK_POOL_REQUESTS=1000000 cargo test -p ringdisk-daemon --test pools` watches a million requests a disk.
+
+use block::Disk;
+use daemon::{Daemon, DaemonConfig, DriveFormat, DriveOptions, EngineOpener};
+use driver::{Driver, DriverOptions};
+use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
+use image::{BackingPolicy, CreateOptions, Opener, Role};
+use jobs::bench::{Alloc, BenchReport, BenchSpec, Hooks, Pattern, Progress, Stop, run};
+use memory::{IoBuf, PoolStats};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+const SIZE_BYTES: u64 = 16 << 20;
+const DISKS: usize = 2;
+/// The pool that every request of a file takes a context from.
+const REQUESTS: &str = "request in an engine";
+const WARM_UP: u64 = 5_000;
+
+/// Requests of a disk that are watched; set RINGDISK_POOL_REQUESTS to widen.
+fn watched() -> u64 {
+    std::env::var("RINGDISK_POOL_REQUESTS").ok().and_then(|text| text.parse().ok()).unwrap_or(10_000)
+}
+
+type Pools = BTreeMap<&'static str, PoolStats>;
+
+struct Guest {
+    driver: Arc<Driver>,
+    reactor: ReactorThread,
+}
+
+impl Guest {
+    fn new(socket: &Path) -> Self {
+        let driver =
+            Arc::new(Driver::connect(socket, DriverOptions { queue_size: 512, ..DriverOptions::default() }).unwrap());
+        Self { driver, reactor: Reactor::spawn(ReactorConfig::default()).unwrap() }
+    }
+
+    /// `odd` buffers have to be bounced by the device, where the file asks for alignment.
+    fn run(&self, spec: &BenchSpec, odd: bool, hooks: Hooks<'_>) -> BenchReport {
+        let driver = Arc::clone(&self.driver);
+        let alloc: Alloc = Arc::new(move |length| match odd {
+            false => driver.alloc(length),
+            true => Ok(IoBuf::gather(vec![driver.alloc(length + 1)?.whole().slice(1, length)])),
+        });
+        let disk: Arc<dyn Disk> = Arc::clone(&self.driver) as _;
+        let hooks = Hooks { alloc: Some(alloc), ..hooks };
+        let report = run(&disk, &[self.reactor.handle()], spec, &hooks).unwrap().report;
+        assert_eq!(report.errors, 0, "{:?}", report.first_error);
+        report
+    }
+}
+
+struct Setup {
+    daemon: Daemon,
+    guests: Vec<Guest>,
+    _dir: tempfile::TempDir,
+}
+
+fn set_up(engine: EngineKind, delay_ms: Option<u32>) -> Setup {
+    let dir = tempfile::tempdir().unwrap();
+    let config =
+        DaemonConfig { reactors: DISKS, poll_max_us: None, allow_backing: BackingPolicy::Deny, listed: Vec::new() };
+    let mut daemon = Daemon::start(config).unwrap();
+    let mut guests = Vec::new();
+    for index in 0..DISKS {
+        let (path, socket) = (dir.path().join(index.to_string()), dir.path().join(format!("{index}.sock")));
+        engine::create(&path, 0).unwrap();
+        let open = || EngineOpener::default().open(&path, Role::Writable).unwrap();
+        image::create(&open(), &CreateOptions::Raw { size_bytes: SIZE_BYTES }).unwrap();
+        let (format, queues) = (Some(DriveFormat::Raw), Some(1));
+        let drive = DriveOptions { format, engine, cache: CacheMode::None, queues, ..DriveOptions::of_file(&path) };
+        daemon.add(&DriveOptions { delay_ms, socket: Some(socket.clone()), ..drive }).unwrap();
+        guests.push(Guest::new(&socket));
+    }
+    let setup = Setup { daemon, guests, _dir: dir };
+    let fill = BenchSpec {
+        block_bytes: 64 << 10,
+        read_percent: 0,
+        pattern: Pattern::Sequential,
+        stop: Stop::OnePass,
+        ..BenchSpec::default()
+    };
+    setup.guests.iter().for_each(|guest| drop(guest.run(&fill, false, Hooks::default())));
+    setup
+}
+
+fn load(queue_depth: u32, read_percent: u8, stop: Stop) -> BenchSpec {
+    BenchSpec { queue_depth, read_percent, pattern: Pattern::Random { seed: 7 }, stop, ..BenchSpec::default() }
+}
+
+impl Setup {
+    fn pools(&self) -> Pools {
+        self.daemon.pools().into_iter().collect()
+    }
+
+    /// Loads both disks at once and watches, both still at work, until so many requests of each have gone by without a new
+    /// context. Gives the counters from then. Bounced requests are writes only: what a read needs is of other sizes, and
+    /// how many of either are in flight at once would be a matter of luck.
+    fn watch(&self, case: &str, queue_depth: u32, odd: bool) -> Pools {
+        let spec = load(queue_depth, if odd { 0 } else { 50 }, Stop::Runtime(Duration::from_secs(3600)));
+        let (done, enough) = ([const { AtomicU64::new(0) }; DISKS], Arc::new(AtomicBool::new(false)));
+        let windows = Mutex::new(Windows { case, since: None, last: self.pools(), count: 0 });
+        thread::scope(|scope| {
+            for (index, guest) in self.guests.iter().enumerate() {
+                let (done, enough, windows, spec) = (&done, &enough, &windows, &spec);
+                scope.spawn(move || {
+                    let progress = |now: Progress| {
+                        done[index].store(now.requests, SeqCst);
+                        let least = done.iter().map(|done| done.load(SeqCst)).min().unwrap_or(0);
+                        if windows.lock().unwrap().look(least, || self.pools()) {
+                            enough.store(true, SeqCst);
+                        }
+                    };
+                    let cancel = Some(Arc::clone(enough));
+                    guest.run(spec, odd, Hooks { progress: Some(&progress), cancel, ..Hooks::default() });
+                });
+            }
+        });
+        windows.into_inner().unwrap().last
+    }
+
+    fn end(self) {
+        drop(self.guests);
+        self.daemon.shutdown().unwrap();
+    }
+}
+
+/// Stretches of a run, in which contexts may be created or not.
+struct Windows<'a> {
+    case: &'a str,
+    /// How many requests the slower disk had served when the stretch began.
+    since: Option<u64>,
+    last: Pools,
+    count: u32,
+}
+
+/// With a bound on all contexts, and a batch created at a time, more than this cannot have any.
+const WINDOWS_MAX: u32 = 4;
+
+impl Windows<'_> {
+    /// Whether a stretch without a new context has ended.
+    fn look(&mut self, requests: u64, pools: impl Fn() -> Pools) -> bool {
+        match self.since {
+            Some(since) if requests < since + watched() => return false,
+            None if requests < WARM_UP => return false,
+            _ => {}
+        }
+        let (now, began) = (pools(), self.since.replace(requests).is_some());
+        let new = |(name, now): (&&'static str, &PoolStats)| {
+            let before = self.last.get(name).map_or(0, |before| before.created);
+            (now.created > before).then(|| format!("{} '{name}': {now:?}", now.created - before))
+        };
+        let created: Vec<_> = now.iter().filter_map(new).collect();
+        self.last = now;
+        if began {
+            self.count += 1;
+            assert!(created.is_empty() || self.count < WINDOWS_MAX, "{}: still created: {created:?}", self.case);
+        }
+        began && created.is_empty()
+    }
+}
+
+fn check(case: &str, depth: u32, pools: &Pools) {
+    let requests = pools[REQUESTS];
+    println!("{case}: {requests:?}");
+    let most = u64::from(depth) * DISKS as u64;
+    assert!(requests.total * 10 <= most * 11, "{case}: {requests:?} for at most {most} in flight");
+    assert!(requests.total >= most / 2, "{case}: the load was there; {requests:?}");
+}
+
+/// One test, and the depth only rises: the counters are the whole process's, and remember.
+#[test]
+fn two_disks_need_hardly_more_contexts_than_are_in_flight_and_create_none_after_warm_up() {
+    for (engine, depth, delay_ms) in
+        [(EngineKind::IoUring, 128, None), (EngineKind::LinuxAio, 128, None), (EngineKind::IoUring, 256, Some(1))]
+    {
+        let setup = set_up(engine, delay_ms);
+        for odd in [false, true] {
+            let case = format!("{engine}, depth {depth}, delay {delay_ms:?}, bounced: {odd}");
+            check(&case, depth, &setup.watch(&case, depth, odd));
+        }
+        setup.end();
+    }
+    twice_the_depth_is_no_cliff();
+}
+
+/// The load doubles and nothing breaks down, neither at the backend's own speed nor where each request takes a
+/// millisecond. What the machine does besides meets both depths in turns.
+fn twice_the_depth_is_no_cliff() {
+    for delay_ms in [None, Some(1)] {
+        let setup = set_up(EngineKind::IoUring, delay_ms);
+        let mut best = [0.0_f64; 2];
+        for _ in 0..3 {
+            for (best, depth) in best.iter_mut().zip([128, 256]) {
+                let spec = load(depth, 50, Stop::Requests(8_000));
+                let rate = thread::scope(|scope| {
+                    let runs: Vec<_> = setup
+                        .guests
+                        .iter()
+                        .map(|guest| scope.spawn(|| guest.run(&spec, false, Hooks::default()).iops))
+                        .collect();
+                    runs.into_iter().map(|run| run.join().unwrap()).sum::<f64>()
+                });
+                *best = best.max(rate);
+            }
+        }
+        println!("delay {delay_ms:?} ms: {:.0} requests a second at depth 128, {:.0} at 256", best[0], best[1]);
+        assert!(best[1] >= best[0] * 0.5, "delay {delay_ms:?} ms: {best:?}");
+        setup.end();
+    }
+}
