@@ -2,11 +2,11 @@
 
 use crate::image_name::ImageName;
 use crate::output;
-use anyhow::Context;
+use anyhow::{Context, bail};
 use block::ReactorHandle;
-use daemon::{DriveOptions, EngineOpener};
+use daemon::{DriveOptions, EngineOpener, parse_key_values};
 use engine::{CacheMode, Reactor, ReactorConfig, ReactorThread};
-use image::{BackingPolicy, Format, Image, ImageOptions};
+use image::{BackingPolicy, Format, Image, ImageOptions, SnapshotName};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use jobs::{Control, Progress};
 use std::io::{IsTerminal, Write};
@@ -39,16 +39,44 @@ pub(crate) struct OpenArgs {
 impl OpenArgs {
     /// Opens an image to read it. `listed` are other files on the command line.
     pub(crate) fn open(&self, path: &Path, format: Option<&str>, listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
+        self.open_at(path, format, listed, None)
+    }
+
+    /// As `open`, the disk as it was when a snapshot was taken, where one is named.
+    pub(crate) fn open_at(
+        &self,
+        path: &Path,
+        format: Option<&str>,
+        listed: &[PathBuf],
+        snapshot: Option<&str>,
+    ) -> anyhow::Result<Arc<Image>> {
         let ImageName { path, format } = ImageName::of(path, format, self.image_opts)?;
         let mut options = ImageOptions::new(&path);
         options.format = format;
         options.read_only = true;
+        options.snapshot = snapshot.map(snapshot_name).transpose()?;
         options.allow_backing = self.allow_backing.parse()?;
         options.listed = listed.to_vec();
         let opener = EngineOpener::of_drive(&drive(&path, &self.source_cache)?);
         let opener = if self.force_share { opener.without_locks() } else { opener };
         Ok(Arc::new(image::open(&options, &opener)?))
     }
+}
+
+/// What -l names: `snapshot.id=ID,snapshot.name=NAME` (one of them will do), or an id or a name as it is.
+fn snapshot_name(text: &str) -> anyhow::Result<SnapshotName> {
+    if !text.starts_with("snapshot.") {
+        return Ok(SnapshotName::Any(text.to_owned()));
+    }
+    let (mut id, mut name) = (None, None);
+    for pair in parse_key_values(text)? {
+        match pair.key.as_str() {
+            "snapshot.id" => id = Some(pair.value),
+            "snapshot.name" => name = Some(pair.value),
+            key => bail!("Failed in parsing snapshot param '{text}': Invalid parameter '{key}'"),
+        }
+    }
+    Ok(SnapshotName::Exactly { id, name })
 }
 
 /// Opens an image to write it; it is nobody else's meanwhile.

@@ -17,6 +17,7 @@ pub(crate) enum ImageVerb {
     Rebase(commands::rebase::Args),
     Dd(commands::dd::Args),
     Bitmap(commands::bitmap::Args),
+    Snapshot(commands::snapshot::Args),
 }
 
 impl ImageVerb {
@@ -34,6 +35,7 @@ impl ImageVerb {
             Self::Rebase(args) => commands::rebase::run(args),
             Self::Dd(args) => commands::dd::run(args),
             Self::Bitmap(args) => commands::bitmap::run(args),
+            Self::Snapshot(args) => commands::snapshot::run(args),
         }
     }
 }

@@ -184,17 +184,7 @@ pub enum SnapshotName {
 /// The header of the disk as it was when a snapshot was taken.
 pub(crate) async fn of_snapshot(io: &MetaIo, header: Header, name: &str, which: &SnapshotName) -> Result<Header> {
     let (rows, _) = read_rows(io, &header, name).await?;
-    let is_meant = |row: &&Row| match which {
-        SnapshotName::Any(_) => false,
-        SnapshotName::Exactly { id, name } => {
-            let (id, name) = (id.as_ref(), name.as_ref());
-            id.is_none_or(|id| *id == row.snapshot.id) && name.is_none_or(|name| *name == row.snapshot.name)
-        }
-    };
-    let found = match which {
-        SnapshotName::Any(text) => find(&rows, text).and_then(|index| rows.get(index)),
-        SnapshotName::Exactly { .. } => rows.iter().find(is_meant),
-    };
+    let found = find(&rows, which).and_then(|index| rows.get(index));
     let Some(row) = found else {
         return Err(Error::new(ErrorKind::BadOption, format!("'{name}': Can't find snapshot")));
     };
@@ -207,8 +197,37 @@ pub(crate) async fn of_snapshot(io: &MetaIo, header: Header, name: &str, which: 
     Ok(header)
 }
 
-/// Finds a snapshot by its id, or else by its name.
-pub(crate) fn find(rows: &[Row], which: &str) -> Option<usize> {
-    let by_id = rows.iter().position(|row| row.snapshot.id == which);
-    by_id.or_else(|| rows.iter().position(|row| row.snapshot.name == which))
+/// Finds a snapshot.
+pub(crate) fn find(rows: &[Row], which: &SnapshotName) -> Option<usize> {
+    let position = |is_meant: &dyn Fn(&Snapshot) -> bool| rows.iter().position(|row| is_meant(&row.snapshot));
+    match which {
+        SnapshotName::Any(text) => {
+            position(&|snapshot| snapshot.id == *text).or_else(|| position(&|snapshot| snapshot.name == *text))
+        }
+        SnapshotName::Exactly { id, name } => position(&|snapshot| {
+            let (id, name) = (id.as_ref(), name.as_ref());
+            id.is_none_or(|id| *id == snapshot.id) && name.is_none_or(|name| *name == snapshot.name)
+        }),
+    }
+}
+
+impl SnapshotName {
+    /// The first with this name, whatever its id.
+    #[must_use]
+    pub fn named(name: &str) -> Self {
+        Self::Exactly { id: None, name: Some(name.to_owned()) }
+    }
+}
+
+impl std::fmt::Display for SnapshotName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Any(text) => write!(f, "'{text}'"),
+            Self::Exactly { id, name } => {
+                let id = id.as_ref().map(|id| format!("with the id '{id}'"));
+                let name = name.as_ref().map(|name| format!("named '{name}'"));
+                write!(f, "{}", id.into_iter().chain(name).collect::<Vec<_>>().join(" and "))
+            }
+        }
+    }
 }

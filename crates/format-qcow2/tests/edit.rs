@@ -64,8 +64,8 @@ fn carry_out(storage: &SimStorage, verb: &Verb, base: &Base) -> Result<()> {
             let new = NewSnapshot { name: name.clone(), date_seconds: 1_800_000_000, date_nanoseconds: 5 };
             block_on(create_snapshot(&io, file, NAME, &new, watch))
         }
-        Verb::Apply(which) => block_on(apply_snapshot(&io, file, NAME, which, watch)),
-        Verb::Delete(which) => block_on(delete_snapshot(&io, file, NAME, which, watch)),
+        Verb::Apply(which) => block_on(apply_snapshot(&io, file, NAME, &SnapshotName::Any(which.clone()), watch)),
+        Verb::Delete(which) => block_on(delete_snapshot(&io, file, NAME, &SnapshotName::named(which), watch)),
         Verb::Resize(size_bytes, preallocation) => {
             // Through a copy: faults are for the verb.
             let guest = open(&copy(storage).file(NAME).unwrap(), Arc::clone(base));

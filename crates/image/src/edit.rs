@@ -5,7 +5,7 @@ use crate::image::Image;
 use crate::layer::Mapping;
 use crate::open::format_of;
 use block::{Error, ErrorKind, Extent, File, IoError, IoResult, MetaIo, Result, block_on};
-use format_qcow2::{GrowBy, NewSnapshot, ResizeOptions};
+use format_qcow2::{GrowBy, NewSnapshot, ResizeOptions, SnapshotName};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -16,10 +16,10 @@ pub use format_qcow2::EditWatch;
 pub enum Edit {
     /// Take an internal snapshot.
     CreateSnapshot(NewSnapshot),
-    /// Make the disk what it was when the snapshot with this id, or else this name, was taken.
-    ApplySnapshot(String),
-    /// Delete the snapshot with this id, or else this name.
-    DeleteSnapshot(String),
+    /// Make the disk what it was when this snapshot was taken.
+    ApplySnapshot(SnapshotName),
+    /// Delete this snapshot.
+    DeleteSnapshot(SnapshotName),
 }
 
 /// Changes the image in a file that was opened for writing; blocks. Power cuts leave the image before or after.
@@ -48,13 +48,7 @@ pub fn edit(
 impl Image {
     /// Changes the size of a qcow2 image that was opened for writing and that no queue uses; blocks. What is added reads
     /// as zeros. The image is closed: what is in memory is out of date afterwards.
-    pub fn resize(
-        self,
-        size_bytes: u64,
-        shrink: bool,
-        preallocation: GrowBy,
-        watch: &mut EditWatch<'_>,
-    ) -> Result<()> {
+    pub fn resize(self, size_bytes: u64, shrink: bool, preallocation: GrowBy, watch: &mut EditWatch<'_>) -> Result<()> {
         let unsupported = |what: &str| Err(Error::new(ErrorKind::Unsupported, what));
         let Some(top) = self.chain.layers.first() else { return unsupported("there is no image") };
         let Mapping::Qcow2(qcow2) = &top.mapping else { return unsupported("only qcow2 images are resized like this") };

@@ -49,7 +49,7 @@ pub(crate) struct Args {
     /// Compress (not supported yet).
     #[arg(short = 'c')]
     compress: bool,
-    /// Copy a snapshot (not supported yet).
+    /// Copy the disk as it was at a snapshot: an id, a name, or snapshot.id=ID,snapshot.name=NAME.
     #[arg(short = 'l', value_name = "SNAPSHOT")]
     snapshot: Option<String>,
     /// Try to let the host copy (taken for a wish: the copy is made through memory).
@@ -81,7 +81,6 @@ impl Args {
     fn refuse_unsupported(&self) -> anyhow::Result<()> {
         let unsupported = [
             (self.compress, "-c (compression)"),
-            (self.snapshot.is_some(), "-l (snapshots)"),
             (self.salvage, "--salvage"),
             (self.target_image_opts, "--target-image-opts"),
         ];
@@ -109,7 +108,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.no_create && !args.options.is_empty() {
         bail!("convert: -n takes the target as it is, -o has no meaning with it");
     }
-    let source = args.open.open(&args.source, args.format.as_deref(), &[])?;
+    let source = args.open.open_at(&args.source, args.format.as_deref(), &[], args.snapshot.as_deref())?;
     refuse_same_file(&source, &args.target)?;
     if args.bitmaps {
         super::bitmap::refuse_without_bitmaps(&source, format)?;

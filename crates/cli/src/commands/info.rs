@@ -155,6 +155,9 @@ fn human(layer: &Layer) -> String {
     if let Some(format) = description.backing_format {
         line(format!("backing file format: {format}"));
     }
+    if !description.snapshots.is_empty() {
+        line(super::snapshot::table(&description.snapshots).trim_end().to_owned());
+    }
     if let (Some(header), Some(flags)) = (&description.qcow2, &flags) {
         line("Format specific information:".to_owned());
         line(format!("    compat: {}", compat(header)));
@@ -169,9 +172,6 @@ fn human(layer: &Layer) -> String {
         if header.version >= 3 {
             line(format!("    corrupt: {}", flags.corrupt));
             line(format!("    extended l2: {}", flags.extended_l2));
-        }
-        if header.snapshots > 0 {
-            line(format!("snapshots: {}", header.snapshots));
         }
     }
     if is_qemu_img() {
@@ -220,8 +220,10 @@ fn machine(layer: &Layer) -> Value {
         value["ringdisk"] = json!({
             "engine": description.engine,
             "format-guessed": description.guessed,
-            "snapshots": description.qcow2.as_ref().map_or(0, |header| header.snapshots),
         });
+    }
+    if !description.snapshots.is_empty() {
+        value["snapshots"] = description.snapshots.iter().map(snapshot).collect();
     }
     if let Some(header) = &description.qcow2 {
         value["cluster-size"] = json!(1u64 << header.cluster_bits);
@@ -237,6 +239,23 @@ fn machine(layer: &Layer) -> Value {
     }
     if let Some(format) = description.backing_format {
         value["backing-filename-format"] = json!(format.to_string());
+    }
+    value
+}
+
+fn snapshot(snapshot: &image::Snapshot) -> Value {
+    const SECOND: u64 = 1_000_000_000;
+    let mut value = json!({
+        "id": snapshot.id,
+        "name": snapshot.name,
+        "vm-state-size": snapshot.vm_state_bytes,
+        "date-sec": snapshot.date_seconds,
+        "date-nsec": snapshot.date_nanoseconds,
+        "vm-clock-sec": snapshot.vm_clock_nanoseconds / SECOND,
+        "vm-clock-nsec": snapshot.vm_clock_nanoseconds % SECOND,
+    });
+    if let Some(icount) = snapshot.icount {
+        value["icount"] = json!(icount);
     }
     value
 }

@@ -24,7 +24,7 @@ pub(crate) struct Args {
     /// Size of the disk, instead of an image.
     #[arg(long, value_name = "SIZE", conflicts_with = "file", required_unless_present = "file")]
     size: Option<String>,
-    /// Measure a snapshot (not supported yet).
+    /// Measure the disk as it was at a snapshot: an id, a name, or snapshot.id=ID,snapshot.name=NAME.
     #[arg(short = 'l', value_name = "SNAPSHOT")]
     snapshot: Option<String>,
     /// How to print.
@@ -45,16 +45,13 @@ enum Output {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if args.snapshot.is_some() {
-        bail!("measure: -l (snapshots) is not supported");
-    }
     let format: Format = args.output_format.parse()?;
     let (target, version) = target(format, &args.options)?;
     let mut bitmaps = None;
     let Measure { required_bytes, fully_allocated_bytes } = match (&args.size, &args.file) {
         (Some(size), _) => jobs::measure_size(parse_size(size)?.next_multiple_of(block::SECTOR_BYTES), target),
         (None, Some(file)) => {
-            let image = args.open.open(file, args.format.as_deref(), &[])?;
+            let image = args.open.open_at(file, args.format.as_deref(), &[], args.snapshot.as_deref())?;
             if let (Target::Qcow2 { cluster_bytes, .. }, 3) = (target, version) {
                 bitmaps = bitmaps_bytes(&image, cluster_bytes)?;
             }

@@ -15,4 +15,5 @@ pub(crate) mod measure;
 pub(crate) mod rebase;
 pub(crate) mod resize;
 pub(crate) mod serve;
+pub(crate) mod snapshot;
 pub(crate) mod try_it;

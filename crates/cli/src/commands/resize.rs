@@ -2,12 +2,15 @@
 
 use crate::image_name::ImageName;
 use crate::output;
+use crate::tool::{ProgressArgs, Watch};
 use anyhow::{Context, bail};
+use block::Disk;
 use daemon::{EngineOpener, parse_size};
-use image::{Format, Opener, Role, inspect};
+use image::{Format, GrowBy, ImageOptions, Opener, Role};
 use std::path::PathBuf;
 
-/// Change the size of a raw image. Growing adds zeros; --shrink allows to cut data off.
+/// Change the size of a disk that nobody uses. Growing adds zeros; --shrink allows to cut data off. A power cut leaves
+/// the disk before or the disk after.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image; guessed from its contents where not given.
@@ -16,15 +19,17 @@ pub(crate) struct Args {
     /// Allow the image to lose what lies behind its new end.
     #[arg(long)]
     shrink: bool,
-    /// What to do with added space: off (others are not supported).
+    /// What to do with added space: off, metadata (qcow2), falloc, full.
     #[arg(long, value_name = "MODE", default_value = "off")]
     preallocation: String,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     image_opts: bool,
-    /// Say nothing.
-    #[arg(short, long)]
-    quiet: bool,
+    /// Which backing files the image may make us open: deny, same-dir, listed, any.
+    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
+    allow_backing: String,
+    #[command(flatten)]
+    progress: ProgressArgs,
     /// The image.
     file: PathBuf,
     /// The new size, or with + or - how much more or less.
@@ -33,24 +38,43 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if args.preallocation != "off" {
-        bail!("resize: --preallocation={} is not supported", args.preallocation);
-    }
-    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
-    let file = EngineOpener::default().open(&path, Role::Writable)?;
-    let description = inspect(&path, &file, format)?;
-    if description.format != Format::Raw {
-        bail!("resize: {} images are not supported yet", description.format);
-    }
-    let old = description.virtual_size_bytes;
-    let size = match (args.size.strip_prefix('+'), args.size.strip_prefix('-')) {
-        (Some(more), _) => old.checked_add(parse_size(more)?).context("the new size is too large")?,
-        (_, Some(less)) => match old.checked_sub(parse_size(less)?) {
-            Some(size) => size,
-            None => bail!("resize: New image size must be positive"),
-        },
-        _ => parse_size(&args.size)?,
+    let preallocation = match args.preallocation.as_str() {
+        "off" => GrowBy::Nothing,
+        "metadata" => GrowBy::Tables,
+        "falloc" => GrowBy::Space,
+        "full" => GrowBy::Zeros,
+        other => bail!("Invalid preallocation mode '{other}'"),
     };
-    jobs::resize_raw(file.as_ref(), size, args.shrink)?;
-    if args.quiet { Ok(()) } else { output::print("Image resized.\n") }
+    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let mut options = ImageOptions::new(&path);
+    options.format = format;
+    options.allow_backing = args.allow_backing.parse()?;
+    let opener = EngineOpener::default();
+    let image = image::open(&options, &opener)?;
+    let size = new_size(&args.size, image.info().size_bytes)?;
+    let mut watch = Watch::start(&args.progress)?;
+    let done = match image.format() {
+        Some(Format::Qcow2) => {
+            watch.run(|control| jobs::resize_qcow2(image, size, args.shrink, preallocation, control))
+        }
+        _ => {
+            drop(image);
+            let file = opener.open(&path, Role::Writable)?;
+            watch.run(|control| jobs::resize_raw(file.as_ref(), size, args.shrink, preallocation, control))
+        }
+    };
+    done?;
+    if args.progress.quiet { Ok(()) } else { output::print("Image resized.\n") }
+}
+
+fn new_size(text: &str, old: u64) -> anyhow::Result<u64> {
+    let size = match (text.strip_prefix('+'), text.strip_prefix('-')) {
+        (Some(more), _) => old.checked_add(parse_size(more)?).context("the new size is too large")?,
+        (_, Some(less)) => old.checked_sub(parse_size(less)?).unwrap_or(0),
+        _ => parse_size(text)?,
+    };
+    match size {
+        0 => bail!("New image size must be positive"),
+        size => Ok(size),
+    }
 }

@@ -4,7 +4,7 @@ use super::tree::{Direction, Steps};
 use super::{Edit, EditWatch};
 use crate::geometry::Geometry;
 use crate::header::MAX_SNAPSHOTS;
-use crate::snapshot::{Row, Snapshot, find};
+use crate::snapshot::{Row, Snapshot, SnapshotName, find};
 use block::{ErrorKind, File, MetaIo, Result};
 
 /// Longest name and id that a row can hold.
@@ -34,12 +34,12 @@ pub async fn create_snapshot(
     edit.end(done).await
 }
 
-/// Makes the disk what it was when the snapshot `which` (an id, or a name) was taken. Nobody else may use the image.
+/// Makes the disk what it was when the snapshot `which` was taken. Nobody else may use the image.
 pub async fn apply_snapshot(
     io: &MetaIo,
     file: &dyn File,
     name: &str,
-    which: &str,
+    which: &SnapshotName,
     watch: &mut EditWatch<'_>,
 ) -> Result<()> {
     let mut edit = Edit::open(io, file, name, watch).await?;
@@ -47,12 +47,12 @@ pub async fn apply_snapshot(
     edit.end(done).await
 }
 
-/// Deletes the snapshot `which` (an id, or a name). Nobody else may use the image.
+/// Deletes the snapshot `which`. Nobody else may use the image.
 pub async fn delete_snapshot(
     io: &MetaIo,
     file: &dyn File,
     name: &str,
-    which: &str,
+    which: &SnapshotName,
     watch: &mut EditWatch<'_>,
 ) -> Result<()> {
     let mut edit = Edit::open(io, file, name, watch).await?;
@@ -112,15 +112,15 @@ impl Edit<'_, '_> {
         prepared.await.map_err(|error| self.failed(error))
     }
 
-    fn row(&self, which: &str) -> Result<(usize, Row)> {
+    fn row(&self, which: &SnapshotName) -> Result<(usize, Row)> {
         let found = find(&self.rows, which).and_then(|index| Some((index, self.rows.get(index)?.clone())));
         match found {
             Some(found) => Ok(found),
-            None => self.refuse(ErrorKind::BadOption, format_args!("it has no snapshot '{which}'")),
+            None => self.refuse(ErrorKind::BadOption, format_args!("it has no snapshot {which}")),
         }
     }
 
-    async fn apply_snapshot(&mut self, which: &str) -> Result<()> {
+    async fn apply_snapshot(&mut self, which: &SnapshotName) -> Result<()> {
         let (_, row) = self.row(which)?;
         let size_bytes = row.snapshot.disk_bytes;
         if size_bytes != self.header.size_bytes && self.has_bitmaps() {
@@ -140,7 +140,7 @@ impl Edit<'_, '_> {
         self.set_l1(&l1).await.map_err(|error| self.failed(error))
     }
 
-    async fn delete_snapshot(&mut self, which: &str) -> Result<()> {
+    async fn delete_snapshot(&mut self, which: &SnapshotName) -> Result<()> {
         let (index, row) = self.row(which)?;
         let deleted = self.read_l1(row.l1_offset, row.l1_entries).await.map_err(|error| self.failed(error))?;
         let old = self.active_l1().await.map_err(|error| self.failed(error))?;

@@ -1,0 +1,111 @@
+//! `ringdisk snapshot`: internal snapshots of a disk that nobody uses, with qemu-img's output and exit codes.
+
+use crate::image_name::ImageName;
+use crate::output;
+use crate::tool::{ProgressArgs, Watch};
+use anyhow::{Context, bail};
+use chrono::{DateTime, Local};
+use daemon::{EngineOpener, human_size};
+use image::{Edit, NewSnapshot, Opener, Role, Snapshot, SnapshotName, inspect};
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// List, take, apply or delete snapshots inside an image. A power cut leaves the image before or the image after.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// List the snapshots.
+    #[arg(short)]
+    list: bool,
+    /// Take a snapshot.
+    #[arg(short, value_name = "NAME")]
+    create: Option<String>,
+    /// Make the disk what it was at a snapshot: an id, or a name.
+    #[arg(short, value_name = "SNAPSHOT")]
+    apply: Option<String>,
+    /// Delete the (first) snapshot with this name.
+    #[arg(short, value_name = "NAME")]
+    delete: Option<String>,
+    /// List even if somebody else writes the image; what is shown may be out of date.
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
+    #[arg(long)]
+    image_opts: bool,
+    #[command(flatten)]
+    progress: ProgressArgs,
+    /// The image.
+    file: PathBuf,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let named = [&args.create, &args.apply, &args.delete];
+    if named.iter().filter(|name| name.is_some()).count() + usize::from(args.list) > 1 {
+        return Err(output::usage("Cannot mix '-l', '-a', '-c', '-d'"));
+    }
+    let ImageName { path, format } = ImageName::of(&args.file, None, args.image_opts)?;
+    let reads_only = named.iter().all(|name| name.is_none());
+    if args.force_share && !reads_only {
+        bail!("Could not open '{}': force-share=on can only be used with read-only images", path.display());
+    }
+    let opener = EngineOpener::default();
+    let opener = if args.force_share { opener.without_locks() } else { opener };
+    let role = if reads_only { Role::ReadOnly } else { Role::Writable };
+    let file = opener.open(&path, role)?;
+    let (edit, failed) = match named {
+        [Some(name), ..] => (Edit::CreateSnapshot(new(name)?), format!("Could not create snapshot '{name}'")),
+        [_, Some(which), _] => {
+            let edit = Edit::ApplySnapshot(SnapshotName::Any(which.clone()));
+            (edit, format!("Could not apply snapshot '{which}'"))
+        }
+        [.., Some(name)] => {
+            (Edit::DeleteSnapshot(SnapshotName::named(name)), format!("Could not delete snapshot '{name}'"))
+        }
+        _ => {
+            let description = inspect(&path, &file, format)?;
+            return if args.list { output::print(&table(&description.snapshots)) } else { Ok(()) };
+        }
+    };
+    let mut watch = Watch::start(&args.progress)?;
+    let done = watch.run(|control| jobs::edit(&path, &file, format, &edit, control));
+    done.map_err(anyhow::Error::from).with_context(|| match watch.was_interrupted() {
+        true => format!("{failed} (the image is as it was)"),
+        false => failed,
+    })
+}
+
+fn new(name: &str) -> anyhow::Result<NewSnapshot> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is set before 1970")?;
+    let date_seconds = u32::try_from(now.as_secs()).context("the clock is set behind 2106")?;
+    Ok(NewSnapshot { name: name.to_owned(), date_seconds, date_nanoseconds: now.subsec_nanos() })
+}
+
+/// The snapshots as qemu-img shows them: nothing where there are none.
+pub(crate) fn table(snapshots: &[Snapshot]) -> String {
+    if snapshots.is_empty() {
+        return String::new();
+    }
+    let mut text = format!(
+        "Snapshot list:\n{:<10}{:<17}{:>8}{:>20}{:>13}{:>11}\n",
+        "ID", "TAG", "VM SIZE", "DATE", "VM CLOCK", "ICOUNT"
+    );
+    for snapshot in snapshots {
+        let date = DateTime::from_timestamp(i64::from(snapshot.date_seconds), 0).unwrap_or_default();
+        let date = date.with_timezone(&Local).format("%Y-%m-%d %H:%M:%S").to_string();
+        let seconds = snapshot.vm_clock_nanoseconds / 1_000_000_000;
+        let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
+        let milliseconds = snapshot.vm_clock_nanoseconds / 1_000_000 % 1000;
+        let clock = format!("{hours:02}:{minutes:02}:{:02}.{milliseconds:03}", seconds % 60);
+        let icount = snapshot.icount.map(|count| count.to_string()).unwrap_or_default();
+        let size = human_size(snapshot.vm_state_bytes);
+        let (id, name) = (printable(&snapshot.id), printable(&snapshot.name));
+        // A line that cannot be written to a string does not exist.
+        let _ = writeln!(text, "{id:<9} {name:<16} {size:>8}{date:>20}{clock:>13}{icount:>11}");
+    }
+    text
+}
+
+/// Names come out of images: nothing in them may steer a terminal.
+fn printable(text: &str) -> String {
+    text.chars().flat_map(|char| if char.is_control() { char.escape_default().collect() } else { vec![char] }).collect()
+}
