@@ -18,6 +18,7 @@ pub(crate) enum ImageVerb {
     Dd(commands::dd::Args),
     Bitmap(commands::bitmap::Args),
     Snapshot(commands::snapshot::Args),
+    Amend(commands::amend::Args),
 }
 
 impl ImageVerb {
@@ -36,6 +37,7 @@ impl ImageVerb {
             Self::Dd(args) => commands::dd::run(args),
             Self::Bitmap(args) => commands::bitmap::run(args),
             Self::Snapshot(args) => commands::snapshot::run(args),
+            Self::Amend(args) => commands::amend::run(args),
         }
     }
 }

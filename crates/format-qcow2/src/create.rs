@@ -252,7 +252,7 @@ fn extensions(backing_format: Option<&str>, names: Option<&[u8]>) -> Vec<u8> {
     bytes
 }
 
-fn feature_names() -> Vec<u8> {
+pub(crate) fn feature_names() -> Vec<u8> {
     let mut table = Vec::new();
     for (kind, bit, name) in FEATURES {
         let row_end = table.len().saturating_add(FEATURE_ROW_BYTES);

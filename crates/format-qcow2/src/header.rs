@@ -74,6 +74,8 @@ pub struct Header {
     pub(crate) refcount_table_clusters: u32,
     pub(crate) snapshots_offset: u64,
     pub(crate) refcount_order: u32,
+    /// Of the fixed part.
+    pub(crate) header_bytes: u32,
 }
 
 /// Whether a file that starts with `bytes` says it is qcow2.
@@ -195,6 +197,7 @@ impl Header {
             refcount_table_clusters: fields.u32(56),
             snapshots_offset: fields.u64(64),
             refcount_order,
+            header_bytes,
         }
     }
 

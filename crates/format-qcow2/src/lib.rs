@@ -45,6 +45,7 @@ pub use check::{CheckEvent, CheckReport, CheckWatch, check};
 pub use create::{CreateOptions, create};
 pub use edit::EditWatch;
 pub use edit::bitmaps::{BitmapAction, edit_bitmaps};
+pub use edit::amend::{AmendOptions, amend};
 pub use edit::resize::{GrowBy, ResizeOptions, resize};
 pub use edit::snapshots::{NewSnapshot, apply_snapshot, create_snapshot, delete_snapshot};
 pub use flush::Barrier;

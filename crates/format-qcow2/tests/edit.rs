@@ -6,8 +6,8 @@ mod common;
 use block::{ErrorKind, File, IoError, MetaIo, Result, block_on};
 use common::{Base, NAME, blocking, created, has_tool, judged_by_qemu, open, open_options, run};
 use format_qcow2::{
-    CreateOptions, GrowBy, Header, NewSnapshot, Qcow2, ResizeOptions, Snapshot, SnapshotName, apply_snapshot,
-    create_snapshot, delete_snapshot, resize, snapshots,
+    AmendOptions, CreateOptions, GrowBy, Header, NewSnapshot, Qcow2, ResizeOptions, Snapshot, SnapshotName, amend,
+    apply_snapshot, create_snapshot, delete_snapshot, resize, snapshots,
 };
 use std::sync::Arc;
 use testkit::{Dice, Fault, FaultAction, OpKind, SimFileOptions, SimStorage, qcow2_check, stamped};
@@ -19,6 +19,7 @@ enum Verb {
     Apply(String),
     Delete(String),
     Resize(u64, GrowBy),
+    Amend(AmendOptions),
 }
 
 /// All that an image holds: the disk, and its snapshots with their disks.
@@ -66,6 +67,7 @@ fn carry_out(storage: &SimStorage, verb: &Verb, base: &Base) -> Result<()> {
         }
         Verb::Apply(which) => block_on(apply_snapshot(&io, file, NAME, &SnapshotName::Any(which.clone()), watch)),
         Verb::Delete(which) => block_on(delete_snapshot(&io, file, NAME, &SnapshotName::named(which), watch)),
+        Verb::Amend(options) => block_on(amend(&io, file, NAME, options, watch)),
         Verb::Resize(size_bytes, preallocation) => {
             // Through a copy: faults are for the verb.
             let guest = open(&copy(storage).file(NAME).unwrap(), Arc::clone(base));
@@ -88,7 +90,7 @@ fn expected(before: &Everything, verb: &Verb) -> Everything {
     let mut after = before.clone();
     let find = |which: &str| before.snapshots.iter().position(|(snapshot, _)| snapshot.name == which).unwrap();
     match verb {
-        Verb::Create(_) => {}
+        Verb::Create(_) | Verb::Amend(_) => {}
         Verb::Apply(which) => after.disk = before.snapshots[find(which)].1.clone(),
         Verb::Delete(which) => _ = after.snapshots.remove(find(which)),
         Verb::Resize(size, _) => after.disk.resize(*size as usize, 0),
@@ -224,6 +226,8 @@ fn prepared(seed: u64, cluster_size: u64, base: &Base) -> (SimStorage, Vec<Verb>
         Verb::Resize(330 << 10, GrowBy::Nothing),
         Verb::Resize((200 << 10) + 512, GrowBy::Tables),
         Verb::Resize((90 << 10) + 512, GrowBy::Nothing),
+        Verb::Amend(AmendOptions { refcount_bits: Some(4), lazy_refcounts: Some(true), ..AmendOptions::default() }),
+        Verb::Amend(AmendOptions { refcount_bits: Some(16), version: Some(2), ..AmendOptions::default() }),
     ];
     (storage, verbs)
 }
@@ -314,4 +318,38 @@ fn giving_up_leaves_the_image_as_it_was() {
         assert!(everything(&storage, &base) == before);
     }
     sound_without_leaks(&storage);
+}
+
+fn amended(version: u32, refcount_bits: u32, lazy_refcounts: bool) -> Verb {
+    let lazy_refcounts = Some(lazy_refcounts);
+    let (version, refcount_bits) = (Some(version), Some(refcount_bits));
+    Verb::Amend(AmendOptions { version, refcount_bits, lazy_refcounts, resize: None })
+}
+
+#[test]
+fn amending_back_and_forth_changes_what_is_said_and_nothing_that_is_held() {
+    let qemu = has_tool("qemu-img");
+    let directory = tempfile::tempdir().unwrap();
+    for (seed, cluster_size) in [(1, 512), (2, 4096), (3, 65536)] {
+        let base: Base = if seed == 2 { Arc::new(stamped(99, 0, 120 << 10)) } else { Base::default() };
+        let (storage, _) = prepared(seed, cluster_size, &base);
+        let before = everything(&storage, &base);
+        for (version, bits, lazy) in [(3, 64, true), (3, 2, false), (3, 16, true), (2, 16, false), (3, 8, false)] {
+            let verb = amended(version, bits, lazy);
+            // Three references do not fit one bit: refused, and nothing has changed.
+            let refused = carry_out(&storage, &amended(3, 1, false), &base).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
+            carry_out(&storage, &verb, &base).unwrap_or_else(|error| panic!("seed {seed}: {verb:?}: {error}"));
+            sound_without_leaks(&storage);
+            assert!(everything(&storage, &base) == before, "seed {seed}: {verb:?}");
+            let header = header(&blocking(&storage.file(NAME).unwrap()), &storage);
+            assert_eq!((header.version, header.refcount_bits), (version, bits));
+            assert_eq!(header.compatible_features & 1, u64::from(lazy));
+            assert_eq!(header.backing_file.is_some(), !base.is_empty());
+            if qemu && base.is_empty() {
+                assert!(judged_by_qemu(directory.path(), &storage.bytes(NAME)) == before.disk);
+                assert!(qemu_reads_snapshot(directory.path(), "one") == before.snapshots[0].1);
+            }
+        }
+    }
 }

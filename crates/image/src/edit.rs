@@ -2,10 +2,10 @@
 
 use crate::guess::Format;
 use crate::image::Image;
-use crate::layer::Mapping;
+use crate::layer::{Layer, Mapping};
 use crate::open::format_of;
 use block::{Error, ErrorKind, Extent, File, IoError, IoResult, MetaIo, Result, block_on};
-use format_qcow2::{GrowBy, NewSnapshot, ResizeOptions, SnapshotName};
+use format_qcow2::{AmendOptions, GrowBy, NewSnapshot, Qcow2, ResizeOptions, SnapshotName};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -45,26 +45,75 @@ pub fn edit(
     })
 }
 
+/// Other options for an image that exists; what is `None` stays.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Amend {
+    /// 2 (compat=0.10) or 3 (compat=1.1).
+    pub version: Option<u32>,
+    /// 1, 2, 4 ... 64.
+    pub refcount_bits: Option<u32>,
+    /// Allows writers to postpone refcounts.
+    pub lazy_refcounts: Option<bool>,
+    /// Another size; a smaller one cuts data off.
+    pub size_bytes: Option<u64>,
+}
+
 impl Image {
     /// Changes the size of a qcow2 image that was opened for writing and that no queue uses; blocks. What is added reads
     /// as zeros. The image is closed: what is in memory is out of date afterwards.
-    pub fn resize(self, size_bytes: u64, shrink: bool, preallocation: GrowBy, watch: &mut EditWatch<'_>) -> Result<()> {
-        let unsupported = |what: &str| Err(Error::new(ErrorKind::Unsupported, what));
-        let Some(top) = self.chain.layers.first() else { return unsupported("there is no image") };
-        let Mapping::Qcow2(qcow2) = &top.mapping else { return unsupported("only qcow2 images are resized like this") };
-        let name = top.path.display().to_string();
+    pub fn resize(
+        self,
+        size_bytes: u64,
+        shrink: bool,
+        preallocation: GrowBy,
+        watch: &mut EditWatch<'_>,
+    ) -> Result<()> {
+        let (top, qcow2) = self.top_qcow2()?;
+        let options = self.resize_options(top, qcow2, size_bytes, shrink, preallocation)?;
+        let io = MetaIo::new(top.file.open_blocking()?);
+        block_on(format_qcow2::resize(&io, top.file.as_ref(), &top.path.display().to_string(), &options, watch))
+    }
+
+    /// Changes options of a qcow2 image that was opened for writing and that no queue uses; blocks. The image is closed.
+    pub fn amend(self, amend: &Amend, watch: &mut EditWatch<'_>) -> Result<()> {
+        let (top, qcow2) = self.top_qcow2()?;
+        let resize = amend.size_bytes.map(|size| self.resize_options(top, qcow2, size, true, GrowBy::Nothing));
+        let options = AmendOptions {
+            version: amend.version,
+            refcount_bits: amend.refcount_bits,
+            lazy_refcounts: amend.lazy_refcounts,
+            resize: resize.transpose()?,
+        };
+        let io = MetaIo::new(top.file.open_blocking()?);
+        block_on(format_qcow2::amend(&io, top.file.as_ref(), &top.path.display().to_string(), &options, watch))
+    }
+
+    fn top_qcow2(&self) -> Result<(&Layer, &Qcow2)> {
+        match self.chain.layers.first() {
+            Some(top @ Layer { mapping: Mapping::Qcow2(qcow2), .. }) => Ok((top, qcow2)),
+            _ => Err(Error::new(ErrorKind::Unsupported, "only qcow2 images can be changed like this")),
+        }
+    }
+
+    fn resize_options(
+        &self,
+        top: &Layer,
+        qcow2: &Qcow2,
+        size_bytes: u64,
+        shrink: bool,
+        preallocation: GrowBy,
+    ) -> Result<ResizeOptions> {
         let old_bytes = self.chain.size_bytes;
         let cluster = 1u64.checked_shl(qcow2.header().cluster_bits).unwrap_or(1);
         let rest = old_bytes.checked_rem(cluster).unwrap_or(0);
         let mut last_cluster = Vec::new();
         if rest > 0 && size_bytes > old_bytes {
+            let name = top.path.display();
             let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot read the end of '{name}'"), error);
             last_cluster = self.read_blocking(old_bytes.saturating_sub(rest), rest)?.map_err(failed)?;
         }
         let backing_bytes = self.chain.layers.get(1).map_or(0, |layer| layer.size_bytes);
-        let options = ResizeOptions { size_bytes, shrink, preallocation, backing_bytes, last_cluster };
-        let io = MetaIo::new(top.file.open_blocking()?);
-        block_on(format_qcow2::resize(&io, top.file.as_ref(), &name, &options, watch))
+        Ok(ResizeOptions { size_bytes, shrink, preallocation, backing_bytes, last_cluster })
     }
 
     fn read_blocking(&self, offset: u64, length_bytes: u64) -> Result<IoResult<Vec<u8>>> {

@@ -39,7 +39,7 @@ pub use cache::TableCacheStats;
 pub use check::check;
 pub use create::{CreateOptions, create};
 pub use delay::DelayDisk;
-pub use edit::{Edit, EditWatch, edit};
+pub use edit::{Amend, Edit, EditWatch, edit};
 pub use extents::{Extents, Run};
 pub use format_qcow2::{Backing, CheckEvent, CheckReport};
 pub use format_qcow2::{GrowBy, NewSnapshot, Snapshot, SnapshotName};

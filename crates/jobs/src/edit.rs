@@ -2,7 +2,7 @@
 
 use crate::Control;
 use block::{File, Result};
-use image::{Edit, Format, GrowBy, Image};
+use image::{Amend, Edit, Format, GrowBy, Image};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -31,6 +31,14 @@ pub fn resize_qcow2(
     control: &mut Control<'_>,
 ) -> Result<()> {
     image.resize(size_bytes, shrink, preallocation, &mut |done, total| {
+        control.tell(done, total);
+        !control.cancel.load(Ordering::Relaxed)
+    })
+}
+
+/// Changes options of a qcow2 image that was opened for writing. Cancelled, it leaves the image as it was.
+pub fn amend(image: Image, amend: &Amend, control: &mut Control<'_>) -> Result<()> {
+    image.amend(amend, &mut |done, total| {
         control.tell(done, total);
         !control.cancel.load(Ordering::Relaxed)
     })

@@ -1,5 +1,6 @@
 //! One module a command.
 
+pub(crate) mod amend;
 pub(crate) mod bench;
 pub(crate) mod bitmap;
 pub(crate) mod check;

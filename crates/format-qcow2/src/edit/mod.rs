@@ -5,6 +5,8 @@
 //! cut leaves the image before or the image after, and not even a leak.
 
 pub(crate) mod bitmaps;
+pub(crate) mod amend;
+mod header_layout;
 pub(crate) mod refcounts;
 pub(crate) mod resize;
 pub(crate) mod snapshots;

@@ -88,7 +88,6 @@ impl<'a> Refs<'a> {
         self.can_grow = false;
     }
 
-    #[allow(dead_code, reason = "for amend, which follows")]
     /// Counts will have another width. Called before anything else is changed.
     pub(crate) fn change_width(&mut self, refcount_order: u32) {
         self.new.refcount_order = refcount_order;

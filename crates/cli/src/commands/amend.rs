@@ -1,0 +1,123 @@
+//! `ringdisk amend`: other options for an image that exists, with qemu-img's output and exit codes.
+
+use crate::image_name::ImageName;
+use crate::output;
+use crate::tool::{ProgressArgs, Watch, drive};
+use anyhow::bail;
+use daemon::{EngineOpener, parse_key_values, parse_size};
+use image::{Amend, Format, ImageOptions};
+use std::path::PathBuf;
+
+/// Change options of a disk that nobody uses: compat, refcount_bits, lazy_refcounts, size. A power cut leaves the image
+/// before or the image after.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format of the image; guessed from its contents where not given.
+    #[arg(short, value_name = "FORMAT")]
+    format: Option<String>,
+    /// The options to change, key=value,...; `help` shows which there are.
+    #[arg(short, value_name = "OPTIONS")]
+    options: Vec<String>,
+    /// Cache mode: writeback, none, writethrough, directsync, unsafe.
+    #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
+    cache: String,
+    /// Do what could lose access to an encrypted image (there are none here).
+    #[arg(long)]
+    force: bool,
+    /// Which backing files the image may make us open: deny, same-dir, listed, any.
+    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
+    allow_backing: String,
+    /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
+    #[arg(long)]
+    image_opts: bool,
+    #[command(flatten)]
+    progress: ProgressArgs,
+    /// The image.
+    file: Option<PathBuf>,
+}
+
+/// What exists only when an image is made.
+const FOR_CREATION: [&str; 9] = [
+    "cluster_size",
+    "preallocation",
+    "compression_type",
+    "extended_l2",
+    "encryption",
+    "nocow",
+    "extent_size_hint",
+    "encrypt.format",
+    "encrypt.key-secret",
+];
+
+const HELP: &str = "\
+Amend options for 'qcow2':
+  compat=<str>           - Compatibility level (v2 [0.10] or v3 [1.1])
+  lazy_refcounts=<bool (on/off)> - Postpone refcount updates
+  refcount_bits=<num>    - Width of a reference count entry in bits
+  size=<size>            - Virtual disk size
+";
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if args.options.is_empty() {
+        return Err(output::usage("Must specify options (-o)"));
+    }
+    if args.options.iter().any(|options| options == "help" || options == "?") {
+        return output::print(HELP);
+    }
+    let Some(file) = &args.file else { return Err(output::usage("Expecting one image file name")) };
+    let ImageName { path, format } = ImageName::of(file, args.format.as_deref(), args.image_opts)?;
+    let mut options = ImageOptions::new(&path);
+    options.format = format;
+    options.allow_backing = args.allow_backing.parse()?;
+    let image = image::open(&options, &EngineOpener::of_drive(&drive(&path, &args.cache)?))?;
+    if image.format() != Some(Format::Qcow2) {
+        bail!("Format driver 'raw' does not support option amendment");
+    }
+    let amend = parse(&args.options)?;
+    let mut watch = Watch::start(&args.progress)?;
+    Ok(watch.run(|control| jobs::amend(image, &amend, control))?)
+}
+
+fn parse(options: &[String]) -> anyhow::Result<Amend> {
+    let mut amend = Amend::default();
+    for text in options {
+        for pair in parse_key_values(text)? {
+            let (key, value) = (pair.key.as_str(), pair.value.as_str());
+            match key {
+                "compat" => {
+                    amend.version = Some(match value {
+                        "0.10" | "v2" => 2,
+                        "1.1" | "v3" => 3,
+                        _ => bail!("Unknown compatibility level {value}"),
+                    });
+                }
+                "refcount_bits" => match value.parse() {
+                    Ok(bits) => amend.refcount_bits = Some(bits),
+                    Err(_) => bail!("Parameter 'refcount_bits' expects a number"),
+                },
+                "lazy_refcounts" => amend.lazy_refcounts = Some(switch(key, value)?),
+                "size" => amend.size_bytes = Some(parse_size(value)?),
+                "backing_file" | "backing_fmt" => {
+                    bail!("Cannot amend the backing file\nYou can use 'qemu-img rebase' instead.")
+                }
+                "data_file" => bail!("data-file can only be set for images that use an external data file"),
+                "data_file_raw" if switch(key, value)? => bail!("data-file-raw cannot be set on existing images"),
+                "data_file_raw" => {}
+                _ if FOR_CREATION.contains(&key) => {
+                    bail!("Invalid parameter '{key}'\nThis option is only supported for image creation")
+                }
+                _ if key.starts_with("encrypt.") => bail!("{key}: encrypted images are not supported"),
+                _ => bail!("Invalid parameter '{key}'"),
+            }
+        }
+    }
+    Ok(amend)
+}
+
+fn switch(key: &str, value: &str) -> anyhow::Result<bool> {
+    match value {
+        "on" | "yes" | "true" | "y" => Ok(true),
+        "off" | "no" | "false" | "n" => Ok(false),
+        _ => bail!("Parameter '{key}' expects 'on' or 'off'"),
+    }
+}

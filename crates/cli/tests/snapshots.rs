@@ -1,0 +1,173 @@
+//! `snapshot`, `resize`, `amend` and `convert -l`: the same words to qemu-img and to this program, on images that one
+//! made, the other made, or both in turns.
+
+mod common;
+
+use common::{at, directory, has_tool, path_str, run, run_ok, text, tool, tool_ok};
+use serde_json::Value;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+/// What is done to an image, in this order; `FILE` is the image. Between two of them its disk is written to.
+const HISTORY: [&[&str]; 30] = [
+    &["snapshot", "-l", "FILE"],
+    &["snapshot", "-c", "one", "FILE"],
+    &["snapshot", "-c", "two words", "FILE"],
+    &["snapshot", "-c", "one", "FILE"],
+    &["snapshot", "-l", "FILE"],
+    &["snapshot", "-a", "2", "FILE"],
+    &["snapshot", "-a", "missing", "FILE"],
+    &["snapshot", "-d", "missing", "FILE"],
+    &["snapshot", "-d", "2", "FILE"],
+    &["snapshot", "FILE"],
+    &["snapshot", "-q", "-d", "one", "FILE"],
+    &["resize", "FILE", "+3M"],
+    &["snapshot", "-c", "large", "FILE"],
+    &["resize", "FILE", "5M"],
+    &["resize", "--shrink", "FILE", "5M"],
+    &["snapshot", "-c", "small", "FILE"],
+    &["snapshot", "-a", "large", "FILE"],
+    &["resize", "--shrink", "FILE", "-100G"],
+    &["resize", "--preallocation=metadata", "FILE", "+2M"],
+    &["resize", "--preallocation=falloc", "FILE", "+1M"],
+    &["resize", "--preallocation=full", "FILE", "+1M"],
+    &["resize", "--preallocation=nothing", "FILE", "+1M"],
+    &["resize", "-q", "FILE", "+1k"],
+    &["amend", "-o", "refcount_bits=32,lazy_refcounts=on", "FILE"],
+    &["amend", "-o", "refcount_bits=1", "FILE"],
+    &["amend", "-o", "cluster_size=4k", "FILE"],
+    &["amend", "-o", "size=14M,refcount_bits=16", "FILE"],
+    &["snapshot", "-d", "small", "FILE"],
+    &["snapshot", "-d", "large", "FILE"],
+    &["amend", "-o", "lazy_refcounts=off", "FILE"],
+];
+
+fn with_file<'a>(arguments: &[&'a str], file: &'a Path) -> Vec<&'a str> {
+    arguments.iter().map(|word| if *word == "FILE" { path_str(file) } else { word }).collect()
+}
+
+/// The output without what depends on the moment.
+fn timeless(output: &Output) -> String {
+    let text = text(&output.stdout);
+    let is_date = |word: &str| word.len() == 10 && word.as_bytes()[4] == b'-';
+    let is_time = |word: &str| word.len() == 8 && word.as_bytes()[2] == b':';
+    let line = |line: &str| {
+        let words = line.split(' ').map(|word| if is_date(word) || is_time(word) { "?" } else { word });
+        words.collect::<Vec<_>>().join(" ")
+    };
+    text.lines().map(line).collect::<Vec<_>>().join("\n")
+}
+
+fn scribble(image: &Path, number: usize) {
+    let at = number * 37 % 60;
+    let command = format!("write -P {} {}k 300k", number + 1, at * 60);
+    tool_ok("qemu-io", &["-f", "qcow2", "-c", &command, path_str(image)]);
+}
+
+/// The snapshots of `info`, without their dates.
+fn snapshots(output: &Output) -> Vec<Value> {
+    let info: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let mut list = info["snapshots"].as_array().cloned().unwrap_or_default();
+    for snapshot in &mut list {
+        let fields = snapshot.as_object_mut().unwrap();
+        assert!(fields.remove("date-sec").is_some() && fields.remove("date-nsec").is_some());
+    }
+    list
+}
+
+#[test]
+fn the_same_words_do_the_same_to_images_as_qemu_img_does() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    for options in ["compat=1.1", "compat=1.1,cluster_size=4k,refcount_bits=8"] {
+        let (ours, theirs) = (at(&dir, "ours.qcow2"), at(&dir, "theirs.qcow2"));
+        for image in [&ours, &theirs] {
+            tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, path_str(image), "8M"]);
+        }
+        for (number, words) in HISTORY.iter().enumerate() {
+            scribble(&ours, number);
+            scribble(&theirs, number);
+            // Every third step on our image is qemu-img's, so that each goes on where the other stopped.
+            let mine = match number % 3 {
+                2 => tool("qemu-img", &with_file(words, &ours)),
+                _ => run(&with_file(words, &ours)),
+            };
+            let judge = tool("qemu-img", &with_file(words, &theirs));
+            let said = format!("{options}, {words:?}: {}{}", text(&mine.stderr), text(&judge.stderr));
+            assert_eq!(mine.status.success(), judge.status.success(), "{said}");
+            assert_eq!(timeless(&mine), timeless(&judge), "{said}");
+            tool_ok("qemu-img", &["check", "-f", "qcow2", path_str(&ours)]);
+            tool_ok("qemu-img", &["compare", path_str(&ours), path_str(&theirs)]);
+            let info = ["info", "--output=json"];
+            let mine = snapshots(&run(&[&info[..], &[path_str(&ours)]].concat()));
+            assert_eq!(mine, snapshots(&tool("qemu-img", &[&info[..], &[path_str(&theirs)]].concat())), "{said}");
+            for name in ["one", "snapshot.name=large", "snapshot.id=3,snapshot.name=one", "snapshot.id=77", "3"] {
+                let (raw, judge) = (at(&dir, "ours.raw"), at(&dir, "theirs.raw"));
+                let convert = |image, to| ["convert", "-l", name, "-O", "raw", path_str(image), path_str(to)];
+                let (mine, theirs) = (run(&convert(&ours, &raw)), tool("qemu-img", &convert(&theirs, &judge)));
+                assert_eq!(mine.status.success(), theirs.status.success(), "{said}: -l {name}");
+                if mine.status.success() {
+                    let (mine, theirs) = (std::fs::read(&raw).unwrap(), std::fs::read(&judge).unwrap());
+                    // We give a snapshot the size that it had; qemu-img the one that the disk has now.
+                    let both = mine.len().min(theirs.len());
+                    assert!(mine[..both] == theirs[..both], "{said}: -l {name}");
+                }
+            }
+        }
+    }
+}
+
+/// Lets qemu's monitor do something to the disk in a machine without anything else.
+fn monitor(image: &Path, commands: &str) -> String {
+    let drive = format!("if=none,file={},id=disk", path_str(image));
+    let mut qemu = Command::new("qemu-system-x86_64")
+        .args(["-machine", "none", "-accel", "tcg", "-display", "none", "-nodefaults", "-monitor", "stdio"])
+        .args(["-drive", &drive])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    qemu.stdin.take().unwrap().write_all(format!("{commands}\nquit\n").as_bytes()).unwrap();
+    let output = qemu.wait_with_output().unwrap();
+    let said = format!("{}{}", text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success() && !said.contains("Error"), "{said}");
+    said
+}
+
+#[test]
+fn the_state_of_a_virtual_machine_is_kept_with_its_snapshot() {
+    if !has_tool("qemu-img") || !has_tool("qemu-system-x86_64") {
+        return;
+    }
+    let dir = directory();
+    let image = at(&dir, "machine.qcow2");
+    tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", path_str(&image), "8M"]);
+    scribble(&image, 1);
+    monitor(&image, "savevm running");
+    let state = |image: &Path| snapshots(&run(&["info", "--output=json", path_str(image)]))[0]["vm-state-size"].as_u64();
+    assert!(state(&image).unwrap() > 0);
+    for words in [
+        &["snapshot", "-c", "other", "FILE"][..],
+        &["snapshot", "-a", "running", "FILE"],
+        &["resize", "FILE", "+1G"],
+        &["snapshot", "-a", "other", "FILE"],
+        &["amend", "-o", "refcount_bits=64", "FILE"],
+        &["snapshot", "-d", "other", "FILE"],
+    ] {
+        run_ok(&with_file(words, &image));
+        tool_ok("qemu-img", &["check", path_str(&image)]);
+        if words[0] == "resize" {
+            // The state lies behind the disk's end; it must not be in the space that was added.
+            let zeros = at(&dir, "zeros.raw");
+            tool_ok("qemu-img", &["create", "-q", "-f", "raw", path_str(&zeros), "1032M"]);
+            tool_ok("qemu-io", &["-f", "raw", "-c", "write -P 2 2220k 300k", path_str(&zeros)]);
+            tool_ok("qemu-img", &["compare", "-f", "qcow2", "-F", "raw", path_str(&image), path_str(&zeros)]);
+        }
+    }
+    monitor(&image, "loadvm running");
+    tool_ok("qemu-img", &["check", path_str(&image)]);
+}

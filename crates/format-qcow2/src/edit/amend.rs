@@ -1,0 +1,239 @@
+//! Other options for an image that exists: version, width of refcounts, lazy refcounts, size.
+
+use super::header_layout::{V2_HEADER_BYTES, V3_HEADER_BYTES, relaid};
+use super::resize::ResizeOptions;
+use super::tree::Steps;
+use super::{Edit, EditWatch};
+use crate::entry::{COPIED, Cluster};
+use crate::header::{Compression, INCOMPATIBLE_COMPRESSION};
+use crate::refcount::max_count;
+use block::{ErrorKind, File, IoResult, MetaIo, Result};
+use memory::AlignedBuf;
+use std::collections::HashMap;
+
+/// Version 2 counts in 16 bits.
+const VERSION_2_REFCOUNT_ORDER: u32 = 4;
+const OFFSET_VERSION: usize = 4;
+const OFFSET_INCOMPATIBLE: usize = 72;
+const OFFSET_COMPATIBLE: usize = 80;
+const OFFSET_REFCOUNT_ORDER: usize = 96;
+const OFFSET_HEADER_BYTES: usize = 100;
+const OFFSET_COMPRESSION: usize = 104;
+const COMPATIBLE_LAZY_REFCOUNTS: u64 = 1;
+
+/// What to change; what is `None` stays.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct AmendOptions {
+    /// 2 (compat=0.10) or 3 (compat=1.1).
+    pub version: Option<u32>,
+    /// 1, 2, 4 ... 64.
+    pub refcount_bits: Option<u32>,
+    /// Allows writers to postpone refcounts. We never do; others may.
+    pub lazy_refcounts: Option<bool>,
+    /// Another size, shrinking allowed.
+    pub resize: Option<ResizeOptions>,
+}
+
+/// Changes options of an image. Nobody else may use it.
+pub async fn amend(
+    io: &MetaIo,
+    file: &dyn File,
+    name: &str,
+    options: &AmendOptions,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let mut edit = Edit::open(io, file, name, watch).await?;
+    let done = edit.amend(options).await;
+    edit.end(done).await
+}
+
+impl Edit<'_, '_> {
+    async fn amend(&mut self, options: &AmendOptions) -> Result<()> {
+        let version = options.version.unwrap_or(self.header.version);
+        let refcount_bits = options.refcount_bits.unwrap_or(self.header.refcount_bits);
+        self.check_amend(options, version, refcount_bits)?;
+        if refcount_bits != self.header.refcount_bits {
+            self.refs.change_width(refcount_bits.trailing_zeros());
+        }
+        if let Some(resize) = &options.resize {
+            self.resize(resize).await?;
+        }
+        if version < self.header.version {
+            if options.resize.as_ref().is_some_and(|resize| resize.size_bytes != self.header.size_bytes) {
+                return self.refuse(ErrorKind::Unsupported, "change the size first, and compat=0.10 then");
+            }
+            self.write_zeros_out().await?;
+        }
+        if version != self.header.version {
+            self.change_version(version, refcount_bits)?;
+        }
+        if version >= 3 {
+            self.put_u32(OFFSET_REFCOUNT_ORDER, refcount_bits.trailing_zeros());
+            let mut features = self.header.compatible_features;
+            if let Some(lazy) = options.lazy_refcounts {
+                features &= !COMPATIBLE_LAZY_REFCOUNTS;
+                features |= u64::from(lazy).wrapping_mul(COMPATIBLE_LAZY_REFCOUNTS);
+            }
+            self.put_u64(OFFSET_COMPATIBLE, features);
+        }
+        self.tell(1, 1)
+    }
+
+    fn check_amend(&self, options: &AmendOptions, version: u32, refcount_bits: u32) -> Result<()> {
+        let bad = |what: &str| self.refuse(ErrorKind::BadOption, what);
+        if !(2..=3).contains(&version) {
+            return bad("Unknown compatibility level: 0.10 and 1.1 are known");
+        }
+        if !refcount_bits.is_power_of_two() || refcount_bits > 64 {
+            return bad("Refcount width must be a power of two and may not exceed 64 bits");
+        }
+        if version >= 3 {
+            return Ok(());
+        }
+        if options.lazy_refcounts == Some(true) && options.version.is_none() {
+            return bad(
+                "Lazy refcounts only supported with compatibility level 1.1 and above (use compat=1.1 or greater)",
+            );
+        }
+        if refcount_bits != 16 {
+            return bad("compat=0.10 requires refcount_bits=16");
+        }
+        if self.header.version < 3 {
+            return Ok(());
+        }
+        if self.header.compression != Compression::Zlib || self.header.incompatible_features != 0 {
+            return bad("Cannot downgrade an image with incompatible features set (such as compression_type=zstd)");
+        }
+        if self.has_bitmaps() {
+            return bad("compat=0.10 has no persistent bitmaps; remove them first (bitmap --remove)");
+        }
+        let prevents = |row: &crate::snapshot::Row| {
+            row.snapshot.vm_state_bytes > u64::from(u32::MAX) || row.snapshot.disk_bytes != self.header.size_bytes
+        };
+        match self.rows.iter().any(prevents) {
+            true => bad("Internal snapshots prevent downgrade of image"),
+            false => Ok(()),
+        }
+    }
+
+    fn change_version(&mut self, version: u32, refcount_bits: u32) -> Result<()> {
+        let old_bytes = match self.header.version {
+            2 => V2_HEADER_BYTES,
+            _ => usize::try_from(self.header.header_bytes).unwrap_or(V3_HEADER_BYTES),
+        };
+        let mut fields = self.first_cluster.get(..V2_HEADER_BYTES).unwrap_or_default().to_vec();
+        if version >= 3 {
+            fields.resize(V3_HEADER_BYTES, 0);
+        }
+        let Some(cluster) = relaid(&self.first_cluster, old_bytes, &fields) else {
+            let what = "its header has no room for the other version's fields";
+            return self.refuse(ErrorKind::Unsupported, what);
+        };
+        self.first_cluster = cluster;
+        self.put_u32(OFFSET_VERSION, version);
+        if version >= 3 {
+            let zstd = self.header.compression == Compression::Zstd;
+            self.put_u64(OFFSET_INCOMPATIBLE, if zstd { INCOMPATIBLE_COMPRESSION } else { 0 });
+            self.put_u32(OFFSET_REFCOUNT_ORDER, refcount_bits.trailing_zeros());
+            self.put_u32(OFFSET_HEADER_BYTES, V3_HEADER_BYTES as u32);
+            self.put_u32(OFFSET_COMPRESSION, 0);
+        }
+        Ok(())
+    }
+
+    /// Version 2 cannot say that a cluster reads as zeros. Where nothing lies below, one that is not allocated does;
+    /// above a backing file it takes zeros. One cluster of zeros serves many.
+    async fn write_zeros_out(&mut self) -> Result<()> {
+        let mut l1s = vec![(self.header.l1_offset, self.header.l1_entries)];
+        l1s.extend(self.rows.iter().map(|row| (row.l1_offset, row.l1_entries)));
+        let total = l1s.iter().fold(0usize, |sum, (_, count)| sum.saturating_add(*count as usize));
+        let total = total.saturating_add(self.header.l1_entries as usize);
+        let mut steps = Steps::new(total);
+        let mut moved = HashMap::new();
+        let mut zeros = None;
+        let mut active = Vec::new();
+        for (number, (offset, count)) in l1s.into_iter().enumerate() {
+            let old = self.read_l1(offset, count).await.map_err(|error| self.failed(error))?;
+            let mut l1 = old.clone();
+            for raw in &mut l1 {
+                if let Some(offset) = self.l2_offset(*raw) {
+                    let place = match moved.get(&offset) {
+                        Some(place) => Ok(*place),
+                        None => self.without_zero_flags(offset, &mut zeros).await,
+                    };
+                    let place = place.map_err(|error| self.failed(error))?;
+                    moved.insert(offset, place);
+                    // The flag stays: the new table has as many references as the old one had.
+                    *raw = (*raw & COPIED) | place;
+                }
+                steps.one(self)?;
+            }
+            match number.checked_sub(1) {
+                None => active = l1,
+                Some(row) if l1 != old => {
+                    self.replace_l1(row, &l1).await.map_err(|error| self.failed(error))?;
+                }
+                Some(_) => {}
+            }
+        }
+        // A cluster of zeros that serves one entry only is that entry's own.
+        self.retag(&mut active, 1, &mut steps).await?;
+        let done = async {
+            self.set_l1(&active).await?;
+            self.set_rows().await
+        };
+        done.await.map_err(|error| self.failed(error))
+    }
+
+    async fn replace_l1(&mut self, row: usize, l1: &[u64]) -> IoResult {
+        let bytes: Vec<u8> = l1.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        let offset = self.add_table(&bytes, 1).await?;
+        if let Some(row) = self.rows.get_mut(row) {
+            let (old, bytes) = (row.l1_offset, u64::from(row.l1_entries).saturating_mul(8));
+            row.l1_offset = offset;
+            self.drop_table(old, bytes).await?;
+        }
+        Ok(())
+    }
+
+    /// An L2 table without flags that version 2 does not know; returns its place.
+    async fn without_zero_flags(&mut self, offset: u64, zeros: &mut Option<u64>) -> IoResult<u64> {
+        let mut l2 = self.read_l2(offset).await?;
+        let references = self.refs.get(self.geometry.cluster_of(offset)).await?;
+        let mut changed = false;
+        for word in &mut l2 {
+            let old = self.decode(*word)?;
+            if !matches!(old, Cluster::Zero | Cluster::ZeroAllocated { .. }) {
+                continue;
+            }
+            changed = true;
+            self.refs.lower(old.host_clusters(&self.geometry), references).await?;
+            *word = match self.geometry.has_backing {
+                true => self.zero_cluster(references, zeros).await?,
+                false => 0,
+            };
+        }
+        if !changed {
+            return Ok(offset);
+        }
+        let place = self.add_l2(&l2, references).await?;
+        self.refs.lower(self.cluster_at(offset), references).await?;
+        Ok(place)
+    }
+
+    /// A cluster of zeros, with `references` more to it.
+    async fn zero_cluster(&mut self, references: u64, zeros: &mut Option<u64>) -> IoResult<u64> {
+        if let Some(cluster) = *zeros {
+            let count = self.refs.get(cluster).await?;
+            if count.saturating_add(references) <= max_count(VERSION_2_REFCOUNT_ORDER) {
+                self.refs.raise(cluster..cluster.saturating_add(1), references).await?;
+                return Ok(self.geometry.start_of(cluster));
+            }
+        }
+        let cluster = self.refs.allocate(1, references).await?;
+        let length = usize::try_from(self.geometry.cluster_bytes()).unwrap_or(0);
+        self.io.write(self.geometry.start_of(cluster), AlignedBuf::zeroed(length)).await?;
+        *zeros = Some(cluster);
+        Ok(self.geometry.start_of(cluster))
+    }
+}

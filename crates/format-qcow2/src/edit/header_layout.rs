@@ -1,0 +1,84 @@
+//! The first cluster in another version: other fields, the extensions behind them, the backing file's name.
+//!
+//! What lies behind the first sector is written before that sector is, so nothing there that the old header uses may
+//! change.
+
+use crate::create::feature_names;
+use crate::header::{EXTENSION_END, EXTENSION_FEATURE_NAMES, HEADER_SECTOR_BYTES};
+use std::ops::Range;
+
+pub(super) const V2_HEADER_BYTES: usize = 72;
+pub(super) const V3_HEADER_BYTES: usize = 112;
+const OFFSET_BACKING: usize = 8;
+
+fn number(bytes: &[u8], offset: usize, length: usize) -> usize {
+    let field = bytes.get(offset..offset.saturating_add(length)).unwrap_or_default();
+    field.iter().fold(0usize, |value, byte| value.wrapping_shl(8) | usize::from(*byte))
+}
+
+/// The extensions of a header, each with its head and padding, without the table of feature names; and where they end.
+fn extensions(cluster: &[u8], header_bytes: usize, end: usize) -> (Vec<u8>, usize) {
+    let (mut kept, mut at) = (Vec::new(), header_bytes);
+    while at.saturating_add(8) <= end {
+        let kind = number(cluster, at, 4) as u32;
+        let length = number(cluster, at.saturating_add(4), 4);
+        let next = at.saturating_add(8).saturating_add(length.next_multiple_of(8));
+        if kind == EXTENSION_END || next > end {
+            return (kept, at.saturating_add(8));
+        }
+        if kind != EXTENSION_FEATURE_NAMES {
+            kept.extend(cluster.get(at..next).unwrap_or_default());
+        }
+        at = next;
+    }
+    (kept, at)
+}
+
+/// The first cluster with `fields`, the whole fixed header, and then what the old one has; `None`
+/// where that needs space that the old header uses behind its first sector.
+pub(super) fn relaid(old: &[u8], old_header_bytes: usize, fields: &[u8]) -> Option<Vec<u8>> {
+    let name_at = number(old, OFFSET_BACKING, 8);
+    let name = old.get(name_at..name_at.saturating_add(number(old, 16, 4))).filter(|_| name_at > 0).unwrap_or_default();
+    let area_end = if name.is_empty() { old.len() } else { name_at };
+    let (kept, extensions_end) = extensions(old, old_header_bytes, area_end);
+    let used = old_header_bytes..extensions_end.max(name_at.saturating_add(name.len()));
+    let names = feature_names();
+    for with_names in [true, false] {
+        let mut header = fields.to_vec();
+        header.extend(&kept);
+        if with_names && fields.len() == V3_HEADER_BYTES {
+            header.extend(EXTENSION_FEATURE_NAMES.to_be_bytes());
+            header.extend((names.len() as u32).to_be_bytes());
+            header.extend(&names);
+        }
+        header.extend([0; 8]);
+        for place in [name_at.max(header.len()), header.len(), used.end.max(header.len())] {
+            if let Some(cluster) = assembled(old, &header, name, place)
+                && keeps(old, &cluster, &used)
+            {
+                return Some(cluster);
+            }
+        }
+    }
+    None
+}
+
+fn assembled(old: &[u8], header: &[u8], name: &[u8], place: usize) -> Option<Vec<u8>> {
+    // What neither uses stays as it is behind the first sector.
+    let mut cluster = old.to_vec();
+    cluster.get_mut(..HEADER_SECTOR_BYTES)?.fill(0);
+    cluster.get_mut(..header.len())?.copy_from_slice(header);
+    if !name.is_empty() {
+        cluster.get_mut(place..place.checked_add(name.len())?)?.copy_from_slice(name);
+        cluster
+            .get_mut(OFFSET_BACKING..OFFSET_BACKING.saturating_add(8))?
+            .copy_from_slice(&(place as u64).to_be_bytes());
+    }
+    Some(cluster)
+}
+
+/// Whether all that the old header uses behind its first sector stays.
+fn keeps(old: &[u8], new: &[u8], used: &Range<usize>) -> bool {
+    let rest = HEADER_SECTOR_BYTES..used.end.max(HEADER_SECTOR_BYTES);
+    old.get(rest.clone()) == new.get(rest)
+}
