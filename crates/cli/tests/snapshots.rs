@@ -148,7 +148,8 @@ fn the_state_of_a_virtual_machine_is_kept_with_its_snapshot() {
     tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", path_str(&image), "8M"]);
     scribble(&image, 1);
     monitor(&image, "savevm running");
-    let state = |image: &Path| snapshots(&run(&["info", "--output=json", path_str(image)]))[0]["vm-state-size"].as_u64();
+    let state =
+        |image: &Path| snapshots(&run(&["info", "--output=json", path_str(image)]))[0]["vm-state-size"].as_u64();
     assert!(state(&image).unwrap() > 0);
     for words in [
         &["snapshot", "-c", "other", "FILE"][..],

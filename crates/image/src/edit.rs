@@ -61,13 +61,7 @@ pub struct Amend {
 impl Image {
     /// Changes the size of a qcow2 image that was opened for writing and that no queue uses; blocks. What is added reads
     /// as zeros. The image is closed: what is in memory is out of date afterwards.
-    pub fn resize(
-        self,
-        size_bytes: u64,
-        shrink: bool,
-        preallocation: GrowBy,
-        watch: &mut EditWatch<'_>,
-    ) -> Result<()> {
+    pub fn resize(self, size_bytes: u64, shrink: bool, preallocation: GrowBy, watch: &mut EditWatch<'_>) -> Result<()> {
         let (top, qcow2) = self.top_qcow2()?;
         let options = self.resize_options(top, qcow2, size_bytes, shrink, preallocation)?;
         let io = MetaIo::new(top.file.open_blocking()?);

@@ -2,6 +2,7 @@
 
 use crate::guess::Format;
 use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
+use format_qcow2::ResizeOptions;
 use std::sync::Arc;
 
 /// Makes the disk of the image in `file` so long, durably. What is added reads as zeros where the image has no backing
@@ -22,7 +23,9 @@ pub fn grow(file: &Arc<dyn File>, format: Format, size_bytes: u64) -> Result<()>
             .map_err(failed)
         }
         Format::Qcow2 => {
-            Err(Error::new(ErrorKind::Unsupported, format!("'{name}': qcow2 images cannot be resized yet")))
+            let options = ResizeOptions { size_bytes, ..ResizeOptions::default() };
+            let io = MetaIo::new(file.open_blocking()?);
+            block_on(format_qcow2::resize(&io, file.as_ref(), name, &options, &mut |_, _| true))
         }
     }
 }

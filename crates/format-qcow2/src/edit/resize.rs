@@ -5,7 +5,7 @@ use super::{Edit, EditWatch};
 use crate::entry::{COPIED, Cluster, ZERO};
 use crate::geometry::Geometry;
 use crate::header::MAX_L1_BYTES;
-use block::{ErrorKind, File, IoResult, MetaIo, Result, SECTOR_BYTES};
+use block::{ErrorKind, File, IoResult, MetaIo, PastEnd, Result, SECTOR_BYTES};
 use memory::AlignedBuf;
 use std::ops::Range;
 
@@ -39,7 +39,8 @@ pub struct ResizeOptions {
     pub preallocation: GrowBy,
     /// Bytes that the layer below has: none of them may come to light behind the old end.
     pub backing_bytes: u64,
-    /// What the disk holds in its last cluster, if it ends within one: from the cluster's start to the disk's end.
+    /// What the disk holds in its last cluster, if it ends within one: from the cluster's start to the disk's end. Needed
+    /// where that is compressed, or the layer below shows.
     pub last_cluster: Vec<u8>,
 }
 
@@ -230,11 +231,17 @@ impl Edit<'_, '_> {
         if reads_zero || (old == Cluster::Unallocated && !shows) {
             return Ok(());
         }
-        if options.last_cluster.len() as u64 != sizes.old.offset_in_cluster(sizes.old.size_bytes) {
+        let rest = sizes.old.offset_in_cluster(sizes.old.size_bytes);
+        let mut kept = options.last_cluster.clone();
+        if let (Cluster::Data { host, .. }, true) = (old, kept.is_empty()) {
+            let length = usize::try_from(rest).unwrap_or(0);
+            kept = self.io.read(host, length, PastEnd::Zeros).await.map_err(|error| self.failed(error))?.to_vec();
+        }
+        if kept.len() as u64 != rest {
             return self.refuse(ErrorKind::BadOption, "what the disk holds in its last cluster was not given");
         }
         let rewritten = async {
-            let place = self.add_table(&options.last_cluster, 1).await?;
+            let place = self.add_table(&kept, 1).await?;
             self.refs.lower(old.host_clusters(&self.geometry), 1).await?;
             let only = cluster..cluster.saturating_add(1);
             self.change_entries(l1, only, &mut |_, _| place | COPIED).await
