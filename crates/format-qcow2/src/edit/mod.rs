@@ -80,6 +80,12 @@ impl<'a, 'w> Edit<'a, 'w> {
             refs.within_the_file(file_bytes);
         }
         let (rows, rows_bytes) = read_rows(io, &header, name).await?;
+        let l1_bytes =
+            rows.iter().fold(0u64, |sum, row| sum.saturating_add(u64::from(row.l1_entries).saturating_mul(8)));
+        if l1_bytes > file_bytes {
+            let what = format!("'{name}': its snapshots claim L1 tables of {l1_bytes} bytes, more than the file has");
+            return Err(Error::new(ErrorKind::BadImage, what));
+        }
         let old_cluster = cluster.clone();
         let mut edit = Self {
             io,

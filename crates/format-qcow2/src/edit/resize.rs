@@ -125,7 +125,9 @@ impl Edit<'_, '_> {
                 };
                 *raw = dropped.map_err(|error| self.failed(error))?;
             }
-            self.tell(index, total)?;
+            let bytes = |tables: u64| self.geometry.start_of(tables.wrapping_shl(self.geometry.l2_bits()));
+            let (done, all) = (bytes(index), bytes(total));
+            self.tell(done, all)?;
         }
         Ok(())
     }
@@ -265,7 +267,7 @@ impl Edit<'_, '_> {
             let mapped = self.change_entries(l1, at..end, &mut |cluster, _| place(cluster) | COPIED).await;
             mapped.map_err(|error| self.failed(error))?;
             at = end;
-            self.tell(at.saturating_sub(clusters.start), count)?;
+            self.tell(sizes.old.start_of(at.saturating_sub(clusters.start)), bytes)?;
         }
         self.fill(start..start.saturating_add(bytes), preallocation).await
     }

@@ -4,11 +4,13 @@ use super::tree::{Direction, Steps};
 use super::{Edit, EditWatch};
 use crate::geometry::Geometry;
 use crate::header::MAX_SNAPSHOTS;
-use crate::snapshot::{Row, Snapshot, SnapshotName, find};
+use crate::snapshot::{Row, Snapshot, SnapshotName, TABLE_BYTES_MAX, find, rows_bytes};
 use block::{ErrorKind, File, MetaIo, Result};
 
 /// Longest name and id that a row can hold.
 const NAME_BYTES_MAX: usize = u16::MAX as usize;
+/// A row without its name, at most.
+const ROW_BYTES_MOST: usize = 128;
 
 /// What a new snapshot is called.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -83,6 +85,11 @@ impl Edit<'_, '_> {
         }
         if new.name.len() > NAME_BYTES_MAX || new.name.contains('\0') {
             return self.refuse(ErrorKind::BadOption, "a snapshot's name has at most 65535 bytes and no zero byte");
+        }
+        let table_bytes = rows_bytes(&self.rows).len().saturating_add(new.name.len()).saturating_add(ROW_BYTES_MOST);
+        if table_bytes as u64 > TABLE_BYTES_MAX {
+            return self
+                .refuse(ErrorKind::Unsupported, "its snapshot table has 64 MiB, which is the most that is read");
         }
         let mut l1 = self.active_l1().await.map_err(|error| self.failed(error))?;
         let mut steps = Steps::new(l1.len().saturating_mul(2));

@@ -147,6 +147,9 @@ impl Steps {
 
     pub(super) fn one(&mut self, edit: &mut Edit<'_, '_>) -> Result<()> {
         self.done = self.done.saturating_add(1);
-        edit.tell(self.done.min(self.total), self.total)
+        // Shown as bytes of the disk: those that an L2 table maps.
+        let bytes = |tables: u64| edit.geometry.start_of(tables.wrapping_shl(edit.geometry.l2_bits()));
+        let (done, total) = (bytes(self.done.min(self.total)), bytes(self.total));
+        edit.tell(done, total)
     }
 }
