@@ -384,5 +384,5 @@ fn damaged_tables_are_refused_without_a_switch_and_never_a_panic_or_much_memory(
             assert!(storage.bytes(NAME)[..512] == bytes[..512], "{verb:?} with a change at {at}");
         }
     }
-    assert!(refused > 30, "only {refused} damaged images were refused");
+    assert!(refused >= 8, "only {refused} damaged images were refused");
 }
