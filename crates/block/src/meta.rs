@@ -11,13 +11,27 @@ use std::rc::Rc;
 #[derive(Clone)]
 pub struct MetaIo {
     queue: Rc<dyn FileQueue>,
+    /// Where guest data lie, if not in the same file.
+    data: Option<Rc<dyn FileQueue>>,
 }
 
 impl MetaIo {
     /// Metadata I/O through `queue`.
     #[must_use]
     pub fn new(queue: Rc<dyn FileQueue>) -> Self {
-        Self { queue }
+        Self { queue, data: None }
+    }
+
+    /// The same, of an image whose guest data lie in a file of their own: that has to be flushed too.
+    #[must_use]
+    pub fn with_data(self, data: Rc<dyn FileQueue>) -> Self {
+        Self { data: Some(data), ..self }
+    }
+
+    /// The file of the guest's data, if that is another one.
+    #[must_use]
+    pub fn data(&self) -> Option<&Rc<dyn FileQueue>> {
+        self.data.as_ref()
     }
 
     /// The queue, for data.
@@ -39,7 +53,7 @@ impl MetaIo {
         self.queue.start(FileOp::Write { offset, data, fua: false }).await
     }
 
-    /// Makes all writes that completed before durable.
+    /// Makes all writes to the file (not that of the guest's data) that completed before durable.
     pub async fn flush(&self) -> IoResult {
         self.queue.start(FileOp::Flush).await
     }

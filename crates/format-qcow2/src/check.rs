@@ -209,7 +209,9 @@ impl Walk<'_, '_> {
     async fn count_l2(&mut self, l2_offset: u64, active: bool) -> IoResult {
         let table = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
         let mut expected = 0u64;
-        for entry in entries(&table) {
+        let mut words = entries(&table);
+        while let Some(entry) = words.next() {
+            let bitmap = if self.geometry.extended_l2 { words.next().unwrap_or(0) } else { 0 };
             if entry & COMPRESSED != 0 {
                 self.count_compressed(entry, active);
                 continue;
@@ -218,7 +220,11 @@ impl Walk<'_, '_> {
             if entry & L2_RESERVED != 0 {
                 self.corrupt(format!("found l2 entry with reserved bits set: {entry:x}"));
             }
-            if offset == 0 {
+            if bitmap & bitmap >> 32 != 0 {
+                self.corrupt(format!("offset={offset:x}: Allocated clusters and zero clusters overlap: {bitmap:x}"));
+            }
+            // In an external data file, offset 0 is where the first cluster lies.
+            if offset == 0 && !(self.geometry.data_file && entry & COPIED != 0) {
                 continue;
             }
             if self.geometry.offset_in_cluster(offset) != 0 {
@@ -231,7 +237,9 @@ impl Walk<'_, '_> {
                 }
                 expected = offset.saturating_add(self.geometry.cluster_bytes());
             }
-            self.refer(offset, self.geometry.cluster_bytes());
+            if !self.geometry.data_file {
+                self.refer(offset, self.geometry.cluster_bytes());
+            }
         }
         Ok(())
     }
@@ -388,7 +396,11 @@ impl Walk<'_, '_> {
                 ));
             }
             let l2 = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
-            for entry in entries(&l2) {
+            // Clusters of an external data file are not counted.
+            if self.geometry.data_file {
+                continue;
+            }
+            for entry in entries(&l2).step_by(self.geometry.entry_words()) {
                 let offset = entry & OFFSET_MASK;
                 if entry & COMPRESSED != 0 || offset == 0 {
                     continue;

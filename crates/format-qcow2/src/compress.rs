@@ -1,8 +1,9 @@
-//! Reading compressed clusters. The output is bounded by the cluster, whatever the stream says.
+//! Compressed clusters: decompressing, bounded by the cluster whatever the stream says, and compressing.
 
 use crate::header::Compression;
 use crate::state::Inner;
-use block::{CompressedExtent, IoError, IoResult, MetaIo, PastEnd};
+use block::{CompressedExtent, Error, IoError, IoResult, MetaIo, PastEnd, Result};
+use libdeflater::CompressionLvl;
 use memory::AlignedBuf;
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
@@ -11,6 +12,56 @@ const ZSTD_WINDOW_BITS_MAX: u32 = 24;
 
 /// A compressed cluster has at most so many sectors that this many clusters hold them.
 const COMPRESSED_CLUSTERS_MAX: u64 = 2;
+
+/// The codecs' own defaults, which are qemu's too.
+const ZLIB_LEVEL: i32 = 6;
+const ZSTD_LEVEL: i32 = 3;
+
+/// Compresses clusters, one after the other; keeps its tables from one to the next. Belongs to one thread at a time.
+pub struct Compressor {
+    codec: Codec,
+}
+
+enum Codec {
+    Zlib(libdeflater::Compressor),
+    Zstd(zstd::bulk::Compressor<'static>),
+}
+
+impl std::fmt::Debug for Compressor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self.codec {
+            Codec::Zlib(_) => "Compressor(zlib)",
+            Codec::Zstd(_) => "Compressor(zstd)",
+        })
+    }
+}
+
+impl Compressor {
+    pub(crate) fn new(compression: Compression) -> Result<Self> {
+        let codec = match compression {
+            Compression::Zlib => {
+                let level = CompressionLvl::new(ZLIB_LEVEL).unwrap_or_default();
+                Codec::Zlib(libdeflater::Compressor::new(level))
+            }
+            Compression::Zstd => {
+                let failed = |error| Error::io("cannot start the zstd compressor", error);
+                Codec::Zstd(zstd::bulk::Compressor::new(ZSTD_LEVEL).map_err(failed)?)
+            }
+        };
+        Ok(Self { codec })
+    }
+
+    /// Compresses `cluster` into the start of `output`; returns how many bytes. `None` where it does not get smaller, or
+    /// does not fit.
+    pub fn compress(&mut self, cluster: &[u8], output: &mut [u8]) -> Option<usize> {
+        let limit = cluster.len().checked_sub(1)?.min(output.len());
+        let output = output.get_mut(..limit)?;
+        match &mut self.codec {
+            Codec::Zlib(codec) => codec.deflate_compress(cluster, output).ok(),
+            Codec::Zstd(codec) => codec.compress_to_buffer(cluster, output).ok(),
+        }
+    }
+}
 
 impl Inner {
     pub(crate) async fn read_compressed(&self, io: &MetaIo, extent: CompressedExtent) -> IoResult<AlignedBuf> {
@@ -59,6 +110,27 @@ mod tests {
 
     fn text(length: usize) -> Vec<u8> {
         (0..length).map(|index| (index / 7 % 13) as u8).collect()
+    }
+
+    #[test]
+    fn what_is_compressed_is_decompressed_and_noise_is_left_alone() {
+        let mut noise = vec![0; 65536];
+        testkit::fill_seeded(3, &mut noise);
+        for (compression, decode) in
+            [(Compression::Zlib, inflate as fn(&[u8], &mut [u8]) -> Option<()>), (Compression::Zstd, unzstd)]
+        {
+            let mut compressor = Compressor::new(compression).unwrap();
+            let mut output = vec![0; 65536];
+            for _ in 0..2 {
+                let plain = text(65536);
+                let length = compressor.compress(&plain, &mut output).unwrap();
+                let mut back = vec![0; 65536];
+                assert_eq!(decode(&output[..length], &mut back), Some(()));
+                assert!(back == plain);
+                assert_eq!(compressor.compress(&noise, &mut output), None);
+                assert_eq!(compressor.compress(&plain, &mut output[..length - 1]), None);
+            }
+        }
     }
 
     #[test]

@@ -1,10 +1,11 @@
-//! Making a new image, as `qemu-img create` does without preallocation.
+//! Making a new image, as `qemu-img create` does.
 
 use crate::geometry::{Geometry, MAX_FILE_BYTES};
 use crate::header::{
-    Compression, EXTENSION_BACKING_FORMAT, EXTENSION_END, EXTENSION_FEATURE_NAMES, FEATURE_ROW_BYTES, Header,
-    INCOMPATIBLE_COMPRESSION,
+    Compression, EXTENDED_L2_CLUSTER_BITS_MIN, AUTOCLEAR_DATA_FILE_RAW, EXTENSION_BACKING_FORMAT, EXTENSION_DATA_FILE, INCOMPATIBLE_DATA_FILE, EXTENSION_END, EXTENSION_FEATURE_NAMES,
+    FEATURE_ROW_BYTES, Header, INCOMPATIBLE_COMPRESSION, INCOMPATIBLE_EXTENDED_L2,
 };
+use crate::preallocate::Preallocation;
 use crate::refcount::Refcounts;
 use block::{Error, ErrorKind, MetaIo, Result};
 use memory::AlignedBuf;
@@ -44,6 +45,14 @@ pub struct CreateOptions {
     pub compression: Compression,
     /// Allows writers to postpone refcounts (version 3). We never do; others may.
     pub lazy_refcounts: bool,
+    /// The file that holds the guest's data instead of the image, as the image shall name it (version 3).
+    pub data_file: Option<String>,
+    /// That file stays valid as a raw image.
+    pub data_file_raw: bool,
+    /// Made by [`crate::preallocate`], once the image is there.
+    pub preallocation: Preallocation,
+    /// Clusters are allocated in 32 parts (version 3).
+    pub extended_l2: bool,
 }
 
 impl Default for CreateOptions {
@@ -57,6 +66,10 @@ impl Default for CreateOptions {
             backing_format: None,
             compression: Compression::Zlib,
             lazy_refcounts: false,
+            data_file: None,
+            data_file_raw: false,
+            preallocation: Preallocation::Off,
+            extended_l2: false,
         }
     }
 }
@@ -66,6 +79,32 @@ fn bad(what: impl Into<String>) -> Error {
 }
 
 impl CreateOptions {
+    /// What does not go together, in qemu's words.
+    fn check_combinations(&self) -> Result<()> {
+        if self.data_file.as_ref().is_some_and(|name| name.is_empty() || name.len() > 1023 || name.contains('\0')) {
+            return Err(bad("the data file's name must have 1 to 1023 bytes"));
+        }
+        if self.data_file_raw && self.data_file.is_none() {
+            return Err(bad("data-file-raw requires data-file"));
+        }
+        if self.data_file_raw && self.backing_file.is_some() {
+            return Err(bad("Backing file and data-file-raw cannot be used at the same time"));
+        }
+        if self.backing_file.is_some() && self.preallocation != Preallocation::Off && !self.extended_l2 {
+            return Err(bad("Backing file and preallocation can only be used at the same time if extended_l2 is on"));
+        }
+        Ok(())
+    }
+
+    /// What is preallocated: of a raw external data file every cluster has its place from the start.
+    #[must_use]
+    pub fn effective_preallocation(&self) -> Preallocation {
+        match self.preallocation {
+            Preallocation::Off if self.data_file_raw => Preallocation::Metadata,
+            other => other,
+        }
+    }
+
     fn check(&self) -> Result<Geometry> {
         if !self.cluster_size.is_power_of_two() || !(512..=2 << 20).contains(&self.cluster_size) {
             return Err(bad(format!(
@@ -84,11 +123,17 @@ impl CreateOptions {
                 (self.refcount_bits != 16, "refcount_bits other than 16"),
                 (self.compression != Compression::Zlib, "compression_type=zstd"),
                 (self.lazy_refcounts, "lazy_refcounts=on"),
+                (self.extended_l2, "extended_l2=on"),
+                (self.data_file.is_some(), "data_file"),
             ];
             if let Some((_, what)) = needs_v3.iter().find(|(wanted, _)| *wanted) {
                 return Err(bad(format!("{what} needs compat=1.1 (version 3)")));
             }
         }
+        if self.extended_l2 && self.cluster_size < 1 << EXTENDED_L2_CLUSTER_BITS_MIN {
+            return Err(bad("extended_l2=on needs a cluster_size of at least 16384 bytes"));
+        }
+        self.check_combinations()?;
         if self.backing_file.as_ref().is_some_and(|name| name.is_empty() || name.len() > 1023 || name.contains('\0')) {
             return Err(bad("the backing file's name must have 1 to 1023 bytes"));
         }
@@ -103,6 +148,8 @@ impl CreateOptions {
             cluster_bits: self.cluster_size.trailing_zeros(),
             refcount_order: self.refcount_bits.trailing_zeros(),
             has_backing: self.backing_file.is_some(),
+            extended_l2: self.extended_l2,
+            data_file: self.data_file.is_some(),
         };
         if size_bytes > i64::MAX as u64 || geometry.l1_entries() > 4 << 20 {
             return Err(bad(format!(
@@ -193,7 +240,7 @@ fn header_cluster(options: &CreateOptions, geometry: &Geometry, layout: &Layout)
     // The names are a courtesy: with small clusters they may not fit.
     for with_names in [true, false] {
         let names = (with_names && options.version == 3).then_some(&names[..]);
-        let extensions = extensions(options.backing_format.as_deref(), names);
+        let extensions = extensions(options, names);
         let header_bytes = if options.version == 2 { 72 } else { HEADER_BYTES };
         let backing_offset = (header_bytes as usize).saturating_add(extensions.len());
         if backing_offset.saturating_add(backing.len()) > cluster_bytes {
@@ -226,11 +273,18 @@ fn fields(options: &CreateOptions, geometry: &Geometry, layout: &Layout, backing
     header.extend(0u64.to_be_bytes());
     if options.version == 3 {
         let zstd = options.compression == Compression::Zstd;
-        let incompatible = if zstd { INCOMPATIBLE_COMPRESSION } else { 0 };
+        let mut incompatible = if zstd { INCOMPATIBLE_COMPRESSION } else { 0 };
+        if options.extended_l2 {
+            incompatible |= INCOMPATIBLE_EXTENDED_L2;
+        }
+        if options.data_file.is_some() {
+            incompatible |= INCOMPATIBLE_DATA_FILE;
+        }
+        let autoclear = if options.data_file_raw { AUTOCLEAR_DATA_FILE_RAW } else { 0 };
         let compatible = if options.lazy_refcounts { COMPATIBLE_LAZY_REFCOUNTS } else { 0 };
         header.extend(incompatible.to_be_bytes());
         header.extend(compatible.to_be_bytes());
-        header.extend(0u64.to_be_bytes()); // nothing to clear
+        header.extend(autoclear.to_be_bytes());
         header.extend(geometry.refcount_order.to_be_bytes());
         header.extend(HEADER_BYTES.to_be_bytes());
         header.extend([u8::from(zstd), 0, 0, 0, 0, 0, 0, 0]);
@@ -238,12 +292,13 @@ fn fields(options: &CreateOptions, geometry: &Geometry, layout: &Layout, backing
     header
 }
 
-fn extensions(backing_format: Option<&str>, names: Option<&[u8]>) -> Vec<u8> {
-    let format = backing_format.map(|format| (EXTENSION_BACKING_FORMAT, format.as_bytes()));
+fn extensions(options: &CreateOptions, names: Option<&[u8]>) -> Vec<u8> {
+    let format = options.backing_format.as_ref().map(|format| (EXTENSION_BACKING_FORMAT, format.as_bytes()));
+    let data_file = options.data_file.as_ref().map(|name| (EXTENSION_DATA_FILE, name.as_bytes()));
     let names = names.map(|names| (EXTENSION_FEATURE_NAMES, names));
     let end = (EXTENSION_END, &[][..]);
     let mut bytes = Vec::new();
-    for (kind, data) in format.into_iter().chain(names).chain([end]) {
+    for (kind, data) in format.into_iter().chain(data_file).chain(names).chain([end]) {
         bytes.extend(kind.to_be_bytes());
         bytes.extend((data.len() as u32).to_be_bytes());
         bytes.extend(data);

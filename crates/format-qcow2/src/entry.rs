@@ -39,16 +39,23 @@ pub(crate) enum Cluster {
 impl Cluster {
     pub(crate) fn decode(raw: u64, geometry: &Geometry) -> Result<Self, BadEntry> {
         if raw & COMPRESSED != 0 {
-            return Self::decode_compressed(raw, geometry);
+            // An external data file holds clusters as they are.
+            return if geometry.data_file { Err(BadEntry) } else { Self::decode_compressed(raw, geometry) };
         }
         let zero = raw & ZERO != 0;
         let host = raw & OFFSET_MASK;
         let copied = raw & COPIED != 0;
         let reserved = raw & !(COPIED | OFFSET_MASK | ZERO);
-        if reserved != 0 || geometry.offset_in_cluster(host) != 0 || (zero && geometry.version < 3) {
+        // Extended entries say so in their bitmap.
+        let has_zero_flag = geometry.version >= 3 && !geometry.extended_l2;
+        if reserved != 0 || geometry.offset_in_cluster(host) != 0 || (zero && !has_zero_flag) {
             return Err(BadEntry);
         }
+        // In an external data file, offset 0 is where the first cluster lies.
+        let is_first = host == 0 && copied && geometry.data_file;
         Ok(match (host, zero) {
+            (0, true) if is_first => Self::ZeroAllocated { host, copied },
+            (0, false) if is_first => Self::Data { host, copied },
             (0, false) => Self::Unallocated,
             (0, true) => Self::Zero,
             (host, true) => Self::ZeroAllocated { host, copied },
@@ -70,9 +77,10 @@ impl Cluster {
         Ok(Self::Compressed { offset, length_bytes })
     }
 
-    /// The host clusters that it holds a reference to.
+    /// The host clusters that it holds a reference to. Those of an external data file are not counted.
     pub(crate) fn host_clusters(&self, geometry: &Geometry) -> Range<u64> {
         match *self {
+            _ if geometry.data_file => 0..0,
             Self::Unallocated | Self::Zero => 0..0,
             Self::ZeroAllocated { host, .. } | Self::Data { host, .. } => {
                 let first = geometry.cluster_of(host);
@@ -84,6 +92,15 @@ impl Cluster {
             }
         }
     }
+}
+
+/// The entry of a compressed cluster of `length_bytes` at `offset`; `None` where the offset is too large to be named.
+pub(crate) fn encode_compressed(offset: u64, length_bytes: u64, geometry: &Geometry) -> Option<u64> {
+    let offset_bits = 62u32.saturating_sub(geometry.cluster_bits.saturating_sub(8));
+    let last = offset.checked_add(length_bytes)?.checked_sub(1)?;
+    let more_sectors = (last / 512).saturating_sub(offset / 512);
+    let named = last < MAX_FILE_BYTES && offset < 1u64.wrapping_shl(offset_bits);
+    named.then(|| COMPRESSED | more_sectors.wrapping_shl(offset_bits) | offset)
 }
 
 /// What an L1 entry says: no table, or where it is.
@@ -113,7 +130,15 @@ mod tests {
     use super::*;
 
     fn geometry(cluster_bits: u32, version: u32) -> Geometry {
-        Geometry { version, size_bytes: 1 << 30, cluster_bits, refcount_order: 4, has_backing: false }
+        Geometry {
+            version,
+            size_bytes: 1 << 30,
+            cluster_bits,
+            refcount_order: 4,
+            has_backing: false,
+            extended_l2: false,
+            data_file: false,
+        }
     }
 
     #[test]
@@ -142,5 +167,8 @@ mod tests {
         let cluster = Cluster::decode(raw, &geometry(21, 3)).unwrap();
         assert_eq!(cluster.host_clusters(&geometry(21, 3)), 1..3);
         assert_eq!(Cluster::decode(COMPRESSED | 0x123, &geometry(16, 3)), Err(BadEntry), "inside the header");
+        assert_eq!(encode_compressed(0x50123, 3 * 512, &geometry(16, 3)), Some(COMPRESSED | (3 << 54) | 0x50123));
+        assert_eq!(encode_compressed(0x50000, 512, &geometry(16, 3)), Some(COMPRESSED | 0x50000));
+        assert_eq!(encode_compressed(1 << 49, 512, &geometry(21, 3)), None);
     }
 }

@@ -145,7 +145,14 @@ impl Inner {
         }
         // What could not be decremented now is tried again by the next flush; nothing is lost but space.
         let _ = self.reap(io, false).await;
-        let Some(mut writing) = Writing::begin(self)? else {
+        let writing = Writing::begin(self)?;
+        // Guest data of their own file come first, whatever leads to them.
+        if let Some(data) = io.data()
+            && !(writing.is_some() && self.skips(Barrier::BeforeMapping))
+        {
+            data.start(FileOp::Flush).await?;
+        }
+        let Some(mut writing) = writing else {
             return self.barrier(io, Barrier::End).await;
         };
         let result = match self.guard_writes(&writing) {
@@ -244,8 +251,7 @@ impl Inner {
 
     fn slice_bytes(&self, slice: u64) -> Option<Vec<u8>> {
         let view = self.slices.view(slice)?;
-        let count = usize::try_from(self.geometry.slice_entries()).ok()?;
-        let entries = (0..count).map(|index| view.get(index));
+        let entries = (0..self.geometry.slice_words()).map(|index| view.get(index));
         entries.collect::<Option<Vec<u64>>>().map(|raw| raw.into_iter().flat_map(u64::to_be_bytes).collect())
     }
 }

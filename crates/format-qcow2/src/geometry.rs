@@ -2,8 +2,8 @@
 
 use block::SliceCache;
 
-/// Entries of an L2 table that are cached together: 4 KiB of the table, or all of a smaller one.
-const SLICE_BITS_MAX: u32 = 9;
+/// What of an L2 table is cached together: 4 KiB of the table, or all of a smaller one.
+const SLICE_BYTES_BITS_MAX: u32 = 12;
 
 /// Largest offset in the file that an L2 entry can name (56 bits), exclusive.
 pub(crate) const MAX_FILE_BYTES: u64 = 1 << 56;
@@ -16,6 +16,10 @@ pub(crate) struct Geometry {
     pub(crate) cluster_bits: u32,
     pub(crate) refcount_order: u32,
     pub(crate) has_backing: bool,
+    /// L2 entries have a second word: which of a cluster's 32 parts are allocated or zero.
+    pub(crate) extended_l2: bool,
+    /// Guest data lie in a file of their own, each cluster at its place on the disk.
+    pub(crate) data_file: bool,
 }
 
 impl Geometry {
@@ -44,7 +48,17 @@ impl Geometry {
 
     /// Entries in an L2 table, as a power of two.
     pub(crate) fn l2_bits(&self) -> u32 {
-        self.cluster_bits.saturating_sub(3)
+        self.cluster_bits.saturating_sub(self.entry_bits())
+    }
+
+    /// Bytes of an L2 entry, as a power of two.
+    fn entry_bits(&self) -> u32 {
+        if self.extended_l2 { 4 } else { 3 }
+    }
+
+    /// 64-bit words of an L2 entry.
+    pub(crate) fn entry_words(&self) -> usize {
+        if self.extended_l2 { 2 } else { 1 }
     }
 
     pub(crate) fn l1_index(&self, cluster: u64) -> u64 {
@@ -57,7 +71,7 @@ impl Geometry {
     }
 
     pub(crate) fn slice_bits(&self) -> u32 {
-        self.l2_bits().min(SLICE_BITS_MAX)
+        self.l2_bits().min(SLICE_BYTES_BITS_MAX.saturating_sub(self.entry_bits()))
     }
 
     /// The slice (numbered through the guest's address space) that maps a guest cluster.
@@ -79,7 +93,32 @@ impl Geometry {
     }
 
     pub(crate) fn slice_bytes(&self) -> u64 {
-        self.slice_entries().wrapping_shl(3)
+        self.slice_entries().wrapping_shl(self.entry_bits())
+    }
+
+    /// 64-bit words of a slice.
+    pub(crate) fn slice_words(&self) -> usize {
+        usize::try_from(self.slice_bytes() / 8).unwrap_or(0)
+    }
+
+    /// The first word of a guest cluster's entry in its slice.
+    pub(crate) fn word_in_slice(&self, cluster: u64) -> usize {
+        self.index_in_slice(cluster).saturating_mul(self.entry_words())
+    }
+
+    /// The part of a cluster that holds `offset`.
+    pub(crate) fn part_of(&self, offset: u64) -> u32 {
+        self.offset_in_cluster(offset).wrapping_shr(self.part_bits()) as u32
+    }
+
+    /// Where a part starts in its cluster.
+    pub(crate) fn part_start(&self, part: u32) -> u64 {
+        u64::from(part).wrapping_shl(self.part_bits())
+    }
+
+    /// Bytes of a part (a 32nd of a cluster), as a power of two.
+    pub(crate) fn part_bits(&self) -> u32 {
+        self.cluster_bits.saturating_sub(5)
     }
 
     /// Slices of the whole disk.
@@ -89,7 +128,7 @@ impl Geometry {
 
     /// An empty cache for the disk's L2 tables.
     pub(crate) fn slice_cache(&self, cache_bytes: u64) -> SliceCache {
-        SliceCache::new(self.slices(), usize::try_from(self.slice_entries()).unwrap_or(0), cache_bytes)
+        SliceCache::new(self.slices(), self.slice_words(), cache_bytes)
     }
 
     pub(crate) fn l1_index_of_slice(&self, slice: u64) -> u64 {

@@ -19,19 +19,26 @@ const MAX_EXTENSIONS: usize = 64;
 
 pub(crate) const EXTENSION_END: u32 = 0;
 pub(crate) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
+pub(crate) const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 pub(crate) const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 /// One row of the feature name table: type, bit, name.
 pub(crate) const FEATURE_ROW_BYTES: usize = 48;
 
 pub(crate) const INCOMPATIBLE_DIRTY: u64 = 1 << 0;
 pub(crate) const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;
-const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
+pub(crate) const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
 pub(crate) const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
-const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
+pub(crate) const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
+
+/// Parts of clusters are at least a sector.
+pub(crate) const EXTENDED_L2_CLUSTER_BITS_MIN: u32 = 14;
 
 pub(crate) const OFFSET_REFCOUNT_TABLE: usize = 48;
 pub(crate) const OFFSET_INCOMPATIBLE: usize = 72;
 pub(crate) const OFFSET_AUTOCLEAR: usize = 88;
+
+/// The external data file can be read as a raw image.
+pub(crate) const AUTOCLEAR_DATA_FILE_RAW: u64 = 1 << 1;
 
 /// How compressed clusters are compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,6 +67,8 @@ pub struct Header {
     pub backing_file: Option<String>,
     /// Its format, where the image says.
     pub backing_format: Option<String>,
+    /// The file that holds the guest's data, as the image names it, where that is not the image itself.
+    pub data_file: Option<String>,
     /// Feature bits that a reader must know.
     pub incompatible_features: u64,
     /// Feature bits that may be ignored.
@@ -187,6 +196,7 @@ impl Header {
             compression: if zstd { Compression::Zstd } else { Compression::Zlib },
             backing_file: None,
             backing_format: None,
+            data_file: None,
             incompatible_features: v3(fields.u64(OFFSET_INCOMPATIBLE)),
             compatible_features: v3(fields.u64(80)),
             autoclear_features: v3(fields.u64(OFFSET_AUTOCLEAR)),
@@ -201,6 +211,23 @@ impl Header {
         }
     }
 
+    /// The autoclear bits whose promise we keep.
+    pub(crate) fn kept_autoclear(&self) -> u64 {
+        if self.has_data_file() { AUTOCLEAR_DATA_FILE_RAW } else { 0 }
+    }
+
+    /// Whether guest data lie in a file of their own.
+    #[must_use]
+    pub fn has_data_file(&self) -> bool {
+        self.incompatible_features & INCOMPATIBLE_DATA_FILE != 0
+    }
+
+    /// Whether that file can be read as a raw image.
+    #[must_use]
+    pub fn data_file_is_raw(&self) -> bool {
+        self.has_data_file() && self.autoclear_features & AUTOCLEAR_DATA_FILE_RAW != 0
+    }
+
     pub(crate) fn geometry(&self) -> Geometry {
         Geometry {
             version: self.version,
@@ -208,6 +235,8 @@ impl Header {
             cluster_bits: self.cluster_bits,
             refcount_order: self.refcount_order,
             has_backing: self.backing_file.is_some(),
+            extended_l2: self.incompatible_features & INCOMPATIBLE_EXTENDED_L2 != 0,
+            data_file: self.has_data_file(),
         }
     }
 
@@ -259,6 +288,12 @@ impl Header {
                     Ok(text) if length < 16 => self.backing_format = Some(text.to_owned()),
                     _ => return check.bad("the backing format's name is not text of less than 16 bytes"),
                 },
+                EXTENSION_DATA_FILE => match std::str::from_utf8(data) {
+                    Ok(text) if !text.contains('\0') && length <= MAX_BACKING_NAME_BYTES as usize => {
+                        self.data_file = Some(text.to_owned());
+                    }
+                    _ => return check.bad("the external data file's name is not text of at most 1023 bytes"),
+                },
                 EXTENSION_FEATURE_NAMES => names = incompatible_names(data),
                 _ => {}
             }
@@ -279,13 +314,17 @@ impl Header {
         if bits & INCOMPATIBLE_CORRUPT != 0 {
             return check.bad("it is marked corrupt; repair it with 'qemu-img check -r all' first");
         }
-        if bits & INCOMPATIBLE_DATA_FILE != 0 {
-            return check.unsupported("it keeps its data in an external data file, which is not supported yet");
+        if self.has_data_file() && self.data_file.as_ref().is_none_or(String::is_empty) {
+            return check.bad("it keeps its data in an external data file, but does not say in which");
         }
-        if bits & INCOMPATIBLE_EXTENDED_L2 != 0 {
-            return check.unsupported("it uses extended L2 entries (subclusters), which are not supported yet");
+        if self.has_data_file() && self.snapshots > 0 {
+            return check.bad("it has internal snapshots, which do not go with an external data file");
         }
-        let unknown = bits & !(INCOMPATIBLE_DIRTY | INCOMPATIBLE_COMPRESSION);
+        if bits & INCOMPATIBLE_EXTENDED_L2 != 0 && self.cluster_bits < EXTENDED_L2_CLUSTER_BITS_MIN {
+            return check.bad("extended L2 entries need clusters of at least 16 KiB");
+        }
+        let unknown =
+            bits & !(INCOMPATIBLE_DIRTY | INCOMPATIBLE_DATA_FILE | INCOMPATIBLE_COMPRESSION | INCOMPATIBLE_EXTENDED_L2);
         if unknown != 0 {
             return check.unsupported(format_args!("unknown incompatible features: {}", describe_bits(unknown, names)));
         }

@@ -139,7 +139,9 @@ impl Qcow2 {
             flushed: WaitList::default(),
             table_writes: Arc::default(),
             extensions: Arc::default(),
-            header_ready: AtomicBool::new(header.autoclear_features == 0 && header.snapshots == 0),
+            header_ready: AtomicBool::new(
+                header.autoclear_features & !header.kept_autoclear() == 0 && header.snapshots == 0,
+            ),
             stopped: AtomicBool::new(false),
             marked: AtomicBool::new(false),
             table_bits: TableBits::for_clusters(if read_only { 0 } else { geometry.cluster_of(file.length_bytes) }),
@@ -234,6 +236,9 @@ impl Qcow2 {
         let geometry = &self.inner.geometry;
         let cluster = geometry.cluster_of(offset);
         let in_cluster = geometry.offset_in_cluster(offset);
+        if geometry.extended_l2 {
+            return self.inner.zero_space_of_parts(offset, length);
+        }
         let Some(view) = self.inner.slices.view(geometry.slice_of(cluster)) else { return (None, length) };
         let space_of = |index: usize| match Cluster::decode(view.get(index)?, geometry) {
             Ok(Cluster::ZeroAllocated { host, .. }) => Some(Some(host)),
@@ -362,6 +367,9 @@ impl Inner {
                 .is_none()
                 .then_some(Mapped { extent: Extent::Backing, length_bytes: covered.min(length) }));
         };
+        if geometry.extended_l2 {
+            return self.lookup_parts(offset, length);
+        }
         let index = geometry.index_in_slice(cluster);
         let Some(raw) = view.get(index) else { return Ok(None) };
         let first = Cluster::decode(raw, geometry);
@@ -381,7 +389,9 @@ impl Inner {
         let extent = match first? {
             Cluster::Unallocated => Extent::Backing,
             Cluster::Zero | Cluster::ZeroAllocated { .. } => Extent::Zero,
-            Cluster::Data { host, .. } => Extent::Data { file: 0, offset: host.saturating_add(in_cluster) },
+            Cluster::Data { host, .. } => {
+                Extent::Data { file: u8::from(geometry.data_file), offset: host.saturating_add(in_cluster) }
+            }
             Cluster::Compressed { offset, length_bytes } => {
                 Extent::Compressed(CompressedExtent { offset, length_bytes, skip_bytes: in_cluster as u32 })
             }
@@ -389,10 +399,18 @@ impl Inner {
         Ok(Some(Mapped { extent, length_bytes: bytes.min(length) }))
     }
 
+    /// Whether a table may lie where an L2 entry says that data do: never in a file that has none.
+    pub(crate) fn may_hold_table(&self, host: u64) -> bool {
+        !self.geometry.data_file && self.table_bits.may_hold_table(self.geometry.cluster_of(host))
+    }
+
     fn lookup_overwrite(&self, offset: u64, length: u64) -> Option<Overwrite> {
         let geometry = &self.geometry;
         if !self.header_ready.load(Ordering::Acquire) || self.check_write(offset, length).is_err() {
             return None;
+        }
+        if geometry.extended_l2 {
+            return self.overwrite_parts(offset, length);
         }
         let cluster = geometry.cluster_of(offset);
         let in_cluster = geometry.offset_in_cluster(offset);
@@ -402,7 +420,7 @@ impl Inner {
         let index = geometry.index_in_slice(cluster);
         let first = Cluster::decode(view.get(index)?, geometry).ok()?;
         let Cluster::Data { host, copied: true } = first else { return None };
-        if self.table_bits.may_hold_table(geometry.cluster_of(host)) {
+        if self.may_hold_table(host) {
             return None;
         }
         let mut bytes = geometry.cluster_bytes().saturating_sub(in_cluster);
@@ -411,7 +429,7 @@ impl Inner {
             next = next.saturating_add(1);
             let Some(more) = view.get(next).map(|raw| Cluster::decode(raw, geometry)) else { break };
             let same = matches!(more, Ok(Cluster::Data { host, copied: true }) if
-                !self.table_bits.may_hold_table(geometry.cluster_of(host)));
+                !self.may_hold_table(host));
             if !same || !continues(Ok(first), more, bytes.saturating_add(in_cluster)) {
                 break;
             }

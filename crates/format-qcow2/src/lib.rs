@@ -6,6 +6,7 @@
 //! * Reads and overwrites ask [`Qcow2::lookup`] and [`Qcow2::lookup_overwrite`]: no lock, no wait, no allocation.
 //! * A write that needs space is two-step: [`Qcow2::prepare_write`], data written by the caller,
 //!   [`Qcow2::commit_write`]. A dropped [`Allocation`] gives its space back.
+//! * Compressed clusters likewise: [`Qcow2::prepare_compressed`], [`Qcow2::commit_compressed`].
 //! * [`Qcow2::flush`] makes everything durable, in the order that keeps the image valid at every moment. Nothing is
 //!   synced in between.
 
@@ -31,10 +32,14 @@ mod header;
 mod header_edit;
 mod image;
 mod load;
+mod packing;
+mod part_write;
+mod preallocate;
 mod reap;
 mod refcount;
 mod snapshot;
 mod state;
+mod subclusters;
 mod tables;
 mod tail;
 mod write;
@@ -42,6 +47,7 @@ mod zero;
 
 pub use bitmap::{Bitmap, BitmapBits, bitmaps, read_bitmap};
 pub use check::{CheckEvent, CheckReport, CheckWatch, check};
+pub use compress::Compressor;
 pub use create::{CreateOptions, create};
 pub use edit::EditWatch;
 pub use edit::bitmaps::{BitmapAction, edit_bitmaps};
@@ -52,6 +58,8 @@ pub use flush::Barrier;
 pub use header::{Compression, Header, probe};
 pub use header_edit::{Backing, set_backing};
 pub use image::{OpenOptions, Overwrite, Qcow2};
+pub use packing::{PackedAllocation, PackedCluster};
+pub use preallocate::{Preallocation, preallocate};
 pub use snapshot::{Snapshot, SnapshotName, snapshots};
 pub use write::{Allocation, Fill, Prepared};
 pub use zero::ZeroOutcome;

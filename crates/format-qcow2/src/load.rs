@@ -6,6 +6,7 @@
 use crate::geometry::MAX_FILE_BYTES;
 use crate::header::OFFSET_AUTOCLEAR;
 use crate::state::{FreshTable, Inner, Need};
+use crate::subclusters::never_changing;
 use block::sync::Ordering;
 use block::{FileOp, IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
 use memory::{AlignedBuf, IoBuf};
@@ -86,7 +87,11 @@ impl Inner {
         let bytes = io.read(offset, length, PastEnd::Fails).await?;
         // Nobody else can have changed the slice: only slices in memory change, and only we could have put it there.
         let mut state = self.lock();
-        Ok(state.book.install(&self.slices, slice, entries(&bytes)))
+        let words = entries(&bytes).enumerate().map(|(index, raw)| match self.geometry.extended_l2 && index % 2 == 0 {
+            true => never_changing(raw),
+            false => raw,
+        });
+        Ok(state.book.install(&self.slices, slice, words))
     }
 
     pub(crate) async fn load_block(&self, io: &MetaIo, block: u64) -> IoResult {
@@ -159,8 +164,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Learns where the tables of snapshots lie, and clears all autoclear bits (we maintain none of what they stand for),
-    /// before anything else is written.
+    /// Learns where the tables of snapshots lie, and clears the autoclear bits whose promise we do not keep, before
+    /// anything else is written.
     async fn make_header_ready(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::HeaderReady).await else { return Ok(()) };
         self.refuse_if_stopped()?;
@@ -179,7 +184,8 @@ impl Inner {
         let sector = {
             let mut state = self.lock();
             if let Some(field) = state.header_sector.get_mut(OFFSET_AUTOCLEAR..OFFSET_AUTOCLEAR.saturating_add(8)) {
-                field.fill(0);
+                let kept = self.header.autoclear_features & self.header.kept_autoclear();
+                field.copy_from_slice(&kept.to_be_bytes());
             }
             AlignedBuf::copy_of(&state.header_sector)
         };

@@ -62,6 +62,8 @@ pub(crate) struct Refcounts {
     clock: u64,
     /// Clean blocks beyond this many bytes are dropped.
     cache_bytes: u64,
+    /// Where the last compressed cluster ends: more may follow in the same host cluster. At a cluster's start: none.
+    packed_end: u64,
 }
 
 /// One piece of metadata to write.
@@ -85,6 +87,7 @@ impl Refcounts {
             writing_blocks: BTreeSet::new(),
             clock: 0,
             cache_bytes,
+            packed_end: 0,
         }
     }
 
@@ -182,11 +185,28 @@ impl Refcounts {
         Ok(runs)
     }
 
+    /// The largest count that there is room for.
+    pub(crate) fn max(&self) -> u64 {
+        max_count(self.geometry.refcount_order)
+    }
+
+    pub(crate) fn packed_end(&self) -> u64 {
+        self.packed_end
+    }
+
+    pub(crate) fn set_packed_end(&mut self, offset: u64) {
+        self.packed_end = offset;
+    }
+
     /// Sets the refcount of a host cluster whose block is in memory.
     pub(crate) fn set(&mut self, cluster: u64, value: u64) -> Result<(), Overflow> {
         let order = self.geometry.refcount_order;
-        if value > max_count(order) {
+        if value > self.max() {
             return Err(Overflow);
+        }
+        if value == 0 && cluster == self.geometry.cluster_of(self.packed_end) {
+            // The cluster may soon be somebody else's.
+            self.packed_end = 0;
         }
         let (number, index) = (self.geometry.block_of(cluster), self.index_in_block(cluster));
         let block = self.blocks.get_mut(&number).ok_or(Overflow)?;
@@ -398,7 +418,7 @@ mod tests {
     #[test]
     fn free_runs_are_what_single_looks_say() {
         let geometry =
-            Geometry { version: 3, size_bytes: 1 << 30, cluster_bits: 9, refcount_order: 2, has_backing: false };
+            Geometry { version: 3, size_bytes: 1 << 30, cluster_bits: 9, refcount_order: 2, has_backing: false, extended_l2: false, data_file: false };
         let mut refcounts = Refcounts::new(geometry, vec![512, 1024, 0], 0, 0);
         assert_eq!(refcounts.free_runs(3, 9), Err(Absent::NotLoaded(0)));
         refcounts.install(1, vec![0; 512].into());
@@ -412,8 +432,15 @@ mod tests {
 
     #[test]
     fn a_count_that_does_not_fit_is_refused() {
-        let geometry =
-            Geometry { version: 3, size_bytes: 1 << 20, cluster_bits: 9, refcount_order: 1, has_backing: false };
+        let geometry = Geometry {
+            version: 3,
+            size_bytes: 1 << 20,
+            cluster_bits: 9,
+            refcount_order: 1,
+            has_backing: false,
+            extended_l2: false,
+            data_file: false,
+        };
         let mut refcounts = Refcounts::new(geometry, vec![0; 64], 512, 0);
         refcounts.add_block(0, 1024);
         assert_eq!(refcounts.set(3, 3), Ok(()));
@@ -424,8 +451,15 @@ mod tests {
 
     #[test]
     fn only_changed_parts_are_written_and_a_failed_write_is_dirty_again() {
-        let geometry =
-            Geometry { version: 3, size_bytes: 1 << 30, cluster_bits: 16, refcount_order: 4, has_backing: false };
+        let geometry = Geometry {
+            version: 3,
+            size_bytes: 1 << 30,
+            cluster_bits: 16,
+            refcount_order: 4,
+            has_backing: false,
+            extended_l2: false,
+            data_file: false,
+        };
         let mut refcounts = Refcounts::new(geometry, vec![0x30000, 0], 0x10000, 0);
         refcounts.install(0, vec![0; 65536].into());
         refcounts.set(0, 1).unwrap();

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// The largest allocation for one write.
-const ALLOCATION_BYTES_MAX: u64 = 2 << 20;
+pub(crate) const ALLOCATION_BYTES_MAX: u64 = 2 << 20;
 
 /// Where a write may go.
 #[derive(Debug)]
@@ -27,7 +27,7 @@ pub enum Prepared {
     New(Allocation),
 }
 
-/// How the bytes of an allocation's first or last cluster that the request does not cover must be filled before commit.
+/// How the bytes of an allocation's first or last cluster (or part) that the request does not cover must be filled before commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
     /// Not at all: there are none, or they are zero in the file already.
@@ -41,9 +41,10 @@ pub enum Fill {
 /// Space for whole guest clusters, invisible until [`Qcow2::commit_write`]. Dropping it gives the space back.
 #[derive(Debug)]
 pub struct Allocation {
-    /// First byte of the disk, at a cluster boundary at or before the request.
+    /// First byte of the disk, at or before the request, where a cluster begins (or a part of one, where clusters are
+    /// allocated in parts).
     pub guest_offset: u64,
-    /// Whole clusters. May end before the request does.
+    /// Whole clusters (or parts). May end before the request does.
     pub length_bytes: u64,
     /// First byte in the file; contiguous.
     pub file_offset: u64,
@@ -53,10 +54,12 @@ pub struct Allocation {
     pub tail: Fill,
     /// The space reads as zeros: zeros need not be written to it.
     pub zeroed: bool,
-    guest: Range<u64>,
+    /// Only the place is published: where the format can say so, nothing is in it.
+    pub(crate) without_data: bool,
+    pub(crate) guest: Range<u64>,
     /// Host clusters that go back if this is dropped uncommitted; empty where the guest's cluster kept its own.
-    unpublished: Range<u64>,
-    inner: Arc<Inner>,
+    pub(crate) unpublished: Range<u64>,
+    pub(crate) inner: Arc<Inner>,
 }
 
 impl Drop for Allocation {
@@ -95,6 +98,9 @@ impl Qcow2 {
         if state.overlapping(&(first..first.saturating_add(1))).is_some() {
             return Err(Stop::Need(Need::Idle(first..first.saturating_add(1))));
         }
+        if geometry.extended_l2 {
+            return self.try_prepare_parts(state, offset, length);
+        }
         let slice = inner.own_slice(state, first)?;
         let limit = geometry
             .clusters_for(request_end)
@@ -116,6 +122,7 @@ impl Qcow2 {
                 });
             }
             Target::Kept(host) => (host, false, false),
+            Target::New if geometry.data_file => (geometry.start_of(first), false, false),
             Target::New => {
                 let run = inner.allocate(state, end.saturating_sub(first))?;
                 end = first.saturating_add(run.count);
@@ -142,6 +149,7 @@ impl Qcow2 {
             head,
             tail,
             zeroed,
+            without_data: false,
             guest: first..end,
             unpublished: if fresh { host_first..host_first.saturating_add(count) } else { 0..0 },
             inner: Arc::clone(&self.inner),
@@ -175,7 +183,7 @@ impl Inner {
     /// The L2 entry of a guest cluster whose slice is in memory.
     pub(crate) fn entry(&self, slice: u64, cluster: u64) -> Step<u64> {
         let view = self.slices.view(slice);
-        view.and_then(|view| view.get(self.geometry.index_in_slice(cluster))).ok_or(Stop::Need(Need::Slice(slice)))
+        view.and_then(|view| view.get(self.geometry.word_in_slice(cluster))).ok_or(Stop::Need(Need::Slice(slice)))
     }
 
     pub(crate) fn cluster(&self, slice: u64, cluster: u64) -> Step<Cluster> {
@@ -183,6 +191,9 @@ impl Inner {
     }
 
     pub(crate) fn set_entry(&self, state: &mut State, slice: u64, cluster: u64, raw: u64) {
+        if self.geometry.extended_l2 {
+            return self.set_extended(state, slice, cluster, raw, 0);
+        }
         self.slices.set(slice, self.geometry.index_in_slice(cluster), raw);
         state.book.mark_dirty(slice);
     }
@@ -252,6 +263,8 @@ impl Inner {
         self.guard_entry(state, &old)?;
         Ok(match old {
             Cluster::Unallocated | Cluster::Zero | Cluster::Compressed { .. } => Target::New,
+            Cluster::Data { host, .. } if self.geometry.data_file => Target::Own(host),
+            Cluster::ZeroAllocated { host, .. } if self.geometry.data_file => Target::Kept(host),
             Cluster::Data { host, copied: true } => Target::Own(host),
             Cluster::ZeroAllocated { host, copied: true } => Target::Kept(host),
             Cluster::Data { host, copied: false } => {
@@ -282,6 +295,9 @@ impl Inner {
 
     fn try_commit(&self, state: &mut State, allocation: &Allocation) -> Step<()> {
         let slice = self.own_slice(state, allocation.guest.start)?;
+        if self.geometry.extended_l2 {
+            return self.commit_parts(state, slice, allocation);
+        }
         let mut old_hosts = Vec::new();
         let mut host = allocation.file_offset;
         for cluster in allocation.guest.clone() {

@@ -3,7 +3,7 @@
 use crate::entry::{COPIED, Cluster, ZERO};
 use crate::image::Qcow2;
 use crate::state::{Inner, Need, State, Step, Stop};
-use block::{Extent, IoResult, MetaIo};
+use block::{Extent, FileOp, IoResult, MetaIo};
 use std::ops::Range;
 
 /// What of a write-zeroes the tables could not do.
@@ -15,7 +15,7 @@ pub struct ZeroOutcome {
 
 /// What becomes of a cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Goal {
+pub(crate) enum Goal {
     /// Zeros, keeping the space where it is the cluster's alone.
     Zeroed,
     /// Zeros, and the space is given back.
@@ -32,13 +32,28 @@ impl Qcow2 {
         let inner = &self.inner;
         inner.check_write(offset, length)?;
         let end = offset.saturating_add(length);
+        if let Some(data) = io.data().filter(|_| inner.header.data_file_is_raw()) {
+            // What the file holds is what the guest sees, whatever the tables say.
+            data.start(FileOp::WriteZeroes { offset, length, may_unmap }).await?;
+            return Ok(ZeroOutcome::default());
+        }
         let whole = inner.whole_clusters(offset, end);
+        if may_unmap {
+            inner.discard_data(io, &whole).await;
+        }
         if inner.geometry.version < 3 && inner.geometry.has_backing {
             // Version 2 cannot say "zero" above a layer that says something else.
             return Ok(ZeroOutcome { by_writing: std::iter::once(offset..end).collect() });
         }
         let mut ragged: Vec<Range<u64>> = Vec::new();
-        if whole.is_empty() {
+        if inner.geometry.extended_l2 {
+            let goal = if may_unmap { Goal::ZeroedAndFreed } else { Goal::Zeroed };
+            let parts = inner.change_whole_parts(io, offset..end, goal).await?;
+            // Of compressed clusters nothing can be changed in part.
+            let first_end = inner.geometry.start_of(whole.start).clamp(parts.start, parts.end);
+            let last_start = inner.geometry.start_of(whole.end).clamp(first_end, parts.end);
+            ragged.extend([offset..parts.start, parts.start..first_end, last_start..parts.end, parts.end..end]);
+        } else if whole.is_empty() {
             ragged.push(offset..end);
         } else {
             ragged.push(offset..inner.geometry.start_of(whole.start));
@@ -63,6 +78,17 @@ impl Qcow2 {
             return Ok(());
         }
         let whole = self.inner.whole_clusters(offset, offset.saturating_add(length));
+        self.inner.discard_data(io, &whole).await;
+        if self.inner.header.data_file_is_raw() {
+            return Ok(());
+        }
+        if self.inner.geometry.extended_l2 {
+            return self
+                .inner
+                .change_whole_parts(io, offset..offset.saturating_add(length), Goal::Discarded)
+                .await
+                .map(drop);
+        }
         self.inner.change_clusters(io, whole, Goal::Discarded).await
     }
 
@@ -70,6 +96,10 @@ impl Qcow2 {
     pub async fn reveal(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
         self.inner.check_write(offset, length)?;
         let whole = self.inner.whole_clusters(offset, offset.saturating_add(length));
+        if self.inner.geometry.extended_l2 {
+            let bytes = self.inner.geometry.start_of(whole.start)..self.inner.geometry.start_of(whole.end);
+            return self.inner.change_run_of_parts(io, bytes, Goal::Revealed).await;
+        }
         self.inner.change_clusters(io, whole, Goal::Revealed).await
     }
 
@@ -100,6 +130,37 @@ impl Inner {
             false => self.geometry.cluster_of(end),
         };
         first..last
+    }
+
+    /// Gives back what an external data file holds of clusters, if it can. Before the tables are changed: afterwards the
+    /// next write may already be there.
+    async fn discard_data(&self, io: &MetaIo, clusters: &Range<u64>) {
+        let Some(data) = io.data().filter(|_| !clusters.is_empty()) else { return };
+        let offset = self.geometry.start_of(clusters.start);
+        let length = self.geometry.start_of(clusters.end).min(self.geometry.size_bytes).saturating_sub(offset);
+        // Best effort: what cannot be given back stays where it is.
+        let _ = data.start(FileOp::Discard { offset, length }).await;
+    }
+
+    /// Changes the parts of clusters that lie wholly in a range; returns which bytes those are.
+    async fn change_whole_parts(&self, io: &MetaIo, range: Range<u64>, goal: Goal) -> IoResult<Range<u64>> {
+        let part_bytes = self.geometry.part_start(1);
+        let start = range.start.next_multiple_of(part_bytes).min(range.end);
+        let end = match range.end >= self.geometry.size_bytes {
+            // What is behind the end of the disk goes with it.
+            true => self.geometry.start_of(self.geometry.guest_clusters()),
+            false => range.end.saturating_sub(range.end & part_bytes.saturating_sub(1)).max(start),
+        };
+        self.change_run_of_parts(io, start..end, goal).await?;
+        Ok(start..end.min(range.end))
+    }
+
+    async fn change_run_of_parts(&self, io: &MetaIo, range: Range<u64>, goal: Goal) -> IoResult {
+        let mut at = range.start;
+        while at < range.end {
+            at = self.run(io, |state| self.change_parts(state, at..range.end, goal)).await?;
+        }
+        Ok(())
     }
 
     async fn change_clusters(&self, io: &MetaIo, clusters: Range<u64>, goal: Goal) -> IoResult {

@@ -5,7 +5,7 @@ mod common;
 
 use block::{Completion, File, IoResult, MetaIo, Participant, ReactorCtx, block_on};
 use common::{Base, Guest, NAME, created};
-use format_qcow2::{Barrier, CreateOptions};
+use format_qcow2::{Barrier, Compression, CreateOptions};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -56,6 +56,8 @@ struct Plan {
     most_bytes: u64,
     /// Never a write-zeroes or discard.
     only_writes: bool,
+    /// Clusters of this size are written whole and compressed; zero: none are.
+    compress: u64,
     skip: Option<Barrier>,
     /// The so-manieth operation of a kind fails.
     fault: Option<(OpKind, u64)>,
@@ -68,6 +70,7 @@ const PLAN: Plan = Plan {
     requests: 10,
     most_bytes: 12 << 10,
     only_writes: false,
+    compress: 0,
     skip: None,
     fault: None,
 };
@@ -75,7 +78,15 @@ const PLAN: Plan = Plan {
 fn random_request(dice: &mut Dice, size: u64, plan: &Plan) -> Request {
     let offset = dice.below(size / 512) * 512;
     let length = ((1 + dice.below(plan.most_bytes / 512)) * 512).min(size - offset);
-    let write = Request::write(offset, stamped(dice.seed(), offset, length as usize));
+    let mut write = Request::write(offset, stamped(dice.seed(), offset, length as usize));
+    if plan.compress > 0 {
+        let start = offset / plan.compress * plan.compress;
+        let end = (offset + length).next_multiple_of(plan.compress).min(size);
+        let mut data = stamped(dice.seed(), start, (end - start) as usize);
+        // Each sector is different, and most of it is nothing.
+        data.chunks_mut(512).for_each(|sector| sector[100..].fill(0));
+        write = Request::write(start, data);
+    }
     match dice.below(20) {
         0..3 => Request::Flush,
         3..6 => Request::read(offset, length as usize),
@@ -86,12 +97,13 @@ fn random_request(dice: &mut Dice, size: u64, plan: &Plan) -> Request {
     }
 }
 
-async fn carry_out(guest: &Guest, request: &Request) -> (IoResult, Vec<u8>) {
+async fn carry_out(guest: &Guest, request: &Request, compress: bool) -> (IoResult, Vec<u8>) {
     let result = match request {
         Request::Read { offset, pieces } => match guest.read(*offset, pieces.iter().sum()).await {
             Ok(data) => return (Ok(()), data),
             Err(error) => Err(error),
         },
+        Request::Write { offset, data, .. } if compress => guest.write_compressed(*offset, data).await,
         Request::Write { offset, data, .. } => guest.write(*offset, data).await,
         Request::Flush => guest.flush().await,
         Request::Discard { offset, length } => guest.discard(*offset, *length).await,
@@ -110,7 +122,7 @@ async fn work(guest: Guest, part: Rc<RefCell<Participant>>, witness: Witness, pl
         let request = random_request(&mut dice, size, &plan);
         let ticket = part.borrow_mut().begin(guest.qcow2.epochs());
         witness.submitted(tag, &request);
-        let (result, data) = carry_out(&guest, &request).await;
+        let (result, data) = carry_out(&guest, &request, plan.compress > 0).await;
         part.borrow_mut().end(ticket);
         witness.completed(Completion { tag, result }, data);
     }
@@ -216,6 +228,30 @@ fn after_a_power_cut_flushed_data_is_whole_untouched_sectors_are_as_they_were_an
         cuts += cut_everywhere(&image(&options, seed), &base, Plan { seed, ..PLAN }, 3).unwrap();
     }
     println!("{cuts} cuts");
+}
+
+#[test]
+fn compressed_writes_survive_power_cuts_packed_into_shared_clusters() {
+    let mut compressed = 0;
+    for (seed, (clusters, bits, compression)) in [
+        (512, 16, Compression::Zlib),
+        (1024, 1, Compression::Zstd),
+        (4096, 2, Compression::Zlib),
+        (1024, 64, Compression::Zstd),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let seed = seed as u64 + 1;
+        let options = CreateOptions { compression, ..options(clusters, 3, bits) };
+        let storage = image(&options, seed);
+        let plan = Plan { seed, compress: clusters, most_bytes: 6 * clusters, ..PLAN };
+        cut_everywhere(&storage, &Base::default(), plan, 3).unwrap();
+        let report = qcow2_check(&storage.bytes(NAME)).unwrap();
+        compressed += report.compressed_clusters;
+        assert_eq!(report.leaked_clusters, 0);
+    }
+    assert!(compressed > 20, "only {compressed} clusters are compressed in the end");
 }
 
 #[test]

@@ -72,6 +72,34 @@ fn random_writes_read_back_and_qemu_agrees_for_all_cluster_sizes_versions_and_re
     }
 }
 
+#[test]
+fn clusters_in_parts_read_back_and_qemu_agrees() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    for (seed, cluster_bits) in [14, 15, 16, 18, 21].into_iter().enumerate() {
+        let seed = seed as u64;
+        let mut dice = Dice::new(seed);
+        let wanted = CreateOptions { extended_l2: true, ..options(1 << cluster_bits, 3, 16) };
+        let (storage, file) = created(&wanted, sim_options(seed));
+        let mut model = Model(vec![0; 3 << 20]);
+        for _ in 0..2 {
+            let guest = open(&file, Base::default());
+            exercise(&guest, &mut model, &mut dice, 60);
+            let start = (dice.below(3 << 20 >> cluster_bits) << cluster_bits) as usize;
+            let end = (start + (1 << cluster_bits)).min(3 << 20);
+            model.0[start..end].fill(seed as u8);
+            block_on(guest.write_compressed(start as u64, &model.0[start..end])).unwrap();
+            exercise(&guest, &mut model, &mut dice, 60);
+            block_on(guest.close()).unwrap();
+            let image = storage.bytes(common::NAME);
+            testkit::qcow2_check(&image).unwrap().sound().unwrap();
+            assert!(judged_by_qemu(directory.path(), &image) == model.0, "clusters of {} bytes", 1 << cluster_bits);
+        }
+    }
+}
+
 /// Storage that promises more or less.
 fn sim_options(seed: u64) -> SimFileOptions {
     SimFileOptions {
@@ -122,6 +150,43 @@ fn every_width_and_size_of_new_image_checks_clean_and_says_what_was_asked() {
     }
 }
 
+#[test]
+fn compressed_writes_among_others_read_back_and_qemu_agrees() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    for (seed, (cluster_bits, refcount_bits)) in [(9, 8), (12, 1), (16, 16), (16, 2), (21, 64)].into_iter().enumerate()
+    {
+        for compression in [Compression::Zlib, Compression::Zstd] {
+            let mut dice = Dice::new(seed as u64);
+            let wanted = CreateOptions { compression, ..options(1 << cluster_bits, 3, refcount_bits) };
+            let (storage, file) = created(&wanted, sim_options(seed as u64));
+            let mut model = Model(vec![0; 3 << 20]);
+            for _ in 0..2 {
+                let guest = open(&file, Base::default());
+                let clusters = (3u64 << 20 >> cluster_bits).max(1);
+                for _ in 0..20 {
+                    let first = dice.below(clusters);
+                    let start = (first << cluster_bits) as usize;
+                    let end = (start + (1 + dice.below(9) as usize) * (1 << cluster_bits)).min(3 << 20);
+                    for (index, byte) in model.0[start..end].iter_mut().enumerate() {
+                        *byte = (index / 37 % 251) as u8 ^ (first as u8);
+                    }
+                    // What does not get smaller is not compressed.
+                    fill_seeded(first, &mut model.0[start..start + (end - start) / 5]);
+                    block_on(guest.write_compressed(start as u64, &model.0[start..end])).unwrap();
+                }
+                exercise(&guest, &mut model, &mut dice, 20);
+                block_on(guest.close()).unwrap();
+                let image = storage.bytes(common::NAME);
+                let what = format!("{compression:?}, clusters of {} bytes, {refcount_bits} bits", 1 << cluster_bits);
+                assert!(judged_by_qemu(directory.path(), &image) == model.0, "{what}");
+            }
+        }
+    }
+}
+
 /// An image made by qemu-img: compressed clusters, then data, zeroes and discards on top, and internal snapshots.
 fn made_by_qemu(directory: &Path, create_options: &str, seed: u64) -> Vec<u8> {
     let path = directory.join("qemu.qcow2");
@@ -160,6 +225,9 @@ fn images_made_by_qemu_read_the_same_and_survive_our_writes_with_their_snapshots
         "compat=1.1,cluster_size=2M,refcount_bits=8",
         "compat=1.1,cluster_size=8k,refcount_bits=64,compression_type=zstd",
         "compat=1.1,compression_type=zstd,lazy_refcounts=on",
+        "extended_l2=on",
+        "extended_l2=on,cluster_size=16k,refcount_bits=8,compression_type=zstd",
+        "extended_l2=on,cluster_size=1M",
     ];
     for (number, kind) in kinds.into_iter().enumerate() {
         let seed = number as u64;

@@ -1,7 +1,8 @@
 //! Making a new image in a file that exists and is empty.
 
 use crate::guess::Format;
-use block::{Error, ErrorKind, File, MetaIo, Result, SECTOR_BYTES, block_on};
+use block::{Error, ErrorKind, File, FileInfo, FileOp, MetaIo, Result, SECTOR_BYTES, block_on};
+use format_qcow2::preallocate;
 use std::sync::Arc;
 
 /// What to make. The qcow2 part's size is set from `size_bytes`.
@@ -29,7 +30,15 @@ impl CreateOptions {
 
 /// Makes the image; durable when this returns.
 pub fn create(file: &Arc<dyn File>, options: &CreateOptions) -> Result<()> {
-    let io = MetaIo::new(file.open_blocking()?);
+    create_with_data(file, None, options)
+}
+
+/// As [`create`], with the external data file that the options name, which exists and is empty.
+pub fn create_with_data(file: &Arc<dyn File>, data: Option<&Arc<dyn File>>, options: &CreateOptions) -> Result<()> {
+    let mut io = MetaIo::new(file.open_blocking()?);
+    if let Some(data) = data {
+        io = io.with_data(data.open_blocking()?);
+    }
     let name = &file.info().name;
     match options {
         CreateOptions::Raw { size_bytes } => {
@@ -42,6 +51,16 @@ pub fn create(file: &Arc<dyn File>, options: &CreateOptions) -> Result<()> {
             })
             .map_err(failed)
         }
-        CreateOptions::Qcow2(options) => block_on(format_qcow2::create(&io, options)),
+        CreateOptions::Qcow2(options) => {
+            block_on(format_qcow2::create(&io, options))?;
+            if let Some(queue) = io.data() {
+                let failed = |error| Error::with_source(ErrorKind::Io, "cannot write the data file", error);
+                let length = options.size_bytes;
+                block_on(queue.start(FileOp::SetLength { length })).map_err(failed)?;
+                block_on(queue.start(FileOp::Flush)).map_err(failed)?;
+            }
+            let info = FileInfo { length_bytes: file.length_bytes()?, ..file.info().clone() };
+            block_on(preallocate(&io, &info, options.effective_preallocation()))
+        }
     }
 }

@@ -78,7 +78,7 @@ impl Image {
 
     fn extents_of(&self, layers: usize) -> Result<Extents> {
         let asked = self.chain.layers.iter().take(layers);
-        let metas = asked.map(|layer| Ok(MetaIo::new(layer.file.open_blocking()?))).collect::<Result<_>>()?;
+        let metas = asked.map(Layer::open_blocking).collect::<Result<_>>()?;
         Ok(Extents { chain: Arc::clone(&self.chain), metas, layers, at: 0, pending: None })
     }
 }

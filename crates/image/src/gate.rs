@@ -1,6 +1,6 @@
 //! The gate: an image never makes the daemon open a file that its user did not allow.
 //!
-//! Every file that is opened because an image names it passes [`allow_backing`]. Protocol names and `json:` descriptions
+//! Every file that is opened because an image names it passes [`allow_named`]. Protocol names and `json:` descriptions
 //! inside images are refused under every policy.
 
 use block::{Error, ErrorKind, File, Result};
@@ -60,14 +60,15 @@ impl std::str::FromStr for BackingPolicy {
     }
 }
 
-/// The name of a backing file as an image at `overlay` gives it, as a path; refused if it is anything but a plain name.
-pub(crate) fn backing_path(overlay: &Path, name: &str) -> Result<PathBuf> {
+/// The name of a file (`what`: its backing file, its data file) as an image at `overlay` gives it, as a path; refused if
+/// it is anything but a plain name.
+pub(crate) fn named_path(overlay: &Path, what: &str, name: &str) -> Result<PathBuf> {
     let first_part = name.split('/').next().unwrap_or_default();
     if first_part.contains(':') {
         return Err(Error::new(
             ErrorKind::Denied,
             format!(
-                "'{}' names its backing file as '{}': protocol and json: names inside an image are not followed",
+                "'{}' names its {what} as '{}': protocol and json: names inside an image are not followed",
                 overlay.display(),
                 name.escape_debug()
             ),
@@ -76,7 +77,7 @@ pub(crate) fn backing_path(overlay: &Path, name: &str) -> Result<PathBuf> {
     if name.is_empty() || name.contains('\0') {
         return Err(Error::new(
             ErrorKind::BadImage,
-            format!("'{}' has an impossible backing file name '{}'", overlay.display(), name.escape_debug()),
+            format!("'{}' has an impossible {what} name '{}'", overlay.display(), name.escape_debug()),
         ));
     }
     let directory = overlay.parent().unwrap_or(Path::new(""));
@@ -85,7 +86,13 @@ pub(crate) fn backing_path(overlay: &Path, name: &str) -> Result<PathBuf> {
 
 /// Decides whether the file `target` (canonical) may be opened because an image says so. `top` is the canonical name
 /// of the image that the user named, `listed` are the canonical names of other files that the user named.
-pub(crate) fn allow_backing(policy: &BackingPolicy, top: &Path, listed: &[PathBuf], target: &Path) -> Result<()> {
+pub(crate) fn allow_named(
+    policy: &BackingPolicy,
+    top: &Path,
+    listed: &[PathBuf],
+    what: &str,
+    target: &Path,
+) -> Result<()> {
     let is_listed = listed.iter().any(|path| path == target);
     let is_near = top.parent().is_some_and(|directory| target.starts_with(directory));
     let allowed = match policy {
@@ -100,7 +107,7 @@ pub(crate) fn allow_backing(policy: &BackingPolicy, top: &Path, listed: &[PathBu
     Err(Error::new(
         ErrorKind::Denied,
         format!(
-            "'{}' wants the backing file '{}', which the policy does not allow; \
+            "'{}' wants the {what} '{}', which the policy does not allow; \
              name that file on the command line too, or use --allow-backing any if you trust the image",
             top.display(),
             target.display()
@@ -114,7 +121,7 @@ mod tests {
 
     fn check(policy: BackingPolicy, target: &str) -> bool {
         let listed = [PathBuf::from("/bases/one.qcow2")];
-        allow_backing(&policy, Path::new("/vms/a/disk.qcow2"), &listed, Path::new(target)).is_ok()
+        allow_named(&policy, Path::new("/vms/a/disk.qcow2"), &listed, "backing file", Path::new(target)).is_ok()
     }
 
     #[test]
@@ -136,10 +143,10 @@ mod tests {
     fn protocol_and_json_names_are_refused_and_plain_ones_are_relative_to_the_overlay() {
         let overlay = Path::new("/vms/a/disk.qcow2");
         for name in ["json:{\"driver\":\"file\"}", "nbd://host/x", "http://h/x", "file:x", "", "a\0b"] {
-            assert!(backing_path(overlay, name).is_err(), "{name:?}");
+            assert!(named_path(overlay, "backing file", name).is_err(), "{name:?}");
         }
-        assert!(backing_path(overlay, "base:1/x").is_err());
-        assert_eq!(backing_path(overlay, "sub/a:b").unwrap(), Path::new("/vms/a/sub/a:b"));
-        assert_eq!(backing_path(overlay, "/abs").unwrap(), Path::new("/abs"));
+        assert!(named_path(overlay, "backing file", "base:1/x").is_err());
+        assert_eq!(named_path(overlay, "backing file", "sub/a:b").unwrap(), Path::new("/vms/a/sub/a:b"));
+        assert_eq!(named_path(overlay, "backing file", "/abs").unwrap(), Path::new("/abs"));
     }
 }

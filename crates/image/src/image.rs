@@ -168,14 +168,16 @@ pub struct Image {
 }
 
 impl Image {
-    /// The names of the files of the chain, top first.
+    /// The names of the files of the chain, top first, external data files behind their images.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
-        self.chain.layers.iter().map(|layer| layer.path.as_path())
+        self.chain.layers.iter().flat_map(|layer| {
+            std::iter::once(layer.path.as_path()).chain(layer.data.iter().map(|data| data.path.as_path()))
+        })
     }
 
-    /// The names of the files of the chain as the user and the images gave them, top first.
+    /// The names of the files in which the layers' data lie, as the user and the images gave them, top first.
     pub fn said_paths(&self) -> impl Iterator<Item = &Path> {
-        self.chain.layers.iter().map(|layer| layer.said.as_path())
+        self.chain.layers.iter().map(|layer| layer.data.as_ref().map_or(&*layer.said, |data| &*data.said))
     }
 
     /// The formats of the layers of the chain, top first.
@@ -263,7 +265,7 @@ impl Image {
             Error::with_source(ErrorKind::Io, format!("cannot empty '{name}' at byte {offset}"), error)
         };
         let top = self.chain.top().map_err(failed)?;
-        let io = MetaIo::new(top.file.open_blocking()?);
+        let io = top.open_blocking()?;
         block_on(qcow2.reveal(&io, offset, length_bytes)).map_err(failed)
     }
 
@@ -277,7 +279,7 @@ impl Image {
             Error::with_source(ErrorKind::Io, format!("cannot {what} '{name}'"), error)
         };
         let top = self.chain.top().map_err(|error| failed("close", error))?;
-        let io = MetaIo::new(top.file.open_blocking()?);
+        let io = top.open_blocking()?;
         block_on(async {
             match &top.mapping {
                 Mapping::Raw(_) => io.flush().await.map_err(|error| failed("flush", error)),

@@ -1,16 +1,26 @@
 //! One layer of a chain: a file in a format. Dispatch by enum, so that the fast path has no virtual call here.
 
 use crate::guess::Format;
-use block::{File, FileInfo, IoResult, Mapped, MetaIo};
+use block::{File, FileInfo, FileQueue, IoResult, Mapped, MetaIo, ReactorCtx, Result};
 use format_qcow2::{Overwrite, Qcow2};
 use format_raw::Raw;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// The mapping of a layer.
 pub(crate) enum Mapping {
     Raw(Raw),
     Qcow2(Qcow2),
+}
+
+/// The file in which a layer keeps its guest's data, where that is another than its tables'.
+pub(crate) struct DataFile {
+    /// Canonical name.
+    pub(crate) path: PathBuf,
+    /// As the image names it, from where the user named the image.
+    pub(crate) said: PathBuf,
+    pub(crate) file: Arc<dyn File>,
 }
 
 /// A file and where its guest bytes lie.
@@ -20,6 +30,7 @@ pub(crate) struct Layer {
     /// As the user or the layer above named it, for tools that show it.
     pub(crate) said: PathBuf,
     pub(crate) file: Arc<dyn File>,
+    pub(crate) data: Option<DataFile>,
     pub(crate) mapping: Mapping,
     pub(crate) size_bytes: u64,
 }
@@ -32,8 +43,32 @@ impl Layer {
         }
     }
 
+    /// The file in which the guest's data lie.
+    pub(crate) fn data_file(&self) -> &Arc<dyn File> {
+        self.data.as_ref().map_or(&self.file, |data| &data.file)
+    }
+
+    /// What the file in which the guest's data lie is.
     pub(crate) fn file_info(&self) -> &FileInfo {
-        self.file.info()
+        self.data_file().info()
+    }
+
+    /// The layer's files on a reactor: the guest's data, and the tables.
+    pub(crate) fn open_queues(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<(Rc<dyn FileQueue>, MetaIo)> {
+        let file = self.file.open_queue(ctx)?;
+        let meta = MetaIo::new(Rc::clone(&file));
+        let Some(data) = &self.data else { return Ok((file, meta)) };
+        let data = data.file.open_queue(ctx)?;
+        Ok((Rc::clone(&data), meta.with_data(data)))
+    }
+
+    /// The tables, for calls that block.
+    pub(crate) fn open_blocking(&self) -> Result<MetaIo> {
+        let meta = MetaIo::new(self.file.open_blocking()?);
+        match &self.data {
+            Some(data) => Ok(meta.with_data(data.file.open_blocking()?)),
+            None => Ok(meta),
+        }
     }
 
     /// Where the first part of the range lies; `None` if that takes a read. The range lies inside the layer.

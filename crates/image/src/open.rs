@@ -1,10 +1,10 @@
 //! Opening a chain: the named image, then layer after layer through the gate.
 
 use crate::cache::{Hits, share_out};
-use crate::gate::{BackingPolicy, Opener, Role, allow_backing, backing_path};
+use crate::gate::{BackingPolicy, Opener, Role, allow_named, named_path};
 use crate::guess::{Format, PROBE_BYTES, guess_format};
 use crate::image::{Chain, Image};
-use crate::layer::{Layer, Mapping};
+use crate::layer::{DataFile, Layer, Mapping};
 use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
 use format_qcow2::{OpenOptions, Qcow2, SnapshotName};
 use format_raw::Raw;
@@ -61,6 +61,7 @@ impl ImageOptions {
 pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     let top_path = opener.canonical(&options.path)?;
     let listed = options.listed.iter().filter_map(|path| opener.canonical(path).ok()).collect::<Vec<_>>();
+    let gate = Gate { policy: &options.allow_backing, top: &top_path, listed: &listed, opener };
     let mut layers: Vec<Layer> = Vec::new();
     let mut guessed_raw = false;
     let mut next = Some((top_path.clone(), options.path.clone(), options.format));
@@ -80,12 +81,13 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         let snapshot = options.snapshot.as_ref().filter(|_| layers.is_empty());
         let mut layer = open_layer(&path, file, format, role, snapshot)?;
         if let Some((name, backing_format)) = backing_of(&layer)? {
-            let target = backing_path(&path, &name)?;
-            let in_context = |error: Error| error.in_context(format!("backing file of '{}'", path.display()));
-            let target = opener.canonical(&target).map_err(in_context)?;
-            allow_backing(&options.allow_backing, &top_path, &listed, &target)?;
-            let below = if Path::new(&name).is_absolute() { PathBuf::from(&name) } else { said.with_file_name(&name) };
-            next = Some((target, below, backing_format));
+            let target = gate.pass(&path, "backing file", &name)?;
+            next = Some((target, beside(&said, &name), backing_format));
+        }
+        if let Some(name) = data_file_of(&layer) {
+            let target = gate.pass(&path, "data file", &name)?;
+            let file = opener.open(&target, role)?;
+            layer.data = Some(DataFile { path: target, said: beside(&said, &name), file });
         }
         layer.said = said;
         layers.push(layer);
@@ -104,6 +106,37 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         hits: Hits::default(),
     };
     Ok(Image { chain: Arc::new(chain) })
+}
+
+/// What files that an image names have to pass.
+struct Gate<'a> {
+    policy: &'a BackingPolicy,
+    top: &'a Path,
+    listed: &'a [PathBuf],
+    opener: &'a dyn Opener,
+}
+
+impl Gate<'_> {
+    /// The canonical name of the file that the image at `path` names, if it may be opened.
+    fn pass(&self, path: &Path, what: &str, name: &str) -> Result<PathBuf> {
+        let target = named_path(path, what, name)?;
+        let in_context = |error: Error| error.in_context(format!("{what} of '{}'", path.display()));
+        let target = self.opener.canonical(&target).map_err(in_context)?;
+        allow_named(self.policy, self.top, self.listed, what, &target)?;
+        Ok(target)
+    }
+}
+
+/// A name that an image gives, from where the user named the image.
+fn beside(said: &Path, name: &str) -> PathBuf {
+    if Path::new(name).is_absolute() { PathBuf::from(name) } else { said.with_file_name(name) }
+}
+
+fn data_file_of(layer: &Layer) -> Option<String> {
+    match &layer.mapping {
+        Mapping::Qcow2(qcow2) if qcow2.header().has_data_file() => qcow2.header().data_file.clone(),
+        _ => None,
+    }
 }
 
 fn refuse_loop(layers: &[Layer], path: &Path) -> Result<()> {
@@ -168,7 +201,7 @@ pub(crate) fn open_layer(
         Mapping::Raw(raw) => raw.size_bytes(),
         Mapping::Qcow2(qcow2) => qcow2.size_bytes(),
     };
-    Ok(Layer { path: path.to_owned(), said: path.to_owned(), file, mapping, size_bytes })
+    Ok(Layer { path: path.to_owned(), said: path.to_owned(), file, data: None, mapping, size_bytes })
 }
 
 /// The backing file that a layer names, and the format it gives it.

@@ -33,9 +33,9 @@ const LEAST_ROOM: usize = 64;
 /// What the queue and its tasks share.
 pub(crate) struct Shared {
     pub(crate) chain: Arc<Chain>,
-    /// One a layer.
+    /// One a layer: where the guest's data lie.
     pub(crate) files: Vec<Rc<dyn FileQueue>>,
-    /// One a layer, over the same queues.
+    /// One a layer: where the tables lie, mostly in the same file.
     pub(crate) metas: Vec<MetaIo>,
     pub(crate) sink: Rc<Sink>,
 }
@@ -70,8 +70,8 @@ pub(crate) struct ImageQueue {
 
 impl ImageQueue {
     pub(crate) fn open(chain: &Arc<Chain>, ctx: &Rc<dyn ReactorCtx>) -> Result<Self> {
-        let files = chain.layers.iter().map(|layer| layer.file.open_queue(ctx)).collect::<Result<Vec<_>>>()?;
-        let metas = files.iter().map(|file| MetaIo::new(Rc::clone(file))).collect();
+        let queues = chain.layers.iter().map(|layer| layer.open_queues(ctx)).collect::<Result<Vec<_>>>()?;
+        let (files, metas) = queues.into_iter().unzip();
         let participant = chain.layers.first().and_then(|top| match &top.mapping {
             Mapping::Raw(_) => None,
             Mapping::Qcow2(qcow2) => Some(qcow2.epochs().join()),

@@ -15,7 +15,7 @@ fn conforms(chain: &Chain) {
     for seed in common::seeds(1) {
         let format = match chain.top() {
             Layer::Raw(_) => image::Format::Raw,
-            Layer::Qcow2 { .. } => image::Format::Qcow2,
+            Layer::Qcow2 { .. } | Layer::Extended { .. } => image::Format::Qcow2,
         };
         let mut make = |read_only| {
             let opened = match read_only {
@@ -68,6 +68,18 @@ fn qcow2_conforms_where_the_file_promises_less() {
     }
     let file = SimFileOptions { block_device: true, ..SimFileOptions::default() };
     conforms(&Chain { file, device_bytes: Some(4 << 20), ..Chain::of(vec![Layer::qcow2(SIZE, 4096)]) });
+}
+
+#[test]
+fn qcow2_conforms_with_clusters_in_parts() {
+    for cluster_size in [16384, 65536, 2 << 20] {
+        conforms(&Chain::of(vec![Layer::Extended { size_bytes: SIZE + 1536, cluster_size }]));
+    }
+    let extended = |size_bytes| Layer::Extended { size_bytes, cluster_size: 16384 };
+    conforms(&Chain::of(vec![extended(SIZE), Layer::Raw(SIZE / 2 + 100)]));
+    conforms(&Chain::of(vec![extended(SIZE), Layer::qcow2(SIZE / 4, 4096), extended(SIZE)]));
+    let file = SimFileOptions { can_discard: false, fast_zeroes: false, ..SimFileOptions::default() };
+    conforms(&Chain { file, ..Chain::of(vec![extended(SIZE)]) });
 }
 
 #[test]

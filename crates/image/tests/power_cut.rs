@@ -115,6 +115,13 @@ fn large_clusters_over_a_chain() {
 }
 
 #[test]
+fn clusters_in_parts() {
+    let top = || Layer::Extended { size_bytes: 256 << 10, cluster_size: 16384 };
+    Case::new(Chain::of(vec![top()])).survives(3);
+    Case::new(Chain::of(vec![top(), Layer::Raw(200 << 10)])).survives(4);
+}
+
+#[test]
 fn version_2_has_no_zero_clusters() {
     let layer = || Layer::Qcow2 { size_bytes: 128 << 10, cluster_size: 1024, version: 2, refcount_bits: 16 };
     Case::new(Chain::of(vec![layer()])).survives(3);

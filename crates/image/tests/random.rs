@@ -16,6 +16,7 @@ fn random_chain(seed: u64) -> Chain {
         let last = index + 1 == count && count > 1;
         layers.push(match pick(salt + 2, 4) {
             0 if last => Layer::Raw(size_bytes),
+            3 if pick(salt + 5, 2) == 0 => Layer::Extended { size_bytes, cluster_size: 16384 << pick(salt + 3, 3) },
             1 => Layer::Qcow2 { size_bytes, cluster_size: 512 << pick(salt + 3, 9), version: 2, refcount_bits: 16 },
             _ => Layer::Qcow2 {
                 size_bytes,

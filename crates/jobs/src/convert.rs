@@ -2,6 +2,7 @@
 
 use crate::Control;
 use crate::disk_tasks::DiskTasks;
+use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Worker};
 use block::{Disk, Error, ErrorKind, IoError, Op, ReactorHandle, Result};
 use image::{Format, Image};
@@ -26,6 +27,8 @@ pub struct ConvertOptions {
     pub target_is_zero: bool,
     /// The target has a backing file that holds what the source's top layer leaves to the layers below it.
     pub top_only: bool,
+    /// Whole clusters are compressed, where that makes them smaller.
+    pub compress: bool,
     /// Requests in flight on each reactor.
     pub depth: usize,
     /// At most so many bytes of data a second.
@@ -34,7 +37,7 @@ pub struct ConvertOptions {
 
 impl Default for ConvertOptions {
     fn default() -> Self {
-        Self { sparse_bytes: GRAIN_BYTES, target_is_zero: true, top_only: false, depth: 8, rate: None }
+        Self { sparse_bytes: GRAIN_BYTES, target_is_zero: true, top_only: false, compress: false, depth: 8, rate: None }
     }
 }
 
@@ -60,9 +63,11 @@ pub fn convert(
     let pipeline = {
         let (source, target, plan) = (Arc::clone(source), Arc::clone(target), plan.clone());
         Pipeline::start(reactors, options.depth.max(1), total, move |ctx| {
+            let compress = plan.options.compress;
             Ok(Copier {
                 source: DiskTasks::open(source.as_ref(), ctx)?,
                 target: DiskTasks::open(target.as_ref(), ctx)?,
+                packer: compress.then(|| Packer::open(&target, ctx, cluster)).transpose()?,
                 plan: plan.clone(),
             })
         })?
@@ -163,12 +168,14 @@ impl Plan {
 struct Copier {
     source: Rc<DiskTasks>,
     target: Rc<DiskTasks>,
+    packer: Option<Packer>,
     plan: Plan,
 }
 
 struct Scratch {
     buf: AlignedBuf,
     parts: Vec<Range<usize>>,
+    packing: Option<Packing>,
 }
 
 impl Worker for Copier {
@@ -176,7 +183,9 @@ impl Worker for Copier {
     type Scratch = Scratch;
 
     fn scratch(&self) -> Scratch {
-        Scratch { buf: AlignedBuf::zeroed(self.plan.piece as usize), parts: Vec::new() }
+        let length = self.plan.piece as usize;
+        let packing = self.packer.as_ref().map(|_| Packing::new(length));
+        Scratch { buf: AlignedBuf::zeroed(length), parts: Vec::new(), packing }
     }
 
     async fn work(&self, piece: Piece, scratch: &mut Scratch) -> Result<()> {
@@ -190,15 +199,20 @@ impl Worker for Copier {
 impl Copier {
     async fn copy(&self, range: Range<u64>, scratch: &mut Scratch) -> Result<()> {
         let (offset, length) = (range.start, (range.end - range.start) as usize);
-        let Scratch { buf, parts } = scratch;
+        let Scratch { buf, parts, packing } = scratch;
         self.source.read(offset, buf, length).await.map_err(|error| failed("reading", offset, error))?;
         parts.clear();
         self.parts_to_write(&buf[..length], parts);
         let mut written = 0usize;
         for part in parts.iter() {
             self.zero_between(offset, written, part.start).await?;
-            let at = offset + part.start as u64;
-            self.target.write(at, buf, part.clone()).await.map_err(|error| failed("writing", at, error))?;
+            match (&self.packer, &mut *packing) {
+                (Some(packer), Some(packing)) => packer.write(&self.target, packing, offset, buf, part.clone()).await?,
+                _ => {
+                    let at = offset + part.start as u64;
+                    self.target.write(at, buf, part.clone()).await.map_err(|error| failed("writing", at, error))?;
+                }
+            }
             written = part.end;
         }
         self.zero_between(offset, written, length).await
@@ -240,6 +254,6 @@ impl Copier {
     }
 }
 
-fn failed(what: &str, offset: u64, error: IoError) -> Error {
+pub(crate) fn failed(what: &str, offset: u64, error: IoError) -> Error {
     Error::with_source(ErrorKind::Io, format!("error while {what} at byte {offset}"), error)
 }

@@ -66,7 +66,7 @@ impl DiskTasks {
 }
 
 /// The bytes back from a buffer whose operation is complete: a copy where somebody still holds a handle.
-fn reclaim(buf: IoBuf) -> AlignedBuf {
+pub(crate) fn reclaim(buf: IoBuf) -> AlignedBuf {
     buf.into_aligned().unwrap_or_else(|shared| AlignedBuf::copy_of(&shared.whole().to_vec()))
 }
 

@@ -23,6 +23,7 @@ mod disk_tasks;
 mod edit;
 mod map;
 mod measure;
+mod pack;
 mod pipeline;
 mod rate;
 mod rebase;

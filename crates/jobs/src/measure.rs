@@ -9,7 +9,7 @@ use image::Image;
 pub enum Target {
     /// Guest bytes as they are.
     Raw,
-    /// qcow2 with standard L2 entries.
+    /// qcow2.
     Qcow2 {
         /// A power of two from 512 bytes to 2 MiB.
         cluster_bytes: u64,
@@ -17,6 +17,8 @@ pub enum Target {
         refcount_bits: u64,
         /// How much of the source the backing file shares is not known: all counts as needed.
         has_backing: bool,
+        /// L2 entries take 16 bytes instead of 8.
+        extended_l2: bool,
     },
 }
 
@@ -60,10 +62,10 @@ pub fn measure(source: &Image, target: Target, control: &mut Control<'_>) -> Res
 fn measured(size_bytes: u64, needed_bytes: u64, target: Target) -> Measure {
     match target {
         Target::Raw => Measure { required_bytes: size_bytes, fully_allocated_bytes: size_bytes },
-        Target::Qcow2 { cluster_bytes, refcount_bits, has_backing } => {
+        Target::Qcow2 { cluster_bytes, refcount_bits, has_backing, extended_l2 } => {
             let guest = size_bytes.next_multiple_of(cluster_bytes);
             let needed = if has_backing && needed_bytes > 0 { guest } else { needed_bytes };
-            let metadata = qcow2_metadata_bytes(guest, cluster_bytes, refcount_bits);
+            let metadata = qcow2_metadata_bytes(guest, cluster_bytes, refcount_bits, if extended_l2 { 16 } else { 8 });
             // The tables of the full image are counted in both: they may all be needed.
             Measure { required_bytes: metadata + needed, fully_allocated_bytes: metadata + guest }
         }
@@ -71,10 +73,10 @@ fn measured(size_bytes: u64, needed_bytes: u64, target: Target) -> Measure {
 }
 
 /// Header, L1, L2 and refcounts of a full image (qcow2 specification, "Host cluster management", "Cluster mapping").
-fn qcow2_metadata_bytes(guest_bytes: u64, cluster_bytes: u64, refcount_bits: u64) -> u64 {
+fn qcow2_metadata_bytes(guest_bytes: u64, cluster_bytes: u64, refcount_bits: u64, l2_entry_bytes: u64) -> u64 {
     const ENTRY_BYTES: u64 = 8;
     let entries = cluster_bytes / ENTRY_BYTES;
-    let l2_tables = (guest_bytes / cluster_bytes).div_ceil(entries);
+    let l2_tables = (guest_bytes / cluster_bytes).div_ceil(cluster_bytes / l2_entry_bytes);
     let l1_clusters = l2_tables.div_ceil(entries);
     let counted = guest_bytes / cluster_bytes + 1 + l2_tables + l1_clusters;
     // Refcount blocks and their table count themselves.

@@ -15,6 +15,8 @@ pub struct Qcow2Report {
     pub used_clusters: u64,
     /// Guest clusters that have a host cluster.
     pub allocated_clusters: u64,
+    /// Guest clusters that are compressed.
+    pub compressed_clusters: u64,
     /// Stands for all that internal snapshots hold: equal as long as they hold the same.
     pub snapshots_digest: u64,
     /// What may cost data.
@@ -30,6 +32,7 @@ const ZERO: u64 = 1;
 const INCOMPATIBLE_DIRTY: u64 = 1;
 const INCOMPATIBLE_CORRUPT: u64 = 2;
 const INCOMPATIBLE_COMPRESSION: u64 = 8;
+const INCOMPATIBLE_EXTENDED_L2: u64 = 16;
 /// Damage listed at most.
 const LISTED: usize = 20;
 
@@ -84,7 +87,8 @@ impl Header {
         if incompatible & INCOMPATIBLE_CORRUPT != 0 {
             return Err("the image says that it is corrupt".to_owned());
         }
-        if incompatible & !(INCOMPATIBLE_DIRTY | INCOMPATIBLE_COMPRESSION) != 0 || word(32)? != 0 {
+        let known = INCOMPATIBLE_DIRTY | INCOMPATIBLE_COMPRESSION | INCOMPATIBLE_EXTENDED_L2;
+        if incompatible & !known != 0 || word(32)? != 0 {
             return Err(format!("incompatible features {incompatible:#x}, encryption {}", word(32)?));
         }
         Ok(Self {
@@ -105,6 +109,14 @@ impl Header {
     fn cluster(&self) -> u64 {
         1 << self.cluster_bits
     }
+
+    fn is_extended(&self) -> bool {
+        self.incompatible & INCOMPATIBLE_EXTENDED_L2 != 0
+    }
+
+    fn entry_bytes(&self) -> u64 {
+        if self.is_extended() { 16 } else { 8 }
+    }
 }
 
 impl Checker<'_> {
@@ -123,7 +135,7 @@ impl Checker<'_> {
             }
         }
         self.walk_l1("the active L1 table", self.header.l1_offset, self.header.l1_size, true);
-        let l2_entries = cluster / 8;
+        let l2_entries = cluster / self.header.entry_bytes();
         let needed = self.header.size.div_ceil(cluster).div_ceil(l2_entries);
         if u64::from(self.header.l1_size) < needed {
             self.damaged(format!("the L1 table has {} entries, the size needs {needed}", self.header.l1_size));
@@ -177,23 +189,39 @@ impl Checker<'_> {
 
     fn walk_l2(&mut self, name: &str, table: u64, l1_index: u64, active: bool) {
         let cluster = self.header.cluster();
-        for index in 0..cluster / 8 {
-            let Some(entry) = be64(self.bytes, (table + index * 8) as usize) else {
+        let (entry_bytes, extended) = (self.header.entry_bytes(), self.header.is_extended());
+        let per_table = cluster / entry_bytes;
+        for index in 0..per_table {
+            let at = (table + index * entry_bytes) as usize;
+            let (Some(entry), Some(bitmap)) = (be64(self.bytes, at), be64(self.bytes, at + entry_bytes as usize - 8))
+            else {
                 return self.damaged(format!("{name} ends behind the end of the file"));
             };
+            let bitmap = if extended { bitmap } else { 0 };
             let what = || format!("entry {index} of {name}");
             if entry & COMPRESSED != 0 {
-                self.walk_compressed(&what(), l1_index * (cluster / 8) + index, entry, active);
+                self.walk_compressed(&what(), l1_index * per_table + index, entry, active);
                 continue;
             }
-            let reserved = !(OFFSET_MASK | COPIED | if self.header.version == 3 { ZERO } else { 0 });
+            let reserved = !(OFFSET_MASK | COPIED | if self.header.version == 3 && !extended { ZERO } else { 0 });
             if entry & reserved != 0 {
                 self.damaged(format!("{} has reserved bits: {entry:#x}", what()));
                 continue;
             }
             let host = entry & OFFSET_MASK;
-            if !active {
-                self.digest(l1_index * (cluster / 8) + index, entry & ZERO, host, cluster);
+            let (alloc, zero) = (bitmap & 0xffff_ffff, bitmap >> 32);
+            if alloc & zero != 0 || (host == 0 && alloc != 0) {
+                self.damaged(format!("{} has the bitmap {bitmap:#x} and the host offset {host:#x}", what()));
+            }
+            if !active && !extended {
+                self.digest(l1_index * per_table + index, entry & ZERO, host, cluster);
+            }
+            for part in (0..32).filter(|_| !active && extended) {
+                let (number, length) = ((l1_index * per_table + index) * 32 + part, cluster / 32);
+                match (alloc >> part & 1, zero >> part & 1) {
+                    (1, _) => self.digest(number, 0, host + part * length, length),
+                    (_, zero) => self.digest(number, zero, 0, 0),
+                }
             }
             if host == 0 {
                 if entry & COPIED != 0 {
@@ -201,7 +229,7 @@ impl Checker<'_> {
                 }
                 continue;
             }
-            let guest = (l1_index * (cluster / 8) + index) * cluster;
+            let guest = (l1_index * per_table + index) * cluster;
             if active && guest >= self.header.size.next_multiple_of(cluster) {
                 self.damaged(format!("{} maps guest offset {guest}, behind the end of the disk", what()));
             }
@@ -220,6 +248,7 @@ impl Checker<'_> {
         if entry & COPIED != 0 {
             self.damaged(format!("{what} is compressed and flagged as copied"));
         }
+        self.report.compressed_clusters += u64::from(active);
         // Sectors are counted from the one that the data begin in.
         let end = (offset & !511) + sectors * 512;
         if !active {

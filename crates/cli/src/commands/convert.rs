@@ -46,7 +46,7 @@ pub(crate) struct Args {
     /// Cache mode of the target: writeback, none, writethrough, directsync, unsafe (it is not made durable).
     #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
     target_cache: String,
-    /// Compress (not supported yet).
+    /// Compress what gets smaller by it, cluster by cluster (qcow2).
     #[arg(short = 'c')]
     compress: bool,
     /// Copy the disk as it was at a snapshot: an id, a name, or snapshot.id=ID,snapshot.name=NAME.
@@ -80,7 +80,6 @@ pub(crate) struct Args {
 impl Args {
     fn refuse_unsupported(&self) -> anyhow::Result<()> {
         let unsupported = [
-            (self.compress, "-c (compression)"),
             (self.salvage, "--salvage"),
             (self.target_image_opts, "--target-image-opts"),
         ];
@@ -99,6 +98,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         sparse_bytes: parse_size(args.sparse.as_deref().unwrap_or("4k"))?,
         target_is_zero: !args.no_create || args.target_is_zero,
         top_only: args.backing.is_some(),
+        compress: args.compress,
         depth: usize::from(args.requests),
         rate: args.rate.as_deref().map(parse_size).transpose().context("Invalid rate limit specified")?,
     };
@@ -107,6 +107,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     if args.no_create && !args.options.is_empty() {
         bail!("convert: -n takes the target as it is, -o has no meaning with it");
+    }
+    if args.compress && format != Format::Qcow2 {
+        bail!("Compression not supported for this file format");
     }
     let source = args.open.open_at(&args.source, args.format.as_deref(), &[], args.snapshot.as_deref())?;
     refuse_same_file(&source, &args.target)?;
@@ -149,8 +152,8 @@ fn copy(
     options: &ConvertOptions,
     watch: &mut Watch,
 ) -> anyhow::Result<()> {
-    // The user named the backing file, so it may be opened wherever it lies.
-    let allow = if args.backing.is_some() { "any" } else { &args.open.allow_backing };
+    // The user named the backing file and the data file, so they may be opened wherever they lie.
+    let allow = if args.backing.is_some() || !args.no_create { "any" } else { &args.open.allow_backing };
     let target = open_writable(&args.target, format, &args.target_cache, allow)?;
     let reactors = Reactors::start("convert")?;
     let done = watch.run(|control| jobs::convert(source, &target, options, &reactors.handles(), control));

@@ -4,8 +4,8 @@ use crate::output::{self, usage};
 use anyhow::Context;
 use block::{File, FileOp, block_on};
 use daemon::{EngineOpener, parse_key_values, parse_size, unknown};
-use format_qcow2::Compression;
-use image::{CreateOptions, Format, Opener, Role, inspect};
+use format_qcow2::{Compression, Preallocation};
+use image::{CreateOptions, Format, Opener, Role, create_with_data, inspect};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -38,8 +38,22 @@ pub(crate) struct Args {
 }
 
 const RAW_KEYS: [&str; 1] = ["size"];
-const QCOW2_KEYS: [&str; 7] =
-    ["size", "cluster_size", "compat", "refcount_bits", "compression_type", "backing_file", "backing_fmt"];
+const QCOW2_KEYS: [&str; 13] = [
+    "size",
+    "cluster_size",
+    "compat",
+    "refcount_bits",
+    "compression_type",
+    "lazy_refcounts",
+    "extended_l2",
+    "data_file",
+    "data_file_raw",
+    "preallocation",
+    "nocow",
+    "backing_file",
+    "backing_fmt",
+];
+const SWITCH: [(&str, bool); 2] = [("on", true), ("off", false)];
 const REFCOUNT_BITS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
 const SECTOR_BYTES: u64 = 512;
 
@@ -51,6 +65,15 @@ struct Wanted {
     version: u32,
     refcount_bits: u32,
     compression: Compression,
+    /// As it was given.
+    compat: Option<String>,
+    lazy_refcounts: bool,
+    extended_l2: bool,
+    data_file: Option<String>,
+    data_file_raw: Option<bool>,
+    /// As it was given.
+    preallocation: Option<String>,
+    nocow: Option<bool>,
     backing_file: Option<String>,
     backing_format: Option<Format>,
 }
@@ -92,12 +115,21 @@ fn create(args: &Args, format: Format) -> anyhow::Result<Wanted> {
     let options = wanted.create_options()?;
     let is_new = !args.file.exists();
     let file = empty_file(&args.file, is_new)?;
-    if let Err(error) = image::create(&file, &options) {
+    let data_path = wanted.data_file.as_ref().map(|name| args.file.parent().unwrap_or(Path::new("")).join(name));
+    let data_is_new = data_path.as_ref().is_some_and(|path| !path.exists());
+    let made = || -> anyhow::Result<()> {
+        let data = data_path.as_ref().map(|path| empty_file(path, data_is_new)).transpose()?;
+        Ok(create_with_data(&file, data.as_ref(), &options)?)
+    };
+    if let Err(error) = made() {
+        // Half an image is of no use, and its name is free again for the next attempt.
         if is_new {
-            // Half an image is of no use, and its name is free again for the next attempt.
             let _ = std::fs::remove_file(&args.file);
         }
-        return Err(error.into());
+        if let Some(path) = data_path.filter(|_| data_is_new) {
+            let _ = std::fs::remove_file(path);
+        }
+        return Err(error);
     }
     Ok(wanted)
 }
@@ -133,6 +165,13 @@ impl Wanted {
             version: 3,
             refcount_bits: 16,
             compression: Compression::Zlib,
+            compat: None,
+            lazy_refcounts: false,
+            extended_l2: false,
+            data_file: None,
+            data_file_raw: None,
+            preallocation: None,
+            nocow: None,
             backing_file: args.backing.clone(),
             backing_format,
         };
@@ -157,13 +196,31 @@ impl Wanted {
     }
 
     fn set(&mut self, key: &str, value: &str) -> anyhow::Result<()> {
+        if key == "encryption" || key.starts_with("encrypt.") {
+            return Err(usage(format!("{key}: encrypted images (legacy AES, LUKS) are not supported")));
+        }
         if !keys(self.format).contains(&key) {
             return Err(unknown(&format!("option of {}:", self.format), key, keys(self.format)).into());
         }
         match key {
             "size" => self.size_bytes = Some(parse_size(value)?),
             "cluster_size" => self.cluster_bits = cluster_bits(value)?,
-            "compat" => self.version = choose(key, value, &[("0.10", 2), ("v2", 2), ("1.1", 3), ("v3", 3)])?,
+            "compat" => {
+                self.version = choose(key, value, &[("0.10", 2), ("v2", 2), ("1.1", 3), ("v3", 3)])?;
+                self.compat = Some(value.to_owned());
+            }
+            "lazy_refcounts" => self.lazy_refcounts = choose(key, value, &SWITCH)?,
+            "data_file" => self.data_file = Some(value.to_owned()),
+            "data_file_raw" => self.data_file_raw = Some(choose(key, value, &SWITCH)?),
+            "preallocation" => {
+                value.parse::<Preallocation>()?;
+                self.preallocation = Some(value.to_owned());
+            }
+            "nocow" if choose(key, value, &SWITCH)? => {
+                return Err(usage("nocow=on is not supported: use chattr +C on the directory"));
+            }
+            "nocow" => self.nocow = Some(false),
+            "extended_l2" => self.extended_l2 = choose(key, value, &SWITCH)?,
             "refcount_bits" => self.refcount_bits = refcount_bits(value)?,
             "compression_type" => {
                 let choices = [("zlib", Compression::Zlib), ("zstd", Compression::Zstd)];
@@ -207,6 +264,11 @@ impl Wanted {
                 cluster_size: 1 << self.cluster_bits,
                 refcount_bits: self.refcount_bits,
                 compression: self.compression,
+                lazy_refcounts: self.lazy_refcounts,
+                extended_l2: self.extended_l2,
+                data_file: self.data_file.clone(),
+                data_file_raw: self.data_file_raw == Some(true),
+                preallocation: self.preallocation.as_deref().map_or(Ok(Preallocation::Off), str::parse)?,
                 backing_file: self.backing_file.clone(),
                 backing_format: self.backing_format.map(|format| format.to_string()),
                 ..format_qcow2::CreateOptions::default()
@@ -214,23 +276,42 @@ impl Wanted {
         })
     }
 
+    /// What qemu-img says.
     fn announcement(&self, file: &Path) -> String {
-        let size = self.size_bytes.unwrap_or(0);
         let mut text = format!("Formatting '{}', fmt={}", file.display(), self.format);
-        if self.format == Format::Qcow2 {
-            let compression = if self.compression == Compression::Zstd { "zstd" } else { "zlib" };
-            let _ = write!(text, " cluster_size={} compression_type={compression}", 1u64 << self.cluster_bits);
+        let mut say = |key: &str, value: &str| _ = write!(text, " {key}={value}");
+        let switch = |on: bool| if on { "on" } else { "off" };
+        let is_qcow2 = self.format == Format::Qcow2;
+        if is_qcow2 {
+            say("cluster_size", &(1u64 << self.cluster_bits).to_string());
+            say("extended_l2", switch(self.extended_l2));
+            if let Some(mode) = &self.preallocation {
+                say("preallocation", mode);
+            }
+            say("compression_type", if self.compression == Compression::Zstd { "zstd" } else { "zlib" });
         }
-        let _ = write!(text, " size={size}");
+        say("size", &self.size_bytes.unwrap_or(0).to_string());
         if let Some(name) = &self.backing_file {
-            let _ = write!(text, " backing_file={name}");
+            say("backing_file", name);
         }
         if let Some(format) = self.backing_format {
-            let _ = write!(text, " backing_fmt={format}");
+            say("backing_fmt", &format.to_string());
         }
-        if self.format == Format::Qcow2 {
-            let compat = if self.version == 2 { "0.10" } else { "1.1" };
-            let _ = write!(text, " compat={compat} refcount_bits={}", self.refcount_bits);
+        if is_qcow2 {
+            if let Some(compat) = &self.compat {
+                say("compat", compat);
+            }
+            if let Some(name) = &self.data_file {
+                say("data_file", name);
+            }
+            if let Some(raw) = self.data_file_raw {
+                say("data_file_raw", switch(raw));
+            }
+            say("lazy_refcounts", switch(self.lazy_refcounts));
+            say("refcount_bits", &self.refcount_bits.to_string());
+            if let Some(nocow) = self.nocow {
+                say("nocow", switch(nocow));
+            }
         }
         text.push('\n');
         text

@@ -170,6 +170,10 @@ fn human(layer: &Layer) -> String {
         }
         line(format!("    refcount bits: {}", header.refcount_bits));
         if header.version >= 3 {
+            if let Some(name) = &header.data_file {
+                line(format!("    data file: {name}"));
+                line(format!("    data file raw: {}", header.data_file_is_raw()));
+            }
             line(format!("    corrupt: {}", flags.corrupt));
             line(format!("    extended l2: {}", flags.extended_l2));
         }
@@ -269,6 +273,10 @@ fn qcow2_data(header: &Header) -> Value {
     if header.version >= 3 {
         let flags = Flags::of(header);
         data["lazy-refcounts"] = json!(flags.lazy_refcounts);
+        if let Some(name) = &header.data_file {
+            data["data-file"] = json!(name);
+            data["data-file-raw"] = json!(header.data_file_is_raw());
+        }
         data["corrupt"] = json!(flags.corrupt);
         data["extended-l2"] = json!(flags.extended_l2);
     }

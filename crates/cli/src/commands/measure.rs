@@ -92,7 +92,7 @@ fn bitmaps_bytes(source: &Image, cluster_bytes: u64) -> anyhow::Result<Option<u6
 /// The new image, and its version.
 fn target(format: Format, options: &[String]) -> anyhow::Result<(Target, u32)> {
     let mut version = 3;
-    let (mut cluster_bytes, mut refcount_bits, mut has_backing) = (64 << 10, 16, false);
+    let (mut cluster_bytes, mut refcount_bits, mut has_backing, mut extended_l2) = (64 << 10, 16, false, false);
     for text in options {
         for pair in parse_key_values(text)? {
             match pair.key.as_str() {
@@ -100,7 +100,8 @@ fn target(format: Format, options: &[String]) -> anyhow::Result<(Target, u32)> {
                 "refcount_bits" => refcount_bits = parse_size(&pair.value)?,
                 "backing_file" => has_backing = true,
                 "compat" => version = if matches!(pair.value.as_str(), "0.10" | "v2") { 2 } else { 3 },
-                "compression_type" | "backing_fmt" => {}
+                "extended_l2" => extended_l2 = pair.value == "on",
+                "compression_type" | "backing_fmt" | "lazy_refcounts" => {}
                 other => bail!("measure: option '{other}' is not supported"),
             }
         }
@@ -114,5 +115,8 @@ fn target(format: Format, options: &[String]) -> anyhow::Result<(Target, u32)> {
     if !refcount_bits.is_power_of_two() || refcount_bits > 64 {
         bail!("measure: refcount_bits takes 1, 2, 4, 8, 16, 32 or 64");
     }
-    Ok((Target::Qcow2 { cluster_bytes, refcount_bits, has_backing }, version))
+    if extended_l2 && (cluster_bytes < 16384 || version == 2) {
+        bail!("measure: extended_l2 needs a cluster_size of at least 16384 and compat=1.1");
+    }
+    Ok((Target::Qcow2 { cluster_bytes, refcount_bits, has_backing, extended_l2 }, version))
 }

@@ -31,7 +31,6 @@ impl Difference {
 pub(crate) const OTHERS: &[Difference] = &[
     pending("check", "-r"),
     refused("convert", "-C", "taken for a wish: the copy is made through memory"),
-    pending("convert", "-c"),
     refused("convert", "--salvage", "refused: an unreadable source ends the copy"),
     refused("convert", "--target-image-opts", "refused: name the target with -O and -t"),
     refused("*", "--object", "refused: nothing here uses secrets or other objects"),

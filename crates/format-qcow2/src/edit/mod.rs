@@ -69,6 +69,10 @@ impl<'a, 'w> Edit<'a, 'w> {
         let cluster = read_first_cluster(io).await.map_err(|error| failed("header", error))?.to_vec();
         let header = Header::parse(&cluster, name, true)?;
         let geometry = header.geometry();
+        if header.has_data_file() {
+            let what = format!("'{name}' keeps its data in an external data file: not supported by this operation");
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
         let table_bytes = geometry.start_of(u64::from(header.refcount_table_clusters));
         let table_bytes = usize::try_from(table_bytes).unwrap_or(0);
         let table = io.read(header.refcount_table_offset, table_bytes, PastEnd::Fails).await;

@@ -90,6 +90,9 @@ impl Edit<'_, '_> {
             let what = "an image with persistent bitmaps cannot be resized; remove them first (bitmap --remove)";
             return self.refuse(ErrorKind::Unsupported, what);
         }
+        if self.geometry.extended_l2 {
+            return self.refuse(ErrorKind::Unsupported, "an image with extended L2 entries cannot be resized yet");
+        }
         let old_l1 = self.active_l1().await.map_err(|error| self.failed(error))?;
         let mut l1 = old_l1.clone();
         let needed = usize::try_from(sizes.new.l1_entries()).unwrap_or(0);

@@ -84,7 +84,8 @@ impl Edit<'_, '_> {
         let l2 = self.read_l2(offset).await?;
         // Neighbours are counted together.
         let mut run = 0..0;
-        for raw in l2 {
+        // Of an extended entry the first word says where.
+        for raw in l2.into_iter().step_by(self.geometry.entry_words()) {
             let hosts = self.decode(raw)?.host_clusters(&self.geometry);
             if hosts.start == run.end {
                 run.end = hosts.end;
@@ -113,7 +114,7 @@ impl Edit<'_, '_> {
     async fn retag_table(&mut self, offset: u64, sharers: u64) -> IoResult<u64> {
         let mut l2 = self.read_l2(offset).await?;
         let mut changed = false;
-        for word in &mut l2 {
+        for word in l2.iter_mut().step_by(self.geometry.entry_words()) {
             let host = match self.decode(*word)? {
                 Cluster::Data { host, .. } | Cluster::ZeroAllocated { host, .. } => host,
                 Cluster::Unallocated | Cluster::Zero | Cluster::Compressed { .. } => continue,

@@ -2,7 +2,7 @@
 #![allow(dead_code, clippy::unwrap_used)]
 
 use block::{Extent, File, FileOp, IoResult, MetaIo, PastEnd, block_on};
-use format_qcow2::{Allocation, CreateOptions, Fill, OpenOptions, Overwrite, Prepared, Qcow2, create};
+use format_qcow2::{Allocation, CreateOptions, Fill, OpenOptions, Overwrite, PackedCluster, Prepared, Qcow2, create};
 use memory::{IoBuf, Window};
 use std::path::Path;
 use std::process::Command;
@@ -202,4 +202,33 @@ pub(crate) fn judged_by_qemu(directory: &Path, image: &[u8]) -> Vec<u8> {
     run("qemu-img", &["check", "-f", "qcow2", path]);
     run("qemu-img", &["convert", "-f", "qcow2", "-O", "raw", path, raw]);
     std::fs::read(raw).unwrap()
+}
+
+impl Guest {
+    /// Writes whole clusters compressed, as `image` does; those that do not shrink stay as they are.
+    pub(crate) async fn write_compressed(&self, offset: u64, data: &[u8]) -> IoResult {
+        let cluster = 1usize << self.qcow2.header().cluster_bits;
+        let mut compressor = self.qcow2.compressor().unwrap();
+        let (mut clusters, mut packed) = (Vec::new(), Vec::new());
+        for (index, plain) in data.chunks(cluster).enumerate() {
+            let guest_offset = offset + (index * cluster) as u64;
+            let whole = [plain, &vec![0; cluster - plain.len()]].concat();
+            let mut output = vec![0; cluster];
+            match compressor.compress(&whole, &mut output) {
+                Some(length) => {
+                    clusters.push(PackedCluster { guest_offset, length_bytes: length as u32 });
+                    packed.push(output[..length].to_vec());
+                }
+                None => self.write(guest_offset, plain).await?,
+            }
+        }
+        if clusters.is_empty() {
+            return Ok(());
+        }
+        let allocation = self.qcow2.prepare_compressed(&self.io, &clusters).await?;
+        for (offset, bytes) in allocation.file_offsets.iter().zip(&packed) {
+            self.put(*offset, bytes).await?;
+        }
+        self.qcow2.commit_compressed(&self.io, allocation).await
+    }
 }

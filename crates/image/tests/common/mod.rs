@@ -31,6 +31,8 @@ pub enum Layer {
     Raw(u64),
     /// A qcow2 image, with some data where it is not the top layer.
     Qcow2 { size_bytes: u64, cluster_size: u64, version: u32, refcount_bits: u32 },
+    /// The same with extended L2 entries.
+    Extended { size_bytes: u64, cluster_size: u64 },
 }
 
 impl Layer {
@@ -42,7 +44,9 @@ impl Layer {
     pub fn size_bytes(&self) -> u64 {
         match self {
             // A disk has whole sectors.
-            Self::Raw(size_bytes) | Self::Qcow2 { size_bytes, .. } => size_bytes.next_multiple_of(512),
+            Self::Raw(size_bytes) | Self::Qcow2 { size_bytes, .. } | Self::Extended { size_bytes, .. } => {
+                size_bytes.next_multiple_of(512)
+            }
         }
     }
 
@@ -51,13 +55,26 @@ impl Layer {
         match self {
             Self::Raw(_) => 4096,
             Self::Qcow2 { cluster_size, .. } => *cluster_size,
+            Self::Extended { cluster_size, .. } => cluster_size / 32,
+        }
+    }
+
+    fn create_options(&self) -> Qcow2Options {
+        match *self {
+            Self::Qcow2 { size_bytes, cluster_size, version, refcount_bits } => {
+                Qcow2Options { size_bytes, cluster_size, version, refcount_bits, ..Qcow2Options::default() }
+            }
+            Self::Extended { size_bytes, cluster_size } => {
+                Qcow2Options { size_bytes, cluster_size, extended_l2: true, ..Qcow2Options::default() }
+            }
+            Self::Raw(size_bytes) => Qcow2Options { size_bytes, ..Qcow2Options::default() },
         }
     }
 
     fn format(&self) -> Format {
         match self {
             Self::Raw(_) => Format::Raw,
-            Self::Qcow2 { .. } => Format::Qcow2,
+            Self::Qcow2 { .. } | Self::Extended { .. } => Format::Qcow2,
         }
     }
 }
@@ -118,18 +135,14 @@ impl Chain {
                 let bytes = stamped(1000 + index as u64, 0, *size_bytes as usize);
                 storage.create_with(&name(index), &bytes, options);
             }
-            Layer::Qcow2 { size_bytes, cluster_size, version, refcount_bits } => {
+            Layer::Qcow2 { .. } | Layer::Extended { .. } => {
                 let length = self.device_bytes.filter(|_| index == 0).unwrap_or(0);
                 let file: Arc<dyn File> = storage.create(&name(index), length, options);
                 let below = self.layers.get(index + 1);
                 let options = Qcow2Options {
-                    size_bytes: *size_bytes,
-                    cluster_size: *cluster_size,
-                    version: *version,
-                    refcount_bits: *refcount_bits,
                     backing_file: below.map(|_| name(index + 1)),
                     backing_format: below.map(|layer| layer.format().to_string()),
-                    ..Qcow2Options::default()
+                    ..layer.create_options()
                 };
                 image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
             }
@@ -186,7 +199,7 @@ impl Chain {
         }
         match self.top() {
             Layer::Raw(_) => Ok(()),
-            Layer::Qcow2 { .. } => {
+            Layer::Qcow2 { .. } | Layer::Extended { .. } => {
                 let report = qcow2_check(&storage.bytes(&name(0)))?;
                 report.sound()?;
                 match report.snapshots_digest == qcow2_check(&original.bytes(&name(0)))?.snapshots_digest {
@@ -211,8 +224,14 @@ pub fn made_by_qemu() -> Vec<Chain> {
     let half: Vec<u8> = (0..size_bytes).map(|at| if at / 5000 % 3 == 0 { 0 } else { (at / 3) as u8 }).collect();
     std::fs::write(directory.path().join("raw"), half).unwrap();
     let mut chains = Vec::new();
-    for (compress, cluster_size, refcount_bits) in [(false, 1024, 16), (true, 4096, 16), (true, 1024, 8)] {
-        let options = format!("cluster_size={cluster_size},refcount_bits={refcount_bits}");
+    for (compress, cluster_size, refcount_bits, extended) in [
+        (false, 1024, 16, "off"),
+        (true, 4096, 16, "off"),
+        (true, 1024, 8, "off"),
+        (false, 16384, 16, "on"),
+        (true, 16384, 16, "on"),
+    ] {
+        let options = format!("cluster_size={cluster_size},refcount_bits={refcount_bits},extended_l2={extended}");
         let mut convert = vec!["convert", "-f", "raw", "-O", "qcow2", "-o", &options, "raw", "image"];
         if compress {
             convert.insert(1, "-c");

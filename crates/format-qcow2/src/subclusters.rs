@@ -1,0 +1,309 @@
+//! Extended L2 entries: each cluster in 32 parts that are allocated, zero or left to the layer below on their own
+//! (qcow2 specification, "Extended L2 Entries").
+//!
+//! An entry is two words: a standard cluster descriptor without the zero flag, then a bitmap, whose low half says which
+//! parts are in the host cluster and whose high half says which read as zeros.
+
+use crate::entry::{BadEntry, Cluster};
+use crate::geometry::Geometry;
+use crate::image::Overwrite;
+use crate::state::{Inner, Need, State, Step, Stop};
+use block::sync::Ordering;
+use block::{CompressedExtent, Extent, Mapped, SliceView};
+
+/// Parts of a cluster.
+pub(crate) const PARTS: u32 = 32;
+/// All parts read as zeros.
+pub(crate) const ALL_ZERO: u64 = 0xffff_ffff_0000_0000;
+/// Descriptor of an entry whose two words are being replaced: no reader may believe it. A reserved bit.
+const CHANGING: u64 = 1 << 1;
+
+/// A descriptor as it is kept in memory: what an image has where only we may is as invalid, and not waited for.
+pub(crate) fn never_changing(raw: u64) -> u64 {
+    if raw == CHANGING { CHANGING << 1 } else { raw }
+}
+
+/// What a part is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Part {
+    Unallocated,
+    Zero,
+    Data,
+    Compressed,
+}
+
+/// What an extended entry says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Extended {
+    /// `Unallocated` (no host cluster), `Data` (there is one) or `Compressed`.
+    pub(crate) cluster: Cluster,
+    pub(crate) alloc: u32,
+    pub(crate) zero: u32,
+}
+
+impl Extended {
+    pub(crate) fn decode(descriptor: u64, bitmap: u64, geometry: &Geometry) -> Result<Self, BadEntry> {
+        let cluster = Cluster::decode(descriptor, geometry)?;
+        let (alloc, zero) = (bitmap as u32, (bitmap >> 32) as u32);
+        match cluster {
+            // The bitmap of a compressed cluster means nothing.
+            Cluster::Compressed { .. } => return Ok(Self { cluster, alloc: 0, zero: 0 }),
+            Cluster::Unallocated if alloc != 0 => return Err(BadEntry),
+            _ if alloc & zero != 0 => return Err(BadEntry),
+            _ => {}
+        }
+        Ok(Self { cluster, alloc, zero })
+    }
+
+    pub(crate) fn bitmap(&self) -> u64 {
+        u64::from(self.zero).wrapping_shl(32) | u64::from(self.alloc)
+    }
+
+    /// Where its host cluster starts.
+    pub(crate) fn host(&self) -> Option<u64> {
+        match self.cluster {
+            Cluster::Data { host, .. } => Some(host),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn part(&self, index: u32) -> Part {
+        let bit = 1u32.wrapping_shl(index);
+        match self.cluster {
+            Cluster::Compressed { .. } => Part::Compressed,
+            _ if self.alloc & bit != 0 => Part::Data,
+            _ if self.zero & bit != 0 => Part::Zero,
+            _ => Part::Unallocated,
+        }
+    }
+
+    /// How many parts from `index` on are what that one is.
+    pub(crate) fn run(&self, index: u32) -> u32 {
+        let kind = self.part(index);
+        let end = (index..PARTS).find(|other| self.part(*other) != kind).unwrap_or(PARTS);
+        end.saturating_sub(index)
+    }
+
+    /// How many parts from `index` on are not in the host cluster.
+    pub(crate) fn missing_run(&self, index: u32) -> u32 {
+        let end = (index..PARTS).find(|other| self.part(*other) == Part::Data).unwrap_or(PARTS);
+        end.saturating_sub(index)
+    }
+}
+
+/// The parts of one cluster from `first` to `end`, as a mask.
+pub(crate) fn mask(first: u32, end: u32) -> u32 {
+    let below = |index: u32| u64::MAX.wrapping_shl(index.min(PARTS)) as u32;
+    let from_end = if end >= PARTS { 0 } else { below(end) };
+    below(first.min(PARTS.saturating_sub(1))) & !from_end
+}
+
+/// A run of parts of one kind.
+struct Found {
+    kind: Part,
+    /// Where it lies in the file: its first byte, or of a compressed cluster nothing.
+    host: Option<u64>,
+    cluster: Cluster,
+    bytes: u64,
+}
+
+impl Inner {
+    /// An entry, both words of one moment; `None` while it is being replaced.
+    fn extended_in(&self, view: &SliceView<'_>, index: usize) -> Option<Result<Extended, BadEntry>> {
+        let at = index.checked_mul(2)?;
+        let descriptor = view.get(at)?;
+        let bitmap = view.get(at.checked_add(1)?)?;
+        // A writer marks the descriptor before it changes the bitmap: if that has not changed, they belong together.
+        if descriptor == CHANGING || view.get(at)? != descriptor {
+            return None;
+        }
+        Some(Extended::decode(descriptor, bitmap, &self.geometry))
+    }
+
+    /// The entry of a guest cluster whose slice is in memory. Only under the mutex.
+    pub(crate) fn extended(&self, slice: u64, cluster: u64) -> Step<Extended> {
+        let view = self.slices.view(slice);
+        let found = view.and_then(|view| self.extended_in(&view, self.geometry.index_in_slice(cluster)));
+        match found {
+            Some(entry) => entry.map_err(|_| self.bad_entry_stop(cluster)),
+            None => Err(Stop::Need(Need::Slice(slice))),
+        }
+    }
+
+    /// Replaces both words of an entry.
+    pub(crate) fn set_extended(&self, state: &mut State, slice: u64, cluster: u64, descriptor: u64, bitmap: u64) {
+        let at = self.geometry.index_in_slice(cluster).saturating_mul(2);
+        let second = at.saturating_add(1);
+        let old = self.slices.view(slice).and_then(|view| Some((view.get(at)?, view.get(second)?)));
+        if old.is_some_and(|(old, _)| old != descriptor) && old.is_none_or(|(_, old)| old != bitmap) {
+            self.slices.set(slice, at, CHANGING);
+        }
+        self.slices.set(slice, second, bitmap);
+        self.slices.set(slice, at, descriptor);
+        state.book.mark_dirty(slice);
+    }
+
+    /// The parts from `offset` on that are alike and lie together, as far as one slice goes. `Ok(None)`: look again.
+    fn parts_at(&self, offset: u64, length: u64) -> Result<Option<Found>, BadEntry> {
+        let geometry = &self.geometry;
+        let Some(view) = self.slices.view(geometry.slice_of(geometry.cluster_of(offset))) else { return Ok(None) };
+        let mut index = geometry.index_in_slice(geometry.cluster_of(offset));
+        let mut found: Option<Found> = None;
+        let mut at = offset;
+        loop {
+            let Some(entry) = self.extended_in(&view, index) else { break };
+            let entry = match (entry, &found) {
+                (Ok(entry), _) => entry,
+                (Err(bad), None) => return if view.is_valid() { Err(bad) } else { Ok(None) },
+                (Err(_), Some(_)) => break,
+            };
+            let part = geometry.part_of(at);
+            let kind = entry.part(part);
+            let in_cluster = geometry.offset_in_cluster(at);
+            let host = entry.host().map(|host| host.saturating_add(in_cluster));
+            let end_part = part.saturating_add(entry.run(part));
+            let bytes = geometry.part_start(end_part).saturating_sub(in_cluster);
+            match &mut found {
+                None => found = Some(Found { kind, host, cluster: entry.cluster, bytes }),
+                Some(found) => {
+                    let follows = found.host.map(|first| first.saturating_add(found.bytes)) == host;
+                    if found.kind != kind || kind == Part::Compressed || (kind == Part::Data && !follows) {
+                        break;
+                    }
+                    found.bytes = found.bytes.saturating_add(bytes);
+                }
+            }
+            at = at.saturating_add(bytes);
+            if end_part < PARTS || at.saturating_sub(offset) >= length {
+                break;
+            }
+            index = index.saturating_add(1);
+        }
+        if !view.is_valid() {
+            return Ok(None);
+        }
+        Ok(found.map(|found| Found { bytes: found.bytes.min(length), ..found }))
+    }
+
+    /// The lookup of one slice's part of a range. `Ok(None)`: not in memory, or being changed.
+    pub(crate) fn lookup_parts(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
+        let Some(found) = self.parts_at(offset, length)? else { return Ok(None) };
+        let skip_bytes = self.geometry.offset_in_cluster(offset);
+        let extent = match (found.kind, found.cluster, found.host) {
+            (Part::Unallocated, ..) => Extent::Backing,
+            (Part::Zero, ..) => Extent::Zero,
+            (Part::Data, _, Some(offset)) => Extent::Data { file: u8::from(self.geometry.data_file), offset },
+            (Part::Compressed, Cluster::Compressed { offset, length_bytes }, _) => {
+                Extent::Compressed(CompressedExtent { offset, length_bytes, skip_bytes: skip_bytes as u32 })
+            }
+            _ => return Err(BadEntry),
+        };
+        Ok(Some(Mapped { extent, length_bytes: found.bytes }))
+    }
+
+    /// As [`crate::Qcow2::lookup_overwrite`]: one cluster's worth at most.
+    pub(crate) fn overwrite_parts(&self, offset: u64, length: u64) -> Option<Overwrite> {
+        let geometry = &self.geometry;
+        let cluster = geometry.cluster_of(offset);
+        self.table(geometry.l1_index(cluster)).ok().flatten().filter(|table| table.copied)?;
+        let view = self.slices.view(geometry.slice_of(cluster))?;
+        let in_cluster = geometry.offset_in_cluster(offset);
+        let mut index = geometry.index_in_slice(cluster);
+        let mut start: Option<u64> = None;
+        let mut bytes = 0u64;
+        while bytes < length {
+            let Some(Ok(entry)) = self.extended_in(&view, index) else { break };
+            let Cluster::Data { host, copied: true } = entry.cluster else { break };
+            let skip = if start.is_none() { in_cluster } else { 0 };
+            let part = geometry.part_of(skip);
+            let here = host.saturating_add(skip);
+            if self.may_hold_table(host) {
+                break;
+            }
+            if entry.part(part) != Part::Data || start.is_some_and(|start| start.saturating_add(bytes) != here) {
+                break;
+            }
+            start = start.or(Some(here));
+            let end_part = part.saturating_add(entry.run(part));
+            bytes = bytes.saturating_add(geometry.part_start(end_part).saturating_sub(skip));
+            if end_part < PARTS {
+                break;
+            }
+            index = index.saturating_add(1);
+        }
+        let offset = start.filter(|_| view.is_valid() && self.header_ready.load(Ordering::Acquire))?;
+        Some(Overwrite::InPlace { offset, length_bytes: bytes.min(length) })
+    }
+
+    /// As [`crate::Qcow2::zero_space`].
+    pub(crate) fn zero_space_of_parts(&self, offset: u64, length: u64) -> (Option<u64>, u64) {
+        let geometry = &self.geometry;
+        let Some(view) = self.slices.view(geometry.slice_of(geometry.cluster_of(offset))) else {
+            return (None, length);
+        };
+        let mut found: Option<(Option<u64>, u64)> = None;
+        let mut at = offset;
+        let mut index = geometry.index_in_slice(geometry.cluster_of(offset));
+        while at < offset.saturating_add(length) {
+            let Some(Ok(entry)) = self.extended_in(&view, index) else { break };
+            let (part, in_cluster) = (geometry.part_of(at), geometry.offset_in_cluster(at));
+            let here = entry.host().map(|host| host.saturating_add(in_cluster));
+            let goes_on = found.is_none_or(|(first, bytes)| first.map(|first| first.saturating_add(bytes)) == here);
+            if entry.part(part) != Part::Zero || !goes_on {
+                break;
+            }
+            let end_part = part.saturating_add(entry.run(part));
+            let bytes = geometry.part_start(end_part).saturating_sub(in_cluster);
+            let (first, so_far) = found.unwrap_or((here, 0));
+            found = Some((first, so_far.saturating_add(bytes)));
+            at = at.saturating_add(bytes);
+            if end_part < PARTS {
+                break;
+            }
+            index = index.saturating_add(1);
+        }
+        found.map_or((None, length), |(first, bytes)| (first, bytes.min(length)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn geometry() -> Geometry {
+        Geometry {
+            version: 3,
+            size_bytes: 1 << 30,
+            cluster_bits: 16,
+            refcount_order: 4,
+            has_backing: false,
+            extended_l2: true,
+            data_file: false,
+        }
+    }
+
+    #[test]
+    fn entries_decode_as_the_specification_says() {
+        let decode = |descriptor, bitmap| Extended::decode(descriptor, bitmap, &geometry());
+        let host = 1 << 63 | 0x50000;
+        let entry = decode(host, 0x0000_00f0_0000_000f).unwrap();
+        let kinds: Vec<_> = [0, 3, 4, 7, 8, 31].map(|index| entry.part(index)).into();
+        assert_eq!(kinds, [Part::Data, Part::Data, Part::Zero, Part::Zero, Part::Unallocated, Part::Unallocated]);
+        assert_eq!((entry.run(1), entry.run(4), entry.run(8)), (3, 4, 24));
+        assert_eq!((entry.missing_run(4), entry.missing_run(2)), (28, 0));
+        assert_eq!(entry.host(), Some(0x50000));
+        assert_eq!(decode(0, 0x1_0000_0000).unwrap().part(0), Part::Zero);
+        assert_eq!(decode(1 << 62 | 0x50000, 0).unwrap().part(9), Part::Compressed);
+        for (descriptor, bitmap) in [(host, 0x1_0000_0001), (0, 1), (host | 1, 0), (CHANGING, 0)] {
+            assert_eq!(decode(descriptor, bitmap), Err(BadEntry), "{descriptor:#x} {bitmap:#x}");
+        }
+    }
+
+    #[test]
+    fn masks_cover_the_parts_between() {
+        assert_eq!(mask(0, 32), u32::MAX);
+        assert_eq!(mask(0, 1), 1);
+        assert_eq!(mask(31, 32), 1 << 31);
+        assert_eq!(mask(4, 8), 0xf0);
+    }
+}

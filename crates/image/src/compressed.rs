@@ -1,0 +1,92 @@
+//! Writing compressed clusters: for jobs that fill an image, off the path of requests.
+
+use crate::image::{Chain, Image};
+use crate::layer::Mapping;
+use block::{Error, ErrorKind, FileOp, FileQueue, IoError, IoResult, MetaIo, Participant, ReactorCtx, Result, Ticket};
+use format_qcow2::{Compressor, PackedCluster, Qcow2};
+use memory::Window;
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// Writes compressed clusters to the top layer, on one reactor. What it writes shows once it is written, and is durable
+/// after a flush of the disk.
+pub struct CompressedWriter {
+    chain: Arc<Chain>,
+    file: Rc<dyn FileQueue>,
+    meta: MetaIo,
+    participant: Rc<RefCell<Participant>>,
+}
+
+impl Image {
+    /// A writer of compressed clusters for a reactor; called on its thread. Unsupported where the format has none.
+    pub fn compressed_writer(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<CompressedWriter> {
+        let chain = Arc::clone(&self.chain);
+        let top = chain.layers.first().ok_or_else(unsupported)?;
+        let Mapping::Qcow2(qcow2) = &top.mapping else { return Err(unsupported()) };
+        let (file, meta) = top.open_queues(ctx)?;
+        let participant = Rc::new(RefCell::new(qcow2.epochs().join()));
+        Ok(CompressedWriter { chain, file, meta, participant })
+    }
+}
+
+fn unsupported() -> Error {
+    Error::new(ErrorKind::Unsupported, "Compression not supported for this file format")
+}
+
+/// An operation's part in the image's epochs.
+struct Begun {
+    participant: Rc<RefCell<Participant>>,
+    ticket: Ticket,
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        self.participant.borrow_mut().end(self.ticket);
+    }
+}
+
+impl CompressedWriter {
+    fn qcow2(&self) -> Option<&Qcow2> {
+        match &self.chain.layers.first()?.mapping {
+            Mapping::Qcow2(qcow2) => Some(qcow2),
+            Mapping::Raw(_) => None,
+        }
+    }
+
+    /// Compresses as the image wants it. Each task has its own.
+    pub fn compressor(&self) -> Result<Compressor> {
+        self.qcow2().ok_or_else(unsupported)?.compressor()
+    }
+
+    /// Writes clusters whose compressed bytes lie one behind the other in `data`. Nobody else may write these clusters of
+    /// the disk meanwhile.
+    pub async fn write(&self, clusters: &[PackedCluster], data: &Window) -> IoResult {
+        let qcow2 = self.qcow2().ok_or(IoError::EIO)?;
+        let ticket = self.participant.borrow_mut().begin(qcow2.epochs());
+        let begun = Rc::new(Begun { participant: Rc::clone(&self.participant), ticket });
+        let allocation = qcow2.prepare_compressed(&self.meta, clusters).await?;
+        let mut started = Vec::new();
+        let (mut skip, mut length) = (0usize, 0usize);
+        let mut places = clusters.iter().zip(&allocation.file_offsets).peekable();
+        while let Some((cluster, offset)) = places.next() {
+            let end = offset.saturating_add(u64::from(cluster.length_bytes));
+            length = length.saturating_add(cluster.length_bytes as usize);
+            if places.peek().is_some_and(|(_, next)| **next == end) {
+                continue;
+            }
+            let offset = end.saturating_sub(length as u64);
+            let part = data.slice(skip, length);
+            let write = FileOp::Write { offset, data: part, fua: false };
+            // Should this task be dropped, the space stays taken until the write has ended.
+            started.push(self.file.start_keeping(write, Rc::clone(&begun) as _));
+            (skip, length) = (skip.saturating_add(length), 0);
+        }
+        let mut result = Ok(());
+        for write in started {
+            result = result.and(write.await);
+        }
+        result?;
+        qcow2.commit_compressed(&self.meta, allocation).await
+    }
+}
