@@ -227,7 +227,9 @@ impl Inner {
         let geometry = &self.geometry;
         let first = geometry.cluster_of(range.start);
         let part_end = geometry.start_of(geometry.slice_end(first)).min(range.end);
-        if (!geometry.has_backing || goal == Goal::Revealed) && self.table_or_complain(geometry.l1_index(first))?.is_none() {
+        if (!geometry.has_backing || goal == Goal::Revealed)
+            && self.table_or_complain(geometry.l1_index(first))?.is_none()
+        {
             return Ok(geometry.start_of(geometry.table_end(first)).min(range.end));
         }
         let clusters = first..geometry.clusters_for(part_end);
