@@ -60,6 +60,68 @@ fn what_we_create_qemu_img_finds_valid_and_describes_as_we_do() {
 }
 
 #[test]
+fn the_same_line_makes_and_says_the_same() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let image = at(&dir, "disk.qcow2");
+    let (data, base) = (at(&dir, "data.raw"), at(&dir, "base.raw"));
+    run_ok(&["create", "-q", path_str(&base), "3M"]);
+    for options in [
+        "compat=1.1",
+        "lazy_refcounts=on,refcount_bits=8",
+        "extended_l2=on,cluster_size=128k",
+        "preallocation=off",
+        "preallocation=metadata",
+        "preallocation=falloc,cluster_size=4k",
+        "preallocation=full",
+        "preallocation=metadata,extended_l2=on,backing_file=base.raw,backing_fmt=raw",
+        "data_file=data.raw,data_file_raw=on",
+        "data_file=data.raw,preallocation=falloc,extended_l2=on,nocow=off",
+        "data_file=data.raw,backing_file=base.raw,backing_fmt=raw",
+    ] {
+        let line = ["create", "-f", "qcow2", "-o", options, path_str(&image), "3M"];
+        let sizes = || {
+            let size = |path: &std::path::Path| {
+                let meta = std::fs::metadata(path).ok();
+                meta.map(|meta| (meta.len(), std::os::unix::fs::MetadataExt::blocks(&meta) * 512))
+            };
+            (size(&image).unwrap(), size(&data))
+        };
+        let (said, ours) = (run_ok(&line), sizes());
+        assert_valid(&image, false);
+        assert_agree(&image);
+        run_ok(&["check", path_str(&image)]);
+        let reads = tool_ok("qemu-img", &["compare", "-f", "qcow2", "-F", "raw", path_str(&image), path_str(&base)]);
+        assert_eq!(reads, "Images are identical.\n", "{options}");
+        std::fs::remove_file(&image).unwrap();
+        let _ = std::fs::remove_file(&data);
+        assert_eq!(said, tool_ok("qemu-img", &line));
+        let theirs = sizes();
+        assert_eq!(ours.1.map(|size| size.0), theirs.1.map(|size| size.0), "{options}: the data file's length");
+        let near = |ours: u64, theirs: u64| ours.abs_diff(theirs) <= 512 << 10;
+        assert!(near(ours.0.0, theirs.0.0) && near(ours.0.1, theirs.0.1), "{options}: {ours:?} and {theirs:?}");
+    }
+    for (options, reason) in [
+        ("extended_l2=on,cluster_size=4k", "16384"),
+        ("extended_l2=on,compat=0.10", "compat=1.1"),
+        ("data_file_raw=on", "data-file-raw requires data-file"),
+        ("data_file=x,data_file_raw=on,backing_file=base.raw,backing_fmt=raw", "cannot be used at the same time"),
+        ("preallocation=metadata,backing_file=base.raw,backing_fmt=raw", "if extended_l2 is on"),
+        ("preallocation=some", "off, metadata, falloc, full"),
+        ("encrypt.format=luks", "not supported"),
+        ("encryption=on", "not supported"),
+        ("nocow=on", "not supported"),
+    ] {
+        let refused = at(&dir, "refused.qcow2");
+        let output = run(&["create", "-q", "-f", "qcow2", "-o", options, path_str(&refused), "3M"]);
+        assert!(!output.status.success() && !refused.exists(), "{options}");
+        assert!(text(&output.stderr).contains(reason), "{options}: {}", text(&output.stderr));
+    }
+}
+
+#[test]
 fn what_qemu_img_creates_we_describe_as_it_does() {
     if !has_tool("qemu-img") {
         return;
@@ -67,10 +129,15 @@ fn what_qemu_img_creates_we_describe_as_it_does() {
     let dir = directory();
     let base = at(&dir, "base.raw");
     tool_ok("qemu-img", &["create", "-q", "-f", "raw", path_str(&base), "10M"]);
-    for (index, options) in
-        ["compat=0.10", "lazy_refcounts=on", "cluster_size=1M,compression_type=zstd", "refcount_bits=32"]
-            .into_iter()
-            .enumerate()
+    for (index, options) in [
+        "compat=0.10",
+        "lazy_refcounts=on",
+        "cluster_size=1M,compression_type=zstd",
+        "refcount_bits=32",
+        "extended_l2=on",
+    ]
+    .into_iter()
+    .enumerate()
     {
         let image = at(&dir, &format!("{index}.qcow2"));
         tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, path_str(&image), "1G"]);

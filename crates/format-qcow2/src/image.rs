@@ -281,6 +281,23 @@ impl Qcow2 {
         self.inner.close(io).await
     }
 
+    /// Cuts space made in advance off the end of the file. For images that were made new and are closed: in a damaged one,
+    /// data may lie there that its refcounts deny.
+    pub async fn trim(&self, io: &MetaIo) -> IoResult {
+        let inner = &self.inner;
+        inner.extensions.over().await;
+        let end = {
+            let mut state = inner.lock();
+            if !state.space.settled || state.space.zeroed_end <= state.space.frontier || !inner.can_grow {
+                return Ok(());
+            }
+            state.space.zeroed_end = state.space.frontier;
+            inner.geometry.start_of(state.space.frontier)
+        };
+        io.set_length(end).await?;
+        io.flush().await
+    }
+
     /// For tests of the tests: leaves a barrier out, so that a simulated power cut must find damage.
     #[doc(hidden)]
     pub fn skip_barrier_for_test(&self, barrier: Barrier) {

@@ -48,7 +48,8 @@ pub async fn preallocate(io: &MetaIo, file: &FileInfo, mode: Preallocation) -> R
     let qcow2 = Qcow2::open(io, file, OpenOptions { name: file.name.clone(), read_only: false }).await?;
     let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot preallocate '{}'", file.name), error);
     give_places(&qcow2, io, file, mode).await.map_err(failed)?;
-    qcow2.close(io).await.map_err(failed)
+    qcow2.close(io).await.map_err(failed)?;
+    qcow2.trim(io).await.map_err(failed)
 }
 
 async fn give_places(qcow2: &Qcow2, io: &MetaIo, file: &FileInfo, mode: Preallocation) -> IoResult {

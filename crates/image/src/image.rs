@@ -269,6 +269,18 @@ impl Image {
         block_on(qcow2.reveal(&io, offset, length_bytes)).map_err(failed)
     }
 
+    /// As [`Image::close`], of an image that was made new: nothing is left behind its last cluster.
+    pub fn close_new(&self) -> Result<()> {
+        self.close()?;
+        let Some(top) = self.chain.layers.first().filter(|_| !self.chain.read_only) else { return Ok(()) };
+        let Mapping::Qcow2(qcow2) = &top.mapping else { return Ok(()) };
+        let io = top.open_blocking()?;
+        let failed = |error| {
+            Error::with_source(ErrorKind::Io, format!("cannot cut '{}' to its length", top.path.display()), error)
+        };
+        block_on(qcow2.trim(&io)).map_err(failed)
+    }
+
     /// Writes what is still in memory and flushes. Call it when no queue is open any more; blocks.
     pub fn close(&self) -> Result<()> {
         if self.chain.read_only {

@@ -15,7 +15,7 @@ fn conforms(chain: &Chain) {
     for seed in common::seeds(1) {
         let format = match chain.top() {
             Layer::Raw(_) => image::Format::Raw,
-            Layer::Qcow2 { .. } | Layer::Extended { .. } => image::Format::Qcow2,
+            Layer::Qcow2 { .. } | Layer::Extended { .. } | Layer::External { .. } => image::Format::Qcow2,
         };
         let mut make = |read_only| {
             let opened = match read_only {
@@ -80,6 +80,16 @@ fn qcow2_conforms_with_clusters_in_parts() {
     conforms(&Chain::of(vec![extended(SIZE), Layer::qcow2(SIZE / 4, 4096), extended(SIZE)]));
     let file = SimFileOptions { can_discard: false, fast_zeroes: false, ..SimFileOptions::default() };
     conforms(&Chain { file, ..Chain::of(vec![extended(SIZE)]) });
+}
+
+#[test]
+fn qcow2_conforms_with_an_external_data_file() {
+    let external = |raw, extended| Layer::External { size_bytes: SIZE + 1536, cluster_size: 16384, raw, extended };
+    conforms(&Chain::of(vec![external(false, false)]));
+    conforms(&Chain::of(vec![external(true, false)]));
+    conforms(&Chain::of(vec![external(true, true)]));
+    conforms(&Chain::of(vec![external(false, true), Layer::Raw(SIZE / 2 + 100)]));
+    conforms(&Chain::of(vec![external(false, false), external(true, false)]));
 }
 
 #[test]

@@ -122,6 +122,14 @@ fn clusters_in_parts() {
 }
 
 #[test]
+fn data_in_a_file_of_their_own() {
+    let top = |raw, extended| Layer::External { size_bytes: 192 << 10, cluster_size: 16384, raw, extended };
+    Case::new(Chain::of(vec![top(false, false), Layer::Raw(200 << 10)])).survives(2);
+    Case::new(Chain::of(vec![top(true, false)])).survives(2);
+    Case::new(Chain::of(vec![top(false, true), Layer::Raw(100 << 10)])).survives(2);
+}
+
+#[test]
 fn version_2_has_no_zero_clusters() {
     let layer = || Layer::Qcow2 { size_bytes: 128 << 10, cluster_size: 1024, version: 2, refcount_bits: 16 };
     Case::new(Chain::of(vec![layer()])).survives(3);

@@ -17,6 +17,10 @@ fn random_chain(seed: u64) -> Chain {
         layers.push(match pick(salt + 2, 4) {
             0 if last => Layer::Raw(size_bytes),
             3 if pick(salt + 5, 2) == 0 => Layer::Extended { size_bytes, cluster_size: 16384 << pick(salt + 3, 3) },
+            2 if pick(salt + 5, 3) == 0 => {
+                let (raw, extended) = (last && pick(salt + 6, 2) > 0, pick(salt + 7, 2) > 0);
+                Layer::External { size_bytes, cluster_size: 16384 << pick(salt + 3, 3), raw, extended }
+            }
             1 => Layer::Qcow2 { size_bytes, cluster_size: 512 << pick(salt + 3, 9), version: 2, refcount_bits: 16 },
             _ => Layer::Qcow2 {
                 size_bytes,

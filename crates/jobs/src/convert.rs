@@ -23,6 +23,8 @@ const GRAIN_BYTES: u64 = 4096;
 pub struct ConvertOptions {
     /// Runs of zeros from this length on are not written as data; zero: everything is written as data.
     pub sparse_bytes: u64,
+    /// The target was made for this copy.
+    pub target_is_new: bool,
     /// The target reads as zeros everywhere.
     pub target_is_zero: bool,
     /// The target has a backing file that holds what the source's top layer leaves to the layers below it.
@@ -37,7 +39,15 @@ pub struct ConvertOptions {
 
 impl Default for ConvertOptions {
     fn default() -> Self {
-        Self { sparse_bytes: GRAIN_BYTES, target_is_zero: true, top_only: false, compress: false, depth: 8, rate: None }
+        Self {
+            sparse_bytes: GRAIN_BYTES,
+            target_is_new: true,
+            target_is_zero: true,
+            top_only: false,
+            compress: false,
+            depth: 8,
+            rate: None,
+        }
     }
 }
 
@@ -77,7 +87,7 @@ pub fn convert(
     let finished = pipeline.finish(control);
     handed_out?;
     finished?;
-    target.close()
+    if options.target_is_new { target.close_new() } else { target.close() }
 }
 
 /// What goes where in which pieces.

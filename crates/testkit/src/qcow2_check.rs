@@ -31,6 +31,7 @@ const COMPRESSED: u64 = 1 << 62;
 const ZERO: u64 = 1;
 const INCOMPATIBLE_DIRTY: u64 = 1;
 const INCOMPATIBLE_CORRUPT: u64 = 2;
+const INCOMPATIBLE_DATA_FILE: u64 = 4;
 const INCOMPATIBLE_COMPRESSION: u64 = 8;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 16;
 /// Damage listed at most.
@@ -87,7 +88,7 @@ impl Header {
         if incompatible & INCOMPATIBLE_CORRUPT != 0 {
             return Err("the image says that it is corrupt".to_owned());
         }
-        let known = INCOMPATIBLE_DIRTY | INCOMPATIBLE_COMPRESSION | INCOMPATIBLE_EXTENDED_L2;
+        let known = INCOMPATIBLE_DIRTY | INCOMPATIBLE_DATA_FILE | INCOMPATIBLE_COMPRESSION | INCOMPATIBLE_EXTENDED_L2;
         if incompatible & !known != 0 || word(32)? != 0 {
             return Err(format!("incompatible features {incompatible:#x}, encryption {}", word(32)?));
         }
@@ -112,6 +113,10 @@ impl Header {
 
     fn is_extended(&self) -> bool {
         self.incompatible & INCOMPATIBLE_EXTENDED_L2 != 0
+    }
+
+    fn has_data_file(&self) -> bool {
+        self.incompatible & INCOMPATIBLE_DATA_FILE != 0
     }
 
     fn entry_bytes(&self) -> u64 {
@@ -210,6 +215,16 @@ impl Checker<'_> {
             }
             let host = entry & OFFSET_MASK;
             let (alloc, zero) = (bitmap & 0xffff_ffff, bitmap >> 32);
+            if self.header.has_data_file() {
+                // Clusters of an external data file lie where they are on the disk, and are not counted.
+                let guest = (l1_index * per_table + index) * cluster;
+                let wrong = entry & (COMPRESSED | COPIED) != COPIED || host != guest || alloc & zero != 0;
+                if wrong && entry & !ZERO != 0 {
+                    self.damaged(format!("{} says {entry:#x} {bitmap:#x} of guest offset {guest:#x}", what()));
+                }
+                self.report.allocated_clusters += u64::from(entry & !ZERO != 0);
+                continue;
+            }
             if alloc & zero != 0 || (host == 0 && alloc != 0) {
                 self.damaged(format!("{} has the bitmap {bitmap:#x} and the host offset {host:#x}", what()));
             }

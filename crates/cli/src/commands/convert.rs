@@ -96,6 +96,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let backing_format = parse_format(args.backing_format.as_deref())?;
     let options = ConvertOptions {
         sparse_bytes: parse_size(args.sparse.as_deref().unwrap_or("4k"))?,
+        target_is_new: !args.no_create,
         target_is_zero: !args.no_create || args.target_is_zero,
         top_only: args.backing.is_some(),
         compress: args.compress,

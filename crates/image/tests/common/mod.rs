@@ -33,6 +33,8 @@ pub enum Layer {
     Qcow2 { size_bytes: u64, cluster_size: u64, version: u32, refcount_bits: u32 },
     /// The same with extended L2 entries.
     Extended { size_bytes: u64, cluster_size: u64 },
+    /// With an external data file, raw or not.
+    External { size_bytes: u64, cluster_size: u64, raw: bool, extended: bool },
 }
 
 impl Layer {
@@ -44,9 +46,10 @@ impl Layer {
     pub fn size_bytes(&self) -> u64 {
         match self {
             // A disk has whole sectors.
-            Self::Raw(size_bytes) | Self::Qcow2 { size_bytes, .. } | Self::Extended { size_bytes, .. } => {
-                size_bytes.next_multiple_of(512)
-            }
+            Self::Raw(size_bytes)
+            | Self::Qcow2 { size_bytes, .. }
+            | Self::Extended { size_bytes, .. }
+            | Self::External { size_bytes, .. } => size_bytes.next_multiple_of(512),
         }
     }
 
@@ -56,7 +59,12 @@ impl Layer {
             Self::Raw(_) => 4096,
             Self::Qcow2 { cluster_size, .. } => *cluster_size,
             Self::Extended { cluster_size, .. } => cluster_size / 32,
+            Self::External { cluster_size, extended, .. } => cluster_size / if *extended { 32 } else { 1 },
         }
+    }
+
+    fn is_external(&self) -> bool {
+        matches!(self, Self::External { .. })
     }
 
     fn create_options(&self) -> Qcow2Options {
@@ -67,6 +75,10 @@ impl Layer {
             Self::Extended { size_bytes, cluster_size } => {
                 Qcow2Options { size_bytes, cluster_size, extended_l2: true, ..Qcow2Options::default() }
             }
+            Self::External { size_bytes, cluster_size, raw, extended } => {
+                let options = Qcow2Options { size_bytes, cluster_size, ..Qcow2Options::default() };
+                Qcow2Options { data_file_raw: raw, extended_l2: extended, ..options }
+            }
             Self::Raw(size_bytes) => Qcow2Options { size_bytes, ..Qcow2Options::default() },
         }
     }
@@ -74,7 +86,7 @@ impl Layer {
     fn format(&self) -> Format {
         match self {
             Self::Raw(_) => Format::Raw,
-            Self::Qcow2 { .. } | Self::Extended { .. } => Format::Qcow2,
+            Self::Qcow2 { .. } | Self::Extended { .. } | Self::External { .. } => Format::Qcow2,
         }
     }
 }
@@ -135,16 +147,20 @@ impl Chain {
                 let bytes = stamped(1000 + index as u64, 0, *size_bytes as usize);
                 storage.create_with(&name(index), &bytes, options);
             }
-            Layer::Qcow2 { .. } | Layer::Extended { .. } => {
+            Layer::Qcow2 { .. } | Layer::Extended { .. } | Layer::External { .. } => {
                 let length = self.device_bytes.filter(|_| index == 0).unwrap_or(0);
                 let file: Arc<dyn File> = storage.create(&name(index), length, options);
                 let below = self.layers.get(index + 1);
                 let options = Qcow2Options {
                     backing_file: below.map(|_| name(index + 1)),
                     backing_format: below.map(|layer| layer.format().to_string()),
+                    data_file: layer.is_external().then(|| data_name(index)),
                     ..layer.create_options()
                 };
-                image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
+                let data = layer
+                    .is_external()
+                    .then(|| storage.create(&data_name(index), 0, SimFileOptions::default()) as Arc<dyn File>);
+                image::create_with_data(&file, data.as_ref(), &CreateOptions::Qcow2(options)).unwrap();
             }
         }
         if index > 0 || self.used {
@@ -199,7 +215,7 @@ impl Chain {
         }
         match self.top() {
             Layer::Raw(_) => Ok(()),
-            Layer::Qcow2 { .. } | Layer::Extended { .. } => {
+            Layer::Qcow2 { .. } | Layer::Extended { .. } | Layer::External { .. } => {
                 let report = qcow2_check(&storage.bytes(&name(0)))?;
                 report.sound()?;
                 match report.snapshots_digest == qcow2_check(&original.bytes(&name(0)))?.snapshots_digest {
@@ -209,6 +225,11 @@ impl Chain {
             }
         }
     }
+}
+
+/// The external data file of a layer.
+pub fn data_name(index: usize) -> String {
+    format!("layer{index}.data")
 }
 
 /// The file of a layer.
