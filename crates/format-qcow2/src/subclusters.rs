@@ -150,8 +150,7 @@ impl Inner {
         let mut index = geometry.index_in_slice(geometry.cluster_of(offset));
         let mut found: Option<Found> = None;
         let mut at = offset;
-        loop {
-            let Some(entry) = self.extended_in(&view, index) else { break };
+        while let Some(entry) = self.extended_in(&view, index) {
             let entry = match (entry, &found) {
                 (Ok(entry), _) => entry,
                 (Err(bad), None) => return if view.is_valid() { Err(bad) } else { Ok(None) },

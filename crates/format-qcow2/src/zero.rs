@@ -145,14 +145,14 @@ impl Inner {
     /// Changes the parts of clusters that lie wholly in a range; returns which bytes those are.
     async fn change_whole_parts(&self, io: &MetaIo, range: Range<u64>, goal: Goal) -> IoResult<Range<u64>> {
         let part_bytes = self.geometry.part_start(1);
-        let start = range.start.next_multiple_of(part_bytes).min(range.end);
+        let start = range.start.next_multiple_of(part_bytes);
         let end = match range.end >= self.geometry.size_bytes {
             // What is behind the end of the disk goes with it.
             true => self.geometry.start_of(self.geometry.guest_clusters()),
             false => range.end.saturating_sub(range.end & part_bytes.saturating_sub(1)).max(start),
         };
         self.change_run_of_parts(io, start..end, goal).await?;
-        Ok(start..end.min(range.end))
+        Ok(start.min(range.end)..end.min(range.end))
     }
 
     async fn change_run_of_parts(&self, io: &MetaIo, range: Range<u64>, goal: Goal) -> IoResult {

@@ -80,7 +80,7 @@ fn random_request(dice: &mut Dice, size: u64, plan: &Plan) -> Request {
     let length = ((1 + dice.below(plan.most_bytes / 512)) * 512).min(size - offset);
     let mut write = Request::write(offset, stamped(dice.seed(), offset, length as usize));
     if plan.compress > 0 {
-        let start = offset / plan.compress * plan.compress;
+        let start = offset - offset % plan.compress;
         let end = (offset + length).next_multiple_of(plan.compress).min(size);
         let mut data = stamped(dice.seed(), start, (end - start) as usize);
         // Each sector is different, and most of it is nothing.
