@@ -18,6 +18,7 @@ struct Room {
     host: u64,
     clusters: Range<u64>,
     fresh: bool,
+    zeroed: bool,
     head: Fill,
     tail: Fill,
 }
@@ -64,6 +65,7 @@ impl Qcow2 {
             file_offset: room.host.saturating_add(skip),
             head: room.head,
             tail: room.tail,
+            zeroed: room.zeroed,
             without_data: false,
             guest: room.clusters,
             unpublished: if room.fresh { host_first..host_first.saturating_add(count) } else { 0..0 },
@@ -121,7 +123,7 @@ impl Inner {
         let head = self.fill_part(slice, range.start, false)?;
         let tail = self.fill_part(slice, end.saturating_sub(1), false)?;
         let (head, tail) = self.fillings(start, end, &range, head, tail, Fill::Zero);
-        Ok(Room { start, end, host, clusters: first..cluster, fresh: false, head, tail })
+        Ok(Room { start, end, host, clusters: first..cluster, fresh: false, zeroed: false, head, tail })
     }
 
     /// New host clusters, with what of the old ones has to come along.
@@ -156,7 +158,7 @@ impl Inner {
         };
         let behind = if zeroed { Fill::None } else { Fill::Zero };
         let (head, tail) = self.fillings(start, end_bytes, &(offset..request_end), head, tail, behind);
-        Ok(Room { start, end: end_bytes, host, clusters: first..end, fresh, head, tail })
+        Ok(Room { start, end: end_bytes, host, clusters: first..end, fresh, zeroed, head, tail })
     }
 
     /// How many parts of a cluster a range that reaches it, and ends at `end`, touches.

@@ -417,8 +417,15 @@ mod tests {
 
     #[test]
     fn free_runs_are_what_single_looks_say() {
-        let geometry =
-            Geometry { version: 3, size_bytes: 1 << 30, cluster_bits: 9, refcount_order: 2, has_backing: false, extended_l2: false, data_file: false };
+        let geometry = Geometry {
+            version: 3,
+            size_bytes: 1 << 30,
+            cluster_bits: 9,
+            refcount_order: 2,
+            has_backing: false,
+            extended_l2: false,
+            data_file: false,
+        };
         let mut refcounts = Refcounts::new(geometry, vec![512, 1024, 0], 0, 0);
         assert_eq!(refcounts.free_runs(3, 9), Err(Absent::NotLoaded(0)));
         refcounts.install(1, vec![0; 512].into());
