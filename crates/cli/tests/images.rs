@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{assert_valid, at, directory, has_tool, path_str, run_fails, run_ok, tool_ok};
+use common::{assert_valid, at, directory, has_tool, path_str, run, run_fails, run_ok, text, tool_ok};
 use serde_json::Value;
 use std::path::Path;
 
