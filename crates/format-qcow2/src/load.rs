@@ -159,7 +159,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Learns where the tables of snapshots lie, and clears all autoclear bits (we maintain none of what they stand for),
+    /// Learns where all tables lie, those of snapshots too, and clears all autoclear bits (we maintain none of what they stand for),
     /// before anything else is written.
     async fn make_header_ready(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::HeaderReady).await else { return Ok(()) };
@@ -167,6 +167,7 @@ impl Inner {
         if self.header_ready.load(Ordering::Acquire) {
             return Ok(());
         }
+        self.tables(&mut self.lock());
         self.collect_snapshots(io).await;
         if self.header.autoclear_features != 0 {
             self.clear_autoclear(io).await?;

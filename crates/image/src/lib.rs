@@ -41,7 +41,7 @@ pub use create::{CreateOptions, create};
 pub use delay::DelayDisk;
 pub use edit::{Amend, Edit, EditWatch, edit};
 pub use extents::{Extents, Run};
-pub use format_qcow2::{Backing, CheckEvent, CheckReport};
+pub use format_qcow2::{Backing, CheckEvent, CheckReport, Repair};
 pub use format_qcow2::{GrowBy, NewSnapshot, Snapshot, SnapshotName};
 pub use gate::{BackingPolicy, Opener, Role};
 pub use grow::grow;

@@ -29,7 +29,6 @@ impl Difference {
 
 /// All of them.
 pub(crate) const OTHERS: &[Difference] = &[
-    pending("check", "-r"),
     refused("convert", "-C", "taken for a wish: the copy is made through memory"),
     pending("convert", "-c"),
     refused("convert", "--salvage", "refused: an unreadable source ends the copy"),
