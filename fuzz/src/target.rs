@@ -145,7 +145,7 @@ fn check(bytes: &[u8]) {
         events < 10_000
     }));
     assert!(storage.bytes("image") == bytes, "checking has changed the file");
-    let mut repair = || image::check(Path::new("image"), &file, Some(Format::Qcow2), Some(Repair::All), &mut |_| true);
+    let repair = || image::check(Path::new("image"), &file, Some(Format::Qcow2), Some(Repair::All), &mut |_| true);
     // What says that all is well has left nothing to do.
     if let Ok(first) = repair()
         && (first.corruptions, first.leaks, first.check_errors) == (0, 0, 0)

@@ -83,6 +83,22 @@ pub(crate) fn backing_path(overlay: &Path, name: &str) -> Result<PathBuf> {
     Ok(directory.join(name))
 }
 
+/// The canonical name of the backing file that the image at `overlay` names as `name`, if the policy allows to open it.
+/// `top` is the image that the user named, `listed` are other files that the user named.
+pub fn pass_gate(
+    policy: &BackingPolicy,
+    top: &Path,
+    listed: &[PathBuf],
+    overlay: &Path,
+    name: &str,
+    opener: &dyn Opener,
+) -> Result<PathBuf> {
+    let target = opener.canonical(&backing_path(overlay, name)?)?;
+    let listed: Vec<PathBuf> = listed.iter().filter_map(|path| opener.canonical(path).ok()).collect();
+    allow_backing(policy, &opener.canonical(top)?, &listed, &target)?;
+    Ok(target)
+}
+
 /// Decides whether the file `target` (canonical) may be opened because an image says so. `top` is the canonical name
 /// of the image that the user named, `listed` are the canonical names of other files that the user named.
 pub(crate) fn allow_backing(policy: &BackingPolicy, top: &Path, listed: &[PathBuf], target: &Path) -> Result<()> {

@@ -43,7 +43,7 @@ pub use edit::{Amend, Edit, EditWatch, edit};
 pub use extents::{Extents, Run};
 pub use format_qcow2::{Backing, CheckEvent, CheckReport, Repair};
 pub use format_qcow2::{GrowBy, NewSnapshot, Snapshot, SnapshotName};
-pub use gate::{BackingPolicy, Opener, Role};
+pub use gate::{BackingPolicy, Opener, Role, pass_gate};
 pub use grow::grow;
 pub use guess::{Format, guess_format};
 pub use image::Image;
