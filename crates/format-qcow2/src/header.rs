@@ -277,7 +277,7 @@ impl Header {
     ) -> Result<()> {
         let bits = self.incompatible_features;
         if bits & INCOMPATIBLE_CORRUPT != 0 {
-            return check.bad("it is marked corrupt; repair it with 'qemu-img check -r all' first");
+            return check.bad("it is marked corrupt; repair it with 'check -r all' first");
         }
         if bits & INCOMPATIBLE_DATA_FILE != 0 {
             return check.unsupported("it keeps its data in an external data file, which is not supported yet");
@@ -299,7 +299,7 @@ impl Header {
         }
         if writable && bits & INCOMPATIBLE_DIRTY != 0 {
             return check.unsupported(
-                "it was not closed cleanly (dirty bit), so its refcounts are stale; repair it with 'qemu-img check -r \
+                "it was not closed cleanly (dirty bit), so its refcounts are stale; repair it with 'check -r \
                  all' before writing, or open it read-only",
             );
         }
