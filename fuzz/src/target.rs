@@ -4,7 +4,7 @@ use crate::disk::{Disk, MARK, file_of, storage_of};
 use crate::golden;
 use crate::mutate::{Tables, damage};
 use arbitrary::{Result, Unstructured};
-use image::{CheckEvent, Format};
+use image::{CheckEvent, Format, Repair};
 use std::path::Path;
 use testkit::Request;
 
@@ -21,7 +21,7 @@ pub enum Target {
     Read,
     /// Writing, zeroing, discarding, flushing.
     Write,
-    /// Checking.
+    /// Checking and repairing.
     Check,
 }
 
@@ -125,7 +125,11 @@ fn write(bytes: &[u8], u: &mut Unstructured<'_>) -> Result<()> {
         let (Some(before), Some(now)) = (before, now) else { continue };
         for (index, (old, new)) in before.chunks(512).zip(now.chunks(512)).enumerate() {
             let is_guests = new.iter().all(|byte| *byte == MARK) && old != new;
-            assert!(!is_guests, "the guest's data lies in the table at {:#x}, sector {index}", table.start);
+            assert!(
+                !is_guests,
+                "the guest's data lies in the table at {:#x}, sector {index}: {tables:x?}",
+                table.start
+            );
         }
     }
     Ok(())
@@ -136,9 +140,18 @@ fn check(bytes: &[u8]) {
     let file = file_of(&storage);
     // A table can claim a great deal; whoever watches may stop it.
     let mut events = 0u32;
-    drop(image::check(Path::new("image"), &file, Some(Format::Qcow2), &mut |event| {
+    drop(image::check(Path::new("image"), &file, Some(Format::Qcow2), None, &mut |event| {
         events += u32::from(matches!(event, CheckEvent::Finding(_)));
         events < 10_000
     }));
     assert!(storage.bytes("image") == bytes, "checking has changed the file");
+    let repair = || image::check(Path::new("image"), &file, Some(Format::Qcow2), Some(Repair::All), &mut |_| true);
+    // What says that all is well has left nothing to do.
+    if let Ok(first) = repair()
+        && (first.corruptions, first.leaks, first.check_errors) == (0, 0, 0)
+    {
+        let second = repair();
+        let done = second.as_ref().map(|second| (second.corruptions_fixed, second.leaks_fixed)).ok();
+        assert!(done == Some((0, 0)), "{first:?}, and once more: {second:?}");
+    }
 }

@@ -1,16 +1,19 @@
 //! Checking an image: every reference is counted again from header, L1, L2 and snapshots, and compared with the
 //! refcounts on disk (qcow2 specification, "Host cluster management").
 //!
-//! Reads only, and believes nothing: what it keeps in memory grows with the clusters that are referred to.
+//! Reads only, and believes nothing: what it keeps in memory grows with the clusters that are referred to. What to do
+//! about what it finds is `repair`'s.
 
 use crate::entry::{COPIED, ZERO};
 use crate::geometry::Geometry;
-use crate::header::{Header, INCOMPATIBLE_CORRUPT};
+use crate::header::{Header, INCOMPATIBLE_CORRUPT, MAX_REFCOUNT_TABLE_BYTES};
 use crate::image::read_first_cluster;
 use crate::load::entries;
+use crate::references::{Kind, Kinds, References};
+use crate::tables::clusters_of;
 use block::{Error, ErrorKind, IoResult, MetaIo, PastEnd, Result};
 use memory::AlignedBuf;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
@@ -20,8 +23,10 @@ const COMPRESSED: u64 = 1 << 62;
 const MAX_L1_BYTES: u64 = 32 << 20;
 /// The feature bits 0 to 7 of a version 3 header.
 const LAST_BYTE_OF_INCOMPATIBLE: usize = 79;
-/// References are counted in pieces of this many clusters.
-const CHUNK_BITS: u32 = 12;
+/// A file does not get longer than this on common file systems.
+const RESIZE_MAX: u64 = 16 << 40;
+/// Of one reference that leads behind the file, so many clusters are remembered.
+const CLAIMED_MAX: usize = 16;
 /// The fixed part of a row of the snapshot table, and the most that its optional part may have.
 const SNAPSHOT_ROW_BYTES: usize = 40;
 const SNAPSHOT_EXTRA_MAX: u64 = 1024;
@@ -45,6 +50,10 @@ pub struct CheckReport {
     pub compressed_clusters: u64,
     /// The end of the last host cluster in use.
     pub image_end_offset: u64,
+    /// What a repair has set right of what may cost data.
+    pub corruptions_fixed: u64,
+    /// Leaked clusters that a repair has freed.
+    pub leaks_fixed: u64,
 }
 
 /// Told while a check goes on.
@@ -62,8 +71,21 @@ pub type CheckWatch<'a> = dyn FnMut(CheckEvent) -> bool + 'a;
 /// Checks the image in a file of `file_bytes`. Fails if it is none, or cannot be read, or if `watch` stopped it.
 pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWatch<'_>) -> Result<CheckReport> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the tables"), error);
+    let (header, bitmaps) = header_to_check(io, name).await?;
+    let mut walk = Walk::begin(io, &header, file_bytes, watch).await.map_err(failed)?;
+    walk.bitmaps = bitmaps;
+    walk.count_all().await.map_err(failed)?;
+    walk.compare().await;
+    for wrong in walk.wrong_flags(false).await.map_err(failed)? {
+        walk.corrupt(wrong.what);
+    }
+    walk.end()
+}
+
+/// The header of an image that may be damaged (that is what checks are for), and the space of its bitmaps.
+pub(crate) async fn header_to_check(io: &MetaIo, name: &str) -> Result<(Header, Vec<(u64, u64)>)> {
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the tables"), error);
     let mut cluster = read_first_cluster(io).await.map_err(failed)?;
-    // Damaged images are what checks are for.
     if cluster.starts_with(b"QFI\xfb\0\0\0\x03")
         && let Some(byte) = cluster.get_mut(LAST_BYTE_OF_INCOMPATIBLE)
     {
@@ -71,56 +93,110 @@ pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWa
     }
     let header = Header::parse(&cluster, name, false)?;
     let bitmaps = crate::bitmap::space(io, &header, &cluster, name).await?;
-    let geometry = header.geometry();
-    let table_bytes = geometry.start_of(u64::from(header.refcount_table_clusters));
-    let mut walk = Walk {
-        io,
-        geometry,
-        header: &header,
-        file_bytes,
-        table: Vec::new(),
-        block: None,
-        references: HashMap::new(),
-        clusters: geometry.clusters_for(file_bytes),
-        report: CheckReport {
-            total_clusters: geometry.guest_clusters(),
-            image_end_offset: geometry.cluster_bytes(),
-            ..CheckReport::default()
-        },
-        watch,
-        stopped: false,
-    };
-    let table = walk.read(header.refcount_table_offset, table_bytes).await.map_err(failed)?;
-    walk.table = entries(&table).collect();
-    walk.count_all(table_bytes).await.map_err(failed)?;
-    bitmaps.into_iter().for_each(|(offset, bytes)| walk.refer(offset, bytes));
-    walk.compare().await;
-    walk.check_flags().await.map_err(failed)?;
-    if walk.stopped {
-        return Err(Error::new(ErrorKind::Io, "interrupted"));
-    }
-    Ok(walk.report)
+    Ok((header, bitmaps))
 }
 
-struct Walk<'a, 'w> {
-    io: &'a MetaIo,
-    geometry: Geometry,
-    header: &'a Header,
-    file_bytes: u64,
+/// A refcount that is not the number of references.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Mismatch {
+    pub(crate) cluster: u64,
+    pub(crate) refcount: u64,
+    pub(crate) references: u64,
+}
+
+/// An entry whose flag "refcount is exactly one" is wrong.
+#[derive(Debug)]
+pub(crate) struct WrongFlag {
+    /// Where the entry is in the file.
+    pub(crate) at: u64,
+    pub(crate) entry: u64,
+    pub(crate) what: String,
+}
+
+pub(crate) struct Walk<'a, 'w> {
+    pub(crate) io: &'a MetaIo,
+    pub(crate) geometry: Geometry,
+    pub(crate) header: &'a Header,
+    pub(crate) file_bytes: u64,
     /// Clusters of the file, with a last one that is referred to and that the file ends before.
-    clusters: u64,
+    pub(crate) clusters: u64,
     /// The refcount table.
-    table: Vec<u64>,
+    pub(crate) table: Vec<u64>,
     /// The refcount block looked at last, by number.
-    block: Option<(u64, AlignedBuf)>,
-    references: HashMap<u64, Vec<u32>>,
-    report: CheckReport,
+    pub(crate) block: Option<(u64, AlignedBuf)>,
+    pub(crate) references: References,
+    /// Those of them that are the refcounts' own.
+    own_references: References,
+    /// Where the tables lie.
+    pub(crate) kinds: Kinds,
+    /// Host clusters that something leads to without a reference being counted, because it is damaged.
+    pub(crate) claimed: BTreeSet<u64>,
+    pub(crate) report: CheckReport,
+    pub(crate) mismatches: Vec<Mismatch>,
+    /// The refcounts cannot be set right where they are.
+    pub(crate) needs_rebuild: bool,
+    /// Entries that a repair gives another value: where, and which.
+    pub(crate) new_entries: BTreeMap<u64, u64>,
+    /// Where bitmaps lie, and their directory.
+    pub(crate) bitmaps: Vec<(u64, u64)>,
+    /// Whether errors are to be repaired.
+    pub(crate) repairs: bool,
     watch: &'a mut CheckWatch<'w>,
     stopped: bool,
 }
 
-impl Walk<'_, '_> {
-    async fn read(&self, offset: u64, length: u64) -> IoResult<AlignedBuf> {
+impl<'a, 'w> Walk<'a, 'w> {
+    pub(crate) async fn begin(
+        io: &'a MetaIo,
+        header: &'a Header,
+        file_bytes: u64,
+        watch: &'a mut CheckWatch<'w>,
+    ) -> IoResult<Self> {
+        let geometry = header.geometry();
+        let report = CheckReport {
+            total_clusters: geometry.guest_clusters(),
+            image_end_offset: geometry.cluster_bytes(),
+            ..CheckReport::default()
+        };
+        let mut walk = Self {
+            io,
+            geometry,
+            header,
+            file_bytes,
+            table: Vec::new(),
+            block: None,
+            references: References::default(),
+            own_references: References::default(),
+            kinds: Kinds::default(),
+            claimed: BTreeSet::new(),
+            clusters: geometry.clusters_for(file_bytes),
+            report,
+            mismatches: Vec::new(),
+            needs_rebuild: false,
+            new_entries: BTreeMap::new(),
+            bitmaps: Vec::new(),
+            repairs: false,
+            watch,
+            stopped: false,
+        };
+        let table = walk.read(header.refcount_table_offset, walk.table_bytes()).await?;
+        walk.table = entries(&table).collect();
+        Ok(walk)
+    }
+
+    fn table_bytes(&self) -> u64 {
+        self.geometry.start_of(u64::from(self.header.refcount_table_clusters))
+    }
+
+    pub(crate) fn end(&self) -> Result<CheckReport> {
+        self.go_on().map(|()| self.report)
+    }
+
+    pub(crate) fn go_on(&self) -> Result<()> {
+        if self.stopped { Err(Error::new(ErrorKind::Io, "interrupted")) } else { Ok(()) }
+    }
+
+    pub(crate) async fn read(&self, offset: u64, length: u64) -> IoResult<AlignedBuf> {
         let length = usize::try_from(length).map_err(|_| block::IoError::EIO)?;
         match length {
             0 => Ok(AlignedBuf::zeroed(0)),
@@ -128,11 +204,11 @@ impl Walk<'_, '_> {
         }
     }
 
-    fn find(&mut self, what: String) {
+    pub(crate) fn find(&mut self, what: String) {
         self.stopped |= !(self.watch)(CheckEvent::Finding(what));
     }
 
-    fn corrupt(&mut self, what: String) {
+    pub(crate) fn corrupt(&mut self, what: String) {
         self.report.corruptions = self.report.corruptions.saturating_add(1);
         self.find(format!("ERROR {what}"));
     }
@@ -145,43 +221,60 @@ impl Walk<'_, '_> {
     fn refer(&mut self, offset: u64, length: u64) {
         let Some(last) = length.checked_sub(1) else { return };
         let end = offset.saturating_add(length);
+        let last_cluster = self.geometry.cluster_of(offset.saturating_add(last));
+        let touched = self.geometry.cluster_of(offset)..=last_cluster;
         if end.saturating_sub(self.file_bytes) >= self.geometry.cluster_bytes() {
+            // The file may grow up to there.
+            self.claimed.extend(touched.take(CLAIMED_MAX));
             return self.corrupt(format!(
                 "a reference exceeds the end of the file by one cluster or more: offset \
                  {offset:#x} size {length:#x}"
             ));
         }
-        let last_cluster = self.geometry.cluster_of(offset.saturating_add(last));
         self.clusters = self.clusters.max(last_cluster.saturating_add(1));
-        let chunk_entries = 1usize << CHUNK_BITS;
-        for cluster in self.geometry.cluster_of(offset)..=last_cluster {
-            let chunk = self.references.entry(cluster >> CHUNK_BITS).or_insert_with(|| vec![0; chunk_entries]);
-            let index = (cluster as usize) & chunk_entries.saturating_sub(1);
-            if let Some(count) = chunk.get_mut(index) {
-                *count = count.saturating_add(1);
-            }
+        touched.for_each(|cluster| self.count(cluster));
+    }
+
+    /// Counts a reference to a cluster, as far as the width of refcounts goes.
+    pub(crate) fn count(&mut self, cluster: u64) {
+        let bits = 1u32.wrapping_shl(self.geometry.refcount_order);
+        let max = u32::try_from(u64::MAX.wrapping_shr(64u32.saturating_sub(bits))).unwrap_or(u32::MAX);
+        if !self.references.count(cluster, max) {
+            let offset = self.geometry.start_of(cluster);
+            self.corrupt(format!("more references to the cluster at {offset:#x} than a refcount can count"));
         }
     }
 
-    fn references_to(&self, cluster: u64) -> u64 {
-        let index = (cluster as usize) & (1usize << CHUNK_BITS).saturating_sub(1);
-        let chunk = self.references.get(&(cluster >> CHUNK_BITS));
-        chunk.and_then(|chunk| chunk.get(index)).map_or(0, |count| u64::from(*count))
+    /// Counts references to what holds refcounts.
+    fn refer_to_refcounts(&mut self, offset: u64, length: u64) {
+        for cluster in clusters_of(&self.geometry, offset, length.min(MAX_REFCOUNT_TABLE_BYTES)) {
+            self.own_references.count(cluster, u32::MAX);
+        }
+        self.refer_to_table(Kind::Other, offset, length);
     }
 
-    async fn count_all(&mut self, table_bytes: u64) -> IoResult {
-        self.refer(0, self.geometry.cluster_bytes());
+    /// Counts references to what holds a table.
+    fn refer_to_table(&mut self, kind: Kind, offset: u64, length: u64) {
+        self.kinds.add(kind, clusters_of(&self.geometry, offset, length.min(MAX_L1_BYTES)));
+        self.refer(offset, length);
+    }
+
+    pub(crate) async fn count_all(&mut self) -> IoResult {
+        self.refer_to_table(Kind::Other, 0, self.geometry.cluster_bytes());
         let header = self.header;
         self.count_l1(header.l1_offset, u64::from(header.l1_entries), true).await?;
         self.count_snapshots().await?;
-        self.refer(header.refcount_table_offset, table_bytes);
+        self.refer_to_refcounts(header.refcount_table_offset, self.table_bytes());
+        for (offset, length) in self.bitmaps.clone() {
+            self.refer_to_table(Kind::Other, offset, length);
+        }
         self.count_blocks();
         Ok(())
     }
 
     async fn count_l1(&mut self, offset: u64, l1_entries: u64, active: bool) -> IoResult {
         let bytes = l1_entries.saturating_mul(8);
-        self.refer(offset, bytes);
+        self.refer_to_table(if active { Kind::L1 } else { Kind::Other }, offset, bytes);
         let table = self.read(offset, bytes).await?;
         for (index, entry) in entries(&table).enumerate() {
             if self.stopped {
@@ -197,7 +290,7 @@ impl Walk<'_, '_> {
             if entry & L1_RESERVED != 0 {
                 self.corrupt(format!("found L1 entry with reserved bits set: {entry:x}"));
             }
-            self.refer(l2_offset, self.geometry.cluster_bytes());
+            self.refer_to_table(Kind::L2, l2_offset, self.geometry.cluster_bytes());
             if self.geometry.offset_in_cluster(l2_offset) != 0 {
                 self.corrupt(format!("l2_offset={l2_offset:x}: Table is not cluster aligned; L1 entry corrupted"));
             }
@@ -209,9 +302,11 @@ impl Walk<'_, '_> {
     async fn count_l2(&mut self, l2_offset: u64, active: bool) -> IoResult {
         let table = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
         let mut expected = 0u64;
-        let mut words = entries(&table);
-        while let Some(entry) = words.next() {
-            let bitmap = if self.geometry.extended_l2 { words.next().unwrap_or(0) } else { 0 };
+        let mut words = entries(&table).enumerate();
+        while let Some((index, entry)) = words.next() {
+            let bitmap = if self.geometry.extended_l2 { words.next().map_or(0, |(_, word)| word) } else { 0 };
+            let at = l2_offset.saturating_add((index as u64).saturating_mul(8));
+            let entry = self.new_entries.get(&at).copied().unwrap_or(entry);
             if entry & COMPRESSED != 0 {
                 self.count_compressed(entry, active);
                 continue;
@@ -228,6 +323,13 @@ impl Walk<'_, '_> {
                 continue;
             }
             if self.geometry.offset_in_cluster(offset) != 0 {
+                if entry & ZERO != 0 && self.repairs && !self.geometry.extended_l2 {
+                    // It reads as zeros, whatever it leads to.
+                    self.find(format!("Repairing offset={offset:x}: Preallocated cluster is not properly aligned"));
+                    self.new_entries.insert(at, ZERO);
+                    self.report.corruptions_fixed = self.report.corruptions_fixed.saturating_add(1);
+                    continue;
+                }
                 self.corrupt(format!("offset={offset:x}: Cluster is not properly aligned; L2 entry corrupted."));
             }
             if active {
@@ -290,7 +392,7 @@ impl Walk<'_, '_> {
             }
             self.count_l1(l1_offset, l1_entries, false).await?;
         }
-        self.refer(self.header.snapshots_offset, at.saturating_sub(self.header.snapshots_offset));
+        self.refer_to_table(Kind::Other, self.header.snapshots_offset, at.saturating_sub(self.header.snapshots_offset));
         Ok(())
     }
 
@@ -300,24 +402,47 @@ impl Walk<'_, '_> {
             let entry = self.table.get(index).copied().unwrap_or(0);
             let offset = entry & !REFCOUNT_TABLE_RESERVED;
             let cluster = self.geometry.cluster_of(offset);
+            // A block outside the file is one of zeros, until the file gets longer.
+            let mut damaged = true;
             if entry & REFCOUNT_TABLE_RESERVED != 0 {
                 self.corrupt(format!("refcount table entry {index} has reserved bits set"));
             } else if self.geometry.offset_in_cluster(offset) != 0 {
                 self.corrupt(format!("refcount block {index} is not cluster aligned; refcount table entry corrupted"));
             } else if cluster >= file_clusters {
-                self.corrupt(format!("refcount block {index} is outside image"));
+                damaged = self.repairs && offset >= RESIZE_MAX;
+                self.count_block_outside(index, offset);
             } else if offset != 0 {
-                self.refer(offset, self.geometry.cluster_bytes());
-                let references = self.references_to(cluster);
-                if references != 1 {
+                self.refer_to_refcounts(offset, self.geometry.cluster_bytes());
+                let references = self.references.get(cluster);
+                damaged = references != 1;
+                if damaged {
                     self.corrupt(format!("refcount block {index} refcount={references}"));
                 }
+            } else {
+                damaged = false;
+            }
+            if damaged {
+                self.needs_rebuild = true;
+                self.claimed.insert(cluster);
             }
         }
     }
 
+    /// qemu-img makes the file longer to repair this, and counts that, and what is wrong afterwards. Reading zeros there
+    /// comes to the same.
+    fn count_block_outside(&mut self, index: usize, offset: u64) {
+        let cluster = self.geometry.cluster_of(offset);
+        if !self.repairs || offset >= RESIZE_MAX {
+            return self.corrupt(format!("refcount block {index} is outside image"));
+        }
+        self.find(format!("Repairing refcount block {index} is outside image"));
+        self.report.corruptions_fixed = self.report.corruptions_fixed.saturating_add(1);
+        self.clusters = self.clusters.max(cluster.saturating_add(1));
+        self.count(cluster);
+    }
+
     /// The refcount on disk; `None` where it cannot be had.
-    async fn refcount(&mut self, cluster: u64) -> Option<u64> {
+    pub(crate) async fn refcount(&mut self, cluster: u64) -> Option<u64> {
         let number = self.geometry.block_of(cluster);
         let entry = usize::try_from(number).ok().and_then(|index| self.table.get(index)).copied().unwrap_or(0);
         let offset = entry & !REFCOUNT_TABLE_RESERVED;
@@ -344,16 +469,15 @@ impl Walk<'_, '_> {
         Some(field.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte)))
     }
 
-    async fn compare(&mut self) {
+    pub(crate) async fn compare(&mut self) {
         let clusters = self.clusters;
         let mut cluster = 0u64;
         while cluster < clusters && !self.stopped {
-            let chunk = cluster >> CHUNK_BITS;
-            let chunk_end = chunk.saturating_add(1).wrapping_shl(CHUNK_BITS).min(clusters);
+            let (piece_end, referred) = self.references.piece(cluster);
             let block = self.geometry.block_of(cluster);
             let counted = usize::try_from(block).ok().and_then(|index| self.table.get(index)).is_some_and(|o| *o != 0);
-            let end = chunk_end.min(self.geometry.block_end(block));
-            if counted || self.references.contains_key(&chunk) {
+            let end = piece_end.min(clusters).min(self.geometry.block_end(block));
+            if counted || referred {
                 for cluster in cluster..end {
                     self.compare_cluster(cluster).await;
                 }
@@ -364,7 +488,7 @@ impl Walk<'_, '_> {
     }
 
     async fn compare_cluster(&mut self, cluster: u64) {
-        let references = self.references_to(cluster);
+        let references = self.references.get(cluster);
         let Some(refcount) = self.refcount(cluster).await else {
             self.report.check_errors = self.report.check_errors.saturating_add(1);
             return self.find(format!("Can't get refcount for cluster {cluster}: Input/output error"));
@@ -372,46 +496,66 @@ impl Walk<'_, '_> {
         if refcount > 0 || references > 0 {
             self.report.image_end_offset = self.geometry.start_of(cluster.saturating_add(1));
         }
+        if refcount == references {
+            return;
+        }
+        self.needs_rebuild |= refcount == 0;
+        self.mismatches.push(Mismatch { cluster, refcount, references });
         if refcount < references {
             self.corrupt(format!("cluster {cluster} refcount={refcount} reference={references}"));
-        } else if refcount > references {
+        } else {
             self.report.leaks = self.report.leaks.saturating_add(1);
             self.find(format!("Leaked cluster {cluster} refcount={refcount} reference={references}"));
         }
     }
 
-    /// The flag "refcount is exactly one" of the active tables.
-    async fn check_flags(&mut self) -> IoResult {
+    /// Entries of the active tables whose flag "refcount is exactly one" is wrong; or will be once all refcounts are what
+    /// the references say (`predict`).
+    pub(crate) async fn wrong_flags(&mut self, predict: bool) -> IoResult<Vec<WrongFlag>> {
         let header = self.header;
+        let mut wrong = Vec::new();
         let l1 = self.read(header.l1_offset, u64::from(header.l1_entries).saturating_mul(8)).await?;
-        for (index, l1_entry) in entries(&l1).enumerate() {
-            let l2_offset = l1_entry & OFFSET_MASK;
+        for (index, entry) in entries(&l1).enumerate() {
+            let l2_offset = entry & OFFSET_MASK;
             if l2_offset == 0 || self.stopped {
                 continue;
             }
-            let Some(refcount) = self.refcount(self.geometry.cluster_of(l2_offset)).await else { continue };
-            if (refcount == 1) != (l1_entry & COPIED != 0) {
-                self.corrupt(format!(
-                    "OFLAG_COPIED L2 cluster: l1_index={index} l1_entry={l1_entry:x} refcount={refcount}"
-                ));
+            let Some(refcount) = self.refcount_for_flag(l2_offset, predict).await else { continue };
+            if (refcount == 1) != (entry & COPIED != 0) {
+                let at = header.l1_offset.saturating_add((index as u64).saturating_mul(8));
+                let what = format!("OFLAG_COPIED L2 cluster: l1_index={index} l1_entry={entry:x} refcount={refcount}");
+                wrong.push(WrongFlag { at, entry, what });
             }
             let l2 = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
             // Clusters of an external data file are not counted.
             if self.geometry.data_file {
                 continue;
             }
-            for entry in entries(&l2).step_by(self.geometry.entry_words()) {
+            for (index, entry) in entries(&l2).enumerate().step_by(self.geometry.entry_words()) {
+                let at = l2_offset.saturating_add((index as u64).saturating_mul(8));
+                let entry = self.new_entries.get(&at).copied().unwrap_or(entry);
                 let offset = entry & OFFSET_MASK;
                 if entry & COMPRESSED != 0 || offset == 0 {
                     continue;
                 }
-                let Some(refcount) = self.refcount(self.geometry.cluster_of(offset)).await else { continue };
+                let Some(refcount) = self.refcount_for_flag(offset, predict).await else { continue };
                 if (refcount == 1) != (entry & COPIED != 0) {
                     let kind = if entry & ZERO == 0 { "data" } else { "zero" };
-                    self.corrupt(format!("OFLAG_COPIED {kind} cluster: l2_entry={entry:x} refcount={refcount}"));
+                    let what = format!("OFLAG_COPIED {kind} cluster: l2_entry={entry:x} refcount={refcount}");
+                    wrong.push(WrongFlag { at, entry, what });
                 }
             }
         }
-        Ok(())
+        Ok(wrong)
+    }
+
+    async fn refcount_for_flag(&mut self, offset: u64, predict: bool) -> Option<u64> {
+        let cluster = self.geometry.cluster_of(offset);
+        if !predict {
+            return self.refcount(cluster).await;
+        }
+        // New refcounts leave the place of the old ones.
+        let leaving = if self.needs_rebuild { self.own_references.get(cluster) } else { 0 };
+        Some(self.references.get(cluster).saturating_sub(leaving))
     }
 }

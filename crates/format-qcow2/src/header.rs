@@ -312,7 +312,7 @@ impl Header {
     ) -> Result<()> {
         let bits = self.incompatible_features;
         if bits & INCOMPATIBLE_CORRUPT != 0 {
-            return check.bad("it is marked corrupt; repair it with 'qemu-img check -r all' first");
+            return check.bad("it is marked corrupt; repair it with 'check -r all' first");
         }
         if self.has_data_file() && self.data_file.as_ref().is_none_or(String::is_empty) {
             return check.bad("it keeps its data in an external data file, but does not say in which");
@@ -338,7 +338,7 @@ impl Header {
         }
         if writable && bits & INCOMPATIBLE_DIRTY != 0 {
             return check.unsupported(
-                "it was not closed cleanly (dirty bit), so its refcounts are stale; repair it with 'qemu-img check -r \
+                "it was not closed cleanly (dirty bit), so its refcounts are stale; repair it with 'check -r \
                  all' before writing, or open it read-only",
             );
         }

@@ -139,9 +139,7 @@ impl Qcow2 {
             flushed: WaitList::default(),
             table_writes: Arc::default(),
             extensions: Arc::default(),
-            header_ready: AtomicBool::new(
-                header.autoclear_features & !header.kept_autoclear() == 0 && header.snapshots == 0,
-            ),
+            header_ready: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             marked: AtomicBool::new(false),
             table_bits: TableBits::for_clusters(if read_only { 0 } else { geometry.cluster_of(file.length_bytes) }),

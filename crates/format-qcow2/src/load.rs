@@ -164,14 +164,15 @@ impl Inner {
         Ok(())
     }
 
-    /// Learns where the tables of snapshots lie, and clears the autoclear bits whose promise we do not keep, before
-    /// anything else is written.
+    /// Learns where all tables lie, those of snapshots too, and clears the autoclear bits whose promise we do not keep,
+    /// before anything else is written.
     async fn make_header_ready(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::HeaderReady).await else { return Ok(()) };
         self.refuse_if_stopped()?;
         if self.header_ready.load(Ordering::Acquire) {
             return Ok(());
         }
+        self.tables(&mut self.lock());
         self.collect_snapshots(io).await;
         if self.header.autoclear_features != 0 {
             self.clear_autoclear(io).await?;

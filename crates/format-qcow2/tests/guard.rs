@@ -128,6 +128,22 @@ fn an_image_whose_tables_lead_into_each_other_is_stopped_by_the_first_write_that
 }
 
 #[test]
+fn a_table_that_was_only_read_so_far_is_not_overwritten_either() {
+    let mut bytes = image();
+    let Places { l2, block, .. } = places(&bytes);
+    put(&mut bytes, l2[0] + 5 * 8, block | COPIED);
+    let (storage, guest) = open_bytes(&bytes, Base::default());
+    let target = 5 * CLUSTER as u64;
+    block_on(async {
+        // The slice is in memory now, and nobody has asked to write yet.
+        guest.read(target, 512).await.unwrap();
+        assert_eq!(guest.qcow2.lookup_overwrite(target, 512), Overwrite::Slow);
+        assert_eq!(kind(guest.write(target, &[0xee; 512]).await), Err(IoErrorKind::Corrupt));
+    });
+    assert_stopped(&storage, &guest, &bytes, "data lead into a refcount block");
+}
+
+#[test]
 fn a_second_mapping_of_space_that_has_become_a_table_cannot_eat_the_table() {
     let mut bytes = image();
     let Places { l2, .. } = places(&bytes);

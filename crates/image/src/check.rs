@@ -1,17 +1,19 @@
-//! Checking an image's own tables. Opens nothing but the named file.
+//! Checking an image's own tables, and repairing them. Opens nothing but the named file.
 
 use crate::guess::Format;
 use crate::open::format_of;
 use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
-use format_qcow2::{CheckReport, CheckWatch};
+use format_qcow2::{CheckReport, CheckWatch, Repair};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Checks one file, which was opened for reading; blocks. Formats without tables are Unsupported.
+/// Checks one file, which was opened for reading, or for writing where it is to be repaired; blocks. Formats without tables
+/// are Unsupported.
 pub fn check(
     path: &Path,
     file: &Arc<dyn File>,
     format: Option<Format>,
+    repair: Option<Repair>,
     watch: &mut CheckWatch<'_>,
 ) -> Result<CheckReport> {
     let (format, _) = format_of(path, file.as_ref(), format)?;
@@ -19,5 +21,9 @@ pub fn check(
         return Err(Error::new(ErrorKind::Unsupported, "This image format does not support checks"));
     }
     let io = MetaIo::new(file.open_blocking()?);
-    block_on(format_qcow2::check(&io, file.length_bytes()?, &path.display().to_string(), watch))
+    let (length, name) = (file.length_bytes()?, path.display().to_string());
+    match repair {
+        None => block_on(format_qcow2::check(&io, length, &name, watch)),
+        Some(what) => block_on(format_qcow2::repair(&io, length, &name, what, watch)),
+    }
 }

@@ -84,6 +84,25 @@ pub(crate) fn named_path(overlay: &Path, what: &str, name: &str) -> Result<PathB
     Ok(directory.join(name))
 }
 
+/// For messages.
+const BACKING_FILE: &str = "backing file";
+
+/// The canonical name of the backing file that the image at `overlay` names as `name`, if the policy allows to open it.
+/// `top` is the image that the user named, `listed` are other files that the user named.
+pub fn pass_gate(
+    policy: &BackingPolicy,
+    top: &Path,
+    listed: &[PathBuf],
+    overlay: &Path,
+    name: &str,
+    opener: &dyn Opener,
+) -> Result<PathBuf> {
+    let target = opener.canonical(&named_path(overlay, BACKING_FILE, name)?)?;
+    let listed: Vec<PathBuf> = listed.iter().filter_map(|path| opener.canonical(path).ok()).collect();
+    allow_named(policy, &opener.canonical(top)?, &listed, BACKING_FILE, &target)?;
+    Ok(target)
+}
+
 /// Decides whether the file `target` (canonical) may be opened because an image says so. `top` is the canonical name
 /// of the image that the user named, `listed` are the canonical names of other files that the user named.
 pub(crate) fn allow_named(

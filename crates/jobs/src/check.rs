@@ -2,7 +2,7 @@
 
 use crate::Control;
 use block::{File, Result};
-use image::{CheckEvent, CheckReport, Format};
+use image::{CheckEvent, CheckReport, Format, Repair};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,10 +13,11 @@ pub fn check(
     path: &Path,
     file: &Arc<dyn File>,
     format: Option<Format>,
+    repair: Option<Repair>,
     control: &mut Control<'_>,
     finding: &mut dyn FnMut(&str),
 ) -> Result<CheckReport> {
-    image::check(path, file, format, &mut |event| {
+    image::check(path, file, format, repair, &mut |event| {
         match event {
             CheckEvent::Finding(text) => finding(&text),
             CheckEvent::Progress(done, total) => control.tell(done, total),

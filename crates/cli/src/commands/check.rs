@@ -6,12 +6,12 @@ use crate::tool::{self, ProgressArgs, Watch, drive};
 use anyhow::bail;
 use block::ErrorKind;
 use daemon::EngineOpener;
-use image::{CheckReport, Format, Opener, Role};
+use image::{CheckReport, Format, Opener, Repair, Role};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-/// Check that an image's tables agree; changes nothing. Exit codes: 0 good, 1 not checked, 2 damaged, 3 leaks only, 63
+/// Check that an image's tables agree; changes nothing without -r. Exit codes: 0 good, 1 not checked, 2 damaged, 3 leaks only, 63
 /// the format has nothing to check.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -21,7 +21,7 @@ pub(crate) struct Args {
     /// How to print.
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
-    /// Repair: leaks or all (not supported yet).
+    /// Repair: leaks (free what is not used) or all. The image is never worse than before, even if the power fails.
     #[arg(short, value_name = "WHAT")]
     repair: Option<String>,
     /// Check even if somebody else writes the image; what is found may be out of date.
@@ -51,19 +51,38 @@ const LEAKS: i32 = 3;
 const NOTHING_TO_CHECK: i32 = 63;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if let Some(what) = &args.repair {
-        bail!("check: -r {what} (repair) is not supported");
+    let repair = match args.repair.as_deref() {
+        None => None,
+        Some("leaks") => Some(Repair::Leaks),
+        Some("all") => Some(Repair::All),
+        Some(other) => bail!("check: -r is leaks or all, not '{other}'"),
+    };
+    if repair.is_some() && args.force_share {
+        bail!("check: -U and -r contradict each other: what is repaired must be nobody else's");
     }
     let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
     let opener = EngineOpener::of_drive(&drive(&path, &args.source_cache)?);
     let opener = if args.force_share { opener.without_locks() } else { opener };
-    let file = opener.open(&path, Role::ReadOnly)?;
+    let file = opener.open(&path, if repair.is_some() { Role::Writable } else { Role::ReadOnly })?;
     let mut finding = |text: &str| {
         if !args.progress.quiet {
             eprintln!("{text}");
         }
     };
-    let checked = Watch::start(&args.progress)?.run(|control| jobs::check(&path, &file, format, control, &mut finding));
+    let mut watch = Watch::start(&args.progress)?;
+    let mut checked = watch.run(|control| jobs::check(&path, &file, format, repair, control, &mut finding));
+    if let Ok(CheckReport { leaks_fixed, corruptions_fixed, .. }) = checked
+        && (leaks_fixed, corruptions_fixed) != (0, 0)
+    {
+        if args.output == Output::Human && !args.progress.quiet {
+            output::print(&format!(
+                "The following inconsistencies were found and repaired:\n\n    {leaks_fixed} leaked clusters\n    \
+                 {corruptions_fixed} corruptions\n\nDouble checking the fixed image now...\n"
+            ))?;
+        }
+        let again = watch.run(|control| jobs::check(&path, &file, format, None, control, &mut finding));
+        checked = again.map(|report| CheckReport { leaks_fixed, corruptions_fixed, ..report });
+    }
     drop(file);
     let report = match checked {
         Ok(report) => report,
@@ -136,6 +155,8 @@ fn machine(args: &Args, report: &CheckReport) -> Value {
         ("image-end-offset", report.image_end_offset),
         ("corruptions", report.corruptions),
         ("leaks", report.leaks),
+        ("corruptions-fixed", report.corruptions_fixed),
+        ("leaks-fixed", report.leaks_fixed),
         ("total-clusters", report.total_clusters),
         ("allocated-clusters", report.allocated_clusters),
         ("fragmented-clusters", report.fragmented_clusters),

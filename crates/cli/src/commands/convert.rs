@@ -79,10 +79,7 @@ pub(crate) struct Args {
 
 impl Args {
     fn refuse_unsupported(&self) -> anyhow::Result<()> {
-        let unsupported = [
-            (self.salvage, "--salvage"),
-            (self.target_image_opts, "--target-image-opts"),
-        ];
+        let unsupported = [(self.salvage, "--salvage"), (self.target_image_opts, "--target-image-opts")];
         match unsupported.iter().find(|(wanted, _)| *wanted) {
             Some((_, what)) => bail!("convert: {what} is not supported"),
             None => Ok(()),

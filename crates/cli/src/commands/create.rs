@@ -271,7 +271,6 @@ impl Wanted {
                 preallocation: self.preallocation.as_deref().map_or(Ok(Preallocation::Off), str::parse)?,
                 backing_file: self.backing_file.clone(),
                 backing_format: self.backing_format.map(|format| format.to_string()),
-                ..format_qcow2::CreateOptions::default()
             }),
         })
     }

@@ -41,7 +41,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                     "flag": flag,
                     "identical": other.is_none(),
                     "difference": other.map(|other| other.why),
-                    "on-the-way": other.is_some_and(|other| other.pending),
                 })
             };
             let values: Vec<_> = rows.into_iter().map(row).collect();

@@ -70,7 +70,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn new_size(text: &str, old: u64) -> anyhow::Result<u64> {
     let size = match (text.strip_prefix('+'), text.strip_prefix('-')) {
         (Some(more), _) => old.checked_add(parse_size(more)?).context("the new size is too large")?,
-        (_, Some(less)) => old.checked_sub(parse_size(less)?).unwrap_or(0),
+        (_, Some(less)) => old.saturating_sub(parse_size(less)?),
         _ => parse_size(text)?,
     };
     match size {

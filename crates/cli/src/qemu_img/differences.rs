@@ -6,18 +6,11 @@ pub(crate) struct Difference {
     pub(crate) verb: &'static str,
     /// The flag, `*` for all.
     pub(crate) flag: &'static str,
-    /// Whether it is on the way: not even understood, to be gone from the list.
-    pub(crate) pending: bool,
     pub(crate) why: &'static str,
 }
 
 const fn refused(verb: &'static str, flag: &'static str, why: &'static str) -> Difference {
-    Difference { verb, flag, pending: false, why }
-}
-
-/// On the way, by others: whoever brings it takes its line out.
-const fn pending(verb: &'static str, flag: &'static str) -> Difference {
-    Difference { verb, flag, pending: true, why: "not supported yet" }
+    Difference { verb, flag, why }
 }
 
 impl Difference {
@@ -29,7 +22,6 @@ impl Difference {
 
 /// All of them.
 pub(crate) const OTHERS: &[Difference] = &[
-    pending("check", "-r"),
     refused("convert", "-C", "taken for a wish: the copy is made through memory"),
     refused("convert", "--salvage", "refused: an unreadable source ends the copy"),
     refused("convert", "--target-image-opts", "refused: name the target with -O and -t"),

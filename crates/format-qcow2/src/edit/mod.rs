@@ -4,8 +4,8 @@
 //! table. The image does not know of it. Then one sector of the header is written, and the image is the new one. A power
 //! cut leaves the image before or the image after, and not even a leak.
 
-pub(crate) mod bitmaps;
 pub(crate) mod amend;
+pub(crate) mod bitmaps;
 mod header_layout;
 pub(crate) mod refcounts;
 pub(crate) mod resize;

@@ -1,0 +1,81 @@
+//! How often each host cluster is referred to, and which clusters hold tables: what a check counts.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+
+/// References are counted in pieces of this many clusters.
+const CHUNK_BITS: u32 = 12;
+
+/// Counts of references, by host cluster.
+#[derive(Debug, Default)]
+pub(crate) struct References {
+    chunks: BTreeMap<u64, Vec<u32>>,
+}
+
+impl References {
+    fn index(cluster: u64) -> usize {
+        (cluster as usize) & (1usize << CHUNK_BITS).saturating_sub(1)
+    }
+
+    /// One more, but not more than `max`: false if that is so many already.
+    pub(crate) fn count(&mut self, cluster: u64, max: u32) -> bool {
+        let chunk = self.chunks.entry(cluster >> CHUNK_BITS).or_insert_with(|| vec![0; 1usize << CHUNK_BITS]);
+        match chunk.get_mut(Self::index(cluster)) {
+            Some(count) if *count < max => *count = count.saturating_add(1),
+            _ => return false,
+        }
+        true
+    }
+
+    pub(crate) fn get(&self, cluster: u64) -> u64 {
+        let chunk = self.chunks.get(&(cluster >> CHUNK_BITS));
+        chunk.and_then(|chunk| chunk.get(Self::index(cluster))).map_or(0, |count| u64::from(*count))
+    }
+
+    /// The end of the piece that `cluster` is counted in, and whether anything in it is.
+    pub(crate) fn piece(&self, cluster: u64) -> (u64, bool) {
+        let chunk = cluster >> CHUNK_BITS;
+        (chunk.saturating_add(1).wrapping_shl(CHUNK_BITS), self.chunks.contains_key(&chunk))
+    }
+
+    /// The clusters of a range that are referred to, in order, with their counts.
+    pub(crate) fn used(&self, range: Range<u64>) -> impl Iterator<Item = (u64, u64)> {
+        let last = range.end.saturating_sub(1).max(range.start) >> CHUNK_BITS;
+        let chunks = self.chunks.range(range.start >> CHUNK_BITS..=last);
+        let all = chunks.flat_map(|(chunk, counts)| {
+            let first = chunk << CHUNK_BITS;
+            counts.iter().enumerate().map(move |(index, count)| (first.saturating_add(index as u64), u64::from(*count)))
+        });
+        all.filter(move |(cluster, count)| *count > 0 && range.contains(cluster))
+    }
+
+    /// Behind the last piece in which anything is counted.
+    pub(crate) fn end(&self) -> u64 {
+        self.chunks.last_key_value().map_or(0, |(chunk, _)| chunk.saturating_add(1).wrapping_shl(CHUNK_BITS))
+    }
+}
+
+/// A kind of table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    L1 = 1,
+    L2 = 2,
+    /// Any other: the header, refcounts, snapshots.
+    Other = 4,
+}
+
+/// Which clusters hold tables, and of which kinds.
+#[derive(Debug, Default)]
+pub(crate) struct Kinds(HashMap<u64, u8>);
+
+impl Kinds {
+    pub(crate) fn add(&mut self, kind: Kind, clusters: Range<u64>) {
+        clusters.for_each(|cluster| *self.0.entry(cluster).or_default() |= kind as u8);
+    }
+
+    /// Whether a cluster holds nothing but L1, or nothing but L2: an entry there may be changed.
+    pub(crate) fn may_change(&self, cluster: u64) -> bool {
+        matches!(self.0.get(&cluster), Some(kinds) if *kinds == Kind::L1 as u8 || *kinds == Kind::L2 as u8)
+    }
+}

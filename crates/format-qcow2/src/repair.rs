@@ -1,0 +1,318 @@
+//! Repairing an image, with the counts that `qemu-img check -r` has.
+//!
+//! The order keeps an image from ever being worse than before, whenever the power fails; each step is durable before the
+//! next begins:
+//!
+//! 1. Entries lose a flag "refcount is exactly one" that is, or will be, wrong: without it a write only asks once more.
+//! 2. Refcounts become what the references say, each on its own. Where that cannot be done in place (a block is damaged,
+//!    or something in use has the refcount zero), all of them are written anew in space that nothing leads to, and one
+//!    sector of the header changes over; then what was left of the old ones is freed.
+//! 3. Entries get the flag where it is missing.
+//! 4. The header is said to be clean.
+
+use crate::check::{CheckReport, CheckWatch, Mismatch, Walk, WrongFlag, header_to_check};
+use crate::entry::COPIED;
+use crate::header::{
+    HEADER_SECTOR_BYTES, Header, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_DIRTY, OFFSET_AUTOCLEAR, OFFSET_INCOMPATIBLE,
+    OFFSET_REFCOUNT_TABLE,
+};
+use crate::rebuild::Rebuilt;
+use crate::refcount::write_entry;
+use crate::references::Kinds;
+use block::{Error, ErrorKind, IoResult, MetaIo, PastEnd, Result};
+use memory::AlignedBuf;
+use std::collections::BTreeMap;
+
+/// What to repair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Repair {
+    /// Only free what is counted and not used.
+    Leaks,
+    /// Everything that can be.
+    All,
+}
+
+/// The autoclear features whose structures we keep: bitmaps, and raw external data.
+const AUTOCLEAR_KNOWN: u64 = 3;
+
+/// Repairs the image in a file of `file_bytes`; the report tells what was found, what of it is repaired, and what is left.
+/// After an error the image is no worse than before.
+pub async fn repair(
+    io: &MetaIo,
+    file_bytes: u64,
+    name: &str,
+    what: Repair,
+    watch: &mut CheckWatch<'_>,
+) -> Result<CheckReport> {
+    let failed =
+        |error| Error::with_source(ErrorKind::Io, format!("'{name}': the repair did not get to its end"), error);
+    let (header, bitmaps) = header_to_check(io, name).await?;
+    if header.has_data_file() {
+        let what = format!("'{name}' keeps its data in an external data file: it can be checked, not repaired yet");
+        return Err(Error::new(ErrorKind::Unsupported, what));
+    }
+    let mut walk = Walk::begin(io, &header, file_bytes, watch).await.map_err(failed)?;
+    walk.repairs = what == Repair::All;
+    walk.bitmaps = bitmaps;
+    walk.count_all().await.map_err(failed)?;
+    // What could not be read may lead anywhere: nothing that seems free is sure to be.
+    if walk.report.check_errors > 0 {
+        return Err(Error::new(
+            ErrorKind::BadImage,
+            format!("'{name}': not all of it could be checked, so it is left alone"),
+        ));
+    }
+    let counted = walk.report;
+    walk.compare().await;
+    walk.go_on()?;
+    if walk.needs_rebuild && what == Repair::Leaks {
+        let text = format!("'{name}': its refcounts must be rebuilt; 'check -r all' does it");
+        return Err(Error::new(ErrorKind::BadImage, text));
+    }
+    let mut job = Job { walk, io, header: &header, started: false };
+    match what {
+        Repair::All => job.repair_all(counted).await.map_err(failed)?,
+        Repair::Leaks => job.repair_leaks(counted).await.map_err(failed)?,
+    }
+    let Job { walk, .. } = job;
+    walk.end()
+}
+
+struct Job<'a, 'w> {
+    walk: Walk<'a, 'w>,
+    io: &'a MetaIo,
+    header: &'a Header,
+    /// Something has been written.
+    started: bool,
+}
+
+impl Job<'_, '_> {
+    async fn repair_leaks(&mut self, counted: CheckReport) -> IoResult {
+        let mismatches = std::mem::take(&mut self.walk.mismatches);
+        let (leaks, others): (Vec<_>, Vec<_>) = mismatches.into_iter().partition(|m| m.refcount > m.references);
+        self.set_refcounts(&leaks).await?;
+        let report = &mut self.walk.report;
+        *report = CheckReport {
+            corruptions: counted.corruptions.saturating_add(others.len() as u64),
+            leaks: 0,
+            leaks_fixed: leaks.len() as u64,
+            ..*report
+        };
+        let safe = report.corruptions == 0 && report.check_errors == 0;
+        let wrong = self.walk.wrong_flags(false).await?;
+        match safe {
+            true => self.set_flags(wrong).await?,
+            false => wrong.into_iter().for_each(|wrong| self.walk.corrupt(wrong.what)),
+        }
+        self.say_clean().await
+    }
+
+    async fn repair_all(&mut self, counted: CheckReport) -> IoResult {
+        self.write_new_entries().await?;
+        let wrong = self.walk.wrong_flags(true).await?;
+        let wrong = wrong.into_iter().filter(|wrong| wrong.entry & COPIED != 0 && self.may_change(wrong.at)).collect();
+        self.set_flags(wrong).await?;
+        let flags_fixed = self.walk.report.corruptions_fixed.saturating_sub(counted.corruptions_fixed);
+        match self.walk.needs_rebuild {
+            true => self.rebuild().await?,
+            false => {
+                let mismatches = std::mem::take(&mut self.walk.mismatches);
+                self.set_refcounts(&mismatches).await?;
+                let leaks = mismatches.iter().filter(|m| m.refcount > m.references).count() as u64;
+                let raised = (mismatches.len() as u64).saturating_sub(leaks);
+                let report = &mut self.walk.report;
+                *report = CheckReport {
+                    corruptions: counted.corruptions,
+                    leaks: 0,
+                    leaks_fixed: leaks,
+                    corruptions_fixed: counted.corruptions_fixed.saturating_add(flags_fixed).saturating_add(raised),
+                    ..*report
+                };
+            }
+        }
+        let wrong = self.walk.wrong_flags(false).await?;
+        self.set_flags(wrong).await?;
+        self.say_clean().await
+    }
+
+    /// New refcounts in new space. What was found before and is not found again counts as repaired.
+    async fn rebuild(&mut self) -> IoResult {
+        self.walk.find("Rebuilding refcount structure".to_owned());
+        let before = self.walk.report;
+        let rebuilt = Rebuilt::plan(&mut self.walk)?;
+        self.begin_writing().await?;
+        rebuilt.write(self.io).await?;
+        self.io.flush().await?;
+        let (offset, clusters) = rebuilt.table();
+        self.change_header(|sector| {
+            put(sector, OFFSET_REFCOUNT_TABLE, &offset.to_be_bytes());
+            put(sector, OFFSET_REFCOUNT_TABLE.saturating_add(8), &clusters.to_be_bytes());
+        })
+        .await?;
+        let header = Header { refcount_table_offset: offset, refcount_table_clusters: clusters, ..self.header.clone() };
+        let file_bytes = self.walk.file_bytes.max(rebuilt.end_bytes());
+        let (leaks, after, kinds) = recount(self.io, &header, file_bytes, &self.walk).await?;
+        self.set_refcounts_in(&rebuilt.entries(), &leaks).await?;
+        self.walk.table = rebuilt.entries();
+        self.walk.block = None;
+        self.walk.kinds = kinds;
+        self.walk.report = CheckReport {
+            corruptions: after.corruptions,
+            leaks: 0,
+            leaks_fixed: before.leaks,
+            corruptions_fixed: before
+                .corruptions_fixed
+                .saturating_add(before.corruptions.saturating_sub(after.corruptions)),
+            image_end_offset: after.image_end_offset,
+            check_errors: after.check_errors,
+            ..before
+        };
+        Ok(())
+    }
+
+    async fn write_new_entries(&mut self) -> IoResult {
+        if self.walk.new_entries.is_empty() {
+            return Ok(());
+        }
+        self.begin_writing().await?;
+        let entries = self.walk.new_entries.iter().map(|(at, entry)| (*at, *entry));
+        let entries = entries.filter(|(at, _)| self.may_change(*at)).collect();
+        self.write_entries(entries).await
+    }
+
+    fn may_change(&self, at: u64) -> bool {
+        self.walk.kinds.may_change(self.walk.geometry.cluster_of(at))
+    }
+
+    /// Sets or clears the flag where it is wrong.
+    async fn set_flags(&mut self, wrong: Vec<WrongFlag>) -> IoResult {
+        // A table that lies in another one is nobody's to change.
+        let (wrong, others): (Vec<_>, Vec<_>) = wrong.into_iter().partition(|wrong| self.may_change(wrong.at));
+        others.into_iter().for_each(|other| self.walk.corrupt(other.what));
+        if wrong.is_empty() {
+            return Ok(());
+        }
+        self.begin_writing().await?;
+        let report = &mut self.walk.report;
+        report.corruptions_fixed = report.corruptions_fixed.saturating_add(wrong.len() as u64);
+        let entries = wrong.iter().map(|wrong| (wrong.at, wrong.entry ^ COPIED)).collect();
+        for wrong in wrong {
+            self.walk.find(format!("Repairing {}", wrong.what));
+        }
+        self.write_entries(entries).await
+    }
+
+    /// Writes entries of tables, those of one sector together, durably.
+    async fn write_entries(&mut self, entries: Vec<(u64, u64)>) -> IoResult {
+        let mut sectors: BTreeMap<u64, Vec<(usize, u64)>> = BTreeMap::new();
+        for (at, entry) in entries {
+            sectors.entry(at & !511).or_default().push(((at & 511) as usize, entry));
+        }
+        for (at, entries) in sectors {
+            let mut sector = self.io.read(at, 512, PastEnd::Zeros).await?;
+            entries.into_iter().for_each(|(skip, entry)| put(&mut sector, skip, &entry.to_be_bytes()));
+            self.io.write(at, sector).await?;
+        }
+        self.io.flush().await
+    }
+
+    async fn set_refcounts(&mut self, mismatches: &[Mismatch]) -> IoResult {
+        let table = self.walk.table.clone();
+        self.set_refcounts_in(&table, mismatches).await?;
+        for mismatch in mismatches {
+            let Mismatch { cluster, refcount, references } = mismatch;
+            self.walk.find(format!("Repairing cluster {cluster} refcount={refcount} reference={references}"));
+        }
+        Ok(())
+    }
+
+    /// Makes refcounts what the references say, block by block, durably. Any part of them that reaches the disk is good.
+    async fn set_refcounts_in(&mut self, table: &[u64], mismatches: &[Mismatch]) -> IoResult {
+        if mismatches.is_empty() {
+            return Ok(());
+        }
+        self.begin_writing().await?;
+        let geometry = self.walk.geometry;
+        let length = usize::try_from(geometry.cluster_bytes()).map_err(|_| block::IoError::EIO)?;
+        for group in mismatches.chunk_by(|a, b| geometry.block_of(a.cluster) == geometry.block_of(b.cluster)) {
+            let Some(number) = group.first().map(|first| geometry.block_of(first.cluster)) else { continue };
+            let offset = usize::try_from(number).ok().and_then(|index| table.get(index)).copied().unwrap_or(0);
+            if offset == 0 {
+                continue;
+            }
+            let mut block = self.io.read(offset, length, PastEnd::Zeros).await?;
+            for mismatch in group {
+                let index = mismatch.cluster.saturating_sub(geometry.block_start(number));
+                write_entry(&mut block, index, geometry.refcount_order, mismatch.references);
+            }
+            self.io.write(offset, block).await?;
+        }
+        self.walk.block = None;
+        self.io.flush().await
+    }
+
+    /// Before the first write: what we know nothing about is not kept up to date by us.
+    async fn begin_writing(&mut self) -> IoResult {
+        if self.started {
+            return Ok(());
+        }
+        self.started = true;
+        let known = self.header.autoclear_features & AUTOCLEAR_KNOWN;
+        if known == self.header.autoclear_features {
+            return Ok(());
+        }
+        self.change_header(|sector| put(sector, OFFSET_AUTOCLEAR, &known.to_be_bytes())).await
+    }
+
+    /// Takes the marks "dirty" and "corrupt" away from an image that has nothing wrong left but leaks.
+    async fn say_clean(&mut self) -> IoResult {
+        let report = self.walk.report;
+        if self.header.version < 3 || report.check_errors > 0 || report.corruptions > 0 {
+            return Ok(());
+        }
+        self.change_header(|sector| {
+            let last = OFFSET_INCOMPATIBLE.saturating_add(7);
+            if let Some(byte) = sector.get_mut(last) {
+                *byte &= !((INCOMPATIBLE_CORRUPT | INCOMPATIBLE_DIRTY) as u8);
+            }
+        })
+        .await
+    }
+
+    /// Changes the header's first sector, durably; writes nothing where nothing changes.
+    async fn change_header(&mut self, change: impl FnOnce(&mut AlignedBuf)) -> IoResult {
+        let old = self.io.read(0, HEADER_SECTOR_BYTES, PastEnd::Fails).await?;
+        let mut sector = AlignedBuf::copy_of(&old);
+        change(&mut sector);
+        if *sector == *old {
+            return Ok(());
+        }
+        self.io.write(0, sector).await?;
+        self.io.flush().await
+    }
+}
+
+/// Counts all references again: what is too high now is what was left of the old refcounts.
+async fn recount(
+    io: &MetaIo,
+    header: &Header,
+    file_bytes: u64,
+    before: &Walk<'_, '_>,
+) -> IoResult<(Vec<Mismatch>, CheckReport, Kinds)> {
+    let mut silent = |_| true;
+    let mut walk = Walk::begin(io, header, file_bytes, &mut silent).await?;
+    walk.clusters = walk.clusters.max(before.clusters);
+    walk.bitmaps.clone_from(&before.bitmaps);
+    walk.count_all().await?;
+    let counted = walk.report;
+    walk.compare().await;
+    let leaks = walk.mismatches.iter().filter(|m| m.refcount > m.references).copied().collect::<Vec<_>>();
+    let image_end_offset = walk.report.image_end_offset;
+    Ok((leaks, CheckReport { image_end_offset, ..counted }, walk.kinds))
+}
+
+fn put(target: &mut [u8], at: usize, new: &[u8]) {
+    for (target, byte) in target.iter_mut().skip(at).zip(new) {
+        *target = *byte;
+    }
+}

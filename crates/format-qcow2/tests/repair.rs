@@ -1,0 +1,183 @@
+//! Repairing: whatever the damage and whenever the power fails or the storage does, the image is never worse than before,
+//! and a repair that is run again gets to its end.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use block::{IoError, block_on};
+use common::{Base, NAME, blocking, created, open};
+use format_qcow2::{CheckEvent, CheckReport, CreateOptions, Repair, check, repair};
+use testkit::{Fault, FaultAction, OpKind, SimFileOptions, SimStorage, fill_seeded, mix, qcow2_check};
+
+const COPIED: u64 = 1 << 63;
+
+fn image(cluster_size: u64, refcount_bits: u32) -> Vec<u8> {
+    let options = CreateOptions { size_bytes: 512 << 10, cluster_size, refcount_bits, ..CreateOptions::default() };
+    let (storage, file) = created(&options, SimFileOptions::default());
+    let guest = open(&file, Base::default());
+    let mut data = vec![0; 90 << 10];
+    fill_seeded(1, &mut data);
+    block_on(async {
+        guest.write(0, &data).await.unwrap();
+        guest.write_zeroes(16 << 10, 8 << 10, false).await.unwrap();
+        guest.write(300 << 10, &data[..40 << 10]).await.unwrap();
+        guest.close().await.unwrap();
+    });
+    storage.bytes(NAME)
+}
+
+fn word(bytes: &[u8], at: u64) -> u64 {
+    u64::from_be_bytes(bytes[at as usize..at as usize + 8].try_into().unwrap())
+}
+
+fn put(bytes: &mut [u8], at: u64, value: u64) {
+    bytes[at as usize..at as usize + 8].copy_from_slice(&value.to_be_bytes());
+}
+
+/// Damage that a repair undoes without touching what the guest reads.
+fn damaged(good: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
+    let (l1, table) = (word(good, 40), word(good, 48));
+    let (l2, block) = (word(good, l1) & !COPIED, word(good, table));
+    let cluster = 1u64 << good[23];
+    let entry = |index: u64| word(good, l2 + index * 8);
+    let harm: Vec<(&str, Vec<(u64, u64)>)> = vec![
+        ("leaks", vec![(l2, 0), (l2 + 8, 0)]),
+        ("two mappings of one cluster", vec![(l2 + 16, entry(3))]),
+        ("flags", vec![(l2, entry(0) ^ COPIED), (l1, word(good, l1) ^ COPIED), (l2 + 32, entry(4) ^ COPIED)]),
+        ("low and high refcounts", vec![(block, 0x0002_0003_0001_0002), (block + 64, 0x0009_0001_0001_0001)]),
+        ("refcounts of zero", vec![(block, 0), (block + 32, 0)]),
+        ("no refcount block", vec![(table, 0)]),
+        ("a refcount block off the clusters", vec![(table, block + 512)]),
+        (
+            "a refcount block behind the file",
+            vec![(table + 8, (good.len() as u64).next_multiple_of(cluster) + 8 * cluster)],
+        ),
+        ("a refcount block in an L2 table", vec![(table + 8, l2)]),
+        ("dirty and corrupt", vec![(72, 3), (l2, 0)]),
+    ];
+    let patched = |changes: Vec<(u64, u64)>| {
+        let mut bytes = good.to_vec();
+        changes.into_iter().for_each(|(at, value)| put(&mut bytes, at, value));
+        bytes
+    };
+    harm.into_iter().map(|(what, changes)| (what, patched(changes))).collect()
+}
+
+/// How bad it is: everything that may cost data. That a flag "refcount is one" is missing costs nobody anything.
+fn danger(bytes: &[u8]) -> u64 {
+    let storage = SimStorage::new(1);
+    let file = storage.create_with(NAME, bytes, SimFileOptions::default());
+    let (mut harmless, mut told) = (0, 0);
+    let mut watch = |event| {
+        if let CheckEvent::Finding(text) = event {
+            told += u64::from(text.starts_with("ERROR"));
+            let entry = text.split("_entry=").nth(1).and_then(|rest| rest.split(' ').next());
+            let entry = entry.and_then(|hex| u64::from_str_radix(hex, 16).ok());
+            harmless += u64::from(entry.is_some_and(|entry| entry & COPIED == 0) && text.ends_with("refcount=1"));
+        }
+        true
+    };
+    let report = block_on(check(&blocking(&file), bytes.len() as u64, NAME, &mut watch)).unwrap();
+    assert!(told >= report.corruptions);
+    report.corruptions + report.check_errors - harmless
+}
+
+fn repaired(storage: &SimStorage, what: Repair) -> block::Result<CheckReport> {
+    let file = storage.file(NAME).unwrap();
+    let length = block::File::length_bytes(&*file).unwrap();
+    block_on(repair(&blocking(&file), length, NAME, what, &mut |_| true))
+}
+
+/// What the guest reads, whatever the header says of itself.
+fn contents(bytes: &[u8]) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    bytes[79] &= !3;
+    let (_, guest) = common::open_bytes(&bytes, Base::default());
+    block_on(guest.read_all()).unwrap()
+}
+
+fn storage_of(bytes: &[u8]) -> SimStorage {
+    let storage = SimStorage::new(5);
+    storage.create_with(NAME, bytes, SimFileOptions::default());
+    storage
+}
+
+/// Nothing is worse, and the guest reads what it read.
+fn assert_not_worse(before: &[u8], after: &[u8], what: &str) {
+    assert!(danger(after) <= danger(before), "{what}: {} is worse than {}", danger(after), danger(before));
+    assert!(contents(after) == contents(before), "{what}: the guest reads something else");
+}
+
+#[test]
+fn a_power_cut_at_any_moment_leaves_an_image_that_is_not_worse_and_can_be_repaired() {
+    let mut cuts = 0;
+    for (cluster_size, refcount_bits) in [(4096, 16), (512, 16)] {
+        for (what, bytes) in damaged(&image(cluster_size, refcount_bits)) {
+            let storage = storage_of(&bytes);
+            storage.record();
+            let report = repaired(&storage, Repair::All).unwrap();
+            assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0), "{what}: {report:?}");
+            assert!(report.corruptions_fixed + report.leaks_fixed > 0, "{what}");
+            let after = storage.bytes(NAME);
+            qcow2_check(&after).unwrap().sound().unwrap();
+            assert_eq!(qcow2_check(&after).unwrap().leaked_clusters, 0, "{what}");
+            assert_eq!(after[79] & 3, 0, "{what}: neither dirty nor corrupt");
+            assert_not_worse(&bytes, &after, what);
+            let mut replay = storage.take_recording().replay();
+            while let Some(now) = replay.advance() {
+                for outcome in 0..2 {
+                    let cut = replay.power_cut(outcome);
+                    let at = format!("{what}, clusters of {cluster_size}, cut at {now}, outcome {outcome}");
+                    assert_not_worse(&bytes, &cut.bytes(NAME), &at);
+                    if mix(now, outcome).is_multiple_of(4) {
+                        let report = repaired(&cut, Repair::All).unwrap();
+                        assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0), "{at}");
+                    }
+                    cuts += 1;
+                }
+            }
+        }
+    }
+    assert!(cuts > 300, "{cuts} cuts");
+}
+
+#[test]
+fn a_failing_storage_leaves_an_image_that_is_not_worse() {
+    for (what, bytes) in damaged(&image(4096, 16)) {
+        for kind in [OpKind::Read, OpKind::Write, OpKind::Flush] {
+            for (nth, errno) in (0..40).zip([5, 28].into_iter().cycle()) {
+                let storage = storage_of(&bytes);
+                storage.inject(NAME, Fault::nth(kind, nth, FaultAction::Fail(IoError::from_errno(errno))));
+                let result = repaired(&storage, Repair::All);
+                storage.clear_faults();
+                let at = format!("{what}: {kind:?} {nth} fails with {errno}");
+                assert_not_worse(&bytes, &storage.bytes(NAME), &at);
+                if storage.pushed(NAME, kind) <= nth {
+                    result.expect(&at);
+                    break;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn only_leaks_are_freed_where_only_that_was_asked_for() {
+    let good = image(4096, 16);
+    let cases = damaged(&good);
+    let find = |name: &str| &cases.iter().find(|(what, _)| *what == name).unwrap().1;
+    let storage = storage_of(find("leaks"));
+    let report = repaired(&storage, Repair::Leaks).unwrap();
+    assert_eq!((report.leaks_fixed, report.corruptions, report.leaks), (2, 0, 0));
+    assert_eq!(qcow2_check(&storage.bytes(NAME)).unwrap().leaked_clusters, 0);
+
+    let storage = storage_of(find("two mappings of one cluster"));
+    let report = repaired(&storage, Repair::Leaks).unwrap();
+    assert_eq!((report.leaks_fixed, report.corruptions, report.corruptions_fixed), (1, 1, 0));
+
+    let bytes = find("no refcount block");
+    let storage = storage_of(bytes);
+    let error = repaired(&storage, Repair::Leaks).unwrap_err().to_string();
+    assert!(error.contains("-r all"), "{error}");
+    assert!(storage.bytes(NAME) == *bytes, "refused and untouched");
+}
