@@ -386,3 +386,52 @@ fn damaged_tables_are_refused_without_a_switch_and_never_a_panic_or_much_memory(
     }
     assert!(refused >= 8, "only {refused} damaged images were refused");
 }
+
+#[test]
+fn a_snapshot_that_claims_an_impossible_size_is_refused() {
+    let base = Base::default();
+    for size in [u64::MAX, 1 << 62, 1 << 50] {
+        let (storage, _) = prepared(2, 512, &base);
+        let mut bytes = storage.bytes(NAME);
+        let row = u64::from_be_bytes(bytes[64..72].try_into().unwrap()) as usize;
+        bytes[row + 48..row + 56].copy_from_slice(&size.to_be_bytes());
+        let storage = SimStorage::new(5);
+        storage.create_with(NAME, &bytes, SimFileOptions::default());
+        let error = carry_out(&storage, &Verb::Apply("one".to_owned()), &base).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BadImage, "{error}");
+        assert!(storage.bytes(NAME) == bytes, "the image has changed");
+    }
+}
+
+#[test]
+fn deleting_a_snapshot_whose_data_lead_into_tables_is_refused_before_they_are_given_back() {
+    const CLUSTER: u64 = 4096;
+    let options = CreateOptions { size_bytes: 4 << 20, cluster_size: CLUSTER, ..CreateOptions::default() };
+    let base = Base::default();
+    let (storage, _) = created(&options, SimFileOptions::default());
+    let write = |stamp| {
+        let guest = open(&storage.file(NAME).unwrap(), Arc::clone(&base));
+        block_on(guest.write(0, &stamped(stamp, 0, 8 * CLUSTER as usize))).unwrap();
+        block_on(guest.close()).unwrap();
+    };
+    write(1);
+    carry_out(&storage, &Verb::Create("one".to_owned()), &base).unwrap();
+    // Now the disk shares nothing with the snapshot.
+    write(2);
+    let bytes = storage.bytes(NAME);
+    let word = |at: u64| u64::from_be_bytes(bytes[at as usize..at as usize + 8].try_into().unwrap());
+    let offset = |at: u64| word(at) & 0x00ff_ffff_ffff_fe00;
+    let (l1, snapshot_l2) = (word(40), offset(offset(word(64))));
+    for table in [l1, offset(l1)] {
+        let mut bytes = bytes.clone();
+        bytes[snapshot_l2 as usize..snapshot_l2 as usize + 8].copy_from_slice(&table.to_be_bytes());
+        let storage = SimStorage::new(5);
+        storage.create_with(NAME, &bytes, SimFileOptions::default());
+        let error = carry_out(&storage, &Verb::Delete("one".to_owned()), &base).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BadImage, "{error}");
+        let guest = open(&storage.file(NAME).unwrap(), Arc::clone(&base));
+        let disk = block_on(guest.read(0, 8 * CLUSTER as usize)).unwrap();
+        assert!(disk == stamped(2, 0, 8 * CLUSTER as usize), "the table at {table:#x} is gone");
+        assert_eq!(storage.bytes(NAME)[60..72], bytes[60..72], "the snapshot is gone");
+    }
+}

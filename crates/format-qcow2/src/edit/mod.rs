@@ -34,6 +34,13 @@ const AUTOCLEAR_RAW_DATA: u64 = 2;
 /// Told of steps done and in all while an image is edited; returns false to give up, which leaves the image as it was.
 pub type EditWatch<'a> = dyn FnMut(u64, u64) -> bool + 'a;
 
+/// Before the change, or when it is complete but for the refcounts' own place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum When {
+    Before,
+    After,
+}
+
 /// An image that is being changed.
 pub(crate) struct Edit<'a, 'w> {
     pub(crate) io: &'a MetaIo,
@@ -78,7 +85,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         let table = io.read(header.refcount_table_offset, table_bytes, PastEnd::Fails).await;
         let table: Vec<u64> = entries(&table.map_err(|error| failed("refcount table", error))?).collect();
         let file_bytes = file.length_bytes()?;
-        let mut refs = Refs::new(io, geometry, table.clone(), header.refcount_table_offset, file_bytes);
+        let mut refs = Refs::new(io, geometry, table, header.refcount_table_offset, file_bytes);
         let can_grow = file.info().can_grow && !file.info().block_device;
         if !can_grow {
             refs.within_the_file(file_bytes);
@@ -106,7 +113,7 @@ impl<'a, 'w> Edit<'a, 'w> {
             header,
             watch,
         };
-        edit.check_tables(&table).await.map_err(|error| edit.failed(error))?;
+        edit.check_tables(When::Before).await?;
         edit.clear_unknown_autoclear();
         Ok(edit)
     }
@@ -131,34 +138,61 @@ impl<'a, 'w> Edit<'a, 'w> {
         Err(Error::new(kind, format!("'{}': {what}", self.name)))
     }
 
-    /// No table may lie in space that counts as free: new tables would be put there.
-    async fn check_tables(&mut self, refcount_table: &[u64]) -> IoResult {
+    /// No table may lie in space that counts as free. Before the change new tables would be put there; after it, it would
+    /// be given back to the host with what fell free: the refcounts lie, or data lead into a table.
+    async fn check_tables(&mut self, when: When) -> Result<()> {
+        let header = match when {
+            When::Before => self.header.clone(),
+            When::After => Header::parse(&self.first_cluster, self.name, true)?,
+        };
+        let checked = self.check_tables_of(&header, when).await;
+        checked.map_err(|error| self.failed(error))
+    }
+
+    async fn check_tables_of(&mut self, header: &Header, when: When) -> IoResult {
         let geometry = self.geometry;
         let clusters = |offset: u64, bytes: u64| {
             let first = geometry.cluster_of(offset);
             first..first.saturating_add(geometry.clusters_for(bytes))
         };
-        let table_bytes = (refcount_table.len() as u64).saturating_mul(8);
+        let rows_bytes = match header.snapshots_offset == self.header.snapshots_offset {
+            true => self.rows_bytes,
+            false => rows_bytes(&self.rows).len() as u64,
+        };
+        let refcount_table_bytes = geometry.start_of(u64::from(header.refcount_table_clusters));
         let mut tables: Vec<Range<u64>> = vec![
             0..1,
-            clusters(self.header.refcount_table_offset, table_bytes),
-            clusters(self.header.snapshots_offset, self.rows_bytes),
+            clusters(header.refcount_table_offset, refcount_table_bytes),
+            clusters(header.snapshots_offset, rows_bytes),
         ];
-        tables.extend(refcount_table.iter().filter(|raw| **raw != 0).map(|raw| clusters(*raw, 1)));
-        let mut l1s = vec![(self.header.l1_offset, self.header.l1_entries)];
-        l1s.extend(self.rows.iter().map(|row| (row.l1_offset, row.l1_entries)));
-        for (offset, count) in l1s {
-            tables.push(clusters(offset, u64::from(count).saturating_mul(8)));
-            let l1 = self.read_l1(offset, count).await?;
-            tables.extend(l1.iter().filter_map(|raw| self.l2_offset(*raw)).map(|offset| clusters(offset, 1)));
-        }
-        let space = crate::bitmap::space(self.io, &self.header, &self.first_cluster, self.name).await;
+        tables.extend(self.refs.blocks_in_place().map(|offset| clusters(offset, 1)));
+        let space = crate::bitmap::space(self.io, header, &self.first_cluster, self.name).await;
         let space = space.map_err(|_| IoError::new(IoErrorKind::Corrupt))?;
         tables.extend(space.into_iter().map(|(offset, bytes)| clusters(offset, bytes)));
-        tables.sort_by_key(|range| range.start);
+        self.check_used(tables, when).await?;
+        let mut l1s = vec![(header.l1_offset, header.l1_entries)];
+        l1s.extend(self.rows.iter().map(|row| (row.l1_offset, row.l1_entries)));
+        l1s.sort_unstable();
+        l1s.dedup();
+        // One after the other: an image may claim many, and they may claim the same.
+        for (offset, count) in l1s {
+            let mut tables = vec![clusters(offset, u64::from(count).saturating_mul(8))];
+            let l1 = self.read_l1(offset, count).await?;
+            tables.extend(l1.iter().filter_map(|raw| self.l2_offset(*raw)).map(|offset| clusters(offset, 1)));
+            self.check_used(tables, when).await?;
+        }
+        Ok(())
+    }
+
+    async fn check_used(&mut self, mut tables: Vec<Range<u64>>, when: When) -> IoResult {
+        tables.sort_unstable_by_key(|range| range.start);
         tables.dedup();
         for range in tables {
-            self.refs.require_used(range).await?;
+            match when {
+                When::Before => self.refs.require_used(range).await?,
+                When::After => self.refs.require_kept(range).await?,
+            }
+            self.refs.relieve().await?;
         }
         Ok(())
     }
@@ -280,6 +314,7 @@ impl<'a, 'w> Edit<'a, 'w> {
 
     /// Everything but the switch.
     async fn prepare(&mut self) -> Result<()> {
+        self.check_tables(When::After).await?;
         let table = self.refs.finish().await.map_err(|error| self.failed(error))?;
         if let Some(table) = table {
             self.put_u64(OFFSET_REFCOUNT_TABLE, table.offset);

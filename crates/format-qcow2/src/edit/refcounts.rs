@@ -37,10 +37,14 @@ pub(crate) struct Refs<'a> {
     old_table: Vec<u64>,
     old_table_offset: u64,
     old_blocks: HashMap<u64, AlignedBuf>,
+    /// See [`BLOCKS_BYTES`].
+    blocks_bytes: u64,
     /// Blocks of the new structure in memory.
     blocks: BTreeMap<u64, Vec<u8>>,
     /// Those that differ from the old structure.
     changed: BTreeSet<u64>,
+    /// Those of them that have no new place yet.
+    homeless: BTreeSet<u64>,
     /// Their new places.
     homes: BTreeMap<u64, u64>,
     /// Those whose present contents lie in their new places, and nowhere in memory.
@@ -51,6 +55,8 @@ pub(crate) struct Refs<'a> {
     /// Clusters that the file has; more only if it can grow.
     file_clusters: u64,
     can_grow: bool,
+    /// A run that is being counted: taken, though not all its counts say so yet.
+    reserved: Range<u64>,
     /// The end of what was given out.
     highest: u64,
     /// Given out by this edit and dropped again: written, and so not as free as the rest.
@@ -68,14 +74,17 @@ impl<'a> Refs<'a> {
             old_table: table,
             old_table_offset: table_offset,
             old_blocks: HashMap::new(),
+            blocks_bytes: BLOCKS_BYTES,
             blocks: BTreeMap::new(),
             changed: BTreeSet::new(),
+            homeless: BTreeSet::new(),
             homes: BTreeMap::new(),
             stored: BTreeSet::new(),
             single_hint: 1,
             run_hint: 1,
             file_clusters: geometry.clusters_for(file_bytes),
             can_grow: true,
+            reserved: 0..0,
             highest: 0,
             spent: HashSet::new(),
             freed: Vec::new(),
@@ -186,8 +195,14 @@ impl<'a> Refs<'a> {
         let index = cluster.saturating_sub(self.new.block_start(block));
         let bytes = self.blocks.get_mut(&block).ok_or(CORRUPT)?;
         write_entry(bytes, index, self.new.refcount_order, count);
-        self.changed.insert(block);
+        self.note_change(block);
         Ok(())
+    }
+
+    fn note_change(&mut self, block: u64) {
+        if self.changed.insert(block) {
+            self.homeless.insert(block);
+        }
     }
 
     /// More references to clusters that are in use.
@@ -231,8 +246,24 @@ impl<'a> Refs<'a> {
         Ok(())
     }
 
+    /// As [`Refs::require_used`], after the edit.
+    pub(crate) async fn require_kept(&mut self, clusters: Range<u64>) -> IoResult {
+        for cluster in clusters {
+            if self.get(cluster).await? == 0 {
+                return Err(CORRUPT);
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the blocks of the old structure lie that have no new place.
+    pub(crate) fn blocks_in_place(&self) -> impl Iterator<Item = u64> {
+        let stays = |(block, _): &(u64, &u64)| self.changes_width() || !self.homes.contains_key(block);
+        (0u64..).zip(&self.old_table).filter(stays).map(|(_, raw)| *raw).filter(|raw| *raw != 0)
+    }
+
     async fn is_free(&mut self, cluster: u64) -> IoResult<bool> {
-        if self.old_count(cluster).await? > 0 || self.spent.contains(&cluster) {
+        if self.old_count(cluster).await? > 0 || self.spent.contains(&cluster) || self.reserved.contains(&cluster) {
             return Ok(false);
         }
         Ok(!self.changed.contains(&self.new.block_of(cluster)) || self.get(cluster).await? == 0)
@@ -257,12 +288,15 @@ impl<'a> Refs<'a> {
     /// As `allocate`, behind everything that is in the file: what is there reads as zeros.
     pub(crate) async fn allocate_at_end(&mut self, count: u64) -> IoResult<u64> {
         let first = self.find_free(self.file_clusters, count).await?;
-        for cluster in first..first.saturating_add(count) {
+        // Blocks find new places meanwhile, but not here.
+        self.reserved = first..first.saturating_add(count);
+        for cluster in self.reserved.clone() {
             self.set(cluster, 1).await?;
             if cluster & 0xffff == 0 {
                 self.relieve().await?;
             }
         }
+        self.reserved = 0..0;
         self.run_hint = self.run_hint.max(first.saturating_add(count));
         Ok(first)
     }
@@ -287,7 +321,7 @@ impl<'a> Refs<'a> {
     /// Makes room in memory where much has changed. Called between steps.
     pub(crate) async fn relieve(&mut self) -> IoResult {
         let held = self.old.start_of(self.blocks.len() as u64);
-        if held < BLOCKS_BYTES {
+        if held < self.blocks_bytes {
             return Ok(());
         }
         self.find_homes().await?;
@@ -296,7 +330,7 @@ impl<'a> Refs<'a> {
 
     /// A new place for every block that has changed; that changes blocks too.
     async fn find_homes(&mut self) -> IoResult {
-        while let Some(block) = self.changed.iter().copied().find(|block| !self.homes.contains_key(block)) {
+        while let Some(block) = self.homeless.pop_first() {
             let home = self.allocate(1, 1).await?;
             self.homes.insert(block, self.old.start_of(home));
             if !self.changes_width()
@@ -333,7 +367,7 @@ impl<'a> Refs<'a> {
             for block in first..=last {
                 self.load(block).await?;
                 if self.blocks.get(&block).is_some_and(|bytes| bytes.iter().any(|byte| *byte != 0)) {
-                    self.changed.insert(block);
+                    self.note_change(block);
                 }
                 self.relieve().await?;
             }
@@ -405,5 +439,39 @@ impl<'a> Refs<'a> {
     /// What fell free, once.
     pub(crate) fn freed(&mut self) -> Vec<Range<u64>> {
         std::mem::take(&mut self.freed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::create::{CreateOptions, create};
+    use crate::header::Header;
+    use crate::load::entries;
+    use block::{File, block_on};
+    use testkit::{SimFileOptions, SimStorage};
+
+    #[test]
+    fn refcount_blocks_that_move_while_a_long_run_is_counted_do_not_move_into_it() {
+        let storage = SimStorage::new(1);
+        let file = storage.create("disk", 0, SimFileOptions::default());
+        let io = MetaIo::new(file.open_blocking().unwrap());
+        let options = CreateOptions { size_bytes: 1 << 20, cluster_size: 512, ..CreateOptions::default() };
+        block_on(async {
+            create(&io, &options).await.unwrap();
+            let header = Header::parse(&io.read(0, 512, PastEnd::Fails).await.unwrap(), "disk", true).unwrap();
+            let table = io.read(header.refcount_table_offset, 512, PastEnd::Fails).await.unwrap();
+            let table: Vec<u64> = entries(&table).collect();
+            let bytes = file.length_bytes().unwrap();
+            let mut refs = Refs::new(&io, header.geometry(), table, header.refcount_table_offset, bytes);
+            refs.blocks_bytes = 4096;
+            let count = 70_000;
+            let first = refs.allocate_at_end(count).await.unwrap();
+            assert!(refs.homes.len() > 200, "nothing moved meanwhile, so this shows nothing");
+            refs.finish().await.unwrap();
+            let run = first..first + count;
+            let inside = refs.homes.values().filter(|home| run.contains(&(**home / 512))).count();
+            assert_eq!(inside, 0, "refcount blocks lie in space that was given out for something else");
+        });
     }
 }

@@ -3,7 +3,7 @@
 use super::tree::{Direction, Steps};
 use super::{Edit, EditWatch};
 use crate::geometry::Geometry;
-use crate::header::MAX_SNAPSHOTS;
+use crate::header::{MAX_L1_BYTES, MAX_SNAPSHOTS};
 use crate::snapshot::{Row, Snapshot, SnapshotName, TABLE_BYTES_MAX, find, rows_bytes};
 use block::{ErrorKind, File, MetaIo, Result};
 
@@ -137,6 +137,11 @@ impl Edit<'_, '_> {
         let old = self.active_l1().await.map_err(|error| self.failed(error))?;
         let mut l1 = self.read_l1(row.l1_offset, row.l1_entries).await.map_err(|error| self.failed(error))?;
         let needed = Geometry { size_bytes, ..self.geometry }.l1_entries();
+        if needed.saturating_mul(8) > MAX_L1_BYTES {
+            let what =
+                format_args!("snapshot '{which}' says that its disk has {size_bytes} bytes, which is impossible");
+            return self.refuse(ErrorKind::BadImage, what);
+        }
         l1.resize(l1.len().max(usize::try_from(needed).unwrap_or(0)), 0);
         let mut steps = Steps::new(old.len().saturating_add(l1.len().saturating_mul(2)));
         // Up first: what both refer to must not seem free in between.
