@@ -308,7 +308,7 @@ fn a_failed_convert_removes_its_target_and_unsupported_flags_are_refused_by_name
     let said = run_fails(1, &["convert", "-O", "raw", path_str(&source), path_str(&target)]);
     assert!(said.contains("was removed again"), "{said}");
     assert!(!target.exists());
-    for (flags, name) in [(&["-l", "x"][..], "-l"), (&["--salvage"], "--salvage")] {
+    for (flags, name) in [(&["--target-image-opts"][..], "--target-image-opts"), (&["--salvage"], "--salvage")] {
         let mut arguments = vec!["convert"];
         arguments.extend(flags);
         arguments.extend([path_str(&source), path_str(&target)]);

@@ -204,6 +204,9 @@ impl Core {
             }
             None => {
                 self.active.push(active);
+                // Whatever ends or waits together later has room.
+                self.free.reserve(self.active.len());
+                self.line.reserve(self.active.len().saturating_sub(self.line.len()));
                 // The number of operations at once is bounded by the submitter's memory.
                 (self.active.len() - 1) as u32
             }

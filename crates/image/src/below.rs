@@ -14,6 +14,8 @@ const SLICE_BITS: u32 = 9;
 const SLICE_ENTRIES: usize = 1 << SLICE_BITS;
 /// Granules are no finer: the map of a disk with tiny clusters would be larger than what it replaces.
 const GRANULE_BITS_MIN: u32 = 12;
+/// And no finer than that so many slices cover the disk: an image says how large it is, and finding slices takes memory.
+const SLICES_MAX: u64 = 1 << 24;
 
 /// An entry: a kind, the file of the layer, the offset in that file in its place, the layer. Zero: not known.
 const KIND_MASK: u64 = 3;
@@ -47,7 +49,7 @@ pub(crate) struct Below {
 impl Below {
     /// A map of at most `cache_bytes` for a disk over layers whose smallest cluster is `cluster_bits`.
     pub(crate) fn new(size_bytes: u64, cluster_bits: u32, cache_bytes: u64) -> Self {
-        let granule_bits = cluster_bits.max(GRANULE_BITS_MIN);
+        let granule_bits = Self::granule_bits(size_bytes, cluster_bits);
         let slices = Self::slices(size_bytes, granule_bits);
         let cache = SliceCache::new(slices, SLICE_ENTRIES, cache_bytes);
         Self { granule_bits, size_bytes, cache, book: Mutex::default() }
@@ -55,8 +57,15 @@ impl Below {
 
     /// The bytes of a map of the whole disk.
     pub(crate) fn wanted_bytes(size_bytes: u64, cluster_bits: u32) -> u64 {
-        let slices = Self::slices(size_bytes, cluster_bits.max(GRANULE_BITS_MIN));
+        let slices = Self::slices(size_bytes, Self::granule_bits(size_bytes, cluster_bits));
         slices.saturating_mul(SLICE_ENTRIES as u64).saturating_mul(8)
+    }
+
+    fn granule_bits(size_bytes: u64, cluster_bits: u32) -> u32 {
+        let fits = |bits: &u32| Self::slices(size_bytes, *bits) <= SLICES_MAX;
+        (cluster_bits.max(GRANULE_BITS_MIN)..u64::BITS.saturating_sub(SLICE_BITS))
+            .find(fits)
+            .unwrap_or(GRANULE_BITS_MIN)
     }
 
     fn slices(size_bytes: u64, granule_bits: u32) -> u64 {
@@ -177,6 +186,20 @@ mod tests {
         assert_eq!(below.lookup(2 * G + 512, 512), Known::At(data(254, 9 * G + 512, 512)));
         let zero = Place { layer: 0, extent: Extent::Zero, length_bytes: G };
         assert_eq!(below.lookup(3 * G, 2 * G), Known::At(zero));
+    }
+
+    #[test]
+    fn the_map_of_a_disk_that_claims_to_be_huge_takes_little_memory_and_is_right() {
+        let size_bytes = 1 << 61;
+        assert!(Below::slices(size_bytes, Below::granule_bits(size_bytes, 9)) <= SLICES_MAX);
+        assert_eq!(Below::granule_bits(1 << 40, 16), 16);
+        let below = Below::new(size_bytes, 9, 1 << 20);
+        let granule = below.granule_bytes();
+        let last = size_bytes - granule;
+        below.learn(last + 512, |_, length| Some(data(1, 7 * G, length)));
+        assert_eq!(below.lookup(last + 512, G), Known::At(data(1, 7 * G + 512, G)));
+        below.learn(0, |_, length| Some(data(1, G, length - 512)));
+        assert_eq!(below.lookup(0, 512), Known::Ask);
     }
 
     #[test]

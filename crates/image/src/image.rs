@@ -185,6 +185,12 @@ impl Image {
         self.chain.layers.iter().map(Layer::format)
     }
 
+    /// The formats of the layers of the chain as the user and the images gave them, top first; `None` where it was
+    /// guessed, and has to be guessed again by whoever lets a guest's bytes into the layer.
+    pub fn said_formats(&self) -> impl Iterator<Item = Option<Format>> {
+        self.chain.layers.iter().map(|layer| (!layer.guessed).then(|| layer.format()))
+    }
+
     /// The format of the top layer.
     #[must_use]
     pub fn format(&self) -> Option<Format> {

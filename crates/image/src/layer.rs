@@ -29,6 +29,8 @@ pub(crate) struct Layer {
     pub(crate) path: PathBuf,
     /// As the user or the layer above named it, for tools that show it.
     pub(crate) said: PathBuf,
+    /// The format was not said by anybody.
+    pub(crate) guessed: bool,
     pub(crate) file: Arc<dyn File>,
     pub(crate) data: Option<DataFile>,
     pub(crate) mapping: Mapping,

@@ -90,6 +90,7 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
             layer.data = Some(DataFile { path: target, said: beside(&said, &name), file });
         }
         layer.said = said;
+        layer.guessed = guessed;
         layers.push(layer);
     }
     let size_bytes = layers.first().map_or(0, |top| top.size_bytes);
@@ -201,7 +202,8 @@ pub(crate) fn open_layer(
         Mapping::Raw(raw) => raw.size_bytes(),
         Mapping::Qcow2(qcow2) => qcow2.size_bytes(),
     };
-    Ok(Layer { path: path.to_owned(), said: path.to_owned(), file, data: None, mapping, size_bytes })
+    let said = path.to_owned();
+    Ok(Layer { path: said.clone(), said, guessed: false, file, data: None, mapping, size_bytes })
 }
 
 /// The backing file that a layer names, and the format it gives it.

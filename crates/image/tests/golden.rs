@@ -11,7 +11,7 @@ use testkit::{Request, Session, SimFileOptions, SimStorage, qcow2_check};
 const SIZE: usize = 192 << 10;
 
 fn content() -> Vec<u8> {
-    let byte = |at: usize| if at / 512 % 128 < 11 { (at / 37 ^ at / 512) as u8 } else { 0 };
+    let byte = |at: usize| if at / 512 % 128 < 11 { ((at / 37) ^ (at / 512)) as u8 } else { 0 };
     (0..SIZE).map(byte).collect()
 }
 

@@ -55,11 +55,11 @@ pub fn commit(
     let opener = SharedOpener::new(opener);
     let base_file = opener.open(&found.path, Role::Writable)?;
     let top = Arc::new(image::open(&open_options(options, &options.top, found.top_format, false), &opener)?);
-    let base_options = open_options(options, &found.path, found.format, true);
+    let base_options = open_options(options, &found.path, found.said_format, true);
     let size = top.info().size_bytes;
     if image::open(&base_options, &opener)?.info().size_bytes < size {
         grow(
-            &Growth { top: &top, base: &base_options, file: &base_file, depth: found.depth },
+            &Growth { top: &top, base: &base_options, file: &base_file, format: found.format, depth: found.depth },
             &opener,
             reactors,
             control,
@@ -84,7 +84,9 @@ pub fn commit(
 /// Where the base is.
 struct Found {
     path: PathBuf,
-    format: Option<Format>,
+    format: Format,
+    /// `None` if that is only a guess: then what the overlay's guest wrote must not become another format's header.
+    said_format: Option<Format>,
     top_format: Option<Format>,
     /// Layers above it.
     depth: usize,
@@ -112,8 +114,9 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
         let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top.display());
         return Err(Error::new(ErrorKind::BadOption, what));
     };
-    let format = chain.formats().nth(depth);
-    Ok(Found { path: paths[depth].clone(), format, top_format: chain.format(), depth })
+    let format = chain.formats().nth(depth).unwrap_or(Format::Raw);
+    let said_format = chain.said_formats().nth(depth).flatten();
+    Ok(Found { path: paths[depth].clone(), format, said_format, top_format: chain.format(), depth })
 }
 
 fn open_options(options: &CommitOptions, path: &Path, format: Option<Format>, is_base: bool) -> ImageOptions {
@@ -130,6 +133,7 @@ struct Growth<'a> {
     top: &'a Arc<Image>,
     base: &'a ImageOptions,
     file: &'a Arc<dyn File>,
+    format: Format,
     depth: usize,
 }
 
@@ -157,7 +161,7 @@ fn grow(
         zero(growth.top, &ranges, reactors, control)?;
         growth.top.close()?;
     }
-    image::grow(growth.file, growth.base.format.unwrap_or(Format::Raw), size)?;
+    image::grow(growth.file, growth.format, size)?;
     if rests_on_another {
         let base = Arc::new(image::open(growth.base, opener)?);
         zero(&base, std::slice::from_ref(&(old..size)), reactors, control)?;
@@ -235,7 +239,9 @@ fn hand_out(
     for run in top.extents_above(depth)? {
         let run = run?;
         control.check()?;
-        if !run.present {
+        // A layer above the base that ends before hides what the base has there.
+        let cut_off = run.zero && run.depth + 1 < depth;
+        if !run.present && !cut_off {
             pipeline.skip(run.length_bytes);
             continue;
         }

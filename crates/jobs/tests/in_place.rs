@@ -282,6 +282,15 @@ fn commit_cases() -> Vec<Case> {
                 Layer { stamp: 7, ..qcow2("top", Some(("middle", "qcow2"))) },
             ])
         },
+        // What the base has behind the end of the middle is hidden from the overlay.
+        Case {
+            job: Job::Commit { base: Some("base"), keep: true },
+            ..commit(vec![
+                RAW,
+                small("middle", Some(("base", "raw"))),
+                Layer { stamp: 8, ..qcow2("top", Some(("middle", "qcow2"))) },
+            ])
+        },
     ]
 }
 
@@ -330,4 +339,31 @@ fn a_fault_at_any_step_of_a_commit_or_rebase_changes_nothing_and_the_job_can_be_
     commit[2].survives_faults("middle", ENOSPC, 1);
     rebase[0].survives_faults("top", ENOSPC, 1);
     rebase[3].survives_faults("top", EIO, 1);
+}
+
+#[test]
+fn a_commit_gives_no_other_formats_header_to_a_base_that_was_only_guessed_to_be_raw() {
+    for format in [None, Some("raw")] {
+        let storage = SimStorage::new(1);
+        RAW.make(&storage);
+        let file: Arc<dyn File> = storage.create("top", 0, SimFileOptions::default());
+        let options = Qcow2Options {
+            size_bytes: RAW.size_bytes,
+            backing_file: Some("base".to_owned()),
+            backing_format: format.map(str::to_owned),
+            ..Qcow2Options::default()
+        };
+        image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
+        let header = storage.bytes("top")[..512].to_vec();
+        // A guest may do this: its disk is qcow2.
+        let mut session = Session::open(&storage, &|storage| open(storage, "top", false), 1, 1).unwrap();
+        session.call(Request::write(0, header.clone())).map(drop).unwrap();
+        session.close().unwrap();
+
+        let commit = Case { layers: Vec::new(), job: Job::Commit { base: None, keep: false } };
+        let done = commit.run(&storage);
+        let written = storage.bytes("base").starts_with(&header);
+        assert_eq!((done.is_ok(), written), (format.is_some(), format.is_some()), "{format:?}: {done:?}");
+        assert!(contents(&storage, "top").unwrap().starts_with(&header));
+    }
 }

@@ -1,6 +1,5 @@
 //! The table of flags against the real program's `--help`, our own parser against the table.
 
-use super::differences::{Difference, difference};
 use super::flags::{FLAGS, Flag, Verb};
 use super::{OTHERS, command};
 use std::fmt::Write as _;
