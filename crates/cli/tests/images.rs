@@ -68,6 +68,12 @@ fn the_same_line_makes_and_says_the_same() {
     let image = at(&dir, "disk.qcow2");
     let (data, base) = (at(&dir, "data.raw"), at(&dir, "base.raw"));
     run_ok(&["create", "-q", path_str(&base), "3M"]);
+    // qemu-img looks for a data file from where it is called, we from where the image is: said in full, it is the same.
+    let (data_raw, data_falloc, data_base) = (
+        format!("data_file={},data_file_raw=on", path_str(&data)),
+        format!("data_file={},preallocation=falloc,extended_l2=on,nocow=off", path_str(&data)),
+        format!("data_file={},backing_file=base.raw,backing_fmt=raw", path_str(&data)),
+    );
     for options in [
         "compat=1.1",
         "lazy_refcounts=on,refcount_bits=8",
@@ -77,9 +83,9 @@ fn the_same_line_makes_and_says_the_same() {
         "preallocation=falloc,cluster_size=4k",
         "preallocation=full",
         "preallocation=metadata,extended_l2=on,backing_file=base.raw,backing_fmt=raw",
-        "data_file=data.raw,data_file_raw=on",
-        "data_file=data.raw,preallocation=falloc,extended_l2=on,nocow=off",
-        "data_file=data.raw,backing_file=base.raw,backing_fmt=raw",
+        data_raw.as_str(),
+        data_falloc.as_str(),
+        data_base.as_str(),
     ] {
         let line = ["create", "-f", "qcow2", "-o", options, path_str(&image), "3M"];
         let sizes = || {
