@@ -27,6 +27,8 @@ const MAX_DIRECTORY_BYTES: u64 = 64 << 20;
 pub(crate) const MAX_NAME_BYTES: usize = 1023;
 /// The most bits, in bytes, that a bitmap may have.
 pub(crate) const MAX_BITS_BYTES: u64 = 512 << 20;
+/// All tables of an image together: rows may name one table again and again, and each would be read.
+const MAX_TABLES_BYTES: u64 = 64 << 20;
 
 /// A bitmap as the directory describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -192,6 +194,12 @@ pub(crate) async fn directory(io: &MetaIo, header: &Header, cluster: &[u8], name
         let (bitmap, length) = parse_row(rest, header).map_err(|what| bad(format!("number {index} {what}")))?;
         at = at.saturating_add(length);
         bitmaps.push(bitmap);
+    }
+    let tables_bytes = bitmaps
+        .iter()
+        .fold(0u64, |sum, bitmap: &Bitmap| sum.saturating_add(u64::from(bitmap.table_entries).saturating_mul(8)));
+    if tables_bytes > MAX_TABLES_BYTES {
+        return Err(bad(format!("tables of {tables_bytes} bytes are too many")));
     }
     Ok(Directory { bitmaps, offset, bytes })
 }

@@ -77,6 +77,22 @@ fn changes() -> Vec<Vec<(String, BitmapAction)>> {
 }
 
 #[test]
+fn tables_that_claim_too_much_together_are_refused_before_any_is_read() {
+    let storage = image(512);
+    edit(&storage, &[action("one", add(512)), action("two", add(512))]).unwrap();
+    let mut bytes = storage.bytes("disk");
+    for name in ["one", "two"] {
+        // Behind its row of 24 bytes, which begins with the table's offset and entries.
+        let row = bytes.windows(3).position(|found| found == name.as_bytes()).unwrap() - 24;
+        bytes[row + 8..row + 12].copy_from_slice(&(5u32 << 20).to_be_bytes());
+    }
+    let io = io(&storage.file("disk").unwrap());
+    block_on(io.write(0, memory::AlignedBuf::copy_of(&bytes))).unwrap();
+    let error = block_on(bitmaps(&io, "disk")).unwrap_err();
+    assert!(error.to_string().contains("tables of 83886080 bytes"), "{error}");
+}
+
+#[test]
 fn a_power_cut_at_any_moment_leaves_the_bitmaps_before_or_after() {
     for cluster_size in [1024, 4096] {
         let storage = image(cluster_size);
