@@ -151,8 +151,9 @@ impl Job<'_, '_> {
         .await?;
         let header = Header { refcount_table_offset: offset, refcount_table_clusters: clusters, ..self.header.clone() };
         let file_bytes = self.walk.file_bytes.max(rebuilt.end_bytes());
-        let (leaks, after, kinds) = recount(self.io, &header, file_bytes, &self.walk).await?;
-        self.set_refcounts_in(&rebuilt.entries(), &leaks).await?;
+        // What was freed, and what led behind the end of the file, which has moved.
+        let (mismatches, after, kinds) = recount(self.io, &header, file_bytes, &self.walk).await?;
+        self.set_refcounts_in(&rebuilt.entries(), &mismatches).await?;
         self.walk.table = rebuilt.entries();
         self.walk.block = None;
         self.walk.kinds = kinds;
@@ -306,9 +307,8 @@ async fn recount(
     walk.count_all().await?;
     let counted = walk.report;
     walk.compare().await;
-    let leaks = walk.mismatches.iter().filter(|m| m.refcount > m.references).copied().collect::<Vec<_>>();
     let image_end_offset = walk.report.image_end_offset;
-    Ok((leaks, CheckReport { image_end_offset, ..counted }, walk.kinds))
+    Ok((std::mem::take(&mut walk.mismatches), CheckReport { image_end_offset, ..counted }, walk.kinds))
 }
 
 fn put(target: &mut [u8], at: usize, new: &[u8]) {
