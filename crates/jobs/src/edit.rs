@@ -16,10 +16,7 @@ pub fn edit(
     edit: &Edit,
     control: &mut Control<'_>,
 ) -> Result<()> {
-    image::edit(path, file, format, edit, &mut |done, total| {
-        control.tell(done, total);
-        !control.cancel.load(Ordering::Relaxed)
-    })
+    image::edit(path, file, format, edit, &mut watch(control))
 }
 
 /// Changes the size of a qcow2 image that was opened for writing. Cancelled, it leaves the image as it was.
@@ -30,16 +27,18 @@ pub fn resize_qcow2(
     preallocation: GrowBy,
     control: &mut Control<'_>,
 ) -> Result<()> {
-    image.resize(size_bytes, shrink, preallocation, &mut |done, total| {
-        control.tell(done, total);
-        !control.cancel.load(Ordering::Relaxed)
-    })
+    image.resize(size_bytes, shrink, preallocation, &mut watch(control))
 }
 
 /// Changes options of a qcow2 image that was opened for writing. Cancelled, it leaves the image as it was.
 pub fn amend(image: Image, amend: &Amend, control: &mut Control<'_>) -> Result<()> {
-    image.amend(amend, &mut |done, total| {
+    image.amend(amend, &mut watch(control))
+}
+
+/// Tells how far it is, and whether to go on.
+fn watch<'a>(control: &'a mut Control<'_>) -> impl FnMut(u64, u64) -> bool + 'a {
+    |done, total| {
         control.tell(done, total);
         !control.cancel.load(Ordering::Relaxed)
-    })
+    }
 }
