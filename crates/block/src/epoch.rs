@@ -67,6 +67,7 @@ pub struct Participant {
 
 impl Participant {
     /// An operation begins: call before looking anything up for it.
+    #[inline]
     pub fn begin(&mut self, epochs: &Epochs) -> Ticket {
         let now = epochs.now.load(Ordering::Acquire);
         match self.in_flight.back_mut() {
@@ -85,6 +86,7 @@ impl Participant {
     }
 
     /// The operation ended: nothing of it is in flight any more.
+    #[inline]
     pub fn end(&mut self, ticket: Ticket) {
         if let Some((_, count)) = self.in_flight.iter_mut().find(|(epoch, _)| *epoch == ticket.0) {
             *count = count.saturating_sub(1);

@@ -16,6 +16,10 @@ pub(crate) const BOUNCE_BYTES: usize = 64 << 10;
 const PAGE_BYTES: usize = memory::PAGE_BYTES;
 const LINE_BYTES: usize = 64;
 
+/// From one head's status byte to the next: a cache line, or the device's writes for some requests and the driver's for
+/// others would take the line from each other.
+pub(crate) const STATUS_STRIDE_BYTES: usize = LINE_BYTES;
+
 /// Offsets of one queue's parts in the shared memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct QueueLayout {
@@ -56,7 +60,7 @@ impl QueueLayout {
         let slot = HEADER_BYTES + usize::from(entries) * DESCRIPTOR_BYTES + RANGE_SEGMENT_BYTES;
         let slot_bytes = slot.next_multiple_of(LINE_BYTES);
         let slots = cursor.take(slot_bytes * usize::from(size), PAGE_BYTES);
-        let status = cursor.take(usize::from(size), LINE_BYTES);
+        let status = cursor.take(usize::from(size) * STATUS_STRIDE_BYTES, LINE_BYTES);
         let bounce_count = u16::try_from(bounce_bytes / BOUNCE_BYTES).unwrap_or(u16::MAX);
         let bounce = cursor.take(usize::from(bounce_count) * BOUNCE_BYTES, PAGE_BYTES);
         let end = cursor.take(0, PAGE_BYTES);

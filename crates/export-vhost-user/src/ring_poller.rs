@@ -21,13 +21,18 @@ use virtio::{BlkQueue, DeviceRing, Request, RingFault, RingFeatures, SplitDevice
 /// Most requests that one ring takes in a turn, so that the rings of a reactor share it fairly.
 const BATCH: usize = 128;
 
+/// Of more than this a turn takes half: the guest goes on with that half while the other is served, instead of taking
+/// turns with us.
+const WHOLE_BATCH: usize = 16;
+
 /// Bytes of data after which a ring takes no further request in a turn: data that is at hand is copied on the reactor's
 /// thread, and the other rings wait for it.
 const BATCH_BYTES: usize = 16 << 20;
 
-/// After so many requests a disk that completes at once shows the guest what has ended: a driver that looks by itself
-/// goes on with those while the rest of the batch is served, instead of taking turns with us.
+/// After so many requests, or bytes, a disk that completes at once shows the guest what has ended: a driver that looks by
+/// itself goes on with those while the rest of the batch is served, instead of taking turns with us.
 const STEP: usize = 16;
+const STEP_BYTES: usize = 128 << 10;
 
 /// Everything that a ring needs to begin, gathered on the session's thread.
 pub(crate) struct RingSetup {
@@ -155,17 +160,24 @@ impl RingPoller {
 
     /// Takes a batch and submits it. Returns how many requests that were.
     fn take_batch(&mut self) -> usize {
-        let (mut taken, mut bytes) = (0_usize, 0_usize);
-        while self.taking && taken < BATCH && bytes < BATCH_BYTES {
+        let (mut taken, mut bytes, mut next_step_bytes) = (0_usize, 0_usize, STEP_BYTES);
+        let mut most = BATCH;
+        while self.taking && taken < most && bytes < BATCH_BYTES {
             match self.queue.pop() {
                 Ok(Some((head, request))) => {
+                    if taken == 0 {
+                        most = (usize::from(self.queue.ring().waiting()) >> 1).clamp(WHOLE_BATCH, BATCH);
+                    }
                     if let Request::Read { data, .. } | Request::Write { data, .. } = &request {
                         bytes = bytes.saturating_add(data.length_bytes());
                     }
                     self.start(head, request);
                     taken = taken.saturating_add(1);
-                    if taken.is_multiple_of(STEP) && self.harvest() > 0 {
-                        self.queue.show();
+                    if taken.is_multiple_of(STEP) || bytes >= next_step_bytes {
+                        next_step_bytes = bytes.saturating_add(STEP_BYTES);
+                        if self.harvest() > 0 {
+                            self.queue.show();
+                        }
                     }
                 }
                 Ok(None) => break,
@@ -330,6 +342,9 @@ fn failure(result: IoResult) -> Option<Status> {
 impl Poller for RingPoller {
     fn poll(&mut self) -> bool {
         let mut harvested = self.harvest();
+        if harvested > 0 {
+            self.queue.show();
+        }
         let taken = self.take_batch();
         if taken > 0 {
             self.counters.requests.add(taken);

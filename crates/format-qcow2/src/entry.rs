@@ -37,6 +37,7 @@ pub(crate) enum Cluster {
 }
 
 impl Cluster {
+    #[inline]
     pub(crate) fn decode(raw: u64, geometry: &Geometry) -> Result<Self, BadEntry> {
         if raw & COMPRESSED != 0 {
             // An external data file holds clusters as they are.

@@ -330,11 +330,13 @@ fn space_at_open(file: &FileInfo, geometry: &crate::geometry::Geometry, refcount
 }
 
 impl Inner {
+    #[inline]
     pub(crate) fn check_range(&self, offset: u64, length: u64) -> IoResult {
         let inside = offset.checked_add(length).is_some_and(|end| end <= self.geometry.size_bytes);
         if inside && length > 0 { Ok(()) } else { Err(IoError::new(IoErrorKind::OutOfRange)) }
     }
 
+    #[inline]
     pub(crate) fn check_write(&self, offset: u64, length: u64) -> IoResult {
         self.check_range(offset, length)?;
         self.refuse_if_stopped()?;
@@ -371,6 +373,7 @@ impl Inner {
     }
 
     /// The first part of a range that lies in one place and in one slice.
+    #[inline]
     fn lookup_in_slice(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
         let geometry = &self.geometry;
         let cluster = geometry.cluster_of(offset);
@@ -415,6 +418,7 @@ impl Inner {
     }
 
     /// Whether a table may lie where an L2 entry says that data do: never in a file that has none.
+    #[inline]
     pub(crate) fn may_hold_table(&self, host: u64) -> bool {
         !self.geometry.data_file && self.table_bits.may_hold_table(self.geometry.cluster_of(host))
     }

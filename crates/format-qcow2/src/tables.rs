@@ -122,6 +122,7 @@ impl TableBits {
         Self { words: (0..wanted / 64).map(|_| AtomicU64::new(0)).collect() }
     }
 
+    #[inline]
     fn place(&self, cluster: u64) -> Option<(&AtomicU64, u64)> {
         let index = (cluster >> 6) & (self.words.len() as u64).saturating_sub(1);
         Some((self.words.get(index as usize)?, 1u64.wrapping_shl((cluster & 63) as u32)))
@@ -143,6 +144,7 @@ impl TableBits {
     }
 
     /// Whether a table may lie there. False only if none does.
+    #[inline]
     pub(crate) fn may_hold_table(&self, cluster: u64) -> bool {
         self.place(cluster).is_none_or(|(word, bit)| word.load(Ordering::Acquire) & bit != 0)
     }

@@ -123,6 +123,7 @@ impl Chain {
     }
 
     /// Refuses what lies outside the disk.
+    #[inline]
     pub(crate) fn check_range(&self, offset: u64, length_bytes: u64) -> IoResult {
         match offset.checked_add(length_bytes) {
             Some(end) if end <= self.size_bytes => Ok(()),
@@ -144,11 +145,13 @@ impl Walk {
 
     /// How much of the rest lies inside `layer`; `None` where the layer ends before (everything below is cut off too:
     /// a layer is never read past its own end).
+    #[inline]
     fn enter(&self, layer: &Layer) -> Option<u64> {
         let inside = layer.size_bytes.saturating_sub(self.offset).min(self.length_bytes);
         (inside > 0).then_some(inside)
     }
 
+    #[inline]
     fn take(&mut self, layer: usize, mapped: Mapped) -> Option<Place> {
         self.length_bytes = mapped.length_bytes;
         match mapped.extent {

@@ -74,6 +74,7 @@ impl Layer {
     }
 
     /// Where the first part of the range lies; `None` if that takes a read. The range lies inside the layer.
+    #[inline]
     pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Option<Mapped> {
         match &self.mapping {
             Mapping::Raw(raw) => Some(raw.lookup(offset, length_bytes)),
@@ -90,6 +91,7 @@ impl Layer {
     }
 
     /// The first part of the range that may be overwritten where it lies, at once.
+    #[inline]
     pub(crate) fn lookup_overwrite(&self, offset: u64, length_bytes: u64) -> Overwrite {
         match &self.mapping {
             Mapping::Raw(_) => Overwrite::InPlace { offset, length_bytes },

@@ -23,6 +23,7 @@ pub struct Segment(libc::iovec);
 impl Segment {
     /// A segment of `length_bytes` at `ptr`. Only listing it in an [`IoBuf`] makes a promise about the memory.
     #[must_use]
+    #[inline]
     pub fn new(ptr: NonNull<u8>, length_bytes: usize) -> Self {
         Self(libc::iovec { iov_base: ptr.as_ptr().cast(), iov_len: length_bytes })
     }
@@ -71,9 +72,13 @@ struct Inner {
     length_bytes: usize,
     owned: Owned,
     /// Keeps the buffers whose memory a gathered list names.
+    #[allow(dead_code)]
     parts: Vec<Window>,
     /// Keeps the mapping that the segments lie in, and what its owner wants dropped with the last handle.
+    #[allow(dead_code)]
     mapped: Option<(Arc<Mapping>, Box<dyn Any>)>,
+    /// The list was filled again before: it keeps nothing but its segments.
+    refilled: bool,
 }
 
 room_for!(Inner, "buffer's list of segments");
@@ -171,40 +176,48 @@ impl IoBuf {
     ///
     /// # Safety
     /// Every segment must stay mapped, readable and writable, for as long as this list (any handle to it) holds it.
+    #[inline]
     pub unsafe fn refill(&mut self, segments: impl Iterator<Item = Segment>) -> bool {
         let Some(inner) = PoolRc::get_mut(&mut self.inner) else {
             return false;
         };
-        inner.owned = Owned::Not;
-        inner.single = None;
-        inner.parts.clear();
-        inner.mapped = None;
+        if !inner.refilled {
+            let room = std::mem::take(&mut inner.segments);
+            *inner = Inner { segments: room, refilled: true, ..Inner::default() };
+        }
         inner.segments.clear();
-        inner.segments.extend(segments);
-        inner.length_bytes = inner.segments.iter().map(Segment::length_bytes).sum();
+        inner.length_bytes = 0;
+        for segment in segments {
+            inner.length_bytes += segment.length_bytes();
+            inner.segments.push(segment);
+        }
         true
     }
 
     /// Whether this is the only handle, so that [`IoBuf::refill`] works and nothing is in flight.
     #[must_use]
+    #[inline]
     pub fn is_unique(&self) -> bool {
         PoolRc::strong_count(&self.inner) == 1
     }
 
     /// Total bytes listed.
     #[must_use]
+    #[inline]
     pub fn length_bytes(&self) -> usize {
         self.inner.length_bytes
     }
 
     /// The segments, in order.
     #[must_use]
+    #[inline]
     pub fn segments(&self) -> &[Segment] {
         self.inner.segments()
     }
 
     /// The whole buffer as a window.
     #[must_use]
+    #[inline]
     pub fn whole(&self) -> Window {
         Window { buf: self.clone(), offset: 0, length_bytes: self.length_bytes() }
     }
@@ -233,12 +246,14 @@ impl Window {
 
     /// Bytes in the window.
     #[must_use]
+    #[inline]
     pub fn length_bytes(&self) -> usize {
         self.length_bytes
     }
 
     /// Whether it holds no byte.
     #[must_use]
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.length_bytes == 0
     }
@@ -256,12 +271,14 @@ impl Window {
 
     /// The segments of the buffer where the window covers all of it, so that an engine can pass the list as it stands.
     #[must_use]
+    #[inline]
     pub fn whole_segments(&self) -> Option<&[Segment]> {
         (self.offset == 0 && self.length_bytes == self.buf.length_bytes()).then(|| self.buf.segments())
     }
 
     /// The one segment that the window lies in, cut to it; `None` where it spans several or is empty.
     #[must_use]
+    #[inline]
     pub fn single_segment(&self) -> Option<Segment> {
         let mut skip = self.offset;
         for segment in self.buf.segments() {
@@ -275,6 +292,7 @@ impl Window {
     }
 
     /// Calls `visit` with each segment, cut to the window, in order.
+    #[inline]
     pub fn for_each_segment(&self, mut visit: impl FnMut(Segment)) {
         let mut skip = self.offset;
         let mut left = self.length_bytes;

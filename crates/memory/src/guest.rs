@@ -100,14 +100,15 @@ impl GuestRegion {
         (NonNull::new(start).unwrap_or(self.mapping.as_ptr()), length_bytes)
     }
 
+    #[inline]
     fn at(&self, base: u64, address: u64, length_bytes: u64) -> Option<NonNull<u8>> {
-        let skip = address.checked_sub(base)?;
-        let end = skip.checked_add(length_bytes)?;
-        if end > self.length_bytes {
+        // An address before the base wraps to one far behind the end.
+        let skip = address.wrapping_sub(base);
+        if skip > self.length_bytes.checked_sub(length_bytes)? {
             return None;
         }
-        let skip = usize::try_from(skip).ok()?.checked_add(self.skip_bytes)?;
-        NonNull::new(self.mapping.as_ptr().as_ptr().wrapping_add(skip))
+        // The region lies inside the mapping, so both fit.
+        NonNull::new(self.mapping.as_ptr().as_ptr().wrapping_add(self.skip_bytes).wrapping_add(skip as usize))
     }
 }
 
@@ -140,10 +141,21 @@ impl GuestMemory {
 
     /// Where `length_bytes` at guest physical `address` lie in our address space. The range must lie in one region.
     /// `hint` is the index of the region found last (a ring keeps its own), and is updated.
+    #[inline]
     pub fn translate(&self, address: u64, length_bytes: u64, hint: &mut usize) -> Result<NonNull<u8>, MemoryError> {
-        if let Some(ptr) = self.regions.get(*hint).and_then(|r| r.at(r.guest_address, address, length_bytes)) {
-            return Ok(ptr);
+        match self.regions.get(*hint).and_then(|r| r.at(r.guest_address, address, length_bytes)) {
+            Some(ptr) => Ok(ptr),
+            None => self.translate_elsewhere(address, length_bytes, hint),
         }
+    }
+
+    #[cold]
+    fn translate_elsewhere(
+        &self,
+        address: u64,
+        length_bytes: u64,
+        hint: &mut usize,
+    ) -> Result<NonNull<u8>, MemoryError> {
         for (index, region) in self.regions.iter().enumerate() {
             if let Some(ptr) = region.at(region.guest_address, address, length_bytes) {
                 *hint = index;
@@ -154,6 +166,7 @@ impl GuestMemory {
     }
 
     /// As [`GuestMemory::translate`], as a segment.
+    #[inline]
     pub fn segment(&self, address: u64, length_bytes: u32, hint: &mut usize) -> Result<Segment, MemoryError> {
         let ptr = self.translate(address, u64::from(length_bytes), hint)?;
         Ok(Segment::new(ptr, length_bytes as usize))
@@ -175,6 +188,7 @@ impl GuestMemory {
 
     /// Whether the peer shrank a file under one of the regions (see [`crate::fault`]).
     #[must_use]
+    #[inline]
     pub fn is_poisoned(&self) -> bool {
         self.regions.iter().any(|region| region.mapping.is_poisoned())
     }

@@ -41,6 +41,9 @@ pub trait DeviceRing {
 
     /// Chains taken and not given back.
     fn in_flight(&self) -> u16;
+
+    /// Chains that are known to wait; there may be more.
+    fn waiting(&self) -> u16;
 }
 
 /// What was negotiated about a ring.
@@ -290,6 +293,10 @@ impl DeviceRing for SplitDeviceRing {
 
     fn in_flight(&self) -> u16 {
         self.in_flight.count
+    }
+
+    fn waiting(&self) -> u16 {
+        self.seen_avail.wrapping_sub(self.next_avail)
     }
 }
 

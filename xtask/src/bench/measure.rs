@@ -4,6 +4,7 @@ use super::cells::{Cell, Storage};
 use super::files::Files;
 use crate::packages;
 use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::net::UnixStream;
@@ -26,7 +27,7 @@ const NULL_BYTES: u64 = 4 << 30;
 const LONG_KIB: u32 = 128;
 
 /// What one measurement gave.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub(super) struct Sample {
     pub(super) iops: f64,
     pub(super) p99_us: f64,

@@ -12,6 +12,7 @@ mod opening;
 mod page;
 mod profile;
 mod qcow2_file;
+mod results;
 mod statistics;
 
 use crate::command::Program;
@@ -20,6 +21,8 @@ use anyhow::{Context, Result, bail, ensure};
 use cells::{Cell, Storage};
 use files::Files;
 use measure::{Sample, Tools};
+use opening::Openings;
+use results::{Results, Stamp};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -50,7 +53,11 @@ pub(crate) struct BenchArguments {
     /// Measure this build of ringdisk instead of making one.
     #[arg(long, value_name = "PATH")]
     ringdisk: Option<PathBuf>,
-    /// The page to write [default: docs/benchmarks.md; none where only some cells run].
+    /// Go on with a run that was broken off: keep each cell when it is measured, leave out those that this commit has
+    /// figures of, and write the page from all that were kept.
+    #[arg(long)]
+    resume: bool,
+    /// The page to write [default: docs/benchmarks.md; none where only some cells run, unless with --resume].
     #[arg(long, value_name = "PATH")]
     output: Option<PathBuf>,
 }
@@ -59,6 +66,7 @@ pub(crate) struct BenchArguments {
 #[derive(Default)]
 struct Outcome {
     cell: Cell,
+    stamp: Stamp,
     ringdisk: Vec<Sample>,
     peer: Vec<Sample>,
     host: Vec<Sample>,
@@ -82,7 +90,7 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     }
     ensure!(opens || !cells.is_empty(), "no cell has such a name; --list names them");
     ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, "at least one pair, and some time for each, are needed");
-    let output = match (&arguments.output, arguments.filter.is_empty()) {
+    let output = match (&arguments.output, arguments.filter.is_empty() || arguments.resume) {
         (Some(path), _) => Some(path.clone()),
         (None, true) => Some(workspace::root().join("docs/benchmarks.md")),
         (None, false) => None,
@@ -93,17 +101,8 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     if arguments.profile {
         return profile::run(&cells, &tools, arguments);
     }
-    let files = Files::create(arguments.directory.as_deref(), arguments.size_mib, &cells)?;
-    let mut outcomes = Vec::new();
-    let start = Instant::now();
-    for (number, cell) in cells.iter().enumerate() {
-        println!("[{}/{}, {:.0} s] {}", number + 1, cells.len(), start.elapsed().as_secs_f64(), cell.name());
-        let outcome = measure_cell(cell, &tools, &files, arguments)?;
-        println!("    {}", page::brief(&outcome));
-        outcomes.push(outcome);
-    }
-    let openings = if opens { Some(opening::measure(&tools, &files, arguments.pairs)?) } else { None };
-    let text = page::write(&outcomes, openings.as_ref(), &files, arguments)?;
+    let (outcomes, openings, files) = measure_all(cells, opens, &tools, arguments)?;
+    let text = page::write(&outcomes, openings.as_ref(), &files)?;
     match output {
         Some(path) => {
             if let Some(directory) = path.parent() {
@@ -115,6 +114,41 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
         None => println!("\n{text}"),
     }
     Ok(())
+}
+
+/// Measures the cells, keeping each where the run may be gone on with.
+fn measure_all(
+    mut cells: Vec<Cell>,
+    mut opens: bool,
+    tools: &Tools,
+    arguments: &BenchArguments,
+) -> Result<(Vec<Outcome>, Option<Openings>, Files)> {
+    let stamp = Stamp::of(arguments);
+    let mut kept = if arguments.resume { Some(Results::load()?) } else { None };
+    if let Some(kept) = &kept {
+        cells.retain(|cell| !kept.has(&cell.name(), &stamp));
+        opens &= !kept.has(opening::NAME, &stamp);
+    }
+    let files = Files::create(arguments.directory.as_deref(), arguments.size_mib, &cells)?;
+    let mut outcomes = Vec::new();
+    let start = Instant::now();
+    for (number, cell) in cells.iter().enumerate() {
+        println!("[{}/{}, {:.0} s] {}", number + 1, cells.len(), start.elapsed().as_secs_f64(), cell.name());
+        let outcome = measure_cell(cell, tools, &files, &stamp, arguments)?;
+        println!("    {}", page::brief(&outcome));
+        if let Some(kept) = &mut kept {
+            kept.keep(&outcome)?;
+        }
+        outcomes.push(outcome);
+    }
+    let mut openings = if opens { Some(opening::measure(tools, &files, arguments.pairs)?) } else { None };
+    if let Some(kept) = &mut kept {
+        if let Some(openings) = &openings {
+            kept.keep_openings(openings, &stamp)?;
+        }
+        (outcomes, openings) = (kept.outcomes(), kept.openings());
+    }
+    Ok((outcomes, openings, files))
 }
 
 /// The cells' names, with an estimate.
@@ -135,8 +169,14 @@ fn list(cells: &[Cell], opens: bool, arguments: &BenchArguments) {
     println!("about {:.0} minutes, with {pairs} rounds of {seconds} s", total_seconds / 60.0);
 }
 
-fn measure_cell(cell: &Cell, tools: &Tools, files: &Files, arguments: &BenchArguments) -> Result<Outcome> {
-    let mut outcome = Outcome { cell: *cell, ..Outcome::default() };
+fn measure_cell(
+    cell: &Cell,
+    tools: &Tools,
+    files: &Files,
+    stamp: &Stamp,
+    arguments: &BenchArguments,
+) -> Result<Outcome> {
+    let mut outcome = Outcome { cell: *cell, stamp: stamp.clone(), ..Outcome::default() };
     if matches!(cell.storage, Storage::RawPageCache | Storage::RawSync) {
         files.warm(cell.storage)?;
     }

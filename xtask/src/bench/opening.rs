@@ -5,6 +5,7 @@ use super::measure::{self, Tools};
 use super::qcow2_file::{self, Image, L2_ENTRIES};
 use super::statistics::median;
 use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -16,7 +17,7 @@ const SIZE_BYTES: u64 = 16 << 40;
 const EMPTY_OF_TABLE: u64 = L2_ENTRIES / 10;
 
 /// What one server did.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub(super) struct Opened {
     /// From the start of the program until it can be connected to.
     served_ms: f64,
@@ -27,7 +28,7 @@ pub(super) struct Opened {
 }
 
 /// A round for each server.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Openings {
     ringdisk: Vec<Opened>,
     peer: Vec<Opened>,

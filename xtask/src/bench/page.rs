@@ -1,11 +1,12 @@
 //! The page that keeps what was measured.
 
+use super::Outcome;
 use super::cells::Storage;
 use super::files::Files;
 use super::measure::{Sample, version};
 use super::opening::{self, Openings};
+use super::results::Stamp;
 use super::statistics::{median, quantile, ratios};
-use super::{BenchArguments, Outcome};
 use crate::command::Program;
 use anyhow::Result;
 use std::fmt::Write;
@@ -29,12 +30,7 @@ pub(super) fn brief(outcome: &Outcome) -> String {
 }
 
 /// The whole page.
-pub(super) fn write(
-    outcomes: &[Outcome],
-    openings: Option<&Openings>,
-    files: &Files,
-    arguments: &BenchArguments,
-) -> Result<String> {
+pub(super) fn write(outcomes: &[Outcome], openings: Option<&Openings>, files: &Files) -> Result<String> {
     let mut text = String::new();
     writeln!(text, "# Benchmarks\n")?;
     writeln!(
@@ -43,7 +39,7 @@ pub(super) fn write(
          files, interleaved: in each round of a cell each runs once, alone, in alternating order. Servers (and fio) have \
          one core, their client, the same `ringdisk bench` for both, the other.\n"
     )?;
-    machine(&mut text, files, arguments)?;
+    machine(&mut text, outcomes, files)?;
     writeln!(
         text,
         "\nIOPS are medians. A ratio is the median of the rounds' ratios, in brackets its middle half. CPU is the \
@@ -52,7 +48,7 @@ pub(super) fn write(
          threads, too, and for linux-aio that. Files are registered with io_uring by Ringdisk and by fio, buffers in the \
          rows that say so by both, in the others by neither; qemu registers nothing. For qcow2, fio runs on a raw file of \
          the same size beside it. The last column is Ringdisk's CPU time a request by that on its reference, measured in \
-         the same rounds: for an allocated qcow2 image the raw file, for a chain a single image.\n"
+         the same rounds: for an allocated qcow2 image the raw file, for a chain a single image; behind it the commit that was measured.\n"
     )?;
     for storage in Storage::ALL {
         let of_storage: Vec<_> = outcomes.iter().filter(|outcome| outcome.cell.storage == storage).collect();
@@ -70,9 +66,9 @@ fn table(text: &mut String, storage: Storage, outcomes: &[&Outcome]) -> Result<(
     writeln!(text, "## {}\n", storage.title())?;
     writeln!(
         text,
-        "| | Ringdisk | qemu | ratio | CPU Ringdisk | CPU qemu | CPU client | fio | ratio to fio | CPU to reference |"
+        "| | Ringdisk | qemu | ratio | CPU Ringdisk | CPU qemu | CPU client | fio | ratio to fio | CPU to reference | at |"
     )?;
-    writeln!(text, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")?;
+    writeln!(text, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|")?;
     for outcome in outcomes {
         let row = Row::of(outcome);
         let [peer, peer_ratio, peer_cpu] = row.peer.as_ref().map_or_else(Default::default, Side::cells);
@@ -80,11 +76,12 @@ fn table(text: &mut String, storage: Storage, outcomes: &[&Outcome]) -> Result<(
         let reference = row.cpu_to_reference.map_or_else(String::new, |ratio| ratio.words());
         writeln!(
             text,
-            "| {} | {} | {peer} | {peer_ratio} | {:.2} | {peer_cpu} | {:.2} | {host} | {host_ratio} | {reference} |",
+            "| {} | {} | {peer} | {peer_ratio} | {:.2} | {peer_cpu} | {:.2} | {host} | {host_ratio} | {reference} | {} |",
             outcome.cell.words(),
             rate(row.iops),
             row.cpu_us,
             row.client_us,
+            outcome.stamp.commit,
         )?;
     }
     writeln!(text)?;
@@ -92,7 +89,7 @@ fn table(text: &mut String, storage: Storage, outcomes: &[&Outcome]) -> Result<(
 }
 
 /// The machine, as far as it matters, without a name.
-fn machine(text: &mut String, files: &Files, arguments: &BenchArguments) -> Result<()> {
+fn machine(text: &mut String, outcomes: &[Outcome], files: &Files) -> Result<()> {
     let cpus = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpus.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or(": unknown");
     let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -103,13 +100,20 @@ fn machine(text: &mut String, files: &Files, arguments: &BenchArguments) -> Resu
         .unwrap_or(0);
     let cores = std::thread::available_parallelism().map_or(0, usize::from);
     let kernel = Program::new("uname").args(["-r"]).output_text().unwrap_or_default();
-    let commit = Program::new("git").args(["rev-parse", "--short=12", "HEAD"]).output_text().unwrap_or_default();
     let model = model.trim_start_matches([' ', '\t', ':']);
     writeln!(text, "* {model}, {cores} cores, {} GiB of memory, Linux {}", memory_kib >> 20, kernel.trim())?;
     writeln!(text, "* files of {} MiB, on disk on {}", files.size_mib(), files.file_system())?;
     writeln!(text, "* {}, {}", version("qemu-storage-daemon"), version("fio"))?;
-    writeln!(text, "* Ringdisk at {}", commit.trim())?;
-    writeln!(text, "* {} rounds of {} s", arguments.pairs, arguments.seconds)?;
+    let mut stamps: Vec<&Stamp> = outcomes.iter().map(|outcome| &outcome.stamp).collect();
+    stamps.dedup();
+    let mut said: Vec<String> = Vec::new();
+    for Stamp { commit, rounds, seconds } in stamps {
+        let words = format!("* Ringdisk at {commit}, {rounds} rounds of {seconds} s");
+        if !said.contains(&words) {
+            writeln!(text, "{words}")?;
+            said.push(words);
+        }
+    }
     Ok(())
 }
 
