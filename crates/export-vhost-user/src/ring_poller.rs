@@ -26,13 +26,12 @@ const BATCH: usize = 128;
 const WHOLE_BATCH: usize = 16;
 
 /// Bytes of data after which a ring takes no further request in a turn: data that is at hand is copied on the reactor's
-/// thread, and the other rings wait for it.
-const BATCH_BYTES: usize = 16 << 20;
+/// thread, while the other rings wait for it, and the guest for the first of it. Long requests come one by one.
+const BATCH_BYTES: usize = 128 << 10;
 
-/// After so many requests, or bytes, a disk that completes at once shows the guest what has ended: a driver that looks by
-/// itself goes on with those while the rest of the batch is served, instead of taking turns with us.
+/// After so many requests a disk that completes at once shows the guest what has ended: a driver that looks by itself
+/// goes on with those while the rest of the batch is served, instead of taking turns with us.
 const STEP: usize = 16;
-const STEP_BYTES: usize = 128 << 10;
 
 /// Everything that a ring needs to begin, gathered on the session's thread.
 pub(crate) struct RingSetup {
@@ -160,7 +159,7 @@ impl RingPoller {
 
     /// Takes a batch and submits it. Returns how many requests that were.
     fn take_batch(&mut self) -> usize {
-        let (mut taken, mut bytes, mut next_step_bytes) = (0_usize, 0_usize, STEP_BYTES);
+        let (mut taken, mut bytes) = (0_usize, 0_usize);
         let mut most = BATCH;
         while self.taking && taken < most && bytes < BATCH_BYTES {
             match self.queue.pop() {
@@ -173,11 +172,8 @@ impl RingPoller {
                     }
                     self.start(head, request);
                     taken = taken.saturating_add(1);
-                    if taken.is_multiple_of(STEP) || bytes >= next_step_bytes {
-                        next_step_bytes = bytes.saturating_add(STEP_BYTES);
-                        if self.harvest() > 0 {
-                            self.queue.show();
-                        }
+                    if taken.is_multiple_of(STEP) && self.harvest() > 0 {
+                        self.queue.show();
                     }
                 }
                 Ok(None) => break,

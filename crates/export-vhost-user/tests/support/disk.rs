@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-pub const DISK_BYTES: u64 = 4 << 20;
+pub const DISK_BYTES: u64 = 1 << 20;
 
 /// What a disk was asked, in the order in which it was done.
 #[derive(Debug, Clone, PartialEq, Eq)]
