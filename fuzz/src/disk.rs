@@ -53,7 +53,10 @@ pub(crate) struct Disk {
 
 impl Disk {
     pub(crate) fn open(bytes: &[u8], read_only: bool) -> Result<Self> {
-        let storage = storage_of(bytes);
+        Self::open_in(storage_of(bytes), read_only)
+    }
+
+    pub(crate) fn open_in(storage: SimStorage, read_only: bool) -> Result<Self> {
         let options = ImageOptions { format: Some(Format::Qcow2), read_only, ..ImageOptions::new(NAME) };
         let image = Arc::new(image::open(&options, &OneFile(storage.clone()))?);
         let mut harness = SimHarness::new(1, 1);

@@ -12,6 +12,7 @@
 mod disk;
 mod golden;
 mod mutate;
+mod snapshot;
 mod target;
 
 pub use target::Target;

@@ -3,6 +3,7 @@
 use crate::disk::{Disk, MARK, file_of, storage_of};
 use crate::golden;
 use crate::mutate::{Tables, damage};
+use crate::snapshot::{is_clean, is_dirty};
 use arbitrary::{Result, Unstructured};
 use image::{CheckEvent, Format, Repair};
 use std::path::Path;
@@ -23,11 +24,13 @@ pub enum Target {
     Write,
     /// Checking and repairing.
     Check,
+    /// Taking, applying, deleting and listing snapshots.
+    Snapshot,
 }
 
 impl Target {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Open, Self::Read, Self::Write, Self::Check];
+    pub const ALL: [Self; 5] = [Self::Open, Self::Read, Self::Write, Self::Check, Self::Snapshot];
 
     /// Its name on a command line.
     #[must_use]
@@ -37,6 +40,7 @@ impl Target {
             Self::Read => "read",
             Self::Write => "write",
             Self::Check => "check",
+            Self::Snapshot => "snapshot",
         }
     }
 
@@ -64,6 +68,7 @@ impl Target {
             Self::Read => read(&bytes, u)?,
             Self::Write => write(&bytes, u)?,
             Self::Check => check(&bytes),
+            Self::Snapshot => crate::snapshot::snapshot(&bytes, u)?,
         }
         Ok(())
     }
@@ -71,9 +76,15 @@ impl Target {
 
 fn open(bytes: &[u8]) {
     for read_only in [true, false] {
-        if let Ok(mut disk) = Disk::open(bytes, read_only) {
+        let storage = storage_of(bytes);
+        let opened = Disk::open_in(storage.clone(), read_only);
+        let repaired = opened.is_ok() && !read_only && is_dirty(bytes);
+        if let Ok(mut disk) = opened {
             disk.close();
-            assert!(disk.bytes() == bytes, "opening and closing has changed the file");
+        }
+        match repaired {
+            true => assert!(is_clean(&storage), "what was left dirty was opened and not repaired"),
+            false => assert!(storage.bytes("image") == bytes, "opening and closing has changed the file"),
         }
     }
     let storage = storage_of(bytes);
@@ -111,8 +122,10 @@ fn request(u: &mut Unstructured<'_>, size_bytes: u64) -> Result<Request> {
 }
 
 fn write(bytes: &[u8], u: &mut Unstructured<'_>) -> Result<()> {
-    let tables = Tables::of(bytes);
     let Ok(mut disk) = Disk::open(bytes, false) else { return Ok(()) };
+    // It may have been repaired.
+    let bytes = &disk.bytes();
+    let tables = Tables::of(bytes);
     for _ in 0..u.int_in_range(1..=REQUESTS_MAX / 3)? {
         let together = u.int_in_range(1..=3)?;
         let requests = (0..together).map(|_| request(u, disk.size_bytes())).collect::<Result<Vec<_>>>()?;

@@ -8,7 +8,7 @@ use crate::free_runs::Run;
 use crate::geometry::MAX_FILE_BYTES;
 use crate::header::MAX_REFCOUNT_TABLE_BYTES;
 use crate::refcount::Absent;
-use crate::state::{Inner, Need, State, Step, Stop};
+use crate::state::{FreshTable, Inner, Need, State, Step, Stop};
 use crate::tables::Owner;
 use block::{IoError, IoErrorKind};
 use std::ops::Range;
@@ -24,6 +24,7 @@ const NO_SPACE: Stop = Stop::Fail(IoError::new(IoErrorKind::NoSpace));
 impl Inner {
     /// Takes at most `want` contiguous host clusters. Their refcounts are one from now on.
     pub(crate) fn allocate(&self, state: &mut State, want: u64) -> Step<Run> {
+        self.require_dirty_bit(state)?;
         if state.refcounts.is_crowded() {
             return Err(Stop::Need(Need::Flush));
         }
@@ -33,9 +34,18 @@ impl Inner {
         Ok(run)
     }
 
-    /// As [`Inner::allocate`], one cluster for an L2 table.
-    pub(crate) fn allocate_table(&self, state: &mut State) -> Step<u64> {
-        let run = self.allocate(state, 1)?;
+    /// As [`Inner::allocate`], and whether the space is blank: never used, and durably reading as zeros.
+    pub(crate) fn allocate_blank(&self, state: &mut State, want: u64) -> Step<(Run, bool)> {
+        let unused = state.space.frontier;
+        let run = self.allocate(state, want)?;
+        Ok((run, run.first >= unused && run.zeroed && run.end() <= state.space.blank_end))
+    }
+
+    /// As [`Inner::allocate`], one cluster for an L2 table that holds nothing yet, or a copy of another.
+    pub(crate) fn allocate_table(&self, state: &mut State, fresh: FreshTable) -> Step<u64> {
+        let (run, blank) = self.allocate_blank(state, 1)?;
+        // As long as it reads as zeros it says that nothing is mapped.
+        state.needs_order |= !blank || fresh != FreshTable::Zeros;
         self.add_tables(state, Owner::L2, run.first..run.end());
         Ok(self.geometry.start_of(run.first))
     }

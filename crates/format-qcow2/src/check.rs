@@ -27,6 +27,8 @@ const LAST_BYTE_OF_INCOMPATIBLE: usize = 79;
 const RESIZE_MAX: u64 = 16 << 40;
 /// Of one reference that leads behind the file, so many clusters are remembered.
 const CLAIMED_MAX: usize = 16;
+/// So many wrong refcounts are set right one by one (24 MiB of them); more are written anew, all of them.
+const MISMATCHES_MAX: usize = 1 << 20;
 /// The fixed part of a row of the snapshot table, and the most that its optional part may have.
 const SNAPSHOT_ROW_BYTES: usize = 40;
 const SNAPSHOT_EXTRA_MAX: u64 = 1024;
@@ -126,7 +128,7 @@ pub(crate) struct Walk<'a, 'w> {
     pub(crate) block: Option<(u64, AlignedBuf)>,
     pub(crate) references: References,
     /// Those of them that are the refcounts' own.
-    own_references: References,
+    pub(crate) own_references: References,
     /// Where the tables lie.
     pub(crate) kinds: Kinds,
     /// Host clusters that something leads to without a reference being counted, because it is damaged.
@@ -141,6 +143,10 @@ pub(crate) struct Walk<'a, 'w> {
     pub(crate) bitmaps: Vec<(u64, u64)>,
     /// Whether errors are to be repaired.
     pub(crate) repairs: bool,
+    /// Whether to give up as soon as something is found that is no matter of refcounts.
+    pub(crate) strict: bool,
+    /// Why it was given up.
+    pub(crate) hopeless: Option<String>,
     watch: &'a mut CheckWatch<'w>,
     stopped: bool,
 }
@@ -176,6 +182,8 @@ impl<'a, 'w> Walk<'a, 'w> {
             new_entries: BTreeMap::new(),
             bitmaps: Vec::new(),
             repairs: false,
+            strict: false,
+            hopeless: None,
             watch,
             stopped: false,
         };
@@ -209,8 +217,16 @@ impl<'a, 'w> Walk<'a, 'w> {
     }
 
     pub(crate) fn corrupt(&mut self, what: String) {
+        if self.strict {
+            return self.give_up(what);
+        }
         self.report.corruptions = self.report.corruptions.saturating_add(1);
         self.find(format!("ERROR {what}"));
+    }
+
+    pub(crate) fn give_up(&mut self, why: String) {
+        self.stopped = true;
+        self.hopeless.get_or_insert(why);
     }
 
     fn tell(&mut self, done: u64, total: u64) {
@@ -243,6 +259,9 @@ impl<'a, 'w> Walk<'a, 'w> {
             let offset = self.geometry.start_of(cluster);
             self.corrupt(format!("more references to the cluster at {offset:#x} than a refcount can count"));
         }
+        if self.strict {
+            self.limit_memory();
+        }
     }
 
     /// Counts references to what holds refcounts.
@@ -264,11 +283,19 @@ impl<'a, 'w> Walk<'a, 'w> {
         let header = self.header;
         self.count_l1(header.l1_offset, u64::from(header.l1_entries), true).await?;
         self.count_snapshots().await?;
+        // Whatever is wrong with the refcounts' own places can be repaired.
+        let strict = std::mem::take(&mut self.strict);
         self.refer_to_refcounts(header.refcount_table_offset, self.table_bytes());
+        self.strict = strict;
         for (offset, length) in self.bitmaps.clone() {
             self.refer_to_table(Kind::Other, offset, length);
         }
+        self.strict = false;
         self.count_blocks();
+        if strict {
+            self.limit_memory();
+        }
+        self.strict = strict;
         Ok(())
     }
 
@@ -367,6 +394,9 @@ impl<'a, 'w> Walk<'a, 'w> {
     async fn count_snapshots(&mut self) -> IoResult {
         let mut at = self.header.snapshots_offset;
         for index in 0..self.header.snapshots {
+            if self.stopped {
+                return Ok(());
+            }
             let row = self.read(at, SNAPSHOT_ROW_BYTES as u64).await?;
             let field = |from: usize, bytes: usize| {
                 let part = row.get(from..from.saturating_add(bytes)).unwrap_or_default();
@@ -499,8 +529,12 @@ impl<'a, 'w> Walk<'a, 'w> {
         if refcount == references {
             return;
         }
-        self.needs_rebuild |= refcount == 0;
-        self.mismatches.push(Mismatch { cluster, refcount, references });
+        self.needs_rebuild |= refcount == 0 || (self.repairs && self.mismatches.len() >= MISMATCHES_MAX);
+        match self.repairs && self.needs_rebuild {
+            // All refcounts are written anew.
+            true => self.mismatches = Vec::new(),
+            false => self.mismatches.push(Mismatch { cluster, refcount, references }),
+        }
         if refcount < references {
             self.corrupt(format!("cluster {cluster} refcount={refcount} reference={references}"));
         } else {

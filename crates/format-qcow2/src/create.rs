@@ -2,9 +2,9 @@
 
 use crate::geometry::{Geometry, MAX_FILE_BYTES};
 use crate::header::{
-    AUTOCLEAR_DATA_FILE_RAW, Compression, EXTENDED_L2_CLUSTER_BITS_MIN, EXTENSION_BACKING_FORMAT, EXTENSION_DATA_FILE,
-    EXTENSION_END, EXTENSION_FEATURE_NAMES, FEATURE_ROW_BYTES, Header, INCOMPATIBLE_COMPRESSION,
-    INCOMPATIBLE_DATA_FILE, INCOMPATIBLE_EXTENDED_L2,
+    AUTOCLEAR_DATA_FILE_RAW, COMPATIBLE_LAZY_REFCOUNTS, Compression, EXTENDED_L2_CLUSTER_BITS_MIN,
+    EXTENSION_BACKING_FORMAT, EXTENSION_DATA_FILE, EXTENSION_END, EXTENSION_FEATURE_NAMES, FEATURE_ROW_BYTES, Header,
+    INCOMPATIBLE_COMPRESSION, INCOMPATIBLE_DATA_FILE, INCOMPATIBLE_EXTENDED_L2,
 };
 use crate::preallocate::Preallocation;
 use crate::refcount::Refcounts;
@@ -13,7 +13,6 @@ use memory::AlignedBuf;
 
 /// Header bytes of a version 3 image with the compression type.
 const HEADER_BYTES: u32 = 112;
-const COMPATIBLE_LAZY_REFCOUNTS: u64 = 1;
 
 /// The features that we know, for the feature name table: type, bit, name.
 const FEATURES: [(u8, u8, &str); 8] = [
@@ -44,7 +43,7 @@ pub struct CreateOptions {
     pub backing_format: Option<String>,
     /// For clusters that other tools will compress.
     pub compression: Compression,
-    /// Allows writers to postpone refcounts (version 3). We never do; others may.
+    /// Allows writers to postpone refcounts, under the dirty bit (version 3).
     pub lazy_refcounts: bool,
     /// The file that holds the guest's data instead of the image, as the image shall name it (version 3).
     pub data_file: Option<String>,

@@ -5,6 +5,9 @@
 //! 2. Where refcount blocks are new or the refcount table has moved: its entries, or the header; barrier.
 //! 3. L2 entries and L1 entries; barrier.
 //!
+//! Where refcounts are postponed (see `dirty`) they are in none of these, and 1 and 3 are one step where what the tables
+//! lead to reads as zeros until it is written, as it did before.
+//!
 //! What step 3 unlinked is decremented only afterwards. So whatever a power cut leaves, refcounts are never too low.
 //! What is written is copied under the mutex in one moment, in which the tables are consistent; one flush runs at a
 //! time, and those who come meanwhile share the next.
@@ -37,6 +40,8 @@ pub enum Barrier {
     Reuse,
     /// Whatever was resolved before a free ended before the space is used again.
     Epoch,
+    /// Zeros at the end of the file before anything is mapped there that is not durable itself.
+    Extension,
 }
 
 impl Barrier {
@@ -47,6 +52,7 @@ impl Barrier {
             Self::End => 4,
             Self::Reuse => 8,
             Self::Epoch => 16,
+            Self::Extension => 32,
         }
     }
 }
@@ -120,6 +126,7 @@ impl Inner {
         if self.read_only {
             return Ok(());
         }
+        self.stop_postponing();
         self.flush(io).await?;
         self.reap(io, true).await?;
         self.flush(io).await?;
@@ -132,7 +139,7 @@ impl Inner {
         self.skipped_barriers.load(Ordering::Relaxed) & barrier.bit() != 0
     }
 
-    async fn barrier(&self, io: &MetaIo, which: Barrier) -> IoResult {
+    pub(crate) async fn barrier(&self, io: &MetaIo, which: Barrier) -> IoResult {
         if self.skips(which) { Ok(()) } else { io.flush().await }
     }
 
@@ -143,6 +150,17 @@ impl Inner {
             self.mark_corrupt(io).await;
             return self.refuse_if_stopped();
         }
+        let zeroed_end = self.lock().space.zeroed_end;
+        let marked = self.write_dirty_bit_if_wanted(io).await?;
+        self.flush_tables(io).await?;
+        self.lock().space.blank_end = zeroed_end;
+        if marked {
+            self.dirty_bit_is_set();
+        }
+        self.clear_dirty_bit(io).await
+    }
+
+    async fn flush_tables(&self, io: &MetaIo) -> IoResult {
         // What could not be decremented now is tried again by the next flush; nothing is lost but space.
         let _ = self.reap(io, false).await;
         let writing = Writing::begin(self)?;
@@ -205,9 +223,10 @@ impl Inner {
             }
         };
         let last = !relies && mapping.is_empty();
-        self.barrier(io, if last { Barrier::End } else { Barrier::BeforeMapping }).await?;
-        writing.tables_are_written();
-
+        if last || writing.ordered {
+            self.barrier(io, if last { Barrier::End } else { Barrier::BeforeMapping }).await?;
+            writing.tables_are_written();
+        }
         if relies {
             write_all(&self.table_writes, io, refcounts.entries).await?;
             write_all(&self.table_writes, io, header.into_iter().collect()).await?;
@@ -219,6 +238,7 @@ impl Inner {
             write_all(&self.table_writes, io, mapping).await?;
             self.barrier(io, Barrier::End).await?;
         }
+        writing.tables_are_written();
         writing.all_is_written();
         Ok(())
     }
@@ -275,6 +295,8 @@ struct Writing<'a> {
     mapping: Vec<Piece>,
     l1: Vec<Piece>,
     unlinked: Vec<Freed>,
+    /// What the mapping leads to has to be durable before it.
+    ordered: bool,
     refcounts_written: bool,
     mapping_written: bool,
 }
@@ -284,11 +306,12 @@ impl<'a> Writing<'a> {
     fn begin(inner: &'a Inner) -> IoResult<Option<Self>> {
         let mut guard = inner.lock();
         let state = &mut *guard;
-        let clean = !state.book.has_dirty() && state.l1_dirty.is_empty() && !state.refcounts.has_dirty();
-        if clean && state.unlinked.is_empty() {
+        let postponed = inner.postpones_refcounts(state);
+        let clean = !state.book.has_dirty() && state.l1_dirty.is_empty();
+        if clean && (postponed || !state.refcounts.has_dirty()) && state.unlinked.is_empty() {
             return Ok(None);
         }
-        let refcounts = state.refcounts.begin_writing();
+        let refcounts = if postponed { RefcountWrites::default() } else { state.refcounts.begin_writing() };
         let mut writing = Self {
             inner,
             table_moved: refcounts.moved_table.is_some(),
@@ -298,6 +321,7 @@ impl<'a> Writing<'a> {
             mapping: Vec::new(),
             l1: Vec::new(),
             unlinked: std::mem::take(&mut state.unlinked),
+            ordered: std::mem::take(&mut state.needs_order) || !postponed,
             refcounts_written: false,
             mapping_written: false,
         };
@@ -365,6 +389,7 @@ impl Drop for Writing<'_> {
             state.book.end_writing(false);
             let entries = std::mem::take(&mut state.l1_writing);
             state.l1_dirty.extend(entries);
+            state.needs_order |= self.ordered;
             state.unlinked.append(&mut self.unlinked);
         }
     }

@@ -33,6 +33,9 @@ pub(crate) const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 /// Parts of clusters are at least a sector.
 pub(crate) const EXTENDED_L2_CLUSTER_BITS_MIN: u32 = 14;
 
+/// A writer may postpone refcounts, under the dirty bit.
+pub(crate) const COMPATIBLE_LAZY_REFCOUNTS: u64 = 1 << 0;
+
 pub(crate) const OFFSET_REFCOUNT_TABLE: usize = 48;
 pub(crate) const OFFSET_INCOMPATIBLE: usize = 72;
 pub(crate) const OFFSET_AUTOCLEAR: usize = 88;
@@ -211,6 +214,17 @@ impl Header {
         }
     }
 
+    /// Whether the refcounts are stale: who wrote to the image postponed them, and did not close it.
+    #[must_use]
+    pub fn is_dirty(&self) -> bool {
+        self.incompatible_features & INCOMPATIBLE_DIRTY != 0
+    }
+
+    /// Whether refcounts may be postponed. Not with an external data file: the repair does not know those.
+    pub(crate) fn may_postpone_refcounts(&self) -> bool {
+        self.compatible_features & COMPATIBLE_LAZY_REFCOUNTS != 0 && !self.has_data_file()
+    }
+
     /// The autoclear bits whose promise we keep.
     pub(crate) fn kept_autoclear(&self) -> u64 {
         if self.has_data_file() { AUTOCLEAR_DATA_FILE_RAW } else { 0 }
@@ -338,8 +352,8 @@ impl Header {
         }
         if writable && bits & INCOMPATIBLE_DIRTY != 0 {
             return check.unsupported(
-                "it was not closed cleanly (dirty bit), so its refcounts are stale; repair it with 'check -r \
-                 all' before writing, or open it read-only",
+                "it was not closed cleanly (dirty bit), so its refcounts are stale; it has to be repaired before it is \
+                 written to (check -r all)",
             );
         }
         Ok(())

@@ -8,6 +8,7 @@ use crate::header::{
     EXTENSION_BACKING_FORMAT, EXTENSION_END, EXTENSION_FEATURE_NAMES, HEADER_SECTOR_BYTES, Header, OFFSET_AUTOCLEAR,
 };
 use crate::image::read_first_cluster;
+use crate::repair_at_open::repair_if_dirty;
 use block::{Error, ErrorKind, IoError, MetaIo, Result};
 use memory::AlignedBuf;
 use std::ops::Range;
@@ -30,8 +31,10 @@ pub struct Backing {
 }
 
 /// Names another backing file, or none, in an image that is not open; durable when this returns. What the guest sees
-/// changes with it unless the caller has seen to that. After a power cut it is the old name or the new one.
-pub async fn set_backing(io: &MetaIo, name: &str, backing: Option<&Backing>) -> Result<()> {
+/// changes with it unless the caller has seen to that. After a power cut it is the old name or the new one. An image that
+/// was left dirty is repaired first; its file has `file_bytes`.
+pub async fn set_backing(io: &MetaIo, file_bytes: u64, name: &str, backing: Option<&Backing>) -> Result<()> {
+    repair_if_dirty(io, file_bytes, name).await?;
     let mut edit = HeaderEdit::read(io, name).await?;
     edit.set_backing(backing)?;
     edit.write(io).await

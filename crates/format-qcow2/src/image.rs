@@ -1,10 +1,12 @@
 //! The image as others see it: opening, and the lock-free lookups.
 
+use crate::dirty::DirtyBit;
 use crate::entry::{BadEntry, Cluster};
 use crate::flush::{Barrier, FlushQueue};
 use crate::header::{HEADER_SECTOR_BYTES, Header, claimed_cluster_bytes, probe};
 use crate::load::entries;
 use crate::refcount::Refcounts;
+use crate::repair_at_open::repair_at_open;
 use crate::snapshot::{SnapshotName, of_snapshot};
 use crate::state::{Inner, Need, Space, State, Stop};
 use crate::tables::TableBits;
@@ -50,7 +52,8 @@ pub enum Overwrite {
 }
 
 impl Qcow2 {
-    /// Opens the image in `file`. Reads the header, the L1 table and, for writing, the refcount table; writes nothing.
+    /// Opens the image in `file`. Reads the header, the L1 table and, for writing, the refcount table; writes nothing,
+    /// unless the image is opened for writing and its refcounts have to be repaired first (dirty bit).
     pub async fn open(io: &MetaIo, file: &FileInfo, options: OpenOptions) -> Result<Self> {
         Self::open_with_cache(io, file, options, TABLE_CACHE_BYTES).await
     }
@@ -84,8 +87,7 @@ impl Qcow2 {
             Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the {what}"), error)
         };
         let read_only = options.read_only || file.read_only;
-        let cluster = read_first_cluster(io).await.map_err(|e| failed("header", e))?;
-        let mut header = Header::parse(&cluster, &name, !read_only)?;
+        let (cluster, mut header, file_bytes) = read_header(io, file, &name, read_only).await?;
         if let Some(which) = snapshot {
             header = of_snapshot(io, header, &name, which).await?;
         }
@@ -106,7 +108,7 @@ impl Qcow2 {
         };
         let sector = cluster.get(..HEADER_SECTOR_BYTES).and_then(|bytes| bytes.try_into().ok());
         let refcounts = Refcounts::new(geometry, table, header.refcount_table_offset, cache / 8);
-        let space = space_at_open(file, &geometry, &refcounts);
+        let space = space_at_open(file, file_bytes, &geometry, &refcounts);
         let state = State {
             book: SliceBook::default(),
             l1_dirty: BTreeSet::new(),
@@ -119,16 +121,19 @@ impl Qcow2 {
             unlinked: Vec::new(),
             retired: Vec::new(),
             flushes: FlushQueue::default(),
+            dirty: DirtyBit::default(),
+            needs_order: false,
             header_sector: sector.unwrap_or([0; HEADER_SECTOR_BYTES]),
             tables: None,
         };
         let inner = Inner {
             read_only,
+            lazy: !read_only && header.may_postpone_refcounts(),
             geometry,
             can_grow: file.can_grow && !file.block_device,
             can_discard: file.can_discard,
             discard_zeroes: file.discard_zeroes && !file.block_device,
-            file_clusters: geometry.cluster_of(file.length_bytes),
+            file_clusters: geometry.cluster_of(file_bytes),
             l1: entries(&l1).map(AtomicU64::new).collect(),
             slices: geometry.slice_cache(cache),
             slices_read: AtomicU64::new(0),
@@ -142,7 +147,7 @@ impl Qcow2 {
             header_ready: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             marked: AtomicBool::new(false),
-            table_bits: TableBits::for_clusters(if read_only { 0 } else { geometry.cluster_of(file.length_bytes) }),
+            table_bits: TableBits::for_clusters(if read_only { 0 } else { geometry.cluster_of(file_bytes) }),
             complained: AtomicBool::new(false),
             skipped_barriers: AtomicU8::new(0),
             header,
@@ -290,6 +295,7 @@ impl Qcow2 {
                 return Ok(());
             }
             state.space.zeroed_end = state.space.frontier;
+            state.space.blank_end = 0;
             inner.geometry.start_of(state.space.frontier)
         };
         io.set_length(end).await?;
@@ -303,6 +309,21 @@ impl Qcow2 {
     }
 }
 
+/// The first cluster, the header in it, and how long the file is. An image that was left dirty is repaired before it is
+/// written to.
+async fn read_header(io: &MetaIo, file: &FileInfo, name: &str, read_only: bool) -> Result<(AlignedBuf, Header, u64)> {
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
+    let cluster = read_first_cluster(io).await.map_err(failed)?;
+    let header = Header::parse(&cluster, name, false)?;
+    if read_only || !header.is_dirty() {
+        return Ok((cluster, header, file.length_bytes));
+    }
+    let file_bytes = repair_at_open(io, file.length_bytes, name).await?;
+    let cluster = read_first_cluster(io).await.map_err(failed)?;
+    let header = Header::parse(&cluster, name, true)?;
+    Ok((cluster, header, file_bytes))
+}
+
 /// The first cluster, or of what cannot be qcow2 the first sector.
 pub(crate) async fn read_first_cluster(io: &MetaIo) -> IoResult<AlignedBuf> {
     let start = io.read(0, HEADER_SECTOR_BYTES, PastEnd::Zeros).await?;
@@ -314,16 +335,21 @@ pub(crate) async fn read_first_cluster(io: &MetaIo) -> IoResult<AlignedBuf> {
 
 /// Where space comes from at first. In a file that grows: behind its end. In one that cannot: behind what any refcount
 /// block counts, and in what the scan finds.
-fn space_at_open(file: &FileInfo, geometry: &crate::geometry::Geometry, refcounts: &Refcounts) -> Space {
+fn space_at_open(
+    file: &FileInfo,
+    file_bytes: u64,
+    geometry: &crate::geometry::Geometry,
+    refcounts: &Refcounts,
+) -> Space {
     let grows = file.can_grow && !file.block_device;
     let frontier = match grows {
-        true => geometry.clusters_for(file.length_bytes),
+        true => geometry.clusters_for(file_bytes),
         false => refcounts.last_block().map_or(0, |block| geometry.block_end(block)),
     };
     let frontier = frontier.max(1);
     Space {
         frontier,
-        scan_limit: frontier.min(geometry.cluster_of(file.length_bytes)),
+        scan_limit: frontier.min(geometry.cluster_of(file_bytes)),
         can_extend: grows && file.fast_zeroes,
         ..Space::default()
     }

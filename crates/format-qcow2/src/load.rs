@@ -3,6 +3,7 @@
 //! Each load is done once; others that need the same wait for it. Whoever loads may be dropped at any await: the guard
 //! then lets the next one try.
 
+use crate::flush::Barrier;
 use crate::geometry::MAX_FILE_BYTES;
 use crate::header::OFFSET_AUTOCLEAR;
 use crate::state::{FreshTable, Inner, Need};
@@ -37,6 +38,7 @@ impl Inner {
     pub(crate) async fn satisfy(&self, io: &MetaIo, need: Need) -> IoResult {
         match need {
             Need::Flush => self.flush(io).await,
+            Need::DirtyBit => self.make_dirty(io).await,
             Need::Idle(range) => {
                 self.idle.until(|| self.lock().overlapping(&range).is_none().then_some(())).await;
                 Ok(())
@@ -133,7 +135,11 @@ impl Inner {
         // Never by setting the length: that could also cut off.
         let zeroes = FileOp::WriteZeroes { offset: start, length: end.saturating_sub(start), may_unmap: true };
         self.extensions.start(io, zeroes).await?;
-        self.lock().space.zeroed_end = to;
+        let mut state = self.lock();
+        state.space.zeroed_end = to;
+        if self.skips(Barrier::Extension) {
+            state.space.blank_end = to;
+        }
         Ok(())
     }
 

@@ -164,6 +164,7 @@ impl Inner {
         let old = self.cluster(slice, placed.cluster)?;
         self.guard_entry(state, &old)?;
         let old = old.host_clusters(&self.geometry);
+        state.needs_order = true;
         self.set_entry(state, slice, placed.cluster, placed.raw);
         self.unlink(state, (!old.is_empty()).then_some(old));
         Ok(())

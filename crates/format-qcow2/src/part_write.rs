@@ -66,6 +66,7 @@ impl Qcow2 {
             head: room.head,
             tail: room.tail,
             zeroed: room.zeroed,
+            blank: false,
             without_data: false,
             guest: room.clusters,
             unpublished: if room.fresh { host_first..host_first.saturating_add(count) } else { 0..0 },
@@ -212,6 +213,7 @@ impl Inner {
             if old.host().is_some_and(|old| old != host) && old.alloc & !parts != 0 {
                 return Err(Stop::Fail(IoError::EIO));
             }
+            state.needs_order = true;
             self.set_extended(state, slice, cluster, host | COPIED, new.bitmap());
             let old_clusters = old.cluster.host_clusters(geometry);
             if !geometry.data_file && !old_clusters.is_empty() && old.host() != Some(host) {

@@ -132,6 +132,11 @@ impl Rebuilt {
         self.own.last().map_or(0, |last| self.geometry.start_of(last.saturating_add(1)))
     }
 
+    /// Once they are written, the counts are only memory.
+    pub(crate) fn forget_references(&mut self) {
+        self.references = References::default();
+    }
+
     /// Writes blocks and table. Nothing leads there yet.
     pub(crate) async fn write(&self, io: &MetaIo) -> IoResult {
         let length = usize::try_from(self.geometry.cluster_bytes()).map_err(|_| IoError::EIO)?;

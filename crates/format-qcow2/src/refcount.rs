@@ -241,6 +241,11 @@ impl Refcounts {
         !self.dirty_blocks.is_empty() || !self.table_dirty.is_empty() || self.moved
     }
 
+    /// Whether the header does not name the table's new place yet.
+    pub(crate) fn has_moved(&self) -> bool {
+        self.moved
+    }
+
     /// Whether so much waits for a flush that one should not be put off.
     pub(crate) fn is_crowded(&self) -> bool {
         let dirty = (self.dirty_blocks.len() as u64).saturating_mul(self.geometry.cluster_bytes());

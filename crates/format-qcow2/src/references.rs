@@ -7,9 +7,16 @@ use std::ops::Range;
 const CHUNK_BITS: u32 = 12;
 
 /// Counts of references, by host cluster.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct References {
     chunks: BTreeMap<u64, Vec<u32>>,
+    chunks_max: usize,
+}
+
+impl Default for References {
+    fn default() -> Self {
+        Self { chunks: BTreeMap::new(), chunks_max: usize::MAX }
+    }
 }
 
 impl References {
@@ -17,8 +24,22 @@ impl References {
         (cluster as usize) & (1usize << CHUNK_BITS).saturating_sub(1)
     }
 
+    /// At most so much memory from now on: what does not fit is not counted.
+    pub(crate) fn set_memory_bytes(&mut self, bytes: usize) {
+        // Four bytes a count.
+        self.chunks_max = bytes.wrapping_shr(CHUNK_BITS.saturating_add(2)).max(1);
+    }
+
+    /// Whether something may not have been counted.
+    pub(crate) fn is_full(&self) -> bool {
+        self.chunks.len() >= self.chunks_max
+    }
+
     /// One more, but not more than `max`: false if that is so many already.
     pub(crate) fn count(&mut self, cluster: u64, max: u32) -> bool {
+        if self.is_full() && !self.chunks.contains_key(&(cluster >> CHUNK_BITS)) {
+            return true;
+        }
         let chunk = self.chunks.entry(cluster >> CHUNK_BITS).or_insert_with(|| vec![0; 1usize << CHUNK_BITS]);
         match chunk.get_mut(Self::index(cluster)) {
             Some(count) if *count < max => *count = count.saturating_add(1),
@@ -72,6 +93,10 @@ pub(crate) struct Kinds(HashMap<u64, u8>);
 impl Kinds {
     pub(crate) fn add(&mut self, kind: Kind, clusters: Range<u64>) {
         clusters.for_each(|cluster| *self.0.entry(cluster).or_default() |= kind as u8);
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
     }
 
     /// Whether a cluster holds nothing but L1, or nothing but L2: an entry there may be changed.

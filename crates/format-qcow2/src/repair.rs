@@ -69,24 +69,31 @@ pub async fn repair(
         let text = format!("'{name}': its refcounts must be rebuilt; 'check -r all' does it");
         return Err(Error::new(ErrorKind::BadImage, text));
     }
-    let mut job = Job { walk, io, header: &header, started: false };
+    let mut job = Job::new(walk, io, &header);
     match what {
-        Repair::All => job.repair_all(counted).await.map_err(failed)?,
+        Repair::All => {
+            let wrong = job.walk.wrong_flags(true).await.map_err(failed)?;
+            job.repair_all(counted, wrong).await.map_err(failed)?;
+        }
         Repair::Leaks => job.repair_leaks(counted).await.map_err(failed)?,
     }
     let Job { walk, .. } = job;
     walk.end()
 }
 
-struct Job<'a, 'w> {
-    walk: Walk<'a, 'w>,
+pub(crate) struct Job<'a, 'w> {
+    pub(crate) walk: Walk<'a, 'w>,
     io: &'a MetaIo,
     header: &'a Header,
     /// Something has been written.
     started: bool,
 }
 
-impl Job<'_, '_> {
+impl<'a, 'w> Job<'a, 'w> {
+    pub(crate) fn new(walk: Walk<'a, 'w>, io: &'a MetaIo, header: &'a Header) -> Self {
+        Self { walk, io, header, started: false }
+    }
+
     async fn repair_leaks(&mut self, counted: CheckReport) -> IoResult {
         let mismatches = std::mem::take(&mut self.walk.mismatches);
         let (leaks, others): (Vec<_>, Vec<_>) = mismatches.into_iter().partition(|m| m.refcount > m.references);
@@ -107,9 +114,15 @@ impl Job<'_, '_> {
         self.say_clean().await
     }
 
-    async fn repair_all(&mut self, counted: CheckReport) -> IoResult {
+    /// An entry that is to be changed and must not be.
+    pub(crate) fn untouchable(&self, wrong: &[WrongFlag]) -> Option<u64> {
+        let mut entries = wrong.iter().map(|wrong| wrong.at).chain(self.walk.new_entries.keys().copied());
+        entries.find(|at| !self.may_change(*at))
+    }
+
+    /// `wrong`: the flags that are wrong, or will be.
+    pub(crate) async fn repair_all(&mut self, counted: CheckReport, wrong: Vec<WrongFlag>) -> IoResult {
         self.write_new_entries().await?;
-        let wrong = self.walk.wrong_flags(true).await?;
         let wrong = wrong.into_iter().filter(|wrong| wrong.entry & COPIED != 0 && self.may_change(wrong.at)).collect();
         self.set_flags(wrong).await?;
         let flags_fixed = self.walk.report.corruptions_fixed.saturating_sub(counted.corruptions_fixed);
@@ -139,9 +152,10 @@ impl Job<'_, '_> {
     async fn rebuild(&mut self) -> IoResult {
         self.walk.find("Rebuilding refcount structure".to_owned());
         let before = self.walk.report;
-        let rebuilt = Rebuilt::plan(&mut self.walk)?;
+        let mut rebuilt = Rebuilt::plan(&mut self.walk)?;
         self.begin_writing().await?;
         rebuilt.write(self.io).await?;
+        rebuilt.forget_references();
         self.io.flush().await?;
         let (offset, clusters) = rebuilt.table();
         self.change_header(|sector| {
@@ -252,11 +266,13 @@ impl Job<'_, '_> {
         self.io.flush().await
     }
 
-    /// Before the first write: what we know nothing about is not kept up to date by us.
+    /// Before the first write. What was read is made durable: a program that died may have left tables that are not, and
+    /// what is written now relies on them. What we know nothing about is not kept up to date by us.
     async fn begin_writing(&mut self) -> IoResult {
         if self.started {
             return Ok(());
         }
+        self.io.flush().await?;
         self.started = true;
         let known = self.header.autoclear_features & AUTOCLEAR_KNOWN;
         if known == self.header.autoclear_features {
@@ -271,10 +287,16 @@ impl Job<'_, '_> {
         if self.header.version < 3 || report.check_errors > 0 || report.corruptions > 0 {
             return Ok(());
         }
+        let last = OFFSET_INCOMPATIBLE.saturating_add(7);
+        let marks = (INCOMPATIBLE_CORRUPT | INCOMPATIBLE_DIRTY) as u8;
+        let sector = self.io.read(0, HEADER_SECTOR_BYTES, PastEnd::Fails).await?;
+        if sector.get(last).is_none_or(|byte| byte & marks == 0) {
+            return Ok(());
+        }
+        self.begin_writing().await?;
         self.change_header(|sector| {
-            let last = OFFSET_INCOMPATIBLE.saturating_add(7);
             if let Some(byte) = sector.get_mut(last) {
-                *byte &= !((INCOMPATIBLE_CORRUPT | INCOMPATIBLE_DIRTY) as u8);
+                *byte &= !marks;
             }
         })
         .await

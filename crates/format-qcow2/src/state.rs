@@ -4,6 +4,7 @@
 //! something (a table in memory, room, a range that another write holds) changes nothing more, says what it needs, and
 //! is tried again from the start once that is there.
 
+use crate::dirty::DirtyBit;
 use crate::entry::{BadEntry, Table, decode_l1};
 use crate::flush::FlushQueue;
 use crate::free_runs::FreeRuns;
@@ -33,6 +34,8 @@ pub(crate) enum Need {
     Idle(Range<u64>),
     /// Dirty tables written, so that there is room for others.
     Flush,
+    /// The header says that refcounts may be stale.
+    DirtyBit,
 }
 
 /// Why a step did not get to its end.
@@ -76,6 +79,8 @@ pub(crate) struct Space {
     pub(crate) frontier: u64,
     /// Host clusters from the frontier up to here read as zeros, also after a power cut.
     pub(crate) zeroed_end: u64,
+    /// As far as a flush since has made that durable.
+    pub(crate) blank_end: u64,
     /// Nothing at or behind the frontier has a refcount.
     pub(crate) settled: bool,
     /// Whether the file can be made longer with zeros.
@@ -106,12 +111,21 @@ pub(crate) struct State {
     /// Unlinked for good (or never linked): decremented once its epoch is over.
     pub(crate) retired: Vec<Freed>,
     pub(crate) flushes: FlushQueue,
+    pub(crate) dirty: DirtyBit,
+    /// Something that changed tables lead to must be durable before they are.
+    pub(crate) needs_order: bool,
     pub(crate) header_sector: [u8; HEADER_SECTOR_BYTES],
     /// Where the tables lie; collected on first use.
     pub(crate) tables: Option<Tables>,
 }
 
 impl State {
+    /// Whether the file says all that memory does.
+    pub(crate) fn is_all_written(&self) -> bool {
+        let tables = !self.book.has_dirty() && self.l1_dirty.is_empty() && self.fresh_tables.is_empty();
+        tables && !self.refcounts.has_dirty() && self.unlinked.is_empty() && self.retired.is_empty()
+    }
+
     /// The first range in flight that overlaps `range`.
     pub(crate) fn overlapping(&self, range: &Range<u64>) -> Option<Range<u64>> {
         let (first, end) = self.in_flight.range(..range.end).next_back()?;
@@ -133,6 +147,8 @@ impl State {
 pub(crate) struct Inner {
     pub(crate) name: String,
     pub(crate) read_only: bool,
+    /// Refcounts may be postponed, under the dirty bit.
+    pub(crate) lazy: bool,
     pub(crate) header: Header,
     pub(crate) geometry: Geometry,
     pub(crate) can_grow: bool,

@@ -54,6 +54,8 @@ pub struct Allocation {
     pub tail: Fill,
     /// The space reads as zeros: zeros need not be written to it.
     pub zeroed: bool,
+    /// That is durable, and it was never anything else.
+    pub(crate) blank: bool,
     /// Only the place is published: where the format can say so, nothing is in it.
     pub(crate) without_data: bool,
     pub(crate) guest: Range<u64>,
@@ -112,7 +114,7 @@ impl Qcow2 {
         while end < limit && target.goes_on(inner.target(state, slice, end)?, inner, end.saturating_sub(first)) {
             end = end.saturating_add(1);
         }
-        let (host, fresh, zeroed) = match target {
+        let (host, fresh, zeroed, blank) = match target {
             Target::Own(host) => {
                 let skip = geometry.offset_in_cluster(offset);
                 let run_bytes = geometry.start_of(end.saturating_sub(first)).saturating_sub(skip);
@@ -121,12 +123,12 @@ impl Qcow2 {
                     length_bytes: run_bytes.min(length),
                 });
             }
-            Target::Kept(host) => (host, false, false),
-            Target::New if geometry.data_file => (geometry.start_of(first), false, false),
+            Target::Kept(host) => (host, false, false, false),
+            Target::New if geometry.data_file => (geometry.start_of(first), false, false, false),
             Target::New => {
-                let run = inner.allocate(state, end.saturating_sub(first))?;
+                let (run, blank) = inner.allocate_blank(state, end.saturating_sub(first))?;
                 end = first.saturating_add(run.count);
-                (geometry.start_of(run.first), true, run.zeroed)
+                (geometry.start_of(run.first), true, run.zeroed, blank)
             }
         };
         let end_bytes = geometry.start_of(end);
@@ -149,6 +151,7 @@ impl Qcow2 {
             head,
             tail,
             zeroed,
+            blank,
             without_data: false,
             guest: first..end,
             unpublished: if fresh { host_first..host_first.saturating_add(count) } else { 0..0 },
@@ -231,7 +234,7 @@ impl Inner {
         let table = self.table_or_complain(l1_index)?;
         match table {
             None => {
-                let offset = self.allocate_table(state)?;
+                let offset = self.allocate_table(state, FreshTable::Zeros)?;
                 state.fresh_tables.insert(l1_index, FreshTable::Zeros);
                 self.set_l1(state, l1_index, offset | COPIED);
             }
@@ -241,8 +244,9 @@ impl Inner {
                     self.guard_l2(state, table.offset)?;
                     self.set_l1(state, l1_index, table.offset | COPIED);
                 } else {
-                    let offset = self.allocate_table(state)?;
-                    state.fresh_tables.insert(l1_index, FreshTable::CopyOf(table.offset));
+                    let fresh = FreshTable::CopyOf(table.offset);
+                    let offset = self.allocate_table(state, fresh)?;
+                    state.fresh_tables.insert(l1_index, fresh);
                     self.set_l1(state, l1_index, offset | COPIED);
                     self.remove_tables(state, Owner::L2, old..old.saturating_add(1));
                     self.unlink(state, std::iter::once(old..old.saturating_add(1)));
@@ -303,6 +307,7 @@ impl Inner {
         for cluster in allocation.guest.clone() {
             let old = self.cluster(slice, cluster)?;
             let old_clusters = old.host_clusters(&self.geometry);
+            self.note_order(state, allocation.blank, old);
             self.set_entry(state, slice, cluster, host | COPIED);
             if !old_clusters.is_empty() && old_clusters.start != self.geometry.cluster_of(host) {
                 old_hosts.push(old_clusters);

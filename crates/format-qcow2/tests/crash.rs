@@ -5,7 +5,7 @@ mod common;
 
 use block::{Completion, File, IoResult, MetaIo, Participant, ReactorCtx, block_on};
 use common::{Base, Guest, NAME, created};
-use format_qcow2::{Barrier, Compression, CreateOptions};
+use format_qcow2::{Barrier, Compression, CreateOptions, Qcow2};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -160,6 +160,36 @@ fn sound(storage: &SimStorage) -> Result<(), String> {
     qcow2_check(&storage.bytes(NAME))?.sound()
 }
 
+/// Reads everything from an image that is only read: as it is, dirty or not.
+fn read_as_it_is(storage: &SimStorage, base: &Base) -> Result<Vec<u8>, String> {
+    let file = storage.file(NAME).unwrap();
+    let io = common::blocking(&file);
+    let qcow2 = block_on(Qcow2::open(&io, file.info(), common::open_options(true))).map_err(|e| e.to_string())?;
+    let guest = Guest { qcow2: Arc::new(qcow2), io, base: Arc::clone(base) };
+    block_on(guest.read_all()).map_err(|error| error.to_string())
+}
+
+/// Of an image that a power cut left dirty: the next who writes finds it repaired, with the same contents.
+fn repaired(storage: &SimStorage, base: &Base) -> Result<(), String> {
+    let before = storage.bytes(NAME);
+    let seen = read_as_it_is(storage, base)?;
+    if storage.bytes(NAME) != before {
+        return Err("reading has changed it".to_owned());
+    }
+    let file = storage.file(NAME).unwrap();
+    let opened = block_on(Qcow2::open(&common::blocking(&file), file.info(), common::open_options(false)));
+    drop(opened.map_err(|error| error.to_string())?);
+    let is = qcow2_check(&storage.bytes(NAME))?;
+    is.sound()?;
+    if is.dirty || is.leaked_clusters > 0 {
+        return Err(format!("dirty: {}, {} leaks after the repair", is.dirty, is.leaked_clusters));
+    }
+    match read_as_it_is(storage, base)? == seen {
+        true => Ok(()),
+        false => Err("the repair has changed the contents".to_owned()),
+    }
+}
+
 /// Reads everything, as after a restart.
 fn reread(storage: &SimStorage, base: &Base) -> Result<Vec<u8>, String> {
     let guest = common::open(&storage.file(NAME).unwrap(), Arc::clone(base));
@@ -174,6 +204,9 @@ fn cut_everywhere(storage: &SimStorage, base: &Base, plan: Plan, stride: u64) ->
     witness.model.borrow().check_live(&block_on(guest.read_all()).unwrap())?;
     block_on(guest.close()).map_err(|error| error.to_string())?;
     sound(storage)?;
+    if qcow2_check(&storage.bytes(NAME))?.dirty {
+        return Err("it is dirty after it was closed".to_owned());
+    }
     let mut model = ModelDisk::new(&contents, true);
     let story = witness.story.take();
     let mut story = story.iter().peekable();
@@ -193,7 +226,10 @@ fn cut_everywhere(storage: &SimStorage, base: &Base, plan: Plan, stride: u64) ->
         for outcome in 0..2 {
             let after = replay.power_cut(outcome);
             let at = |wrong| format!("seed {}, cut at {now}, outcome {outcome}: {wrong}", plan.seed);
-            sound(&after).map_err(at)?;
+            let report = qcow2_check(&after.bytes(NAME)).and_then(|report| report.sound().map(|()| report));
+            if report.map_err(at)?.dirty {
+                repaired(&after, base).map_err(at)?;
+            }
             model.check_after_crash(&reread(&after, base).map_err(at)?).map_err(at)?;
         }
     }
@@ -258,7 +294,8 @@ fn compressed_writes_survive_power_cuts_packed_into_shared_clusters() {
 fn a_refcount_table_that_moves_survives_a_power_cut() {
     for seed in 0..2 {
         // 64 refcounts a block and 64 blocks a table: it moves when the file passes 2 MiB.
-        let options = CreateOptions { size_bytes: 4 << 20, ..options(512, 3, 64) };
+        let lazy_refcounts = seed == 1;
+        let options = CreateOptions { size_bytes: 4 << 20, lazy_refcounts, ..options(512, 3, 64) };
         let plan = Plan { seed, requests: 16, most_bytes: 128 << 10, only_writes: true, ..PLAN };
         let storage = image(&options, 1);
         let place = storage.bytes(NAME)[48..56].to_vec();
@@ -276,6 +313,39 @@ fn leaving_any_barrier_out_is_found_by_a_power_cut() {
             // Small refcount blocks, so that new ones are often needed.
             let storage = image(&options(512, 3, 64), 1);
             cut_everywhere(&storage, &Base::default(), plan, 2).is_err()
+        });
+        assert!(found.is_some(), "nothing noticed that {barrier:?} is missing");
+    }
+}
+
+#[test]
+fn lazy_refcounts_survive_a_power_cut_and_are_repaired_when_the_image_is_opened_for_writing() {
+    for seed in 0..12 {
+        let clusters = [512, 4096, 1024, 16384][seed as usize % 4];
+        let mut options =
+            CreateOptions { lazy_refcounts: true, ..options(clusters, 3, [16, 1, 64][seed as usize % 3]) };
+        options.extended_l2 = clusters == 16384;
+        let mut base = Base::default();
+        if seed % 3 == 1 {
+            options.backing_file = Some("base.raw".to_owned());
+            base = Arc::new(stamped(99, 0, 100 << 10));
+        }
+        let compress = if seed == 6 { clusters } else { 0 };
+        let plan = Plan { seed, compress, only_writes: compress > 0, ..PLAN };
+        cut_everywhere(&image(&options, seed), &base, plan, 5).unwrap();
+    }
+}
+
+#[test]
+fn leaving_a_barrier_of_a_lazy_image_out_is_found_by_a_power_cut() {
+    for barrier in [Barrier::BeforeMapping, Barrier::End, Barrier::Reuse, Barrier::Extension] {
+        let found = (0..60).find(|seed| {
+            let seed = *seed;
+            let plan = Plan { seed, skip: Some(barrier), ..PLAN };
+            let mut options = CreateOptions { lazy_refcounts: true, ..options(512, 3, 64) };
+            options.backing_file = seed.is_multiple_of(2).then(|| "base.raw".to_owned());
+            let base = if seed.is_multiple_of(2) { Arc::new(stamped(99, 0, 100 << 10)) } else { Base::default() };
+            cut_everywhere(&image(&options, 1), &base, plan, 2).is_err()
         });
         assert!(found.is_some(), "nothing noticed that {barrier:?} is missing");
     }

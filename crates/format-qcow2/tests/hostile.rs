@@ -63,7 +63,6 @@ fn impossible_headers_are_refused_with_the_reason_and_the_file_is_untouched() {
         ("header_length is 111", BadImage, &[(103, &[111])]),
         ("larger than the first cluster", BadImage, &[(100, &[0, 0, 0x20, 0])]),
         ("marked corrupt", BadImage, &[(79, &[2])]),
-        ("not closed cleanly", Unsupported, &[(79, &[1])]),
         ("does not say in which", BadImage, &[(79, &[4])]),
         ("clusters of at least 16 KiB", BadImage, &[(79, &[16])]),
         ("bit 63", Unsupported, &[(72, &[0x80])]),

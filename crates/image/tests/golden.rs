@@ -81,8 +81,15 @@ fn every_golden_image_holds_the_disk_and_takes_writes() {
 }
 
 #[test]
-fn an_image_that_was_not_closed_can_be_read() {
+fn an_image_that_was_not_closed_can_be_read_and_is_repaired_for_whoever_writes() {
     let storage = stored("lazy-dirty.qcow2", &[]);
     assert!(qcow2_check(&storage.bytes(&common::name(0))).unwrap().dirty);
+    let before = storage.bytes(&common::name(0));
     assert!(read(&storage, true) == content());
+    assert!(storage.bytes(&common::name(0)) == before, "reading repairs nothing");
+    // Whoever may write gets it repaired first.
+    assert!(read(&storage, false) == content());
+    let after = qcow2_check(&storage.bytes(&common::name(0))).unwrap();
+    after.sound().unwrap();
+    assert!(!after.dirty && after.leaked_clusters == 0, "{after:?}");
 }

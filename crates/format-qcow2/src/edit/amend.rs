@@ -5,7 +5,7 @@ use super::resize::ResizeOptions;
 use super::tree::Steps;
 use super::{Edit, EditWatch};
 use crate::entry::{COPIED, Cluster};
-use crate::header::{Compression, INCOMPATIBLE_COMPRESSION};
+use crate::header::{COMPATIBLE_LAZY_REFCOUNTS, Compression, INCOMPATIBLE_COMPRESSION};
 use crate::refcount::max_count;
 use block::{ErrorKind, File, IoResult, MetaIo, Result};
 use memory::AlignedBuf;
@@ -19,7 +19,6 @@ const OFFSET_COMPATIBLE: usize = 80;
 const OFFSET_REFCOUNT_ORDER: usize = 96;
 const OFFSET_HEADER_BYTES: usize = 100;
 const OFFSET_COMPRESSION: usize = 104;
-const COMPATIBLE_LAZY_REFCOUNTS: u64 = 1;
 
 /// What to change; what is `None` stays.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -28,7 +27,7 @@ pub struct AmendOptions {
     pub version: Option<u32>,
     /// 1, 2, 4 ... 64.
     pub refcount_bits: Option<u32>,
-    /// Allows writers to postpone refcounts. We never do; others may.
+    /// Allows writers to postpone refcounts, under the dirty bit.
     pub lazy_refcounts: Option<bool>,
     /// Another size, shrinking allowed.
     pub resize: Option<ResizeOptions>,

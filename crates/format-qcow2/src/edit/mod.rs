@@ -16,6 +16,7 @@ use crate::geometry::Geometry;
 use crate::header::{HEADER_SECTOR_BYTES, Header, OFFSET_AUTOCLEAR, OFFSET_REFCOUNT_TABLE};
 use crate::image::read_first_cluster;
 use crate::load::entries;
+use crate::repair_at_open::repair_if_dirty;
 use crate::snapshot::{Row, read_rows, rows_bytes};
 use block::{Error, ErrorKind, File, IoError, IoErrorKind, IoResult, MetaIo, PastEnd, Result};
 use memory::AlignedBuf;
@@ -61,7 +62,7 @@ pub(crate) struct Edit<'a, 'w> {
 }
 
 impl<'a, 'w> Edit<'a, 'w> {
-    /// Reads what every change needs. Writes nothing.
+    /// Reads what every change needs. Writes nothing, unless the image's refcounts have to be repaired first (dirty bit).
     pub(crate) async fn open(
         io: &'a MetaIo,
         file: &'a dyn File,
@@ -73,6 +74,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         if file.info().read_only {
             return Err(Error::new(ErrorKind::BadOption, format!("'{name}' was opened for reading only")));
         }
+        repair_if_dirty(io, file.length_bytes()?, name).await?;
         let cluster = read_first_cluster(io).await.map_err(|error| failed("header", error))?.to_vec();
         let header = Header::parse(&cluster, name, true)?;
         let geometry = header.geometry();
