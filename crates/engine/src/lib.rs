@@ -15,6 +15,7 @@ mod align;
 mod blocking;
 mod engines;
 mod fixed_buffers;
+mod group_sync;
 mod host_file;
 mod inflight;
 mod lock;

@@ -3,6 +3,7 @@
 use crate::align;
 use crate::blocking;
 use crate::engines::Engine;
+use crate::group_sync::{self, DurableWrite};
 use crate::inflight::{Action, Request};
 use crate::target::{OpenFile, QueueFile};
 use crate::zeroes;
@@ -115,6 +116,12 @@ impl HostQueue {
     fn write(&self, offset: u64, data: Window, fua: bool, done: Done) {
         let file = &*self.lane.target.file;
         let durable = (fua || file.write_through) && !file.ignore_flush;
+        // Not a write of its own kind among others: its sync would take their data along.
+        let shares_syncs = durable && file.write_through && file.page_cached && !file.in_memory;
+        if shares_syncs && self.tasks.is_some() {
+            let counted = DurableWrite::new(&self.lane.target);
+            return self.run_task(done, group_sync::write(self.lane.clone(), counted, offset, data));
+        }
         if file.alignment.is_none() {
             return self.lane.push(Action::Write { durable }, offset, data, done);
         }

@@ -1,6 +1,7 @@
 //! What requests are aimed at: an open file, shared by all reactors, and one reactor's part in it.
 
 use crate::EngineKind;
+use crate::group_sync::GroupSync;
 use crate::tracking::{Ack, Tracking};
 use crate::uring::FixedFile;
 use block::FileInfo;
@@ -94,6 +95,7 @@ pub(crate) struct QueueFile {
     pub(crate) fixed: Option<FixedFile>,
     /// For requests without data: making a window would allocate.
     pub(crate) no_data: Window,
+    pub(crate) group_sync: GroupSync,
     /// Untracked changes in flight; see [`Tracking`].
     changes: Cell<usize>,
     /// Given when there are none.
@@ -102,7 +104,8 @@ pub(crate) struct QueueFile {
 
 impl QueueFile {
     pub(crate) fn new(file: Arc<OpenFile>, fixed: Option<FixedFile>) -> Self {
-        Self { file, fixed, no_data: Window::empty(), changes: Cell::new(0), acks: RefCell::default() }
+        let no_data = Window::empty();
+        Self { file, fixed, no_data, group_sync: GroupSync::default(), changes: Cell::new(0), acks: RefCell::default() }
     }
 
     pub(crate) fn change_begins(&self) {

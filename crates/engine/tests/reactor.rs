@@ -252,3 +252,35 @@ fn under_cache_unsafe_a_flush_reaches_no_engine_and_elsewhere_it_does() {
         reactor.stop().unwrap();
     }
 }
+
+#[test]
+fn durable_writes_in_flight_at_once_share_syncs_and_one_alone_needs_none() {
+    const COUNT: usize = 64;
+    let dir = tempfile::tempdir().unwrap();
+    for engine in [EngineKind::IoUring, EngineKind::Threads] {
+        let path = dir.path().join(engine.to_string());
+        engine::create(&path, 1 << 20).unwrap();
+        let options = OpenOptions { engine, sync: true, ..OpenOptions::default() };
+        let file = engine::open(&path, &options).unwrap();
+        let reactor = reactor("durable");
+        with_queue(&reactor, &file, |queue| async move { common::write(&queue, 0, &[1; 4096]).await.unwrap() });
+        assert_eq!(reactor.stats().requests, 1, "{engine}");
+        with_queue(&reactor, &file, |queue| async move {
+            let byte = |index: usize| [index as u8; 4096];
+            let all: Vec<_> = (0..COUNT)
+                .map(|index| {
+                    let data = memory::IoBuf::from_aligned(memory::AlignedBuf::copy_of(&byte(index))).whole();
+                    queue.start(FileOp::Write { offset: index as u64 * 4096, data, fua: false })
+                })
+                .collect();
+            for write in all {
+                write.await.unwrap();
+            }
+            let bytes = common::read(&queue, 0, COUNT * 4096, PastEnd::Fails).await.unwrap();
+            assert!(bytes.chunks(4096).enumerate().all(|(index, chunk)| chunk == byte(index)));
+        });
+        let syncs = reactor.stats().requests - 1 - COUNT as u64 - 1;
+        assert!((1..=COUNT as u64 / 2).contains(&syncs), "{engine}: {syncs} syncs for {COUNT} writes");
+        reactor.stop().unwrap();
+    }
+}

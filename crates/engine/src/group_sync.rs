@@ -1,0 +1,134 @@
+//! Durable writes through the page cache, several at a time: they share their syncs.
+//!
+//! One such write alone is one request (`RWF_DSYNC`). Of several, the kernel would carry out one after the other, each
+//! with a sync of its own. So they are written plainly, all at once, and those that have been written when a sync begins
+//! are made durable by it together; those that are written meanwhile wait for the next.
+
+use crate::inflight::Action;
+use crate::queue::Lane;
+use crate::target::QueueFile;
+use block::{IoError, IoResult, WaitList};
+use memory::Window;
+use std::cell::Cell;
+use std::future::Future;
+use std::rc::Rc;
+use std::sync::atomic::Ordering;
+
+/// One reactor's syncs of one file, one after the other.
+#[derive(Debug, Default)]
+pub(crate) struct GroupSync {
+    /// Durable writes that were pushed and have not ended.
+    writes: Cell<usize>,
+    begun: Cell<u64>,
+    ended: Cell<u64>,
+    waiting: WaitList,
+}
+
+/// A durable write counts from its push on, so that the first of a batch knows of the others.
+pub(crate) struct DurableWrite(Rc<QueueFile>);
+
+impl DurableWrite {
+    pub(crate) fn new(target: &Rc<QueueFile>) -> Self {
+        let writes = &target.group_sync.writes;
+        writes.set(writes.get() + 1);
+        Self(Rc::clone(target))
+    }
+
+    fn is_alone(&self) -> bool {
+        self.0.group_sync.writes.get() == 1
+    }
+}
+
+impl Drop for DurableWrite {
+    fn drop(&mut self) {
+        let writes = &self.0.group_sync.writes;
+        writes.set(writes.get().saturating_sub(1));
+    }
+}
+
+pub(crate) async fn write(lane: Lane, counted: DurableWrite, offset: u64, data: Window) -> IoResult {
+    let durable = counted.is_alone();
+    lane.start(Action::Write { durable }, offset, data).await?;
+    if durable {
+        return Ok(());
+    }
+    let no_data = || lane.target.no_data.clone();
+    lane.target.group_sync.join(|| lane.start(Action::Sync, 0, no_data())).await;
+    // A sync that failed has set this, for good.
+    match lane.target.file.sync_lost.load(Ordering::Relaxed) {
+        true => Err(IoError::EIO),
+        false => Ok(()),
+    }
+}
+
+enum Turn {
+    Over,
+    Mine,
+}
+
+impl GroupSync {
+    /// Waits for the end of a sync that begins from now on; begins it where nobody else does. A task that has begun one
+    /// must not be dropped before its end (the engine's own never are).
+    async fn join<F: Future<Output = IoResult>>(&self, sync: impl FnOnce() -> F) {
+        // One that has begun may have missed what is to be durable.
+        let wanted = self.begun.get() + 1;
+        if let Turn::Mine = self.waiting.until(|| self.turn(wanted)).await {
+            // Whether it failed is kept with the file.
+            let _ = sync().await;
+            self.ended.set(self.begun.get());
+            self.waiting.wake_all();
+        }
+    }
+
+    fn turn(&self, wanted: u64) -> Option<Turn> {
+        if self.ended.get() >= wanted {
+            return Some(Turn::Over);
+        }
+        if self.begun.get() > self.ended.get() {
+            return None;
+        }
+        self.begun.set(self.begun.get() + 1);
+        Some(Turn::Mine)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use block::Waiter;
+    use std::pin::{Pin, pin};
+    use std::task::{Context, Poll};
+
+    fn poll(future: Pin<&mut impl Future<Output = ()>>) -> Poll<()> {
+        future.poll(&mut Context::from_waker(std::task::Waker::noop()))
+    }
+
+    #[test]
+    fn a_sync_makes_durable_what_was_written_before_it_began_and_nothing_else() {
+        let group = GroupSync::default();
+        let begun = Cell::new(0);
+        let syncs = [(); 3].map(|()| Waiter::new());
+        let sync = || {
+            let waiter = &syncs[begun.replace(begun.get() + 1)];
+            Waiter::wait(waiter)
+        };
+        let end = |index: usize| block::Done::Waiter(syncs[index].clone()).complete(Ok(()));
+
+        let (mut one, mut two, mut three) = (pin!(group.join(sync)), pin!(group.join(sync)), pin!(group.join(sync)));
+        assert_eq!(poll(one.as_mut()), Poll::Pending);
+        assert_eq!((poll(two.as_mut()), poll(three.as_mut()), begun.get()), (Poll::Pending, Poll::Pending, 1));
+        end(0);
+        assert_eq!((poll(two.as_mut()), begun.get()), (Poll::Pending, 1), "the first has not told of its end yet");
+        assert_eq!(poll(one.as_mut()), Poll::Ready(()));
+        // Both were written while the first sync ran: they share the second.
+        assert_eq!((poll(two.as_mut()), poll(three.as_mut()), begun.get()), (Poll::Pending, Poll::Pending, 2));
+        let mut late = pin!(group.join(sync));
+        assert_eq!(poll(late.as_mut()), Poll::Pending);
+        end(1);
+        assert_eq!(poll(three.as_mut()), Poll::Pending);
+        assert_eq!((poll(two.as_mut()), poll(three.as_mut())), (Poll::Ready(()), Poll::Ready(())));
+        assert_eq!((poll(late.as_mut()), begun.get()), (Poll::Pending, 3));
+        end(2);
+        assert_eq!((poll(late.as_mut()), begun.get()), (Poll::Ready(()), 3));
+    }
+}
