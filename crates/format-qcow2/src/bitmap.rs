@@ -53,6 +53,11 @@ impl Bitmap {
         1u64.wrapping_shl(u32::from(self.granularity_bits))
     }
 
+    /// Bytes of its table.
+    pub(crate) fn table_bytes(&self) -> u64 {
+        u64::from(self.table_entries).saturating_mul(8)
+    }
+
     /// Bytes of bits that it has for a disk.
     pub(crate) fn bits_bytes(&self, size_bytes: u64) -> u64 {
         size_bytes.div_ceil(self.granularity_bytes()).div_ceil(8)
@@ -96,6 +101,23 @@ impl BitmapBits {
         bits
     }
 
+    /// Whether the granule that holds this byte of the disk was written.
+    #[must_use]
+    pub fn is_set(&self, offset: u64) -> bool {
+        let granule = offset.wrapping_shr(u32::from(self.granularity_bits));
+        let byte = usize::try_from(granule / 8).ok().and_then(|index| self.bytes.get(index)).copied().unwrap_or(0);
+        u32::from(byte).wrapping_shr((granule % 8) as u32) & 1 != 0
+    }
+
+    /// The same bits for a disk of another size: those behind its end go, what is added is not written.
+    pub(crate) fn of_size(mut self, size_bytes: u64) -> Self {
+        self.size_bytes = size_bytes;
+        let granules = size_bytes.div_ceil(1u64.wrapping_shl(u32::from(self.granularity_bits)));
+        self.bytes.resize(usize::try_from(granules.div_ceil(8)).unwrap_or(0), 0);
+        clear_behind(&mut self.bytes, granules);
+        self
+    }
+
     /// The ranges of the disk whose bits are set, in order, neighbours joined.
     pub(crate) fn ranges(&self) -> Vec<Range<u64>> {
         let mut found: Vec<Range<u64>> = Vec::new();
@@ -132,6 +154,10 @@ impl BitmapBits {
 /// Where the bitmaps of an image are.
 pub(crate) struct Directory {
     pub(crate) bitmaps: Vec<Bitmap>,
+    /// Where the directory has the row of each.
+    pub(crate) rows: Vec<usize>,
+    /// The directory as it lies in the file.
+    pub(crate) raw: Vec<u8>,
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
 }
@@ -171,7 +197,7 @@ fn cannot_read(name: &str, error: IoError) -> Error {
 
 pub(crate) async fn directory(io: &MetaIo, header: &Header, cluster: &[u8], name: &str) -> Result<Directory> {
     let bad = |what: String| Error::new(ErrorKind::BadImage, format!("'{name}': bitmaps: {what}"));
-    let nothing = Directory { bitmaps: Vec::new(), offset: 0, bytes: 0 };
+    let nothing = Directory { bitmaps: Vec::new(), rows: Vec::new(), raw: Vec::new(), offset: 0, bytes: 0 };
     let extension = header_extensions(cluster, header.version);
     let extension = extension.into_iter().find(|(kind, _)| *kind == EXTENSION_BITMAPS);
     if header.autoclear_features & AUTOCLEAR_BITMAPS == 0 {
@@ -187,21 +213,20 @@ pub(crate) async fn directory(io: &MetaIo, header: &Header, cluster: &[u8], name
     check_place(&header.geometry(), offset, bytes).ok_or_else(|| bad(format!("no directory can be at {offset:#x}")))?;
     let length = usize::try_from(bytes).unwrap_or(0);
     let table = io.read(offset, length, PastEnd::Fails).await.map_err(|error| cannot_read(name, error))?;
-    let mut bitmaps = Vec::new();
+    let (mut bitmaps, mut rows) = (Vec::new(), Vec::new());
     let mut at = 0usize;
     for index in 0..count {
         let rest = table.get(at..).unwrap_or_default();
         let (bitmap, length) = parse_row(rest, header).map_err(|what| bad(format!("number {index} {what}")))?;
+        rows.push(at);
         at = at.saturating_add(length);
         bitmaps.push(bitmap);
     }
-    let tables_bytes = bitmaps
-        .iter()
-        .fold(0u64, |sum, bitmap: &Bitmap| sum.saturating_add(u64::from(bitmap.table_entries).saturating_mul(8)));
+    let tables_bytes = bitmaps.iter().fold(0u64, |sum, bitmap: &Bitmap| sum.saturating_add(bitmap.table_bytes()));
     if tables_bytes > MAX_TABLES_BYTES {
         return Err(bad(format!("tables of {tables_bytes} bytes are too many")));
     }
-    Ok(Directory { bitmaps, offset, bytes })
+    Ok(Directory { bitmaps, rows, raw: table.to_vec(), offset, bytes })
 }
 
 fn parse_row(row: &[u8], header: &Header) -> std::result::Result<(Bitmap, usize), &'static str> {
@@ -220,7 +245,7 @@ fn parse_row(row: &[u8], header: &Header) -> std::result::Result<(Bitmap, usize)
         table_entries: number(row, 8, 4) as u32,
     };
     let geometry = header.geometry();
-    let table_bytes = u64::from(bitmap.table_entries).saturating_mul(8);
+    let table_bytes = bitmap.table_bytes();
     match () {
         () if number(row, 16, 1) != u64::from(TYPE_DIRTY) => Err("is of an unknown type"),
         () if flags & !(IN_USE | AUTO | EXTRA_COMPATIBLE) != 0 => Err("has unknown flags"),
@@ -241,24 +266,32 @@ fn check_place(geometry: &Geometry, offset: u64, length: u64) -> Option<()> {
 
 /// The entries of a bitmap's table.
 pub(crate) async fn table(io: &MetaIo, geometry: &Geometry, bitmap: &Bitmap, name: &str) -> Result<Vec<u64>> {
-    let length = usize::try_from(u64::from(bitmap.table_entries).saturating_mul(8)).unwrap_or(0);
+    let length = usize::try_from(bitmap.table_bytes()).unwrap_or(0);
     if length == 0 {
         return Ok(Vec::new());
     }
     let table = io.read(bitmap.table_offset, length, PastEnd::Fails).await.map_err(|error| cannot_read(name, error))?;
     let table: Vec<u64> = entries(&table).collect();
-    let is_bad = |entry: &u64| {
-        let offset = entry & TABLE_OFFSET_MASK;
-        let reserved =
-            entry & !(TABLE_OFFSET_MASK | TABLE_ALL_ONES) != 0 || (offset != 0 && entry & TABLE_ALL_ONES != 0);
-        reserved || geometry.offset_in_cluster(offset) != 0
-    };
-    match table.iter().any(is_bad) {
+    match is_damaged_table(&table, geometry) {
         true => {
             Err(Error::new(ErrorKind::BadImage, format!("'{name}': the table of bitmap '{}' is damaged", bitmap.name)))
         }
         false => Ok(table),
     }
+}
+
+pub(crate) fn is_damaged_table(table: &[u64], geometry: &Geometry) -> bool {
+    table.iter().any(|entry| {
+        let offset = entry & TABLE_OFFSET_MASK;
+        let reserved =
+            entry & !(TABLE_OFFSET_MASK | TABLE_ALL_ONES) != 0 || (offset != 0 && entry & TABLE_ALL_ONES != 0);
+        reserved || geometry.offset_in_cluster(offset) != 0
+    })
+}
+
+/// Where in the directory the lowest flags of the bitmap with this row are; [`IN_USE`] is one of them.
+pub(crate) fn flags_byte(row: usize) -> usize {
+    row.saturating_add(15)
 }
 
 /// The place of a table entry's bits.
@@ -289,12 +322,15 @@ pub(crate) async fn bits(io: &MetaIo, geometry: &Geometry, bitmap: &Bitmap, name
         }
     }
     found.resize(usize::try_from(bytes).unwrap_or(0), 0);
-    // Bits behind the disk's end mean nothing.
-    let granules = geometry.size_bytes.div_ceil(bitmap.granularity_bytes());
-    if let (Some(last), false) = (found.last_mut(), granules.is_multiple_of(8)) {
+    clear_behind(&mut found, geometry.size_bytes.div_ceil(bitmap.granularity_bytes()));
+    Ok(BitmapBits { granularity_bits: bitmap.granularity_bits, size_bytes: geometry.size_bytes, bytes: found })
+}
+
+/// Bits behind the disk's end mean nothing: those of the last byte go.
+fn clear_behind(bytes: &mut [u8], granules: u64) {
+    if let (Some(last), false) = (bytes.last_mut(), granules.is_multiple_of(8)) {
         *last &= 1u8.wrapping_shl((granules % 8) as u32).wrapping_sub(1);
     }
-    Ok(BitmapBits { granularity_bits: bitmap.granularity_bits, size_bytes: geometry.size_bytes, bytes: found })
 }
 
 /// Everything in the file that the bitmaps use: offset and bytes of each piece.
@@ -303,7 +339,7 @@ pub(crate) async fn space(io: &MetaIo, header: &Header, cluster: &[u8], name: &s
     let geometry = header.geometry();
     let mut pieces = vec![(directory.offset, directory.bytes)];
     for bitmap in &directory.bitmaps {
-        pieces.push((bitmap.table_offset, u64::from(bitmap.table_entries).saturating_mul(8)));
+        pieces.push((bitmap.table_offset, bitmap.table_bytes()));
         let table = table(io, &geometry, bitmap, name).await?;
         pieces.extend(table.into_iter().filter_map(data_offset).map(|offset| (offset, geometry.cluster_bytes())));
     }

@@ -42,6 +42,10 @@ pub enum Barrier {
     Epoch,
     /// Zeros at the end of the file before anything is mapped there that is not durable itself.
     Extension,
+    /// That bitmaps are in use before anything is written.
+    InUse,
+    /// All of a bitmap before it is said not to be in use.
+    Bits,
 }
 
 impl Barrier {
@@ -53,6 +57,8 @@ impl Barrier {
             Self::Reuse => 8,
             Self::Epoch => 16,
             Self::Extension => 32,
+            Self::InUse => 64,
+            Self::Bits => 128,
         }
     }
 }
@@ -126,12 +132,19 @@ impl Inner {
         if self.read_only {
             return Ok(());
         }
+        // Space made in advance stays: a damaged image may have data there that its refcounts deny.
+        self.settle(io).await?;
+        self.store_bitmaps(io).await;
+        Ok(())
+    }
+
+    /// Brings everything to the file, refcounts too. No operation is in flight.
+    pub(crate) async fn settle(&self, io: &MetaIo) -> IoResult {
         self.stop_postponing();
         self.flush(io).await?;
         self.reap(io, true).await?;
         self.flush(io).await?;
         self.reap(io, true).await?;
-        // Space made in advance stays: a damaged image may have data there that its refcounts deny.
         self.flush(io).await
     }
 
@@ -408,7 +421,7 @@ fn push_joined(pieces: &mut Vec<Piece>, piece: Piece) {
 }
 
 /// Writes all pieces, several at a time. After an error some may have been written.
-async fn write_all(tail: &Arc<Tail>, io: &MetaIo, pieces: Vec<Piece>) -> IoResult {
+pub(crate) async fn write_all(tail: &Arc<Tail>, io: &MetaIo, pieces: Vec<Piece>) -> IoResult {
     for batch in pieces.chunks(BATCH) {
         let start = |piece: &Piece| {
             let data = IoBuf::from_aligned(AlignedBuf::copy_of(&piece.bytes)).whole();

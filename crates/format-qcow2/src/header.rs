@@ -225,7 +225,7 @@ impl Header {
         self.compatible_features & COMPATIBLE_LAZY_REFCOUNTS != 0 && !self.has_data_file()
     }
 
-    /// The autoclear bits whose promise we keep.
+    /// The autoclear bits whose promise we keep, bitmaps aside.
     pub(crate) fn kept_autoclear(&self) -> u64 {
         if self.has_data_file() { AUTOCLEAR_DATA_FILE_RAW } else { 0 }
     }

@@ -10,6 +10,7 @@ use crate::repair_at_open::repair_at_open;
 use crate::snapshot::{SnapshotName, of_snapshot};
 use crate::state::{Inner, Need, Space, State, Stop};
 use crate::tables::TableBits;
+use crate::tracking::Tracking;
 use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, Ordering};
 use block::{
     CacheStats, CompressedExtent, Epochs, Error, ErrorKind, Extent, FileInfo, IoError, IoErrorKind, IoResult, Mapped,
@@ -106,6 +107,10 @@ impl Qcow2 {
                 entries(&read.map_err(|e| failed("refcount table", e))?).collect()
             }
         };
+        let tracking = match read_only {
+            true => None,
+            false => Tracking::open(io, &header, &cluster, &name).await?,
+        };
         let sector = cluster.get(..HEADER_SECTOR_BYTES).and_then(|bytes| bytes.try_into().ok());
         let refcounts = Refcounts::new(geometry, table, header.refcount_table_offset, cache / 8);
         let space = space_at_open(file, file_bytes, &geometry, &refcounts);
@@ -125,6 +130,7 @@ impl Qcow2 {
             needs_order: false,
             header_sector: sector.unwrap_or([0; HEADER_SECTOR_BYTES]),
             tables: None,
+            snapshots_known: false,
         };
         let inner = Inner {
             read_only,
@@ -144,6 +150,7 @@ impl Qcow2 {
             flushed: WaitList::default(),
             table_writes: Arc::default(),
             extensions: Arc::default(),
+            tracking,
             header_ready: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             marked: AtomicBool::new(false),
@@ -262,10 +269,15 @@ impl Qcow2 {
         (first.map(|host| host.saturating_add(in_cluster)), bytes.min(length))
     }
 
-    /// Whether the first part of a write may go straight to the file. Takes no lock and never waits.
+    /// Whether the first part of a write may go straight to the file; that part is noted as written. Takes no lock and
+    /// never waits.
     #[must_use]
     pub fn lookup_overwrite(&self, offset: u64, length: u64) -> Overwrite {
-        self.inner.lookup_overwrite(offset, length).unwrap_or(Overwrite::Slow)
+        let place = self.inner.lookup_overwrite(offset, length).unwrap_or(Overwrite::Slow);
+        if let Overwrite::InPlace { length_bytes, .. } = place {
+            self.inner.mark_changed(offset, length_bytes);
+        }
+        place
     }
 
     /// The whole cluster that `extent` lies in, decompressed.
@@ -279,7 +291,9 @@ impl Qcow2 {
         self.inner.flush(io).await
     }
 
-    /// Flushes, and writes the refcounts of what was freed. No operation may be in flight. The image stays usable.
+    /// Flushes, writes the refcounts of what was freed, and brings the persistent bitmaps in the file up to date. Bitmaps
+    /// that cannot be written are lost, which is logged, and not an error of the disk. No operation may be in flight. The
+    /// image stays usable.
     pub async fn close(&self, io: &MetaIo) -> IoResult {
         self.inner.close(io).await
     }

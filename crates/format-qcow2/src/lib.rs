@@ -7,6 +7,7 @@
 //! * A write that needs space is two-step: [`Qcow2::prepare_write`], data written by the caller,
 //!   [`Qcow2::commit_write`]. A dropped [`Allocation`] gives its space back.
 //! * Compressed clusters likewise: [`Qcow2::prepare_compressed`], [`Qcow2::commit_compressed`].
+//! * Each of these notes what changes in the image's persistent bitmaps; [`Qcow2::close`] writes those back.
 //! * [`Qcow2::flush`] makes everything durable, in the order that keeps the image valid at every moment. Nothing is
 //!   synced in between.
 
@@ -23,6 +24,7 @@ mod check;
 mod compress;
 mod create;
 mod dirty;
+mod dirty_bits;
 mod edit;
 mod entry;
 mod flush;
@@ -47,6 +49,7 @@ mod state;
 mod subclusters;
 mod tables;
 mod tail;
+mod tracking;
 mod write;
 mod zero;
 

@@ -3,6 +3,7 @@
 //! Each load is done once; others that need the same wait for it. Whoever loads may be dropped at any await: the guard
 //! then lets the next one try.
 
+use crate::bitmap::AUTOCLEAR_BITMAPS;
 use crate::flush::Barrier;
 use crate::geometry::MAX_FILE_BYTES;
 use crate::header::OFFSET_AUTOCLEAR;
@@ -17,7 +18,7 @@ const EXTENSION_BYTES_MIN: u64 = 256 << 10;
 const EXTENSION_BYTES_MAX: u64 = 16 << 20;
 
 /// Marks something as being loaded, until dropped.
-struct Loading<'a> {
+pub(crate) struct Loading<'a> {
     inner: &'a Inner,
     need: Need,
 }
@@ -56,7 +57,7 @@ impl Inner {
     }
 
     /// Takes on a load; `None` if somebody else had it, and has finished.
-    async fn begin(&self, need: Need) -> Option<Loading<'_>> {
+    pub(crate) async fn begin(&self, need: Need) -> Option<Loading<'_>> {
         if self.lock().busy.insert(need.clone()) {
             return Some(Loading { inner: self, need });
         }
@@ -170,8 +171,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Learns where all tables lie, those of snapshots too, and clears the autoclear bits whose promise we do not keep,
-    /// before anything else is written.
+    /// Learns where all tables lie, those of snapshots too, says that the bitmaps are in use, and clears the autoclear bits
+    /// whose promise we do not keep, before anything else is written.
     async fn make_header_ready(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::HeaderReady).await else { return Ok(()) };
         self.refuse_if_stopped()?;
@@ -179,19 +180,25 @@ impl Inner {
             return Ok(());
         }
         self.tables(&mut self.lock());
-        self.collect_snapshots(io).await;
-        if self.header.autoclear_features != 0 {
-            self.clear_autoclear(io).await?;
+        if !self.lock().snapshots_known {
+            self.collect_snapshots(io).await;
+            self.lock().snapshots_known = true;
         }
+        let bitmaps = if self.begin_tracking(io).await? { AUTOCLEAR_BITMAPS } else { 0 };
+        self.keep_autoclear(io, self.header.kept_autoclear() | bitmaps).await?;
         self.header_ready.store(true, Ordering::Release);
         Ok(())
     }
 
-    async fn clear_autoclear(&self, io: &MetaIo) -> IoResult {
+    /// Clears the autoclear bits but for these, durably. Version 2 has none, and something else in their place.
+    async fn keep_autoclear(&self, io: &MetaIo, kept: u64) -> IoResult {
+        let kept = self.header.autoclear_features & kept;
+        if kept == self.header.autoclear_features {
+            return Ok(());
+        }
         let sector = {
             let mut state = self.lock();
             if let Some(field) = state.header_sector.get_mut(OFFSET_AUTOCLEAR..OFFSET_AUTOCLEAR.saturating_add(8)) {
-                let kept = self.header.autoclear_features & self.header.kept_autoclear();
                 field.copy_from_slice(&kept.to_be_bytes());
             }
             AlignedBuf::copy_of(&state.header_sector)

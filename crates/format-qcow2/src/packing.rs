@@ -68,7 +68,7 @@ impl Qcow2 {
     }
 
     /// Space for compressed clusters, which follow each other in the file where that can be. They are named in the order
-    /// of the disk, and nobody else may write them until they are committed.
+    /// of the disk, noted as written, and nobody else may write them until they are committed.
     pub async fn prepare_compressed(&self, io: &MetaIo, clusters: &[PackedCluster]) -> IoResult<PackedAllocation> {
         let inner = &*self.inner;
         let (Some(first), Some(last)) = (clusters.first(), clusters.last()) else {
@@ -88,6 +88,9 @@ impl Qcow2 {
         }
         let guest = inner.geometry.cluster_of(first.guest_offset)
             ..inner.geometry.cluster_of(last.guest_offset).saturating_add(1);
+        for cluster in clusters {
+            inner.begin_change(io, cluster.guest_offset, inner.geometry.cluster_bytes()).await?;
+        }
         inner.run(io, |state| claim(state, &guest)).await?;
         let mut allocation = PackedAllocation {
             file_offsets: Vec::new(),

@@ -13,6 +13,7 @@ use crate::header::{HEADER_SECTOR_BYTES, Header};
 use crate::refcount::{Absent, Refcounts};
 use crate::tables::{TableBits, Tables};
 use crate::tail::Tail;
+use crate::tracking::Tracking;
 use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
 use block::{Epochs, IoError, IoErrorKind, IoResult, MetaIo, SliceBook, SliceCache, WaitList};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -117,6 +118,8 @@ pub(crate) struct State {
     pub(crate) header_sector: [u8; HEADER_SECTOR_BYTES],
     /// Where the tables lie; collected on first use.
     pub(crate) tables: Option<Tables>,
+    /// Those of snapshots are among them.
+    pub(crate) snapshots_known: bool,
 }
 
 impl State {
@@ -172,7 +175,9 @@ pub(crate) struct Inner {
     pub(crate) table_writes: Arc<Tail>,
     /// Operations that make the file longer and are in flight.
     pub(crate) extensions: Arc<Tail>,
-    /// Set once the header needs no change before the image is written to, and all tables are known.
+    /// Bitmaps that are kept up to date, if the image is open for writing and has any.
+    pub(crate) tracking: Option<Box<Tracking>>,
+    /// Set while the header needs no change before the image is written to, and all tables are known.
     pub(crate) header_ready: AtomicBool,
     pub(crate) complained: AtomicBool,
     /// The guard has found that the image contradicts itself: every request fails from now on.

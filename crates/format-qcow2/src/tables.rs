@@ -23,10 +23,11 @@ pub(crate) enum Owner {
     SnapshotTable,
     SnapshotL1,
     SnapshotL2,
+    Bitmap,
 }
 
 impl Owner {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::Header,
         Self::L1,
         Self::L2,
@@ -35,6 +36,7 @@ impl Owner {
         Self::SnapshotTable,
         Self::SnapshotL1,
         Self::SnapshotL2,
+        Self::Bitmap,
     ];
 
     fn bit(self) -> u16 {
@@ -58,6 +60,7 @@ impl fmt::Display for Owner {
             Self::SnapshotTable => "the snapshot table",
             Self::SnapshotL1 => "the L1 table of a snapshot",
             Self::SnapshotL2 => "an L2 table of a snapshot",
+            Self::Bitmap => "a persistent bitmap",
         })
     }
 }

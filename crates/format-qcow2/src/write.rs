@@ -79,10 +79,16 @@ impl Drop for Allocation {
 }
 
 impl Qcow2 {
-    /// Where the first part of a write goes. Waits while another write allocates the same place.
+    /// Where the first part of a write goes, which is noted as written. Waits while another write allocates the same place.
     pub async fn prepare_write(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult<Prepared> {
         self.inner.check_write(offset, length)?;
-        self.inner.run(io, |state| self.try_prepare(state, offset, length)).await
+        let prepared = self.inner.run(io, |state| self.try_prepare(state, offset, length)).await?;
+        let end = match &prepared {
+            Prepared::InPlace { length_bytes, .. } => offset.saturating_add(*length_bytes),
+            Prepared::New(allocation) => allocation.guest_offset.saturating_add(allocation.length_bytes),
+        };
+        self.inner.mark_changed(offset, end.saturating_sub(offset).min(length));
+        Ok(prepared)
     }
 
     /// Publishes an allocation whose data and fillings have been written. They need not be durable: flush sees to that.

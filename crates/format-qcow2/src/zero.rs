@@ -31,6 +31,7 @@ impl Qcow2 {
     pub async fn write_zeroes(&self, io: &MetaIo, offset: u64, length: u64, may_unmap: bool) -> IoResult<ZeroOutcome> {
         let inner = &self.inner;
         inner.check_write(offset, length)?;
+        inner.begin_change(io, offset, length).await?;
         let end = offset.saturating_add(length);
         if let Some(data) = io.data().filter(|_| inner.header.data_file_is_raw()) {
             // What the file holds is what the guest sees, whatever the tables say.
@@ -77,6 +78,7 @@ impl Qcow2 {
         if self.inner.geometry.version < 3 && self.inner.geometry.has_backing {
             return Ok(());
         }
+        self.inner.begin_change(io, offset, length).await?;
         let whole = self.inner.whole_clusters(offset, offset.saturating_add(length));
         self.inner.discard_data(io, &whole).await;
         if self.inner.header.data_file_is_raw() {
@@ -93,6 +95,7 @@ impl Qcow2 {
     }
 
     /// Forgets whole clusters of the range: the guest sees what the layer below holds there, or zeros where there is none.
+    /// For layers whose contents have gone to the one below: no bitmap notes a change, because there is none.
     pub async fn reveal(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
         self.inner.check_write(offset, length)?;
         let whole = self.inner.whole_clusters(offset, offset.saturating_add(length));

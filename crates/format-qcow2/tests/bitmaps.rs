@@ -2,7 +2,10 @@
 //! never changes.
 
 use block::{File, IoError, MetaIo, block_on};
-use format_qcow2::{Backing, Bitmap, BitmapAction, BitmapBits, CreateOptions, bitmaps, edit_bitmaps, read_bitmap};
+use format_qcow2::{
+    Backing, Bitmap, BitmapAction, BitmapBits, CreateOptions, NewSnapshot, ResizeOptions, SnapshotName, apply_snapshot,
+    bitmaps, create_snapshot, edit_bitmaps, read_bitmap, resize,
+};
 use std::sync::Arc;
 use testkit::{Fault, FaultAction, OpKind, SimFile, SimFileOptions, SimStorage, qcow2_check};
 
@@ -119,6 +122,67 @@ fn a_power_cut_at_any_moment_leaves_the_bitmaps_before_or_after() {
         assert!(seen(&storage).is_empty());
         assert_eq!(qcow2_check(&storage.bytes("disk")).unwrap().leaked_clusters, 0);
     }
+}
+
+/// What changes the disk as a whole.
+#[derive(Debug, Clone, Copy)]
+enum Whole {
+    Resize(u64),
+    Snapshot,
+    Apply,
+}
+
+fn change_whole(storage: &SimStorage, change: Whole) -> block::Result<()> {
+    let file = storage.file("disk").unwrap();
+    let (io, file, watch) = (io(&file), file.as_ref(), &mut |_, _| true);
+    let snapshot = NewSnapshot { name: "then".to_owned(), ..NewSnapshot::default() };
+    match change {
+        Whole::Resize(size_bytes) => {
+            let options = ResizeOptions { size_bytes, shrink: true, ..ResizeOptions::default() };
+            block_on(resize(&io, file, "disk", &options, watch))
+        }
+        Whole::Snapshot => block_on(create_snapshot(&io, file, "disk", &snapshot, watch)),
+        Whole::Apply => block_on(apply_snapshot(&io, file, "disk", &SnapshotName::Any("then".to_owned()), watch)),
+    }
+}
+
+#[test]
+fn bitmaps_go_with_the_size_of_the_disk_and_back_to_a_snapshot_whenever_the_power_is_cut() {
+    let storage = image(1024);
+    edit(&storage, &changes()[0]).unwrap();
+    edit(&storage, &changes()[1]).unwrap();
+    // As `written` has them, in granules of 4 KiB.
+    let ranges = [0..4096, 8192..1 << 20, SIZE_BYTES - 8192..SIZE_BYTES];
+    // "one" is disabled and has bits; "three" is enabled and has none.
+    let bits = |granularity_bits, size, ranges: &[_]| BitmapBits::of_ranges(granularity_bits, size, ranges);
+    let cut = |at: u64| ranges.clone().map(|range| range.start.min(at)..range.end.min(at));
+    let (large, small) = ((9 << 20) + 512, (1 << 20) - 1024);
+    let everything = |size| vec![0..size];
+    for (change, size, one, three) in [
+        (Whole::Resize(large), large, ranges.to_vec(), vec![]),
+        (Whole::Snapshot, large, ranges.to_vec(), vec![]),
+        (Whole::Resize(small), small, cut(small).to_vec(), vec![]),
+        // What was cut off does not come back.
+        (Whole::Apply, large, cut(small).to_vec(), everything(large)),
+    ] {
+        let before = seen(&storage);
+        storage.record();
+        change_whole(&storage, change).unwrap();
+        let after = seen(&storage);
+        assert!(after[0].3 == bits(9, size, &one), "{change:?}");
+        assert!(after[2].2 && after[2].3 == bits(16, size, &three), "{change:?}");
+        let report = qcow2_check(&storage.bytes("disk")).unwrap();
+        report.sound().unwrap();
+        assert_eq!(report.leaked_clusters, 0, "{change:?}");
+        let mut replay = storage.take_recording().replay();
+        while replay.advance().is_some() {
+            let cut = replay.power_cut(4);
+            qcow2_check(&cut.bytes("disk")).unwrap().sound().unwrap();
+            let found = seen(&cut);
+            assert!(found == before || found == after, "{change:?}: neither before nor after");
+        }
+    }
+    assert!(change_whole(&storage, Whole::Resize(0)).is_err());
 }
 
 #[test]

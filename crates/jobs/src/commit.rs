@@ -5,7 +5,7 @@
 //! top is emptied, and what shows is the same. A commit that was broken off is simply run again.
 
 use crate::Control;
-use crate::disk_tasks::DiskTasks;
+use crate::disk_tasks::{DiskTasks, closed};
 use crate::pipeline::{Pipeline, Worker};
 use crate::rate::RateLimit;
 use crate::shared_opener::SharedOpener;
@@ -66,11 +66,15 @@ pub fn commit(
         )?;
     }
     let base = Arc::new(image::open(&base_options, &opener)?);
-    copy(&top, &base, found.depth, options.rate, reactors, control)?;
-    base.close()?;
+    let copied = copy(&top, &base, found.depth, options.rate, reactors, control);
+    closed(copied, &base)?;
     if options.keep || found.depth != 1 || !top.can_reveal() {
         return Ok(());
     }
+    closed(empty(&top, size, control), &top)
+}
+
+fn empty(top: &Image, size: u64, control: &mut Control<'_>) -> Result<()> {
     let mut at = 0;
     while at < size {
         control.check()?;
@@ -78,7 +82,7 @@ pub fn commit(
         top.reveal(at, length)?;
         at += length;
     }
-    top.close()
+    Ok(())
 }
 
 /// Where the base is.
@@ -158,14 +162,12 @@ fn grow(
                 ranges.push(range);
             }
         }
-        zero(growth.top, &ranges, reactors, control)?;
-        growth.top.close()?;
+        closed(zero(growth.top, &ranges, reactors, control), growth.top)?;
     }
     image::grow(growth.file, growth.format, size)?;
     if rests_on_another {
         let base = Arc::new(image::open(growth.base, opener)?);
-        zero(&base, std::slice::from_ref(&(old..size)), reactors, control)?;
-        base.close()?;
+        closed(zero(&base, std::slice::from_ref(&(old..size)), reactors, control), &base)?;
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Copying a disk into another image, keeping what is sparse sparse.
 
 use crate::Control;
-use crate::disk_tasks::DiskTasks;
+use crate::disk_tasks::{DiskTasks, closed};
 use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Worker};
 use block::{Disk, Error, ErrorKind, IoError, Op, ReactorHandle, Result};
@@ -85,9 +85,12 @@ pub fn convert(
     let pipeline = pipeline.limited(options.rate);
     let handed_out = plan.hand_out(source, &pipeline, control);
     let finished = pipeline.finish(control);
-    handed_out?;
-    finished?;
-    if options.target_is_new { target.close_new() } else { target.close() }
+    let done = handed_out.and(finished);
+    if !options.target_is_new {
+        return closed(done, target);
+    }
+    done?;
+    target.close_new()
 }
 
 /// What goes where in which pieces.

@@ -1,7 +1,7 @@
 //! Copying a part of a disk to the start of a new one.
 
 use crate::Control;
-use crate::disk_tasks::DiskTasks;
+use crate::disk_tasks::{DiskTasks, closed};
 use crate::pipeline::{Pipeline, Worker};
 use block::{Error, ErrorKind, IoError, ReactorHandle, Result};
 use image::Image;
@@ -44,8 +44,7 @@ pub fn dd(
         }
         at = end;
     }
-    pipeline.finish(control)?;
-    target.close()
+    closed(pipeline.finish(control), target)
 }
 
 struct Copier {

@@ -1,6 +1,7 @@
 //! A disk queue for tasks: operations that are awaited.
 
 use block::{Completion, Disk, DiskQueue, Done, IoResult, Op, Poller, PollerId, ReactorCtx, Result, Waiter};
+use image::Image;
 use memory::{AlignedBuf, IoBuf, PoolRc};
 use std::cell::RefCell;
 use std::rc::{Rc, Weak};
@@ -63,6 +64,13 @@ impl DiskTasks {
         *buf = reclaim(shared);
         result
     }
+}
+
+/// Closes an image that was written to, whatever came of that: what was written is in order, and its bitmaps know of it.
+/// No queue of it is open.
+pub(crate) fn closed(done: Result<()>, image: &Image) -> Result<()> {
+    let closed = image.close();
+    done.and(closed)
 }
 
 /// The bytes back from a buffer whose operation is complete: a copy where somebody still holds a handle.

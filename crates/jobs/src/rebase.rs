@@ -5,7 +5,7 @@
 //! the header names the new file, in one write. A rebase that was broken off is simply run again.
 
 use crate::Control;
-use crate::disk_tasks::DiskTasks;
+use crate::disk_tasks::{DiskTasks, closed};
 use crate::pipeline::{Pipeline, Worker};
 use crate::runs::Cursor;
 use crate::shared_opener::SharedOpener;
@@ -89,8 +89,7 @@ fn copy_differences(
         let what = format!("'{}' cannot be its own backing file", options.top.display());
         return Err(Error::new(ErrorKind::BadOption, what));
     }
-    copy(&top, below.as_ref(), reactors, control)?;
-    top.close()
+    closed(copy(&top, below.as_ref(), reactors, control), &top)
 }
 
 fn open_new(options: &RebaseOptions, path: &Path, backing: &Backing, reading: &dyn Opener) -> Result<Image> {

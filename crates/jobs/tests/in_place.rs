@@ -2,7 +2,7 @@
 //! running the job again finishes it.
 
 use block::{Disk, Error, ErrorKind, File, IoError, Result};
-use format_qcow2::CreateOptions as Qcow2Options;
+use format_qcow2::{BitmapAction, CreateOptions as Qcow2Options};
 use image::{Backing, BackingPolicy, CreateOptions, Format, ImageOptions, Opener, Role};
 use jobs::{CommitOptions, Control, RebaseOptions};
 use std::path::{Path, PathBuf};
@@ -366,4 +366,40 @@ fn a_commit_gives_no_other_formats_header_to_a_base_that_was_only_guessed_to_be_
         assert_eq!((done.is_ok(), written), (format.is_some(), format.is_some()), "{format:?}: {done:?}");
         assert!(contents(&storage, "top").unwrap().starts_with(&header));
     }
+}
+
+#[test]
+fn whatever_breaks_a_commit_a_bitmap_of_the_base_that_is_believed_knows_what_was_written() {
+    let layers = vec![qcow2("base", None), Layer { stamp: 11, ..qcow2("top", Some(("base", "qcow2"))) }];
+    let case = Case { layers, job: Job::Commit { base: None, keep: false } };
+    let original = case.storage();
+    let base: Arc<dyn File> = original.file("base").unwrap();
+    let add = BitmapAction::Add { granularity_bytes: Some(512) };
+    image::edit_bitmaps(&base, Format::Qcow2, &[("b".to_owned(), add)], &mut |_, _| true).unwrap();
+    let before = contents(&original, "base").unwrap();
+    let (mut believed, mut lost) = (0, 0);
+    for nth in 0.. {
+        let storage = original.process_killed(0);
+        let pushed = storage.pushed("base", OpKind::Write);
+        storage.inject("base", Fault::nth(OpKind::Write, nth, FaultAction::Scatter(IoError::EIO)));
+        let done = case.run(&storage);
+        let hit = storage.pushed("base", OpKind::Write) > pushed + nth;
+        storage.clear_faults();
+        let after = contents(&storage, "base").unwrap();
+        let file: Arc<dyn File> = storage.file("base").unwrap();
+        let in_use = image::bitmaps(&file, Format::Qcow2).unwrap()[0].in_use;
+        lost += usize::from(in_use);
+        if !in_use {
+            let bits = image::read_bitmap(&file, Format::Qcow2, "b").unwrap();
+            let differs = |at: &usize| before[*at..][..512] != after[*at..][..512];
+            let missed = (0..before.len()).step_by(512).filter(differs).find(|at| !bits.is_set(*at as u64));
+            assert_eq!(missed, None, "write {nth}");
+            believed += usize::from(done.is_err());
+        }
+        if !hit {
+            done.unwrap();
+            break;
+        }
+    }
+    assert!(believed > 3 && lost > 1, "{believed} believed after a failure, {lost} lost");
 }

@@ -1,4 +1,4 @@
-//! An independent checker of qcow2 images: header, refcounts, L1, L2, snapshots, straight from the bytes.
+//! An independent checker of qcow2 images: header, refcounts, L1, L2, snapshots, bitmaps, straight from the bytes.
 //!
 //! Written from the format's specification alone and sharing nothing with the product, so that both can't be wrong in
 //! the same way. It tells leaks (space that nobody refers to) from damage (anything that may cost data).
@@ -34,6 +34,8 @@ const INCOMPATIBLE_CORRUPT: u64 = 2;
 const INCOMPATIBLE_DATA_FILE: u64 = 4;
 const INCOMPATIBLE_COMPRESSION: u64 = 8;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 16;
+const AUTOCLEAR_BITMAPS: u64 = 1;
+const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 /// Damage listed at most.
 const LISTED: usize = 20;
 
@@ -48,6 +50,8 @@ struct Header {
     snapshots: u32,
     snapshots_offset: u64,
     incompatible: u64,
+    autoclear: u64,
+    header_bytes: u32,
     refcount_order: u32,
 }
 
@@ -103,6 +107,8 @@ impl Header {
             snapshots: word(60)?,
             snapshots_offset: long(64)?,
             incompatible,
+            autoclear: if new { long(88)? } else { 0 },
+            header_bytes: if new { word(100)? } else { 72 },
             refcount_order: if new { word(96)? } else { 4 },
         })
     }
@@ -146,6 +152,7 @@ impl Checker<'_> {
             self.damaged(format!("the L1 table has {} entries, the size needs {needed}", self.header.l1_size));
         }
         self.walk_snapshots();
+        self.walk_bitmaps();
     }
 
     fn walk_snapshots(&mut self) {
@@ -164,6 +171,53 @@ impl Checker<'_> {
         }
         if at > start {
             self.refer("the snapshot table", start, at - start);
+        }
+    }
+
+    /// Where the data of a header extension are.
+    fn extension(&self, wanted: u32) -> Option<u64> {
+        let mut at = u64::from(self.header.header_bytes);
+        while at < self.header.cluster() {
+            match be32(self.bytes, at as usize)? {
+                0 => return None,
+                kind if kind == wanted => return Some(at + 8),
+                _ => at += 8 + u64::from(be32(self.bytes, at as usize + 4)?).next_multiple_of(8),
+            }
+        }
+        None
+    }
+
+    /// Bitmaps, where the header says that they are kept.
+    fn walk_bitmaps(&mut self) {
+        if self.header.autoclear & AUTOCLEAR_BITMAPS == 0 {
+            return;
+        }
+        let (word, long) = (|at: u64| be32(self.bytes, at as usize), |at: u64| be64(self.bytes, at as usize));
+        let found = self.extension(EXTENSION_BITMAPS);
+        let Some((count, length, start)) = found.and_then(|at| Some((word(at)?, long(at + 8)?, long(at + 16)?))) else {
+            return self.damaged("the header says that there are bitmaps, and not where".to_owned());
+        };
+        self.refer("the bitmap directory", start, length);
+        let mut row = start;
+        for number in 0..count {
+            let Some((table, entries, lengths, extra)) =
+                long(row).and_then(|table| Some((table, word(row + 8)?, word(row + 16)?, word(row + 20)?)))
+            else {
+                return self.damaged(format!("bitmap {number} lies behind the end of the file"));
+            };
+            self.refer(&format!("the table of bitmap {number}"), table, u64::from(entries) * 8);
+            for index in 0..u64::from(entries) {
+                let entry = be64(self.bytes, (table + index * 8) as usize).unwrap_or(0);
+                if entry & !(OFFSET_MASK | 1) != 0 || (entry & OFFSET_MASK != 0 && entry & 1 != 0) {
+                    self.damaged(format!("entry {index} of bitmap {number} has reserved bits: {entry:#x}"));
+                } else if entry & OFFSET_MASK != 0 {
+                    self.refer(&format!("part {index} of bitmap {number}"), entry, self.header.cluster());
+                }
+            }
+            row = (row + 24 + u64::from(extra) + u64::from(lengths & 0xffff)).next_multiple_of(8);
+        }
+        if row != start + length {
+            self.damaged(format!("the bitmap directory has {length} bytes, its rows {}", row - start));
         }
     }
 

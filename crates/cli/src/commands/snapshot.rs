@@ -20,7 +20,7 @@ pub(crate) struct Args {
     /// Take a snapshot.
     #[arg(short, value_name = "NAME")]
     create: Option<String>,
-    /// Make the disk what it was at a snapshot: an id, or a name.
+    /// Make the disk what it was at a snapshot: an id, or a name. Enabled bitmaps are marked wholly.
     #[arg(short, value_name = "SNAPSHOT")]
     apply: Option<String>,
     /// Delete the (first) snapshot with this name.

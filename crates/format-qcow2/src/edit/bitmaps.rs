@@ -195,6 +195,48 @@ impl Edit<'_, '_> {
         }
     }
 
+    /// Gives the bitmaps what a disk of another size, or one that is another all over, asks for. Those that are in use, and
+    /// mean nothing, stay as they are; so does a disabled one where only the contents change.
+    pub(super) async fn fit_bitmaps(&mut self, size_bytes: u64, all_written: bool) -> Result<()> {
+        if !self.has_bitmaps() {
+            return Ok(());
+        }
+        let found = directory(self.io, &self.header, &self.first_cluster, self.name).await?;
+        if size_bytes == 0 && !found.bitmaps.is_empty() {
+            return self.refuse(ErrorKind::Unsupported, "a disk without any bytes has no persistent bitmaps");
+        }
+        let mut rows = Vec::new();
+        for old in &found.bitmaps {
+            let mut new = old.clone();
+            let all_written = all_written && old.enabled;
+            if !old.in_use && (all_written || size_bytes != self.geometry.size_bytes) {
+                if old.bits_bytes(size_bytes) > MAX_BITS_BYTES {
+                    let what =
+                        format_args!("bitmap '{}' would be too large; make it anew with larger granules", old.name);
+                    return self.refuse(ErrorKind::Unsupported, what);
+                }
+                let mut bits = bits(self.io, &self.geometry, old, self.name).await?.of_size(size_bytes);
+                if all_written {
+                    bits.set(&(0..size_bytes));
+                }
+                self.write_bits(&mut new, &bits).await.map_err(|error| self.failed(error))?;
+                self.drop_bits(old).await?;
+            }
+            rows.extend(new.row());
+        }
+        self.set_directory(&rows, found.bitmaps.len()).await?;
+        self.drop_table(found.offset, found.bytes).await.map_err(|error| self.failed(error))
+    }
+
+    /// A bitmap that is in use has no bits that could go with another size.
+    pub(super) async fn refuse_bitmaps_in_use(&self) -> Result<()> {
+        let found = directory(self.io, &self.header, &self.first_cluster, self.name).await?;
+        match found.bitmaps.iter().find(|bitmap| bitmap.in_use) {
+            Some(bitmap) => Err(in_use(&bitmap.name)),
+            None => Ok(()),
+        }
+    }
+
     /// Writes bits to new space.
     async fn write_bits(&mut self, bitmap: &mut Bitmap, bits: &BitmapBits) -> IoResult {
         let cluster_bytes = usize::try_from(self.geometry.cluster_bytes()).unwrap_or(usize::MAX);
@@ -220,8 +262,7 @@ impl Edit<'_, '_> {
         for offset in entries.into_iter().filter_map(data_offset) {
             self.drop_table(offset, cluster_bytes).await.map_err(|error| self.failed(error))?;
         }
-        let bytes = u64::from(bitmap.table_entries).saturating_mul(8);
-        self.drop_table(bitmap.table_offset, bytes).await.map_err(|error| self.failed(error))
+        self.drop_table(bitmap.table_offset, bitmap.table_bytes()).await.map_err(|error| self.failed(error))
     }
 
     /// The header names a new directory; none where there are no bitmaps.

@@ -86,10 +86,7 @@ impl Edit<'_, '_> {
         if self.header.version < 3 && !self.rows.is_empty() {
             return self.refuse(ErrorKind::Unsupported, "Can't resize a v2 image which has snapshots");
         }
-        if self.has_bitmaps() {
-            let what = "an image with persistent bitmaps cannot be resized; remove them first (bitmap --remove)";
-            return self.refuse(ErrorKind::Unsupported, what);
-        }
+        self.refuse_bitmaps_in_use().await?;
         if self.geometry.extended_l2 {
             return self.refuse(ErrorKind::Unsupported, "an image with extended L2 entries cannot be resized yet");
         }
@@ -110,6 +107,7 @@ impl Edit<'_, '_> {
         if l1 != old_l1 {
             self.set_l1(&l1).await.map_err(|error| self.failed(error))?;
         }
+        self.fit_bitmaps(size_bytes, false).await?;
         self.set_size(size_bytes);
         Ok(())
     }

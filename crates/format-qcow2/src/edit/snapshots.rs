@@ -130,10 +130,6 @@ impl Edit<'_, '_> {
     async fn apply_snapshot(&mut self, which: &SnapshotName) -> Result<()> {
         let (_, row) = self.row(which)?;
         let size_bytes = row.snapshot.disk_bytes;
-        if size_bytes != self.header.size_bytes && self.has_bitmaps() {
-            let what = "the snapshot's disk has another size, and persistent bitmaps keep the size that it has";
-            return self.refuse(ErrorKind::Unsupported, what);
-        }
         let old = self.active_l1().await.map_err(|error| self.failed(error))?;
         let mut l1 = self.read_l1(row.l1_offset, row.l1_entries).await.map_err(|error| self.failed(error))?;
         let needed = Geometry { size_bytes, ..self.geometry }.l1_entries();
@@ -148,6 +144,8 @@ impl Edit<'_, '_> {
         self.count_tree(&l1, Direction::Up, &mut steps).await?;
         self.count_tree(&old, Direction::Down, &mut steps).await?;
         self.retag(&mut l1, 1, &mut steps).await?;
+        // Nobody knows which parts differ from those that were there.
+        self.fit_bitmaps(size_bytes, true).await?;
         self.set_size(size_bytes);
         self.set_l1(&l1).await.map_err(|error| self.failed(error))
     }

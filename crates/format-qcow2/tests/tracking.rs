@@ -1,0 +1,359 @@
+//! Persistent bitmaps while the image is written to: every change is marked, and whatever ends us, no bitmap that missed
+//! one is believed.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use block::{ErrorKind, File, IoError, IoResult, block_on};
+use common::{Base, Guest, NAME, blocking, created, open, open_options};
+use format_qcow2::{
+    Barrier, Bitmap, BitmapAction, BitmapBits, CreateOptions, Qcow2, bitmaps, edit_bitmaps, read_bitmap,
+};
+use std::ops::Range;
+use testkit::{Dice, Fault, FaultAction, OpKind, SimFileOptions, SimStorage, mix, qcow2_check, stamped};
+
+const SECTOR: u64 = 512;
+
+fn edit(storage: &SimStorage, actions: Vec<(&str, BitmapAction)>) {
+    let file = storage.file(NAME).unwrap();
+    let actions: Vec<_> = actions.into_iter().map(|(name, action)| (name.to_owned(), action)).collect();
+    block_on(edit_bitmaps(&blocking(&file), file.as_ref(), NAME, &actions, &mut |_, _| true)).unwrap();
+}
+
+fn add(granularity_bytes: u64) -> BitmapAction {
+    BitmapAction::Add { granularity_bytes: Some(granularity_bytes) }
+}
+
+fn listed(storage: &SimStorage) -> Vec<Bitmap> {
+    block_on(bitmaps(&blocking(&storage.file(NAME).unwrap()), NAME)).unwrap()
+}
+
+fn in_use(storage: &SimStorage, name: &str) -> bool {
+    listed(storage).iter().find(|bitmap| bitmap.name == name).unwrap().in_use
+}
+
+fn bits(storage: &SimStorage, name: &str) -> BitmapBits {
+    block_on(read_bitmap(&blocking(&storage.file(NAME).unwrap()), NAME, name)).unwrap()
+}
+
+fn sound(storage: &SimStorage, leaks_allowed: bool) {
+    let report = qcow2_check(&storage.bytes(NAME)).unwrap();
+    report.sound().unwrap();
+    assert!(leaks_allowed || report.leaked_clusters == 0, "{} clusters leaked", report.leaked_clusters);
+}
+
+fn guest(storage: &SimStorage) -> Guest {
+    open(&storage.file(NAME).unwrap(), Base::default())
+}
+
+fn autoclear(storage: &SimStorage) -> u8 {
+    storage.bytes(NAME)[95]
+}
+
+/// An image with data in its first half, and with bitmaps: two that are enabled, one of which has bits, and one that is
+/// not.
+fn image(size_bytes: u64, cluster_size: u64, extended_l2: bool) -> SimStorage {
+    let options = CreateOptions { size_bytes, cluster_size, extended_l2, ..CreateOptions::default() };
+    let (storage, file) = created(&options, SimFileOptions::default());
+    let filled = open(&file, Base::default());
+    block_on(async {
+        filled.write(0, &stamped(1, 0, (size_bytes / 1024 * 512) as usize)).await.unwrap();
+        filled.close().await.unwrap();
+    });
+    edit(
+        &storage,
+        vec![
+            ("fine", add(512)),
+            ("off", add(4096)),
+            ("off", BitmapAction::Merge(BitmapBits::of_ranges(12, size_bytes, &old(size_bytes)))),
+            ("off", BitmapAction::Disable),
+            ("coarse", add(65536)),
+            ("coarse", BitmapAction::Merge(BitmapBits::of_ranges(16, size_bytes, &old(size_bytes)))),
+        ],
+    );
+    storage.process_killed(0)
+}
+
+/// What was written before.
+fn old(size_bytes: u64) -> Vec<Range<u64>> {
+    vec![size_bytes - 512..size_bytes]
+}
+
+/// One random change of the disk; returns which bytes it is to be noted for.
+async fn change(guest: &Guest, dice: &mut Dice, compress: bool) -> IoResult<Range<u64>> {
+    let size = guest.qcow2.size_bytes();
+    let cluster = 1u64 << guest.qcow2.header().cluster_bits;
+    let start = dice.below(size / SECTOR) * SECTOR;
+    let most = if dice.chance(8) { 200 << 10 } else { 9 << 10 };
+    let length = ((1 + dice.below(most / SECTOR)) * SECTOR).min(size - start);
+    match dice.below(8) {
+        0 => guest.discard(start, length).await?,
+        1 => guest.write_zeroes(start, length, true).await?,
+        2 => guest.write_zeroes(start, length, false).await?,
+        3 if compress => {
+            let start = start - start % cluster;
+            let length = cluster.min(size - start);
+            guest.write_compressed(start, &vec![dice.below(200) as u8; length as usize]).await?;
+            return Ok(start..start + length);
+        }
+        _ => guest.write(start, &stamped(dice.seed(), start, length as usize)).await?,
+    }
+    Ok(start..start + length)
+}
+
+#[test]
+fn every_change_marks_what_it_touches_and_nothing_else_and_later_writers_go_on_with_it() {
+    for (seed, (cluster_size, extended_l2)) in
+        [(512, false), (4096, false), (65536, false), (16384, true)].into_iter().enumerate()
+    {
+        let size = (1 << 20) + SECTOR * (1 + seed as u64);
+        let mut storage = image(size, cluster_size, extended_l2);
+        let (off, before) = (bits(&storage, "off"), storage.bytes(NAME));
+        // An image that nobody writes to stays as it is.
+        block_on(guest(&storage).close()).unwrap();
+        assert!(storage.bytes(NAME) == before);
+        let mut written = Vec::new();
+        let mut dice = Dice::new(seed as u64);
+        for round in 0..3 {
+            let guest = guest(&storage);
+            for part in 0..2 {
+                for _ in 0..6 {
+                    written.push(block_on(change(&guest, &mut dice, true)).unwrap());
+                }
+                assert!(in_use(&storage, "fine") && in_use(&storage, "coarse") && !in_use(&storage, "off"));
+                // It can go on after a close.
+                block_on(guest.close()).unwrap();
+                let at = format!("seed {seed}, round {round}, part {part}");
+                let with_old: Vec<_> = old(size).into_iter().chain(written.iter().cloned()).collect();
+                assert!(bits(&storage, "fine") == BitmapBits::of_ranges(9, size, &written), "{at}");
+                assert!(bits(&storage, "coarse") == BitmapBits::of_ranges(16, size, &with_old), "{at}");
+                assert!(bits(&storage, "off") == off, "{at}");
+                sound(&storage, false);
+            }
+            storage = storage.process_killed(0);
+        }
+        assert_eq!(autoclear(&storage), 1);
+    }
+}
+
+/// Writes, and then closes; says how the disk was before.
+fn play(storage: &SimStorage, seed: u64, skip: Option<Barrier>) -> (Vec<u8>, Guest, IoResult) {
+    let guest = guest(storage);
+    let contents = block_on(guest.read_all()).unwrap();
+    if let Some(barrier) = skip {
+        guest.qcow2.skip_barrier_for_test(barrier);
+    }
+    let mut dice = Dice::new(seed);
+    let result = block_on(async {
+        for _ in 0..4 {
+            change(&guest, &mut dice, false).await?;
+        }
+        Ok(())
+    });
+    (contents, guest, result)
+}
+
+/// No bitmap that is not in use misses what differs from `before`; returns how many there are.
+fn none_misses(storage: &SimStorage, before: &[u8]) -> Result<usize, String> {
+    let now = block_on(guest(storage).read_all()).map_err(|error| error.to_string())?;
+    let differ = |sector: &usize| now[sector * 512..][..512] != before[sector * 512..][..512];
+    let changed: Vec<usize> = (0..now.len() / 512).filter(differ).collect();
+    let mut believed = 0;
+    for bitmap in listed(storage).into_iter().filter(|bitmap| bitmap.enabled && !bitmap.in_use) {
+        believed += 1;
+        let bits = bits(storage, &bitmap.name);
+        if let Some(missed) = changed.iter().find(|sector| !bits.is_set(**sector as u64 * SECTOR)) {
+            return Err(format!("bitmap '{}' misses sector {missed}", bitmap.name));
+        }
+    }
+    Ok(believed)
+}
+
+/// Cuts the power at every moment from open to close; how many bitmaps were believed at how many cuts.
+fn cut_everywhere(storage: &SimStorage, seed: u64, skip: Option<Barrier>) -> Result<[usize; 3], String> {
+    let off = bits(storage, "off");
+    storage.record();
+    let (before, guest, result) = play(storage, seed, skip);
+    result.and_then(|()| block_on(guest.close())).map_err(|error| error.to_string())?;
+    let mut outcomes = [0; 3];
+    let mut replay = storage.take_recording().replay();
+    while let Some(now) = replay.advance() {
+        for outcome in 0..2 {
+            let cut = replay.power_cut(mix(outcome, now));
+            qcow2_check(&cut.bytes(NAME))?.sound()?;
+            outcomes[none_misses(&cut, &before)?] += 1;
+            assert!(bits(&cut, "off") == off);
+            assert_eq!(autoclear(&cut), 1);
+        }
+    }
+    Ok(outcomes)
+}
+
+#[test]
+fn after_a_power_cut_no_bitmap_that_missed_a_write_is_believed() {
+    for seed in 0..6 {
+        let storage = image(96 << 10, [512, 4096, 16384][seed as usize % 3], seed == 5);
+        let outcomes = cut_everywhere(&storage, seed, None).unwrap();
+        assert!(outcomes[0] > 0 && outcomes[2] > 0, "{outcomes:?}");
+        sound(&storage, false);
+    }
+}
+
+#[test]
+fn leaving_a_barrier_of_the_bitmaps_out_is_found_by_a_power_cut() {
+    for barrier in [Barrier::InUse, Barrier::Bits] {
+        let found = (0..40).any(|seed| cut_everywhere(&image(96 << 10, 4096, false), seed, Some(barrier)).is_err());
+        assert!(found, "nothing noticed that {barrier:?} is missing");
+    }
+}
+
+#[test]
+fn bitmaps_that_cannot_be_written_stay_in_use_and_the_disk_is_whole() {
+    const ENOSPC: i32 = 28;
+    let original = image(96 << 10, 1024, false);
+    let (mut lost, mut whole) = (0, 0);
+    for kind in OpKind::ALL {
+        for nth in 0.. {
+            let storage = original.process_killed(0);
+            let pushed = storage.pushed(NAME, kind);
+            // After the data and before the end: everything from the so-manieth on fails, as on a full disk.
+            let (before, guest, result) = play(&storage, nth, None);
+            result.unwrap();
+            block_on(guest.flush()).unwrap();
+            let expected = block_on(guest.read_all()).unwrap();
+            let start = storage.pushed(NAME, kind);
+            assert!(start >= pushed);
+            let fail = FaultAction::Scatter(IoError::from_errno(ENOSPC));
+            let fault =
+                if nth % 2 == 0 { Fault::nth(kind, nth / 2, fail) } else { Fault::from_nth(kind, nth / 2, fail) };
+            storage.inject(NAME, fault);
+            let closed = block_on(guest.close());
+            let hit = storage.pushed(NAME, kind) > start + nth / 2;
+            storage.clear_faults();
+            drop(guest);
+            let found = storage.process_killed(nth);
+            sound(&found, true);
+            let believed = none_misses(&found, &before).unwrap_or_else(|wrong| panic!("{kind:?} {nth}: {wrong}"));
+            lost += usize::from(closed.is_ok() && believed < 2);
+            whole += usize::from(believed == 2);
+            assert!(block_on(self::guest(&found).read_all()).unwrap() == expected, "{kind:?} {nth}");
+            if !hit {
+                break;
+            }
+        }
+    }
+    assert!(lost > 4 && whole > 4, "{lost} lost, {whole} whole");
+}
+
+#[test]
+fn a_bitmap_that_somebody_did_not_bring_to_an_end_is_never_taken_up_again() {
+    let storage = image(1 << 20, 4096, false);
+    let killed = guest(&storage);
+    block_on(killed.write(0, &[7; 512])).unwrap();
+    let storage = storage.process_killed(0);
+    drop(killed);
+    let before = listed(&storage);
+    assert_eq!(before.iter().map(|bitmap| bitmap.in_use).collect::<Vec<_>>(), [true, false, true]);
+    edit(&storage, vec![("new", add(4096))]);
+    let guest = guest(&storage);
+    block_on(async {
+        guest.write(8192, &[8; 512]).await.unwrap();
+        guest.close().await.unwrap();
+    });
+    let after = listed(&storage);
+    assert_eq!(after[..3], before[..]);
+    assert!(!after[3].in_use);
+    assert_eq!(bits(&storage, "new"), BitmapBits::of_ranges(12, 1 << 20, std::slice::from_ref(&(8192..8704))));
+    sound(&storage, false);
+    edit(&storage, vec![("fine", BitmapAction::Remove), ("coarse", BitmapAction::Remove)]);
+    sound(&storage, false);
+}
+
+/// Where the row of a bitmap starts.
+fn row_of(bytes: &[u8], name: &str) -> usize {
+    bytes.windows(name.len()).position(|found| found == name.as_bytes()).unwrap() - 24
+}
+
+fn with_bytes(storage: &SimStorage, change: impl Fn(&mut Vec<u8>)) -> SimStorage {
+    let mut bytes = storage.bytes(NAME);
+    change(&mut bytes);
+    let changed = SimStorage::new(3);
+    changed.create_with(NAME, &bytes, SimFileOptions::default());
+    changed
+}
+
+#[test]
+fn what_a_damaged_image_calls_a_bitmap_is_not_written_over_and_its_disk_goes_on() {
+    let storage = image(1 << 20, 4096, false);
+    let be64 = |bytes: &[u8], at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
+    let put = |bytes: &mut Vec<u8>, at: usize, value: u64| bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
+    let l1 = be64(&storage.bytes(NAME), 40);
+    // The table of "fine" lies in the L1 table; its bits do; it leads nowhere; it shares its table with "coarse".
+    let damages: [&dyn Fn(&mut Vec<u8>, usize, usize); 4] = [
+        &|bytes, fine, _| put(bytes, fine, l1),
+        &|bytes, fine, _| {
+            let table = be64(bytes, fine) as usize;
+            put(bytes, table, l1);
+        },
+        &|bytes, fine, _| {
+            let table = be64(bytes, fine) as usize;
+            put(bytes, table, 77);
+        },
+        &|bytes, fine, coarse| {
+            let (table, entries) = (be64(bytes, coarse), bytes[coarse + 8..coarse + 12].to_vec());
+            put(bytes, fine, table);
+            bytes[fine + 8..fine + 12].copy_from_slice(&entries);
+        },
+    ];
+    for (number, damage) in damages.into_iter().enumerate() {
+        let damaged = with_bytes(&storage, |bytes| {
+            let rows = (row_of(bytes, "fine"), row_of(bytes, "coarse"));
+            damage(bytes, rows.0, rows.1);
+        });
+        let guest = guest(&damaged);
+        block_on(async {
+            guest.write(700 << 10, &[9; 4096]).await.unwrap();
+            guest.close().await.unwrap();
+        });
+        let bytes = damaged.bytes(NAME);
+        // The lowest byte of its flags.
+        assert_eq!(bytes[row_of(&bytes, "fine") + 15] & 1, u8::from(number != 3), "{number}");
+        let reopened = self::guest(&damaged);
+        assert_eq!(block_on(reopened.read(700 << 10, 4096)).unwrap(), [9; 4096]);
+        assert_eq!(be64(&bytes, l1 as usize), be64(&storage.bytes(NAME), l1 as usize), "{number}");
+    }
+}
+
+#[test]
+fn bitmaps_whose_directory_is_damaged_are_given_up_by_the_first_write() {
+    let storage = image(1 << 20, 4096, false);
+    let damaged = with_bytes(&storage, |bytes| {
+        // A type that nobody knows.
+        let row = row_of(bytes, "coarse");
+        bytes[row + 16] = 9;
+    });
+    let guest = guest(&damaged);
+    assert_eq!(autoclear(&damaged), 1);
+    block_on(async {
+        guest.write(700 << 10, &[9; 4096]).await.unwrap();
+        guest.close().await.unwrap();
+    });
+    assert!(listed(&damaged).is_empty());
+}
+
+#[test]
+fn bitmaps_that_take_too_much_memory_keep_an_image_from_being_written_not_from_being_read() {
+    let options = CreateOptions { size_bytes: 600 << 30, ..CreateOptions::default() };
+    let (storage, _) = created(&options, SimFileOptions::default());
+    edit(&storage, vec![("some", add(1 << 20))]);
+    let storage = with_bytes(&storage, |bytes| {
+        let row = row_of(bytes, "some");
+        bytes[row + 17] = 9;
+    });
+    let file = storage.file(NAME).unwrap();
+    let opened = |read_only| block_on(Qcow2::open(&blocking(&file), file.info(), open_options(read_only)));
+    let error = opened(false).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.to_string().contains("bitmap --disable"), "{error}");
+    opened(true).unwrap();
+}
