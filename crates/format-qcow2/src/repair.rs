@@ -6,7 +6,8 @@
 //! 1. Entries lose a flag "refcount is exactly one" that is, or will be, wrong: without it a write only asks once more.
 //! 2. Refcounts become what the references say, each on its own. Where that cannot be done in place (a block is damaged,
 //!    or something in use has the refcount zero), all of them are written anew in space that nothing leads to, and one
-//!    sector of the header changes over; then what was left of the old ones is freed.
+//!    sector of the header changes over; then what was left of the old ones is freed. They are written before step 1: if
+//!    there is no room for them, nothing has changed.
 //! 3. Entries get the flag where it is missing.
 //! 4. The header is said to be clean.
 
@@ -122,13 +123,15 @@ impl<'a, 'w> Job<'a, 'w> {
 
     /// `wrong`: the flags that are wrong, or will be.
     pub(crate) async fn repair_all(&mut self, counted: CheckReport, wrong: Vec<WrongFlag>) -> IoResult {
+        // What may not fit comes first: until something leads to it, nothing has changed.
+        let rebuilt = if self.walk.needs_rebuild { Some(self.write_rebuilt().await?) } else { None };
         self.write_new_entries().await?;
         let wrong = wrong.into_iter().filter(|wrong| wrong.entry & COPIED != 0 && self.may_change(wrong.at)).collect();
         self.set_flags(wrong).await?;
         let flags_fixed = self.walk.report.corruptions_fixed.saturating_sub(counted.corruptions_fixed);
-        match self.walk.needs_rebuild {
-            true => self.rebuild().await?,
-            false => {
+        match rebuilt {
+            Some(rebuilt) => self.rebuild(rebuilt).await?,
+            None => {
                 let mismatches = std::mem::take(&mut self.walk.mismatches);
                 self.set_refcounts(&mismatches).await?;
                 let leaks = mismatches.iter().filter(|m| m.refcount > m.references).count() as u64;
@@ -148,15 +151,26 @@ impl<'a, 'w> Job<'a, 'w> {
         self.say_clean().await
     }
 
-    /// New refcounts in new space. What was found before and is not found again counts as repaired.
-    async fn rebuild(&mut self) -> IoResult {
-        self.walk.find("Rebuilding refcount structure".to_owned());
-        let before = self.walk.report;
+    /// Writes new refcounts to new space, durably; nothing leads there yet.
+    async fn write_rebuilt(&mut self) -> IoResult<Rebuilt> {
         let mut rebuilt = Rebuilt::plan(&mut self.walk)?;
         self.begin_writing().await?;
-        rebuilt.write(self.io).await?;
+        if let Err(error) = rebuilt.write(self.io).await {
+            if rebuilt.end_bytes() > self.walk.file_bytes {
+                // It is only space.
+                let _ = self.io.set_length(self.walk.file_bytes).await;
+            }
+            return Err(error);
+        }
         rebuilt.forget_references();
         self.io.flush().await?;
+        Ok(rebuilt)
+    }
+
+    /// Changes over to new refcounts. What was found before and is not found again counts as repaired.
+    async fn rebuild(&mut self, rebuilt: Rebuilt) -> IoResult {
+        self.walk.find("Rebuilding refcount structure".to_owned());
+        let before = self.walk.report;
         let (offset, clusters) = rebuilt.table();
         self.change_header(|sector| {
             put(sector, OFFSET_REFCOUNT_TABLE, &offset.to_be_bytes());

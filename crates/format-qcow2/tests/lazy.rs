@@ -191,6 +191,24 @@ fn a_failing_storage_ends_the_repair_at_open_with_an_image_that_the_next_one_rep
 }
 
 #[test]
+fn without_room_for_new_refcounts_the_image_is_refused_and_left_as_it_was() {
+    for nth in 0..2 {
+        let (storage, expected) = left_dirty();
+        let before = storage.bytes(NAME);
+        let full = FaultAction::Fail(IoError::from_errno(28));
+        storage.inject(NAME, Fault::nth(OpKind::Write, nth, full));
+        assert!(opened(&storage, false).is_err(), "write {nth} was to fail");
+        let after = storage.bytes(NAME);
+        // Where nothing leads to, the first of them may lie already.
+        assert!(nth > 0 || after == before, "the file has changed");
+        assert!(after.len() == before.len() && after[..512] == before[..512], "write {nth}");
+        assert_eq!(qcow2_check(&after), qcow2_check(&before), "write {nth}");
+        storage.clear_faults();
+        assert!(contents(&storage) == expected, "write {nth}");
+    }
+}
+
+#[test]
 fn what_refcounts_alone_do_not_explain_is_refused_and_left_as_it_was() {
     let (storage, _) = left_dirty();
     let good = storage.bytes(NAME);
