@@ -10,6 +10,7 @@ use crate::header::{Header, INCOMPATIBLE_CORRUPT, MAX_REFCOUNT_TABLE_BYTES};
 use crate::image::read_first_cluster;
 use crate::load::entries;
 use crate::references::{Kind, Kinds, References};
+use crate::subclusters::{ALL_DATA, ALL_ZERO};
 use crate::tables::clusters_of;
 use block::{Error, ErrorKind, IoResult, MetaIo, PastEnd, Result};
 use memory::AlignedBuf;
@@ -335,26 +336,33 @@ impl<'a, 'w> Walk<'a, 'w> {
             let at = l2_offset.saturating_add((index as u64).saturating_mul(8));
             let entry = self.new_entries.get(&at).copied().unwrap_or(entry);
             if entry & COMPRESSED != 0 {
-                self.count_compressed(entry, active);
+                self.count_compressed(entry, bitmap, active);
                 continue;
             }
             let offset = entry & OFFSET_MASK;
             if entry & L2_RESERVED != 0 {
                 self.corrupt(format!("found l2 entry with reserved bits set: {entry:x}"));
             }
+            // In an external data file, offset 0 is where the first cluster lies.
+            let is_zero = entry & ZERO != 0 && !self.geometry.extended_l2;
+            if offset == 0 && (is_zero || !self.geometry.data_file || entry & COPIED == 0) {
+                if bitmap & ALL_DATA != 0 {
+                    self.corrupt(format!("unallocated cluster with allocated parts: {bitmap:x}"));
+                }
+                continue;
+            }
             if bitmap & bitmap >> 32 != 0 {
                 self.corrupt(format!("offset={offset:x}: Allocated clusters and zero clusters overlap: {bitmap:x}"));
             }
-            // In an external data file, offset 0 is where the first cluster lies.
-            if offset == 0 && !(self.geometry.data_file && entry & COPIED != 0) {
-                continue;
-            }
             if self.geometry.offset_in_cluster(offset) != 0 {
-                if entry & ZERO != 0 && self.repairs && !self.geometry.extended_l2 {
+                let holds_data = match self.geometry.extended_l2 {
+                    true => bitmap & ALL_DATA != 0,
+                    false => entry & ZERO == 0,
+                };
+                if !holds_data && self.repairs {
                     // It reads as zeros, whatever it leads to.
                     self.find(format!("Repairing offset={offset:x}: Preallocated cluster is not properly aligned"));
-                    self.new_entries.insert(at, ZERO);
-                    self.report.corruptions_fixed = self.report.corruptions_fixed.saturating_add(1);
+                    self.zero_entry(at);
                     continue;
                 }
                 self.corrupt(format!("offset={offset:x}: Cluster is not properly aligned; L2 entry corrupted."));
@@ -373,13 +381,27 @@ impl<'a, 'w> Walk<'a, 'w> {
         Ok(())
     }
 
+    /// The entry at `at` will read as zeros and lead nowhere.
+    fn zero_entry(&mut self, at: u64) {
+        if self.geometry.extended_l2 {
+            self.new_entries.extend([(at, 0), (at.saturating_add(8), ALL_ZERO)]);
+        } else {
+            self.new_entries.insert(at, ZERO);
+        }
+        self.report.corruptions_fixed = self.report.corruptions_fixed.saturating_add(1);
+    }
+
     /// A compressed cluster: its sectors are known only roughly, all that it may touch is counted.
-    fn count_compressed(&mut self, entry: u64, active: bool) {
+    fn count_compressed(&mut self, entry: u64, bitmap: u64, active: bool) {
         let offset_bits = 62u32.saturating_sub(self.geometry.cluster_bits.saturating_sub(8));
         let offset = entry & 1u64.wrapping_shl(offset_bits).saturating_sub(1);
         let sectors = (entry & COMPRESSED.saturating_sub(1)).wrapping_shr(offset_bits).saturating_add(1);
         if entry & COPIED != 0 {
             self.corrupt(format!("coffset={offset:x}: copied flag must never be set for compressed clusters"));
+        }
+        if self.geometry.data_file || bitmap != 0 {
+            let why = if bitmap == 0 { "in an external data file" } else { "in parts" };
+            return self.corrupt(format!("compressed cluster {why}, entry={entry:#x}"));
         }
         self.refer(offset, sectors.saturating_mul(512).saturating_sub(offset & 511));
         if active {
@@ -561,10 +583,6 @@ impl<'a, 'w> Walk<'a, 'w> {
                 wrong.push(WrongFlag { at, entry, what });
             }
             let l2 = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
-            // Clusters of an external data file are not counted.
-            if self.geometry.data_file {
-                continue;
-            }
             for (index, entry) in entries(&l2).enumerate().step_by(self.geometry.entry_words()) {
                 let at = l2_offset.saturating_add((index as u64).saturating_mul(8));
                 let entry = self.new_entries.get(&at).copied().unwrap_or(entry);
@@ -572,7 +590,12 @@ impl<'a, 'w> Walk<'a, 'w> {
                 if entry & COMPRESSED != 0 || offset == 0 {
                     continue;
                 }
-                let Some(refcount) = self.refcount_for_flag(offset, predict).await else { continue };
+                let refcount = match self.geometry.data_file {
+                    // Clusters of an external data file are not counted: each has one owner.
+                    true => Some(1),
+                    false => self.refcount_for_flag(offset, predict).await,
+                };
+                let Some(refcount) = refcount else { continue };
                 if (refcount == 1) != (entry & COPIED != 0) {
                     let kind = if entry & ZERO == 0 { "data" } else { "zero" };
                     let what = format!("OFLAG_COPIED {kind} cluster: l2_entry={entry:x} refcount={refcount}");

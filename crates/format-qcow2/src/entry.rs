@@ -55,7 +55,6 @@ impl Cluster {
         // In an external data file, offset 0 is where the first cluster lies.
         let is_first = host == 0 && copied && geometry.data_file;
         Ok(match (host, zero) {
-            (0, true) if is_first => Self::ZeroAllocated { host, copied },
             (0, false) if is_first => Self::Data { host, copied },
             (0, false) => Self::Unallocated,
             (0, true) => Self::Zero,

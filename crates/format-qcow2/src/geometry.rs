@@ -121,6 +121,11 @@ impl Geometry {
         self.cluster_bits.saturating_sub(5)
     }
 
+    /// Whether data of guest byte `guest` cannot lie at `host`: in an external data file each has one place.
+    pub(crate) fn is_misplaced(&self, host: u64, guest: u64) -> bool {
+        self.data_file && host != guest
+    }
+
     /// Slices of the whole disk.
     pub(crate) fn slices(&self) -> u64 {
         self.guest_clusters().div_ceil(self.slice_entries())

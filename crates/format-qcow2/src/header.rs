@@ -227,7 +227,7 @@ impl Header {
 
     /// The autoclear bits whose promise we keep, bitmaps aside.
     pub(crate) fn kept_autoclear(&self) -> u64 {
-        if self.has_data_file() { AUTOCLEAR_DATA_FILE_RAW } else { 0 }
+        if self.data_file_is_raw() { AUTOCLEAR_DATA_FILE_RAW } else { 0 }
     }
 
     /// Whether guest data lie in a file of their own.
@@ -236,10 +236,11 @@ impl Header {
         self.incompatible_features & INCOMPATIBLE_DATA_FILE != 0
     }
 
-    /// Whether that file can be read as a raw image.
+    /// Whether that file can be read as a raw image. Above a backing file it cannot, whatever the image says.
     #[must_use]
     pub fn data_file_is_raw(&self) -> bool {
-        self.has_data_file() && self.autoclear_features & AUTOCLEAR_DATA_FILE_RAW != 0
+        let says_so = self.autoclear_features & AUTOCLEAR_DATA_FILE_RAW != 0;
+        self.has_data_file() && says_so && self.backing_file.is_none()
     }
 
     pub(crate) fn geometry(&self) -> Geometry {

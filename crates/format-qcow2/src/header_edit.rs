@@ -5,7 +5,8 @@
 //! in the first cluster that the old header does not use, durably, before the first sector leads to it.
 
 use crate::header::{
-    EXTENSION_BACKING_FORMAT, EXTENSION_END, EXTENSION_FEATURE_NAMES, HEADER_SECTOR_BYTES, Header, OFFSET_AUTOCLEAR,
+    AUTOCLEAR_DATA_FILE_RAW, EXTENSION_BACKING_FORMAT, EXTENSION_END, EXTENSION_FEATURE_NAMES, HEADER_SECTOR_BYTES,
+    Header, INCOMPATIBLE_DATA_FILE, OFFSET_AUTOCLEAR, OFFSET_INCOMPATIBLE,
 };
 use crate::image::read_first_cluster;
 use crate::repair_at_open::repair_if_dirty;
@@ -36,6 +37,13 @@ pub struct Backing {
 pub async fn set_backing(io: &MetaIo, file_bytes: u64, name: &str, backing: Option<&Backing>) -> Result<()> {
     repair_if_dirty(io, file_bytes, name).await?;
     let mut edit = HeaderEdit::read(io, name).await?;
+    if backing.is_some() && edit.autoclear() & AUTOCLEAR_DATA_FILE_RAW != 0 && edit.has_data_file() {
+        let what = format!(
+            "'{name}': its external data file can be read as a raw image (data_file_raw), so it cannot have a backing \
+             file"
+        );
+        return Err(Error::new(ErrorKind::BadOption, what));
+    }
     edit.set_backing(backing)?;
     edit.write(io).await
 }
@@ -122,6 +130,10 @@ impl HeaderEdit {
         } else {
             field_u64(&self.fields, OFFSET_AUTOCLEAR)
         }
+    }
+
+    fn has_data_file(&self) -> bool {
+        field_u64(&self.fields, OFFSET_INCOMPATIBLE) & INCOMPATIBLE_DATA_FILE != 0
     }
 
     pub(crate) fn set_autoclear(&mut self, bits: u64) {

@@ -7,7 +7,7 @@ use crate::header::{HEADER_SECTOR_BYTES, Header, claimed_cluster_bytes, probe};
 use crate::load::entries;
 use crate::refcount::Refcounts;
 use crate::repair_at_open::repair_at_open;
-use crate::snapshot::{SnapshotName, of_snapshot};
+use crate::snapshot::{SnapshotName, SnapshotSize, of_snapshot};
 use crate::state::{Inner, Need, Space, State, Stop};
 use crate::tables::TableBits;
 use crate::tracking::Tracking;
@@ -65,9 +65,10 @@ impl Qcow2 {
         file: &FileInfo,
         options: OpenOptions,
         which: &SnapshotName,
+        size: SnapshotSize,
     ) -> Result<Self> {
         let options = OpenOptions { read_only: true, ..options };
-        Self::open_part(io, file, options, Some(which), TABLE_CACHE_BYTES).await
+        Self::open_part(io, file, options, Some((which, size)), TABLE_CACHE_BYTES).await
     }
 
     /// As [`Qcow2::open`], with a cache for L2 tables of another size: for tests.
@@ -80,7 +81,7 @@ impl Qcow2 {
         io: &MetaIo,
         file: &FileInfo,
         options: OpenOptions,
-        snapshot: Option<&SnapshotName>,
+        snapshot: Option<(&SnapshotName, SnapshotSize)>,
         cache: u64,
     ) -> Result<Self> {
         let name = options.name;
@@ -89,8 +90,8 @@ impl Qcow2 {
         };
         let read_only = options.read_only || file.read_only;
         let (cluster, mut header, file_bytes) = read_header(io, file, &name, read_only).await?;
-        if let Some(which) = snapshot {
-            header = of_snapshot(io, header, &name, which).await?;
+        if let Some((which, size)) = snapshot {
+            header = of_snapshot(io, header, &name, which, size).await?;
         }
         let geometry = header.geometry();
         let l1_bytes = (header.l1_entries as usize).saturating_mul(8);
@@ -98,6 +99,8 @@ impl Qcow2 {
             0 => AlignedBuf::zeroed(0),
             _ => io.read(header.l1_offset, l1_bytes, PastEnd::Fails).await.map_err(|e| failed("L1 table", e))?,
         };
+        let missing = geometry.l1_entries().saturating_sub(u64::from(header.l1_entries));
+        let padding = std::iter::repeat_n(0, usize::try_from(missing).unwrap_or(0));
         let table = match read_only {
             true => Vec::new(),
             false => {
@@ -140,7 +143,8 @@ impl Qcow2 {
             can_discard: file.can_discard,
             discard_zeroes: file.discard_zeroes && !file.block_device,
             file_clusters: geometry.cluster_of(file_bytes),
-            l1: entries(&l1).map(AtomicU64::new).collect(),
+            // A snapshot of a shorter disk has fewer.
+            l1: entries(&l1).chain(padding).map(AtomicU64::new).collect(),
             slices: geometry.slice_cache(cache),
             slices_read: AtomicU64::new(0),
             epochs: Epochs::default(),
@@ -239,15 +243,15 @@ impl Qcow2 {
         }
     }
 
-    /// For a range that reads as zeros and was just resolved: the space in the file that its first part keeps all the
-    /// same, and how long that part is.
+    /// For a range that holds no data here (it reads as zeros, or as the layer below) and was just resolved: the space in
+    /// the file that its first part keeps all the same, and how long that part is.
     #[must_use]
-    pub fn zero_space(&self, offset: u64, length: u64) -> (Option<u64>, u64) {
+    pub fn empty_space(&self, offset: u64, length: u64) -> (Option<u64>, u64) {
         let geometry = &self.inner.geometry;
         let cluster = geometry.cluster_of(offset);
         let in_cluster = geometry.offset_in_cluster(offset);
         if geometry.extended_l2 {
-            return self.inner.zero_space_of_parts(offset, length);
+            return self.inner.empty_space_of_parts(offset, length);
         }
         let Some(view) = self.inner.slices.view(geometry.slice_of(cluster)) else { return (None, length) };
         let space_of = |index: usize| match Cluster::decode(view.get(index)?, geometry) {
@@ -448,7 +452,11 @@ impl Inner {
             Cluster::Unallocated => Extent::Backing,
             Cluster::Zero | Cluster::ZeroAllocated { .. } => Extent::Zero,
             Cluster::Data { host, .. } => {
-                Extent::Data { file: u8::from(geometry.data_file), offset: host.saturating_add(in_cluster) }
+                let place = host.saturating_add(in_cluster);
+                if geometry.is_misplaced(place, offset) {
+                    return Err(BadEntry);
+                }
+                Extent::Data { file: u8::from(geometry.data_file), offset: place }
             }
             Cluster::Compressed { offset, length_bytes } => {
                 Extent::Compressed(CompressedExtent { offset, length_bytes, skip_bytes: in_cluster as u32 })
@@ -479,7 +487,7 @@ impl Inner {
         let index = geometry.index_in_slice(cluster);
         let first = Cluster::decode(view.get(index)?, geometry).ok()?;
         let Cluster::Data { host, copied: true } = first else { return None };
-        if self.may_hold_table(host) {
+        if self.may_hold_table(host) || geometry.is_misplaced(host, geometry.start_of(cluster)) {
             return None;
         }
         let mut bytes = geometry.cluster_bytes().saturating_sub(in_cluster);

@@ -69,6 +69,6 @@ pub use image::{OpenOptions, Overwrite, Qcow2};
 pub use packing::{PackedAllocation, PackedCluster};
 pub use preallocate::{Preallocation, preallocate};
 pub use repair::{Repair, repair};
-pub use snapshot::{Snapshot, SnapshotName, snapshots};
+pub use snapshot::{Snapshot, SnapshotName, SnapshotSize, snapshots};
 pub use write::{Allocation, Fill, Prepared};
 pub use zero::ZeroOutcome;

@@ -48,10 +48,6 @@ pub async fn repair(
     let failed =
         |error| Error::with_source(ErrorKind::Io, format!("'{name}': the repair did not get to its end"), error);
     let (header, bitmaps) = header_to_check(io, name).await?;
-    if header.has_data_file() {
-        let what = format!("'{name}' keeps its data in an external data file: it can be checked, not repaired yet");
-        return Err(Error::new(ErrorKind::Unsupported, what));
-    }
     let mut walk = Walk::begin(io, &header, file_bytes, watch).await.map_err(failed)?;
     walk.repairs = what == Repair::All;
     walk.bitmaps = bitmaps;

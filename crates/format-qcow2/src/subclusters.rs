@@ -15,6 +15,8 @@ use block::{CompressedExtent, Extent, Mapped, SliceView};
 pub(crate) const PARTS: u32 = 32;
 /// All parts read as zeros.
 pub(crate) const ALL_ZERO: u64 = 0xffff_ffff_0000_0000;
+/// All parts lie in the host cluster.
+pub(crate) const ALL_DATA: u64 = 0x0000_0000_ffff_ffff;
 /// Descriptor of an entry whose two words are being replaced: no reader may believe it. A reserved bit.
 const CHANGING: u64 = 1 << 1;
 
@@ -124,7 +126,11 @@ impl Inner {
     pub(crate) fn extended(&self, slice: u64, cluster: u64) -> Step<Extended> {
         let view = self.slices.view(slice);
         let found = view.and_then(|view| self.extended_in(&view, self.geometry.index_in_slice(cluster)));
+        let place = self.geometry.start_of(cluster);
         match found {
+            Some(Ok(entry)) if entry.host().is_some_and(|host| self.geometry.is_misplaced(host, place)) => {
+                Err(self.bad_entry_stop(cluster))
+            }
             Some(entry) => entry.map_err(|_| self.bad_entry_stop(cluster)),
             None => Err(Stop::Need(Need::Slice(slice))),
         }
@@ -191,7 +197,9 @@ impl Inner {
         let extent = match (found.kind, found.cluster, found.host) {
             (Part::Unallocated, ..) => Extent::Backing,
             (Part::Zero, ..) => Extent::Zero,
-            (Part::Data, _, Some(offset)) => Extent::Data { file: u8::from(self.geometry.data_file), offset },
+            (Part::Data, _, Some(place)) if !self.geometry.is_misplaced(place, offset) => {
+                Extent::Data { file: u8::from(self.geometry.data_file), offset: place }
+            }
             (Part::Compressed, Cluster::Compressed { offset, length_bytes }, _) => {
                 Extent::Compressed(CompressedExtent { offset, length_bytes, skip_bytes: skip_bytes as u32 })
             }
@@ -216,7 +224,7 @@ impl Inner {
             let skip = if start.is_none() { in_cluster } else { 0 };
             let part = geometry.part_of(skip);
             let here = host.saturating_add(skip);
-            if self.may_hold_table(host) {
+            if self.may_hold_table(host) || geometry.is_misplaced(here, offset.saturating_add(bytes)) {
                 break;
             }
             if entry.part(part) != Part::Data || start.is_some_and(|start| start.saturating_add(bytes) != here) {
@@ -234,13 +242,14 @@ impl Inner {
         Some(Overwrite::InPlace { offset, length_bytes: bytes.min(length) })
     }
 
-    /// As [`crate::Qcow2::zero_space`].
-    pub(crate) fn zero_space_of_parts(&self, offset: u64, length: u64) -> (Option<u64>, u64) {
+    /// As [`crate::Qcow2::empty_space`].
+    pub(crate) fn empty_space_of_parts(&self, offset: u64, length: u64) -> (Option<u64>, u64) {
         let geometry = &self.geometry;
         let Some(view) = self.slices.view(geometry.slice_of(geometry.cluster_of(offset))) else {
             return (None, length);
         };
         let mut found: Option<(Option<u64>, u64)> = None;
+        let mut kind = None;
         let mut at = offset;
         let mut index = geometry.index_in_slice(geometry.cluster_of(offset));
         while at < offset.saturating_add(length) {
@@ -248,9 +257,11 @@ impl Inner {
             let (part, in_cluster) = (geometry.part_of(at), geometry.offset_in_cluster(at));
             let here = entry.host().map(|host| host.saturating_add(in_cluster));
             let goes_on = found.is_none_or(|(first, bytes)| first.map(|first| first.saturating_add(bytes)) == here);
-            if entry.part(part) != Part::Zero || !goes_on {
+            let is_empty = matches!(entry.part(part), Part::Zero | Part::Unallocated);
+            if !is_empty || !goes_on || kind.is_some_and(|kind| kind != entry.part(part)) {
                 break;
             }
+            kind = Some(entry.part(part));
             let end_part = part.saturating_add(entry.run(part));
             let bytes = geometry.part_start(end_part).saturating_sub(in_cluster);
             let (first, so_far) = found.unwrap_or((here, 0));

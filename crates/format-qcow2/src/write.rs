@@ -1,6 +1,6 @@
 //! Writes to new space, in two steps: *prepare* reserves it, *commit* publishes it.
 
-use crate::entry::{COPIED, Cluster};
+use crate::entry::{BadEntry, COPIED, Cluster};
 use crate::flush::Barrier;
 use crate::image::Qcow2;
 use crate::state::{Freed, FreshTable, Inner, Need, State, Step, Stop};
@@ -196,7 +196,17 @@ impl Inner {
     }
 
     pub(crate) fn cluster(&self, slice: u64, cluster: u64) -> Step<Cluster> {
-        Cluster::decode(self.entry(slice, cluster)?, &self.geometry).map_err(|_| self.bad_entry_stop(cluster))
+        let decoded = Cluster::decode(self.entry(slice, cluster)?, &self.geometry);
+        let place = self.geometry.start_of(cluster);
+        match decoded {
+            Ok(Cluster::Data { host, .. } | Cluster::ZeroAllocated { host, .. })
+                if self.geometry.is_misplaced(host, place) =>
+            {
+                Err(self.bad_entry_stop(cluster))
+            }
+            Ok(decoded) => Ok(decoded),
+            Err(BadEntry) => Err(self.bad_entry_stop(cluster)),
+        }
     }
 
     pub(crate) fn set_entry(&self, state: &mut State, slice: u64, cluster: u64, raw: u64) {

@@ -141,8 +141,9 @@ impl Inner {
         let Some(data) = io.data().filter(|_| !clusters.is_empty()) else { return };
         let offset = self.geometry.start_of(clusters.start);
         let length = self.geometry.start_of(clusters.end).min(self.geometry.size_bytes).saturating_sub(offset);
-        // Best effort: what cannot be given back stays where it is.
-        let _ = data.start(FileOp::Discard { offset, length }).await;
+        // As zeros, not as a discard, which may leave anything there: until the tables are durable they say that these
+        // are data. Best effort: what cannot be given back stays where it is.
+        let _ = data.start(FileOp::WriteZeroes { offset, length, may_unmap: true }).await;
     }
 
     /// Changes the parts of clusters that lie wholly in a range; returns which bytes those are.

@@ -4,10 +4,10 @@
 mod common;
 
 use block::{ErrorKind, File, IoError, MetaIo, Result, block_on};
-use common::{Base, NAME, blocking, created, has_tool, judged_by_qemu, open, open_options, run};
+use common::{Base, NAME, blocking, copy, created, has_tool, judged_by_qemu, open, open_options, run};
 use format_qcow2::{
-    AmendOptions, CreateOptions, GrowBy, Header, NewSnapshot, Qcow2, ResizeOptions, Snapshot, SnapshotName, amend,
-    apply_snapshot, create_snapshot, delete_snapshot, resize, snapshots,
+    AmendOptions, CreateOptions, GrowBy, Header, NewSnapshot, Qcow2, ResizeOptions, Snapshot, SnapshotName,
+    SnapshotSize, amend, apply_snapshot, create_snapshot, delete_snapshot, resize, snapshots,
 };
 use std::sync::Arc;
 use testkit::{Dice, Fault, FaultAction, OpKind, SimFileOptions, SimStorage, qcow2_check, stamped};
@@ -48,7 +48,8 @@ fn everything(storage: &SimStorage, base: &Base) -> Everything {
     let list = block_on(snapshots(&io, &header(&io, storage), NAME)).unwrap();
     let contents = |snapshot: &Snapshot| {
         let which = SnapshotName::Exactly { id: Some(snapshot.id.clone()), name: Some(snapshot.name.clone()) };
-        let qcow2 = block_on(Qcow2::open_snapshot(&io, file.info(), open_options(true), &which)).unwrap();
+        let qcow2 =
+            block_on(Qcow2::open_snapshot(&io, file.info(), open_options(true), &which, SnapshotSize::Then)).unwrap();
         let guest = common::Guest { qcow2: Arc::new(qcow2), io: io.clone(), base: Arc::clone(base) };
         block_on(guest.read_all()).unwrap()
     };
@@ -79,6 +80,7 @@ fn carry_out(storage: &SimStorage, verb: &Verb, base: &Base) -> Result<()> {
                 preallocation: *preallocation,
                 backing_bytes: base.len() as u64,
                 last_cluster: block_on(guest.read(size - rest, rest as usize)).unwrap(),
+                data_file_bytes: None,
             };
             block_on(resize(&io, file, NAME, &options, watch))
         }
@@ -232,12 +234,6 @@ fn prepared(seed: u64, cluster_size: u64, base: &Base) -> (SimStorage, Vec<Verb>
     (storage, verbs)
 }
 
-fn copy(storage: &SimStorage) -> SimStorage {
-    let copy = SimStorage::new(5);
-    copy.create_with(NAME, &storage.bytes(NAME), SimFileOptions::default());
-    copy
-}
-
 #[test]
 fn a_power_cut_at_any_moment_leaves_the_image_before_or_the_image_after() {
     let mut seen = [0u64; 2];
@@ -323,7 +319,7 @@ fn giving_up_leaves_the_image_as_it_was() {
 fn amended(version: u32, refcount_bits: u32, lazy_refcounts: bool) -> Verb {
     let lazy_refcounts = Some(lazy_refcounts);
     let (version, refcount_bits) = (Some(version), Some(refcount_bits));
-    Verb::Amend(AmendOptions { version, refcount_bits, lazy_refcounts, resize: None })
+    Verb::Amend(AmendOptions { version, refcount_bits, lazy_refcounts, ..AmendOptions::default() })
 }
 
 #[test]

@@ -4,7 +4,7 @@
 mod common;
 
 use block::{Error, ErrorKind, IoErrorKind, block_on};
-use common::{Base, NAME, blocking, created, open, open_options};
+use common::{Base, DATA, NAME, blocking, created, open, open_options};
 use format_qcow2::{CreateOptions, Qcow2};
 use testkit::{Dice, SimFileOptions, SimStorage, fill_seeded};
 
@@ -199,19 +199,96 @@ fn entries_that_lead_into_tables_are_refused_and_the_tables_stay_whole() {
 }
 
 #[test]
+fn data_that_do_not_lie_at_their_place_in_the_data_file_are_refused() {
+    const CLUSTER: u64 = 16384;
+    for extended_l2 in [false, true] {
+        let original = of_kind(CreateOptions { extended_l2, ..external() });
+        let image = original.bytes(NAME);
+        let (_, l2) = tables(&image);
+        let fourth = l2 + 4 * if extended_l2 { 16 } else { 8 };
+        for host in [7 * CLUSTER, 1 << 40] {
+            let storage = SimStorage::new(1);
+            let bytes = patched(&image, &[(fourth, &(1 << 63 | host).to_be_bytes())]);
+            storage.create_with(NAME, &bytes, SimFileOptions::default());
+            storage.create_with(DATA, &original.bytes(DATA), SimFileOptions::default());
+            let guest = open(&storage.file(NAME).unwrap(), Base::default());
+            block_on(async {
+                let corrupt = Err(IoErrorKind::Corrupt);
+                for _ in 0..2 {
+                    let (read, written) = (guest.read(4 * CLUSTER, 512), guest.write(4 * CLUSTER, &[1; 512]));
+                    assert_eq!(read.await.map(drop).map_err(|error| error.kind()), corrupt);
+                    assert_eq!(written.await.map_err(|error| error.kind()), corrupt);
+                    // Others go on.
+                    guest.write(7 * CLUSTER, &[2; 512]).await.unwrap();
+                    assert_eq!(guest.read(7 * CLUSTER, 512).await.unwrap(), [2; 512]);
+                }
+            });
+            assert_eq!(storage.bytes(DATA).len(), 1 << 20, "written outside the disk");
+        }
+    }
+}
+
+#[test]
+fn a_data_file_above_a_backing_file_is_not_raw_whatever_the_image_says() {
+    let base: Base = vec![9; 1 << 20].into();
+    let options = CreateOptions { backing_file: Some("base.raw".to_owned()), ..external() };
+    let (original, _) = created(&options, SimFileOptions::default());
+    let storage = SimStorage::new(1);
+    let bytes = patched(&original.bytes(NAME), &[(95, &[2])]);
+    storage.create_with(NAME, &bytes, SimFileOptions::default());
+    storage.create_with(DATA, &original.bytes(DATA), SimFileOptions::default());
+    let guest = open(&storage.file(NAME).unwrap(), base);
+    block_on(async {
+        guest.write_zeroes(0, 100_000, true).await.unwrap();
+        guest.discard(200_000, 100_000).await.unwrap();
+        assert!(guest.read(0, 99_840).await.unwrap().iter().all(|byte| *byte == 0), "what lies below shows");
+        assert_eq!(guest.read(131_072, 512).await.unwrap(), [9; 512]);
+        guest.close().await.unwrap();
+    });
+    assert_eq!(storage.bytes(NAME)[95], 0, "the promise was kept in words only");
+}
+
+fn external() -> CreateOptions {
+    let data_file = Some(DATA.to_owned());
+    CreateOptions { size_bytes: 1 << 20, cluster_size: 16384, data_file, ..CreateOptions::default() }
+}
+
+/// An image of another kind, with data, zeros and holes.
+fn of_kind(options: CreateOptions) -> SimStorage {
+    let (storage, file) = created(&options, SimFileOptions::default());
+    let guest = open(&file, Base::default());
+    let mut data = vec![0; 200_000];
+    fill_seeded(1, &mut data);
+    block_on(async {
+        guest.write(10_240, &data).await.unwrap();
+        guest.write_zeroes(40_960, 8192, false).await.unwrap();
+        guest.close().await.unwrap();
+    });
+    storage
+}
+
+#[test]
 fn no_damage_to_tables_makes_anything_panic() {
-    let image = image();
-    let (l1, l2) = tables(&image);
+    let extended = CreateOptions { data_file: None, extended_l2: true, ..external() };
+    let kinds = [of_kind(extended).bytes(NAME), of_kind(external()).bytes(NAME)];
+    for (image, times) in std::iter::once((image(), 1500)).chain(kinds.map(|image| (image, 500))) {
+        damage(&image, times);
+    }
+}
+
+fn damage(image: &[u8], times: u32) {
+    let (l1, l2) = tables(image);
+    let cluster = 1 << image[23];
     let mut dice = Dice::new(11);
     let (mut refused, mut failed) = (0, 0);
-    for _ in 0..1500 {
-        let mut bytes = image.clone();
+    for _ in 0..times {
+        let mut bytes = image.to_vec();
         for _ in 0..1 + dice.below(4) {
             let at = match dice.below(5) {
                 0 => dice.index(200),
                 1 => l1 + dice.index(16),
                 2 => l2 + dice.index(40 * 8),
-                3 => 4096 + dice.index(8),
+                3 => cluster + dice.index(8),
                 _ => dice.index(bytes.len()),
             };
             bytes[at] = match dice.below(3) {
@@ -241,9 +318,10 @@ fn no_damage_to_tables_makes_anything_panic() {
                     _ => guest.read(offset, length as usize).await.map(drop),
                 }
             });
-            failed += u64::from(result.is_err());
+            failed += u32::from(result.is_err());
         }
         let _ = block_on(guest.close());
     }
-    assert!(refused > 100 && failed > 500, "the damage did nothing: {refused} refused, {failed} failed");
+    let enough = refused * 15 > times && failed * 3 > times;
+    assert!(enough, "the damage did nothing: {refused} refused, {failed} failed, of {times}");
 }

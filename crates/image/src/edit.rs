@@ -7,6 +7,7 @@ use crate::open::format_of;
 use block::{Error, ErrorKind, Extent, File, IoError, IoResult, MetaIo, Result, block_on};
 use format_qcow2::{AmendOptions, GrowBy, NewSnapshot, Qcow2, ResizeOptions, SnapshotName};
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
 
 pub use format_qcow2::EditWatch;
@@ -56,6 +57,10 @@ pub struct Amend {
     pub lazy_refcounts: Option<bool>,
     /// Another size; a smaller one cuts data off.
     pub size_bytes: Option<u64>,
+    /// Another name of the external data file.
+    pub data_file: Option<String>,
+    /// Whether the external data file can be read as a raw image: only `false` makes a difference.
+    pub data_file_raw: Option<bool>,
 }
 
 impl Image {
@@ -64,7 +69,7 @@ impl Image {
     pub fn resize(self, size_bytes: u64, shrink: bool, preallocation: GrowBy, watch: &mut EditWatch<'_>) -> Result<()> {
         let (top, qcow2) = self.top_qcow2()?;
         let options = self.resize_options(top, qcow2, size_bytes, shrink, preallocation)?;
-        let io = MetaIo::new(top.file.open_blocking()?);
+        let io = top.open_blocking()?;
         block_on(format_qcow2::resize(&io, top.file.as_ref(), &top.path.display().to_string(), &options, watch))
     }
 
@@ -77,8 +82,10 @@ impl Image {
             refcount_bits: amend.refcount_bits,
             lazy_refcounts: amend.lazy_refcounts,
             resize: resize.transpose()?,
+            data_file: amend.data_file.clone(),
+            data_file_raw: amend.data_file_raw,
         };
-        let io = MetaIo::new(top.file.open_blocking()?);
+        let io = top.open_blocking()?;
         block_on(format_qcow2::amend(&io, top.file.as_ref(), &top.path.display().to_string(), &options, watch))
     }
 
@@ -107,13 +114,14 @@ impl Image {
             last_cluster = self.read_blocking(old_bytes.saturating_sub(rest), rest)?.map_err(failed)?;
         }
         let backing_bytes = self.chain.layers.get(1).map_or(0, |layer| layer.size_bytes);
-        Ok(ResizeOptions { size_bytes, shrink, preallocation, backing_bytes, last_cluster })
+        let data_file = top.data.as_ref().map(|data| &data.file);
+        let data_file = data_file.filter(|file| file.info().can_grow && !file.info().block_device);
+        let data_file_bytes = data_file.map(|file| file.length_bytes()).transpose()?;
+        Ok(ResizeOptions { size_bytes, shrink, preallocation, backing_bytes, last_cluster, data_file_bytes })
     }
 
     fn read_blocking(&self, offset: u64, length_bytes: u64) -> Result<IoResult<Vec<u8>>> {
-        let layers = self.chain.layers.iter();
-        let metas: Vec<MetaIo> =
-            layers.map(|layer| Ok(MetaIo::new(layer.file.open_blocking()?))).collect::<Result<_>>()?;
+        let metas: Vec<MetaIo> = self.chain.layers.iter().map(Layer::open_blocking).collect::<Result<_>>()?;
         Ok(block_on(self.read_parts(&metas, offset, length_bytes)))
     }
 
@@ -129,7 +137,8 @@ impl Image {
             match (place.extent, &layer.mapping) {
                 (Extent::Zero | Extent::Backing, _) => bytes.resize(bytes.len().saturating_add(part), 0),
                 (Extent::Data { offset, .. }, _) => {
-                    bytes.extend_from_slice(&meta.read(offset, part, layer.past_end(offset)).await?);
+                    let data = meta.data().map_or_else(|| meta.clone(), |data| MetaIo::new(Rc::clone(data)));
+                    bytes.extend_from_slice(&data.read(offset, part, layer.past_end(offset)).await?);
                 }
                 (Extent::Compressed(extent), Mapping::Qcow2(qcow2)) => {
                     let cluster = qcow2.read_compressed(meta, extent).await?;

@@ -94,11 +94,11 @@ impl Extents {
             if found.present {
                 return Ok(found);
             }
-            // What no layer holds is the lowest layer's that reaches here.
+            // What no layer holds is the lowest layer's that reaches here, with the space that it keeps for it.
             match self.chain.layers.get(depth.saturating_add(1)) {
                 None => return Ok(Run { zero: true, ..found }),
                 Some(below) if below.size_bytes <= self.at => return Ok(Run { zero: true, ..found }),
-                Some(_) if depth.saturating_add(1) == self.layers => return Ok(found),
+                Some(_) if depth.saturating_add(1) == self.layers => return Ok(Run { offset: None, ..found }),
                 Some(below) => left = left.min(below.size_bytes.saturating_sub(self.at)),
             }
         }
@@ -127,13 +127,17 @@ impl Extents {
             Error::with_source(ErrorKind::Io, what, error)
         })?;
         let here = Run { length_bytes: mapped.length_bytes, ..nothing };
+        let empty_space = || match &layer.mapping {
+            Mapping::Qcow2(qcow2) => qcow2.empty_space(self.at, mapped.length_bytes),
+            Mapping::Raw(_) => (None, mapped.length_bytes),
+        };
         Ok(match mapped.extent {
-            Extent::Backing => here,
+            Extent::Backing => {
+                let (offset, length_bytes) = empty_space();
+                Run { length_bytes, offset, ..here }
+            }
             Extent::Zero => {
-                let (offset, length_bytes) = match &layer.mapping {
-                    Mapping::Qcow2(qcow2) => qcow2.zero_space(self.at, mapped.length_bytes),
-                    Mapping::Raw(_) => (None, mapped.length_bytes),
-                };
+                let (offset, length_bytes) = empty_space();
                 Run { length_bytes, present: true, zero: true, offset, ..here }
             }
             Extent::Data { offset, .. } => Run { present: true, data: true, offset: Some(offset), ..here },

@@ -6,7 +6,7 @@ use crate::guess::{Format, PROBE_BYTES, guess_format};
 use crate::image::{Chain, Image};
 use crate::layer::{DataFile, Layer, Mapping};
 use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
-use format_qcow2::{OpenOptions, Qcow2, SnapshotName};
+use format_qcow2::{OpenOptions, Qcow2, SnapshotName, SnapshotSize};
 use format_raw::Raw;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ pub struct ImageOptions {
     pub volatile_cache: bool,
     /// The memory for tables, over all layers; by default what covers the whole disk, up to 32 MiB.
     pub table_cache_bytes: Option<u64>,
-    /// The disk as it was when this internal snapshot was taken; read-only.
+    /// The disk as it was when this internal snapshot was taken, in the size of now; read-only.
     pub snapshot: Option<SnapshotName>,
 }
 
@@ -86,6 +86,7 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         }
         if let Some(name) = data_file_of(&layer) {
             let target = gate.pass(&path, "data file", &name)?;
+            refuse_shared_data(&layers, &path, &target)?;
             let file = opener.open(&target, role)?;
             layer.data = Some(DataFile { path: target, said: beside(&said, &name), file });
         }
@@ -140,8 +141,22 @@ fn data_file_of(layer: &Layer) -> Option<String> {
     }
 }
 
+/// A data file holds what one guest wrote: were it also an image of the chain, its guest would write that image's tables.
+fn refuse_shared_data(layers: &[Layer], path: &Path, target: &Path) -> Result<()> {
+    let is_shared = |layer: &Layer| layer.path == target || layer.data.as_ref().is_some_and(|data| data.path == target);
+    if path != target && !layers.iter().any(is_shared) {
+        return Ok(());
+    }
+    let (path, target) = (path.display(), target.display());
+    let what = format!("'{path}' names '{target}' as its data file, which is another part of the same disk");
+    Err(Error::new(ErrorKind::BadImage, what))
+}
+
 fn refuse_loop(layers: &[Layer], path: &Path) -> Result<()> {
     let bad = |what: String| Err(Error::new(ErrorKind::BadImage, what));
+    if layers.iter().any(|layer| layer.data.as_ref().is_some_and(|data| data.path == path)) {
+        return bad(format!("'{}' is the data file of an image, and in its own chain a backing file", path.display()));
+    }
     if layers.iter().any(|layer| layer.path == path) {
         return bad(format!("the backing files form a loop: '{}' appears twice in its own chain", path.display()));
     }
@@ -194,7 +209,7 @@ pub(crate) fn open_layer(
             let options = OpenOptions { name: path.display().to_string(), read_only: !matches!(role, Role::Writable) };
             Mapping::Qcow2(match snapshot {
                 None => block_on(Qcow2::open(&io, file.info(), options))?,
-                Some(which) => block_on(Qcow2::open_snapshot(&io, file.info(), options, which))?,
+                Some(which) => block_on(Qcow2::open_snapshot(&io, file.info(), options, which, SnapshotSize::Now))?,
             })
         }
     };

@@ -143,6 +143,9 @@ fn files_that_promise_less() {
         let chain = Chain { file, ..Chain::of(vec![Layer::qcow2(128 << 10, 2048)]) };
         Case::new(chain).survives(2);
     }
+    let file = SimFileOptions { discard_zeroes: false, ..SimFileOptions::default() };
+    let external = Layer::External { size_bytes: 192 << 10, cluster_size: 16384, raw: false, extended: false };
+    Case::new(Chain { file, ..Chain::of(vec![external, Layer::Raw(200 << 10)]) }).survives(3);
     let file = SimFileOptions { block_device: true, ..SimFileOptions::default() };
     let device = Chain { file, device_bytes: Some(1 << 20), ..Chain::of(vec![Layer::qcow2(128 << 10, 2048)]) };
     Case::new(device).survives(2);

@@ -8,8 +8,8 @@ use daemon::{EngineOpener, parse_key_values, parse_size};
 use image::{Amend, Format, ImageOptions};
 use std::path::PathBuf;
 
-/// Change options of a disk that nobody uses: compat, refcount_bits, lazy_refcounts, size. A power cut leaves the image
-/// before or the image after.
+/// Change options of a disk that nobody uses: compat, data_file, data_file_raw, lazy_refcounts, refcount_bits, size. A
+/// power cut leaves the image before or the image after.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image; guessed from its contents where not given.
@@ -52,6 +52,8 @@ const FOR_CREATION: [&str; 9] = [
 const HELP: &str = "\
 Amend options for 'qcow2':
   compat=<str>           - Compatibility level (v2 [0.10] or v3 [1.1])
+  data_file=<str>        - File name of an external data file
+  data_file_raw=<bool (on/off)> - The external data file must stay valid as a raw image
   lazy_refcounts=<bool (on/off)> - Postpone refcount updates
   refcount_bits=<num>    - Width of a reference count entry in bits
   size=<size>            - Virtual disk size
@@ -100,9 +102,8 @@ fn parse(options: &[String]) -> anyhow::Result<Amend> {
                 "backing_file" | "backing_fmt" => {
                     bail!("Cannot amend the backing file\nYou can use 'qemu-img rebase' instead.")
                 }
-                "data_file" => bail!("data-file can only be set for images that use an external data file"),
-                "data_file_raw" if switch(key, value)? => bail!("data-file-raw cannot be set on existing images"),
-                "data_file_raw" => {}
+                "data_file" => amend.data_file = Some(value.to_owned()),
+                "data_file_raw" => amend.data_file_raw = Some(switch(key, value)?),
                 _ if FOR_CREATION.contains(&key) => {
                     bail!("Invalid parameter '{key}'\nThis option is only supported for image creation")
                 }

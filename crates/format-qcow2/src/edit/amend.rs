@@ -1,11 +1,15 @@
 //! Other options for an image that exists: version, width of refcounts, lazy refcounts, size.
 
+use super::compact::compact;
 use super::header_layout::{V2_HEADER_BYTES, V3_HEADER_BYTES, relaid};
 use super::resize::ResizeOptions;
 use super::tree::Steps;
 use super::{Edit, EditWatch};
 use crate::entry::{COPIED, Cluster};
-use crate::header::{COMPATIBLE_LAZY_REFCOUNTS, Compression, INCOMPATIBLE_COMPRESSION};
+use crate::header::{
+    AUTOCLEAR_DATA_FILE_RAW, COMPATIBLE_LAZY_REFCOUNTS, Compression, EXTENSION_DATA_FILE, INCOMPATIBLE_COMPRESSION,
+};
+use crate::header_edit::HeaderEdit;
 use crate::refcount::max_count;
 use block::{ErrorKind, File, IoResult, MetaIo, Result};
 use memory::AlignedBuf;
@@ -19,6 +23,7 @@ const OFFSET_COMPATIBLE: usize = 80;
 const OFFSET_REFCOUNT_ORDER: usize = 96;
 const OFFSET_HEADER_BYTES: usize = 100;
 const OFFSET_COMPRESSION: usize = 104;
+const MAX_DATA_FILE_NAME_BYTES: usize = 1023;
 
 /// What to change; what is `None` stays.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -31,6 +36,10 @@ pub struct AmendOptions {
     pub lazy_refcounts: Option<bool>,
     /// Another size, shrinking allowed.
     pub resize: Option<ResizeOptions>,
+    /// Another name of the external data file, of an image that has one. The file stays as it is.
+    pub data_file: Option<String>,
+    /// Whether the external data file can be read as a raw image: only `false` makes a difference.
+    pub data_file_raw: Option<bool>,
 }
 
 /// Changes options of an image. Nobody else may use it.
@@ -42,8 +51,14 @@ pub async fn amend(
     watch: &mut EditWatch<'_>,
 ) -> Result<()> {
     let mut edit = Edit::open(io, file, name, watch).await?;
+    let becomes_shorter = options.resize.as_ref().is_some_and(|resize| resize.size_bytes < edit.header.size_bytes);
     let done = edit.amend(options).await;
-    edit.end(done).await
+    edit.end(done).await?;
+    if becomes_shorter {
+        // It is done; what could be won beyond is only space.
+        let _ = compact(io, file, name).await;
+    }
+    Ok(())
 }
 
 impl Edit<'_, '_> {
@@ -51,6 +66,7 @@ impl Edit<'_, '_> {
         let version = options.version.unwrap_or(self.header.version);
         let refcount_bits = options.refcount_bits.unwrap_or(self.header.refcount_bits);
         self.check_amend(options, version, refcount_bits)?;
+        self.check_data_file(options)?;
         if refcount_bits != self.header.refcount_bits {
             self.refs.change_width(refcount_bits.trailing_zeros());
         }
@@ -75,6 +91,7 @@ impl Edit<'_, '_> {
             }
             self.put_u64(OFFSET_COMPATIBLE, features);
         }
+        self.amend_data_file(options)?;
         self.tell(1, 1)
     }
 
@@ -113,6 +130,37 @@ impl Edit<'_, '_> {
             true => bad("Internal snapshots prevent downgrade of image"),
             false => Ok(()),
         }
+    }
+
+    fn check_data_file(&self, options: &AmendOptions) -> Result<()> {
+        let bad = |what: &str| self.refuse(ErrorKind::BadOption, what);
+        match options.data_file.as_deref() {
+            Some(_) if !self.header.has_data_file() => {
+                return bad("data-file can only be set for images that use an external data file");
+            }
+            Some("") => return bad("an image whose data file has no name could not be opened here; name another one"),
+            Some(name) if name.len() > MAX_DATA_FILE_NAME_BYTES || name.contains('\0') => {
+                return bad("the data file's name must have 1 to 1023 bytes");
+            }
+            _ => {}
+        }
+        match options.data_file_raw {
+            Some(true) if !self.header.data_file_is_raw() => bad("data-file-raw cannot be set on existing images"),
+            _ => Ok(()),
+        }
+    }
+
+    fn amend_data_file(&mut self, options: &AmendOptions) -> Result<()> {
+        let mut header = HeaderEdit::of_cluster(&self.first_cluster, self.header.version, self.name)?;
+        if options.data_file_raw == Some(false) && self.header.has_data_file() {
+            header.set_autoclear(header.autoclear() & !AUTOCLEAR_DATA_FILE_RAW);
+        } else if options.data_file.is_none() {
+            return Ok(());
+        }
+        if let Some(name) = &options.data_file {
+            header.set_extension(EXTENSION_DATA_FILE, Some(name.clone().into_bytes()));
+        }
+        header.put_into(&mut self.first_cluster)
     }
 
     fn change_version(&mut self, version: u32, refcount_bits: u32) -> Result<()> {

@@ -6,7 +6,10 @@
 
 pub(crate) mod amend;
 pub(crate) mod bitmaps;
+mod compact;
+mod data_file;
 mod header_layout;
+mod last_cluster;
 pub(crate) mod refcounts;
 pub(crate) mod resize;
 pub(crate) mod snapshots;
@@ -19,6 +22,7 @@ use crate::load::entries;
 use crate::repair_at_open::repair_if_dirty;
 use crate::snapshot::{Row, read_rows, rows_bytes};
 use block::{Error, ErrorKind, File, IoError, IoErrorKind, IoResult, MetaIo, PastEnd, Result};
+use data_file::DataChange;
 use memory::AlignedBuf;
 use refcounts::Refs;
 use std::ops::Range;
@@ -58,6 +62,7 @@ pub(crate) struct Edit<'a, 'w> {
     file_bytes: u64,
     can_grow: bool,
     can_discard: bool,
+    data_change: DataChange,
     watch: &'a mut EditWatch<'w>,
 }
 
@@ -78,10 +83,6 @@ impl<'a, 'w> Edit<'a, 'w> {
         let cluster = read_first_cluster(io).await.map_err(|error| failed("header", error))?.to_vec();
         let header = Header::parse(&cluster, name, true)?;
         let geometry = header.geometry();
-        if header.has_data_file() {
-            let what = format!("'{name}' keeps its data in an external data file: not supported by this operation");
-            return Err(Error::new(ErrorKind::Unsupported, what));
-        }
         let table_bytes = geometry.start_of(u64::from(header.refcount_table_clusters));
         let table_bytes = usize::try_from(table_bytes).unwrap_or(0);
         let table = io.read(header.refcount_table_offset, table_bytes, PastEnd::Fails).await;
@@ -112,6 +113,7 @@ impl<'a, 'w> Edit<'a, 'w> {
             file_bytes,
             can_grow,
             can_discard: file.info().can_discard,
+            data_change: DataChange::default(),
             header,
             watch,
         };
@@ -284,6 +286,11 @@ impl<'a, 'w> Edit<'a, 'w> {
             self.undo().await;
             return Err(error);
         }
+        self.switch().await
+    }
+
+    /// One sector, and the prepared image is the image.
+    async fn switch(&mut self) -> Result<()> {
         let failed = |error| {
             let what = format!("'{}': writing the header failed; the image is as before, or changed", self.name);
             Error::with_source(ErrorKind::Io, what, error)
@@ -291,6 +298,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         let sector = self.first_cluster.get(..HEADER_SECTOR_BYTES).unwrap_or_default();
         self.io.write(0, AlignedBuf::copy_of(sector)).await.map_err(failed)?;
         self.io.flush().await.map_err(failed)?;
+        self.cut_data_file().await;
         self.give_back().await;
         Ok(())
     }
@@ -331,11 +339,13 @@ impl<'a, 'w> Edit<'a, 'w> {
             let written = self.io.write(HEADER_SECTOR_BYTES as u64, AlignedBuf::copy_of(new)).await;
             written.map_err(|error| self.failed(error))?;
         }
+        self.flush_data_file().await.map_err(|error| self.failed(error))?;
         self.io.flush().await.map_err(|error| self.failed(error))
     }
 
     /// Gives back what was written behind the file's end: the image is as it was.
     pub(crate) async fn undo(&self) {
+        self.undo_data_file().await;
         if self.can_grow {
             // It is only space.
             let _ = self.io.set_length(self.file_bytes).await;

@@ -419,6 +419,24 @@ impl<'a> Refs<'a> {
         (0..entries).flat_map(|block| entry(block).to_be_bytes()).collect()
     }
 
+    /// The blocks in these clusters get new places, as if they had changed; so does the table, with the first of them.
+    pub(crate) async fn move_out_of(&mut self, clusters: &Range<u64>) -> IoResult {
+        let mut table_moves = clusters.contains(&self.old.cluster_of(self.old_table_offset));
+        for block in 0..self.old_table.len() as u64 {
+            let Some(offset) = self.old_block_offset(block)? else { continue };
+            if clusters.contains(&self.old.cluster_of(offset)) || std::mem::take(&mut table_moves) {
+                self.load(block).await?;
+                self.note_change(block);
+            }
+        }
+        Ok(())
+    }
+
+    /// The end of what was given out.
+    pub(crate) fn highest(&self) -> u64 {
+        self.highest
+    }
+
     /// Whether something was put behind what the file had.
     pub(crate) fn grew(&self) -> bool {
         self.highest > self.file_clusters

@@ -1,13 +1,16 @@
 //! More or less room on a disk.
 
-use super::tree::Direction;
+use super::compact::compact;
+use super::tree::{Direction, Words};
 use super::{Edit, EditWatch};
-use crate::entry::{COPIED, Cluster, ZERO};
+use crate::entry::{COPIED, ZERO};
 use crate::geometry::Geometry;
 use crate::header::MAX_L1_BYTES;
-use block::{ErrorKind, File, IoResult, MetaIo, PastEnd, Result, SECTOR_BYTES};
-use memory::AlignedBuf;
+use crate::subclusters::{ALL_DATA, ALL_ZERO};
+use block::{ErrorKind, File, FileOp, FileQueue, IoResult, MetaIo, Result, SECTOR_BYTES};
+use memory::{AlignedBuf, IoBuf};
 use std::ops::Range;
+use std::rc::Rc;
 
 /// Zeros are written in pieces of this size.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -42,6 +45,8 @@ pub struct ResizeOptions {
     /// What the disk holds in its last cluster, if it ends within one: from the cluster's start to the disk's end. Needed
     /// where that is compressed, or the layer below shows.
     pub last_cluster: Vec<u8>,
+    /// How long the external data file is, if there is one and its length can be changed.
+    pub data_file_bytes: Option<u64>,
 }
 
 /// Changes the size of the disk; what is added reads as zeros. Nobody else may use the image.
@@ -53,14 +58,20 @@ pub async fn resize(
     watch: &mut EditWatch<'_>,
 ) -> Result<()> {
     let mut edit = Edit::open(io, file, name, watch).await?;
+    let becomes_shorter = options.size_bytes < edit.header.size_bytes;
     let done = edit.resize(options).await;
-    edit.end(done).await
+    edit.end(done).await?;
+    if becomes_shorter {
+        // It is done; what could be won beyond is only space.
+        let _ = compact(io, file, name).await;
+    }
+    Ok(())
 }
 
 /// The disk before and after.
-struct Sizes {
-    old: Geometry,
-    new: Geometry,
+pub(super) struct Sizes {
+    pub(super) old: Geometry,
+    pub(super) new: Geometry,
 }
 
 impl Edit<'_, '_> {
@@ -87,8 +98,8 @@ impl Edit<'_, '_> {
             return self.refuse(ErrorKind::Unsupported, "Can't resize a v2 image which has snapshots");
         }
         self.refuse_bitmaps_in_use().await?;
-        if self.geometry.extended_l2 {
-            return self.refuse(ErrorKind::Unsupported, "an image with extended L2 entries cannot be resized yet");
+        if self.header.has_data_file() && (options.data_file_bytes.is_none() || self.io.data().is_none()) {
+            return self.refuse(ErrorKind::Unsupported, "its external data file cannot be made longer or shorter");
         }
         let old_l1 = self.active_l1().await.map_err(|error| self.failed(error))?;
         let mut l1 = old_l1.clone();
@@ -99,10 +110,13 @@ impl Edit<'_, '_> {
         let kept = sizes.old.guest_clusters().min(sizes.new.guest_clusters());
         self.drop_behind(&mut l1, kept).await?;
         if size_bytes > old_bytes {
+            let options = &self.with_raw_data_mapped(options);
+            self.grow_data_file(&sizes, options).await?;
             self.hide_what_is_below(&mut l1, &sizes, options).await?;
-            self.preallocate(&mut l1, &sizes, options.preallocation).await?;
+            self.preallocate(&mut l1, &sizes, options).await?;
         } else {
             l1.truncate(needed);
+            self.shrink_data_file(size_bytes);
         }
         if l1 != old_l1 {
             self.set_l1(&l1).await.map_err(|error| self.failed(error))?;
@@ -137,10 +151,14 @@ impl Edit<'_, '_> {
     async fn drop_part(&mut self, raw: u64, offset: u64, kept: usize) -> IoResult<u64> {
         let mut l2 = self.read_l2(offset).await?;
         let mut changed = false;
-        for word in l2.iter_mut().skip(kept).filter(|word| **word != 0) {
-            let hosts = self.decode(*word)?.host_clusters(&self.geometry);
+        for entry in l2.chunks_exact_mut(self.geometry.entry_words()).skip(kept) {
+            let words = Words::of(entry);
+            if words == Words::default() {
+                continue;
+            }
+            let hosts = self.decode(words.descriptor)?.host_clusters(&self.geometry);
             self.refs.lower(hosts, 1).await?;
-            *word = 0;
+            Words::default().put(entry);
             changed = true;
         }
         if !changed {
@@ -150,18 +168,18 @@ impl Edit<'_, '_> {
     }
 
     /// A changed table of the disk gets a new place; returns its L1 entry.
-    async fn move_l2(&mut self, old: u64, l2: &[u64]) -> IoResult<u64> {
+    pub(super) async fn move_l2(&mut self, old: u64, l2: &[u64]) -> IoResult<u64> {
         let place = self.add_l2(l2, 1).await?;
         self.refs.lower(self.cluster_at(old), 1).await?;
         Ok(place | COPIED)
     }
 
     /// Replaces entries of the table that maps guest clusters; `change` gets each cluster's number and entry.
-    async fn change_entries(
+    pub(super) async fn change_entries(
         &mut self,
         l1: &mut [u64],
         clusters: Range<u64>,
-        change: &mut dyn FnMut(u64, u64) -> u64,
+        change: &mut dyn FnMut(u64, Words) -> Words,
     ) -> IoResult {
         let mut at = clusters.start;
         while at < clusters.end {
@@ -175,11 +193,13 @@ impl Edit<'_, '_> {
                 None => vec![0; usize::try_from(self.geometry.cluster_bytes() / 8).unwrap_or(0)],
             };
             let mut changed = false;
-            for (cluster, word) in (table_start..table_end).zip(l2.iter_mut()) {
+            let words = self.geometry.entry_words();
+            for (cluster, entry) in (table_start..table_end).zip(l2.chunks_exact_mut(words)) {
                 if clusters.contains(&cluster) {
-                    let new = change(cluster, *word);
-                    changed |= new != *word;
-                    *word = new;
+                    let old = Words::of(entry);
+                    let new = change(cluster, old);
+                    changed |= new != old;
+                    new.put(entry);
                 }
             }
             match old {
@@ -197,7 +217,7 @@ impl Edit<'_, '_> {
         let old_end = sizes.old.size_bytes;
         let shows = options.backing_bytes > old_end;
         if sizes.old.offset_in_cluster(old_end) != 0 {
-            self.rewrite_last_cluster(l1, sizes, options, shows).await?;
+            self.extend_last_cluster(l1, sizes, options, shows).await?;
         }
         if !shows || options.preallocation != GrowBy::Nothing {
             return Ok(());
@@ -208,84 +228,72 @@ impl Edit<'_, '_> {
             return self.refuse(ErrorKind::Unsupported, what);
         }
         let end = sizes.old.clusters_for(options.backing_bytes).min(sizes.new.guest_clusters());
-        let zeroed = self.change_entries(l1, sizes.old.guest_clusters()..end, &mut |_, _| ZERO).await;
+        let zero = match self.geometry.extended_l2 {
+            true => Words { descriptor: 0, bitmap: ALL_ZERO },
+            false => Words { descriptor: ZERO, bitmap: 0 },
+        };
+        let zeroed = self.change_entries(l1, sizes.old.guest_clusters()..end, &mut |_, _| zero).await;
         zeroed.map_err(|error| self.failed(error))
     }
 
-    /// The disk ends within a cluster: its rest becomes part of the disk, and must be zeros.
-    async fn rewrite_last_cluster(
-        &mut self,
-        l1: &mut [u64],
-        sizes: &Sizes,
-        options: &ResizeOptions,
-        shows: bool,
-    ) -> Result<()> {
-        let cluster = sizes.old.cluster_of(sizes.old.size_bytes);
-        let index = usize::try_from(sizes.old.l1_index(cluster)).unwrap_or(usize::MAX);
-        let table = l1.get(index).and_then(|raw| self.l2_offset(*raw));
-        let mut word = 0;
-        if let Some(offset) = table {
-            let l2 = self.read_l2(offset).await.map_err(|error| self.failed(error))?;
-            let at = cluster & sizes.old.cluster_bytes().wrapping_shr(3).saturating_sub(1);
-            word = usize::try_from(at).ok().and_then(|at| l2.get(at)).copied().unwrap_or(0);
-        }
-        let old = self.decode(word).map_err(|error| self.failed(error))?;
-        let reads_zero = matches!(old, Cluster::Zero | Cluster::ZeroAllocated { .. });
-        if reads_zero || (old == Cluster::Unallocated && !shows) {
-            return Ok(());
-        }
-        let rest = sizes.old.offset_in_cluster(sizes.old.size_bytes);
-        let mut kept = options.last_cluster.clone();
-        if let (Cluster::Data { host, .. }, true) = (old, kept.is_empty()) {
-            let length = usize::try_from(rest).unwrap_or(0);
-            kept = self.io.read(host, length, PastEnd::Zeros).await.map_err(|error| self.failed(error))?.to_vec();
-        }
-        if kept.len() as u64 != rest {
-            return self.refuse(ErrorKind::BadOption, "what the disk holds in its last cluster was not given");
-        }
-        let rewritten = async {
-            let place = self.add_table(&kept, 1).await?;
-            self.refs.lower(old.host_clusters(&self.geometry), 1).await?;
-            let only = cluster..cluster.saturating_add(1);
-            self.change_entries(l1, only, &mut |_, _| place | COPIED).await
-        };
-        rewritten.await.map_err(|error| self.failed(error))
-    }
-
     /// Gives added space its place in the file.
-    async fn preallocate(&mut self, l1: &mut [u64], sizes: &Sizes, preallocation: GrowBy) -> Result<()> {
-        if preallocation == GrowBy::Nothing {
+    async fn preallocate(&mut self, l1: &mut [u64], sizes: &Sizes, options: &ResizeOptions) -> Result<()> {
+        let clusters = sizes.old.guest_clusters()..sizes.new.guest_clusters();
+        let preallocation = options.preallocation;
+        if preallocation == GrowBy::Nothing || clusters.is_empty() {
             return Ok(());
         }
-        let clusters = sizes.old.guest_clusters()..sizes.new.guest_clusters();
         let count = clusters.end.saturating_sub(clusters.start);
-        let first = self.refs.allocate_at_end(count).await.map_err(|error| self.failed(error))?;
+        let first = match self.geometry.data_file {
+            true => clusters.start,
+            false => self.refs.allocate_at_end(count).await.map_err(|error| self.failed(error))?,
+        };
         let (start, bytes) = (sizes.old.start_of(first), sizes.old.start_of(count));
         let place = |cluster: u64| start.saturating_add(sizes.old.start_of(cluster.saturating_sub(clusters.start)));
+        // Of which nothing is said, a part shows what lies below.
+        let bitmap = match preallocation {
+            _ if !self.geometry.extended_l2 || options.backing_bytes <= sizes.old.size_bytes => 0,
+            GrowBy::Tables => ALL_ZERO,
+            _ => ALL_DATA,
+        };
         let mut at = clusters.start;
         while at < clusters.end {
             let end = sizes.old.table_end(at).min(clusters.end);
-            let mapped = self.change_entries(l1, at..end, &mut |cluster, _| place(cluster) | COPIED).await;
+            let change = &mut |cluster, _| Words { descriptor: place(cluster) | COPIED, bitmap };
+            let mapped = self.change_entries(l1, at..end, change).await;
             mapped.map_err(|error| self.failed(error))?;
             at = end;
             self.tell(sizes.old.start_of(at.saturating_sub(clusters.start)), bytes)?;
         }
-        self.fill(start..start.saturating_add(bytes), preallocation).await
+        match self.geometry.data_file {
+            // It is as long as the disk already.
+            true => Ok(()),
+            false => self.fill(self.io.queue(), start..start.saturating_add(bytes), preallocation).await,
+        }
     }
 
-    async fn fill(&mut self, range: Range<u64>, preallocation: GrowBy) -> Result<()> {
+    /// Zeros in a file that nothing leads to yet.
+    pub(super) async fn fill(
+        &mut self,
+        queue: &Rc<dyn FileQueue>,
+        range: Range<u64>,
+        preallocation: GrowBy,
+    ) -> Result<()> {
         let total = range.end.saturating_sub(range.start);
         let mut at = range.start;
         while at < range.end {
             let most = if preallocation == GrowBy::Tables { HOLE_BYTES } else { PIECE_BYTES };
-            let piece = most.min(range.end.saturating_sub(at));
-            let filled = match preallocation {
-                GrowBy::Zeros => self.io.write(at, AlignedBuf::zeroed(piece as usize)).await,
+            let length = most.min(range.end.saturating_sub(at));
+            let op = match preallocation {
+                GrowBy::Zeros => {
+                    let zeros = AlignedBuf::zeroed(usize::try_from(length).unwrap_or(0));
+                    FileOp::Write { offset: at, data: IoBuf::from_aligned(zeros).whole(), fua: false }
+                }
                 // What a file grows by is zeros for good only once that was asked for.
-                _ => self.io.write_zeroes(at, piece, preallocation == GrowBy::Tables).await,
+                _ => FileOp::WriteZeroes { offset: at, length, may_unmap: preallocation == GrowBy::Tables },
             };
-            filled.map_err(|error| self.failed(error))?;
-            at = at.saturating_add(piece);
+            queue.start(op).await.map_err(|error| self.failed(error))?;
+            at = at.saturating_add(length);
             self.tell(at.saturating_sub(range.start), total)?;
         }
         Ok(())

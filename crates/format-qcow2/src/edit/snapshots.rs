@@ -31,7 +31,7 @@ pub async fn create_snapshot(
     new: &NewSnapshot,
     watch: &mut EditWatch<'_>,
 ) -> Result<()> {
-    let mut edit = Edit::open(io, file, name, watch).await?;
+    let mut edit = Edit::of_snapshots(io, file, name, watch).await?;
     let done = edit.create_snapshot(new).await;
     edit.end(done).await
 }
@@ -44,7 +44,7 @@ pub async fn apply_snapshot(
     which: &SnapshotName,
     watch: &mut EditWatch<'_>,
 ) -> Result<()> {
-    let mut edit = Edit::open(io, file, name, watch).await?;
+    let mut edit = Edit::of_snapshots(io, file, name, watch).await?;
     let done = edit.apply_snapshot(which).await;
     edit.end(done).await
 }
@@ -57,9 +57,25 @@ pub async fn delete_snapshot(
     which: &SnapshotName,
     watch: &mut EditWatch<'_>,
 ) -> Result<()> {
-    let mut edit = Edit::open(io, file, name, watch).await?;
+    let mut edit = Edit::of_snapshots(io, file, name, watch).await?;
     let done = edit.delete_snapshot(which).await;
     edit.end(done).await
+}
+
+impl<'a, 'w> Edit<'a, 'w> {
+    /// As [`Edit::open`]. Clusters of an external data file have one place for good, so nothing can share them.
+    async fn of_snapshots(
+        io: &'a MetaIo,
+        file: &'a dyn File,
+        name: &'a str,
+        watch: &'a mut EditWatch<'w>,
+    ) -> Result<Self> {
+        let edit = Self::open(io, file, name, watch).await?;
+        match edit.header.has_data_file() {
+            true => edit.refuse(ErrorKind::Unsupported, "an image with an external data file has no snapshots"),
+            false => Ok(edit),
+        }
+    }
 }
 
 impl Edit<'_, '_> {

@@ -12,6 +12,26 @@ use std::ops::Range;
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const CORRUPT: IoError = IoError::new(IoErrorKind::Corrupt);
 
+/// An L2 entry as its table has it; the second word is there only where entries are extended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Words {
+    pub(super) descriptor: u64,
+    pub(super) bitmap: u64,
+}
+
+impl Words {
+    pub(super) fn of(entry: &[u64]) -> Self {
+        let word = |index: usize| entry.get(index).copied().unwrap_or(0);
+        Self { descriptor: word(0), bitmap: word(1) }
+    }
+
+    pub(super) fn put(self, entry: &mut [u64]) {
+        for (place, word) in entry.iter_mut().zip([self.descriptor, self.bitmap]) {
+            *place = word;
+        }
+    }
+}
+
 /// Which way references are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
@@ -45,6 +65,17 @@ impl Edit<'_, '_> {
         }
         let length = usize::try_from(self.geometry.cluster_bytes()).map_err(|_| CORRUPT)?;
         Ok(entries(&self.io.read(offset, length, PastEnd::Fails).await?).collect())
+    }
+
+    /// The entry of a guest cluster; empty where it has no table.
+    pub(super) async fn entry_of(&self, l1: &[u64], cluster: u64) -> IoResult<Words> {
+        let index = usize::try_from(self.geometry.l1_index(cluster)).unwrap_or(usize::MAX);
+        let Some(offset) = l1.get(index).and_then(|raw| self.l2_offset(*raw)) else { return Ok(Words::default()) };
+        let l2 = self.read_l2(offset).await?;
+        let words = self.geometry.entry_words();
+        let in_table = cluster & 1u64.wrapping_shl(self.geometry.l2_bits()).saturating_sub(1);
+        let at = usize::try_from(in_table).unwrap_or(usize::MAX).saturating_mul(words);
+        Ok(l2.get(at..at.saturating_add(words)).map_or(Words::default(), Words::of))
     }
 
     pub(super) async fn add_l2(&mut self, l2: &[u64], references: u64) -> IoResult<u64> {

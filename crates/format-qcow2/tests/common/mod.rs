@@ -6,10 +6,13 @@ use format_qcow2::{Allocation, CreateOptions, Fill, OpenOptions, Overwrite, Pack
 use memory::{IoBuf, Window};
 use std::path::Path;
 use std::process::Command;
+use std::rc::Rc;
 use std::sync::Arc;
 use testkit::{SimFile, SimFileOptions, SimStorage};
 
 pub(crate) const NAME: &str = "disk.qcow2";
+/// The external data file of images that have one.
+pub(crate) const DATA: &str = "disk.data";
 
 /// A raw layer below, in memory; shorter than the disk in some tests.
 pub(crate) type Base = Arc<Vec<u8>>;
@@ -27,13 +30,32 @@ pub(crate) fn open_options(read_only: bool) -> OpenOptions {
 }
 
 pub(crate) fn blocking(file: &SimFile) -> MetaIo {
-    MetaIo::new(file.open_blocking().unwrap())
+    let io = MetaIo::new(file.open_blocking().unwrap());
+    match file.storage().file(DATA) {
+        Some(data) => io.with_data(data.open_blocking().unwrap()),
+        None => io,
+    }
+}
+
+/// The same files once more.
+pub(crate) fn copy(storage: &SimStorage) -> SimStorage {
+    let copy = SimStorage::new(5);
+    for name in [NAME, DATA] {
+        if let Some(file) = storage.file(name) {
+            let options = SimFileOptions { can_discard: file.info().can_discard, ..SimFileOptions::default() };
+            copy.create_with(name, &storage.bytes(name), options);
+        }
+    }
+    copy
 }
 
 /// A new image on simulated storage.
 pub(crate) fn created(options: &CreateOptions, file_options: SimFileOptions) -> (SimStorage, Arc<SimFile>) {
     let storage = SimStorage::new(7);
-    let file = storage.create(NAME, 0, file_options);
+    let file = storage.create(NAME, 0, file_options.clone());
+    if options.data_file.is_some() {
+        storage.create_with(DATA, &vec![0; options.size_bytes as usize], file_options);
+    }
     block_on(create(&blocking(&file), options)).unwrap();
     (storage, file)
 }
@@ -74,7 +96,8 @@ impl Guest {
                 Extent::Zero => bytes.resize(bytes.len() + part, 0),
                 Extent::Backing => bytes.extend(base_bytes(&self.base, at, part)),
                 Extent::Data { offset, .. } => {
-                    bytes.extend_from_slice(&self.io.read(offset, part, PastEnd::Zeros).await?);
+                    let data = self.io.data().map_or(self.io.clone(), |data| MetaIo::new(Rc::clone(data)));
+                    bytes.extend_from_slice(&data.read(offset, part, PastEnd::Zeros).await?);
                 }
                 Extent::Compressed(extent) => {
                     let cluster = self.qcow2.read_compressed(&self.io, extent).await?;
@@ -139,7 +162,7 @@ impl Guest {
     async fn put(&self, offset: u64, bytes: &[u8]) -> IoResult {
         let data: Window = IoBuf::zeroed(bytes.len()).whole();
         data.copy_from_slice(0, bytes);
-        self.io.queue().start(FileOp::Write { offset, data, fua: false }).await
+        self.io.data().unwrap_or(self.io.queue()).start(FileOp::Write { offset, data, fua: false }).await
     }
 
     pub(crate) async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool) -> IoResult {

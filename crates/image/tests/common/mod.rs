@@ -138,6 +138,7 @@ impl Chain {
     fn make(&self, storage: &SimStorage, index: usize) {
         let layer = &self.layers[index];
         let options = if index == 0 { self.file.clone() } else { SimFileOptions::default() };
+        let data_options = options.clone();
         if let Some(bytes) = self.made.as_ref().filter(|_| index == 0) {
             storage.create_with(&name(0), bytes, options);
             return;
@@ -157,9 +158,8 @@ impl Chain {
                     data_file: layer.is_external().then(|| data_name(index)),
                     ..layer.create_options()
                 };
-                let data = layer
-                    .is_external()
-                    .then(|| storage.create(&data_name(index), 0, SimFileOptions::default()) as Arc<dyn File>);
+                let data =
+                    layer.is_external().then(|| storage.create(&data_name(index), 0, data_options) as Arc<dyn File>);
                 image::create_with_data(&file, data.as_ref(), &CreateOptions::Qcow2(options)).unwrap();
             }
         }

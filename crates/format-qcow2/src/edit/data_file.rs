@@ -1,0 +1,77 @@
+//! The external data file of an image that changes its size.
+//!
+//! Each cluster has its place in it for good, so nothing is written beside anything. What it holds behind the disk's end
+//! is nobody's, though: it is made zeros, and as long as the disk will be, before the header changes over. What a shorter
+//! disk loses is cut off when that is durable.
+
+use super::Edit;
+use super::resize::{GrowBy, ResizeOptions, Sizes};
+use block::{FileOp, IoResult, Result};
+
+/// What becomes of the file of an image's data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct DataChange {
+    /// Its length before it was changed, if it was.
+    before: Option<u64>,
+    /// Its length once the change is the image.
+    after: Option<u64>,
+}
+
+impl Edit<'_, '_> {
+    /// A data file that can be read as a raw image holds what the guest sees: so its clusters have to be mapped.
+    pub(super) fn with_raw_data_mapped(&self, options: &ResizeOptions) -> ResizeOptions {
+        let preallocation = match options.preallocation {
+            GrowBy::Nothing if self.header.data_file_is_raw() => GrowBy::Tables,
+            other => other,
+        };
+        ResizeOptions { preallocation, ..options.clone() }
+    }
+
+    /// Makes the data file as long as the disk will be, by zeros.
+    pub(super) async fn grow_data_file(&mut self, sizes: &Sizes, options: &ResizeOptions) -> Result<()> {
+        let Some((length, data)) = options.data_file_bytes.zip(self.io.data()) else { return Ok(()) };
+        let (old_bytes, new_bytes) = (sizes.old.size_bytes, sizes.new.size_bytes);
+        self.data_change.before = Some(length);
+        if length > old_bytes {
+            let cut = data.start(FileOp::SetLength { length: old_bytes }).await;
+            cut.map_err(|error| self.failed(error))?;
+        }
+        let how = match options.preallocation {
+            GrowBy::Nothing => GrowBy::Tables,
+            other => other,
+        };
+        self.fill(data, old_bytes.min(length)..new_bytes, how).await
+    }
+
+    /// The disk will be shorter.
+    pub(super) fn shrink_data_file(&mut self, size_bytes: u64) {
+        if self.io.data().is_some() {
+            self.data_change.after = Some(size_bytes);
+        }
+    }
+
+    /// Before the header changes over.
+    pub(super) async fn flush_data_file(&self) -> IoResult {
+        match (self.io.data(), self.data_change.before) {
+            (Some(data), Some(_)) => data.start(FileOp::Flush).await,
+            _ => Ok(()),
+        }
+    }
+
+    /// Once it has: a data file that cannot be cut off is only longer than it has to be.
+    pub(super) async fn cut_data_file(&self) {
+        if let (Some(data), Some(length)) = (self.io.data(), self.data_change.after)
+            && let Err(error) = data.start(FileOp::SetLength { length }).await
+        {
+            tracing::warn!("'{}': its external data file is not cut to {length} bytes: {error}", self.name);
+        }
+    }
+
+    /// The change was given up.
+    pub(super) async fn undo_data_file(&self) {
+        if let (Some(data), Some(length)) = (self.io.data(), self.data_change.before) {
+            // It is only space.
+            let _ = data.start(FileOp::SetLength { length }).await;
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! Amending: whatever fails, the image is the one before or the one after, and amending it again finishes it.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use block::{ErrorKind, File, IoError, Result, block_on};
+use common::{Base, DATA, NAME, blocking, copy, created, open, open_options};
+use format_qcow2::{AmendOptions, CreateOptions, Header, NewSnapshot, Qcow2, ResizeOptions, amend, create_snapshot};
+use testkit::{Fault, FaultAction, OpKind, SimFileOptions, SimStorage, qcow2_check, stamped};
+
+fn made(options: &CreateOptions) -> SimStorage {
+    let (storage, file) = created(options, SimFileOptions::default());
+    block_on(async {
+        let guest = open(&file, Base::default());
+        guest.write(3000, &stamped(1, 3000, 100_000)).await.unwrap();
+        guest.write_zeroes(20_480, 20_480, false).await.unwrap();
+        guest.close().await.unwrap();
+        if options.data_file.is_none() {
+            let new = NewSnapshot { name: "one".to_owned(), ..NewSnapshot::default() };
+            create_snapshot(&blocking(&file), &*file, NAME, &new, &mut |_, _| true).await.unwrap();
+        }
+        let guest = open(&file, Base::default());
+        guest.write(50_000, &stamped(2, 50_000, 20_000)).await.unwrap();
+        guest.close().await.unwrap();
+    });
+    storage
+}
+
+fn amended(storage: &SimStorage, options: &AmendOptions) -> Result<()> {
+    let file = storage.file(NAME).unwrap();
+    block_on(amend(&blocking(&file), &*file, NAME, options, &mut |_, _| true))
+}
+
+/// What the header says, without the places of tables; and what the disk holds.
+fn seen(storage: &SimStorage) -> (Header, Vec<u8>) {
+    let file = storage.file(NAME).unwrap();
+    let opened = block_on(Qcow2::open(&blocking(&file), file.info(), open_options(true)));
+    let header = opened.unwrap().header().clone();
+    let held = block_on(open(&copy(storage).file(NAME).unwrap(), Base::default()).read_all()).unwrap();
+    let report = qcow2_check(&storage.bytes(NAME)).unwrap();
+    report.sound().unwrap();
+    assert_eq!(report.leaked_clusters, 0);
+    (header, held)
+}
+
+/// Equal but for the places of tables.
+fn same(one: &(Header, Vec<u8>), other: &(Header, Vec<u8>)) -> bool {
+    let said = |header: &Header| {
+        (
+            (header.version, header.size_bytes, header.refcount_bits, header.snapshots),
+            (header.compatible_features, header.autoclear_features, header.incompatible_features),
+            header.data_file.clone(),
+        )
+    };
+    said(&one.0) == said(&other.0) && one.1 == other.1
+}
+
+fn cases() -> Vec<(CreateOptions, AmendOptions)> {
+    let plain = CreateOptions { size_bytes: 160 << 10, cluster_size: 4096, ..CreateOptions::default() };
+    let version_2 = CreateOptions { version: 2, ..plain.clone() };
+    let external = CreateOptions { data_file: Some(DATA.to_owned()), data_file_raw: true, ..plain.clone() };
+    let extended = CreateOptions { extended_l2: true, cluster_size: 32768, ..plain.clone() };
+    let nothing = AmendOptions::default;
+    let size = |size_bytes, data_file_bytes| {
+        let last_cluster = Vec::new();
+        Some(ResizeOptions { size_bytes, shrink: true, data_file_bytes, last_cluster, ..ResizeOptions::default() })
+    };
+    vec![
+        (plain.clone(), AmendOptions { refcount_bits: Some(64), ..nothing() }),
+        (plain.clone(), AmendOptions { refcount_bits: Some(2), lazy_refcounts: Some(true), ..nothing() }),
+        (plain.clone(), AmendOptions { lazy_refcounts: Some(true), ..nothing() }),
+        (plain.clone(), AmendOptions { version: Some(2), ..nothing() }),
+        (plain, AmendOptions { resize: size(300 << 10, None), refcount_bits: Some(8), ..nothing() }),
+        (version_2, AmendOptions { version: Some(3), refcount_bits: Some(32), ..nothing() }),
+        (extended, AmendOptions { resize: size(70 << 10, None), refcount_bits: Some(8), ..nothing() }),
+        (
+            external.clone(),
+            AmendOptions {
+                resize: size(300 << 10, Some(160 << 10)),
+                data_file: Some("elsewhere".to_owned()),
+                ..nothing()
+            },
+        ),
+        (external, AmendOptions { refcount_bits: Some(1), data_file_raw: Some(false), ..nothing() }),
+    ]
+}
+
+#[test]
+fn no_space_and_failed_operations_at_any_step_leave_the_image_before_or_the_image_after() {
+    let kinds = [OpKind::Read, OpKind::Write, OpKind::WriteZeroes, OpKind::Flush, OpKind::Discard, OpKind::SetLength];
+    let (mut failures, mut finished) = (0, 0);
+    for (create, options) in cases() {
+        let original = made(&create);
+        let before = seen(&original);
+        let storage = copy(&original);
+        amended(&storage, &options).unwrap_or_else(|error| panic!("{options:?}: {error}"));
+        let after = seen(&storage);
+        assert!(!same(&before, &after), "{options:?} changes nothing");
+        let names = [Some(NAME), create.data_file.as_ref().map(|_| DATA)];
+        let all = names.into_iter().flatten().flat_map(|name| kinds.map(|kind| (name, kind)));
+        for (name, kind) in all {
+            for nth in 0.. {
+                let mut reached = false;
+                for error in [IoError::EIO, IoError::from_errno(28)] {
+                    let storage = copy(&original);
+                    storage.inject(name, Fault::nth(kind, nth, FaultAction::Fail(error)));
+                    let done = amended(&storage, &options);
+                    reached |= storage.pushed(name, kind) > nth;
+                    storage.clear_faults();
+                    let what = format!("{options:?}, {name}: {kind:?} number {nth}, {error}");
+                    let found = seen(&storage);
+                    let is_after = same(&found, &after);
+                    assert!(is_after || same(&found, &before), "{what}: {:?}", found.0);
+                    assert!(done.is_err() || is_after, "{what} was not told of");
+                    failures += u32::from(done.is_err());
+                    if !is_after {
+                        amended(&storage, &options).unwrap_or_else(|error| panic!("{what}: again: {error}"));
+                        assert!(same(&seen(&storage), &after), "{what}: the second time");
+                        finished += 1;
+                    }
+                }
+                if !reached {
+                    break;
+                }
+            }
+        }
+    }
+    assert!(failures > 100 && finished > 100, "{failures} failed, {finished} were amended again");
+}
+
+#[test]
+fn a_power_cut_while_the_data_file_is_renamed_leaves_one_of_the_names() {
+    let (create, options) = cases().pop().unwrap();
+    let original = made(&create);
+    let name = Some("a-name-that-is-much-longer-than-the-one-before".to_owned());
+    let options = AmendOptions { data_file: name, ..options };
+    let before = seen(&original);
+    let storage = copy(&original);
+    storage.record();
+    amended(&storage, &options).unwrap();
+    let after = seen(&storage);
+    assert!(after.0.data_file == options.data_file && !after.0.data_file_is_raw());
+    let mut replay = storage.take_recording().replay();
+    while replay.advance().is_some() {
+        for outcome in 0..2 {
+            let cut = replay.power_cut(outcome);
+            let file = cut.file(NAME).unwrap();
+            let options = open_options(true);
+            let opened = block_on(Qcow2::open(&blocking(&file), file.info(), options)).unwrap();
+            let found = (opened.header().clone(), after.1.clone());
+            assert!(same(&found, &before) || same(&found, &after), "{:?}", found.0);
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_said_of_a_data_file_is_refused() {
+    let plain = made(&cases()[0].0);
+    let external = made(&cases().pop().unwrap().0);
+    let named = |name: &str| AmendOptions { data_file: Some(name.to_owned()), ..AmendOptions::default() };
+    let raw = |raw| AmendOptions { data_file_raw: Some(raw), ..AmendOptions::default() };
+    for (storage, options, reason) in [
+        (&plain, named("x"), "can only be set for images that use an external data file"),
+        (&plain, raw(true), "cannot be set on existing images"),
+        (&external, named(""), "could not be opened"),
+        (&external, named("a\0b"), "1 to 1023 bytes"),
+    ] {
+        let bytes = storage.bytes(NAME);
+        let error = amended(storage, &options).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BadOption, "{error}");
+        assert!(error.to_string().contains(reason), "{error}");
+        assert!(storage.bytes(NAME) == bytes, "{error}: the image has changed");
+    }
+    amended(&external, &raw(true)).unwrap();
+    amended(&external, &raw(false)).unwrap();
+    let error = amended(&external, &raw(true)).unwrap_err();
+    assert!(error.to_string().contains("cannot be set on existing images"), "{error}");
+    // It has no snapshots, and gets none.
+    let file = external.file(NAME).unwrap();
+    let new = NewSnapshot { name: "one".to_owned(), ..NewSnapshot::default() };
+    let error = block_on(create_snapshot(&blocking(&file), &*file, NAME, &new, &mut |_, _| true)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+}
