@@ -157,7 +157,7 @@ fn bitmaps_go_with_the_size_of_the_disk_and_back_to_a_snapshot_whenever_the_powe
     let bits = |granularity_bits, size, ranges: &[_]| BitmapBits::of_ranges(granularity_bits, size, ranges);
     let cut = |at: u64| ranges.clone().map(|range| range.start.min(at)..range.end.min(at));
     let (large, small) = ((9 << 20) + 512, (1 << 20) - 1024);
-    let everything = |size| vec![0..size];
+    let everything = |size| std::iter::once(0..size).collect::<Vec<_>>();
     for (change, size, one, three) in [
         (Whole::Resize(large), large, ranges.to_vec(), vec![]),
         (Whole::Snapshot, large, ranges.to_vec(), vec![]),

@@ -10,6 +10,7 @@ use format_qcow2::{
     Barrier, Bitmap, BitmapAction, BitmapBits, CreateOptions, Qcow2, bitmaps, edit_bitmaps, read_bitmap,
 };
 use std::ops::Range;
+use std::slice::from_ref;
 use testkit::{Dice, Fault, FaultAction, OpKind, SimFileOptions, SimStorage, mix, qcow2_check, stamped};
 
 const SECTOR: u64 = 512;
@@ -65,18 +66,18 @@ fn image(size_bytes: u64, cluster_size: u64, extended_l2: bool) -> SimStorage {
         vec![
             ("fine", add(512)),
             ("off", add(4096)),
-            ("off", BitmapAction::Merge(BitmapBits::of_ranges(12, size_bytes, &old(size_bytes)))),
+            ("off", BitmapAction::Merge(BitmapBits::of_ranges(12, size_bytes, from_ref(&old(size_bytes))))),
             ("off", BitmapAction::Disable),
             ("coarse", add(65536)),
-            ("coarse", BitmapAction::Merge(BitmapBits::of_ranges(16, size_bytes, &old(size_bytes)))),
+            ("coarse", BitmapAction::Merge(BitmapBits::of_ranges(16, size_bytes, from_ref(&old(size_bytes))))),
         ],
     );
     storage.process_killed(0)
 }
 
 /// What was written before.
-fn old(size_bytes: u64) -> Vec<Range<u64>> {
-    vec![size_bytes - 512..size_bytes]
+fn old(size_bytes: u64) -> Range<u64> {
+    size_bytes - 512..size_bytes
 }
 
 /// One random change of the disk; returns which bytes it is to be noted for.
@@ -124,7 +125,7 @@ fn every_change_marks_what_it_touches_and_nothing_else_and_later_writers_go_on_w
                 // It can go on after a close.
                 block_on(guest.close()).unwrap();
                 let at = format!("seed {seed}, round {round}, part {part}");
-                let with_old: Vec<_> = old(size).into_iter().chain(written.iter().cloned()).collect();
+                let with_old: Vec<_> = std::iter::once(old(size)).chain(written.iter().cloned()).collect();
                 assert!(bits(&storage, "fine") == BitmapBits::of_ranges(9, size, &written), "{at}");
                 assert!(bits(&storage, "coarse") == BitmapBits::of_ranges(16, size, &with_old), "{at}");
                 assert!(bits(&storage, "off") == off, "{at}");
@@ -263,7 +264,7 @@ fn a_bitmap_that_somebody_did_not_bring_to_an_end_is_never_taken_up_again() {
     let after = listed(&storage);
     assert_eq!(after[..3], before[..]);
     assert!(!after[3].in_use);
-    assert_eq!(bits(&storage, "new"), BitmapBits::of_ranges(12, 1 << 20, std::slice::from_ref(&(8192..8704))));
+    assert_eq!(bits(&storage, "new"), BitmapBits::of_ranges(12, 1 << 20, from_ref(&(8192..8704))));
     sound(&storage, false);
     edit(&storage, vec![("fine", BitmapAction::Remove), ("coarse", BitmapAction::Remove)]);
     sound(&storage, false);
@@ -282,6 +283,9 @@ fn with_bytes(storage: &SimStorage, change: impl Fn(&mut Vec<u8>)) -> SimStorage
     changed
 }
 
+/// Done to an image's bytes; the rows of "fine" and "coarse" are given.
+type Damage<'a> = dyn Fn(&mut Vec<u8>, usize, usize) + 'a;
+
 #[test]
 fn what_a_damaged_image_calls_a_bitmap_is_not_written_over_and_its_disk_goes_on() {
     let storage = image(1 << 20, 4096, false);
@@ -289,7 +293,7 @@ fn what_a_damaged_image_calls_a_bitmap_is_not_written_over_and_its_disk_goes_on(
     let put = |bytes: &mut Vec<u8>, at: usize, value: u64| bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
     let l1 = be64(&storage.bytes(NAME), 40);
     // The table of "fine" lies in the L1 table; its bits do; it leads nowhere; it shares its table with "coarse".
-    let damages: [&dyn Fn(&mut Vec<u8>, usize, usize); 4] = [
+    let damages: [&Damage<'_>; 4] = [
         &|bytes, fine, _| put(bytes, fine, l1),
         &|bytes, fine, _| {
             let table = be64(bytes, fine) as usize;
