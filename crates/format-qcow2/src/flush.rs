@@ -19,7 +19,7 @@ use crate::tables::Owner;
 use crate::tail::Tail;
 use block::sync::Ordering;
 use block::{FileOp, IoError, IoResult, MetaIo, PastEnd};
-use memory::{AlignedBuf, IoBuf};
+use memory::IoBuf;
 use std::sync::{Arc, OnceLock};
 
 /// Neighbouring pieces are joined up to this size.
@@ -284,8 +284,12 @@ impl Inner {
 
     fn slice_bytes(&self, slice: u64) -> Option<Vec<u8>> {
         let view = self.slices.view(slice)?;
-        let entries = (0..self.geometry.slice_words()).map(|index| view.get(index));
-        entries.collect::<Option<Vec<u64>>>().map(|raw| raw.into_iter().flat_map(u64::to_be_bytes).collect())
+        let words = self.geometry.slice_words();
+        let mut bytes = Vec::with_capacity(words.saturating_mul(8));
+        for index in 0..words {
+            bytes.extend_from_slice(&view.get(index)?.to_be_bytes());
+        }
+        Some(bytes)
     }
 }
 
@@ -424,7 +428,8 @@ fn push_joined(pieces: &mut Vec<Piece>, piece: Piece) {
 pub(crate) async fn write_all(tail: &Arc<Tail>, io: &MetaIo, pieces: Vec<Piece>) -> IoResult {
     for batch in pieces.chunks(BATCH) {
         let start = |piece: &Piece| {
-            let data = IoBuf::from_aligned(AlignedBuf::copy_of(&piece.bytes)).whole();
+            let data = IoBuf::from_pool(piece.bytes.len()).whole();
+            data.copy_from_slice(0, &piece.bytes);
             tail.start(io, FileOp::Write { offset: piece.offset, data, fua: false })
         };
         let started: Vec<_> = batch.iter().map(start).collect();

@@ -47,6 +47,9 @@ const ZERO_CHUNK_BYTES: usize = 64 << 10;
 /// Up to this size an allocation's old contents are read in one piece.
 const READ_THROUGH_BYTES: u64 = 128 << 10;
 
+/// Up to this size a write to new space is copied into what surrounds it.
+const LAID_OVER_BYTES: usize = 16 << 10;
+
 /// How much of a write of zeros goes to the file at once.
 const ZERO_WRITE_BYTES: u64 = 1 << 20;
 
@@ -150,22 +153,41 @@ impl Shared {
         let tail_bytes = room.saturating_sub(length as u64);
         let tail_at = at.saturating_add(length as u64);
 
-        let [head, tail] =
-            self.surroundings(&allocation, (allocation.guest_offset, head_bytes), (tail_at, tail_bytes)).await?;
         let data = data.slice(0, length);
-        let skip = if head.is_some() { 0 } else { head_bytes };
-        let offset = allocation.file_offset.saturating_add(skip);
-        let data = match (head, tail) {
-            (None, None) => data,
-            (head, tail) => {
-                let parts = head.into_iter().flatten().chain([data]).chain(tail.into_iter().flatten());
-                IoBuf::gather(parts.collect()).whole()
+        let (offset, data) = match self.laid_over(&allocation, head_bytes, &data).await {
+            Some(whole) => (allocation.file_offset, whole),
+            None => {
+                let [head, tail] = self
+                    .surroundings(&allocation, (allocation.guest_offset, head_bytes), (tail_at, tail_bytes))
+                    .await?;
+                let skip = if head.is_some() { 0 } else { head_bytes };
+                (allocation.file_offset.saturating_add(skip), joined(head, data, tail))
             }
         };
         self.start_write(offset, data).await?;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
         qcow2.commit_write(meta, allocation).await?;
         Ok(length)
+    }
+
+    /// The common case of a small write above data: what a whole allocation is to hold, from one read of the one place
+    /// where all of it lies now, with the write laid over it. `None` where it is not so simple, or where the read fails:
+    /// what lies under the write may be why, and is not needed.
+    async fn laid_over(&self, allocation: &Allocation, head_bytes: u64, data: &Window) -> Option<Window> {
+        let Allocation { guest_offset, length_bytes, head, tail, .. } = *allocation;
+        let copies = head == Fill::Copy && tail == Fill::Copy;
+        let inside = guest_offset.checked_add(length_bytes).is_some_and(|end| end <= self.chain.size_bytes);
+        if !copies || !inside || length_bytes > READ_THROUGH_BYTES || data.length_bytes() > LAID_OVER_BYTES {
+            return None;
+        }
+        let place = self.chain.resolve(&self.metas, guest_offset, length_bytes).await.ok()?;
+        if place.length_bytes < length_bytes || !matches!(place.extent, Extent::Data { .. }) {
+            return None;
+        }
+        let whole = IoBuf::from_pool(length_bytes as usize).whole();
+        self.read_extent(place, whole.clone()).await.ok()?;
+        let copied = whole.copy_from(head_bytes as usize, data);
+        (copied == data.length_bytes()).then_some(whole)
     }
 
     /// The bytes that go around a write into new clusters, each part given by its offset and length: as parts to gather,
@@ -277,6 +299,17 @@ impl Shared {
             at = at.saturating_add(length);
         }
         Ok(())
+    }
+}
+
+/// A write and what surrounds it, as one.
+fn joined(head: Option<Vec<Window>>, data: Window, tail: Option<Vec<Window>>) -> Window {
+    match (head, tail) {
+        (None, None) => data,
+        (head, tail) => {
+            let parts = head.into_iter().flatten().chain([data]).chain(tail.into_iter().flatten());
+            IoBuf::gather(parts.collect()).whole()
+        }
     }
 }
 

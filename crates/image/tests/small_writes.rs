@@ -161,6 +161,36 @@ fn a_small_write_to_an_overlay_is_one_read_below_and_one_write() {
 }
 
 #[test]
+fn a_write_to_an_overlay_leaves_what_is_around_it_whatever_its_size_and_place() {
+    // The last cluster is cut short by the end of the disk, the fifth of the base by that of the base. The layer between
+    // has some clusters: so small that what a write needs lies in several places, or large.
+    let size = 9 * CLUSTER + 5120;
+    for between in [4096, 4 * CLUSTER] {
+        let layers = vec![Layer::qcow2(size, CLUSTER), Layer::qcow2(size, between), Layer::Raw(5 * CLUSTER - 7168)];
+        let mut disk = Disk::open(layers);
+        let mut expected = disk.session.call(Request::read(0, size as usize)).unwrap();
+        let places = [
+            (512, 512),
+            (CLUSTER + 4096, 4096),
+            (3 * CLUSTER - 512, 1024),
+            (3 * CLUSTER + 512, 16 << 10),
+            (4 * CLUSTER + 1024, 20 << 10),
+            (5 * CLUSTER + 512, 2 * CLUSTER as usize),
+            (8 * CLUSTER, 4096),
+            (size - 1024, 512),
+        ];
+        for (offset, length) in places {
+            let bytes = stamped(9, offset, length);
+            expected[offset as usize..][..length].copy_from_slice(&bytes);
+            disk.session.call(Request::write(offset, bytes)).unwrap();
+            let now = disk.session.call(Request::read(0, size as usize)).unwrap();
+            assert!(now == expected, "{length} at {offset}, over clusters of {between}");
+        }
+        disk.session.close().unwrap();
+    }
+}
+
+#[test]
 fn a_small_write_to_an_overlay_over_nothing_is_one_small_write() {
     // The base ends before, so that nothing is below.
     let mut disk = Disk::open(vec![Layer::qcow2(16 << 20, CLUSTER), Layer::Raw(CLUSTER)]);
