@@ -69,8 +69,8 @@ async fn repair_dirty(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut Chec
     let (header, bitmaps) = header_to_check(io, name).await?;
     if header.has_data_file() {
         let what = format!(
-            "'{name}' was not closed cleanly (dirty bit) and keeps its data in an external data file: it can be opened \
-             read-only, not repaired yet"
+            "'{name}' was not closed cleanly (dirty bit) and keeps its data in an external data file: repair it with \
+             'check -r all' before it is written to, or open it read-only"
         );
         return Err(Error::new(ErrorKind::Unsupported, what));
     }
