@@ -10,13 +10,12 @@ use crate::pipeline::{Pipeline, Worker};
 use crate::rate::RateLimit;
 use crate::shared_opener::SharedOpener;
 use block::{Disk, Error, ErrorKind, File, IoError, Op, ReactorHandle, Result};
-use image::{BackingPolicy, Format, GrowBy, Image, ImageOptions, Opener, Role};
+use image::{BackingPolicy, Format, Image, ImageOptions, Opener, Role};
 use memory::AlignedBuf;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// Read and written at once.
 const PIECE_BYTES: u64 = 512 << 10;
@@ -151,10 +150,6 @@ fn grow(
 ) -> Result<()> {
     let size = growth.top.info().size_bytes;
     let base = image::open(growth.base, opener)?;
-    if base.qcow2_header().is_some_and(|header| header.version >= 3) {
-        // In one step, with what lies below the base hidden.
-        return base.resize(size, false, GrowBy::Nothing, &mut |_, _| !control.cancel.load(Ordering::Relaxed));
-    }
     let (old, rests_on_another) = (base.info().size_bytes, base.paths().count() > 1);
     drop(base);
     if rests_on_another {
