@@ -4,14 +4,16 @@
 //! same thread, through its [`Done`]: either into a [`Sink`] that its owner drains (the fast path), or to a [`Waiter`]
 //! that a task awaits (the slow path).
 
-use crate::{IoError, IoResult, ReactorCtx, Result};
+use crate::{IoError, IoErrorKind, IoResult, ReactorCtx, Result};
 use memory::{PoolRc, Window, room_for};
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::fmt::Debug;
 use std::future::Future;
+use std::os::fd::BorrowedFd;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 /// What a file is and can do.
@@ -62,6 +64,11 @@ pub trait File: Send + Sync + Debug {
 
     /// A queue that carries out each push before it returns, on whatever thread: for opening images and for tools.
     fn open_blocking(&self) -> Result<Rc<dyn FileQueue>>;
+
+    /// The descriptor from which the host can copy by itself; `None` where there is none, or none that it should.
+    fn copy_source(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 }
 
 /// Where operations on one file are pushed, on one thread.
@@ -73,6 +80,27 @@ pub trait FileQueue {
     /// The queue guarantees: any offset and length works (see [`FileInfo::offset_alignment_bytes`]); short reads and
     /// writes are resumed or failed, never reported as success.
     fn push(&self, io: FileIo);
+
+    /// Lets the host copy from another file, without the bytes passing through our memory; a reflink where the file
+    /// system makes one. `done` is completed as for a push. Unsupported, or whatever the kernel says, where the host
+    /// does not: part of the range may have been written then, and the caller moves all of it itself.
+    fn copy_from(&self, copy: CopyRange, done: Done) {
+        drop(copy);
+        done.complete(Err(IoError::new(IoErrorKind::Unsupported)));
+    }
+}
+
+/// A part of another file, and where it goes.
+#[derive(Debug, Clone)]
+pub struct CopyRange {
+    /// Where from.
+    pub source: Arc<dyn File>,
+    /// First byte there.
+    pub source_offset: u64,
+    /// First byte here.
+    pub offset: u64,
+    /// Bytes.
+    pub length_bytes: u64,
 }
 
 /// What a read finds behind the end of the file.
@@ -227,6 +255,12 @@ impl Waiter {
         PoolRc::default()
     }
 
+    /// One that keeps `value` until the operation has ended, whatever becomes of the task.
+    #[must_use]
+    pub fn keeping(value: Rc<dyn Any>) -> PoolRc<Self> {
+        PoolRc::new(Self { _keep: Some(value), ..Self::default() })
+    }
+
     /// The future of its end.
     pub fn wait(this: &PoolRc<Self>) -> impl Future<Output = IoResult> + use<> {
         WaitForIo(this.clone())
@@ -266,7 +300,14 @@ impl dyn FileQueue {
     /// As `start`, keeping `value` until the operation has ended, also if the future is dropped before: a write to space
     /// that must not be used again meanwhile keeps its queue's part in the image's [`crate::Epochs`].
     pub fn start_keeping(&self, op: FileOp, value: Rc<dyn Any>) -> impl Future<Output = IoResult> + use<> {
-        self.start_with(op, PoolRc::new(Waiter { _keep: Some(value), ..Waiter::default() }))
+        self.start_with(op, Waiter::keeping(value))
+    }
+
+    /// As `start_keeping`, of a copy that the host makes.
+    pub fn start_copy(&self, copy: CopyRange, value: Rc<dyn Any>) -> impl Future<Output = IoResult> + use<> {
+        let waiter = Waiter::keeping(value);
+        self.copy_from(copy, Done::Waiter(waiter.clone()));
+        WaitForIo(waiter)
     }
 
     fn start_with(&self, op: FileOp, waiter: PoolRc<Waiter>) -> impl Future<Output = IoResult> + use<> {
@@ -280,7 +321,7 @@ impl FileOp {
     #[must_use]
     pub fn refused_when_read_only(&self) -> Option<IoError> {
         let writes = !matches!(self, Self::Read { .. } | Self::Flush);
-        writes.then_some(IoError::new(crate::IoErrorKind::ReadOnly))
+        writes.then_some(IoError::new(IoErrorKind::ReadOnly))
     }
 }
 

@@ -80,11 +80,25 @@ fn snapshot_name(text: &str) -> anyhow::Result<SnapshotName> {
 }
 
 /// Opens an image to write it; it is nobody else's meanwhile.
-pub(crate) fn open_writable(path: &Path, format: Format, cache: &str, allow: &str) -> anyhow::Result<Arc<Image>> {
+pub(crate) fn open_writable(
+    path: &Path,
+    format: Option<Format>,
+    cache: &str,
+    allow: &str,
+) -> anyhow::Result<Arc<Image>> {
     let mut options = ImageOptions::new(path);
-    options.format = Some(format);
+    options.format = format;
     options.allow_backing = allow.parse::<BackingPolicy>()?;
-    Ok(Arc::new(image::open(&options, &EngineOpener::of_drive(&drive(path, cache)?))?))
+    Ok(Arc::new(image::open(&options, &EngineOpener::of_drive(&drive(path, cache)?).writing_behind())?))
+}
+
+/// A new image was made through the page cache; one that is written past it leaves nothing there. Call it when the image
+/// is closed.
+pub(crate) fn leave_page_cache(path: &Path, cache: &str) -> anyhow::Result<()> {
+    if cache.parse::<CacheMode>()?.is_direct() && path.is_file() {
+        engine::forget_cached(path)?;
+    }
+    Ok(())
 }
 
 pub(crate) fn drive(path: &Path, cache: &str) -> anyhow::Result<DriveOptions> {

@@ -32,6 +32,13 @@ impl EngineOpener {
         self.options.lock = false;
         self
     }
+
+    /// For files that are filled at once: the storage begins before the flush at their end.
+    #[must_use]
+    pub fn writing_behind(mut self) -> Self {
+        self.options.write_behind = true;
+        self
+    }
 }
 
 fn open_options(drive: &DriveOptions) -> OpenOptions {

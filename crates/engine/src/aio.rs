@@ -77,7 +77,11 @@ impl Aio {
         let by_worker = match request.action {
             Action::Read { .. } | Action::Write { .. } => false,
             Action::Sync => self.syncs_by_worker.get(),
-            Action::Fallocate { .. } | Action::Truncate | Action::DiscardBlocks { .. } => true,
+            Action::Fallocate { .. }
+            | Action::Truncate
+            | Action::DiscardBlocks { .. }
+            | Action::BeginWriteback
+            | Action::CopyFrom { .. } => true,
         };
         if by_worker {
             return self.workers.push(request);

@@ -4,6 +4,7 @@ use crate::queue::HostQueue;
 use crate::reactor::Local;
 use crate::target::OpenFile;
 use block::{Error, ErrorKind, File, FileInfo, FileQueue, ReactorCtx, Result};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -50,5 +51,10 @@ impl File for HostFile {
 
     fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
         Ok(Rc::new(HostQueue::blocking(Arc::clone(&self.file))))
+    }
+
+    fn copy_source(&self) -> Option<BorrowedFd<'_>> {
+        // The kernel would copy by way of the page cache, past which this file was opened.
+        (self.file.page_cached && !self.file.info.block_device).then(|| self.file.fd.as_fd())
     }
 }

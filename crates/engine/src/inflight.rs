@@ -4,6 +4,7 @@
 use crate::target::QueueFile;
 use block::{Done, IoError, IoErrorKind, IoResult};
 use memory::{Placed, PoolBox, PoolContext, Window, pooled, room_for};
+use std::os::fd::RawFd;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
@@ -27,6 +28,11 @@ pub(crate) enum Action {
     Truncate,
     /// `BLKDISCARD` on a block device.
     DiscardBlocks { length: u64 },
+    /// The kernel begins to write what the page cache has of the file.
+    BeginWriteback,
+    /// `copy_file_range` of `length` bytes from `from_offset` of the descriptor `from`, which the request's owner keeps
+    /// open.
+    CopyFrom { from: RawFd, from_offset: u64, length: u64 },
 }
 
 impl Action {
@@ -91,9 +97,12 @@ impl Request {
         }
         let moved = result as usize;
         match self.action {
-            Action::Sync | Action::Fallocate { .. } | Action::Truncate | Action::DiscardBlocks { .. } => {
-                Step::Finished(Ok(()))
-            }
+            Action::Sync
+            | Action::Fallocate { .. }
+            | Action::Truncate
+            | Action::DiscardBlocks { .. }
+            | Action::BeginWriteback
+            | Action::CopyFrom { .. } => Step::Finished(Ok(())),
             Action::Read { need_bytes } => self.advance_read(moved, need_bytes),
             Action::Write { .. } => self.advance_write(moved),
         }

@@ -38,7 +38,7 @@ mod uring;
 mod wakeup;
 mod zeroes;
 
-pub use open::{create, open, open_fd};
+pub use open::{create, forget_cached, open, open_fd};
 pub use options::{CacheMode, EngineKind, OpenOptions};
 pub use reactor::{Reactor, ReactorConfig, ReactorThread};
 pub use stats::ReactorStats;

@@ -3,7 +3,7 @@
 use crate::host_file::HostFile;
 use crate::probe::{self, Host};
 use crate::storage::{self, Abilities};
-use crate::target::{Alignment, OpenFile};
+use crate::target::{Alignment, OpenFile, WriteBehind};
 use crate::tracking::Tracking;
 use crate::{CacheMode, EngineKind, OpenOptions};
 use block::{Error, ErrorKind, File, FileInfo, Result};
@@ -78,6 +78,8 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         sqpoll: options.sqpoll,
         in_memory,
         alignment,
+        write_behind: (options.write_behind && !direct && !in_memory && options.cache != CacheMode::Unsafe)
+            .then(WriteBehind::default),
         tracking: Tracking::default(),
         fallocate_unit_bytes: abilities.fallocate_unit_bytes,
         may_nowait: AtomicBool::new(true),
@@ -145,6 +147,16 @@ fn set_flags(fd: &OwnedFd, name: &str, options: &OpenOptions) -> Result<()> {
         rustix::fs::fcntl_setfl(fd, wanted).map_err(fails)?;
     }
     Ok(())
+}
+
+/// Takes the pages of a file out of the page cache, those that are durable. What the kernel thinks of it is its own
+/// affair: it is a wish, and one that others' pages of the file are part of.
+pub fn forget_cached(path: &Path) -> Result<()> {
+    let fails =
+        |errno: Errno| Error::io(format!("cannot take '{}' out of the page cache", path.display()), errno.into());
+    let flags = OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::RDONLY;
+    let fd = rustix::fs::open(path, flags, Mode::empty()).map_err(fails)?;
+    rustix::fs::fadvise(&fd, 0, None, rustix::fs::Advice::DontNeed).map_err(fails)
 }
 
 /// Makes a new file of `length_bytes` that reads as zeros. Fails if the name exists.

@@ -127,6 +127,9 @@ pub struct OpenOptions {
     pub sync: bool,
     /// With io_uring: a thread of the kernel submits what it finds in the ring, instead of the reactor.
     pub sqpoll: bool,
+    /// What is written goes on to the storage soon, not only with the next flush: for a file that is filled at once, so
+    /// that the storage works meanwhile.
+    pub write_behind: bool,
     /// Take QEMU's image locks, so that other programs and this one refuse an image in use.
     pub lock: bool,
 }
@@ -139,6 +142,7 @@ impl Default for OpenOptions {
             read_only: false,
             sync: false,
             sqpoll: false,
+            write_behind: false,
             lock: true,
         }
     }

@@ -7,9 +7,12 @@ use crate::group_sync::{self, DurableWrite};
 use crate::inflight::{Action, Request};
 use crate::target::{OpenFile, QueueFile};
 use crate::zeroes;
-use block::{Done, Executor, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, PastEnd, Task, Waiter};
+use block::{
+    CopyRange, Done, Executor, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, PastEnd, Task, Waiter,
+};
 use memory::Window;
 use std::future::Future;
+use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -123,7 +126,9 @@ impl HostQueue {
             return self.run_task(done, group_sync::write(self.lane.clone(), counted, offset, data));
         }
         if file.alignment.is_none() {
-            return self.lane.push(Action::Write { durable }, offset, data, done);
+            let length_bytes = data.length_bytes();
+            self.lane.push(Action::Write { durable }, offset, data, done);
+            return self.write_behind(length_bytes);
         }
         let untracked = self.tasks.is_some() && !file.tracking.is_tracked();
         if untracked && file.alignment.fits(offset, &data) {
@@ -131,6 +136,22 @@ impl HostQueue {
         } else {
             self.run_task(done, align::write(self.lane.clone(), offset, data, durable));
         }
+    }
+}
+
+impl HostQueue {
+    /// What was written before goes on to the storage, if it is time for it.
+    fn write_behind(&self, length_bytes: usize) {
+        let Some(behind) = &self.lane.target.file.write_behind else { return };
+        let Some(tasks) = self.tasks.as_ref().filter(|_| behind.note(length_bytes)) else { return };
+        let lane = self.lane.clone();
+        tasks.spawn(Task::new(async move {
+            // An error shows again when the file is flushed.
+            let _ = lane.start(Action::BeginWriteback, 0, lane.target.no_data.clone()).await;
+            if let Some(behind) = &lane.target.file.write_behind {
+                behind.asked();
+            }
+        }));
     }
 }
 
@@ -153,4 +174,34 @@ impl FileQueue for HostQueue {
             FileOp::SetLength { length } => self.run_task(done, zeroes::set_length(self.lane.clone(), length)),
         }
     }
+
+    fn copy_from(&self, copy: CopyRange, done: Done) {
+        let file = &*self.lane.target.file;
+        // Writes that are to be durable at once, or past the page cache, are not what the kernel copies.
+        let can = file.page_cached && !file.write_through && !file.info.read_only && !file.info.block_device;
+        let fits = check_range(copy.offset, copy.length_bytes).and(check_range(copy.source_offset, copy.length_bytes));
+        if let Err(error) = fits {
+            return done.complete(Err(error));
+        }
+        match can {
+            true => {
+                let length_bytes = usize::try_from(copy.length_bytes).unwrap_or(usize::MAX);
+                self.run_task(done, copy_from(self.lane.clone(), copy));
+                self.write_behind(length_bytes);
+            }
+            false => done.complete(Err(IoError::new(IoErrorKind::Unsupported))),
+        }
+    }
+}
+
+async fn copy_from(lane: Lane, copy: CopyRange) -> IoResult {
+    let CopyRange { source, source_offset, offset, length_bytes } = copy;
+    let Some(from) = source.copy_source().map(|fd| fd.as_raw_fd()) else {
+        return Err(IoError::new(IoErrorKind::Unsupported));
+    };
+    // The request, not this task, keeps the source open: the task may be dropped before the kernel is done.
+    let waiter = Waiter::keeping(Rc::new(source));
+    let action = Action::CopyFrom { from, from_offset: source_offset, length: length_bytes };
+    lane.push(action, offset, lane.target.no_data.clone(), Done::Waiter(waiter.clone()));
+    Waiter::wait(&waiter).await
 }

@@ -25,8 +25,10 @@ pub(crate) fn entry_of(request: &Request, buffers: Buffers, slot: Option<u16>) -
         Action::Fallocate { mode, length } => {
             opcode::Fallocate::new(fd, length).offset(request.file_offset()).mode(mode).build()
         }
-        // Block devices' discards never get here, see `State::cannot_do`.
-        Action::Truncate | Action::DiscardBlocks { .. } => opcode::Ftruncate::new(fd, request.file_offset()).build(),
+        // The others never get here, see `State::cannot_do`.
+        Action::Truncate | Action::DiscardBlocks { .. } | Action::BeginWriteback | Action::CopyFrom { .. } => {
+            opcode::Ftruncate::new(fd, request.file_offset()).build()
+        }
     };
     entry.flags(flags)
 }

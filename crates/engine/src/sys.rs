@@ -38,7 +38,8 @@ pub(crate) fn hole_at(fd: &OwnedFd, block_device: bool, offset: u64, length: u64
 /// Carries out one action and returns what the kernel did: a count of bytes, or a negated error number.
 ///
 /// # Safety
-/// The memory that `buffers` names must be valid for the action's direction until this returns.
+/// The memory that `buffers` names must be valid for the action's direction until this returns, and a descriptor that the
+/// action names open.
 pub(crate) unsafe fn run(fd: BorrowedFd<'_>, action: Action, offset: u64, buffers: Buffers) -> i32 {
     match action {
         // SAFETY: passed on to the caller.
@@ -55,6 +56,12 @@ pub(crate) unsafe fn run(fd: BorrowedFd<'_>, action: Action, offset: u64, buffer
         }
         Action::DiscardBlocks { length } => discard_blocks(fd, offset, length),
         Action::Truncate => result_of(rustix::fs::ftruncate(fd, offset)),
+        Action::BeginWriteback => begin_writeback(fd),
+        Action::CopyFrom { from, from_offset, length } => {
+            // SAFETY: passed on to the caller.
+            let from = unsafe { BorrowedFd::borrow_raw(from) };
+            copy_range(from, from_offset, fd, offset, length)
+        }
     }
 }
 
@@ -67,6 +74,28 @@ fn discard_blocks(fd: BorrowedFd<'_>, offset: u64, length: u64) -> i32 {
         0.. => 0,
         _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
     }
+}
+
+/// It is a wish: what the kernel does not begin with now it writes with the next flush.
+fn begin_writeback(fd: BorrowedFd<'_>) -> i32 {
+    // SAFETY: the call takes numbers only.
+    let _ = unsafe { libc::sync_file_range(fd.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
+    0
+}
+
+/// Copies all of a range, or says why not; a part may have been copied then.
+fn copy_range(from: BorrowedFd<'_>, mut from_offset: u64, to: BorrowedFd<'_>, mut offset: u64, length: u64) -> i32 {
+    let end = from_offset.saturating_add(length);
+    while from_offset < end {
+        let left = usize::try_from(end - from_offset).unwrap_or(usize::MAX);
+        match rustix::fs::copy_file_range(from, Some(&mut from_offset), to, Some(&mut offset), left) {
+            // The source ends before.
+            Ok(0) => return -libc::EIO,
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return -errno.raw_os_error(),
+        }
+    }
+    0
 }
 
 fn result_of(result: rustix::io::Result<()>) -> i32 {

@@ -9,7 +9,7 @@ use memory::Window;
 use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 /// What direct I/O asks for; ones where the page cache serves the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +54,8 @@ pub(crate) struct OpenFile {
     /// A sync of the page cache has failed. The kernel may have dropped what it could not write and call the next sync
     /// a success, so none is believed any more until the file is opened anew.
     pub(crate) sync_lost: AtomicBool,
+    /// Where the kernel is asked to write soon what it has taken.
+    pub(crate) write_behind: Option<WriteBehind>,
     pub(crate) tracking: Tracking,
     /// Offsets and lengths of `fallocate` must be multiples of this (block devices).
     pub(crate) fallocate_unit_bytes: u32,
@@ -61,6 +63,33 @@ pub(crate) struct OpenFile {
     pub(crate) may_nowait: AtomicBool,
     /// The rung of `zeroes::Ladder` that is known to work.
     pub(crate) zeroes_rung: AtomicU8,
+}
+
+/// How much was written since the kernel was last asked to begin with it.
+#[derive(Debug, Default)]
+pub(crate) struct WriteBehind {
+    bytes: AtomicU64,
+    asking: AtomicBool,
+}
+
+impl WriteBehind {
+    /// So much at a time.
+    const STEP_BYTES: u64 = 16 << 20;
+
+    /// Counts a write. Whether to ask the kernel now; then [`WriteBehind::asked`] is called afterwards.
+    pub(crate) fn note(&self, length_bytes: usize) -> bool {
+        let length = length_bytes as u64;
+        let waiting = self.bytes.fetch_add(length, Ordering::Relaxed).saturating_add(length);
+        let is_due = waiting >= Self::STEP_BYTES && !self.asking.swap(true, Ordering::Relaxed);
+        if is_due {
+            self.bytes.store(0, Ordering::Relaxed);
+        }
+        is_due
+    }
+
+    pub(crate) fn asked(&self) {
+        self.asking.store(false, Ordering::Relaxed);
+    }
 }
 
 impl Drop for OpenFile {

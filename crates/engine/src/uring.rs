@@ -415,7 +415,7 @@ impl State {
     fn cannot_do(&self, action: Action) -> bool {
         match action {
             Action::Truncate => !self.has_ftruncate,
-            Action::DiscardBlocks { .. } => true,
+            Action::DiscardBlocks { .. } | Action::BeginWriteback | Action::CopyFrom { .. } => true,
             _ => false,
         }
     }

@@ -50,7 +50,7 @@ impl Inner {
         Ok(self.geometry.start_of(run.first))
     }
 
-    fn count_one(&self, state: &mut State, run: Run) -> Step<()> {
+    pub(crate) fn count_one(&self, state: &mut State, run: Run) -> Step<()> {
         for cluster in run.first..run.end() {
             // Its block is in memory and one fits every width.
             state.refcounts.set(cluster, 1).map_err(|_| IoError::EIO)?;
@@ -58,7 +58,7 @@ impl Inner {
         Ok(())
     }
 
-    fn find_space(&self, state: &mut State, want: u64) -> Step<Run> {
+    pub(crate) fn find_space(&self, state: &mut State, want: u64) -> Step<Run> {
         loop {
             if let Some(run) = self.take_free(state, want)? {
                 return Ok(run);

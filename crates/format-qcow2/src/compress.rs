@@ -5,6 +5,7 @@ use crate::state::Inner;
 use block::{CompressedExtent, Error, IoError, IoResult, MetaIo, PastEnd, Result};
 use libdeflater::CompressionLvl;
 use memory::AlignedBuf;
+use std::cell::RefCell;
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
 /// Largest window a zstd stream may ask for (16 MiB), as a power of two: bounds what a hostile image makes us allocate.
@@ -63,6 +64,12 @@ impl Compressor {
     }
 }
 
+thread_local! {
+    /// Their tables are kept from cluster to cluster.
+    static DEFLATE: RefCell<libdeflater::Decompressor> = RefCell::new(libdeflater::Decompressor::new());
+    static ZSTD: RefCell<Option<zstd::bulk::Decompressor<'static>>> = const { RefCell::new(None) };
+}
+
 impl Inner {
     pub(crate) async fn read_compressed(&self, io: &MetaIo, extent: CompressedExtent) -> IoResult<AlignedBuf> {
         let cluster_bytes = self.geometry.cluster_bytes();
@@ -85,12 +92,31 @@ impl Inner {
 
 /// Fills `output` from a raw deflate stream; what follows the stream is ignored.
 fn inflate(input: &[u8], output: &mut [u8]) -> Option<()> {
-    let filled = libdeflater::Decompressor::new().deflate_decompress(input, output).ok()?;
+    let filled = DEFLATE.try_with(|codec| codec.borrow_mut().deflate_decompress(input, output)).ok()?.ok()?;
     (filled == output.len()).then_some(())
 }
 
 /// Fills `output` from a zstd stream; what follows is ignored.
 fn unzstd(input: &[u8], output: &mut [u8]) -> Option<()> {
+    unzstd_frame(input, output).or_else(|| unzstd_in_steps(input, output))
+}
+
+/// The usual case, without a window of its own to copy from: one frame, as long as the cluster.
+fn unzstd_frame(input: &[u8], output: &mut [u8]) -> Option<()> {
+    let frame = input.get(..zstd::zstd_safe::find_frame_compressed_size(input).ok()?)?;
+    let filled = ZSTD.try_with(|codec| {
+        let mut codec = codec.borrow_mut();
+        let codec = match &mut *codec {
+            Some(codec) => codec,
+            none => none.insert(zstd::bulk::Decompressor::new().ok()?),
+        };
+        codec.decompress_to_buffer(frame, output).ok()
+    });
+    (filled.ok()?? == output.len()).then_some(())
+}
+
+/// Any stream.
+fn unzstd_in_steps(input: &[u8], output: &mut [u8]) -> Option<()> {
     let mut decoder = Decoder::new().ok()?;
     decoder.set_parameter(DParameter::WindowLogMax(ZSTD_WINDOW_BITS_MAX)).ok()?;
     let (mut source, mut target) = (InBuffer::around(input), OutBuffer::around(output));
@@ -116,9 +142,11 @@ mod tests {
     fn what_is_compressed_is_decompressed_and_noise_is_left_alone() {
         let mut noise = vec![0; 65536];
         testkit::fill_seeded(3, &mut noise);
-        for (compression, decode) in
-            [(Compression::Zlib, inflate as fn(&[u8], &mut [u8]) -> Option<()>), (Compression::Zstd, unzstd)]
-        {
+        for (compression, decode) in [
+            (Compression::Zlib, inflate as fn(&[u8], &mut [u8]) -> Option<()>),
+            (Compression::Zstd, unzstd),
+            (Compression::Zstd, unzstd_in_steps),
+        ] {
             let mut compressor = Compressor::new(compression).unwrap();
             let mut output = vec![0; 65536];
             for _ in 0..2 {

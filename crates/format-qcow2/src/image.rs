@@ -309,6 +309,7 @@ impl Qcow2 {
         inner.extensions.over().await;
         let end = {
             let mut state = inner.lock();
+            state.space.release_packed();
             if !state.space.settled || state.space.zeroed_end <= state.space.frontier || !inner.can_grow {
                 return Ok(());
             }

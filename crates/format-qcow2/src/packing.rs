@@ -6,11 +6,16 @@
 
 use crate::compress::Compressor;
 use crate::entry::encode_compressed;
+use crate::free_runs::Run;
 use crate::image::Qcow2;
 use crate::state::{Freed, Inner, Need, State, Step, Stop};
 use block::{Error, ErrorKind, IoError, IoErrorKind, IoResult, MetaIo, Result};
 use std::ops::Range;
 use std::sync::Arc;
+
+/// So much of the file is kept for compressed clusters at once, and no more than so many clusters.
+const KEPT_SHARE: u64 = 64;
+const KEPT_CLUSTERS_MAX: u64 = 16;
 
 /// A guest cluster, compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -144,7 +149,7 @@ impl Inner {
         };
         let mut start = end;
         if length > room {
-            let run = self.allocate(state, 1)?;
+            let run = self.allocate_packed(state)?;
             // The block that counts the open cluster may have left memory meanwhile: then it is open no more.
             let goes_on = run.first == host.saturating_add(1)
                 && references.take().is_some_and(|count| state.refcounts.set(host, count).is_ok());
@@ -160,6 +165,37 @@ impl Inner {
         let first_host = geometry.cluster_of(start);
         let end_host = geometry.clusters_for(next);
         Ok((start, Placed { cluster: 0, raw, first_host, end_host }))
+    }
+
+    /// One host cluster, out of a stretch that is kept for compressed clusters: what else is allocated meanwhile comes
+    /// behind it, so that they go on following each other.
+    fn allocate_packed(&self, state: &mut State) -> Step<Run> {
+        if state.refcounts.is_crowded() {
+            return Err(Stop::Need(Need::Flush));
+        }
+        loop {
+            let first = state.space.for_packed.start;
+            if first == state.space.for_packed.end {
+                let want = state.space.frontier.checked_div(KEPT_SHARE).unwrap_or(0).clamp(1, KEPT_CLUSTERS_MAX);
+                let run = self.find_space(state, want)?;
+                state.space.for_packed = run.first..run.end();
+                continue;
+            }
+            let is_free = match state.refcounts.get(first) {
+                Ok(count) => count == 0,
+                // The block that counts it may have left memory meanwhile.
+                Err(absent) => return Err(self.stop_for(absent)),
+            };
+            let run = Run { first, count: 1, zeroed: false };
+            if is_free {
+                self.guard_run(state, run)?;
+                self.count_one(state, run)?;
+            }
+            state.space.for_packed.start = first.saturating_add(1);
+            if is_free {
+                return Ok(run);
+            }
+        }
     }
 
     fn publish(&self, state: &mut State, placed: Placed) -> Step<()> {

@@ -7,7 +7,7 @@
 use crate::dirty::DirtyBit;
 use crate::entry::{BadEntry, Table, decode_l1};
 use crate::flush::FlushQueue;
-use crate::free_runs::FreeRuns;
+use crate::free_runs::{FreeRuns, Run};
 use crate::geometry::Geometry;
 use crate::header::{HEADER_SECTOR_BYTES, Header};
 use crate::refcount::{Absent, Refcounts};
@@ -76,7 +76,7 @@ pub(crate) struct Space {
     pub(crate) free: FreeRuns,
     /// Free, but being punched out of the file: not to be handed out.
     pub(crate) quarantine: FreeRuns,
-    /// Host clusters from here on were never handed out. May only grow.
+    /// Host clusters from here on were never handed out. Only grows, but for what was kept and never used.
     pub(crate) frontier: u64,
     /// Host clusters from the frontier up to here read as zeros, also after a power cut.
     pub(crate) zeroed_end: u64,
@@ -91,6 +91,23 @@ pub(crate) struct Space {
     pub(crate) scan_limit: u64,
     /// The next are looked at when the frontier is here.
     pub(crate) next_scan: u64,
+    /// Kept for compressed clusters: found free, and not counted yet.
+    pub(crate) for_packed: Range<u64>,
+}
+
+impl Space {
+    /// Lets go of what was kept for compressed clusters.
+    pub(crate) fn release_packed(&mut self) {
+        let Range { start, end } = std::mem::take(&mut self.for_packed);
+        if start == end {
+            return;
+        }
+        if end == self.frontier {
+            self.frontier = start;
+        } else {
+            self.free.add(Run { first: start, count: end.saturating_sub(start), zeroed: false });
+        }
+    }
 }
 
 /// What the mutex guards.

@@ -389,3 +389,31 @@ fn threads_that_write_side_by_side_lose_nothing() {
     report.sound().unwrap();
     assert_eq!(report.leaked_clusters, 0);
 }
+
+#[test]
+fn compressed_clusters_follow_each_other_whatever_is_allocated_between_them() {
+    let (storage, guest) = new_image(32 << 20, 4 * K);
+    let (mut noise, mut half) = (vec![0; 4096], vec![0; 4096]);
+    const PAIRS: u64 = 1500;
+    for index in 0..PAIRS {
+        fill_seeded(index, &mut noise);
+        half[..2048].copy_from_slice(&noise[..2048]);
+        block_on(guest.write_compressed(index * 8 * K, &half)).unwrap();
+        block_on(guest.write(index * 8 * K + 4 * K, &noise)).unwrap();
+    }
+    block_on(guest.close()).unwrap();
+    block_on(guest.qcow2.trim(&guest.io)).unwrap();
+    let image = storage.bytes(NAME);
+    let report = qcow2_check(&image).unwrap();
+    assert_eq!(report.leaked_clusters, 0);
+    report.sound().unwrap();
+    // The noise, a little more than half a cluster for each of the others, and tables.
+    let least = PAIRS * (4096 + 2048);
+    assert!((image.len() as u64) < least * 104 / 100, "{} bytes for {least}", image.len());
+    let (_storage, again) = open_bytes(&image, Base::default());
+    for index in [0, 1, 700, PAIRS - 1] {
+        fill_seeded(index, &mut noise);
+        assert!(block_on(again.read(index * 8 * K + 4 * K, 4096)).unwrap() == noise);
+        assert!(block_on(again.read(index * 8 * K, 2048)).unwrap() == noise[..2048]);
+    }
+}

@@ -35,9 +35,17 @@ fn unsupported() -> Error {
 }
 
 /// An operation's part in the image's epochs.
-struct Begun {
+pub(crate) struct Begun {
     participant: Rc<RefCell<Participant>>,
     ticket: Ticket,
+}
+
+impl Begun {
+    /// From now until it is dropped.
+    pub(crate) fn now(participant: &Rc<RefCell<Participant>>, qcow2: &Qcow2) -> Self {
+        let ticket = participant.borrow_mut().begin(qcow2.epochs());
+        Self { participant: Rc::clone(participant), ticket }
+    }
 }
 
 impl Drop for Begun {
@@ -63,8 +71,7 @@ impl CompressedWriter {
     /// the disk meanwhile.
     pub async fn write(&self, clusters: &[PackedCluster], data: &Window) -> IoResult {
         let qcow2 = self.qcow2().ok_or(IoError::EIO)?;
-        let ticket = self.participant.borrow_mut().begin(qcow2.epochs());
-        let begun = Rc::new(Begun { participant: Rc::clone(&self.participant), ticket });
+        let begun = Rc::new(Begun::now(&self.participant, qcow2));
         let allocation = qcow2.prepare_compressed(&self.meta, clusters).await?;
         let mut started = Vec::new();
         let (mut skip, mut length) = (0usize, 0usize);

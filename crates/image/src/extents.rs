@@ -3,6 +3,7 @@
 use crate::image::{Chain, Image};
 use crate::layer::{Layer, Mapping};
 use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Result, block_on};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Looked at in one step: steps that find little do not each walk all of the rest.
@@ -57,6 +58,8 @@ pub struct Extents {
     layers: usize,
     at: u64,
     pending: Option<Run>,
+    /// Where the walk ended with an error.
+    failed_at: Option<u64>,
 }
 
 impl Image {
@@ -79,11 +82,20 @@ impl Image {
     fn extents_of(&self, layers: usize) -> Result<Extents> {
         let asked = self.chain.layers.iter().take(layers);
         let metas = asked.map(Layer::open_blocking).collect::<Result<_>>()?;
-        Ok(Extents { chain: Arc::clone(&self.chain), metas, layers, at: 0, pending: None })
+        Ok(Extents { chain: Arc::clone(&self.chain), metas, layers, at: 0, pending: None, failed_at: None })
     }
 }
 
 impl Extents {
+    /// After an error: lets the walk go on behind the next multiple of `step_bytes`. Returns the part that is left out,
+    /// about which nothing is known.
+    pub fn step_over(&mut self, step_bytes: u64) -> Option<Range<u64>> {
+        let start = self.failed_at.take()?;
+        let next = start.checked_div(step_bytes)?.saturating_add(1).saturating_mul(step_bytes);
+        self.at = next.min(self.chain.size_bytes);
+        Some(start..self.at)
+    }
+
     /// The run at `self.at`, perhaps not all of it.
     fn look(&self) -> Result<Run> {
         let mut left = self.chain.size_bytes.saturating_sub(self.at);
@@ -159,9 +171,12 @@ impl Iterator for Extents {
             let run = match self.look() {
                 Ok(run) => run,
                 Err(error) => {
-                    // The walk ends with the error.
+                    // The walk ends with the error, which comes again if something is told before.
+                    if let Some(done) = self.pending.take() {
+                        return Some(Ok(done));
+                    }
+                    self.failed_at = Some(self.at);
                     self.at = self.chain.size_bytes;
-                    self.pending = None;
                     return Some(Err(error));
                 }
             };

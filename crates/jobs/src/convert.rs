@@ -1,20 +1,22 @@
-//! Copying a disk into another image, keeping what is sparse sparse.
+//! Copying disks into another image, keeping what is sparse sparse.
 
 use crate::Control;
+use crate::convert_plan::{Piece, Plan};
 use crate::disk_tasks::{DiskTasks, closed};
 use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Worker};
-use block::{Disk, Error, ErrorKind, IoError, Op, ReactorHandle, Result};
-use image::{Format, Image};
+use crate::sources::{Salvage, Sources, places};
+use block::{Disk, Error, ErrorKind, IoError, Op, ReactorCtx, ReactorHandle, Result};
+use image::{CopyOffload, Format, Image};
 use memory::AlignedBuf;
+use std::cell::Cell;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Read and written at once, but for larger clusters.
 const PIECE_BYTES: u64 = 512 << 10;
-/// Zeroed at once: metadata mostly.
-const ZERO_PIECE_BYTES: u64 = 64 << 20;
 /// Zeros are looked for in units of this.
 const GRAIN_BYTES: u64 = 4096;
 
@@ -35,6 +37,17 @@ pub struct ConvertOptions {
     pub depth: usize,
     /// At most so many bytes of data a second.
     pub rate: Option<u64>,
+    /// The host copies what it can by itself; nothing is looked at for zeros then.
+    pub offload: bool,
+    /// What cannot be read is zeros in the target.
+    pub salvage: Option<Salvage>,
+}
+
+/// What a conversion did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Converted {
+    /// Bytes of the disk that the host copied by itself.
+    pub offloaded_bytes: u64,
 }
 
 impl Default for ConvertOptions {
@@ -47,19 +60,23 @@ impl Default for ConvertOptions {
             compress: false,
             depth: 8,
             rate: None,
+            offload: false,
+            salvage: None,
         }
     }
 }
 
-/// Copies `source` to the start of `target`, and makes it durable. No queue of the target may be open.
+/// Copies `sources`, one behind the other, to the start of `target`, and makes it durable. No queue of the target may be
+/// open.
 pub fn convert(
-    source: &Arc<Image>,
+    sources: &[Arc<Image>],
     target: &Arc<Image>,
     options: &ConvertOptions,
     reactors: &[Arc<dyn ReactorHandle>],
     control: &mut Control<'_>,
-) -> Result<()> {
-    let total = source.info().size_bytes;
+) -> Result<Converted> {
+    let places = places(sources);
+    let total = places.last().map_or(0, |last| last.end);
     if target.info().size_bytes < total {
         return Err(Error::new(ErrorKind::BadOption, "output file is smaller than input file"));
     }
@@ -68,121 +85,83 @@ pub fn convert(
         Some(Format::Qcow2) => u64::from(target.info().topology.optimal_io_bytes),
         _ => GRAIN_BYTES,
     };
-    let plan =
-        Plan { alignment: cluster.max(GRAIN_BYTES), piece: PIECE_BYTES.max(cluster), total, options: options.clone() };
+    let alignment = cluster.max(GRAIN_BYTES);
+    let plan = Plan { alignment, piece: PIECE_BYTES.max(cluster), total, options: options.clone() };
+    let offloaded = Arc::new(AtomicU64::new(0));
     let pipeline = {
-        let (source, target, plan) = (Arc::clone(source), Arc::clone(target), plan.clone());
+        let (sources, target, plan) = (sources.to_vec(), Arc::clone(target), plan.clone());
+        let offloaded = Arc::clone(&offloaded);
         Pipeline::start(reactors, options.depth.max(1), total, move |ctx| {
-            let compress = plan.options.compress;
+            let Plan { options, .. } = &plan;
+            let offload = options.offload.then(|| Offload::open(&sources, &target, ctx, &offloaded)).transpose()?;
             Ok(Copier {
-                source: DiskTasks::open(source.as_ref(), ctx)?,
+                sources: Sources::open(&sources, ctx, options.salvage.clone())?,
                 target: DiskTasks::open(target.as_ref(), ctx)?,
-                packer: compress.then(|| Packer::open(&target, ctx, cluster)).transpose()?,
+                packer: options.compress.then(|| Packer::open(&target, ctx, cluster)).transpose()?,
+                offload,
                 plan: plan.clone(),
             })
         })?
     };
     let pipeline = pipeline.limited(options.rate);
-    let handed_out = plan.hand_out(source, &pipeline, control);
+    let handed_out = plan.hand_out(sources, &places, &pipeline, control);
     let finished = pipeline.finish(control);
     let done = handed_out.and(finished);
-    if !options.target_is_new {
-        return closed(done, target);
+    if options.target_is_new {
+        done?;
+        target.close_new()?;
+    } else {
+        closed(done, target)?;
     }
-    done?;
-    target.close_new()
-}
-
-/// What goes where in which pieces.
-#[derive(Clone)]
-struct Plan {
-    alignment: u64,
-    piece: u64,
-    total: u64,
-    options: ConvertOptions,
-}
-
-enum Piece {
-    Copy(Range<u64>),
-    Zero(Range<u64>),
-}
-
-impl Plan {
-    /// Copies are whole clusters (zeros beside the data are read with them); zeros are what is left.
-    fn hand_out(&self, source: &Image, pipeline: &Pipeline<Piece>, control: &mut Control<'_>) -> Result<()> {
-        if self.options.sparse_bytes == 0 {
-            self.copy(0..self.total, pipeline, control);
-            return Ok(());
-        }
-        let runs = if self.options.top_only { source.top_extents()? } else { source.extents()? };
-        // Everything before this was handed out; `pending` was not yet, and begins there if it is not empty.
-        let mut covered = 0u64;
-        let mut pending = 0..0;
-        for run in runs {
-            let run = run?;
-            control.check()?;
-            if run.data {
-                let start = (run.start / self.alignment * self.alignment).max(covered);
-                let end = run.end().next_multiple_of(self.alignment).min(self.total);
-                if start > pending.end || pending.is_empty() {
-                    self.copy(pending, pipeline, control);
-                    pending = start..start;
-                }
-                pending.end = pending.end.max(end);
-                covered = pending.end;
-                // What is long enough goes at once.
-                let whole = (pending.end - pending.start) / self.piece * self.piece;
-                if whole > 0 && !self.copy(pending.start..pending.start + whole, pipeline, control) {
-                    return Ok(());
-                }
-                pending.start += whole;
-                continue;
-            }
-            let (start, end) = (run.start.max(covered), run.end());
-            if start >= end {
-                continue;
-            }
-            covered = end;
-            let leave = if self.options.top_only { !run.zero } else { self.options.target_is_zero };
-            if leave {
-                pipeline.skip(end - start);
-            } else if !self.zero(start..end, pipeline, control) {
-                return Ok(());
-            }
-        }
-        self.copy(pending, pipeline, control);
-        Ok(())
-    }
-
-    fn copy(&self, mut range: Range<u64>, pipeline: &Pipeline<Piece>, control: &mut Control<'_>) -> bool {
-        while !range.is_empty() {
-            let end = range.end.min((range.start / self.piece + 1) * self.piece);
-            pipeline.pass(end - range.start, control);
-            if !pipeline.push(Piece::Copy(range.start..end), end - range.start, control) {
-                return false;
-            }
-            range.start = end;
-        }
-        true
-    }
-
-    fn zero(&self, mut range: Range<u64>, pipeline: &Pipeline<Piece>, control: &mut Control<'_>) -> bool {
-        while !range.is_empty() {
-            let end = range.end.min(range.start + ZERO_PIECE_BYTES);
-            if !pipeline.push(Piece::Zero(range.start..end), end - range.start, control) {
-                return false;
-            }
-            range.start = end;
-        }
-        true
-    }
+    Ok(Converted { offloaded_bytes: offloaded.load(Ordering::Relaxed) })
 }
 
 struct Copier {
-    source: Rc<DiskTasks>,
+    sources: Sources,
     target: Rc<DiskTasks>,
     packer: Option<Packer>,
+    offload: Option<Offload>,
     plan: Plan,
+}
+
+/// Copies that the host makes by itself, until it refuses one.
+struct Offload {
+    /// From each source.
+    from: Vec<CopyOffload>,
+    refused: Cell<bool>,
+    offloaded: Arc<AtomicU64>,
+}
+
+impl Offload {
+    fn open(
+        sources: &[Arc<Image>],
+        target: &Image,
+        ctx: &Rc<dyn ReactorCtx>,
+        offloaded: &Arc<AtomicU64>,
+    ) -> Result<Self> {
+        let from = sources.iter().map(|source| target.copy_offload(source, ctx)).collect::<Result<_>>()?;
+        Ok(Self { from, refused: Cell::new(false), offloaded: Arc::clone(offloaded) })
+    }
+
+    /// Whether the host has copied this range of a source.
+    async fn copy(&self, (index, from): (usize, u64), range: &Range<u64>) -> bool {
+        let length = range.end - range.start;
+        if self.refused.get() {
+            return false;
+        }
+        match self.from[index].copy(from, range.start, length).await {
+            Ok(true) => {
+                self.offloaded.fetch_add(length, Ordering::Relaxed);
+                true
+            }
+            Ok(false) => false,
+            // Whatever it is: reading and writing will meet it too, or can do without the host's help.
+            Err(_) => {
+                self.refused.set(true);
+                false
+            }
+        }
+    }
 }
 
 struct Scratch {
@@ -212,8 +191,14 @@ impl Worker for Copier {
 impl Copier {
     async fn copy(&self, range: Range<u64>, scratch: &mut Scratch) -> Result<()> {
         let (offset, length) = (range.start, (range.end - range.start) as usize);
+        if let Some(offload) = &self.offload
+            && let Some(place) = self.sources.one_that_holds(&range)
+            && offload.copy(place, &range).await
+        {
+            return Ok(());
+        }
         let Scratch { buf, parts, packing } = scratch;
-        self.source.read(offset, buf, length).await.map_err(|error| failed("reading", offset, error))?;
+        self.sources.read(offset, buf, length).await?;
         parts.clear();
         self.parts_to_write(&buf[..length], parts);
         let mut written = 0usize;

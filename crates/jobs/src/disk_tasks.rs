@@ -49,8 +49,13 @@ impl DiskTasks {
 
     /// Fills the first `length_bytes` of `buf` from the disk.
     pub(crate) async fn read(&self, offset: u64, buf: &mut AlignedBuf, length_bytes: usize) -> IoResult {
+        self.read_part(offset, buf, 0..length_bytes).await
+    }
+
+    /// Fills a part of `buf` from the disk.
+    pub(crate) async fn read_part(&self, offset: u64, buf: &mut AlignedBuf, part: std::ops::Range<usize>) -> IoResult {
         let shared = IoBuf::from_aligned(std::mem::replace(buf, AlignedBuf::zeroed(0)));
-        let data = shared.whole().slice(0, length_bytes);
+        let data = shared.whole().slice(part.start, part.len());
         let result = self.run(Op::Read { offset, data }).await;
         *buf = reclaim(shared);
         result

@@ -3,7 +3,7 @@
 //! * [`map`]: what lies where in a disk.
 //! * [`compare`]: whether two disks hold the same.
 //! * [`check`]: whether an image's tables agree.
-//! * [`convert`]: copying a disk into another image, and [`measure`]: how large that would become.
+//! * [`convert`]: copying disks into another image, and [`measure`]: how large that would become.
 //! * [`commit`]: what an overlay holds into a layer below, and [`rebase`]: another backing file.
 //! * [`resize_raw`], [`resize_qcow2`]: more or less room; [`edit`]: internal snapshots; [`amend`]: other options.
 //! * [`mod@bench`]: workloads on any disk, measured and verified.
@@ -18,6 +18,7 @@ mod commit;
 mod compare;
 mod control;
 mod convert;
+mod convert_plan;
 mod dd;
 mod disk_tasks;
 mod edit;
@@ -31,13 +32,14 @@ mod request_bench;
 mod resize;
 mod runs;
 mod shared_opener;
+mod sources;
 mod zeros;
 
 pub use check::check;
 pub use commit::{CommitOptions, commit};
 pub use compare::{CompareError, Comparison, Difference, Stage, compare};
 pub use control::{Control, Progress};
-pub use convert::{ConvertOptions, convert};
+pub use convert::{ConvertOptions, Converted, convert};
 pub use dd::dd;
 pub use edit::{amend, edit, resize_qcow2};
 pub use map::map;
@@ -45,3 +47,4 @@ pub use measure::{Measure, Target, measure, measure_size};
 pub use rebase::{RebaseOptions, rebase};
 pub use request_bench::{RequestBench, request_bench};
 pub use resize::resize_raw;
+pub use sources::{Salvage, Unreadable};

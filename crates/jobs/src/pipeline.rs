@@ -43,6 +43,8 @@ struct Shared<T> {
     /// A piece was added, or none will be.
     added: WaitList,
     done_bytes: AtomicU64,
+    /// Pieces that may wait, at most.
+    capacity: usize,
 }
 
 impl<T> Shared<T> {
@@ -55,12 +57,15 @@ impl<T> Shared<T> {
         let look = || {
             let mut state = self.lock();
             match state.waiting.pop_front() {
-                Some(item) => Some(Some(item)),
-                None => state.closed.then_some(None),
+                Some(item) => Some((Some(item), state.waiting.len())),
+                None => state.closed.then_some((None, 0)),
             }
         };
-        let next = self.added.until(look).await;
-        self.taken.notify_one();
+        let (next, left) = self.added.until(look).await;
+        // Not for each: waking somebody costs as much as copying a piece.
+        if left <= self.capacity / 2 {
+            self.taken.notify_one();
+        }
         next
     }
 
@@ -102,7 +107,6 @@ async fn run_task<W: Worker>(shared: Arc<Shared<W::Item>>, running: Rc<Running<W
 pub(crate) struct Pipeline<T> {
     shared: Arc<Shared<T>>,
     ended: Receiver<()>,
-    capacity: usize,
     total_bytes: u64,
     rate: Mutex<RateLimit>,
 }
@@ -116,21 +120,17 @@ impl<T: Send + 'static> Pipeline<T> {
         open: impl Fn(&Rc<dyn ReactorCtx>) -> Result<W> + Send + Sync + 'static,
     ) -> Result<Self> {
         let state = State { waiting: VecDeque::new(), closed: false, error: None };
+        let capacity = tasks * reactors.len() * WAITING_PER_TASK;
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             taken: Condvar::new(),
             added: WaitList::default(),
             done_bytes: AtomicU64::new(0),
+            capacity,
         });
         let (sender, ended) = channel();
         let open = Arc::new(open);
-        let pipeline = Self {
-            shared,
-            ended,
-            capacity: tasks * reactors.len() * WAITING_PER_TASK,
-            total_bytes,
-            rate: Mutex::new(RateLimit::new(None)),
-        };
+        let pipeline = Self { shared, ended, total_bytes, rate: Mutex::new(RateLimit::new(None)) };
         for reactor in reactors {
             let (shared, open, sender) = (Arc::clone(&pipeline.shared), Arc::clone(&open), sender.clone());
             let start = move |ctx: &Rc<dyn ReactorCtx>| -> Result<()> {
@@ -161,7 +161,7 @@ impl<T: Send + 'static> Pipeline<T> {
     /// [`Pipeline::finish`].
     pub(crate) fn push(&self, item: T, bytes: u64, control: &mut Control<'_>) -> bool {
         let mut state = self.shared.lock();
-        while state.waiting.len() >= self.capacity && !state.closed {
+        while state.waiting.len() >= self.shared.capacity && !state.closed {
             // Told first: under a simulator it is this that makes time pass.
             drop(state);
             control.tell(self.shared.done_bytes.load(Ordering::Relaxed), self.total_bytes);
@@ -169,7 +169,7 @@ impl<T: Send + 'static> Pipeline<T> {
                 return false;
             }
             state = self.shared.lock();
-            if state.waiting.len() >= self.capacity && !state.closed {
+            if state.waiting.len() >= self.shared.capacity && !state.closed {
                 (state, _) = self.shared.taken.wait_timeout(state, TICK).unwrap_or_else(PoisonError::into_inner);
             }
         }

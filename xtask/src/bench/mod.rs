@@ -7,6 +7,8 @@
 
 mod cells;
 mod files;
+mod half_full;
+mod images;
 mod measure;
 mod opening;
 mod page;
@@ -44,9 +46,12 @@ pub(crate) struct BenchArguments {
     /// Count instructions a request with callgrind instead (4 KiB cells on the null disk and on tmpfs).
     #[arg(long)]
     profile: bool,
-    /// Size of the files.
-    #[arg(long, default_value_t = 1024, value_name = "MIB")]
-    size_mib: u64,
+    /// Measure the image tool beside qemu-img instead; prints its table, or writes it where --output says.
+    #[arg(long)]
+    images: bool,
+    /// Size of the files [default: 1024; 4096 with --images].
+    #[arg(long, value_name = "MIB")]
+    size_mib: Option<u64>,
     /// Where the files on a disk are made [default: below the build directory].
     #[arg(long, value_name = "PATH")]
     directory: Option<PathBuf>,
@@ -74,12 +79,22 @@ struct Outcome {
     reference: Vec<Sample>,
 }
 
+impl BenchArguments {
+    /// Size of the files that are served.
+    fn served_mib(&self) -> u64 {
+        self.size_mib.unwrap_or(1024)
+    }
+}
+
 /// What a measurement takes besides its time: starting and ending a server and a client.
 const AROUND_SECONDS: f64 = 0.4;
 /// What the large image takes: to make it, and a round.
 const OPENING_SECONDS: (f64, f64) = (20.0, 3.0);
 
 pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
+    if arguments.images {
+        return images::run(arguments, || arguments.ringdisk.clone().map_or_else(build_ringdisk, Ok));
+    }
     let is_chosen =
         |name: &str| arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()));
     let cells: Vec<Cell> = cells::all().into_iter().filter(|cell| is_chosen(&cell.name())).collect();
@@ -129,7 +144,7 @@ fn measure_all(
         cells.retain(|cell| !kept.has(&cell.name(), &stamp));
         opens &= !kept.has(opening::NAME, &stamp);
     }
-    let files = Files::create(arguments.directory.as_deref(), arguments.size_mib, &cells)?;
+    let files = Files::create(arguments.directory.as_deref(), arguments.served_mib(), &cells)?;
     let mut outcomes = Vec::new();
     let start = Instant::now();
     for (number, cell) in cells.iter().enumerate() {

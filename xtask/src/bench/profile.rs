@@ -35,7 +35,7 @@ pub(super) fn run(cells: &[Cell], tools: &Tools, arguments: &BenchArguments) -> 
     }
     let cells: Vec<Cell> = cells.iter().filter(|cell| is_countable(cell)).copied().collect();
     ensure!(!cells.is_empty(), "instructions are counted of 4 KiB requests on the null disk and on tmpfs only");
-    let files = Files::create(arguments.directory.as_deref(), arguments.size_mib, &cells)?;
+    let files = Files::create(arguments.directory.as_deref(), arguments.served_mib(), &cells)?;
     let directory = workspace::target().join("callgrind");
     std::fs::create_dir_all(&directory)?;
     println!("instructions a request in user space, and the functions that take most of them (with what they inline):");

@@ -136,11 +136,11 @@ impl Args {
 }
 
 /// Before a copy with bitmaps is begun.
-pub(super) fn refuse_without_bitmaps(source: &Image, target: Format) -> anyhow::Result<()> {
+pub(super) fn refuse_without_bitmaps(source: &Image, target: Option<Format>) -> anyhow::Result<()> {
     if source.qcow2_header().is_none_or(|header| header.version < 3) {
         bail!("Source lacks bitmap support");
     }
-    if target == Format::Raw {
+    if target == Some(Format::Raw) {
         bail!("Format driver 'raw' does not support bitmaps");
     }
     match source.bitmaps()?.iter().find(|bitmap| bitmap.in_use) {

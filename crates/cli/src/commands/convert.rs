@@ -1,24 +1,28 @@
-//! `ringdisk convert`: a disk copied into another image, in qemu-img's words.
+//! `ringdisk convert`: disks copied into another image, in qemu-img's words.
 
-use crate::tool::{OpenArgs, ProgressArgs, Reactors, Watch, open_writable, parse_format, sync_directory};
+use crate::image_name::ImageName;
+use crate::output::{self, usage};
+use crate::tool::{
+    OpenArgs, ProgressArgs, Reactors, Watch, leave_page_cache, open_writable, parse_format, sync_directory,
+};
 use anyhow::{Context, bail};
 use block::Disk;
 use daemon::parse_size;
 use image::{Format, Image};
-use jobs::ConvertOptions;
+use jobs::{ConvertOptions, Salvage, Unreadable};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Copy a disk into a new image, sparse where it is sparse. A target that exists is overwritten; half a target is
-/// removed.
+/// Copy a disk, or several one behind the other, into a new image, sparse where they are sparse. A target that exists is
+/// overwritten; half a target is removed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the source; guessed from its contents where not given.
     #[arg(short, value_name = "FORMAT")]
     format: Option<String>,
-    /// Format of the target: raw or qcow2.
-    #[arg(short = 'O', value_name = "FORMAT", default_value = "raw")]
-    output_format: String,
+    /// Format of the target: raw (default) or qcow2.
+    #[arg(short = 'O', value_name = "FORMAT")]
+    output_format: Option<String>,
     /// Options of the target's format, key=value,...
     #[arg(short, value_name = "OPTIONS")]
     options: Vec<String>,
@@ -52,7 +56,8 @@ pub(crate) struct Args {
     /// Copy the disk as it was at a snapshot: an id, a name, or snapshot.id=ID,snapshot.name=NAME.
     #[arg(short = 'l', value_name = "SNAPSHOT")]
     snapshot: Option<String>,
-    /// Try to let the host copy (taken for a wish: the copy is made through memory).
+    /// Let the host copy data by itself (copy_file_range, a reflink where the file system makes one), where it can. Data
+    /// are not searched for zeros then.
     #[arg(short = 'C')]
     copy_offload: bool,
     /// At most so many bytes of data a second.
@@ -61,36 +66,98 @@ pub(crate) struct Args {
     /// Copy the persistent bitmaps of the source's top layer too.
     #[arg(long)]
     bitmaps: bool,
-    /// Go on after errors (not supported).
+    /// What cannot be read becomes zeros, with a warning that says where.
     #[arg(long)]
     salvage: bool,
-    /// TARGET is a description of an image (not supported).
+    /// The target is a description of an image that exists (-n): driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     target_image_opts: bool,
     #[command(flatten)]
     open: OpenArgs,
     #[command(flatten)]
     progress: ProgressArgs,
-    /// The source.
-    source: PathBuf,
-    /// The target.
-    target: PathBuf,
+    /// The sources, and the target last.
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+}
+
+/// The target, as it was named.
+struct Target {
+    path: PathBuf,
+    /// Not said, of a target that exists: it is looked at.
+    format: Option<Format>,
 }
 
 impl Args {
-    fn refuse_unsupported(&self) -> anyhow::Result<()> {
-        let unsupported = [(self.salvage, "--salvage"), (self.target_image_opts, "--target-image-opts")];
-        match unsupported.iter().find(|(wanted, _)| *wanted) {
-            Some((_, what)) => bail!("convert: {what} is not supported"),
+    /// What cannot go together, in qemu-img's order and words.
+    fn refuse_contradictions(&self) -> anyhow::Result<()> {
+        let refused = [
+            (self.compress && self.copy_offload, "Cannot enable copy offloading when -c is used"),
+            (self.copy_offload && self.sparse.is_some(), "Cannot enable copy offloading when -S is used"),
+            (self.salvage && self.copy_offload, "Cannot use copy offloading in salvaging mode"),
+            (self.target_image_opts && !self.no_create, "--target-image-opts requires use of -n flag"),
+            (self.no_create && !self.options.is_empty(), "-o has no effect when skipping image creation"),
+        ];
+        match refused.iter().find(|(is_so, _)| *is_so) {
+            Some((_, why)) => bail!("{why}"),
             None => Ok(()),
         }
+    }
+
+    fn sources_and_target(&self) -> anyhow::Result<(&[PathBuf], Target)> {
+        let (target, sources) = match self.files.split_last() {
+            Some((target, sources)) if !sources.is_empty() => (target, sources),
+            _ => return Err(usage("Must specify image file name: one source or more, and the target")),
+        };
+        if sources.len() > 1 && self.backing.is_some() {
+            bail!("Having a backing file for the target makes no sense when concatenating multiple input images");
+        }
+        let target = match self.target_image_opts {
+            true => {
+                let ImageName { path, format } = ImageName::of(target, self.output_format.as_deref(), true)?;
+                Target { path, format }
+            }
+            false => {
+                let format = self.output_format.as_deref().unwrap_or("raw").parse()?;
+                Target { path: target.clone(), format: Some(format) }
+            }
+        };
+        if self.compress && target.format == Some(Format::Raw) {
+            bail!("Compression not supported for this file format");
+        }
+        Ok((sources, target))
+    }
+
+    /// A snapshot that is named as such is the first source's; a bare name has to be of the only one.
+    fn open_sources(&self, paths: &[PathBuf]) -> anyhow::Result<Vec<Arc<Image>>> {
+        let snapshot = self.snapshot.as_deref();
+        if paths.len() > 1 && snapshot.is_some_and(|name| !name.starts_with("snapshot.")) {
+            bail!("No support for concatenating multiple snapshot");
+        }
+        let open = |(index, path): (usize, &PathBuf)| {
+            self.open.open_at(path, self.format.as_deref(), &[], snapshot.filter(|_| index == 0))
+        };
+        paths.iter().enumerate().map(open).collect()
+    }
+
+    fn salvage(&self, paths: &[PathBuf]) -> Option<Salvage> {
+        let (paths, quiet) = (paths.to_vec(), self.progress.quiet);
+        let tell = move |lost: Unreadable| {
+            let Unreadable { source, offset, length_bytes, error } = lost;
+            let name = paths.get(source).map(|path| path.display().to_string()).unwrap_or_default();
+            if !quiet {
+                let what = format!("error while reading {length_bytes} bytes at offset {offset} of '{name}'");
+                output::warn(&format!("warning: {what}: {error}; they are zeros in the target"));
+            }
+        };
+        self.salvage.then(|| Salvage(Arc::new(tell)))
     }
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    args.refuse_unsupported()?;
-    let format: Format = args.output_format.parse()?;
     let backing_format = parse_format(args.backing_format.as_deref())?;
+    args.refuse_contradictions()?;
+    let (paths, target) = args.sources_and_target()?;
     let options = ConvertOptions {
         sparse_bytes: parse_size(args.sparse.as_deref().unwrap_or("4k"))?,
         target_is_new: !args.no_create,
@@ -99,35 +166,30 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         compress: args.compress,
         depth: usize::from(args.requests),
         rate: args.rate.as_deref().map(parse_size).transpose().context("Invalid rate limit specified")?,
+        offload: args.copy_offload,
+        salvage: args.salvage(paths),
     };
-    if args.copy_offload && args.sparse.is_some() {
-        bail!("Cannot enable copy offloading when -S is used");
+    let sources = args.open_sources(paths)?;
+    for source in &sources {
+        refuse_same_file(source, &target.path)?;
     }
-    if args.no_create && !args.options.is_empty() {
-        bail!("convert: -n takes the target as it is, -o has no meaning with it");
-    }
-    if args.compress && format != Format::Qcow2 {
-        bail!("Compression not supported for this file format");
-    }
-    let source = args.open.open_at(&args.source, args.format.as_deref(), &[], args.snapshot.as_deref())?;
-    refuse_same_file(&source, &args.target)?;
-    if args.bitmaps {
-        super::bitmap::refuse_without_bitmaps(&source, format)?;
+    if let Some(first) = sources.first().filter(|_| args.bitmaps) {
+        super::bitmap::refuse_without_bitmaps(first, target.format)?;
     }
     let mut watch = Watch::start(&args.progress)?;
-    if !args.no_create {
-        let size = source.info().size_bytes;
+    if let Some(format) = target.format.filter(|_| !args.no_create) {
+        let size = sources.iter().map(|source| source.info().size_bytes).sum();
         let backing = args.backing.as_deref();
-        super::create::target(&args.target, format, &args.options, backing, backing_format, size)?;
+        super::create::target(&target.path, format, &args.options, backing, backing_format, size)?;
     }
-    let copied = copy(args, format, &source, &options, &mut watch);
-    let Err(error) = copied else { return sync_directory(&args.target) };
+    let copied = copy(args, &target, &sources, &options, &mut watch);
+    let Err(error) = copied else { return sync_directory(&target.path) };
     Err(match args.no_create {
         true => {
             let what = if watch.was_interrupted() { error.context("interrupted") } else { error };
-            what.context(format!("'{}' is incomplete", args.target.display()))
+            what.context(format!("'{}' is incomplete", target.path.display()))
         }
-        false => remove_target(&args.target, error, watch.was_interrupted()),
+        false => remove_target(&target.path, error, watch.was_interrupted()),
     })
 }
 
@@ -145,20 +207,27 @@ pub(super) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bo
 
 fn copy(
     args: &Args,
-    format: Format,
-    source: &Arc<Image>,
+    target: &Target,
+    sources: &[Arc<Image>],
     options: &ConvertOptions,
     watch: &mut Watch,
 ) -> anyhow::Result<()> {
     // The user named the backing file and the data file, so they may be opened wherever they lie.
     let allow = if args.backing.is_some() || !args.no_create { "any" } else { &args.open.allow_backing };
-    let target = open_writable(&args.target, format, &args.target_cache, allow)?;
+    let image = open_writable(&target.path, target.format, &args.target_cache, allow)?;
     let reactors = Reactors::start("convert")?;
-    let done = watch.run(|control| jobs::convert(source, &target, options, &reactors.handles(), control));
+    let done = watch.run(|control| jobs::convert(sources, &image, options, &reactors.handles(), control));
     reactors.stop()?;
-    done?;
-    drop(target);
-    if args.bitmaps { super::bitmap::copy_all(source, &args.target) } else { Ok(()) }
+    let done = done?;
+    if args.copy_offload {
+        tracing::info!(offloaded_bytes = done.offloaded_bytes, "copied by the host");
+    }
+    drop(image);
+    leave_page_cache(&target.path, &args.target_cache)?;
+    match sources.first().filter(|_| args.bitmaps) {
+        Some(first) => super::bitmap::copy_all(first, &target.path),
+        None => Ok(()),
+    }
 }
 
 /// A source that is overwritten would be lost.

@@ -2,7 +2,7 @@
 
 use crate::image_name::ImageName;
 use crate::output;
-use crate::tool::{OpenArgs, ProgressArgs, Reactors, Watch, open_writable, sync_directory};
+use crate::tool::{OpenArgs, ProgressArgs, Reactors, Watch, leave_page_cache, open_writable, sync_directory};
 use anyhow::{anyhow, bail};
 use block::{Disk, SECTOR_BYTES};
 use daemon::parse_size;
@@ -18,6 +18,9 @@ pub(crate) struct Args {
     /// Format of the target: raw or qcow2.
     #[arg(short = 'O', value_name = "FORMAT", default_value = "raw")]
     output_format: String,
+    /// Cache mode of the target: writeback, none, writethrough, directsync, unsafe (it is not made durable).
+    #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
+    target_cache: String,
     #[command(flatten)]
     open: OpenArgs,
     #[command(flatten)]
@@ -78,7 +81,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let part = part.unwrap_or(0..0);
     let size = (part.end - part.start).next_multiple_of(SECTOR_BYTES);
     super::create::target(&operands.target, format, &[], None, None, size)?;
-    let target = open_writable(&operands.target, format, "writeback", "deny")?;
+    let target = open_writable(&operands.target, Some(format), &args.target_cache, "deny")?;
     let reactors = Reactors::start("dd")?;
     let mut watch = Watch::start(&args.progress)?;
     let done = watch.run(|control| jobs::dd(&source, part, &target, &reactors.handles(), control));
@@ -87,5 +90,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         drop(target);
         return Err(super::convert::remove_target(&operands.target, error.into(), watch.was_interrupted()));
     }
+    drop(target);
+    leave_page_cache(&operands.target, &args.target_cache)?;
     sync_directory(&operands.target)
 }

@@ -21,12 +21,8 @@ impl Difference {
 }
 
 /// All of them.
-pub(crate) const OTHERS: &[Difference] = &[
-    refused("convert", "-C", "taken for a wish: the copy is made through memory"),
-    refused("convert", "--salvage", "refused: an unreadable source ends the copy"),
-    refused("convert", "--target-image-opts", "refused: name the target with -O and -t"),
-    refused("*", "--object", "refused: nothing here uses secrets or other objects"),
-];
+pub(crate) const OTHERS: &[Difference] =
+    &[refused("*", "--object", "refused: nothing here uses secrets or other objects")];
 
 /// What is different about a flag of a verb; `None` where nothing is.
 pub(crate) fn difference(verb: &str, flag: &str) -> Option<&'static Difference> {

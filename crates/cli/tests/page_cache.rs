@@ -1,0 +1,78 @@
+//! With cache mode none, tools leave the host's page cache as it was.
+
+mod common;
+
+use common::{has_tool, path_str, run, run_ok, text, tool_ok};
+use std::path::Path;
+
+const BYTES: usize = 6 << 20;
+
+/// How many bytes of a file are in the page cache.
+fn cached_bytes(path: &Path) -> u64 {
+    let said = tool_ok("fincore", &["--bytes", "--noheadings", "--output", "RES", path_str(path)]);
+    said.trim().parse().unwrap()
+}
+
+/// Makes the file durable and forgets its pages.
+fn forget(path: &Path) {
+    tool_ok("sync", &[path_str(path)]);
+    tool_ok("dd", &[&format!("if={}", path_str(path)), "iflag=nocache", "count=0", "status=none"]);
+}
+
+#[test]
+fn copying_and_comparing_past_the_page_cache_leave_nothing_in_it_and_throw_nothing_out() {
+    if !has_tool("fincore") || !has_tool("dd") {
+        return;
+    }
+    // Where the build lies rather than where temporary files do: those may have no direct I/O.
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let raw = at("s.raw");
+    std::fs::write(&raw, (0..BYTES).map(|index| (index / 777 % 255) as u8).collect::<Vec<_>>()).unwrap();
+    forget(&raw);
+    let convert = |flags: &[&str], source: &Path, format: &str, target: &Path| {
+        let formats = ["-f", if format == "raw" { "qcow2" } else { "raw" }, "-O", format];
+        run(&[&["convert"], flags, &formats, &[path_str(source), path_str(target)]].concat())
+    };
+    let direct = ["-T", "none", "-t", "none"];
+    let [qcow2, packed, back, part] = ["t.qcow2", "c.qcow2", "t.raw", "p.raw"].map(at);
+    let first = convert(&direct, &raw, "qcow2", &qcow2);
+    if !first.status.success() && text(&first.stderr).contains("no direct I/O") {
+        // It says so, and leaves no half of a target.
+        assert!(!qcow2.exists());
+        return;
+    }
+    assert!(first.status.success(), "{}", text(&first.stderr));
+    assert!(convert(&[&direct[..], &["-c"]].concat(), &raw, "qcow2", &packed).status.success());
+    assert!(convert(&direct, &qcow2, "raw", &back).status.success());
+    run_ok(&[
+        "dd",
+        "-T",
+        "none",
+        "-t",
+        "none",
+        "-f",
+        "raw",
+        "bs=1M",
+        "skip=1",
+        &format!("if={}", path_str(&raw)),
+        &format!("of={}", path_str(&part)),
+    ]);
+    let same = ["compare", "-T", "none", "-f", "raw", "-F", "qcow2", path_str(&raw)];
+    for image in [&qcow2, &packed] {
+        assert_eq!(run_ok(&[&same[..], &[path_str(image)]].concat()), "Images are identical.\n");
+    }
+    for path in [&raw, &qcow2, &packed, &back, &part] {
+        assert_eq!(cached_bytes(path), 0, "{}", path.display());
+    }
+    // What was there stays there.
+    assert_eq!(std::fs::read(&raw).unwrap().len(), BYTES);
+    let before = cached_bytes(&raw);
+    assert!(before >= BYTES as u64);
+    assert!(convert(&direct, &raw, "qcow2", &qcow2).status.success());
+    assert_eq!((cached_bytes(&raw), cached_bytes(&qcow2)), (before, 0));
+    // The test can tell: the page cache takes part where nothing else was said.
+    forget(&raw);
+    assert!(convert(&[], &raw, "qcow2", &qcow2).status.success());
+    assert!(cached_bytes(&raw) > 0 && cached_bytes(&qcow2) > 0);
+}

@@ -1,0 +1,127 @@
+//! Copies that the host makes by itself, from a layer's file to the top layer's of another image: for jobs that fill an
+//! image, off the path of requests.
+
+use crate::compressed::Begun;
+use crate::image::{Chain, Image};
+use crate::layer::Mapping;
+use block::{
+    CopyRange, Error, ErrorKind, Extent, File, FileQueue, IoError, IoResult, MetaIo, Participant, ReactorCtx, Result,
+};
+use format_qcow2::{Fill, Prepared, Qcow2};
+use std::any::Any;
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// Lets the host copy from one image to another, on one reactor. What it copied is durable after a flush of the target.
+pub struct CopyOffload {
+    source: Arc<Chain>,
+    source_metas: Vec<MetaIo>,
+    target: Arc<Chain>,
+    file: Rc<dyn FileQueue>,
+    meta: MetaIo,
+    /// Where the target has epochs.
+    participant: Option<Rc<RefCell<Participant>>>,
+}
+
+/// Bytes of a file that are to go into the target.
+struct Found<'a> {
+    file: &'a Arc<dyn File>,
+    offset: u64,
+    length_bytes: u64,
+}
+
+impl Found<'_> {
+    /// Whether the file goes as far: what is behind its end the kernel does not copy.
+    fn is_whole(&self) -> bool {
+        let end = self.offset.saturating_add(self.length_bytes);
+        self.file.length_bytes().is_ok_and(|length_bytes| end <= length_bytes)
+    }
+}
+
+impl Image {
+    /// Copies from `source` to this image; called on the reactor's thread.
+    pub fn copy_offload(&self, source: &Self, ctx: &Rc<dyn ReactorCtx>) -> Result<CopyOffload> {
+        let metas = source.chain.layers.iter().map(|layer| layer.open_queues(ctx).map(|(_, meta)| meta));
+        let source_metas = metas.collect::<Result<_>>()?;
+        let target = Arc::clone(&self.chain);
+        let top = target.top().map_err(|error| Error::with_source(ErrorKind::Io, "an image without layers", error))?;
+        let (file, meta) = top.open_queues(ctx)?;
+        let participant = match &top.mapping {
+            Mapping::Raw(_) => None,
+            Mapping::Qcow2(qcow2) => Some(Rc::new(RefCell::new(qcow2.epochs().join()))),
+        };
+        Ok(CopyOffload { source: Arc::clone(&source.chain), source_metas, target, file, meta, participant })
+    }
+}
+
+impl CopyOffload {
+    /// Copies a range of the source to `to`, if it lies in files as it is and its place in the target takes it whole.
+    /// False: it does not, and part of it may have been copied. An error is the host's: it will not copy the next range
+    /// either. Nobody else may write there meanwhile.
+    pub async fn copy(&self, from: u64, to: u64, length_bytes: u64) -> IoResult<bool> {
+        self.source.check_range(from, length_bytes)?;
+        self.target.check_range(to, length_bytes)?;
+        if self.target.guessed_raw {
+            // What is written there has to be looked at.
+            return Ok(false);
+        }
+        let mut done = 0;
+        while done < length_bytes {
+            let (at, left) = (from.saturating_add(done), length_bytes.saturating_sub(done));
+            let place = self.source.resolve(&self.source_metas, at, left).await?;
+            let Extent::Data { offset, .. } = place.extent else { return Ok(false) };
+            let file = self.source.layer(place.layer)?.data_file();
+            let found = Found { file, offset, length_bytes: place.length_bytes.min(left) };
+            if !found.is_whole() {
+                return Ok(false);
+            }
+            match self.copy_extent(found, to.saturating_add(done)).await? {
+                0 => return Ok(false),
+                copied => done = done.saturating_add(copied),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Copies the start of what was found; returns how much.
+    async fn copy_extent(&self, found: Found<'_>, to: u64) -> IoResult<u64> {
+        match (&self.target.top()?.mapping, &self.participant) {
+            (Mapping::Raw(raw), _) if raw.needs_padding(to.saturating_add(found.length_bytes)) => Ok(0),
+            (Mapping::Qcow2(qcow2), Some(participant)) => {
+                // Should this task be dropped, the space stays taken until the copy has ended.
+                let begun = Rc::new(Begun::now(participant, qcow2));
+                self.copy_to_clusters(qcow2, found, to, begun).await
+            }
+            (Mapping::Raw(_), _) => self.start(&found, to, found.length_bytes, Rc::new(())).await,
+            (Mapping::Qcow2(_), None) => Err(IoError::EIO),
+        }
+    }
+
+    async fn copy_to_clusters(&self, qcow2: &Qcow2, found: Found<'_>, to: u64, begun: Rc<Begun>) -> IoResult<u64> {
+        match qcow2.prepare_write(&self.meta, to, found.length_bytes).await? {
+            Prepared::InPlace { offset, length_bytes } => {
+                self.start(&found, offset, length_bytes.min(found.length_bytes), begun).await
+            }
+            Prepared::New(allocation) => {
+                let head = to.saturating_sub(allocation.guest_offset);
+                let room = allocation.length_bytes.saturating_sub(head);
+                let fits = (head == 0 || allocation.head == Fill::None)
+                    && (room <= found.length_bytes || allocation.tail == Fill::None);
+                if !fits {
+                    return Ok(0);
+                }
+                let offset = allocation.file_offset.saturating_add(head);
+                let copied = self.start(&found, offset, room.min(found.length_bytes), begun).await?;
+                qcow2.commit_write(&self.meta, allocation).await?;
+                Ok(copied)
+            }
+        }
+    }
+
+    async fn start(&self, found: &Found<'_>, offset: u64, length_bytes: u64, keep: Rc<dyn Any>) -> IoResult<u64> {
+        let copy = CopyRange { source: Arc::clone(found.file), source_offset: found.offset, offset, length_bytes };
+        self.file.start_copy(copy, keep).await?;
+        Ok(length_bytes)
+    }
+}

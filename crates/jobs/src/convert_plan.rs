@@ -1,0 +1,190 @@
+//! What of the sources of a conversion is copied, zeroed or left alone, in which pieces.
+
+use crate::pipeline::Pipeline;
+use crate::{Control, ConvertOptions};
+use block::Result;
+use image::{Extents, Image, Run};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Zeroed at once: metadata mostly.
+const ZERO_PIECE_BYTES: u64 = 64 << 20;
+/// What is tried at once where a damaged table does not say what lies there.
+const SALVAGE_STEP_BYTES: u64 = 64 << 10;
+
+/// What goes where in which pieces.
+#[derive(Clone)]
+pub(crate) struct Plan {
+    /// Copies begin at multiples of this, and end there or at the end of the disk.
+    pub(crate) alignment: u64,
+    /// Copied at once, at most; a multiple of the alignment.
+    pub(crate) piece: u64,
+    pub(crate) total: u64,
+    pub(crate) options: ConvertOptions,
+}
+
+/// Of the target.
+pub(crate) enum Piece {
+    Copy(Range<u64>),
+    Zero(Range<u64>),
+}
+
+impl Plan {
+    /// Copies are whole clusters (zeros beside the data are read with them); zeros are what is left.
+    pub(crate) fn hand_out(
+        &self,
+        sources: &[Arc<Image>],
+        places: &[Range<u64>],
+        pipeline: &Pipeline<Piece>,
+        control: &mut Control<'_>,
+    ) -> Result<()> {
+        let mut walk = Walk { plan: self, pipeline, covered: 0, pending: 0..0, held: Vec::new() };
+        if self.options.sparse_bytes == 0 {
+            walk.copy(0..self.total, control);
+            return Ok(());
+        }
+        for run in self.runs(sources, places) {
+            let run = run?;
+            control.check()?;
+            if !(if run.data { walk.data(run, control) } else { walk.zero(run, control) }) {
+                return Ok(());
+            }
+        }
+        walk.end(control);
+        Ok(())
+    }
+
+    /// The runs of all sources, where they come to lie.
+    fn runs(&self, sources: &[Arc<Image>], places: &[Range<u64>]) -> impl Iterator<Item = Result<Run>> {
+        let runs_of = |source: &Arc<Image>, start: u64| -> Box<dyn Iterator<Item = Result<Run>>> {
+            let extents = if self.options.top_only { source.top_extents() } else { source.extents() };
+            let moved = move |run: Run| Run { start: run.start + start, ..run };
+            match (extents, self.options.salvage.is_some()) {
+                (Ok(extents), false) => Box::new(extents.map(move |run| run.map(moved))),
+                (Ok(extents), true) => Box::new(Salvaged(extents).map(move |run| run.map(moved))),
+                (Err(error), _) => Box::new(std::iter::once(Err(error))),
+            }
+        };
+        let each: Vec<_> = sources.iter().zip(places).map(|(source, place)| runs_of(source, place.start)).collect();
+        each.into_iter().flatten()
+    }
+}
+
+/// The runs of a disk; what its tables do not tell is worth a try.
+struct Salvaged(Extents);
+
+impl Iterator for Salvaged {
+    type Item = Result<Run>;
+
+    fn next(&mut self) -> Option<Result<Run>> {
+        match self.0.next()? {
+            Ok(run) => Some(Ok(run)),
+            Err(error) => Some(self.0.step_over(SALVAGE_STEP_BYTES).ok_or(error).map(|Range { start, end }| Run {
+                start,
+                length_bytes: end - start,
+                depth: 0,
+                present: true,
+                zero: false,
+                data: true,
+                compressed: false,
+                offset: None,
+            })),
+        }
+    }
+}
+
+/// A walk along the runs.
+struct Walk<'a> {
+    plan: &'a Plan,
+    pipeline: &'a Pipeline<Piece>,
+    /// Everything before this is decided.
+    covered: u64,
+    /// To be copied, and not handed out yet: more may follow.
+    pending: Range<u64>,
+    /// Zeros that end within a cluster, and whether they are left alone: data that follow there are copied with them.
+    held: Vec<(Range<u64>, bool)>,
+}
+
+/// All return false when no more is wanted.
+impl Walk<'_> {
+    fn data(&mut self, run: Run, control: &mut Control<'_>) -> bool {
+        let Plan { alignment, piece, total, .. } = *self.plan;
+        if let Some((first, _)) = self.held.first() {
+            self.covered = first.start;
+            self.held.clear();
+        }
+        let start = (run.start / alignment * alignment).max(self.covered);
+        let end = run.end().next_multiple_of(alignment).min(total);
+        if start > self.pending.end || self.pending.is_empty() {
+            let pending = std::mem::replace(&mut self.pending, start..start);
+            if !self.copy(pending, control) {
+                return false;
+            }
+        }
+        self.pending.end = self.pending.end.max(end);
+        self.covered = self.pending.end;
+        // What is long enough goes at once.
+        let whole = (self.pending.end - self.pending.start) / piece * piece;
+        let first = self.pending.start;
+        self.pending.start += whole;
+        self.copy(first..first + whole, control)
+    }
+
+    fn zero(&mut self, run: Run, control: &mut Control<'_>) -> bool {
+        let Plan { alignment, total, .. } = *self.plan;
+        let (start, end) = (run.start.max(self.covered), run.end());
+        if start >= end {
+            return true;
+        }
+        self.covered = end;
+        let options = &self.plan.options;
+        let leave = if options.top_only { !run.zero } else { options.target_is_zero };
+        let cut = if end == total { end } else { (end / alignment * alignment).max(start) };
+        if cut > start && !(self.release(control) && self.fill(start..cut, leave, control)) {
+            return false;
+        }
+        if cut < end {
+            self.held.push((cut..end, leave));
+        }
+        true
+    }
+
+    /// No data follow in the cluster where the last zeros end.
+    fn release(&mut self, control: &mut Control<'_>) -> bool {
+        let held = std::mem::take(&mut self.held);
+        held.into_iter().all(|(range, leave)| self.fill(range, leave, control))
+    }
+
+    fn end(&mut self, control: &mut Control<'_>) -> bool {
+        let pending = std::mem::take(&mut self.pending);
+        self.release(control) && self.copy(pending, control)
+    }
+
+    fn copy(&self, mut range: Range<u64>, control: &mut Control<'_>) -> bool {
+        let piece = self.plan.piece;
+        while !range.is_empty() {
+            let end = range.end.min((range.start / piece + 1) * piece);
+            self.pipeline.pass(end - range.start, control);
+            if !self.pipeline.push(Piece::Copy(range.start..end), end - range.start, control) {
+                return false;
+            }
+            range.start = end;
+        }
+        true
+    }
+
+    fn fill(&self, mut range: Range<u64>, leave: bool, control: &mut Control<'_>) -> bool {
+        if leave {
+            self.pipeline.skip(range.end - range.start);
+            return true;
+        }
+        while !range.is_empty() {
+            let end = range.end.min(range.start + ZERO_PIECE_BYTES);
+            if !self.pipeline.push(Piece::Zero(range.start..end), end - range.start, control) {
+                return false;
+            }
+            range.start = end;
+        }
+        true
+    }
+}
