@@ -91,7 +91,7 @@ fn is_inline(request: &Request) -> bool {
                 let frees = mode & libc::FALLOC_FL_PUNCH_HOLE != 0;
                 length <= INLINE_BYTES as u64 || (frees && file.ends_by(request.offset))
             }
-            Action::Truncate | Action::DiscardBlocks { .. } => false,
+            Action::Truncate | Action::DiscardBlocks { .. } | Action::BeginWriteback | Action::CopyFrom { .. } => false,
         }
 }
 
