@@ -152,7 +152,7 @@ const CONCATENATE: &[&str] = &[
 ];
 
 const SALVAGE: &[&str] =
-    &["convert --salvage bad.bin a.raw", "convert --salvage -O qcow2 -S 0 bad.bin b.qcow2", "check -q b.qcow2"];
+    &["convert --salvage bad.raw a.raw", "convert --salvage -O qcow2 -S 0 bad.raw b.qcow2", "check -q b.qcow2"];
 
 const COMMIT: &[&str] = &[
     "create -q -f raw base.raw 4M",
@@ -403,7 +403,7 @@ fn salvage_takes_what_cannot_be_read_for_zeros_as_qemu_img_does() {
         return;
     }
     let bad = with_an_unreadable_cluster();
-    agree_on(&[("bad.bin", bad.clone())], SALVAGE);
+    agree_on(&[("bad.raw", bad.clone())], SALVAGE);
     let dir = directory();
     let [image, target] = ["bad.qcow2", "good.raw"].map(|name| common::at(&dir, name));
     std::fs::write(&image, &bad).unwrap();
