@@ -55,7 +55,7 @@ pub(super) fn write_half_full(path: &Path, size_bytes: u64) -> Result<()> {
     while at < size_bytes {
         let run = |dice: &mut Dice| (1 + dice.next() % RUN_UNITS_MAX) * UNIT_BYTES;
         let (length, gap) = (run(&mut dice).min(size_bytes - at), run(&mut dice));
-        let pool = &pools[usize::from(dice.next() % 4 == 0)];
+        let pool = &pools[usize::from(dice.next().is_multiple_of(4))];
         // Nowhere the same bytes for long.
         let start = dice.next() as usize % (POOL_BYTES - length as usize);
         file.write_all_at(&pool[start..start + length as usize], at)?;
