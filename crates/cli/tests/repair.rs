@@ -14,7 +14,7 @@ fn u64_at(bytes: &[u8], at: u64) -> u64 {
     u64::from_be_bytes(bytes[at as usize..at as usize + 8].try_into().unwrap())
 }
 
-/// Small images: with a snapshot, of version 2, with the narrowest refcounts, with lazy ones.
+/// Small images: with a snapshot, of version 2, with the narrowest refcounts, with lazy ones, with extended L2 entries.
 fn images(dir: &Path) -> Vec<(&'static str, PathBuf)> {
     let all = [
         ("plain", "cluster_size=64k"),
@@ -22,6 +22,7 @@ fn images(dir: &Path) -> Vec<(&'static str, PathBuf)> {
         ("version 2", "compat=0.10,cluster_size=4k"),
         ("one bit", "cluster_size=4k,refcount_bits=1"),
         ("lazy", "cluster_size=4k,lazy_refcounts=on"),
+        ("extended", "cluster_size=16k,extended_l2=on"),
     ];
     let made = all.map(|(name, options)| {
         let path = dir.join(format!("{name}.qcow2"));
@@ -64,6 +65,16 @@ fn harm(good: &[u8]) -> Vec<(&'static str, Vec<(u64, u64)>)> {
         ("a preallocated cluster off the clusters", vec![(used, (entry & MASK) + 512 + 1)]),
         ("a data cluster off the clusters", vec![(used, entry + 512)]),
     ];
+    if good[79] & 16 != 0 {
+        let bitmap = u64_at(good, used + 8);
+        cases.extend([
+            ("a part is both", vec![(used + 8, bitmap | bitmap << 32)]),
+            ("parts of a cluster that is not there", vec![(used, 0), (used + 8, bitmap)]),
+            ("zero parts off the clusters", vec![(used, entry + 512), (used + 8, !0 << 32)]),
+            ("a zero flag", vec![(used, entry | 1)]),
+            ("a compressed cluster with parts", vec![(used, 1 << 62 | (entry & MASK))]),
+        ]);
+    }
     if good[7] == 3 {
         cases.push(("marked corrupt", vec![(72, 2)]));
         cases.push((

@@ -21,7 +21,8 @@ use std::time::Duration;
 
 const SIZE_BYTES: u64 = 16 << 20;
 const BLOCK_BYTES: usize = 4096;
-const DEPTH: u32 = 32;
+/// A line that a turn takes whole, so that the warm-up meets the most that can be in flight at once.
+const DEPTH: u32 = 16;
 /// Requests before anything is counted: writes, reads, and a mixture.
 const WARM_UP: u64 = 2_000;
 /// Where the allocator was called from is kept for so many calls.
