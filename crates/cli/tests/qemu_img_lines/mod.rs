@@ -2,7 +2,7 @@
 
 /// Command lines of qemu-img, or `io FORMAT FILE COMMAND` for qemu-io's, which is the same program in both worlds. Two
 /// apostrophes are an empty word.
-pub const BASIC: &[&str] = &[
+pub(crate) const BASIC: &[&str] = &[
     "create -q -f qcow2 a.qcow2 10M",
     "create -f raw a.raw 10M",
     "create -q -f qcow2 -o cluster_size=4k,compat=0.10 b.qcow2 8M",
@@ -43,7 +43,7 @@ pub const BASIC: &[&str] = &[
     "resize -f raw a.raw 1M",
 ];
 
-pub const ERRORS: &[&str] = &[
+pub(crate) const ERRORS: &[&str] = &[
     "",
     "frob",
     "info",
@@ -85,7 +85,7 @@ pub const ERRORS: &[&str] = &[
     "info --image-opts driver=raw,file.filename=a.raw,foo=1",
 ];
 
-pub const CONVERT: &[&str] = &[
+pub(crate) const CONVERT: &[&str] = &[
     "create -q -f raw s.raw 8M",
     "io raw s.raw write -P 1 0 128k",
     "io raw s.raw write -P 2 3000k 3k",
@@ -122,7 +122,7 @@ pub const CONVERT: &[&str] = &[
     "convert -n -o cluster_size=4k -f raw -O qcow2 s.raw to.qcow2",
 ];
 
-pub const CONCATENATE: &[&str] = &[
+pub(crate) const CONCATENATE: &[&str] = &[
     "create -q -f qcow2 q.qcow2 1M",
     "io qcow2 q.qcow2 write -P 5 100k 300k",
     "convert -f raw odd.raw big.raw two.raw",
@@ -143,7 +143,7 @@ pub const CONCATENATE: &[&str] = &[
     "convert --image-opts driver=raw,file.filename=odd.raw driver=qcow2,file.filename=q.qcow2 u.raw",
 ];
 
-pub const COMMIT: &[&str] = &[
+pub(crate) const COMMIT: &[&str] = &[
     "create -q -f raw base.raw 4M",
     "io raw base.raw write -P 9 0 4M",
     "create -q -f qcow2 -b base.raw -F raw mid.qcow2 6M",
@@ -168,7 +168,7 @@ pub const COMMIT: &[&str] = &[
     "commit base.raw",
 ];
 
-pub const REBASE: &[&str] = &[
+pub(crate) const REBASE: &[&str] = &[
     "create -q -f raw base.raw 4M",
     "io raw base.raw write -P 9 0 4M",
     "create -q -f raw other.raw 3M",
@@ -191,7 +191,7 @@ pub const REBASE: &[&str] = &[
     "rebase -u top.qcow2",
 ];
 
-pub const DD: &[&str] = &[
+pub(crate) const DD: &[&str] = &[
     "create -q -f raw s.raw 1M",
     "io raw s.raw write -P 1 0 600k",
     "dd -f raw if=s.raw of=a.raw",
@@ -206,7 +206,7 @@ pub const DD: &[&str] = &[
     "dd -f raw if=missing of=x",
 ];
 
-pub const BENCH: &[&str] = &[
+pub(crate) const BENCH: &[&str] = &[
     "create -q -f raw s.raw 1M",
     "bench -f raw -c 100 s.raw",
     "bench -f raw -w -c 100 -d 8 -s 8k -S 64k -o 4k --pattern=7 --flush-interval=16 s.raw",
@@ -217,7 +217,7 @@ pub const BENCH: &[&str] = &[
     "bench -f raw -c 3 -i nope s.raw",
 ];
 
-pub const BITMAP: &[&str] = &[
+pub(crate) const BITMAP: &[&str] = &[
     "create -q -f qcow2 bm.qcow2 10M",
     "create -q -f qcow2 -o cluster_size=4k bm2.qcow2 10M",
     "create -q -f qcow2 -o compat=0.10 old.qcow2 10M",
@@ -259,7 +259,7 @@ pub const BITMAP: &[&str] = &[
     "info bm.qcow2",
 ];
 
-pub const EXTENDED_L2: &[&str] = &[
+pub(crate) const EXTENDED_L2: &[&str] = &[
     "create -q -f qcow2 -o extended_l2=on,cluster_size=64k e.qcow2 1001k",
     "io qcow2 e.qcow2 write -P 1 10k 4k",
     "io qcow2 e.qcow2 write -P 2 300k 200k",
@@ -296,7 +296,7 @@ pub const EXTENDED_L2: &[&str] = &[
     "compare c.qcow2 f.qcow2",
 ];
 
-pub const DATA_FILE: &[&str] = &[
+pub(crate) const DATA_FILE: &[&str] = &[
     "create -q -f qcow2 -o data_file=d.raw d.external 1001k",
     "io qcow2 d.external write -P 1 10k 100k",
     "io qcow2 d.external write -P 2 990k 11k",
@@ -339,7 +339,7 @@ pub const DATA_FILE: &[&str] = &[
     "amend -o data_file_raw=on plain.qcow2",
 ];
 
-pub const SNAPSHOT_SIZES: &[&str] = &[
+pub(crate) const SNAPSHOT_SIZES: &[&str] = &[
     "create -q -f qcow2 s.qcow2 1M",
     "io qcow2 s.qcow2 write -P 1 0 1M",
     "snapshot -c one s.qcow2",
