@@ -2,7 +2,7 @@
 //!
 //! Each descriptor head has a slot: the request's header, its indirect table, and the range of a discard. The header and
 //! the first three descriptors, all that most requests have, share a cache line. Status bytes lie apart, since the
-//! device writes them.
+//! device writes them, and side by side, since it writes those of a batch one after the other.
 
 use virtio::blk::{HEADER_BYTES, RANGE_SEGMENT_BYTES};
 use virtio::ring_access::{DESCRIPTOR_BYTES, RingAddresses, area_bytes};
@@ -15,10 +15,6 @@ pub(crate) const BOUNCE_BYTES: usize = 64 << 10;
 
 const PAGE_BYTES: usize = memory::PAGE_BYTES;
 const LINE_BYTES: usize = 64;
-
-/// From one head's status byte to the next: a cache line, or the device's writes for some requests and the driver's for
-/// others would take the line from each other.
-pub(crate) const STATUS_STRIDE_BYTES: usize = LINE_BYTES;
 
 /// Offsets of one queue's parts in the shared memory.
 #[derive(Debug, Clone, Copy)]
@@ -60,7 +56,7 @@ impl QueueLayout {
         let slot = HEADER_BYTES + usize::from(entries) * DESCRIPTOR_BYTES + RANGE_SEGMENT_BYTES;
         let slot_bytes = slot.next_multiple_of(LINE_BYTES);
         let slots = cursor.take(slot_bytes * usize::from(size), PAGE_BYTES);
-        let status = cursor.take(usize::from(size) * STATUS_STRIDE_BYTES, LINE_BYTES);
+        let status = cursor.take(usize::from(size), LINE_BYTES);
         let bounce_count = u16::try_from(bounce_bytes / BOUNCE_BYTES).unwrap_or(u16::MAX);
         let bounce = cursor.take(usize::from(bounce_count) * BOUNCE_BYTES, PAGE_BYTES);
         let end = cursor.take(0, PAGE_BYTES);

@@ -1,7 +1,7 @@
 //! One ring with what belongs to its descriptor heads: slots, status bytes, bounce buffers. Between queues it is parked
 //! in the driver, so it can move to another thread; nothing in it counts references without atomics.
 
-use crate::layout::{BOUNCE_BYTES, GUEST_BASE, QueueLayout, STATUS_STRIDE_BYTES};
+use crate::layout::{BOUNCE_BYTES, GUEST_BASE, QueueLayout};
 use crate::watch::QueueFds;
 use block::{Error, ErrorKind, Result};
 use memory::GuestMemory;
@@ -103,7 +103,7 @@ impl Ring {
             index,
             fds,
             slots: words(layout.slots, layout.slot_bytes * usize::from(size))?,
-            status: words(layout.status, usize::from(size) * STATUS_STRIDE_BYTES)?,
+            status: words(layout.status, usize::from(size).next_multiple_of(8))?,
             layout,
             parts: std::iter::repeat_with(Part::default).take(usize::from(size)).collect(),
             bounce_free: (0..layout.bounce_count).rev().collect(),
@@ -143,12 +143,11 @@ impl Ring {
         let address = self.slots.address() + slot as u64;
         self.slots.set_word(slot, u64::from(header.kind) | u64::from(header.priority) << 32);
         self.slots.set_word(slot + 8, header.sector);
-        let status = usize::from(head) * STATUS_STRIDE_BYTES;
-        self.status.set_byte(status, STATUS_UNWRITTEN);
+        self.status.set_byte(usize::from(head), STATUS_UNWRITTEN);
         if let Some(first) = self.buffers.first_mut() {
             *first = Buffer { address, length_bytes: HEADER_BYTES as u32, device_writes: false };
         }
-        let status = self.status.address() + status as u64;
+        let status = self.status.address() + u64::from(head);
         self.buffers.push(Buffer { address: status, length_bytes: 1, device_writes: true });
         if let Err(error) = self.ring.add(&self.buffers) {
             self.buffers.pop();
@@ -228,7 +227,7 @@ impl Ring {
     /// The next request that came back.
     pub(crate) fn pop(&mut self) -> Result<Option<Ended>, RingError> {
         let Some(used) = self.ring.pop_used()? else { return Ok(None) };
-        let status = Status::from_byte(self.status.byte(usize::from(used.head) * STATUS_STRIDE_BYTES));
+        let status = Status::from_byte(self.status.byte(usize::from(used.head)));
         Ok(Some(Ended { head: used.head, status }))
     }
 
