@@ -156,8 +156,7 @@ impl Ring {
         if let Some(part) = self.parts.get_mut(usize::from(head)) {
             (part.owner, part.skip_bytes, part.length_bytes) = (owner, skip, length);
         }
-        // A device without work begins at once.
-        if self.ring.unshown() >= SHOW_EVERY || self.ring.in_flight() == 1 {
+        if self.ring.unshown() >= SHOW_EVERY {
             self.ring.show();
         }
         Ok(())
