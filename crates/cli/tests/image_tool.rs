@@ -346,6 +346,47 @@ fn a_failed_convert_removes_its_target_and_one_onto_its_source_is_refused() {
 }
 
 #[test]
+fn a_source_under_another_name_is_not_overwritten_either() {
+    let dir = directory();
+    let (source, link, target) = (at(&dir, "source.raw"), at(&dir, "link.raw"), at(&dir, "target.qcow2"));
+    std::fs::write(&source, [7; 65536]).unwrap();
+    std::fs::hard_link(&source, &link).unwrap();
+    let data_file = format!("data_file={}", path_str(&link));
+    let in_use = path_str(&source);
+    for rest in
+        [&["-O", "raw", in_use, path_str(&link)][..], &["-O", "qcow2", "-o", &data_file, in_use, path_str(&target)]]
+    {
+        // No lock tells of it.
+        let arguments: Vec<&str> = ["convert", "-U", "-f", "raw"].iter().chain(rest).copied().collect();
+        let said = run_fails(1, &arguments);
+        assert!(said.contains("is the source"), "{said}");
+        assert_eq!(std::fs::read(&source).unwrap(), [7; 65536]);
+    }
+}
+
+#[test]
+fn zeros_reach_a_device_that_held_something_else() {
+    let dir = directory();
+    let (source, under) = (at(&dir, "source.qcow2"), at(&dir, "under"));
+    std::fs::write(&under, vec![0xee; 1 << 20]).unwrap();
+    let attached = std::process::Command::new("losetup").args(["--find", "--show"]).arg(&under).output();
+    let Some(attached) = attached.ok().filter(|output| output.status.success()) else { return };
+    let device = text(&attached.stdout).trim().to_owned();
+    tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", path_str(&source), "1M"]);
+    qemu_io(&source, "qcow2", &["write -P 1 64k 64k"]);
+    let convert = run(&["convert", "-O", "raw", path_str(&source), &device]);
+    let converted = std::fs::read(&device).unwrap();
+    std::fs::write(&device, vec![0xee; 1 << 20]).unwrap();
+    let (from, to) = (format!("if={}", path_str(&source)), format!("of={device}"));
+    let copy = run(&["dd", "-f", "qcow2", "-O", "raw", "bs=64k", &from, &to]);
+    let copied = std::fs::read(&device).unwrap();
+    tool_ok("losetup", &["--detach", &device]);
+    let expected: Vec<u8> = (0..1 << 20).map(|at| u8::from((65536..131072).contains(&at))).collect();
+    assert!(convert.status.success() && converted == expected, "{}", text(&convert.stderr));
+    assert!(copy.status.success() && copied == expected, "{}", text(&copy.stderr));
+}
+
+#[test]
 fn an_interrupted_convert_removes_its_target_and_leaves_its_source() {
     let dir = directory();
     let (source, target) = (at(&dir, "source.raw"), at(&dir, "target.raw"));

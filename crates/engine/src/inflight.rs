@@ -36,6 +36,11 @@ pub(crate) enum Action {
 }
 
 impl Action {
+    /// Whether its success says that data are durable.
+    fn makes_durable(self) -> bool {
+        matches!(self, Self::Sync | Self::Write { durable: true })
+    }
+
     /// Whether failing with `error` means that data which the page cache took may be lost.
     fn loses_data(self, error: IoError) -> bool {
         match self {
@@ -156,6 +161,9 @@ impl Request {
     pub(crate) fn finish(self, result: IoResult) {
         let Self { target, window, done, counted, action, .. } = self;
         drop(window);
+        let lost = action.makes_durable() && target.file.page_cached && target.file.sync_lost.load(Ordering::Relaxed);
+        // The kernel tells of a page that it could not write once; another sync may have been told.
+        let result = if lost && result.is_ok() { Err(IoError::EIO) } else { result };
         if let Err(error) = result
             && action.loses_data(error)
             && target.file.page_cached
@@ -372,6 +380,23 @@ mod tests {
             assert_eq!(request.advance(-libc::EINTR), Step::Again);
             assert_eq!(request.advance(-libc::EAGAIN), Step::ToWorker);
             assert_eq!(request.advance(left as i32), Step::Finished(Ok(())));
+        }
+    }
+
+    #[test]
+    fn what_makes_data_durable_fails_once_a_sync_was_told_of_lost_ones() {
+        for (action, expected) in [
+            (Action::Sync, Err(IoError::EIO)),
+            (Action::Write { durable: true }, Err(IoError::EIO)),
+            (Action::Write { durable: false }, Ok(())),
+        ] {
+            let request = request(CacheMode::Writeback, action, 4096);
+            request.target.file.sync_lost.store(true, Ordering::Relaxed);
+            let Done::Sink { sink, .. } = &request.done else { unreachable!("made so above") };
+            let (sink, mut ended) = (Rc::clone(sink), Vec::new());
+            request.finish(Ok(()));
+            sink.take(&mut ended);
+            assert_eq!(ended, [(0, expected)], "{action:?}");
         }
     }
 

@@ -143,7 +143,11 @@ impl Workers {
     pub(crate) fn push(&self, request: Request) {
         self.counters.requests.add(1);
         if matches!(request.done, Done::Waiter(_)) && !self.closed.get() && is_inline(&request) {
-            let cost_bytes = request.left_bytes() + CALL_BYTES;
+            let zeroed_bytes = match request.action {
+                Action::Fallocate { length, .. } => usize::try_from(length).unwrap_or(INLINE_BYTES).min(INLINE_BYTES),
+                _ => 0,
+            };
+            let cost_bytes = request.left_bytes() + zeroed_bytes + CALL_BYTES;
             if let Some(left_bytes) = self.at_once_bytes.get().checked_sub(cost_bytes) {
                 self.at_once_bytes.set(left_bytes);
                 self.counters.system_calls.add(1);

@@ -340,7 +340,11 @@ pub(crate) async fn space(io: &MetaIo, header: &Header, cluster: &[u8], name: &s
     let mut pieces = vec![(directory.offset, directory.bytes)];
     for bitmap in &directory.bitmaps {
         pieces.push((bitmap.table_offset, bitmap.table_bytes()));
-        let table = table(io, &geometry, bitmap, name).await?;
+        let table = match table(io, &geometry, bitmap, name).await {
+            // Where it leads nobody knows; the bitmap can still be removed, and the image repaired.
+            Err(error) if error.kind() == ErrorKind::BadImage => continue,
+            read => read?,
+        };
         pieces.extend(table.into_iter().filter_map(data_offset).map(|offset| (offset, geometry.cluster_bytes())));
     }
     Ok(pieces)

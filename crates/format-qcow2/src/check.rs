@@ -79,7 +79,7 @@ pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWa
     walk.bitmaps = bitmaps;
     walk.count_all().await.map_err(failed)?;
     walk.compare().await;
-    for wrong in walk.wrong_flags(false).await.map_err(failed)? {
+    for wrong in walk.wrong_flags(false, usize::MAX).await.map_err(failed)? {
         walk.corrupt(wrong.what);
     }
     walk.end()
@@ -289,6 +289,9 @@ impl<'a, 'w> Walk<'a, 'w> {
         self.refer_to_refcounts(header.refcount_table_offset, self.table_bytes());
         self.strict = strict;
         for (offset, length) in self.bitmaps.clone() {
+            if self.stopped {
+                break;
+            }
             self.refer_to_table(Kind::Other, offset, length);
         }
         self.strict = false;
@@ -359,7 +362,7 @@ impl<'a, 'w> Walk<'a, 'w> {
                     true => bitmap & ALL_DATA != 0,
                     false => entry & ZERO == 0,
                 };
-                if !holds_data && self.repairs {
+                if !holds_data && self.repairs && !self.strict {
                     // It reads as zeros, whatever it leads to.
                     self.find(format!("Repairing offset={offset:x}: Preallocated cluster is not properly aligned"));
                     self.zero_entry(at);
@@ -566,8 +569,8 @@ impl<'a, 'w> Walk<'a, 'w> {
     }
 
     /// Entries of the active tables whose flag "refcount is exactly one" is wrong; or will be once all refcounts are what
-    /// the references say (`predict`).
-    pub(crate) async fn wrong_flags(&mut self, predict: bool) -> IoResult<Vec<WrongFlag>> {
+    /// the references say (`predict`). Not many more than `most`: an L2 table's at most.
+    pub(crate) async fn wrong_flags(&mut self, predict: bool, most: usize) -> IoResult<Vec<WrongFlag>> {
         let header = self.header;
         let mut wrong = Vec::new();
         let l1 = self.read(header.l1_offset, u64::from(header.l1_entries).saturating_mul(8)).await?;
@@ -575,6 +578,9 @@ impl<'a, 'w> Walk<'a, 'w> {
             let l2_offset = entry & OFFSET_MASK;
             if l2_offset == 0 || self.stopped {
                 continue;
+            }
+            if wrong.len() >= most {
+                break;
             }
             let Some(refcount) = self.refcount_for_flag(l2_offset, predict).await else { continue };
             if (refcount == 1) != (entry & COPIED != 0) {

@@ -54,8 +54,8 @@ pub async fn preallocate(io: &MetaIo, file: &FileInfo, mode: Preallocation) -> R
 
 async fn give_places(qcow2: &Qcow2, io: &MetaIo, file: &FileInfo, mode: Preallocation) -> IoResult {
     let size = qcow2.size_bytes();
-    // What a device holds already would show.
-    let stale = file.block_device && io.data().is_none();
+    // What a device holds already would show; a data file may be one.
+    let stale = file.block_device || io.data().is_some();
     let mut at = 0;
     while at < size {
         let Prepared::New(mut allocation) = qcow2.prepare_write(io, at, size.saturating_sub(at)).await? else {

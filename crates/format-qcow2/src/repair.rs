@@ -69,7 +69,7 @@ pub async fn repair(
     let mut job = Job::new(walk, io, &header);
     match what {
         Repair::All => {
-            let wrong = job.walk.wrong_flags(true).await.map_err(failed)?;
+            let wrong = job.walk.wrong_flags(true, usize::MAX).await.map_err(failed)?;
             job.repair_all(counted, wrong).await.map_err(failed)?;
         }
         Repair::Leaks => job.repair_leaks(counted).await.map_err(failed)?,
@@ -103,7 +103,7 @@ impl<'a, 'w> Job<'a, 'w> {
             ..*report
         };
         let safe = report.corruptions == 0 && report.check_errors == 0;
-        let wrong = self.walk.wrong_flags(false).await?;
+        let wrong = self.walk.wrong_flags(false, usize::MAX).await?;
         match safe {
             true => self.set_flags(wrong).await?,
             false => wrong.into_iter().for_each(|wrong| self.walk.corrupt(wrong.what)),
@@ -142,7 +142,7 @@ impl<'a, 'w> Job<'a, 'w> {
                 };
             }
         }
-        let wrong = self.walk.wrong_flags(false).await?;
+        let wrong = self.walk.wrong_flags(false, usize::MAX).await?;
         self.set_flags(wrong).await?;
         self.say_clean().await
     }

@@ -89,7 +89,7 @@ async fn repair_dirty(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut Chec
     walk.compare().await;
     walk.go_on()?;
     let mut job = Job::new(walk, io, &header);
-    let wrong = job.walk.wrong_flags(true).await.map_err(failed)?;
+    let wrong = job.walk.wrong_flags(true, WRONG_FLAGS_MAX).await.map_err(failed)?;
     if let Some(place) = job.untouchable(&wrong) {
         return Err(hopeless(format!("the table entry at {place:#x} lies in another table")));
     }

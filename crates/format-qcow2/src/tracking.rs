@@ -22,6 +22,9 @@ use std::sync::OnceLock;
 
 /// The most memory that the bits of one image take.
 const MEMORY_BYTES_MAX: u64 = 64 << 20;
+
+/// The most bitmaps in which each write is noted: a request takes so many steps.
+const TRACKED_MAX: usize = 64;
 /// Parts of a bitmap that are written at once.
 const PARTS_AT_ONCE: usize = 16;
 /// Names in a message.
@@ -91,7 +94,7 @@ impl Tracking {
         let mut memory_bytes = 0u64;
         for (bitmap, row) in found.bitmaps.into_iter().zip(found.rows) {
             if bitmap.in_use {
-                inconsistent.push(bitmap.name.clone());
+                inconsistent.push(bitmap.name.escape_debug().to_string());
             }
             if bitmap.in_use || !bitmap.enabled {
                 others.push((bitmap.table_offset, bitmap.table_bytes()));
@@ -100,6 +103,14 @@ impl Tracking {
             memory_bytes = memory_bytes.saturating_add(bitmap.bits_bytes(header.size_bytes).next_multiple_of(8));
             let flags_at = flags_byte(row);
             tracked.push(Tracked { bitmap, flags_at, bits: OnceLock::new(), table: Mutex::new(Table::default()) });
+        }
+        if tracked.len() > TRACKED_MAX {
+            let what = format!(
+                "'{name}': {} enabled bitmaps, and each write is noted in every one: at most {TRACKED_MAX} can be; \
+                 disable some (bitmap --disable)",
+                tracked.len()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, what));
         }
         if memory_bytes > MEMORY_BYTES_MAX {
             let what = format!(
@@ -168,12 +179,12 @@ impl Inner {
 
     /// As [`Inner::mark_changed`], making the image ready.
     pub(crate) async fn begin_change(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
-        let Some(tracking) = &self.tracking else { return Ok(()) };
+        // Also where no bitmap is kept: what the header says of others' features must not outlive the change.
         while !self.header_ready.load(Ordering::Acquire) {
             self.refuse_if_stopped()?;
             self.satisfy(io, Need::HeaderReady).await?;
         }
-        tracking.mark(offset, length);
+        self.mark_changed(offset, length);
         Ok(())
     }
 
@@ -191,7 +202,7 @@ impl Inner {
                     tracing::error!(
                         "'{}': bitmap '{}' {why}. It is marked as inconsistent; remove it (bitmap --remove)",
                         self.name,
-                        tracked.bitmap.name
+                        tracked.bitmap.name.escape_debug()
                     );
                     None
                 }
@@ -323,7 +334,7 @@ impl Inner {
             "'{}': bitmap '{}' could not be written: {error}. The disk is whole; the bitmap stays marked as \
              inconsistent, remove it (bitmap --remove) and make it anew",
             self.name,
-            tracked.bitmap.name
+            tracked.bitmap.name.escape_debug()
         );
     }
 

@@ -73,14 +73,8 @@ fn cases() -> Vec<(CreateOptions, AmendOptions)> {
         (plain, AmendOptions { resize: size(300 << 10, None), refcount_bits: Some(8), ..nothing() }),
         (version_2, AmendOptions { version: Some(3), refcount_bits: Some(32), ..nothing() }),
         (extended, AmendOptions { resize: size(70 << 10, None), refcount_bits: Some(8), ..nothing() }),
-        (
-            external.clone(),
-            AmendOptions {
-                resize: size(300 << 10, Some(160 << 10)),
-                data_file: Some("elsewhere".to_owned()),
-                ..nothing()
-            },
-        ),
+        (external.clone(), AmendOptions { resize: size(300 << 10, Some(160 << 10)), ..nothing() }),
+        (external.clone(), AmendOptions { data_file: Some("elsewhere".to_owned()), ..nothing() }),
         (external, AmendOptions { refcount_bits: Some(1), data_file_raw: Some(false), ..nothing() }),
     ]
 }
@@ -171,6 +165,14 @@ fn what_cannot_be_said_of_a_data_file_is_refused() {
         assert!(error.to_string().contains(reason), "{error}");
         assert!(storage.bytes(NAME) == bytes, "{error}: the image has changed");
     }
+    // The data would be cut or kept in the file that the image is about to forget.
+    let both = AmendOptions {
+        resize: Some(ResizeOptions { size_bytes: 1 << 20, ..ResizeOptions::default() }),
+        ..named("elsewhere")
+    };
+    let bytes = external.bytes(NAME);
+    assert_eq!(amended(&external, &both).unwrap_err().kind(), ErrorKind::Unsupported);
+    assert!(external.bytes(NAME) == bytes);
     amended(&external, &raw(true)).unwrap();
     amended(&external, &raw(false)).unwrap();
     let error = amended(&external, &raw(true)).unwrap_err();

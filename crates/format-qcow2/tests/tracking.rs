@@ -325,7 +325,30 @@ fn what_a_damaged_image_calls_a_bitmap_is_not_written_over_and_its_disk_goes_on(
         let reopened = self::guest(&damaged);
         assert_eq!(block_on(reopened.read(700 << 10, 4096)).unwrap(), [9; 4096]);
         assert_eq!(be64(&bytes, l1 as usize), be64(&storage.bytes(NAME), l1 as usize), "{number}");
+        if number == 2 {
+            drop((guest, reopened));
+            // What the message advises.
+            edit(&damaged, vec![("fine", BitmapAction::Remove)]);
+            assert!(listed(&damaged).iter().all(|bitmap| bitmap.name != "fine"));
+        }
     }
+}
+
+#[test]
+fn an_image_with_more_enabled_bitmaps_than_a_write_can_be_noted_in_is_refused_for_writing() {
+    let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+    let (storage, file) = created(&options, SimFileOptions::default());
+    let names: Vec<String> = (0..65).map(|number| format!("b{number}")).collect();
+    edit(&storage, names.iter().map(|name| (name.as_str(), add(65536))).collect());
+    let opened = |read_only| {
+        let io = blocking(&file);
+        block_on(Qcow2::open(&io, file.info(), format_qcow2::OpenOptions { name: NAME.to_owned(), read_only }))
+    };
+    let error = opened(false).map(|_| ()).unwrap_err();
+    assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("--disable"), "{error}");
+    opened(true).unwrap();
+    edit(&storage, vec![("b0", BitmapAction::Disable)]);
+    opened(false).unwrap();
 }
 
 #[test]

@@ -14,12 +14,14 @@ use std::sync::Arc;
 const PIECE_BYTES: u64 = 512 << 10;
 const DEPTH: usize = 8;
 
-/// Copies `part` of `source` to the start of `target`, which reads as zeros everywhere, and makes it durable. No queue of
+/// Copies `part` of `source` to the start of `target`, without its zeros where that reads as zeros already
+/// (`target_is_zero`), and makes it durable. No queue of
 /// the target may be open.
 pub fn dd(
     source: &Arc<Image>,
     part: Range<u64>,
     target: &Arc<Image>,
+    target_is_zero: bool,
     reactors: &[Arc<dyn ReactorHandle>],
     control: &mut Control<'_>,
 ) -> Result<()> {
@@ -33,7 +35,7 @@ pub fn dd(
         let (source, target, start) = (Arc::clone(source), Arc::clone(target), part.start);
         Pipeline::start(reactors, DEPTH, total, move |ctx| {
             let (source, target) = (DiskTasks::open(source.as_ref(), ctx)?, DiskTasks::open(target.as_ref(), ctx)?);
-            Ok(Copier { source, target, start, piece: piece as usize })
+            Ok(Copier { source, target, target_is_zero, start, piece: piece as usize })
         })?
     };
     let mut at = 0;
@@ -50,6 +52,7 @@ pub fn dd(
 struct Copier {
     source: Rc<DiskTasks>,
     target: Rc<DiskTasks>,
+    target_is_zero: bool,
     start: u64,
     piece: usize,
 }
@@ -67,7 +70,7 @@ impl Worker for Copier {
         let length = (range.end - range.start) as usize;
         let from = self.start + range.start;
         self.source.read(from, buf, length).await.map_err(|error| failed("reading", from, error))?;
-        if crate::zeros::is_zero(&buf[..length]) {
+        if self.target_is_zero && crate::zeros::is_zero(&buf[..length]) {
             return Ok(());
         }
         self.target.write(range.start, buf, 0..length).await.map_err(|error| failed("writing", range.start, error))

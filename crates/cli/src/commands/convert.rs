@@ -10,6 +10,7 @@ use block::Disk;
 use daemon::parse_size;
 use image::{Format, Image};
 use jobs::{ConvertOptions, Salvage, Unreadable};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -140,6 +141,17 @@ impl Args {
         paths.iter().enumerate().map(open).collect()
     }
 
+    /// The external data files that the target is to be made with, as named and from where the target is.
+    fn data_files(&self, target: &Path) -> Vec<PathBuf> {
+        let directory = target.parent().unwrap_or(Path::new(""));
+        let named = self
+            .options
+            .iter()
+            .flat_map(|options| options.split(','))
+            .filter_map(|option| option.strip_prefix("data_file="));
+        named.flat_map(|name| [PathBuf::from(name), directory.join(name)]).collect()
+    }
+
     fn salvage(&self, paths: &[PathBuf]) -> Option<Salvage> {
         let (paths, quiet) = (paths.to_vec(), self.progress.quiet);
         let tell = move |lost: Unreadable| {
@@ -161,7 +173,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let options = ConvertOptions {
         sparse_bytes: parse_size(args.sparse.as_deref().unwrap_or("4k"))?,
         target_is_new: !args.no_create,
-        target_is_zero: !args.no_create || args.target_is_zero,
+        target_is_zero: args.target_is_zero || (!args.no_create && !holds_old_bytes(&target.path, target.format)),
         top_only: args.backing.is_some(),
         compress: args.compress,
         depth: usize::from(args.requests),
@@ -172,6 +184,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let sources = args.open_sources(paths)?;
     for source in &sources {
         refuse_same_file(source, &target.path)?;
+        for data_file in args.data_files(&target.path) {
+            refuse_same_file(source, &data_file)?;
+        }
+    }
+    if args.bitmaps && sources.len() > 1 {
+        bail!("Copying bitmaps only possible with single source");
     }
     if let Some(first) = sources.first().filter(|_| args.bitmaps) {
         super::bitmap::refuse_without_bitmaps(first, target.format)?;
@@ -230,13 +248,20 @@ fn copy(
     }
 }
 
+/// A raw target that is a device shows what it held before wherever nothing is written.
+pub(super) fn holds_old_bytes(target: &Path, format: Option<Format>) -> bool {
+    format == Some(Format::Raw) && std::fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device())
+}
+
 /// A source that is overwritten would be lost.
 pub(super) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<()> {
     if !target.exists() {
         return Ok(());
     }
-    let target_path = target.canonicalize().with_context(|| format!("cannot find '{}'", target.display()))?;
-    if source.paths().any(|path| path == target_path) {
+    // By what they are, not by their names: hard links.
+    let id = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
+    let target_id = id(target).with_context(|| format!("cannot find '{}'", target.display()))?;
+    if source.paths().any(|path| id(path).is_ok_and(|id| id == target_id)) {
         bail!("'{}' is the source, or a file that it rests on", target.display());
     }
     Ok(())

@@ -116,6 +116,9 @@ fn announce(requests: &RequestBench) -> anyhow::Result<()> {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let requests = args.requests()?;
     let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    if args.write && args.force_share {
+        bail!("-U (no locks) and -w (writing) cannot go together: another program may be using the image");
+    }
     let options = ImageOptions { format, read_only: !args.write, ..ImageOptions::new(&path) };
     let drive = DriveOptions { engine: args.engine()?, ..drive(&path, &args.cache)? };
     let opener = EngineOpener::of_drive(&drive);
@@ -129,7 +132,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         None => bail!("no thread was started"),
     };
     reactors.stop()?;
+    // Also after an error: an image that is not closed has bitmaps that nobody believes.
+    let closed = image.close();
     let took = done?;
-    image.close()?;
+    closed?;
     output::print(&format!("Run completed in {:.3} seconds.\n", took.as_secs_f64()))
 }

@@ -234,6 +234,7 @@ pub(crate) const BITMAP: &[&str] = &[
     "check -q bm2.qcow2",
     "bitmap --merge b1 -b bm2.qcow2 -F qcow2 bm.qcow2 b0",
     "bitmap --merge nope bm.qcow2 b0",
+    "convert -q -O qcow2 --bitmaps bm2.qcow2 bm2.qcow2 both.qcow2",
     "bitmap --merge b1 --enable bm.qcow2 b2",
     "bitmap --clear bm.qcow2 b2",
     "bitmap bm.qcow2 b0",

@@ -138,6 +138,9 @@ impl Edit<'_, '_> {
             Some(_) if !self.header.has_data_file() => {
                 return bad("data-file can only be set for images that use an external data file");
             }
+            Some(_) if options.resize.as_ref().is_some_and(|resize| resize.size_bytes != self.header.size_bytes) => {
+                return self.refuse(ErrorKind::Unsupported, "change the size first, and the data file then");
+            }
             Some("") => return bad("an image whose data file has no name could not be opened here; name another one"),
             Some(name) if name.len() > MAX_DATA_FILE_NAME_BYTES || name.contains('\0') => {
                 return bad("the data file's name must have 1 to 1023 bytes");

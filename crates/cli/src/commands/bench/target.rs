@@ -115,12 +115,14 @@ impl Target {
         let hooks = Hooks { progress: Some(&tell), cancel: Some(Arc::clone(&stop)), ..opened.hooks(&reactors) };
         let measured = jobs::bench::run(&opened.disk(), &handles, &spec, &hooks);
         drop(hooks);
-        let report = measured?.report;
         for reactor in Arc::into_inner(reactors).unwrap_or_default() {
             reactor.stop()?;
         }
         let server_gone = opened.is_gone();
-        opened.close()?;
+        // Also after an error: an image that is not closed has bitmaps that nobody believes.
+        let closed = opened.close();
+        let report = measured?.report;
+        closed?;
         Ok(Measured { report, server_gone })
     }
 
