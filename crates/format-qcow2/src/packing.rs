@@ -93,6 +93,7 @@ impl Qcow2 {
         }
         let guest = inner.geometry.cluster_of(first.guest_offset)
             ..inner.geometry.cluster_of(last.guest_offset).saturating_add(1);
+        inner.make_ready(io).await?;
         for cluster in clusters {
             inner.begin_change(io, cluster.guest_offset, inner.geometry.cluster_bytes()).await?;
         }

@@ -179,12 +179,22 @@ impl Inner {
 
     /// As [`Inner::mark_changed`], making the image ready.
     pub(crate) async fn begin_change(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
-        // Also where no bitmap is kept: what the header says of others' features must not outlive the change.
+        if self.tracking.is_none() && !self.geometry.data_file {
+            // Whatever changes the image makes it ready; a discard of nothing is no change.
+            return Ok(());
+        }
+        // A data file changes without its image: what the header says of it must not outlive that.
+        self.make_ready(io).await?;
+        self.mark_changed(offset, length);
+        Ok(())
+    }
+
+    /// Makes the image ready for changes: see [`Need::HeaderReady`].
+    pub(crate) async fn make_ready(&self, io: &MetaIo) -> IoResult {
         while !self.header_ready.load(Ordering::Acquire) {
             self.refuse_if_stopped()?;
             self.satisfy(io, Need::HeaderReady).await?;
         }
-        self.mark_changed(offset, length);
         Ok(())
     }
 
