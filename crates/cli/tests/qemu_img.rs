@@ -73,6 +73,24 @@ fn forget(value: &mut Value) {
     }
 }
 
+/// A map without the places in the files, which are in no particular order where several tasks copied: what differed in
+/// them only is one run.
+fn without_places(said: &str) -> Option<String> {
+    let Ok(Value::Array(runs)) = serde_json::from_str::<Value>(said) else { return None };
+    let mut merged: Vec<(u64, Value)> = Vec::new();
+    for mut run in runs {
+        let map = run.as_object_mut().filter(|map| map.contains_key("depth"))?;
+        map.remove("offset");
+        map.remove("start");
+        let length = map.remove("length")?.as_u64()?;
+        match merged.last_mut() {
+            Some((bytes, last)) if *last == run => *bytes += length,
+            _ => merged.push((length, run)),
+        }
+    }
+    Some(format!("{merged:?}"))
+}
+
 fn worlds(dir: &TempDir) -> [World; 2] {
     let bin = dir.path().join("bin");
     std::fs::create_dir(&bin).unwrap();
@@ -91,6 +109,10 @@ fn agree(script: &[&str]) {
 
 /// As `agree`, in directories that hold these files.
 fn agree_on(files: &[(&str, Vec<u8>)], script: &[&str]) {
+    agree_with(files, script, true);
+}
+
+fn agree_with(files: &[(&str, Vec<u8>)], script: &[&str], places: bool) {
     if !has_tool("qemu-img") || !has_tool("qemu-io") {
         return;
     }
@@ -104,7 +126,12 @@ fn agree_on(files: &[(&str, Vec<u8>)], script: &[&str]) {
         let said = format!("{line}\nours: {}\ntheirs: {}", text(&own.stderr), text(&judge.stderr));
         assert_eq!(own.status.code(), judge.status.code(), "{said}");
         if !line.starts_with("io ") {
-            assert_eq!(comparable(line, &own.stdout), comparable(line, &judge.stdout), "{said}");
+            let [shown, expected] = [&own, &judge].map(|output| comparable(line, &output.stdout));
+            if shown != expected {
+                let [shown, expected] =
+                    [&shown, &expected].map(|text| (!places).then(|| without_places(text)).flatten());
+                assert!(shown.is_some() && shown == expected, "{said}");
+            }
             let warned = |output: &Output| !text(&output.stderr).trim().is_empty();
             assert_eq!(warned(&own), warned(&judge), "{said}");
         }
@@ -219,7 +246,8 @@ fn salvage_takes_what_cannot_be_read_for_zeros_as_qemu_img_does() {
 
 #[test]
 fn commit_is_qemu_imgs() {
-    agree(COMMIT);
+    // Several tasks write at once, and the base's new clusters lie in the order in which they came.
+    agree_with(&[], COMMIT, false);
 }
 
 #[test]
