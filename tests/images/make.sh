@@ -27,6 +27,13 @@ qemu-io -f qcow2 -c 'write -P 7 100k 50k' snapshots.qcow2
 qemu-img snapshot -c two snapshots.qcow2
 qemu-img snapshot -a one snapshots.qcow2
 
+# Two bitmaps; the enabled one knows of a write.
+convert -o cluster_size=4k source.raw bitmaps.qcow2
+qemu-img bitmap --add -g 4k bitmaps.qcow2 enabled
+qemu-img bitmap --add --disable -g 64k bitmaps.qcow2 disabled
+dd if=source.raw of=part.raw bs=4k skip=16 count=2 status=none
+qemu-io -f qcow2 -c 'write -s part.raw 64k 8k' bitmaps.qcow2
+
 # An overlay that has a part of the disk and the rest below it.
 convert -o cluster_size=4k source.raw base.qcow2
 qemu-io -f qcow2 -c 'write -P 9 64k 32k' base.qcow2

@@ -125,6 +125,8 @@ pub(crate) struct QueueFile {
     /// For requests without data: making a window would allocate.
     pub(crate) no_data: Window,
     pub(crate) group_sync: GroupSync,
+    /// Writes that workers carry out in turn.
+    pub(crate) in_turn: Cell<usize>,
     /// Untracked changes in flight; see [`Tracking`].
     changes: Cell<usize>,
     /// Given when there are none.
@@ -133,8 +135,15 @@ pub(crate) struct QueueFile {
 
 impl QueueFile {
     pub(crate) fn new(file: Arc<OpenFile>, fixed: Option<FixedFile>) -> Self {
-        let no_data = Window::empty();
-        Self { file, fixed, no_data, group_sync: GroupSync::default(), changes: Cell::new(0), acks: RefCell::default() }
+        Self {
+            file,
+            fixed,
+            no_data: Window::empty(),
+            group_sync: GroupSync::default(),
+            in_turn: Cell::default(),
+            changes: Cell::default(),
+            acks: RefCell::default(),
+        }
     }
 
     pub(crate) fn change_begins(&self) {

@@ -8,15 +8,15 @@
 //! without being woken, and finds in the processor's cache what it has just read; what tasks may copy in a turn is
 //! limited, so that rings and other tasks come round.
 
-use crate::inflight::{Action, Buffers, Request, Slab, Step};
+use crate::inflight::{Action, Request, Slab, Step};
+use crate::job_queue::{Job, Queue};
 use crate::stats::Counters;
 use crate::wakeup::Wakeup;
 use block::{Done, IoError};
 use rustix::thread::CpuSet;
 use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -29,35 +29,12 @@ const IDLE_LIMIT: Duration = Duration::from_secs(10);
 const LEAST_ROOM: usize = 256;
 /// A worker only calls the kernel.
 const STACK_BYTES: usize = 128 << 10;
-/// How often, and how patiently, a call that wants to be repeated is.
-const RETRIES: usize = 100;
-const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
 /// Longer copies go to a worker also where the file lies in memory.
 const INLINE_BYTES: usize = 128 << 10;
 /// What tasks may copy at once between two submits, and what each call counts for at least.
 const AT_ONCE_BYTES: usize = 4 << 20;
 const CALL_BYTES: usize = 4 << 10;
-
-struct Job {
-    index: u32,
-    fd: RawFd,
-    action: Action,
-    offset: u64,
-    buffers: Buffers,
-}
-
-// SAFETY: the pointers name memory that the reactor's slab keeps alive until the job's result has come back (see the
-// module's documentation); a worker passes them to the kernel and to nobody else.
-unsafe impl Send for Job {}
-
-#[derive(Default)]
-struct Queue {
-    jobs: VecDeque<Job>,
-    idle: usize,
-    threads: usize,
-    stop: bool,
-}
 
 struct Pool {
     queue: Mutex<Queue>,
@@ -83,7 +60,9 @@ fn is_inline(request: &Request) -> bool {
     let file = &*request.target.file;
     file.in_memory
         && match request.action {
-            Action::Read { .. } | Action::Write { .. } => request.left_bytes() <= INLINE_BYTES,
+            Action::Read { .. } => request.left_bytes() <= INLINE_BYTES,
+            // Beside a worker's write the reactor would only wait for its end.
+            Action::Write { .. } => request.left_bytes() <= INLINE_BYTES && request.target.in_turn.get() == 0,
             // There is nothing to make durable.
             Action::Sync => true,
             // Behind the end of the file there is nothing to free.
@@ -93,6 +72,14 @@ fn is_inline(request: &Request) -> bool {
             }
             Action::Truncate | Action::DiscardBlocks { .. } | Action::BeginWriteback | Action::CopyFrom { .. } => false,
         }
+}
+
+/// Whether the kernel would let it wait for other writes to the file.
+fn goes_in_turn(request: &Request) -> bool {
+    let file = &*request.target.file;
+    // A durable one lets others go ahead while it is made durable.
+    let is_write = matches!(request.action, Action::Write { durable: false });
+    is_write && file.page_cached && !file.info.block_device
 }
 
 /// One reactor's workers.
@@ -188,21 +175,21 @@ impl Workers {
             grow(&mut harvested, count);
             self.room.set(count);
         }
-        let mut queue = locked(&self.pool.queue);
-        let missing = count.saturating_sub(queue.jobs.len());
-        queue.jobs.reserve(missing);
+        locked(&self.pool.queue).make_room(count);
     }
 
     fn queue(&self, slab: &mut Slab, index: u32) {
         let buffers = slab.buffers(index);
         if let Some(request) = slab.get(index) {
             let fd = request.target.file.raw_fd();
-            let job = Job { index, fd, action: request.action, offset: request.file_offset(), buffers };
-            if is_inline(request) {
-                self.inline.borrow_mut().push(job);
-            } else {
-                self.batch.borrow_mut().push(job);
+            let inline = is_inline(request);
+            let in_turn = !inline && goes_in_turn(request);
+            if in_turn {
+                request.target.in_turn.update(|count| count + 1);
             }
+            let job = Job { index, fd, in_turn, action: request.action, offset: request.file_offset(), buffers };
+            let list = if inline { &self.inline } else { &self.batch };
+            list.borrow_mut().push(job);
         }
     }
 
@@ -227,11 +214,12 @@ impl Workers {
         if batch.is_empty() {
             return false;
         }
-        let count = batch.len();
         let mut queue = locked(&self.pool.queue);
-        queue.jobs.extend(batch.drain(..));
-        let to_wake = count.min(queue.idle);
-        let to_start = queue.jobs.len().saturating_sub(queue.idle).min(MAX_WORKERS.saturating_sub(queue.threads));
+        let ready_before = queue.ready();
+        batch.drain(..).for_each(|job| queue.add(job));
+        let ready = queue.ready();
+        let to_wake = ready.saturating_sub(ready_before).min(queue.idle);
+        let to_start = ready.saturating_sub(queue.idle).min(MAX_WORKERS.saturating_sub(queue.threads));
         queue.threads += to_start;
         drop(queue);
         for _ in 0..to_wake {
@@ -269,6 +257,11 @@ impl Workers {
         if has_done {
             self.pool.has_done.store(false, Ordering::Relaxed);
             std::mem::swap(&mut *harvested, &mut *locked(&self.pool.done));
+            let slab = self.slab.borrow();
+            let of_workers = harvested.iter().filter_map(|(index, _)| slab.get(*index));
+            of_workers.filter(|request| goes_in_turn(request)).for_each(|request| {
+                request.target.in_turn.update(|count| count - 1);
+            });
         }
         harvested.append(&mut self.inline_done.borrow_mut());
         let count = harvested.len();
@@ -338,16 +331,22 @@ impl Pool {
             // Fails where fewer are allowed by now; then the worker runs where the reactor does.
             let _ = rustix::thread::sched_setaffinity(None, processors);
         }
-        while let Some(job) = self.next() {
+        let mut ended = None;
+        while let Some(job) = self.next(ended) {
+            ended = job.in_turn.then_some(job.fd);
             self.carry_out(job);
         }
     }
 
-    /// The next job; `None` when this worker shall end, and then it is no longer counted.
-    fn next(&self) -> Option<Job> {
+    /// The next job, after one that went in turn on the file `ended`; `None` when this worker shall end, and then it is
+    /// no longer counted.
+    fn next(&self, ended: Option<RawFd>) -> Option<Job> {
         let mut queue = locked(&self.queue);
+        if let Some(job) = ended.and_then(|fd| queue.next_in_turn(fd)) {
+            return Some(job);
+        }
         loop {
-            if let Some(job) = queue.jobs.pop_front() {
+            if let Some(job) = queue.take() {
                 return Some(job);
             }
             if queue.stop {
@@ -357,7 +356,7 @@ impl Pool {
             let (woken, waited) = self.more.wait_timeout(queue, IDLE_LIMIT).unwrap_or_else(PoisonError::into_inner);
             queue = woken;
             queue.idle -= 1;
-            if waited.timed_out() && queue.jobs.is_empty() {
+            if waited.timed_out() && queue.ready() == 0 {
                 break;
             }
         }
@@ -377,8 +376,12 @@ impl Pool {
     }
 
     fn drain_queue(&self) {
-        while let Some(job) = { locked(&self.queue).jobs.pop_front() } {
+        let mut next = locked(&self.queue).take();
+        while let Some(job) = next {
+            let ended = job.in_turn.then_some(job.fd);
             self.carry_out(job);
+            let mut queue = locked(&self.queue);
+            next = ended.and_then(|fd| queue.next_in_turn(fd)).or_else(|| queue.take());
         }
     }
 }
@@ -416,22 +419,4 @@ fn spawn(pool: Arc<Pool>) -> io::Result<()> {
     // SAFETY: there is no thread that would have taken it over.
     drop(unsafe { Arc::from_raw(pool) });
     Err(io::Error::from_raw_os_error(error))
-}
-
-impl Job {
-    fn run(&self) -> i32 {
-        // SAFETY: the slab's request keeps the file open until the result has come back.
-        let fd = unsafe { BorrowedFd::borrow_raw(self.fd) };
-        let mut result = 0;
-        for _ in 0..RETRIES {
-            // SAFETY: the slab's request keeps the memory until the result has come back.
-            result = unsafe { crate::sys::run(fd, self.action, self.offset, self.buffers) };
-            match -result {
-                libc::EINTR => {}
-                libc::EAGAIN => std::thread::sleep(RETRY_PAUSE),
-                _ => return result,
-            }
-        }
-        result
-    }
 }

@@ -48,6 +48,7 @@ fn every_golden_image_holds_the_disk_and_takes_writes() {
         "preallocated",
         "lazy",
         "snapshots",
+        "bitmaps",
     ];
     let images = alone.map(|name| (name, &[][..])).into_iter().chain([
         ("external", &["external.data"][..]),
@@ -74,6 +75,10 @@ fn every_golden_image_holds_the_disk_and_takes_writes() {
         assert_eq!(after.leaked_clusters, 0, "{name}");
         assert_eq!(after.snapshots_digest, before.snapshots_digest, "{name}");
         assert!(read(&storage.process_killed(0), false) == expected, "{name}");
+        if name == "bitmaps" {
+            let says_they_are_kept = storage.bytes(&common::name(0))[95] & 1 == 1;
+            assert!(says_they_are_kept, "a feature bit that is cleared gives the bitmaps up");
+        }
         if name == "external-raw" {
             assert!(storage.bytes("external-raw.data") == expected, "the file is not the disk any more");
         }

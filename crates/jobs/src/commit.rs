@@ -6,7 +6,7 @@
 
 use crate::Control;
 use crate::disk_tasks::{DiskTasks, closed};
-use crate::pipeline::{Pipeline, Worker};
+use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::rate::RateLimit;
 use crate::shared_opener::SharedOpener;
 use block::{Disk, Error, ErrorKind, File, IoError, Op, ReactorHandle, Result};
@@ -181,13 +181,13 @@ fn zero(
 ) -> Result<()> {
     let total = ranges.iter().map(|range| range.end - range.start).sum();
     let disk = Arc::clone(image);
-    let pipeline = Pipeline::start(reactors, 1, total, move |ctx| {
+    let pipeline = Pipeline::start(reactors, Spread::First, 1, total, move |ctx| {
         Ok(Committer {
             top: DiskTasks::open(disk.as_ref(), ctx)?,
             base: DiskTasks::open(disk.as_ref(), ctx)?,
             piece: 0,
         })
-    })?;
+    });
     for range in ranges {
         let mut at = range.start;
         while at < range.end {
@@ -214,13 +214,13 @@ fn copy(
     let piece = PIECE_BYTES.max(u64::from(base.info().topology.optimal_io_bytes));
     let pipeline = {
         let (top, base) = (Arc::clone(top), Arc::clone(base));
-        Pipeline::start(reactors, DEPTH, size, move |ctx| {
+        Pipeline::start(reactors, Spread::First, DEPTH, size, move |ctx| {
             Ok(Committer {
                 top: DiskTasks::open(top.as_ref(), ctx)?,
                 base: DiskTasks::open(base.as_ref(), ctx)?,
                 piece,
             })
-        })?
+        })
     };
     let handed_out = hand_out(top, depth, piece, rate, &pipeline, control);
     let finished = pipeline.finish(control);
@@ -246,6 +246,9 @@ fn hand_out(
         if !run.present && !cut_off {
             pipeline.skip(run.length_bytes);
             continue;
+        }
+        if run.compressed {
+            pipeline.widen();
         }
         let longest = if run.data { piece } else { ZERO_PIECE_BYTES };
         let mut at = run.start;

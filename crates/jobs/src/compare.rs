@@ -2,7 +2,7 @@
 
 use crate::Control;
 use crate::disk_tasks::DiskTasks;
-use crate::pipeline::{Pipeline, Worker};
+use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
 use block::{Disk, Error, ErrorKind, IoError, ReactorHandle, Result, SECTOR_BYTES};
 use image::{Image, Run};
@@ -88,7 +88,7 @@ pub fn compare(
     let mismatch = Arc::new(AtomicU64::new(NOWHERE));
     let pipeline = {
         let (left, right, mismatch) = (Arc::clone(left), Arc::clone(right), Arc::clone(&mismatch));
-        Pipeline::start(reactors, DEPTH, left_bytes.max(right_bytes), move |ctx| {
+        Pipeline::start(reactors, Spread::All, DEPTH, left_bytes.max(right_bytes), move |ctx| {
             Ok(Comparer {
                 left: DiskTasks::open(left.as_ref(), ctx)?,
                 right: DiskTasks::open(right.as_ref(), ctx)?,
@@ -96,7 +96,6 @@ pub fn compare(
                 mismatch: Arc::clone(&mismatch),
             })
         })
-        .map_err(data)?
     };
     let walked = walk(left, right, strict, &pipeline, &mismatch, control);
     let finished = pipeline.finish(control);

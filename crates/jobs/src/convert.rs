@@ -4,7 +4,7 @@ use crate::Control;
 use crate::convert_plan::{Piece, Plan};
 use crate::disk_tasks::{DiskTasks, closed};
 use crate::pack::{Packer, Packing};
-use crate::pipeline::{Pipeline, Worker};
+use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::sources::{Salvage, Sources, places};
 use block::{Disk, Error, ErrorKind, IoError, Op, ReactorCtx, ReactorHandle, Result};
 use image::{CopyOffload, Format, Image};
@@ -88,10 +88,11 @@ pub fn convert(
     let alignment = cluster.max(GRAIN_BYTES);
     let plan = Plan { alignment, piece: PIECE_BYTES.max(cluster), total, options: options.clone() };
     let offloaded = Arc::new(AtomicU64::new(0));
+    let spread = if options.compress { Spread::All } else { Spread::First };
     let pipeline = {
         let (sources, target, plan) = (sources.to_vec(), Arc::clone(target), plan.clone());
         let offloaded = Arc::clone(&offloaded);
-        Pipeline::start(reactors, options.depth.max(1), total, move |ctx| {
+        Pipeline::start(reactors, spread, options.depth.max(1), total, move |ctx| {
             let Plan { options, .. } = &plan;
             let offload = options.offload.then(|| Offload::open(&sources, &target, ctx, &offloaded)).transpose()?;
             Ok(Copier {
@@ -101,7 +102,7 @@ pub fn convert(
                 offload,
                 plan: plan.clone(),
             })
-        })?
+        })
     };
     let pipeline = pipeline.limited(options.rate);
     let handed_out = plan.hand_out(sources, &places, &pipeline, control);

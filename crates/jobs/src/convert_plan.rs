@@ -40,12 +40,17 @@ impl Plan {
     ) -> Result<()> {
         let mut walk = Walk { plan: self, pipeline, covered: 0, pending: 0..0, held: Vec::new() };
         if self.options.sparse_bytes == 0 {
+            // Nobody looks what there is to be decompressed.
+            pipeline.widen();
             walk.copy(0..self.total, control);
             return Ok(());
         }
         for run in self.runs(sources, places) {
             let run = run?;
             control.check()?;
+            if run.compressed {
+                pipeline.widen();
+            }
             if !(if run.data { walk.data(run, control) } else { walk.zero(run, control) }) {
                 return Ok(());
             }

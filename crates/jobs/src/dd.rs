@@ -2,7 +2,7 @@
 
 use crate::Control;
 use crate::disk_tasks::{DiskTasks, closed};
-use crate::pipeline::{Pipeline, Worker};
+use crate::pipeline::{Pipeline, Spread, Worker};
 use block::{Error, ErrorKind, IoError, ReactorHandle, Result};
 use image::Image;
 use memory::AlignedBuf;
@@ -33,10 +33,10 @@ pub fn dd(
     let piece = PIECE_BYTES.max(u64::from(target.info().topology.optimal_io_bytes));
     let pipeline = {
         let (source, target, start) = (Arc::clone(source), Arc::clone(target), part.start);
-        Pipeline::start(reactors, DEPTH, total, move |ctx| {
+        Pipeline::start(reactors, Spread::All, DEPTH, total, move |ctx| {
             let (source, target) = (DiskTasks::open(source.as_ref(), ctx)?, DiskTasks::open(target.as_ref(), ctx)?);
             Ok(Copier { source, target, target_is_zero, start, piece: piece as usize })
-        })?
+        })
     };
     let mut at = 0;
     while at < total {

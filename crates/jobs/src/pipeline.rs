@@ -103,22 +103,64 @@ async fn run_task<W: Worker>(shared: Arc<Shared<W::Item>>, running: Rc<Running<W
     }
 }
 
+/// Starts tasks on a reactor.
+struct Starter<W: Worker, F> {
+    shared: Arc<Shared<W::Item>>,
+    open: Arc<F>,
+    tasks: usize,
+    sender: Sender<()>,
+}
+
+impl<W, F> Starter<W, F>
+where
+    W: Worker,
+    F: Fn(&Rc<dyn ReactorCtx>) -> Result<W> + Send + Sync + 'static,
+{
+    fn on(&self, reactor: &Arc<dyn ReactorHandle>) {
+        let (shared, open, sender) = (Arc::clone(&self.shared), Arc::clone(&self.open), self.sender.clone());
+        let tasks = self.tasks;
+        let start = move |ctx: &Rc<dyn ReactorCtx>| -> Result<()> {
+            let running = Rc::new(Running { worker: open(ctx)?, _ended: sender });
+            for _ in 0..tasks {
+                ctx.spawn(block::Task::new(run_task(Arc::clone(&shared), Rc::clone(&running))));
+            }
+            Ok(())
+        };
+        if let Err(error) = run_and_wait(reactor.as_ref(), start).and_then(|started| started) {
+            self.shared.fail(error);
+        }
+    }
+}
+
+/// On which reactors pieces are worked on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Spread {
+    /// From the start on all.
+    All,
+    /// On the first, until [`Pipeline::widen`]. Where pieces only pass through, the kernel's copies are what takes time;
+    /// it takes writes to one file one by one, and reactors that wait there for each other keep each other from reading.
+    First,
+}
+
 /// Work on its way.
 pub(crate) struct Pipeline<T> {
     shared: Arc<Shared<T>>,
     ended: Receiver<()>,
     total_bytes: u64,
     rate: Mutex<RateLimit>,
+    /// Starts tasks on the reactors that have none yet.
+    widen: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
 impl<T: Send + 'static> Pipeline<T> {
     /// Starts `tasks` tasks on each reactor. `open` makes a reactor's worker, on its thread.
     pub(crate) fn start<W: Worker<Item = T>>(
         reactors: &[Arc<dyn ReactorHandle>],
+        spread: Spread,
         tasks: usize,
         total_bytes: u64,
         open: impl Fn(&Rc<dyn ReactorCtx>) -> Result<W> + Send + Sync + 'static,
-    ) -> Result<Self> {
+    ) -> Self {
         let state = State { waiting: VecDeque::new(), closed: false, error: None };
         let capacity = tasks * reactors.len() * WAITING_PER_TASK;
         let shared = Arc::new(Shared {
@@ -129,22 +171,24 @@ impl<T: Send + 'static> Pipeline<T> {
             capacity,
         });
         let (sender, ended) = channel();
-        let open = Arc::new(open);
-        let pipeline = Self { shared, ended, total_bytes, rate: Mutex::new(RateLimit::new(None)) };
-        for reactor in reactors {
-            let (shared, open, sender) = (Arc::clone(&pipeline.shared), Arc::clone(&open), sender.clone());
-            let start = move |ctx: &Rc<dyn ReactorCtx>| -> Result<()> {
-                let running = Rc::new(Running { worker: open(ctx)?, _ended: sender });
-                for _ in 0..tasks {
-                    ctx.spawn(block::Task::new(run_task(Arc::clone(&shared), Rc::clone(&running))));
-                }
-                Ok(())
-            };
-            if let Err(error) = run_and_wait(reactor.as_ref(), start).and_then(|started| started) {
-                pipeline.shared.fail(error);
-            }
+        let start = Starter { shared: Arc::clone(&shared), open: Arc::new(open), tasks, sender };
+        let at_once = match spread {
+            Spread::All => reactors.len(),
+            Spread::First => 1.min(reactors.len()),
+        };
+        let (now, later) = reactors.split_at(at_once);
+        now.iter().for_each(|reactor| start.on(reactor));
+        let later = later.to_vec();
+        let widen: Box<dyn FnOnce() + Send> = Box::new(move || later.iter().for_each(|reactor| start.on(reactor)));
+        Self { shared, ended, total_bytes, rate: Mutex::new(RateLimit::new(None)), widen: Mutex::new(Some(widen)) }
+    }
+
+    /// From now on pieces take more than passing them through.
+    pub(crate) fn widen(&self) {
+        let widen = self.widen.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(widen) = widen {
+            widen();
         }
-        Ok(pipeline)
     }
 
     /// At most so many bytes a second pass [`Pipeline::pass`].
@@ -188,8 +232,10 @@ impl<T: Send + 'static> Pipeline<T> {
     }
 
     /// Waits for all that was handed out; fails if a piece failed or the job was cancelled. No queue is open afterwards.
-    pub(crate) fn finish(self, control: &mut Control<'_>) -> Result<()> {
+    pub(crate) fn finish(mut self, control: &mut Control<'_>) -> Result<()> {
         self.shared.close(control.check().is_err());
+        // Nobody else will come.
+        self.widen = Mutex::default();
         loop {
             if control.check().is_err() {
                 self.shared.close(true);

@@ -6,7 +6,7 @@
 
 use crate::Control;
 use crate::disk_tasks::{DiskTasks, closed};
-use crate::pipeline::{Pipeline, Worker};
+use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
 use crate::shared_opener::SharedOpener;
 use block::{Disk, Error, ErrorKind, IoError, Op, ReactorHandle, Result};
@@ -129,7 +129,7 @@ fn copy(
         let below_bytes = below.as_ref().map_or(0, |below| below.info().size_bytes);
         // An image without a backing file has no need to say that something is zero.
         let says_zero = top.paths().count() > 1;
-        Pipeline::start(reactors, DEPTH, size, move |ctx| {
+        Pipeline::start(reactors, Spread::All, DEPTH, size, move |ctx| {
             Ok(Rebaser {
                 top: DiskTasks::open(top.as_ref(), ctx)?,
                 below: below.as_ref().map(|below| DiskTasks::open(below.as_ref(), ctx)).transpose()?,
@@ -138,7 +138,7 @@ fn copy(
                 grain: grain as usize,
                 piece: piece as usize,
             })
-        })?
+        })
     };
     let walked = walk(top, below, piece, &pipeline, control);
     let finished = pipeline.finish(control);
