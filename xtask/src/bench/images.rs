@@ -89,7 +89,8 @@ impl Work {
     /// Flags with which qemu-img may be quicker.
     fn settings(self) -> &'static [&'static [&'static str]] {
         match self {
-            Self::Direct => &[&[], &["-m", "16", "-W"]],
+            // Long runs: only what can be quickest.
+            Self::Direct | Self::Zlib | Self::Zstd => &[&[], &["-m", "16", "-W"]],
             _ if self.writes() => &[&[], &["-m", "16"], &["-W"], &["-m", "16", "-W"]],
             _ => &[&[]],
         }
