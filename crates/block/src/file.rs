@@ -16,6 +16,17 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+/// Whether other programs can tell that a file is in use, and we that they use it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Locks {
+    /// It is locked.
+    Held,
+    /// It is not, because nobody asked for that.
+    NotWanted,
+    /// It was to be locked, and its file system cannot do that.
+    Lacking,
+}
+
 /// What a file is and can do.
 #[derive(Debug, Clone)]
 pub struct FileInfo {
@@ -40,6 +51,8 @@ pub struct FileInfo {
     pub block_device: bool,
     /// Whether writing past the end makes the file longer, with zeros between.
     pub can_grow: bool,
+    /// Whether others are kept from using it meanwhile.
+    pub locks: Locks,
     /// One line: the engine, the cache mode, and why they were chosen.
     pub engine: String,
 }

@@ -34,7 +34,7 @@ pub use epoch::{Epochs, Participant, Ticket};
 pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};
 pub use executor::{Executor, Task, block_on};
 pub use extent::{CompressedExtent, Extent, Mapped};
-pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, PastEnd, Sink, Waiter};
+pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks, PastEnd, Sink, Waiter};
 pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};
 pub use range_lock::{RangeGuard, RangeLocks};

@@ -4,7 +4,7 @@
 //! to use it. Whoever opens an image locks its own bytes first, then looks whether an exclusive lock of the opposite
 //! bytes would be possible: if not, somebody else's use and ours contradict each other.
 
-use block::{Error, ErrorKind, Result};
+use block::{Error, ErrorKind, Locks, Result};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -31,8 +31,8 @@ impl Role {
     const READER: Self = Self { uses: CONSISTENT_READ, refuses: WRITE | RESIZE };
 }
 
-/// Locks an image for as long as its open file description lives.
-pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool) -> Result<()> {
+/// Locks an image for as long as its open file description lives, if its file system can.
+pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool) -> Result<Locks> {
     let role = if read_only { Role::READER } else { Role::WRITER };
     for bit in 0..BITS {
         for (base, bits) in [(USED_BASE, role.uses), (UNSHARED_BASE, role.refuses)] {
@@ -43,7 +43,7 @@ pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool) -> Result<()
                 Ok(_) => {}
                 Err(error) if lacks_locks(&error) => {
                     tracing::warn!(%error, "the file system cannot lock '{name}': nobody is kept from using it twice");
-                    return Ok(());
+                    return Ok(Locks::Lacking);
                 }
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
                     return Err(in_use(name, read_only));
@@ -62,7 +62,7 @@ pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool) -> Result<()
             }
         }
     }
-    Ok(())
+    Ok(Locks::Held)
 }
 
 /// Gives all locks back.

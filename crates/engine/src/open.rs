@@ -6,7 +6,7 @@ use crate::storage::{self, Abilities};
 use crate::target::{Alignment, OpenFile, WriteBehind};
 use crate::tracking::Tracking;
 use crate::{CacheMode, EngineKind, OpenOptions};
-use block::{Error, ErrorKind, File, FileInfo, Result};
+use block::{Error, ErrorKind, File, FileInfo, Locks, Result};
 use rustix::fs::{Mode, OFlags, Stat};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, OwnedFd};
@@ -56,23 +56,24 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let stat = rustix::fs::fstat(&fd).map_err(|errno| Error::io(format!("cannot look at '{name}'"), errno.into()))?;
     let block_device = storage::check_type(&stat, name)?;
     set_flags(&fd, name, options)?;
-    if options.lock {
-        crate::lock::lock(fd.as_fd(), name, options.read_only)?;
-    }
+    let locks = match options.lock {
+        true => crate::lock::lock(fd.as_fd(), name, options.read_only)?,
+        false => Locks::NotWanted,
+    };
     let direct = options.cache.is_direct();
     let alignment = if direct { storage::direct_alignment(&fd, block_device, name)? } else { Alignment::NONE };
     // A device node may lie on such a file system too.
     let in_memory =
         options.engine == EngineKind::Auto && !options.sqpoll && !block_device && storage::is_in_memory(&fd);
     let (engine, reason) = probe::choose(options, name, Host::get(), in_memory)?;
-    let facts = Facts { stat, block_device, alignment, engine, reason };
+    let facts = Facts { stat, block_device, locks, alignment, engine, reason };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
     tracing::info!("'{name}': {}", info.engine);
     Ok(OpenFile {
         fd,
         id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
         info,
-        locked: options.lock,
+        locked: locks == Locks::Held,
         engine,
         chosen_freely: options.engine == EngineKind::Auto,
         sqpoll: options.sqpoll,
@@ -95,6 +96,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
 struct Facts {
     stat: Stat,
     block_device: bool,
+    locks: Locks,
     alignment: Alignment,
     engine: EngineKind,
     reason: String,
@@ -108,7 +110,7 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
     } else {
         storage::file_abilities(fd, options.read_only, length_bytes)
     };
-    let Facts { block_device, alignment, engine, reason, .. } = facts;
+    let Facts { block_device, locks, alignment, engine, reason, .. } = facts;
     let path = match (options.cache.is_direct(), alignment.is_none()) {
         (false, _) => "page cache".to_owned(),
         (true, true) => "direct I/O (any alignment)".to_owned(),
@@ -127,6 +129,7 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
         fast_zeroes: abilities.fast_zeroes,
         block_device: *block_device,
         can_grow: !block_device && !options.read_only,
+        locks: *locks,
         engine: format!("{engine_words}, {path}, cache={}{sync}: chosen because {reason}", options.cache),
     };
     Ok((info, abilities))

@@ -5,7 +5,8 @@
 
 mod common;
 
-use block::{ErrorKind, File};
+use block::{ErrorKind, File, Locks};
+use common::fuse::StallingFile;
 use engine::OpenOptions;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -78,13 +79,23 @@ fn a_writer_is_alone_and_readers_share() {
         assert!(message.contains("image") && message.contains("in use"), "{message}");
     }
     let unlocked = OpenOptions { lock: false, ..OpenOptions::default() };
-    drop(engine::open(&path, &unlocked).unwrap());
+    let unlocked = engine::open(&path, &unlocked).unwrap();
+    assert_eq!((unlocked.info().locks, writer.info().locks), (Locks::NotWanted, Locks::Held));
+    drop(unlocked);
     assert!(open(&path, false).is_err(), "closing an unlocked descriptor leaves the lock");
     drop(writer);
     let readers = [open(&path, true).unwrap(), open(&path, true).unwrap()];
     assert!(open(&path, false).is_err());
     drop(readers);
     open(&path, false).unwrap();
+}
+
+#[test]
+fn a_file_says_that_its_file_system_has_no_locks() {
+    let Some(file) = StallingFile::mount() else {
+        return common::skip("a FUSE file system cannot be mounted here (it takes root and /dev/fuse)");
+    };
+    assert_eq!(open(&file.path(), true).unwrap().info().locks, Locks::Lacking);
 }
 
 #[test]

@@ -25,6 +25,12 @@ impl Inner {
     /// Takes at most `want` contiguous host clusters. Their refcounts are one from now on.
     pub(crate) fn allocate(&self, state: &mut State, want: u64) -> Step<Run> {
         self.require_dirty_bit(state)?;
+        self.allocate_in_order(state, want)
+    }
+
+    /// As [`Inner::allocate`], for what nothing leads to before a flush has written the refcounts, which nobody postpones
+    /// meanwhile: they are never stale, so the header needs not say that they may be.
+    pub(crate) fn allocate_in_order(&self, state: &mut State, want: u64) -> Step<Run> {
         if state.refcounts.is_crowded() {
             return Err(Stop::Need(Need::Flush));
         }

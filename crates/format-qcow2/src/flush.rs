@@ -134,8 +134,7 @@ impl Inner {
         }
         // Space made in advance stays: a damaged image may have data there that its refcounts deny.
         self.settle(io).await?;
-        self.store_bitmaps(io).await;
-        Ok(())
+        self.store_bitmaps(io).await
     }
 
     /// Brings everything to the file, refcounts too. No operation is in flight.

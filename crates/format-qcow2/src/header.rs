@@ -220,7 +220,7 @@ impl Header {
         self.incompatible_features & INCOMPATIBLE_DIRTY != 0
     }
 
-    /// Whether refcounts may be postponed. Not with an external data file: the repair does not know those.
+    /// Whether refcounts may be postponed. Not with an external data file: there is hardly anything to count.
     pub(crate) fn may_postpone_refcounts(&self) -> bool {
         self.compatible_features & COMPATIBLE_LAZY_REFCOUNTS != 0 && !self.has_data_file()
     }

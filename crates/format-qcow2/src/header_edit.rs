@@ -10,7 +10,7 @@ use crate::header::{
 };
 use crate::image::read_first_cluster;
 use crate::repair_at_open::repair_if_dirty;
-use block::{Error, ErrorKind, IoError, MetaIo, Result};
+use block::{Error, ErrorKind, File, IoError, MetaIo, Result};
 use memory::AlignedBuf;
 use std::ops::Range;
 
@@ -33,9 +33,9 @@ pub struct Backing {
 
 /// Names another backing file, or none, in an image that is not open; durable when this returns. What the guest sees
 /// changes with it unless the caller has seen to that. After a power cut it is the old name or the new one. An image that
-/// was left dirty is repaired first; its file has `file_bytes`.
-pub async fn set_backing(io: &MetaIo, file_bytes: u64, name: &str, backing: Option<&Backing>) -> Result<()> {
-    repair_if_dirty(io, file_bytes, name).await?;
+/// was left dirty is repaired first.
+pub async fn set_backing(io: &MetaIo, file: &dyn File, name: &str, backing: Option<&Backing>) -> Result<()> {
+    repair_if_dirty(io, file, name).await?;
     let mut edit = HeaderEdit::read(io, name).await?;
     if backing.is_some() && edit.autoclear() & AUTOCLEAR_DATA_FILE_RAW != 0 && edit.has_data_file() {
         let what = format!(

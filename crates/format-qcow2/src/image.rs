@@ -296,8 +296,8 @@ impl Qcow2 {
     }
 
     /// Flushes, writes the refcounts of what was freed, and brings the persistent bitmaps in the file up to date. Bitmaps
-    /// that cannot be written are lost, which is logged, and not an error of the disk. No operation may be in flight. The
-    /// image stays usable.
+    /// that cannot be written are lost, which is logged, and not an error of the disk, unless refcounts were left to write
+    /// because of them. No operation may be in flight. The image stays usable.
     pub async fn close(&self, io: &MetaIo) -> IoResult {
         self.inner.close(io).await
     }
@@ -337,7 +337,7 @@ async fn read_header(io: &MetaIo, file: &FileInfo, name: &str, read_only: bool) 
     if read_only || !header.is_dirty() {
         return Ok((cluster, header, file.length_bytes));
     }
-    let file_bytes = repair_at_open(io, file.length_bytes, name).await?;
+    let file_bytes = repair_at_open(io, file.locks, file.length_bytes, name).await?;
     let cluster = read_first_cluster(io).await.map_err(failed)?;
     let header = Header::parse(&cluster, name, true)?;
     Ok((cluster, header, file_bytes))

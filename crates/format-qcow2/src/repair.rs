@@ -20,7 +20,7 @@ use crate::header::{
 use crate::rebuild::Rebuilt;
 use crate::refcount::write_entry;
 use crate::references::Kinds;
-use block::{Error, ErrorKind, IoResult, MetaIo, PastEnd, Result};
+use block::{Error, ErrorKind, FileOp, IoResult, MetaIo, PastEnd, Result};
 use memory::AlignedBuf;
 use std::collections::BTreeMap;
 
@@ -281,6 +281,9 @@ impl<'a, 'w> Job<'a, 'w> {
     async fn begin_writing(&mut self) -> IoResult {
         if self.started {
             return Ok(());
+        }
+        if let Some(data) = self.io.data() {
+            data.start(FileOp::Flush).await?;
         }
         self.io.flush().await?;
         self.started = true;

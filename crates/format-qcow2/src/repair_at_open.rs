@@ -8,7 +8,7 @@ use crate::check::{CheckEvent, CheckReport, CheckWatch, Walk, header_to_check};
 use crate::header::Header;
 use crate::image::read_first_cluster;
 use crate::repair::Job;
-use block::{Error, ErrorKind, MetaIo, Result};
+use block::{Error, ErrorKind, File, Locks, MetaIo, Result};
 use std::time::{Duration, Instant};
 
 /// How often a repair says how far it is.
@@ -22,17 +22,25 @@ const TABLES_MAX: usize = 4 << 20;
 const WRONG_FLAGS_MAX: usize = 1 << 20;
 
 /// Before an image that is not open is written to: repairs it if it was left dirty.
-pub(crate) async fn repair_if_dirty(io: &MetaIo, file_bytes: u64, name: &str) -> Result<()> {
+pub(crate) async fn repair_if_dirty(io: &MetaIo, file: &dyn File, name: &str) -> Result<()> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
     let cluster = read_first_cluster(io).await.map_err(failed)?;
     if Header::parse(&cluster, name, false)?.is_dirty() {
-        repair_at_open(io, file_bytes, name).await?;
+        repair_at_open(io, file.info().locks, file.length_bytes()?, name).await?;
     }
     Ok(())
 }
 
-/// Repairs an image that was left dirty; returns how long the file is now.
-pub(crate) async fn repair_at_open(io: &MetaIo, file_bytes: u64, name: &str) -> Result<u64> {
+/// Repairs an image that was left dirty; returns how long the file is now. Without locks it may be dirty because somebody
+/// is using it.
+pub(crate) async fn repair_at_open(io: &MetaIo, locks: Locks, file_bytes: u64, name: &str) -> Result<u64> {
+    if locks == Locks::Lacking {
+        let what = format!(
+            "'{name}' was not closed cleanly (dirty bit), or another program is writing to it: its file system has no \
+             locks that would tell. If you know that nobody uses it, repair it with 'check -r all'; or open it read-only"
+        );
+        return Err(Error::new(ErrorKind::Unsupported, what));
+    }
     tracing::warn!("'{name}' was not closed cleanly (dirty bit): its refcounts are repaired before it is used");
     let mut told = Instant::now();
     let mut watch = |event| {
@@ -67,13 +75,6 @@ async fn repair_dirty(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut Chec
         Error::new(ErrorKind::BadImage, text)
     };
     let (header, bitmaps) = header_to_check(io, name).await?;
-    if header.has_data_file() {
-        let what = format!(
-            "'{name}' was not closed cleanly (dirty bit) and keeps its data in an external data file: repair it with \
-             'check -r all' before it is written to, or open it read-only"
-        );
-        return Err(Error::new(ErrorKind::Unsupported, what));
-    }
     let mut walk = Walk::begin(io, &header, file_bytes, watch).await.map_err(failed)?;
     (walk.repairs, walk.bitmaps) = (true, bitmaps);
     walk.be_strict();

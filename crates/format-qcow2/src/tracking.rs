@@ -4,7 +4,9 @@
 //! Nobody believes a bitmap that the file says is in use. That is durable before anything is written, and taken back
 //! only when the file has every bit: however we end, no bitmap that missed a write is ever believed. The order at the
 //! end: bits and refcounts, durable; tables that lead to new clusters, durable; flags, durable. Bits are overwritten
-//! where they lie, and nothing of a bitmap is freed.
+//! where they lie, and nothing of a bitmap is freed. Refcounts are not postponed here, also where the image allows it, so
+//! an image that is being closed does not become dirty again. What the refcounts themselves leave behind (a table that
+//! moved, space of a bitmap that is lost) is freed last.
 
 use crate::bitmap::{AUTOCLEAR_BITMAPS, Bitmap, TABLE_ALL_ONES, data_offset, directory, flags_byte, is_damaged_table};
 use crate::dirty_bits::DirtyBits;
@@ -299,17 +301,18 @@ impl Inner {
         self.barrier(io, barrier).await
     }
 
-    /// Brings the bitmaps to the file and says that they are not in use any more. After an error they stay in use: they
-    /// are lost, and nothing else. All else is durable, and no operation may be in flight.
-    pub(crate) async fn store_bitmaps(&self, io: &MetaIo) {
-        let Some(tracking) = &self.tracking else { return };
+    /// Brings the bitmaps to the file and says that they are not in use any more. What cannot be written stays in use: it
+    /// is lost, and nothing else. All else is durable, and no operation may be in flight. Fails where refcounts that were
+    /// changed for it cannot be brought to the file.
+    pub(crate) async fn store_bitmaps(&self, io: &MetaIo) -> IoResult {
+        let Some(tracking) = &self.tracking else { return Ok(()) };
         if tracking.tracked.is_empty() || tracking.kept.get() != Some(&true) {
-            return;
+            return Ok(());
         }
-        let Some(_making_ready) = self.begin(Need::HeaderReady).await else { return };
+        let Some(_making_ready) = self.begin(Need::HeaderReady).await else { return Ok(()) };
         if !self.header_ready.load(Ordering::Acquire) {
             // Nothing was written, or the guard has stopped the image.
-            return;
+            return Ok(());
         }
         // The next write has to say first that they are in use.
         self.header_ready.store(false, Ordering::Release);
@@ -323,20 +326,15 @@ impl Inner {
                 }
             }
         }
-        let mut is_lost = stored.len() < tracking.tracked.len();
         if !stored.is_empty() {
             match self.publish_bits(io, tracking, &stored).await {
                 Ok(()) => stored.iter().filter_map(|tracked| tracked.bits()).for_each(DirtyBits::all_stored),
-                Err(error) => {
-                    is_lost = true;
-                    stored.iter().for_each(|tracked| self.tell_lost(tracked, error));
-                }
+                Err(error) => stored.iter().for_each(|tracked| self.tell_lost(tracked, error)),
             }
         }
-        if is_lost {
-            // Space that was taken for nothing is free again. If not it has leaked.
-            let _ = self.settle(io).await;
-        }
+        // Space that was taken for nothing is free again, and so is the old place of a refcount table that has moved.
+        let is_settled = self.lock().is_all_written();
+        if is_settled { Ok(()) } else { self.settle(io).await }
     }
 
     fn tell_lost(&self, tracked: &Tracked, error: IoError) {
@@ -374,7 +372,7 @@ impl Inner {
             };
         }
         let allocate = |state: &mut State| {
-            let run = self.allocate(state, 1)?;
+            let run = self.allocate_in_order(state, 1)?;
             self.add_tables(state, Owner::Bitmap, run.first..run.end());
             Ok(self.geometry.start_of(run.first))
         };

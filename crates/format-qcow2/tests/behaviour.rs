@@ -4,12 +4,13 @@
 mod common;
 
 use block::{Extent, File, FileInfo, IoErrorKind, MetaIo, ReactorCtx, block_on};
-use common::{Base, Guest, NAME, blocking, created, open, open_bytes, open_options};
+use common::{Base, DATA, Guest, NAME, blocking, copy, created, open, open_bytes, open_options};
 use format_qcow2::{CreateOptions, Fill, Overwrite, Prepared, Qcow2};
+use memory::AlignedBuf;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
-use testkit::{Dice, OpKind, SimFile, SimFileOptions, SimReactor, SimStorage, fill_seeded, qcow2_check};
+use testkit::{Dice, OpKind, SimFile, SimFileOptions, SimReactor, SimStorage, fill_seeded, qcow2_check, stamped};
 
 const K: u64 = 1024;
 
@@ -220,6 +221,44 @@ fn unknown_autoclear_bits_are_cleared_before_the_first_write_and_not_at_open() {
     let (storage, guest) = open_bytes(&bytes, Base::default());
     block_on(guest.discard(0, 1 << 20)).unwrap();
     assert!(storage.bytes(NAME) == bytes, "a discard of nothing is no write");
+}
+
+#[test]
+fn a_guest_that_only_discards_ends_the_promises_of_others_before_anything_changes() {
+    const UNKNOWN: u8 = 0x20;
+    for data_file_raw in [None, Some(false), Some(true)] {
+        let data_file = data_file_raw.map(|_| DATA.to_owned());
+        let data_file_raw = data_file_raw == Some(true);
+        let wanted = CreateOptions { data_file, data_file_raw, ..options(1 << 20, 64 * K) };
+        let (original, file) = created(&wanted, SimFileOptions::default());
+        let guest = open(&file, Base::default());
+        block_on(guest.write(0, &stamped(1, 0, 256 << 10))).unwrap();
+        block_on(guest.close()).unwrap();
+        drop(guest);
+        let (storage, mut header) = (copy(&original), original.bytes(NAME)[..512].to_vec());
+        header[95] |= UNKNOWN;
+        let file = storage.file(NAME).unwrap();
+        block_on(blocking(&file).write(0, AlignedBuf::copy_of(&header))).unwrap();
+        block_on(blocking(&file).flush()).unwrap();
+        let data = |storage: &SimStorage| storage.file(DATA).map(|_| storage.bytes(DATA));
+        let before = data(&storage);
+        let guest = open(&file, Base::default());
+        assert_eq!(storage.bytes(NAME)[95] & UNKNOWN, UNKNOWN, "opening is no change");
+        storage.record();
+        block_on(guest.discard(0, 128 * K)).unwrap();
+        block_on(guest.close()).unwrap();
+        let kept = if data_file_raw { 2 } else { 0 };
+        assert_eq!(storage.bytes(NAME)[95], kept, "{wanted:?}");
+        let (mut replay, mut changed) = (storage.take_recording().replay(), 0);
+        while let Some(now) = replay.advance() {
+            let cut = replay.power_cut(now);
+            if data(&cut) != before {
+                changed += 1;
+                assert_eq!(cut.bytes(NAME)[95], kept, "{wanted:?}, cut at {now}");
+            }
+        }
+        assert_eq!(changed > 0, before.is_some());
+    }
 }
 
 #[test]

@@ -229,8 +229,8 @@ fn a_new_backing_name_and_bitmaps_share_the_header_and_a_power_cut_leaves_the_ol
         let before = name(&storage);
         storage.record();
         let backing = new.clone().map(|file| Backing { file, format: Some("qcow2".to_owned()) });
-        let (file, length) = (storage.file("disk").unwrap(), storage.bytes("disk").len() as u64);
-        block_on(format_qcow2::set_backing(&io(&file), length, "disk", backing.as_ref())).unwrap();
+        let file = storage.file("disk").unwrap();
+        block_on(format_qcow2::set_backing(&io(&file), file.as_ref(), "disk", backing.as_ref())).unwrap();
         assert_eq!(name(&storage), new);
         let mut replay = storage.take_recording().replay();
         while replay.advance().is_some() {

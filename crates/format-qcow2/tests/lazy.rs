@@ -3,13 +3,14 @@
 
 mod common;
 
-use block::{Error, File, IoError, block_on};
-use common::{Base, Guest, NAME, blocking, created, judged_by_qemu, open, open_options};
-use format_qcow2::{CreateOptions, Qcow2};
+use block::{Error, ErrorKind, File, IoError, Locks, MetaIo, block_on};
+use common::{Base, DATA, Guest, NAME, blocking, created, judged_by_qemu, open, open_options};
+use format_qcow2::{CreateOptions, Qcow2, Repair};
+use memory::AlignedBuf;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
-use testkit::{Fault, FaultAction, OpKind, SimFileOptions, SimStorage, mix, qcow2_check, stamped};
+use testkit::{Fault, FaultAction, OpKind, SimFile, SimFileOptions, SimStorage, mix, qcow2_check, stamped};
 
 const CLUSTER: u64 = 4096;
 const SIZE: u64 = 512 << 10;
@@ -240,6 +241,115 @@ fn what_refcounts_alone_do_not_explain_is_refused_and_left_as_it_was() {
 }
 
 #[test]
+fn more_wrong_flags_than_are_repaired_at_open_are_refused_and_left_as_they_were() {
+    // One table that L1 names again and again: each time each of its entries claims to be the only one.
+    const TABLES: u64 = (1 << 20) / (CLUSTER / 8) + 1;
+    let options = CreateOptions {
+        size_bytes: TABLES * (CLUSTER / 8) * CLUSTER,
+        cluster_size: CLUSTER,
+        refcount_bits: 64,
+        ..CreateOptions::default()
+    };
+    let (storage, file) = created(&options, SimFileOptions::default());
+    let guest = open(&file, Base::default());
+    block_on(guest.write(0, &stamped(1, 0, CLUSTER as usize))).unwrap();
+    block_on(guest.close()).unwrap();
+    let mut bytes = storage.bytes(NAME);
+    let word = |at: u64| -> [u8; 8] { bytes[at as usize..at as usize + 8].try_into().unwrap() };
+    let l1 = u64::from_be_bytes(word(40));
+    let l2 = u64::from_be_bytes(word(l1)) & 0x00ff_ffff_ffff_fe00;
+    for (table, entries) in [(l1, TABLES), (l2, CLUSTER / 8)] {
+        let first = bytes[table as usize..table as usize + 8].to_vec();
+        bytes[table as usize..][..entries as usize * 8].copy_from_slice(&first.repeat(entries as usize));
+    }
+    bytes[79] |= 1;
+    let storage = stored(&bytes);
+    let error = opened(&storage, false).map(drop).unwrap_err();
+    assert!(error.to_string().contains("entries have a wrong flag"), "{error}");
+    assert!(storage.bytes(NAME) == bytes, "the file has changed");
+}
+
+#[test]
+fn without_locks_a_dirty_image_is_taken_for_one_in_use_until_check_has_repaired_it() {
+    let (storage, expected) = left_dirty();
+    let bytes = storage.bytes(NAME);
+    let unlocked = |locks| {
+        let storage = SimStorage::new(5);
+        storage.create_with(NAME, &bytes, SimFileOptions { locks, ..SimFileOptions::default() });
+        storage
+    };
+    let storage = unlocked(Locks::Lacking);
+    let file = storage.file(NAME).unwrap();
+    let amended = |file: &SimFile| {
+        let options = format_qcow2::AmendOptions { lazy_refcounts: Some(false), ..Default::default() };
+        block_on(format_qcow2::amend(&blocking(file), file, NAME, &options, &mut |_, _| true))
+    };
+    let renamed = block_on(format_qcow2::set_backing(&blocking(&file), file.as_ref(), NAME, None));
+    for refused in [opened(&storage, false).map(drop), amended(&file), renamed] {
+        let error = refused.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("no locks") && error.to_string().contains("check -r all"), "{error}");
+    }
+    assert!(contents(&storage) == expected && storage.bytes(NAME) == bytes, "read it may be");
+    let length = bytes.len() as u64;
+    block_on(format_qcow2::repair(&blocking(&file), length, NAME, Repair::All, &mut |_| true)).unwrap();
+    drop(opened(&storage, false).unwrap());
+    assert_repaired(&storage, "checked");
+    assert!(contents(&storage) == expected);
+    // Where locks were not wanted, whoever did not want them knows.
+    let storage = unlocked(Locks::NotWanted);
+    drop(opened(&storage, false).unwrap());
+    assert_repaired(&storage, "not locked");
+}
+
+#[test]
+fn a_dirty_image_with_an_external_data_file_is_repaired_like_any_other() {
+    let qemu = common::has_tool("qemu-img");
+    let directory = tempfile::tempdir().unwrap();
+    let data_path = directory.path().join(DATA);
+    for extended_l2 in [false, true] {
+        let options = CreateOptions {
+            size_bytes: SIZE,
+            cluster_size: 16384,
+            extended_l2,
+            data_file: Some(data_path.display().to_string()),
+            ..CreateOptions::default()
+        };
+        let (storage, file) = created(&options, SimFileOptions::default());
+        let guest = open(&file, Base::default());
+        block_on(async {
+            guest.write(1000, &stamped(1, 0, 90 << 10)).await.unwrap();
+            guest.write_zeroes(32 << 10, 16 << 10, false).await.unwrap();
+            guest.close().await.unwrap();
+        });
+        let expected = block_on(guest.read_all()).unwrap();
+        drop(guest);
+        // Dirty, with an L2 table that no refcount knows of, and a refcount that is too high.
+        let mut bytes = storage.bytes(NAME);
+        let word = |at: u64| u64::from_be_bytes(bytes[at as usize..at as usize + 8].try_into().unwrap());
+        let l2 = word(word(40)) & 0x00ff_ffff_ffff_fe00;
+        let block = word(word(48));
+        let last = bytes.len() / 16384 - 1;
+        bytes[(block + l2 / 16384 * 2) as usize..][..2].fill(0);
+        bytes[block as usize + last * 2..][..2].copy_from_slice(&[0, 2]);
+        bytes[79] |= 1;
+        let dirty = common::copy(&storage);
+        block_on(blocking(&dirty.file(NAME).unwrap()).write(0, AlignedBuf::copy_of(&bytes))).unwrap();
+        assert!(is_dirty(&dirty) && qcow2_check(&dirty.bytes(NAME)).unwrap().sound().is_ok(), "the premise");
+        // At open only the image itself is there, without its data file.
+        let file = dirty.file(NAME).unwrap();
+        let io = MetaIo::new(file.open_blocking().unwrap());
+        drop(block_on(Qcow2::open(&io, file.info(), open_options(false))).unwrap());
+        assert_repaired(&dirty, "repaired");
+        assert!(contents(&dirty) == expected);
+        if qemu {
+            std::fs::write(&data_path, dirty.bytes(DATA)).unwrap();
+            assert!(judged_by_qemu(directory.path(), &dirty.bytes(NAME)) == expected);
+        }
+    }
+}
+
+#[test]
 fn verbs_that_change_an_image_repair_it_first() {
     let (storage, expected) = left_dirty();
     let file = storage.file(NAME).unwrap();
@@ -249,9 +359,8 @@ fn verbs_that_change_an_image_repair_it_first() {
     assert_repaired(&storage, "amended");
     assert!(contents(&storage) == expected);
     let (storage, _) = left_dirty();
-    let length = storage.bytes(NAME).len() as u64;
-    let io = blocking(&storage.file(NAME).unwrap());
-    block_on(format_qcow2::set_backing(&io, length, NAME, None)).unwrap();
+    let file = storage.file(NAME).unwrap();
+    block_on(format_qcow2::set_backing(&blocking(&file), file.as_ref(), NAME, None)).unwrap();
     assert_repaired(&storage, "another backing file");
 }
 

@@ -6,7 +6,7 @@ mod common;
 
 use block::{File, IoError, Result, block_on};
 use common::{Base, DATA, NAME, blocking, copy, created, has_tool, judged_by_qemu, open};
-use format_qcow2::{CreateOptions, GrowBy, Preallocation, ResizeOptions, preallocate, resize};
+use format_qcow2::{CreateOptions, EditWatch, GrowBy, Preallocation, ResizeOptions, preallocate, resize};
 use std::path::Path;
 use std::sync::Arc;
 use testkit::{Dice, Fault, FaultAction, OpKind, SimFileOptions, SimStorage, qcow2_check, stamped};
@@ -242,4 +242,95 @@ fn the_file_of_a_disk_that_became_shorter_ends_behind_what_is_left() {
         // Header, refcount table and block, L1, L2.
         assert_eq!(storage.bytes(NAME).len() as u64, (5 + 10) * cluster_size);
     }
+}
+
+const WHOLE: u64 = 512 << 10;
+
+/// A disk of 512 KiB that is full, and whose file can only end where a half of it does once tables have moved.
+fn full() -> SimStorage {
+    let options = CreateOptions { size_bytes: WHOLE, cluster_size: 512, ..CreateOptions::default() };
+    let (storage, file) = created(&options, SimFileOptions::default());
+    let guest = open(&file, Base::default());
+    block_on(async {
+        guest.write(0, &stamped(1, 0, WHOLE as usize)).await.unwrap();
+        guest.close().await.unwrap();
+    });
+    storage
+}
+
+fn halved(storage: &SimStorage, watch: &mut EditWatch<'_>) -> Result<()> {
+    let options = ResizeOptions { size_bytes: WHOLE / 2, shrink: true, ..ResizeOptions::default() };
+    let file = storage.file(NAME).unwrap();
+    block_on(resize(&blocking(&file), file.as_ref(), NAME, &options, watch))
+}
+
+/// Whether the disk is the one after; it is whole in any case, and what is wrong was told.
+fn is_halved(original: &[u8], storage: &SimStorage, done: &Result<()>, shortest: usize, what: &str) -> bool {
+    sound_without_leaks(storage, what);
+    let found = disk(storage, &Base::default());
+    assert!(found == original[..found.len()] && [WHOLE / 2, WHOLE].contains(&(found.len() as u64)), "{what}");
+    let (is_after, length) = (found.len() as u64 == WHOLE / 2, storage.bytes(NAME).len());
+    match done {
+        Ok(()) => assert!(is_after && length == shortest, "{what}: {length} bytes of file, and nobody was told"),
+        Err(error) if is_after && !error.to_string().contains("the image is as before, or changed") => {
+            assert!(error.to_string().contains("has its new size"), "{what}: {error}");
+        }
+        Err(_) => {}
+    }
+    is_after
+}
+
+#[test]
+fn a_shrink_that_is_given_up_leaves_the_disk_before_or_the_disk_after_and_says_which() {
+    let original = full();
+    let before = disk(&original, &Base::default());
+    let (shortest, mut calls) = (copy(&original), 0);
+    halved(&shortest, &mut |_, _| {
+        calls += 1;
+        true
+    })
+    .unwrap();
+    let shortest = shortest.bytes(NAME).len();
+    assert!(shortest < original.bytes(NAME).len() * 2 / 3, "{shortest}");
+    let mut seen = [0; 2];
+    for nth in 0..calls {
+        let (storage, mut heard) = (copy(&original), 0);
+        let done = halved(&storage, &mut |_, _| {
+            heard += 1;
+            heard <= nth
+        });
+        let what = format!("given up at {nth} of {calls}");
+        assert!(done.as_ref().unwrap_err().to_string().contains("interrupted"), "{what}");
+        seen[usize::from(is_halved(&before, &storage, &done, shortest, &what))] += 1;
+    }
+    assert!(seen[0] > 5 && seen[1] > 5, "{seen:?}");
+}
+
+#[test]
+fn a_shrink_whose_file_stays_longer_than_it_has_to_be_says_so() {
+    let original = full();
+    let before = disk(&original, &Base::default());
+    let shortest = copy(&original);
+    halved(&shortest, &mut |_, _| true).unwrap();
+    let shortest = shortest.bytes(NAME).len();
+    let mut seen = [0; 2];
+    for kind in [OpKind::Read, OpKind::Write, OpKind::Flush] {
+        for nth in 0.. {
+            let storage = copy(&original);
+            let error = if nth % 2 == 0 { IoError::EIO } else { IoError::from_errno(28) };
+            storage.inject(NAME, Fault::from_nth(kind, nth, FaultAction::Fail(error)));
+            let done = halved(&storage, &mut |_, _| true);
+            let reached = storage.pushed(NAME, kind) > nth;
+            storage.clear_faults();
+            let what = format!("{kind:?} from number {nth} on");
+            let is_after = is_halved(&before, &storage, &done, shortest, &what);
+            if done.is_err() {
+                seen[usize::from(is_after)] += 1;
+            }
+            if !reached {
+                break;
+            }
+        }
+    }
+    assert!(seen[0] > 5 && seen[1] > 5, "{seen:?}");
 }

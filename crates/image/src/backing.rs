@@ -14,7 +14,7 @@ pub fn set_backing(file: &Arc<dyn File>, format: Format, backing: Option<&format
         }
         Format::Qcow2 => {
             let io = MetaIo::new(file.open_blocking()?);
-            block_on(format_qcow2::set_backing(&io, file.length_bytes()?, name, backing))
+            block_on(format_qcow2::set_backing(&io, file.as_ref(), name, backing))
         }
     }
 }

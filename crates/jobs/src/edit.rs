@@ -19,7 +19,8 @@ pub fn edit(
     image::edit(path, file, format, edit, &mut watch(control))
 }
 
-/// Changes the size of a qcow2 image that was opened for writing. Cancelled, it leaves the image as it was.
+/// Changes the size of a qcow2 image that was opened for writing. Cancelled, it leaves the image as it was; or, where the
+/// error says that a shorter disk has its new size already, its file longer than it has to be.
 pub fn resize_qcow2(
     image: Image,
     size_bytes: u64,
@@ -30,7 +31,8 @@ pub fn resize_qcow2(
     image.resize(size_bytes, shrink, preallocation, &mut watch(control))
 }
 
-/// Changes options of a qcow2 image that was opened for writing. Cancelled, it leaves the image as it was.
+/// Changes options of a qcow2 image that was opened for writing. Cancelled, it leaves the image as it was; a size that
+/// becomes smaller is as with [`resize_qcow2`].
 pub fn amend(image: Image, amend: &Amend, control: &mut Control<'_>) -> Result<()> {
     image.amend(amend, &mut watch(control))
 }

@@ -1,4 +1,5 @@
-//! A file system of one file whose reads can be held up: how a test stalls one request and not its neighbours.
+//! A file system of one file whose reads can be held up: how a test stalls one request and not its neighbours. It has no
+//! locks.
 //!
 //! Speaks just enough of the FUSE protocol (`linux/fuse.h`, version 7.31) over `/dev/fuse`.
 
@@ -152,9 +153,9 @@ impl Server {
         let valid = 3600_u64.to_le_bytes();
         match opcode {
             INIT => {
-                // Asynchronous reads and direct I/O; 1024 requests at once.
+                // Asynchronous reads and direct I/O; locks are asked for here, and not known; 1024 requests at once.
                 let mut out = Vec::new();
-                for word in [7_u32, 31, 0, 1 | 1 << 15, 1024 << 16 | 1024, 1 << 17, 1] {
+                for word in [7_u32, 31, 0, 1 | 1 << 1 | 1 << 15, 1024 << 16 | 1024, 1 << 17, 1] {
                     out.extend(word.to_le_bytes());
                 }
                 out.resize(64, 0);

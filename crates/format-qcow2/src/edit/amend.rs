@@ -42,7 +42,7 @@ pub struct AmendOptions {
     pub data_file_raw: Option<bool>,
 }
 
-/// Changes options of an image. Nobody else may use it.
+/// Changes options of an image. Nobody else may use it. For a disk that becomes shorter see [`super::resize::resize`].
 pub async fn amend(
     io: &MetaIo,
     file: &dyn File,
@@ -55,8 +55,7 @@ pub async fn amend(
     let done = edit.amend(options).await;
     edit.end(done).await?;
     if becomes_shorter {
-        // It is done; what could be won beyond is only space.
-        let _ = compact(io, file, name).await;
+        compact(io, file, name, watch).await?;
     }
     Ok(())
 }

@@ -3,60 +3,97 @@
 //! A change of its own after the one that made room: space counts as free only once the image says so. Data stay where
 //! they are, and so do the tables of snapshots.
 
-use super::Edit;
+use super::{Edit, EditWatch};
 use block::{File, IoResult, MetaIo, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Makes the file as short as moving tables can make it. Nobody else may use the image; its contents do not change.
-pub(super) async fn compact(io: &MetaIo, file: &dyn File, name: &str) -> Result<()> {
-    let watch: &mut super::EditWatch<'_> = &mut |_, _| true;
+/// Makes the file as short as moving tables can make it, after the disk has become shorter. Nobody else may use the image;
+/// its contents do not change, whatever becomes of this.
+pub(super) async fn compact(io: &MetaIo, file: &dyn File, name: &str, watch: &mut EditWatch<'_>) -> Result<()> {
+    let moved = move_to_start(io, file, name, watch).await;
+    moved.map_err(|error| {
+        error.in_context(format!("'{name}' has its new size and is whole, but its file is longer than it has to be"))
+    })
+}
+
+async fn move_to_start(io: &MetaIo, file: &dyn File, name: &str, watch: &mut EditWatch<'_>) -> Result<()> {
     let mut edit = Edit::open(io, file, name, watch).await?;
-    let end = match edit.move_tables().await {
-        Ok(Some(tail)) => tail.start,
+    let moved = edit.move_tables().await;
+    let prepared = match moved {
         Ok(None) => return Ok(()),
+        Ok(Some(tail)) => edit.prepare().await.map(|()| tail.start),
+        Err(error) => Err(error),
+    };
+    match prepared {
+        Ok(end) if edit.refs.highest() <= end => {
+            edit.switch().await?;
+            edit.give_back().await.map_err(|error| edit.failed(error))
+        }
+        // Nothing is won: there was no room for all of them before.
+        Ok(_) => {
+            edit.undo().await;
+            Ok(())
+        }
         Err(error) => {
             edit.undo().await;
-            return Err(edit.failed(error));
-        }
-    };
-    match edit.prepare().await {
-        Ok(()) if edit.refs.highest() <= end => edit.switch().await,
-        // Nothing is won: there was no room for all of them before.
-        prepared => {
-            edit.undo().await;
-            prepared
+            Err(error)
         }
     }
 }
 
 impl Edit<'_, '_> {
+    /// The change before this one was shown to be complete. Fails once the user gave up.
+    fn listen(&mut self) -> Result<()> {
+        let bytes = self.geometry.size_bytes;
+        self.tell(bytes, bytes)
+    }
+
     /// Moves all tables behind the last thing that stays; returns what they leave.
-    async fn move_tables(&mut self) -> IoResult<Option<Range<u64>>> {
-        let mut l1 = self.active_l1().await?;
+    async fn move_tables(&mut self) -> Result<Option<Range<u64>>> {
+        if !self.can_grow {
+            return Ok(None);
+        }
+        let mut l1 = self.active_l1().await.map_err(|error| self.failed(error))?;
         let tables = self.movable_tables(&l1).await?;
         let tail = self.tail_of(&tables).await?;
-        if !self.can_grow || tables.range(tail.clone()).next().is_none() {
+        if tables.range(tail.clone()).next().is_none() {
             return Ok(None);
         }
         let is_behind = |cluster: u64| tail.contains(&cluster) && tables.contains(&cluster);
         let mut moves = is_behind(self.geometry.cluster_of(self.header.l1_offset));
         for raw in &mut l1 {
             if let Some(offset) = self.l2_offset(*raw).filter(|offset| is_behind(self.geometry.cluster_of(*offset))) {
-                let l2 = self.read_l2(offset).await?;
-                *raw = self.move_l2(offset, &l2).await?;
+                *raw = self.moved_l2(offset).await.map_err(|error| self.failed(error))?;
                 moves = true;
             }
+            self.listen()?;
         }
         if moves {
-            self.set_l1(&l1).await?;
+            self.set_l1(&l1).await.map_err(|error| self.failed(error))?;
         }
-        self.refs.move_out_of(&tail).await?;
+        self.move_refcounts(&tail).await?;
         Ok(Some(tail))
     }
 
+    async fn moved_l2(&mut self, offset: u64) -> IoResult<u64> {
+        let l2 = self.read_l2(offset).await?;
+        self.move_l2(offset, &l2).await
+    }
+
+    /// The refcount table moves with any of its blocks; where none has to, with the first.
+    async fn move_refcounts(&mut self, tail: &Range<u64>) -> Result<()> {
+        let mut table_moves = tail.contains(&self.geometry.cluster_of(self.header.refcount_table_offset));
+        for block in 0..self.refs.table_entries() {
+            let moved = self.refs.move_block(block, tail, table_moves).await;
+            table_moves &= !moved.map_err(|error| self.failed(error))?;
+            self.listen()?;
+        }
+        Ok(())
+    }
+
     /// Where the disk's own tables and the refcounts lie.
-    async fn movable_tables(&mut self, l1: &[u64]) -> IoResult<BTreeSet<u64>> {
+    async fn movable_tables(&mut self, l1: &[u64]) -> Result<BTreeSet<u64>> {
         let geometry = self.geometry;
         let clusters = |offset: u64, bytes: u64| {
             let first = geometry.cluster_of(offset);
@@ -69,23 +106,29 @@ impl Edit<'_, '_> {
         let l2s: Vec<u64> = l1.iter().filter_map(|raw| self.l2_offset(*raw)).collect();
         for offset in l2s {
             let cluster = geometry.cluster_of(offset);
-            if self.refs.get(cluster).await? == 1 {
+            let count = self.refs.get(cluster).await;
+            if count.map_err(|error| self.failed(error))? == 1 {
                 tables.insert(cluster);
             }
+            self.listen()?;
         }
         Ok(tables)
     }
 
     /// What lies behind the last cluster that is in use and does not move.
-    async fn tail_of(&mut self, tables: &BTreeSet<u64>) -> IoResult<Range<u64>> {
-        let end = self.refs.end_of_use().await?;
-        let mut start = end;
-        while let Some(cluster) = start.checked_sub(1) {
-            if !tables.contains(&cluster) && self.refs.get(cluster).await? > 0 {
-                break;
+    async fn tail_of(&mut self, tables: &BTreeSet<u64>) -> Result<Range<u64>> {
+        let mut start = self.geometry.clusters_for(self.file_bytes);
+        let end = start;
+        loop {
+            let skipped = self.refs.skip_free(start).await;
+            let (lower, is_found) = skipped.map_err(|error| self.failed(error))?;
+            start = lower;
+            self.listen()?;
+            match start.checked_sub(1) {
+                Some(last) if is_found && tables.contains(&last) => start = last,
+                Some(_) if !is_found => {}
+                _ => return Ok(start..end),
             }
-            start = cluster;
         }
-        Ok(start..end)
     }
 }

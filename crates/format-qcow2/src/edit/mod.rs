@@ -36,7 +36,8 @@ const AUTOCLEAR_BITMAPS: u64 = 1;
 /// The external data file reads as a raw image.
 const AUTOCLEAR_RAW_DATA: u64 = 2;
 
-/// Told of steps done and in all while an image is edited; returns false to give up, which leaves the image as it was.
+/// Told of steps done and in all while an image is edited; returns false to give up, which leaves the image as it was, or,
+/// once a disk is shorter, only its file longer than it has to be.
 pub type EditWatch<'a> = dyn FnMut(u64, u64) -> bool + 'a;
 
 /// Before the change, or when it is complete but for the refcounts' own place.
@@ -79,7 +80,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         if file.info().read_only {
             return Err(Error::new(ErrorKind::BadOption, format!("'{name}' was opened for reading only")));
         }
-        repair_if_dirty(io, file.length_bytes()?, name).await?;
+        repair_if_dirty(io, file, name).await?;
         let cluster = read_first_cluster(io).await.map_err(|error| failed("header", error))?.to_vec();
         let header = Header::parse(&cluster, name, true)?;
         let geometry = header.geometry();
@@ -286,7 +287,11 @@ impl<'a, 'w> Edit<'a, 'w> {
             self.undo().await;
             return Err(error);
         }
-        self.switch().await
+        self.switch().await?;
+        self.cut_data_file().await;
+        // It is only space.
+        let _ = self.give_back().await;
+        Ok(())
     }
 
     /// One sector, and the prepared image is the image.
@@ -297,28 +302,32 @@ impl<'a, 'w> Edit<'a, 'w> {
         };
         let sector = self.first_cluster.get(..HEADER_SECTOR_BYTES).unwrap_or_default();
         self.io.write(0, AlignedBuf::copy_of(sector)).await.map_err(failed)?;
-        self.io.flush().await.map_err(failed)?;
-        self.cut_data_file().await;
-        self.give_back().await;
-        Ok(())
+        self.io.flush().await.map_err(failed)
     }
 
-    /// Gives the host what the image no longer uses. A host that cannot take it keeps it.
-    async fn give_back(&mut self) {
+    /// Gives the host what the image no longer uses. Tells whether the file ends where it can; space within it that the host
+    /// cannot take it keeps.
+    async fn give_back(&mut self) -> IoResult {
         let freed = self.refs.freed();
         if freed.is_empty() {
-            return;
+            return Ok(());
         }
-        if let Ok(end) = self.refs.end_of_use().await
-            && self.can_grow
-            && self.geometry.start_of(end) < self.file_bytes
-            && !self.refs.grew()
-        {
-            let _ = self.io.set_length(self.geometry.start_of(end)).await;
-        }
+        let cut = self.cut_off_unused().await;
         for range in freed.into_iter().filter(|_| self.can_discard) {
             let (start, end) = (self.geometry.start_of(range.start), self.geometry.start_of(range.end));
             let _ = self.io.discard(start, end.saturating_sub(start)).await;
+        }
+        cut
+    }
+
+    async fn cut_off_unused(&mut self) -> IoResult {
+        if !self.can_grow || self.refs.grew() {
+            return Ok(());
+        }
+        let end = self.geometry.start_of(self.refs.end_of_use().await?);
+        match end < self.file_bytes {
+            true => self.io.set_length(end).await,
+            false => Ok(()),
         }
     }
 

@@ -17,6 +17,10 @@ use std::ops::Range;
 const BLOCKS_BYTES: u64 = 64 << 20;
 /// Blocks of the old structure that are kept: the ones that are counted, and looked at for free space.
 const OLD_BLOCKS: usize = 16;
+/// Blocks of the new structure that can be read again: so much of them is kept, a few in any case, and in between as much
+/// as has changed.
+const CLEAN_BYTES: u64 = 4 << 20;
+const CLEAN_BLOCKS_MIN: usize = 16;
 
 /// A count that the image's refcount width cannot hold.
 const TOO_NARROW: IoError = IoError::new(IoErrorKind::OutOfRange);
@@ -41,13 +45,17 @@ pub(crate) struct Refs<'a> {
     blocks_bytes: u64,
     /// Blocks of the new structure in memory.
     blocks: BTreeMap<u64, Vec<u8>>,
+    /// How many were brought there since those were dropped that can be read again.
+    loaded: usize,
+    /// See [`CLEAN_BYTES`].
+    clean_bytes: u64,
     /// Those that differ from the old structure.
     changed: BTreeSet<u64>,
     /// Those of them that have no new place yet.
     homeless: BTreeSet<u64>,
     /// Their new places.
     homes: BTreeMap<u64, u64>,
-    /// Those whose present contents lie in their new places, and nowhere in memory.
+    /// Those whose present contents lie in their new places.
     stored: BTreeSet<u64>,
     /// Below these there is nothing free: single clusters, and runs.
     single_hint: u64,
@@ -76,6 +84,8 @@ impl<'a> Refs<'a> {
             old_blocks: HashMap::new(),
             blocks_bytes: BLOCKS_BYTES,
             blocks: BTreeMap::new(),
+            loaded: 0,
+            clean_bytes: CLEAN_BYTES,
             changed: BTreeSet::new(),
             homeless: BTreeSet::new(),
             homes: BTreeMap::new(),
@@ -136,8 +146,9 @@ impl<'a> Refs<'a> {
         if self.blocks.contains_key(&block) {
             return Ok(());
         }
+        self.drop_clean();
         let length = self.cluster_len();
-        let bytes = if self.stored.remove(&block) {
+        let bytes = if self.stored.contains(&block) {
             let home = self.homes.get(&block).copied().ok_or(CORRUPT)?;
             self.io.read(home, length, PastEnd::Fails).await?.to_vec()
         } else if self.changes_width() {
@@ -149,7 +160,19 @@ impl<'a> Refs<'a> {
             }
         };
         self.blocks.insert(block, bytes);
+        self.loaded = self.loaded.saturating_add(1);
         Ok(())
+    }
+
+    /// Makes room for another block, once there may be many that can be read again.
+    fn drop_clean(&mut self) {
+        let clean = usize::try_from(self.old.cluster_of(self.clean_bytes)).unwrap_or(0).max(CLEAN_BLOCKS_MIN);
+        if self.loaded < clean.max(self.blocks.len() / 2) {
+            return;
+        }
+        self.loaded = 0;
+        let (changed, stored) = (&self.changed, &self.stored);
+        self.blocks.retain(|block, _| changed.contains(block) && !stored.contains(block));
     }
 
     /// A block of the new width, with the old counts.
@@ -200,6 +223,7 @@ impl<'a> Refs<'a> {
     }
 
     fn note_change(&mut self, block: u64) {
+        self.stored.remove(&block);
         if self.changed.insert(block) {
             self.homeless.insert(block);
         }
@@ -346,7 +370,7 @@ impl<'a> Refs<'a> {
     /// Writes what has changed to its new places, and forgets what is in memory.
     async fn store(&mut self) -> IoResult {
         for (block, bytes) in std::mem::take(&mut self.blocks) {
-            if !self.changed.contains(&block) {
+            if !self.changed.contains(&block) || self.stored.contains(&block) {
                 continue;
             }
             let home = self.homes.get(&block).copied().ok_or(CORRUPT)?;
@@ -419,17 +443,22 @@ impl<'a> Refs<'a> {
         (0..entries).flat_map(|block| entry(block).to_be_bytes()).collect()
     }
 
-    /// The blocks in these clusters get new places, as if they had changed; so does the table, with the first of them.
-    pub(crate) async fn move_out_of(&mut self, clusters: &Range<u64>) -> IoResult {
-        let mut table_moves = clusters.contains(&self.old.cluster_of(self.old_table_offset));
-        for block in 0..self.old_table.len() as u64 {
-            let Some(offset) = self.old_block_offset(block)? else { continue };
-            if clusters.contains(&self.old.cluster_of(offset)) || std::mem::take(&mut table_moves) {
-                self.load(block).await?;
-                self.note_change(block);
-            }
+    /// How many blocks the table has room for.
+    pub(crate) fn table_entries(&self) -> u64 {
+        self.old_table.len() as u64
+    }
+
+    /// A block in these clusters gets a new place, as if it had changed, and the table with it; `any`: wherever it lies.
+    /// Returns whether it does.
+    pub(crate) async fn move_block(&mut self, block: u64, clusters: &Range<u64>, any: bool) -> IoResult<bool> {
+        let Some(offset) = self.old_block_offset(block)? else { return Ok(false) };
+        let moves = any || clusters.contains(&self.old.cluster_of(offset));
+        if moves {
+            self.load(block).await?;
+            self.note_change(block);
+            self.relieve().await?;
         }
-        Ok(())
+        Ok(moves)
     }
 
     /// The end of what was given out.
@@ -445,13 +474,33 @@ impl<'a> Refs<'a> {
     /// The end of the last cluster in use, looked for from the end of what the file had.
     pub(crate) async fn end_of_use(&mut self) -> IoResult<u64> {
         let mut end = self.file_clusters;
-        while let Some(last) = end.checked_sub(1) {
+        loop {
+            let (lower, is_found) = self.skip_free(end).await?;
+            if is_found {
+                return Ok(lower);
+            }
+            end = lower;
+        }
+    }
+
+    /// Goes down from `end` over what nobody uses, as far as one block counts. Returns where that leads, and whether it
+    /// is the end: of what is in use, or of the file.
+    pub(crate) async fn skip_free(&mut self, end: u64) -> IoResult<(u64, bool)> {
+        let Some(last) = end.checked_sub(1) else { return Ok((0, true)) };
+        let block = self.new.block_of(last);
+        let start = self.new.block_start(block);
+        if !self.changes_width() && !self.changed.contains(&block) && self.old_block_offset(block)?.is_none() {
+            return Ok((start, false));
+        }
+        let mut end = end;
+        while end > start {
+            let last = end.saturating_sub(1);
             if self.get(last).await? > 0 {
-                break;
+                return Ok((end, true));
             }
             end = last;
         }
-        Ok(end)
+        Ok((end, false))
     }
 
     /// What fell free, once.
@@ -468,6 +517,45 @@ mod tests {
     use crate::load::entries;
     use block::{File, block_on};
     use testkit::{SimFileOptions, SimStorage};
+
+    #[test]
+    fn looking_at_all_refcounts_of_a_large_file_takes_little_memory() {
+        let storage = SimStorage::new(1);
+        let (blocks, clusters) = (400u64, 512 / 2);
+        let file = storage.create("disk", 0, SimFileOptions::default());
+        let io = MetaIo::new(file.open_blocking().unwrap());
+        let options = CreateOptions { size_bytes: 1 << 20, cluster_size: 512, ..CreateOptions::default() };
+        block_on(async {
+            create(&io, &options).await.unwrap();
+            let header = Header::parse(&io.read(0, 512, PastEnd::Fails).await.unwrap(), "disk", true).unwrap();
+            // A sparse file whose blocks are all one and the same, but for every other one, which is missing.
+            let zeros = 512 * 1000;
+            io.write(zeros, AlignedBuf::zeroed(512)).await.unwrap();
+            let table = (0..blocks).map(|block| if block % 2 == 0 { 0 } else { zeros }).collect();
+            let mut refs =
+                Refs::new(&io, header.geometry(), table, header.refcount_table_offset, blocks * clusters * 512);
+            refs.clean_bytes = 0;
+            assert_eq!(refs.end_of_use().await.unwrap(), 0);
+            assert!(refs.blocks.len() <= CLEAN_BLOCKS_MIN, "{} blocks are kept", refs.blocks.len());
+            for block in 0..blocks {
+                let looked_at = refs.require_kept(block * clusters..block * clusters + 1).await;
+                assert_eq!(looked_at.unwrap_err().kind(), IoErrorKind::Corrupt, "it counts nothing");
+                assert!(refs.blocks.len() <= CLEAN_BLOCKS_MIN, "{} blocks are kept", refs.blocks.len());
+            }
+            // What has changed is not dropped with them, and what was stored and read again has not changed.
+            for block in (0..blocks).step_by(2) {
+                refs.set(block * clusters + 5, 7).await.unwrap();
+            }
+            refs.blocks_bytes = 0;
+            refs.relieve().await.unwrap();
+            assert!(refs.blocks.is_empty());
+            for block in 0..blocks {
+                let expected = if block % 2 == 0 { 7 } else { 0 };
+                assert_eq!(refs.get(block * clusters + 5).await.unwrap(), expected, "block {block}");
+            }
+            assert!(refs.blocks.len() <= CLEAN_BLOCKS_MIN, "{} blocks are kept", refs.blocks.len());
+        });
+    }
 
     #[test]
     fn refcount_blocks_that_move_while_a_long_run_is_counted_do_not_move_into_it() {

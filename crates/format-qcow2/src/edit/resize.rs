@@ -49,7 +49,8 @@ pub struct ResizeOptions {
     pub data_file_bytes: Option<u64>,
 }
 
-/// Changes the size of the disk; what is added reads as zeros. Nobody else may use the image.
+/// Changes the size of the disk; what is added reads as zeros. Nobody else may use the image. Where the disk becomes
+/// shorter and its file cannot be made as short as it could be, the disk has its new size all the same; the error says so.
 pub async fn resize(
     io: &MetaIo,
     file: &dyn File,
@@ -62,8 +63,7 @@ pub async fn resize(
     let done = edit.resize(options).await;
     edit.end(done).await?;
     if becomes_shorter {
-        // It is done; what could be won beyond is only space.
-        let _ = compact(io, file, name).await;
+        compact(io, file, name, watch).await?;
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ use super::queue::{BlockingQueue, SimQueue};
 use super::reactor::SimReactor;
 use super::state::{Effect, FileState, OpId};
 use crate::dice::{Dice, mix};
-use block::{Error, ErrorKind, File, FileInfo, FileQueue, ReactorCtx, Result};
+use block::{Error, ErrorKind, File, FileInfo, FileQueue, Locks, ReactorCtx, Result};
 use std::fmt;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -30,6 +30,8 @@ pub struct SimFileOptions {
     pub max_length_bytes: u64,
     /// What the file tells about direct-I/O alignment. It serves any all the same.
     pub alignment_bytes: u32,
+    /// What it tells about locks.
+    pub locks: Locks,
 }
 
 impl Default for SimFileOptions {
@@ -43,6 +45,7 @@ impl Default for SimFileOptions {
             grows_with_zeros: false,
             max_length_bytes: 1 << 40,
             alignment_bytes: 1,
+            locks: Locks::Held,
         }
     }
 }
@@ -152,6 +155,7 @@ impl SimStorage {
             fast_zeroes: options.fast_zeroes,
             block_device: options.block_device,
             can_grow: !options.block_device,
+            locks: options.locks,
             engine: "simulated".to_owned(),
         };
         Arc::new(SimFile { storage: self.clone(), index, info })
