@@ -27,6 +27,8 @@ const DEPTH: u32 = 16;
 const WARM_UP: u64 = 2_000;
 /// Where the allocator was called from is kept for so many calls.
 const TRACES: usize = 4;
+/// On a loaded machine a case may meet something for the first time after its warm-up, and so allocate once.
+const TRIES: u32 = 3;
 
 static COUNTING: AtomicBool = AtomicBool::new(false);
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
@@ -206,6 +208,15 @@ impl Guest {
     }
 }
 
+/// What the last try allocated or freed, where every one did.
+fn fault(guest: &Guest, case: &str, buffers: Buffers) -> Option<String> {
+    let mut fault = None;
+    for _ in 0..TRIES {
+        fault = Some(guest.count(case, buffers)?);
+    }
+    fault
+}
+
 /// What the load so far needed is given back: at once, and by each reactor before it sleeps for long.
 fn forget_the_load() {
     std::thread::sleep(Duration::from_millis(150));
@@ -232,8 +243,8 @@ fn check(dir: &Path, format: DriveFormat, engine: EngineKind, cache: CacheMode) 
     let guest = Guest::new(&socket);
     guest.fill();
     forget_the_load();
-    let faults =
-        ALL_BUFFERS.iter().filter_map(|buffers| guest.count(&format!("{case}, {buffers:?}"), *buffers)).collect();
+    let of_case = |buffers| fault(&guest, &format!("{case}, {buffers:?}"), buffers);
+    let faults = ALL_BUFFERS.into_iter().filter_map(of_case).collect();
     drop(guest);
     daemon.shutdown().unwrap();
     std::fs::remove_file(&path).unwrap();

@@ -264,8 +264,11 @@ fn a_run_can_be_cancelled_and_a_dead_disk_does_not_hold_it_for_ever() {
     let disk: Arc<dyn Disk> = Arc::new(RamDisk::new(Fault::None));
     assert!(run(&disk, &reactors(1).handles, &spec, &hooks).unwrap().report.cancelled);
 
-    let disk: Arc<dyn Disk> = Arc::new(RamDisk::new(Fault::Swallows));
-    let spec = BenchSpec { drain_timeout: Duration::from_millis(20), ..spec };
+    let (ram, cancel) = (RamDisk::new(Fault::Swallows), Arc::new(AtomicBool::new(false)));
+    let disk: Arc<dyn Disk> = Arc::new(ram.clone());
+    let spec = BenchSpec { drain_timeout: Duration::from_secs(2), ..spec };
+    let all_are_swallowed = |_| cancel.store(ram.requests.load(Ordering::Relaxed) == 32, Ordering::Relaxed);
+    let hooks = Hooks { progress: Some(&all_are_swallowed), cancel: Some(Arc::clone(&cancel)), ..Hooks::default() };
     let error = run(&disk, &reactors(1).handles, &spec, &hooks).unwrap_err().to_string();
     assert!(error.contains("32 requests did not complete"), "{error}");
 }
