@@ -288,11 +288,13 @@ mod tests {
     fn readers_never_see_an_entry_of_another_slice() {
         let slices = SliceCache::new(1 << 20, 512, 0);
         let mut book = SliceBook::default();
-        let stop = AtomicBool::new(false);
+        let (begin, stop) = (std::sync::Barrier::new(2), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
+                begin.wait();
                 let mut seen = 0u64;
-                while !stop.load(Ordering::Relaxed) {
+                loop {
+                    let is_last = stop.load(Ordering::Acquire);
                     for slice in 0..128 {
                         let Some(view) = slices.view(slice) else { continue };
                         let entry = view.get(511).unwrap();
@@ -301,9 +303,13 @@ mod tests {
                             seen += 1;
                         }
                     }
+                    if is_last {
+                        break;
+                    }
                 }
                 assert!(seen > 0);
             });
+            begin.wait();
             for round in 0..200u64 {
                 for slice in 0..128 {
                     let slice = (slice * 37 + round) % 128;
@@ -312,7 +318,7 @@ mod tests {
                     }
                 }
             }
-            stop.store(true, Ordering::Relaxed);
+            stop.store(true, Ordering::Release);
         });
     }
 }

@@ -4,7 +4,7 @@
 mod common;
 
 use block::Disk;
-use common::{Server, assert_valid, at, directory, has_tool, path_str, run_ok, text, tool, tool_ok};
+use common::{Server, assert_valid, at, directory, has_tool, info_after_kill, path_str, run_ok, text, tool, tool_ok};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig};
 use jobs::bench::{BenchSpec, Hooks, Pattern, Stop, run};
@@ -124,8 +124,7 @@ fn a_killed_server_leaves_bitmaps_that_say_they_are_inconsistent() {
     let image = at(&dir, "disk.qcow2");
     prepare(&image);
     serve_and_write(&dir, &image).kill();
-    // Waits until the kernel has let the dead process' locks go.
-    let said = run_ok(&["info", path_str(&image)]);
+    let said = info_after_kill(&image);
     assert_valid(&image, true);
     let strings = |flags: &[&str]| flags.iter().map(|flag| (*flag).to_owned()).collect::<Vec<_>>();
     let expected = [("coarse", &["in-use", "auto"][..]), ("fine", &["in-use", "auto"]), ("off", &[])];

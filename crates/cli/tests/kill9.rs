@@ -6,15 +6,16 @@
 mod common;
 
 use block::{Disk, ReactorHandle};
-use common::{Server, assert_valid, at, directory, has_tool, path_str, run_ok};
+use common::{Server, assert_valid, at, directory, has_tool, info_after_kill, path_str, run_ok};
 use daemon::{DriveFormat, DriveOptions, open_drive};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use image::BackingPolicy;
-use jobs::bench::{BenchSpec, Hooks, Initial, Outcome, Pattern, Stop, Verify, VerifyState, run};
+use jobs::bench::{BenchSpec, Hooks, Initial, Outcome, Pattern, Progress, Stop, Verify, VerifyState, run};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 const DEFAULT_MOMENTS: u64 = 4;
@@ -23,6 +24,8 @@ const PART_BYTES: u64 = 8 << 20;
 const BLOCK_BYTES: u32 = 4096;
 /// A killed server has lived at most this long under load.
 const LONGEST_LIFE_MS: u64 = 400;
+/// Where no flush was acknowledged in any of the planned lives: lives of more moments, one after the other.
+const MORE_LIVES_MS: [u64; 4] = [1000, 2000, 4000, 8000];
 const SEED: u64 = 20;
 
 fn number(variable: &str, default: u64) -> u64 {
@@ -34,6 +37,16 @@ fn dice(seed: u64) -> u64 {
     let mut word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 32
+}
+
+/// The size of an image with a part for every moment that there may be.
+fn size_of(moments: u64) -> String {
+    ((moments + MORE_LIVES_MS.len() as u64) * PART_BYTES).to_string()
+}
+
+/// Grows with every block that a flush makes durable.
+fn durable(state: &VerifyState) -> u64 {
+    state.blocks().iter().map(|block| u64::from(block.durable)).sum()
 }
 
 /// One image and what is known of each part of it.
@@ -82,7 +95,7 @@ impl Patient {
         value
     }
 
-    /// Loads the server until it is killed; what is known of the part then.
+    /// Loads the server and kills it after `life` under load; what is known of the part then.
     fn kill_under_load(&self, part: u64, initial: Initial, life: Duration) -> VerifyState {
         let arguments = ["--drive", &self.options, "--socket", path_str(&self.socket), "--reactors", "1"];
         let server = Server::start(&arguments);
@@ -97,12 +110,20 @@ impl Patient {
             drain_timeout: common::PATIENCE,
             ..self.spec(part, initial)
         };
-        let hooks = Hooks { cancel: Some(Arc::clone(&cancel)), ..Hooks::default() };
+        let (begin, begun) = channel();
         let killer = std::thread::spawn(move || {
+            let _ = begun.recv();
             std::thread::sleep(life);
             server.kill();
-            cancel.store(true, Ordering::Relaxed);
         });
+        // The first look at the progress begins the server's life; failures end the run.
+        let progress = |now: Progress| {
+            let _ = begin.send(());
+            if now.failures > 0 {
+                cancel.store(true, Ordering::Relaxed);
+            }
+        };
+        let hooks = Hooks { progress: Some(&progress), cancel: Some(Arc::clone(&cancel)), ..Hooks::default() };
         let outcome = run(&disk, &self.handles(), &spec, &hooks).unwrap();
         killer.join().unwrap();
         let Outcome { report, state } = outcome;
@@ -129,12 +150,18 @@ impl Patient {
     }
 
     fn survive(mut self, moments: u64, initial: impl Fn(u64) -> Initial) {
-        for moment in 0..moments {
-            let life = Duration::from_millis(10 + dice(self.seed + 1000 + moment) % LONGEST_LIFE_MS);
-            let state = self.kill_under_load(moment, initial(moment), life);
+        let (seed, mut flushed) = (self.seed, false);
+        let planned = (0..moments).map(|moment| 10 + dice(seed + 1000 + moment) % LONGEST_LIFE_MS);
+        for (moment, life_ms) in (0..).zip(planned.chain(MORE_LIVES_MS)) {
+            if moment >= moments && flushed {
+                break;
+            }
+            let initial = initial(moment);
+            let durable_before = if let Initial::State(state) = &initial { durable(state) } else { 0 };
+            let state = self.kill_under_load(moment, initial, Duration::from_millis(life_ms));
+            flushed |= durable(&state) > durable_before;
             self.parts.push(state);
-            // Waits until the kernel has let the dead process' locks go.
-            run_ok(&["info", path_str(&self.image)]);
+            info_after_kill(&self.image);
             // With lazy refcounts they are stale now, and in order once it has been opened for writing.
             if self.format == DriveFormat::Qcow2 && !self.lazy {
                 assert_valid(&self.image, true);
@@ -144,8 +171,7 @@ impl Patient {
                 assert_valid(&self.image, !self.lazy);
             }
         }
-        let flushed = self.parts.iter().flat_map(VerifyState::blocks).filter(|block| block.durable > 0).count();
-        assert!(flushed > 0, "no flush was ever acknowledged: nothing was tested");
+        assert!(flushed, "no flush was ever acknowledged: nothing was tested");
         self.reactor.stop().unwrap();
     }
 }
@@ -159,7 +185,7 @@ fn seed() -> u64 {
 fn raw(moments: u64) {
     let dir = directory();
     let patient = Patient::new(&dir, DriveFormat::Raw, "disk.raw", seed());
-    run_ok(&["create", "-q", "-f", "raw", path_str(&patient.image), &(moments * PART_BYTES).to_string()]);
+    run_ok(&["create", "-q", "-f", "raw", path_str(&patient.image), &size_of(moments)]);
     patient.survive(moments, |_| Initial::Zeros);
 }
 
@@ -169,8 +195,7 @@ fn qcow2(moments: u64) {
     }
     let dir = directory();
     let patient = Patient::new(&dir, DriveFormat::Qcow2, "disk.qcow2", seed());
-    let size = (moments * PART_BYTES).to_string();
-    run_ok(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", path_str(&patient.image), &size]);
+    run_ok(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", path_str(&patient.image), &size_of(moments)]);
     patient.survive(moments, |_| Initial::Zeros);
 }
 
@@ -181,9 +206,8 @@ fn lazy(moments: u64) {
     }
     let dir = directory();
     let patient = Patient { lazy: true, ..Patient::new(&dir, DriveFormat::Qcow2, "disk.qcow2", seed()) };
-    let size = (moments * PART_BYTES).to_string();
     let options = "cluster_size=4k,lazy_refcounts=on";
-    run_ok(&["create", "-q", "-f", "qcow2", "-o", options, path_str(&patient.image), &size]);
+    run_ok(&["create", "-q", "-f", "qcow2", "-o", options, path_str(&patient.image), &size_of(moments)]);
     patient.survive(moments, |_| Initial::Zeros);
 }
 
@@ -193,8 +217,8 @@ fn overlay(moments: u64) {
         return;
     }
     let dir = directory();
-    let (base, size) = (at(&dir, "base.raw"), (moments * PART_BYTES).to_string());
-    run_ok(&["create", "-q", "-f", "raw", path_str(&base), &size]);
+    let base = at(&dir, "base.raw");
+    run_ok(&["create", "-q", "-f", "raw", path_str(&base), &size_of(moments)]);
     let patient = Patient::new(&dir, DriveFormat::Qcow2, "disk.qcow2", seed());
     let fill = |part: u64| {
         let spec = BenchSpec {
@@ -210,7 +234,8 @@ fn overlay(moments: u64) {
     };
     let states: Vec<VerifyState> = (0..moments).map(fill).collect();
     run_ok(&["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", path_str(&patient.image)]);
-    patient.survive(moments, |part| Initial::State(states[part as usize].clone()));
+    let initial = |part: u64| states.get(part as usize).map_or(Initial::Zeros, |state| Initial::State(state.clone()));
+    patient.survive(moments, initial);
 }
 
 #[test]

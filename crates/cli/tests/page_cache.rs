@@ -6,11 +6,19 @@ use common::{has_tool, path_str, run, run_ok, text, tool_ok};
 use std::path::Path;
 
 const BYTES: usize = 6 << 20;
+/// What the page cache holds is the kernel's choice in the end, above all where memory is short.
+const TRIES: u32 = 5;
 
 /// How many bytes of a file are in the page cache.
 fn cached_bytes(path: &Path) -> u64 {
     let said = tool_ok("fincore", &["--bytes", "--noheadings", "--output", "RES", path_str(path)]);
     said.trim().parse().unwrap()
+}
+
+/// How many of its bytes are in the page cache, if that is right; otherwise a complaint.
+fn cached(path: &Path, is_right: impl Fn(u64) -> bool) -> Result<u64, String> {
+    let bytes = cached_bytes(path);
+    is_right(bytes).then_some(bytes).ok_or_else(|| format!("{}: {bytes} bytes in the page cache", path.display()))
 }
 
 /// Makes the file durable and forgets its pages.
@@ -24,9 +32,21 @@ fn copying_and_comparing_past_the_page_cache_leave_nothing_in_it_and_throw_nothi
     if !has_tool("fincore") || !has_tool("dd") {
         return;
     }
-    // Where the build lies rather than where temporary files do: those may have no direct I/O.
-    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let at = |name: &str| dir.path().join(name);
+    let mut complaints = Vec::new();
+    for _ in 0..TRIES {
+        // Where the build lies rather than where temporary files do: those may have no direct I/O.
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        match past_the_page_cache(dir.path()) {
+            Ok(()) => return,
+            Err(complaint) => complaints.push(complaint),
+        }
+    }
+    panic!("something in every one of {TRIES} tries:\n{}", complaints.join("\n"));
+}
+
+/// In an empty directory. Only what is in the page cache is a complaint; all else has to be right at once.
+fn past_the_page_cache(dir: &Path) -> Result<(), String> {
+    let at = |name: &str| dir.join(name);
     let raw = at("s.raw");
     std::fs::write(&raw, (0..BYTES).map(|index| (index / 777 % 255) as u8).collect::<Vec<_>>()).unwrap();
     forget(&raw);
@@ -40,7 +60,7 @@ fn copying_and_comparing_past_the_page_cache_leave_nothing_in_it_and_throw_nothi
     if !first.status.success() && text(&first.stderr).contains("no direct I/O") {
         // It says so, and leaves no half of a target.
         assert!(!qcow2.exists());
-        return;
+        return Ok(());
     }
     assert!(first.status.success(), "{}", text(&first.stderr));
     assert!(convert(&[&direct[..], &["-c"]].concat(), &raw, "qcow2", &packed).status.success());
@@ -63,16 +83,19 @@ fn copying_and_comparing_past_the_page_cache_leave_nothing_in_it_and_throw_nothi
         assert_eq!(run_ok(&[&same[..], &[path_str(image)]].concat()), "Images are identical.\n");
     }
     for path in [&raw, &qcow2, &packed, &back, &part] {
-        assert_eq!(cached_bytes(path), 0, "{}", path.display());
+        cached(path, |bytes| bytes == 0)?;
     }
     // What was there stays there.
     assert_eq!(std::fs::read(&raw).unwrap().len(), BYTES);
-    let before = cached_bytes(&raw);
-    assert!(before >= BYTES as u64);
+    let before = cached(&raw, |bytes| bytes >= BYTES as u64)?;
     assert!(convert(&direct, &raw, "qcow2", &qcow2).status.success());
-    assert_eq!((cached_bytes(&raw), cached_bytes(&qcow2)), (before, 0));
+    cached(&raw, |after| after * 2 >= before)?;
+    cached(&qcow2, |bytes| bytes == 0)?;
     // The test can tell: the page cache takes part where nothing else was said.
     forget(&raw);
     assert!(convert(&[], &raw, "qcow2", &qcow2).status.success());
-    assert!(cached_bytes(&raw) > 0 && cached_bytes(&qcow2) > 0);
+    for path in [&raw, &qcow2] {
+        cached(path, |bytes| bytes > 0)?;
+    }
+    Ok(())
 }

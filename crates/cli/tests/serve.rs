@@ -3,7 +3,8 @@
 mod common;
 
 use common::{
-    PATIENCE, Server, assert_valid, at, directory, has_tool, path_str, ringdisk, run_fails, run_ok, text, tool,
+    PATIENCE, Server, assert_valid, at, directory, has_tool, info_after_kill, path_str, ringdisk, run_fails, run_ok,
+    text, tool,
 };
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -86,6 +87,7 @@ fn the_socket_of_a_killed_server_is_taken_over_and_that_of_a_living_one_is_not()
     create(&image, "raw", "1M");
     Server::start(&[path_str(&image)]).kill();
     assert!(socket.exists());
+    info_after_kill(&image);
     let server = Server::start(&[path_str(&image)]);
     let other = at(&dir, "other.raw");
     create(&other, "raw", "1M");

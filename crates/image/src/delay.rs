@@ -169,8 +169,8 @@ mod tests {
 
     #[test]
     fn each_request_waits_its_time_and_a_sleeping_reactor_wakes_up_for_it() {
-        const COUNT: u32 = 5;
-        let delay = Duration::from_millis(20);
+        const COUNT: u32 = 2;
+        let delay = Duration::from_millis(200);
         let disk = DelayDisk::new(Arc::new(NullDisk::new(1 << 20, String::new())), delay);
         assert_eq!(disk.info().size_bytes, 1 << 20);
         let reactor = Reactor::spawn(ReactorConfig::default()).unwrap();

@@ -38,6 +38,20 @@ pub(crate) fn run_fails(code: i32, arguments: &[&str]) -> String {
     text(&output.stderr)
 }
 
+/// What `ringdisk info` says of an image whose server was killed. The kernel lets the locks of such a process go only when
+/// it has taken its io_uring down: the program waits for that, but a loaded machine may need longer.
+pub(crate) fn info_after_kill(image: &Path) -> String {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let output = run(&["info", path_str(image)]);
+        if output.status.success() {
+            return text(&output.stdout);
+        }
+        let said = text(&output.stderr);
+        assert!(said.contains("in use") && Instant::now() < deadline, "ringdisk info: {}\n{said}", output.status);
+    }
+}
+
 pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
