@@ -207,9 +207,11 @@ impl<'a, 'w> Walk<'a, 'w> {
 
     pub(crate) async fn read(&self, offset: u64, length: u64) -> IoResult<AlignedBuf> {
         let length = usize::try_from(length).map_err(|_| block::IoError::EIO)?;
+        // A table that the file does not hold is not what its owner wrote, and whoever opens the image cannot read it.
+        let past_end = if self.strict { PastEnd::Fails } else { PastEnd::Zeros };
         match length {
             0 => Ok(AlignedBuf::zeroed(0)),
-            _ => self.io.read(offset, length, PastEnd::Zeros).await,
+            _ => self.io.read(offset, length, past_end).await,
         }
     }
 

@@ -78,7 +78,9 @@ async fn repair_dirty(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut Chec
     let mut walk = Walk::begin(io, &header, file_bytes, watch).await.map_err(failed)?;
     (walk.repairs, walk.bitmaps) = (true, bitmaps);
     walk.be_strict();
-    walk.count_all().await.map_err(failed)?;
+    if let Err(error) = walk.count_all().await {
+        return Err(hopeless(format!("not all of it can be read ({error})")));
+    }
     walk.strict = false;
     if walk.hopeless.is_none() && walk.report.check_errors > 0 {
         walk.hopeless = Some("not all of it can be read".to_owned());

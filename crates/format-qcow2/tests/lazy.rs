@@ -217,7 +217,9 @@ fn what_refcounts_alone_do_not_explain_is_refused_and_left_as_it_was() {
     let l1 = word(40);
     let l2 = word(l1) & 0x00ff_ffff_ffff_fe00;
     let behind = (good.len() as u64).next_multiple_of(CLUSTER) + 32 * CLUSTER;
+    let right_behind = (good.len() as u64).next_multiple_of(CLUSTER);
     let harm = [
+        ("L1 where the file ends", 40, right_behind),
         ("an entry that leads behind the file", l2, behind),
         ("an entry off the clusters", l2, word(l2) + 512),
         ("a reserved bit", l2, word(l2) | 1 << 56),
