@@ -34,7 +34,7 @@ const STEPS: &[Step] = &[
     Step {
         name: "doctests",
         about: "the examples in the documentation",
-        run: || tests_of(&["test", "--workspace", "--doc"]),
+        run: || count(Program::cargo().args(["test", "--workspace", "--doc"])),
     },
     Step { name: "documents", about: "links and commands in the documents exist", run: || list(documents::check()?) },
     Step { name: "simulator", about: "power cuts, faults and random requests with other seeds", run: simulator },
@@ -47,6 +47,10 @@ const STEPS: &[Step] = &[
     Step { name: "slow", about: "the tests that are too slow for every day", run: slow },
     Step { name: "guests", about: "real Linux guests under User Mode Linux and QEMU", run: guests },
 ];
+
+/// For a build and all its tests, on a slow or loaded machine.
+const TESTS_LIMIT: Duration = Duration::from_secs(60 * 60);
+const GUESTS_LIMIT: Duration = Duration::from_secs(30 * 60);
 
 struct Outcome {
     name: &'static str,
@@ -125,11 +129,12 @@ fn rustdoc() -> Result<Counts> {
 }
 
 fn tests() -> Result<Counts> {
-    if Program::cargo().args(["nextest", "--version"]).succeeds() {
-        tests_of(&["nextest", "run", "--workspace", "--no-fail-fast"])
+    let program = if Program::cargo().args(["nextest", "--version"]).succeeds() {
+        Program::cargo().args(["nextest", "run", "--workspace", "--no-fail-fast"])
     } else {
-        tests_of(&["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"])
-    }
+        Program::cargo().args(["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"])
+    };
+    count(program.limit(TESTS_LIMIT))
 }
 
 /// The tests of chains over simulated storage once more, from another first seed.
@@ -147,14 +152,11 @@ fn schedules() -> Result<Counts> {
 /// What is ignored by default, but for the guests, which have a step of their own.
 fn slow() -> Result<Counts> {
     let arguments = ["test", "--workspace", "--tests", "--no-fail-fast", "--", "--ignored"];
-    count(Program::cargo().args(arguments).args(["--skip", "uml_on_", "--skip", "qemu_with_"]))
+    let program = Program::cargo().args(arguments).args(["--skip", "uml_on_", "--skip", "qemu_with_"]);
+    count(program.limit(TESTS_LIMIT))
 }
 
 /// Runs tests and counts them by what they print.
-fn tests_of(arguments: &[&str]) -> Result<Counts> {
-    count(Program::cargo().args(arguments))
-}
-
 fn count(program: Program) -> Result<Counts> {
     // The packages are a step of their own; a test that misses a tool after it must not skip.
     let mut program = program.env("CI", "true");
@@ -179,6 +181,6 @@ fn guests() -> Result<Counts> {
             .args(["test", "--package", "ringdisk", "--test", "guests", "--"])
             .args(["--ignored", "--test-threads=1", "--nocapture"])
             .env("RINGDISK_GUEST_KERNEL", kernel)
-            .limit(Duration::from_secs(12 * 60)),
+            .limit(GUESTS_LIMIT),
     )
 }

@@ -17,6 +17,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("e2fsck", "e2fsprogs"),
     ("debugfs", "e2fsprogs"),
     ("fio", "fio"),
+    ("fincore", "util-linux-extra"),
 ];
 
 /// The kernel that QEMU boots. Never installed: only its files are taken.
@@ -49,27 +50,34 @@ pub(crate) fn guest_kernel() -> Result<PathBuf> {
         return Ok(directory);
     }
     let download = workspace::target().join("guest-kernel-download");
-    let _ = std::fs::remove_dir_all(&download);
-    std::fs::create_dir_all(&download)?;
-    let package = kernel_package().or_else(|_| {
+    let archive = download_kernel(&download).or_else(|error| {
+        // There may be no lists of packages, or old ones: the archive keeps only the newest kernel.
+        println!("{error:#}");
         apt_get(["update"])?;
-        kernel_package()
+        download_kernel(&download)
     })?;
-    let fetch = Program::new("apt-get").args(["download", package.as_str()]).directory(&download).watch()?;
-    if !fetch.success() {
-        bail!("apt-get download {package} failed");
-    }
-    let archive = std::fs::read_dir(&download)?
-        .flatten()
-        .map(|entry| entry.path())
-        .find(|path| path.extension().is_some_and(|extension| extension == "deb"))
-        .with_context(|| format!("apt-get download {package} left no package behind"))?;
     let unpacked = download.join("unpacked");
     Program::new("dpkg").args(["-x".as_ref(), archive.as_os_str(), unpacked.as_os_str()]).output_text()?;
     let _ = std::fs::remove_dir_all(&directory);
     std::fs::rename(&unpacked, &directory)?;
     std::fs::remove_dir_all(&download)?;
     Ok(directory)
+}
+
+/// The kernel's package, as the only file in `directory`.
+fn download_kernel(directory: &Path) -> Result<PathBuf> {
+    let _ = std::fs::remove_dir_all(directory);
+    std::fs::create_dir_all(directory)?;
+    let package = kernel_package()?;
+    let fetch = Program::new("apt-get").args(["download", package.as_str()]).directory(directory).watch()?;
+    if !fetch.success() {
+        bail!("apt-get download {package} failed");
+    }
+    std::fs::read_dir(directory)?
+        .flatten()
+        .map(|entry| entry.path())
+        .find(|path| path.extension().is_some_and(|extension| extension == "deb"))
+        .with_context(|| format!("apt-get download {package} left no package behind"))
 }
 
 fn has_kernel(directory: &Path) -> bool {

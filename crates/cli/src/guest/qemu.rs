@@ -51,7 +51,7 @@ pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
         .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
         .args(["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"])
         .args(["-kernel".as_ref(), kernel.image.as_os_str(), "-initrd".as_ref(), initramfs.as_os_str()])
-        .args(["-append", "console=ttyS0 quiet panic=-1"]);
+        .args(["-append", &format!("console=ttyS0 quiet panic=-1 {}", script::QUIET_WATCHDOGS.join(" "))]);
     for (number, socket) in options.sockets.iter().enumerate() {
         let socket = comma_doubled(&std::path::absolute(socket)?);
         let queues = options.queues;

@@ -10,6 +10,10 @@ use std::fmt::Write;
 /// Begins each line that the host reads.
 pub(super) const MARK: &str = "@ringdisk ";
 
+/// Parameters for the guest's kernel. That a loaded host leaves it no time is no fault of the disk's, and nothing for its
+/// kernel to complain about with a trace of calls.
+pub(super) const QUIET_WATCHDOGS: [&str; 2] = ["rcupdate.rcu_cpu_stall_suppress=1", "nowatchdog"];
+
 /// Where the guest finds things.
 pub(super) struct Places<'a> {
     /// An empty directory of the guest's root for its own file systems.

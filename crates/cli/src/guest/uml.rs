@@ -40,6 +40,7 @@ pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
     command
         .arg(format!("mem={}M", options.memory_mib))
         .args(["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro", "quiet", "con=null", "con0=null,fd:1"])
+        .args(script::QUIET_WATCHDOGS)
         .arg(format!("init={}", init.display()))
         .arg(format!("uml_dir={}", directory.display()))
         .arg("umid=guest");
