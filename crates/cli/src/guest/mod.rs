@@ -81,8 +81,8 @@ impl GuestOptions {
     /// A guest that fills the disks on `sockets` and measures nothing.
     pub(crate) fn new(kind: GuestKind, sockets: Vec<PathBuf>) -> Self {
         let (cpus, queues, time_limit) = match kind {
-            GuestKind::Uml => (1, 1, Duration::from_secs(120)),
-            GuestKind::Qemu => (4, 4, Duration::from_secs(300)),
+            GuestKind::Uml => (1, 1, Duration::from_secs(300)),
+            GuestKind::Qemu => (4, 4, Duration::from_secs(600)),
         };
         let work = GuestWork::Fill { measure_seconds: 0, measure_mib: 0, fio_mib: 16 };
         let stop = Arc::default();
