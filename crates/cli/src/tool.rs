@@ -179,6 +179,20 @@ impl Watch {
         Ok(Self { display, started: Instant::now(), shown: None, interrupted: crate::signals::interrupted()? })
     }
 
+    /// For what has no progress in qemu-img: a bar on a terminal, and nothing elsewhere.
+    pub(crate) fn for_people(quiet: bool) -> anyhow::Result<Self> {
+        Self::start(&ProgressArgs { show: false, quiet, progress: None })
+    }
+
+    /// For what comes before the job and ends with it: with a bar of its own on a terminal, and nothing elsewhere.
+    pub(crate) fn before(&self) -> Self {
+        let display = match &self.display {
+            Display::Bar(_) => Display::Bar(bar()),
+            _ => Display::Nothing,
+        };
+        Self { display, started: Instant::now(), shown: None, interrupted: Arc::clone(&self.interrupted) }
+    }
+
     /// Runs a job under this watch.
     pub(crate) fn run<T, E>(&mut self, job: impl FnOnce(&mut Control<'_>) -> Result<T, E>) -> Result<T, E> {
         let cancel = Arc::clone(&self.interrupted);

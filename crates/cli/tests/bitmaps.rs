@@ -11,9 +11,9 @@ use jobs::bench::{BenchSpec, Hooks, Pattern, Stop, run};
 use serde_json::Value;
 use std::ops::Range;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use testkit::marked_as_qemu_sees;
 
 const WRITTEN: Range<u64> = (1 << 20) + 4096..(1 << 20) + (300 << 10);
 
@@ -55,30 +55,6 @@ fn serve_and_write(dir: &tempfile::TempDir, image: &Path) -> Server {
     server
 }
 
-/// What a bitmap marks, as an NBD client of QEMU's sees it.
-fn seen_by_qemu(dir: &tempfile::TempDir, image: &Path, bitmap: &str) -> Vec<Range<u64>> {
-    let socket = at(dir, &format!("nbd-{bitmap}"));
-    let mut nbd = Command::new("qemu-nbd");
-    nbd.args(["-r", "-f", "qcow2", "-B", bitmap, "-k", path_str(&socket), path_str(image)]);
-    // It ends with its first client.
-    let mut nbd = nbd.stdin(Stdio::null()).spawn().unwrap();
-    let deadline = Instant::now() + common::PATIENCE;
-    while !socket.exists() {
-        assert!(nbd.try_wait().unwrap().is_none(), "qemu-nbd does not serve bitmap '{bitmap}'");
-        assert!(Instant::now() < deadline, "qemu-nbd does not begin");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let context = format!("x-dirty-bitmap=qemu:dirty-bitmap:{bitmap}");
-    let options = format!("driver=nbd,server.type=unix,server.path={},{context}", socket.display());
-    let map = tool_ok("qemu-img", &["map", "--output=json", "--image-opts", &options]);
-    nbd.wait().unwrap();
-    let rows: Vec<Value> = serde_json::from_str(&map).unwrap();
-    // That is how it shows what is marked.
-    let marked = rows.iter().filter(|row| row["data"] == false);
-    let number = |row: &Value, key: &str| row[key].as_u64().unwrap();
-    marked.map(|row| number(row, "start")..number(row, "start") + number(row, "length")).collect()
-}
-
 /// The flags of each bitmap.
 fn flags(image: &Path) -> Vec<(String, Vec<String>)> {
     let said = tool_ok("qemu-img", &["info", "--output=json", path_str(image)]);
@@ -102,11 +78,12 @@ fn what_a_guest_writes_is_what_qemu_sees_marked_and_it_goes_on_from_there() {
     serve_and_write(&dir, &image).stop();
     assert_valid(&image, false);
     assert_eq!(flags(&image), before);
-    assert_eq!(seen_by_qemu(&dir, &image, "fine"), [0..512, WRITTEN]);
+    let seen = |bitmap| marked_as_qemu_sees(dir.path(), &image, bitmap);
+    assert_eq!(seen("fine"), [0..512, WRITTEN]);
     let whole = 64 << 10;
     let coarse = WRITTEN.start / whole * whole..WRITTEN.end.next_multiple_of(whole);
-    assert_eq!(seen_by_qemu(&dir, &image, "coarse"), [0..whole, coarse]);
-    assert_eq!(seen_by_qemu(&dir, &image, "off"), []);
+    assert_eq!(seen("coarse"), [0..whole, coarse]);
+    assert_eq!(seen("off"), []);
 
     tool_ok("qemu-io", &["-f", "qcow2", "-c", "write -P 2 40M 512", path_str(&image)]);
     let file = image::Opener::open(&daemon::EngineOpener::default(), &image, image::Role::ReadOnly).unwrap();
@@ -143,4 +120,32 @@ fn a_killed_server_leaves_bitmaps_that_say_they_are_inconsistent() {
     }
     assert_eq!(flags(&image).len(), 1);
     assert_valid(&image, true);
+}
+
+#[test]
+fn a_bench_that_fails_closes_its_image_and_bitmaps_stay_believed() {
+    if !has_tools() {
+        return;
+    }
+    let dir = directory();
+    let (image, link) = (at(&dir, "disk.qcow2"), at(&dir, "qemu-img"));
+    std::fs::write(&image, common::with_an_unreadable_cluster()).unwrap();
+    tool_ok("qemu-img", &["bitmap", "--add", "-g", "4k", path_str(&image), "b"]);
+    let before = flags(&image);
+    // The second request meets a cluster of which it would have to keep a part.
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_ringdisk"), &link).unwrap();
+    let bench = ["bench", "-w", "-f", "qcow2", "-c", "3", "-d", "1", "-S", "64k"];
+    let failed = Command::new(&link).args(bench).arg(&image).output().unwrap();
+    let said = text(&failed.stderr);
+    assert!(failed.status.code() == Some(1) && said.contains("Failed request"), "{said}");
+    assert_eq!(flags(&image), before);
+    assert!(marked_as_qemu_sees(dir.path(), &image, "b").contains(&(0..4096)));
+
+    let bench = ["bench", "--rw", "write", "--depth", "1", "--count", "20", "--image", path_str(&image)];
+    let said = common::run_fails(1, &bench);
+    assert!(said.contains("requests failed"), "{said}");
+    assert_eq!(flags(&image), before);
+    let marked = marked_as_qemu_sees(dir.path(), &image, "b");
+    assert!(marked.iter().any(|range| range.start == 0 && range.end >= 65536), "{marked:?}");
+    assert_valid(&image, false);
 }

@@ -3,7 +3,7 @@
 mod common;
 mod qemu_img_lines;
 
-use common::{directory, has_tool, text, tool};
+use common::{directory, has_tool, numbered, text, tool, with_an_unreadable_cluster};
 use qemu_img_lines::*;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -184,33 +184,10 @@ fn convert_is_qemu_imgs() {
     agree(CONVERT);
 }
 
-/// Bytes that are not alike, and `length` of them.
-fn numbered(length: usize) -> Vec<u8> {
-    (0..length).map(|index| (index / 512 % 251) as u8 + 1).collect()
-}
-
 #[test]
 fn several_sources_become_one_disk_as_in_qemu_img() {
     // Neither is a whole number of sectors, nor of clusters.
     agree_on(&[("odd.raw", numbered(1000)), ("big.raw", numbered((3 << 20) + 5000))], CONCATENATE);
-}
-
-/// An image whose second cluster, compressed, cannot be decompressed.
-fn with_an_unreadable_cluster() -> Vec<u8> {
-    let dir = directory();
-    let [raw, image] = ["s.raw", "s.qcow2"].map(|name| common::at(&dir, name));
-    std::fs::write(&raw, numbered(300_000)).unwrap();
-    let convert = ["convert", "-c", "-f", "raw", "-O", "qcow2", common::path_str(&raw), common::path_str(&image)];
-    common::tool_ok("qemu-img", &convert);
-    let mut bytes = std::fs::read(image).unwrap();
-    let word = |bytes: &[u8], at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
-    let l1 = word(&bytes, 40) as usize;
-    let l2 = (word(&bytes, l1) & 0x00ff_ffff_ffff_fe00) as usize;
-    let entry = word(&bytes, l2 + 8);
-    assert_eq!(entry >> 62, 1, "compressed");
-    // A block of a type that there is not.
-    bytes[(entry & ((1 << 54) - 1)) as usize] = 0xff;
-    bytes
 }
 
 #[test]
@@ -248,6 +225,16 @@ fn salvage_takes_what_cannot_be_read_for_zeros_as_qemu_img_does() {
 fn commit_is_qemu_imgs() {
     // Several tasks write at once, and the base's new clusters lie in the order in which they came.
     agree_with(&[], COMMIT, false);
+}
+
+#[test]
+fn a_base_that_is_shorter_than_the_overlay_grows_as_in_qemu_img() {
+    agree_with(&[], COMMIT_INTO_LARGER, false);
+}
+
+#[test]
+fn raw_images_are_preallocated_as_in_qemu_img() {
+    agree(RAW_PREALLOCATION);
 }
 
 #[test]

@@ -105,6 +105,11 @@ impl CreateOptions {
         }
     }
 
+    /// Whether these options are valid and go together.
+    pub fn validate(&self) -> Result<()> {
+        self.check().map(drop)
+    }
+
     fn check(&self) -> Result<Geometry> {
         if !self.cluster_size.is_power_of_two() || !(512..=2 << 20).contains(&self.cluster_size) {
             return Err(bad(format!(

@@ -23,6 +23,9 @@ use std::sync::Arc;
 /// The L2 tables of a whole disk are kept in memory as long as they fit this (qemu's default).
 const TABLE_CACHE_BYTES: u64 = 32 << 20;
 
+/// The header of version 3 without what was added to it later.
+const HEADER_BYTES_MIN: u64 = 104;
+
 /// An open qcow2 image, shared by all queues on all reactors.
 #[derive(Debug)]
 pub struct Qcow2 {
@@ -85,11 +88,17 @@ impl Qcow2 {
         cache: u64,
     ) -> Result<Self> {
         let name = options.name;
-        let failed = |what: &str, error: IoError| {
-            Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the {what}"), error)
-        };
         let read_only = options.read_only || file.read_only;
         let (cluster, mut header, file_bytes) = read_header(io, file, &name, read_only).await?;
+        let failed = |what: &str, end: u64, error: IoError| match end > file_bytes {
+            true => {
+                let what = format!(
+                    "'{name}': its {what} ends at byte {end}, the file at {file_bytes}: it was cut off or is damaged"
+                );
+                Error::new(ErrorKind::BadImage, what)
+            }
+            false => Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the {what}"), error),
+        };
         if let Some((which, size)) = snapshot {
             header = of_snapshot(io, header, &name, which, size).await?;
         }
@@ -97,7 +106,11 @@ impl Qcow2 {
         let l1_bytes = (header.l1_entries as usize).saturating_mul(8);
         let l1 = match l1_bytes {
             0 => AlignedBuf::zeroed(0),
-            _ => io.read(header.l1_offset, l1_bytes, PastEnd::Fails).await.map_err(|e| failed("L1 table", e))?,
+            _ => {
+                let end = header.l1_offset.saturating_add(l1_bytes as u64);
+                let read = io.read(header.l1_offset, l1_bytes, PastEnd::Fails).await;
+                read.map_err(|error| failed("L1 table", end, error))?
+            }
         };
         let missing = geometry.l1_entries().saturating_sub(u64::from(header.l1_entries));
         let padding = std::iter::repeat_n(0, usize::try_from(missing).unwrap_or(0));
@@ -105,9 +118,10 @@ impl Qcow2 {
             true => Vec::new(),
             false => {
                 let length = geometry.start_of(u64::from(header.refcount_table_clusters));
+                let end = header.refcount_table_offset.saturating_add(length);
                 let length = usize::try_from(length).unwrap_or(0);
                 let read = io.read(header.refcount_table_offset, length, PastEnd::Fails).await;
-                entries(&read.map_err(|e| failed("refcount table", e))?).collect()
+                entries(&read.map_err(|error| failed("refcount table", end, error))?).collect()
             }
         };
         let tracking = match read_only {
@@ -333,7 +347,13 @@ impl Qcow2 {
 async fn read_header(io: &MetaIo, file: &FileInfo, name: &str, read_only: bool) -> Result<(AlignedBuf, Header, u64)> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
     let cluster = read_first_cluster(io).await.map_err(failed)?;
-    let header = Header::parse(&cluster, name, false)?;
+    let header = Header::parse(&cluster, name, false).map_err(|error| match file.length_bytes {
+        length @ 4..HEADER_BYTES_MIN if probe(&cluster) => {
+            let what = format!("'{name}': not a valid qcow2 image: the file has {length} bytes, not even a header");
+            Error::new(ErrorKind::BadImage, what)
+        }
+        _ => error,
+    })?;
     if read_only || !header.is_dirty() {
         return Ok((cluster, header, file.length_bytes));
     }

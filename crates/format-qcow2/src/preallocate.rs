@@ -1,5 +1,6 @@
 //! Space for a whole disk in advance, as `qemu-img create -o preallocation=` makes it.
 
+use crate::edit::EditWatch;
 use crate::image::{OpenOptions, Qcow2};
 use crate::write::Prepared;
 use block::{Error, ErrorKind, FileInfo, FileOp, IoError, IoResult, MetaIo, Result};
@@ -40,19 +41,29 @@ impl FromStr for Preallocation {
 /// Zeros that are written at once.
 const ZERO_BYTES: u64 = 1 << 20;
 
-/// Gives every cluster of a new image its place; durable when this returns. `file` is the image's as it is now.
-pub async fn preallocate(io: &MetaIo, file: &FileInfo, mode: Preallocation) -> Result<()> {
+/// Gives every cluster of a new image its place; durable when this returns. `file` is the image's as it is now. Given up
+/// by `watch`, which is told of bytes of the disk, it leaves half an image.
+pub async fn preallocate(io: &MetaIo, file: &FileInfo, mode: Preallocation, watch: &mut EditWatch<'_>) -> Result<()> {
     if mode == Preallocation::Off {
         return Ok(());
     }
     let qcow2 = Qcow2::open(io, file, OpenOptions { name: file.name.clone(), read_only: false }).await?;
     let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot preallocate '{}'", file.name), error);
-    give_places(&qcow2, io, file, mode).await.map_err(failed)?;
+    if !give_places(&qcow2, io, file, mode, watch).await.map_err(failed)? {
+        return Err(Error::new(ErrorKind::Io, "interrupted"));
+    }
     qcow2.close(io).await.map_err(failed)?;
     qcow2.trim(io).await.map_err(failed)
 }
 
-async fn give_places(qcow2: &Qcow2, io: &MetaIo, file: &FileInfo, mode: Preallocation) -> IoResult {
+/// False: `watch` gave up.
+async fn give_places(
+    qcow2: &Qcow2,
+    io: &MetaIo,
+    file: &FileInfo,
+    mode: Preallocation,
+    watch: &mut EditWatch<'_>,
+) -> IoResult<bool> {
     let size = qcow2.size_bytes();
     // What a device holds already would show; a data file may be one.
     let stale = file.block_device || io.data().is_some();
@@ -71,8 +82,12 @@ async fn give_places(qcow2: &Qcow2, io: &MetaIo, file: &FileInfo, mode: Prealloc
         }
         at = allocation.guest_offset.saturating_add(length);
         qcow2.commit_write(io, allocation).await?;
+        // An allocation is small, so it is asked often enough.
+        if !watch(at.min(size), size) {
+            return Ok(false);
+        }
     }
-    Ok(())
+    Ok(true)
 }
 
 async fn zero(io: &MetaIo, offset: u64, length: u64, may_unmap: bool) -> IoResult {

@@ -77,12 +77,12 @@ fn impossible_headers_are_refused_with_the_reason_and_the_file_is_untouched() {
         ("L1 table offset", BadImage, &[(46, &[1])]),
         ("L1 table at", BadImage, &[(40, &[0x10])]),
         ("L1 table at 0x0", BadImage, &[(40, &[0; 8])]),
-        ("cannot read the L1 table", ErrorKind::Io, &[(43, &[1])]),
+        ("its L1 table ends at byte", BadImage, &[(43, &[1])]),
         ("refcount table has 0 clusters", BadImage, &[(56, &[0; 4])]),
         ("refcount table has 4294967295", BadImage, &[(56, &[0xff; 4])]),
         ("refcount table offset", BadImage, &[(55, &[1])]),
         ("refcount table at 0x0", BadImage, &[(48, &[0; 8])]),
-        ("cannot read the refcount table", ErrorKind::Io, &[(51, &[1])]),
+        ("its refcount table ends at byte", BadImage, &[(51, &[1])]),
         ("65537 internal snapshots", BadImage, &[(60, &[0, 1, 0, 1])]),
         ("snapshot table offset", BadImage, &[(63, &[1]), (71, &[1])]),
         ("1024 bytes", BadImage, &[(14, &[1, 0]), (18, &[4, 0])]),
@@ -107,7 +107,8 @@ fn impossible_headers_are_refused_with_the_reason_and_the_file_is_untouched() {
 fn shorter_and_empty_files_are_refused() {
     let image = image();
     for length in [0, 1, 3, 4, 71, 103, 111, 600] {
-        assert!(opened(&image[..length], false).1.is_err(), "{length} bytes");
+        let said = opened(&image[..length], false).1.expect_err("it is too short").to_string();
+        assert!(!(4..104).contains(&length) || said.contains("not even a header"), "{length} bytes: {said}");
     }
 }
 

@@ -46,7 +46,8 @@ fn made(kind: Kind, directory: &Path) -> (SimStorage, Base) {
     };
     let (storage, file) = created(&options, SimFileOptions::default());
     if kind.data_file == Some(true) {
-        block_on(preallocate(&blocking(&file), file.info(), Preallocation::Metadata)).unwrap();
+        let (io, watch) = (blocking(&file), &mut |_: u64, _: u64| true);
+        block_on(preallocate(&io, file.info(), Preallocation::Metadata, watch)).unwrap();
     }
     let base = if kind.backing { stamped(99, 0, 230 << 10) } else { Vec::new() };
     (storage, Arc::new(base))

@@ -7,43 +7,8 @@ use block::{File, block_on};
 use common::{Base, NAME, blocking, has_tool, open, run};
 use format_qcow2::read_bitmap;
 use std::ops::Range;
-use std::path::Path;
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
-use testkit::{SimFileOptions, SimStorage};
-
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// What a bitmap marks, as an NBD client of QEMU's sees it.
-fn seen_by_qemu(directory: &Path, image: &str, bitmap: &str) -> Vec<Range<u64>> {
-    let socket = directory.join(format!("nbd-{bitmap}"));
-    let mut nbd = Command::new("qemu-nbd");
-    nbd.args(["-r", "-f", "qcow2", "-B", bitmap, "-k", socket.to_str().unwrap(), image]);
-    // It ends with its first client.
-    let mut nbd = nbd.stdin(Stdio::null()).spawn().unwrap();
-    let deadline = Instant::now() + PATIENCE;
-    while !socket.exists() {
-        assert!(nbd.try_wait().unwrap().is_none(), "qemu-nbd does not serve bitmap '{bitmap}'");
-        assert!(Instant::now() < deadline, "qemu-nbd does not begin");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let context = format!("x-dirty-bitmap=qemu:dirty-bitmap:{bitmap}");
-    let options = format!("driver=nbd,server.type=unix,server.path={},{context}", socket.display());
-    let map = run("qemu-img", &["map", "--output=json", "--image-opts", &options]);
-    nbd.wait().unwrap();
-    // That is how it shows what is marked.
-    map.lines().filter(|row| row.contains("\"data\": false")).map(range_of).collect()
-}
-
-/// Of a row of a map.
-fn range_of(row: &str) -> Range<u64> {
-    let number = |key: &str| {
-        let digits = row.split_once(&format!("\"{key}\": ")).unwrap().1;
-        let end = digits.find(|digit: char| !digit.is_ascii_digit()).unwrap();
-        digits[..end].parse::<u64>().unwrap()
-    };
-    number("start")..number("start") + number("length")
-}
+use std::process::Command;
+use testkit::{SimFileOptions, SimStorage, marked_as_qemu_sees};
 
 #[test]
 fn what_we_mark_is_what_qemu_sees_and_each_goes_on_from_the_other() {
@@ -74,12 +39,13 @@ fn what_we_mark_is_what_qemu_sees_and_each_goes_on_from_the_other() {
     std::fs::write(image, storage.bytes(NAME)).unwrap();
     run("qemu-img", &["check", image]);
     assert!(!run("qemu-img", &["info", image]).contains("in-use"));
+    let seen = |bitmap| marked_as_qemu_sees(directory.path(), &path, bitmap);
     let (sector, granule) = (512, 64 << 10);
     let exact = [0..sector, written.clone(), 9 << 20..10 << 20, 20 << 20..(20 << 20) + sector];
-    assert_eq!(seen_by_qemu(directory.path(), image, "fine"), exact);
+    assert_eq!(seen("fine"), exact);
     let whole = |range: Range<u64>| range.start / granule * granule..range.end.next_multiple_of(granule);
-    assert_eq!(seen_by_qemu(directory.path(), image, "coarse"), exact.map(whole));
-    assert_eq!(seen_by_qemu(directory.path(), image, "off"), []);
+    assert_eq!(seen("coarse"), exact.map(whole));
+    assert_eq!(seen("off"), []);
 
     // QEMU goes on with them.
     run("qemu-io", &["-f", "qcow2", "-c", "write -P 2 40M 512", image]);

@@ -1,5 +1,6 @@
 //! Making a new image in a file that exists and is empty.
 
+use crate::edit::EditWatch;
 use crate::guess::Format;
 use block::{Error, ErrorKind, File, FileInfo, FileOp, MetaIo, Result, SECTOR_BYTES, block_on};
 use format_qcow2::preallocate;
@@ -26,6 +27,14 @@ impl CreateOptions {
             Self::Qcow2(_) => Format::Qcow2,
         }
     }
+
+    /// Whether these options are valid and go together: to be asked before a file is emptied for them.
+    pub fn validate(&self) -> Result<()> {
+        match self {
+            Self::Raw { .. } => Ok(()),
+            Self::Qcow2(options) => options.validate(),
+        }
+    }
 }
 
 /// Makes the image; durable when this returns.
@@ -35,6 +44,16 @@ pub fn create(file: &Arc<dyn File>, options: &CreateOptions) -> Result<()> {
 
 /// As [`create`], with the external data file that the options name, which exists and is empty.
 pub fn create_with_data(file: &Arc<dyn File>, data: Option<&Arc<dyn File>>, options: &CreateOptions) -> Result<()> {
+    create_watched(file, data, options, &mut |_, _| true)
+}
+
+/// As [`create_with_data`]; what is preallocated, `watch` is told of. Given up, it leaves half an image.
+pub fn create_watched(
+    file: &Arc<dyn File>,
+    data: Option<&Arc<dyn File>>,
+    options: &CreateOptions,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
     let mut io = MetaIo::new(file.open_blocking()?);
     if let Some(data) = data {
         io = io.with_data(data.open_blocking()?);
@@ -60,7 +79,7 @@ pub fn create_with_data(file: &Arc<dyn File>, data: Option<&Arc<dyn File>>, opti
                 block_on(queue.start(FileOp::Flush)).map_err(failed)?;
             }
             let info = FileInfo { length_bytes: file.length_bytes()?, ..file.info().clone() };
-            block_on(preallocate(&io, &info, options.effective_preallocation()))
+            block_on(preallocate(&io, &info, options.effective_preallocation(), watch))
         }
     }
 }

@@ -69,8 +69,20 @@ impl Image {
     pub fn resize(self, size_bytes: u64, shrink: bool, preallocation: GrowBy, watch: &mut EditWatch<'_>) -> Result<()> {
         let (top, qcow2) = self.top_qcow2()?;
         let options = self.resize_options(top, qcow2, size_bytes, shrink, preallocation)?;
+        self.resize_by(&options, watch)
+    }
+
+    /// As [`Image::resize`], to a larger size; but what the layer below holds there shows in what is added.
+    pub fn resize_showing_below(self, size_bytes: u64, watch: &mut EditWatch<'_>) -> Result<()> {
+        let (top, qcow2) = self.top_qcow2()?;
+        let options = self.resize_options(top, qcow2, size_bytes, false, GrowBy::Nothing)?;
+        self.resize_by(&ResizeOptions { backing_bytes: 0, ..options }, watch)
+    }
+
+    fn resize_by(&self, options: &ResizeOptions, watch: &mut EditWatch<'_>) -> Result<()> {
+        let (top, _) = self.top_qcow2()?;
         let io = top.open_blocking()?;
-        block_on(format_qcow2::resize(&io, top.file.as_ref(), &top.path.display().to_string(), &options, watch))
+        block_on(format_qcow2::resize(&io, top.file.as_ref(), &top.path.display().to_string(), options, watch))
     }
 
     /// Changes options of a qcow2 image that was opened for writing and that no queue uses; blocks. The image is closed.

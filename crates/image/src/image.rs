@@ -178,6 +178,11 @@ impl Image {
         })
     }
 
+    /// The names of the layers' own files, top first: of the image, and of its external data file if it has one.
+    pub fn layer_paths(&self) -> impl Iterator<Item = (&Path, Option<&Path>)> {
+        self.chain.layers.iter().map(|layer| (&*layer.path, layer.data.as_ref().map(|data| &*data.path)))
+    }
+
     /// The names of the files in which the layers' data lie, as the user and the images gave them, top first.
     pub fn said_paths(&self) -> impl Iterator<Item = &Path> {
         self.chain.layers.iter().map(|layer| layer.data.as_ref().map_or(&*layer.said, |data| &*data.said))

@@ -10,12 +10,13 @@ use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::rate::RateLimit;
 use crate::shared_opener::SharedOpener;
 use block::{Disk, Error, ErrorKind, File, IoError, Op, ReactorHandle, Result};
-use image::{BackingPolicy, Format, Image, ImageOptions, Opener, Role};
+use image::{BackingPolicy, Format, GrowBy, Image, ImageOptions, Opener, Role};
 use memory::AlignedBuf;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Read and written at once.
 const PIECE_BYTES: u64 = 512 << 10;
@@ -54,16 +55,15 @@ pub fn commit(
     let found = find_base(options, opener)?;
     let opener = SharedOpener::new(opener);
     let base_file = opener.open(&found.path, Role::Writable)?;
+    if let Some(data_file) = &found.data_file {
+        opener.open(data_file, Role::Writable)?;
+    }
     let top = Arc::new(image::open(&open_options(options, &options.top, found.top_format, false), &opener)?);
     let base_options = open_options(options, &found.path, found.said_format, true);
     let size = top.info().size_bytes;
     if image::open(&base_options, &opener)?.info().size_bytes < size {
-        grow(
-            &Growth { top: &top, base: &base_options, file: &base_file, format: found.format, depth: found.depth },
-            &opener,
-            reactors,
-            control,
-        )?;
+        let growth = Growth { top: &top, base: &base_options, file: &base_file, depth: found.depth };
+        grow(&growth, &opener, reactors, control)?;
     }
     let base = Arc::new(image::open(&base_options, &opener)?);
     let copied = copy(&top, &base, found.depth, options.rate, reactors, control);
@@ -88,8 +88,9 @@ fn empty(top: &Image, size: u64, control: &mut Control<'_>) -> Result<()> {
 /// Where the base is.
 struct Found {
     path: PathBuf,
-    format: Format,
-    /// `None` if that is only a guess: then what the overlay's guest wrote must not become another format's header.
+    data_file: Option<PathBuf>,
+    /// Its format; `None` if that is only a guess: then what the overlay's guest wrote must not become another format's
+    /// header.
     said_format: Option<Format>,
     top_format: Option<Format>,
     /// Layers above it.
@@ -100,27 +101,27 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
     let mut reading = open_options(options, &options.top, options.format, false);
     reading.read_only = true;
     let chain = image::open(&reading, opener)?;
-    let paths: Vec<PathBuf> = chain.paths().map(Path::to_owned).collect();
-    if paths.len() < 2 {
+    let layers: Vec<(&Path, Option<&Path>)> = chain.layer_paths().collect();
+    if layers.len() < 2 {
         return Err(Error::new(ErrorKind::BadOption, "Image does not have a backing file"));
     }
     let depth = match &options.base {
         None => Some(1),
         Some(name) => {
             let named = chain.said_paths().skip(1).position(|said| said == name);
-            let same =
-                || opener.canonical(name).ok().and_then(|path| paths.iter().skip(1).position(|own| *own == path));
+            let is_layer = |path: PathBuf| layers.iter().skip(1).position(|(own, _)| *own == path);
+            let same = || opener.canonical(name).ok().and_then(is_layer);
             named.or_else(same).map(|index| index + 1)
         }
     };
-    let Some(depth) = depth else {
+    let Some((depth, (path, data_file))) = depth.and_then(|depth| Some((depth, *layers.get(depth)?))) else {
         let name = options.base.as_deref().unwrap_or(Path::new(""));
         let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top.display());
         return Err(Error::new(ErrorKind::BadOption, what));
     };
-    let format = chain.formats().nth(depth).unwrap_or(Format::Raw);
     let said_format = chain.said_formats().nth(depth).flatten();
-    Ok(Found { path: paths[depth].clone(), format, said_format, top_format: chain.format(), depth })
+    let (path, data_file) = (path.to_owned(), data_file.map(Path::to_owned));
+    Ok(Found { path, data_file, said_format, top_format: chain.format(), depth })
 }
 
 fn open_options(options: &CommitOptions, path: &Path, format: Option<Format>, is_base: bool) -> ImageOptions {
@@ -137,7 +138,6 @@ struct Growth<'a> {
     top: &'a Arc<Image>,
     base: &'a ImageOptions,
     file: &'a Arc<dyn File>,
-    format: Format,
     depth: usize,
 }
 
@@ -150,26 +150,29 @@ fn grow(
 ) -> Result<()> {
     let size = growth.top.info().size_bytes;
     let base = image::open(growth.base, opener)?;
-    let (old, rests_on_another) = (base.info().size_bytes, base.paths().count() > 1);
-    drop(base);
-    if rests_on_another {
-        // What lies below the base would show in what it grows by: the top hides that until there are zeros.
-        let mut ranges = Vec::new();
-        for run in growth.top.extents_above(growth.depth)? {
-            let run = run?;
-            let range = run.start.max(old)..run.end();
-            if !run.present && !range.is_empty() {
-                ranges.push(range);
-            }
+    let (old, rests_on_another) = (base.info().size_bytes, base.formats().count() > 1);
+    let cancel = control.cancel;
+    let watch = &mut |_: u64, _: u64| !cancel.load(Ordering::Relaxed);
+    match base.qcow2_header().map(|header| header.version) {
+        None => return image::grow_raw(growth.file, size),
+        // It has no clusters that say zero.
+        Some(2) if rests_on_another => {}
+        // In one step, with what lies below the base hidden.
+        Some(_) => return base.resize(size, false, GrowBy::Nothing, watch),
+    }
+    // What lies below the base would show in what it grows by: the top hides that until there are zeros.
+    let mut ranges = Vec::new();
+    for run in growth.top.extents_above(growth.depth)? {
+        let run = run?;
+        let range = run.start.max(old)..run.end();
+        if !run.present && !range.is_empty() {
+            ranges.push(range);
         }
-        closed(zero(growth.top, &ranges, reactors, control), growth.top)?;
     }
-    image::grow(growth.file, growth.format, size)?;
-    if rests_on_another {
-        let base = Arc::new(image::open(growth.base, opener)?);
-        closed(zero(&base, std::slice::from_ref(&(old..size)), reactors, control), &base)?;
-    }
-    Ok(())
+    closed(zero(growth.top, &ranges, reactors, control), growth.top)?;
+    base.resize_showing_below(size, watch)?;
+    let base = Arc::new(image::open(growth.base, opener)?);
+    closed(zero(&base, std::slice::from_ref(&(old..size)), reactors, control), &base)
 }
 
 /// Zeroes ranges of an image.

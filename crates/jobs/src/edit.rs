@@ -1,11 +1,22 @@
-//! Changes to an image that nobody uses.
+//! Images made, and changes to one that nobody uses.
 
 use crate::Control;
 use block::{File, Result};
-use image::{Amend, Edit, Format, GrowBy, Image};
+use image::{Amend, CreateOptions, Edit, Format, GrowBy, Image};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+
+/// Makes an image in a file that exists and is empty, and its data file if it has one. Cancelled while space is
+/// preallocated, it leaves half an image.
+pub fn create(
+    file: &Arc<dyn File>,
+    data: Option<&Arc<dyn File>>,
+    options: &CreateOptions,
+    control: &mut Control<'_>,
+) -> Result<()> {
+    image::create_watched(file, data, options, &mut watch(control))
+}
 
 /// Takes, applies or deletes an internal snapshot of the image in `file`, which was opened for writing. Cancelled, it
 /// leaves the image as it was.

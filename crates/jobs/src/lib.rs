@@ -5,7 +5,8 @@
 //! * [`check`]: whether an image's tables agree.
 //! * [`convert`]: copying disks into another image, and [`measure`]: how large that would become.
 //! * [`commit`]: what an overlay holds into a layer below, and [`rebase`]: another backing file.
-//! * [`resize_raw`], [`resize_qcow2`]: more or less room; [`edit`]: internal snapshots; [`amend`]: other options.
+//! * [`create`]: new images; [`resize_raw`], [`resize_qcow2`]: more or less room; [`edit`]: internal snapshots; [`amend`]:
+//!   other options.
 //! * [`mod@bench`]: workloads on any disk, measured and verified.
 //!
 //! Jobs are called on a thread of their own; what moves bytes runs on the reactors that they are given.
@@ -41,7 +42,7 @@ pub use compare::{CompareError, Comparison, Difference, Stage, compare};
 pub use control::{Control, Progress};
 pub use convert::{ConvertOptions, Converted, convert};
 pub use dd::dd;
-pub use edit::{amend, edit, resize_qcow2};
+pub use edit::{amend, create, edit, resize_qcow2};
 pub use map::map;
 pub use measure::{Measure, Target, measure, measure_size};
 pub use rebase::{RebaseOptions, rebase};

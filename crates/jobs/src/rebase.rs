@@ -128,7 +128,7 @@ fn copy(
         let (top, below) = (Arc::clone(top), below.map(Arc::clone));
         let below_bytes = below.as_ref().map_or(0, |below| below.info().size_bytes);
         // An image without a backing file has no need to say that something is zero.
-        let says_zero = top.paths().count() > 1;
+        let says_zero = top.formats().count() > 1;
         Pipeline::start(reactors, Spread::All, DEPTH, size, move |ctx| {
             Ok(Rebaser {
                 top: DiskTasks::open(top.as_ref(), ctx)?,
@@ -154,8 +154,11 @@ fn walk(
     pipeline: &Pipeline<Range<u64>>,
     control: &mut Control<'_>,
 ) -> Result<()> {
-    let new_paths: Vec<PathBuf> = below.iter().flat_map(|below| below.paths()).map(Path::to_owned).collect();
-    let old_paths: Vec<PathBuf> = top.paths().map(Path::to_owned).collect();
+    let data_paths = |image: &Image| -> Vec<PathBuf> {
+        image.layer_paths().map(|(own, data)| data.unwrap_or(own).to_owned()).collect()
+    };
+    let new_paths = below.map(|below| data_paths(below)).unwrap_or_default();
+    let old_paths = data_paths(top);
     let mut new = below.map(|below| below.extents().map(Cursor::new)).transpose()?;
     let mut at = 0;
     for run in top.extents()? {

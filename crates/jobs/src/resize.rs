@@ -1,15 +1,17 @@
 //! Changing the size of a disk whose image is not in use.
 
 use crate::Control;
-use block::{Error, ErrorKind, File, FileOp, Result, block_on};
+use block::{Error, ErrorKind, File, FileOp, FileQueue, Result, block_on};
 use image::GrowBy;
 use memory::{AlignedBuf, IoBuf};
+use std::ops::Range;
+use std::rc::Rc;
 
 /// Allocated at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
 /// Makes a raw image `size_bytes` long; what is added reads as zeros. Cuts data off only with `shrink`. Durable when this
-/// returns.
+/// returns; where the space cannot be had, or cancelled, it is as it was.
 pub fn resize_raw(
     file: &dyn File,
     size_bytes: u64,
@@ -36,10 +38,28 @@ pub fn resize_raw(
     let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot resize '{name}'"), error);
     // The size first: whatever happens then, the disk is the one before or the one after.
     block_on(queue.start(FileOp::SetLength { length: size_bytes })).map_err(failed)?;
-    let mut at = old_bytes;
-    while at < size_bytes && preallocation != GrowBy::Nothing {
+    if preallocation != GrowBy::Nothing
+        && let Err(error) = fill(&queue, name, old_bytes..size_bytes, preallocation, control)
+    {
+        // It only reads as zeros.
+        let _ = block_on(queue.start(FileOp::SetLength { length: old_bytes }));
+        return Err(error);
+    }
+    block_on(queue.start(FileOp::Flush)).map_err(failed)
+}
+
+fn fill(
+    queue: &Rc<dyn FileQueue>,
+    name: &str,
+    added: Range<u64>,
+    preallocation: GrowBy,
+    control: &mut Control<'_>,
+) -> Result<()> {
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot make space for '{name}'"), error);
+    let mut at = added.start;
+    while at < added.end {
         control.check()?;
-        let length = PIECE_BYTES.min(size_bytes - at);
+        let length = PIECE_BYTES.min(added.end - at);
         let op = match preallocation {
             GrowBy::Zeros => {
                 let data = IoBuf::from_aligned(AlignedBuf::zeroed(length as usize)).whole();
@@ -49,7 +69,7 @@ pub fn resize_raw(
         };
         block_on(queue.start(op)).map_err(failed)?;
         at += length;
-        control.tell(at - old_bytes, size_bytes - old_bytes);
+        control.tell(at - added.start, added.end - added.start);
     }
-    block_on(queue.start(FileOp::Flush)).map_err(failed)
+    Ok(())
 }

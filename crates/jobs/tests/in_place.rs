@@ -3,11 +3,11 @@
 
 use block::{Disk, Error, ErrorKind, File, IoError, Result};
 use format_qcow2::{BitmapAction, CreateOptions as Qcow2Options};
-use image::{Backing, BackingPolicy, CreateOptions, Format, ImageOptions, Opener, Role};
+use image::{Backing, BackingPolicy, CreateOptions, Format, GrowBy, ImageOptions, Opener, Role};
 use jobs::{CommitOptions, Control, RebaseOptions};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use testkit::{
     Fault, FaultAction, OpKind, OpenedDisk, Request, Session, SimFileOptions, SimHandle, SimReactor, SimStorage, mix,
     qcow2_check, stamped,
@@ -33,15 +33,23 @@ struct Layer {
     /// Zero: a raw image.
     cluster_size: u64,
     version: u32,
+    extended_l2: bool,
+    /// Its data lie in a file of their own.
+    external: bool,
     backing: Option<(&'static str, &'static str)>,
     /// Decides what is written to it.
     stamp: u64,
 }
 
-const RAW: Layer = Layer { name: "base", size_bytes: 160 << 10, cluster_size: 0, version: 3, backing: None, stamp: 1 };
+const RAW: Layer = Layer { cluster_size: 0, stamp: 1, ..qcow2("base", None) };
 
 const fn qcow2(name: &'static str, backing: Option<(&'static str, &'static str)>) -> Layer {
-    Layer { name, size_bytes: 160 << 10, cluster_size: 4096, version: 3, backing, stamp: 2 }
+    let size_bytes = 160 << 10;
+    Layer { name, size_bytes, cluster_size: 4096, version: 3, extended_l2: false, external: false, backing, stamp: 2 }
+}
+
+fn data_name(name: &str) -> String {
+    format!("{name}.data")
 }
 
 impl Layer {
@@ -64,9 +72,13 @@ impl Layer {
             version: self.version,
             backing_file: self.backing.map(|(name, _)| name.to_owned()),
             backing_format: self.backing.map(|(_, format)| format.to_owned()),
+            extended_l2: self.extended_l2,
+            data_file: self.external.then(|| data_name(self.name)),
             ..Qcow2Options::default()
         };
-        image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
+        let new_data = || storage.create(&data_name(self.name), 0, SimFileOptions::default()) as Arc<dyn File>;
+        let data = self.external.then(new_data);
+        image::create_with_data(&file, data.as_ref(), &CreateOptions::Qcow2(options)).unwrap();
         let mut session = Session::open(storage, &|storage| open(storage, self.name, false), self.stamp, 1).unwrap();
         let mut at = 0;
         for step in 0.. {
@@ -259,6 +271,7 @@ impl Case {
 
 fn commit_cases() -> Vec<Case> {
     let small = |name, backing| Layer { size_bytes: 100 << 10, ..qcow2(name, backing) };
+    let shorter = (98 << 10) + 512;
     let commit = |layers| Case { layers, job: Job::Commit { base: None, keep: false } };
     vec![
         commit(vec![RAW, Layer { stamp: 3, ..qcow2("top", Some(("base", "raw"))) }]),
@@ -274,6 +287,34 @@ fn commit_cases() -> Vec<Case> {
             qcow2("middle", Some(("base", "raw"))),
             Layer { stamp: 6, version: 2, cluster_size: 8192, ..small("top", Some(("middle", "qcow2"))) },
         ]),
+        // So is what lies below a base that is shorter than the overlay, once that has grown.
+        commit(vec![
+            RAW,
+            Layer { size_bytes: shorter, ..qcow2("middle", Some(("base", "raw"))) },
+            Layer { stamp: 11, ..qcow2("top", Some(("middle", "qcow2"))) },
+        ]),
+        commit(vec![
+            RAW,
+            Layer { size_bytes: shorter, version: 2, ..qcow2("middle", Some(("base", "raw"))) },
+            Layer { stamp: 12, ..qcow2("top", Some(("middle", "qcow2"))) },
+        ]),
+        commit(vec![
+            RAW,
+            Layer {
+                size_bytes: shorter,
+                cluster_size: 16384,
+                extended_l2: true,
+                ..qcow2("middle", Some(("base", "raw")))
+            },
+            Layer { stamp: 13, ..qcow2("top", Some(("middle", "qcow2"))) },
+        ]),
+        commit(vec![
+            RAW,
+            Layer { size_bytes: shorter, external: true, ..qcow2("middle", Some(("base", "raw"))) },
+            Layer { stamp: 14, ..qcow2("top", Some(("middle", "qcow2"))) },
+        ]),
+        // The files of the data count as no layers.
+        commit(vec![RAW, Layer { stamp: 15, external: true, ..qcow2("top", Some(("base", "raw"))) }]),
         Case {
             job: Job::Commit { base: Some("base"), keep: true },
             ..commit(vec![
@@ -312,6 +353,15 @@ fn rebase_cases() -> Vec<Case> {
         rebase(chain(Some(("middle", "qcow2"))), None),
         rebase(chain(None), Some(("other", "qcow2"))),
         rebase(shorter, Some(("other", "qcow2"))),
+        // What the lowest layer holds is not in the file that the one above it has for its data.
+        rebase(
+            vec![
+                RAW,
+                Layer { stamp: 34, external: true, ..qcow2("middle", Some(("base", "raw"))) },
+                Layer { stamp: 57, ..qcow2("top", Some(("middle", "qcow2"))) },
+            ],
+            Some(("middle.data", "raw")),
+        ),
     ]
 }
 
@@ -337,6 +387,8 @@ fn a_fault_at_any_step_of_a_commit_or_rebase_changes_nothing_and_the_job_can_be_
     commit[0].survives_faults("base", ENOSPC, 1);
     commit[0].survives_faults("top", EIO, 1);
     commit[2].survives_faults("middle", ENOSPC, 1);
+    commit[7].survives_faults("middle", EIO, 1);
+    commit[7].survives_faults("middle.data", ENOSPC, 1);
     rebase[0].survives_faults("top", ENOSPC, 1);
     rebase[3].survives_faults("top", EIO, 1);
 }
@@ -366,6 +418,30 @@ fn a_commit_gives_no_other_formats_header_to_a_base_that_was_only_guessed_to_be_
         assert_eq!((done.is_ok(), written), (format.is_some(), format.is_some()), "{format:?}: {done:?}");
         assert!(contents(&storage, "top").unwrap().starts_with(&header));
     }
+}
+
+#[test]
+fn a_raw_image_for_which_there_is_no_space_and_one_whose_growth_is_given_up_keep_their_size() {
+    let storage = SimStorage::new(1);
+    RAW.make(&storage);
+    let before = storage.bytes("base");
+    let file = storage.file("base").unwrap();
+    let cancel = AtomicBool::new(false);
+    let grow = |progress: &mut dyn FnMut(jobs::Progress)| {
+        let mut control = Control { cancel: &cancel, progress };
+        jobs::resize_raw(file.as_ref(), 5 << 20, false, GrowBy::Zeros, &mut control)
+    };
+    let no_space = FaultAction::Scatter(IoError::from_errno(28));
+    storage.inject("base", Fault::nth(OpKind::Write, 1, no_space));
+    let mut told = 0;
+    assert!(grow(&mut |_| told += 1).is_err() && told == 1);
+    assert!(storage.bytes("base") == before);
+    storage.clear_faults();
+    assert!(grow(&mut |_| cancel.store(true, Ordering::Relaxed)).is_err());
+    assert!(storage.bytes("base") == before);
+    cancel.store(false, Ordering::Relaxed);
+    grow(&mut |_| {}).unwrap();
+    assert!(storage.bytes("base").len() == 5 << 20);
 }
 
 #[test]

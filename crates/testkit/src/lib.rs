@@ -17,6 +17,7 @@ mod crash;
 mod harness;
 mod model;
 mod qcow2_check;
+mod qemu_nbd;
 mod request;
 mod sim;
 mod workload;
@@ -26,6 +27,7 @@ pub use dice::{Dice, fill_seeded, mix};
 pub use harness::{Harness, QueueId, SimHarness, ThreadHarness, Turn};
 pub use model::{ModelDisk, stamped};
 pub use qcow2_check::{Qcow2Report, qcow2_check};
+pub use qemu_nbd::marked_as_qemu_sees;
 pub use request::{Reply, Request};
 pub use sim::{
     Fault, FaultAction, OpKind, Recording, Replay, SimFile, SimFileOptions, SimHandle, SimReactor, SimStorage,

@@ -2,6 +2,7 @@
 
 use crate::image_name::ImageName;
 use anyhow::{Context, bail};
+use block::Disk;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use daemon::{EngineOpener, parse_size};
@@ -147,6 +148,27 @@ pub(super) fn refuse_without_bitmaps(source: &Image, target: Option<Format>) -> 
         Some(bitmap) => bail!("Cannot copy inconsistent bitmap '{}'", bitmap.name),
         None => Ok(()),
     }
+}
+
+/// Before anything is written to an image that is there: what would fail when the bitmaps' turn comes.
+pub(super) fn refuse_misfits(source: &Image, target: &Image) -> anyhow::Result<()> {
+    let bitmaps = source.bitmaps()?;
+    let Some(first) = bitmaps.first() else { return Ok(()) };
+    match target.qcow2_header() {
+        None => bail!("Format driver 'raw' does not support bitmaps"),
+        Some(header) if header.version < 3 => bail!("Cannot store dirty bitmaps in qcow2 v2 files"),
+        Some(_) => {}
+    }
+    let own = target.bitmaps()?;
+    if let Some(bitmap) = bitmaps.iter().find(|bitmap| own.iter().any(|own| own.name == bitmap.name)) {
+        bail!("Failed to create bitmap {}: Bitmap already exists: {0}", bitmap.name);
+    }
+    let (from, to) = (source.info().size_bytes, target.info().size_bytes);
+    if from != to {
+        let what = format!("the source has {from} bytes, the target {to}");
+        bail!("Failed to populate bitmap {}: Bitmaps are of different sizes: {what}", first.name);
+    }
+    Ok(())
 }
 
 /// Gives an image all the bitmaps of another one.

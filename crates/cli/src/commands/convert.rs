@@ -7,7 +7,7 @@ use crate::tool::{
 };
 use anyhow::{Context, bail};
 use block::Disk;
-use daemon::parse_size;
+use daemon::{parse_key_values, parse_size};
 use image::{Format, Image};
 use jobs::{ConvertOptions, Salvage, Unreadable};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -144,12 +144,10 @@ impl Args {
     /// The external data files that the target is to be made with, as named and from where the target is.
     fn data_files(&self, target: &Path) -> Vec<PathBuf> {
         let directory = target.parent().unwrap_or(Path::new(""));
-        let named = self
-            .options
-            .iter()
-            .flat_map(|options| options.split(','))
-            .filter_map(|option| option.strip_prefix("data_file="));
-        named.flat_map(|name| [PathBuf::from(name), directory.join(name)]).collect()
+        // What cannot be parsed is told when the target is made.
+        let pairs = self.options.iter().filter_map(|options| parse_key_values(options).ok()).flatten();
+        let named = pairs.filter(|pair| pair.key == "data_file");
+        named.flat_map(|pair| [PathBuf::from(&pair.value), directory.join(&pair.value)]).collect()
     }
 
     fn salvage(&self, paths: &[PathBuf]) -> Option<Salvage> {
@@ -195,19 +193,30 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         super::bitmap::refuse_without_bitmaps(first, target.format)?;
     }
     let mut watch = Watch::start(&args.progress)?;
+    let mut new_data_file = None;
     if let Some(format) = target.format.filter(|_| !args.no_create) {
         let size = sources.iter().map(|source| source.info().size_bytes).sum();
         let backing = args.backing.as_deref();
-        super::create::target(&target.path, format, &args.options, backing, backing_format, size)?;
+        let watch = &mut watch.before();
+        new_data_file =
+            super::create::target(&target.path, format, &args.options, backing, backing_format, size, watch)?;
     }
-    let copied = copy(args, &target, &sources, &options, &mut watch);
+    let copied = match open_target(args, &target, &sources) {
+        // It is as it was.
+        Err(error) if args.no_create => return Err(error),
+        opened => opened.and_then(|image| copy(args, &target, image, &sources, &options, &mut watch)),
+    };
     let Err(error) = copied else { return sync_directory(&target.path) };
     Err(match args.no_create {
         true => {
             let what = if watch.was_interrupted() { error.context("interrupted") } else { error };
             what.context(format!("'{}' is incomplete", target.path.display()))
         }
-        false => remove_target(&target.path, error, watch.was_interrupted()),
+        false => {
+            // What it holds, nobody would find any more.
+            new_data_file.into_iter().for_each(|path| drop(std::fs::remove_file(path)));
+            remove_target(&target.path, error, watch.was_interrupted())
+        }
     })
 }
 
@@ -216,23 +225,39 @@ pub(super) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bo
     let what = if interrupted { error.context("interrupted") } else { error };
     match std::fs::metadata(target).is_ok_and(|meta| meta.is_file()) {
         false => what.context(format!("'{}' is incomplete", target.display())),
-        true => match std::fs::remove_file(target) {
+        true => match std::fs::remove_file(super::create::behind_links(target.to_owned())) {
             Ok(()) => what.context(format!("'{}' was removed again", target.display())),
             Err(_) => what.context(format!("'{}' is incomplete and could not be removed", target.display())),
         },
     }
 }
 
+/// Nothing is written before all is known to fit.
+fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>]) -> anyhow::Result<Arc<Image>> {
+    // The user named the backing file and the data file, so they may be opened wherever they lie.
+    let allow = if args.backing.is_some() || !args.no_create { "any" } else { &args.open.allow_backing };
+    let image = open_writable(&target.path, target.format, &args.target_cache, allow)?;
+    if image.info().size_bytes < sources.iter().map(|source| source.info().size_bytes).sum::<u64>() {
+        bail!("output file is smaller than input file");
+    }
+    let (own, data) = image.layer_paths().next().unzip();
+    for path in own.into_iter().chain(data.flatten()) {
+        sources.iter().try_for_each(|source| refuse_same_file(source, path))?;
+    }
+    if let Some(first) = sources.first().filter(|_| args.bitmaps) {
+        super::bitmap::refuse_misfits(first, &image)?;
+    }
+    Ok(image)
+}
+
 fn copy(
     args: &Args,
     target: &Target,
+    image: Arc<Image>,
     sources: &[Arc<Image>],
     options: &ConvertOptions,
     watch: &mut Watch,
 ) -> anyhow::Result<()> {
-    // The user named the backing file and the data file, so they may be opened wherever they lie.
-    let allow = if args.backing.is_some() || !args.no_create { "any" } else { &args.open.allow_backing };
-    let image = open_writable(&target.path, target.format, &args.target_cache, allow)?;
     let reactors = Reactors::start("convert")?;
     let done = watch.run(|control| jobs::convert(sources, &image, options, &reactors.handles(), control));
     reactors.stop()?;
@@ -258,8 +283,13 @@ pub(super) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<
     if !target.exists() {
         return Ok(());
     }
-    // By what they are, not by their names: hard links.
-    let id = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
+    // By what they are, not by their names: hard links, nodes of one device.
+    let id = |path: &Path| {
+        std::fs::metadata(path).map(|meta| match meta.file_type().is_block_device() {
+            true => (meta.rdev(), None),
+            false => (meta.dev(), Some(meta.ino())),
+        })
+    };
     let target_id = id(target).with_context(|| format!("cannot find '{}'", target.display()))?;
     if source.paths().any(|path| id(path).is_ok_and(|id| id == target_id)) {
         bail!("'{}' is the source, or a file that it rests on", target.display());

@@ -1,16 +1,18 @@
 //! `ringdisk create`: a new image, in qemu-img's words.
 
 use crate::output::{self, usage};
+use crate::tool::Watch;
 use anyhow::Context;
 use block::{File, FileOp, block_on};
 use daemon::{EngineOpener, parse_key_values, parse_size, unknown};
 use format_qcow2::{Compression, Preallocation};
-use image::{CreateOptions, Format, Opener, Role, create_with_data, inspect};
+use image::{CreateOptions, Format, GrowBy, Opener, Role, inspect};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Create an image. A file that exists is overwritten, unless somebody uses it.
+/// Create an image. A file that exists is overwritten, unless somebody uses it. Ctrl-C ends it with the files that are new
+/// removed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the new image: raw or qcow2.
@@ -37,7 +39,7 @@ pub(crate) struct Args {
     size: Option<String>,
 }
 
-const RAW_KEYS: [&str; 1] = ["size"];
+const RAW_KEYS: [&str; 3] = ["size", "preallocation", "nocow"];
 const QCOW2_KEYS: [&str; 13] = [
     "size",
     "cluster_size",
@@ -56,6 +58,8 @@ const QCOW2_KEYS: [&str; 13] = [
 const SWITCH: [(&str, bool); 2] = [("on", true), ("off", false)];
 const REFCOUNT_BITS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
 const SECTOR_BYTES: u64 = 512;
+/// As many as Linux follows.
+const LINKS_MAX: usize = 40;
 
 /// All that can be said about a new image.
 struct Wanted {
@@ -76,6 +80,8 @@ struct Wanted {
     nocow: Option<bool>,
     backing_file: Option<String>,
     backing_format: Option<Format>,
+    /// The external data file, once it was made where there was none.
+    new_data_file: Option<PathBuf>,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
@@ -83,19 +89,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.options.iter().any(|text| matches!(text.as_str(), "help" | "?")) {
         return output::print(&format!("Options of {format}: {}\n", keys(format).join(", ")));
     }
-    let wanted = create(args, format)?;
+    let wanted = create(args, format, &mut Watch::for_people(args.quiet)?)?;
     if args.quiet { Ok(()) } else { output::print(&wanted.announcement(&args.file)) }
 }
 
-/// An image that another command is going to fill.
-pub(crate) fn target(
+/// An image that another command is going to fill. Returns its external data file if that is new too.
+pub(super) fn target(
     file: &Path,
     format: Format,
     options: &[String],
     backing: Option<&str>,
     backing_format: Option<Format>,
     size_bytes: u64,
-) -> anyhow::Result<()> {
+    watch: &mut Watch,
+) -> anyhow::Result<Option<PathBuf>> {
     let args = Args {
         format: format.to_string(),
         options: options.to_vec(),
@@ -106,32 +113,61 @@ pub(crate) fn target(
         file: file.to_owned(),
         size: Some(size_bytes.to_string()),
     };
-    create(&args, format).map(drop)
+    Ok(create(&args, format, watch)?.new_data_file)
 }
 
-fn create(args: &Args, format: Format) -> anyhow::Result<Wanted> {
+fn create(args: &Args, format: Format, watch: &mut Watch) -> anyhow::Result<Wanted> {
     let mut wanted = Wanted::from_args(args, format)?;
     wanted.settle_backing(args)?;
     let options = wanted.create_options()?;
-    let is_new = !args.file.exists();
-    let file = empty_file(&args.file, is_new)?;
-    let data_path = wanted.data_file.as_ref().map(|name| args.file.parent().unwrap_or(Path::new("")).join(name));
-    let data_is_new = data_path.as_ref().is_some_and(|path| !path.exists());
-    let made = || -> anyhow::Result<()> {
-        let data = data_path.as_ref().map(|path| empty_file(path, data_is_new)).transpose()?;
-        Ok(create_with_data(&file, data.as_ref(), &options)?)
+    options.validate()?;
+    let raw_space = wanted.raw_space()?;
+    let mut emptied = Vec::new();
+    let mut empty = |path: PathBuf| -> anyhow::Result<Arc<dyn File>> {
+        let path = behind_links(path);
+        let is_new = !path.exists();
+        let file = empty_file(&path, is_new)?;
+        emptied.push((path, is_new));
+        Ok(file)
     };
-    if let Err(error) = made() {
-        // Half an image is of no use, and its name is free again for the next attempt.
-        if is_new {
-            let _ = std::fs::remove_file(&args.file);
-        }
-        if let Some(path) = data_path.filter(|_| data_is_new) {
-            let _ = std::fs::remove_file(path);
-        }
-        return Err(error);
+    let file = empty(args.file.clone())?;
+    let data_path = wanted.data_file.as_ref().map(|name| args.file.parent().unwrap_or(Path::new("")).join(name));
+    let data = data_path.map(&mut empty).transpose();
+    let made = data.and_then(|data| {
+        watch.run(|control| match &options {
+            CreateOptions::Raw { size_bytes } if raw_space != GrowBy::Nothing => {
+                jobs::resize_raw(file.as_ref(), *size_bytes, false, raw_space, control)
+            }
+            options => jobs::create(&file, data.as_ref(), options, control),
+        })?;
+        Ok(())
+    });
+    if let Err(error) = made {
+        let files = emptied.iter().map(|(path, is_new)| given_up(path, *is_new));
+        return Err(error.context(files.collect::<Vec<_>>().join(", ")));
     }
+    wanted.new_data_file = emptied.into_iter().nth(1).filter(|(_, is_new)| *is_new).map(|(path, _)| path);
     Ok(wanted)
+}
+
+/// What a name stands for that may be a symbolic link to a file that is not there yet.
+pub(super) fn behind_links(mut path: PathBuf) -> PathBuf {
+    for _ in 0..LINKS_MAX {
+        match std::fs::read_link(&path) {
+            Ok(target) => path = path.parent().unwrap_or(Path::new("")).join(target),
+            Err(_) => break,
+        }
+    }
+    path
+}
+
+/// Half an image is of no use: one that was not there before goes again, so that its name is free for the next attempt.
+/// Returns what became of it.
+fn given_up(path: &Path, is_new: bool) -> String {
+    match is_new && std::fs::remove_file(path).is_ok() {
+        true => format!("'{}' was removed again", path.display()),
+        false => format!("'{}' is incomplete", path.display()),
+    }
 }
 
 fn keys(format: Format) -> &'static [&'static str] {
@@ -174,6 +210,7 @@ impl Wanted {
             nocow: None,
             backing_file: args.backing.clone(),
             backing_format,
+            new_data_file: None,
         };
         for text in &args.options {
             for pair in parse_key_values(text).map_err(|error| error.in_context(format!("-o {text}")))? {
@@ -275,6 +312,18 @@ impl Wanted {
         })
     }
 
+    /// The space that is made in advance for a raw image.
+    fn raw_space(&self) -> anyhow::Result<GrowBy> {
+        Ok(match self.preallocation.as_deref().filter(|_| self.format == Format::Raw) {
+            None | Some("off") => GrowBy::Nothing,
+            Some("falloc") => GrowBy::Space,
+            Some("full") => GrowBy::Zeros,
+            Some(mode) => {
+                return Err(usage(format!("preallocation={mode}: a raw image has off, falloc and full")));
+            }
+        })
+    }
+
     /// What qemu-img says.
     fn announcement(&self, file: &Path) -> String {
         let mut text = format!("Formatting '{}', fmt={}", file.display(), self.format);
@@ -290,6 +339,10 @@ impl Wanted {
             say("compression_type", if self.compression == Compression::Zstd { "zstd" } else { "zlib" });
         }
         say("size", &self.size_bytes.unwrap_or(0).to_string());
+        if !is_qcow2 {
+            self.nocow.iter().for_each(|nocow| say("nocow", switch(*nocow)));
+            self.preallocation.iter().for_each(|mode| say("preallocation", mode));
+        }
         if let Some(name) = &self.backing_file {
             say("backing_file", name);
         }

@@ -80,11 +80,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let part = part.unwrap_or(0..0);
     let size = (part.end - part.start).next_multiple_of(SECTOR_BYTES);
-    super::create::target(&operands.target, format, &[], None, None, size)?;
+    let mut watch = Watch::start(&args.progress)?;
+    super::create::target(&operands.target, format, &[], None, None, size, &mut watch.before())?;
     let target_is_zero = !super::convert::holds_old_bytes(&operands.target, Some(format));
     let target = open_writable(&operands.target, Some(format), &args.target_cache, "deny")?;
     let reactors = Reactors::start("dd")?;
-    let mut watch = Watch::start(&args.progress)?;
     let done = watch.run(|control| jobs::dd(&source, part, &target, target_is_zero, &reactors.handles(), control));
     reactors.stop()?;
     if let Err(error) = done {

@@ -213,3 +213,26 @@ impl Drop for Server {
 pub(crate) fn at(directory: &tempfile::TempDir, name: &str) -> PathBuf {
     directory.path().join(name)
 }
+
+/// Bytes that are not alike, and `length` of them.
+pub(crate) fn numbered(length: usize) -> Vec<u8> {
+    (0..length).map(|index| (index / 512 % 251) as u8 + 1).collect()
+}
+
+/// An image whose second cluster, compressed, cannot be decompressed.
+pub(crate) fn with_an_unreadable_cluster() -> Vec<u8> {
+    let dir = directory();
+    let [raw, image] = ["s.raw", "s.qcow2"].map(|name| at(&dir, name));
+    std::fs::write(&raw, numbered(300_000)).unwrap();
+    let convert = ["convert", "-c", "-f", "raw", "-O", "qcow2", path_str(&raw), path_str(&image)];
+    tool_ok("qemu-img", &convert);
+    let mut bytes = std::fs::read(image).unwrap();
+    let word = |bytes: &[u8], at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
+    let l1 = word(&bytes, 40) as usize;
+    let l2 = (word(&bytes, l1) & 0x00ff_ffff_ffff_fe00) as usize;
+    let entry = word(&bytes, l2 + 8);
+    assert_eq!(entry >> 62, 1, "compressed");
+    // A block of a type that there is not.
+    bytes[(entry & ((1 << 54) - 1)) as usize] = 0xff;
+    bytes
+}

@@ -215,6 +215,7 @@ pub(crate) const BENCH: &[&str] = &[
     "bench -f raw -c 3 -s 2M s.raw",
     "bench -f raw -c 3 --flush-interval=2 s.raw",
     "bench -f raw -c 3 -i nope s.raw",
+    "bench -f raw -U -w -c 3 s.raw",
 ];
 
 pub(crate) const BITMAP: &[&str] = &[
@@ -355,4 +356,46 @@ pub(crate) const SNAPSHOT_SIZES: &[&str] = &[
     "measure --output=json -l one -O qcow2 s.qcow2",
     "snapshot -a one s.qcow2",
     "convert -l one -O raw s.qcow2 same.raw",
+];
+
+pub(crate) const RAW_PREALLOCATION: &[&str] = &[
+    "create -f raw -o preallocation=full a.raw 1M",
+    "create -f raw -o preallocation=falloc b.raw 1M",
+    "create -f raw -o preallocation=off,nocow=off c.raw 1M",
+    "io raw a.raw write -P 1 64k 64k",
+    "convert -f raw -O raw -o preallocation=full a.raw e.raw",
+    "convert -f raw -O raw -o preallocation=falloc a.raw f.raw",
+];
+
+pub(crate) const COMMIT_INTO_LARGER: &[&str] = &[
+    "create -q -f qcow2 -o extended_l2=on e.qcow2 1001k",
+    "io qcow2 e.qcow2 write -P 1 10k 100k",
+    "io qcow2 e.qcow2 write -P 2 990k 11k",
+    "create -q -f qcow2 -o extended_l2=on -b e.qcow2 -F qcow2 o.qcow2 2M",
+    "io qcow2 o.qcow2 write -P 3 1000k 900k",
+    "commit o.qcow2",
+    "check -q e.qcow2",
+    "check -q o.qcow2",
+    "create -q -f qcow2 -o data_file=d.raw d.external 1001k",
+    "io qcow2 d.external write -P 1 10k 100k",
+    "io qcow2 d.external write -P 2 990k 11k",
+    "create -q -f qcow2 -b d.external -F qcow2 p.external 2M",
+    "io qcow2 p.external write -P 3 1000k 900k",
+    "commit p.external",
+    "check -q d.external",
+    "create -q -f raw long.raw 3M",
+    "io raw long.raw write -P 9 0 3M",
+    "create -q -f qcow2 -o extended_l2=on -b long.raw -F raw m.qcow2 1001k",
+    "io qcow2 m.qcow2 write -P 2 990k 11k",
+    "create -q -f qcow2 -b m.qcow2 -F qcow2 t.qcow2 2M",
+    "io qcow2 t.qcow2 write -P 4 1900k 10k",
+    "commit t.qcow2",
+    "create -q -f raw r.raw 1M",
+    "io raw r.raw write -P 5 0 1M",
+    "create -q -f qcow2 -o data_file=u-data.external -b r.raw -F raw u.external",
+    "io qcow2 u.external write -P 6 100k 64k",
+    "commit u.external",
+    "check -q u.external",
+    "map --output=json u.external",
+    "compare -f qcow2 -F raw u.external r.raw",
 ];

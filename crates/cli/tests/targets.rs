@@ -1,0 +1,144 @@
+//! What becomes of the files that a command writes to: ended by Ctrl-C, told to overwrite their source, or asked for what
+//! does not fit.
+
+mod common;
+
+use common::{at, directory, path_str, run_fails, run_ok, text, tool_ok};
+use std::fs::{File, hard_link};
+use std::io::Read;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+/// Sends SIGINT once `image` has a header; returns what was said.
+fn interrupted(arguments: &[&str], image: &Path) -> String {
+    let mut command = common::ringdisk();
+    command.args(arguments).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let has_header = || {
+        let mut magic = [0; 4];
+        File::open(image).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && &magic == b"QFI\xfb"
+    };
+    let deadline = Instant::now() + common::PATIENCE;
+    while !has_header() {
+        assert!(child.try_wait().unwrap().is_none() && Instant::now() < deadline, "{arguments:?} makes no image");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    tool_ok("kill", &["-INT", &child.id().to_string()]);
+    let output = child.wait_with_output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {said}");
+    said
+}
+
+#[test]
+fn an_interrupted_preallocation_removes_what_is_new_and_says_what_is_left() {
+    let dir = directory();
+    let [source, target, data] = ["source.raw", "target.qcow2", "target.data"].map(|name| at(&dir, name));
+    // So large that the tables alone take long.
+    File::create(&source).and_then(|file| file.set_len(1 << 42)).unwrap();
+    let external = "preallocation=metadata,data_file=target.data";
+    let create = ["create", "-f", "qcow2", "-o", external, path_str(&target), "4T"];
+    let convert = ["convert", "-f", "raw", "-O", "qcow2", "-o", external, path_str(&source), path_str(&target)];
+    let plain = ["create", "-f", "qcow2", "-o", "preallocation=metadata", path_str(&target), "4T"];
+    let removed = |path: &Path| format!("'{}' was removed again", path.display());
+    for line in [&create[..], &convert, &plain] {
+        let said = interrupted(line, &target);
+        assert!(said.contains(&removed(&target)) && said.contains("interrupted"), "{line:?}: {said}");
+        assert!(!target.exists() && !data.exists(), "{line:?}");
+    }
+    // One that was there is not another's to remove.
+    std::fs::write(&target, "old").unwrap();
+    let said = interrupted(&create, &target);
+    assert!(said.contains(&format!("'{}' is incomplete", target.display())), "{said}");
+    assert!(said.contains(&removed(&data)) && target.exists() && !data.exists(), "{said}");
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&target), "1M"]);
+    assert_eq!(std::fs::metadata(&source).unwrap().len(), 1 << 42);
+}
+
+#[test]
+fn a_link_to_a_file_that_is_not_there_makes_that_file_and_half_of_it_is_removed_again() {
+    let dir = directory();
+    let [bad, link, file] = ["bad.qcow2", "link", "file"].map(|name| at(&dir, name));
+    symlink("file", &link).unwrap();
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&link), "1M"]);
+    assert!(link.is_symlink() && !file.is_symlink() && file.is_file());
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&bad), "1M"]);
+    // An L1 entry that leads nowhere: found only when the copy gets there.
+    let mut bytes = std::fs::read(&bad).unwrap();
+    let l1 = u64::from_be_bytes(bytes[40..48].try_into().unwrap()) as usize;
+    bytes[l1..l1 + 8].copy_from_slice(&(1u64 << 40 | 1 << 63).to_be_bytes());
+    std::fs::write(&bad, bytes).unwrap();
+    let said = run_fails(1, &["convert", "-O", "raw", path_str(&bad), path_str(&link)]);
+    assert!(said.contains("was removed again") && link.is_symlink() && !file.exists(), "{said}");
+}
+
+#[test]
+fn wrong_options_leave_a_file_that_exists_as_it_was() {
+    let dir = directory();
+    let image = at(&dir, "disk.qcow2");
+    std::fs::write(&image, "precious").unwrap();
+    for (format, options) in [
+        ("qcow2", "extended_l2=on,cluster_size=4k"),
+        ("qcow2", "data_file_raw=on"),
+        ("raw", "preallocation=metadata"),
+        ("raw", "nocow=on"),
+    ] {
+        run_fails(2, &["create", "-q", "-f", format, "-o", options, path_str(&image), "1M"]);
+        assert_eq!(std::fs::read(&image).unwrap(), b"precious", "{options}");
+    }
+}
+
+#[test]
+fn an_image_whose_data_file_is_the_source_by_any_name_is_not_written() {
+    let dir = directory();
+    let names = ["data.raw", "hard.raw", "soft.raw", "over.qcow2", "target.qcow2"];
+    let [data, hard, soft, over, target] = names.map(|name| at(&dir, name));
+    run_ok(&["create", "-q", "-f", "qcow2", "-o", "data_file=data.raw", path_str(&target), "64k"]);
+    std::fs::write(&data, [7; 65536]).unwrap();
+    hard_link(&data, &hard).unwrap();
+    symlink(&data, &soft).unwrap();
+    run_ok(&["create", "-q", "-f", "qcow2", "-b", "hard.raw", "-F", "raw", path_str(&over)]);
+    let before = std::fs::read(&target).unwrap();
+    for (source, format) in [(&data, "raw"), (&hard, "raw"), (&soft, "raw"), (&over, "qcow2")] {
+        // No lock tells of it.
+        let said =
+            run_fails(1, &["convert", "-U", "-n", "-f", format, "-O", "qcow2", path_str(source), path_str(&target)]);
+        assert!(said.contains("is the source") && !said.contains("incomplete"), "{said}");
+        assert_eq!(std::fs::read(&data).unwrap(), [7; 65536]);
+        assert_eq!(std::fs::read(&target).unwrap(), before);
+    }
+}
+
+#[test]
+fn what_does_not_fit_a_target_that_exists_is_refused_before_anything_is_written() {
+    let dir = directory();
+    let [raw, source, target] = ["source.raw", "source.qcow2", "target.qcow2"].map(|name| at(&dir, name));
+    std::fs::write(&raw, vec![1; 1 << 20]).unwrap();
+    run_ok(&["convert", "-f", "raw", "-O", "qcow2", path_str(&raw), path_str(&source)]);
+    run_ok(&["bitmap", "--add", path_str(&source), "b"]);
+    let convert = ["convert", "-n", "--bitmaps", "-O", "qcow2", path_str(&source), path_str(&target)];
+    let new = |options: &[&str], size: &str| {
+        run_ok(&[&["create", "-q", "-f", "qcow2"][..], options, &[path_str(&target), size]].concat());
+    };
+    let refused = |reason: &str| {
+        let before = std::fs::read(&target).unwrap();
+        let said = run_fails(1, &convert);
+        assert!(said.contains(reason) && !said.contains("incomplete"), "{said}");
+        assert!(std::fs::read(&target).unwrap() == before, "{reason}");
+    };
+    new(&[], "2M");
+    refused("different sizes");
+    new(&[], "512k");
+    refused("smaller than input file");
+    new(&["-o", "compat=0.10"], "1M");
+    refused("v2");
+    new(&[], "1M");
+    run_ok(&["bitmap", "--add", path_str(&target), "b"]);
+    refused("already exists");
+    run_ok(&["bitmap", "--remove", path_str(&target), "b"]);
+    run_ok(&convert);
+    assert!(run_ok(&["info", path_str(&target)]).contains("name: b"));
+    run_ok(&["compare", "-f", "raw", "-F", "qcow2", path_str(&raw), path_str(&target)]);
+}
