@@ -27,10 +27,15 @@ impl Opener for OneFile {
     }
 }
 
-/// A file of these bytes, as a disk's storage.
+/// A file of these bytes, on a file system: what it grows by reads as zeros. So what an image that was cut off has behind
+/// the file's end stays what it was.
 pub(crate) fn storage_of(bytes: &[u8]) -> SimStorage {
+    storage(bytes, true)
+}
+
+fn storage(bytes: &[u8], grows_with_zeros: bool) -> SimStorage {
     let storage = SimStorage::new(1);
-    let options = SimFileOptions { max_length_bytes: FILE_BYTES_MAX, ..SimFileOptions::default() };
+    let options = SimFileOptions { max_length_bytes: FILE_BYTES_MAX, grows_with_zeros, ..SimFileOptions::default() };
     storage.create_with(NAME, bytes, options);
     storage
 }
@@ -52,8 +57,9 @@ pub(crate) struct Disk {
 }
 
 impl Disk {
+    /// On storage where space that nobody wrote holds anything.
     pub(crate) fn open(bytes: &[u8], read_only: bool) -> Result<Self> {
-        Self::open_in(storage_of(bytes), read_only)
+        Self::open_in(storage(bytes, false), read_only)
     }
 
     pub(crate) fn open_in(storage: SimStorage, read_only: bool) -> Result<Self> {

@@ -61,6 +61,10 @@ fn harm(good: &[u8]) -> Vec<(&'static str, Vec<(u64, u64)>)> {
         ("a cluster that the file ends before", vec![(used, end | COPIED)]),
         ("no refcount block", vec![(table, 0)]),
         ("a refcount block behind the file", vec![(table + 8, end + 64 * cluster)]),
+        (
+            "a refcount block behind the file that is counted",
+            vec![(table + 56, end + cluster), (block + (end / cluster + 1) / 4 * 8, 0x0003_0003_0003_0003)],
+        ),
         ("a refcount block in an L2 table", vec![(table + 8, l2)]),
         ("a preallocated cluster off the clusters", vec![(used, (entry & MASK) + 512 + 1)]),
         ("a data cluster off the clusters", vec![(used, entry + 512)]),

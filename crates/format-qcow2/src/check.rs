@@ -121,6 +121,8 @@ pub(crate) struct Walk<'a, 'w> {
     pub(crate) geometry: Geometry,
     pub(crate) header: &'a Header,
     pub(crate) file_bytes: u64,
+    /// The end of the refcount blocks that lie outside the file.
+    pub(crate) outside_bytes: u64,
     /// Clusters of the file, with a last one that is referred to and that the file ends before.
     pub(crate) clusters: u64,
     /// The refcount table.
@@ -170,6 +172,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             geometry,
             header,
             file_bytes,
+            outside_bytes: 0,
             table: Vec::new(),
             block: None,
             references: References::default(),
@@ -297,7 +300,8 @@ impl<'a, 'w> Walk<'a, 'w> {
             self.refer_to_table(Kind::Other, offset, length);
         }
         self.strict = false;
-        self.count_blocks();
+        // Nobody asked for a longer file where an image is repaired because it is opened.
+        self.count_blocks(!strict);
         if strict {
             self.limit_memory();
         }
@@ -453,7 +457,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         Ok(())
     }
 
-    fn count_blocks(&mut self) {
+    fn count_blocks(&mut self, may_grow: bool) {
         let file_clusters = self.geometry.clusters_for(self.file_bytes);
         for index in 0..self.table.len() {
             let entry = self.table.get(index).copied().unwrap_or(0);
@@ -466,8 +470,9 @@ impl<'a, 'w> Walk<'a, 'w> {
             } else if self.geometry.offset_in_cluster(offset) != 0 {
                 self.corrupt(format!("refcount block {index} is not cluster aligned; refcount table entry corrupted"));
             } else if cluster >= file_clusters {
-                damaged = self.repairs && offset >= RESIZE_MAX;
-                self.count_block_outside(index, offset);
+                let may_grow = may_grow && offset < RESIZE_MAX;
+                damaged = self.repairs && !may_grow;
+                self.count_block_outside(index, offset, may_grow);
             } else if offset != 0 {
                 self.refer_to_refcounts(offset, self.geometry.cluster_bytes());
                 let references = self.references.get(cluster);
@@ -485,16 +490,17 @@ impl<'a, 'w> Walk<'a, 'w> {
         }
     }
 
-    /// qemu-img makes the file longer to repair this, and counts that, and what is wrong afterwards. Reading zeros there
-    /// comes to the same.
-    fn count_block_outside(&mut self, index: usize, offset: u64) {
+    /// qemu-img makes the file longer to repair this, and counts that, and what is wrong afterwards. Until the repair does
+    /// so too, reading zeros there comes to the same.
+    fn count_block_outside(&mut self, index: usize, offset: u64, may_grow: bool) {
         let cluster = self.geometry.cluster_of(offset);
-        if !self.repairs || offset >= RESIZE_MAX {
+        if !self.repairs || !may_grow {
             return self.corrupt(format!("refcount block {index} is outside image"));
         }
         self.find(format!("Repairing refcount block {index} is outside image"));
         self.report.corruptions_fixed = self.report.corruptions_fixed.saturating_add(1);
         self.clusters = self.clusters.max(cluster.saturating_add(1));
+        self.outside_bytes = self.outside_bytes.max(offset.saturating_add(self.geometry.cluster_bytes()));
         self.count(cluster);
     }
 

@@ -121,6 +121,10 @@ impl<'a, 'w> Job<'a, 'w> {
     pub(crate) async fn repair_all(&mut self, counted: CheckReport, wrong: Vec<WrongFlag>) -> IoResult {
         // What may not fit comes first: until something leads to it, nothing has changed.
         let rebuilt = if self.walk.needs_rebuild { Some(self.write_rebuilt().await?) } else { None };
+        if rebuilt.is_none() && self.walk.outside_bytes > self.walk.file_bytes {
+            self.begin_writing().await?;
+            self.io.set_length(self.walk.outside_bytes).await?;
+        }
         self.write_new_entries().await?;
         let wrong = wrong.into_iter().filter(|wrong| wrong.entry & COPIED != 0 && self.may_change(wrong.at)).collect();
         self.set_flags(wrong).await?;
@@ -177,17 +181,23 @@ impl<'a, 'w> Job<'a, 'w> {
         let file_bytes = self.walk.file_bytes.max(rebuilt.end_bytes());
         // What was freed, and what led behind the end of the file, which has moved.
         let (mismatches, after, kinds) = recount(self.io, &header, file_bytes, &self.walk).await?;
-        self.set_refcounts_in(&rebuilt.entries(), &mismatches).await?;
-        self.walk.table = rebuilt.entries();
+        let table = rebuilt.entries();
+        self.set_refcounts_in(&table, &mismatches).await?;
+        // Behind what is counted: to be repaired in a second run, as by qemu-img.
+        let is_counted = |cluster| {
+            let block = usize::try_from(header.geometry().block_of(cluster)).unwrap_or(usize::MAX);
+            table.get(block).is_some_and(|offset| *offset != 0)
+        };
+        let too_low = mismatches.iter().filter(|m| m.references > m.refcount && !is_counted(m.cluster)).count() as u64;
+        let left = after.corruptions.saturating_add(too_low);
+        self.walk.table = table;
         self.walk.block = None;
         self.walk.kinds = kinds;
         self.walk.report = CheckReport {
-            corruptions: after.corruptions,
+            corruptions: left,
             leaks: 0,
             leaks_fixed: before.leaks,
-            corruptions_fixed: before
-                .corruptions_fixed
-                .saturating_add(before.corruptions.saturating_sub(after.corruptions)),
+            corruptions_fixed: before.corruptions_fixed.saturating_add(before.corruptions.saturating_sub(left)),
             image_end_offset: after.image_end_offset,
             check_errors: after.check_errors,
             ..before
