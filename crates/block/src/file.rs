@@ -53,6 +53,9 @@ pub struct FileInfo {
     pub can_grow: bool,
     /// Whether others are kept from using it meanwhile.
     pub locks: Locks,
+    /// It lies in memory, and a reactor copies its bytes itself instead of waiting for somebody: requests in flight at
+    /// the same time gain nothing.
+    pub in_memory: bool,
     /// One line: the engine, the cache mode, and why they were chosen.
     pub engine: String,
 }

@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 
 /// More threads than this do not make a copy faster.
 const REACTORS_MAX: usize = 4;
+/// No ring waits for them: on files in memory they copy whatever a verb reads or writes at once.
+const INLINE_BYTES: usize = 4 << 20;
 const JSON_EVERY: Duration = Duration::from_millis(200);
 
 /// How a named image is opened.
@@ -119,7 +121,9 @@ impl Reactors {
     }
 
     pub(crate) fn start_some(name: &str, count: usize) -> anyhow::Result<Self> {
-        let config = |index| ReactorConfig { name: format!("{name}-{index}"), ..ReactorConfig::default() };
+        let name = |index| format!("{name}-{index}");
+        let config =
+            |index| ReactorConfig { name: name(index), inline_bytes: INLINE_BYTES, ..ReactorConfig::default() };
         let threads = (0..count).map(|index| Reactor::spawn(config(index)));
         Ok(Self(threads.collect::<Result<_, _>>()?))
     }

@@ -52,12 +52,18 @@ pub(crate) struct Engines {
 }
 
 impl Engines {
-    pub(crate) fn new(wakeup: Arc<Wakeup>, counters: Arc<Counters>, processors: Option<CpuSet>) -> Self {
-        let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), processors));
+    /// `processors` is where workers may run, `inline_bytes` the longest copy that the reactor makes itself.
+    pub(crate) fn new(
+        wakeup: Arc<Wakeup>,
+        counters: Arc<Counters>,
+        processors: Option<CpuSet>,
+        inline_bytes: usize,
+    ) -> Self {
+        let workers = Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), processors, inline_bytes);
         Self {
             counters,
             wakeup,
-            workers,
+            workers: Rc::new(workers),
             uring: RefCell::default(),
             sqpoll: RefCell::default(),
             registered: RefCell::default(),

@@ -66,7 +66,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let in_memory =
         options.engine == EngineKind::Auto && !options.sqpoll && !block_device && storage::is_in_memory(&fd);
     let (engine, reason) = probe::choose(options, name, Host::get(), in_memory)?;
-    let facts = Facts { stat, block_device, locks, alignment, engine, reason };
+    let facts = Facts { stat, block_device, in_memory, locks, alignment, engine, reason };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
     tracing::info!("'{name}': {}", info.engine);
     Ok(OpenFile {
@@ -96,6 +96,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
 struct Facts {
     stat: Stat,
     block_device: bool,
+    in_memory: bool,
     locks: Locks,
     alignment: Alignment,
     engine: EngineKind,
@@ -110,7 +111,7 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
     } else {
         storage::file_abilities(fd, options.read_only, length_bytes)
     };
-    let Facts { block_device, locks, alignment, engine, reason, .. } = facts;
+    let Facts { block_device, in_memory, locks, alignment, engine, reason, .. } = facts;
     let path = match (options.cache.is_direct(), alignment.is_none()) {
         (false, _) => "page cache".to_owned(),
         (true, true) => "direct I/O (any alignment)".to_owned(),
@@ -130,6 +131,7 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
         block_device: *block_device,
         can_grow: !block_device && !options.read_only,
         locks: *locks,
+        in_memory: *in_memory,
         engine: format!("{engine_words}, {path}, cache={}{sync}: chosen because {reason}", options.cache),
     };
     Ok((info, abilities))

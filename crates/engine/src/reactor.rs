@@ -38,11 +38,14 @@ pub struct ReactorConfig {
     pub poll_max_us: u32,
     /// The processor it is bound to, if it is.
     pub cpu: Option<usize>,
+    /// The longest transfer, in bytes, that it carries out itself where a file lies in memory. Longer ones it leaves to a
+    /// worker, so that others need not wait: rings, above all. A reactor without rings loses by that.
+    pub inline_bytes: usize,
 }
 
 impl Default for ReactorConfig {
     fn default() -> Self {
-        Self { name: "reactor".into(), poll_max_us: 50, cpu: None }
+        Self { name: "reactor".into(), poll_max_us: 50, cpu: None, inline_bytes: 128 << 10 }
     }
 }
 
@@ -68,7 +71,7 @@ impl Reactor {
         let thread = std::thread::Builder::new().name(config.name.clone()).spawn(move || {
             let _end = CloseOnExit(Arc::clone(&theirs));
             let processors = config.cpu.and_then(|cpu| bind_to(cpu, &theirs.name));
-            match Local::new(theirs, processors) {
+            match Local::new(theirs, processors, config.inline_bytes) {
                 Ok(local) => {
                     CURRENT.set(Rc::downgrade(&local));
                     let _ = sender.send(Ok(()));
@@ -273,7 +276,7 @@ impl ReactorCtx for Local {
 }
 
 impl Local {
-    fn new(shared: Arc<Shared>, processors: Option<CpuSet>) -> Result<Rc<Self>> {
+    fn new(shared: Arc<Shared>, processors: Option<CpuSet>, inline_bytes: usize) -> Result<Rc<Self>> {
         let fails = |error: rustix::io::Errno| Error::io("cannot set a reactor's epoll up", error.into());
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(fails)?;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
@@ -287,7 +290,7 @@ impl Local {
             pollers: Pollers::default(),
             tasks: RefCell::new(Some(executor())),
             io_tasks: executor(),
-            engines: Engines::new(Arc::clone(&shared.wakeup), Arc::clone(&shared.counters), processors),
+            engines: Engines::new(Arc::clone(&shared.wakeup), Arc::clone(&shared.counters), processors, inline_bytes),
             shared,
         }))
     }

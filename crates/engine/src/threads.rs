@@ -30,8 +30,6 @@ const LEAST_ROOM: usize = 256;
 /// A worker only calls the kernel.
 const STACK_BYTES: usize = 128 << 10;
 
-/// Longer copies go to a worker also where the file lies in memory.
-const INLINE_BYTES: usize = 128 << 10;
 /// What tasks may copy at once between two submits, and what each call counts for at least.
 const AT_ONCE_BYTES: usize = 4 << 20;
 const CALL_BYTES: usize = 4 << 10;
@@ -55,20 +53,20 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether the reactor carries this out itself: on a file that lies in memory, what takes less time than to wake a worker.
-fn is_inline(request: &Request) -> bool {
+/// Whether the reactor carries this out itself: on a file that lies in memory, what is not longer than `longest_bytes`.
+fn is_inline(request: &Request, longest_bytes: usize) -> bool {
     let file = &*request.target.file;
     file.in_memory
         && match request.action {
-            Action::Read { .. } => request.left_bytes() <= INLINE_BYTES,
+            Action::Read { .. } => request.left_bytes() <= longest_bytes,
             // Beside a worker's write the reactor would only wait for its end.
-            Action::Write { .. } => request.left_bytes() <= INLINE_BYTES && request.target.in_turn.get() == 0,
+            Action::Write { .. } => request.left_bytes() <= longest_bytes && request.target.in_turn.get() == 0,
             // There is nothing to make durable.
             Action::Sync => true,
             // Behind the end of the file there is nothing to free.
             Action::Fallocate { mode, length } => {
                 let frees = mode & libc::FALLOC_FL_PUNCH_HOLE != 0;
-                length <= INLINE_BYTES as u64 || (frees && file.ends_by(request.offset))
+                length <= longest_bytes as u64 || (frees && file.ends_by(request.offset))
             }
             Action::Truncate | Action::DiscardBlocks { .. } | Action::BeginWriteback | Action::CopyFrom { .. } => false,
         }
@@ -91,6 +89,8 @@ pub(crate) struct Workers {
     inline: RefCell<Vec<Job>>,
     inline_done: RefCell<Vec<(u32, i32)>>,
     harvested: RefCell<Vec<(u32, i32)>>,
+    /// The longest copy that the reactor makes itself.
+    inline_bytes: usize,
     /// What tasks may still copy before the next submit.
     at_once_bytes: Cell<usize>,
     /// Requests for which all lists have room.
@@ -101,7 +101,12 @@ pub(crate) struct Workers {
 }
 
 impl Workers {
-    pub(crate) fn new(wakeup: Arc<Wakeup>, counters: Arc<Counters>, processors: Option<CpuSet>) -> Self {
+    pub(crate) fn new(
+        wakeup: Arc<Wakeup>,
+        counters: Arc<Counters>,
+        processors: Option<CpuSet>,
+        inline_bytes: usize,
+    ) -> Self {
         let pool = Pool {
             queue: Mutex::default(),
             more: Condvar::new(),
@@ -118,6 +123,7 @@ impl Workers {
             inline: RefCell::default(),
             inline_done: RefCell::default(),
             harvested: RefCell::default(),
+            inline_bytes,
             at_once_bytes: Cell::new(AT_ONCE_BYTES),
             room: Cell::new(0),
             pool: Arc::new(pool),
@@ -129,12 +135,15 @@ impl Workers {
     /// Takes a request; workers see it with the next [`Workers::submit`]. What a task awaits may have ended on return.
     pub(crate) fn push(&self, request: Request) {
         self.counters.requests.add(1);
-        if matches!(request.done, Done::Waiter(_)) && !self.closed.get() && is_inline(&request) {
+        if matches!(request.done, Done::Waiter(_)) && !self.closed.get() && is_inline(&request, self.inline_bytes) {
             let zeroed_bytes = match request.action {
-                Action::Fallocate { length, .. } => usize::try_from(length).unwrap_or(INLINE_BYTES).min(INLINE_BYTES),
+                // Freeing behind the end of the file costs nothing, however long it is.
+                Action::Fallocate { length, .. } => {
+                    usize::try_from(length).unwrap_or(usize::MAX).min(self.inline_bytes)
+                }
                 _ => 0,
             };
-            let cost_bytes = request.left_bytes() + zeroed_bytes + CALL_BYTES;
+            let cost_bytes = request.left_bytes().saturating_add(zeroed_bytes).saturating_add(CALL_BYTES);
             if let Some(left_bytes) = self.at_once_bytes.get().checked_sub(cost_bytes) {
                 self.at_once_bytes.set(left_bytes);
                 self.counters.system_calls.add(1);
@@ -182,7 +191,7 @@ impl Workers {
         let buffers = slab.buffers(index);
         if let Some(request) = slab.get(index) {
             let fd = request.target.file.raw_fd();
-            let inline = is_inline(request);
+            let inline = is_inline(request, self.inline_bytes);
             let in_turn = !inline && goes_in_turn(request);
             if in_turn {
                 request.target.in_turn.update(|count| count + 1);

@@ -487,7 +487,7 @@ mod tests {
     impl Bench {
         fn new(setup: Setup) -> Self {
             let (wakeup, counters) = (Arc::new(Wakeup::new().unwrap()), Arc::new(Counters::default()));
-            let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), None));
+            let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), None, 0));
             let ring = setup.build(SUBMISSION_ENTRIES, COMPLETION_ENTRIES).unwrap();
             let uring = Uring::with_ring((ring, setup), workers, &wakeup, Arc::clone(&counters)).unwrap();
             let options = OpenOptions { lock: false, ..OpenOptions::default() };

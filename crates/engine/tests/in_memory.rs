@@ -4,7 +4,7 @@ mod common;
 
 use block::{FileOp, PastEnd};
 use common::{reactor, with_queue};
-use engine::OpenOptions;
+use engine::{OpenOptions, Reactor, ReactorConfig};
 use memory::IoBuf;
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -75,4 +75,23 @@ fn a_task_with_much_to_copy_lets_others_come_between() {
     });
     assert!((2..32).contains(&waits), "16 MiB were copied in {waits} turns");
     reactor.stop().unwrap();
+}
+
+#[test]
+fn a_reactor_without_rings_may_make_long_copies_itself_and_needs_no_worker() {
+    let Some((_dir, file)) = file() else { return };
+    for (inline_bytes, own_calls) in [(1 << 20, 2), (LONGEST_BYTES, 0)] {
+        let config = ReactorConfig { name: "job".into(), inline_bytes, ..ReactorConfig::default() };
+        let reactor = Reactor::spawn(config).unwrap();
+        with_queue(&reactor, &file, |queue| async move {
+            let buf = IoBuf::zeroed(1 << 20);
+            let read = FileOp::Read { offset: 0, data: buf.whole(), past_end: PastEnd::Fails };
+            assert_eq!(queue.start(read).await, Ok(()));
+            assert_eq!(buf.whole().to_vec(), vec![7; 1 << 20]);
+            assert_eq!(queue.start(FileOp::Write { offset: 0, data: buf.whole(), fua: false }).await, Ok(()));
+        });
+        // A worker's calls are its own.
+        assert_eq!(reactor.stats().system_calls, own_calls, "up to {inline_bytes} bytes");
+        reactor.stop().unwrap();
+    }
 }

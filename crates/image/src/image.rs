@@ -199,6 +199,12 @@ impl Image {
         self.chain.layers.iter().map(|layer| (!layer.guessed).then(|| layer.format()))
     }
 
+    /// Whether reactors copy all its bytes themselves: requests in flight at the same time gain nothing then.
+    #[must_use]
+    pub fn is_in_memory(&self) -> bool {
+        self.chain.layers.iter().all(|layer| layer.file_info().in_memory)
+    }
+
     /// The format of the top layer.
     #[must_use]
     pub fn format(&self) -> Option<Format> {

@@ -216,8 +216,9 @@ fn copy(
     // Whole clusters of the base are written by one task.
     let piece = PIECE_BYTES.max(u64::from(base.info().topology.optimal_io_bytes));
     let pipeline = {
+        let spread = Spread::of_copies([top, base].into_iter());
         let (top, base) = (Arc::clone(top), Arc::clone(base));
-        Pipeline::start(reactors, Spread::First, DEPTH, size, move |ctx| {
+        Pipeline::start(reactors, spread, DEPTH, size, move |ctx| {
             Ok(Committer {
                 top: DiskTasks::open(top.as_ref(), ctx)?,
                 base: DiskTasks::open(base.as_ref(), ctx)?,

@@ -88,7 +88,10 @@ pub fn convert(
     let alignment = cluster.max(GRAIN_BYTES);
     let plan = Plan { alignment, piece: PIECE_BYTES.max(cluster), total, options: options.clone() };
     let offloaded = Arc::new(AtomicU64::new(0));
-    let spread = if options.compress { Spread::All } else { Spread::First };
+    let spread = match options.compress {
+        true => Spread::All,
+        false => Spread::of_copies(sources.iter().chain([target])),
+    };
     let pipeline = {
         let (sources, target, plan) = (sources.to_vec(), Arc::clone(target), plan.clone());
         let offloaded = Arc::clone(&offloaded);

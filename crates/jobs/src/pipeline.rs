@@ -3,6 +3,7 @@
 use crate::Control;
 use crate::rate::RateLimit;
 use block::{Error, ReactorCtx, ReactorHandle, Result, WaitList, run_and_wait};
+use image::Image;
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,6 +15,8 @@ use std::time::Duration;
 const TICK: Duration = Duration::from_millis(50);
 /// Pieces that wait for a task, at most, for each task.
 const WAITING_PER_TASK: usize = 2;
+/// And altogether, at least: handing out is not to keep a processor busy for every few pieces.
+const WAITING_AT_LEAST: usize = 256;
 
 /// Does pieces of work on one reactor.
 pub(crate) trait Worker: 'static {
@@ -140,6 +143,16 @@ pub(crate) enum Spread {
     /// On the first, until [`Pipeline::widen`]. Where pieces only pass through, the kernel's copies are what takes time;
     /// it takes writes to one file one by one, and reactors that wait there for each other keep each other from reading.
     First,
+    /// On all, by one task each: reactors copy everything themselves, and find in the processor's cache what they have
+    /// just read.
+    OneTaskEach,
+}
+
+impl Spread {
+    /// Between images from which pieces pass unchanged to another.
+    pub(crate) fn of_copies<'a>(mut images: impl Iterator<Item = &'a Arc<Image>>) -> Self {
+        if images.all(|image| image.is_in_memory()) { Self::OneTaskEach } else { Self::First }
+    }
 }
 
 /// Work on its way.
@@ -153,7 +166,7 @@ pub(crate) struct Pipeline<T> {
 }
 
 impl<T: Send + 'static> Pipeline<T> {
-    /// Starts `tasks` tasks on each reactor. `open` makes a reactor's worker, on its thread.
+    /// Starts at most `tasks` tasks on each reactor. `open` makes a reactor's worker, on its thread.
     pub(crate) fn start<W: Worker<Item = T>>(
         reactors: &[Arc<dyn ReactorHandle>],
         spread: Spread,
@@ -162,7 +175,8 @@ impl<T: Send + 'static> Pipeline<T> {
         open: impl Fn(&Rc<dyn ReactorCtx>) -> Result<W> + Send + Sync + 'static,
     ) -> Self {
         let state = State { waiting: VecDeque::new(), closed: false, error: None };
-        let capacity = tasks * reactors.len() * WAITING_PER_TASK;
+        let tasks = if spread == Spread::OneTaskEach { 1 } else { tasks };
+        let capacity = (tasks * reactors.len() * WAITING_PER_TASK).max(WAITING_AT_LEAST);
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             taken: Condvar::new(),
@@ -173,7 +187,7 @@ impl<T: Send + 'static> Pipeline<T> {
         let (sender, ended) = channel();
         let start = Starter { shared: Arc::clone(&shared), open: Arc::new(open), tasks, sender };
         let at_once = match spread {
-            Spread::All => reactors.len(),
+            Spread::All | Spread::OneTaskEach => reactors.len(),
             Spread::First => 1.min(reactors.len()),
         };
         let (now, later) = reactors.split_at(at_once);

@@ -156,6 +156,7 @@ impl SimStorage {
             block_device: options.block_device,
             can_grow: !options.block_device,
             locks: options.locks,
+            in_memory: false,
             engine: "simulated".to_owned(),
         };
         Arc::new(SimFile { storage: self.clone(), index, info })
