@@ -573,3 +573,21 @@ fn check_finds_what_qemu_img_finds_in_healthy_and_damaged_images() {
         }
     }
 }
+
+#[test]
+fn verbs_that_only_read_do_not_warn_of_a_format_that_was_guessed() {
+    let dir = directory();
+    let disk = at(&dir, "disk");
+    std::fs::write(&disk, [7; 4096]).unwrap();
+    let (disk, target) = (path_str(&disk), at(&dir, "target"));
+    for arguments in [
+        &["info", disk][..],
+        &["map", disk],
+        &["measure", "-O", "qcow2", disk],
+        &["compare", disk, disk],
+        &["convert", "-O", "qcow2", disk, path_str(&target)],
+    ] {
+        let output = run(arguments);
+        assert!(output.status.success() && output.stderr.is_empty(), "{arguments:?}: {}", text(&output.stderr));
+    }
+}

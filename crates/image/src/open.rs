@@ -181,7 +181,7 @@ pub(crate) fn format_of(path: &Path, file: &dyn File, said: Option<Format>) -> R
         return Ok((format, false));
     }
     let guess = guess_format(&path.display().to_string(), &read_head(file)?)?;
-    if guess.is_none() {
+    if guess.is_none() && !file.info().read_only {
         tracing::warn!(
             "the format of '{}' was not given; it is taken for raw, and a guest may not write another format's header \
              to it (format=raw allows it)",
