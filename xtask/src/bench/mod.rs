@@ -16,6 +16,7 @@ mod profile;
 mod qcow2_file;
 mod results;
 mod statistics;
+mod stolen;
 
 use crate::command::Program;
 use crate::workspace;

@@ -37,7 +37,8 @@ pub(super) fn write(outcomes: &[Outcome], openings: Option<&Openings>, files: &F
         text,
         "Written by `cargo xtask bench`; do not edit. Ringdisk, qemu-storage-daemon and fio on the host, on the same \
          files, interleaved: in each round of a cell each runs once, alone, in alternating order. Servers (and fio) have \
-         one core, their client, the same `ringdisk bench` for both, the other.\n"
+         one core, their client, the same `ringdisk bench` for both, the other. What the machine's host took a tenth of the \
+         processors from was measured again, up to four times; the run that lost least counts.\n"
     )?;
     machine(&mut text, outcomes, files)?;
     writeln!(
