@@ -1,8 +1,8 @@
 //! An image as the user names it: a file name, or with `--image-opts` a description, `driver=qcow2,file.filename=...`.
 
 use crate::tool::parse_format;
-use anyhow::{anyhow, bail};
-use daemon::parse_key_values;
+use anyhow::{Context, anyhow, bail};
+use daemon::{KeyValue, parse_key_values};
 use image::Format;
 use std::path::{Path, PathBuf};
 
@@ -18,24 +18,77 @@ pub(crate) struct ImageName {
 impl ImageName {
     pub(crate) fn of(text: &Path, format: Option<&str>, image_opts: bool) -> anyhow::Result<Self> {
         if !image_opts {
-            return Ok(Self { path: text.to_owned(), format: parse_format(format)? });
+            let format = parse_format(format)?;
+            return match text.to_str().and_then(protocol) {
+                Some(("json", description)) => from_json(description, format),
+                Some(_) => Ok(Self { path: file_name(text)?, format }),
+                None => Ok(Self { path: text.to_owned(), format }),
+            };
         }
         if format.is_some() {
             bail!("--image-opts and --format are mutually exclusive");
         }
         let text = text.to_str().ok_or_else(|| anyhow!("--image-opts takes text"))?;
-        described(text).map_err(|error| error.context(format!("Could not open '{text}'")))
+        let parse = || described(&parse_key_values(text)?);
+        parse().map_err(|error| error.context(format!("Could not open '{text}'")))
     }
 }
 
-fn described(text: &str) -> anyhow::Result<ImageName> {
-    let pairs = parse_key_values(text)?;
+/// A protocol and what follows it. As in QEMU, a colon behind a slash is part of a file's name.
+fn protocol(text: &str) -> Option<(&str, &str)> {
+    text.split_once(':').filter(|(before, _)| !before.contains('/'))
+}
+
+/// The file that a name without a format stands for: what is to be made, or written to.
+pub(crate) fn file_name(text: &Path) -> anyhow::Result<PathBuf> {
+    match text.to_str().and_then(protocol) {
+        None => Ok(text.to_owned()),
+        Some((protocol, path)) if FILE_DRIVERS.contains(&protocol) => Ok(PathBuf::from(path)),
+        Some(("json", _)) => bail!("Could not open '{}': a description names no file to be written", text.display()),
+        Some((protocol, _)) => bail!(
+            "Could not open '{0}': Unknown protocol '{protocol}' (file and host_device are known; a file of that name \
+             is './{0}')",
+            text.display()
+        ),
+    }
+}
+
+/// `json:` and an object, with objects in it, as QEMU writes them.
+fn from_json(text: &str, format: Option<Format>) -> anyhow::Result<ImageName> {
+    let parse = || -> anyhow::Result<ImageName> {
+        let mut pairs = Vec::new();
+        flatten("", &serde_json::from_str(text).context("Could not parse the JSON options")?, &mut pairs)?;
+        let name = described(&pairs)?;
+        if format.is_some() && name.format.is_some() && format != name.format {
+            bail!("the format is given twice");
+        }
+        Ok(ImageName { format: name.format.or(format), ..name })
+    };
+    parse().map_err(|error| error.context(format!("Could not open 'json:{text}'")))
+}
+
+/// `{"file": {"driver": "file"}}` is `file.driver=file`.
+fn flatten(key: &str, value: &serde_json::Value, pairs: &mut Vec<KeyValue>) -> anyhow::Result<()> {
+    match value {
+        serde_json::Value::Object(fields) => {
+            let dot = if key.is_empty() { "" } else { "." };
+            fields.iter().try_for_each(|(name, value)| flatten(&format!("{key}{dot}{name}"), value, pairs))
+        }
+        serde_json::Value::String(value) => {
+            pairs.push(KeyValue { key: key.to_owned(), value: value.clone() });
+            Ok(())
+        }
+        other => bail!("the option '{key}' cannot be {other} (driver, file.driver and file.filename are texts)"),
+    }
+}
+
+fn described(pairs: &[KeyValue]) -> anyhow::Result<ImageName> {
     let value_of = |key: &str| pairs.iter().find(|pair| pair.key == key).map(|pair| pair.value.as_str());
     let driver = value_of("driver");
     // Without a format above it, a protocol's bytes are the disk's.
     let is_file = driver.is_some_and(|driver| FILE_DRIVERS.contains(&driver));
     let (file_key, driver_key) = if is_file { ("filename", "driver") } else { ("file.filename", "file.driver") };
-    for pair in &pairs {
+    for pair in pairs {
         match pair.key.as_str() {
             "driver" => {}
             key if key == file_key => {}
@@ -80,5 +133,40 @@ mod tests {
             assert!(said.contains(named), "{said}");
         }
         assert!(ImageName::of(Path::new("file.filename=a"), Some("raw"), true).is_err());
+    }
+
+    #[test]
+    fn a_protocol_that_is_not_a_file_is_refused_by_name_and_never_taken_for_one() {
+        let of = |text: &str, format| {
+            let name = ImageName::of(Path::new(text), format, false).map_err(|error| format!("{error:#}"))?;
+            Ok((name.path.display().to_string(), name.format))
+        };
+        let json = r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"a"}}"#;
+        for (text, said, path, format) in [
+            ("a", None, "a", None),
+            ("file:a:b", Some("raw"), "a:b", Some(Format::Raw)),
+            ("host_device:/dev/sdb", None, "/dev/sdb", None),
+            ("./a:b", None, "./a:b", None),
+            ("/x/a:b", None, "/x/a:b", None),
+            (json, None, "a", Some(Format::Qcow2)),
+            (r#"json:{"file.filename":"a"}"#, Some("raw"), "a", Some(Format::Raw)),
+        ] {
+            assert_eq!(of(text, said), Ok((path.to_owned(), format)), "{text}");
+        }
+        let refused = [
+            ("nbd:unix:/run/x.sock", "'nbd'"),
+            ("a:b", "'./a:b'"),
+            ("json:{", "JSON"),
+            (r#"json:{"driver":"nbd","server":{"type":"unix"}}"#, "server.type"),
+            (r#"json:{"driver":"raw","offset":512,"file":{"filename":"a"}}"#, "offset"),
+        ];
+        for (text, named) in refused {
+            let said: Result<(String, Option<Format>), String> = of(text, None);
+            let said = said.expect_err(text);
+            assert!(said.contains(named), "{said}");
+            let made = file_name(Path::new(text)).expect_err(text).to_string();
+            assert!(made.contains("Could not open"), "{made}");
+        }
+        assert!(of(json, Some("raw")).is_err());
     }
 }

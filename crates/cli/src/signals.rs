@@ -1,7 +1,7 @@
-//! SIGINT and SIGTERM: the first asks for an orderly end, a second ends the program at once.
+//! SIGINT and SIGTERM: the first asks for an orderly end, a second ends the program at once. SIGUSR1 asks how far it is.
 
 use anyhow::Context;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -18,7 +18,14 @@ pub(crate) fn interrupted() -> anyhow::Result<Arc<AtomicBool>> {
     Ok(flag)
 }
 
-/// The same, for a program that has nothing to do but to wait for the end.
+/// A flag that SIGUSR1 sets: somebody asks how far the job is.
+pub(crate) fn asked() -> anyhow::Result<Arc<AtomicBool>> {
+    let flag = Arc::new(AtomicBool::new(false));
+    signal_hook::flag::register(SIGUSR1, Arc::clone(&flag)).context("cannot install a signal handler")?;
+    Ok(flag)
+}
+
+/// The same as `interrupted`, for a program that has nothing to do but to wait for the end.
 pub(crate) fn orderly() -> anyhow::Result<Signals> {
     interrupted()?;
     Signals::new([SIGTERM, SIGINT]).context("cannot install a signal handler")

@@ -31,7 +31,7 @@ pub(crate) struct OpenArgs {
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Which backing files an image may make us open: deny, same-dir, listed, any.
-    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
+    #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     pub(crate) allow_backing: String,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
@@ -169,6 +169,8 @@ pub(crate) struct Watch {
     started: Instant,
     shown: Option<(Instant, Progress)>,
     interrupted: Arc<AtomicBool>,
+    /// By SIGUSR1.
+    asked: Arc<AtomicBool>,
 }
 
 impl Watch {
@@ -180,7 +182,8 @@ impl Watch {
             ProgressArgs { show: true, .. } => Display::Percent,
             _ => Display::Nothing,
         };
-        Ok(Self { display, started: Instant::now(), shown: None, interrupted: crate::signals::interrupted()? })
+        let (interrupted, asked) = (crate::signals::interrupted()?, crate::signals::asked()?);
+        Ok(Self { display, started: Instant::now(), shown: None, interrupted, asked })
     }
 
     /// For what has no progress in qemu-img: a bar on a terminal, and nothing elsewhere.
@@ -194,7 +197,8 @@ impl Watch {
             Display::Bar(_) => Display::Bar(bar()),
             _ => Display::Nothing,
         };
-        Self { display, started: Instant::now(), shown: None, interrupted: Arc::clone(&self.interrupted) }
+        let (interrupted, asked) = (Arc::clone(&self.interrupted), Arc::clone(&self.asked));
+        Self { display, started: Instant::now(), shown: None, interrupted, asked }
     }
 
     /// Runs a job under this watch.
@@ -224,6 +228,11 @@ impl Watch {
 
     fn show(&mut self, progress: Progress) {
         let Progress { done_bytes, total_bytes } = progress;
+        let percent = if total_bytes == 0 { 100.0 } else { done_bytes as f64 * 100.0 / total_bytes as f64 };
+        if self.asked.swap(false, Ordering::Relaxed) && matches!(self.display, Display::Nothing) {
+            // Nobody can be told that standard error is gone.
+            let _ = writeln!(std::io::stderr(), "    ({percent:.2}/100%)");
+        }
         let is_end = done_bytes >= total_bytes;
         let is_due = self.shown.is_none_or(|(at, _)| at.elapsed() >= JSON_EVERY);
         let is_news = self.shown.is_none_or(|(_, shown)| shown != progress);
@@ -238,7 +247,6 @@ impl Watch {
                 bar.set_position(done_bytes);
             }
             Display::Percent => {
-                let percent = if total_bytes == 0 { 100.0 } else { done_bytes as f64 * 100.0 / total_bytes as f64 };
                 drop(output::print(&format!("    ({percent:.2}/100%)\r")));
             }
             Display::Json => {

@@ -185,6 +185,37 @@ fn convert_is_qemu_imgs() {
 }
 
 #[test]
+fn a_target_is_made_as_the_options_say_and_holds_what_the_sources_hold() {
+    agree(TARGET_BY_OPTIONS);
+}
+
+#[test]
+fn names_with_a_protocol_are_taken_as_in_qemu_img_and_never_for_local_files() {
+    agree(NAMES);
+}
+
+#[test]
+fn sigusr1_asks_how_far_it_is_as_in_qemu_img() {
+    let dir = directory();
+    let [ours, _] = worlds(&dir);
+    std::fs::write(ours.directory.join("a.raw"), vec![7; 4 << 20]).unwrap();
+    let mut command = Command::new(&ours.program);
+    command.args(["convert", "-r", "4M", "-f", "raw", "-O", "raw", "a.raw", "b.raw"]);
+    let mut child = command.current_dir(&ours.directory).stderr(Stdio::piped()).spawn().unwrap();
+    let target = ours.directory.join("b.raw");
+    while !target.exists() {
+        assert!(child.try_wait().unwrap().is_none(), "it ended without a target");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    tool("kill", &["-USR1", &child.id().to_string()]);
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{:?}", output.status);
+    let said = text(&output.stderr);
+    assert!(said.starts_with("    (") && said.ends_with("/100%)\n"), "{said:?}");
+    assert_eq!(std::fs::read(target).unwrap(), vec![7; 4 << 20]);
+}
+
+#[test]
 fn several_sources_become_one_disk_as_in_qemu_img() {
     // Neither is a whole number of sectors, nor of clusters.
     agree_on(&[("odd.raw", numbered(1000)), ("big.raw", numbered((3 << 20) + 5000))], CONCATENATE);

@@ -142,3 +142,19 @@ fn what_does_not_fit_a_target_that_exists_is_refused_before_anything_is_written(
     assert!(run_ok(&["info", path_str(&target)]).contains("name: b"));
     run_ok(&["compare", "-f", "raw", "-F", "qcow2", path_str(&raw), path_str(&target)]);
 }
+
+#[test]
+fn compressing_into_a_longer_target_leaves_what_is_behind_the_source() {
+    let dir = directory();
+    let (source, target) = (at(&dir, "source.raw"), at(&dir, "target.qcow2"));
+    std::fs::write(&source, vec![0x11; 96 << 10]).unwrap();
+    let [source, target] = [&source, &target].map(|path| path_str(path));
+    let old = at(&dir, "old.raw");
+    std::fs::write(&old, vec![0x55; 192 << 10]).unwrap();
+    run_ok(&["convert", "-f", "raw", "-O", "qcow2", path_str(&old), target]);
+    run_ok(&["convert", "-n", "-c", "-f", "raw", "-O", "qcow2", source, target]);
+    let whole = at(&dir, "whole.raw");
+    run_ok(&["convert", "-f", "qcow2", "-O", "raw", target, path_str(&whole)]);
+    let expected = [vec![0x11; 96 << 10], vec![0x55; 96 << 10]].concat();
+    assert!(std::fs::read(&whole).unwrap() == expected, "bytes behind the source's end are gone");
+}

@@ -4,12 +4,21 @@ use block::{Error, ErrorKind, Result};
 
 const UNITS: [char; 7] = ['b', 'k', 'm', 'g', 't', 'p', 'e'];
 
-/// Reads `512`, `64k`, `1.5G`: a number, perhaps with a decimal point, and a binary unit (b, k, M, G, T, P, E).
+/// Reads `512`, `64k`, `1.5G`: a number, perhaps with a decimal point, and a binary unit (b, k, M, G, T, P, E); or `0x1000`.
 pub fn parse_size(text: &str) -> Result<u64> {
     let fail = |why: &str| {
         let message = format!("'{text}' is not a size: {why} (examples: 512, 64k, 1.5G, 2T; units are binary)");
         Error::new(ErrorKind::BadOption, message)
     };
+    let too_large = || fail("it is larger than any disk can be");
+    // File offsets are signed in every system call.
+    let possible = |bytes: &u64| *bytes <= i64::MAX as u64;
+    if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return Err(fail("it is no hexadecimal number (those have no unit)"));
+        }
+        return u64::from_str_radix(digits, 16).ok().filter(possible).ok_or_else(too_large);
+    }
     let (number, shift) = match text.char_indices().next_back() {
         Some((at, last)) if last.is_ascii_alphabetic() => {
             let unit = UNITS.iter().position(|unit| *unit == last.to_ascii_lowercase());
@@ -22,14 +31,12 @@ pub fn parse_size(text: &str) -> Result<u64> {
     if whole.is_empty() || !digits(whole) || !digits(fraction) || number.ends_with('.') {
         return Err(fail("it has to start with a number"));
     }
-    let too_large = || fail("it is larger than any disk can be");
     let whole: u64 = whole.parse().map_err(|_| too_large())?;
     let fraction = &fraction[..fraction.len().min(18)];
     let scale = 10u128.pow(fraction.len() as u32);
     let part: u128 = if fraction.is_empty() { 0 } else { fraction.parse().map_err(|_| too_large())? };
     let bytes = (u128::from(whole) << shift) + (part << shift) / scale;
-    // File offsets are signed in every system call.
-    u64::try_from(bytes).ok().filter(|bytes| *bytes <= i64::MAX as u64).ok_or_else(too_large)
+    u64::try_from(bytes).ok().filter(possible).ok_or_else(too_large)
 }
 
 /// `1 GiB`, `1.5 GiB`, `196 KiB`: three significant digits, as qemu-img prints sizes.
@@ -72,11 +79,29 @@ mod tests {
             ("0.5k", 512),
             ("4T", 4 << 40),
             ("7E", 7 << 60),
+            ("0x1000", 4096),
+            ("0X1E", 30),
         ];
         for (text, bytes) in good {
             assert_eq!(parse_size(text).unwrap(), bytes, "{text}");
         }
-        for text in ["", "k", "1 G", "-1", "1.G", ".5G", "1x", "8E", "99999999999999999999", "1e3", "1GB", "４G"] {
+        for text in [
+            "",
+            "k",
+            "1 G",
+            "-1",
+            "1.G",
+            ".5G",
+            "1x",
+            "8E",
+            "99999999999999999999",
+            "1e3",
+            "1GB",
+            "４G",
+            "0x",
+            "0x1k",
+            "0xffffffffffffffff",
+        ] {
             assert!(parse_size(text).is_err(), "{text}");
         }
     }

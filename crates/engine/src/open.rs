@@ -32,7 +32,7 @@ pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<dyn File>> {
 
 fn cannot_open(name: &str, errno: Errno, options: &OpenOptions) -> Error {
     let hint = match errno {
-        Errno::NOENT => ": there is no such file; `ringdisk create` makes one",
+        Errno::NOENT => ": there is no such file; `create` makes one",
         Errno::ACCESS | Errno::PERM | Errno::ROFS if !options.read_only => {
             ": it may not be written here; open it read-only, or change its permissions"
         }

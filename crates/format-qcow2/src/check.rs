@@ -19,7 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
 const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
-const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
+pub(crate) const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
 const COMPRESSED: u64 = 1 << 62;
 const MAX_L1_BYTES: u64 = 32 << 20;
 /// The feature bits 0 to 7 of a version 3 header.
@@ -29,7 +29,7 @@ const RESIZE_MAX: u64 = 16 << 40;
 /// Of one reference that leads behind the file, so many clusters are remembered.
 const CLAIMED_MAX: usize = 16;
 /// So many wrong refcounts are set right one by one (24 MiB of them); more are written anew, all of them.
-const MISMATCHES_MAX: usize = 1 << 20;
+pub(crate) const MISMATCHES_MAX: usize = 1 << 20;
 /// The fixed part of a row of the snapshot table, and the most that its optional part may have.
 const SNAPSHOT_ROW_BYTES: usize = 40;
 const SNAPSHOT_EXTRA_MAX: u64 = 1024;
@@ -151,7 +151,7 @@ pub(crate) struct Walk<'a, 'w> {
     /// Why it was given up.
     pub(crate) hopeless: Option<String>,
     watch: &'a mut CheckWatch<'w>,
-    stopped: bool,
+    pub(crate) stopped: bool,
 }
 
 impl<'a, 'w> Walk<'a, 'w> {
@@ -235,7 +235,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         self.hopeless.get_or_insert(why);
     }
 
-    fn tell(&mut self, done: u64, total: u64) {
+    pub(crate) fn tell(&mut self, done: u64, total: u64) {
         self.stopped |= !(self.watch)(CheckEvent::Progress(done, total));
     }
 
@@ -504,78 +504,6 @@ impl<'a, 'w> Walk<'a, 'w> {
         self.count(cluster);
     }
 
-    /// The refcount on disk; `None` where it cannot be had.
-    pub(crate) async fn refcount(&mut self, cluster: u64) -> Option<u64> {
-        let number = self.geometry.block_of(cluster);
-        let entry = usize::try_from(number).ok().and_then(|index| self.table.get(index)).copied().unwrap_or(0);
-        let offset = entry & !REFCOUNT_TABLE_RESERVED;
-        if offset == 0 {
-            return Some(0);
-        }
-        if self.geometry.offset_in_cluster(offset) != 0 {
-            return None;
-        }
-        if self.block.as_ref().is_none_or(|(loaded, _)| *loaded != number) {
-            self.block = Some((number, self.read(offset, self.geometry.cluster_bytes()).await.ok()?));
-        }
-        let (_, bytes) = self.block.as_ref()?;
-        let bits = 1u64.wrapping_shl(self.geometry.refcount_order);
-        let first_bit = cluster.saturating_sub(self.geometry.block_start(number)).saturating_mul(bits);
-        let at = usize::try_from(first_bit / 8).ok()?;
-        if bits < 8 {
-            let shift = (first_bit % 8) as u32;
-            return Some(
-                u64::from(*bytes.get(at)?).wrapping_shr(shift) & 1u64.wrapping_shl(bits as u32).saturating_sub(1),
-            );
-        }
-        let field = bytes.get(at..at.saturating_add((bits / 8) as usize))?;
-        Some(field.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte)))
-    }
-
-    pub(crate) async fn compare(&mut self) {
-        let clusters = self.clusters;
-        let mut cluster = 0u64;
-        while cluster < clusters && !self.stopped {
-            let (piece_end, referred) = self.references.piece(cluster);
-            let block = self.geometry.block_of(cluster);
-            let counted = usize::try_from(block).ok().and_then(|index| self.table.get(index)).is_some_and(|o| *o != 0);
-            let end = piece_end.min(clusters).min(self.geometry.block_end(block));
-            if counted || referred {
-                for cluster in cluster..end {
-                    self.compare_cluster(cluster).await;
-                }
-            }
-            self.tell(cluster, clusters);
-            cluster = end;
-        }
-    }
-
-    async fn compare_cluster(&mut self, cluster: u64) {
-        let references = self.references.get(cluster);
-        let Some(refcount) = self.refcount(cluster).await else {
-            self.report.check_errors = self.report.check_errors.saturating_add(1);
-            return self.find(format!("Can't get refcount for cluster {cluster}: Input/output error"));
-        };
-        if refcount > 0 || references > 0 {
-            self.report.image_end_offset = self.geometry.start_of(cluster.saturating_add(1));
-        }
-        if refcount == references {
-            return;
-        }
-        self.needs_rebuild |= refcount == 0 || (self.repairs && self.mismatches.len() >= MISMATCHES_MAX);
-        match self.repairs && self.needs_rebuild {
-            // All refcounts are written anew.
-            true => self.mismatches = Vec::new(),
-            false => self.mismatches.push(Mismatch { cluster, refcount, references }),
-        }
-        if refcount < references {
-            self.corrupt(format!("cluster {cluster} refcount={refcount} reference={references}"));
-        } else {
-            self.report.leaks = self.report.leaks.saturating_add(1);
-            self.find(format!("Leaked cluster {cluster} refcount={refcount} reference={references}"));
-        }
-    }
-
     /// Entries of the active tables whose flag "refcount is exactly one" is wrong; or will be once all refcounts are what
     /// the references say (`predict`). Not many more than `most`: an L2 table's at most.
     pub(crate) async fn wrong_flags(&mut self, predict: bool, most: usize) -> IoResult<Vec<WrongFlag>> {
@@ -623,7 +551,10 @@ impl<'a, 'w> Walk<'a, 'w> {
     async fn refcount_for_flag(&mut self, offset: u64, predict: bool) -> Option<u64> {
         let cluster = self.geometry.cluster_of(offset);
         if !predict {
-            return self.refcount(cluster).await;
+            return match self.refcount_in_memory(cluster) {
+                None => self.refcount(cluster).await,
+                known => known,
+            };
         }
         // New refcounts leave the place of the old ones.
         let leaving = if self.needs_rebuild { self.own_references.get(cluster) } else { 0 };

@@ -21,6 +21,7 @@
 mod allocator;
 mod bitmap;
 mod check;
+mod compare;
 mod compress;
 mod create;
 mod dirty;

@@ -1,5 +1,6 @@
 //! How often each host cluster is referred to, and which clusters hold tables: what a check counts.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
@@ -9,19 +10,34 @@ const CHUNK_BITS: u32 = 12;
 /// Counts of references, by host cluster.
 #[derive(Debug)]
 pub(crate) struct References {
-    chunks: BTreeMap<u64, Vec<u32>>,
+    /// Places in `counts`.
+    chunks: BTreeMap<u64, usize>,
+    counts: Vec<Vec<u32>>,
     chunks_max: usize,
+    /// The chunk looked at last, and its place: neighbours follow each other.
+    last: Cell<Option<(u64, usize)>>,
 }
 
 impl Default for References {
     fn default() -> Self {
-        Self { chunks: BTreeMap::new(), chunks_max: usize::MAX }
+        Self { chunks: BTreeMap::new(), counts: Vec::new(), chunks_max: usize::MAX, last: Cell::new(None) }
     }
 }
 
 impl References {
     fn index(cluster: u64) -> usize {
         (cluster as usize) & (1usize << CHUNK_BITS).saturating_sub(1)
+    }
+
+    fn place_of(&self, chunk: u64) -> Option<usize> {
+        if let Some((last, place)) = self.last.get()
+            && last == chunk
+        {
+            return Some(place);
+        }
+        let place = self.chunks.get(&chunk).copied()?;
+        self.last.set(Some((chunk, place)));
+        Some(place)
     }
 
     /// At most so much memory from now on: what does not fit is not counted.
@@ -37,11 +53,18 @@ impl References {
 
     /// One more, but not more than `max`: false if that is so many already.
     pub(crate) fn count(&mut self, cluster: u64, max: u32) -> bool {
-        if self.is_full() && !self.chunks.contains_key(&(cluster >> CHUNK_BITS)) {
-            return true;
-        }
-        let chunk = self.chunks.entry(cluster >> CHUNK_BITS).or_insert_with(|| vec![0; 1usize << CHUNK_BITS]);
-        match chunk.get_mut(Self::index(cluster)) {
+        let chunk = cluster >> CHUNK_BITS;
+        let place = match self.place_of(chunk) {
+            Some(place) => place,
+            None if self.is_full() => return true,
+            None => {
+                self.counts.push(vec![0; 1usize << CHUNK_BITS]);
+                let place = self.counts.len().saturating_sub(1);
+                self.chunks.insert(chunk, place);
+                place
+            }
+        };
+        match self.counts.get_mut(place).and_then(|counts| counts.get_mut(Self::index(cluster))) {
             Some(count) if *count < max => *count = count.saturating_add(1),
             _ => return false,
         }
@@ -49,8 +72,8 @@ impl References {
     }
 
     pub(crate) fn get(&self, cluster: u64) -> u64 {
-        let chunk = self.chunks.get(&(cluster >> CHUNK_BITS));
-        chunk.and_then(|chunk| chunk.get(Self::index(cluster))).map_or(0, |count| u64::from(*count))
+        let counts = self.place_of(cluster >> CHUNK_BITS).and_then(|place| self.counts.get(place));
+        counts.and_then(|counts| counts.get(Self::index(cluster))).map_or(0, |count| u64::from(*count))
     }
 
     /// The end of the piece that `cluster` is counted in, and whether anything in it is.
@@ -63,8 +86,9 @@ impl References {
     pub(crate) fn used(&self, range: Range<u64>) -> impl Iterator<Item = (u64, u64)> {
         let last = range.end.saturating_sub(1).max(range.start) >> CHUNK_BITS;
         let chunks = self.chunks.range(range.start >> CHUNK_BITS..=last);
-        let all = chunks.flat_map(|(chunk, counts)| {
+        let all = chunks.flat_map(|(chunk, place)| {
             let first = chunk << CHUNK_BITS;
+            let counts = self.counts.get(*place).map_or(&[][..], Vec::as_slice);
             counts.iter().enumerate().map(move |(index, count)| (first.saturating_add(index as u64), u64::from(*count)))
         });
         all.filter(move |(cluster, count)| *count > 0 && range.contains(cluster))

@@ -103,6 +103,7 @@ pub fn convert(
                 target: DiskTasks::open(target.as_ref(), ctx)?,
                 packer: options.compress.then(|| Packer::open(&target, ctx, cluster)).transpose()?,
                 offload,
+                target_has_layers: target.formats().nth(1).is_some(),
                 plan: plan.clone(),
             })
         })
@@ -125,6 +126,8 @@ struct Copier {
     target: Rc<DiskTasks>,
     packer: Option<Packer>,
     offload: Option<Offload>,
+    /// Where nothing is written to the target, something below it shows.
+    target_has_layers: bool,
     plan: Plan,
 }
 
@@ -242,7 +245,7 @@ impl Copier {
     }
 
     async fn zero_between(&self, offset: u64, start: usize, end: usize) -> Result<()> {
-        let known_zero = self.plan.options.target_is_zero && !self.plan.options.top_only;
+        let known_zero = self.plan.options.target_is_zero && !self.plan.options.top_only && !self.target_has_layers;
         if start >= end || known_zero {
             return Ok(());
         }

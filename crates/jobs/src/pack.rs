@@ -2,7 +2,7 @@
 
 use crate::convert::failed;
 use crate::disk_tasks::{DiskTasks, reclaim};
-use block::{ReactorCtx, Result};
+use block::{Disk, ReactorCtx, Result};
 use image::{CompressedWriter, Compressor, Image, PackedCluster};
 use memory::{AlignedBuf, IoBuf};
 use std::ops::Range;
@@ -12,6 +12,8 @@ use std::rc::Rc;
 pub(crate) struct Packer {
     writer: CompressedWriter,
     cluster_bytes: usize,
+    /// Of the target.
+    size_bytes: u64,
 }
 
 /// What a task keeps from piece to piece.
@@ -41,7 +43,8 @@ impl Packing {
 
 impl Packer {
     pub(crate) fn open(target: &Image, ctx: &Rc<dyn ReactorCtx>, cluster_bytes: u64) -> Result<Self> {
-        Ok(Self { writer: target.compressed_writer(ctx)?, cluster_bytes: cluster_bytes as usize })
+        let size_bytes = target.info().size_bytes;
+        Ok(Self { writer: target.compressed_writer(ctx)?, cluster_bytes: cluster_bytes as usize, size_bytes })
     }
 
     /// Writes a part of a piece that lies at `offset` of the disk; the part begins with a cluster.
@@ -81,7 +84,13 @@ impl Packer {
         for start in part.clone().step_by(self.cluster_bytes) {
             let range = start..part.end.min(start + self.cluster_bytes);
             let mut bytes = &piece[range.clone()];
-            if bytes.len() < self.cluster_bytes {
+            let is_short = bytes.len() < self.cluster_bytes;
+            // What is behind the sources' end in a longer target stays: only whole clusters can be compressed.
+            if is_short && offset + (range.end as u64) < self.size_bytes {
+                plain.push(range);
+                continue;
+            }
+            if is_short {
                 padded.clear();
                 padded.extend(bytes);
                 padded.resize(self.cluster_bytes, 0);

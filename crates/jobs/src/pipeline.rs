@@ -2,7 +2,7 @@
 
 use crate::Control;
 use crate::rate::RateLimit;
-use block::{Error, ReactorCtx, ReactorHandle, Result, WaitList, run_and_wait};
+use block::{Error, ErrorKind, ReactorCtx, ReactorHandle, Result, WaitList, run_and_wait};
 use image::Image;
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -95,7 +95,24 @@ struct Running<W> {
     _ended: Sender<()>,
 }
 
+/// A task at work. One that is dropped before its end, because its reactor panicked, takes its piece with it: nobody may
+/// take the whole for done.
+struct AtWork<'a, T>(&'a Shared<T>);
+
+impl<T> AtWork<'_, T> {
+    fn ended(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl<T> Drop for AtWork<'_, T> {
+    fn drop(&mut self) {
+        self.0.fail(Error::new(ErrorKind::Io, "a reactor ended in the midst of its work"));
+    }
+}
+
 async fn run_task<W: Worker>(shared: Arc<Shared<W::Item>>, running: Rc<Running<W>>) {
+    let at_work = AtWork(&shared);
     let mut scratch = running.worker.scratch();
     while let Some((item, bytes)) = shared.next().await {
         if let Err(error) = running.worker.work(item, &mut scratch).await {
@@ -104,6 +121,7 @@ async fn run_task<W: Worker>(shared: Arc<Shared<W::Item>>, running: Rc<Running<W
         }
         shared.done_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
+    at_work.ended();
 }
 
 /// Starts tasks on a reactor.
@@ -267,5 +285,42 @@ impl<T: Send + 'static> Pipeline<T> {
         control.check()?;
         control.tell(self.total_bytes, self.total_bytes);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Progress;
+    use engine::{Reactor, ReactorConfig};
+    use std::sync::atomic::AtomicBool;
+
+    struct PanicsAt(u64);
+
+    impl Worker for PanicsAt {
+        type Item = u64;
+        type Scratch = ();
+
+        fn scratch(&self) {}
+
+        async fn work(&self, item: u64, (): &mut ()) -> Result<()> {
+            assert_ne!(item, self.0, "the panic that the test wants");
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn work_that_a_panic_took_along_is_not_called_done() {
+        let reactors: Vec<_> = (0..2).map(|_| Reactor::spawn(ReactorConfig::default()).unwrap()).collect();
+        let handles: Vec<_> = reactors.iter().map(|reactor| reactor.handle()).collect();
+        let cancel = AtomicBool::new(false);
+        for spread in [Spread::All, Spread::First] {
+            let mut control = Control { cancel: &cancel, progress: &mut |_: Progress| () };
+            let pipeline = Pipeline::start(&handles, spread, 1, 1000, |_| Ok(PanicsAt(3)));
+            let pushed = (0..1000).take_while(|item| pipeline.push(*item, 1, &mut control)).count();
+            assert!(pushed > 3, "nothing happened");
+            let error = pipeline.finish(&mut control).expect_err("a piece is missing");
+            assert!(error.to_string().contains("reactor"), "{error}");
+        }
     }
 }

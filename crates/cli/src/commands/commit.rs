@@ -27,7 +27,7 @@ pub(crate) struct Args {
     #[arg(short, value_name = "RATE")]
     rate: Option<String>,
     /// Which backing files an image may make us open: deny, same-dir, listed, any.
-    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
+    #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]

@@ -1,6 +1,6 @@
 //! `ringdisk convert`: disks copied into another image, in qemu-img's words.
 
-use crate::image_name::ImageName;
+use crate::image_name::{ImageName, file_name};
 use crate::output::{self, usage};
 use crate::tool::{
     OpenArgs, ProgressArgs, Reactors, Watch, leave_page_cache, open_writable, parse_format, sync_directory,
@@ -87,6 +87,44 @@ struct Target {
     path: PathBuf,
     /// Not said, of a target that exists: it is looked at.
     format: Option<Format>,
+    /// How it is made: what `-o` says, but for the two below and the size, which is the sources'.
+    options: Vec<String>,
+    /// By `-B` and `-F`, or else by `-o`.
+    backing: Option<String>,
+    backing_format: Option<Format>,
+}
+
+impl Target {
+    fn new(args: &Args, name: ImageName) -> anyhow::Result<Self> {
+        let (mut options, mut backing, mut backing_format) = (Vec::new(), None, None);
+        for text in &args.options {
+            for pair in parse_key_values(text).map_err(|error| error.in_context(format!("-o {text}")))? {
+                match pair.key.as_str() {
+                    "size" => {}
+                    "backing_file" => backing = Some(pair.value),
+                    "backing_fmt" => backing_format = Some(pair.value),
+                    key => options.push(format!("{key}={}", pair.value.replace(',', ",,"))),
+                }
+            }
+        }
+        let backing_format = args.backing_format.clone().or(backing_format);
+        Ok(Self {
+            path: name.path,
+            format: name.format,
+            options,
+            backing: args.backing.clone().or(backing),
+            backing_format: parse_format(backing_format.as_deref())?,
+        })
+    }
+
+    /// The external data files that it is to be made with, as named and from where it is.
+    fn data_files(&self) -> Vec<PathBuf> {
+        let directory = self.path.parent().unwrap_or(Path::new(""));
+        // What cannot be parsed is told when the target is made.
+        let pairs = self.options.iter().filter_map(|options| parse_key_values(options).ok()).flatten();
+        let named = pairs.filter(|pair| pair.key == "data_file");
+        named.flat_map(|pair| [PathBuf::from(&pair.value), directory.join(&pair.value)]).collect()
+    }
 }
 
 impl Args {
@@ -110,19 +148,17 @@ impl Args {
             Some((target, sources)) if !sources.is_empty() => (target, sources),
             _ => return Err(usage("Must specify image file name: one source or more, and the target")),
         };
-        if sources.len() > 1 && self.backing.is_some() {
+        let name = match self.target_image_opts {
+            true => ImageName::of(target, self.output_format.as_deref(), true)?,
+            false => ImageName {
+                path: file_name(target)?,
+                format: Some(self.output_format.as_deref().unwrap_or("raw").parse()?),
+            },
+        };
+        let target = Target::new(self, name)?;
+        if sources.len() > 1 && target.backing.is_some() {
             bail!("Having a backing file for the target makes no sense when concatenating multiple input images");
         }
-        let target = match self.target_image_opts {
-            true => {
-                let ImageName { path, format } = ImageName::of(target, self.output_format.as_deref(), true)?;
-                Target { path, format }
-            }
-            false => {
-                let format = self.output_format.as_deref().unwrap_or("raw").parse()?;
-                Target { path: target.clone(), format: Some(format) }
-            }
-        };
         if self.compress && target.format == Some(Format::Raw) {
             bail!("Compression not supported for this file format");
         }
@@ -141,15 +177,6 @@ impl Args {
         paths.iter().enumerate().map(open).collect()
     }
 
-    /// The external data files that the target is to be made with, as named and from where the target is.
-    fn data_files(&self, target: &Path) -> Vec<PathBuf> {
-        let directory = target.parent().unwrap_or(Path::new(""));
-        // What cannot be parsed is told when the target is made.
-        let pairs = self.options.iter().filter_map(|options| parse_key_values(options).ok()).flatten();
-        let named = pairs.filter(|pair| pair.key == "data_file");
-        named.flat_map(|pair| [PathBuf::from(&pair.value), directory.join(&pair.value)]).collect()
-    }
-
     fn salvage(&self, paths: &[PathBuf]) -> Option<Salvage> {
         let (paths, quiet) = (paths.to_vec(), self.progress.quiet);
         let tell = move |lost: Unreadable| {
@@ -165,14 +192,13 @@ impl Args {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let backing_format = parse_format(args.backing_format.as_deref())?;
     args.refuse_contradictions()?;
     let (paths, target) = args.sources_and_target()?;
     let options = ConvertOptions {
         sparse_bytes: parse_size(args.sparse.as_deref().unwrap_or("4k"))?,
         target_is_new: !args.no_create,
         target_is_zero: args.target_is_zero || (!args.no_create && !holds_old_bytes(&target.path, target.format)),
-        top_only: args.backing.is_some(),
+        top_only: target.backing.is_some(),
         compress: args.compress,
         depth: usize::from(args.requests),
         rate: args.rate.as_deref().map(parse_size).transpose().context("Invalid rate limit specified")?,
@@ -182,7 +208,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let sources = args.open_sources(paths)?;
     for source in &sources {
         refuse_same_file(source, &target.path)?;
-        for data_file in args.data_files(&target.path) {
+        for data_file in target.data_files() {
             refuse_same_file(source, &data_file)?;
         }
     }
@@ -196,10 +222,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut new_data_file = None;
     if let Some(format) = target.format.filter(|_| !args.no_create) {
         let size = sources.iter().map(|source| source.info().size_bytes).sum();
-        let backing = args.backing.as_deref();
+        let Target { path, options, backing, backing_format, .. } = &target;
         let watch = &mut watch.before();
-        new_data_file =
-            super::create::target(&target.path, format, &args.options, backing, backing_format, size, watch)?;
+        new_data_file = super::create::target(path, format, options, backing.as_deref(), *backing_format, size, watch)?;
     }
     let copied = match open_target(args, &target, &sources) {
         // It is as it was.
@@ -235,7 +260,7 @@ pub(super) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bo
 /// Nothing is written before all is known to fit.
 fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>]) -> anyhow::Result<Arc<Image>> {
     // The user named the backing file and the data file, so they may be opened wherever they lie.
-    let allow = if args.backing.is_some() || !args.no_create { "any" } else { &args.open.allow_backing };
+    let allow = if target.backing.is_some() || !args.no_create { "any" } else { &args.open.allow_backing };
     let image = open_writable(&target.path, target.format, &args.target_cache, allow)?;
     if image.info().size_bytes < sources.iter().map(|source| source.info().size_bytes).sum::<u64>() {
         bail!("output file is smaller than input file");

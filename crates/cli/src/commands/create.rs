@@ -1,5 +1,6 @@
 //! `ringdisk create`: a new image, in qemu-img's words.
 
+use crate::image_name::file_name;
 use crate::output::{self, usage};
 use crate::tool::Watch;
 use anyhow::Context;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 
 /// Create an image. A file that exists is overwritten, unless somebody uses it. Ctrl-C ends it with the files that are new
 /// removed.
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 pub(crate) struct Args {
     /// Format of the new image: raw or qcow2.
     #[arg(short, long, value_name = "FORMAT", default_value = "raw")]
@@ -89,6 +90,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.options.iter().any(|text| matches!(text.as_str(), "help" | "?")) {
         return output::print(&format!("Options of {format}: {}\n", keys(format).join(", ")));
     }
+    let args = &Args { file: file_name(&args.file)?, ..args.clone() };
     let wanted = create(args, format, &mut Watch::for_people(args.quiet)?)?;
     if args.quiet { Ok(()) } else { output::print(&wanted.announcement(&args.file)) }
 }

@@ -1,13 +1,13 @@
 //! `ringdisk dd`: a part of a disk copied into a new image, in qemu-img's words.
 
-use crate::image_name::ImageName;
+use crate::image_name::{ImageName, file_name};
 use crate::output;
 use crate::tool::{OpenArgs, ProgressArgs, Reactors, Watch, leave_page_cache, open_writable, sync_directory};
 use anyhow::{anyhow, bail};
 use block::{Disk, SECTOR_BYTES};
 use daemon::parse_size;
 use image::Format;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Copy blocks of a disk into a new image: bs=SIZE count=BLOCKS skip=BLOCKS if=FILE of=FILE.
 #[derive(clap::Args)]
@@ -46,7 +46,7 @@ impl Operands {
             let Some((key, value)) = word.split_once('=') else { bail!("unrecognized operand {word}") };
             match key {
                 "if" => source = Some(PathBuf::from(value)),
-                "of" => target = Some(PathBuf::from(value)),
+                "of" => target = Some(file_name(Path::new(value))?),
                 "bs" => block_bytes = parse_size(value).ok().filter(|bytes| *bytes > 0).ok_or_else(invalid)?,
                 "count" => count = Some(parse_size(value).map_err(|_| invalid())?),
                 "skip" => skip = parse_size(value).map_err(|_| invalid())?,

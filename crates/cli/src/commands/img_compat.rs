@@ -16,6 +16,13 @@ pub(crate) struct Args {
     output: Output,
 }
 
+const BESIDE_FLAGS: &str = "
+Beside the flags:
+  a backing file outside of its image's directory is opened only with --allow-backing any, or RINGDISK_ALLOW_BACKING=any in
+  the environment; --image-opts and json: know driver, file.driver and file.filename; protocols other than file: and
+  host_device: are refused.
+";
+
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Output {
     Human,
@@ -33,6 +40,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             for (verb, flag, other) in rows {
                 let _ = writeln!(text, "{verb:<9} {flag:<20} {}", other.map_or("identical", |other| other.why));
             }
+            text.push_str(BESIDE_FLAGS);
         }
         Output::Json => {
             let row = |(verb, flag, other): (&str, &str, Option<&Difference>)| {

@@ -27,7 +27,7 @@ pub(crate) struct Args {
     #[arg(long)]
     backing_chain: bool,
     /// Which backing files --backing-chain opens: deny, same-dir, listed, any.
-    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
+    #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
     /// Look even if somebody else writes the image; what is shown may be out of date.
     #[arg(short = 'U', long)]

@@ -26,7 +26,7 @@ pub(crate) struct Args {
     #[arg(long)]
     image_opts: bool,
     /// Which backing files the image may make us open: deny, same-dir, listed, any.
-    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
+    #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
     #[command(flatten)]
     progress: ProgressArgs,

@@ -399,3 +399,32 @@ pub(crate) const COMMIT_INTO_LARGER: &[&str] = &[
     "map --output=json u.external",
     "compare -f qcow2 -F raw u.external r.raw",
 ];
+
+pub(crate) const TARGET_BY_OPTIONS: &[&str] = &[
+    "create -q -f raw base.raw 1M",
+    "io raw base.raw write -P 255 0 1M",
+    "create -q -f raw src.raw 1M",
+    "io raw src.raw write -P 1 0 4k",
+    "convert -f raw -O qcow2 -o backing_file=base.raw,backing_fmt=raw src.raw over.qcow2",
+    "compare -f raw -F qcow2 src.raw over.qcow2",
+    "convert -f raw -O qcow2 -o backing_file=base.raw -F raw src.raw over2.qcow2",
+    "convert -f raw -O qcow2 -o backing_file=base.raw,backing_fmt=raw src.raw src.raw two.qcow2",
+    "convert -f raw -O qcow2 -o size=256k src.raw sized.qcow2",
+    "convert -f raw -O qcow2 -o size=4M,cluster_size=4k sized.qcow2 sized2.qcow2",
+];
+
+pub(crate) const NAMES: &[&str] = &[
+    "create -q -f raw file:a.raw 1M",
+    "io raw a.raw write -P 1 64k 64k",
+    "info file:a.raw",
+    "convert -f raw -O qcow2 file:a.raw file:b.qcow2",
+    "map --output=json json:{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"b.qcow2\"}}",
+    "compare file:a.raw json:{\"file.filename\":\"b.qcow2\",\"driver\":\"qcow2\"}",
+    "convert -f raw -O raw a.raw nbd:localhost:1",
+    "convert -n -f raw -O raw a.raw nbd:localhost:1",
+    "create -q -f qcow2 x:b.qcow2 1M",
+    "info x:b.qcow2",
+    "dd -f raw if=a.raw of=x:c.raw",
+    "create -q -f qcow2 ./x:b.qcow2 0x100000",
+    "map --output=json --start-offset=0x10000 --max-length=0x1000 -f raw a.raw",
+];
