@@ -16,8 +16,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// How often a run is made at most from which the host takes the processors away.
-const STOLEN_ATTEMPTS: usize = 2;
 /// Size of the disk where nobody says otherwise.
 const DEFAULT_MIB: u64 = 4096;
 /// For an estimate: a run of either side on a disk of that size.
@@ -96,6 +94,15 @@ impl Work {
             Self::Direct | Self::Zlib | Self::Zstd => &[&[], &["-m", "16", "-W"]],
             _ if self.writes() => &[&[], &["-m", "16"], &["-W"], &["-m", "16", "-W"]],
             _ => &[&[]],
+        }
+    }
+
+    /// How often a run is made at most from which the host takes the processors away.
+    fn attempts(self) -> usize {
+        match self {
+            // Long runs in which both sides keep all processors busy: both lose the same.
+            Self::Zlib | Self::Zstd => 1,
+            _ => 3,
         }
     }
 
@@ -213,7 +220,7 @@ fn measure(cell: ImageCell, place: &Path, ringdisk: &Path, pairs: usize) -> Resu
     if work.settings().len() > 1 {
         let mut quickest = f64::INFINITY;
         for candidate in work.settings() {
-            let taken = match least_stolen(STOLEN_ATTEMPTS, || one(peer, work, candidate, place)) {
+            let taken = match least_stolen(work.attempts(), || one(peer, work, candidate, place)) {
                 Ok(taken) => taken,
                 // Some versions do not compress out of order.
                 Err(_) if !candidate.is_empty() => continue,
@@ -229,8 +236,8 @@ fn measure(cell: ImageCell, place: &Path, ringdisk: &Path, pairs: usize) -> Resu
         // The one that begins has the machine as the last round left it.
         for ours in [round % 2 == 0, round % 2 == 1] {
             match ours {
-                true => row.ours.push(least_stolen(STOLEN_ATTEMPTS, || one(ringdisk, work, &[], place))?),
-                false => row.theirs.push(least_stolen(STOLEN_ATTEMPTS, || one(peer, work, settings, place))?),
+                true => row.ours.push(least_stolen(work.attempts(), || one(ringdisk, work, &[], place))?),
+                false => row.theirs.push(least_stolen(work.attempts(), || one(peer, work, settings, place))?),
             }
         }
     }

@@ -94,7 +94,7 @@ const OPENING_SECONDS: (f64, f64) = (20.0, 3.0);
 
 pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     if arguments.images {
-        return images::run(arguments, || arguments.ringdisk.clone().map_or_else(build_ringdisk, Ok));
+        return images::run(arguments, || ringdisk_of(arguments));
     }
     let is_chosen =
         |name: &str| arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()));
@@ -112,8 +112,7 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
         (None, false) => None,
     };
 
-    let ringdisk = arguments.ringdisk.clone().map_or_else(build_ringdisk, Ok)?;
-    let tools = Tools::find(ringdisk)?;
+    let tools = Tools::find(ringdisk_of(arguments)?)?;
     if arguments.profile {
         return profile::run(&cells, &tools, arguments);
     }
@@ -220,6 +219,14 @@ fn measure_cell(
 }
 
 /// The program as users run it.
+/// By an absolute name: it is run in other directories too.
+fn ringdisk_of(arguments: &BenchArguments) -> Result<PathBuf> {
+    match &arguments.ringdisk {
+        Some(path) => std::path::absolute(path).with_context(|| format!("there is no {}", path.display())),
+        None => build_ringdisk(),
+    }
+}
+
 fn build_ringdisk() -> Result<PathBuf> {
     let build = Program::cargo().args(["build", "--release", "--package", "ringdisk"]).watch()?;
     if !build.success() {
