@@ -41,7 +41,7 @@ pub struct RingStats {
     pub notifications_avoided: u64,
     /// Requests that ended with an error.
     pub failed: u64,
-    /// Times that the ring stopped because the guest broke its rules.
+    /// Times that the ring stopped because the guest broke its rules, or led out of the memory that it shares.
     pub faults: u64,
 }
 

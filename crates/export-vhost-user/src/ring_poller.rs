@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use virtio::blk::{RangeSegment, Status};
 use virtio::ring_access::{RingAddresses, SplitAreas};
-use virtio::{BlkQueue, DeviceRing, Request, RingFault, RingFeatures, SplitDeviceRing};
+use virtio::{BlkQueue, DeviceRing, FaultReason, Request, RingFault, RingFeatures, SplitDeviceRing};
 
 /// Most requests that one ring takes in a turn, so that the rings of a reactor share it fairly.
 const BATCH: usize = 128;
@@ -51,13 +51,23 @@ pub(crate) struct RingSetup {
     pub(crate) fixed_buffers: bool,
 }
 
+/// Why a ring takes nothing more, though its peer did not stop it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Halt {
+    /// With the memory that the peer shares now it, or its next request, cannot be reached. Monitors exchange memory piece
+    /// by piece while the guest runs: after the next change the ring is tried again where it was.
+    Unreachable,
+    /// The guest broke the ring's rules: only setting it up again helps.
+    RulesBroken,
+}
+
 /// What is left of a ring that has stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StoppedRing {
     /// The next available entry that nobody has taken.
     pub(crate) next_available: u16,
     /// It had stopped by itself before.
-    pub(crate) faulted: bool,
+    pub(crate) halt: Option<Halt>,
 }
 
 /// The operations of one request that have not ended. Only a discard or write-zeroes has more than one.
@@ -82,7 +92,7 @@ pub(crate) struct RingPoller {
     err: Option<Notifier>,
     /// Requests are taken.
     taking: bool,
-    faulted: bool,
+    halt: Option<Halt>,
     /// Told once no request is in flight.
     on_drained: Option<SyncSender<StoppedRing>>,
     events: Arc<SessionEvents>,
@@ -118,7 +128,7 @@ impl RingPoller {
             call: setup.call.map(Notifier::new),
             err: setup.err.map(Notifier::new),
             taking: true,
-            faulted: false,
+            halt: None,
             on_drained: None,
             events: setup.events,
             counters: setup.counters,
@@ -150,7 +160,7 @@ impl RingPoller {
         if self.on_drained.is_none() || self.queue.ring().in_flight() > 0 {
             return;
         }
-        let stopped = StoppedRing { next_available: self.queue.ring().next_available(), faulted: self.faulted };
+        let stopped = StoppedRing { next_available: self.queue.ring().next_available(), halt: self.halt };
         if let Some(on_drained) = self.on_drained.take() {
             // The session's thread may have gone; the ring is as stopped as before.
             let _ = on_drained.send(stopped);
@@ -291,14 +301,19 @@ impl RingPoller {
         }
     }
 
-    /// The guest broke the ring's rules: this ring takes nothing more until it is reset.
+    /// The guest broke the ring's rules, or leads out of its memory: this ring takes nothing more until it is reset, or
+    /// until the memory changes. The request in question counts as not taken.
     #[cold]
     fn stop_for(&mut self, fault: &RingFault) {
         self.taking = false;
         if self.look_for_poison() {
             return;
         }
-        self.faulted = true;
+        let (halt, until) = match fault.reason {
+            FaultReason::Memory(_) => (Halt::Unreachable, "the guest resets it or its memory changes"),
+            _ => (Halt::RulesBroken, "the guest resets it"),
+        };
+        self.halt = Some(halt);
         self.counters.faults.add(1);
         // Each time that their number has doubled: a guest that goes on must not fill the log.
         let faults = self.counters.faults.get();
@@ -307,7 +322,7 @@ impl RingPoller {
                 disk = %self.device.name,
                 queue = self.index,
                 faults,
-                "the queue stops until the guest resets it: {fault}"
+                "the queue stops until {until}: {fault}"
             );
         }
         if let Some(err) = &self.err {

@@ -9,7 +9,7 @@ use crate::device::{Device, PROTOCOL_FEATURES};
 use crate::memory_table::{MAX_REGIONS, MemoryTable};
 use crate::notifier::{Notifier, check_kind};
 use crate::ring_control::{RunningRing, StoppingRing};
-use crate::ring_poller::RingSetup;
+use crate::ring_poller::{Halt, RingSetup};
 use crate::wire::Backend;
 use block::{Disk, Error, ErrorKind, ReactorHandle, Result};
 use memory::{GuestMemory, RegionSpec};
@@ -64,8 +64,8 @@ struct Ring {
     err: Option<OwnedFd>,
     started: bool,
     enabled: bool,
-    /// Stopped by itself; only the peer's setting it up again lets it run.
-    faulted: bool,
+    /// Stopped by itself, or could not start.
+    halt: Option<Halt>,
     running: Option<RunningRing>,
 }
 
@@ -117,7 +117,7 @@ impl Session {
             let stopped = stopping.wait();
             if let (Some(ring), Some(stopped)) = (self.rings.get_mut(index), stopped) {
                 ring.base = stopped.next_available;
-                ring.faulted |= stopped.faulted;
+                ring.halt = ring.halt.or(stopped.halt);
             }
         }
     }
@@ -135,7 +135,8 @@ impl Session {
                 let name = &self.served.device.name;
                 tracing::warn!(disk = %name, queue = index, "the queue cannot start: {error}");
                 if let Some(ring) = self.rings.get_mut(index) {
-                    ring.faulted = true;
+                    // What else can go wrong there is tried again with the memory, too: it harms nobody.
+                    ring.halt = Some(Halt::Unreachable);
                     if let Some(err) = ring.err.as_ref().and_then(|err| err.try_clone().ok()) {
                         Notifier::new(err).notify();
                     }
@@ -150,7 +151,7 @@ impl Session {
         let (Some(ring), Some(counters)) = (self.rings.get_mut(index), served.counters.get(index)) else {
             return Ok(());
         };
-        let ready = ring.started && ring.enabled && !ring.faulted && has_memory && ring.size > 0;
+        let ready = ring.started && ring.enabled && ring.halt.is_none() && has_memory && ring.size > 0;
         let (Some(addresses), true, None) = (ring.addresses, ready, &ring.running) else {
             return Ok(());
         };
@@ -188,6 +189,10 @@ impl Session {
         }
         self.stop_where(|_| true);
         (self.table, self.memory) = (table, memory);
+        // What was out of reach may be there now. No request was taken that was not done, so each ring goes on where it was.
+        for ring in self.rings.iter_mut().filter(|ring| ring.halt == Some(Halt::Unreachable)) {
+            ring.halt = None;
+        }
         self.start_ready();
         Ok(())
     }
@@ -195,7 +200,7 @@ impl Session {
     /// The peer sets the ring up anew: what stopped it is forgotten.
     fn set_up(&mut self, index: u32, change: impl FnOnce(&mut Ring)) -> Result<()> {
         let ring = self.stop_one(index)?;
-        ring.faulted = false;
+        ring.halt = None;
         change(ring);
         self.start_ready();
         Ok(())
@@ -265,7 +270,7 @@ impl Backend for Session {
     fn stop_ring(&mut self, ring: u32) -> Result<u16> {
         let ring = self.stop_one(ring)?;
         ring.started = false;
-        ring.faulted = false;
+        ring.halt = None;
         ring.kick = None;
         Ok(ring.base)
     }
@@ -357,7 +362,7 @@ impl Backend for Session {
         self.stop_where(|_| true);
         for ring in &mut self.rings {
             ring.started = false;
-            ring.faulted = false;
+            ring.halt = None;
         }
         Ok(())
     }

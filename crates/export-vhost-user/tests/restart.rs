@@ -1,0 +1,104 @@
+//! Rings that stop and go on while their peer stays: memory that goes and comes back, rings that are set up anew.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+#[path = "../../virtio/tests/model/mod.rs"]
+mod model;
+mod support;
+
+use model::{GUEST_BYTES, Guest};
+use support::disk::{Asked, MemDisk};
+use support::{Client, PATIENCE_SECONDS, Queue, Server, is_readable, region};
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
+use virtio::blk::{RequestHeader, request_type as kind};
+
+const OK: u8 = 0;
+
+/// Where the memory of these tests is cut: the first queue's ring lies below, its buffers above.
+const CUT: u64 = 0x1_0000;
+
+fn ring_piece(guest: &Guest) -> VhostUserMemoryRegionInfo {
+    VhostUserMemoryRegionInfo { memory_size: CUT, ..region(guest) }
+}
+
+fn buffer_piece(guest: &Guest) -> VhostUserMemoryRegionInfo {
+    let memory_size = GUEST_BYTES as u64 - CUT;
+    VhostUserMemoryRegionInfo {
+        guest_phys_addr: CUT,
+        userspace_addr: CUT,
+        mmap_offset: CUT,
+        memory_size,
+        ..region(guest)
+    }
+}
+
+fn write_at(sector: u64) -> Asked {
+    Asked::Write { offset: sector * 512, fua: false }
+}
+
+/// The ring's error descriptor has been told something since it was last asked.
+fn told_of_fault(queue: &Queue<'_>) -> bool {
+    let told = is_readable(&queue.err, PATIENCE_SECONDS);
+    queue.err.read().unwrap();
+    told
+}
+
+#[test]
+fn a_ring_goes_on_when_the_memory_that_it_lies_in_comes_back() {
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    let piece = ring_piece(&guest);
+    client.frontend.set_mem_table(&[piece, buffer_piece(&guest)]).unwrap();
+    let mut queue = client.queue(&guest, 0);
+    for sector in 0..3 {
+        client.frontend.remove_mem_region(&piece).unwrap();
+        assert!(told_of_fault(&queue));
+        queue.send(0, kind::OUT, sector, &[0x66; 512], 0);
+        assert!(queue.driver.take_used().is_empty());
+        client.frontend.add_mem_region(&piece).unwrap();
+        assert_eq!((queue.wait(), queue.status(0)), (vec![(0, 1)], OK));
+        assert_eq!(queue.request(kind::OUT, sector + 8, &[0x77; 512], 0).0, OK);
+        assert_eq!(server.disk.asked(), [write_at(sector), write_at(sector + 8)], "once each");
+    }
+}
+
+#[test]
+fn a_request_whose_buffers_are_away_is_served_when_they_come_back() {
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    let piece = buffer_piece(&guest);
+    client.frontend.set_mem_table(&[ring_piece(&guest), piece]).unwrap();
+    let mut queue = client.queue(&guest, 0);
+    assert_eq!(queue.request(kind::OUT, 0, &[0x11; 512], 0).0, OK);
+    client.frontend.remove_mem_region(&piece).unwrap();
+    server.hold(true);
+    // In one batch: a request that lies with the ring, which is in flight when the next one cannot be reached.
+    let header = RequestHeader { kind: kind::OUT, priority: 0, sector: 1 };
+    guest.write(0x4000, &header.to_bytes());
+    guest.write(0x4010, &[0xff]);
+    queue.driver.put_chain(&[60, 61, 62], &[(0x4000, 16, false), (0x5000, 512, false), (0x4010, 1, true)]);
+    queue.driver.offer(60);
+    queue.send(0, kind::OUT, 2, &[0x22; 512], 0);
+    queue.send(1, kind::OUT, 3, &[0x33; 512], 0);
+    assert!(told_of_fault(&queue));
+    server.wait_submitted(2);
+    std::thread::scope(|scope| {
+        let frontend = &mut client.frontend;
+        let change = scope.spawn(move || frontend.add_mem_region(&piece).unwrap());
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(!change.is_finished(), "it waits for the request in flight");
+        server.hold(false);
+        change.join().unwrap();
+    });
+    let mut used = Vec::new();
+    while used.len() < 3 {
+        used.extend(queue.wait());
+    }
+    assert_eq!(used, [(60, 1), (0, 1), (3, 1)]);
+    assert_eq!([queue.status(0), queue.status(1), guest.read(0x4010, 1)[0]], [OK; 3]);
+    assert_eq!(server.disk.asked(), [0, 1, 2, 3].map(write_at), "once each");
+    assert_eq!(server.export().stats()[0].faults, 1);
+    assert_eq!(queue.request(kind::OUT, 4, &[0x44; 512], 0).0, OK);
+}
