@@ -69,6 +69,17 @@ struct Ring {
     running: Option<RunningRing>,
 }
 
+impl Ring {
+    /// The peer has stopped it. Until it names the new addresses nothing starts: what lies at the old ones may be something
+    /// else by now. All monitors name them at each start.
+    fn forget_start(&mut self) {
+        self.started = false;
+        self.halt = None;
+        self.kick = None;
+        self.addresses = None;
+    }
+}
+
 /// What all sessions of an export share.
 pub(crate) struct Served {
     pub(crate) device: Arc<Device>,
@@ -269,9 +280,7 @@ impl Backend for Session {
 
     fn stop_ring(&mut self, ring: u32) -> Result<u16> {
         let ring = self.stop_one(ring)?;
-        ring.started = false;
-        ring.halt = None;
-        ring.kick = None;
+        ring.forget_start();
         Ok(ring.base)
     }
 
@@ -360,10 +369,7 @@ impl Backend for Session {
 
     fn stop_all(&mut self) -> Result<()> {
         self.stop_where(|_| true);
-        for ring in &mut self.rings {
-            ring.started = false;
-            ring.halt = None;
-        }
+        self.rings.iter_mut().for_each(Ring::forget_start);
         Ok(())
     }
 

@@ -7,7 +7,7 @@ mod support;
 
 use model::{GUEST_BYTES, Guest};
 use support::disk::{Asked, MemDisk};
-use support::{Client, PATIENCE_SECONDS, Queue, Server, is_readable, region};
+use support::{Client, PATIENCE_SECONDS, Queue, SIZE, Server, addresses, is_readable, region};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use virtio::blk::{RequestHeader, request_type as kind};
@@ -101,4 +101,39 @@ fn a_request_whose_buffers_are_away_is_served_when_they_come_back() {
     assert_eq!(server.disk.asked(), [0, 1, 2, 3].map(write_at), "once each");
     assert_eq!(server.export().stats()[0].faults, 1);
     assert_eq!(queue.request(kind::OUT, 4, &[0x44; 512], 0).0, OK);
+}
+
+/// Stops a queue by `stop`, and starts it again with its new addresses last.
+fn goes_on_only_with_new_addresses(stop: impl FnOnce(&Client)) {
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    assert_eq!(queue.request(kind::FLUSH, 0, &[], 0).0, OK);
+    stop(&client);
+    let mut other = client.queue(&guest, 1);
+    // What the old ring says now is not for us: its memory may be something else by now.
+    queue.send(0, kind::FLUSH, 0, &[], 0);
+    client.frontend.set_vring_num(0, SIZE).unwrap();
+    client.frontend.set_vring_base(0, 1).unwrap();
+    client.frontend.set_vring_call(0, &queue.call).unwrap();
+    client.frontend.set_vring_kick(0, &queue.kick).unwrap();
+    client.frontend.set_vring_enable(0, true).unwrap();
+    for _ in 0..10 {
+        assert_eq!(other.request(kind::FLUSH, 0, &[], 0).0, OK);
+    }
+    assert!(queue.driver.take_used().is_empty(), "it runs at the old addresses");
+    client.frontend.set_vring_addr(0, &addresses(&queue.driver)).unwrap();
+    assert_eq!((queue.wait(), queue.status(0)), (vec![(0, 1)], OK));
+}
+
+#[test]
+fn a_stopped_ring_waits_for_its_new_addresses() {
+    goes_on_only_with_new_addresses(|client| assert_eq!(client.frontend.get_vring_base(0).unwrap(), 1));
+}
+
+#[test]
+fn rings_of_a_peer_that_gave_its_device_up_wait_for_their_new_addresses() {
+    goes_on_only_with_new_addresses(|client| client.frontend.reset_owner().unwrap());
 }
