@@ -2,25 +2,67 @@
 
 use block::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat};
+use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat, readlink};
 use rustix::io::write;
-use std::os::fd::OwnedFd;
+use rustix::net::sockopt::{socket_domain, socket_type};
+use rustix::net::{AddressFamily, SocketType};
+use std::ffi::CStr;
+use std::os::fd::{AsRawFd, OwnedFd};
 
-/// Refuses what is neither an event descriptor nor a pipe or socket: writing to a file, or watching one, may wait for
-/// whoever serves its file system, and a peer can be that itself.
-pub(crate) fn check_kind(fd: Option<&OwnedFd>) -> Result<()> {
-    let Some(fd) = fd else { return Ok(()) };
-    let stat = fstat(fd).map_err(|error| Error::io("cannot look at a descriptor of the peer's", error.into()))?;
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::RegularFile | FileType::Directory | FileType::CharacterDevice | FileType::BlockDevice => {
-            let message = "the peer passes a file or a device where an event descriptor or a pipe belongs";
-            Err(Error::new(ErrorKind::Protocol, message))
-        }
-        _ => Ok(()),
-    }
+/// What the kernel calls an event descriptor.
+const EVENT_DESCRIPTOR: &CStr = c"anon_inode:[eventfd]";
+
+/// What the peer passes a descriptor for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// It tells us of requests.
+    Kick,
+    /// We tell it of ended requests.
+    Call,
+    /// We tell it of faults.
+    Err,
 }
 
-/// An event descriptor (or, with User Mode Linux, a pipe) of the peer's.
+/// Refuses what is neither an event descriptor nor a pipe, nor (for calls, where User Mode Linux passes one) a Unix stream
+/// socket. Writing to anything else, watching it, or closing it may wait for somebody, and the peer can be that itself.
+pub(crate) fn check_kind(purpose: Purpose, fd: Option<&OwnedFd>) -> Result<()> {
+    let Some(fd) = fd else { return Ok(()) };
+    // Only this name tells event descriptors from the kernel's other files without a type.
+    let name = readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new()).ok();
+    check_named(purpose, fd, name.as_deref())
+}
+
+fn check_named(purpose: Purpose, fd: &OwnedFd, name: Option<&CStr>) -> Result<()> {
+    let stat = fstat(fd).map_err(|error| Error::io("cannot look at a descriptor of the peer's", error.into()))?;
+    let found = match (FileType::from_raw_mode(stat.st_mode), name) {
+        (_, Some(name)) if name == EVENT_DESCRIPTOR => return Ok(()),
+        (FileType::Fifo, _) => return Ok(()),
+        (FileType::Socket, _) => match is_unix_stream(fd) {
+            true if purpose == Purpose::Call => return Ok(()),
+            true => "a Unix socket".into(),
+            false => "a socket that is no Unix stream socket".into(),
+        },
+        (FileType::RegularFile, _) => "a file".into(),
+        (FileType::Directory, _) => "a directory".into(),
+        (FileType::CharacterDevice | FileType::BlockDevice, _) => "a device".into(),
+        (_, Some(name)) => format!("{:?}", name.to_string_lossy()),
+        // Without /proc it may be one.
+        (_, None) => return Ok(()),
+    };
+    let (of, sockets) = match purpose {
+        Purpose::Kick => ("kicks", ""),
+        Purpose::Call => ("calls", ", or a Unix stream socket"),
+        Purpose::Err => ("errors", ""),
+    };
+    let message = format!("the peer passes {found} for {of}, where an event descriptor or a pipe{sockets} belongs");
+    Err(Error::new(ErrorKind::Protocol, message))
+}
+
+fn is_unix_stream(fd: &OwnedFd) -> bool {
+    socket_domain(fd) == Ok(AddressFamily::UNIX) && socket_type(fd) == Ok(SocketType::STREAM)
+}
+
+/// An event descriptor (or, with User Mode Linux, a socket) of the peer's.
 #[derive(Debug)]
 pub(crate) struct Notifier {
     fd: OwnedFd,
@@ -52,21 +94,59 @@ impl Notifier {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::event::{EventfdFlags, epoll, eventfd};
+    use std::net::{TcpListener, UdpSocket};
+    use std::os::unix::net::{UnixDatagram, UnixStream};
+
+    const ALL: [Purpose; 3] = [Purpose::Kick, Purpose::Call, Purpose::Err];
+
+    fn refusal(purpose: Purpose, fd: &OwnedFd) -> String {
+        let refused = check_kind(purpose, Some(fd)).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Protocol);
+        refused.to_string()
+    }
 
     #[test]
     fn only_what_cannot_make_us_wait_for_its_owner_is_taken() {
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let (reader, writer) = rustix::pipe::pipe().unwrap();
-        let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
-        for fd in [event, reader, writer, socket.into()] {
-            check_kind(Some(&fd)).unwrap();
-        }
-        check_kind(None).unwrap();
         let file = OwnedFd::from(tempfile::tempfile().unwrap());
         let device = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
-        for fd in [file, device] {
-            assert_eq!(check_kind(Some(&fd)).unwrap_err().kind(), ErrorKind::Protocol);
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+        let tcp = OwnedFd::from(TcpListener::bind("127.0.0.1:0").unwrap());
+        let udp = OwnedFd::from(UdpSocket::bind("127.0.0.1:0").unwrap());
+        let datagram = OwnedFd::from(UnixDatagram::unbound().unwrap());
+        for purpose in ALL {
+            check_kind(purpose, None).unwrap();
+            for fd in [&event, &reader, &writer] {
+                check_kind(purpose, Some(fd)).unwrap();
+            }
+            let refused = [(&file, "a file"), (&device, "a device"), (&epoll, "[eventpoll]"), (&tcp, "a socket")];
+            for (fd, named) in refused.into_iter().chain([(&udp, "a socket"), (&datagram, "a socket")]) {
+                let message = refusal(purpose, fd);
+                assert!(message.contains(named), "{message}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_unix_stream_socket_is_taken_for_calls_only() {
+        let (socket, _other) = UnixStream::pair().unwrap();
+        let socket = OwnedFd::from(socket);
+        check_kind(Purpose::Call, Some(&socket)).unwrap();
+        assert!(refusal(Purpose::Kick, &socket).contains("a Unix socket for kicks"));
+        assert!(refusal(Purpose::Err, &socket).contains("a Unix socket for errors"));
+    }
+
+    #[test]
+    fn without_proc_event_descriptors_are_taken_and_sockets_and_files_still_refused() {
+        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let file = OwnedFd::from(tempfile::tempfile().unwrap());
+        let tcp = OwnedFd::from(TcpListener::bind("127.0.0.1:0").unwrap());
+        for purpose in ALL {
+            check_named(purpose, &event, None).unwrap();
+            check_named(purpose, &file, None).unwrap_err();
+            check_named(purpose, &tcp, None).unwrap_err();
         }
     }
 }

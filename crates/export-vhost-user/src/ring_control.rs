@@ -39,31 +39,24 @@ impl RunningRing {
         Ok(Self { reactor: Arc::clone(reactor), key })
     }
 
-    fn with(&self, change: impl FnOnce(&mut RingPoller) + Send + 'static) {
-        let key = self.key;
-        // A reactor that has ended has no ring to change.
-        let _ = self.reactor.run(Box::new(move |_| {
-            let poller = RINGS.with_borrow(|rings| rings.get(&key).and_then(|entry| entry.poller.upgrade()));
-            if let Some(poller) = poller {
-                change(&mut poller.borrow_mut());
-            }
-        }));
-    }
-
-    /// Replaces the descriptor for notifications.
+    /// Replaces the descriptor for notifications. The old one is closed when this returns.
     pub(crate) fn set_call(&self, call: Option<OwnedFd>) {
-        self.with(move |ring| ring.set_call(call));
+        let key = self.key;
+        let _ = run_and_wait(self.reactor.as_ref(), move |_| change(key, |ring| ring.set_call(call)));
     }
 
-    /// Replaces the descriptor for faults.
+    /// Replaces the descriptor for faults. The old one is closed when this returns.
     pub(crate) fn set_err(&self, err: Option<OwnedFd>) {
-        self.with(move |ring| ring.set_err(err));
+        let key = self.key;
+        let _ = run_and_wait(self.reactor.as_ref(), move |_| change(key, |ring| ring.set_err(err)));
     }
 
     /// Begins to stop: no request is taken any more. Several rings begin, then each is waited for.
     pub(crate) fn begin_stop(self) -> StoppingRing {
         let (sender, drained) = sync_channel(1);
-        self.with(move |ring| ring.stop(sender));
+        let key = self.key;
+        // A reactor that has ended has no ring to stop.
+        let _ = self.reactor.run(Box::new(move |_| change(key, |ring| ring.stop(sender))));
         StoppingRing { ring: self, drained }
     }
 }
@@ -91,6 +84,13 @@ fn add(ctx: &Rc<dyn ReactorCtx>, key: u64, setup: RingSetup) -> Result<()> {
     let poller = Rc::downgrade(&poller);
     RINGS.with_borrow_mut(|rings| rings.insert(key, Entry { poller, id }));
     Ok(())
+}
+
+fn change(key: u64, change: impl FnOnce(&mut RingPoller)) {
+    let poller = RINGS.with_borrow(|rings| rings.get(&key).and_then(|entry| entry.poller.upgrade()));
+    if let Some(poller) = poller {
+        change(&mut poller.borrow_mut());
+    }
 }
 
 fn remove(ctx: &Rc<dyn ReactorCtx>, key: u64) {

@@ -7,7 +7,7 @@
 use crate::counters::RingCounters;
 use crate::device::{Device, PROTOCOL_FEATURES};
 use crate::memory_table::{MAX_REGIONS, MemoryTable};
-use crate::notifier::{Notifier, check_kind};
+use crate::notifier::{Notifier, Purpose, check_kind};
 use crate::ring_control::{RunningRing, StoppingRing};
 use crate::ring_poller::{Halt, RingSetup};
 use crate::wire::Backend;
@@ -285,7 +285,7 @@ impl Backend for Session {
     }
 
     fn set_ring_kick(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()> {
-        check_kind(fd.as_ref())?;
+        check_kind(Purpose::Kick, fd.as_ref())?;
         self.set_up(ring, |ring| {
             ring.kick = fd;
             ring.started = true;
@@ -293,26 +293,28 @@ impl Backend for Session {
     }
 
     fn set_ring_call(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()> {
-        check_kind(fd.as_ref())?;
+        check_kind(Purpose::Call, fd.as_ref())?;
         let ring = self.ring(ring)?;
         let copy = fd.as_ref().map(OwnedFd::try_clone).transpose();
         let copy = copy.map_err(|error| Error::io("cannot duplicate a call descriptor", error))?;
-        ring.call = fd;
         if let Some(running) = &ring.running {
             running.set_call(copy);
         }
+        // Last, so that the reactor's copy of the old one is not the last: closing that may wait, for a socket that was
+        // sent through this one, say.
+        ring.call = fd;
         Ok(())
     }
 
     fn set_ring_err(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()> {
-        check_kind(fd.as_ref())?;
+        check_kind(Purpose::Err, fd.as_ref())?;
         let ring = self.ring(ring)?;
         let copy = fd.as_ref().map(OwnedFd::try_clone).transpose();
         let copy = copy.map_err(|error| Error::io("cannot duplicate an error descriptor", error))?;
-        ring.err = fd;
         if let Some(running) = &ring.running {
             running.set_err(copy);
         }
+        ring.err = fd;
         Ok(())
     }
 
