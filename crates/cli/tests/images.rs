@@ -207,3 +207,25 @@ fn a_chain_that_loops_is_refused() {
         assert!(said.contains("loop"), "{command:?}: {said}");
     }
 }
+
+#[test]
+fn what_opens_only_the_named_file_takes_a_backing_format_that_is_not_served_and_what_opens_the_chain_refuses_it() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let (image, target) = (at(&dir, "vm.qcow2"), at(&dir, "copy.raw"));
+    std::fs::write(at(&dir, "y.vmdk"), [0; 512]).unwrap();
+    tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", "-u", "-b", "y.vmdk", "-F", "vmdk", path_str(&image), "1M"]);
+    assert_agree(&image);
+    assert_eq!(ours(&image)["backing-filename-format"], "vmdk");
+    run_ok(&["snapshot", "-l", path_str(&image)]);
+    run_ok(&["bitmap", "--add", path_str(&image), "b0"]);
+    assert_agree(&image);
+    for command in [&["info", "--backing-chain"] as &[&str], &["map"], &["serve"]] {
+        let said = run_fails(2, &[command, &[path_str(&image)]].concat());
+        assert!(said.contains("'vmdk'") && said.contains(path_str(&image)), "{command:?}: {said}");
+    }
+    let said = run_fails(2, &["convert", "-O", "raw", path_str(&image), path_str(&target)]);
+    assert!(said.contains("'vmdk'") && !target.exists(), "{said}");
+}

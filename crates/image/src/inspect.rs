@@ -3,7 +3,7 @@
 use crate::gate::Role;
 use crate::guess::Format;
 use crate::layer::Mapping;
-use crate::open::{backing_of, format_of, open_layer};
+use crate::open::{format_of, open_layer};
 use block::{File, MetaIo, Result, block_on};
 use std::path::Path;
 use std::sync::Arc;
@@ -19,8 +19,8 @@ pub struct Description {
     pub virtual_size_bytes: u64,
     /// Name of the backing file as the image has it.
     pub backing_file: Option<String>,
-    /// Format that the image records for it.
-    pub backing_format: Option<Format>,
+    /// Name of its format as the image has it: perhaps one that is not served, or that nobody knows.
+    pub backing_format: Option<String>,
     /// The header, for qcow2.
     pub qcow2: Option<format_qcow2::Header>,
     /// Its persistent bitmaps.
@@ -35,11 +35,12 @@ pub struct Description {
 pub fn inspect(path: &Path, file: &Arc<dyn File>, format: Option<Format>) -> Result<Description> {
     let (format, guessed) = format_of(path, file.as_ref(), format)?;
     let layer = open_layer(path, Arc::clone(file), format, Role::ReadOnly, None)?;
-    let (backing_file, backing_format) = backing_of(&layer)?.unzip();
     let qcow2 = match &layer.mapping {
         Mapping::Raw(_) => None,
         Mapping::Qcow2(qcow2) => Some(qcow2.header().clone()),
     };
+    let backing = qcow2.as_ref().and_then(|header| Some((header.backing_file.clone()?, header.backing_format.clone())));
+    let (backing_file, backing_format) = backing.unzip();
     let snapshots = match &qcow2 {
         None => Vec::new(),
         Some(header) => {

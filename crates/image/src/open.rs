@@ -222,7 +222,7 @@ pub(crate) fn open_layer(
 }
 
 /// The backing file that a layer names, and the format it gives it.
-pub(crate) fn backing_of(layer: &Layer) -> Result<Option<(String, Option<Format>)>> {
+fn backing_of(layer: &Layer) -> Result<Option<(String, Option<Format>)>> {
     let Mapping::Qcow2(qcow2) = &layer.mapping else { return Ok(None) };
     let header = qcow2.header();
     let Some(name) = &header.backing_file else { return Ok(None) };

@@ -3,6 +3,7 @@
 use crate::image_name::ImageName;
 use crate::output;
 use crate::qemu_img::is_our_name as is_qemu_img;
+use crate::tool::parse_format;
 use anyhow::{Context, bail};
 use daemon::{EngineOpener, human_size};
 use format_qcow2::{Bitmap, Compression, Header};
@@ -97,7 +98,8 @@ fn below(layers: &[Layer], policy: &BackingPolicy) -> anyhow::Result<Option<(Pat
             bail!("the backing files form a loop: '{}' appears twice in its own chain", path.display());
         }
     }
-    Ok(Some((path, last.description.backing_format)))
+    let format = parse_format(last.description.backing_format.as_deref());
+    Ok(Some((path, format.with_context(|| format!("backing format of '{}'", last.path.display()))?)))
 }
 
 fn compat(header: &Header) -> &'static str {
@@ -153,8 +155,8 @@ fn human(layer: &Layer) -> String {
         let actual = if full == *name { String::new() } else { format!(" (actual path: {full})") };
         line(format!("backing file: {name}{actual}"));
     }
-    if let Some(format) = description.backing_format {
-        line(format!("backing file format: {format}"));
+    if let Some(format) = &description.backing_format {
+        line(format!("backing file format: {}", super::snapshot::printable(format)));
     }
     if !description.snapshots.is_empty() {
         line(super::snapshot::table(&description.snapshots).trim_end().to_owned());
@@ -242,8 +244,8 @@ fn machine(layer: &Layer) -> Value {
         value["backing-filename"] = json!(name);
         value["full-backing-filename"] = json!(full.display().to_string());
     }
-    if let Some(format) = description.backing_format {
-        value["backing-filename-format"] = json!(format.to_string());
+    if let Some(format) = &description.backing_format {
+        value["backing-filename-format"] = json!(format);
     }
     value
 }

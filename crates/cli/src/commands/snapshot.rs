@@ -106,6 +106,6 @@ pub(crate) fn table(snapshots: &[Snapshot]) -> String {
 }
 
 /// Names come out of images: nothing in them may steer a terminal.
-fn printable(text: &str) -> String {
+pub(super) fn printable(text: &str) -> String {
     text.chars().flat_map(|char| if char.is_control() { char.escape_default().collect() } else { vec![char] }).collect()
 }
