@@ -38,6 +38,10 @@ fn wrong_arguments_exit_with_2_and_missing_files_with_1() {
         &["create", "-f", "qcow2", "-o", "compat=0.10,refcount_bits=8", "x", "1M"],
         &["create", "-f", "raw", "-b", "y", "x", "1M"],
         &["create", "x"],
+        &["create", "-o", "size=1M"],
+        &["create", "-o", "size=1M", "x", "1M"],
+        &["convert", "-O", "qcow2", "-o", "cluster_size=4k"],
+        &["measure", "-O", "qcow2", "-o", "compat=banana", "--size", "1M"],
         &["frobnicate"],
         &["bench"],
     ] {
@@ -60,7 +64,9 @@ fn a_question_mark_lists_what_a_key_takes() {
         let said = run_ok(&["serve", "--drive", option]);
         assert!(said.contains(listed), "--drive {option}: {said}");
     }
-    assert!(run_ok(&["create", "-f", "qcow2", "-o", "help", "x"]).contains("cluster_size"));
+    for verb in [&["create", "-f", "qcow2"][..], &["convert", "-O", "qcow2"]] {
+        assert!(run_ok(&[verb, &["-o", "help"]].concat()).contains("  cluster_size=<size>    - "), "{verb:?}");
+    }
 }
 
 #[test]

@@ -269,6 +269,56 @@ fn raw_images_are_preallocated_as_in_qemu_img() {
 }
 
 #[test]
+fn options_of_new_images_are_qemu_imgs() {
+    agree(CREATE_OPTIONS);
+}
+
+#[test]
+fn a_backing_format_that_is_not_served_is_a_name_as_in_qemu_img() {
+    agree(FOREIGN_BACKING);
+}
+
+#[test]
+fn measure_takes_the_options_that_create_takes_as_qemu_img_does() {
+    let source = numbered((3 << 20) + 5000);
+    let lines = MEASURE_OPTIONS.iter().flat_map(|options| {
+        ["--size 1M", "--output=json --size 1000", "-f raw s.raw", "--output=json s.raw"]
+            .map(|what| format!("measure {options} {what}"))
+    });
+    let lines: Vec<String> = lines.collect();
+    agree_on(&[("s.raw", source)], &lines.iter().map(String::as_str).collect::<Vec<_>>());
+}
+
+/// The options of a format out of its help: the heading, and each line's key with what it takes.
+fn listed(said: &str) -> (String, Vec<String>) {
+    let mut lines = said.lines();
+    let heading = lines.next().unwrap_or_default().to_owned();
+    let keys = lines.filter_map(|line| Some(line.strip_prefix("  ")?.split_once(" - ")?.0.trim_end().to_owned()));
+    (heading, keys.collect())
+}
+
+#[test]
+fn help_with_options_needs_no_image_and_lists_what_qemu_img_lists() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let [ours, theirs] = worlds(&dir);
+    for line in OPTIONS_HELP {
+        let (own, judge) = (ours.run(line), theirs.run(line));
+        let said = format!("{line}\n{}{}", text(&own.stdout), text(&own.stderr));
+        assert_eq!(own.status.code(), judge.status.code(), "{said}");
+        let (heading, keys) = listed(&text(&own.stdout));
+        let (expected_heading, expected) = listed(&text(&judge.stdout));
+        assert_eq!(heading, expected_heading, "{said}");
+        for key in expected.iter().filter(|key| !key.starts_with("encrypt.")) {
+            assert!(keys.contains(key), "{key} is missing: {said}");
+        }
+    }
+    assert_eq!(std::fs::read_dir(&ours.directory).unwrap().count(), 0, "an image was made");
+}
+
+#[test]
 fn rebase_is_qemu_imgs() {
     agree(REBASE);
 }

@@ -83,7 +83,7 @@ fn wrong_options_leave_a_file_that_exists_as_it_was() {
         ("qcow2", "extended_l2=on,cluster_size=4k"),
         ("qcow2", "data_file_raw=on"),
         ("raw", "preallocation=metadata"),
-        ("raw", "nocow=on"),
+        ("raw", "extent_size_hint=4G"),
     ] {
         run_fails(2, &["create", "-q", "-f", format, "-o", options, path_str(&image), "1M"]);
         assert_eq!(std::fs::read(&image).unwrap(), b"precious", "{options}");

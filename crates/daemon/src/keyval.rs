@@ -29,6 +29,12 @@ pub fn parse(text: &str) -> Result<Vec<KeyValue>> {
     Ok(pairs)
 }
 
+/// Whether `help` or `?` stands in an option string, alone or between others.
+#[must_use]
+pub fn asks_for_help(text: &str) -> bool {
+    split_at_single_commas(text).iter().any(|part| matches!(part.as_str(), "help" | "?"))
+}
+
 /// Writes a value so that [`parse`] (and QEMU) reads it back.
 #[must_use]
 pub fn escape(value: &str) -> String {
@@ -106,6 +112,16 @@ mod tests {
     fn malformed_options_are_refused() {
         for text in ["", "file", "=x", "file=a,", "file=a,,,format=raw=,x", "file=a,file=b"] {
             assert!(parse(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn help_is_asked_for_by_a_word_of_its_own() {
+        for text in ["help", "?", "a=b,help", "?,a=b"] {
+            assert!(asks_for_help(text), "{text:?}");
+        }
+        for text in ["", "file=help", "helper", "file=a,,help", "a=?"] {
+            assert!(!asks_for_help(text), "{text:?}");
         }
     }
 

@@ -23,7 +23,7 @@ mod size;
 pub use self::daemon::{Daemon, DaemonConfig, DiskId, DiskStatus};
 pub use attach::{Attachment, absolute, attach_flags, qemu as qemu_flags, quote};
 pub use drive::{DriveFormat, DriveOptions, ParsedDrive};
-pub use keyval::{KeyValue, escape, parse as parse_key_values, unknown};
+pub use keyval::{KeyValue, asks_for_help, escape, parse as parse_key_values, unknown};
 pub use notify::notify;
 pub use opener::{EngineOpener, OpenedDisk, open_drive};
 pub use pidfile::Pidfile;

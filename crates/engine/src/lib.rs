@@ -19,6 +19,7 @@ mod group_sync;
 mod host_file;
 mod inflight;
 mod job_queue;
+mod layout;
 mod lock;
 mod open;
 mod options;
@@ -39,6 +40,7 @@ mod uring;
 mod wakeup;
 mod zeroes;
 
+pub use layout::{disable_copy_on_write, set_extent_size_hint};
 pub use open::{create, forget_cached, open, open_fd};
 pub use options::{CacheMode, EngineKind, OpenOptions};
 pub use reactor::{Reactor, ReactorConfig, ReactorThread};

@@ -1,5 +1,6 @@
 //! `ringdisk amend`: other options for an image that exists, with qemu-img's output and exit codes.
 
+use super::new_image;
 use crate::image_name::ImageName;
 use crate::output;
 use crate::tool::{ProgressArgs, Watch, drive};
@@ -63,7 +64,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.options.is_empty() {
         return Err(output::usage("Must specify options (-o)"));
     }
-    if args.options.iter().any(|options| options == "help" || options == "?") {
+    if new_image::asks_for_help(&args.options) {
         return output::print(HELP);
     }
     let Some(file) = &args.file else { return Err(output::usage("Expecting one image file name")) };
@@ -97,13 +98,13 @@ fn parse(options: &[String]) -> anyhow::Result<Amend> {
                     Ok(bits) => amend.refcount_bits = Some(bits),
                     Err(_) => bail!("Parameter 'refcount_bits' expects a number"),
                 },
-                "lazy_refcounts" => amend.lazy_refcounts = Some(switch(key, value)?),
+                "lazy_refcounts" => amend.lazy_refcounts = Some(new_image::switch(key, value)?),
                 "size" => amend.size_bytes = Some(parse_size(value)?),
                 "backing_file" | "backing_fmt" => {
                     bail!("Cannot amend the backing file\nYou can use 'qemu-img rebase' instead.")
                 }
                 "data_file" => amend.data_file = Some(value.to_owned()),
-                "data_file_raw" => amend.data_file_raw = Some(switch(key, value)?),
+                "data_file_raw" => amend.data_file_raw = Some(new_image::switch(key, value)?),
                 _ if FOR_CREATION.contains(&key) => {
                     bail!("Invalid parameter '{key}'\nThis option is only supported for image creation")
                 }
@@ -113,12 +114,4 @@ fn parse(options: &[String]) -> anyhow::Result<Amend> {
         }
     }
     Ok(amend)
-}
-
-fn switch(key: &str, value: &str) -> anyhow::Result<bool> {
-    match value {
-        "on" | "yes" | "true" | "y" => Ok(true),
-        "off" | "no" | "false" | "n" => Ok(false),
-        _ => bail!("Parameter '{key}' expects 'on' or 'off'"),
-    }
 }

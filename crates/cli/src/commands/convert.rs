@@ -1,5 +1,6 @@
 //! `ringdisk convert`: disks copied into another image, in qemu-img's words.
 
+use super::new_image;
 use crate::image_name::{ImageName, file_name};
 use crate::output::{self, usage};
 use crate::tool::{
@@ -24,7 +25,7 @@ pub(crate) struct Args {
     /// Format of the target: raw (default) or qcow2.
     #[arg(short = 'O', value_name = "FORMAT")]
     output_format: Option<String>,
-    /// Options of the target's format, key=value,...
+    /// Options of the target's format, key=value,...: "help" lists them.
     #[arg(short, value_name = "OPTIONS")]
     options: Vec<String>,
     /// The image that the target becomes an overlay of: only what the source's top layer holds is copied.
@@ -78,7 +79,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     progress: ProgressArgs,
     /// The sources, and the target last.
-    #[arg(required = true, value_name = "FILE")]
+    #[arg(required_unless_present = "options", value_name = "FILE")]
     files: Vec<PathBuf>,
 }
 
@@ -192,6 +193,10 @@ impl Args {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if new_image::asks_for_help(&args.options) {
+        let format = args.output_format.as_deref().unwrap_or("raw").parse()?;
+        return output::print(&new_image::help(format, !args.files.is_empty()));
+    }
     args.refuse_contradictions()?;
     let (paths, target) = args.sources_and_target()?;
     let options = ConvertOptions {

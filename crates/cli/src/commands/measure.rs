@@ -1,10 +1,12 @@
 //! `ringdisk measure`: how large a file a new image would be, as qemu-img tells it.
 
-use crate::output;
+use super::new_image::NewImage;
+use crate::output::{self, usage};
 use crate::tool::{OpenArgs, ProgressArgs, Watch};
 use anyhow::bail;
 use block::Disk;
-use daemon::{parse_key_values, parse_size};
+use daemon::parse_size;
+use format_qcow2::Preallocation;
 use image::{Format, Image};
 use jobs::{Measure, Target};
 use std::path::PathBuf;
@@ -18,7 +20,7 @@ pub(crate) struct Args {
     /// Format of the new image: raw or qcow2.
     #[arg(short = 'O', value_name = "FORMAT", default_value = "raw")]
     output_format: String,
-    /// Options of the new image: cluster_size, refcount_bits, compat, backing_file.
+    /// Options of the new image, key=value,..., as create takes them. A size among them changes nothing.
     #[arg(short, value_name = "OPTIONS")]
     options: Vec<String>,
     /// Size of the disk, instead of an image.
@@ -38,6 +40,8 @@ pub(crate) struct Args {
     file: Option<PathBuf>,
 }
 
+const EXTENDED_L2_CLUSTER_BYTES_MIN: u64 = 16 << 10;
+
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Output {
     Human,
@@ -45,20 +49,28 @@ enum Output {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let format: Format = args.output_format.parse()?;
-    let (target, version) = target(format, &args.options)?;
+    let new = NewImage::parse(args.output_format.parse()?, &args.options)?;
+    let target = target(&new)?;
+    // Whatever the source holds.
+    let is_full = matches!(new.preallocation()?, Preallocation::Falloc | Preallocation::Full);
     let mut bitmaps = None;
-    let Measure { required_bytes, fully_allocated_bytes } = match (&args.size, &args.file) {
+    let Measure { mut required_bytes, fully_allocated_bytes } = match (&args.size, &args.file) {
         (Some(size), _) => jobs::measure_size(parse_size(size)?.next_multiple_of(block::SECTOR_BYTES), target),
         (None, Some(file)) => {
             let image = args.open.open_at(file, args.format.as_deref(), &[], args.snapshot.as_deref())?;
-            if let (Target::Qcow2 { cluster_bytes, .. }, 3) = (target, version) {
+            if let (Target::Qcow2 { cluster_bytes, .. }, 3) = (target, new.version) {
                 bitmaps = bitmaps_bytes(&image, cluster_bytes)?;
             }
-            Watch::start(&args.progress)?.run(|control| jobs::measure(&image, target, control))?
+            match is_full {
+                true => jobs::measure_size(image.info().size_bytes, target),
+                false => Watch::start(&args.progress)?.run(|control| jobs::measure(&image, target, control))?,
+            }
         }
         (None, None) => bail!("measure: give --size or an image"),
     };
+    if is_full {
+        required_bytes = fully_allocated_bytes;
+    }
     output::print(&match args.output {
         Output::Human => {
             let bitmaps = bitmaps.map(|bytes| format!("bitmaps size: {bytes}\n")).unwrap_or_default();
@@ -89,34 +101,18 @@ fn bitmaps_bytes(source: &Image, cluster_bytes: u64) -> anyhow::Result<Option<u6
     Ok(Some(total + rows.next_multiple_of(cluster_bytes)))
 }
 
-/// The new image, and its version.
-fn target(format: Format, options: &[String]) -> anyhow::Result<(Target, u32)> {
-    let mut version = 3;
-    let (mut cluster_bytes, mut refcount_bits, mut has_backing, mut extended_l2) = (64 << 10, 16, false, false);
-    for text in options {
-        for pair in parse_key_values(text)? {
-            match pair.key.as_str() {
-                "cluster_size" => cluster_bytes = parse_size(&pair.value)?,
-                "refcount_bits" => refcount_bits = parse_size(&pair.value)?,
-                "backing_file" => has_backing = true,
-                "compat" => version = if matches!(pair.value.as_str(), "0.10" | "v2") { 2 } else { 3 },
-                "extended_l2" => extended_l2 = pair.value == "on",
-                "compression_type" | "backing_fmt" | "lazy_refcounts" => {}
-                other => bail!("measure: option '{other}' is not supported"),
-            }
-        }
+/// What is to be measured, in qemu-img's terms: only what changes the sizes has to go together.
+fn target(image: &NewImage) -> anyhow::Result<Target> {
+    if image.format == Format::Raw {
+        return Ok(Target::Raw);
     }
-    if format == Format::Raw {
-        return Ok((Target::Raw, version));
+    if image.version == 2 && image.refcount_bits != 16 {
+        return Err(usage("refcount_bits other than 16 needs compat=1.1"));
     }
-    if !cluster_bytes.is_power_of_two() || !(512..=2 << 20).contains(&cluster_bytes) {
-        bail!("measure: cluster_size takes a power of two from 512 to 2M");
+    let (cluster_bytes, extended_l2) = (1 << image.cluster_bits, image.extended_l2.is_on);
+    if extended_l2 && cluster_bytes < EXTENDED_L2_CLUSTER_BYTES_MIN {
+        return Err(usage(format!("extended_l2 needs a cluster_size of at least {EXTENDED_L2_CLUSTER_BYTES_MIN}")));
     }
-    if !refcount_bits.is_power_of_two() || refcount_bits > 64 {
-        bail!("measure: refcount_bits takes 1, 2, 4, 8, 16, 32 or 64");
-    }
-    if extended_l2 && (cluster_bytes < 16384 || version == 2) {
-        bail!("measure: extended_l2 needs a cluster_size of at least 16384 and compat=1.1");
-    }
-    Ok((Target::Qcow2 { cluster_bytes, refcount_bits, has_backing, extended_l2 }, version))
+    let refcount_bits = u64::from(image.refcount_bits);
+    Ok(Target::Qcow2 { cluster_bytes, refcount_bits, has_backing: image.backing_file.is_some(), extended_l2 })
 }

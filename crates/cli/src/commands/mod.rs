@@ -13,6 +13,7 @@ pub(crate) mod img_compat;
 pub(crate) mod info;
 pub(crate) mod map;
 pub(crate) mod measure;
+mod new_image;
 pub(crate) mod rebase;
 pub(crate) mod resize;
 pub(crate) mod serve;

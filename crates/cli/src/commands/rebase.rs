@@ -56,9 +56,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             let Some(format) = &args.backing_format else {
                 bail!("Could not change the backing file to '{name}': backing format must be specified");
             };
-            if !args.unsafe_backing {
+            match args.unsafe_backing {
+                true => super::new_image::check_backing_format(format)?,
                 // A format that is not served is told of before anything is copied.
-                format.parse::<image::Format>()?;
+                false => drop(format.parse::<image::Format>()?),
             }
             Some(Backing { file: name.to_owned(), format: Some(format.clone()) })
         }

@@ -1,0 +1,236 @@
+//! What is said about a new image with -o: for the commands that make one and for those that tell what it would take.
+
+use crate::output::usage;
+use daemon::{parse_key_values, parse_size, unknown};
+use format_qcow2::{Compression, Preallocation};
+use image::Format;
+use std::fmt::Write as _;
+
+/// An option: its key, what it takes, whether raw images have it, what it is for.
+type Known = (&'static str, &'static str, bool, &'static str);
+
+const SWITCH: &str = "bool (on/off)";
+const OPTIONS: [Known; 15] = [
+    ("backing_file", "str", false, "The image that the new one is an overlay of"),
+    ("backing_fmt", "str", false, "Its format"),
+    ("cluster_size", "size", false, "A power of two from 512 to 2M"),
+    ("compat", "str", false, "Version of the format: 0.10 (v2) or 1.1 (v3)"),
+    ("compression_type", "str", false, "How clusters are compressed: zlib, zstd"),
+    ("data_file", "str", false, "An external file for the guest's data"),
+    ("data_file_raw", SWITCH, false, "That file stays valid as a raw image"),
+    ("encryption", SWITCH, false, "Only off: encrypted images are not supported"),
+    ("extended_l2", SWITCH, false, "Clusters are allocated in 32 parts"),
+    ("extent_size_hint", "size", true, "The file gets space in pieces of this size (XFS); 0: as the host likes"),
+    ("lazy_refcounts", SWITCH, false, "Fewer flushes while the image grows, a repair after a crash"),
+    ("nocow", SWITCH, true, "The host does not copy on write (btrfs)"),
+    ("preallocation", "str", true, "Space in advance"),
+    ("refcount_bits", "num", false, "1, 2, 4, 8, 16, 32 or 64"),
+    ("size", "size", true, "Size of the disk"),
+];
+const REFCOUNT_BITS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
+/// What QEMU reads a backing file as. Only recorded here: whoever opens the image says whether it serves that.
+const BACKING_FORMATS: [&str; 25] = [
+    "bochs",
+    "cloop",
+    "dmg",
+    "file",
+    "ftp",
+    "ftps",
+    "gluster",
+    "host_device",
+    "http",
+    "https",
+    "iscsi",
+    "luks",
+    "nbd",
+    "nfs",
+    "null-co",
+    "parallels",
+    "qcow",
+    "qcow2",
+    "qed",
+    "raw",
+    "rbd",
+    "vdi",
+    "vhdx",
+    "vmdk",
+    "vpc",
+];
+
+/// A switch: how it was written, which is how it is told again, and what that means.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Switch {
+    said: Option<String>,
+    pub(super) is_on: bool,
+}
+
+impl Switch {
+    fn parse(key: &str, value: &str) -> anyhow::Result<Self> {
+        Ok(Self { said: Some(value.to_owned()), is_on: switch(key, value)? })
+    }
+
+    /// As it was written; `None` where nothing was.
+    pub(super) fn said(&self) -> Option<&str> {
+        self.said.as_deref()
+    }
+}
+
+/// What a switch that is on or off may be called.
+pub(super) fn switch(key: &str, value: &str) -> anyhow::Result<bool> {
+    match value {
+        "on" | "yes" | "true" | "y" => Ok(true),
+        "off" | "no" | "false" | "n" => Ok(false),
+        _ => Err(usage(format!("Parameter '{key}' expects 'on' or 'off'"))),
+    }
+}
+
+/// Whether -o asks which options there are.
+pub(super) fn asks_for_help(options: &[String]) -> bool {
+    options.iter().any(|text| daemon::asks_for_help(text))
+}
+
+/// The options of a format, in qemu-img's form, whose heading depends on whether a file was named.
+pub(super) fn help(format: Format, named: bool) -> String {
+    let mut text = if named { "Supported options:\n".to_owned() } else { format!("Supported {format} options:\n") };
+    for (key, takes, _, what) in options(format) {
+        let modes = match (*key, format) {
+            ("preallocation", Format::Raw) => ": off, falloc, full",
+            ("preallocation", Format::Qcow2) => ": off, metadata, falloc, full",
+            _ => "",
+        };
+        let _ = writeln!(text, "  {:<22} - {what}{modes}", format!("{key}=<{takes}>"));
+    }
+    text
+}
+
+fn options(format: Format) -> impl Iterator<Item = &'static Known> {
+    OPTIONS.iter().filter(move |(.., raw, _)| *raw || format == Format::Qcow2)
+}
+
+/// All that can be said about a new image.
+#[derive(Debug)]
+pub(super) struct NewImage {
+    pub(super) format: Format,
+    pub(super) size_bytes: Option<u64>,
+    pub(super) cluster_bits: u32,
+    pub(super) version: u32,
+    pub(super) refcount_bits: u32,
+    pub(super) compression: Compression,
+    /// As it was given.
+    pub(super) compat: Option<String>,
+    pub(super) encryption: Switch,
+    pub(super) lazy_refcounts: Switch,
+    pub(super) extended_l2: Switch,
+    pub(super) data_file: Option<String>,
+    pub(super) data_file_raw: Switch,
+    /// As it was given.
+    pub(super) preallocation: Option<String>,
+    pub(super) nocow: Switch,
+    pub(super) extent_size_hint: Option<u32>,
+    pub(super) backing_file: Option<String>,
+    /// A name, of a format that is served or not.
+    pub(super) backing_format: Option<String>,
+}
+
+impl NewImage {
+    /// What -o says, each of them.
+    pub(super) fn parse(format: Format, options: &[String]) -> anyhow::Result<Self> {
+        let mut wanted = Self {
+            format,
+            size_bytes: None,
+            cluster_bits: 16,
+            version: 3,
+            refcount_bits: 16,
+            compression: Compression::Zlib,
+            compat: None,
+            encryption: Switch::default(),
+            lazy_refcounts: Switch::default(),
+            extended_l2: Switch::default(),
+            data_file: None,
+            data_file_raw: Switch::default(),
+            preallocation: None,
+            nocow: Switch::default(),
+            extent_size_hint: None,
+            backing_file: None,
+            backing_format: None,
+        };
+        for text in options {
+            for pair in parse_key_values(text).map_err(|error| error.in_context(format!("-o {text}")))? {
+                wanted.set(&pair.key, &pair.value)?;
+            }
+        }
+        Ok(wanted)
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> anyhow::Result<()> {
+        let refused = || Err(usage(format!("{key}: encrypted images (legacy AES, LUKS) are not supported")));
+        let keys: Vec<&str> = options(self.format).map(|(key, ..)| *key).collect();
+        match key {
+            _ if key.starts_with("encrypt.") => return refused(),
+            _ if !keys.contains(&key) => {
+                return Err(unknown(&format!("option of {}:", self.format), key, &keys).into());
+            }
+            "size" => self.size_bytes = Some(parse_size(value)?),
+            "cluster_size" => self.cluster_bits = cluster_bits(value)?,
+            "compat" => {
+                self.version = choose(key, value, &[("0.10", 2), ("v2", 2), ("1.1", 3), ("v3", 3)])?;
+                self.compat = Some(value.to_owned());
+            }
+            "encryption" if switch(key, value)? => return refused(),
+            "encryption" => self.encryption = Switch::parse(key, value)?,
+            "lazy_refcounts" => self.lazy_refcounts = Switch::parse(key, value)?,
+            "data_file" => self.data_file = Some(value.to_owned()),
+            "data_file_raw" => self.data_file_raw = Switch::parse(key, value)?,
+            "preallocation" => {
+                value.parse::<Preallocation>()?;
+                self.preallocation = Some(value.to_owned());
+            }
+            "nocow" => self.nocow = Switch::parse(key, value)?,
+            "extent_size_hint" => {
+                let too_large = |_| usage(format!("{key}={value}: has to be less than 4G"));
+                self.extent_size_hint = Some(u32::try_from(parse_size(value)?).map_err(too_large)?);
+            }
+            "extended_l2" => self.extended_l2 = Switch::parse(key, value)?,
+            "refcount_bits" => self.refcount_bits = refcount_bits(value)?,
+            "compression_type" => {
+                let choices = [("zlib", Compression::Zlib), ("zstd", Compression::Zstd)];
+                self.compression = choose(key, value, &choices)?;
+            }
+            "backing_file" => self.backing_file = Some(value.to_owned()),
+            _ => self.backing_format = Some(value.to_owned()),
+        }
+        Ok(())
+    }
+
+    /// How much is made in advance.
+    pub(super) fn preallocation(&self) -> anyhow::Result<Preallocation> {
+        Ok(self.preallocation.as_deref().map_or(Ok(Preallocation::Off), str::parse)?)
+    }
+}
+
+/// A format that a backing file may be recorded with though nobody looked at it.
+pub(super) fn check_backing_format(name: &str) -> anyhow::Result<()> {
+    match BACKING_FORMATS.contains(&name) {
+        true => Ok(()),
+        false => Err(unknown("backing format", name, &BACKING_FORMATS).into()),
+    }
+}
+
+fn choose<T: Copy>(key: &str, value: &str, choices: &[(&str, T)]) -> anyhow::Result<T> {
+    let found = choices.iter().find(|(name, _)| *name == value).map(|(_, choice)| *choice);
+    let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
+    found.ok_or_else(|| unknown(&format!("value of '{key}':"), value, &names).into())
+}
+
+fn cluster_bits(value: &str) -> anyhow::Result<u32> {
+    let bytes = parse_size(value)?;
+    let valid = bytes.is_power_of_two() && (512..=2 << 20).contains(&bytes);
+    valid
+        .then(|| bytes.trailing_zeros())
+        .ok_or_else(|| usage(format!("cluster_size={value}: takes a power of two from 512 to 2M")))
+}
+
+fn refcount_bits(value: &str) -> anyhow::Result<u32> {
+    let bits = value.parse().ok().filter(|bits| REFCOUNT_BITS.contains(bits));
+    bits.ok_or_else(|| usage(format!("refcount_bits={value}: takes one of {REFCOUNT_BITS:?}")))
+}
