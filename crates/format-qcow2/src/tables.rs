@@ -72,6 +72,8 @@ const TWICE: u16 = 1 << 15;
 #[derive(Debug, Default)]
 pub(crate) struct Tables {
     owners: HashMap<u64, u16>,
+    /// Some lie so far behind that they share their bits with others in front.
+    has_far: bool,
 }
 
 impl Tables {
@@ -81,6 +83,7 @@ impl Tables {
             // Snapshots share their tables with each other.
             let shared = owner == Owner::SnapshotL2;
             *found |= if *found & owner.bit() != 0 && !shared { TWICE } else { owner.bit() };
+            self.has_far |= !bits.has_own(cluster);
             bits.set(cluster);
         }
     }
@@ -91,7 +94,10 @@ impl Tables {
             *found &= !owner.bit();
             if *found == 0 {
                 self.owners.remove(&cluster);
-                bits.clear(cluster);
+                // A bit that another table may need stays: whoever asks under the mutex gets the right answer.
+                if !self.has_far {
+                    bits.clear(cluster);
+                }
             }
         }
     }
@@ -137,11 +143,14 @@ impl TableBits {
         }
     }
 
-    /// Where several clusters share a bit it stays: the slow path knows better.
+    /// Whether no cluster in front has the same bit.
+    fn has_own(&self, cluster: u64) -> bool {
+        cluster >> 6 < self.words.len() as u64
+    }
+
+    /// Nothing that has this bit may hold a table.
     fn clear(&self, cluster: u64) {
-        if cluster >> 6 < self.words.len() as u64
-            && let Some((word, bit)) = self.place(cluster)
-        {
+        if let Some((word, bit)) = self.place(cluster) {
             word.fetch_and(!bit, Ordering::Release);
         }
     }
@@ -166,7 +175,7 @@ impl Inner {
         // A terabyte has thousands: counted first, so that the map does not grow step by step.
         let used = self.l1.iter().filter(|entry| entry.load(Ordering::Relaxed) != 0).count();
         let expected = used.saturating_add(state.refcounts.block_offsets().count());
-        let mut tables = Tables { owners: HashMap::with_capacity(expected) };
+        let mut tables = Tables { owners: HashMap::with_capacity(expected), has_far: false };
         let mut add = |owner, offset, length| {
             tables.add(&self.table_bits, owner, clusters_of(geometry, offset, length));
         };
@@ -227,5 +236,28 @@ mod tests {
         assert!(bits.may_hold_table(8) && bits.may_hold_table(8 + BITS_MIN) && !bits.may_hold_table(9));
         tables.remove(&bits, Owner::RefcountBlock, 7..9);
         assert!(!bits.may_hold_table(8));
+    }
+
+    #[test]
+    fn a_table_that_goes_leaves_the_bit_that_one_far_behind_it_shares() {
+        for far_comes_first in [false, true] {
+            let bits = TableBits::for_clusters(10);
+            let mut tables = Tables::default();
+            let far = 7 + BITS_MIN;
+            if far_comes_first {
+                tables.add(&bits, Owner::RefcountBlock, far..far + 1);
+            }
+            tables.add(&bits, Owner::L2, 7..8);
+            if !far_comes_first {
+                tables.add(&bits, Owner::RefcountBlock, far..far + 1);
+            }
+            tables.remove(&bits, Owner::L2, 7..8);
+            assert_eq!(tables.stranger(None, far..far + 1), Some((far, Owner::RefcountBlock)));
+            assert!(bits.may_hold_table(far), "a guest could overwrite it");
+            // And the other way round.
+            tables.add(&bits, Owner::L2, 7..8);
+            tables.remove(&bits, Owner::RefcountBlock, far..far + 1);
+            assert!(bits.may_hold_table(7), "a guest could overwrite it");
+        }
     }
 }
