@@ -6,8 +6,9 @@ mod common;
 use block::{ErrorKind, File, IoError, MetaIo, Result, block_on};
 use common::{Base, NAME, blocking, copy, created, has_tool, judged_by_qemu, open, open_options, run};
 use format_qcow2::{
-    AmendOptions, CreateOptions, GrowBy, Header, NewSnapshot, Qcow2, ResizeOptions, Snapshot, SnapshotName,
-    SnapshotSize, amend, apply_snapshot, create_snapshot, delete_snapshot, resize, snapshots,
+    AmendOptions, BitmapAction, CreateOptions, GrowBy, Header, NewSnapshot, Qcow2, ResizeOptions, Snapshot,
+    SnapshotName, SnapshotSize, amend, apply_snapshot, create_snapshot, delete_snapshot, edit_bitmaps, resize,
+    snapshots,
 };
 use std::sync::Arc;
 use testkit::{Dice, Fault, FaultAction, OpKind, SimFileOptions, SimStorage, qcow2_check, stamped};
@@ -429,5 +430,65 @@ fn deleting_a_snapshot_whose_data_lead_into_tables_is_refused_before_they_are_gi
         let disk = block_on(guest.read(0, 8 * CLUSTER as usize)).unwrap();
         assert!(disk == stamped(2, 0, 8 * CLUSTER as usize), "the table at {table:#x} is gone");
         assert_eq!(storage.bytes(NAME)[60..72], bytes[60..72], "the snapshot is gone");
+    }
+}
+
+/// An image with a snapshot, a bitmap and free space inside, whose last cluster holds data of the disk, but has no
+/// refcount; and where the disk has those data.
+fn with_data_that_are_not_counted() -> (SimStorage, u64) {
+    const CLUSTER: usize = 4096;
+    let options = CreateOptions { size_bytes: 4 << 20, cluster_size: CLUSTER as u64, ..CreateOptions::default() };
+    let (storage, file) = created(&options, SimFileOptions::default());
+    let base = Base::default();
+    let change = |discarded: u64, written: &[u64]| {
+        let guest = open(&file, Arc::clone(&base));
+        block_on(async {
+            guest.discard(0, discarded * CLUSTER as u64).await.unwrap();
+            for cluster in written {
+                let at = cluster * CLUSTER as u64;
+                guest.write(at, &stamped(*cluster, at, CLUSTER)).await.unwrap();
+            }
+            guest.close().await.unwrap();
+        });
+    };
+    change(1, &(0..60).chain(500..520).collect::<Vec<_>>());
+    change(40, &[]);
+    carry_out(&storage, &Verb::Create("one".to_owned()), &base).unwrap();
+    change(1, &[45]);
+    let add = [("bits".to_owned(), BitmapAction::Add { granularity_bytes: None })];
+    block_on(edit_bitmaps(&blocking(&file), &*file, NAME, &add, &mut |_, _| true)).unwrap();
+    let mut bytes = storage.bytes(NAME);
+    let word = |at: u64| u64::from_be_bytes(bytes[at as usize..at as usize + 8].try_into().unwrap());
+    let l2 = (word(word(40)) & 0x00ff_ffff_ffff_fe00) as usize;
+    let host = bytes.len().next_multiple_of(CLUSTER);
+    bytes.resize(host, 0);
+    bytes.extend(stamped(7, 0, CLUSTER));
+    bytes[l2 + 100 * 8..l2 + 101 * 8].copy_from_slice(&(host as u64 | 1 << 63).to_be_bytes());
+    let storage = SimStorage::new(5);
+    storage.create_with(NAME, &bytes, SimFileOptions::default());
+    (storage, 100 * CLUSTER as u64)
+}
+
+#[test]
+fn data_of_the_disk_that_have_no_refcount_are_not_cut_off() {
+    let base = Base::default();
+    let data = stamped(7, 0, 4096);
+    let held = |storage: &SimStorage, at| block_on(open(&storage.file(NAME).unwrap(), Base::default()).read(at, 4096));
+    // Flags are to follow the refcounts, which lie.
+    let (storage, at) = with_data_that_are_not_counted();
+    let bytes = storage.bytes(NAME);
+    let error = carry_out(&storage, &Verb::Delete("one".to_owned()), &base).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BadImage, "{error}");
+    assert!(storage.bytes(NAME) == bytes, "the image has changed");
+    assert!(held(&storage, at).unwrap() == data);
+    // Who needs none of these refcounts does not see it.
+    let file = storage.file(NAME).unwrap();
+    let remove = [("bits".to_owned(), BitmapAction::Remove)];
+    block_on(edit_bitmaps(&blocking(&file), &*file, NAME, &remove, &mut |_, _| true)).unwrap();
+    assert!(held(&storage, at).unwrap() == data, "a bitmap was removed, and data were cut off");
+    for verb in [Verb::Resize(1 << 20, GrowBy::Nothing), amended(3, 64, false)] {
+        let (storage, at) = with_data_that_are_not_counted();
+        carry_out(&storage, &verb, &base).unwrap();
+        assert!(held(&storage, at).unwrap() == data, "{verb:?} cut data off");
     }
 }

@@ -53,9 +53,9 @@ pub async fn amend(
     let mut edit = Edit::open(io, file, name, watch).await?;
     let becomes_shorter = options.resize.as_ref().is_some_and(|resize| resize.size_bytes < edit.header.size_bytes);
     let done = edit.amend(options).await;
-    edit.end(done).await?;
+    let freed = edit.end_freeing(done).await?;
     if becomes_shorter {
-        compact(io, file, name, watch).await?;
+        compact(io, file, name, freed, watch).await?;
     }
     Ok(())
 }

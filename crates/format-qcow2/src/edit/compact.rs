@@ -9,16 +9,29 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// Makes the file as short as moving tables can make it, after the disk has become shorter. Nobody else may use the image;
-/// its contents do not change, whatever becomes of this.
-pub(super) async fn compact(io: &MetaIo, file: &dyn File, name: &str, watch: &mut EditWatch<'_>) -> Result<()> {
-    let moved = move_to_start(io, file, name, watch).await;
+/// its contents do not change, whatever becomes of this. `freed` is what the change before has freed.
+pub(super) async fn compact(
+    io: &MetaIo,
+    file: &dyn File,
+    name: &str,
+    freed: Vec<Range<u64>>,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let moved = move_to_start(io, file, name, freed, watch).await;
     moved.map_err(|error| {
         error.in_context(format!("'{name}' has its new size and is whole, but its file is longer than it has to be"))
     })
 }
 
-async fn move_to_start(io: &MetaIo, file: &dyn File, name: &str, watch: &mut EditWatch<'_>) -> Result<()> {
+async fn move_to_start(
+    io: &MetaIo,
+    file: &dyn File,
+    name: &str,
+    freed: Vec<Range<u64>>,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
     let mut edit = Edit::open(io, file, name, watch).await?;
+    edit.nobodys = freed;
     let moved = edit.move_tables().await;
     let prepared = match moved {
         Ok(None) => return Ok(()),
@@ -120,7 +133,7 @@ impl Edit<'_, '_> {
         let mut start = self.geometry.clusters_for(self.file_bytes);
         let end = start;
         loop {
-            let skipped = self.refs.skip_free(start).await;
+            let skipped = self.skip_unused(start).await;
             let (lower, is_found) = skipped.map_err(|error| self.failed(error))?;
             start = lower;
             self.listen()?;

@@ -7,6 +7,7 @@
 pub(crate) mod amend;
 pub(crate) mod bitmaps;
 mod compact;
+mod cut;
 mod data_file;
 mod header_layout;
 mod last_cluster;
@@ -64,6 +65,9 @@ pub(crate) struct Edit<'a, 'w> {
     can_grow: bool,
     can_discard: bool,
     data_change: DataChange,
+    file: &'a dyn File,
+    /// Freed by edits, so that nothing leads there: clusters, in order and apart.
+    nobodys: Vec<Range<u64>>,
     watch: &'a mut EditWatch<'w>,
 }
 
@@ -115,6 +119,8 @@ impl<'a, 'w> Edit<'a, 'w> {
             can_grow,
             can_discard: file.info().can_discard,
             data_change: DataChange::default(),
+            file,
+            nobodys: Vec::new(),
             header,
             watch,
         };
@@ -280,8 +286,8 @@ impl<'a, 'w> Edit<'a, 'w> {
         Ok(())
     }
 
-    /// Makes the change the image, durably, and gives back what it no longer uses.
-    pub(crate) async fn commit(mut self) -> Result<()> {
+    /// Makes the change the image, durably, and gives back what it no longer uses: the clusters that are returned.
+    pub(crate) async fn commit(mut self) -> Result<Vec<Range<u64>>> {
         let prepared = self.prepare().await;
         if let Err(error) = prepared {
             self.undo().await;
@@ -291,7 +297,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         self.cut_data_file().await;
         // It is only space.
         let _ = self.give_back().await;
-        Ok(())
+        Ok(self.nobodys)
     }
 
     /// One sector, and the prepared image is the image.
@@ -303,32 +309,6 @@ impl<'a, 'w> Edit<'a, 'w> {
         let sector = self.first_cluster.get(..HEADER_SECTOR_BYTES).unwrap_or_default();
         self.io.write(0, AlignedBuf::copy_of(sector)).await.map_err(failed)?;
         self.io.flush().await.map_err(failed)
-    }
-
-    /// Gives the host what the image no longer uses. Tells whether the file ends where it can; space within it that the host
-    /// cannot take it keeps.
-    async fn give_back(&mut self) -> IoResult {
-        let freed = self.refs.freed();
-        if freed.is_empty() {
-            return Ok(());
-        }
-        let cut = self.cut_off_unused().await;
-        for range in freed.into_iter().filter(|_| self.can_discard) {
-            let (start, end) = (self.geometry.start_of(range.start), self.geometry.start_of(range.end));
-            let _ = self.io.discard(start, end.saturating_sub(start)).await;
-        }
-        cut
-    }
-
-    async fn cut_off_unused(&mut self) -> IoResult {
-        if !self.can_grow || self.refs.grew() {
-            return Ok(());
-        }
-        let end = self.geometry.start_of(self.refs.end_of_use().await?);
-        match end < self.file_bytes {
-            true => self.io.set_length(end).await,
-            false => Ok(()),
-        }
     }
 
     /// Everything but the switch.

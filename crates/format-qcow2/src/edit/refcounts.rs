@@ -471,18 +471,6 @@ impl<'a> Refs<'a> {
         self.highest > self.file_clusters
     }
 
-    /// The end of the last cluster in use, looked for from the end of what the file had.
-    pub(crate) async fn end_of_use(&mut self) -> IoResult<u64> {
-        let mut end = self.file_clusters;
-        loop {
-            let (lower, is_found) = self.skip_free(end).await?;
-            if is_found {
-                return Ok(lower);
-            }
-            end = lower;
-        }
-    }
-
     /// Goes down from `end` over what nobody uses, as far as one block counts. Returns where that leads, and whether it
     /// is the end: of what is in use, or of the file.
     pub(crate) async fn skip_free(&mut self, end: u64) -> IoResult<(u64, bool)> {
@@ -535,7 +523,12 @@ mod tests {
             let mut refs =
                 Refs::new(&io, header.geometry(), table, header.refcount_table_offset, blocks * clusters * 512);
             refs.clean_bytes = 0;
-            assert_eq!(refs.end_of_use().await.unwrap(), 0);
+            let mut end = refs.file_clusters;
+            let mut is_found = false;
+            while !is_found {
+                (end, is_found) = refs.skip_free(end).await.unwrap();
+            }
+            assert_eq!(end, 0);
             assert!(refs.blocks.len() <= CLEAN_BLOCKS_MIN, "{} blocks are kept", refs.blocks.len());
             for block in 0..blocks {
                 let looked_at = refs.require_kept(block * clusters..block * clusters + 1).await;

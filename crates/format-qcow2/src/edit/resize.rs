@@ -61,9 +61,9 @@ pub async fn resize(
     let mut edit = Edit::open(io, file, name, watch).await?;
     let becomes_shorter = options.size_bytes < edit.header.size_bytes;
     let done = edit.resize(options).await;
-    edit.end(done).await?;
+    let freed = edit.end_freeing(done).await?;
     if becomes_shorter {
-        compact(io, file, name, watch).await?;
+        compact(io, file, name, freed, watch).await?;
     }
     Ok(())
 }

@@ -6,6 +6,7 @@ use crate::geometry::Geometry;
 use crate::header::{MAX_L1_BYTES, MAX_SNAPSHOTS};
 use crate::snapshot::{Row, Snapshot, SnapshotName, TABLE_BYTES_MAX, find, rows_bytes};
 use block::{ErrorKind, File, MetaIo, Result};
+use std::ops::Range;
 
 /// Longest name and id that a row can hold.
 const NAME_BYTES_MAX: usize = u16::MAX as usize;
@@ -81,6 +82,11 @@ impl<'a, 'w> Edit<'a, 'w> {
 impl Edit<'_, '_> {
     /// Commits what was prepared, or gives its space back.
     pub(super) async fn end(self, prepared: Result<()>) -> Result<()> {
+        self.end_freeing(prepared).await.map(drop)
+    }
+
+    /// As [`Edit::end`]; returns the clusters that nothing uses any more.
+    pub(super) async fn end_freeing(self, prepared: Result<()>) -> Result<Vec<Range<u64>>> {
         match prepared {
             Ok(()) => self.commit().await,
             Err(error) => {
@@ -170,7 +176,8 @@ impl Edit<'_, '_> {
         let (index, row) = self.row(which)?;
         let deleted = self.read_l1(row.l1_offset, row.l1_entries).await.map_err(|error| self.failed(error))?;
         let old = self.active_l1().await.map_err(|error| self.failed(error))?;
-        let mut steps = Steps::new(deleted.len().saturating_add(old.len()));
+        let mut steps = Steps::new(deleted.len().saturating_add(old.len().saturating_mul(2)));
+        self.require_counted(&old, &mut steps).await?;
         self.count_tree(&deleted, Direction::Down, &mut steps).await?;
         let mut l1 = old.clone();
         self.retag(&mut l1, 1, &mut steps).await?;

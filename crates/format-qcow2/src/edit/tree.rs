@@ -129,7 +129,27 @@ impl Edit<'_, '_> {
         self.refs.relieve().await
     }
 
-    /// Makes the flags of a tree follow the refcounts. Tables that change move; `sharers` is how many L1 tables (this one
+    /// Fails if something that an L1 table leads to counts as free: new tables would be put there. Called before the edit
+    /// writes anything.
+    pub(super) async fn require_counted(&mut self, l1: &[u64], steps: &mut Steps) -> Result<()> {
+        for raw in l1 {
+            if let Some(offset) = self.l2_offset(*raw) {
+                self.require_table_counted(offset).await.map_err(|error| self.failed(error))?;
+            }
+            steps.one(self)?;
+        }
+        Ok(())
+    }
+
+    async fn require_table_counted(&mut self, offset: u64) -> IoResult {
+        for raw in self.read_l2(offset).await?.into_iter().step_by(self.geometry.entry_words()) {
+            let hosts = self.decode(raw)?.host_clusters(&self.geometry);
+            self.refs.require_kept(hosts).await?;
+        }
+        self.refs.relieve().await
+    }
+
+    /// Makes the flags of a tree follow the refcounts. What it leads to must not have fallen free. Tables that change move; `sharers` is how many L1 tables (this one
     /// among them) will name them.
     pub(super) async fn retag(&mut self, l1: &mut [u64], sharers: u64, steps: &mut Steps) -> Result<()> {
         for raw in l1.iter_mut() {
@@ -146,7 +166,9 @@ impl Edit<'_, '_> {
         let mut l2 = self.read_l2(offset).await?;
         let mut changed = false;
         for word in l2.iter_mut().step_by(self.geometry.entry_words()) {
-            let host = match self.decode(*word)? {
+            let cluster = self.decode(*word)?;
+            self.refs.require_kept(cluster.host_clusters(&self.geometry)).await?;
+            let host = match cluster {
                 Cluster::Data { host, .. } | Cluster::ZeroAllocated { host, .. } => host,
                 Cluster::Unallocated | Cluster::Zero | Cluster::Compressed { .. } => continue,
             };
