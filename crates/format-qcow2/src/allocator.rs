@@ -11,7 +11,6 @@ use crate::refcount::Absent;
 use crate::state::{FreshTable, Inner, Need, State, Step, Stop};
 use crate::tables::Owner;
 use block::{IoError, IoErrorKind};
-use std::ops::Range;
 
 /// Refcounts looked at in one step of the scan.
 const SCAN_CLUSTERS: u64 = 1 << 16;
@@ -110,10 +109,8 @@ impl Inner {
         let to = block_end.min(state.space.scan_limit).min(from.saturating_add(SCAN_CLUSTERS));
         match state.refcounts.free_runs(from, to) {
             Ok(runs) => {
-                for Range { start, end } in runs {
-                    for gap in state.space.quarantine.gaps(start, end.saturating_sub(start)) {
-                        state.space.free.add(gap);
-                    }
+                for run in runs {
+                    state.space.found_free(run);
                 }
                 state.space.scanned_end = to;
             }
@@ -215,5 +212,109 @@ impl Inner {
         self.add_tables(state, Owner::RefcountBlock, first..first.saturating_add(blocks));
         state.space.frontier = run.end();
         self.count_one(state, run)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::create::{CreateOptions, create};
+    use crate::image::{OpenOptions, Qcow2};
+    use crate::packing::PackedCluster;
+    use crate::write::Prepared;
+    use block::{File, MetaIo, block_on};
+    use std::ops::Range;
+    use testkit::{SimFileOptions, SimStorage};
+
+    const CLUSTER: u64 = 512;
+    /// Host clusters that a refcount block counts.
+    const BLOCK: u64 = CLUSTER / 2;
+
+    /// An image of 1000 clusters, all in use.
+    fn full() -> (Qcow2, MetaIo) {
+        let storage = SimStorage::new(1);
+        let file = storage.create("disk", 0, SimFileOptions::default());
+        let io = MetaIo::new(file.open_blocking().unwrap());
+        let size_bytes = 1000 * CLUSTER;
+        let options = CreateOptions { size_bytes, cluster_size: CLUSTER, ..CreateOptions::default() };
+        let open = || OpenOptions { name: "disk".to_owned(), read_only: false };
+        block_on(async {
+            create(&io, &options).await.unwrap();
+            let qcow2 = Qcow2::open(&io, file.info(), open()).await.unwrap();
+            let mut at = 0;
+            while at < size_bytes {
+                let Prepared::New(new) = qcow2.prepare_write(&io, at, size_bytes - at).await.unwrap() else {
+                    panic!("nothing was there before");
+                };
+                at = new.guest_offset + new.length_bytes;
+                qcow2.commit_write(&io, new).await.unwrap();
+            }
+            qcow2.close(&io).await.unwrap();
+            // As long as it is now.
+            let file = storage.file("disk").unwrap();
+            (Qcow2::open(&io, file.info(), open()).await.unwrap(), io)
+        })
+    }
+
+    fn pack(qcow2: &Qcow2, io: &MetaIo, guest: u64) {
+        let cluster = PackedCluster { guest_offset: guest * CLUSTER, length_bytes: 500 };
+        block_on(async {
+            let space = qcow2.prepare_compressed(io, &[cluster]).await.unwrap();
+            qcow2.commit_compressed(io, space).await.unwrap();
+        });
+    }
+
+    /// Those of some clusters that are taken for free.
+    fn free_among(state: &State, clusters: Range<u64>) -> Vec<u64> {
+        clusters.filter(|cluster| state.space.free.gaps(*cluster, 1).is_empty()).collect()
+    }
+
+    #[test]
+    fn what_is_kept_for_compressed_clusters_is_not_found_free_once_more() {
+        let (qcow2, io) = full();
+        let inner = &*qcow2.inner;
+        // All of it free, and known to be, though nobody has looked at the block.
+        block_on(async {
+            qcow2.discard(&io, 550 * CLUSTER, 40 * CLUSTER).await.unwrap();
+            qcow2.flush(&io).await.unwrap();
+            qcow2.flush(&io).await.unwrap();
+        });
+        let known = free_among(&inner.lock(), 2 * BLOCK..3 * BLOCK);
+        assert!(known.len() >= 20, "{known:?}");
+        pack(&qcow2, &io, 10);
+        let kept = inner.lock().space.for_packed.clone();
+        assert!(kept.end - kept.start >= 5 && kept.clone().all(|cluster| known.contains(&cluster)), "{kept:?}");
+        block_on(inner.run(&io, |state| {
+            state.space.scanned_end = 2 * BLOCK;
+            inner.scan_step(state)
+        }))
+        .unwrap();
+        assert_eq!(inner.lock().space.scanned_end, 3 * BLOCK);
+        assert_eq!(free_among(&inner.lock(), kept.clone()), Vec::<u64>::new(), "kept, and free");
+        for guest in 11..15 {
+            pack(&qcow2, &io, guest);
+        }
+        let mut state = inner.lock();
+        let free = free_among(&state, 2 * BLOCK..3 * BLOCK);
+        assert!(!free.is_empty(), "nothing was found, so this shows nothing");
+        for cluster in free {
+            assert_eq!(state.refcounts.get(cluster), Ok(0), "cluster {cluster}");
+        }
+    }
+
+    #[test]
+    fn what_is_being_punched_is_not_handed_out_even_if_it_was_taken_for_free_before() {
+        let (qcow2, io) = full();
+        let inner = &*qcow2.inner;
+        let cluster = 2 * BLOCK + 5;
+        block_on(
+            inner.run(&io, |state| state.refcounts.get(cluster).map(drop).map_err(|absent| inner.stop_for(absent))),
+        )
+        .unwrap();
+        let mut state = inner.lock();
+        state.space.free.add(Run { first: cluster, count: 1, zeroed: false });
+        inner.decrement(&mut state, cluster, 1, &mut Vec::new());
+        assert_eq!(state.refcounts.get(cluster), Ok(0));
+        assert_eq!(free_among(&state, cluster..cluster + 1), Vec::<u64>::new());
     }
 }

@@ -113,13 +113,15 @@ impl Inner {
         None
     }
 
-    fn decrement(&self, state: &mut State, cluster: u64, count: u64, runs: &mut Vec<Run>) {
+    pub(crate) fn decrement(&self, state: &mut State, cluster: u64, count: u64, runs: &mut Vec<Run>) {
         let left = count.saturating_sub(1);
         if state.refcounts.set(cluster, left).is_err() || left > 0 {
             return;
         }
         let run = Run { first: cluster, count: 1, zeroed: false };
         state.space.quarantine.add(run);
+        // It was in use, so it is not known there; if it were, it could be handed out while it is being punched.
+        state.space.free.remove(run);
         match runs.last_mut() {
             Some(last) if last.end() == cluster => last.count = last.count.saturating_add(1),
             _ => runs.push(run),

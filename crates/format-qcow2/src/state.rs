@@ -96,6 +96,19 @@ pub(crate) struct Space {
 }
 
 impl Space {
+    /// Clusters without a refcount may be handed out, but for those that are being punched, or kept for something.
+    pub(crate) fn found_free(&mut self, clusters: Range<u64>) {
+        let kept = self.for_packed.clone();
+        let before = clusters.start..clusters.end.min(kept.start);
+        let behind = clusters.start.max(kept.end)..clusters.end;
+        let parts = if kept.is_empty() { [clusters, 0..0] } else { [before, behind] };
+        for Range { start, end } in parts {
+            for gap in self.quarantine.gaps(start, end.saturating_sub(start)) {
+                self.free.add(gap);
+            }
+        }
+    }
+
     /// Lets go of what was kept for compressed clusters.
     pub(crate) fn release_packed(&mut self) {
         let Range { start, end } = std::mem::take(&mut self.for_packed);
