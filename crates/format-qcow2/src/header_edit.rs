@@ -95,6 +95,13 @@ impl HeaderEdit {
         })
     }
 
+    /// As [`HeaderEdit::of_cluster`], of a first cluster that was changed since it was read: the header on disk is the one
+    /// in `on_disk`, and what that uses stays.
+    pub(crate) fn of_changed(cluster: &[u8], on_disk: &[u8], version: u32, name: &str) -> Result<Self> {
+        let in_use = Self::of_cluster(on_disk, version, name)?.in_use;
+        Ok(Self { in_use, ..Self::of_cluster(cluster, version, name)? })
+    }
+
     /// Puts an extension in the place of the one of its kind; `None` takes that away.
     pub(crate) fn set_extension(&mut self, kind: u32, data: Option<Vec<u8>>) {
         self.extensions.retain(|(other, _)| *other != kind);

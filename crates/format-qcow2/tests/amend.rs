@@ -5,7 +5,11 @@ mod common;
 
 use block::{ErrorKind, File, IoError, Result, block_on};
 use common::{Base, DATA, NAME, blocking, copy, created, open, open_options};
-use format_qcow2::{AmendOptions, CreateOptions, Header, NewSnapshot, Qcow2, ResizeOptions, amend, create_snapshot};
+use format_qcow2::{
+    AmendOptions, BitmapAction, CreateOptions, Header, NewSnapshot, Qcow2, ResizeOptions, amend, create_snapshot,
+    edit_bitmaps,
+};
+use memory::AlignedBuf;
 use testkit::{Fault, FaultAction, OpKind, SimFileOptions, SimStorage, qcow2_check, stamped};
 
 fn made(options: &CreateOptions) -> SimStorage {
@@ -145,6 +149,46 @@ fn a_power_cut_while_the_data_file_is_renamed_leaves_one_of_the_names() {
             assert!(same(&found, &before) || same(&found, &after), "{:?}", found.0);
         }
     }
+}
+
+#[test]
+fn a_power_cut_while_the_header_is_laid_out_twice_leaves_the_backing_files_name() {
+    let backing = "a-name-of-a-backing-file-that-is-quite-long".repeat(8);
+    let create = CreateOptions {
+        size_bytes: 160 << 10,
+        cluster_size: 4096,
+        data_file: Some(DATA.to_owned()),
+        backing_file: Some(backing.clone()),
+        ..CreateOptions::default()
+    };
+    let (storage, file) = created(&create, SimFileOptions::default());
+    let io = blocking(&file);
+    let add = [("bits".to_owned(), BitmapAction::Add { granularity_bytes: None })];
+    block_on(edit_bitmaps(&io, &*file, NAME, &add, &mut |_, _| true)).unwrap();
+    // Where other programs may put it: behind the first sector, and not at a sector's start.
+    let mut bytes = storage.bytes(NAME)[..4096].to_vec();
+    bytes[512..].fill(0);
+    bytes[700..700 + backing.len()].copy_from_slice(backing.as_bytes());
+    bytes[8..16].copy_from_slice(&700u64.to_be_bytes());
+    block_on(io.write(0, AlignedBuf::copy_of(&bytes))).unwrap();
+    let storage = copy(&storage);
+    storage.record();
+    // The bitmap needs another directory, and the data file another flag.
+    let resize = ResizeOptions { size_bytes: 300 << 10, data_file_bytes: Some(160 << 10), ..ResizeOptions::default() };
+    let options = AmendOptions { resize: Some(resize), data_file_raw: Some(false), ..AmendOptions::default() };
+    amended(&storage, &options).unwrap();
+    let mut replay = storage.take_recording().replay();
+    let mut seen = [0, 0];
+    while replay.advance().is_some() {
+        for outcome in 0..2 {
+            let cut = replay.power_cut(outcome);
+            let file = cut.file(NAME).unwrap();
+            let opened = block_on(Qcow2::open(&blocking(&file), file.info(), open_options(true))).unwrap();
+            assert_eq!(opened.header().backing_file.as_ref(), Some(&backing));
+            seen[usize::from(opened.size_bytes() == 300 << 10)] += 1;
+        }
+    }
+    assert!(seen.iter().all(|count| *count > 0), "{seen:?}");
 }
 
 #[test]

@@ -9,7 +9,6 @@ use crate::entry::{COPIED, Cluster};
 use crate::header::{
     AUTOCLEAR_DATA_FILE_RAW, COMPATIBLE_LAZY_REFCOUNTS, Compression, EXTENSION_DATA_FILE, INCOMPATIBLE_COMPRESSION,
 };
-use crate::header_edit::HeaderEdit;
 use crate::refcount::max_count;
 use block::{ErrorKind, File, IoResult, MetaIo, Result};
 use memory::AlignedBuf;
@@ -153,7 +152,7 @@ impl Edit<'_, '_> {
     }
 
     fn amend_data_file(&mut self, options: &AmendOptions) -> Result<()> {
-        let mut header = HeaderEdit::of_cluster(&self.first_cluster, self.header.version, self.name)?;
+        let mut header = self.header_edit()?;
         if options.data_file_raw == Some(false) && self.header.has_data_file() {
             header.set_autoclear(header.autoclear() & !AUTOCLEAR_DATA_FILE_RAW);
         } else if options.data_file.is_none() {

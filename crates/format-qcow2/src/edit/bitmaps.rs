@@ -5,7 +5,6 @@ use crate::bitmap::{
     AUTOCLEAR_BITMAPS, Bitmap, BitmapBits, EXTENSION_BITMAPS, MAX_BITMAPS, MAX_BITS_BYTES, MAX_NAME_BYTES,
     TABLE_ALL_ONES, bits, data_offset, directory, in_use, not_found, table,
 };
-use crate::header_edit::HeaderEdit;
 use block::{Error, ErrorKind, File, IoResult, MetaIo, Result};
 
 /// One change to a bitmap.
@@ -282,7 +281,7 @@ impl Edit<'_, '_> {
                 Some(data)
             }
         };
-        let mut header = HeaderEdit::of_cluster(&self.first_cluster, self.header.version, self.name)?;
+        let mut header = self.header_edit()?;
         let autoclear = header.autoclear() & !AUTOCLEAR_BITMAPS;
         header.set_autoclear(if extension.is_some() { autoclear | AUTOCLEAR_BITMAPS } else { autoclear });
         header.set_extension(EXTENSION_BITMAPS, extension);

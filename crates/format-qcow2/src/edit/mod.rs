@@ -18,6 +18,7 @@ mod tree;
 
 use crate::geometry::Geometry;
 use crate::header::{HEADER_SECTOR_BYTES, Header, OFFSET_AUTOCLEAR, OFFSET_REFCOUNT_TABLE};
+use crate::header_edit::HeaderEdit;
 use crate::image::read_first_cluster;
 use crate::load::entries;
 use crate::repair_at_open::repair_if_dirty;
@@ -232,6 +233,11 @@ impl<'a, 'w> Edit<'a, 'w> {
 
     pub(crate) fn put_u64(&mut self, offset: usize, value: u64) {
         self.put(offset, &value.to_be_bytes());
+    }
+
+    /// The first cluster as it will be, to change more than fields of it.
+    pub(crate) fn header_edit(&self) -> Result<HeaderEdit> {
+        HeaderEdit::of_changed(&self.first_cluster, &self.old_cluster, self.header.version, self.name)
     }
 
     /// The disk will have this size.
