@@ -149,8 +149,8 @@ impl Edit<'_, '_> {
         self.refs.relieve().await
     }
 
-    /// Makes the flags of a tree follow the refcounts. What it leads to must not have fallen free. Tables that change move; `sharers` is how many L1 tables (this one
-    /// among them) will name them.
+    /// Makes the flags of a tree follow the refcounts. What it leads to must not have fallen free. Tables that change move;
+    /// `sharers` is how many L1 tables (this one among them) will name them.
     pub(super) async fn retag(&mut self, l1: &mut [u64], sharers: u64, steps: &mut Steps) -> Result<()> {
         for raw in l1.iter_mut() {
             if let Some(offset) = self.l2_offset(*raw) {
