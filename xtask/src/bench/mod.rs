@@ -218,8 +218,7 @@ fn measure_cell(
     Ok(outcome)
 }
 
-/// The program as users run it.
-/// By an absolute name: it is run in other directories too.
+/// The program to be measured, by an absolute name: it is run in other directories too.
 fn ringdisk_of(arguments: &BenchArguments) -> Result<PathBuf> {
     match &arguments.ringdisk {
         Some(path) => std::path::absolute(path).with_context(|| format!("there is no {}", path.display())),
@@ -227,6 +226,7 @@ fn ringdisk_of(arguments: &BenchArguments) -> Result<PathBuf> {
     }
 }
 
+/// The program as users run it.
 fn build_ringdisk() -> Result<PathBuf> {
     let build = Program::cargo().args(["build", "--release", "--package", "ringdisk"]).watch()?;
     if !build.success() {

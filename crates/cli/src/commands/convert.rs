@@ -8,7 +8,7 @@ use crate::tool::{
 };
 use anyhow::{Context, bail};
 use block::Disk;
-use daemon::{parse_key_values, parse_size};
+use daemon::{escape, parse_key_values, parse_size};
 use image::{Format, Image};
 use jobs::{ConvertOptions, Salvage, Unreadable};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -104,7 +104,7 @@ impl Target {
                     "size" => {}
                     "backing_file" => backing = Some(pair.value),
                     "backing_fmt" => backing_format = Some(pair.value),
-                    key => options.push(format!("{key}={}", pair.value.replace(',', ",,"))),
+                    key => options.push(format!("{key}={}", escape(&pair.value))),
                 }
             }
         }
