@@ -311,10 +311,11 @@ mod tests {
 
     #[test]
     fn work_that_a_panic_took_along_is_not_called_done() {
-        let reactors: Vec<_> = (0..2).map(|_| Reactor::spawn(ReactorConfig::default()).unwrap()).collect();
-        let handles: Vec<_> = reactors.iter().map(|reactor| reactor.handle()).collect();
         let cancel = AtomicBool::new(false);
         for spread in [Spread::All, Spread::First] {
+            // New ones each time: either may be the one that panics.
+            let reactors: Vec<_> = (0..2).map(|_| Reactor::spawn(ReactorConfig::default()).unwrap()).collect();
+            let handles: Vec<_> = reactors.iter().map(|reactor| reactor.handle()).collect();
             let mut control = Control { cancel: &cancel, progress: &mut |_: Progress| () };
             let pipeline = Pipeline::start(&handles, spread, 1, 1000, |_| Ok(PanicsAt(3)));
             let pushed = (0..1000).take_while(|item| pipeline.push(*item, 1, &mut control)).count();
