@@ -61,6 +61,11 @@ impl Tables {
         [&self.header, &self.l1, &self.refcount_table].into_iter().chain(&self.l2).chain(&self.blocks)
     }
 
+    /// As [`Tables::all`].
+    pub(crate) fn into_all(self) -> Vec<Range<usize>> {
+        [self.header, self.l1, self.refcount_table].into_iter().chain(self.l2).chain(self.blocks).collect()
+    }
+
     fn region(&self, u: &mut Unstructured<'_>, length: usize) -> Result<Range<usize>> {
         let pick = |u: &mut Unstructured<'_>, ranges: &[Range<usize>]| -> Result<Range<usize>> {
             if ranges.is_empty() { Ok(0..length) } else { Ok(u.choose(ranges)?.clone()) }

@@ -201,9 +201,8 @@ impl Inner {
             let new_offset = self.geometry.start_of(first.saturating_add(blocks));
             state.refcounts.move_table(new_offset, usize::try_from(entries).map_err(|_| IoError::EIO)?);
             let old = old_first..old_first.saturating_add(old_clusters);
-            self.remove_tables(state, Owner::RefcountTable, old.clone());
             self.add_tables(state, Owner::RefcountTable, first.saturating_add(blocks)..run.end());
-            self.unlink(state, std::iter::once(old));
+            self.unlink_table(state, Owner::RefcountTable, old);
         }
         for number in 0..blocks {
             let offset = self.geometry.start_of(first.saturating_add(number));

@@ -8,7 +8,6 @@ use crate::free_runs::Run;
 use crate::refcount::Absent;
 use crate::state::{Freed, Inner, State};
 use block::{IoResult, MetaIo};
-use std::ops::Range;
 
 /// Holes finer than this are not relied on: a file system may leave them as they are.
 const HOLE_BYTES: u64 = 4096;
@@ -57,7 +56,7 @@ impl Inner {
         let mut unfinished = Unfinished { inner: self, left: due };
         while let Some(mut freed) = unfinished.left.pop() {
             while !freed.clusters.is_empty() {
-                let stopped = self.decrement_some(&mut freed.clusters, &mut punching.runs);
+                let stopped = self.decrement_some(&mut freed, &mut punching.runs);
                 let Some(block) = stopped else { continue };
                 unfinished.left.push(freed.clone());
                 self.load_block(io, block).await?;
@@ -94,12 +93,19 @@ impl Inner {
         due
     }
 
-    /// Decrements from the start of `clusters` on; returns the block that has to be loaded first, if one has.
-    fn decrement_some(&self, clusters: &mut Range<u64>, runs: &mut Vec<Run>) -> Option<u64> {
+    /// Decrements from the start of `freed` on; returns the block that has to be loaded first, if one has.
+    fn decrement_some(&self, freed: &mut Freed, runs: &mut Vec<Run>) -> Option<u64> {
         let mut state = self.lock();
+        let clusters = &mut freed.clusters;
         while !clusters.is_empty() {
-            match state.refcounts.get(clusters.start) {
-                Err(Absent::NotLoaded(block)) => return Some(block),
+            let found = state.refcounts.get(clusters.start);
+            if let Err(Absent::NotLoaded(block)) = found {
+                return Some(block);
+            }
+            if let Some(table) = freed.table {
+                self.remove_tables(&mut state, table, clusters.start..clusters.start.saturating_add(1));
+            }
+            match found {
                 Ok(1) if self.is_table(&mut state, clusters.start) => {
                     self.corrupt(format_args!("host cluster {} holds a table and was freed", clusters.start));
                 }

@@ -11,7 +11,7 @@ use crate::free_runs::{FreeRuns, Run};
 use crate::geometry::Geometry;
 use crate::header::{HEADER_SECTOR_BYTES, Header};
 use crate::refcount::{Absent, Refcounts};
-use crate::tables::{TableBits, Tables};
+use crate::tables::{Owner, TableBits, Tables};
 use crate::tail::Tail;
 use crate::tracking::Tracking;
 use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
@@ -60,6 +60,8 @@ pub(crate) struct Freed {
     pub(crate) clusters: Range<u64>,
     /// Operations resolved until then may still use them.
     pub(crate) epoch: u64,
+    /// The table that lies there. It is guarded until then: the file may still lead to it, or its copy not be made yet.
+    pub(crate) table: Option<Owner>,
 }
 
 /// What a slice of an L2 table that was never written holds.

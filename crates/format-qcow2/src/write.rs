@@ -71,7 +71,7 @@ impl Drop for Allocation {
         if !self.unpublished.is_empty() {
             // A write to it may still be in flight, so it waits for its epoch like anything else.
             let epoch = self.inner.epochs.retire();
-            state.retired.push(Freed { clusters: self.unpublished.clone(), epoch });
+            state.retired.push(Freed { clusters: self.unpublished.clone(), epoch, table: None });
         }
         drop(state);
         self.inner.idle.wake_all();
@@ -227,12 +227,21 @@ impl Inner {
 
     /// References that are gone from the tables in memory. Call it after the tables were changed.
     pub(crate) fn unlink(&self, state: &mut State, clusters: impl IntoIterator<Item = Range<u64>>) {
+        self.unlink_from(state, clusters, None);
+    }
+
+    /// As [`Inner::unlink`], for a table that has moved.
+    pub(crate) fn unlink_table(&self, state: &mut State, table: Owner, clusters: Range<u64>) {
+        self.unlink_from(state, std::iter::once(clusters), Some(table));
+    }
+
+    fn unlink_from(&self, state: &mut State, clusters: impl IntoIterator<Item = Range<u64>>, table: Option<Owner>) {
         let mut clusters = clusters.into_iter().peekable();
         if clusters.peek().is_none() {
             return;
         }
         let epoch = self.epochs.retire();
-        let freed = clusters.map(|clusters| Freed { clusters, epoch });
+        let freed = clusters.map(|clusters| Freed { clusters, epoch, table });
         match self.skips(Barrier::Reuse) {
             false => state.unlinked.extend(freed),
             true => state.retired.extend(freed),
@@ -264,8 +273,7 @@ impl Inner {
                     let offset = self.allocate_table(state, fresh)?;
                     state.fresh_tables.insert(l1_index, fresh);
                     self.set_l1(state, l1_index, offset | COPIED);
-                    self.remove_tables(state, Owner::L2, old..old.saturating_add(1));
-                    self.unlink(state, std::iter::once(old..old.saturating_add(1)));
+                    self.unlink_table(state, Owner::L2, old..old.saturating_add(1));
                 }
             }
             Some(table) => self.guard_l2(state, table.offset)?,

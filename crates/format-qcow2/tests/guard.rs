@@ -144,6 +144,26 @@ fn a_table_that_was_only_read_so_far_is_not_overwritten_either() {
 }
 
 #[test]
+fn a_table_is_guarded_until_the_copy_that_takes_its_place_is_published() {
+    let mut bytes = image();
+    let Places { l1, l2, block, .. } = places(&bytes);
+    // As with a snapshot the table is used twice, so that the first write copies it; and data of its own lead into it.
+    put(&mut bytes, l1, l2[0]);
+    let count = (block + l2[0] / CLUSTER as u64 * 2) as usize;
+    assert_eq!(bytes[count..count + 2], [0, 1], "this is not its refcount");
+    bytes[count + 1] = 2;
+    put(&mut bytes, l2[0] + 5 * 8, l2[0] | COPIED);
+    let (storage, guest) = open_bytes(&bytes, Base::default());
+    let target = 5 * CLUSTER as u64;
+    block_on(async {
+        guest.write(0, &[1; 512]).await.unwrap();
+        assert_eq!(guest.qcow2.lookup_overwrite(target, 512), Overwrite::Slow);
+        assert_eq!(kind(guest.write(target, &[0xee; 512]).await), Err(IoErrorKind::Corrupt));
+    });
+    assert_stopped(&storage, &guest, &bytes, "data lead into a table that is being copied");
+}
+
+#[test]
 fn a_second_mapping_of_space_that_has_become_a_table_cannot_eat_the_table() {
     let mut bytes = image();
     let Places { l2, .. } = places(&bytes);
