@@ -18,6 +18,10 @@ const SCAN_CLUSTERS: u64 = 1 << 16;
 /// one an allocation.
 const SCAN_EVERY_CLUSTERS: u64 = 256;
 
+/// Space that waits for a flush to be free is left alone up to this size, or up to this part of a larger disk.
+const UNLINKED_BYTES: u64 = 64 << 20;
+const UNLINKED_PART_OF_DISK: u64 = 8;
+
 const NO_SPACE: Stop = Stop::Fail(IoError::new(IoErrorKind::NoSpace));
 
 impl Inner {
@@ -71,11 +75,20 @@ impl Inner {
             let all_scanned = state.space.scanned_end >= state.space.scan_limit;
             let has_room = self.can_grow || state.space.frontier < self.file_clusters;
             if all_scanned || (has_room && state.space.frontier < state.space.next_scan) {
+                if state.unlinked_clusters > self.unlinked_clusters_max() {
+                    return Err(Stop::Need(Need::Flush));
+                }
                 return self.take_at_frontier(state, want);
             }
             self.scan_step(state)?;
             state.space.next_scan = state.space.frontier.saturating_add(SCAN_EVERY_CLUSTERS);
         }
+    }
+
+    /// A guest that discards and writes and never flushes makes the file longer by this much at most, and then waits.
+    fn unlinked_clusters_max(&self) -> u64 {
+        let part_of_disk = self.geometry.clusters_for(self.geometry.size_bytes) / UNLINKED_PART_OF_DISK;
+        self.geometry.cluster_of(UNLINKED_BYTES).max(part_of_disk)
     }
 
     /// Space that is known to be free.
@@ -217,41 +230,24 @@ impl Inner {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::create::{CreateOptions, create};
-    use crate::image::{OpenOptions, Qcow2};
+    use crate::fixture::{self, CLUSTER};
+    use crate::image::Qcow2;
     use crate::packing::PackedCluster;
-    use crate::write::Prepared;
-    use block::{File, MetaIo, block_on};
+    use block::{MetaIo, block_on};
     use std::ops::Range;
-    use testkit::{SimFileOptions, SimStorage};
 
-    const CLUSTER: u64 = 512;
     /// Host clusters that a refcount block counts.
     const BLOCK: u64 = CLUSTER / 2;
 
     /// An image of 1000 clusters, all in use.
     fn full() -> (Qcow2, MetaIo) {
-        let storage = SimStorage::new(1);
-        let file = storage.create("disk", 0, SimFileOptions::default());
-        let io = MetaIo::new(file.open_blocking().unwrap());
         let size_bytes = 1000 * CLUSTER;
-        let options = CreateOptions { size_bytes, cluster_size: CLUSTER, ..CreateOptions::default() };
-        let open = || OpenOptions { name: "disk".to_owned(), read_only: false };
+        let (storage, io) = fixture::created(size_bytes);
         block_on(async {
-            create(&io, &options).await.unwrap();
-            let qcow2 = Qcow2::open(&io, file.info(), open()).await.unwrap();
-            let mut at = 0;
-            while at < size_bytes {
-                let Prepared::New(new) = qcow2.prepare_write(&io, at, size_bytes - at).await.unwrap() else {
-                    panic!("nothing was there before");
-                };
-                at = new.guest_offset + new.length_bytes;
-                qcow2.commit_write(&io, new).await.unwrap();
-            }
+            let qcow2 = fixture::opened(&storage, &io).await;
+            fixture::fill(&qcow2, &io, 0..size_bytes).await;
             qcow2.close(&io).await.unwrap();
-            // As long as it is now.
-            let file = storage.file("disk").unwrap();
-            (Qcow2::open(&io, file.info(), open()).await.unwrap(), io)
+            (fixture::opened(&storage, &io).await, io)
         })
     }
 

@@ -27,7 +27,7 @@ impl Inner {
     /// Whether a flush leaves the refcounts out. Not if too many wait; and not if their table moves: its old place must not
     /// be used again while the header leads there.
     pub(crate) fn postpones_refcounts(&self, state: &State) -> bool {
-        let must_write = state.refcounts.is_crowded() || state.refcounts.has_moved();
+        let must_write = state.refcounts.is_half_crowded() || state.refcounts.has_moved();
         state.dirty.set && state.dirty.wanted && !must_write
     }
 

@@ -140,10 +140,14 @@ impl Inner {
     /// Brings everything to the file, refcounts too. No operation is in flight.
     pub(crate) async fn settle(&self, io: &MetaIo) -> IoResult {
         self.stop_postponing();
-        self.flush(io).await?;
-        self.reap(io, true).await?;
-        self.flush(io).await?;
-        self.reap(io, true).await?;
+        loop {
+            self.flush(io).await?;
+            self.reap(io, true).await?;
+            let state = self.lock();
+            if state.retired.is_empty() && state.unlinked.is_empty() {
+                break;
+            }
+        }
         self.flush(io).await
     }
 
@@ -322,6 +326,7 @@ impl<'a> Writing<'a> {
     fn begin(inner: &'a Inner) -> IoResult<Option<Self>> {
         let mut guard = inner.lock();
         let state = &mut *guard;
+        state.unlinked_clusters = 0;
         let postponed = inner.postpones_refcounts(state);
         let clean = !state.book.has_dirty() && state.l1_dirty.is_empty();
         if clean && (postponed || !state.refcounts.has_dirty()) && state.unlinked.is_empty() {

@@ -141,6 +141,7 @@ impl Qcow2 {
             in_flight: BTreeMap::new(),
             busy: HashSet::new(),
             unlinked: Vec::new(),
+            unlinked_clusters: 0,
             retired: Vec::new(),
             flushes: FlushQueue::default(),
             dirty: DirtyBit::default(),

@@ -28,6 +28,8 @@ mod dirty;
 mod dirty_bits;
 mod edit;
 mod entry;
+#[cfg(test)]
+mod fixture;
 mod flush;
 mod free_runs;
 mod geometry;

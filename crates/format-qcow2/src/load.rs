@@ -157,6 +157,10 @@ impl Inner {
         while let Some(number) = block.filter(|number| *number >= first) {
             self.load_block(io, number).await?;
             let mut state = self.lock();
+            // Somebody else may have had the load, and failed.
+            if !state.refcounts.is_loaded(number) && state.refcounts.block_offset(number).is_ok() {
+                continue;
+            }
             let start = self.geometry.block_start(number).max(state.space.frontier);
             let end = self.geometry.block_end(number);
             let last_used =
@@ -175,6 +179,8 @@ impl Inner {
     /// whose promise we do not keep, before anything else is written.
     async fn make_header_ready(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::HeaderReady).await else { return Ok(()) };
+        // What a close whose task was dropped has in flight may say that bitmaps are not in use.
+        self.table_writes.over().await;
         self.refuse_if_stopped()?;
         if self.header_ready.load(Ordering::Acquire) {
             return Ok(());
@@ -206,5 +212,47 @@ impl Inner {
         let data = IoBuf::from_aligned(sector).whole();
         self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await?;
         io.flush().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture;
+    use block::{File, block_on};
+
+    #[test]
+    fn what_is_in_use_behind_the_end_of_the_file_is_found_though_somebody_elses_load_of_it_failed() {
+        let (storage, io) = fixture::created(1 << 20);
+        let used = block_on(async {
+            let qcow2 = fixture::opened(&storage, &io).await;
+            // Counted, and not written: the file ends before it.
+            let last = fixture::file(&storage).info().length_bytes / fixture::CLUSTER;
+            let first_free = last + 10;
+            qcow2
+                .inner
+                .run(&io, |state| {
+                    state.refcounts.get(first_free).map_err(|absent| qcow2.inner.stop_for(absent))?;
+                    Ok(state.refcounts.set(first_free, 1).map_err(|_| IoError::EIO)?)
+                })
+                .await
+                .unwrap();
+            qcow2.flush(&io).await.unwrap();
+            first_free
+        });
+        let qcow2 = block_on(fixture::opened(&storage, &io));
+        let inner = &*qcow2.inner;
+        let block = inner.geometry.block_of(used);
+        let loading = block_on(inner.begin(Need::Block(block))).unwrap();
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                let io = MetaIo::new(fixture::file(&storage).open_blocking().unwrap());
+                block_on(inner.settle_frontier(&io)).unwrap();
+            });
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            drop(loading);
+            other.join().unwrap();
+        });
+        assert_eq!(inner.lock().space.frontier, used + 1);
     }
 }

@@ -46,7 +46,8 @@ impl Drop for Punching<'_> {
 }
 
 impl Inner {
-    /// Decrements what is due; `all`: without waiting for epochs, where nothing is in flight.
+    /// Decrements what is due; `all`: without waiting for epochs, where nothing is in flight. As much as there is room for
+    /// changed refcounts, that is, which a flush makes.
     pub(crate) async fn reap(&self, io: &MetaIo, all: bool) -> IoResult {
         let due = self.take_due(all);
         if due.is_empty() {
@@ -54,8 +55,12 @@ impl Inner {
         }
         let mut punching = Punching { inner: self, runs: Vec::new(), in_flight: None };
         let mut unfinished = Unfinished { inner: self, left: due };
-        while let Some(mut freed) = unfinished.left.pop() {
+        'due: while let Some(mut freed) = unfinished.left.pop() {
             while !freed.clusters.is_empty() {
+                if self.lock().refcounts.is_half_crowded() {
+                    unfinished.left.push(freed);
+                    break 'due;
+                }
                 let stopped = self.decrement_some(&mut freed, &mut punching.runs);
                 let Some(block) = stopped else { continue };
                 unfinished.left.push(freed.clone());
@@ -132,5 +137,38 @@ impl Inner {
             Some(last) if last.end() == cluster => last.count = last.count.saturating_add(1),
             _ => runs.push(run),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::fixture;
+    use block::block_on;
+    use testkit::qcow2_check;
+
+    #[test]
+    fn refcounts_in_memory_stay_bounded_however_much_falls_free_at_once() {
+        // More than a hundred blocks.
+        let size_bytes = 16 << 20;
+        let (storage, io) = fixture::created(size_bytes);
+        let (before, most) = block_on(async {
+            let qcow2 = fixture::opened(&storage, &io).await;
+            let in_memory = || qcow2.inner.lock().refcounts.blocks_in_memory();
+            qcow2.inner.lock().refcounts.set_cache_bytes(0);
+            fixture::fill(&qcow2, &io, 0..size_bytes).await;
+            qcow2.flush(&io).await.unwrap();
+            let before = in_memory();
+            qcow2.discard(&io, 0, size_bytes).await.unwrap();
+            let mut most = 0;
+            for _ in 0..4 {
+                qcow2.flush(&io).await.unwrap();
+                most = most.max(in_memory());
+            }
+            qcow2.close(&io).await.unwrap();
+            (before, most)
+        });
+        assert!(before <= 20 && most <= 20, "{before}, then {most}");
+        let report = qcow2_check(&storage.bytes(fixture::NAME)).unwrap();
+        assert_eq!((report.leaked_clusters, report.sound().is_ok()), (0, true));
     }
 }

@@ -248,8 +248,24 @@ impl Refcounts {
 
     /// Whether so much waits for a flush that one should not be put off.
     pub(crate) fn is_crowded(&self) -> bool {
-        let dirty = (self.dirty_blocks.len() as u64).saturating_mul(self.geometry.cluster_bytes());
-        dirty > self.cache_bytes && self.dirty_blocks.len() > CACHED_BLOCKS_MIN
+        self.is_filled(1)
+    }
+
+    /// Whether the rest of the room is for allocations: what falls free can wait.
+    pub(crate) fn is_half_crowded(&self) -> bool {
+        self.is_filled(2)
+    }
+
+    /// Whether more than one part of `parts` is taken by what waits for a flush.
+    fn is_filled(&self, parts: u64) -> bool {
+        let count = self.dirty_blocks.len() as u64;
+        let dirty = count.saturating_mul(self.geometry.cluster_bytes());
+        dirty.saturating_mul(parts) > self.cache_bytes && count.saturating_mul(parts) > CACHED_BLOCKS_MIN as u64
+    }
+
+    #[cfg(test)]
+    pub(crate) fn blocks_in_memory(&self) -> usize {
+        self.blocks.len()
     }
 
     /// Copies of what has to be written, which is *being written* from now on.

@@ -54,6 +54,9 @@ impl From<IoError> for Stop {
 
 pub(crate) type Step<T> = Result<T, Stop>;
 
+/// How often one step is tried again after a flush where no space was left: operations in flight may still keep some.
+const RECLAIMS_MAX: u32 = 4;
+
 /// Host clusters whose reference is gone from the tables in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Freed {
@@ -141,6 +144,8 @@ pub(crate) struct State {
     pub(crate) busy: HashSet<Need>,
     /// Waits for the flush that makes its unlinking durable.
     pub(crate) unlinked: Vec<Freed>,
+    /// How many clusters that were when they were added, since the last flush.
+    pub(crate) unlinked_clusters: u64,
     /// Unlinked for good (or never linked): decremented once its epoch is over.
     pub(crate) retired: Vec<Freed>,
     pub(crate) flushes: FlushQueue,
@@ -159,6 +164,11 @@ impl State {
     pub(crate) fn is_all_written(&self) -> bool {
         let tables = !self.book.has_dirty() && self.l1_dirty.is_empty() && self.fresh_tables.is_empty();
         tables && !self.refcounts.has_dirty() && self.unlinked.is_empty() && self.retired.is_empty()
+    }
+
+    /// Whether there is space that a flush may free.
+    pub(crate) fn has_unlinked(&self) -> bool {
+        !self.unlinked.is_empty() || !self.retired.is_empty()
     }
 
     /// The first range in flight that overlaps `range`.
@@ -272,19 +282,27 @@ impl Inner {
 
     /// Tries `step` under the mutex until it gets to its end.
     pub(crate) async fn run<T>(&self, io: &MetaIo, mut step: impl FnMut(&mut State) -> Step<T>) -> IoResult<T> {
+        let mut tries_left = RECLAIMS_MAX;
         loop {
             let stopped = step(&mut self.lock());
-            match stopped {
+            let error = match stopped {
                 Ok(value) => return Ok(value),
-                Err(Stop::Fail(error)) => {
-                    if self.is_stopped() {
-                        // It marks the image and fails.
-                        let _ = self.flush(io).await;
-                    }
-                    return Err(error);
-                }
-                Err(Stop::Need(need)) => self.satisfy(io, need).await?,
+                Err(Stop::Fail(error)) => error,
+                Err(Stop::Need(need)) => match self.satisfy(io, need).await {
+                    Ok(()) => continue,
+                    Err(error) => error,
+                },
+            };
+            if error.kind() == IoErrorKind::NoSpace && tries_left > 0 && self.lock().has_unlinked() {
+                tries_left = tries_left.saturating_sub(1);
+                self.flush(io).await?;
+                continue;
             }
+            if self.is_stopped() {
+                // It marks the image and fails.
+                let _ = self.flush(io).await;
+            }
+            return Err(error);
         }
     }
 }

@@ -241,11 +241,16 @@ impl Inner {
             return;
         }
         let epoch = self.epochs.retire();
-        let freed = clusters.map(|clusters| Freed { clusters, epoch, table });
+        let mut count = 0u64;
+        let freed = clusters.map(|clusters| {
+            count = count.saturating_add(clusters.end.saturating_sub(clusters.start));
+            Freed { clusters, epoch, table }
+        });
         match self.skips(Barrier::Reuse) {
             false => state.unlinked.extend(freed),
             true => state.retired.extend(freed),
         }
+        state.unlinked_clusters = state.unlinked_clusters.saturating_add(count);
     }
 
     /// Makes the slice that maps a guest cluster one that may be changed: there is an L2 table, it is this image's alone

@@ -227,3 +227,19 @@ fn what_cannot_be_said_of_a_data_file_is_refused() {
     let error = block_on(create_snapshot(&blocking(&file), &*file, NAME, &new, &mut |_, _| true)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
+
+#[test]
+fn a_directory_of_bitmaps_that_is_not_valid_any_more_does_not_keep_an_image_from_becoming_version_2() {
+    let create = CreateOptions { size_bytes: 160 << 10, cluster_size: 4096, ..CreateOptions::default() };
+    let (storage, file) = created(&create, SimFileOptions::default());
+    let io = blocking(&file);
+    let add = [("bits".to_owned(), BitmapAction::Add { granularity_bytes: None })];
+    block_on(edit_bitmaps(&io, &*file, NAME, &add, &mut |_, _| true)).unwrap();
+    // As a program that knows nothing of bitmaps leaves it.
+    let mut header = storage.bytes(NAME)[..512].to_vec();
+    header[88..96].fill(0);
+    block_on(io.write(0, AlignedBuf::copy_of(&header))).unwrap();
+    amended(&storage, &AmendOptions { version: Some(2), ..AmendOptions::default() }).unwrap();
+    assert_eq!(block_on(open(&file, Base::default()).read_all()).unwrap(), vec![0; 160 << 10]);
+    assert_eq!(storage.bytes(NAME)[7], 2);
+}

@@ -353,8 +353,8 @@ fn a_device_that_cannot_grow_is_used_to_its_end_and_then_full() {
     assert_eq!(error.kind(), IoErrorKind::NoSpace);
     assert!(written >= 9, "only {written} of 16 clusters could be used");
     block_on(async {
+        // No guest has to flush for it: space that it gave up is there for it.
         guest.discard(0, 64 * K).await.unwrap();
-        guest.flush().await.unwrap();
         guest.write(written * 64 * K, &[0xee; 512]).await.unwrap();
         guest.close().await.unwrap();
     });
@@ -381,6 +381,22 @@ fn discarded_space_is_punched_out_of_the_file_and_used_again() {
         guest.write(4 << 20, &vec![4; 4 << 20]).await.unwrap();
         guest.close().await.unwrap();
         assert_eq!(storage.bytes(NAME).len(), length, "the file grew");
+    });
+    assert_eq!(qcow2_check(&storage.bytes(NAME)).unwrap().leaked_clusters, 0);
+}
+
+#[test]
+fn a_guest_that_never_flushes_makes_the_file_no_longer_than_some_of_its_disk_more() {
+    let (storage, guest) = new_image(8 << 20, 64 * K);
+    block_on(async {
+        for round in 0..2000u64 {
+            let offset = round % 128 * 64 * K;
+            guest.write(offset, &[round as u8; 512]).await.unwrap();
+            guest.discard(offset, 64 * K).await.unwrap();
+        }
+        let length_mib = storage.bytes(NAME).len() >> 20;
+        assert!(length_mib <= 64 + 8 + 16, "{length_mib} MiB");
+        guest.close().await.unwrap();
     });
     assert_eq!(qcow2_check(&storage.bytes(NAME)).unwrap().leaked_clusters, 0);
 }

@@ -152,11 +152,14 @@ impl Edit<'_, '_> {
     }
 
     fn amend_data_file(&mut self, options: &AmendOptions) -> Result<()> {
-        let mut header = self.header_edit()?;
-        if options.data_file_raw == Some(false) && self.header.has_data_file() {
-            header.set_autoclear(header.autoclear() & !AUTOCLEAR_DATA_FILE_RAW);
-        } else if options.data_file.is_none() {
+        let no_longer_raw = options.data_file_raw == Some(false) && self.header.has_data_file();
+        if !no_longer_raw && options.data_file.is_none() {
+            // And the header may have become one of version 2, which has less to read.
             return Ok(());
+        }
+        let mut header = self.header_edit()?;
+        if no_longer_raw {
+            header.set_autoclear(header.autoclear() & !AUTOCLEAR_DATA_FILE_RAW);
         }
         if let Some(name) = &options.data_file {
             header.set_extension(EXTENSION_DATA_FILE, Some(name.clone().into_bytes()));

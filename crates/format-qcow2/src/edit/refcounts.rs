@@ -101,6 +101,11 @@ impl<'a> Refs<'a> {
         }
     }
 
+    #[cfg(test)]
+    pub(crate) fn have_no_room(&mut self) {
+        self.blocks_bytes = 0;
+    }
+
     /// New space only from within the file: it is a device.
     pub(crate) fn within_the_file(&mut self, file_bytes: u64) {
         self.file_clusters = self.old.cluster_of(file_bytes);
