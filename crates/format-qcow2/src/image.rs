@@ -253,7 +253,14 @@ impl Qcow2 {
                     inner.table_or_complain(inner.geometry.l1_index(cluster))?;
                     inner.satisfy(io, Need::Slice(inner.geometry.slice_of(cluster))).await?;
                 }
-                Err(BadEntry) => return Err(inner.bad_entry(inner.geometry.cluster_of(offset))),
+                Err(BadEntry) => {
+                    // The two words of an extended entry may be of two moments that look alike. Under the mutex there is one.
+                    let again = {
+                        let _state = inner.lock();
+                        inner.lookup(offset, length)
+                    };
+                    again.map_err(|BadEntry| inner.bad_entry(inner.geometry.cluster_of(offset)))?;
+                }
             }
         }
     }
