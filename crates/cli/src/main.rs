@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod commands;
+mod file_id;
 #[allow(dead_code, reason = "tests/guests.rs uses what the commands do not")]
 mod guest;
 mod image_name;

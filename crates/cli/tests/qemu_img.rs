@@ -180,8 +180,18 @@ fn wrong_usage_is_told_with_qemu_imgs_exit_codes() {
 }
 
 #[test]
+fn what_qemu_img_refuses_is_refused_and_leaves_the_files_as_they_were() {
+    agree(REFUSED);
+}
+
+#[test]
 fn convert_is_qemu_imgs() {
     agree(CONVERT);
+}
+
+#[test]
+fn zeros_are_written_above_a_backing_file_where_the_source_has_them_itself() {
+    agree_with(&[], ZEROS_ABOVE_A_BACKING_FILE, false);
 }
 
 #[test]

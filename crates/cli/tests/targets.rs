@@ -158,3 +158,50 @@ fn compressing_into_a_longer_target_leaves_what_is_behind_the_source() {
     let expected = [vec![0x11; 96 << 10], vec![0x55; 96 << 10]].concat();
     assert!(std::fs::read(&whole).unwrap() == expected, "bytes behind the source's end are gone");
 }
+
+#[test]
+fn a_new_image_does_not_take_the_place_of_what_it_would_rest_on() {
+    let dir = directory();
+    let names = ["base.raw", "middle.qcow2", "alias.raw", "new.qcow2", "source.raw"];
+    let [base, middle, alias, new, source] = names.map(|name| at(&dir, name));
+    std::fs::write(&base, vec![7; 1 << 20]).unwrap();
+    run_ok(&["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", path_str(&middle)]);
+    hard_link(&base, &alias).unwrap();
+    std::fs::write(&source, vec![1; 1 << 20]).unwrap();
+    let before = std::fs::read(&middle).unwrap();
+    let over = |backing: &'static str, format: &'static str| ["create", "-f", "qcow2", "-b", backing, "-F", format];
+    let convert = ["convert", "-O", "qcow2", "-F", "qcow2", "-B", "middle.qcow2", path_str(&source)];
+    let with_data = ["-u", "-o", "data_file=base.raw"];
+    let lines = [
+        [&over("middle.qcow2", "qcow2")[..], &[path_str(&base)]].concat(),
+        [&over("alias.raw", "raw")[..], &[path_str(&base)]].concat(),
+        [&over("middle.qcow2", "qcow2")[..], &["-u", path_str(&middle), "1M"]].concat(),
+        [&over("middle.qcow2", "qcow2")[..], &with_data, &[path_str(&new), "1M"]].concat(),
+        [&convert[..], &[path_str(&base)]].concat(),
+    ];
+    for line in lines {
+        let said = run_fails(2, &line);
+        assert!(said.contains("same filename as the backing file"), "{line:?}: {said}");
+        assert!(std::fs::read(&base).unwrap() == vec![7; 1 << 20], "{line:?}");
+        assert!(std::fs::read(&middle).unwrap() == before, "{line:?}");
+    }
+    assert!(!new.exists());
+}
+
+#[test]
+fn an_unknown_cache_mode_is_told_before_the_target_is_touched() {
+    let dir = directory();
+    let [source, target] = ["source.raw", "target.raw"].map(|name| at(&dir, name));
+    std::fs::write(&source, vec![1; 4096]).unwrap();
+    std::fs::write(&target, "kept").unwrap();
+    let operands = [&source, &target].map(|path| path_str(path).to_owned());
+    let [from, to] = [format!("if={}", operands[0]), format!("of={}", operands[1])];
+    for line in [
+        ["convert", "-t", "foo", "-f", "raw", &operands[0], &operands[1]],
+        ["dd", "-t", "foo", "-f", "raw", &from, &to],
+    ] {
+        let said = run_fails(2, &line);
+        assert!(said.contains("cache=foo"), "{said}");
+        assert_eq!(std::fs::read(&target).unwrap(), b"kept", "{line:?}");
+    }
+}

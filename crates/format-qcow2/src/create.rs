@@ -175,7 +175,7 @@ struct Layout {
 
 impl Layout {
     fn of(geometry: &Geometry) -> Self {
-        let l1_clusters = geometry.clusters_for(geometry.l1_entries().saturating_mul(8)).max(1);
+        let l1_clusters = geometry.clusters_for(geometry.l1_entries().saturating_mul(8));
         let (mut table_clusters, mut blocks) = (1u64, 1u64);
         loop {
             let layout = Self { table_clusters, blocks, l1_clusters };
@@ -271,7 +271,8 @@ fn fields(options: &CreateOptions, geometry: &Geometry, layout: &Layout, backing
     header.extend(geometry.size_bytes.to_be_bytes());
     header.extend(0u32.to_be_bytes()); // not encrypted
     header.extend((geometry.l1_entries() as u32).to_be_bytes());
-    header.extend(geometry.start_of(layout.l1()).to_be_bytes());
+    let l1_offset = if layout.l1_clusters == 0 { 0 } else { geometry.start_of(layout.l1()) };
+    header.extend(l1_offset.to_be_bytes());
     header.extend(geometry.cluster_bytes().to_be_bytes()); // the refcount table
     header.extend((layout.table_clusters as u32).to_be_bytes());
     header.extend(0u32.to_be_bytes()); // no snapshots

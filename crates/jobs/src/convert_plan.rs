@@ -39,7 +39,8 @@ impl Plan {
         control: &mut Control<'_>,
     ) -> Result<()> {
         let mut walk = Walk { plan: self, pipeline, covered: 0, pending: 0..0, held: Vec::new() };
-        if self.options.sparse_bytes == 0 {
+        let all_is_data = self.options.sparse_bytes == 0;
+        if all_is_data && !self.options.top_only {
             // Nobody looks what there is to be decompressed.
             pipeline.widen();
             walk.copy(0..self.total, control);
@@ -51,7 +52,8 @@ impl Plan {
             if run.compressed {
                 pipeline.widen();
             }
-            if !(if run.data { walk.data(run, control) } else { walk.zero(run, control) }) {
+            let is_data = run.data || (all_is_data && run.zero);
+            if !(if is_data { walk.data(run, control) } else { walk.zero(run, control) }) {
                 return Ok(());
             }
         }

@@ -91,6 +91,11 @@ impl Storage {
         matches!(self, Self::RawDirect | Self::Qcow2Direct)
     }
 
+    /// Whether each request is the disk's to serve.
+    pub(super) fn is_at_the_disks_pace(self) -> bool {
+        self.is_direct() || self == Self::RawSync
+    }
+
     pub(super) fn is_tmpfs(self) -> bool {
         !matches!(self, Self::Null | Self::RawPageCache | Self::RawSync | Self::RawDirect | Self::Qcow2Direct)
     }

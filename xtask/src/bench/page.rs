@@ -38,7 +38,8 @@ pub(super) fn write(outcomes: &[Outcome], openings: Option<&Openings>, files: &F
         "Written by `cargo xtask bench`; do not edit. Ringdisk, qemu-storage-daemon and fio on the host, on the same \
          files, interleaved: in each round of a cell each runs once, alone, in alternating order. Servers (and fio) have \
          one core, their client, the same `ringdisk bench` for both, the other. What the machine's host took a tenth of the \
-         processors from was measured again, up to four times; the run that lost least counts.\n"
+         processors from was measured again, up to four times; the run that lost least counts. Not so for direct and \
+         durable I/O, where what the host does for the disk counts as taken.\n"
     )?;
     machine(&mut text, outcomes, files)?;
     writeln!(

@@ -1,6 +1,7 @@
 //! `ringdisk convert`: disks copied into another image, in qemu-img's words.
 
 use super::new_image;
+use crate::file_id::FileId;
 use crate::image_name::{ImageName, file_name};
 use crate::output::{self, usage};
 use crate::tool::{
@@ -9,9 +10,10 @@ use crate::tool::{
 use anyhow::{Context, bail};
 use block::Disk;
 use daemon::{escape, parse_key_values, parse_size};
+use engine::CacheMode;
 use image::{Format, Image};
 use jobs::{ConvertOptions, Salvage, Unreadable};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -198,6 +200,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return output::print(&new_image::help(format, !args.files.is_empty()));
     }
     args.refuse_contradictions()?;
+    // Before the target is emptied.
+    args.target_cache.parse::<CacheMode>()?;
     let (paths, target) = args.sources_and_target()?;
     let options = ConvertOptions {
         sparse_bytes: parse_size(args.sparse.as_deref().unwrap_or("4k"))?,
@@ -313,15 +317,8 @@ pub(super) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<
     if !target.exists() {
         return Ok(());
     }
-    // By what they are, not by their names: hard links, nodes of one device.
-    let id = |path: &Path| {
-        std::fs::metadata(path).map(|meta| match meta.file_type().is_block_device() {
-            true => (meta.rdev(), None),
-            false => (meta.dev(), Some(meta.ino())),
-        })
-    };
-    let target_id = id(target).with_context(|| format!("cannot find '{}'", target.display()))?;
-    if source.paths().any(|path| id(path).is_ok_and(|id| id == target_id)) {
+    let target_id = FileId::of(target).with_context(|| format!("cannot find '{}'", target.display()))?;
+    if source.paths().any(|path| FileId::of(path).is_ok_and(|id| id == target_id)) {
         bail!("'{}' is the source, or a file that it rests on", target.display());
     }
     Ok(())

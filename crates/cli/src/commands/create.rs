@@ -1,6 +1,7 @@
 //! `ringdisk create`: a new image, in qemu-img's words.
 
 use super::new_image::{self, NewImage};
+use super::own_backing;
 use crate::image_name::file_name;
 use crate::output::{self, usage};
 use crate::tool::{Watch, parse_format};
@@ -95,6 +96,13 @@ fn create(
     let options = wanted.create_options()?;
     options.validate()?;
     let raw_space = wanted.raw_space()?;
+    let beside = |name: &String| file.parent().unwrap_or(Path::new("")).join(name);
+    let data_path = wanted.data_file.as_ref().map(beside);
+    if let Some(backing) = &wanted.backing_file {
+        let files: Vec<_> = [Some(file.to_owned()), data_path.clone()].into_iter().flatten().collect();
+        let format = parse_format(wanted.backing_format.as_deref()).ok().flatten();
+        own_backing::refuse(&files, beside(backing), format)?;
+    }
     let mut emptied = Vec::new();
     let mut empty = |path: PathBuf| -> anyhow::Result<Arc<dyn File>> {
         let path = behind_links(path);
@@ -105,7 +113,6 @@ fn create(
         Ok(file)
     };
     let opened = empty(file.to_owned())?;
-    let data_path = wanted.data_file.as_ref().map(|name| file.parent().unwrap_or(Path::new("")).join(name));
     let data = data_path.map(&mut empty).transpose();
     let made = data.and_then(|data| {
         watch.run(|control| match &options {

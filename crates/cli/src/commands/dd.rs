@@ -6,8 +6,11 @@ use crate::tool::{OpenArgs, ProgressArgs, Reactors, Watch, leave_page_cache, ope
 use anyhow::{anyhow, bail};
 use block::{Disk, SECTOR_BYTES};
 use daemon::parse_size;
-use image::Format;
+use engine::CacheMode;
+use image::{Format, Image};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Copy blocks of a disk into a new image: bs=SIZE count=BLOCKS skip=BLOCKS if=FILE of=FILE.
 #[derive(clap::Args)]
@@ -70,6 +73,8 @@ impl Operands {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let operands = Operands::parse(&args.operands)?;
+    // Before the target is emptied.
+    args.target_cache.parse::<CacheMode>()?;
     let format: Format = args.output_format.parse()?;
     let source = args.open.open(&operands.source, args.format.as_deref(), &[])?;
     let named = ImageName::of(&operands.source, args.format.as_deref(), args.open.image_opts)?;
@@ -82,16 +87,26 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let size = (part.end - part.start).next_multiple_of(SECTOR_BYTES);
     let mut watch = Watch::start(&args.progress)?;
     super::create::target(&operands.target, format, &[], None, None, size, &mut watch.before())?;
-    let target_is_zero = !super::convert::holds_old_bytes(&operands.target, Some(format));
-    let target = open_writable(&operands.target, Some(format), &args.target_cache, "deny")?;
-    let reactors = Reactors::start("dd")?;
-    let done = watch.run(|control| jobs::dd(&source, part, &target, target_is_zero, &reactors.handles(), control));
-    reactors.stop()?;
-    if let Err(error) = done {
-        drop(target);
-        return Err(super::convert::remove_target(&operands.target, error.into(), watch.was_interrupted()));
+    if let Err(error) = copy(args, &operands.target, format, &source, part, &mut watch) {
+        return Err(super::convert::remove_target(&operands.target, error, watch.was_interrupted()));
     }
-    drop(target);
-    leave_page_cache(&operands.target, &args.target_cache)?;
     sync_directory(&operands.target)
+}
+
+fn copy(
+    args: &Args,
+    target: &Path,
+    format: Format,
+    source: &Arc<Image>,
+    part: Range<u64>,
+    watch: &mut Watch,
+) -> anyhow::Result<()> {
+    let target_is_zero = !super::convert::holds_old_bytes(target, Some(format));
+    let image = open_writable(target, Some(format), &args.target_cache, "deny")?;
+    let reactors = Reactors::start("dd")?;
+    let done = watch.run(|control| jobs::dd(source, part, &image, target_is_zero, &reactors.handles(), control));
+    reactors.stop()?;
+    done?;
+    drop(image);
+    leave_page_cache(target, &args.target_cache)
 }

@@ -14,6 +14,7 @@ pub(crate) mod info;
 pub(crate) mod map;
 pub(crate) mod measure;
 mod new_image;
+mod own_backing;
 pub(crate) mod rebase;
 pub(crate) mod resize;
 pub(crate) mod serve;

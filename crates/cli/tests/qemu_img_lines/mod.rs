@@ -85,6 +85,25 @@ pub(crate) const ERRORS: &[&str] = &[
     "info --image-opts driver=raw,file.filename=a.raw,foo=1",
 ];
 
+/// Refused by both, and each file is as it was; or done, where nothing is left over.
+pub(crate) const REFUSED: &[&str] = &[
+    "create -q -f qcow2 a.qcow2 4M",
+    "io qcow2 a.qcow2 write -P 1 0 1M",
+    "create -q -f qcow2 -b a.qcow2 -F qcow2 a.qcow2",
+    "create -q -f raw b.raw 1M",
+    "io raw b.raw write -P 2 0 1M",
+    "create -q -f qcow2 -b b.raw -F raw b.raw",
+    "amend -o compat=0.10,lazy_refcounts=on a.qcow2",
+    "resize a.qcow2 5000001",
+    "amend -o size=5000001 a.qcow2",
+    "create -q -f qcow2 empty.qcow2 0",
+    "check empty.qcow2",
+    "info --output=json empty.qcow2",
+    "resize empty.qcow2 1M",
+    "io qcow2 empty.qcow2 write -P 3 0 64k",
+    "check empty.qcow2",
+];
+
 pub(crate) const CONVERT: &[&str] = &[
     "create -q -f raw s.raw 8M",
     "io raw s.raw write -P 1 0 128k",
@@ -120,6 +139,17 @@ pub(crate) const CONVERT: &[&str] = &[
     "convert -n --target-image-opts -f raw s.raw driver=qcow2,file.filename=missing",
     "convert -n --target-image-opts -f raw s.raw to.qcow2",
     "convert -n -o cluster_size=4k -f raw -O qcow2 s.raw to.qcow2",
+];
+
+/// With -S 0 zeros are written, but what only lies below stays there.
+pub(crate) const ZEROS_ABOVE_A_BACKING_FILE: &[&str] = &[
+    "create -q -f raw s.raw 8M",
+    "io raw s.raw write -P 1 0 128k",
+    "create -q -f qcow2 -b s.raw -F raw over.qcow2",
+    "io qcow2 over.qcow2 write -P 7 1M 64k",
+    "io qcow2 over.qcow2 write -z 2M 64k",
+    "convert -S 0 -O qcow2 -B s.raw -F raw over.qcow2 over2.qcow2",
+    "map --output=json over2.qcow2",
 ];
 
 pub(crate) const CONCATENATE: &[&str] = &[

@@ -104,7 +104,7 @@ impl Edit<'_, '_> {
         if version >= 3 {
             return Ok(());
         }
-        if options.lazy_refcounts == Some(true) && options.version.is_none() {
+        if options.lazy_refcounts == Some(true) {
             return bad(
                 "Lazy refcounts only supported with compatibility level 1.1 and above (use compat=1.1 or greater)",
             );

@@ -77,9 +77,10 @@ pub(super) struct Sizes {
 impl Edit<'_, '_> {
     pub(super) async fn resize(&mut self, options: &ResizeOptions) -> Result<()> {
         let too_large = "the new size is too large for its cluster size: the L1 table would have more than 32 MiB";
-        let Some(size_bytes) = options.size_bytes.checked_next_multiple_of(SECTOR_BYTES) else {
-            return self.refuse(ErrorKind::BadOption, too_large);
-        };
+        let size_bytes = options.size_bytes;
+        if !size_bytes.is_multiple_of(SECTOR_BYTES) {
+            return self.refuse(ErrorKind::BadOption, "The new size must be a multiple of 512");
+        }
         let sizes = Sizes { old: self.geometry, new: Geometry { size_bytes, ..self.geometry } };
         let old_bytes = sizes.old.size_bytes;
         if size_bytes == old_bytes {

@@ -1,0 +1,18 @@
+//! Whether two names mean one file: by what they are, so that hard links and nodes of one device are one.
+
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct FileId(u64, Option<u64>);
+
+impl FileId {
+    /// Fails where there is no such file.
+    pub(crate) fn of(path: &Path) -> std::io::Result<Self> {
+        let meta = std::fs::metadata(path)?;
+        Ok(match meta.file_type().is_block_device() {
+            true => Self(meta.rdev(), None),
+            false => Self(meta.dev(), Some(meta.ino())),
+        })
+    }
+}
