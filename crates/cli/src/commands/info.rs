@@ -1,5 +1,6 @@
 //! `ringdisk info`: what an image says about itself, as qemu-img shows it, and which engine would serve it.
 
+use super::info_file::ImageFile;
 use crate::image_name::ImageName;
 use crate::output;
 use crate::qemu_img::is_our_name as is_qemu_img;
@@ -49,6 +50,7 @@ struct Layer {
     path: PathBuf,
     description: Description,
     disk_bytes: u64,
+    file: ImageFile,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
@@ -77,7 +79,9 @@ fn look(path: &Path, format: Option<Format>, force_share: bool) -> anyhow::Resul
     let description = inspect(path, &file, format)?;
     let meta = std::fs::metadata(path).with_context(|| format!("cannot look at '{}'", path.display()))?;
     // st_blocks counts units of 512 bytes, whatever the file system's block is.
-    Ok(Layer { path: path.to_owned(), description, disk_bytes: meta.blocks() * 512 })
+    let disk_bytes = meta.blocks() * 512;
+    let file = ImageFile::new(path, &meta, file.length_bytes()?, disk_bytes);
+    Ok(Layer { path: path.to_owned(), description, disk_bytes, file })
 }
 
 /// The name of the backing file as a path: relative to the image that names it.
@@ -133,7 +137,7 @@ impl Flags {
 }
 
 fn human(layer: &Layer) -> String {
-    let Layer { path, description, disk_bytes } = layer;
+    let Layer { path, description, disk_bytes, file } = layer;
     let size = description.virtual_size_bytes;
     let mut text = String::new();
     let mut line = |line: String| {
@@ -181,14 +185,13 @@ fn human(layer: &Layer) -> String {
             line(format!("    extended l2: {}", flags.extended_l2));
         }
     }
-    if is_qemu_img() {
-        return text;
+    if !is_qemu_img() {
+        if description.guessed && description.format == Format::Raw {
+            line("format guessed: yes (say -f raw to be sure)".to_owned());
+        }
+        line(format!("engine: {}", description.engine));
     }
-    if description.guessed && description.format == Format::Raw {
-        line("format guessed: yes (say -f raw to be sure)".to_owned());
-    }
-    line(format!("engine: {}", description.engine));
-    text
+    text + &file.human()
 }
 
 fn bitmap_flags(bitmap: &Bitmap) -> Vec<&'static str> {
@@ -215,13 +218,14 @@ fn human_bitmaps(bitmaps: &[Bitmap]) -> String {
 
 /// The keys are qemu-img's, but for those under "ringdisk".
 fn machine(layer: &Layer) -> Value {
-    let Layer { path, description, disk_bytes } = layer;
+    let Layer { path, description, disk_bytes, file } = layer;
     let mut value = json!({
         "filename": path.display().to_string(),
         "format": description.format.to_string(),
         "virtual-size": description.virtual_size_bytes,
         "actual-size": disk_bytes,
         "dirty-flag": description.qcow2.as_ref().is_some_and(|header| Flags::of(header).dirty),
+        "children": file.machine(),
     });
     if !is_qemu_img() {
         value["ringdisk"] = json!({

@@ -11,6 +11,7 @@ pub(crate) mod create;
 pub(crate) mod dd;
 pub(crate) mod img_compat;
 pub(crate) mod info;
+mod info_file;
 pub(crate) mod map;
 pub(crate) mod measure;
 mod new_image;
