@@ -3,13 +3,15 @@
 use crate::image_name::ImageName;
 use crate::output;
 use anyhow::{Context, bail};
-use block::ReactorHandle;
-use daemon::{DriveOptions, EngineOpener, parse_key_values};
+use block::{Error, ErrorKind, ReactorHandle};
+use daemon::{DriveOptions, EngineOpener, parse_integer, parse_key_values};
 use engine::{CacheMode, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, Format, Image, ImageOptions, SnapshotName};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use jobs::{Control, Progress};
-use std::io::{IsTerminal, Write};
+use rustix::io::Errno;
+use std::io::{self, IsTerminal, Write};
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -282,12 +284,57 @@ pub(crate) fn exit(code: i32) -> ! {
     std::process::exit(code)
 }
 
-/// Makes the names in the directory of `path` durable.
+/// Reads a whole number within bounds, for the command line.
+pub(crate) fn integer<T: TryFrom<u64>>(
+    range: RangeInclusive<u64>,
+) -> impl Fn(&str) -> block::Result<T> + Clone + Send + Sync + 'static {
+    move |text| {
+        let number = parse_integer(text)?;
+        let fits = T::try_from(number).ok().filter(|_| range.contains(&number));
+        let what = || Error::new(ErrorKind::BadOption, format!("takes {} to {}", range.start(), range.end()));
+        fits.ok_or_else(what)
+    }
+}
+
+/// Makes the names in the directory of `path` durable, where that can be asked for.
 pub(crate) fn sync_directory(path: &Path) -> anyhow::Result<()> {
     let directory = match path.parent() {
         Some(parent) if parent != Path::new("") => parent,
         _ => Path::new("."),
     };
-    let file = std::fs::File::open(directory).and_then(|file| file.sync_all());
-    file.with_context(|| format!("cannot make the name '{}' durable", path.display()))
+    match std::fs::File::open(directory).and_then(|file| file.sync_all()) {
+        // What was to be copied is copied.
+        Err(error) if cannot_be_asked(&error) => {
+            tracing::info!("nobody can say whether the name '{}' is durable: {error}", path.display());
+            Ok(())
+        }
+        done => done.with_context(|| format!("cannot make the name '{}' durable", path.display())),
+    }
+}
+
+/// Directories in which files may be made but that may not be read, file systems that sync none.
+fn cannot_be_asked(error: &io::Error) -> bool {
+    let refused = [Errno::ACCESS, Errno::INVAL, Errno::NOTSUP];
+    Errno::from_io_error(error).is_some_and(|error| refused.contains(&error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_sync_that_was_tried_and_failed_fails_a_copy() {
+        for (error, is_none) in [
+            (Errno::ACCESS, true),
+            (Errno::INVAL, true),
+            (Errno::NOTSUP, true),
+            (Errno::IO, false),
+            (Errno::NOSPC, false),
+        ] {
+            assert_eq!(cannot_be_asked(&error.into()), is_none, "{error}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        sync_directory(&dir.path().join("name")).unwrap();
+        sync_directory(&dir.path().join("missing/name")).expect_err("there is no such directory");
+    }
 }

@@ -29,6 +29,21 @@ pub fn parse(text: &str) -> Result<Vec<KeyValue>> {
     Ok(pairs)
 }
 
+/// Splits what stands behind `-o`: there a key alone means `on`, behind `no` it means `off`, and a key that is given again
+/// comes again: the last one counts.
+pub fn parse_options(text: &str) -> Result<Vec<KeyValue>> {
+    let pair = |part: String| match part.split_once('=') {
+        Some(("", _)) => Err(bad(format!("'{part}' has no key before its '='"))),
+        Some((key, value)) => Ok(KeyValue { key: key.to_owned(), value: value.to_owned() }),
+        None if part.is_empty() => Err(bad(format!("'{text}' has nothing between two commas, or beside one"))),
+        None => {
+            let (key, value) = part.strip_prefix("no").map_or((part.as_str(), "on"), |key| (key, "off"));
+            Ok(KeyValue { key: key.to_owned(), value: value.to_owned() })
+        }
+    };
+    split_at_single_commas(text).into_iter().map(pair).collect()
+}
+
 /// Whether `help` or `?` stands in an option string, alone or between others.
 #[must_use]
 pub fn asks_for_help(text: &str) -> bool {
@@ -112,6 +127,16 @@ mod tests {
     fn malformed_options_are_refused() {
         for text in ["", "file", "=x", "file=a,", "file=a,,,format=raw=,x", "file=a,file=b"] {
             assert!(parse(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn an_option_alone_is_a_switch_and_may_come_again() {
+        let pairs = parse_options("lazy,size=1,nolazy,size=a,,b=c").unwrap();
+        let read: Vec<_> = pairs.iter().map(|pair| (pair.key.as_str(), pair.value.as_str())).collect();
+        assert_eq!(read, [("lazy", "on"), ("size", "1"), ("lazy", "off"), ("size", "a,b=c")]);
+        for text in ["", ",", "a,", ",a", "=x"] {
+            assert!(parse_options(text).is_err(), "{text:?}");
         }
     }
 

@@ -5,7 +5,9 @@ use block::{Error, ErrorKind, Result};
 const UNITS: [char; 7] = ['b', 'k', 'm', 'g', 't', 'p', 'e'];
 
 /// Reads `512`, `64k`, `1.5G`: a number, perhaps with a decimal point, and a binary unit (b, k, M, G, T, P, E); or `0x1000`.
+/// Blanks and a plus sign may stand before it.
 pub fn parse_size(text: &str) -> Result<u64> {
+    let said = without_sign(text);
     let fail = |why: &str| {
         let message = format!("'{text}' is not a size: {why} (examples: 512, 64k, 1.5G, 2T; units are binary)");
         Error::new(ErrorKind::BadOption, message)
@@ -13,30 +15,59 @@ pub fn parse_size(text: &str) -> Result<u64> {
     let too_large = || fail("it is larger than any disk can be");
     // File offsets are signed in every system call.
     let possible = |bytes: &u64| *bytes <= i64::MAX as u64;
-    if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+    if let Some(digits) = hexadecimal(said) {
         if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             return Err(fail("it is no hexadecimal number (those have no unit)"));
         }
         return u64::from_str_radix(digits, 16).ok().filter(possible).ok_or_else(too_large);
     }
-    let (number, shift) = match text.char_indices().next_back() {
+    let (number, shift) = match said.char_indices().next_back() {
         Some((at, last)) if last.is_ascii_alphabetic() => {
             let unit = UNITS.iter().position(|unit| *unit == last.to_ascii_lowercase());
-            (&text[..at], unit.ok_or_else(|| fail("the unit is none of b, k, M, G, T, P, E"))? * 10)
+            (&said[..at], unit.ok_or_else(|| fail("the unit is none of b, k, M, G, T, P, E"))? * 10)
         }
-        _ => (text, 0),
+        _ => (said, 0),
     };
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
-    if whole.is_empty() || !digits(whole) || !digits(fraction) || number.ends_with('.') {
+    if whole.is_empty() || !digits(whole) || !digits(fraction) {
         return Err(fail("it has to start with a number"));
     }
     let whole: u64 = whole.parse().map_err(|_| too_large())?;
+    if shift == 0 && fraction.bytes().any(|digit| digit != b'0') {
+        return Err(fail("there is no part of a byte"));
+    }
     let fraction = &fraction[..fraction.len().min(18)];
     let scale = 10u128.pow(fraction.len() as u32);
     let part: u128 = if fraction.is_empty() { 0 } else { fraction.parse().map_err(|_| too_large())? };
-    let bytes = (u128::from(whole) << shift) + (part << shift) / scale;
+    // To the nearest byte, as QEMU rounds.
+    let bytes = (u128::from(whole) << shift) + ((part << shift) + scale / 2) / scale;
     u64::try_from(bytes).ok().filter(possible).ok_or_else(too_large)
+}
+
+/// Reads a whole number whose base is its own affair, as C programs read them: `16`, `0x10`, and octal `020`.
+pub fn parse_integer(text: &str) -> Result<u64> {
+    let said = without_sign(text);
+    let (digits, base) = match (hexadecimal(said), said.strip_prefix('0')) {
+        (Some(digits), _) => (digits, 16),
+        (None, Some(digits)) if !digits.is_empty() => (digits, 8),
+        _ => (said, 10),
+    };
+    let is_number = !digits.is_empty() && digits.chars().all(|digit| digit.is_digit(base));
+    is_number.then(|| u64::from_str_radix(digits, base).ok()).flatten().ok_or_else(|| {
+        let message = format!("'{text}' is not a whole number (examples: 16, 0x10; behind a leading zero it is octal)");
+        Error::new(ErrorKind::BadOption, message)
+    })
+}
+
+/// C's readers of numbers skip blanks, and a plus sign.
+fn without_sign(text: &str) -> &str {
+    let text = text.trim_start_matches(|char: char| char.is_ascii_whitespace());
+    text.strip_prefix('+').unwrap_or(text)
+}
+
+fn hexadecimal(text: &str) -> Option<&str> {
+    text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"))
 }
 
 /// `1 GiB`, `1.5 GiB`, `196 KiB`: three significant digits, as qemu-img prints sizes.
@@ -81,6 +112,13 @@ mod tests {
             ("7E", 7 << 60),
             ("0x1000", 4096),
             ("0X1E", 30),
+            ("010", 10),
+            ("1.0", 1),
+            ("1.k", 1024),
+            ("1.9999999999k", 2048),
+            ("0.0004k", 0),
+            ("+5k", 5120),
+            (" \t+0x10", 16),
         ];
         for (text, bytes) in good {
             assert_eq!(parse_size(text).unwrap(), bytes, "{text}");
@@ -90,8 +128,14 @@ mod tests {
             "k",
             "1 G",
             "-1",
-            "1.G",
             ".5G",
+            "1.5",
+            "1.5b",
+            "1.00000000000000000001",
+            "++5k",
+            "+ 5k",
+            "5k ",
+            ".",
             "1x",
             "8E",
             "99999999999999999999",
@@ -103,6 +147,24 @@ mod tests {
             "0xffffffffffffffff",
         ] {
             assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn whole_numbers_say_their_base_themselves() {
+        for (text, number) in [
+            ("0", 0),
+            ("16", 16),
+            ("0x10", 16),
+            ("0XfF", 255),
+            ("020", 16),
+            (" +7", 7),
+            ("18446744073709551615", u64::MAX),
+        ] {
+            assert_eq!(parse_integer(text).unwrap(), number, "{text}");
+        }
+        for text in ["", "0x", "08", "-1", "5k", "1.5", "0x+1", "++1", "18446744073709551616", "1 ", "0x 1"] {
+            assert!(parse_integer(text).is_err(), "{text}");
         }
     }
 

@@ -1,8 +1,13 @@
 //! How large a file a disk would take in another image.
 
 use crate::Control;
-use block::{Disk, Result};
+use block::{Disk, Error, ErrorKind, Result};
 use image::Image;
+
+/// Of an L1 or refcount table, and of an L2 table without subclusters.
+const ENTRY_BYTES: u64 = 8;
+/// QEMU opens no image with a longer L1 table.
+const L1_BYTES_MAX: u64 = 32 << 20;
 
 /// The new image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,8 +37,7 @@ pub struct Measure {
 }
 
 /// The file size for an empty disk of `size_bytes`.
-#[must_use]
-pub fn measure_size(size_bytes: u64, target: Target) -> Measure {
+pub fn measure_size(size_bytes: u64, target: Target) -> Result<Measure> {
     measured(size_bytes, 0, target)
 }
 
@@ -41,8 +45,10 @@ pub fn measure_size(size_bytes: u64, target: Target) -> Measure {
 pub fn measure(source: &Image, target: Target, control: &mut Control<'_>) -> Result<Measure> {
     let size = source.info().size_bytes;
     let Target::Qcow2 { cluster_bytes, has_backing: false, .. } = target else {
-        return Ok(measured(size, size, target));
+        return measured(size, size, target);
     };
+    // Before a long look.
+    measured(size, 0, target)?;
     // Clusters of the new image that hold data, each counted once.
     let (mut needed, mut counted_to) = (0u64, 0u64);
     for run in source.extents()? {
@@ -56,27 +62,36 @@ pub fn measure(source: &Image, target: Target, control: &mut Control<'_>) -> Res
         }
         control.tell(run.end(), size);
     }
-    Ok(measured(size, needed, target))
+    measured(size, needed, target)
 }
 
-fn measured(size_bytes: u64, needed_bytes: u64, target: Target) -> Measure {
+fn measured(size_bytes: u64, needed_bytes: u64, target: Target) -> Result<Measure> {
     match target {
-        Target::Raw => Measure { required_bytes: size_bytes, fully_allocated_bytes: size_bytes },
+        Target::Raw => Ok(Measure { required_bytes: size_bytes, fully_allocated_bytes: size_bytes }),
         Target::Qcow2 { cluster_bytes, refcount_bits, has_backing, extended_l2 } => {
             let guest = size_bytes.next_multiple_of(cluster_bytes);
             let needed = if has_backing && needed_bytes > 0 { guest } else { needed_bytes };
-            let metadata = qcow2_metadata_bytes(guest, cluster_bytes, refcount_bits, if extended_l2 { 16 } else { 8 });
+            let l2_entry_bytes = if extended_l2 { 16 } else { ENTRY_BYTES };
+            if l2_tables(guest, cluster_bytes, l2_entry_bytes) * ENTRY_BYTES > L1_BYTES_MAX {
+                let what = "The image size is too large (try using a larger cluster size)";
+                return Err(Error::new(ErrorKind::BadOption, what));
+            }
+            let metadata = qcow2_metadata_bytes(guest, cluster_bytes, refcount_bits, l2_entry_bytes);
             // The tables of the full image are counted in both: they may all be needed.
-            Measure { required_bytes: metadata + needed, fully_allocated_bytes: metadata + guest }
+            Ok(Measure { required_bytes: metadata + needed, fully_allocated_bytes: metadata + guest })
         }
     }
 }
 
+/// Of the full image.
+fn l2_tables(guest_bytes: u64, cluster_bytes: u64, entry_bytes: u64) -> u64 {
+    (guest_bytes / cluster_bytes).div_ceil(cluster_bytes / entry_bytes)
+}
+
 /// Header, L1, L2 and refcounts of a full image (qcow2 specification, "Host cluster management", "Cluster mapping").
 fn qcow2_metadata_bytes(guest_bytes: u64, cluster_bytes: u64, refcount_bits: u64, l2_entry_bytes: u64) -> u64 {
-    const ENTRY_BYTES: u64 = 8;
     let entries = cluster_bytes / ENTRY_BYTES;
-    let l2_tables = (guest_bytes / cluster_bytes).div_ceil(cluster_bytes / l2_entry_bytes);
+    let l2_tables = l2_tables(guest_bytes, cluster_bytes, l2_entry_bytes);
     let l1_clusters = l2_tables.div_ceil(entries);
     let counted = guest_bytes / cluster_bytes + 1 + l2_tables + l1_clusters;
     // Refcount blocks and their table count themselves.

@@ -3,9 +3,9 @@
 use super::new_image;
 use crate::image_name::ImageName;
 use crate::output;
-use crate::tool::{ProgressArgs, Watch, drive};
+use crate::tool::{ProgressArgs, Watch, drive, parse_format};
 use anyhow::bail;
-use daemon::{EngineOpener, parse_key_values, parse_size};
+use daemon::{EngineOpener, parse_integer, parse_options, parse_size};
 use image::{Amend, Format, ImageOptions};
 use std::path::PathBuf;
 
@@ -64,8 +64,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.options.is_empty() {
         return Err(output::usage("Must specify options (-o)"));
     }
-    if new_image::asks_for_help(&args.options) {
-        return output::print(HELP);
+    let asks_for_help = new_image::asks_for_help(&args.options);
+    if let Some(format) = parse_format(args.format.as_deref())?.filter(|_| asks_for_help) {
+        return help(Some(format));
     }
     let Some(file) = &args.file else { return Err(output::usage("Expecting one image file name")) };
     let ImageName { path, format } = ImageName::of(file, args.format.as_deref(), args.image_opts)?;
@@ -73,18 +74,25 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     options.format = format;
     options.allow_backing = args.allow_backing.parse()?;
     let image = image::open(&options, &EngineOpener::of_drive(&drive(&path, &args.cache)?))?;
-    if image.format() != Some(Format::Qcow2) {
-        bail!("Format driver 'raw' does not support option amendment");
+    if asks_for_help || image.format() != Some(Format::Qcow2) {
+        return help(image.format());
     }
     let amend = parse(&args.options)?;
     let mut watch = Watch::start(&args.progress)?;
     Ok(watch.run(|control| jobs::amend(image, &amend, control))?)
 }
 
+fn help(format: Option<Format>) -> anyhow::Result<()> {
+    match format {
+        Some(Format::Qcow2) => output::print(HELP),
+        _ => bail!("Format driver 'raw' does not support option amendment"),
+    }
+}
+
 fn parse(options: &[String]) -> anyhow::Result<Amend> {
     let mut amend = Amend::default();
     for text in options {
-        for pair in parse_key_values(text)? {
+        for pair in parse_options(text)? {
             let (key, value) = (pair.key.as_str(), pair.value.as_str());
             match key {
                 "compat" => {
@@ -94,9 +102,9 @@ fn parse(options: &[String]) -> anyhow::Result<Amend> {
                         _ => bail!("Unknown compatibility level {value}"),
                     });
                 }
-                "refcount_bits" => match value.parse() {
-                    Ok(bits) => amend.refcount_bits = Some(bits),
-                    Err(_) => bail!("Parameter 'refcount_bits' expects a number"),
+                "refcount_bits" => match parse_integer(value).map(u32::try_from) {
+                    Ok(Ok(bits)) => amend.refcount_bits = Some(bits),
+                    _ => bail!("Parameter 'refcount_bits' expects a number"),
                 },
                 "lazy_refcounts" => amend.lazy_refcounts = Some(new_image::switch(key, value)?),
                 "size" => amend.size_bytes = Some(parse_size(value)?),

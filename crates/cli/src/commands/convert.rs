@@ -5,11 +5,11 @@ use crate::file_id::FileId;
 use crate::image_name::{ImageName, file_name};
 use crate::output::{self, usage};
 use crate::tool::{
-    OpenArgs, ProgressArgs, Reactors, Watch, leave_page_cache, open_writable, parse_format, sync_directory,
+    OpenArgs, ProgressArgs, Reactors, Watch, integer, leave_page_cache, open_writable, parse_format, sync_directory,
 };
 use anyhow::{Context, bail};
-use block::Disk;
-use daemon::{escape, parse_key_values, parse_size};
+use block::{Disk, SECTOR_BYTES};
+use daemon::{escape, parse_options, parse_size};
 use engine::CacheMode;
 use image::{Format, Image};
 use jobs::{ConvertOptions, Salvage, Unreadable};
@@ -46,7 +46,7 @@ pub(crate) struct Args {
     #[arg(short = 'S', value_name = "SIZE")]
     sparse: Option<String>,
     /// Requests in flight, 1 to 16 on each thread.
-    #[arg(short = 'm', value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
+    #[arg(short = 'm', long = "parallel", value_name = "COUNT", default_value_t = 8, value_parser = integer::<u8>(1..=16))]
     requests: u8,
     /// Write in any order (always so).
     #[arg(short = 'W')]
@@ -85,6 +85,9 @@ pub(crate) struct Args {
     files: Vec<PathBuf>,
 }
 
+/// The longest run of zeros that has to be there to be left out.
+const SPARSE_BYTES_MAX: u64 = 16 << 20;
+
 /// The target, as it was named.
 struct Target {
     path: PathBuf,
@@ -95,15 +98,20 @@ struct Target {
     /// By `-B` and `-F`, or else by `-o`.
     backing: Option<String>,
     backing_format: Option<Format>,
+    /// Space is made in advance.
+    preallocated: bool,
 }
 
 impl Target {
     fn new(args: &Args, name: ImageName) -> anyhow::Result<Self> {
-        let (mut options, mut backing, mut backing_format) = (Vec::new(), None, None);
+        let (mut options, mut backing, mut backing_format, mut preallocated) = (Vec::new(), None, None, false);
         for text in &args.options {
-            for pair in parse_key_values(text).map_err(|error| error.in_context(format!("-o {text}")))? {
+            for pair in parse_options(text).map_err(|error| error.in_context(format!("-o {text}")))? {
+                if pair.key == "preallocation" {
+                    preallocated = pair.value != "off";
+                }
                 match pair.key.as_str() {
-                    "size" => {}
+                    "size" => drop(parse_size(&pair.value)?),
                     "backing_file" => backing = Some(pair.value),
                     "backing_fmt" => backing_format = Some(pair.value),
                     key => options.push(format!("{key}={}", escape(&pair.value))),
@@ -117,6 +125,7 @@ impl Target {
             options,
             backing: args.backing.clone().or(backing),
             backing_format: parse_format(backing_format.as_deref())?,
+            preallocated,
         })
     }
 
@@ -124,7 +133,7 @@ impl Target {
     fn data_files(&self) -> Vec<PathBuf> {
         let directory = self.path.parent().unwrap_or(Path::new(""));
         // What cannot be parsed is told when the target is made.
-        let pairs = self.options.iter().filter_map(|options| parse_key_values(options).ok()).flatten();
+        let pairs = self.options.iter().filter_map(|options| parse_options(options).ok()).flatten();
         let named = pairs.filter(|pair| pair.key == "data_file");
         named.flat_map(|pair| [PathBuf::from(&pair.value), directory.join(&pair.value)]).collect()
     }
@@ -165,7 +174,18 @@ impl Args {
         if self.compress && target.format == Some(Format::Raw) {
             bail!("Compression not supported for this file format");
         }
+        if self.compress && target.preallocated {
+            bail!("Compression and preallocation not supported at the same time");
+        }
         Ok((sources, target))
+    }
+
+    fn sparse_bytes(&self) -> anyhow::Result<u64> {
+        let bytes = parse_size(self.sparse.as_deref().unwrap_or("4k"))?;
+        match bytes.is_multiple_of(SECTOR_BYTES) && bytes <= SPARSE_BYTES_MAX {
+            true => Ok(bytes),
+            false => Err(usage(format!("-S takes a multiple of {SECTOR_BYTES} up to 16M, or 0, not {bytes}"))),
+        }
     }
 
     /// A snapshot that is named as such is the first source's; a bare name has to be of the only one.
@@ -204,7 +224,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     args.target_cache.parse::<CacheMode>()?;
     let (paths, target) = args.sources_and_target()?;
     let options = ConvertOptions {
-        sparse_bytes: parse_size(args.sparse.as_deref().unwrap_or("4k"))?,
+        sparse_bytes: args.sparse_bytes()?,
         target_is_new: !args.no_create,
         target_is_zero: args.target_is_zero || (!args.no_create && !holds_old_bytes(&target.path, target.format)),
         top_only: target.backing.is_some(),

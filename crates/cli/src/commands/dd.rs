@@ -33,6 +33,9 @@ pub(crate) struct Args {
     operands: Vec<String>,
 }
 
+/// Of bs: what an int of C holds.
+const BLOCK_BYTES_MAX: u64 = i32::MAX as u64;
+
 struct Operands {
     source: PathBuf,
     target: PathBuf,
@@ -44,13 +47,14 @@ struct Operands {
 impl Operands {
     fn parse(words: &[String]) -> anyhow::Result<Self> {
         let (mut source, mut target, mut block_bytes, mut count, mut skip) = (None, None, 512, None, 0);
+        let is_block = |bytes: &u64| (1..=BLOCK_BYTES_MAX).contains(bytes);
         for word in words {
             let invalid = || anyhow!("invalid number: '{word}'");
             let Some((key, value)) = word.split_once('=') else { bail!("unrecognized operand {word}") };
             match key {
                 "if" => source = Some(PathBuf::from(value)),
                 "of" => target = Some(file_name(Path::new(value))?),
-                "bs" => block_bytes = parse_size(value).ok().filter(|bytes| *bytes > 0).ok_or_else(invalid)?,
+                "bs" => block_bytes = parse_size(value).ok().filter(is_block).ok_or_else(invalid)?,
                 "count" => count = Some(parse_size(value).map_err(|_| invalid())?),
                 "skip" => skip = parse_size(value).map_err(|_| invalid())?,
                 _ => bail!("unrecognized operand {word}"),

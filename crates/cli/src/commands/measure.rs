@@ -49,20 +49,24 @@ enum Output {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let said_of_image = args.format.is_some() || args.snapshot.is_some() || args.open.image_opts;
+    if args.file.is_none() && said_of_image {
+        return Err(usage("--image-opts, -f, and -l require a filename argument."));
+    }
     let new = NewImage::parse(args.output_format.parse()?, &args.options)?;
     let target = target(&new)?;
     // Whatever the source holds.
     let is_full = matches!(new.preallocation()?, Preallocation::Falloc | Preallocation::Full);
     let mut bitmaps = None;
     let Measure { mut required_bytes, fully_allocated_bytes } = match (&args.size, &args.file) {
-        (Some(size), _) => jobs::measure_size(parse_size(size)?.next_multiple_of(block::SECTOR_BYTES), target),
+        (Some(size), _) => jobs::measure_size(parse_size(size)?.next_multiple_of(block::SECTOR_BYTES), target)?,
         (None, Some(file)) => {
             let image = args.open.open_at(file, args.format.as_deref(), &[], args.snapshot.as_deref())?;
             if let (Target::Qcow2 { cluster_bytes, .. }, 3) = (target, new.version) {
                 bitmaps = bitmaps_bytes(&image, cluster_bytes)?;
             }
             match is_full {
-                true => jobs::measure_size(image.info().size_bytes, target),
+                true => jobs::measure_size(image.info().size_bytes, target)?,
                 false => Watch::start(&args.progress)?.run(|control| jobs::measure(&image, target, control))?,
             }
         }

@@ -1,7 +1,7 @@
 //! What is said about a new image with -o: for the commands that make one and for those that tell what it would take.
 
 use crate::output::usage;
-use daemon::{parse_key_values, parse_size, unknown};
+use daemon::{parse_integer, parse_options, parse_size, unknown};
 use format_qcow2::{Compression, Preallocation};
 use image::Format;
 use std::fmt::Write as _;
@@ -155,7 +155,7 @@ impl NewImage {
             backing_format: None,
         };
         for text in options {
-            for pair in parse_key_values(text).map_err(|error| error.in_context(format!("-o {text}")))? {
+            for pair in parse_options(text).map_err(|error| error.in_context(format!("-o {text}")))? {
                 wanted.set(&pair.key, &pair.value)?;
             }
         }
@@ -231,6 +231,6 @@ fn cluster_bits(value: &str) -> anyhow::Result<u32> {
 }
 
 fn refcount_bits(value: &str) -> anyhow::Result<u32> {
-    let bits = value.parse().ok().filter(|bits| REFCOUNT_BITS.contains(bits));
+    let bits = u32::try_from(parse_integer(value)?).ok().filter(|bits| REFCOUNT_BITS.contains(bits));
     bits.ok_or_else(|| usage(format!("refcount_bits={value}: takes one of {REFCOUNT_BITS:?}")))
 }

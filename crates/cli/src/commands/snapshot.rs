@@ -15,17 +15,20 @@ use std::time::{SystemTime, UNIX_EPOCH};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// List the snapshots.
-    #[arg(short)]
-    list: bool,
+    #[arg(short, long, action = clap::ArgAction::Count)]
+    list: u8,
     /// Take a snapshot.
-    #[arg(short, value_name = "NAME")]
-    create: Option<String>,
+    #[arg(short, long, value_name = "NAME", action = clap::ArgAction::Append)]
+    create: Vec<String>,
     /// Make the disk what it was at a snapshot: an id, or a name. Enabled bitmaps are marked wholly.
-    #[arg(short, value_name = "SNAPSHOT")]
-    apply: Option<String>,
+    #[arg(short, long, value_name = "SNAPSHOT", action = clap::ArgAction::Append)]
+    apply: Vec<String>,
     /// Delete the (first) snapshot with this name.
-    #[arg(short, value_name = "NAME")]
-    delete: Option<String>,
+    #[arg(short, long, value_name = "NAME", action = clap::ArgAction::Append)]
+    delete: Vec<String>,
+    /// Format of the image; guessed from its contents where not given.
+    #[arg(short, long, value_name = "FORMAT")]
+    format: Option<String>,
     /// List even if somebody else writes the image; what is shown may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -40,10 +43,11 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let named = [&args.create, &args.apply, &args.delete];
-    if named.iter().filter(|name| name.is_some()).count() + usize::from(args.list) > 1 {
+    if named.iter().map(|names| names.len()).sum::<usize>() + usize::from(args.list) > 1 {
         return Err(output::usage("Cannot mix '-l', '-a', '-c', '-d'"));
     }
-    let ImageName { path, format } = ImageName::of(&args.file, None, args.image_opts)?;
+    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let named = named.map(|names| names.first());
     let reads_only = named.iter().all(|name| name.is_none());
     if args.force_share && !reads_only {
         bail!("Could not open '{}': force-share=on can only be used with read-only images", path.display());
@@ -55,7 +59,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let (edit, failed) = match named {
         [Some(name), ..] => (Edit::CreateSnapshot(new(name)?), format!("Could not create snapshot '{name}'")),
         [_, Some(which), _] => {
-            let edit = Edit::ApplySnapshot(SnapshotName::Any(which.clone()));
+            let edit = Edit::ApplySnapshot(SnapshotName::Any(which.to_owned()));
             (edit, format!("Could not apply snapshot '{which}'"))
         }
         [.., Some(name)] => {
@@ -63,7 +67,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         _ => {
             let description = inspect(&path, &file, format)?;
-            return if args.list { output::print(&table(&description.snapshots)) } else { Ok(()) };
+            return if args.list > 0 { output::print(&table(&description.snapshots)) } else { Ok(()) };
         }
     };
     let mut watch = Watch::start(&args.progress)?;

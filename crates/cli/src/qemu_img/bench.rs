@@ -2,7 +2,7 @@
 
 use crate::image_name::ImageName;
 use crate::output;
-use crate::tool::{ProgressArgs, Reactors, Watch, drive};
+use crate::tool::{ProgressArgs, Reactors, Watch, drive, integer};
 use anyhow::{anyhow, bail};
 use daemon::{DriveOptions, EngineOpener, parse_size};
 use engine::EngineKind;
@@ -11,20 +11,23 @@ use jobs::RequestBench;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+/// What an int of C holds.
+const INT_MAX: u64 = i32::MAX as u64;
+
 /// Send a number of requests to an image and tell how long they took.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// How many requests.
-    #[arg(short, value_name = "COUNT", default_value_t = 75000)]
+    #[arg(short, long, value_name = "COUNT", default_value_t = 75000, value_parser = integer::<u64>(0..=INT_MAX))]
     count: u64,
     /// Requests in flight at once.
-    #[arg(short, value_name = "DEPTH", default_value_t = 64)]
+    #[arg(short, long, value_name = "DEPTH", default_value_t = 64, value_parser = integer::<u32>(1..=INT_MAX))]
     depth: u32,
     /// Format of the image; guessed from its contents where not given.
     #[arg(short, value_name = "FORMAT")]
     format: Option<String>,
     /// A flush after every so many writes.
-    #[arg(long, value_name = "COUNT", default_value_t = 0)]
+    #[arg(long, value_name = "COUNT", default_value_t = 0, value_parser = integer::<u64>(0..=INT_MAX))]
     flush_interval: u64,
     /// How bytes reach the storage: threads, native, io_uring.
     #[arg(short = 'i', value_name = "AIO")]
@@ -39,13 +42,13 @@ pub(crate) struct Args {
     #[arg(short, value_name = "OFFSET", default_value = "0")]
     offset: String,
     /// The byte that is written.
-    #[arg(long, value_name = "BYTE", default_value_t = 0)]
+    #[arg(long, value_name = "BYTE", default_value_t = 0, value_parser = integer::<u8>(0..=255))]
     pattern: u8,
     /// Bytes of a request.
     #[arg(short = 's', value_name = "SIZE", default_value = "4096")]
     size: String,
-    /// From one request to the next.
-    #[arg(short = 'S', value_name = "SIZE")]
+    /// From one request to the next; 0 is the size of a request, as it is by default.
+    #[arg(short = 'S', long = "step-size", value_name = "SIZE")]
     step: Option<String>,
     /// Cache mode: writeback, none, writethrough, directsync, unsafe.
     #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
@@ -85,12 +88,13 @@ impl Args {
             bail!("Flush interval can't be smaller than depth");
         }
         let size = parse_size(&self.size)?;
+        let step = self.step.as_deref().map_or(Ok(0), parse_size)?;
         Ok(RequestBench {
             count: self.count,
             depth: self.depth as usize,
             offset: parse_size(&self.offset)?,
             size_bytes: usize::try_from(size).map_err(|_| anyhow!("Invalid buffer size specified"))?,
-            step_bytes: self.step.as_deref().map_or(Ok(size), parse_size)?,
+            step_bytes: if step == 0 { size } else { step },
             write: self.write,
             pattern: self.pattern,
             flush_interval: self.flush_interval,

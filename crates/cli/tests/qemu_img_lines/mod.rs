@@ -246,6 +246,12 @@ pub(crate) const BENCH: &[&str] = &[
     "bench -f raw -c 3 --flush-interval=2 s.raw",
     "bench -f raw -c 3 -i nope s.raw",
     "bench -f raw -U -w -c 3 s.raw",
+    "bench -f raw -w --pattern=0xff -c 0x10 -d 0x8 --flush-interval=010 s.raw",
+    "bench -f raw -c 010 s.raw",
+    "bench -f raw -c 08 s.raw",
+    "bench -f raw -w --pattern=256 -c 1 s.raw",
+    "bench -f raw -c 3 -S 0 s.raw",
+    "bench -w -c 1 s.raw",
 ];
 
 pub(crate) const BITMAP: &[&str] = &[
