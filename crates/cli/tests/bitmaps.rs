@@ -111,6 +111,16 @@ fn a_killed_server_leaves_bitmaps_that_say_they_are_inconsistent() {
     let copied = tool("qemu-img", &["convert", "--bitmaps", "-O", "qcow2", path_str(&image), path_str(&copy)]);
     assert!(!copied.status.success() && text(&copied.stderr).contains("inconsistent"), "{}", text(&copied.stderr));
 
+    let skipping = ["convert", "--bitmaps", "--skip-broken-bitmaps", "-O", "qcow2", path_str(&image), path_str(&copy)];
+    for output in [tool("qemu-img", &skipping), common::run(&skipping)] {
+        let said = text(&output.stderr);
+        assert!(output.status.success(), "{said}");
+        for bitmap in ["coarse", "fine"] {
+            assert!(said.contains(&format!("warning: Skipping inconsistent bitmap '{bitmap}'")), "{said}");
+        }
+        assert_eq!(flags(&copy), [("off".to_owned(), Vec::new())]);
+    }
+
     // The next server says so, leaves them alone, and they can be removed.
     let (status, said) = serve_and_write(&dir, &image).terminate();
     assert!(status.success() && said.contains("'coarse', 'fine'"), "{said}");

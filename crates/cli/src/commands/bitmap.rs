@@ -1,12 +1,13 @@
 //! `ringdisk bitmap`: persistent dirty bitmaps, in qemu-img's words.
 
 use crate::image_name::ImageName;
+use crate::output;
 use anyhow::{Context, bail};
 use block::Disk;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use daemon::{EngineOpener, parse_size};
-use format_qcow2::BitmapAction;
+use format_qcow2::{Bitmap, BitmapAction};
 use image::{Format, Image, Opener, Role, inspect};
 use std::path::{Path, PathBuf};
 
@@ -136,23 +137,31 @@ impl Args {
     }
 }
 
-/// Before a copy with bitmaps is begun.
-pub(super) fn refuse_without_bitmaps(source: &Image, target: Option<Format>) -> anyhow::Result<()> {
+/// Before a copy with bitmaps is begun. Those that nobody believes may be left out.
+pub(super) fn refuse_without_bitmaps(source: &Image, target: Option<Format>, skip_broken: bool) -> anyhow::Result<()> {
     if source.qcow2_header().is_none_or(|header| header.version < 3) {
         bail!("Source lacks bitmap support");
     }
     if target == Some(Format::Raw) {
         bail!("Format driver 'raw' does not support bitmaps");
     }
-    match source.bitmaps()?.iter().find(|bitmap| bitmap.in_use) {
-        Some(bitmap) => bail!("Cannot copy inconsistent bitmap '{}'", bitmap.name),
+    match source.bitmaps()?.iter().find(|bitmap| bitmap.in_use && !skip_broken) {
+        Some(bitmap) => bail!(
+            "Cannot copy inconsistent bitmap '{}'\nTry --skip-broken-bitmaps, or use 'bitmap --remove' to delete it",
+            bitmap.name
+        ),
         None => Ok(()),
     }
 }
 
+/// Those that are copied, and those that nobody believes.
+fn believed(source: &Image) -> anyhow::Result<(Vec<Bitmap>, Vec<Bitmap>)> {
+    Ok(source.bitmaps()?.into_iter().partition(|bitmap| !bitmap.in_use))
+}
+
 /// Before anything is written to an image that is there: what would fail when the bitmaps' turn comes.
 pub(super) fn refuse_misfits(source: &Image, target: &Image) -> anyhow::Result<()> {
-    let bitmaps = source.bitmaps()?;
+    let (bitmaps, _) = believed(source)?;
     let Some(first) = bitmaps.first() else { return Ok(()) };
     match target.qcow2_header() {
         None => bail!("Format driver 'raw' does not support bitmaps"),
@@ -171,10 +180,14 @@ pub(super) fn refuse_misfits(source: &Image, target: &Image) -> anyhow::Result<(
     Ok(())
 }
 
-/// Gives an image all the bitmaps of another one.
+/// Gives an image all the bitmaps of another one but those that nobody believes.
 pub(super) fn copy_all(source: &Image, target: &Path) -> anyhow::Result<()> {
     let mut actions = Vec::new();
-    for bitmap in source.bitmaps()? {
+    let (bitmaps, broken) = believed(source)?;
+    for bitmap in &broken {
+        output::warn(&format!("warning: Skipping inconsistent bitmap '{}'", bitmap.name));
+    }
+    for bitmap in bitmaps {
         let granularity_bytes = Some(bitmap.granularity_bytes());
         let bits = source.read_bitmap(&bitmap.name)?;
         actions.push((bitmap.name.clone(), BitmapAction::Add { granularity_bytes }));

@@ -70,6 +70,9 @@ pub(crate) struct Args {
     /// Copy the persistent bitmaps of the source's top layer too.
     #[arg(long)]
     bitmaps: bool,
+    /// Leave out bitmaps that nobody believes (--bitmaps), with a warning.
+    #[arg(long)]
+    skip_broken_bitmaps: bool,
     /// What cannot be read becomes zeros, with a warning that says where.
     #[arg(long)]
     salvage: bool,
@@ -147,6 +150,7 @@ impl Args {
             (self.copy_offload && self.sparse.is_some(), "Cannot enable copy offloading when -S is used"),
             (self.salvage && self.copy_offload, "Cannot use copy offloading in salvaging mode"),
             (self.target_image_opts && !self.no_create, "--target-image-opts requires use of -n flag"),
+            (self.skip_broken_bitmaps && !self.bitmaps, "Use of --skip-broken-bitmaps requires --bitmaps"),
             (self.no_create && !self.options.is_empty(), "-o has no effect when skipping image creation"),
         ];
         match refused.iter().find(|(is_so, _)| *is_so) {
@@ -245,7 +249,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("Copying bitmaps only possible with single source");
     }
     if let Some(first) = sources.first().filter(|_| args.bitmaps) {
-        super::bitmap::refuse_without_bitmaps(first, target.format)?;
+        super::bitmap::refuse_without_bitmaps(first, target.format, args.skip_broken_bitmaps)?;
     }
     let mut watch = Watch::start(&args.progress)?;
     let mut new_data_file = None;
