@@ -53,6 +53,26 @@ pub(crate) fn file_name(text: &Path) -> anyhow::Result<PathBuf> {
     }
 }
 
+/// How the image at `overlay` is to name the backing file that the user calls `text`: without a protocol, because of what
+/// images say none is followed. As in QEMU, what stands behind a protocol lies where we are, not where the image is. If
+/// nobody is going to look at it, it may be anything else.
+pub(crate) fn backing_name(overlay: &Path, text: &str, look: bool) -> anyhow::Result<String> {
+    let path = match protocol(text) {
+        None => return Ok(text.to_owned()),
+        Some((protocol, _)) if !look && !FILE_DRIVERS.contains(&protocol) => return Ok(text.to_owned()),
+        Some(("json", _)) => {
+            bail!("'{text}': an image names its backing file by the file's name, not by a description")
+        }
+        Some(_) => file_name(Path::new(text))?,
+    };
+    let is_here = overlay.parent().is_none_or(|directory| [Path::new(""), Path::new(".")].contains(&directory));
+    let path =
+        if is_here { path } else { std::path::absolute(&path).with_context(|| format!("cannot find '{text}'"))? };
+    let name = path.to_str().with_context(|| format!("'{}' is not text, as names in images are", path.display()))?;
+    // A colon of its own would be taken for a protocol's.
+    Ok(if protocol(name).is_some() { format!("./{name}") } else { name.to_owned() })
+}
+
 /// `json:` and an object, with objects in it, as QEMU writes them.
 fn from_json(text: &str, format: Option<Format>) -> anyhow::Result<ImageName> {
     let parse = || -> anyhow::Result<ImageName> {
@@ -133,6 +153,29 @@ mod tests {
             assert!(said.contains(named), "{said}");
         }
         assert!(ImageName::of(Path::new("file.filename=a"), Some("raw"), true).is_err());
+    }
+
+    #[test]
+    fn a_backing_file_is_named_without_its_protocol_and_from_where_the_image_is() {
+        let name = |overlay: &str, text: &str, look| backing_name(Path::new(overlay), text, look).ok();
+        let here = std::env::current_dir().unwrap();
+        let absolute = here.join("b").display().to_string();
+        for (overlay, text, expected) in [
+            ("u", "b", "b"),
+            ("sub/u", "b", "b"),
+            ("u", "file:b", "b"),
+            ("./u", "host_device:/dev/sdb", "/dev/sdb"),
+            ("sub/u", "file:b", &absolute),
+            ("sub/u", "file:/x/b", "/x/b"),
+            ("u", "file:a:b", "./a:b"),
+        ] {
+            assert_eq!(name(overlay, text, true).as_deref(), Some(expected), "{text} of {overlay}");
+            assert_eq!(name(overlay, text, false).as_deref(), Some(expected), "{text} of {overlay}");
+        }
+        for text in ["nbd:b", r#"json:{"file.filename":"b"}"#] {
+            assert_eq!(name("u", text, true), None, "{text}");
+            assert_eq!(name("u", text, false).as_deref(), Some(text));
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::new_image::{self, NewImage};
 use super::own_backing;
-use crate::image_name::file_name;
+use crate::image_name::{backing_name, file_name};
 use crate::output::{self, usage};
 use crate::tool::{Watch, parse_format};
 use anyhow::Context;
@@ -168,7 +168,7 @@ impl NewImage {
     /// Looks at the backing file: its size where none was given, and that its format was said. Not looked at, its name and
     /// its format are only recorded.
     fn settle_backing(&mut self, image: &Path, look: bool) -> anyhow::Result<()> {
-        let Some(name) = &self.backing_file else {
+        let Some(name) = &mut self.backing_file else {
             return match self.backing_format {
                 Some(_) => Err(usage("a backing format (-F) needs a backing file (-b)")),
                 None => Ok(()),
@@ -177,6 +177,8 @@ impl NewImage {
         if self.format == Format::Raw {
             return Err(usage("a raw image cannot have a backing file: use -f qcow2"));
         }
+        *name = backing_name(image, name, look)?;
+        let name = &*name;
         if !look {
             let unsaid = || Err(usage("Backing file specified without backing format: add -F"));
             return self.backing_format.as_deref().map_or_else(unsaid, new_image::check_backing_format);

@@ -1,6 +1,6 @@
 //! `ringdisk rebase`: an overlay gets another backing file, in qemu-img's words.
 
-use crate::image_name::ImageName;
+use crate::image_name::{ImageName, backing_name};
 use crate::tool::{ProgressArgs, Reactors, Watch, drive};
 use anyhow::bail;
 use daemon::EngineOpener;
@@ -61,7 +61,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 // A format that is not served is told of before anything is copied.
                 false => drop(format.parse::<image::Format>()?),
             }
-            Some(Backing { file: name.to_owned(), format: Some(format.clone()) })
+            Some(Backing { file: backing_name(&path, name, !args.unsafe_backing)?, format: Some(format.clone()) })
         }
     };
     let opener = EngineOpener::of_drive(&drive(&path, &args.cache)?);
