@@ -20,8 +20,14 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
 /// Tells a person what went wrong.
 pub(crate) fn error(error: &anyhow::Error) {
     let program = if qemu_img::is_our_name() { qemu_img::NAME } else { "ringdisk" };
+    let message = format!("{error:#}").split('\n').map(printable).collect::<Vec<_>>().join("\n");
     // Nobody can be told that standard error is gone.
-    let _ = writeln!(io::stderr(), "{program}: {error:#}");
+    let _ = writeln!(io::stderr(), "{program}: {message}");
+}
+
+/// Names come out of images: nothing in them may steer a terminal.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars().flat_map(|char| if char.is_control() { char.escape_default().collect() } else { vec![char] }).collect()
 }
 
 /// Tells a person what is strange.

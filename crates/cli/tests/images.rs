@@ -178,6 +178,47 @@ fn an_overlay_takes_its_size_from_its_base_and_info_opens_the_base_only_when_ask
 }
 
 #[test]
+fn a_backing_file_with_a_protocol_is_found_from_here_and_recorded_so_that_its_image_finds_it() {
+    let dir = directory();
+    run_ok(&["create", "-q", path_str(&at(&dir, "base.raw")), "3M"]);
+    std::fs::create_dir(at(&dir, "sub")).unwrap();
+    for overlay in ["here.qcow2", "sub/there.qcow2"] {
+        let arguments = ["create", "-q", "-f", "qcow2", "-b", "file:base.raw", "-F", "raw", overlay];
+        let made = common::ringdisk().args(arguments).current_dir(dir.path()).output().unwrap();
+        assert!(made.status.success(), "{}", text(&made.stderr));
+        let overlay = at(&dir, overlay);
+        let said = run_ok(&["map", "--output=json", "--allow-backing=any", path_str(&overlay)]);
+        assert!(said.contains("3145728"), "{said}");
+        if has_tool("qemu-img") {
+            tool_ok("qemu-img", &["map", path_str(&overlay)]);
+        }
+    }
+}
+
+#[test]
+fn names_out_of_images_do_not_steer_a_terminal() {
+    let dir = directory();
+    let (evil, image) = ("evil\u{1b}]0;x\u{7}\u{9b}1m", at(&dir, "disk.qcow2"));
+    let base = at(&dir, evil);
+    std::fs::write(&base, [7; 65536]).unwrap();
+    let options = format!("data_file={evil}.data");
+    let data = at(&dir, "data.qcow2");
+    run_ok(&["create", "-q", "-f", "qcow2", "-b", evil, "-F", "raw", path_str(&image)]);
+    run_ok(&["create", "-q", "-f", "qcow2", "-o", &options, path_str(&data), "1M"]);
+    run_ok(&["bitmap", "--add", path_str(&image), evil]);
+    for arguments in
+        [&["info", "--backing-chain", path_str(&image)][..], &["map", path_str(&image)], &["info", path_str(&data)]]
+    {
+        let said = run_ok(arguments);
+        assert!(said.contains("evil\\u{1b}]0;x\\u{7}\\u{9b}1m"), "{said:?}");
+        assert!(!said.chars().any(|char| char.is_control() && char != '\n'), "{said:?}");
+    }
+    std::fs::remove_file(&base).unwrap();
+    let said = run_fails(1, &["map", path_str(&image)]);
+    assert!(said.contains("evil\\u{1b}") && !said.contains('\u{1b}'), "{said:?}");
+}
+
+#[test]
 fn create_replaces_what_was_there() {
     let dir = directory();
     let image = at(&dir, "disk");

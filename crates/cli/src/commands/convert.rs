@@ -264,7 +264,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Err(error) if args.no_create => return Err(error),
         opened => opened.and_then(|image| copy(args, &target, image, &sources, &options, &mut watch)),
     };
-    let Err(error) = copied else { return sync_directory(&target.path) };
+    let Err(error) = copied else {
+        // A name that was there before is as durable as it was.
+        return if args.no_create { Ok(()) } else { sync_directory(&target.path) };
+    };
     Err(match args.no_create {
         true => {
             let what = if watch.was_interrupted() { error.context("interrupted") } else { error };

@@ -215,11 +215,10 @@ impl NewImage {
         }
     }
 
-    fn create_options(&mut self) -> anyhow::Result<CreateOptions> {
+    fn create_options(&self) -> anyhow::Result<CreateOptions> {
         let size =
             self.size_bytes.ok_or_else(|| usage("the size of the image is missing: FILE SIZE, for example 20G"))?;
         let size_bytes = size.next_multiple_of(SECTOR_BYTES);
-        self.size_bytes = Some(size_bytes);
         Ok(match self.format {
             Format::Raw => CreateOptions::Raw { size_bytes },
             Format::Qcow2 => CreateOptions::Qcow2(format_qcow2::CreateOptions {
@@ -252,7 +251,7 @@ impl NewImage {
         })
     }
 
-    /// What qemu-img says.
+    /// What qemu-img says; the size is the one that was asked for.
     fn announcement(&self, file: &Path) -> String {
         let mut text = format!("Formatting '{}', fmt={}", file.display(), self.format);
         let mut say = |key: &str, value: Option<&str>| {

@@ -1,7 +1,7 @@
 //! `ringdisk img-compat`: what differs from qemu-img.
 
 use crate::output;
-use crate::qemu_img::{Difference, FLAGS, difference};
+use crate::qemu_img::{Difference, FLAGS, VERSION, difference};
 use std::fmt::Write as _;
 
 /// List the flags of qemu-img that are not the same here. Called by the name qemu-img (a link will do), this program is
@@ -20,7 +20,8 @@ const BESIDE_FLAGS: &str = "
 Beside the flags:
   a backing file outside of its image's directory is opened only with --allow-backing any, or RINGDISK_ALLOW_BACKING=any in
   the environment; --image-opts and json: know driver, file.driver and file.filename; protocols other than file: and
-  host_device: are refused.
+  host_device: are refused. A backing file that is named with one of these is recorded without it. snapshot -a marks enabled
+  bitmaps wholly, where qemu-img refuses.
 ";
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -41,6 +42,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 let _ = writeln!(text, "{verb:<9} {flag:<20} {}", other.map_or("identical", |other| other.why));
             }
             text.push_str(BESIDE_FLAGS);
+            let _ = writeln!(text, "\nThe flags are those that the --help of qemu-img {VERSION} shows.");
         }
         Output::Json => {
             let row = |(verb, flag, other): (&str, &str, Option<&Difference>)| {

@@ -2,7 +2,7 @@
 
 use super::info_file::ImageFile;
 use crate::image_name::ImageName;
-use crate::output;
+use crate::output::{self, printable};
 use crate::qemu_img::is_our_name as is_qemu_img;
 use crate::tool::parse_format;
 use anyhow::{Context, bail};
@@ -143,7 +143,7 @@ fn human(layer: &Layer) -> String {
     let mut line = |line: String| {
         let _ = writeln!(text, "{line}");
     };
-    line(format!("image: {}", path.display()));
+    line(format!("image: {}", printable(&path.display().to_string())));
     line(format!("file format: {}", description.format));
     line(format!("virtual size: {} ({size} bytes)", human_size(size)));
     line(format!("disk size: {}", human_size(*disk_bytes)));
@@ -157,10 +157,10 @@ fn human(layer: &Layer) -> String {
     if let (Some(name), Some(full)) = (&description.backing_file, backing_path(layer)) {
         let full = full.display().to_string();
         let actual = if full == *name { String::new() } else { format!(" (actual path: {full})") };
-        line(format!("backing file: {name}{actual}"));
+        line(format!("backing file: {}", printable(&format!("{name}{actual}"))));
     }
     if let Some(format) = &description.backing_format {
-        line(format!("backing file format: {}", super::snapshot::printable(format)));
+        line(format!("backing file format: {}", printable(format)));
     }
     if !description.snapshots.is_empty() {
         line(super::snapshot::table(&description.snapshots).trim_end().to_owned());
@@ -178,7 +178,7 @@ fn human(layer: &Layer) -> String {
         line(format!("    refcount bits: {}", header.refcount_bits));
         if header.version >= 3 {
             if let Some(name) = &header.data_file {
-                line(format!("    data file: {name}"));
+                line(format!("    data file: {}", printable(name)));
                 line(format!("    data file raw: {}", header.data_file_is_raw()));
             }
             line(format!("    corrupt: {}", flags.corrupt));
@@ -209,7 +209,7 @@ fn human_bitmaps(bitmaps: &[Bitmap]) -> String {
         let _ = write!(
             text,
             "\n            name: {}\n            granularity: {}",
-            bitmap.name,
+            printable(&bitmap.name),
             bitmap.granularity_bytes()
         );
     }

@@ -1,5 +1,6 @@
 //! What `info` tells of the file that an image is in, as qemu-img does since version 8.
 
+use crate::output::printable;
 use daemon::human_size;
 use serde_json::{Value, json};
 use std::os::unix::fs::FileTypeExt;
@@ -31,7 +32,7 @@ impl ImageFile {
         format!(
             "Child node '/file':\n    filename: {}\n    protocol type: {}\n    file length: {} ({length_bytes} bytes)\n    \
              disk size: {}\n",
-            path.display(),
+            printable(&path.display().to_string()),
             self.protocol(),
             human_size(*length_bytes),
             human_size(*disk_bytes)

@@ -1,6 +1,6 @@
 //! `ringdisk map`: what lies where, as qemu-img shows it.
 
-use crate::output;
+use crate::output::{self, printable};
 use crate::tool::{OpenArgs, ProgressArgs, Watch};
 use anyhow::bail;
 use daemon::parse_size;
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let length = args.max_length.as_deref().map_or(Ok(u64::MAX), parse_size)?;
     let window = start..start.saturating_add(length);
     let image = args.open.open(&args.file, args.format.as_deref(), &[])?;
-    let names: Vec<String> = image.said_paths().map(|path| path.display().to_string()).collect();
+    let names: Vec<String> = image.said_paths().map(|path| printable(&path.display().to_string())).collect();
     let mut watch = Watch::start(&args.progress)?;
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
     let failed = |error| block::Error::io("cannot write to standard output", error);
@@ -76,7 +76,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         })
     })?;
     if args.output == Output::Json {
-        writeln!(out, "{}", if first { "[]" } else { "]" })?;
+        let end = if first { format!("[{}]", machine(&nothing(window.start))) } else { "]".to_owned() };
+        writeln!(out, "{end}")?;
     }
     out.flush()?;
     drop(out);
@@ -84,6 +85,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("File contains external, encrypted or compressed clusters.");
     }
     output::print("")
+}
+
+/// What is shown where there is nothing to be shown, as in qemu-img.
+fn nothing(start: u64) -> Run {
+    let (zero, data, compressed) = (false, false, false);
+    Run { start, length_bytes: 0, depth: 0, present: false, zero, data, compressed, offset: None }
 }
 
 /// The part of a run that is shown.

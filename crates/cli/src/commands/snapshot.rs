@@ -1,7 +1,7 @@
 //! `ringdisk snapshot`: internal snapshots of a disk that nobody uses, with qemu-img's output and exit codes.
 
 use crate::image_name::ImageName;
-use crate::output;
+use crate::output::{self, printable};
 use crate::tool::{ProgressArgs, Watch};
 use anyhow::{Context, bail};
 use chrono::{DateTime, Local};
@@ -107,9 +107,4 @@ pub(crate) fn table(snapshots: &[Snapshot]) -> String {
         let _ = writeln!(text, "{id:<9} {name:<16} {size:>8}{date:>20}{clock:>13}{icount:>11}");
     }
     text
-}
-
-/// Names come out of images: nothing in them may steer a terminal.
-pub(super) fn printable(text: &str) -> String {
-    text.chars().flat_map(|char| if char.is_control() { char.escape_default().collect() } else { vec![char] }).collect()
 }

@@ -24,7 +24,10 @@ use std::path::Path;
 pub(crate) const NAME: &str = "qemu-img";
 
 /// The qemu-img whose behaviour is kept; programs that call it look for features by this.
-const VERSION: &str = "7.2.22";
+pub(crate) const VERSION: &str = "7.2.22";
+
+/// Of warnings qemu-img has this one: that an image to be written was only guessed to be raw.
+const FILTER: &str = "error,image::open=warn";
 
 #[derive(Parser)]
 #[command(name = NAME, disable_help_subcommand = true, infer_long_args = true, args_override_self = true)]
@@ -56,7 +59,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
         Global::Done => return Ok(()),
         Global::GoOn { trace } => trace,
     };
-    logging::start(if trace { Some("trace") } else { None }, "error")?;
+    logging::start(if trace { Some("trace") } else { None }, FILTER)?;
     let verb = arguments.first().map(|verb| verb.to_string_lossy().into_owned()).unwrap_or_default();
     if verb.is_empty() {
         return Err(usage::error("Not enough arguments"));
