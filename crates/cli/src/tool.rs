@@ -27,7 +27,7 @@ const JSON_EVERY: Duration = Duration::from_millis(200);
 #[derive(clap::Args, Clone)]
 pub(crate) struct OpenArgs {
     /// Cache mode for reading: writeback, none, writethrough, directsync, unsafe.
-    #[arg(short = 'T', value_name = "CACHE", default_value = "writeback")]
+    #[arg(short = 'T', long, alias = "cache", value_name = "CACHE", default_value = "writeback")]
     source_cache: String,
     /// Work even if somebody else writes the image; what is read may be out of date.
     #[arg(short = 'U', long)]
@@ -36,7 +36,7 @@ pub(crate) struct OpenArgs {
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     pub(crate) allow_backing: String,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
-    #[arg(long)]
+    #[arg(long, alias = "source-image-opts")]
     pub(crate) image_opts: bool,
 }
 
@@ -148,13 +148,14 @@ pub(crate) struct ProgressArgs {
     /// Say nothing but errors.
     #[arg(short, long)]
     pub(crate) quiet: bool,
-    /// Write progress to standard error as lines of JSON.
-    #[arg(long, value_enum, value_name = "FORM")]
+    /// Write progress to standard error as lines of JSON; without a form as -p does.
+    #[arg(long, value_enum, value_name = "FORM", num_args = 0..=1, require_equals = true, default_missing_value = "text")]
     progress: Option<ProgressForm>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum ProgressForm {
+    Text,
     Json,
 }
 
@@ -181,7 +182,9 @@ impl Watch {
             ProgressArgs { progress: Some(ProgressForm::Json), .. } => Display::Json,
             ProgressArgs { quiet: true, .. } => Display::Nothing,
             _ if std::io::stderr().is_terminal() => Display::Bar(bar()),
-            ProgressArgs { show: true, .. } => Display::Percent,
+            ProgressArgs { show: true, .. } | ProgressArgs { progress: Some(ProgressForm::Text), .. } => {
+                Display::Percent
+            }
             _ => Display::Nothing,
         };
         let (interrupted, asked) = (crate::signals::interrupted()?, crate::signals::asked()?);

@@ -355,6 +355,11 @@ fn bench_is_qemu_imgs() {
 }
 
 #[test]
+fn values_are_read_and_refused_as_in_qemu_img() {
+    agree_on(&[("none.raw", Vec::new())], VALUES);
+}
+
+#[test]
 fn the_options_before_the_verb_are_qemu_imgs() {
     if !has_tool("qemu-img") {
         return;

@@ -14,13 +14,13 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// The options to change, key=value,...; `help` shows which there are.
-    #[arg(short, value_name = "OPTIONS")]
+    #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
     /// Cache mode: writeback, none, writethrough, directsync, unsafe.
-    #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
+    #[arg(short = 't', long, value_name = "CACHE", default_value = "writeback")]
     cache: String,
     /// Do what could lose access to an encrypted image (there are none here).
     #[arg(long)]

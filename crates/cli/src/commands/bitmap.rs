@@ -18,16 +18,16 @@ pub(crate) struct Args {
     #[command(flatten)]
     actions: Actions,
     /// The image that --merge takes bitmaps from, if it is another one.
-    #[arg(short = 'b', value_name = "FILE")]
+    #[arg(short = 'b', long, value_name = "FILE")]
     source_file: Option<PathBuf>,
     /// Format of that image.
-    #[arg(short = 'F', value_name = "FORMAT")]
+    #[arg(short = 'F', long, value_name = "FORMAT")]
     source_format: Option<String>,
     /// For --add: bytes of the disk that a bit stands for.
-    #[arg(short = 'g', value_name = "SIZE")]
+    #[arg(short = 'g', long, value_name = "SIZE")]
     granularity: Option<String>,
     /// Format of the image; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]

@@ -16,19 +16,19 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// How to print.
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
     /// Repair: leaks (free what is not used) or all. The image is never worse than before, even if the power fails.
-    #[arg(short, value_name = "WHAT")]
+    #[arg(short, long, value_name = "WHAT")]
     repair: Option<String>,
     /// Check even if somebody else writes the image; what is found may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Cache mode for reading: writeback, none, writethrough, directsync, unsafe.
-    #[arg(short = 'T', value_name = "CACHE", default_value = "writeback")]
+    #[arg(short = 'T', long = "cache", value_name = "CACHE", default_value = "writeback")]
     source_cache: String,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]

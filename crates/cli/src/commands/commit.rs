@@ -12,19 +12,19 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the overlay; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Cache mode for writing: writeback, none, writethrough, directsync, unsafe.
-    #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
+    #[arg(short = 't', long, value_name = "CACHE", default_value = "writeback")]
     cache: String,
     /// The file of the chain that takes the contents; the overlay is not emptied then.
-    #[arg(short, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE")]
     base: Option<PathBuf>,
     /// Do not empty the overlay.
-    #[arg(short = 'd')]
+    #[arg(short = 'd', long = "drop")]
     keep: bool,
     /// At most so many bytes a second.
-    #[arg(short, value_name = "RATE")]
+    #[arg(short, long, value_name = "RATE")]
     rate: Option<String>,
     /// Which backing files an image may make us open: deny, same-dir, listed, any.
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]

@@ -11,13 +11,13 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the first image; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long = "a-format", value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the second image.
-    #[arg(short = 'F', value_name = "FORMAT")]
+    #[arg(short = 'F', long = "b-format", value_name = "FORMAT")]
     second_format: Option<String>,
     /// Sizes and allocation have to be the same too.
-    #[arg(short)]
+    #[arg(short, long)]
     strict: bool,
     #[command(flatten)]
     open: OpenArgs,

@@ -22,13 +22,13 @@ use std::sync::Arc;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the source; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long = "source-format", value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the target: raw (default) or qcow2.
-    #[arg(short = 'O', value_name = "FORMAT")]
+    #[arg(short = 'O', long, alias = "target-format", value_name = "FORMAT")]
     output_format: Option<String>,
     /// Options of the target's format, key=value,...: "help" lists them.
-    #[arg(short, value_name = "OPTIONS")]
+    #[arg(short, long, alias = "target-options", value_name = "OPTIONS")]
     options: Vec<String>,
     /// The image that the target becomes an overlay of: only what the source's top layer holds is copied.
     #[arg(short = 'B', short_alias = 'b', long, value_name = "FILE")]
@@ -37,35 +37,35 @@ pub(crate) struct Args {
     #[arg(short = 'F', long, value_name = "FORMAT")]
     backing_format: Option<String>,
     /// Write into the target that exists; do not create it.
-    #[arg(short = 'n')]
+    #[arg(short = 'n', long)]
     no_create: bool,
     /// The existing target (-n) reads as zeros everywhere.
     #[arg(long, requires = "no_create")]
     target_is_zero: bool,
     /// Zeros from this length on (4k) are left out; 0 writes everything as data.
-    #[arg(short = 'S', value_name = "SIZE")]
+    #[arg(short = 'S', long = "sparse-size", value_name = "SIZE")]
     sparse: Option<String>,
     /// Requests in flight, 1 to 16 on each thread.
     #[arg(short = 'm', long = "parallel", value_name = "COUNT", default_value_t = 8, value_parser = integer::<u8>(1..=16))]
     requests: u8,
     /// Write in any order (always so).
-    #[arg(short = 'W')]
+    #[arg(short = 'W', long = "oob-writes")]
     any_order: bool,
     /// Cache mode of the target: writeback, none, writethrough, directsync, unsafe (it is not made durable).
-    #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
+    #[arg(short = 't', long, value_name = "CACHE", default_value = "writeback")]
     target_cache: String,
     /// Compress what gets smaller by it, cluster by cluster (qcow2).
-    #[arg(short = 'c')]
+    #[arg(short = 'c', long)]
     compress: bool,
     /// Copy the disk as it was at a snapshot: an id, a name, or snapshot.id=ID,snapshot.name=NAME.
-    #[arg(short = 'l', value_name = "SNAPSHOT")]
+    #[arg(short = 'l', long, alias = "source-snapshot", value_name = "SNAPSHOT")]
     snapshot: Option<String>,
     /// Let the host copy data by itself (copy_file_range, a reflink where the file system makes one), where it can. Data
     /// are not searched for zeros then.
-    #[arg(short = 'C')]
+    #[arg(short = 'C', long = "copy-range-offloading")]
     copy_offload: bool,
     /// At most so many bytes of data a second.
-    #[arg(short = 'r', value_name = "RATE")]
+    #[arg(short = 'r', long, value_name = "RATE")]
     rate: Option<String>,
     /// Copy the persistent bitmaps of the source's top layer too.
     #[arg(long)]

@@ -22,7 +22,7 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "FORMAT", default_value = "raw")]
     format: String,
     /// Options of the format, key=value,...: "help" lists them, and needs no FILE.
-    #[arg(short, value_name = "OPTIONS")]
+    #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
     /// The image that the new one is an overlay of; a relative name is relative to FILE.
     #[arg(short, long, value_name = "FILE")]
@@ -31,7 +31,7 @@ pub(crate) struct Args {
     #[arg(short = 'F', long, value_name = "FORMAT")]
     backing_format: Option<String>,
     /// Do not look at the backing file; it may be missing, and SIZE has to be given.
-    #[arg(short = 'u', long)]
+    #[arg(short = 'u', long, alias = "backing-unsafe")]
     unsafe_backing: bool,
     /// Say nothing.
     #[arg(short, long)]

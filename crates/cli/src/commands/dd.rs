@@ -16,13 +16,13 @@ use std::sync::Arc;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the source; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the target: raw or qcow2.
-    #[arg(short = 'O', value_name = "FORMAT", default_value = "raw")]
+    #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw")]
     output_format: String,
     /// Cache mode of the target: writeback, none, writethrough, directsync, unsafe (it is not made durable).
-    #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
+    #[arg(short = 't', long, value_name = "CACHE", default_value = "writeback")]
     target_cache: String,
     #[command(flatten)]
     open: OpenArgs,

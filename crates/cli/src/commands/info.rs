@@ -26,7 +26,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
     /// Go down the chain of backing files too.
-    #[arg(long)]
+    #[arg(short, long)]
     backing_chain: bool,
     /// Which backing files --backing-chain opens: deny, same-dir, listed, any.
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]

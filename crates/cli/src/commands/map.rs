@@ -13,7 +13,7 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// How to print.
     #[arg(long, value_enum, default_value = "human")]

@@ -15,19 +15,19 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the source; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the new image: raw or qcow2.
-    #[arg(short = 'O', value_name = "FORMAT", default_value = "raw")]
+    #[arg(short = 'O', long, alias = "target-format", value_name = "FORMAT", default_value = "raw")]
     output_format: String,
     /// Options of the new image, key=value,..., as create takes them. A size among them changes nothing.
-    #[arg(short, value_name = "OPTIONS")]
+    #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
     /// Size of the disk, instead of an image.
-    #[arg(long, value_name = "SIZE", conflicts_with = "file", required_unless_present = "file")]
+    #[arg(short, long, value_name = "SIZE", conflicts_with = "file", required_unless_present = "file")]
     size: Option<String>,
     /// Measure the disk as it was at a snapshot: an id, a name, or snapshot.id=ID,snapshot.name=NAME.
-    #[arg(short = 'l', value_name = "SNAPSHOT")]
+    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
     /// How to print.
     #[arg(long, value_enum, default_value = "human")]

@@ -13,22 +13,22 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the overlay; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Cache mode for writing: writeback, none, writethrough, directsync, unsafe.
-    #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
+    #[arg(short = 't', long, value_name = "CACHE", default_value = "writeback")]
     cache: String,
     /// Cache mode for reading the new backing file.
-    #[arg(short = 'T', value_name = "CACHE", default_value = "writeback")]
+    #[arg(short = 'T', long = "backing-cache", value_name = "CACHE", default_value = "writeback")]
     source_cache: String,
     /// The new backing file; a relative name is relative to FILE, an empty one means none.
-    #[arg(short, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE")]
     backing: Option<String>,
     /// Format of the new backing file.
-    #[arg(short = 'F', value_name = "FORMAT")]
+    #[arg(short = 'F', long, value_name = "FORMAT")]
     backing_format: Option<String>,
     /// Only change the name: believe that both backing files hold the same. Neither is opened.
-    #[arg(short = 'u')]
+    #[arg(short = 'u', long = "backing-unsafe")]
     unsafe_backing: bool,
     /// Read the new backing file even if somebody else writes it.
     #[arg(short = 'U', long)]

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Allow the image to lose what lies behind its new end.
     #[arg(long)]

@@ -24,37 +24,37 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "DEPTH", default_value_t = 64, value_parser = integer::<u32>(1..=INT_MAX))]
     depth: u32,
     /// Format of the image; guessed from its contents where not given.
-    #[arg(short, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// A flush after every so many writes.
     #[arg(long, value_name = "COUNT", default_value_t = 0, value_parser = integer::<u64>(0..=INT_MAX))]
     flush_interval: u64,
     /// How bytes reach the storage: threads, native, io_uring.
-    #[arg(short = 'i', value_name = "AIO")]
+    #[arg(short = 'i', long, value_name = "AIO")]
     aio: Option<String>,
     /// Native AIO.
-    #[arg(short = 'n')]
+    #[arg(short = 'n', long)]
     native: bool,
     /// Do not wait for the writes before a flush.
     #[arg(long)]
     no_drain: bool,
     /// Where the first request goes.
-    #[arg(short, value_name = "OFFSET", default_value = "0")]
+    #[arg(short, long, value_name = "OFFSET", default_value = "0")]
     offset: String,
     /// The byte that is written.
     #[arg(long, value_name = "BYTE", default_value_t = 0, value_parser = integer::<u8>(0..=255))]
     pattern: u8,
     /// Bytes of a request.
-    #[arg(short = 's', value_name = "SIZE", default_value = "4096")]
+    #[arg(short = 's', long = "buffer-size", value_name = "SIZE", default_value = "4096")]
     size: String,
     /// From one request to the next; 0 is the size of a request, as it is by default.
     #[arg(short = 'S', long = "step-size", value_name = "SIZE")]
     step: Option<String>,
     /// Cache mode: writeback, none, writethrough, directsync, unsafe.
-    #[arg(short = 't', value_name = "CACHE", default_value = "writeback")]
+    #[arg(short = 't', long, value_name = "CACHE", default_value = "writeback")]
     cache: String,
     /// Write instead of reading.
-    #[arg(short)]
+    #[arg(short, long)]
     write: bool,
     /// Read even if somebody else writes the image.
     #[arg(short = 'U', long)]

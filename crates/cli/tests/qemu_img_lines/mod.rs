@@ -1,5 +1,9 @@
 //! The command lines that qemu-img and Ringdisk under its name are to agree on, script by script.
 
+mod values;
+
+pub(crate) use values::VALUES;
+
 /// Command lines of qemu-img, or `io FORMAT FILE COMMAND` for qemu-io's, which is the same program in both worlds. Two
 /// apostrophes are an empty word.
 pub(crate) const BASIC: &[&str] = &[
