@@ -171,7 +171,7 @@ fn a_new_image_does_not_take_the_place_of_what_it_would_rest_on() {
     let before = std::fs::read(&middle).unwrap();
     let over = |backing: &'static str, format: &'static str| ["create", "-f", "qcow2", "-b", backing, "-F", format];
     let convert = ["convert", "-O", "qcow2", "-F", "qcow2", "-B", "middle.qcow2", path_str(&source)];
-    let with_data = ["-u", "-o", "data_file=base.raw"];
+    let with_data = ["-o", "data_file=base.raw"];
     let lines = [
         [&over("middle.qcow2", "qcow2")[..], &[path_str(&base)]].concat(),
         [&over("alias.raw", "raw")[..], &[path_str(&base)]].concat(),
@@ -186,6 +186,27 @@ fn a_new_image_does_not_take_the_place_of_what_it_would_rest_on() {
         assert!(std::fs::read(&middle).unwrap() == before, "{line:?}");
     }
     assert!(!new.exists());
+}
+
+#[test]
+fn what_images_name_is_opened_through_the_gate_when_the_new_image_is_looked_for_below() {
+    let dir = directory();
+    let names = ["base.raw", "middle.qcow2", "sub/top.qcow2", "sub/new.qcow2"];
+    let [base, middle, top, new] = names.map(|name| at(&dir, name));
+    std::fs::create_dir(top.parent().unwrap()).unwrap();
+    std::fs::write(&base, vec![7; 1 << 20]).unwrap();
+    let over =
+        |backing: &'static str, format: &'static str| ["create", "-q", "-f", "qcow2", "-b", backing, "-F", format];
+    run_ok(&[&over("base.raw", "raw")[..], &[path_str(&middle)]].concat());
+    run_ok(&[&over("../middle.qcow2", "qcow2")[..], &[path_str(&top)]].concat());
+    // That it is the same file only who opens the middle could know, and that lies elsewhere.
+    hard_link(&base, &new).unwrap();
+    let mut command = common::ringdisk();
+    command.args([&over("top.qcow2", "qcow2")[..], &[path_str(&new)]].concat());
+    let refused = command.env("RINGDISK_ALLOW_BACKING", "any").output().unwrap();
+    assert!(text(&refused.stderr).contains("same filename as the backing file"), "{}", text(&refused.stderr));
+    assert!(std::fs::read(&base).unwrap() == vec![7; 1 << 20]);
+    run_ok(&[&over("top.qcow2", "qcow2")[..], &[path_str(&new)]].concat());
 }
 
 #[test]

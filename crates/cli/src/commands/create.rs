@@ -101,7 +101,7 @@ fn create(
     if let Some(backing) = &wanted.backing_file {
         let files: Vec<_> = [Some(file.to_owned()), data_path.clone()].into_iter().flatten().collect();
         let format = parse_format(wanted.backing_format.as_deref()).ok().flatten();
-        own_backing::refuse(&files, beside(backing), format)?;
+        own_backing::refuse(&files, &beside(backing), format, look_at_backing)?;
     }
     let mut emptied = Vec::new();
     let mut empty = |path: PathBuf| -> anyhow::Result<Arc<dyn File>> {

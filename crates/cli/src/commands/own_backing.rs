@@ -3,27 +3,35 @@
 use crate::file_id::FileId;
 use crate::output::usage;
 use daemon::EngineOpener;
-use image::{Format, Opener, Role, inspect};
+use image::{BackingPolicy, Format, Opener, Role, inspect, pass_gate};
 use std::path::{Path, PathBuf};
 
 /// Chains that are longer are not opened.
 const LAYERS_MAX: usize = 256;
 
-/// Refuses to empty one of `emptied`, the files that the new image is made in, if it is `backing` or lies below it. What
-/// cannot be looked at is left to whoever opens it.
-pub(super) fn refuse(emptied: &[PathBuf], backing: PathBuf, format: Option<Format>) -> anyhow::Result<()> {
-    let mut next = Some((backing, format));
+/// Refuses to empty one of `emptied`, the files that the new image is made in, if it is `backing` or, where it may be
+/// looked at, lies below it. What images name is opened through the gate only; what cannot be looked at is left to
+/// whoever opens it.
+pub(super) fn refuse(emptied: &[PathBuf], backing: &Path, format: Option<Format>, look: bool) -> anyhow::Result<()> {
+    refuse_one(emptied, backing)?;
+    let said = std::env::var("RINGDISK_ALLOW_BACKING").ok();
+    let policy: BackingPolicy = said.map_or(Ok(BackingPolicy::default()), |policy| policy.parse())?;
+    let mut next = Some((backing.to_owned(), format)).filter(|_| look);
     for _ in 0..LAYERS_MAX {
         let Some((path, format)) = next.take() else { break };
-        refuse_one(emptied, &path)?;
         let Ok(file) = EngineOpener::default().open(&path, Role::Backing) else { break };
         let Ok(layer) = inspect(&path, &file, format) else { break };
         let beside = |name: &str| path.parent().unwrap_or(Path::new("")).join(name);
         if let Some(name) = layer.qcow2.and_then(|header| header.data_file) {
             refuse_one(emptied, &beside(&name))?;
         }
-        let format = layer.backing_format.and_then(|format| format.parse().ok());
-        next = layer.backing_file.map(|name| (beside(&name), format));
+        let Some(name) = layer.backing_file else { break };
+        refuse_one(emptied, &beside(&name))?;
+        let opener = EngineOpener::default();
+        if pass_gate(&policy, backing, &[], &path, &name, &opener).is_err() {
+            break;
+        }
+        next = Some((beside(&name), layer.backing_format.and_then(|format| format.parse().ok())));
     }
     Ok(())
 }
