@@ -31,8 +31,15 @@ pub(crate) struct Device {
     capacity_sectors: AtomicU64,
     /// Sectors in a logical block, less one.
     block_mask: u64,
-    /// The guest's last word on the cache: true is write-back.
+    /// What the `writeback` byte shows: true is write-back.
     write_back: AtomicBool,
+    /// The byte that the guest wrote last. It outlives resets: monitors (QEMU) show later drivers that byte from a copy of
+    /// their own, which a reset does not change.
+    last_word: AtomicBool,
+    /// The guest was there before this program, and has not yet told by a flush or by the byte how it uses the cache.
+    unknown_guest: AtomicBool,
+    /// Rings ran, so that the guest cannot be an older one that comes back.
+    settled: AtomicBool,
     /// Each write has to be durable before it completes.
     write_through: AtomicBool,
 }
@@ -49,6 +56,9 @@ impl Device {
             capacity_sectors: AtomicU64::new(info.size_bytes >> virtio::blk::SECTOR_SHIFT),
             block_mask: (block_bytes >> virtio::blk::SECTOR_SHIFT).saturating_sub(1),
             write_back: AtomicBool::new(info.volatile_cache),
+            last_word: AtomicBool::new(info.volatile_cache),
+            unknown_guest: AtomicBool::new(false),
+            settled: AtomicBool::new(false),
             write_through: AtomicBool::new(false),
             info,
         }
@@ -130,27 +140,48 @@ impl Device {
     /// Whether a write has to be durable before it completes.
     #[inline]
     pub(crate) fn write_through(&self) -> bool {
-        self.write_through.load(Ordering::Relaxed)
+        self.write_through.load(Ordering::Relaxed) || self.unknown_guest.load(Ordering::Relaxed)
     }
 
-    /// What the guest's `writeback` byte says.
+    /// What the guest writes to the `writeback` byte.
     pub(crate) fn set_write_back(&self, write_back: bool) {
         self.write_back.store(write_back, Ordering::Relaxed);
+        self.last_word.store(write_back, Ordering::Relaxed);
+        self.guest_is_known();
     }
 
-    /// As the disk was when the export began (a device reset).
-    pub(crate) fn reset_write_back(&self) -> bool {
-        self.set_write_back(self.info.volatile_cache);
-        self.info.volatile_cache
-    }
-
-    /// What was negotiated just now decides how the cache begins: a guest that could choose but cannot flush begins with
-    /// write-through (5.2.5.2).
+    /// What was negotiated just now decides how the cache begins (it may begin either way, 5.2.5): as the guest left it,
+    /// but a guest that could choose and cannot flush begins with write-through (5.2.5.2).
     pub(crate) fn negotiated(&self, acked: u64) {
-        if acked & (f::CONFIG_WCE | f::FLUSH) == f::CONFIG_WCE {
-            self.set_write_back(false);
-        }
+        let cannot_flush = acked & (f::CONFIG_WCE | f::FLUSH) == f::CONFIG_WCE;
+        self.write_back.store(!cannot_flush && self.last_word.load(Ordering::Relaxed), Ordering::Relaxed);
         self.apply_features(acked);
+    }
+
+    /// A ring goes on where this program never was: another one served this guest before, and may have been told to write
+    /// through. Monitors do not tell it again, so writes are durable until the guest shows what it expects.
+    pub(crate) fn taken_over(&self, acked: u64) {
+        if acked & f::CONFIG_WCE != 0 && self.info.volatile_cache && !self.settled.load(Ordering::Relaxed) {
+            self.unknown_guest.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// From here on rings go on where we left them.
+    pub(crate) fn settle(&self) {
+        self.settled.store(true, Ordering::Relaxed);
+    }
+
+    /// The guest flushes: it takes the cache for write-back, or has none that it would rely on.
+    #[inline]
+    pub(crate) fn guest_flushes(&self) {
+        if self.unknown_guest.load(Ordering::Relaxed) {
+            self.guest_is_known();
+        }
+    }
+
+    fn guest_is_known(&self) {
+        self.settle();
+        self.unknown_guest.store(false, Ordering::Relaxed);
     }
 
     /// Decides whether writes are durable one by one, from what was negotiated: a guest with CONFIG_WCE says so in the
@@ -223,15 +254,45 @@ mod tests {
         device.set_write_back(false);
         assert!(through(f::FLUSH | f::CONFIG_WCE));
         assert!(!through(f::FLUSH), "without CONFIG_WCE the byte says nothing");
-        assert!(device.reset_write_back());
+        device.set_write_back(true);
         device.negotiated(f::CONFIG_WCE | f::FLUSH);
         assert!(!device.write_through());
         device.negotiated(f::CONFIG_WCE);
         assert!(device.write_through() && device.config().writeback == 0, "it could choose, but not flush");
+        device.negotiated(f::CONFIG_WCE | f::FLUSH);
+        assert!(!device.write_through() && device.config().writeback == 1, "the next driver can");
         let durable = Device::new("d".into(), DiskInfo { volatile_cache: false, ..info() }, 1, 256);
         assert_eq!(durable.features() & (f::FLUSH | f::CONFIG_WCE), 0);
         durable.apply_features(0);
         assert!(!durable.write_through());
+    }
+
+    #[test]
+    fn a_guest_from_before_gets_durable_writes_until_it_shows_what_it_expects() {
+        let both = f::FLUSH | f::CONFIG_WCE;
+        let taken_over = |acked| {
+            let device = device(info());
+            device.negotiated(acked);
+            device.taken_over(acked);
+            device
+        };
+        assert!(taken_over(both).write_through());
+        assert!(!taken_over(f::FLUSH).write_through(), "it could not choose, and flushes");
+        let flushed = taken_over(both);
+        flushed.guest_flushes();
+        flushed.taken_over(both);
+        assert!(!flushed.write_through());
+        let told = taken_over(both);
+        told.set_write_back(true);
+        assert!(!told.write_through());
+        told.set_write_back(false);
+        told.apply_features(both);
+        told.guest_flushes();
+        assert!(told.write_through(), "what it said holds, whatever it sends");
+        let stopped = device(info());
+        stopped.settle();
+        stopped.taken_over(both);
+        assert!(!stopped.write_through(), "the ring was ours");
     }
 
     #[test]

@@ -205,7 +205,10 @@ impl RingPoller {
                 }
                 _ => self.end(head, Status::IoErr),
             },
-            Request::Flush => self.submit(head, Op::Flush),
+            Request::Flush => {
+                self.device.guest_flushes();
+                self.submit(head, Op::Flush);
+            }
             Request::GetId => {
                 self.queue.complete_id(head, &self.device.serial);
                 self.ended = self.ended.saturating_add(1);

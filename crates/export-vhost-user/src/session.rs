@@ -275,10 +275,14 @@ impl Backend for Session {
     fn set_ring_base(&mut self, ring: u32, base: u32) -> Result<()> {
         let base = u16::try_from(base)
             .map_err(|_| Error::new(ErrorKind::Protocol, format!("ring {ring} cannot begin at entry {base}")))?;
+        if base != 0 {
+            self.served.device.taken_over(self.acked_features);
+        }
         self.set_up(ring, |ring| ring.base = base)
     }
 
     fn stop_ring(&mut self, ring: u32) -> Result<u16> {
+        self.settle();
         let ring = self.stop_one(ring)?;
         ring.forget_start();
         Ok(ring.base)
@@ -370,18 +374,19 @@ impl Backend for Session {
     }
 
     fn stop_all(&mut self) -> Result<()> {
+        self.settle();
         self.stop_where(|_| true);
         self.rings.iter_mut().for_each(Ring::forget_start);
         Ok(())
     }
 
     fn reset(&mut self) -> Result<()> {
+        self.settle();
         self.stop_where(|_| true);
         self.rings.iter_mut().for_each(|ring| *ring = Ring::default());
         self.acked_features = 0;
-        let write_back = self.served.device.reset_write_back();
-        self.served.disk.set_volatile_cache(write_back);
-        self.served.device.apply_features(0);
+        // The cache stays as the guest set it: the monitor goes on showing that byte to the next driver.
+        self.served.device.negotiated(0);
         Ok(())
     }
 }
@@ -395,8 +400,16 @@ impl Session {
         tracing::info!(disk = %device.name, "the guest switched to {}", if write_back { "write-back" } else { "write-through" });
     }
 
+    /// Once a ring has run, where rings go on tells nothing of programs before us.
+    fn settle(&self) {
+        if self.rings.iter().any(|ring| ring.running.is_some()) {
+            self.served.device.settle();
+        }
+    }
+
     /// Ends the session: every request in flight is awaited, then the peer's memory is let go.
     pub(crate) fn close(&mut self) {
+        self.settle();
         self.stop_where(|_| true);
         self.rings.clear();
         self.table = MemoryTable::default();

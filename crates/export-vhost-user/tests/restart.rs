@@ -9,8 +9,9 @@ use model::{GUEST_BYTES, Guest};
 use support::disk::{Asked, MemDisk};
 use support::{Client, PATIENCE_SECONDS, Queue, SIZE, Server, addresses, is_readable, region};
 use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserConfigFlags;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
-use virtio::blk::{RequestHeader, request_type as kind};
+use virtio::blk::{RequestHeader, features as f, request_type as kind};
 
 const OK: u8 = 0;
 
@@ -136,4 +137,68 @@ fn a_stopped_ring_waits_for_its_new_addresses() {
 #[test]
 fn rings_of_a_peer_that_gave_its_device_up_wait_for_their_new_addresses() {
     goes_on_only_with_new_addresses(|client| client.frontend.reset_owner().unwrap());
+}
+
+/// A guest whose server ends after a few requests and another takes its place; gives what a write is then asked for.
+fn write_at_the_next_server(without: u64, then: impl FnOnce(&mut Client, &mut Queue<'_>)) -> Option<Asked> {
+    let (first, second) = (Server::start(MemDisk::new()), Server::start(MemDisk::new()));
+    let guest = Guest::new();
+    let mut client = Client::connect(&first, without);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    for _ in 0..3 {
+        assert_eq!(queue.request(kind::OUT, 0, &[0x11; 512], 0).0, OK);
+    }
+    drop((client, first));
+    let mut client = Client::connect(&second, without);
+    client.share(&guest);
+    // The other queue was never used.
+    let other = client.queue(&guest, 1);
+    client.start(&queue, 3);
+    then(&mut client, &mut queue);
+    assert_eq!(queue.request(kind::OUT, 1, &[0x22; 512], 0).0, OK);
+    drop(other);
+    second.disk.asked().pop()
+}
+
+#[test]
+fn a_guest_that_another_server_served_before_gets_durable_writes_until_it_shows_what_it_expects() {
+    let durable = Some(Asked::Write { offset: 512, fua: true });
+    assert_eq!(write_at_the_next_server(0, |_, _| {}), durable);
+    let read = |_: &mut Client, queue: &mut Queue<'_>| assert_eq!(queue.request(kind::IN, 0, &[], 512).0, OK);
+    assert_eq!(write_at_the_next_server(0, read), durable);
+    let pause = |client: &mut Client, queue: &mut Queue<'_>| {
+        let base = client.frontend.get_vring_base(0).unwrap();
+        client.start(queue, base as u16);
+    };
+    assert_eq!(write_at_the_next_server(0, pause), durable);
+    let flush = |_: &mut Client, queue: &mut Queue<'_>| assert_eq!(queue.request(kind::FLUSH, 0, &[], 0).0, OK);
+    assert_eq!(write_at_the_next_server(0, flush), Some(write_at(1)));
+    let switch = |byte| {
+        move |client: &mut Client, _: &mut Queue<'_>| {
+            client.frontend.set_config(32, VhostUserConfigFlags::WRITABLE, &[byte]).unwrap();
+        }
+    };
+    assert_eq!(write_at_the_next_server(0, switch(1)), Some(write_at(1)));
+    assert_eq!(write_at_the_next_server(0, switch(0)), durable);
+    assert_eq!(write_at_the_next_server(f::CONFIG_WCE, |_, _| {}), Some(write_at(1)), "it had no choice, and flushes");
+}
+
+#[test]
+fn a_ring_that_goes_on_where_we_left_it_is_no_stranger() {
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    assert_eq!(queue.request(kind::OUT, 1, &[0x11; 512], 0).0, OK);
+    let base = client.frontend.get_vring_base(0).unwrap();
+    client.start(&queue, base as u16);
+    assert_eq!(queue.request(kind::OUT, 1, &[0x22; 512], 0).0, OK);
+    drop(client);
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    client.start(&queue, 2);
+    assert_eq!(queue.request(kind::OUT, 1, &[0x33; 512], 0).0, OK);
+    assert_eq!(server.disk.asked(), [1; 3].map(write_at));
 }
