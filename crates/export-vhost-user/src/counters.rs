@@ -12,6 +12,13 @@ impl Counter {
         self.0.store(sum, Ordering::Relaxed);
     }
 
+    /// Adds one, and gives the count if that has doubled since it was last given: what a guest causes is logged then, so
+    /// that it cannot fill the log.
+    pub(crate) fn add_to_log(&self) -> Option<u64> {
+        self.add(1);
+        Some(self.get()).filter(|count| count.is_power_of_two())
+    }
+
     pub(crate) fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -26,6 +33,10 @@ pub(crate) struct RingCounters {
     pub(crate) notifications_avoided: Counter,
     pub(crate) failed: Counter,
     pub(crate) faults: Counter,
+    /// Times that it could not start. The session's thread counts these.
+    pub(crate) failed_starts: Counter,
+    /// Times that its memory could not be registered.
+    pub(crate) unregistered: Counter,
 }
 
 /// What a ring has done since the export began.

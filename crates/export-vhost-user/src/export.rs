@@ -1,6 +1,6 @@
 //! An export: a socket and a thread that serves one peer at a time, again and again.
 
-use crate::counters::{RingCounters, RingStats};
+use crate::counters::{Counter, RingCounters, RingStats};
 use crate::device::Device;
 use crate::session::{Served as ServedDisk, Session, SessionEvents};
 use crate::socket::ListenSocket;
@@ -123,6 +123,7 @@ impl Export {
             queue_size: options.queue_size,
             fixed_buffers: options.fixed_buffers,
             counters: counters.clone(),
+            cache_switches: Counter::default(),
         };
         socket.listener.set_nonblocking(true).map_err(|error| Error::io("cannot set the socket up", error))?;
         let server = Server { socket, served: Arc::new(served), shared: Arc::clone(&shared) };

@@ -108,11 +108,13 @@ impl RingPoller {
             .map_err(|error| block::Error::with_source(block::ErrorKind::Protocol, "the ring cannot be used", error))?;
         let disk = setup.disk.open_queue(ctx)?;
         let name = &setup.device.name;
-        let register = || {
-            ctx.register_memory(&setup.memory)
-                .inspect_err(|error| tracing::warn!(disk = %name, "fixed-buffers=on changes nothing: {error}"))
+        let refused = |error: &block::Error| {
+            if let Some(times) = setup.counters.unregistered.add_to_log() {
+                tracing::warn!(disk = %name, times, "fixed-buffers=on changes nothing: {error}");
+            }
         };
-        let registered = if setup.fixed_buffers { register().ok() } else { None };
+        let register = || ctx.register_memory(&setup.memory).inspect_err(refused).ok();
+        let registered = if setup.fixed_buffers { register() } else { None };
         let ring = SplitDeviceRing::new(areas, RingFeatures::from_bits(setup.features), setup.next_available);
         let mut queue = BlkQueue::new(ring, setup.memory, setup.device.limits());
         queue.ring_mut().disable_notifications();
@@ -317,10 +319,7 @@ impl RingPoller {
             _ => (Halt::RulesBroken, "the guest resets it"),
         };
         self.halt = Some(halt);
-        self.counters.faults.add(1);
-        // Each time that their number has doubled: a guest that goes on must not fill the log.
-        let faults = self.counters.faults.get();
-        if faults.is_power_of_two() {
+        if let Some(faults) = self.counters.faults.add_to_log() {
             tracing::warn!(
                 disk = %self.device.name,
                 queue = self.index,

@@ -4,7 +4,7 @@
 //! addresses are known. Whatever changes what a running ring uses stops it first: no more requests are taken, those in
 //! flight are awaited, then the change is made and the ring goes on where it was.
 
-use crate::counters::RingCounters;
+use crate::counters::{Counter, RingCounters};
 use crate::device::{Device, PROTOCOL_FEATURES};
 use crate::memory_table::{MAX_REGIONS, MemoryTable};
 use crate::notifier::{Notifier, Purpose, check_kind};
@@ -91,6 +91,8 @@ pub(crate) struct Served {
     pub(crate) fixed_buffers: bool,
     /// One a ring.
     pub(crate) counters: Vec<Arc<RingCounters>>,
+    /// Times that the guest chose how its cache works.
+    pub(crate) cache_switches: Counter,
 }
 
 /// One peer's session.
@@ -144,7 +146,10 @@ impl Session {
         for index in 0..self.rings.len() {
             if let Err(error) = self.start_if_ready(index) {
                 let name = &self.served.device.name;
-                tracing::warn!(disk = %name, queue = index, "the queue cannot start: {error}");
+                let times = self.served.counters.get(index).and_then(|counters| counters.failed_starts.add_to_log());
+                if let Some(times) = times {
+                    tracing::warn!(disk = %name, queue = index, times, "the queue cannot start: {error}");
+                }
                 if let Some(ring) = self.rings.get_mut(index) {
                     // What else can go wrong there is tried again with the memory, too: it harms nobody.
                     ring.halt = Some(Halt::Unreachable);
@@ -397,7 +402,10 @@ impl Session {
         device.set_write_back(write_back);
         device.apply_features(self.acked_features);
         self.served.disk.set_volatile_cache(write_back);
-        tracing::info!(disk = %device.name, "the guest switched to {}", if write_back { "write-back" } else { "write-through" });
+        if let Some(times) = self.served.cache_switches.add_to_log() {
+            let mode = if write_back { "write-back" } else { "write-through" };
+            tracing::info!(disk = %device.name, times, "the guest switched to {mode}");
+        }
     }
 
     /// Once a ring has run, where rings go on tells nothing of programs before us.
