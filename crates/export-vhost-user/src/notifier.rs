@@ -23,8 +23,9 @@ pub(crate) enum Purpose {
     Err,
 }
 
-/// Refuses what is neither an event descriptor nor a pipe, nor (for calls, where User Mode Linux passes one) a Unix stream
-/// socket. Writing to anything else, watching it, or closing it may wait for somebody, and the peer can be that itself.
+/// Refuses what is neither an event descriptor nor (where we write) a pipe, nor (for calls, where User Mode Linux passes
+/// one) a Unix stream socket. Writing to anything else, watching it, or closing it may wait for somebody, and the peer can
+/// be that itself. Nobody reads kicks, which an event descriptor adds up: a pipe would be full one day, and its guest wait.
 pub(crate) fn check_kind(purpose: Purpose, fd: Option<&OwnedFd>) -> Result<()> {
     let Some(fd) = fd else { return Ok(()) };
     // Only this name tells event descriptors from the kernel's other files without a type.
@@ -36,6 +37,7 @@ fn check_named(purpose: Purpose, fd: &OwnedFd, name: Option<&CStr>) -> Result<()
     let stat = fstat(fd).map_err(|error| Error::io("cannot look at a descriptor of the peer's", error.into()))?;
     let found = match (FileType::from_raw_mode(stat.st_mode), name) {
         (_, Some(name)) if name == EVENT_DESCRIPTOR => return Ok(()),
+        (FileType::Fifo, _) if purpose == Purpose::Kick => "a pipe".into(),
         (FileType::Fifo, _) => return Ok(()),
         (FileType::Socket, _) => match is_unix_stream(fd) {
             true if purpose == Purpose::Call => return Ok(()),
@@ -49,12 +51,12 @@ fn check_named(purpose: Purpose, fd: &OwnedFd, name: Option<&CStr>) -> Result<()
         // Without /proc it may be one.
         (_, None) => return Ok(()),
     };
-    let (of, sockets) = match purpose {
+    let (of, others) = match purpose {
         Purpose::Kick => ("kicks", ""),
-        Purpose::Call => ("calls", ", or a Unix stream socket"),
-        Purpose::Err => ("errors", ""),
+        Purpose::Call => ("calls", ", a pipe or a Unix stream socket"),
+        Purpose::Err => ("errors", " or a pipe"),
     };
-    let message = format!("the peer passes {found} for {of}, where an event descriptor or a pipe{sockets} belongs");
+    let message = format!("the peer passes {found} for {of}, where an event descriptor{others} belongs");
     Err(Error::new(ErrorKind::Protocol, message))
 }
 
@@ -109,7 +111,6 @@ mod tests {
     #[test]
     fn only_what_cannot_make_us_wait_for_its_owner_is_taken() {
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let (reader, writer) = rustix::pipe::pipe().unwrap();
         let file = OwnedFd::from(tempfile::tempfile().unwrap());
         let device = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
@@ -118,14 +119,23 @@ mod tests {
         let datagram = OwnedFd::from(UnixDatagram::unbound().unwrap());
         for purpose in ALL {
             check_kind(purpose, None).unwrap();
-            for fd in [&event, &reader, &writer] {
-                check_kind(purpose, Some(fd)).unwrap();
-            }
+            check_kind(purpose, Some(&event)).unwrap();
             let refused = [(&file, "a file"), (&device, "a device"), (&epoll, "[eventpoll]"), (&tcp, "a socket")];
             for (fd, named) in refused.into_iter().chain([(&udp, "a socket"), (&datagram, "a socket")]) {
                 let message = refusal(purpose, fd);
                 assert!(message.contains(named), "{message}");
             }
+        }
+    }
+
+    #[test]
+    fn a_pipe_is_taken_for_what_we_write_and_not_for_kicks_which_nobody_would_read() {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        for fd in [&reader, &writer] {
+            check_kind(Purpose::Call, Some(fd)).unwrap();
+            check_kind(Purpose::Err, Some(fd)).unwrap();
+            let message = refusal(Purpose::Kick, fd);
+            assert!(message.contains("a pipe for kicks, where an event descriptor belongs"), "{message}");
         }
     }
 
