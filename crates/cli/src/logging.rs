@@ -24,6 +24,8 @@ pub(crate) fn start(level: Option<&str>, default: &str) -> anyhow::Result<()> {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
+        // It would complain on standard error, by a macro that panics when that fails, too: on a reactor's thread.
+        .log_internal_errors(false)
         .init();
     Ok(())
 }

@@ -1,0 +1,52 @@
+//! What happens around a server, and not in its disks: standard error that takes nothing more, a terminal that goes,
+//! few descriptors.
+
+mod common;
+
+use common::{PATIENCE, Server, at, directory, path_str, ringdisk, run_ok};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+
+/// `ringdisk serve ARGUMENTS`, started by a shell with what `before` does to the process.
+fn start_after(before: &str, arguments: &[&str]) -> Server {
+    let mut command = Command::new("sh");
+    command.env_remove("RUST_LOG").env_remove("NOTIFY_SOCKET");
+    command.args(["-c", &format!("{before} exec \"$0\" \"$@\"")]).arg(ringdisk().get_program());
+    command.arg("serve").args(arguments);
+    Server::start_command(command)
+}
+
+fn reads(socket: &Path) {
+    run_ok(&["bench", "--count", "20", "--socket", path_str(socket)]);
+}
+
+#[test]
+fn a_log_that_cannot_be_written_stops_neither_reactors_nor_sessions() {
+    let dir = directory();
+    let sockets = ["one", "two"].map(|name| at(&dir, name));
+    let drives = [0, 1].map(|index| {
+        let image = at(&dir, &format!("{index}.raw"));
+        run_ok(&["create", "-q", "-f", "raw", path_str(&image), "1M"]);
+        format!("file={},format=raw,engine=io_uring,socket={}", image.display(), sockets[index].display())
+    });
+    // The reactor has something to say once the first ring has come; of broken rings it would speak in the same way.
+    let server = start_after(
+        "exec 2>/dev/full;",
+        &["--log-level=warn,engine::uring=info", "--reactors=1", "--drive", &drives[0], "--drive", &drives[1]],
+    );
+    for _ in 0..2 {
+        sockets.iter().for_each(|socket| reads(socket));
+        // The export's thread complains of this peer.
+        let mut peer = UnixStream::connect(&sockets[0]).unwrap();
+        peer.set_read_timeout(Some(PATIENCE)).unwrap();
+        peer.write_all(&[0xff; 64]).unwrap();
+        match peer.read(&mut [0; 64]) {
+            Ok(0) => {}
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => {}
+            other => panic!("the peer is not cut off: {other:?}"),
+        }
+    }
+    server.stop();
+}
