@@ -50,3 +50,19 @@ fn a_log_that_cannot_be_written_stops_neither_reactors_nor_sessions() {
     }
     server.stop();
 }
+
+#[test]
+fn more_descriptors_than_the_soft_limit_allows_are_no_trouble() {
+    let dir = directory();
+    let sockets = ["one", "two", "three", "four"].map(|name| at(&dir, name));
+    let drives = sockets.iter().flat_map(|socket| {
+        ["--drive".to_owned(), format!("format=null,size=1G,queues=16,socket={}", socket.display())]
+    });
+    let arguments: Vec<String> = drives.collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let server = start_after("ulimit -S -n 64;", &arguments);
+    for socket in &sockets {
+        run_ok(&["bench", "--queues=16", "--count=160", "--socket", path_str(socket)]);
+    }
+    server.stop();
+}

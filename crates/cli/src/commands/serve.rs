@@ -4,6 +4,7 @@ use crate::output::{self, usage};
 use crate::signals;
 use daemon::{Attachment, Daemon, DaemonConfig, DiskStatus, DriveOptions, ParsedDrive, Pidfile};
 use image::BackingPolicy;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
@@ -52,6 +53,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let allow_backing: BackingPolicy = args.allow_backing.parse()?;
     // From here on a signal means an orderly end, so that no socket stays behind.
     let mut signals = signals::orderly()?;
+    allow_all_descriptors();
     let queues = drives.iter().map(|drive| usize::from(Daemon::queues_of(drive))).sum::<usize>();
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let named = drives.iter().filter_map(|drive| drive.file.clone());
@@ -73,6 +75,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     daemon.shutdown()?;
     drop(pidfile);
     Ok(())
+}
+
+/// Each queue of a guest takes half a dozen descriptors, and its peer passes more: a few disks use up the usual soft limit,
+/// which is that low for the sake of programs that call select().
+fn allow_all_descriptors() {
+    let limit = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
+        tracing::warn!("cannot raise the limit of open descriptors ({:?}): {error}", limit.current);
+    }
 }
 
 enum Asked {
