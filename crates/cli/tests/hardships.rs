@@ -66,3 +66,17 @@ fn more_descriptors_than_the_soft_limit_allows_are_no_trouble() {
     }
     server.stop();
 }
+
+#[test]
+fn a_server_that_was_started_under_nohup_stays_when_its_terminal_goes() {
+    let dir = directory();
+    let socket = at(&dir, "s");
+    let drive = format!("format=null,size=1G,socket={}", socket.display());
+    let server = start_after("trap '' HUP;", &["--drive", &drive]);
+    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).unwrap();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+    assert_eq!(u64::from_str_radix(ignored.trim(), 16).unwrap() & 1, 1, "SIGHUP is the first signal");
+    server.signal("HUP");
+    reads(&socket);
+    server.stop();
+}

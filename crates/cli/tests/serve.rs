@@ -56,8 +56,8 @@ fn several_disks_are_connectable_when_ready_and_leave_nothing_behind() {
     }
 }
 
-#[test]
-fn sigterm_under_load_leaves_a_clean_image() {
+/// Ends a server with these signals while a guest writes: the image is clean then.
+fn ends_cleanly_under_load(signals: &[&str]) {
     if !has_tool("qemu-img") {
         return;
     }
@@ -73,11 +73,22 @@ fn sigterm_under_load_leaves_a_clean_image() {
         assert!(Instant::now() < deadline, "the load does not begin");
         std::thread::sleep(Duration::from_millis(5));
     }
-    server.stop();
+    server.stop_by(signals);
     assert!(!socket.exists());
     // Its disk is gone.
     assert_eq!(load.wait().unwrap().code(), Some(1));
     assert_valid(&image, false);
+}
+
+#[test]
+fn sigterm_under_load_leaves_a_clean_image() {
+    ends_cleanly_under_load(&["TERM"]);
+}
+
+#[test]
+fn a_terminal_that_goes_under_load_leaves_a_clean_image() {
+    // The shell sends one, the kernel another; a service manager sends it with its SIGTERM.
+    ends_cleanly_under_load(&["HUP", "HUP", "TERM"]);
 }
 
 #[test]

@@ -170,16 +170,25 @@ impl Server {
     }
 
     /// Ends it with SIGTERM; returns how it ended and what it said on standard error.
-    pub(crate) fn terminate(mut self) -> (ExitStatus, String) {
-        self.signal("TERM");
+    pub(crate) fn terminate(self) -> (ExitStatus, String) {
+        self.end_by(&["TERM"])
+    }
+
+    fn end_by(mut self, signals: &[&str]) -> (ExitStatus, String) {
+        signals.iter().for_each(|signal| self.signal(signal));
         let status = self.wait();
         (status, self.stderr())
     }
 
     /// Ends it with SIGTERM, in good order.
     pub(crate) fn stop(self) {
-        let (status, said) = self.terminate();
-        assert!(status.success(), "SIGTERM: {status}\n{said}");
+        self.stop_by(&["TERM"]);
+    }
+
+    /// Ends it with these signals, in good order.
+    pub(crate) fn stop_by(self, signals: &[&str]) {
+        let (status, said) = self.end_by(signals);
+        assert!(status.success(), "{signals:?}: {status}\n{said}");
     }
 
     /// Ends it with SIGKILL.
