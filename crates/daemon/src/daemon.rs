@@ -9,7 +9,8 @@ use export_vhost_user::{Export, ExportOptions, RingStats};
 use image::{BackingPolicy, TableCacheStats};
 use memory::PoolStats;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::ScopedJoinHandle;
 
 /// How to start a daemon.
 #[derive(Debug, Clone)]
@@ -166,20 +167,13 @@ impl Daemon {
     }
 
     /// Stops accepting, lets requests in flight end, flushes and closes the images, removes the sockets, ends the
-    /// threads. Goes on after an error and returns the first.
+    /// threads. Goes on after an error and returns that of the disk that was added first.
     pub fn shutdown(mut self) -> Result<()> {
         self.end()
     }
 
     fn end(&mut self) -> Result<()> {
-        let mut first = Ok(());
-        for disk in self.disks.drain(..) {
-            let ended = disk.end();
-            if let Err(error) = &ended {
-                tracing::error!("{error}");
-            }
-            first = first.and(ended);
-        }
+        let mut first = end_all(self.disks.drain(..).collect());
         for reactor in self.reactors.drain(..) {
             first = first.and(reactor.stop());
         }
@@ -187,6 +181,27 @@ impl Daemon {
         memory::trim_pools();
         first
     }
+}
+
+/// Ends disks side by side: one whose storage hangs must not keep the others from being closed. What fails is logged at
+/// once, because the last may never end.
+fn end_all(disks: Vec<Served>) -> Result<()> {
+    let disks: Vec<Mutex<Option<Served>>> = disks.into_iter().map(|disk| Mutex::new(Some(disk))).collect();
+    let end = |disk: &Mutex<Option<Served>>| {
+        let disk = disk.lock().unwrap_or_else(PoisonError::into_inner).take();
+        disk.map_or(Ok(()), Served::end).inspect_err(|error| tracing::error!("{error}"))
+    };
+    let panicked = |_| Err(Error::new(ErrorKind::Io, "the end of a disk panicked: look at its image with check"));
+    std::thread::scope(|scope| {
+        let spawn = |disk| std::thread::Builder::new().name("closing".into()).spawn_scoped(scope, move || end(disk));
+        let threads: Vec<_> = disks.iter().map(spawn).collect();
+        // Where no thread could be had, this one does it.
+        let ended = |(thread, disk): (std::io::Result<ScopedJoinHandle<'_, _>>, _)| match thread {
+            Ok(thread) => thread.join().unwrap_or_else(panicked),
+            Err(_) => end(disk),
+        };
+        threads.into_iter().zip(&disks).map(ended).fold(Ok(()), Result::and)
+    })
 }
 
 impl Drop for Daemon {

@@ -9,9 +9,11 @@ use jobs::bench::{BenchReport, BenchSpec, Hooks, Initial, Pattern, Stop, Verify,
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const SIZE_BYTES: u64 = 8 << 20;
+/// Nothing that these tests wait for takes longer than this unless it hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn create(path: &Path, format: DriveFormat) -> DriveOptions {
     let qcow2 = format_qcow2::CreateOptions { size_bytes: SIZE_BYTES, ..Default::default() };
@@ -160,4 +162,39 @@ fn a_disk_that_cannot_be_served_says_why_and_leaves_the_daemon_as_it_was() {
     assert!(!dir.path().join("other.sock").exists());
     assert_eq!(daemon.reactors().len(), 1);
     daemon.shutdown().unwrap();
+}
+
+#[test]
+fn a_disk_whose_requests_hang_does_not_keep_the_others_from_being_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut daemon = start(1);
+    let socket = dir.path().join("hanging.sock");
+    // Nothing that was sent to it ends while this test runs.
+    let hanging =
+        DriveOptions { delay_ms: Some(u32::MAX), socket: Some(socket.clone()), ..DriveOptions::null(1 << 20) };
+    daemon.add(&hanging).unwrap();
+    let healthy = create(&dir.path().join("healthy.qcow2"), DriveFormat::Qcow2);
+    daemon.add(&healthy).unwrap();
+    std::thread::spawn(move || {
+        let (client, disk) = (Client::new(1), connect(&socket, 1));
+        run(&disk, &client.handles, &BenchSpec::default(), &Hooks::default()).map(|_| ())
+    });
+    while daemon.disks()[0].rings.iter().all(|ring| ring.requests == 0) {
+        std::thread::yield_now();
+    }
+    let client = Client::new(2);
+    let (written, state) = client.pass(&connect(&healthy.default_socket().unwrap(), 2), 0, Initial::Zeros);
+    assert_clean(&written);
+    let ending = std::thread::spawn(move || daemon.shutdown());
+    // Its lock is let go of when it is closed.
+    let deadline = Instant::now() + PATIENCE;
+    let opened = loop {
+        match open_drive(&healthy, BackingPolicy::Deny, &[]) {
+            Ok(opened) => break opened,
+            Err(error) => assert!(Instant::now() < deadline, "it is not closed: {error}"),
+        }
+    };
+    assert!(!ending.is_finished(), "the other one does not hang");
+    assert_clean(&client.pass(&opened.disk, 100, Initial::State(state)).0);
+    opened.close().unwrap();
 }
