@@ -1,6 +1,6 @@
 //! The gate: an image never makes the daemon open a file that its user did not allow.
 //!
-//! Every file that is opened because an image names it passes [`allow_named`]. Protocol names and `json:` descriptions
+//! Every file that is opened because an image names it passes the [`Gate`]. Protocol names and `json:` descriptions
 //! inside images are refused under every policy.
 
 use block::{Error, ErrorKind, File, Result};
@@ -84,9 +84,6 @@ pub(crate) fn named_path(overlay: &Path, what: &str, name: &str) -> Result<PathB
     Ok(directory.join(name))
 }
 
-/// For messages.
-const BACKING_FILE: &str = "backing file";
-
 /// The canonical name of the backing file that the image at `overlay` names as `name`, if the policy allows to open it.
 /// `top` is the image that the user named, `listed` are other files that the user named.
 pub fn pass_gate(
@@ -97,50 +94,111 @@ pub fn pass_gate(
     name: &str,
     opener: &dyn Opener,
 ) -> Result<PathBuf> {
-    let target = opener.canonical(&named_path(overlay, BACKING_FILE, name)?)?;
-    let listed: Vec<PathBuf> = listed.iter().filter_map(|path| opener.canonical(path).ok()).collect();
-    allow_named(policy, &opener.canonical(top)?, &listed, BACKING_FILE, &target)?;
-    Ok(target)
+    Ok(Gate::new(policy, top, listed, opener)?.pass(overlay, "backing file", name)?.0)
 }
 
-/// Decides whether the file `target` (canonical) may be opened because an image says so. `top` is the canonical name
-/// of the image that the user named, `listed` are the canonical names of other files that the user named.
-pub(crate) fn allow_named(
-    policy: &BackingPolicy,
-    top: &Path,
-    listed: &[PathBuf],
-    what: &str,
-    target: &Path,
-) -> Result<()> {
-    let is_listed = listed.iter().any(|path| path == target);
-    let is_near = top.parent().is_some_and(|directory| target.starts_with(directory));
-    let allowed = match policy {
-        BackingPolicy::Deny => false,
-        BackingPolicy::SameDir => is_listed || is_near,
-        BackingPolicy::Listed => is_listed,
-        BackingPolicy::Any => true,
-    };
-    if allowed {
-        return Ok(());
+/// What files that an image names have to pass.
+pub(crate) struct Gate<'a> {
+    policy: &'a BackingPolicy,
+    /// The canonical name of the image that the user named.
+    pub(crate) top: PathBuf,
+    /// Its directory; where the user named a symbolic link, also the link's.
+    near: Vec<PathBuf>,
+    /// The canonical names of other files that the user named.
+    listed: Vec<PathBuf>,
+    opener: &'a dyn Opener,
+}
+
+impl<'a> Gate<'a> {
+    /// `top` and `listed` are as the user named them.
+    pub(crate) fn new(
+        policy: &'a BackingPolicy,
+        top: &Path,
+        listed: &[PathBuf],
+        opener: &'a dyn Opener,
+    ) -> Result<Self> {
+        let own = opener.canonical(top)?;
+        let said = top.parent().map(|directory| if directory == Path::new("") { Path::new(".") } else { directory });
+        let said = said.and_then(|directory| opener.canonical(directory).ok());
+        let near = own.parent().map(Path::to_owned).into_iter().chain(said).collect();
+        let listed = listed.iter().filter_map(|path| opener.canonical(path).ok()).collect();
+        Ok(Self { policy, top: own, near, listed, opener })
     }
-    Err(Error::new(
-        ErrorKind::Denied,
-        format!(
-            "'{}' wants the {what} '{}', which the policy does not allow; \
-             name that file on the command line too, or use --allow-backing any if you trust the image",
-            top.display(),
-            target.display()
-        ),
-    ))
+
+    /// The canonical name of the file that the image at `overlay` names, if it may be opened, and its name as it is said.
+    /// As in QEMU it lies beside `overlay` as that was named: beside a symbolic link, not beside what the link leads to.
+    pub(crate) fn pass(&self, overlay: &Path, what: &str, name: &str) -> Result<(PathBuf, PathBuf)> {
+        let said = named_path(overlay, what, name)?;
+        let in_context = |error: Error| error.in_context(format!("{what} of '{}'", overlay.display()));
+        let target = self.opener.canonical(&said).map_err(in_context)?;
+        self.allow(what, &target)?;
+        Ok((target, said))
+    }
+
+    /// Decides whether the file `target` (canonical) may be opened because an image says so.
+    fn allow(&self, what: &str, target: &Path) -> Result<()> {
+        let is_listed = self.listed.iter().any(|path| path == target);
+        let is_near = self.near.iter().any(|directory| target.starts_with(directory));
+        let allowed = match self.policy {
+            BackingPolicy::Deny => false,
+            BackingPolicy::SameDir => is_listed || is_near,
+            BackingPolicy::Listed => is_listed,
+            BackingPolicy::Any => true,
+        };
+        if allowed {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Denied,
+            format!(
+                "'{}' wants the {what} '{}', which the policy does not allow; \
+                 name that file on the command line too, or use --allow-backing any if you trust the image",
+                self.top.display(),
+                target.display()
+            ),
+        ))
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn check(policy: BackingPolicy, target: &str) -> bool {
+    /// Where a link leads to the image.
+    struct Linked;
+
+    impl Opener for Linked {
+        fn open(&self, path: &Path, _role: Role) -> Result<Arc<dyn File>> {
+            unreachable!("'{}' is opened", path.display())
+        }
+
+        fn canonical(&self, path: &Path) -> Result<PathBuf> {
+            let is_link = path == Path::new("/links/disk.qcow2");
+            Ok(if is_link { PathBuf::from("/vms/a/disk.qcow2") } else { path.to_owned() })
+        }
+    }
+
+    fn check_of(top: &str, policy: &BackingPolicy, target: &str) -> bool {
         let listed = [PathBuf::from("/bases/one.qcow2")];
-        allow_named(&policy, Path::new("/vms/a/disk.qcow2"), &listed, "backing file", Path::new(target)).is_ok()
+        let gate = Gate::new(policy, Path::new(top), &listed, &Linked).unwrap();
+        gate.pass(Path::new("/elsewhere/a.qcow2"), "backing file", target).is_ok()
+    }
+
+    fn check(policy: BackingPolicy, target: &str) -> bool {
+        check_of("/vms/a/disk.qcow2", &policy, target)
+    }
+
+    #[test]
+    fn near_a_link_is_where_it_lies_and_where_it_leads() {
+        for (target, near) in
+            [("/links/base.raw", true), ("/vms/a/base.raw", true), ("/vms/base.raw", false), ("/base.raw", false)]
+        {
+            assert_eq!(check_of("/links/disk.qcow2", &BackingPolicy::SameDir, target), near, "{target}");
+            assert!(!check_of("/links/disk.qcow2", &BackingPolicy::Listed, target), "{target}");
+        }
+        let gate = Gate::new(&BackingPolicy::SameDir, Path::new("/links/disk.qcow2"), &[], &Linked).unwrap();
+        let passed = gate.pass(Path::new("/links/disk.qcow2"), "backing file", "base.raw").unwrap();
+        assert_eq!(passed.0, Path::new("/links/base.raw"));
     }
 
     #[test]

@@ -188,6 +188,12 @@ impl Image {
         self.chain.layers.iter().map(|layer| layer.data.as_ref().map_or(&*layer.said, |data| &*data.said))
     }
 
+    /// The names of the layers' own files as the user and the images gave them, top first: by these they are opened again,
+    /// because what they name lies beside them.
+    pub fn said_image_paths(&self) -> impl Iterator<Item = &Path> {
+        self.chain.layers.iter().map(|layer| &*layer.said)
+    }
+
     /// The formats of the layers of the chain, top first.
     pub fn formats(&self) -> impl Iterator<Item = Format> {
         self.chain.layers.iter().map(Layer::format)

@@ -1,7 +1,7 @@
 //! Opening a chain: the named image, then layer after layer through the gate.
 
 use crate::cache::{Hits, share_out};
-use crate::gate::{BackingPolicy, Opener, Role, allow_named, named_path};
+use crate::gate::{BackingPolicy, Gate, Opener, Role};
 use crate::guess::{Format, PROBE_BYTES, guess_format};
 use crate::image::{Chain, Image};
 use crate::layer::{DataFile, Layer, Mapping};
@@ -59,12 +59,10 @@ impl ImageOptions {
 /// Opens an image and the layers below it. Opens no file that the policy does not allow; on an error no file has been
 /// changed.
 pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
-    let top_path = opener.canonical(&options.path)?;
-    let listed = options.listed.iter().filter_map(|path| opener.canonical(path).ok()).collect::<Vec<_>>();
-    let gate = Gate { policy: &options.allow_backing, top: &top_path, listed: &listed, opener };
+    let gate = Gate::new(&options.allow_backing, &options.path, &options.listed, opener)?;
     let mut layers: Vec<Layer> = Vec::new();
     let mut guessed_raw = false;
-    let mut next = Some((top_path.clone(), options.path.clone(), options.format));
+    let mut next = Some((gate.top.clone(), options.path.clone(), options.format));
     while let Some((path, said, format)) = next.take() {
         refuse_loop(&layers, &path)?;
         let read_only = options.read_only || options.snapshot.is_some();
@@ -81,14 +79,14 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         let snapshot = options.snapshot.as_ref().filter(|_| layers.is_empty());
         let mut layer = open_layer(&path, file, format, role, snapshot)?;
         if let Some((name, backing_format)) = backing_of(&layer)? {
-            let target = gate.pass(&path, "backing file", &name)?;
-            next = Some((target, beside(&said, &name), backing_format));
+            let (target, name) = gate.pass(&said, "backing file", &name)?;
+            next = Some((target, name, backing_format));
         }
         if let Some(name) = data_file_of(&layer) {
-            let target = gate.pass(&path, "data file", &name)?;
+            let (target, name) = gate.pass(&said, "data file", &name)?;
             refuse_shared_data(&layers, &path, &target)?;
             let file = opener.open(&target, role)?;
-            layer.data = Some(DataFile { path: target, said: beside(&said, &name), file });
+            layer.data = Some(DataFile { path: target, said: name, file });
         }
         layer.said = said;
         layer.guessed = guessed;
@@ -108,30 +106,6 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         hits: Hits::default(),
     };
     Ok(Image { chain: Arc::new(chain) })
-}
-
-/// What files that an image names have to pass.
-struct Gate<'a> {
-    policy: &'a BackingPolicy,
-    top: &'a Path,
-    listed: &'a [PathBuf],
-    opener: &'a dyn Opener,
-}
-
-impl Gate<'_> {
-    /// The canonical name of the file that the image at `path` names, if it may be opened.
-    fn pass(&self, path: &Path, what: &str, name: &str) -> Result<PathBuf> {
-        let target = named_path(path, what, name)?;
-        let in_context = |error: Error| error.in_context(format!("{what} of '{}'", path.display()));
-        let target = self.opener.canonical(&target).map_err(in_context)?;
-        allow_named(self.policy, self.top, self.listed, what, &target)?;
-        Ok(target)
-    }
-}
-
-/// A name that an image gives, from where the user named the image.
-fn beside(said: &Path, name: &str) -> PathBuf {
-    if Path::new(name).is_absolute() { PathBuf::from(name) } else { said.with_file_name(name) }
 }
 
 fn data_file_of(layer: &Layer) -> Option<String> {

@@ -87,6 +87,7 @@ fn empty(top: &Image, size: u64, control: &mut Control<'_>) -> Result<()> {
 
 /// Where the base is.
 struct Found {
+    /// As it was said: what it names lies beside that.
     path: PathBuf,
     data_file: Option<PathBuf>,
     /// Its format; `None` if that is only a guess: then what the overlay's guest wrote must not become another format's
@@ -114,7 +115,8 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
             named.or_else(same).map(|index| index + 1)
         }
     };
-    let Some((depth, (path, data_file))) = depth.and_then(|depth| Some((depth, *layers.get(depth)?))) else {
+    let at = |depth: usize| Some((depth, chain.said_image_paths().nth(depth)?, layers.get(depth)?.1));
+    let Some((depth, path, data_file)) = depth.and_then(at) else {
         let name = options.base.as_deref().unwrap_or(Path::new(""));
         let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top.display());
         return Err(Error::new(ErrorKind::BadOption, what));
