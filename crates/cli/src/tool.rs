@@ -83,16 +83,18 @@ fn snapshot_name(text: &str) -> anyhow::Result<SnapshotName> {
     Ok(SnapshotName::Exactly { id, name })
 }
 
-/// Opens an image to write it; it is nobody else's meanwhile.
+/// Opens an image to write it; it is nobody else's meanwhile. `listed` are other files that the user named.
 pub(crate) fn open_writable(
     path: &Path,
     format: Option<Format>,
     cache: &str,
     allow: &str,
+    listed: &[PathBuf],
 ) -> anyhow::Result<Arc<Image>> {
     let mut options = ImageOptions::new(path);
     options.format = format;
     options.allow_backing = allow.parse::<BackingPolicy>()?;
+    options.listed = listed.to_vec();
     Ok(Arc::new(image::open(&options, &EngineOpener::of_drive(&drive(path, cache)?).writing_behind())?))
 }
 

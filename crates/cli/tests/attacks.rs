@@ -156,3 +156,43 @@ fn protocol_and_json_names_are_followed_under_no_policy_and_info_opens_no_file_b
         }
     }
 }
+
+/// A target that exists was written by a guest, too, and so was what a new one is to rest on.
+#[test]
+fn a_target_and_its_backing_file_are_opened_under_the_policy_too() {
+    let (dir, outside) = (directory(), directory());
+    let [source, target, new] = ["source.raw", "target.qcow2", "new.qcow2"].map(|name| at(&dir, name));
+    let [victim, base] = ["victim", "base.raw"].map(|name| at(&outside, name));
+    let mut secret = SECRET.as_bytes().to_vec();
+    secret.resize(1 << 20, 0);
+    std::fs::write(&source, vec![1; 1 << 20]).unwrap();
+    std::fs::write(&base, vec![2; 1 << 20]).unwrap();
+    let convert = |policy: &str, into: &[&str]| {
+        let head = ["convert", "--allow-backing", policy, "-f", "raw", "-O", "qcow2"];
+        run(&[&head[..], into].concat())
+    };
+    let data_file = [(DATA_FILE, path_str(&victim).as_bytes()), (BACKING_FORMAT, &b"raw"[..])];
+    let existing = ["-n", "-B", path_str(&base), "-F", "raw", path_str(&source), path_str(&target)];
+    for policy in ["deny", "listed", "same-dir"] {
+        std::fs::write(&victim, &secret).unwrap();
+        let bytes = image(DATA_FILE_BIT, 0, &data_file, path_str(&base));
+        std::fs::write(&target, &bytes).unwrap();
+        let output = convert(policy, &existing);
+        assert!(!output.status.success(), "{policy}: {output:?}");
+        assert!(std::fs::read(&victim).unwrap() == secret && std::fs::read(&target).unwrap() == bytes, "{policy}");
+    }
+    assert!(convert("any", &existing).status.success() && std::fs::read(&victim).unwrap() != secret);
+    // The user named this one.
+    std::fs::write(&target, backed_by(path_str(&base))).unwrap();
+    let output = convert("same-dir", &existing);
+    assert!(output.status.success(), "{output:?}");
+
+    let untrusted = at(&dir, "untrusted.qcow2");
+    std::fs::write(&untrusted, backed_by(path_str(&base))).unwrap();
+    let over = ["-B", "untrusted.qcow2", "-F", "qcow2", path_str(&source), path_str(&new)];
+    for policy in ["deny", "listed", "same-dir"] {
+        let output = convert(policy, &over);
+        assert!(text(&output.stderr).contains("policy") && !new.exists(), "{policy}: {output:?}");
+    }
+    assert!(convert("any", &over).status.success() && new.exists());
+}

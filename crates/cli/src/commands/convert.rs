@@ -2,16 +2,16 @@
 
 use super::new_image;
 use crate::file_id::FileId;
-use crate::image_name::{ImageName, file_name};
+use crate::image_name::{ImageName, backing_name, file_name};
 use crate::output::{self, usage};
 use crate::tool::{
     OpenArgs, ProgressArgs, Reactors, Watch, integer, leave_page_cache, open_writable, parse_format, sync_directory,
 };
 use anyhow::{Context, bail};
 use block::{Disk, SECTOR_BYTES};
-use daemon::{escape, parse_options, parse_size};
+use daemon::{EngineOpener, escape, parse_options, parse_size};
 use engine::CacheMode;
-use image::{Format, Image};
+use image::{Format, Image, ImageOptions};
 use jobs::{ConvertOptions, Salvage, Unreadable};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -204,6 +204,27 @@ impl Args {
         paths.iter().enumerate().map(open).collect()
     }
 
+    /// What the target may make us open: the files that the user named for it and, where it is new, what its backing file
+    /// may rest on.
+    fn listed(&self, target: &Target, sources: &[PathBuf]) -> anyhow::Result<Vec<PathBuf>> {
+        let mut listed = target.data_files();
+        let Some(backing) = &target.backing else { return Ok(listed) };
+        let name = backing_name(&target.path, backing, true)?;
+        let path = target.path.parent().unwrap_or(Path::new("")).join(name);
+        // Without its format no image is made.
+        if let Some(format) = target.backing_format.filter(|_| !self.no_create) {
+            let mut options = ImageOptions::new(&path);
+            options.format = Some(format);
+            options.read_only = true;
+            options.allow_backing = self.open.allow_backing.parse()?;
+            options.listed = sources.to_vec();
+            let below = image::open(&options, &EngineOpener::default())?;
+            listed.extend(below.paths().map(Path::to_owned));
+        }
+        listed.push(path);
+        Ok(listed)
+    }
+
     fn salvage(&self, paths: &[PathBuf]) -> Option<Salvage> {
         let (paths, quiet) = (paths.to_vec(), self.progress.quiet);
         let tell = move |lost: Unreadable| {
@@ -251,6 +272,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(first) = sources.first().filter(|_| args.bitmaps) {
         super::bitmap::refuse_without_bitmaps(first, target.format, args.skip_broken_bitmaps)?;
     }
+    let listed = args.listed(&target, paths)?;
     let mut watch = Watch::start(&args.progress)?;
     let mut new_data_file = None;
     if let Some(format) = target.format.filter(|_| !args.no_create) {
@@ -259,7 +281,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let watch = &mut watch.before();
         new_data_file = super::create::target(path, format, options, backing.as_deref(), *backing_format, size, watch)?;
     }
-    let copied = match open_target(args, &target, &sources) {
+    let copied = match open_target(args, &target, &sources, &listed) {
         // It is as it was.
         Err(error) if args.no_create => return Err(error),
         opened => opened.and_then(|image| copy(args, &target, image, &sources, &options, &mut watch)),
@@ -294,10 +316,10 @@ pub(super) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bo
 }
 
 /// Nothing is written before all is known to fit.
-fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>]) -> anyhow::Result<Arc<Image>> {
-    // The user named the backing file and the data file, so they may be opened wherever they lie.
-    let allow = if target.backing.is_some() || !args.no_create { "any" } else { &args.open.allow_backing };
-    let image = open_writable(&target.path, target.format, &args.target_cache, allow)?;
+fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
+    // A new target names what the user named; that and what lies below has passed the gate.
+    let allow = if args.no_create { &args.open.allow_backing } else { "listed" };
+    let image = open_writable(&target.path, target.format, &args.target_cache, allow, listed)?;
     if image.info().size_bytes < sources.iter().map(|source| source.info().size_bytes).sum::<u64>() {
         bail!("output file is smaller than input file");
     }

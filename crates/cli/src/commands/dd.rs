@@ -106,7 +106,7 @@ fn copy(
     watch: &mut Watch,
 ) -> anyhow::Result<()> {
     let target_is_zero = !super::convert::holds_old_bytes(target, Some(format));
-    let image = open_writable(target, Some(format), &args.target_cache, "deny")?;
+    let image = open_writable(target, Some(format), &args.target_cache, "deny", &[])?;
     let reactors = Reactors::start("dd")?;
     let done = watch.run(|control| jobs::dd(source, part, &image, target_is_zero, &reactors.handles(), control));
     reactors.stop()?;
