@@ -274,6 +274,12 @@ impl Image {
         }
     }
 
+    /// The size of the disk that the top layer rests on; `None` where it rests on nothing.
+    #[must_use]
+    pub fn backing_bytes(&self) -> Option<u64> {
+        self.chain.layers.get(1).map(|layer| layer.size_bytes)
+    }
+
     /// Whether the top layer can be emptied: it is of a format in which the layer below shows through.
     #[must_use]
     pub fn can_reveal(&self) -> bool {

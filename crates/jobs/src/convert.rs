@@ -86,7 +86,13 @@ pub fn convert(
         _ => GRAIN_BYTES,
     };
     let alignment = cluster.max(GRAIN_BYTES);
-    let plan = Plan { alignment, piece: PIECE_BYTES.max(cluster), total, options: options.clone() };
+    let shows_zeros_from = match target.backing_bytes() {
+        Some(bytes) if options.target_is_new => bytes,
+        None if options.target_is_zero => 0,
+        _ => u64::MAX,
+    };
+    let piece = PIECE_BYTES.max(cluster);
+    let plan = Plan { alignment, piece, total, shows_zeros_from, options: options.clone() };
     let offloaded = Arc::new(AtomicU64::new(0));
     let spread = match options.compress {
         true => Spread::All,
@@ -103,7 +109,6 @@ pub fn convert(
                 target: DiskTasks::open(target.as_ref(), ctx)?,
                 packer: options.compress.then(|| Packer::open(&target, ctx, cluster)).transpose()?,
                 offload,
-                target_has_layers: target.formats().nth(1).is_some(),
                 plan: plan.clone(),
             })
         })
@@ -126,8 +131,6 @@ struct Copier {
     target: Rc<DiskTasks>,
     packer: Option<Packer>,
     offload: Option<Offload>,
-    /// Where nothing is written to the target, something below it shows.
-    target_has_layers: bool,
     plan: Plan,
 }
 
@@ -245,11 +248,11 @@ impl Copier {
     }
 
     async fn zero_between(&self, offset: u64, start: usize, end: usize) -> Result<()> {
-        let known_zero = self.plan.options.target_is_zero && !self.plan.options.top_only && !self.target_has_layers;
-        if start >= end || known_zero {
+        let (start, end) = (offset + start as u64, (offset + end as u64).min(self.plan.shows_zeros_from));
+        if start >= end {
             return Ok(());
         }
-        self.zero(offset + start as u64..offset + end as u64).await
+        self.zero(start..end).await
     }
 
     async fn zero(&self, range: Range<u64>) -> Result<()> {

@@ -20,6 +20,8 @@ pub(crate) struct Plan {
     /// Copied at once, at most; a multiple of the alignment.
     pub(crate) piece: u64,
     pub(crate) total: u64,
+    /// From here on the target reads as zeros where nothing is written.
+    pub(crate) shows_zeros_from: u64,
     pub(crate) options: ConvertOptions,
 }
 
@@ -52,7 +54,7 @@ impl Plan {
             if run.compressed {
                 pipeline.widen();
             }
-            let is_data = run.data || (all_is_data && run.zero);
+            let is_data = run.data || (all_is_data && run.zero && run.start < self.shows_zeros_from);
             if !(if is_data { walk.data(run, control) } else { walk.zero(run, control) }) {
                 return Ok(());
             }
@@ -73,7 +75,22 @@ impl Plan {
             }
         };
         let each: Vec<_> = sources.iter().zip(places).map(|(source, place)| runs_of(source, place.start)).collect();
-        each.into_iter().flatten()
+        each.into_iter().flatten().flat_map(|run| {
+            let (run, behind) = run.map_or_else(|error| (Err(error), None), |run| self.split(run));
+            std::iter::once(run).chain(behind.map(Ok))
+        })
+    }
+
+    /// Zeros where something shows through the target, and behind its end.
+    fn split(&self, run: Run) -> (Result<Run>, Option<Run>) {
+        let from = self.shows_zeros_from;
+        if !run.zero || from <= run.start || run.end() <= from {
+            return (Ok(run), None);
+        }
+        let length_bytes = from - run.start;
+        let offset = run.offset.map(|offset| offset + length_bytes);
+        let behind = Run { start: from, length_bytes: run.length_bytes - length_bytes, offset, ..run };
+        (Ok(Run { length_bytes, ..run }), Some(behind))
     }
 }
 
@@ -145,7 +162,10 @@ impl Walk<'_> {
         }
         self.covered = end;
         let options = &self.plan.options;
-        let leave = if options.top_only { !run.zero } else { options.target_is_zero };
+        let leave = match options.top_only {
+            true => !run.zero || start >= self.plan.shows_zeros_from,
+            false => options.target_is_zero,
+        };
         let cut = if end == total { end } else { (end / alignment * alignment).max(start) };
         if cut > start && !(self.release(control) && self.fill(start..cut, leave, control)) {
             return false;
