@@ -367,11 +367,12 @@ fn a_source_under_another_name_is_not_overwritten_either() {
     }
 }
 
+/// The device is larger than what is written to it, and keeps what lies behind that.
 #[test]
 fn zeros_reach_a_device_that_held_something_else() {
     let dir = directory();
     let (source, under) = (at(&dir, "source.qcow2"), at(&dir, "under"));
-    std::fs::write(&under, vec![0xee; 1 << 20]).unwrap();
+    std::fs::write(&under, vec![0xee; 2 << 20]).unwrap();
     let attached = std::process::Command::new("losetup").args(["--find", "--show"]).arg(&under).output();
     let Some(attached) = attached.ok().filter(|output| output.status.success()) else { return };
     let device = text(&attached.stdout).trim().to_owned();
@@ -379,14 +380,20 @@ fn zeros_reach_a_device_that_held_something_else() {
     qemu_io(&source, "qcow2", &["write -P 1 64k 64k"]);
     let convert = run(&["convert", "-O", "raw", path_str(&source), &device]);
     let converted = std::fs::read(&device).unwrap();
-    std::fs::write(&device, vec![0xee; 1 << 20]).unwrap();
+    std::fs::write(&device, vec![0xee; 2 << 20]).unwrap();
     let (from, to) = (format!("if={}", path_str(&source)), format!("of={device}"));
     let copy = run(&["dd", "-f", "qcow2", "-O", "raw", "bs=64k", &from, &to]);
     let copied = std::fs::read(&device).unwrap();
+    let (image, option) = (at(&dir, "image.qcow2"), format!("data_file={device}"));
+    let create = |size| run(&["create", "-f", "qcow2", "-o", &option, path_str(&image), size]);
+    let (beside, larger) = (create("1M"), create("3M"));
     tool_ok("losetup", &["--detach", &device]);
-    let expected: Vec<u8> = (0..1 << 20).map(|at| u8::from((65536..131072).contains(&at))).collect();
+    let mut expected: Vec<u8> = (0..1 << 20).map(|at| u8::from((65536..131072).contains(&at))).collect();
+    expected.resize(2 << 20, 0xee);
     assert!(convert.status.success() && converted == expected, "{}", text(&convert.stderr));
     assert!(copy.status.success() && copied == expected, "{}", text(&copy.stderr));
+    assert!(beside.status.success(), "{}", text(&beside.stderr));
+    assert!(text(&larger.stderr).contains("3145728 are needed"), "{}", text(&larger.stderr));
 }
 
 #[test]

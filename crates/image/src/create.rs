@@ -63,23 +63,36 @@ pub fn create_watched(
         CreateOptions::Raw { size_bytes } => {
             let too_large = || Error::new(ErrorKind::BadOption, format!("'{name}': {size_bytes} bytes is too large"));
             let length = size_bytes.checked_next_multiple_of(SECTOR_BYTES).ok_or_else(too_large)?;
+            set_length(file, length)?;
             let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot create '{name}'"), error);
-            block_on(async {
-                io.set_length(length).await?;
-                io.flush().await
-            })
-            .map_err(failed)
+            block_on(io.flush()).map_err(failed)
         }
         CreateOptions::Qcow2(options) => {
             block_on(format_qcow2::create(&io, options))?;
-            if let Some(queue) = io.data() {
+            if let (Some(data), Some(queue)) = (data, io.data()) {
+                set_length(data, options.size_bytes)?;
                 let failed = |error| Error::with_source(ErrorKind::Io, "cannot write the data file", error);
-                let length = options.size_bytes;
-                block_on(queue.start(FileOp::SetLength { length })).map_err(failed)?;
                 block_on(queue.start(FileOp::Flush)).map_err(failed)?;
             }
             let info = FileInfo { length_bytes: file.length_bytes()?, ..file.info().clone() };
             block_on(preallocate(&io, &info, options.effective_preallocation(), watch))
         }
     }
+}
+
+/// Makes the file `length` bytes long; a device keeps its length, which has to be that at least.
+fn set_length(file: &Arc<dyn File>, length: u64) -> Result<()> {
+    let name = &file.info().name;
+    if file.info().block_device {
+        let device_bytes = file.length_bytes()?;
+        return match device_bytes >= length {
+            true => Ok(()),
+            false => Err(Error::new(
+                ErrorKind::BadOption,
+                format!("'{name}': the device has {device_bytes} bytes, and {length} are needed"),
+            )),
+        };
+    }
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot create '{name}'"), error);
+    block_on(file.open_blocking()?.start(FileOp::SetLength { length })).map_err(failed)
 }
