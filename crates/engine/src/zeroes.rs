@@ -45,7 +45,8 @@ pub(crate) async fn discard(lane: Lane, offset: u64, length: u64) -> IoResult {
     }
     let _held = hold(&lane, offset..offset + length).await;
     let punched = lane.fallocate(PUNCH_HOLE, offset, length).await;
-    match file.info.block_device && is_unsupported(punched) {
+    // A plain discard succeeds without zeros: not where zeros were promised.
+    match file.info.block_device && !file.info.discard_zeroes && is_unsupported(punched) {
         true => lane.start(Action::DiscardBlocks { length }, offset, lane.target.no_data.clone()).await,
         false => punched,
     }
