@@ -28,15 +28,21 @@ pub(crate) fn wait_for<T>(future: impl Future<Output = T>) -> T {
     }
 }
 
-/// Carries `request` out and tells its owner.
-pub(crate) fn run(mut request: Request) {
+/// Carries `request` out and tells its owner. Returns how many calls that took.
+pub(crate) fn run(mut request: Request) -> u64 {
     let mut iovecs = Vec::new();
-    let mut retries = 0;
+    let (mut retries, mut calls) = (0, 0);
     let result = loop {
         let buffers = buffers_of(&request, &mut iovecs);
-        let (fd, offset) = (request.target.file.fd.as_fd(), request.file_offset());
-        // SAFETY: the request holds its memory, and `iovecs` is not touched until the call is over.
-        let moved = unsafe { crate::sys::run(fd, request.action, offset, buffers) };
+        let (file, offset) = (&request.target.file, request.file_offset());
+        // SAFETY: the request holds its memory, and `iovecs` is not touched until the copy or call is over.
+        let moved = unsafe {
+            let copied = file.without_call(request.action, offset, buffers);
+            copied.unwrap_or_else(|| {
+                calls += 1;
+                crate::sys::run(file.fd.as_fd(), request.action, offset, buffers)
+            })
+        };
         match request.advance(moved) {
             Step::Finished(result) => break result,
             Step::Again => {}
@@ -48,4 +54,5 @@ pub(crate) fn run(mut request: Request) {
         }
     };
     request.finish(result);
+    calls
 }

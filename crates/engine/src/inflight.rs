@@ -80,6 +80,7 @@ pub(crate) enum Step {
 
 const EINTR: i32 = libc::EINTR;
 const EAGAIN: i32 = libc::EAGAIN;
+const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE;
 
 impl Request {
     /// Bytes still to move.
@@ -102,8 +103,13 @@ impl Request {
         }
         let moved = result as usize;
         match self.action {
+            Action::Fallocate { mode, length } => {
+                if let Some(resident) = self.target.file.resident.as_ref().filter(|_| mode & PUNCH_HOLE != 0) {
+                    resident.was_punched(self.offset, length);
+                }
+                Step::Finished(Ok(()))
+            }
             Action::Sync
-            | Action::Fallocate { .. }
             | Action::Truncate
             | Action::DiscardBlocks { .. }
             | Action::BeginWriteback
@@ -142,6 +148,9 @@ impl Request {
     fn advance_write(&mut self, moved: usize) -> Step {
         if moved > self.left_bytes() {
             return Step::Finished(Err(IoError::EIO));
+        }
+        if let Some(resident) = &self.target.file.resident {
+            resident.was_written(self.file_offset(), moved as u64);
         }
         self.progress += moved;
         if self.left_bytes() == 0 {

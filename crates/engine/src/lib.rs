@@ -27,6 +27,7 @@ mod poll;
 mod probe;
 mod queue;
 mod reactor;
+mod resident;
 mod ring_entry;
 mod ring_setup;
 mod stats;

@@ -2,6 +2,7 @@
 
 use crate::host_file::HostFile;
 use crate::probe::{self, Host};
+use crate::resident::Resident;
 use crate::storage::{self, Abilities};
 use crate::target::{Alignment, OpenFile, WriteBehind};
 use crate::tracking::Tracking;
@@ -68,6 +69,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let (engine, reason) = probe::choose(options, name, Host::get(), in_memory)?;
     let facts = Facts { stat, block_device, in_memory, locks, alignment, engine, reason };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
+    let resident = in_memory.then(|| Resident::new(&fd, info.length_bytes, !options.read_only)).flatten();
     tracing::info!("'{name}': {}", info.engine);
     Ok(OpenFile {
         fd,
@@ -78,6 +80,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         chosen_freely: options.engine == EngineKind::Auto,
         sqpoll: options.sqpoll,
         in_memory,
+        resident,
         alignment,
         write_behind: (options.write_behind && !direct && !in_memory && options.cache != CacheMode::Unsafe)
             .then(WriteBehind::default),

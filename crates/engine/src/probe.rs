@@ -65,8 +65,8 @@ pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host, in_memory: 
             Err(reason) => refuse(format!("'{name}': engine=linux-aio cannot be used: {reason}. Try engine=auto")),
         },
         EngineKind::Auto if in_memory => {
-            let reason = "the file lies in memory, where the kernel only copies: reactors do that themselves, and leave \
-                          to threads what takes longer";
+            let reason = "the file lies in memory: reactors copy what is there themselves, through a mapping where that \
+                          can be, and leave to threads what takes longer";
             Ok((EngineKind::Threads, reason.to_owned()))
         }
         EngineKind::Auto => Ok(match host.io_uring() {

@@ -37,11 +37,16 @@ impl Lane {
     }
 
     fn push_request(&self, action: Action, offset: u64, window: Window, done: Done, counted: bool) {
+        if action == Action::Truncate {
+            self.target.file.length_changes(offset);
+        }
         let target = Rc::clone(&self.target);
         let request = Request { target, action, offset, window, progress: 0, counted, done };
         match &self.engine {
             Some(engine) => engine.push(request),
-            None => blocking::run(request),
+            None => {
+                blocking::run(request);
+            }
         }
     }
 

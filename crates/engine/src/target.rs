@@ -2,6 +2,8 @@
 
 use crate::EngineKind;
 use crate::group_sync::GroupSync;
+use crate::inflight::{Action, Buffers};
+use crate::resident::Resident;
 use crate::tracking::{Ack, Tracking};
 use crate::uring::FixedFile;
 use block::FileInfo;
@@ -44,6 +46,8 @@ pub(crate) struct OpenFile {
     pub(crate) sqpoll: bool,
     /// Reads and writes only copy within memory: the reactor does them itself.
     pub(crate) in_memory: bool,
+    /// Copies what it can of such a file without calls.
+    pub(crate) resident: Option<Resident>,
     pub(crate) alignment: Alignment,
     /// Every write is durable when it completes.
     pub(crate) write_through: bool,
@@ -94,6 +98,9 @@ impl WriteBehind {
 
 impl Drop for OpenFile {
     fn drop(&mut self) {
+        if let Some(resident) = &self.resident {
+            resident.stamp(&self.fd);
+        }
         if self.locked {
             // The kernel may hold the description a little longer than the descriptor (for a request that io_uring has
             // told the end of but not yet freed), and the locks go with the description.
@@ -105,6 +112,30 @@ impl Drop for OpenFile {
 impl OpenFile {
     pub(crate) fn raw_fd(&self) -> RawFd {
         self.fd.as_raw_fd()
+    }
+
+    /// What of `action` needs no call: all of it, then this returns its result, or what goes before the call.
+    ///
+    /// # Safety
+    /// The memory that `buffers` names must be valid for the action's direction until this returns.
+    pub(crate) unsafe fn without_call(&self, action: Action, offset: u64, buffers: Buffers) -> Option<i32> {
+        let resident = self.resident.as_ref()?;
+        match action {
+            // SAFETY: passed on to the caller.
+            Action::Read { .. } | Action::Write { .. } => unsafe { resident.copy(action, offset, buffers) },
+            Action::Sync => {
+                resident.stamp(&self.fd);
+                None
+            }
+            _ => None,
+        }
+    }
+
+    /// The file is about to be `length_bytes` long.
+    pub(crate) fn length_changes(&self, length_bytes: u64) {
+        if let Some(resident) = self.resident.as_ref().filter(|_| !self.ends_by(length_bytes)) {
+            resident.retire();
+        }
     }
 
     /// Whether the file ends at or before `offset`.

@@ -1,4 +1,4 @@
-//! Files that lie in memory, where the kernel only copies.
+//! Files that lie in memory: bytes are only copied, through a mapping what is there, by calls the rest.
 
 mod common;
 
@@ -7,7 +7,10 @@ use common::{reactor, with_queue};
 use engine::{OpenOptions, Reactor, ReactorConfig};
 use memory::IoBuf;
 use std::future::{Future, poll_fn};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::pin::pin;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 
@@ -80,18 +83,236 @@ fn a_task_with_much_to_copy_lets_others_come_between() {
 #[test]
 fn a_reactor_without_rings_may_make_long_copies_itself_and_needs_no_worker() {
     let Some((_dir, file)) = file() else { return };
-    for (inline_bytes, own_calls) in [(1 << 20, 2), (LONGEST_BYTES, 0)] {
+    for inline_bytes in [1 << 20, LONGEST_BYTES] {
         let config = ReactorConfig { name: "job".into(), inline_bytes, ..ReactorConfig::default() };
         let reactor = Reactor::spawn(config).unwrap();
-        with_queue(&reactor, &file, |queue| async move {
+        let made = with_queue(&reactor, &file, |queue| async move {
             let buf = IoBuf::zeroed(1 << 20);
             let read = FileOp::Read { offset: 0, data: buf.whole(), past_end: PastEnd::Fails };
-            assert_eq!(queue.start(read).await, Ok(()));
+            let (read_itself, result) = first_look(queue.start(read)).await;
+            assert_eq!(result, Ok(()));
             assert_eq!(buf.whole().to_vec(), vec![7; 1 << 20]);
-            assert_eq!(queue.start(FileOp::Write { offset: 0, data: buf.whole(), fua: false }).await, Ok(()));
+            let write = FileOp::Write { offset: 0, data: buf.whole(), fua: false };
+            let (written_itself, result) = first_look(queue.start(write)).await;
+            assert_eq!(result, Ok(()));
+            [read_itself, written_itself]
         });
-        // A worker's calls are its own.
-        assert_eq!(reactor.stats().system_calls, own_calls, "up to {inline_bytes} bytes");
+        assert_eq!(made, [inline_bytes == 1 << 20; 2], "up to {inline_bytes} bytes");
+        // A worker's calls are its own, and copies through the mapping are none.
+        assert_eq!(reactor.stats().system_calls, 0, "up to {inline_bytes} bytes");
         reactor.stop().unwrap();
     }
+}
+
+fn blocks(path: &Path) -> u64 {
+    std::fs::metadata(path).unwrap().blocks()
+}
+
+fn sparse(length_bytes: u64) -> Option<(tempfile::TempDir, PathBuf, Arc<dyn block::File>)> {
+    let (dir, _) = file()?;
+    let path = dir.path().join("sparse");
+    engine::create(&path, length_bytes).unwrap();
+    let file = engine::open(&path, &OpenOptions::default()).unwrap();
+    Some((dir, path, file))
+}
+
+#[test]
+fn a_batch_on_what_is_there_takes_no_system_call() {
+    let Some((_dir, file)) = file() else { return };
+    let reactor = reactor("memory");
+    let sink_batch = |write: bool| {
+        with_queue(&reactor, &file, move |queue| async move {
+            let (sink, mut ended) = (block::Sink::new(), Vec::new());
+            let bufs: Vec<_> = (0..32).map(|_| IoBuf::zeroed(4096)).collect();
+            for (token, buf) in bufs.iter().enumerate() {
+                let (offset, data) = (token as u64 * 32768, buf.whole());
+                let op = match write {
+                    true => FileOp::Write { offset, data, fua: false },
+                    false => FileOp::Read { offset, data, past_end: PastEnd::Fails },
+                };
+                queue.push(block::FileIo { op, done: block::Done::Sink { sink: Rc::clone(&sink), token: token as _ } });
+            }
+            // Another task's turn: the batch was submitted and harvested.
+            while ended.len() < 32 {
+                let mut looked = false;
+                poll_fn(|context| {
+                    context.waker().wake_by_ref();
+                    if std::mem::replace(&mut looked, true) { Poll::Ready(()) } else { Poll::Pending }
+                })
+                .await;
+                sink.take(&mut ended);
+            }
+            assert!(ended.iter().all(|(_, result)| result.is_ok()));
+            bufs.iter().all(|buf| buf.whole().to_vec() == vec![7; 4096])
+        })
+    };
+    assert!(sink_batch(false), "what was read is what the file holds");
+    sink_batch(true);
+    assert_eq!((reactor.stats().system_calls, reactor.stats().completions), (0, 64));
+    reactor.stop().unwrap();
+}
+
+#[test]
+fn holes_that_are_read_stay_holes_and_what_is_given_back_stays_given_back() {
+    let Some((_dir, path, file)) = sparse(64 << 20) else { return };
+    let reactor = reactor("memory");
+    with_queue(&reactor, &file, |queue| async move {
+        let everywhere = async |queue: &Rc<dyn block::FileQueue>| {
+            for offset in (0..64 << 20).step_by(64 << 10) {
+                let data = common::read(queue, offset, 64 << 10, PastEnd::Fails).await.unwrap();
+                assert!(data.iter().all(|byte| *byte == u8::from((1 << 20..2 << 20).contains(&offset))), "{offset}");
+            }
+        };
+        common::write(&queue, 1 << 20, &[1; 1 << 20]).await.unwrap();
+        everywhere(&queue).await;
+        everywhere(&queue).await;
+        assert_eq!(blocks(&path), 2048, "reading holes fills nothing");
+        // Once by a call, then through the mapping.
+        for byte in [2, 3] {
+            common::write(&queue, (8 << 20) + 100, &[byte; 70_000]).await.unwrap();
+            let data = common::read(&queue, (8 << 20) + 100, 70_000, PastEnd::Fails).await.unwrap();
+            assert!(data.iter().all(|read| *read == byte));
+        }
+        queue.start(FileOp::Discard { offset: 8 << 20, length: 1 << 20 }).await.unwrap();
+        let data = common::read(&queue, (8 << 20) + 4096, 8192, PastEnd::Fails).await.unwrap();
+        assert_eq!(data, [0; 8192]);
+        everywhere(&queue).await;
+        assert_eq!(blocks(&path), 2048, "nor does reading what was discarded");
+    });
+    reactor.stop().unwrap();
+}
+
+#[test]
+fn what_is_written_behind_the_end_makes_the_file_longer_and_a_cut_file_forgets() {
+    let Some((_dir, path, _)) = sparse(0) else { return };
+    std::fs::write(&path, [1; 5000]).unwrap();
+    let file = engine::open(&path, &OpenOptions::default()).unwrap();
+    let reactor = reactor("memory");
+    with_queue(&reactor, &file, |queue| async move {
+        let length = || std::fs::metadata(&path).unwrap().len();
+        assert_eq!(common::read(&queue, 4096, 904, PastEnd::Fails).await.unwrap(), [1; 904]);
+        common::write(&queue, 5000, &[2; 1000]).await.unwrap();
+        assert_eq!(length(), 6000);
+        assert!(common::read(&queue, 5000, 2000, PastEnd::Fails).await.is_err());
+        common::write(&queue, 4096, &[3; 8192]).await.unwrap();
+        common::write(&queue, 4096, &[4; 8192]).await.unwrap();
+        assert_eq!(length(), 12288);
+        for (cut, then) in [(4500, 12288), (8192, 12288), (0, 8000)] {
+            queue.start(FileOp::SetLength { length: cut }).await.unwrap();
+            queue.start(FileOp::SetLength { length: then }).await.unwrap();
+            let kept = common::read(&queue, cut, (then - cut) as usize, PastEnd::Fails).await.unwrap();
+            assert!(kept.iter().all(|byte| *byte == 0), "cut at {cut}");
+            common::write(&queue, then - 1, &[5; 10]).await.unwrap();
+            assert_eq!(length(), then + 9);
+            common::write(&queue, 0, &[6; 12288]).await.unwrap();
+        }
+    });
+    reactor.stop().unwrap();
+}
+
+#[test]
+fn a_file_that_another_program_cuts_gives_errors_and_works_again_when_it_is_long_enough() {
+    let Some((_dir, path, file)) = sparse(1 << 20) else { return };
+    let reactor = reactor("memory");
+    with_queue(&reactor, &file, |queue| async move {
+        common::write(&queue, 0, &[1; 1 << 20]).await.unwrap();
+        let outside = std::fs::File::options().write(true).open(&path).unwrap();
+        outside.set_len(8192).unwrap();
+        assert!(common::read(&queue, 65536, 4096, PastEnd::Fails).await.is_err());
+        assert_eq!(common::read(&queue, 0, 4096, PastEnd::Fails).await.unwrap(), [1; 4096]);
+        common::write(&queue, 65536, &[2; 4096]).await.unwrap();
+        assert_eq!(outside.metadata().unwrap().len(), 69632);
+        assert_eq!(common::read(&queue, 65536, 4096, PastEnd::Fails).await.unwrap(), [2; 4096]);
+        assert_eq!(common::read(&queue, 32768, 4096, PastEnd::Fails).await.unwrap(), [0; 4096]);
+    });
+    reactor.stop().unwrap();
+}
+
+#[test]
+fn a_full_file_system_is_an_error_of_the_write_also_where_pages_were_taken_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(_mounted) = common::loop_device::Mounted::tmpfs(dir.path(), 1 << 20) else {
+        return common::skip("a tmpfs cannot be mounted here (it takes root)");
+    };
+    let path = dir.path().join("image");
+    engine::create(&path, 512 << 10).unwrap();
+    let file = engine::open(&path, &OpenOptions::default()).unwrap();
+    let reactor = reactor("memory");
+    with_queue(&reactor, &file, |queue| async move {
+        for byte in [1, 2] {
+            common::write(&queue, 0, &[byte; 512 << 10]).await.unwrap();
+        }
+        // Another program takes pages away that are known to be there, and the room for them.
+        let outside = std::fs::File::options().write(true).open(&path).unwrap();
+        let mode = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&outside, mode, 0, 256 << 10).unwrap();
+        let filler = path.with_file_name("filler");
+        assert!(std::fs::write(&filler, vec![3; 1 << 20]).is_err(), "the file system is full");
+        let error = common::write(&queue, 4096, &[4; 4096]).await.unwrap_err();
+        assert_eq!(error.kind(), block::IoErrorKind::NoSpace);
+        assert_eq!(common::read(&queue, 4096, 4096, PastEnd::Fails).await.unwrap(), [0; 4096]);
+        assert_eq!(common::read(&queue, 256 << 10, 4096, PastEnd::Fails).await.unwrap(), [2; 4096]);
+        std::fs::remove_file(&filler).unwrap();
+        common::write(&queue, 4096, &[4; 4096]).await.unwrap();
+        assert_eq!(common::read(&queue, 4096, 4096, PastEnd::Fails).await.unwrap(), [4; 4096]);
+    });
+    reactor.stop().unwrap();
+}
+
+#[test]
+fn the_times_of_a_file_tell_of_writes_once_they_were_flushed_or_the_file_is_closed() {
+    let Some((dir, file)) = file() else { return };
+    let path = dir.path().join("image");
+    let reactor = reactor("memory");
+    let long_ago = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
+    let age = || {
+        let outside = std::fs::File::options().write(true).open(&path).unwrap();
+        let before = outside.metadata().unwrap().modified().unwrap();
+        outside.set_modified(long_ago).unwrap();
+        before
+    };
+    age();
+    let flushes = |flush: bool| {
+        with_queue(&reactor, &file, move |queue| async move {
+            common::write(&queue, 0, &[1; 4096]).await.unwrap();
+            if flush {
+                queue.start(FileOp::Flush).await.unwrap();
+            }
+        });
+    };
+    flushes(true);
+    assert!(age() > long_ago, "flushed");
+    flushes(false);
+    drop(file);
+    // The reactor lets go of the file when its queue has gone.
+    reactor.stop().unwrap();
+    assert!(age() > long_ago, "closed");
+}
+
+#[test]
+fn a_file_that_is_open_for_reading_only_is_read_through_its_mapping_too() {
+    let Some((dir, _)) = file() else { return };
+    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let file = engine::open(&dir.path().join("image"), &options).unwrap();
+    let reactor = reactor("memory");
+    with_queue(&reactor, &file, |queue| async move {
+        assert_eq!(common::read(&queue, 5, 10_000, PastEnd::Fails).await.unwrap(), [7; 10_000]);
+        assert!(common::write(&queue, 5, &[1]).await.is_err());
+    });
+    assert_eq!(reactor.stats().system_calls, 0);
+    reactor.stop().unwrap();
+}
+
+#[test]
+fn what_a_call_has_written_needs_none_from_then_on() {
+    let Some((_dir, _, file)) = sparse(0) else { return };
+    let reactor = reactor("memory");
+    with_queue(&reactor, &file, |queue| async move {
+        for byte in 0..5 {
+            common::write(&queue, 1 << 20, &[byte; 8192]).await.unwrap();
+            assert_eq!(common::read(&queue, 1 << 20, 8192, PastEnd::Fails).await.unwrap(), [byte; 8192]);
+        }
+    });
+    assert_eq!(reactor.stats().system_calls, 1);
+    reactor.stop().unwrap();
 }

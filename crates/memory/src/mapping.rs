@@ -1,4 +1,4 @@
-//! One shared mapping of a file that a peer owns.
+//! One shared mapping of a file: a peer's memory, or an image that lies in memory.
 
 use crate::{PAGE_BYTES, fault};
 use std::io;
@@ -17,15 +17,14 @@ static MAPPED_BYTES: AtomicUsize = AtomicUsize::new(0);
 struct Room(usize);
 
 impl Room {
-    fn take(bytes: usize) -> io::Result<Self> {
-        let sum = |used: usize| used.checked_add(bytes).filter(|sum| *sum <= MAX_MAPPED_BYTES);
+    /// Takes `bytes` if no more than `limit_bytes` are taken then.
+    fn take(bytes: usize, limit_bytes: usize) -> io::Result<Self> {
+        let sum = |used: usize| used.checked_add(bytes).filter(|sum| *sum <= limit_bytes);
         match MAPPED_BYTES.fetch_update(Ordering::Relaxed, Ordering::Relaxed, sum) {
             Ok(_) => Ok(Self(bytes)),
             Err(used) => Err(io::Error::new(
                 io::ErrorKind::OutOfMemory,
-                format!(
-                    "{bytes} bytes more than the {used} mapped already exceed the {MAX_MAPPED_BYTES} there is room for"
-                ),
+                format!("{bytes} bytes more than the {used} mapped already exceed the {limit_bytes} there is room for"),
             )),
         }
     }
@@ -79,6 +78,22 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps `length_bytes` of `file` from `offset` on. The offset need not be page-aligned.
     pub fn shared(file: BorrowedFd<'_>, offset: u64, length_bytes: usize) -> io::Result<Self> {
+        Self::map(file, offset, length_bytes, true, MAX_MAPPED_BYTES)
+    }
+
+    /// Maps the first `length_bytes` of a file of our own, to be read, and written if `writable`. It may end before: what
+    /// lies behind its end must not be touched. Refused where that would leave too little address space for peers.
+    pub fn of_storage(file: BorrowedFd<'_>, length_bytes: usize, writable: bool) -> io::Result<Self> {
+        Self::map(file, 0, length_bytes, writable, MAX_MAPPED_BYTES / 2)
+    }
+
+    fn map(
+        file: BorrowedFd<'_>,
+        offset: u64,
+        length_bytes: usize,
+        writable: bool,
+        limit_bytes: usize,
+    ) -> io::Result<Self> {
         let invalid = |what| io::Error::new(io::ErrorKind::InvalidInput, what);
         if length_bytes == 0 {
             return Err(invalid("a mapping needs at least one byte"));
@@ -86,14 +101,15 @@ impl Mapping {
         let page_bytes = page_bytes_of(file)?;
         let mapped_bytes = length_bytes.checked_next_multiple_of(page_bytes);
         let mapped_bytes = mapped_bytes.ok_or_else(|| invalid("the mapping is longer than any address space"))?;
-        let room = Room::take(mapped_bytes)?;
+        let room = Room::take(mapped_bytes, limit_bytes)?;
         let offset = libc::off_t::try_from(offset).map_err(|_| invalid("the mapping's offset is beyond any file"))?;
+        let protection = if writable { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
         // SAFETY: a fresh mapping at an address that the kernel chooses touches no existing memory.
         let raw = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
                 mapped_bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
+                protection,
                 libc::MAP_SHARED | libc::MAP_NORESERVE,
                 file.as_raw_fd(),
                 offset,
@@ -110,6 +126,20 @@ impl Mapping {
             unsafe { libc::munmap(ptr.as_ptr().cast(), mapped_bytes) };
         })?;
         Ok(Self { ptr, length_bytes, mapped_bytes, guard, _room: room })
+    }
+
+    /// Which pages of a part are in memory: a byte a page, odd if so (`mincore`). The part starts at a page.
+    pub fn residency(&self, skip_bytes: usize, pages: &mut [u8]) -> io::Result<()> {
+        let fits = pages.len().checked_mul(PAGE_BYTES).and_then(|length_bytes| skip_bytes.checked_add(length_bytes));
+        if fits.is_none_or(|end| end > self.mapped_bytes) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // SAFETY: the part lies in the mapping, and the kernel writes a byte for each of its pages.
+        let result = unsafe {
+            let start = self.ptr.as_ptr().add(skip_bytes).cast();
+            libc::mincore(start, pages.len() * PAGE_BYTES, pages.as_mut_ptr())
+        };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
     /// A new anonymous memory file of `length_bytes`, and its mapping: guest memory for the driver and for tests.
@@ -190,5 +220,10 @@ mod tests {
             drop(half);
         }
         assert!(map(usize::MAX).is_err());
+        // Our own files leave half of it to peers.
+        let ours = |length_bytes| Mapping::of_storage(fd.as_fd(), length_bytes, false);
+        let most = ours(MAX_MAPPED_BYTES / 4).unwrap();
+        assert_eq!(ours(MAX_MAPPED_BYTES / 2).unwrap_err().kind(), io::ErrorKind::OutOfMemory);
+        drop(most);
     }
 }

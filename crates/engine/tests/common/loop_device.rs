@@ -19,7 +19,7 @@ impl LoopDevice {
     }
 }
 
-/// A file system on a block device, unmounted on drop.
+/// A mounted file system, unmounted on drop.
 pub(crate) struct Mounted(PathBuf);
 
 impl Mounted {
@@ -35,6 +35,14 @@ impl Mounted {
         run("mkfs.ext4", &["-q", "-b", "4096"], device.path())?;
         run("mount", &["-t", "ext4"], device.path())?;
         Some(Self(at.to_owned()))
+    }
+}
+
+impl Mounted {
+    pub(crate) fn tmpfs(at: &Path, size_bytes: u64) -> Option<Self> {
+        let options = format!("size={size_bytes}");
+        let output = Command::new("mount").args(["-t", "tmpfs", "-o", &options, "none"]).arg(at).output();
+        output.ok().filter(|output| output.status.success()).map(|_| Self(at.to_owned()))
     }
 }
 

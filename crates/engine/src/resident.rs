@@ -1,0 +1,231 @@
+//! A file that lies in memory, mapped: what it holds is copied without a call of the kernel.
+//!
+//! tmpfs refuses calls that must not wait, so it can be served neither by io_uring's fast path nor in batches; a copy to
+//! or from a mapping costs half of what such a call does. But a hole that is read through a mapping becomes a page, and a
+//! page that cannot be had is a signal instead of an error. So only pages that are known to be there are copied so;
+//! everything else is left to calls, which are always right:
+//!
+//! * A bit a page says that it holds data and lies wholly within the file. It is set from what the kernel says is
+//!   resident (`mincore`), once for each [`REGION_BYTES`] that was there when the file was opened, and by every write;
+//!   discarding clears it.
+//! * A bit that is wrong because somebody else punched the file costs a page, nothing else.
+//! * A file is cut by us only after its mapping was retired for good. If another program cuts it, the mapping is
+//!   poisoned instead of the process killed (see `memory::fault`): the copy is not believed, and made by a call.
+//! * The kernel does not see such writes, so the file's times are set with the next flush and when it is closed.
+
+use crate::inflight::{Action, Buffers};
+use memory::{Mapping, PAGE_BYTES};
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+const PAGE: u64 = PAGE_BYTES as u64;
+const REGION_PAGES: u64 = u64::BITS as u64;
+const REGION_BYTES: u64 = REGION_PAGES * PAGE;
+
+/// The longest file that is mapped, with its room to grow.
+const MAX_BYTES: u64 = 256 << 30;
+/// How much a file may grow at least.
+const ROOM_BYTES: u64 = 32 << 30;
+
+/// See the module.
+pub(crate) struct Resident {
+    mapping: Mapping,
+    writable: bool,
+    /// The pages that the file had in whole when it was opened.
+    pages_then: u64,
+    /// From now on by calls.
+    retired: AtomicBool,
+    /// A bit a page, a word a region.
+    present: Box<[AtomicU64]>,
+    /// A bit a region: the kernel was asked.
+    asked: Box<[AtomicU64]>,
+    /// Written through the mapping since the file's times were set.
+    unstamped: AtomicBool,
+}
+
+impl fmt::Debug for Resident {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Resident({} bytes)", self.mapping.length_bytes())
+    }
+}
+
+/// Words that the allocator has not touched yet: most of them never will be.
+fn words(count: u64) -> Box<[AtomicU64]> {
+    let words = Box::into_raw(vec![0_u64; count as usize].into_boxed_slice());
+    // SAFETY: an atomic word has a word's size, alignment (on every 64-bit machine) and bits, and the box was just ours.
+    unsafe { Box::from_raw(words as *mut [AtomicU64]) }
+}
+
+/// The bits `first..=last` of a region's word.
+fn mask(first: u64, last: u64) -> u64 {
+    (u64::MAX << first) & (u64::MAX >> (REGION_PAGES - 1 - last))
+}
+
+/// Calls `visit` with each region's number and the bits of `pages` in it, until it says no.
+fn all_regions(pages: std::ops::Range<u64>, mut visit: impl FnMut(usize, u64) -> bool) -> bool {
+    let mut page = pages.start;
+    while page < pages.end {
+        let last = (page | (REGION_PAGES - 1)).min(pages.end - 1);
+        if !visit((page / REGION_PAGES) as usize, mask(page % REGION_PAGES, last % REGION_PAGES)) {
+            return false;
+        }
+        page = last + 1;
+    }
+    true
+}
+
+impl Resident {
+    /// Maps a file of `length_bytes`; `None` where that cannot be, or would not tell holes from data.
+    pub(crate) fn new(fd: &OwnedFd, length_bytes: u64, writable: bool) -> Option<Self> {
+        // What the kernel says of its pages is taken for pages of this size.
+        // SAFETY: the call takes and returns numbers.
+        let page_bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+        if page_bytes != PAGE_BYTES as libc::c_long {
+            return None;
+        }
+        let wanted = length_bytes.checked_mul(2)?.max(length_bytes.checked_add(ROOM_BYTES)?);
+        let mapped = wanted.min(MAX_BYTES) / REGION_BYTES * REGION_BYTES;
+        if mapped < length_bytes.checked_add(PAGE)? {
+            return None;
+        }
+        let mapping = Mapping::of_storage(fd.as_fd(), usize::try_from(mapped).ok()?, writable).ok()?;
+        // Behind the end nothing is resident. Whoever may not know is told that everything is.
+        let mut behind = [0];
+        mapping.residency((mapped - PAGE) as usize, &mut behind).ok()?;
+        let regions = mapped / REGION_BYTES;
+        (behind[0] & 1 == 0).then(|| Self {
+            mapping,
+            writable,
+            pages_then: length_bytes / PAGE,
+            retired: AtomicBool::new(false),
+            present: words(regions),
+            asked: words(regions.div_ceil(REGION_PAGES)),
+            unstamped: AtomicBool::new(false),
+        })
+    }
+
+    /// Carries a read or write out, if all of it lies in pages that are there, and returns its length.
+    ///
+    /// # Safety
+    /// The memory that `buffers` names must be valid for the action's direction until this returns.
+    pub(crate) unsafe fn copy(&self, action: Action, offset: u64, buffers: Buffers) -> Option<i32> {
+        let to_file = match action {
+            Action::Read { .. } => false,
+            Action::Write { .. } => self.writable.then_some(true)?,
+            _ => return None,
+        };
+        let single;
+        let segments = match buffers {
+            Buffers::Single { ptr, length_bytes } => {
+                single = libc::iovec { iov_base: ptr.cast(), iov_len: length_bytes };
+                std::slice::from_ref(&single)
+            }
+            Buffers::Vector { count: 0, .. } => return None,
+            // SAFETY: the caller keeps the list.
+            Buffers::Vector { ptr, count } => unsafe { std::slice::from_raw_parts(ptr, count) },
+        };
+        let length = segments.iter().map(|segment| segment.iov_len as u64).sum();
+        if !self.holds(offset, length) {
+            return None;
+        }
+        // SAFETY: `holds` says that the range lies in the mapping, and the caller that the segments are valid. Both may
+        // be changed by others meanwhile, a guest or another reactor: the bytes are copied only.
+        unsafe {
+            let mut at = self.mapping.as_ptr().as_ptr().add(offset as usize);
+            for segment in segments {
+                let memory = segment.iov_base.cast::<u8>();
+                let (from, to) = if to_file { (memory, at) } else { (at, memory) };
+                std::ptr::copy(from, to, segment.iov_len);
+                at = at.add(segment.iov_len);
+            }
+        }
+        if self.mapping.is_poisoned() {
+            self.retire();
+            return None;
+        }
+        if to_file && !self.unstamped.load(Ordering::Relaxed) {
+            self.unstamped.store(true, Ordering::Relaxed);
+        }
+        i32::try_from(length).ok()
+    }
+
+    /// Whether all pages of a range are known to be there.
+    fn holds(&self, offset: u64, length: u64) -> bool {
+        let end = offset.saturating_add(length);
+        let fits = end <= self.mapping.length_bytes() as u64 && length > 0 && length <= i32::MAX as u64;
+        fits && !self.retired.load(Ordering::Acquire)
+            && all_regions(offset / PAGE..end.div_ceil(PAGE), |region, bits| {
+                let there = |word: &AtomicU64| word.load(Ordering::Relaxed) & bits == bits;
+                self.present.get(region).is_some_and(|word| there(word) || (self.ask(region, word) && there(word)))
+            })
+    }
+
+    /// Learns which pages of a region were there before; false if that is known.
+    fn ask(&self, region: usize, present: &AtomicU64) -> bool {
+        let first = region as u64 * REGION_PAGES;
+        let (word, bit) = (region / REGION_PAGES as usize, 1 << (region as u64 % REGION_PAGES));
+        let is_asked = |asked: &AtomicU64| asked.load(Ordering::Relaxed) & bit != 0;
+        match self.asked.get(word) {
+            Some(asked) if first < self.pages_then && !is_asked(asked) => {
+                present.fetch_or(self.resident_in(first), Ordering::Relaxed);
+                asked.fetch_or(bit, Ordering::Relaxed);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// The bits of a region that begins at page `first`, as the kernel sees it. The file's last page may have been cut:
+    /// what is written there behind the end must make the file longer.
+    #[cold]
+    fn resident_in(&self, first: u64) -> u64 {
+        let mut pages = [0; REGION_PAGES as usize];
+        if self.mapping.residency((first * PAGE) as usize, &mut pages).is_err() {
+            return 0;
+        }
+        let resident = (0..).zip(pages).filter(|(_, page)| page & 1 != 0).fold(0, |bits, (at, _)| bits | 1_u64 << at);
+        resident & mask(0, (self.pages_then - first - 1).min(REGION_PAGES - 1))
+    }
+
+    /// A call has written there: the pages that it covered are there, and wholly within the file.
+    pub(crate) fn was_written(&self, offset: u64, length: u64) {
+        self.mark(offset, length, |word, bits| {
+            if word.load(Ordering::Relaxed) & bits != bits {
+                word.fetch_or(bits, Ordering::Relaxed);
+            }
+        });
+    }
+
+    /// A range was given back.
+    pub(crate) fn was_punched(&self, offset: u64, length: u64) {
+        self.mark(offset, length, |word, bits| {
+            word.fetch_and(!bits, Ordering::Relaxed);
+        });
+    }
+
+    /// Visits the words of the pages that lie wholly in a range.
+    fn mark(&self, offset: u64, length: u64, change: impl Fn(&AtomicU64, u64)) {
+        let end = offset.saturating_add(length).min(self.mapping.length_bytes() as u64) / PAGE;
+        all_regions(offset.div_ceil(PAGE)..end, |region, bits| {
+            self.present.get(region).is_some_and(|word| {
+                change(word, bits);
+                true
+            })
+        });
+    }
+
+    /// Nothing is copied from now on.
+    pub(crate) fn retire(&self) {
+        self.retired.store(true, Ordering::Release);
+    }
+
+    /// Sets the file's times if it was written since.
+    pub(crate) fn stamp(&self, fd: &OwnedFd) {
+        if self.unstamped.swap(false, Ordering::Relaxed) {
+            let now = rustix::fs::Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW };
+            // A wish: the data are where they belong.
+            let _ = rustix::fs::futimens(fd, &rustix::fs::Timestamps { last_access: now, last_modification: now });
+        }
+    }
+}
