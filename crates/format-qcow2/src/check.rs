@@ -148,6 +148,8 @@ pub(crate) struct Walk<'a, 'w> {
     pub(crate) repairs: bool,
     /// Whether to give up as soon as something is found that is no matter of refcounts.
     pub(crate) strict: bool,
+    /// Clusters with more references than a refcount can count.
+    pub(crate) overcounted: BTreeSet<u64>,
     /// Why it was given up.
     pub(crate) hopeless: Option<String>,
     watch: &'a mut CheckWatch<'w>,
@@ -187,6 +189,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             bitmaps: Vec::new(),
             repairs: false,
             strict: false,
+            overcounted: BTreeSet::new(),
             hopeless: None,
             watch,
             stopped: false,
@@ -263,6 +266,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         let max = u32::try_from(u64::MAX.wrapping_shr(64u32.saturating_sub(bits))).unwrap_or(u32::MAX);
         if !self.references.count(cluster, max) {
             let offset = self.geometry.start_of(cluster);
+            self.overcounted.insert(cluster);
             self.corrupt(format!("more references to the cluster at {offset:#x} than a refcount can count"));
         }
         if self.strict {
@@ -471,8 +475,7 @@ impl<'a, 'w> Walk<'a, 'w> {
                 self.corrupt(format!("refcount block {index} is not cluster aligned; refcount table entry corrupted"));
             } else if cluster >= file_clusters {
                 let may_grow = may_grow && offset < RESIZE_MAX;
-                damaged = self.repairs && !may_grow;
-                self.count_block_outside(index, offset, may_grow);
+                damaged = self.count_block_outside(index, offset, may_grow);
             } else if offset != 0 {
                 self.refer_to_refcounts(offset, self.geometry.cluster_bytes());
                 let references = self.references.get(cluster);
@@ -491,17 +494,24 @@ impl<'a, 'w> Walk<'a, 'w> {
     }
 
     /// qemu-img makes the file longer to repair this, and counts that, and what is wrong afterwards. Until the repair does
-    /// so too, reading zeros there comes to the same.
-    fn count_block_outside(&mut self, index: usize, offset: u64, may_grow: bool) {
+    /// so too, reading zeros there comes to the same. Returns whether that does not do.
+    fn count_block_outside(&mut self, index: usize, offset: u64, may_grow: bool) -> bool {
         let cluster = self.geometry.cluster_of(offset);
         if !self.repairs || !may_grow {
-            return self.corrupt(format!("refcount block {index} is outside image"));
+            self.corrupt(format!("refcount block {index} is outside image"));
+            return self.repairs;
         }
         self.find(format!("Repairing refcount block {index} is outside image"));
         self.report.corruptions_fixed = self.report.corruptions_fixed.saturating_add(1);
         self.clusters = self.clusters.max(cluster.saturating_add(1));
         self.outside_bytes = self.outside_bytes.max(offset.saturating_add(self.geometry.cluster_bytes()));
         self.count(cluster);
+        // Something else may lead just behind the end, too.
+        let references = self.references.get(cluster);
+        if references != 1 {
+            self.corrupt(format!("refcount block {index} refcount={references}"));
+        }
+        references != 1
     }
 
     /// Entries of the active tables whose flag "refcount is exactly one" is wrong; or will be once all refcounts are what
@@ -550,6 +560,10 @@ impl<'a, 'w> Walk<'a, 'w> {
 
     async fn refcount_for_flag(&mut self, offset: u64, predict: bool) -> Option<u64> {
         let cluster = self.geometry.cluster_of(offset);
+        // Its refcount tells less than there is, and the flag would let guests write over what else lies there.
+        if self.repairs && self.overcounted.contains(&cluster) {
+            return None;
+        }
         if !predict {
             return match self.refcount_in_memory(cluster) {
                 None => self.refcount(cluster).await,

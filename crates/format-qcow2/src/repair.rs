@@ -128,6 +128,7 @@ impl<'a, 'w> Job<'a, 'w> {
         self.write_new_entries().await?;
         let wrong = wrong.into_iter().filter(|wrong| wrong.entry & COPIED != 0 && self.may_change(wrong.at)).collect();
         self.set_flags(wrong).await?;
+        let rebuilt_anew = rebuilt.is_some();
         let flags_fixed = self.walk.report.corruptions_fixed.saturating_sub(counted.corruptions_fixed);
         match rebuilt {
             Some(rebuilt) => self.rebuild(rebuilt).await?,
@@ -148,7 +149,19 @@ impl<'a, 'w> Job<'a, 'w> {
         }
         let wrong = self.walk.wrong_flags(false, usize::MAX).await?;
         self.set_flags(wrong).await?;
+        self.own_up(rebuilt_anew);
         self.say_clean().await
+    }
+
+    /// Entries that were to be made new and lie in another table are as they were.
+    fn own_up(&mut self, counted_again: bool) {
+        let words = self.walk.geometry.entry_words();
+        let left = self.walk.new_entries.keys().filter(|at| !self.may_change(**at)).step_by(words).count() as u64;
+        let report = &mut self.walk.report;
+        report.corruptions_fixed = report.corruptions_fixed.saturating_sub(left);
+        if !counted_again {
+            report.corruptions = report.corruptions.saturating_add(left);
+        }
     }
 
     /// Writes new refcounts to new space, durably; nothing leads there yet.

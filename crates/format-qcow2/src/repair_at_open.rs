@@ -85,6 +85,11 @@ async fn repair_dirty(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut Chec
     if walk.hopeless.is_none() && walk.report.check_errors > 0 {
         walk.hopeless = Some("not all of it can be read".to_owned());
     }
+    if let Some(cluster) = walk.overcounted.first() {
+        let offset = walk.geometry.start_of(*cluster);
+        let why = format!("there are more references to the cluster at {offset:#x} than a refcount can count");
+        walk.hopeless.get_or_insert(why);
+    }
     if let Some(why) = walk.hopeless.take() {
         return Err(hopeless(why));
     }

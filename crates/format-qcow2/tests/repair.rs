@@ -4,9 +4,9 @@
 
 mod common;
 
-use block::{IoError, block_on};
+use block::{File, IoError, block_on};
 use common::{Base, NAME, blocking, created, open};
-use format_qcow2::{CheckEvent, CheckReport, CreateOptions, Repair, check, repair};
+use format_qcow2::{CheckEvent, CheckReport, CreateOptions, Qcow2, Repair, check, repair};
 use testkit::{Fault, FaultAction, OpKind, SimFileOptions, SimStorage, fill_seeded, mix, qcow2_check};
 
 const COPIED: u64 = 1 << 63;
@@ -84,7 +84,7 @@ fn danger(bytes: &[u8]) -> u64 {
 
 fn repaired(storage: &SimStorage, what: Repair) -> block::Result<CheckReport> {
     let file = storage.file(NAME).unwrap();
-    let length = block::File::length_bytes(&*file).unwrap();
+    let length = file.length_bytes().unwrap();
     block_on(repair(&blocking(&file), length, NAME, what, &mut |_| true))
 }
 
@@ -180,4 +180,25 @@ fn only_leaks_are_freed_where_only_that_was_asked_for() {
     let error = repaired(&storage, Repair::Leaks).unwrap_err().to_string();
     assert!(error.contains("-r all"), "{error}");
     assert!(storage.bytes(NAME) == *bytes, "refused and untouched");
+}
+
+#[test]
+fn a_cluster_with_more_references_than_its_refcount_can_count_is_nobodys_to_write_over() {
+    let mut bytes = image(4096, 1);
+    let (l1, table) = (word(&bytes, 40), word(&bytes, 48));
+    let l2 = word(&bytes, l1) & !COPIED;
+    // The guest's first cluster is the table of refcounts: its one bit cannot say "two".
+    put(&mut bytes, l2, table);
+    let storage = storage_of(&bytes);
+    let report = repaired(&storage, Repair::All).unwrap();
+    assert!(report.corruptions > 0, "{report:?}");
+    assert_eq!(word(&storage.bytes(NAME), l2), table, "no flag says that it is the guest's alone");
+    // Left dirty, it is not opened for writing, and not repaired by halves.
+    put(&mut bytes, 72, 1);
+    let storage = storage_of(&bytes);
+    let file = storage.file(NAME).unwrap();
+    let opened = block_on(Qcow2::open(&blocking(&file), file.info(), common::open_options(false)));
+    let error = opened.err().unwrap().to_string();
+    assert!(error.contains("than a refcount can count"), "{error}");
+    assert!(storage.bytes(NAME) == bytes, "refused and untouched");
 }
