@@ -22,7 +22,7 @@ use crate::refcount::write_entry;
 use crate::references::Kinds;
 use block::{Error, ErrorKind, FileOp, IoResult, MetaIo, PastEnd, Result};
 use memory::AlignedBuf;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// What to repair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -193,7 +193,8 @@ impl<'a, 'w> Job<'a, 'w> {
         let header = Header { refcount_table_offset: offset, refcount_table_clusters: clusters, ..self.header.clone() };
         let file_bytes = self.walk.file_bytes.max(rebuilt.end_bytes());
         // What was freed, and what led behind the end of the file, which has moved.
-        let (mismatches, after, kinds) = recount(self.io, &header, file_bytes, &self.walk).await?;
+        let Recount { mismatches, report: after, kinds, overcounted } =
+            recount(self.io, &header, file_bytes, &self.walk).await?;
         let table = rebuilt.entries();
         self.set_refcounts_in(&table, &mismatches).await?;
         // Behind what is counted: to be repaired in a second run, as by qemu-img.
@@ -206,6 +207,7 @@ impl<'a, 'w> Job<'a, 'w> {
         self.walk.table = table;
         self.walk.block = None;
         self.walk.kinds = kinds;
+        self.walk.overcounted = overcounted;
         self.walk.report = CheckReport {
             corruptions: left,
             leaks: 0,
@@ -351,13 +353,16 @@ impl<'a, 'w> Job<'a, 'w> {
     }
 }
 
+/// What [`recount`] has found.
+struct Recount {
+    mismatches: Vec<Mismatch>,
+    report: CheckReport,
+    kinds: Kinds,
+    overcounted: BTreeSet<u64>,
+}
+
 /// Counts all references again: what is too high now is what was left of the old refcounts.
-async fn recount(
-    io: &MetaIo,
-    header: &Header,
-    file_bytes: u64,
-    before: &Walk<'_, '_>,
-) -> IoResult<(Vec<Mismatch>, CheckReport, Kinds)> {
+async fn recount(io: &MetaIo, header: &Header, file_bytes: u64, before: &Walk<'_, '_>) -> IoResult<Recount> {
     let mut silent = |_| true;
     let mut walk = Walk::begin(io, header, file_bytes, &mut silent).await?;
     walk.clusters = walk.clusters.max(before.clusters);
@@ -366,7 +371,9 @@ async fn recount(
     let counted = walk.report;
     walk.compare().await;
     let image_end_offset = walk.report.image_end_offset;
-    Ok((std::mem::take(&mut walk.mismatches), CheckReport { image_end_offset, ..counted }, walk.kinds))
+    let report = CheckReport { image_end_offset, ..counted };
+    let Walk { mismatches, kinds, overcounted, .. } = walk;
+    Ok(Recount { mismatches, report, kinds, overcounted })
 }
 
 fn put(target: &mut [u8], at: usize, new: &[u8]) {
