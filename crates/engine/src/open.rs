@@ -54,6 +54,7 @@ pub fn open_fd(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<Arc<dyn
 
 pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<OpenFile> {
     options.check()?;
+    crate::sys::survive_file_size_limit();
     let stat = rustix::fs::fstat(&fd).map_err(|errno| Error::io(format!("cannot look at '{name}'"), errno.into()))?;
     let block_device = storage::check_type(&stat, name)?;
     set_flags(&fd, name, options)?;
@@ -62,12 +63,13 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         false => Locks::NotWanted,
     };
     let direct = options.cache.is_direct();
-    let alignment = if direct { storage::direct_alignment(&fd, block_device, name)? } else { Alignment::NONE };
+    let asked = if direct { storage::direct_alignment(&fd, block_device, name)? } else { None };
+    let (alignment, page_cached) = (asked.unwrap_or(Alignment::NONE), asked.is_none());
     // A device node may lie on such a file system too.
     let in_memory =
         options.engine == EngineKind::Auto && !options.sqpoll && !block_device && storage::is_in_memory(&fd);
     let (engine, reason) = probe::choose(options, name, Host::get(), in_memory)?;
-    let facts = Facts { stat, block_device, in_memory, locks, alignment, engine, reason };
+    let facts = Facts { stat, block_device, in_memory, locks, alignment, page_cached, engine, reason };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
     let resident = in_memory.then(|| Resident::new(&fd, info.length_bytes, !options.read_only)).flatten();
     tracing::info!("'{name}': {}", info.engine);
@@ -89,7 +91,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         may_nowait: AtomicBool::new(true),
         write_through: !options.has_volatile_cache(),
         ignore_flush: options.cache == CacheMode::Unsafe,
-        page_cached: !direct,
+        page_cached,
         sync_lost: AtomicBool::new(false),
         zeroes_rung: AtomicU8::new(0),
     })
@@ -102,6 +104,7 @@ struct Facts {
     in_memory: bool,
     locks: Locks,
     alignment: Alignment,
+    page_cached: bool,
     engine: EngineKind,
     reason: String,
 }
@@ -117,6 +120,7 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
     let Facts { block_device, in_memory, locks, alignment, engine, reason, .. } = facts;
     let path = match (options.cache.is_direct(), alignment.is_none()) {
         (false, _) => "page cache".to_owned(),
+        (true, _) if facts.page_cached => "page cache (the file takes no direct I/O)".to_owned(),
         (true, true) => "direct I/O (any alignment)".to_owned(),
         (true, false) => format!("direct I/O ({}-byte alignment)", alignment.offset_bytes),
     };
@@ -169,6 +173,7 @@ pub fn forget_cached(path: &Path) -> Result<()> {
 
 /// Makes a new file of `length_bytes` that reads as zeros. Fails if the name exists.
 pub fn create(path: &Path, length_bytes: u64) -> Result<()> {
+    crate::sys::survive_file_size_limit();
     let fails = |errno: Errno| {
         let name = path.display();
         match errno {

@@ -82,10 +82,30 @@ pub(crate) fn probe() -> io::Result<Setup> {
     let (ring, setup) = build(false, 2, 4)?;
     let mut probe = io_uring::Probe::new();
     ring.submitter().register_probe(&mut probe)?;
-    let needed = [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
-    if needed.iter().all(|code| probe.is_supported(*code)) {
-        Ok(setup)
-    } else {
-        Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's io_uring is too old (5.6 or later is needed)"))
+    match has_what_is_needed(|code| probe.is_supported(code)) {
+        true => Ok(setup),
+        false => {
+            Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's io_uring is too old (5.8 or later is needed)"))
+        }
+    }
+}
+
+/// Whether a kernel with these operations will do.
+fn has_what_is_needed(is_supported: impl Fn(u8) -> bool) -> bool {
+    // The last is not used. It is as old as the completion ring's flags (5.8), without which to switch the event
+    // descriptor's signals off would write to the submission ring's head.
+    let needed =
+        [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE, opcode::Tee::CODE];
+    needed.into_iter().all(is_supported)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_without_flags_in_its_completion_ring_is_too_old() {
+        assert!(has_what_is_needed(|_| true));
+        assert!(!has_what_is_needed(|code| code < opcode::Tee::CODE), "5.7");
     }
 }

@@ -34,27 +34,32 @@ pub(crate) fn check_type(stat: &Stat, name: &str) -> Result<bool> {
     Err(Error::new(ErrorKind::BadOption, message))
 }
 
-/// What direct I/O on the file asks for.
-pub(crate) fn direct_alignment(fd: &OwnedFd, block_device: bool, name: &str) -> Result<Alignment> {
+/// What direct I/O on the file asks for; `None` where it goes through the page cache all the same.
+pub(crate) fn direct_alignment(fd: &OwnedFd, block_device: bool, name: &str) -> Result<Option<Alignment>> {
     let known = rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
         .ok()
         .filter(|statx| statx.stx_mask & StatxFlags::DIOALIGN.bits() != 0);
     if let Some(statx) = known {
-        return Ok(match (statx.stx_dio_offset_align, statx.stx_dio_mem_align) {
-            // The kernel says that it takes the flag but not direct I/O: it goes through the page cache.
-            (0, _) => Alignment::NONE,
-            (offset_bytes, memory_bytes) => checked(offset_bytes, memory_bytes, name)?,
-        });
+        return as_told(statx.stx_dio_offset_align, statx.stx_dio_mem_align, name);
     }
     if block_device {
         let bytes = logical_block_bytes(fd).unwrap_or(SAFE_ALIGNMENT_BYTES);
-        return checked(bytes, bytes, name);
+        return checked(bytes, bytes, name).map(Some);
     }
     if file_system(fd) == Some(TMPFS_MAGIC) {
-        return Ok(Alignment::NONE);
+        return Ok(Some(Alignment::NONE));
     }
     let bytes = probe_alignment(fd);
-    checked(bytes, bytes, name)
+    checked(bytes, bytes, name).map(Some)
+}
+
+/// What `statx` says. Without an alignment, the kernel takes the flag but not direct I/O (an encrypted file, for
+/// instance).
+fn as_told(offset_bytes: u32, memory_bytes: u32, name: &str) -> Result<Option<Alignment>> {
+    match offset_bytes {
+        0 => Ok(None),
+        _ => checked(offset_bytes, memory_bytes, name).map(Some),
+    }
 }
 
 fn checked(offset_bytes: u32, memory_bytes: u32, name: &str) -> Result<Alignment> {
@@ -151,4 +156,16 @@ fn queue_limit(stat: &Stat, name: &str) -> io::Result<u64> {
     let text = std::fs::read_to_string(format!("{device}/queue/{name}"))
         .or_else(|_| std::fs::read_to_string(format!("{device}/../queue/{name}")))?;
     text.trim().parse().map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_takes_the_flag_but_not_direct_io_is_one_of_the_page_cache() {
+        assert_eq!(as_told(0, 0, "encrypted").unwrap(), None);
+        let told = Some(Alignment { offset_bytes: 512, memory_bytes: 4 });
+        assert_eq!(as_told(512, 4, "plain").unwrap(), told);
+    }
 }

@@ -5,6 +5,21 @@ use rustix::fs::FallocateFlags;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
+/// What goes beyond the limit on the size of files (`ulimit -f`) fails, and does not end the process with all its disks.
+/// Whoever has set the signal to something else keeps that.
+pub(crate) fn survive_file_size_limit() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    // SAFETY: an all-zero `sigaction` is a valid one; the kernel reads and writes no more than that.
+    ONCE.call_once(|| unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        if libc::sigaction(libc::SIGXFSZ, std::ptr::null(), &raw mut action) == 0
+            && action.sa_sigaction == libc::SIG_DFL
+        {
+            libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+        }
+    });
+}
+
 /// The length of a file or block device, now.
 pub(crate) fn length_of(fd: &OwnedFd, block_device: bool) -> io::Result<u64> {
     if block_device {

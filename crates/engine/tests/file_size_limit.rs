@@ -1,0 +1,41 @@
+//! A limit on the size of files (`ulimit -f`, systemd's `LimitFSIZE=`), which holds for the whole process.
+
+mod common;
+
+use block::{FileOp, IoErrorKind, PastEnd};
+use common::{reactor, with_queue};
+use engine::{CacheMode, EngineKind, OpenOptions};
+
+const LIMIT: u64 = 1 << 20;
+
+#[test]
+fn what_goes_beyond_the_limit_fails_and_the_process_lives() {
+    let limit = libc::rlimit { rlim_cur: LIMIT, rlim_max: libc::RLIM_INFINITY };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    engine::create(&path, 2 * LIMIT).unwrap();
+    // SAFETY: the call reads the limit.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) }, 0);
+    for (engine, cache) in [
+        (EngineKind::IoUring, CacheMode::Writeback),
+        (EngineKind::Threads, CacheMode::Writeback),
+        (EngineKind::LinuxAio, CacheMode::None),
+    ] {
+        let file = engine::open(&path, &OpenOptions { engine, cache, ..OpenOptions::default() }).unwrap();
+        let reactor = reactor("limit");
+        with_queue(&reactor, &file, move |queue| async move {
+            let kind = |result: block::IoResult| result.unwrap_err().kind();
+            let beyond = common::write(&queue, LIMIT + LIMIT / 2, &[1; 4096]).await;
+            assert_eq!(kind(beyond), IoErrorKind::NoSpace, "{engine}");
+            let longer = queue.start(FileOp::SetLength { length: 3 * LIMIT }).await;
+            assert_eq!(kind(longer), IoErrorKind::NoSpace, "{engine}");
+            common::write(&queue, 0, &[2; 4096]).await.unwrap();
+            let data = common::read(&queue, LIMIT + LIMIT / 2, 4096, PastEnd::Fails).await.unwrap();
+            assert_eq!(data, [0; 4096], "{engine}");
+        });
+        reactor.stop().unwrap();
+    }
+    let new = dir.path().join("new");
+    assert!(engine::create(&new, 2 * LIMIT).is_err());
+    assert!(!new.exists(), "nothing is left of it");
+}
