@@ -123,6 +123,9 @@ impl Request {
         if moved > self.left_bytes() {
             return Step::Finished(Err(IoError::EIO));
         }
+        if let Some(resident) = &self.target.file.resident {
+            resident.was_read(self.file_offset(), moved as u64);
+        }
         self.progress += moved;
         if self.left_bytes() == 0 {
             return Step::Finished(Ok(()));

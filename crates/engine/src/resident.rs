@@ -8,6 +8,8 @@
 //! * A bit a page says that it holds data and lies wholly within the file. It is set from what the kernel says is
 //!   resident (`mincore`), once for each [`REGION_BYTES`] that was there when the file was opened, and by every write;
 //!   discarding clears it.
+//! * The first time that a page is asked for, a call serves it: to map it, and to unmap it in the end, costs about as
+//!   much as a call saves.
 //! * A bit that is wrong because somebody else punched the file costs a page, nothing else.
 //! * A file is cut by us only after its mapping was retired for good. If another program cuts it, the mapping is
 //!   poisoned instead of the process killed (see `memory::fault`): the copy is not believed, and made by a call.
@@ -16,6 +18,7 @@
 use crate::inflight::{Action, Buffers};
 use memory::{Mapping, PAGE_BYTES};
 use std::fmt;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -28,6 +31,19 @@ const MAX_BYTES: u64 = 256 << 30;
 /// How much a file may grow at least.
 const ROOM_BYTES: u64 = 32 << 30;
 
+/// What is known of a run of pages, a bit a page.
+#[repr(C)]
+struct Region {
+    /// Those that are copied through the mapping.
+    ready: AtomicU64,
+    /// A call has served them.
+    touched: AtomicU64,
+    /// They hold data and lie wholly within the file.
+    present: AtomicU64,
+    /// Not zero: the kernel was asked which are there.
+    asked: AtomicU64,
+}
+
 /// See the module.
 pub(crate) struct Resident {
     mapping: Mapping,
@@ -36,10 +52,7 @@ pub(crate) struct Resident {
     pages_then: u64,
     /// From now on by calls.
     retired: AtomicBool,
-    /// A bit a page, a word a region.
-    present: Box<[AtomicU64]>,
-    /// A bit a region: the kernel was asked.
-    asked: Box<[AtomicU64]>,
+    regions: Box<[Region]>,
     /// Written through the mapping since the file's times were set.
     unstamped: AtomicBool,
 }
@@ -50,11 +63,23 @@ impl fmt::Debug for Resident {
     }
 }
 
-/// Words that the allocator has not touched yet: most of them never will be.
-fn words(count: u64) -> Box<[AtomicU64]> {
-    let words = Box::into_raw(vec![0_u64; count as usize].into_boxed_slice());
-    // SAFETY: an atomic word has a word's size, alignment (on every 64-bit machine) and bits, and the box was just ours.
-    unsafe { Box::from_raw(words as *mut [AtomicU64]) }
+/// Regions of which nothing is known, in memory that the allocator has not touched yet: most of it never will be.
+fn regions(count: u64) -> Box<[Region]> {
+    let words = vec![[0_u64; size_of::<Region>() / size_of::<u64>()]; count as usize].into_boxed_slice();
+    // SAFETY: a region consists of so many atomic words, which have a word's size, alignment (on every 64-bit machine)
+    // and bits; the box was just ours.
+    unsafe { Box::from_raw(Box::into_raw(words) as *mut [Region]) }
+}
+
+fn has(word: &AtomicU64, bits: u64) -> bool {
+    word.load(Ordering::Relaxed) & bits == bits
+}
+
+/// Sets bits; where they are set already, nothing is written, so that reactors do not take the line from each other.
+fn set(word: &AtomicU64, bits: u64) {
+    if !has(word, bits) {
+        word.fetch_or(bits, Ordering::Relaxed);
+    }
 }
 
 /// The bits `first..=last` of a region's word.
@@ -62,8 +87,13 @@ fn mask(first: u64, last: u64) -> u64 {
     (u64::MAX << first) & (u64::MAX >> (REGION_PAGES - 1 - last))
 }
 
+/// The pages that lie wholly in a range.
+fn covered(offset: u64, length: u64) -> Range<u64> {
+    offset.div_ceil(PAGE)..offset.saturating_add(length) / PAGE
+}
+
 /// Calls `visit` with each region's number and the bits of `pages` in it, until it says no.
-fn all_regions(pages: std::ops::Range<u64>, mut visit: impl FnMut(usize, u64) -> bool) -> bool {
+fn all_regions(pages: Range<u64>, mut visit: impl FnMut(usize, u64) -> bool) -> bool {
     let mut page = pages.start;
     while page < pages.end {
         let last = (page | (REGION_PAGES - 1)).min(pages.end - 1);
@@ -93,14 +123,12 @@ impl Resident {
         // Behind the end nothing is resident. Whoever may not know is told that everything is.
         let mut behind = [0];
         mapping.residency((mapped - PAGE) as usize, &mut behind).ok()?;
-        let regions = mapped / REGION_BYTES;
         (behind[0] & 1 == 0).then(|| Self {
             mapping,
             writable,
             pages_then: length_bytes / PAGE,
             retired: AtomicBool::new(false),
-            present: words(regions),
-            asked: words(regions.div_ceil(REGION_PAGES)),
+            regions: regions(mapped / REGION_BYTES),
             unstamped: AtomicBool::new(false),
         })
     }
@@ -150,30 +178,33 @@ impl Resident {
         i32::try_from(length).ok()
     }
 
-    /// Whether all pages of a range are known to be there.
+    /// Whether all pages of a range are to be copied.
     fn holds(&self, offset: u64, length: u64) -> bool {
         let end = offset.saturating_add(length);
         let fits = end <= self.mapping.length_bytes() as u64 && length > 0 && length <= i32::MAX as u64;
         fits && !self.retired.load(Ordering::Acquire)
-            && all_regions(offset / PAGE..end.div_ceil(PAGE), |region, bits| {
-                let there = |word: &AtomicU64| word.load(Ordering::Relaxed) & bits == bits;
-                self.present.get(region).is_some_and(|word| there(word) || (self.ask(region, word) && there(word)))
+            && all_regions(offset / PAGE..end.div_ceil(PAGE), |number, bits| {
+                self.regions
+                    .get(number)
+                    .is_some_and(|region| has(&region.ready, bits) || self.warms(number, region, bits))
             })
     }
 
-    /// Learns which pages of a region were there before; false if that is known.
-    fn ask(&self, region: usize, present: &AtomicU64) -> bool {
-        let first = region as u64 * REGION_PAGES;
-        let (word, bit) = (region / REGION_PAGES as usize, 1 << (region as u64 % REGION_PAGES));
-        let is_asked = |asked: &AtomicU64| asked.load(Ordering::Relaxed) & bit != 0;
-        match self.asked.get(word) {
-            Some(asked) if first < self.pages_then && !is_asked(asked) => {
-                present.fetch_or(self.resident_in(first), Ordering::Relaxed);
-                asked.fetch_or(bit, Ordering::Relaxed);
-                true
-            }
-            _ => false,
+    /// Whether pages are to be copied from now on.
+    fn warms(&self, number: usize, region: &Region, bits: u64) -> bool {
+        if !has(&region.touched, bits) {
+            return false;
         }
+        let first = number as u64 * REGION_PAGES;
+        if first < self.pages_then && region.asked.load(Ordering::Relaxed) == 0 {
+            set(&region.present, self.resident_in(first));
+            region.asked.store(1, Ordering::Relaxed);
+        }
+        let there = has(&region.present, bits);
+        if there {
+            set(&region.ready, bits);
+        }
+        there
     }
 
     /// The bits of a region that begins at page `first`, as the kernel sees it. The file's last page may have been cut:
@@ -188,28 +219,32 @@ impl Resident {
         resident & mask(0, (self.pages_then - first - 1).min(REGION_PAGES - 1))
     }
 
-    /// A call has written there: the pages that it covered are there, and wholly within the file.
-    pub(crate) fn was_written(&self, offset: u64, length: u64) {
-        self.mark(offset, length, |word, bits| {
-            if word.load(Ordering::Relaxed) & bits != bits {
-                word.fetch_or(bits, Ordering::Relaxed);
-            }
+    /// A range was read.
+    pub(crate) fn was_read(&self, offset: u64, length: u64) {
+        self.mark(offset / PAGE..offset.saturating_add(length).div_ceil(PAGE), |region, bits| {
+            set(&region.touched, bits)
         });
+    }
+
+    /// A range was written: the pages that it covers are there, and wholly within the file.
+    pub(crate) fn was_written(&self, offset: u64, length: u64) {
+        self.was_read(offset, length);
+        self.mark(covered(offset, length), |region, bits| set(&region.present, bits));
     }
 
     /// A range was given back.
     pub(crate) fn was_punched(&self, offset: u64, length: u64) {
-        self.mark(offset, length, |word, bits| {
-            word.fetch_and(!bits, Ordering::Relaxed);
+        self.mark(covered(offset, length), |region, bits| {
+            region.present.fetch_and(!bits, Ordering::Relaxed);
+            region.ready.fetch_and(!bits, Ordering::Relaxed);
         });
     }
 
-    /// Visits the words of the pages that lie wholly in a range.
-    fn mark(&self, offset: u64, length: u64, change: impl Fn(&AtomicU64, u64)) {
-        let end = offset.saturating_add(length).min(self.mapping.length_bytes() as u64) / PAGE;
-        all_regions(offset.div_ceil(PAGE)..end, |region, bits| {
-            self.present.get(region).is_some_and(|word| {
-                change(word, bits);
+    fn mark(&self, pages: Range<u64>, change: impl Fn(&Region, u64)) {
+        let end = pages.end.min(self.mapping.length_bytes() as u64 / PAGE);
+        all_regions(pages.start..end, |number, bits| {
+            self.regions.get(number).is_some_and(|region| {
+                change(region, bits);
                 true
             })
         });

@@ -98,8 +98,8 @@ fn a_reactor_without_rings_may_make_long_copies_itself_and_needs_no_worker() {
             [read_itself, written_itself]
         });
         assert_eq!(made, [inline_bytes == 1 << 20; 2], "up to {inline_bytes} bytes");
-        // A worker's calls are its own, and copies through the mapping are none.
-        assert_eq!(reactor.stats().system_calls, 0, "up to {inline_bytes} bytes");
+        // A worker's calls are its own, and what was read is written through the mapping.
+        assert_eq!(reactor.stats().system_calls, u64::from(made[0]), "up to {inline_bytes} bytes");
         reactor.stop().unwrap();
     }
 }
@@ -117,7 +117,7 @@ fn sparse(length_bytes: u64) -> Option<(tempfile::TempDir, PathBuf, Arc<dyn bloc
 }
 
 #[test]
-fn a_batch_on_what_is_there_takes_no_system_call() {
+fn a_batch_on_what_is_there_takes_no_system_call_from_the_second_time_on() {
     let Some((_dir, file)) = file() else { return };
     let reactor = reactor("memory");
     let sink_batch = |write: bool| {
@@ -146,9 +146,12 @@ fn a_batch_on_what_is_there_takes_no_system_call() {
             bufs.iter().all(|buf| buf.whole().to_vec() == vec![7; 4096])
         })
     };
-    assert!(sink_batch(false), "what was read is what the file holds");
+    for _ in 0..2 {
+        assert!(sink_batch(false), "what was read is what the file holds");
+        assert_eq!(reactor.stats().system_calls, 32, "the first time only");
+    }
     sink_batch(true);
-    assert_eq!((reactor.stats().system_calls, reactor.stats().completions), (0, 64));
+    assert_eq!((reactor.stats().system_calls, reactor.stats().completions), (32, 96));
     reactor.stop().unwrap();
 }
 
@@ -169,8 +172,8 @@ fn holes_that_are_read_stay_holes_and_what_is_given_back_stays_given_back() {
         assert_eq!(blocks(&path), 2048, "reading holes fills nothing");
         // Once by a call, then through the mapping.
         for byte in [2, 3] {
-            common::write(&queue, (8 << 20) + 100, &[byte; 70_000]).await.unwrap();
-            let data = common::read(&queue, (8 << 20) + 100, 70_000, PastEnd::Fails).await.unwrap();
+            common::write(&queue, (8 << 20) + 4096, &[byte; 69_632]).await.unwrap();
+            let data = common::read(&queue, (8 << 20) + 4096, 69_632, PastEnd::Fails).await.unwrap();
             assert!(data.iter().all(|read| *read == byte));
         }
         queue.start(FileOp::Discard { offset: 8 << 20, length: 1 << 20 }).await.unwrap();
@@ -190,7 +193,9 @@ fn what_is_written_behind_the_end_makes_the_file_longer_and_a_cut_file_forgets()
     let reactor = reactor("memory");
     with_queue(&reactor, &file, |queue| async move {
         let length = || std::fs::metadata(&path).unwrap().len();
-        assert_eq!(common::read(&queue, 4096, 904, PastEnd::Fails).await.unwrap(), [1; 904]);
+        for _ in 0..2 {
+            assert_eq!(common::read(&queue, 4096, 904, PastEnd::Fails).await.unwrap(), [1; 904]);
+        }
         common::write(&queue, 5000, &[2; 1000]).await.unwrap();
         assert_eq!(length(), 6000);
         assert!(common::read(&queue, 5000, 2000, PastEnd::Fails).await.is_err());
@@ -215,7 +220,9 @@ fn a_file_that_another_program_cuts_gives_errors_and_works_again_when_it_is_long
     let Some((_dir, path, file)) = sparse(1 << 20) else { return };
     let reactor = reactor("memory");
     with_queue(&reactor, &file, |queue| async move {
-        common::write(&queue, 0, &[1; 1 << 20]).await.unwrap();
+        for byte in [0, 1] {
+            common::write(&queue, 0, &vec![byte; 1 << 20]).await.unwrap();
+        }
         let outside = std::fs::File::options().write(true).open(&path).unwrap();
         outside.set_len(8192).unwrap();
         assert!(common::read(&queue, 65536, 4096, PastEnd::Fails).await.is_err());
@@ -240,7 +247,7 @@ fn a_full_file_system_is_an_error_of_the_write_also_where_pages_were_taken_away(
     let reactor = reactor("memory");
     with_queue(&reactor, &file, |queue| async move {
         for byte in [1, 2] {
-            common::write(&queue, 0, &[byte; 512 << 10]).await.unwrap();
+            common::write(&queue, 0, &vec![byte; 512 << 10]).await.unwrap();
         }
         // Another program takes pages away that are known to be there, and the room for them.
         let outside = std::fs::File::options().write(true).open(&path).unwrap();
@@ -296,10 +303,12 @@ fn a_file_that_is_open_for_reading_only_is_read_through_its_mapping_too() {
     let file = engine::open(&dir.path().join("image"), &options).unwrap();
     let reactor = reactor("memory");
     with_queue(&reactor, &file, |queue| async move {
-        assert_eq!(common::read(&queue, 5, 10_000, PastEnd::Fails).await.unwrap(), [7; 10_000]);
+        for _ in 0..3 {
+            assert_eq!(common::read(&queue, 5, 10_000, PastEnd::Fails).await.unwrap(), [7; 10_000]);
+        }
         assert!(common::write(&queue, 5, &[1]).await.is_err());
     });
-    assert_eq!(reactor.stats().system_calls, 0);
+    assert_eq!(reactor.stats().system_calls, 1);
     reactor.stop().unwrap();
 }
 
