@@ -8,8 +8,8 @@
 //! * A bit a page says that it holds data and lies wholly within the file. It is set from what the kernel says is
 //!   resident (`mincore`), once for each [`REGION_BYTES`] that was there when the file was opened, and by every write;
 //!   discarding clears it.
-//! * The first time that a page is asked for, a call serves it: to map it, and to unmap it in the end, costs about as
-//!   much as a call saves.
+//! * To map a page, and to unmap it in the end, costs as much as several calls. So calls serve a page the first time, and
+//!   of what is asked for again, every [`REPEATS`]th is mapped, with the pages around it that the kernel maps along.
 //! * A bit that is wrong because somebody else punched the file costs a page, nothing else.
 //! * A file is cut by us only after its mapping was retired for good. If another program cuts it, the mapping is
 //!   poisoned instead of the process killed (see `memory::fault`): the copy is not believed, and made by a call.
@@ -25,6 +25,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 const PAGE: u64 = PAGE_BYTES as u64;
 const REGION_PAGES: u64 = u64::BITS as u64;
 const REGION_BYTES: u64 = REGION_PAGES * PAGE;
+
+/// See the module.
+const REPEATS: u64 = 8;
+/// So many pages the kernel maps at a time.
+const GROUP_PAGES: u32 = 16;
 
 /// The longest file that is mapped, with its room to grow.
 const MAX_BYTES: u64 = 256 << 30;
@@ -53,6 +58,8 @@ pub(crate) struct Resident {
     /// From now on by calls.
     retired: AtomicBool,
     regions: Box<[Region]>,
+    /// Requests so far for pages that calls have served before.
+    repeats: AtomicU64,
     /// Written through the mapping since the file's times were set.
     unstamped: AtomicBool,
 }
@@ -85,6 +92,13 @@ fn set(word: &AtomicU64, bits: u64) {
 /// The bits `first..=last` of a region's word.
 fn mask(first: u64, last: u64) -> u64 {
     (u64::MAX << first) & (u64::MAX >> (REGION_PAGES - 1 - last))
+}
+
+/// All bits of the groups that `bits` lie in.
+fn groups_of(bits: u64) -> u64 {
+    let group = mask(0, u64::from(GROUP_PAGES) - 1);
+    let groups = (0..u64::BITS).step_by(GROUP_PAGES as usize).map(|first| group << first);
+    groups.filter(|group| bits & group != 0).fold(0, |all, group| all | group)
 }
 
 /// The pages that lie wholly in a range.
@@ -129,6 +143,7 @@ impl Resident {
             pages_then: length_bytes / PAGE,
             retired: AtomicBool::new(false),
             regions: regions(mapped / REGION_BYTES),
+            repeats: AtomicU64::new(0),
             unstamped: AtomicBool::new(false),
         })
     }
@@ -182,29 +197,28 @@ impl Resident {
     fn holds(&self, offset: u64, length: u64) -> bool {
         let end = offset.saturating_add(length);
         let fits = end <= self.mapping.length_bytes() as u64 && length > 0 && length <= i32::MAX as u64;
+        let pages = offset / PAGE..end.div_ceil(PAGE);
         fits && !self.retired.load(Ordering::Acquire)
-            && all_regions(offset / PAGE..end.div_ceil(PAGE), |number, bits| {
-                self.regions
-                    .get(number)
-                    .is_some_and(|region| has(&region.ready, bits) || self.warms(number, region, bits))
-            })
+            && (self.all(pages.clone(), |_, region, bits| has(&region.ready, bits)) || self.warms(pages))
+    }
+
+    fn all(&self, pages: Range<u64>, is: impl Fn(usize, &Region, u64) -> bool) -> bool {
+        all_regions(pages, |number, bits| self.regions.get(number).is_some_and(|region| is(number, region, bits)))
     }
 
     /// Whether pages are to be copied from now on.
-    fn warms(&self, number: usize, region: &Region, bits: u64) -> bool {
-        if !has(&region.touched, bits) {
-            return false;
-        }
-        let first = number as u64 * REGION_PAGES;
-        if first < self.pages_then && region.asked.load(Ordering::Relaxed) == 0 {
-            set(&region.present, self.resident_in(first));
-            region.asked.store(1, Ordering::Relaxed);
-        }
-        let there = has(&region.present, bits);
-        if there {
-            set(&region.ready, bits);
-        }
-        there
+    fn warms(&self, pages: Range<u64>) -> bool {
+        self.all(pages.clone(), |_, region, bits| has(&region.touched, bits))
+            && self.repeats.fetch_add(1, Ordering::Relaxed).is_multiple_of(REPEATS)
+            && self.all(pages, |number, region, bits| {
+                let first = number as u64 * REGION_PAGES;
+                if first < self.pages_then && region.asked.load(Ordering::Relaxed) == 0 {
+                    set(&region.present, self.resident_in(first));
+                    region.asked.store(1, Ordering::Relaxed);
+                }
+                set(&region.ready, region.present.load(Ordering::Relaxed) & groups_of(bits));
+                has(&region.ready, bits)
+            })
     }
 
     /// The bits of a region that begins at page `first`, as the kernel sees it. The file's last page may have been cut:
@@ -242,11 +256,9 @@ impl Resident {
 
     fn mark(&self, pages: Range<u64>, change: impl Fn(&Region, u64)) {
         let end = pages.end.min(self.mapping.length_bytes() as u64 / PAGE);
-        all_regions(pages.start..end, |number, bits| {
-            self.regions.get(number).is_some_and(|region| {
-                change(region, bits);
-                true
-            })
+        self.all(pages.start..end, |_, region, bits| {
+            change(region, bits);
+            true
         });
     }
 
