@@ -168,7 +168,8 @@ fn measure_all(
 
 /// The cells' names, with an estimate.
 fn list(cells: &[Cell], opens: bool, arguments: &BenchArguments) {
-    let round = |cell: &Cell| f64::from(cell.sides()) * (arguments.seconds + measure::WARM_UP_SECONDS + AROUND_SECONDS);
+    let round =
+        |cell: &Cell| f64::from(cell.sides()) * (arguments.seconds + measure::warm_up_seconds(cell) + AROUND_SECONDS);
     let mut total_seconds = 0.0;
     for cell in cells {
         let seconds = round(cell) * arguments.pairs as f64;

@@ -39,7 +39,9 @@ pub(super) fn write(outcomes: &[Outcome], openings: Option<&Openings>, files: &F
          files, interleaved: in each round of a cell each runs once, alone, in alternating order. Servers (and fio) have \
          one core, their client, the same `ringdisk bench` for both, the other. What the machine's host took a tenth of the \
          processors from was measured again, up to four times; the run that lost least counts. Not so for direct and \
-         durable I/O, where what the host does for the disk counts as taken.\n"
+         durable I/O, where what the host does for the disk counts as taken. Each program is started anew for each \
+         measurement; before it counts, servers get a second of the same load on files in memory, 0.3 s on others (as does \
+         fio), nothing on images that are made anew.\n"
     )?;
     machine(&mut text, outcomes, files)?;
     writeln!(
