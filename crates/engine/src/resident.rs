@@ -94,11 +94,15 @@ fn mask(first: u64, last: u64) -> u64 {
     (u64::MAX << first) & (u64::MAX >> (REGION_PAGES - 1 - last))
 }
 
+/// The bits of each group of a region.
+fn groups() -> impl Iterator<Item = u64> {
+    let group = mask(0, u64::from(GROUP_PAGES) - 1);
+    (0..u64::BITS).step_by(GROUP_PAGES as usize).map(move |first| group << first)
+}
+
 /// All bits of the groups that `bits` lie in.
 fn groups_of(bits: u64) -> u64 {
-    let group = mask(0, u64::from(GROUP_PAGES) - 1);
-    let groups = (0..u64::BITS).step_by(GROUP_PAGES as usize).map(|first| group << first);
-    groups.filter(|group| bits & group != 0).fold(0, |all, group| all | group)
+    groups().filter(|group| bits & group != 0).fold(0, |all, group| all | group)
 }
 
 /// The pages that lie wholly in a range.
@@ -216,9 +220,26 @@ impl Resident {
                     set(&region.present, self.resident_in(first));
                     region.asked.store(1, Ordering::Relaxed);
                 }
-                set(&region.ready, region.present.load(Ordering::Relaxed) & groups_of(bits));
-                has(&region.ready, bits)
+                let there = region.present.load(Ordering::Relaxed);
+                if there & bits == bits {
+                    self.map_around(first, bits);
+                }
+                set(&region.ready, there & groups_of(bits));
+                there & bits == bits
             })
+    }
+
+    /// Has the kernel map the groups that the pages of a region lie in; they are there. It does so for a read: a page that
+    /// is written first is mapped alone.
+    fn map_around(&self, first: u64, bits: u64) {
+        for group in groups() {
+            let page = (bits & group).trailing_zeros();
+            if page < u64::BITS {
+                let at = (first + u64::from(page)) * PAGE;
+                // SAFETY: the page lies in the mapping; what is read is thrown away.
+                let _ = unsafe { self.mapping.as_ptr().as_ptr().add(at as usize).read_volatile() };
+            }
+        }
     }
 
     /// The bits of a region that begins at page `first`, as the kernel sees it. The file's last page may have been cut:
