@@ -102,7 +102,11 @@ fn decided(op: &FileOp, file: &OpenFile) -> Option<IoResult> {
         FileOp::Discard { offset, length } | FileOp::WriteZeroes { offset, length, .. } => (*offset, *length),
         FileOp::SetLength { length } => return check_range(0, *length).err().map(Err),
         FileOp::Flush if file.sync_lost.load(Ordering::Relaxed) => return Some(Err(IoError::EIO)),
-        FileOp::Flush => return file.ignore_flush.then_some(Ok(())),
+        FileOp::Flush if file.ignore_flush => {
+            file.stamp();
+            return Some(Ok(()));
+        }
+        FileOp::Flush => return None,
     };
     match check_range(offset, length) {
         Ok(()) => (length == 0).then_some(Ok(())),

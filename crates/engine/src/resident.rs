@@ -11,8 +11,9 @@
 //! * To map a page, and to unmap it in the end, costs as much as several calls. So calls serve a page the first time, and
 //!   of what is asked for again, every [`REPEATS`]th is mapped, with the pages around it that the kernel maps along.
 //! * A bit that is wrong because somebody else punched the file costs a page, nothing else.
-//! * A file is cut by us only after its mapping was retired for good. If another program cuts it, the mapping is
-//!   poisoned instead of the process killed (see `memory::fault`): the copy is not believed, and made by a call.
+//! * A file is cut by us only after its mapping was retired for good. If another program takes pages away, the mapping is
+//!   poisoned instead of the process killed (see `memory::fault`): the copy is not believed, and made by a call. If it cuts
+//!   the file within a page, what is written behind the end in that page is lost; image locks are there to prevent that.
 //! * The kernel does not see such writes, so the file's times are set with the next flush and when it is closed.
 
 use crate::inflight::{Action, Buffers};
@@ -20,7 +21,7 @@ use memory::{Mapping, PAGE_BYTES};
 use std::fmt;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 const PAGE: u64 = PAGE_BYTES as u64;
 const REGION_PAGES: u64 = u64::BITS as u64;
@@ -49,6 +50,11 @@ struct Region {
     asked: AtomicU64,
 }
 
+/// A counter that is written often, beside what each copy reads.
+#[derive(Default)]
+#[repr(align(64))]
+struct OnItsOwnLine(AtomicU64);
+
 /// See the module.
 pub(crate) struct Resident {
     mapping: Mapping,
@@ -59,7 +65,7 @@ pub(crate) struct Resident {
     retired: AtomicBool,
     regions: Box<[Region]>,
     /// Requests so far for pages that calls have served before.
-    repeats: AtomicU64,
+    repeats: OnItsOwnLine,
     /// Written through the mapping since the file's times were set.
     unstamped: AtomicBool,
 }
@@ -147,7 +153,7 @@ impl Resident {
             pages_then: length_bytes / PAGE,
             retired: AtomicBool::new(false),
             regions: regions(mapped / REGION_BYTES),
-            repeats: AtomicU64::new(0),
+            repeats: OnItsOwnLine::default(),
             unstamped: AtomicBool::new(false),
         })
     }
@@ -159,7 +165,8 @@ impl Resident {
     pub(crate) unsafe fn copy(&self, action: Action, offset: u64, buffers: Buffers) -> Option<i32> {
         let to_file = match action {
             Action::Read { .. } => false,
-            Action::Write { .. } => self.writable.then_some(true)?,
+            // Guests that have every write made durable send no flush, with which the file's times would be set.
+            Action::Write { durable } => (self.writable && !durable).then_some(true)?,
             _ => return None,
         };
         let single;
@@ -187,6 +194,8 @@ impl Resident {
                 at = at.add(segment.iov_len);
             }
         }
+        // The mark is looked at after the bytes.
+        fence(Ordering::Acquire);
         if self.mapping.is_poisoned() {
             self.retire();
             return None;
@@ -213,7 +222,7 @@ impl Resident {
     /// Whether pages are to be copied from now on.
     fn warms(&self, pages: Range<u64>) -> bool {
         self.all(pages.clone(), |_, region, bits| has(&region.touched, bits))
-            && self.repeats.fetch_add(1, Ordering::Relaxed).is_multiple_of(REPEATS)
+            && self.repeats.0.fetch_add(1, Ordering::Relaxed).is_multiple_of(REPEATS)
             && self.all(pages, |number, region, bits| {
                 let first = number as u64 * REGION_PAGES;
                 if first < self.pages_then && region.asked.load(Ordering::Relaxed) == 0 {

@@ -98,9 +98,7 @@ impl WriteBehind {
 
 impl Drop for OpenFile {
     fn drop(&mut self) {
-        if let Some(resident) = &self.resident {
-            resident.stamp(&self.fd);
-        }
+        self.stamp();
         if self.locked {
             // The kernel may hold the description a little longer than the descriptor (for a request that io_uring has
             // told the end of but not yet freed), and the locks go with the description.
@@ -124,16 +122,25 @@ impl OpenFile {
             // SAFETY: passed on to the caller.
             Action::Read { .. } | Action::Write { .. } => unsafe { resident.copy(action, offset, buffers) },
             Action::Sync => {
-                resident.stamp(&self.fd);
+                self.stamp();
                 None
             }
             _ => None,
         }
     }
 
-    /// The file is about to be `length_bytes` long.
+    /// Sets the file's times where the kernel has not seen what was written.
+    pub(crate) fn stamp(&self) {
+        if let Some(resident) = &self.resident {
+            resident.stamp(&self.fd);
+        }
+    }
+
+    /// The file is about to be `length_bytes` long: unless that makes it longer, nothing is copied any more.
     pub(crate) fn length_changes(&self, length_bytes: u64) {
-        if let Some(resident) = self.resident.as_ref().filter(|_| !self.ends_by(length_bytes)) {
+        if let Some(resident) = &self.resident
+            && length_bytes.checked_sub(1).is_none_or(|before| !self.ends_by(before))
+        {
             resident.retire();
         }
     }

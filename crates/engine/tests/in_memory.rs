@@ -4,7 +4,7 @@ mod common;
 
 use block::{FileOp, PastEnd};
 use common::{reactor, with_queue};
-use engine::{OpenOptions, Reactor, ReactorConfig};
+use engine::{CacheMode, OpenOptions, Reactor, ReactorConfig};
 use memory::IoBuf;
 use std::future::{Future, poll_fn};
 use std::os::unix::fs::MetadataExt;
@@ -299,6 +299,22 @@ fn the_times_of_a_file_tell_of_writes_once_they_were_flushed_or_the_file_is_clos
     // The reactor lets go of the file when its queue has gone.
     reactor.stop().unwrap();
     assert!(age() > long_ago, "closed");
+    // Guests of these send no flush, or none that reaches the file.
+    for cache in [CacheMode::Unsafe, CacheMode::Writethrough] {
+        let file = engine::open(&path, &OpenOptions { cache, ..OpenOptions::default() }).unwrap();
+        let reactor = common::reactor("memory");
+        for _ in 0..20 {
+            age();
+            with_queue(&reactor, &file, move |queue| async move {
+                common::write(&queue, 0, &[1; 4096]).await.unwrap();
+                if cache == CacheMode::Unsafe {
+                    queue.start(FileOp::Flush).await.unwrap();
+                }
+            });
+            assert!(age() > long_ago, "{cache}");
+        }
+        reactor.stop().unwrap();
+    }
 }
 
 #[test]

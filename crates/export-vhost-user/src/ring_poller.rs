@@ -185,7 +185,7 @@ impl RingPoller {
                     self.start(head, request);
                     taken = taken.saturating_add(1);
                     if taken.is_multiple_of(STEP) && self.harvest() > 0 {
-                        self.queue.show();
+                        self.show();
                     }
                 }
                 Ok(None) => break,
@@ -297,6 +297,10 @@ impl RingPoller {
             return;
         }
         self.ended = 0;
+        // Data may have gone to, or come from, memory that is no longer the guest's: it is told of no end any more.
+        if self.look_for_poison() {
+            return;
+        }
         match (self.queue.publish(), &self.call) {
             (true, Some(call)) => {
                 call.notify();
@@ -333,6 +337,13 @@ impl RingPoller {
     }
 
     /// Whether the peer shrank its memory under us: what was read since is zeros of our own. Ends the session.
+    /// Shows what has ended, but see [`Self::publish`].
+    fn show(&mut self) {
+        if !self.queue.memory().is_poisoned() {
+            self.queue.show();
+        }
+    }
+
     fn look_for_poison(&mut self) -> bool {
         let poisoned = self.queue.memory().is_poisoned();
         if poisoned {
@@ -356,7 +367,7 @@ impl Poller for RingPoller {
     fn poll(&mut self) -> bool {
         let mut harvested = self.harvest();
         if harvested > 0 {
-            self.queue.show();
+            self.show();
         }
         let taken = self.take_batch();
         if taken > 0 {

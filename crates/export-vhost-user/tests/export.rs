@@ -392,6 +392,32 @@ fn a_peer_that_shrinks_its_memory_ends_only_its_session() {
 }
 
 #[test]
+fn a_write_whose_data_were_cut_away_is_never_called_done() {
+    let server = Server::start(MemDisk::new());
+    let (guest, cut) = (Guest::new(), Guest::new());
+    let mut client = Client::connect(&server, 0);
+    let far = 1 << 30;
+    let region = VhostUserMemoryRegionInfo { guest_phys_addr: far, userspace_addr: far, ..support::region(&cut) };
+    client.frontend.set_mem_table(&[support::region(&guest), region]).unwrap();
+    let mut queue = client.queue(&guest, 0);
+    assert_eq!(queue.request(kind::FLUSH, 0, &[], 0).0, OK);
+    std::fs::File::from(cut.file.try_clone().unwrap()).set_len(0).unwrap();
+    // Rings and status lie in memory that is there.
+    let header = 0x1_0000;
+    guest.write(header, &RequestHeader { kind: kind::OUT, priority: 0, sector: 0 }.to_bytes());
+    queue.driver.put_chain(&[0, 1, 2], &[(header, 16, false), (far, 512, false), (header + 16, 1, true)]);
+    queue.driver.offer(0);
+    queue.driver.publish();
+    queue.kick.write(1).unwrap();
+    let begun = std::time::Instant::now();
+    while client.frontend.get_features().is_ok() {
+        assert!(begun.elapsed().as_secs() < PATIENCE_SECONDS as u64, "the peer is not cut off");
+        std::thread::yield_now();
+    }
+    assert_eq!(queue.driver.take_used(), []);
+}
+
+#[test]
 fn a_memory_table_with_room_to_spare_is_taken() {
     let server = Server::start(MemDisk::new());
     let guest = Guest::new();

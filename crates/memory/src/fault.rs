@@ -1,10 +1,11 @@
 //! A peer that shrinks its memory file ends its own session, not the daemon.
 //!
 //! Touching a mapping behind the end of its file raises SIGBUS. The handler looks the address up among the registered
-//! mappings; if it finds it, it puts anonymous zero pages over the whole mapping, marks it as poisoned and returns, so
-//! that the access completes. Sessions look at the mark once a batch and hang up. Any other SIGBUS goes to whoever
+//! mappings; if it finds it, it puts anonymous zero pages over the whole mapping (over the one page, where the file is an
+//! image of our own), marks it as poisoned and returns, so that the access completes. Sessions look at the mark once a batch and hang up. Any other SIGBUS goes to whoever
 //! handled it before us (by default: the process ends, as it should).
 
+use crate::PAGE_BYTES;
 use std::io;
 use std::ptr::NonNull;
 use std::sync::Once;
@@ -21,6 +22,8 @@ struct Slot {
     /// Zero while the slot is free.
     start: AtomicUsize,
     length_bytes: AtomicUsize,
+    /// Only the page that was touched is covered: nobody believes what lies there, and there may not be room for more.
+    page_only: AtomicBool,
     poisoned: AtomicBool,
 }
 
@@ -30,6 +33,7 @@ static SLOTS: [Slot; MAX_MAPPINGS] = [const {
         changes: AtomicUsize::new(0),
         start: AtomicUsize::new(0),
         length_bytes: AtomicUsize::new(0),
+        page_only: AtomicBool::new(false),
         poisoned: AtomicBool::new(false),
     }
 }; MAX_MAPPINGS];
@@ -46,13 +50,14 @@ pub struct Registration {
 }
 
 /// Registers a mapping, installing the handler the first time.
-pub(crate) fn register(start: NonNull<u8>, length_bytes: usize) -> io::Result<Registration> {
+pub(crate) fn register(start: NonNull<u8>, length_bytes: usize, page_only: bool) -> io::Result<Registration> {
     INSTALL.call_once(install_handler);
     for (index, slot) in SLOTS.iter().enumerate() {
         if slot.taken.swap(true, Ordering::AcqRel) {
             continue;
         }
         slot.poisoned.store(false, Ordering::Relaxed);
+        slot.page_only.store(page_only, Ordering::Relaxed);
         slot.set_range(start.as_ptr().addr(), length_bytes);
         USED.fetch_max(index + 1, Ordering::AcqRel);
         return Ok(Registration { index });
@@ -113,6 +118,9 @@ extern "C" fn on_bus_error(signal: libc::c_int, info: *mut libc::siginfo_t, cont
     // SAFETY: the kernel passes a valid `siginfo_t` to a SA_SIGINFO handler of SIGBUS.
     let address = unsafe { (*info).si_addr() }.addr();
     match slot_of(address) {
+        Some((slot, start, _)) if slot.page_only.load(Ordering::Relaxed) => {
+            cover_with_zeros(slot, start + (address - start) / PAGE_BYTES * PAGE_BYTES, PAGE_BYTES);
+        }
         Some((slot, start, length_bytes)) => cover_with_zeros(slot, start, length_bytes),
         None => hand_on(signal, info, context),
     }
@@ -175,6 +183,20 @@ mod tests {
         let byte = unsafe { std::ptr::read_volatile(mapping.as_ptr().as_ptr().add(5000)) };
         assert_eq!(byte, 0);
         assert!(mapping.is_poisoned());
+    }
+
+    #[test]
+    fn of_our_own_files_only_the_page_that_was_touched_is_covered() {
+        let (fd, theirs) = Mapping::anonymous_file(c"image", 4 * PAGE_BYTES).unwrap();
+        let ours = Mapping::of_storage(fd.as_fd(), 1 << 30, true).unwrap();
+        let at = |mapping: &Mapping, page: usize| mapping.as_ptr().as_ptr().wrapping_add(page * PAGE_BYTES);
+        // SAFETY: all addresses lie in the mappings.
+        unsafe {
+            at(&theirs, 1).write_volatile(7);
+            assert_eq!(at(&ours, 9).read_volatile(), 0);
+            assert_eq!((at(&ours, 1).read_volatile(), ours.is_poisoned()), (7, true));
+        }
+        assert!(!theirs.is_poisoned());
     }
 
     #[test]

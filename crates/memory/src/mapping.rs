@@ -57,7 +57,14 @@ pub(crate) fn page_bytes_of(file: BorrowedFd<'_>) -> io::Result<usize> {
     }
 }
 
-/// A shared, read-write mapping of part of a file; unmapped on drop. Registered with [`fault`], so that a peer that
+/// Whose file a mapping is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Whose {
+    Peers,
+    Ours,
+}
+
+/// A shared mapping of part of a file, read-write if it is a peer's; unmapped on drop. Registered with [`fault`], so that a peer that
 /// shrinks the file poisons the mapping instead of killing the process.
 #[derive(Debug)]
 pub struct Mapping {
@@ -78,22 +85,16 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps `length_bytes` of `file` from `offset` on. The offset need not be page-aligned.
     pub fn shared(file: BorrowedFd<'_>, offset: u64, length_bytes: usize) -> io::Result<Self> {
-        Self::map(file, offset, length_bytes, true, MAX_MAPPED_BYTES)
+        Self::map(file, offset, length_bytes, true, Whose::Peers)
     }
 
     /// Maps the first `length_bytes` of a file of our own, to be read, and written if `writable`. It may end before: what
     /// lies behind its end must not be touched. Refused where that would leave too little address space for peers.
     pub fn of_storage(file: BorrowedFd<'_>, length_bytes: usize, writable: bool) -> io::Result<Self> {
-        Self::map(file, 0, length_bytes, writable, MAX_MAPPED_BYTES / 2)
+        Self::map(file, 0, length_bytes, writable, Whose::Ours)
     }
 
-    fn map(
-        file: BorrowedFd<'_>,
-        offset: u64,
-        length_bytes: usize,
-        writable: bool,
-        limit_bytes: usize,
-    ) -> io::Result<Self> {
+    fn map(file: BorrowedFd<'_>, offset: u64, length_bytes: usize, writable: bool, whose: Whose) -> io::Result<Self> {
         let invalid = |what| io::Error::new(io::ErrorKind::InvalidInput, what);
         if length_bytes == 0 {
             return Err(invalid("a mapping needs at least one byte"));
@@ -101,6 +102,7 @@ impl Mapping {
         let page_bytes = page_bytes_of(file)?;
         let mapped_bytes = length_bytes.checked_next_multiple_of(page_bytes);
         let mapped_bytes = mapped_bytes.ok_or_else(|| invalid("the mapping is longer than any address space"))?;
+        let limit_bytes = if whose == Whose::Ours { MAX_MAPPED_BYTES / 2 } else { MAX_MAPPED_BYTES };
         let room = Room::take(mapped_bytes, limit_bytes)?;
         let offset = libc::off_t::try_from(offset).map_err(|_| invalid("the mapping's offset is beyond any file"))?;
         let protection = if writable { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
@@ -121,7 +123,7 @@ impl Mapping {
         let Some(ptr) = NonNull::new(raw.cast::<u8>()) else {
             return Err(invalid("the kernel mapped address zero"));
         };
-        let guard = fault::register(ptr, mapped_bytes).inspect_err(|_| {
+        let guard = fault::register(ptr, mapped_bytes, whose == Whose::Ours).inspect_err(|_| {
             // SAFETY: the range was mapped above and nobody else knows it.
             unsafe { libc::munmap(ptr.as_ptr().cast(), mapped_bytes) };
         })?;
