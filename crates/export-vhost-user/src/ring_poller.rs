@@ -336,7 +336,6 @@ impl RingPoller {
         }
     }
 
-    /// Whether the peer shrank its memory under us: what was read since is zeros of our own. Ends the session.
     /// Shows what has ended, but see [`Self::publish`].
     fn show(&mut self) {
         if !self.queue.memory().is_poisoned() {
@@ -344,6 +343,7 @@ impl RingPoller {
         }
     }
 
+    /// Whether the peer shrank its memory under us: what was read since is zeros of our own. Ends the session.
     fn look_for_poison(&mut self) -> bool {
         let poisoned = self.queue.memory().is_poisoned();
         if poisoned {
