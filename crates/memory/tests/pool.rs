@@ -161,39 +161,102 @@ fn a_thread_that_only_frees_feeds_one_that_only_takes_within_a_tenth_of_the_peak
     assert_eq!(Context::created(), Context::dropped());
 }
 
-/// Two queues as reactors run them, in lockstep so that the peak is known: bursts of completions, bursts of requests,
-/// and the bursts of the two are out of step.
+/// A queue as a reactor runs it: filled up to its depth, then completions in bursts. In steps of a few requests, so that
+/// what another queue does may come between any two of them.
+struct Queue {
+    random: Box<dyn FnMut() -> usize + Send>,
+    completions_left: usize,
+}
+
+impl Queue {
+    const DEPTH: usize = 128;
+
+    fn new(seed: u64) -> Self {
+        Self { random: Box::new(fastrand(seed)), completions_left: 0 }
+    }
+
+    fn step<T: Pooled>(&mut self, in_flight: &mut VecDeque<PoolBox<T>>) {
+        let some = 1 + (self.random)() % 16;
+        if self.completions_left > 0 {
+            let some = some.min(self.completions_left);
+            in_flight.drain(..some);
+            self.completions_left -= some;
+        } else {
+            in_flight.extend((in_flight.len()..Self::DEPTH).take(some).map(|_| PoolBox::take()));
+            if in_flight.len() == Self::DEPTH {
+                self.completions_left = 1 + (self.random)() % Self::DEPTH;
+            }
+        }
+    }
+}
+
+/// The steps of two reactors in an order that a seed decides, not the machine: what one finds depends on what the other
+/// holds idle at that moment.
 #[test]
 fn two_reactors_at_depth_128_need_at_most_273_contexts_and_create_none_after_warm_up() {
     counted!(Context);
-    const DEPTH: usize = 128;
+    for seed in 0..4 {
+        let (done, is_done) = sync_channel(0);
+        let reactor = |index: u64| {
+            let (order, orders) = sync_channel::<()>(0);
+            let done = done.clone();
+            let thread = thread::spawn(move || {
+                let mut queue = Queue::new(2 * seed + index);
+                let mut in_flight = VecDeque::<PoolBox<Context>>::new();
+                for () in orders {
+                    queue.step(&mut in_flight);
+                    done.send(()).unwrap();
+                }
+            });
+            (order, thread)
+        };
+        let (orders, threads): (Vec<_>, Vec<_>) = [0, 1].map(reactor).into_iter().unzip();
+        let mut random = fastrand(100 + seed);
+        let before = Context::created();
+        let mut after_warm_up = 0;
+        for step in 0..60_000 {
+            if step == 20_000 {
+                after_warm_up = Context::created() - before;
+            }
+            orders[random() % 2].send(()).unwrap();
+            is_done.recv().unwrap();
+        }
+        let at_the_end = Context::created() - before;
+        assert_eq!(after_warm_up, at_the_end, "contexts created after warm-up, seed {seed}");
+        assert!((256..=273).contains(&at_the_end), "{at_the_end} contexts for 256 in flight, seed {seed}");
+        drop(orders);
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        forget_the_load(Context::pool());
+        Context::pool().clear();
+    }
+}
+
+/// As threads really run, with bursts that are out of step; in lockstep, so that the peak is known. When they hinder
+/// one another is the machine's business, so contexts may come late; there are no more of them for that.
+#[test]
+fn two_reactors_that_run_freely_need_at_most_273_contexts_too() {
+    counted!(Context);
     let step = Arc::new(std::sync::Barrier::new(2));
     let reactor = |index: u64| {
         let step = Arc::clone(&step);
         move || {
             let mut random = fastrand(index);
             let mut queue: VecDeque<_> = VecDeque::new();
-            let mut after_warm_up = 0;
-            for turn in 0..20_000 {
-                while queue.len() < DEPTH {
+            for _ in 0..20_000 {
+                while queue.len() < Queue::DEPTH {
                     queue.push_back(PoolBox::<Context>::take());
                 }
                 step.wait();
-                if turn == 1_000 {
-                    after_warm_up = Context::created();
-                }
-                step.wait();
-                queue.drain(..1 + random() % DEPTH);
+                queue.drain(..1 + random() % Queue::DEPTH);
             }
             step.wait();
-            (after_warm_up, Context::created())
+            Context::created()
         }
     };
     let threads = [thread::spawn(reactor(1)), thread::spawn(reactor(2))];
     for thread in threads {
-        let (after_warm_up, at_the_end) = thread.join().unwrap();
-        assert_eq!(after_warm_up, at_the_end, "contexts created after warm-up");
-        assert!(at_the_end <= 273, "{at_the_end} contexts for 256 in flight");
+        let created = thread.join().unwrap();
+        assert!((256..=273).contains(&created), "{created} contexts for 256 in flight");
     }
 }
 
