@@ -260,6 +260,25 @@ fn whole_clusters_are_compressed_wherever_in_them_data_begin() {
 }
 
 #[test]
+fn rebase_compresses_what_it_copies_if_told_to() {
+    let dir = directory();
+    std::fs::write(at(&dir, "base.raw"), mixed(3 << 20)).unwrap();
+    for (name, options) in [("plain", &[][..]), ("packed", &["-c"])] {
+        let top = create(&dir, &format!("{name}.qcow2"), &["-f", "qcow2", "-b", "base.raw", "-F", "raw"]);
+        // The guest's own data in a part of a cluster stay what they are.
+        if has_tool("qemu-io") {
+            qemu_io(&top, "qcow2", &["write -P 9 1000k 100k"]);
+        }
+        run_ok(&[&["rebase", "-b", ""][..], options, &[path_str(&top)]].concat());
+        assert_valid(&top, false);
+    }
+    let [plain, packed] = ["plain.qcow2", "packed.qcow2"].map(|name| at(&dir, name));
+    assert_eq!(run_ok(&["compare", path_str(&plain), path_str(&packed)]), "Images are identical.\n");
+    let [plain, packed] = [plain, packed].map(|image| std::fs::metadata(image).unwrap().len());
+    assert!(packed < plain * 3 / 4, "{packed} bytes of {plain}");
+}
+
+#[test]
 fn convert_writes_into_images_that_hold_something_and_over_a_backing_file() {
     if !has_tool("qemu-img") {
         return;

@@ -49,8 +49,8 @@ fn comparable(line: &str, output: &[u8]) -> String {
     let said = if line.split(' ').any(|word| word == "-p") { without_progress(&said) } else { said };
     let described = without_files(&said).filter(|line| !line.starts_with("disk size:"));
     let kept = described.map(|line| match line {
-        line if line.starts_with("Run completed in") => "Run completed",
-        line => line,
+        line if line.starts_with("Run completed in") => "Run completed".to_owned(),
+        line => common::without_columns(line),
     });
     kept.collect::<Vec<_>>().join("\n")
 }
@@ -141,7 +141,12 @@ fn agree_with(files: &[(&str, Vec<u8>)], script: &[&str], places: bool) {
             if shown != expected {
                 let [shown, expected] =
                     [&shown, &expected].map(|text| (!places).then(|| without_places(text)).flatten());
-                assert!(shown.is_some() && shown == expected, "{said}");
+                assert!(
+                    shown.is_some() && shown == expected,
+                    "{said}\nours: {}theirs: {}",
+                    text(&own.stdout),
+                    text(&judge.stdout)
+                );
             }
             let warned = |output: &Output| !text(&output.stderr).trim().is_empty();
             assert_eq!(warned(&own), warned(&judge), "{said}");

@@ -30,10 +30,10 @@ pub fn parse_size(text: &str) -> Result<u64> {
     };
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
-    if whole.is_empty() || !digits(whole) || !digits(fraction) {
+    if (whole.is_empty() && fraction.is_empty()) || !digits(whole) || !digits(fraction) {
         return Err(fail("it has to start with a number"));
     }
-    let whole: u64 = whole.parse().map_err(|_| too_large())?;
+    let whole: u64 = if whole.is_empty() { 0 } else { whole.parse().map_err(|_| too_large())? };
     if shift == 0 && fraction.bytes().any(|digit| digit != b'0') {
         return Err(fail("there is no part of a byte"));
     }
@@ -108,6 +108,7 @@ mod tests {
             ("64K", 65536),
             ("1.5G", 1536 << 20),
             ("0.5k", 512),
+            (".5k", 512),
             ("4T", 4 << 40),
             ("7E", 7 << 60),
             ("0x1000", 4096),
@@ -128,7 +129,8 @@ mod tests {
             "k",
             "1 G",
             "-1",
-            ".5G",
+            ".k",
+            ".5",
             "1.5",
             "1.5b",
             "1.00000000000000000001",

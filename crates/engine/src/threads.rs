@@ -4,9 +4,9 @@
 //! reactor's slab until the worker's result has come back, and the pool is shut down before the slab goes.
 //!
 //! Files that lie in memory are an exception: their bytes are only copied, which takes less time than to wake somebody.
-//! Their small transfers the reactor does itself, without a call where it can (see `resident`): when it submits, or, where a task awaits the end, at once. The task goes on
-//! without being woken, and finds in the processor's cache what it has just read; what tasks may copy in a turn is
-//! limited, so that rings and other tasks come round.
+//! Their small transfers the reactor does itself, without a call where it can (see `resident`): when it submits, or, where
+//! a task awaits the end, at once. The task goes on without being woken, and finds in the processor's cache what it has
+//! just read; what tasks may copy in a turn is limited, so that rings and other tasks come round.
 
 use crate::inflight::{Action, Request, Slab, Step};
 use crate::job_queue::{Job, Queue};

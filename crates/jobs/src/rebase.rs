@@ -6,6 +6,7 @@
 
 use crate::Control;
 use crate::disk_tasks::{DiskTasks, closed};
+use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
 use crate::shared_opener::SharedOpener;
@@ -35,6 +36,8 @@ pub struct RebaseOptions {
     /// Believe that the new backing file holds the same as the old one: only the name is changed, and neither is
     /// opened.
     pub name_only: bool,
+    /// What is written to the overlay is compressed, a cluster at a time, where that makes it smaller.
+    pub compress: bool,
     /// Which backing files may be opened.
     pub allow_backing: BackingPolicy,
     /// Files that the user named.
@@ -89,7 +92,7 @@ fn copy_differences(
         let what = format!("'{}' cannot be its own backing file", options.top.display());
         return Err(Error::new(ErrorKind::BadOption, what));
     }
-    closed(copy(&top, below.as_ref(), reactors, control), &top)
+    closed(copy(&top, below.as_ref(), options.compress, reactors, control), &top)
 }
 
 fn open_new(options: &RebaseOptions, path: &Path, backing: &Backing, reading: &dyn Opener) -> Result<Image> {
@@ -118,11 +121,13 @@ impl Opener for BelowOpener<'_> {
 fn copy(
     top: &Arc<Image>,
     below: Option<&Arc<Image>>,
+    compress: bool,
     reactors: &[Arc<dyn ReactorHandle>],
     control: &mut Control<'_>,
 ) -> Result<()> {
     let size = top.info().size_bytes;
-    let grain = GRAIN_BYTES.max(u64::from(top.info().topology.optimal_io_bytes));
+    let cluster = u64::from(top.info().topology.optimal_io_bytes);
+    let grain = GRAIN_BYTES.max(cluster);
     let piece = PIECE_BYTES.max(grain);
     let pipeline = {
         let (top, below) = (Arc::clone(top), below.map(Arc::clone));
@@ -132,6 +137,7 @@ fn copy(
         Pipeline::start(reactors, Spread::All, DEPTH, size, move |ctx| {
             Ok(Rebaser {
                 top: DiskTasks::open(top.as_ref(), ctx)?,
+                packer: compress.then(|| Packer::open(&top, ctx, cluster)).transpose()?,
                 below: below.as_ref().map(|below| DiskTasks::open(below.as_ref(), ctx)).transpose()?,
                 below_bytes,
                 says_zero,
@@ -140,17 +146,41 @@ fn copy(
             })
         })
     };
-    let walked = walk(top, below, piece, &pipeline, control);
+    // Only whole clusters can be compressed.
+    let pieces = Pieces { grain: if compress { grain } else { 1 }, piece, size, handed_out: 0 };
+    let walked = walk(top, below, pieces, &pipeline, control);
     let finished = pipeline.finish(control);
     walked?;
     finished
+}
+
+/// What is handed out at once.
+struct Pieces {
+    /// Each begins and ends with a multiple of this, but for the disk's end.
+    grain: u64,
+    /// And ends with a multiple of this at the latest.
+    piece: u64,
+    size: u64,
+    /// Up to here nothing is handed out again.
+    handed_out: u64,
+}
+
+impl Pieces {
+    /// The first piece of what is left of `range`, and how much of the range it takes. What it holds beside the range
+    /// is the same for the guest when it is written, or equal and left alone.
+    fn next(&mut self, range: Range<u64>) -> (Range<u64>, u64) {
+        let end = range.end.min((range.start / self.piece + 1) * self.piece);
+        let start = (range.start / self.grain * self.grain).max(self.handed_out);
+        self.handed_out = end.next_multiple_of(self.grain).min(self.size).max(start);
+        (start..self.handed_out, end - range.start)
+    }
 }
 
 /// Hands out what the overlay leaves to the layers below and what may be different in the new ones.
 fn walk(
     top: &Image,
     below: Option<&Arc<Image>>,
-    piece: u64,
+    mut pieces: Pieces,
     pipeline: &Pipeline<Range<u64>>,
     control: &mut Control<'_>,
 ) -> Result<()> {
@@ -181,11 +211,13 @@ fn walk(
                 continue;
             }
             while at < end {
-                let next = end.min((at / piece + 1) * piece);
-                if !pipeline.push(at..next, next - at, control) {
+                let (piece, taken) = pieces.next(at..end);
+                if piece.is_empty() {
+                    pipeline.skip(taken);
+                } else if !pipeline.push(piece, taken, control) {
                     return Ok(());
                 }
-                at = next;
+                at += taken;
             }
         }
     }
@@ -199,6 +231,7 @@ fn start_at(run: &Run, at: u64) -> Option<u64> {
 
 struct Rebaser {
     top: Rc<DiskTasks>,
+    packer: Option<Packer>,
     below: Option<Rc<DiskTasks>>,
     below_bytes: u64,
     says_zero: bool,
@@ -206,15 +239,24 @@ struct Rebaser {
     piece: usize,
 }
 
+struct Scratch {
+    /// What the guest sees, and what it would see above the new backing file.
+    old: AlignedBuf,
+    new: AlignedBuf,
+    packing: Option<Packing>,
+}
+
 impl Worker for Rebaser {
     type Item = Range<u64>;
-    type Scratch = [AlignedBuf; 2];
+    type Scratch = Scratch;
 
-    fn scratch(&self) -> [AlignedBuf; 2] {
-        [AlignedBuf::zeroed(self.piece), AlignedBuf::zeroed(self.piece)]
+    fn scratch(&self) -> Scratch {
+        let [old, new] = [(); 2].map(|()| AlignedBuf::zeroed(self.piece));
+        Scratch { old, new, packing: self.packer.as_ref().map(|_| Packing::new(self.piece)) }
     }
 
-    async fn work(&self, range: Range<u64>, [old, new]: &mut [AlignedBuf; 2]) -> Result<()> {
+    async fn work(&self, range: Range<u64>, scratch: &mut Scratch) -> Result<()> {
+        let Scratch { old, new, packing } = scratch;
         let (offset, length) = (range.start, (range.end - range.start) as usize);
         self.top.read(offset, old, length).await.map_err(|error| failed("reading", offset, error))?;
         // Behind its end the new backing file reads as zeros.
@@ -237,7 +279,7 @@ impl Worker for Rebaser {
                     Some((part, same)) if *same == zero && part.end == start => part.end = end,
                     kept => {
                         if let Some((part, zero)) = kept.replace((start..end, zero)) {
-                            self.keep(offset, old, part, zero).await?;
+                            self.keep(offset, old, packing.as_mut(), part, zero).await?;
                         }
                     }
                 }
@@ -245,7 +287,7 @@ impl Worker for Rebaser {
             start = end;
         }
         match kept {
-            Some((part, zero)) => self.keep(offset, old, part, zero).await,
+            Some((part, zero)) => self.keep(offset, old, packing.as_mut(), part, zero).await,
             None => Ok(()),
         }
     }
@@ -253,13 +295,22 @@ impl Worker for Rebaser {
 
 impl Rebaser {
     /// Writes what the guest sees to the overlay.
-    async fn keep(&self, offset: u64, old: &mut AlignedBuf, part: Range<usize>, zero: bool) -> Result<()> {
+    async fn keep(
+        &self,
+        offset: u64,
+        old: &mut AlignedBuf,
+        packing: Option<&mut Packing>,
+        part: Range<usize>,
+        zero: bool,
+    ) -> Result<()> {
         let at = offset + part.start as u64;
-        let written = if zero {
-            let op = Op::WriteZeroes { offset: at, length: part.len() as u64, may_unmap: true, fua: false };
-            self.top.run(op).await
-        } else {
-            self.top.write(at, old, part).await
+        let written = match (&self.packer, packing) {
+            _ if zero => {
+                let op = Op::WriteZeroes { offset: at, length: part.len() as u64, may_unmap: true, fua: false };
+                self.top.run(op).await
+            }
+            (Some(packer), Some(packing)) => return packer.write(&self.top, packing, offset, old, part).await,
+            _ => self.top.write(at, old, part).await,
         };
         written.map_err(|error| failed("writing", at, error))
     }

@@ -121,7 +121,7 @@ fn contents(storage: &SimStorage, name: &str) -> std::result::Result<Vec<u8>, St
 
 enum Job {
     Commit { base: Option<&'static str>, keep: bool },
-    Rebase { to: Option<(&'static str, &'static str)> },
+    Rebase { to: Option<(&'static str, &'static str)>, compress: bool },
 }
 
 /// Images, and a job on the one named `top`.
@@ -156,13 +156,14 @@ impl Case {
                 };
                 jobs::commit(&options, &opener, &[handle], &mut control)
             }
-            Job::Rebase { to } => {
+            Job::Rebase { to, compress } => {
                 let backing = |(file, format): (&str, &str)| Backing { file: file.into(), format: Some(format.into()) };
                 let options = RebaseOptions {
                     top: "top".into(),
                     format: Some(Format::Qcow2),
                     backing: to.map(backing),
                     name_only: false,
+                    compress: *compress,
                     allow_backing: BackingPolicy::Any,
                     listed: Vec::new(),
                 };
@@ -201,9 +202,14 @@ impl Case {
                     false => Err(format!("the overlay holds {allocated} clusters")),
                 }
             }
-            Job::Rebase { to } => {
+            Job::Rebase { to, compress } => {
                 let options = ImageOptions { allow_backing: BackingPolicy::Any, ..ImageOptions::new("top") };
                 let image = image::open(&options, &SimOpener(storage.clone())).map_err(|error| error.to_string())?;
+                let mut runs = image.extents().map_err(|error| error.to_string())?;
+                let compressed = runs.any(|run| run.is_ok_and(|run| run.depth == 0 && run.compressed));
+                if compressed != *compress {
+                    return Err(format!("compressed clusters in the overlay: {compressed}"));
+                }
                 let below = image.paths().nth(1).map(|path| path.display().to_string());
                 match below.as_deref() == to.map(|(name, _)| name) {
                     true => Ok(()),
@@ -345,7 +351,13 @@ fn rebase_cases() -> Vec<Case> {
             Layer { stamp: 10, ..qcow2("top", backing) },
         ]
     };
-    let rebase = |layers, to| Case { layers, job: Job::Rebase { to } };
+    let rebase = |layers, to| Case { layers, job: Job::Rebase { to, compress: false } };
+    // In clusters that are larger than what was written at a time: the guest's own data in parts of them, too.
+    let compressing = |to, extended_l2| {
+        let top = Layer { stamp: 16, cluster_size: 16384, extended_l2, ..qcow2("top", Some(("middle", "qcow2"))) };
+        let layers = chain(None).into_iter().take(3).chain([top]).collect();
+        Case { layers, job: Job::Rebase { to, compress: true } }
+    };
     let mut shorter = chain(Some(("middle", "qcow2")));
     shorter[2] = other;
     vec![
@@ -362,6 +374,8 @@ fn rebase_cases() -> Vec<Case> {
             ],
             Some(("middle.data", "raw")),
         ),
+        compressing(None, false),
+        compressing(Some(("other", "qcow2")), true),
     ]
 }
 
@@ -391,6 +405,7 @@ fn a_fault_at_any_step_of_a_commit_or_rebase_changes_nothing_and_the_job_can_be_
     commit[7].survives_faults("middle.data", ENOSPC, 1);
     rebase[0].survives_faults("top", ENOSPC, 1);
     rebase[3].survives_faults("top", EIO, 1);
+    rebase[6].survives_faults("top", ENOSPC, 1);
 }
 
 #[test]

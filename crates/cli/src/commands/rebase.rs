@@ -30,6 +30,9 @@ pub(crate) struct Args {
     /// Only change the name: believe that both backing files hold the same. Neither is opened.
     #[arg(short = 'u', long = "backing-unsafe")]
     unsafe_backing: bool,
+    /// Compress what is copied into the overlay.
+    #[arg(short, long)]
+    compress: bool,
     /// Read the new backing file even if somebody else writes it.
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -72,6 +75,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         format,
         backing,
         name_only: args.unsafe_backing,
+        compress: args.compress,
         allow_backing: args.allow_backing.parse()?,
         listed: Vec::new(),
     };

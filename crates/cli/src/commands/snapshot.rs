@@ -14,7 +14,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// List, take, apply or delete snapshots inside an image. A power cut leaves the image before or the image after.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// List the snapshots.
+    /// List the snapshots; so does naming the image only.
     #[arg(short, long, action = clap::ArgAction::Count)]
     list: u8,
     /// Take a snapshot.
@@ -67,7 +67,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         _ => {
             let description = inspect(&path, &file, format)?;
-            return if args.list > 0 { output::print(&table(&description.snapshots)) } else { Ok(()) };
+            return output::print(&table(&description.snapshots));
         }
     };
     let mut watch = Watch::start(&args.progress)?;
@@ -84,14 +84,14 @@ fn new(name: &str) -> anyhow::Result<NewSnapshot> {
     Ok(NewSnapshot { name: name.to_owned(), date_seconds, date_nanoseconds: now.subsec_nanos() })
 }
 
-/// The snapshots as qemu-img shows them: nothing where there are none.
+/// The snapshots as qemu-img 10 shows them: nothing where there are none.
 pub(crate) fn table(snapshots: &[Snapshot]) -> String {
     if snapshots.is_empty() {
         return String::new();
     }
     let mut text = format!(
-        "Snapshot list:\n{:<10}{:<17}{:>8}{:>20}{:>13}{:>11}\n",
-        "ID", "TAG", "VM SIZE", "DATE", "VM CLOCK", "ICOUNT"
+        "Snapshot list:\n{:<7} {:<16} {:>8} {:>19} {:>15} {:>10}\n",
+        "ID", "TAG", "VM_SIZE", "DATE", "VM_CLOCK", "ICOUNT"
     );
     for snapshot in snapshots {
         let date = DateTime::from_timestamp(i64::from(snapshot.date_seconds), 0).unwrap_or_default();
@@ -99,12 +99,12 @@ pub(crate) fn table(snapshots: &[Snapshot]) -> String {
         let seconds = snapshot.vm_clock_nanoseconds / 1_000_000_000;
         let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
         let milliseconds = snapshot.vm_clock_nanoseconds / 1_000_000 % 1000;
-        let clock = format!("{hours:02}:{minutes:02}:{:02}.{milliseconds:03}", seconds % 60);
-        let icount = snapshot.icount.map(|count| count.to_string()).unwrap_or_default();
+        let clock = format!("{hours:04}:{minutes:02}:{:02}.{milliseconds:03}", seconds % 60);
+        let icount = snapshot.icount.map_or_else(|| "--".to_owned(), |count| count.to_string());
         let size = human_size(snapshot.vm_state_bytes);
         let (id, name) = (printable(&snapshot.id), printable(&snapshot.name));
         // A line that cannot be written to a string does not exist.
-        let _ = writeln!(text, "{id:<9} {name:<16} {size:>8}{date:>20}{clock:>13}{icount:>11}");
+        let _ = writeln!(text, "{id:<7} {name:<16} {size:>8} {date:>19} {clock:>15} {icount:>10}");
     }
     text
 }
