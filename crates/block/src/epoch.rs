@@ -33,7 +33,7 @@ impl Epochs {
         let mut participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);
         participants.retain(|other| other.strong_count() > 0);
         participants.push(Arc::downgrade(&published));
-        Participant { published, in_flight: VecDeque::with_capacity(ROOM) }
+        Participant { published, newest: 0, in_newest: 0, older: VecDeque::with_capacity(ROOM) }
     }
 
     /// Call after unpublishing a mapping: what it pointed to may be reused once [`Epochs::is_over`] of the returned
@@ -61,8 +61,11 @@ pub struct Ticket(u64);
 #[derive(Debug)]
 pub struct Participant {
     published: Arc<Published>,
-    /// Epochs with operations in flight, oldest first, and how many each has.
-    in_flight: VecDeque<(u64, usize)>,
+    /// The epoch of the operation that began last, and how many of it are in flight.
+    newest: u64,
+    in_newest: usize,
+    /// Older epochs with operations in flight, oldest first, and how many each has.
+    older: VecDeque<(u64, usize)>,
 }
 
 impl Participant {
@@ -70,34 +73,52 @@ impl Participant {
     #[inline]
     pub fn begin(&mut self, epochs: &Epochs) -> Ticket {
         let now = epochs.now.load(Ordering::Acquire);
-        match self.in_flight.back_mut() {
-            Some((epoch, count)) if *epoch == now => *count += 1,
-            Some(_) => self.in_flight.push_back((now, 1)),
-            None => {
-                // Sequentially consistent with `retire` and `is_over`: either the retirer sees this queue as busy, or
-                // this queue sees the mapping as it is after the free. Publishing an epoch that is already over only
-                // delays reuse.
-                self.published.oldest.store(now, Ordering::SeqCst);
-                fence(Ordering::SeqCst);
-                self.in_flight.push_back((now, 1));
-            }
+        if self.in_newest == 0 || self.newest != now {
+            self.begin_first_of(now);
         }
+        self.in_newest += 1;
         Ticket(now)
+    }
+
+    fn begin_first_of(&mut self, now: u64) {
+        if self.in_newest > 0 {
+            self.older.push_back((self.newest, self.in_newest));
+            self.in_newest = 0;
+        } else if self.older.is_empty() {
+            // Sequentially consistent with `retire` and `is_over`: either the retirer sees this queue as busy, or this
+            // queue sees the mapping as it is after the free. Publishing an epoch that is already over only delays
+            // reuse.
+            self.published.oldest.store(now, Ordering::SeqCst);
+            fence(Ordering::SeqCst);
+        }
+        self.newest = now;
     }
 
     /// The operation ended: nothing of it is in flight any more.
     #[inline]
     pub fn end(&mut self, ticket: Ticket) {
-        if let Some((_, count)) = self.in_flight.iter_mut().find(|(epoch, _)| *epoch == ticket.0) {
+        if ticket.0 == self.newest {
+            self.in_newest = self.in_newest.saturating_sub(1);
+            if self.in_newest == 0 && self.older.is_empty() {
+                self.published.oldest.store(IDLE, Ordering::Release);
+            }
+        } else {
+            self.end_older(ticket);
+        }
+    }
+
+    fn end_older(&mut self, ticket: Ticket) {
+        if let Some((_, count)) = self.older.iter_mut().find(|(epoch, _)| *epoch == ticket.0) {
             *count = count.saturating_sub(1);
         }
         let mut moved = false;
-        while self.in_flight.front().is_some_and(|(_, count)| *count == 0) {
-            self.in_flight.pop_front();
+        while self.older.front().is_some_and(|(_, count)| *count == 0) {
+            self.older.pop_front();
             moved = true;
         }
         if moved {
-            let oldest = self.in_flight.front().map_or(IDLE, |(epoch, _)| *epoch);
+            let newest = if self.in_newest > 0 { self.newest } else { IDLE };
+            let oldest = self.older.front().map_or(newest, |(epoch, _)| *epoch);
             self.published.oldest.store(oldest, Ordering::Release);
         }
     }
@@ -135,6 +156,28 @@ mod tests {
         assert!(!epochs.is_over(retired));
         queue.end(first);
         assert!(epochs.is_over(retired) && epochs.is_over(retired_later));
+    }
+
+    #[test]
+    fn what_a_queue_publishes_is_the_oldest_epoch_that_it_has_in_flight() {
+        let epochs = Epochs::default();
+        let mut queue = epochs.join();
+        let (mut in_flight, mut state, mut older_alone) = (Vec::new(), 1u64, 0);
+        for _ in 0..20_000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let (what, which) = (state >> 60, (state >> 32) as usize);
+            match what {
+                0..3 => drop(epochs.retire()),
+                // In turns mostly more and mostly fewer.
+                3..9 if (state >> 56) % 16 < 8 || in_flight.len() < 2 => in_flight.push(queue.begin(&epochs)),
+                _ if !in_flight.is_empty() => queue.end(in_flight.swap_remove(which % in_flight.len())),
+                _ => {}
+            }
+            let oldest = in_flight.iter().map(|ticket| ticket.0).min().unwrap_or(IDLE);
+            assert_eq!(queue.published.oldest.load(Ordering::SeqCst), oldest);
+            older_alone += usize::from(oldest != IDLE && queue.in_newest == 0);
+        }
+        assert!(older_alone > 100, "{older_alone}");
     }
 
     #[test]

@@ -103,6 +103,22 @@ pub(crate) fn encode_compressed(offset: u64, length_bytes: u64, geometry: &Geome
     named.then(|| COMPRESSED | more_sectors.wrapping_shl(offset_bits) | offset)
 }
 
+/// Bits that no entry has set which is a data cluster and nothing else, with nothing to check it against. In images with
+/// extended entries or an external data file none is.
+pub(crate) fn more_than_data(geometry: &Geometry) -> u64 {
+    match geometry.extended_l2 || geometry.data_file {
+        true => u64::MAX,
+        false => !(COPIED | OFFSET_MASK) | geometry.cluster_bytes().saturating_sub(1),
+    }
+}
+
+/// Where a data cluster lies, if its entry says nothing else; `None` says nothing.
+#[inline]
+pub(crate) fn data_only(raw: u64, more_than_data: u64) -> Option<u64> {
+    let host = raw & !COPIED;
+    (host != 0 && raw & more_than_data == 0).then_some(host)
+}
+
 /// What an L1 entry says: no table, or where it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Table {
@@ -170,5 +186,35 @@ mod tests {
         assert_eq!(encode_compressed(0x50123, 3 * 512, &geometry(16, 3)), Some(COMPRESSED | (3 << 54) | 0x50123));
         assert_eq!(encode_compressed(0x50000, 512, &geometry(16, 3)), Some(COMPRESSED | 0x50000));
         assert_eq!(encode_compressed(1 << 49, 512, &geometry(21, 3)), None);
+    }
+
+    #[test]
+    fn the_short_way_takes_all_plain_data_clusters_and_nothing_else() {
+        let plain = [geometry(9, 2), geometry(12, 3), geometry(16, 3), geometry(21, 2)];
+        let others = [(true, false), (false, true)].map(|(extended_l2, data_file)| {
+            let kind = if extended_l2 { geometry(16, 3) } else { geometry(12, 3) };
+            Geometry { extended_l2, data_file, ..kind }
+        });
+        for geometry in plain.iter().chain(&others) {
+            let mask = more_than_data(geometry);
+            let mut found = 0;
+            for one in 0..64 {
+                for other in 0..64 {
+                    for more in [0, COPIED, 0x20_0000, COPIED | 0x20_0000] {
+                        let raw = more | 1 << one | 1 << other;
+                        let decoded = match Cluster::decode(raw, geometry) {
+                            Ok(Cluster::Data { host, .. }) if !geometry.extended_l2 && !geometry.data_file => {
+                                Some(host)
+                            }
+                            _ => None,
+                        };
+                        assert_eq!(data_only(raw, mask), decoded, "{raw:#x} {geometry:?}");
+                        found += usize::from(decoded.is_some());
+                    }
+                }
+            }
+            assert_eq!(found > 0, !geometry.extended_l2 && !geometry.data_file);
+            assert_eq!(data_only(0, mask).or(data_only(COPIED, mask)), None);
+        }
     }
 }

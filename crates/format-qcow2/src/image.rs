@@ -1,7 +1,7 @@
 //! The image as others see it: opening, and the lock-free lookups.
 
 use crate::dirty::DirtyBit;
-use crate::entry::{BadEntry, Cluster};
+use crate::entry::{BadEntry, Cluster, more_than_data};
 use crate::flush::{Barrier, FlushQueue};
 use crate::header::{HEADER_SECTOR_BYTES, Header, claimed_cluster_bytes, probe};
 use crate::load::entries;
@@ -12,9 +12,7 @@ use crate::state::{Inner, Need, Space, State, Stop};
 use crate::tables::TableBits;
 use crate::tracking::Tracking;
 use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, Ordering};
-use block::{
-    CacheStats, CompressedExtent, Epochs, Error, ErrorKind, Extent, FileInfo, IoError, IoErrorKind, IoResult, Mapped,
-};
+use block::{CacheStats, CompressedExtent, Epochs, Error, ErrorKind, FileInfo, IoError, IoErrorKind, IoResult, Mapped};
 use block::{MetaIo, PastEnd, Result, SliceBook, WaitList};
 use memory::AlignedBuf;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -161,6 +159,7 @@ impl Qcow2 {
             // A snapshot of a shorter disk has fewer.
             l1: entries(&l1).chain(padding).map(AtomicU64::new).collect(),
             slices: geometry.slice_cache(cache),
+            more_than_data: more_than_data(&geometry),
             slices_read: AtomicU64::new(0),
             epochs: Epochs::default(),
             state: Mutex::new(state),
@@ -423,136 +422,5 @@ impl Inner {
 
     pub(crate) fn bad_entry_stop(&self, cluster: u64) -> Stop {
         Stop::Fail(self.bad_entry(cluster))
-    }
-
-    /// `Ok(None)`: not in memory. Joins what lies together.
-    fn lookup(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
-        if self.check_range(offset, length).is_err() || self.is_stopped() {
-            return Ok(None);
-        }
-        let Some(mut mapped) = self.lookup_in_slice(offset, length)? else { return Ok(None) };
-        while mapped.length_bytes < length {
-            let next = offset.saturating_add(mapped.length_bytes);
-            let left = length.saturating_sub(mapped.length_bytes);
-            match self.lookup_in_slice(next, left) {
-                Ok(Some(more)) if follows(&mapped, &more) => {
-                    mapped.length_bytes = mapped.length_bytes.saturating_add(more.length_bytes);
-                }
-                // Whoever asks for the rest learns what is wrong there.
-                _ => break,
-            }
-        }
-        Ok(Some(mapped))
-    }
-
-    /// The first part of a range that lies in one place and in one slice.
-    #[inline]
-    fn lookup_in_slice(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
-        let geometry = &self.geometry;
-        let cluster = geometry.cluster_of(offset);
-        let in_cluster = geometry.offset_in_cluster(offset);
-        let Some(view) = self.slices.view(geometry.slice_of(cluster)) else {
-            let table = self.table(geometry.l1_index(cluster))?;
-            let covered = geometry.start_of(geometry.table_end(cluster)).saturating_sub(offset);
-            return Ok(table
-                .is_none()
-                .then_some(Mapped { extent: Extent::Backing, length_bytes: covered.min(length) }));
-        };
-        if geometry.extended_l2 {
-            return self.lookup_parts(offset, length);
-        }
-        let index = geometry.index_in_slice(cluster);
-        let Some(raw) = view.get(index) else { return Ok(None) };
-        let first = Cluster::decode(raw, geometry);
-        let mut bytes = geometry.cluster_bytes().saturating_sub(in_cluster);
-        let mut next = index;
-        while bytes < length {
-            next = next.saturating_add(1);
-            let Some(more) = view.get(next).map(|raw| Cluster::decode(raw, geometry)) else { break };
-            if !continues(first, more, bytes.saturating_add(in_cluster)) {
-                break;
-            }
-            bytes = bytes.saturating_add(geometry.cluster_bytes());
-        }
-        if !view.is_valid() {
-            return Ok(None);
-        }
-        let extent = match first? {
-            Cluster::Unallocated => Extent::Backing,
-            Cluster::Zero | Cluster::ZeroAllocated { .. } => Extent::Zero,
-            Cluster::Data { host, .. } => {
-                let place = host.saturating_add(in_cluster);
-                if geometry.is_misplaced(place, offset) {
-                    return Err(BadEntry);
-                }
-                Extent::Data { file: u8::from(geometry.data_file), offset: place }
-            }
-            Cluster::Compressed { offset, length_bytes } => {
-                Extent::Compressed(CompressedExtent { offset, length_bytes, skip_bytes: in_cluster as u32 })
-            }
-        };
-        Ok(Some(Mapped { extent, length_bytes: bytes.min(length) }))
-    }
-
-    /// Whether a table may lie where an L2 entry says that data do: never in a file that has none.
-    #[inline]
-    pub(crate) fn may_hold_table(&self, host: u64) -> bool {
-        !self.geometry.data_file && self.table_bits.may_hold_table(self.geometry.cluster_of(host))
-    }
-
-    fn lookup_overwrite(&self, offset: u64, length: u64) -> Option<Overwrite> {
-        let geometry = &self.geometry;
-        if !self.header_ready.load(Ordering::Acquire) || self.check_write(offset, length).is_err() {
-            return None;
-        }
-        if geometry.extended_l2 {
-            return self.overwrite_parts(offset, length);
-        }
-        let cluster = geometry.cluster_of(offset);
-        let in_cluster = geometry.offset_in_cluster(offset);
-        // A table that a snapshot shares vouches for nothing.
-        self.table(geometry.l1_index(cluster)).ok().flatten().filter(|table| table.copied)?;
-        let view = self.slices.view(geometry.slice_of(cluster))?;
-        let index = geometry.index_in_slice(cluster);
-        let first = Cluster::decode(view.get(index)?, geometry).ok()?;
-        let Cluster::Data { host, copied: true } = first else { return None };
-        if self.may_hold_table(host) || geometry.is_misplaced(host, geometry.start_of(cluster)) {
-            return None;
-        }
-        let mut bytes = geometry.cluster_bytes().saturating_sub(in_cluster);
-        let mut next = index;
-        while bytes < length {
-            next = next.saturating_add(1);
-            let Some(more) = view.get(next).map(|raw| Cluster::decode(raw, geometry)) else { break };
-            let same = matches!(more, Ok(Cluster::Data { host, copied: true }) if
-                !self.may_hold_table(host));
-            if !same || !continues(Ok(first), more, bytes.saturating_add(in_cluster)) {
-                break;
-            }
-            bytes = bytes.saturating_add(geometry.cluster_bytes());
-        }
-        view.is_valid()
-            .then_some(Overwrite::InPlace { offset: host.saturating_add(in_cluster), length_bytes: bytes.min(length) })
-    }
-}
-
-/// Whether `more` goes on where `first` ends, `distance` bytes after its start.
-fn continues(first: Result<Cluster, BadEntry>, more: Result<Cluster, BadEntry>, distance: u64) -> bool {
-    match (first, more) {
-        (Ok(Cluster::Unallocated), Ok(Cluster::Unallocated)) => true,
-        (Ok(Cluster::Zero | Cluster::ZeroAllocated { .. }), Ok(Cluster::Zero | Cluster::ZeroAllocated { .. })) => true,
-        (Ok(Cluster::Data { host, .. }), Ok(Cluster::Data { host: next, .. })) => host.saturating_add(distance) == next,
-        _ => false,
-    }
-}
-
-/// Whether `more` goes on where `mapped` ends.
-fn follows(mapped: &Mapped, more: &Mapped) -> bool {
-    match (mapped.extent, more.extent) {
-        (Extent::Zero, Extent::Zero) | (Extent::Backing, Extent::Backing) => true,
-        (Extent::Data { offset, .. }, Extent::Data { offset: next, .. }) => {
-            offset.saturating_add(mapped.length_bytes) == next
-        }
-        _ => false,
     }
 }

@@ -38,6 +38,7 @@ mod header;
 mod header_edit;
 mod image;
 mod load;
+mod lookup;
 mod packing;
 mod part_write;
 mod preallocate;

@@ -203,6 +203,8 @@ pub(crate) struct Inner {
     pub(crate) file_clusters: u64,
     pub(crate) l1: Box<[AtomicU64]>,
     pub(crate) slices: SliceCache,
+    /// See [`more_than_data`](crate::entry::more_than_data).
+    pub(crate) more_than_data: u64,
     /// Slices that were read from the file.
     pub(crate) slices_read: AtomicU64,
     pub(crate) epochs: Epochs,

@@ -41,6 +41,13 @@ impl Raw {
         Mapped { extent: Extent::Data { file: 0, offset }, length_bytes }
     }
 
+    /// Whether [`Raw::lookup`] gives the whole range, which is not empty, at once.
+    #[inline]
+    #[must_use]
+    pub fn is_in_one_piece(&self, offset: u64, length_bytes: u64) -> bool {
+        length_bytes > 0 && (offset.saturating_add(length_bytes) <= self.ragged_from || offset >= self.ragged_from)
+    }
+
     /// What is behind the end of the file for a part that begins at `offset`: nothing that could be missing, except in
     /// the sector in which the file ends.
     #[must_use]

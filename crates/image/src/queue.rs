@@ -189,10 +189,29 @@ impl ImageQueue {
             return Err(IoError::new(IoErrorKind::ReadOnly));
         }
         match op {
-            Op::Read { offset, data } => self.read(index, offset, &data),
+            Op::Read { offset, data } => match self.shared.chain.top()?.lookup_data(offset, data.length_bytes() as u64)
+            {
+                Some((offset, past_end)) => {
+                    self.note_hit();
+                    self.push(index, 0, FileOp::Read { offset, data, past_end })
+                }
+                None => self.read(index, offset, &data),
+            },
             Op::Write { offset, data, fua } => {
-                let fua = fua || !self.shared.chain.volatile_cache.load(Ordering::Acquire);
-                self.write(index, offset, &data, fua)
+                let chain = &self.shared.chain;
+                let fua = fua || !chain.volatile_cache.load(Ordering::Acquire);
+                // Durable writes have their tables to see to, and a guess its header.
+                let place = match fua || chain.guessed_raw {
+                    true => None,
+                    false => chain.top()?.overwrite_data(offset, data.length_bytes() as u64),
+                };
+                match place {
+                    Some(offset) => {
+                        self.note_hit();
+                        self.push(index, 0, FileOp::Write { offset, data, fua })
+                    }
+                    None => self.write(index, offset, &data, fua),
+                }
             }
             Op::Flush => self.flush(index),
             Op::Discard { offset, length } => self.discard(index, offset, length),
