@@ -28,7 +28,7 @@ const WARM_UP: u64 = 2_000;
 /// Where the allocator was called from is kept for so many calls.
 const TRACES: usize = 4;
 /// On a loaded machine a case may meet something for the first time after its warm-up, and so allocate once.
-const TRIES: u32 = 3;
+const TRIES: u32 = 8;
 
 static COUNTING: AtomicBool = AtomicBool::new(false);
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
