@@ -144,8 +144,8 @@ struct Windows<'a> {
     deadline: Instant,
 }
 
-/// With a bound on all contexts, and a batch created at a time, more than this cannot have any: how much of the depth is at
-/// one step of its way at once is luck, so that the last batches may come late.
+/// The total has a bound and grows by whole batches: far fewer stretches than this can have any. A pool that does not settle
+/// has one in each.
 const WINDOWS_MAX: u32 = 40;
 /// Where every stretch is so long that contexts are given back and created again: until then one must have had none.
 const WINDOWS_TIME: Duration = Duration::from_secs(120);

@@ -103,8 +103,8 @@ pub(crate) fn encode_compressed(offset: u64, length_bytes: u64, geometry: &Geome
     named.then(|| COMPRESSED | more_sectors.wrapping_shl(offset_bits) | offset)
 }
 
-/// Bits that no entry has set which is a data cluster and nothing else, with nothing to check it against. In images with
-/// extended entries or an external data file none is.
+/// The bits that are clear in every entry of a plain data cluster. All of them, so that no entry passes, in images whose
+/// entries take a second look: extended ones, and those of an external data file, where each cluster has one place.
 pub(crate) fn more_than_data(geometry: &Geometry) -> u64 {
     match geometry.extended_l2 || geometry.data_file {
         true => u64::MAX,
@@ -112,7 +112,7 @@ pub(crate) fn more_than_data(geometry: &Geometry) -> u64 {
     }
 }
 
-/// Where a data cluster lies, if its entry says nothing else; `None` says nothing.
+/// Where a plain data cluster lies; `None`: the entry is something else, or takes [`Cluster::decode`].
 #[inline]
 pub(crate) fn data_only(raw: u64, more_than_data: u64) -> Option<u64> {
     let host = raw & !COPIED;

@@ -1,4 +1,4 @@
-//! The image as others see it: opening, and the lock-free lookups.
+//! The image as others see it: opening it, and what its queues ask.
 
 use crate::dirty::DirtyBit;
 use crate::entry::{BadEntry, Cluster, more_than_data};

@@ -70,6 +70,7 @@ pub use flush::Barrier;
 pub use header::{Compression, Header, probe};
 pub use header_edit::{Backing, set_backing};
 pub use image::{OpenOptions, Overwrite, Qcow2};
+pub use lookup::Plain;
 pub use packing::{PackedAllocation, PackedCluster};
 pub use preallocate::{Preallocation, preallocate};
 pub use repair::{Repair, repair};

@@ -6,26 +6,39 @@ use crate::state::Inner;
 use block::sync::Ordering;
 use block::{CompressedExtent, Extent, Mapped};
 
+/// What most lookups find.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Plain {
+    /// All of it lies in one data cluster, from this offset in the file on.
+    Data(u64),
+    /// All of it is left to the layer below.
+    Unallocated,
+}
+
 impl Qcow2 {
-    /// The answer that most requests get, in few steps: where a range lies that is in one data cluster. `None` says
-    /// nothing, ask [`Qcow2::lookup`].
+    /// The answer that most requests get, in few steps, for a range in one cluster. `None` says nothing, ask
+    /// [`Qcow2::lookup`].
     #[inline]
     #[must_use]
-    pub fn lookup_data(&self, offset: u64, length: u64) -> Option<u64> {
-        let (host, in_cluster, _) = self.inner.data_cluster(offset, length)?;
-        Some(host.saturating_add(in_cluster))
+    pub fn lookup_plain(&self, offset: u64, length: u64) -> Option<Plain> {
+        let (raw, in_cluster) = self.inner.plain_entry(offset, length)?;
+        if raw == 0 {
+            return Some(Plain::Unallocated);
+        }
+        Some(Plain::Data(data_only(raw, self.inner.more_than_data)?.saturating_add(in_cluster)))
     }
 
     /// The answer that most writes get, in few steps: where a range may be overwritten that is in one data cluster; it is
     /// noted as written. `None` says nothing, ask [`Qcow2::lookup_overwrite`].
     #[inline]
     #[must_use]
-    pub fn overwrite_data(&self, offset: u64, length: u64) -> Option<u64> {
+    pub fn begin_overwrite(&self, offset: u64, length: u64) -> Option<u64> {
         let inner = &*self.inner;
         if !inner.header_ready.load(Ordering::Acquire) || inner.read_only {
             return None;
         }
-        let (host, in_cluster, raw) = inner.data_cluster(offset, length)?;
+        let (raw, in_cluster) = inner.plain_entry(offset, length)?;
+        let host = data_only(raw, inner.more_than_data)?;
         let cluster = inner.geometry.cluster_of(offset);
         let shared = raw & COPIED == 0 || inner.own_table(cluster).is_none();
         if shared || inner.may_hold_table(host) {
@@ -112,20 +125,23 @@ impl Inner {
         !self.geometry.data_file && self.table_bits.may_hold_table(self.geometry.cluster_of(host))
     }
 
-    /// The data cluster that a range lies in, where it begins in it, and the entry, which says nothing else.
+    /// The entry of the one cluster that a range lies in, and where it begins there. Zero also where there is no table.
+    /// `None` where entries take more than one look.
     #[inline]
-    fn data_cluster(&self, offset: u64, length: u64) -> Option<(u64, u64, u64)> {
+    fn plain_entry(&self, offset: u64, length: u64) -> Option<(u64, u64)> {
         let geometry = &self.geometry;
         let in_cluster = geometry.offset_in_cluster(offset);
         let inside = in_cluster.saturating_add(length) <= geometry.cluster_bytes();
-        if !inside || self.check_range(offset, length).is_err() || self.is_stopped() {
+        let has_plain = self.more_than_data != u64::MAX;
+        if !inside || !has_plain || self.check_range(offset, length).is_err() || self.is_stopped() {
             return None;
         }
         let cluster = geometry.cluster_of(offset);
-        let view = self.slices.view(geometry.slice_of(cluster))?;
+        let Some(view) = self.slices.view(geometry.slice_of(cluster)) else {
+            return matches!(self.table(geometry.l1_index(cluster)), Ok(None)).then_some((0, in_cluster));
+        };
         let raw = view.get(geometry.index_in_slice(cluster))?;
-        let host = data_only(raw, self.more_than_data)?;
-        view.is_valid().then_some((host, in_cluster, raw))
+        view.is_valid().then_some((raw, in_cluster))
     }
 
     /// The table of a cluster, if it is this disk's alone: one that a snapshot shares vouches for nothing.

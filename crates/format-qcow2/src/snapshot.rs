@@ -13,7 +13,7 @@ pub(crate) const TABLE_BYTES_MAX: u64 = 64 << 20;
 const L1_BYTES_MAX: u64 = 32 << 20;
 
 /// An internal snapshot, as its row describes it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Snapshot {
     /// Unique in the image.

@@ -123,6 +123,20 @@ impl Below {
         }
     }
 
+    /// The answer that most reads get, in few steps, for a range in one granule: the layer, and where in its file. `None`
+    /// says nothing.
+    #[inline]
+    pub(crate) fn lookup_data(&self, offset: u64, length_bytes: u64) -> Option<(usize, u64)> {
+        let skip = offset & self.granule_bytes().saturating_sub(1);
+        if skip.saturating_add(length_bytes) > self.granule_bytes() {
+            return None;
+        }
+        let view = self.cache.view(self.slice_of(offset))?;
+        let entry = view.get(self.index_of(offset))?;
+        let known = entry & KIND_MASK == KIND_DATA && view.is_valid();
+        known.then_some((entry.wrapping_shr(LAYER_SHIFT) as usize, (entry & OFFSET_MASK).saturating_add(skip)))
+    }
+
     /// Notes what the layers say about the granule of `offset`; `ask` asks them for the first part of a range, and gives
     /// `None` where a table has to be read first. If another queue is noting something, this one does not wait.
     pub(crate) fn learn(&self, offset: u64, ask: impl FnOnce(u64, u64) -> Option<Place>) {

@@ -6,9 +6,10 @@ use crate::guess::Format;
 use crate::layer::{Layer, Mapping};
 use crate::queue::ImageQueue;
 use block::{
-    Disk, DiskInfo, DiskQueue, Error, ErrorKind, Extent, IoError, IoErrorKind, IoResult, Mapped, MetaIo, ReactorCtx,
-    Result, Topology, block_on,
+    Disk, DiskInfo, DiskQueue, Error, ErrorKind, Extent, IoError, IoErrorKind, IoResult, Mapped, MetaIo, PastEnd,
+    ReactorCtx, Result, Topology, block_on,
 };
+use format_qcow2::Plain;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -78,6 +79,26 @@ impl Chain {
                 self.learn(1, offset);
                 self.ask(1, offset, walk.length_bytes)
             }
+        }
+    }
+
+    /// The answer that most reads get, in few steps: in which layer's file all of the range lies in one piece, where, and
+    /// what a read means behind the file's end. `None` says nothing.
+    #[inline]
+    pub(crate) fn lookup_data(&self, offset: u64, length_bytes: u64) -> Option<(usize, u64, PastEnd)> {
+        let found = |index: usize, place| Some((index, place, self.layers.get(index)?.past_end(place)));
+        if let Plain::Data(place) = self.layers.first()?.lookup_plain(offset, length_bytes)? {
+            return found(0, place);
+        }
+        if let Some(below) = &self.below {
+            let (layer, place) = below.lookup_data(offset, length_bytes)?;
+            return found(layer, place);
+        }
+        let base = self.layers.get(1)?;
+        let inside = offset.saturating_add(length_bytes) <= base.size_bytes;
+        match inside.then(|| base.lookup_plain(offset, length_bytes))?? {
+            Plain::Data(place) => found(1, place),
+            Plain::Unallocated => None,
         }
     }
 

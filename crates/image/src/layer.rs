@@ -1,8 +1,8 @@
 //! One layer of a chain: a file in a format. Dispatch by enum, so that the fast path has no virtual call here.
 
 use crate::guess::Format;
-use block::{File, FileInfo, FileQueue, IoResult, Mapped, MetaIo, PastEnd, ReactorCtx, Result};
-use format_qcow2::{Overwrite, Qcow2};
+use block::{File, FileInfo, FileQueue, IoResult, Mapped, MetaIo, ReactorCtx, Result};
+use format_qcow2::{Overwrite, Plain, Qcow2};
 use format_raw::Raw;
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -82,26 +82,25 @@ impl Layer {
         }
     }
 
-    /// The answer that most requests get, in few steps: where all of the range lies in one piece, and what a read means
-    /// behind the file's end. `None` says nothing.
+    /// The answer that most lookups get, in few steps. `None` says nothing, ask [`Layer::lookup`].
     #[inline]
-    pub(crate) fn lookup_data(&self, offset: u64, length_bytes: u64) -> Option<(u64, PastEnd)> {
+    pub(crate) fn lookup_plain(&self, offset: u64, length_bytes: u64) -> Option<Plain> {
         match &self.mapping {
-            Mapping::Raw(raw) => raw.is_in_one_piece(offset, length_bytes).then(|| (offset, raw.past_end(offset))),
-            Mapping::Qcow2(qcow2) => Some((qcow2.lookup_data(offset, length_bytes)?, PastEnd::Zeros)),
+            Mapping::Raw(raw) => raw.is_in_one_piece(offset, length_bytes).then_some(Plain::Data(offset)),
+            Mapping::Qcow2(qcow2) => qcow2.lookup_plain(offset, length_bytes),
         }
     }
 
-    /// The answer that most writes get, in few steps: where all of the range may be overwritten in one piece. `None`
-    /// says nothing.
+    /// The answer that most writes get, in few steps: where all of the range may be overwritten in one piece; it is noted
+    /// as written. `None` says nothing.
     #[inline]
-    pub(crate) fn overwrite_data(&self, offset: u64, length_bytes: u64) -> Option<u64> {
+    pub(crate) fn begin_overwrite(&self, offset: u64, length_bytes: u64) -> Option<u64> {
         match &self.mapping {
             Mapping::Raw(raw) => {
                 let quick = length_bytes > 0 && !raw.needs_padding(offset.saturating_add(length_bytes));
                 quick.then_some(offset)
             }
-            Mapping::Qcow2(qcow2) => qcow2.overwrite_data(offset, length_bytes),
+            Mapping::Qcow2(qcow2) => qcow2.begin_overwrite(offset, length_bytes),
         }
     }
 

@@ -189,21 +189,20 @@ impl ImageQueue {
             return Err(IoError::new(IoErrorKind::ReadOnly));
         }
         match op {
-            Op::Read { offset, data } => match self.shared.chain.top()?.lookup_data(offset, data.length_bytes() as u64)
-            {
-                Some((offset, past_end)) => {
+            Op::Read { offset, data } => match self.shared.chain.lookup_data(offset, data.length_bytes() as u64) {
+                Some((layer, offset, past_end)) => {
                     self.note_hit();
-                    self.push(index, 0, FileOp::Read { offset, data, past_end })
+                    self.push(index, layer, FileOp::Read { offset, data, past_end })
                 }
                 None => self.read(index, offset, &data),
             },
             Op::Write { offset, data, fua } => {
                 let chain = &self.shared.chain;
                 let fua = fua || !chain.volatile_cache.load(Ordering::Acquire);
-                // Durable writes have their tables to see to, and a guess its header.
+                // The long way looks after the tables of durable writes, and after what a guessed format must not get.
                 let place = match fua || chain.guessed_raw {
                     true => None,
-                    false => chain.top()?.overwrite_data(offset, data.length_bytes() as u64),
+                    false => chain.top()?.begin_overwrite(offset, data.length_bytes() as u64),
                 };
                 match place {
                     Some(offset) => {

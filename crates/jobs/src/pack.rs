@@ -43,8 +43,10 @@ impl Packing {
 
 impl Packer {
     pub(crate) fn open(target: &Image, ctx: &Rc<dyn ReactorCtx>, cluster_bytes: u64) -> Result<Self> {
-        let size_bytes = target.info().size_bytes;
-        Ok(Self { writer: target.compressed_writer(ctx)?, cluster_bytes: cluster_bytes as usize, size_bytes })
+        let (writer, size_bytes) = (target.compressed_writer(ctx)?, target.info().size_bytes);
+        // An image that takes no compressed clusters is told of before anything is done.
+        writer.compressor()?;
+        Ok(Self { writer, cluster_bytes: cluster_bytes as usize, size_bytes })
     }
 
     /// Writes a part of a piece that lies at `offset` of the disk; the part begins with a cluster.

@@ -60,7 +60,9 @@ pub fn rebase(
         return Err(Error::new(ErrorKind::Unsupported, what));
     }
     if !options.name_only {
-        copy_differences(options, &opener, reading, reactors, control)?;
+        // Only since version 3 an entry can say that a cluster is zero.
+        let old = description.qcow2.as_ref().is_some_and(|header| header.version < 3);
+        copy_differences(options, old, &opener, reading, reactors, control)?;
     }
     control.check()?;
     image::set_backing(&file, description.format, options.backing.as_ref())
@@ -68,6 +70,7 @@ pub fn rebase(
 
 fn copy_differences(
     options: &RebaseOptions,
+    old: bool,
     opener: &SharedOpener<'_>,
     reading: &dyn Opener,
     reactors: &[Arc<dyn ReactorHandle>],
@@ -92,7 +95,9 @@ fn copy_differences(
         let what = format!("'{}' cannot be its own backing file", options.top.display());
         return Err(Error::new(ErrorKind::BadOption, what));
     }
-    closed(copy(&top, below.as_ref(), options.compress, reactors, control), &top)
+    // An image without a backing file has no need to say that something is zero; what must be written is packed.
+    let says_zero = top.formats().count() > 1 && !(old && options.compress);
+    closed(copy(&top, below.as_ref(), (options.compress, says_zero), reactors, control), &top)
 }
 
 fn open_new(options: &RebaseOptions, path: &Path, backing: &Backing, reading: &dyn Opener) -> Result<Image> {
@@ -121,7 +126,7 @@ impl Opener for BelowOpener<'_> {
 fn copy(
     top: &Arc<Image>,
     below: Option<&Arc<Image>>,
-    compress: bool,
+    (compress, says_zero): (bool, bool),
     reactors: &[Arc<dyn ReactorHandle>],
     control: &mut Control<'_>,
 ) -> Result<()> {
@@ -132,8 +137,6 @@ fn copy(
     let pipeline = {
         let (top, below) = (Arc::clone(top), below.map(Arc::clone));
         let below_bytes = below.as_ref().map_or(0, |below| below.info().size_bytes);
-        // An image without a backing file has no need to say that something is zero.
-        let says_zero = top.formats().count() > 1;
         Pipeline::start(reactors, Spread::All, DEPTH, size, move |ctx| {
             Ok(Rebaser {
                 top: DiskTasks::open(top.as_ref(), ctx)?,
@@ -147,7 +150,7 @@ fn copy(
         })
     };
     // Only whole clusters can be compressed.
-    let pieces = Pieces { grain: if compress { grain } else { 1 }, piece, size, handed_out: 0 };
+    let pieces = Pieces { grain: if compress { cluster.max(1) } else { 1 }, piece, size, handed_out: 0 };
     let walked = walk(top, below, pieces, &pipeline, control);
     let finished = pipeline.finish(control);
     walked?;

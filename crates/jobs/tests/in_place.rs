@@ -353,11 +353,12 @@ fn rebase_cases() -> Vec<Case> {
     };
     let rebase = |layers, to| Case { layers, job: Job::Rebase { to, compress: false } };
     // In clusters that are larger than what was written at a time: the guest's own data in parts of them, too.
-    let compressing = |to, extended_l2| {
-        let top = Layer { stamp: 16, cluster_size: 16384, extended_l2, ..qcow2("top", Some(("middle", "qcow2"))) };
+    let compressing = |to, top: Layer| {
+        let top = Layer { name: "top", backing: Some(("middle", "qcow2")), ..top };
         let layers = chain(None).into_iter().take(3).chain([top]).collect();
         Case { layers, job: Job::Rebase { to, compress: true } }
     };
+    let large = || Layer { stamp: 16, cluster_size: 16384, ..qcow2("top", None) };
     let mut shorter = chain(Some(("middle", "qcow2")));
     shorter[2] = other;
     vec![
@@ -374,8 +375,10 @@ fn rebase_cases() -> Vec<Case> {
             ],
             Some(("middle.data", "raw")),
         ),
-        compressing(None, false),
-        compressing(Some(("other", "qcow2")), true),
+        compressing(None, large()),
+        compressing(Some(("other", "qcow2")), Layer { extended_l2: true, ..large() }),
+        compressing(Some(("other", "qcow2")), Layer { version: 2, size_bytes: (150 << 10) + 512, ..large() }),
+        compressing(Some(("base", "raw")), Layer { stamp: 17, cluster_size: 512, ..large() }),
     ]
 }
 

@@ -108,3 +108,23 @@ pub(crate) fn table(snapshots: &[Snapshot]) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_columns_are_those_of_qemu_img_10() {
+        let mut snapshot = Snapshot::default();
+        (snapshot.id, snapshot.name) = ("1".to_owned(), "a-name-that-is-longer".to_owned());
+        (snapshot.vm_state_bytes, snapshot.vm_clock_nanoseconds) = (3 << 20, 3_723_004_000_000);
+        let text = table(&[snapshot]);
+        let (head, row) = text.trim_end().rsplit_once('\n').unwrap();
+        assert_eq!(
+            head,
+            "Snapshot list:\nID      TAG               VM_SIZE                DATE        VM_CLOCK     ICOUNT"
+        );
+        assert!(row.starts_with("1       a-name-that-is-longer    3 MiB 1970-01-0"), "{row}");
+        assert!(row.ends_with("   0001:02:03.004         --"), "{row}");
+    }
+}
