@@ -70,7 +70,7 @@ fn assert_stopped(storage: &SimStorage, guest: &Guest, before: &[u8], what: &str
         assert_eq!(kind(guest.flush().await), corrupt, "{what}: flushing");
         assert_eq!(kind(guest.close().await), corrupt, "{what}: closing");
     });
-    assert_eq!(guest.qcow2.lookup_overwrite(5 * CLUSTER as u64, 512), Overwrite::Slow, "{what}");
+    assert_eq!(guest.lookup_overwrite(5 * CLUSTER as u64, 512), Overwrite::Slow, "{what}");
     // The bit is durable.
     let after = storage.power_cut(1).bytes(NAME);
     assert_eq!(after[79] & 2, 2, "{what}: the corrupt bit");
@@ -137,7 +137,7 @@ fn a_table_that_was_only_read_so_far_is_not_overwritten_either() {
     block_on(async {
         // The slice is in memory now, and nobody has asked to write yet.
         guest.read(target, 512).await.unwrap();
-        assert_eq!(guest.qcow2.lookup_overwrite(target, 512), Overwrite::Slow);
+        assert_eq!(guest.lookup_overwrite(target, 512), Overwrite::Slow);
         assert_eq!(kind(guest.write(target, &[0xee; 512]).await), Err(IoErrorKind::Corrupt));
     });
     assert_stopped(&storage, &guest, &bytes, "data lead into a refcount block");
@@ -157,7 +157,7 @@ fn a_table_is_guarded_until_the_copy_that_takes_its_place_is_published() {
     let target = 5 * CLUSTER as u64;
     block_on(async {
         guest.write(0, &[1; 512]).await.unwrap();
-        assert_eq!(guest.qcow2.lookup_overwrite(target, 512), Overwrite::Slow);
+        assert_eq!(guest.lookup_overwrite(target, 512), Overwrite::Slow);
         assert_eq!(kind(guest.write(target, &[0xee; 512]).await), Err(IoErrorKind::Corrupt));
     });
     assert_stopped(&storage, &guest, &bytes, "data lead into a table that is being copied");
@@ -174,7 +174,7 @@ fn a_second_mapping_of_space_that_has_become_a_table_cannot_eat_the_table() {
     let second = 5 * CLUSTER as u64;
     let eaten = block_on(async {
         guest.write(second, &[0xaa; 512]).await.unwrap();
-        assert!(matches!(guest.qcow2.lookup_overwrite(second, 512), Overwrite::InPlace { .. }));
+        assert!(matches!(guest.lookup_overwrite(second, 512), Overwrite::InPlace { .. }));
         // The first mapping frees the space; a new L2 table takes it.
         guest.discard(0, CLUSTER as u64).await.unwrap();
         guest.flush().await.unwrap();

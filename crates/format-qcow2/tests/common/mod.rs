@@ -1,8 +1,10 @@
 //! What the tests share: a guest that writes through the format, and qemu-img as judge.
 #![allow(dead_code, clippy::unwrap_used)]
 
-use block::{Extent, File, FileOp, IoResult, MetaIo, PastEnd, block_on};
-use format_qcow2::{Allocation, CreateOptions, Fill, OpenOptions, Overwrite, PackedCluster, Prepared, Qcow2, create};
+use block::{Extent, File, FileOp, IoResult, Mapped, MetaIo, PastEnd, block_on};
+use format_qcow2::{
+    Allocation, CreateOptions, Fill, OpenOptions, Overwrite, PackedCluster, Plain, Prepared, Qcow2, create,
+};
 use memory::{IoBuf, Window};
 use std::path::Path;
 use std::process::Command;
@@ -82,11 +84,29 @@ impl Guest {
         Self { io, ..self.clone() }
     }
 
+    /// As queues ask: the short way first.
+    pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Option<Mapped> {
+        let extent = match self.qcow2.lookup_plain(offset, length_bytes) {
+            Some(Plain::Data(offset)) => Extent::Data { file: 0, offset },
+            Some(Plain::Unallocated) => Extent::Backing,
+            None => return self.qcow2.lookup(offset, length_bytes),
+        };
+        Some(Mapped { extent, length_bytes })
+    }
+
+    /// As queues ask: the short way first.
+    pub(crate) fn lookup_overwrite(&self, offset: u64, length_bytes: u64) -> Overwrite {
+        match self.qcow2.begin_overwrite(offset, length_bytes) {
+            Some(offset) => Overwrite::InPlace { offset, length_bytes },
+            None => self.qcow2.lookup_overwrite(offset, length_bytes),
+        }
+    }
+
     pub(crate) async fn read(&self, offset: u64, length: usize) -> IoResult<Vec<u8>> {
         let mut bytes = Vec::with_capacity(length);
         while bytes.len() < length {
             let (at, left) = (offset + bytes.len() as u64, length - bytes.len());
-            let mapped = match self.qcow2.lookup(at, left as u64) {
+            let mapped = match self.lookup(at, left as u64) {
                 Some(mapped) => mapped,
                 None => self.qcow2.resolve(&self.io, at, left as u64).await?,
             };
@@ -113,7 +133,7 @@ impl Guest {
         let mut done = 0;
         while done < data.len() {
             let (at, rest) = (offset + done as u64, &data[done..]);
-            let place = match self.qcow2.lookup_overwrite(at, rest.len() as u64) {
+            let place = match self.lookup_overwrite(at, rest.len() as u64) {
                 Overwrite::InPlace { offset, length_bytes } => Prepared::InPlace { offset, length_bytes },
                 Overwrite::Slow => self.qcow2.prepare_write(&self.io, at, rest.len() as u64).await?,
             };
