@@ -3,7 +3,8 @@
 //! Stands between `image`, which walks chains and moves payload, and `block`'s [`MetaIo`](block::MetaIo), through which
 //! the tables are read and written. Payload never passes through here.
 //!
-//! * Reads and overwrites ask [`Qcow2::lookup`] and [`Qcow2::lookup_overwrite`]: no lock, no wait, no allocation.
+//! * Reads and overwrites ask [`Qcow2::lookup_plain`] and [`Qcow2::begin_overwrite`], which answer for most, then
+//!   [`Qcow2::lookup`] and [`Qcow2::lookup_overwrite`]: no lock, no wait, no allocation.
 //! * A write that needs space is two-step: [`Qcow2::prepare_write`], data written by the caller,
 //!   [`Qcow2::commit_write`]. A dropped [`Allocation`] gives its space back.
 //! * Compressed clusters likewise: [`Qcow2::prepare_compressed`], [`Qcow2::commit_compressed`].

@@ -61,8 +61,8 @@ pub fn rebase(
     }
     if !options.name_only {
         // Only since version 3 an entry can say that a cluster is zero.
-        let old = description.qcow2.as_ref().is_some_and(|header| header.version < 3);
-        copy_differences(options, old, &opener, reading, reactors, control)?;
+        let can_say_zero = description.qcow2.as_ref().is_some_and(|header| header.version >= 3);
+        copy_differences(options, can_say_zero, &opener, reading, reactors, control)?;
     }
     control.check()?;
     image::set_backing(&file, description.format, options.backing.as_ref())
@@ -70,7 +70,7 @@ pub fn rebase(
 
 fn copy_differences(
     options: &RebaseOptions,
-    old: bool,
+    can_say_zero: bool,
     opener: &SharedOpener<'_>,
     reading: &dyn Opener,
     reactors: &[Arc<dyn ReactorHandle>],
@@ -96,7 +96,7 @@ fn copy_differences(
         return Err(Error::new(ErrorKind::BadOption, what));
     }
     // An image without a backing file has no need to say that something is zero; what must be written is packed.
-    let says_zero = top.formats().count() > 1 && !(old && options.compress);
+    let says_zero = top.formats().count() > 1 && (can_say_zero || !options.compress);
     closed(copy(&top, below.as_ref(), (options.compress, says_zero), reactors, control), &top)
 }
 
