@@ -34,13 +34,38 @@ pub(crate) fn install() -> Result<Vec<String>> {
         return Ok(vec![format!("missing Debian packages; as root: apt-get install {}", missing.join(" "))]);
     } else {
         apt_get(["update"])?;
-        apt_get(["install", "--yes", "--no-install-recommends"].into_iter().chain(missing))?;
+        let (qemu, others): (Vec<&str>, Vec<&str>) =
+            missing.into_iter().partition(|package| package.starts_with("qemu-"));
+        apt_install([], &others)?;
+        apt_install([], &qemu).or_else(|error| install_backports(&qemu).with_context(|| format!("{error:#}")))?;
     }
     Ok(PROGRAMS
         .iter()
         .filter(|(program, _)| find_program(program).is_none())
         .map(|(program, package)| format!("{program} is not in PATH although {package} should have it"))
         .collect())
+}
+
+/// QEMU's packages are all of one version: where some are here from Debian's backports, the others must be from there too.
+/// The system's own sources stay as they are.
+fn install_backports(packages: &[&str]) -> Result<()> {
+    let release = std::fs::read_to_string("/etc/os-release")?;
+    let codename = release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME=")).unwrap_or("stable");
+    let targets = Program::new("apt-get")
+        .args(["indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages"])
+        .output_text()?;
+    let archive = targets
+        .lines()
+        .find_map(|line| line.strip_suffix(&format!(" {codename} main")))
+        .with_context(|| format!("apt has no source with {codename} main"))?;
+    println!("asking {codename}-backports, as QEMU here may be from there");
+    let own = std::fs::read_to_string("/etc/apt/sources.list").unwrap_or_default();
+    let list = workspace::target().join("backports.list");
+    std::fs::create_dir_all(workspace::target())?;
+    std::fs::write(&list, format!("{own}\ndeb {archive} {codename}-backports main\n"))?;
+    let sources = format!("Dir::Etc::sourcelist={}", list.display());
+    apt_get(["-o", &sources, "update"])?;
+    apt_install(["-o", &sources, "-t", &format!("{codename}-backports")], packages)
 }
 
 /// A directory with the kernel and the modules for QEMU's guest, unpacked below the build directory on first use.
@@ -95,6 +120,13 @@ fn kernel_package() -> Result<String> {
         .find(|name| name.starts_with("linux-image-"))
         .map(str::to_owned)
         .with_context(|| format!("apt knows no kernel behind {KERNEL_PACKAGE}"))
+}
+
+fn apt_install<const N: usize>(options: [&str; N], packages: &[&str]) -> Result<()> {
+    if packages.is_empty() {
+        return Ok(());
+    }
+    apt_get(["install", "--yes", "--no-install-recommends"].into_iter().chain(options).chain(packages.iter().copied()))
 }
 
 fn apt_get<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Result<()> {

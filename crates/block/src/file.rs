@@ -75,6 +75,13 @@ pub trait File: Send + Sync + Debug {
         Ok((false, length))
     }
 
+    /// As [`Self::hole_at`], for whoever counts granules of the file in which any byte is data: what follows data may be
+    /// called data too, up to the granule's end. Costs less where the host looks for that end page by page.
+    fn hole_or_granule_at(&self, offset: u64, length: u64, granule_bytes: u64) -> Result<(bool, u64)> {
+        let _ = granule_bytes;
+        self.hole_at(offset, length)
+    }
+
     /// A queue for one reactor's thread. Cheap after the first on a reactor.
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>>;
 

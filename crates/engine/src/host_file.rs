@@ -35,6 +35,15 @@ impl File for HostFile {
         found.map_err(|error| Error::io(format!("cannot look for holes in '{}'", self.file.info.name), error))
     }
 
+    fn hole_or_granule_at(&self, offset: u64, length: u64, granule_bytes: u64) -> Result<(bool, u64)> {
+        if !self.file.info.in_memory {
+            return self.hole_at(offset, length);
+        }
+        let block_device = self.file.info.block_device;
+        let found = crate::sys::hole_or_granule_at(&self.file.fd, block_device, offset, length, granule_bytes);
+        found.map_err(|error| Error::io(format!("cannot look for holes in '{}'", self.file.info.name), error))
+    }
+
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
         let Some(local) = ctx.as_any().downcast_ref::<Local>() else {
             let message =

@@ -31,21 +31,57 @@ pub(crate) fn length_of(fd: &OwnedFd, block_device: bool) -> io::Result<u64> {
 /// Whether a hole begins at `offset`, and how many of `length` bytes are like their first. Where the file system cannot
 /// tell, all is data.
 pub(crate) fn hole_at(fd: &OwnedFd, block_device: bool, offset: u64, length: u64) -> io::Result<(bool, u64)> {
-    use rustix::fs::{SeekFrom, seek};
-    use rustix::io::Errno;
-    if block_device || length == 0 {
-        return Ok((false, length));
-    }
-    match seek(fd, SeekFrom::Data(offset)) {
-        // Nothing but a hole from here to the end of the file.
-        Err(Errno::NXIO) => Ok((true, length)),
-        Ok(data) if data > offset => Ok((true, length.min(data - offset))),
-        Ok(_) => {
-            let hole = seek(fd, SeekFrom::Hole(offset))?;
+    match hole_before_data(fd, block_device, offset, length)? {
+        Begins::Hole { length } => Ok((true, length)),
+        Begins::Data => {
+            let hole = rustix::fs::seek(fd, rustix::fs::SeekFrom::Hole(offset))?;
             // The file may have changed in between: something is always said.
             Ok((false, length.min(hole.saturating_sub(offset).max(1))))
         }
-        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok((false, length)),
+        Begins::Unknown => Ok((false, length)),
+    }
+}
+
+/// As [`hole_at`], but data are told no further than to the end of their granule, and all of it is called data: where they
+/// end is not asked. A file in memory has no extents, so the kernel finds that end page by page.
+pub(crate) fn hole_or_granule_at(
+    fd: &OwnedFd,
+    block_device: bool,
+    offset: u64,
+    length: u64,
+    granule_bytes: u64,
+) -> io::Result<(bool, u64)> {
+    match hole_before_data(fd, block_device, offset, length)? {
+        Begins::Hole { length } => Ok((true, length)),
+        Begins::Data => {
+            let inside = offset.checked_rem(granule_bytes).map_or(length, |into| granule_bytes - into);
+            Ok((false, length.min(inside)))
+        }
+        Begins::Unknown => Ok((false, length)),
+    }
+}
+
+/// What begins at an offset.
+enum Begins {
+    Hole {
+        length: u64,
+    },
+    Data,
+    /// Data, as far as the file system can tell.
+    Unknown,
+}
+
+fn hole_before_data(fd: &OwnedFd, block_device: bool, offset: u64, length: u64) -> io::Result<Begins> {
+    use rustix::io::Errno;
+    if block_device || length == 0 {
+        return Ok(Begins::Unknown);
+    }
+    match rustix::fs::seek(fd, rustix::fs::SeekFrom::Data(offset)) {
+        // Nothing but a hole from here to the end of the file.
+        Err(Errno::NXIO) => Ok(Begins::Hole { length }),
+        Ok(data) if data > offset => Ok(Begins::Hole { length: length.min(data - offset) }),
+        Ok(_) => Ok(Begins::Data),
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(Begins::Unknown),
         Err(errno) => Err(errno.into()),
     }
 }

@@ -62,6 +62,39 @@ fn what_a_task_awaits_has_ended_when_it_looks_unless_it_takes_long() {
 }
 
 #[test]
+fn granules_with_data_are_those_in_which_anything_but_a_hole_is() {
+    const GRANULE: u64 = 64 << 10;
+    let Some((_dir, file)) = file() else { return };
+    // Behind the first MiB, all of it data: a page at a granule's end, one that two granules share between them, the last.
+    let reactor = reactor("memory");
+    with_queue(&reactor, &file, |queue| async move {
+        let buf = IoBuf::zeroed(8192);
+        for (offset, length) in [((1 << 20) + GRANULE - 4096, 4096), ((2 << 20) - 4096, 8192), ((3 << 20) + 4096, 100)]
+        {
+            let write = FileOp::Write { offset, data: buf.whole().slice(0, length), fua: false };
+            queue.start(write).await.unwrap();
+        }
+    });
+    reactor.stop().unwrap();
+    let length = file.length_bytes().unwrap();
+    let walk = |look: &dyn Fn(u64) -> (bool, u64)| {
+        let (mut at, mut with_data) = (0, std::collections::BTreeSet::new());
+        while at < length {
+            let (hole, run) = look(at);
+            assert!(run > 0 && run <= length - at);
+            with_data.extend((!hole).then_some(at / GRANULE..=(at + run - 1) / GRANULE).into_iter().flatten());
+            at += run;
+        }
+        with_data
+    };
+    let fine = walk(&|at| file.hole_at(at, length - at).unwrap());
+    let coarse = walk(&|at| file.hole_or_granule_at(at, length - at, GRANULE).unwrap());
+    assert_eq!(fine.len(), 16 + 1 + 2 + 1);
+    assert_eq!(coarse, fine);
+    assert_eq!(file.hole_or_granule_at(4096, length, GRANULE).unwrap(), (false, GRANULE - 4096));
+}
+
+#[test]
 fn a_task_with_much_to_copy_lets_others_come_between() {
     let Some((_dir, file)) = file() else { return };
     let reactor = reactor("memory");

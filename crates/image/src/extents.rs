@@ -56,6 +56,8 @@ pub struct Extents {
     metas: Vec<MetaIo>,
     /// How many layers are asked.
     layers: usize,
+    /// In raw files, what follows data may be called data up to the end of so many bytes.
+    granule_bytes: Option<u64>,
     at: u64,
     pending: Option<Run>,
     /// Where the walk ended with an error.
@@ -66,6 +68,12 @@ impl Image {
     /// What lies where, through the whole chain.
     pub fn extents(&self) -> Result<Extents> {
         self.extents_of(self.chain.layers.len())
+    }
+
+    /// As [`Self::extents`], for whoever counts granules of the disk in which any byte is data: what follows data in a
+    /// raw file may be called data too, up to the granule's end. Costs less where the files lie in memory.
+    pub fn coarse_extents(&self, granule_bytes: u64) -> Result<Extents> {
+        Ok(Extents { granule_bytes: Some(granule_bytes), ..self.extents()? })
     }
 
     /// What lies where in the top layer; what it leaves to those below is neither present nor zero nor data.
@@ -82,7 +90,8 @@ impl Image {
     fn extents_of(&self, layers: usize) -> Result<Extents> {
         let asked = self.chain.layers.iter().take(layers);
         let metas = asked.map(Layer::open_blocking).collect::<Result<_>>()?;
-        Ok(Extents { chain: Arc::clone(&self.chain), metas, layers, at: 0, pending: None, failed_at: None })
+        let chain = Arc::clone(&self.chain);
+        Ok(Extents { chain, metas, layers, granule_bytes: None, at: 0, pending: None, failed_at: None })
     }
 }
 
@@ -130,7 +139,10 @@ impl Extents {
             offset: None,
         };
         if let Mapping::Raw(_) = &layer.mapping {
-            let (hole, length_bytes) = layer.file.hole_at(self.at, length)?;
+            let (hole, length_bytes) = match self.granule_bytes {
+                Some(granule_bytes) => layer.file.hole_or_granule_at(self.at, length, granule_bytes)?,
+                None => layer.file.hole_at(self.at, length)?,
+            };
             let here = Run { length_bytes, present: true, offset: Some(self.at), ..nothing };
             return Ok(Run { zero: hole, data: !hole, ..here });
         }

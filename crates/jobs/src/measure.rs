@@ -51,7 +51,7 @@ pub fn measure(source: &Image, target: Target, control: &mut Control<'_>) -> Res
     measured(size, 0, target)?;
     // Clusters of the new image that hold data, each counted once.
     let (mut needed, mut counted_to) = (0u64, 0u64);
-    for run in source.extents()? {
+    for run in source.coarse_extents(cluster_bytes)? {
         let run = run?;
         control.check()?;
         if run.data {

@@ -193,8 +193,8 @@ pub(super) fn host(cell: &Cell, _tools: &Tools, files: &Files, seconds: f64) -> 
         .arg(format!("--rw={}", cell.access.name()))
         .arg(format!("--bs={}k", cell.block_kib))
         .arg(format!("--iodepth={}", cell.depth))
-        .arg(format!("--runtime={seconds}"))
-        .arg(format!("--ramp_time={WARM_UP_SECONDS}"))
+        .arg(format!("--runtime={}", fio_time(seconds)))
+        .arg(format!("--ramp_time={}", fio_time(WARM_UP_SECONDS)))
         // As a server takes what has come in, and hands back what is done, in batches.
         .arg(format!("--iodepth_batch_submit={}", cell.depth))
         .arg(format!("--iodepth_batch_complete_max={}", cell.depth));
@@ -219,6 +219,12 @@ pub(super) fn host(cell: &Cell, _tools: &Tools, files: &Files, seconds: f64) -> 
     let p99_us = number(&side["clat_ns"]["percentile"]["99.000000"])? / 1000.0;
     let cpu_us_per_request = if iops > 0.0 { cpu_share * 1e6 / iops } else { 0.0 };
     Ok(Sample { iops, p99_us, cpu_us_per_request, client_us_per_request: 0.0 })
+}
+
+/// A time as fio takes it: of a fraction it reads what stands before the point, and a time of 0 is none to it, so that it
+/// goes through the whole file.
+fn fio_time(seconds: f64) -> String {
+    format!("{:.0}ms", seconds * 1e3)
 }
 
 /// `ringdisk bench` against whoever serves at the socket.
@@ -338,4 +344,14 @@ pub(super) fn version(program: &str) -> String {
         .ok()
         .and_then(|output| BufReader::new(output.stdout.as_slice()).lines().next().and_then(Result::ok))
         .unwrap_or_else(|| format!("{program}, version unknown"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fio_gets_no_fractions() {
+        assert_eq!([0.4, 1.0, 2.5].map(fio_time), ["400ms", "1000ms", "2500ms"]);
+    }
 }
