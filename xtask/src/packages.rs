@@ -126,7 +126,8 @@ fn apt_install<const N: usize>(options: [&str; N], packages: &[&str]) -> Result<
     if packages.is_empty() {
         return Ok(());
     }
-    apt_get(["install", "--yes", "--no-install-recommends"].into_iter().chain(options).chain(packages.iter().copied()))
+    let install = ["install", "--yes", "--no-remove", "--no-install-recommends"];
+    apt_get(install.into_iter().chain(options).chain(packages.iter().copied()))
 }
 
 fn apt_get<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Result<()> {
