@@ -146,7 +146,7 @@ impl Inner {
             match state.refcounts.get(first) {
                 Ok(0) => {}
                 Ok(_) => {
-                    state.space.frontier = first.saturating_add(1);
+                    state.space.frontier = state.refcounts.next_free(first);
                     continue;
                 }
                 Err(Absent::NoBlock(_)) => {

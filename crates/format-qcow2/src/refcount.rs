@@ -162,6 +162,16 @@ impl Refcounts {
         }
     }
 
+    /// The first free host cluster behind `cluster`, as far as its block tells: else the first that the next block counts.
+    pub(crate) fn next_free(&self, cluster: u64) -> u64 {
+        let number = self.geometry.block_of(cluster);
+        let Some(block) = self.blocks.get(&number) else { return cluster.saturating_add(1) };
+        let order = self.geometry.refcount_order;
+        let mut behind = cluster.saturating_add(1)..self.geometry.block_end(number);
+        let end = behind.end;
+        behind.find(|other| read_entry(&block.bytes, self.index_in_block(*other), order) == 0).unwrap_or(end)
+    }
+
     /// The runs of free host clusters between two clusters that one block counts.
     pub(crate) fn free_runs(&mut self, from: u64, to: u64) -> Result<Vec<Range<u64>>, Absent> {
         let mut runs: Vec<Range<u64>> = Vec::new();
@@ -456,6 +466,8 @@ mod tests {
         assert_eq!(refcounts.free_runs(1024, 2048), Ok(vec![1025..1030, 1032..2047]));
         assert_eq!(refcounts.free_runs(1028, 1033), Ok(vec![1028..1030, 1032..1033]));
         assert_eq!(refcounts.free_runs(2048, 2050), Err(Absent::NoBlock(2)));
+        let next = [1023, 1024, 1027, 1029, 2045, 2046].map(|cluster| refcounts.next_free(cluster));
+        assert_eq!(next, [1024, 1025, 1028, 1032, 2046, 2048]);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::entry::decode_l1;
 use crate::geometry::Geometry;
 use crate::state::{Inner, State};
 use block::sync::{AtomicU64, Ordering};
-use std::collections::HashMap;
+use foldhash::{HashMap, HashMapExt};
 use std::fmt;
 use std::ops::Range;
 
@@ -71,6 +71,8 @@ const TWICE: u16 = 1 << 15;
 /// Host clusters that hold tables, and whose.
 #[derive(Debug, Default)]
 pub(crate) struct Tables {
+    /// Hashed with a secret, as an image decides where its tables lie, but quickly: a large one has tens of thousands, all
+    /// of which are collected before its first write.
     owners: HashMap<u64, u16>,
     /// Some lie so far behind that they share their bits with others in front.
     has_far: bool,

@@ -106,6 +106,10 @@ fn the_table_is_what_qemu_img_shows() {
         return eprintln!("skipped: qemu-img is missing (Debian package qemu-utils)");
     };
     let help = String::from_utf8(output.stdout).unwrap();
+    if !help.contains(&format!("version {}", super::VERSION)) {
+        // Other versions may have other flags, and show them elsewhere: those of this one have to be known.
+        return eprintln!("skipped: this needs qemu-img {}", super::VERSION);
+    }
     let lines = help.lines().skip_while(|line| !line.starts_with("Command syntax")).skip(1);
     let verbs: Vec<Shown> = lines.take_while(|line| line.starts_with("  ")).map(parse).collect();
     assert!(verbs.len() > 10, "{help}");
@@ -114,11 +118,7 @@ fn the_table_is_what_qemu_img_shows() {
         std::fs::write(path, &made).unwrap();
     }
     let kept = std::fs::read_to_string(path).unwrap();
-    // Other versions may have other flags: those of this one have to be known.
-    let version = String::from_utf8(std::process::Command::new("qemu-img").arg("-V").output().unwrap().stdout).unwrap();
-    if version.contains(&format!("version {}", super::VERSION)) {
-        assert!(made == kept, "flags.rs is out of date: run this test with RINGDISK_REGENERATE=1");
-    }
+    assert!(made == kept, "flags.rs is out of date: run this test with RINGDISK_REGENERATE=1");
 }
 
 fn flags() -> impl Iterator<Item = (&'static Verb, &'static Flag)> {
@@ -229,10 +229,8 @@ fn the_names_that_newer_versions_have_for_flags_are_understood_too() {
             names.into_iter().any(|own| own.starts_with(name))
         };
         for (letter, name) in help.lines().filter_map(listed) {
-            // Compressing is not supported there.
-            let is_missing = name == "object" || (verb.name, name) == ("rebase", "compress");
             let is_known = has_name(name) && letter.is_none_or(has_letter);
-            assert!(name == "help" || is_missing != is_known, "{} --{name}", verb.name);
+            assert!(name == "help" || is_known != (name == "object"), "{} --{name}", verb.name);
         }
     }
 }
