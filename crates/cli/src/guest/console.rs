@@ -32,15 +32,21 @@ pub(super) fn command(program: &Path) -> Command {
 }
 
 /// Runs `command` until the guest has ended, reading its console from both outputs.
-pub(super) fn run(mut command: Command, options: &GuestOptions, progress: &mut dyn FnMut(&str)) -> Result<GuestReport> {
+///
+/// `prepare` is called by the thread that starts it, and changes what the guest inherits from that.
+pub(super) fn run(
+    mut command: Command,
+    prepare: impl FnOnce() -> Result<()> + Send + 'static,
+    options: &GuestOptions,
+    progress: &mut dyn FnMut(&str),
+) -> Result<GuestReport> {
     let mut log = match &options.log {
         Some(path) => Some(File::create(path).with_context(|| format!("cannot write the log {}", path.display()))?),
         None => None,
     };
     let start = Instant::now();
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
-    let name = command.get_program().to_string_lossy().into_owned();
-    let mut guest = Guest(command.spawn().with_context(|| format!("cannot start {name}"))?);
+    let mut guest = Guest::start(command, prepare)?;
     let lines = guest.lines();
     let mut reader = Reader::default();
     let mut quoted = VecDeque::new();
@@ -96,13 +102,31 @@ fn watch(
 }
 
 /// Killed with all its processes when it goes.
-struct Guest(Child);
+struct Guest {
+    child: Child,
+    /// The thread that started it waits until this is dropped: the kernel kills the guest when that thread ends.
+    _starter: SyncSender<()>,
+}
 
 impl Guest {
+    fn start(mut command: Command, prepare: impl FnOnce() -> Result<()> + Send + 'static) -> Result<Self> {
+        let (started, starting) = sync_channel(1);
+        let (starter, kept) = sync_channel::<()>(0);
+        std::thread::spawn(move || {
+            let name = command.get_program().to_string_lossy().into_owned();
+            let child = prepare().and_then(|()| command.spawn().with_context(|| format!("cannot start {name}")));
+            if started.send(child).is_ok() {
+                let _ = kept.recv();
+            }
+        });
+        let child = starting.recv().context("the guest's thread ended")??;
+        Ok(Self { child, _starter: starter })
+    }
+
     /// What it prints from now on, on both outputs.
     fn lines(&mut self) -> Receiver<String> {
         let (sender, receiver) = sync_channel(1024);
-        for stream in [self.0.stdout.take().map(boxed), self.0.stderr.take().map(boxed)].into_iter().flatten() {
+        for stream in [self.child.stdout.take().map(boxed), self.child.stderr.take().map(boxed)].into_iter().flatten() {
             let sender = sender.clone();
             std::thread::spawn(move || read_lines(stream, &sender));
         }
@@ -126,10 +150,10 @@ fn read_lines(stream: Box<dyn Read + Send>, sender: &SyncSender<String>) {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        if !matches!(self.0.try_wait(), Ok(Some(_))) {
+        if !matches!(self.child.try_wait(), Ok(Some(_))) {
             // The group is the guest's own, and lives as long as its first process is not waited for.
-            let _ = kill_process_group(Pid::from_child(&self.0), Signal::KILL);
-            let _ = self.0.wait();
+            let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
+            let _ = self.child.wait();
         }
     }
 }

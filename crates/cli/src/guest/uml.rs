@@ -3,6 +3,9 @@
 use super::script::{self, Places};
 use super::{GuestOptions, console, tools};
 use anyhow::{Context, Result, ensure};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -52,6 +55,40 @@ pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
     }
     command.env("TMPDIR", memory_directory(options.memory_mib, directory));
     Ok(command)
+}
+
+/// The first kernel that asks the host how much room a processor's registers take.
+const ANY_REGISTERS: (u32, u32) = (6, 13);
+/// `ptrace`, its `PTRACE_GETREGSET`, and the set that holds all registers (x86-64: asm/unistd_64.h, linux/ptrace.h,
+/// linux/elf.h), for which `ENODEV` says that there is none.
+const PTRACE: i64 = 101;
+const PTRACE_GETREGSET: u64 = 0x4204;
+const NT_X86_XSTATE: u64 = 0x202;
+const ENODEV: u32 = 19;
+
+/// What the thread that starts the guest does first. Older kernels keep 2.7 KB for a processor's registers, and end where
+/// a host's take more, as with AMX. Told that there is no set of all registers, they save the older ones one by one.
+pub(super) fn prepare() -> Result<()> {
+    let processors = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    if !processors.contains(" amx_tile") || kernel_version()? >= ANY_REGISTERS {
+        return Ok(());
+    }
+    let is = |argument, value| SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value);
+    let all_registers = SeccompRule::new(vec![is(0, PTRACE_GETREGSET)?, is(2, NT_X86_XSTATE)?])?;
+    let rules = [(PTRACE, vec![all_registers])].into();
+    let arch = std::env::consts::ARCH.try_into()?;
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, SeccompAction::Errno(ENODEV), arch)?;
+    seccompiler::apply_filter(&BpfProgram::try_from(filter)?).context("cannot filter User Mode Linux's system calls")
+}
+
+fn kernel_version() -> Result<(u32, u32)> {
+    let output = Command::new(tools::find("linux.uml", PACKAGE)?).arg("--version").output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let mut numbers = text.trim().split(|mark: char| !mark.is_ascii_digit()).map(str::parse);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => Ok((major, minor)),
+        _ => anyhow::bail!("linux.uml --version says '{}'", text.trim()),
+    }
 }
 
 /// Where its memory goes: a file that is deleted at once. Shared memory is best, but small in some containers.
