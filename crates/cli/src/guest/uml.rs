@@ -47,6 +47,9 @@ pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
         .arg(format!("init={}", init.display()))
         .arg(format!("uml_dir={}", directory.display()))
         .arg("umid=guest");
+    if has_too_many_registers()? {
+        command.arg(OLD_REGISTERS_ONLY);
+    }
     for (number, socket) in options.sockets.iter().enumerate() {
         let link = directory.join(format!("disk{number}"));
         let socket = std::path::absolute(socket)?;
@@ -66,11 +69,21 @@ const PTRACE_GETREGSET: u64 = 0x4204;
 const NT_X86_XSTATE: u64 = 0x202;
 const ENODEV: u32 = 19;
 
-/// What the thread that starts the guest does first. Older kernels keep 2.7 KB for a processor's registers, and end where
-/// a host's take more, as with AMX. Told that there is no set of all registers, they save the older ones one by one.
-pub(super) fn prepare() -> Result<()> {
+/// Programs do without the registers that are not saved: glibc's choice of copying loops is made for them. What the kernel
+/// does not know on its command line it hands to init, and that to its children.
+const OLD_REGISTERS_ONLY: &str =
+    "GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ,-AVX_Fast_Unaligned_Load";
+
+/// Older kernels keep 2.7 KB for a processor's registers, and end where a host's take more, as with AMX.
+fn has_too_many_registers() -> Result<bool> {
     let processors = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    if !processors.contains(" amx_tile") || kernel_version()? >= ANY_REGISTERS {
+    Ok(processors.contains(" amx_tile") && kernel_version()? < ANY_REGISTERS)
+}
+
+/// What the thread that starts the guest does first: where the host has too many registers, it sees to it that the kernel
+/// is told that there is no set of all of them, and saves the oldest (x87, SSE) one by one.
+pub(super) fn prepare() -> Result<()> {
+    if !has_too_many_registers()? {
         return Ok(());
     }
     let is = |argument, value| SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value);
