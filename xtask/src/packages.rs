@@ -20,6 +20,9 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("fincore", "util-linux-extra"),
 ];
 
+/// What Debian's archive is signed with.
+const DEBIAN_KEYS: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+
 /// The kernel that QEMU boots. Never installed: only its files are taken.
 const KERNEL_PACKAGE: &str = "linux-image-cloud-amd64";
 
@@ -36,8 +39,8 @@ pub(crate) fn install() -> Result<Vec<String>> {
         apt_get(["update"])?;
         let (qemu, others): (Vec<&str>, Vec<&str>) =
             missing.into_iter().partition(|package| package.starts_with("qemu-"));
-        apt_install([], &others)?;
-        apt_install([], &qemu).or_else(|error| install_backports(&qemu).with_context(|| format!("{error:#}")))?;
+        apt_install(&[], &others)?;
+        install_qemu(&qemu)?;
     }
     Ok(PROGRAMS
         .iter()
@@ -47,25 +50,33 @@ pub(crate) fn install() -> Result<Vec<String>> {
 }
 
 /// QEMU's packages are all of one version: where some are here from Debian's backports, the others must be from there too.
-/// The system's own sources stay as they are.
-fn install_backports(packages: &[&str]) -> Result<()> {
+fn install_qemu(packages: &[&str]) -> Result<()> {
+    let installed = Program::new("dpkg-query").args(["--show", "--showformat=${Version}\n", "qemu-*"]).output_text();
+    if !installed.unwrap_or_default().contains("~bpo") {
+        return apt_install(&[], packages);
+    }
     let release = std::fs::read_to_string("/etc/os-release")?;
     let codename = release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME=")).unwrap_or("stable");
-    let targets = Program::new("apt-get")
-        .args(["indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages"])
-        .output_text()?;
-    let archive = targets
-        .lines()
-        .find_map(|line| line.strip_suffix(&format!(" {codename} main")))
-        .with_context(|| format!("apt has no source with {codename} main"))?;
-    println!("asking {codename}-backports, as QEMU here may be from there");
+    let backports = format!("{codename}-backports");
+    let format = "$(REPO_URI) $(RELEASE) $(COMPONENT)";
+    let sources = Program::new("apt-get").args(["indextargets", "--format", format, "Created-By: Packages"]);
+    let sources = sources.output_text()?;
+    let archive_of = |suite: &str| sources.lines().find_map(|line| line.strip_suffix(&format!(" {suite} main")));
+    if archive_of(&backports).is_some() {
+        return apt_install(&["-t", &backports], packages);
+    }
+    // Other archives may have a suite of the same name, but not one for its updates.
+    let archive = archive_of(&format!("{codename}-updates")).or_else(|| archive_of(codename));
+    let archive = archive.with_context(|| format!("apt has no source with {codename} main"))?;
+    println!("asking {backports}, as some of QEMU is from there; the system's own sources stay as they are");
     let own = std::fs::read_to_string("/etc/apt/sources.list").unwrap_or_default();
+    let signed = if Path::new(DEBIAN_KEYS).exists() { format!("[signed-by={DEBIAN_KEYS}] ") } else { String::new() };
     let list = workspace::target().join("backports.list");
     std::fs::create_dir_all(workspace::target())?;
-    std::fs::write(&list, format!("{own}\ndeb {archive} {codename}-backports main\n"))?;
+    std::fs::write(&list, format!("{own}\ndeb {signed}{archive} {backports} main\n"))?;
     let sources = format!("Dir::Etc::sourcelist={}", list.display());
     apt_get(["-o", &sources, "update"])?;
-    apt_install(["-o", &sources, "-t", &format!("{codename}-backports")], packages)
+    apt_install(&["-o", &sources, "-t", &backports], packages)
 }
 
 /// A directory with the kernel and the modules for QEMU's guest, unpacked below the build directory on first use.
@@ -122,12 +133,12 @@ fn kernel_package() -> Result<String> {
         .with_context(|| format!("apt knows no kernel behind {KERNEL_PACKAGE}"))
 }
 
-fn apt_install<const N: usize>(options: [&str; N], packages: &[&str]) -> Result<()> {
+fn apt_install(options: &[&str], packages: &[&str]) -> Result<()> {
     if packages.is_empty() {
         return Ok(());
     }
     let install = ["install", "--yes", "--no-remove", "--no-install-recommends"];
-    apt_get(install.into_iter().chain(options).chain(packages.iter().copied()))
+    apt_get(install.iter().chain(options).chain(packages).copied())
 }
 
 fn apt_get<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Result<()> {

@@ -76,7 +76,7 @@ pub trait File: Send + Sync + Debug {
     }
 
     /// As [`Self::hole_at`], for whoever counts granules of the file in which any byte is data: what follows data may be
-    /// called data too, up to the granule's end. Costs less where the host looks for that end page by page.
+    /// called data too, up to the granule's end. Costs less where the host looks for the end of data page by page.
     fn hole_or_granule_at(&self, offset: u64, length: u64, granule_bytes: u64) -> Result<(bool, u64)> {
         let _ = granule_bytes;
         self.hole_at(offset, length)

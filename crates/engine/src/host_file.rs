@@ -8,6 +8,9 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
+/// A call for each smaller granule would take longer than to walk over its pages.
+const GRANULE_BYTES_MIN: u64 = 32 << 10;
+
 /// An open file or block device. See [`crate::open`].
 #[derive(Debug)]
 pub(crate) struct HostFile {
@@ -36,11 +39,10 @@ impl File for HostFile {
     }
 
     fn hole_or_granule_at(&self, offset: u64, length: u64, granule_bytes: u64) -> Result<(bool, u64)> {
-        if !self.file.info.in_memory {
+        if !self.file.walks_to_holes || granule_bytes < GRANULE_BYTES_MIN {
             return self.hole_at(offset, length);
         }
-        let block_device = self.file.info.block_device;
-        let found = crate::sys::hole_or_granule_at(&self.file.fd, block_device, offset, length, granule_bytes);
+        let found = crate::sys::hole_or_granule_at(&self.file.fd, offset, length, granule_bytes);
         found.map_err(|error| Error::io(format!("cannot look for holes in '{}'", self.file.info.name), error))
     }
 

@@ -71,6 +71,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let (engine, reason) = probe::choose(options, name, Host::get(), in_memory)?;
     let facts = Facts { stat, block_device, in_memory, locks, alignment, page_cached, engine, reason };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
+    let walks_to_holes = !block_device && storage::walks_to_holes(&fd);
     let resident = in_memory.then(|| Resident::new(&fd, info.length_bytes, !options.read_only)).flatten();
     tracing::info!("'{name}': {}", info.engine);
     Ok(OpenFile {
@@ -82,6 +83,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         chosen_freely: options.engine == EngineKind::Auto,
         sqpoll: options.sqpoll,
         in_memory,
+        walks_to_holes,
         resident,
         alignment,
         write_behind: (options.write_behind && !direct && !in_memory && options.cache != CacheMode::Unsafe)

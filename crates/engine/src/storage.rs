@@ -113,6 +113,11 @@ pub(crate) fn is_in_memory(fd: &OwnedFd) -> bool {
     file_system(fd).is_some_and(|magic| MEMORY_MAGICS.contains(&magic))
 }
 
+/// Whether the end of data in the file is found page by page: tmpfs knows no extents.
+pub(crate) fn walks_to_holes(fd: &OwnedFd) -> bool {
+    file_system(fd) == Some(TMPFS_MAGIC)
+}
+
 /// File systems whose `fallocate` is known: ext2/3/4, xfs, btrfs, f2fs.
 const KNOWN_MAGICS: [Magic; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
 

@@ -42,16 +42,15 @@ pub(crate) fn hole_at(fd: &OwnedFd, block_device: bool, offset: u64, length: u64
     }
 }
 
-/// As [`hole_at`], but data are told no further than to the end of their granule, and all of it is called data: where they
-/// end is not asked. A file in memory has no extents, so the kernel finds that end page by page.
+/// As [`hole_at`] of a regular file, but where data end is not asked: they are told no further than to the end of their
+/// granule, all of which is called data.
 pub(crate) fn hole_or_granule_at(
     fd: &OwnedFd,
-    block_device: bool,
     offset: u64,
     length: u64,
     granule_bytes: u64,
 ) -> io::Result<(bool, u64)> {
-    match hole_before_data(fd, block_device, offset, length)? {
+    match hole_before_data(fd, false, offset, length)? {
         Begins::Hole { length } => Ok((true, length)),
         Begins::Data => {
             let inside = offset.checked_rem(granule_bytes).map_or(length, |into| granule_bytes - into);

@@ -46,7 +46,9 @@ pub(crate) struct OpenFile {
     pub(crate) sqpoll: bool,
     /// Reads and writes only copy within memory: the reactor does them itself.
     pub(crate) in_memory: bool,
-    /// Copies what it can of such a file without calls.
+    /// The kernel finds the end of data page by page.
+    pub(crate) walks_to_holes: bool,
+    /// Copies what it can of a file in memory without calls.
     pub(crate) resident: Option<Resident>,
     pub(crate) alignment: Alignment,
     /// Every write is durable when it completes.

@@ -162,7 +162,8 @@ impl Refcounts {
         }
     }
 
-    /// The first free host cluster behind `cluster`, as far as its block tells: else the first that the next block counts.
+    /// The first free host cluster behind `cluster`, as far as its block, which is in memory, tells: else the first that the
+    /// next block counts.
     pub(crate) fn next_free(&self, cluster: u64) -> u64 {
         let number = self.geometry.block_of(cluster);
         let Some(block) = self.blocks.get(&number) else { return cluster.saturating_add(1) };

@@ -71,8 +71,8 @@ const TWICE: u16 = 1 << 15;
 /// Host clusters that hold tables, and whose.
 #[derive(Debug, Default)]
 pub(crate) struct Tables {
-    /// Hashed with a secret, as an image decides where its tables lie, but quickly: a large one has tens of thousands, all
-    /// of which are collected before its first write.
+    /// Hashed quickly: a large image has tens of thousands, all of which are collected before its first write. An image
+    /// decides where its tables lie, but does not know the seed.
     owners: HashMap<u64, u16>,
     /// Some lie so far behind that they share their bits with others in front.
     has_far: bool,

@@ -56,7 +56,7 @@ pub struct Extents {
     metas: Vec<MetaIo>,
     /// How many layers are asked.
     layers: usize,
-    /// In raw files, what follows data may be called data up to the end of so many bytes.
+    /// In raw files, what follows data may be called data up to the next multiple of this. Runs end now and then, then.
     granule_bytes: Option<u64>,
     at: u64,
     pending: Option<Run>,
@@ -71,7 +71,8 @@ impl Image {
     }
 
     /// As [`Self::extents`], for whoever counts granules of the disk in which any byte is data: what follows data in a
-    /// raw file may be called data too, up to the granule's end. Costs less where the files lie in memory.
+    /// raw file may be called data too, up to the granule's end, and long runs are told in parts. Costs less where the files
+    /// lie in memory.
     pub fn coarse_extents(&self, granule_bytes: u64) -> Result<Extents> {
         Ok(Extents { granule_bytes: Some(granule_bytes), ..self.extents()? })
     }
@@ -193,8 +194,9 @@ impl Iterator for Extents {
                 }
             };
             self.at = run.end();
+            let may_end = self.granule_bytes.is_some();
             match &mut self.pending {
-                Some(pending) if pending.is_continued_by(&run) => {
+                Some(pending) if pending.is_continued_by(&run) && !(may_end && pending.length_bytes >= LOOK_BYTES) => {
                     pending.length_bytes = pending.length_bytes.saturating_add(run.length_bytes);
                 }
                 pending => {

@@ -36,7 +36,7 @@ pub(super) fn command(program: &Path) -> Command {
 /// `prepare` is called by the thread that starts it, and changes what the guest inherits from that.
 pub(super) fn run(
     mut command: Command,
-    prepare: impl FnOnce() -> Result<()> + Send + 'static,
+    prepare: fn() -> Result<()>,
     options: &GuestOptions,
     progress: &mut dyn FnMut(&str),
 ) -> Result<GuestReport> {
@@ -109,7 +109,7 @@ struct Guest {
 }
 
 impl Guest {
-    fn start(mut command: Command, prepare: impl FnOnce() -> Result<()> + Send + 'static) -> Result<Self> {
+    fn start(mut command: Command, prepare: fn() -> Result<()>) -> Result<Self> {
         let (started, starting) = sync_channel(1);
         let (starter, kept) = sync_channel::<()>(0);
         std::thread::spawn(move || {

@@ -108,8 +108,9 @@ pub(crate) fn run(options: &GuestOptions, progress: &mut dyn FnMut(&str)) -> Res
     }
     let directory = tempfile::Builder::new().prefix("ringdisk-guest-").tempdir();
     let directory = directory.context("cannot make a temporary directory for the guest")?;
-    match options.kind {
-        GuestKind::Uml => console::run(uml::command(options, directory.path())?, uml::prepare, options, progress),
-        GuestKind::Qemu => console::run(qemu::command(options, directory.path())?, || Ok(()), options, progress),
-    }
+    let (command, prepare) = match options.kind {
+        GuestKind::Uml => uml::command(options, directory.path())?,
+        GuestKind::Qemu => (qemu::command(options, directory.path())?, (|| Ok(())) as fn() -> Result<()>),
+    };
+    console::run(command, prepare, options, progress)
 }

@@ -24,8 +24,9 @@ pub(super) fn check_tools() -> Result<()> {
     Ok(())
 }
 
-/// The process that is the guest; `directory` is empty and lives as long as it.
-pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Command> {
+/// The process that is the guest, and what the thread that starts it does first; `directory` is empty and lives as long as
+/// the guest.
+pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<(Command, fn() -> Result<()>)> {
     ensure!(
         !directory.to_string_lossy().contains(FORBIDDEN),
         "User Mode Linux cannot work in {}: set TMPDIR to a path without blanks, commas and colons",
@@ -39,7 +40,8 @@ pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
     std::fs::write(&init, script::init(options, &tools::guest_tools()?, &places))?;
     std::fs::set_permissions(&init, std::fs::Permissions::from_mode(0o755))?;
 
-    let mut command = console::command(&tools::find("linux.uml", PACKAGE)?);
+    let program = tools::find("linux.uml", PACKAGE)?;
+    let mut command = console::command(&program);
     command
         .arg(format!("mem={}M", options.memory_mib))
         .args(["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro", "quiet", "con=null", "con0=null,fd:1"])
@@ -47,8 +49,10 @@ pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
         .arg(format!("init={}", init.display()))
         .arg(format!("uml_dir={}", directory.display()))
         .arg("umid=guest");
-    if has_too_many_registers()? {
+    let mut prepare: fn() -> Result<()> = || Ok(());
+    if has_too_many_registers(&program)? {
         command.arg(OLD_REGISTERS_ONLY);
+        prepare = hide_registers;
     }
     for (number, socket) in options.sockets.iter().enumerate() {
         let link = directory.join(format!("disk{number}"));
@@ -57,7 +61,7 @@ pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
         command.arg(format!("virtio_uml.device={}:2", link.display()));
     }
     command.env("TMPDIR", memory_directory(options.memory_mib, directory));
-    Ok(command)
+    Ok((command, prepare))
 }
 
 /// The first kernel that asks the host how much room a processor's registers take.
@@ -75,17 +79,18 @@ const OLD_REGISTERS_ONLY: &str =
     "GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ,-AVX_Fast_Unaligned_Load";
 
 /// Older kernels keep 2.7 KB for a processor's registers, and end where a host's take more, as with AMX.
-fn has_too_many_registers() -> Result<bool> {
+fn has_too_many_registers(program: &Path) -> Result<bool> {
     let processors = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    Ok(processors.contains(" amx_tile") && kernel_version()? < ANY_REGISTERS)
+    if !processors.contains(" amx_tile") {
+        return Ok(false);
+    }
+    let output = Command::new(program).arg("--version").output()?;
+    Ok(kernel_version(&String::from_utf8_lossy(&output.stdout))? < ANY_REGISTERS)
 }
 
-/// What the thread that starts the guest does first: where the host has too many registers, it sees to it that the kernel
-/// is told that there is no set of all of them, and saves the oldest (x87, SSE) one by one.
-pub(super) fn prepare() -> Result<()> {
-    if !has_too_many_registers()? {
-        return Ok(());
-    }
+/// Tells the calling thread's children that there is no set of all registers, so that the kernel saves only the oldest
+/// (x87, SSE), which have a call of their own.
+fn hide_registers() -> Result<()> {
     let is = |argument, value| SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value);
     let all_registers = SeccompRule::new(vec![is(0, PTRACE_GETREGSET)?, is(2, NT_X86_XSTATE)?])?;
     let rules = [(PTRACE, vec![all_registers])].into();
@@ -94,9 +99,8 @@ pub(super) fn prepare() -> Result<()> {
     seccompiler::apply_filter(&BpfProgram::try_from(filter)?).context("cannot filter User Mode Linux's system calls")
 }
 
-fn kernel_version() -> Result<(u32, u32)> {
-    let output = Command::new(tools::find("linux.uml", PACKAGE)?).arg("--version").output()?;
-    let text = String::from_utf8_lossy(&output.stdout);
+/// Major and minor, of what `linux.uml --version` prints.
+fn kernel_version(text: &str) -> Result<(u32, u32)> {
     let mut numbers = text.trim().split(|mark: char| !mark.is_ascii_digit()).map(str::parse);
     match (numbers.next(), numbers.next()) {
         (Some(Ok(major)), Some(Ok(minor))) => Ok((major, minor)),
@@ -110,4 +114,17 @@ fn memory_directory(memory_mib: u32, otherwise: &Path) -> PathBuf {
     let free_mib =
         rustix::fs::statvfs(shared).map_or(0, |status| status.f_bavail.saturating_mul(status.f_frsize) >> 20);
     if free_mib > u64::from(memory_mib) + 64 { shared.to_path_buf() } else { otherwise.to_path_buf() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernels_version_is_its_first_two_numbers() {
+        assert_eq!(kernel_version("6.1.176\n").unwrap(), (6, 1));
+        assert!(kernel_version("6.12-rc1").unwrap() < ANY_REGISTERS);
+        assert!(kernel_version("7.0.1").unwrap() > ANY_REGISTERS);
+        assert!(kernel_version("").is_err());
+    }
 }
