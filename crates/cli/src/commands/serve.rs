@@ -28,9 +28,9 @@ pub(crate) struct Args {
     /// Request queues that each disk offers its guest [default: one a CPU, at most 16].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: Option<u16>,
-    /// How long an idle thread goes on looking for work at most before it sleeps, in microseconds; 0 never. It looks
-    /// less where that gains nothing. A disk can have its own with --drive poll-max-us=US; as every thread serves queues
-    /// of all disks, the longest of all disks holds for all threads.
+    /// How long an idle thread goes on looking for work at most before it sleeps, in microseconds; 0 never [default: 100].
+    /// It looks less where that gains nothing. A disk can have its own with --drive poll-max-us=US; as every thread
+    /// serves queues of all disks, the longest of all disks holds for all threads.
     #[arg(long, value_name = "US")]
     poll_max_us: Option<u32>,
     /// Write the process id to PATH once ready; removed at the end.
