@@ -22,6 +22,9 @@ const POWER_OFF: Duration = Duration::from_secs(20);
 /// How often we look whether somebody wants us to stop.
 const GLANCE: Duration = Duration::from_millis(100);
 
+/// What the thread that starts a guest does first, to be inherited by it.
+pub(super) type Prepare = fn() -> Result<()>;
+
 /// A command that becomes `program`, killed by the kernel when the thread that starts it ends, however that comes about:
 /// util-linux' setpriv sees to it. Without setpriv (every Debian has it) a guest outlives us if we are killed ourselves.
 pub(super) fn command(program: &Path) -> Command {
@@ -32,11 +35,9 @@ pub(super) fn command(program: &Path) -> Command {
 }
 
 /// Runs `command` until the guest has ended, reading its console from both outputs.
-///
-/// `prepare` is called by the thread that starts it, and changes what the guest inherits from that.
 pub(super) fn run(
     mut command: Command,
-    prepare: fn() -> Result<()>,
+    prepare: Prepare,
     options: &GuestOptions,
     progress: &mut dyn FnMut(&str),
 ) -> Result<GuestReport> {
@@ -109,7 +110,7 @@ struct Guest {
 }
 
 impl Guest {
-    fn start(mut command: Command, prepare: fn() -> Result<()>) -> Result<Self> {
+    fn start(mut command: Command, prepare: Prepare) -> Result<Self> {
         let (started, starting) = sync_channel(1);
         let (starter, kept) = sync_channel::<()>(0);
         std::thread::spawn(move || {

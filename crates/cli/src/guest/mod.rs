@@ -110,7 +110,7 @@ pub(crate) fn run(options: &GuestOptions, progress: &mut dyn FnMut(&str)) -> Res
     let directory = directory.context("cannot make a temporary directory for the guest")?;
     let (command, prepare) = match options.kind {
         GuestKind::Uml => uml::command(options, directory.path())?,
-        GuestKind::Qemu => (qemu::command(options, directory.path())?, (|| Ok(())) as fn() -> Result<()>),
+        GuestKind::Qemu => (qemu::command(options, directory.path())?, (|| Ok(())) as console::Prepare),
     };
     console::run(command, prepare, options, progress)
 }

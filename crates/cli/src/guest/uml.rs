@@ -26,7 +26,7 @@ pub(super) fn check_tools() -> Result<()> {
 
 /// The process that is the guest, and what the thread that starts it does first; `directory` is empty and lives as long as
 /// the guest.
-pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<(Command, fn() -> Result<()>)> {
+pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<(Command, console::Prepare)> {
     ensure!(
         !directory.to_string_lossy().contains(FORBIDDEN),
         "User Mode Linux cannot work in {}: set TMPDIR to a path without blanks, commas and colons",
@@ -49,7 +49,7 @@ pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<(Comma
         .arg(format!("init={}", init.display()))
         .arg(format!("uml_dir={}", directory.display()))
         .arg("umid=guest");
-    let mut prepare: fn() -> Result<()> = || Ok(());
+    let mut prepare: console::Prepare = || Ok(());
     if has_too_many_registers(&program)? {
         command.arg(OLD_REGISTERS_ONLY);
         prepare = hide_registers;
