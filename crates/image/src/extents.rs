@@ -56,7 +56,8 @@ pub struct Extents {
     metas: Vec<MetaIo>,
     /// How many layers are asked.
     layers: usize,
-    /// In raw files, what follows data may be called data up to the next multiple of this. Runs end now and then, then.
+    /// In raw files, what follows data may be called data up to the next multiple of this; long runs are told in parts
+    /// then.
     granule_bytes: Option<u64>,
     at: u64,
     pending: Option<Run>,
@@ -71,8 +72,8 @@ impl Image {
     }
 
     /// As [`Self::extents`], for whoever counts granules of the disk in which any byte is data: what follows data in a
-    /// raw file may be called data too, up to the granule's end, and long runs are told in parts. Costs less where the files
-    /// lie in memory.
+    /// raw file may be called data too, up to the granule's end, and long runs are told in parts. Costs less where the
+    /// files lie in memory.
     pub fn coarse_extents(&self, granule_bytes: u64) -> Result<Extents> {
         Ok(Extents { granule_bytes: Some(granule_bytes), ..self.extents()? })
     }
