@@ -17,6 +17,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// An engine, as a file's queue sees it.
 #[derive(Clone)]
@@ -58,8 +59,9 @@ impl Engines {
         counters: Arc<Counters>,
         processors: Option<CpuSet>,
         inline_bytes: usize,
+        spin_limit: Duration,
     ) -> Self {
-        let workers = Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), processors, inline_bytes);
+        let workers = Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), processors, inline_bytes, spin_limit);
         Self {
             counters,
             wakeup,

@@ -20,6 +20,7 @@ pub(crate) struct Job {
     pub(crate) in_turn: bool,
     pub(crate) action: Action,
     pub(crate) offset: u64,
+    pub(crate) length_bytes: usize,
     pub(crate) buffers: Buffers,
 }
 
@@ -59,12 +60,24 @@ impl Lane {
     }
 }
 
+/// Whether one of the workers spins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Spinner {
+    #[default]
+    None,
+    /// For any job that comes.
+    Looks,
+    /// One has come, which it is about to take: the next is another's.
+    HasWork,
+}
+
 /// The jobs, and the workers there are.
 #[derive(Default)]
 pub(crate) struct Queue {
     jobs: VecDeque<Job>,
     lanes: Vec<Lane>,
     pub(crate) idle: usize,
+    pub(crate) spinner: Spinner,
     pub(crate) threads: usize,
     pub(crate) stop: bool,
 }
@@ -95,6 +108,23 @@ impl Queue {
         lane.jobs.push_back(job);
     }
 
+    /// Adds a batch. Returns how many idle workers are to be woken for it and how many are to be started, which are
+    /// counted already.
+    pub(crate) fn add_batch(&mut self, batch: impl Iterator<Item = Job>, most_threads: usize) -> (usize, usize) {
+        let ready_before = self.ready();
+        batch.for_each(|job| self.add(job));
+        let ready = self.ready();
+        let mut to_wake = ready.saturating_sub(ready_before);
+        if to_wake > 0 && self.spinner == Spinner::Looks {
+            self.spinner = Spinner::HasWork;
+            to_wake -= 1;
+        }
+        let spinning = usize::from(self.spinner != Spinner::None);
+        let to_start = ready.saturating_sub(self.idle + spinning).min(most_threads.saturating_sub(self.threads));
+        self.threads += to_start;
+        (to_wake.min(self.idle), to_start)
+    }
+
     /// A job that can be begun now.
     pub(crate) fn take(&mut self) -> Option<Job> {
         if let Some(lane) = self.lanes.iter_mut().find(|lane| lane.is_ready()) {
@@ -104,12 +134,12 @@ impl Queue {
         self.jobs.pop_front()
     }
 
-    /// What follows a job that went in turn on this file: nobody else is woken for it.
-    pub(crate) fn next_in_turn(&mut self, fd: RawFd) -> Option<Job> {
-        let lane = self.lanes.iter_mut().find(|lane| lane.fd == fd && lane.busy)?;
+    /// What follows a job that went in turn on this file: nobody else is woken for it. Says also how many more wait.
+    pub(crate) fn next_in_turn(&mut self, fd: RawFd) -> (Option<Job>, usize) {
+        let Some(lane) = self.lanes.iter_mut().find(|lane| lane.fd == fd && lane.busy) else { return (None, 0) };
         let next = lane.jobs.pop_front();
         lane.busy = next.is_some();
-        next
+        (next, lane.jobs.len())
     }
 
     /// Jobs that can be begun now.
@@ -124,7 +154,22 @@ mod tests {
 
     fn job(index: u32, fd: RawFd, in_turn: bool) -> Job {
         let buffers = Buffers::Single { ptr: std::ptr::null_mut(), length_bytes: 0 };
-        Job { index, fd, in_turn, action: Action::Sync, offset: 0, buffers }
+        Job { index, fd, in_turn, action: Action::Sync, offset: 0, length_bytes: 0, buffers }
+    }
+
+    #[test]
+    fn a_worker_that_spins_is_counted_upon_for_one_job_only() {
+        let mut queue = Queue { idle: 2, threads: 3, spinner: Spinner::Looks, ..Queue::default() };
+        let mut give = |queue: &mut Queue, count| queue.add_batch((0..count).map(|index| job(index, 1, false)), 5);
+        assert_eq!(give(&mut queue, 1), (0, 0));
+        // It may be long at that one: others are woken for the next, then started, up to the limit.
+        assert_eq!(give(&mut queue, 1), (1, 0));
+        assert_eq!(give(&mut queue, 2), (2, 1));
+        assert_eq!((give(&mut queue, 5), queue.threads), ((2, 1), 5));
+        let mut queue = Queue { idle: 0, threads: 1, spinner: Spinner::Looks, ..Queue::default() };
+        assert_eq!((give(&mut queue, 3), queue.threads), ((0, 2), 3));
+        let mut queue = Queue { idle: 1, threads: 2, spinner: Spinner::Looks, ..Queue::default() };
+        assert_eq!((queue.add_batch(std::iter::empty(), 5), queue.spinner), ((0, 0), Spinner::Looks));
     }
 
     #[test]
@@ -139,11 +184,15 @@ mod tests {
         // What comes while one is carried out wakes nobody: the worker itself goes on with it.
         queue.add(job(5, 2, true));
         assert_eq!(queue.ready(), 0);
-        assert_eq!(queue.next_in_turn(1).map(|job| job.index), Some(1));
+        let following = |queue: &mut Queue, fd| {
+            let (job, waiting) = queue.next_in_turn(fd);
+            (job.map(|job| job.index), waiting)
+        };
+        assert_eq!(following(&mut queue, 1), (Some(1), 1));
         assert!(queue.take().is_none());
-        assert_eq!(queue.next_in_turn(1).map(|job| job.index), Some(4));
-        assert_eq!(queue.next_in_turn(2).map(|job| job.index), Some(5));
-        assert!(queue.next_in_turn(1).is_none() && queue.next_in_turn(2).is_none());
+        assert_eq!(following(&mut queue, 1), (Some(4), 0));
+        assert_eq!(following(&mut queue, 2), (Some(5), 0));
+        assert_eq!((following(&mut queue, 1), following(&mut queue, 2)), ((None, 0), (None, 0)));
         // Nobody is at it any more: the next is anybody's, also of a file that has taken the place of another.
         queue.add(job(6, 7, true));
         assert_eq!((queue.ready(), queue.lanes.len()), (1, 2));

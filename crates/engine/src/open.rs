@@ -69,7 +69,13 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let in_memory =
         options.engine == EngineKind::Auto && !options.sqpoll && !block_device && storage::is_in_memory(&fd);
     let (engine, reason) = probe::choose(options, name, Host::get(), in_memory)?;
-    let facts = Facts { stat, block_device, in_memory, locks, alignment, page_cached, engine, reason };
+    let worker_writes = page_cached
+        && engine == EngineKind::IoUring
+        && options.engine == EngineKind::Auto
+        && !options.sqpoll
+        && !block_device
+        && !storage::takes_writes_without_waiting(&fd);
+    let facts = Facts { worker_writes, stat, block_device, in_memory, locks, alignment, page_cached, engine, reason };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
     let walks_to_holes = !block_device && storage::walks_to_holes(&fd);
     let resident = in_memory.then(|| Resident::new(&fd, info.length_bytes, !options.read_only)).flatten();
@@ -84,6 +90,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         sqpoll: options.sqpoll,
         in_memory,
         walks_to_holes,
+        worker_writes,
         resident,
         alignment,
         write_behind: (options.write_behind && !direct && !in_memory && options.cache != CacheMode::Unsafe)
@@ -107,6 +114,7 @@ struct Facts {
     locks: Locks,
     alignment: Alignment,
     page_cached: bool,
+    worker_writes: bool,
     engine: EngineKind,
     reason: String,
 }
@@ -128,6 +136,10 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
     };
     let sync = if options.sync { ", sync=on" } else { "" };
     let engine_words = probe::words(*engine, options.sqpoll, Host::get());
+    let writes = match facts.worker_writes {
+        true => "; writes go to a thread, as this file system's page cache takes none that must not wait",
+        false => "",
+    };
     let info = FileInfo {
         name: name.into(),
         length_bytes,
@@ -141,7 +153,7 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
         can_grow: !block_device && !options.read_only,
         locks: *locks,
         in_memory: *in_memory,
-        engine: format!("{engine_words}, {path}, cache={}{sync}: chosen because {reason}", options.cache),
+        engine: format!("{engine_words}, {path}, cache={}{sync}: chosen because {reason}{writes}", options.cache),
     };
     Ok((info, abilities))
 }

@@ -75,7 +75,7 @@ impl Reactor {
         let thread = std::thread::Builder::new().name(config.name.clone()).spawn(move || {
             let _end = CloseOnExit(Arc::clone(&theirs));
             let processors = config.cpu.and_then(|cpu| bind_to(cpu, &theirs.name));
-            match Local::new(theirs, processors, config.inline_bytes) {
+            match Local::new(theirs, processors, config.inline_bytes, limit) {
                 Ok(local) => {
                     CURRENT.set(Rc::downgrade(&local));
                     let _ = sender.send(Ok(()));
@@ -280,7 +280,7 @@ impl ReactorCtx for Local {
 }
 
 impl Local {
-    fn new(shared: Arc<Shared>, processors: Option<CpuSet>, inline_bytes: usize) -> Result<Rc<Self>> {
+    fn new(shared: Arc<Shared>, processors: Option<CpuSet>, inline_bytes: usize, limit: Duration) -> Result<Rc<Self>> {
         let fails = |error: rustix::io::Errno| Error::io("cannot set a reactor's epoll up", error.into());
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(fails)?;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
@@ -294,7 +294,13 @@ impl Local {
             pollers: Pollers::default(),
             tasks: RefCell::new(Some(executor())),
             io_tasks: executor(),
-            engines: Engines::new(Arc::clone(&shared.wakeup), Arc::clone(&shared.counters), processors, inline_bytes),
+            engines: Engines::new(
+                Arc::clone(&shared.wakeup),
+                Arc::clone(&shared.counters),
+                processors,
+                inline_bytes,
+                limit,
+            ),
             shared,
         }))
     }

@@ -22,6 +22,7 @@ pub(crate) struct Counters {
     pub(crate) turns: Counter,
     pub(crate) sleeps: Counter,
     pub(crate) system_calls: Counter,
+    pub(crate) worker_calls: Counter,
     pub(crate) requests: Counter,
     pub(crate) completions: Counter,
     pub(crate) harvests: Counter,
@@ -37,6 +38,8 @@ pub struct ReactorStats {
     pub sleeps: u64,
     /// System calls made to submit requests or to fetch completions.
     pub system_calls: u64,
+    /// Calls that workers made for it, one a request, beside those.
+    pub worker_calls: u64,
     /// Requests given to engines.
     pub requests: u64,
     /// Requests that ended.
@@ -53,6 +56,7 @@ impl Counters {
             turns: self.turns.get(),
             sleeps: self.sleeps.get(),
             system_calls: self.system_calls.get(),
+            worker_calls: self.worker_calls.get(),
             requests: self.requests.get(),
             completions: self.completions.get(),
             harvests: self.harvests.get(),

@@ -118,6 +118,15 @@ pub(crate) fn walks_to_holes(fd: &OwnedFd) -> bool {
     file_system(fd) == Some(TMPFS_MAGIC)
 }
 
+/// XFS (since Linux 6.0) and btrfs (6.1).
+const NOWAIT_MAGICS: [Magic; 2] = [0x5846_5342, 0x9123_683e];
+
+/// Whether the page cache of the file takes writes that must not wait. Where it doesn't, io_uring hands each to a worker
+/// of the kernel's, which tells its end by itself.
+pub(crate) fn takes_writes_without_waiting(fd: &OwnedFd) -> bool {
+    file_system(fd).is_some_and(|magic| NOWAIT_MAGICS.contains(&magic))
+}
+
 /// File systems whose `fallocate` is known: ext2/3/4, xfs, btrfs, f2fs.
 const KNOWN_MAGICS: [Magic; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
 

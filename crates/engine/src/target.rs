@@ -48,6 +48,8 @@ pub(crate) struct OpenFile {
     pub(crate) in_memory: bool,
     /// The kernel finds the end of data page by page.
     pub(crate) walks_to_holes: bool,
+    /// Writes to the page cache go to a worker of ours: io_uring would hand each to one of the kernel's.
+    pub(crate) worker_writes: bool,
     /// Copies what it can of a file in memory without calls.
     pub(crate) resident: Option<Resident>,
     pub(crate) alignment: Alignment,
@@ -112,6 +114,12 @@ impl Drop for OpenFile {
 impl OpenFile {
     pub(crate) fn raw_fd(&self) -> RawFd {
         self.fd.as_raw_fd()
+    }
+
+    /// Whether a worker of ours carries out `action`, and not io_uring. Durable writes take as long as the storage does:
+    /// whose worker waits for it makes no difference.
+    pub(crate) fn writes_by_worker(&self, action: Action) -> bool {
+        self.worker_writes && action == Action::Write { durable: false }
     }
 
     /// What of `action` needs no call: all of it, then this returns its result, or what goes before the call.

@@ -9,17 +9,17 @@
 //! just read; what tasks may copy in a turn is limited, so that rings and other tasks come round.
 
 use crate::inflight::{Action, Request, Slab, Step};
-use crate::job_queue::{Job, Queue};
+use crate::job_queue::{Job, Queue, Spinner};
+use crate::poll::Pace;
 use crate::stats::Counters;
 use crate::wakeup::Wakeup;
 use block::{Done, IoError};
 use rustix::thread::CpuSet;
 use std::cell::{Cell, RefCell};
 use std::io;
-use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The most workers of one reactor.
 const MAX_WORKERS: usize = 64;
@@ -38,6 +38,8 @@ struct Pool {
     queue: Mutex<Queue>,
     /// Signalled when there are jobs or the pool stops.
     more: Condvar,
+    /// Batches given so far: what a spinning worker looks at.
+    batches: AtomicU64,
     done: Mutex<Vec<(u32, i32)>>,
     has_done: AtomicBool,
     /// With `done`: a result came in. The reactor waits on it only while it shuts down.
@@ -45,6 +47,8 @@ struct Pool {
     /// With `queue`: a worker ended because the pool stops.
     stopped: Condvar,
     wakeup: Arc<Wakeup>,
+    /// How long a worker without work spins at most; as the reactor, it adapts below this.
+    spin_limit: Duration,
     /// Where workers may run: a reactor that is bound to one processor does not bind them.
     processors: Option<CpuSet>,
 }
@@ -80,6 +84,38 @@ fn goes_in_turn(request: &Request) -> bool {
     is_write && file.page_cached && !file.info.block_device
 }
 
+/// So many results of jobs in turn are told at once at most, and only while they have moved no more than this.
+const TOLD_AT_ONCE: usize = 16;
+const TOLD_BYTES: usize = 128 << 10;
+
+/// What a worker has carried out in turn and not told yet. Told one by one, each would go from one processor to the
+/// other and back. Half of what there is to do is told at once, so that the reactor can give more while the rest is
+/// carried out.
+#[derive(Default)]
+struct Ended {
+    results: [(u32, i32); TOLD_AT_ONCE],
+    count: usize,
+    moved_bytes: usize,
+}
+
+impl Ended {
+    fn add(&mut self, index: u32, result: i32) {
+        self.results[self.count] = (index, result);
+        self.count += 1;
+        self.moved_bytes = self.moved_bytes.saturating_add(usize::try_from(result).unwrap_or(0));
+    }
+
+    /// Whether they may wait for a job that moves so much more.
+    fn may_grow(&self, length_bytes: usize) -> bool {
+        self.count < TOLD_AT_ONCE && self.moved_bytes.saturating_add(length_bytes) <= TOLD_BYTES
+    }
+
+    fn take(&mut self) -> &[(u32, i32)] {
+        self.moved_bytes = 0;
+        &self.results[..std::mem::take(&mut self.count)]
+    }
+}
+
 /// One reactor's workers.
 pub(crate) struct Workers {
     slab: RefCell<Slab>,
@@ -106,15 +142,18 @@ impl Workers {
         counters: Arc<Counters>,
         processors: Option<CpuSet>,
         inline_bytes: usize,
+        spin_limit: Duration,
     ) -> Self {
         let pool = Pool {
             queue: Mutex::default(),
             more: Condvar::new(),
+            batches: AtomicU64::new(0),
             done: Mutex::default(),
             has_done: AtomicBool::new(false),
             progress: Condvar::new(),
             stopped: Condvar::new(),
             wakeup,
+            spin_limit,
             processors,
         };
         Self {
@@ -195,7 +234,8 @@ impl Workers {
             if in_turn {
                 request.target.in_turn.update(|count| count + 1);
             }
-            let job = Job { index, fd, in_turn, action: request.action, offset: request.file_offset(), buffers };
+            let (offset, length_bytes) = (request.file_offset(), request.left_bytes());
+            let job = Job { index, fd, in_turn, action: request.action, offset, length_bytes, buffers };
             let list = if inline { &self.inline } else { &self.batch };
             list.borrow_mut().push(job);
         }
@@ -233,12 +273,8 @@ impl Workers {
             return false;
         }
         let mut queue = locked(&self.pool.queue);
-        let ready_before = queue.ready();
-        batch.drain(..).for_each(|job| queue.add(job));
-        let ready = queue.ready();
-        let to_wake = ready.saturating_sub(ready_before).min(queue.idle);
-        let to_start = ready.saturating_sub(queue.idle).min(MAX_WORKERS.saturating_sub(queue.threads));
-        queue.threads += to_start;
+        let (to_wake, to_start) = queue.add_batch(batch.drain(..), MAX_WORKERS);
+        self.pool.batches.fetch_add(1, Ordering::Relaxed);
         drop(queue);
         for _ in 0..to_wake {
             self.pool.more.notify_one();
@@ -275,6 +311,7 @@ impl Workers {
         if has_done {
             self.pool.has_done.store(false, Ordering::Relaxed);
             std::mem::swap(&mut *harvested, &mut *locked(&self.pool.done));
+            self.counters.worker_calls.add(harvested.len() as u64);
             let slab = self.slab.borrow();
             let of_workers = harvested.iter().filter_map(|(index, _)| slab.get(*index));
             of_workers.filter(|request| goes_in_turn(request)).for_each(|request| {
@@ -349,20 +386,16 @@ impl Pool {
             // Fails where fewer are allowed by now; then the worker runs where the reactor does.
             let _ = rustix::thread::sched_setaffinity(None, processors);
         }
-        let mut ended = None;
-        while let Some(job) = self.next(ended) {
-            ended = job.in_turn.then_some(job.fd);
+        let mut pace = Pace::new(self.spin_limit);
+        while let Some(job) = self.next(&mut pace) {
+            pace.busy();
             self.carry_out(job);
         }
     }
 
-    /// The next job, after one that went in turn on the file `ended`; `None` when this worker shall end, and then it is
-    /// no longer counted.
-    fn next(&self, ended: Option<RawFd>) -> Option<Job> {
+    /// The next job; `None` when this worker shall end, and then it is no longer counted.
+    fn next(&self, pace: &mut Pace) -> Option<Job> {
         let mut queue = locked(&self.queue);
-        if let Some(job) = ended.and_then(|fd| queue.next_in_turn(fd)) {
-            return Some(job);
-        }
         loop {
             if let Some(job) = queue.take() {
                 return Some(job);
@@ -370,10 +403,24 @@ impl Pool {
             if queue.stop {
                 break;
             }
+            // One is enough: it takes what the reactor gives next, without being woken for it.
+            let may_spin = queue.spinner == Spinner::None;
+            if may_spin && !pace.is_time_to_sleep(Instant::now()) {
+                queue.spinner = Spinner::Looks;
+                let batches = self.batches.load(Ordering::Relaxed);
+                drop(queue);
+                self.spin(batches, pace);
+                queue = locked(&self.queue);
+                queue.spinner = Spinner::None;
+                continue;
+            }
             queue.idle += 1;
             let (woken, waited) = self.more.wait_timeout(queue, IDLE_LIMIT).unwrap_or_else(PoisonError::into_inner);
             queue = woken;
             queue.idle -= 1;
+            if may_spin {
+                pace.slept();
+            }
             if waited.timed_out() && queue.ready() == 0 {
                 break;
             }
@@ -385,21 +432,38 @@ impl Pool {
         None
     }
 
+    /// Until another batch was given or spinning does not pay.
+    fn spin(&self, batches: u64, pace: &mut Pace) {
+        while self.batches.load(Ordering::Relaxed) == batches && !pace.is_time_to_sleep(Instant::now()) {
+            // The reactor may need this very processor.
+            std::thread::yield_now();
+        }
+    }
+
+    /// Carries a job out, and those that follow it in turn.
     fn carry_out(&self, job: Job) {
-        let result = job.run();
-        locked(&self.done).push((job.index, result));
+        let mut ended = Ended::default();
+        let mut next = Some(job);
+        while let Some(job) = next {
+            ended.add(job.index, job.run());
+            let waiting;
+            (next, waiting) = if job.in_turn { locked(&self.queue).next_in_turn(job.fd) } else { (None, 0) };
+            if next.as_ref().is_none_or(|next| ended.count > waiting || !ended.may_grow(next.length_bytes)) {
+                self.tell(&mut ended);
+            }
+        }
+    }
+
+    fn tell(&self, ended: &mut Ended) {
+        locked(&self.done).extend_from_slice(ended.take());
         self.has_done.store(true, Ordering::Release);
         self.progress.notify_all();
         self.wakeup.wake();
     }
 
     fn drain_queue(&self) {
-        let mut next = locked(&self.queue).take();
-        while let Some(job) = next {
-            let ended = job.in_turn.then_some(job.fd);
+        while let Some(job) = { locked(&self.queue).take() } {
             self.carry_out(job);
-            let mut queue = locked(&self.queue);
-            next = ended.and_then(|fd| queue.next_in_turn(fd)).or_else(|| queue.take());
         }
     }
 }
@@ -437,4 +501,67 @@ fn spawn(pool: Arc<Pool>) -> io::Result<()> {
     // SAFETY: there is no thread that would have taken it over.
     drop(unsafe { Arc::from_raw(pool) });
     Err(io::Error::from_raw_os_error(error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::OpenOptions;
+    use crate::target::QueueFile;
+    use block::Sink;
+    use memory::IoBuf;
+    use std::rc::Rc;
+
+    #[test]
+    fn writes_that_go_in_turn_are_told_many_at_once() {
+        let (wakeup, counters) = (Arc::new(Wakeup::new().unwrap()), Arc::new(Counters::default()));
+        let workers = Workers::new(wakeup, Arc::clone(&counters), None, 0, Duration::ZERO);
+        let options = OpenOptions { lock: false, engine: crate::EngineKind::Threads, ..OpenOptions::default() };
+        let file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
+        let target = Rc::new(QueueFile::new(Arc::new(file), None));
+        let (memory, sink) = (IoBuf::zeroed(128 * 512), Sink::new());
+        let (mut ended, mut some) = (Vec::new(), Vec::new());
+        for round in 1..=20 {
+            for token in 0..128 {
+                workers.push(Request {
+                    target: Rc::clone(&target),
+                    action: Action::Write { durable: false },
+                    offset: token * 512,
+                    window: memory.whole().slice(token as usize * 512, 512),
+                    progress: 0,
+                    counted: false,
+                    done: Done::Sink { sink: Rc::clone(&sink), token },
+                });
+            }
+            assert!(workers.submit());
+            while ended.len() < 128 {
+                workers.harvest();
+                sink.take(&mut some);
+                ended.append(&mut some);
+            }
+            assert!(ended.iter().enumerate().all(|(at, end)| *end == (at as u64, Ok(()))), "in turn: {ended:?}");
+            ended.clear();
+            let stats = counters.snapshot();
+            // 16 seven times, 8, 4, 2, 1 and 1.
+            assert!(stats.harvests <= 12 * round, "{stats:?}");
+            assert_eq!((stats.completions, stats.system_calls, stats.worker_calls), (128 * round, 0, 128 * round));
+        }
+    }
+
+    #[test]
+    fn what_has_moved_much_is_told_at_once() {
+        let mut ended = Ended::default();
+        ended.add(0, 4096);
+        assert!(ended.may_grow(4096) && !ended.may_grow(TOLD_BYTES));
+        ended.add(1, -libc::EIO);
+        assert!(ended.may_grow(TOLD_BYTES - 4096) && !ended.may_grow(TOLD_BYTES - 4095));
+        assert_eq!(ended.take(), [(0, 4096), (1, -libc::EIO)]);
+        assert!(ended.may_grow(TOLD_BYTES));
+        for index in 0..TOLD_AT_ONCE {
+            assert!(ended.may_grow(0));
+            ended.add(index as u32, 0);
+        }
+        assert!(!ended.may_grow(0));
+        assert_eq!(ended.take().len(), TOLD_AT_ONCE);
+    }
 }

@@ -199,7 +199,7 @@ impl Uring {
         match state.as_mut() {
             Some(state) if !self.broken.get() => {
                 self.counters.requests.add(1);
-                if state.cannot_do(request.action) {
+                if state.cannot_do(request.action) || request.target.file.writes_by_worker(request.action) {
                     return self.workers.take_over(request);
                 }
                 let early = !request.target.file.page_cached && state.setup != Setup::SubmissionThread;
@@ -487,10 +487,11 @@ mod tests {
     impl Bench {
         fn new(setup: Setup) -> Self {
             let (wakeup, counters) = (Arc::new(Wakeup::new().unwrap()), Arc::new(Counters::default()));
-            let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), None, 0));
+            let workers =
+                Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), None, 0, std::time::Duration::ZERO));
             let ring = setup.build(SUBMISSION_ENTRIES, COMPLETION_ENTRIES).unwrap();
             let uring = Uring::with_ring((ring, setup), workers, &wakeup, Arc::clone(&counters)).unwrap();
-            let options = OpenOptions { lock: false, ..OpenOptions::default() };
+            let options = OpenOptions { lock: false, engine: crate::EngineKind::IoUring, ..OpenOptions::default() };
             let file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
             let target = Rc::new(QueueFile::new(Arc::new(file), None));
             Self { uring, wakeup, counters, target, sink: Sink::new() }

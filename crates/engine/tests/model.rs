@@ -55,6 +55,11 @@ fn threads_agree_with_the_model_in_every_cache_mode() {
 }
 
 #[test]
+fn what_is_chosen_for_a_file_agrees_with_the_model_in_every_cache_mode() {
+    check_in(tempfile::tempdir().unwrap().path(), EngineKind::Auto, "");
+}
+
+#[test]
 fn a_file_in_memory_agrees_with_the_model_in_every_cache_mode() {
     match tempfile::tempdir_in("/dev/shm") {
         Ok(dir) => check_in(dir.path(), EngineKind::Auto, "threads"),

@@ -4,7 +4,7 @@ mod common;
 
 use block::{FileOp, PastEnd, Poller, PollerId, ReactorCtx, run_and_wait};
 use common::{reactor, run_task, wait_until_idle, with_queue};
-use engine::{EngineKind, OpenOptions};
+use engine::{EngineKind, OpenOptions, Reactor, ReactorConfig};
 use rustix::event::{EventfdFlags, eventfd};
 use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -286,6 +286,58 @@ fn durable_writes_in_flight_at_once_share_syncs_and_one_alone_needs_none() {
         });
         let syncs = reactor.stats().requests - 1 - COUNT as u64 - 1;
         assert!((1..=COUNT as u64 / 2).contains(&syncs), "{engine}: {syncs} syncs for {COUNT} writes");
+        reactor.stop().unwrap();
+    }
+}
+
+#[test]
+fn writes_that_the_page_cache_takes_one_by_one_go_to_a_thread_and_the_file_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    engine::create(&path, 1 << 20).unwrap();
+    for engine in [EngineKind::Auto, EngineKind::IoUring] {
+        let file = engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
+        let by_thread = file.info().engine.contains("writes go to a thread");
+        assert!(!by_thread || engine == EngineKind::Auto, "{}", file.info().engine);
+        let reactor = reactor("writes");
+        with_queue(&reactor, &file, |queue| async move {
+            common::write(&queue, 8192, &[7; 4096]).await.unwrap();
+            assert_eq!(common::read(&queue, 8192, 4096, PastEnd::Fails).await.unwrap(), [7; 4096]);
+        });
+        // A file in memory is neither's.
+        if file.info().engine.starts_with("io_uring") {
+            assert_eq!(reactor.stats().worker_calls, u64::from(by_thread), "{}", file.info().engine);
+        }
+        reactor.stop().unwrap();
+    }
+}
+
+#[test]
+fn a_thread_that_spins_or_sleeps_misses_no_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    engine::create(&path, 1 << 20).unwrap();
+    let options = OpenOptions { engine: EngineKind::Threads, ..OpenOptions::default() };
+    let file = engine::open(&path, &options).unwrap();
+    for poll_max_us in [0, 20, 100] {
+        let config = ReactorConfig { name: "pauses".into(), poll_max_us, ..ReactorConfig::default() };
+        let reactor = Reactor::spawn(config).unwrap();
+        with_queue(&reactor, &file, |queue| async move {
+            for round in 0..2000_u64 {
+                // Some two at a time, one of which goes in turn; pauses to either side of how long a thread spins.
+                let write = queue.start(FileOp::Write {
+                    offset: round % 256 * 4096,
+                    data: memory::IoBuf::zeroed(4096).whole(),
+                    fua: false,
+                });
+                if round % 3 == 0 {
+                    common::read(&queue, 0, 512, PastEnd::Fails).await.unwrap();
+                }
+                write.await.unwrap();
+                std::thread::sleep(Duration::from_micros(round * 7 % 120 * (round % 2)));
+            }
+        });
+        assert_eq!(reactor.stats().worker_calls, 2000 + 667);
         reactor.stop().unwrap();
     }
 }

@@ -197,8 +197,10 @@ impl Opened {
                 let counters = move || {
                     let stats: Vec<_> = reactors.iter().map(ReactorThread::stats).collect();
                     let system_calls = stats.iter().map(|stats| stats.system_calls).sum();
+                    let worker_calls = stats.iter().map(|stats| stats.worker_calls).sum();
                     let sleeps = stats.iter().map(|stats| stats.sleeps).sum();
-                    let mut counters = vec![("system_calls", system_calls), ("sleeps", sleeps)];
+                    let mut counters =
+                        vec![("system_calls", system_calls), ("worker_calls", worker_calls), ("sleeps", sleeps)];
                     // A raw image has no tables.
                     let tables = image.as_ref().map(|image| image.cache_stats());
                     if let Some(tables) = tables.filter(|tables| tables.limit_bytes > 0) {
