@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn a_worker_that_spins_is_counted_upon_for_one_job_only() {
         let mut queue = Queue { idle: 2, threads: 3, spinner: Spinner::Looks, ..Queue::default() };
-        let mut give = |queue: &mut Queue, count| queue.add_batch((0..count).map(|index| job(index, 1, false)), 5);
+        let give = |queue: &mut Queue, count| queue.add_batch((0..count).map(|index| job(index, 1, false)), 5);
         assert_eq!(give(&mut queue, 1), (0, 0));
         // It may be long at that one: others are woken for the next, then started, up to the limit.
         assert_eq!(give(&mut queue, 1), (1, 0));
