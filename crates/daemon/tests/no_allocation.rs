@@ -262,6 +262,7 @@ fn nothing_is_allocated_or_freed_after_warm_up() {
         (EngineKind::LinuxAio, CacheMode::None),
         (EngineKind::Threads, CacheMode::Writeback),
         (EngineKind::Threads, CacheMode::None),
+        (EngineKind::Auto, CacheMode::Writeback),
     ];
     let mut faults = Vec::new();
     for format in [DriveFormat::Raw, DriveFormat::Qcow2] {

@@ -71,6 +71,17 @@ pub(crate) enum Spinner {
     HasWork,
 }
 
+/// Who is needed for a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    /// The one that spins.
+    pub(crate) spinner: bool,
+    /// Idle ones.
+    pub(crate) to_wake: usize,
+    /// New ones.
+    pub(crate) to_start: usize,
+}
+
 /// The jobs, and the workers there are.
 #[derive(Default)]
 pub(crate) struct Queue {
@@ -108,21 +119,21 @@ impl Queue {
         lane.jobs.push_back(job);
     }
 
-    /// Adds a batch. Returns how many idle workers are to be woken for it and how many are to be started, which are
-    /// counted already.
-    pub(crate) fn add_batch(&mut self, batch: impl Iterator<Item = Job>, most_threads: usize) -> (usize, usize) {
+    /// Adds a batch. Those that it wants started are counted already.
+    pub(crate) fn add_batch(&mut self, batch: impl Iterator<Item = Job>, most_threads: usize) -> Wanted {
         let ready_before = self.ready();
         batch.for_each(|job| self.add(job));
         let ready = self.ready();
         let mut to_wake = ready.saturating_sub(ready_before);
-        if to_wake > 0 && self.spinner == Spinner::Looks {
+        let spinner = to_wake > 0 && self.spinner == Spinner::Looks;
+        if spinner {
             self.spinner = Spinner::HasWork;
             to_wake -= 1;
         }
         let spinning = usize::from(self.spinner != Spinner::None);
         let to_start = ready.saturating_sub(self.idle + spinning).min(most_threads.saturating_sub(self.threads));
         self.threads += to_start;
-        (to_wake.min(self.idle), to_start)
+        Wanted { spinner, to_wake: to_wake.min(self.idle), to_start }
     }
 
     /// A job that can be begun now.
@@ -160,16 +171,19 @@ mod tests {
     #[test]
     fn a_worker_that_spins_is_counted_upon_for_one_job_only() {
         let mut queue = Queue { idle: 2, threads: 3, spinner: Spinner::Looks, ..Queue::default() };
-        let give = |queue: &mut Queue, count| queue.add_batch((0..count).map(|index| job(index, 1, false)), 5);
-        assert_eq!(give(&mut queue, 1), (0, 0));
+        let give = |queue: &mut Queue, count| {
+            let wanted = queue.add_batch((0..count).map(|index| job(index, 1, false)), 5);
+            (wanted.spinner, wanted.to_wake, wanted.to_start)
+        };
+        assert_eq!(give(&mut queue, 1), (true, 0, 0));
         // It may be long at that one: others are woken for the next, then started, up to the limit.
-        assert_eq!(give(&mut queue, 1), (1, 0));
-        assert_eq!(give(&mut queue, 2), (2, 1));
-        assert_eq!((give(&mut queue, 5), queue.threads), ((2, 1), 5));
+        assert_eq!(give(&mut queue, 1), (false, 1, 0));
+        assert_eq!(give(&mut queue, 2), (false, 2, 1));
+        assert_eq!((give(&mut queue, 5), queue.threads), ((false, 2, 1), 5));
         let mut queue = Queue { idle: 0, threads: 1, spinner: Spinner::Looks, ..Queue::default() };
-        assert_eq!((give(&mut queue, 3), queue.threads), ((0, 2), 3));
+        assert_eq!((give(&mut queue, 3), queue.threads), ((true, 0, 2), 3));
         let mut queue = Queue { idle: 1, threads: 2, spinner: Spinner::Looks, ..Queue::default() };
-        assert_eq!((queue.add_batch(std::iter::empty(), 5), queue.spinner), ((0, 0), Spinner::Looks));
+        assert_eq!((give(&mut queue, 0), queue.spinner), ((false, 0, 0), Spinner::Looks));
     }
 
     #[test]

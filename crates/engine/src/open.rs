@@ -136,8 +136,8 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
     };
     let sync = if options.sync { ", sync=on" } else { "" };
     let engine_words = probe::words(*engine, options.sqpoll, Host::get());
-    let writes = match facts.worker_writes {
-        true => "; writes go to a thread, as this file system's page cache takes none that must not wait",
+    let writes = match facts.worker_writes && !options.read_only {
+        true => "; plain writes go to a thread, as this file system's page cache takes none that must not wait",
         false => "",
     };
     let info = FileInfo {

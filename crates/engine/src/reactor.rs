@@ -38,7 +38,8 @@ const POLL_MAX_US: u32 = 100;
 pub struct ReactorConfig {
     /// For logs, metrics and the thread.
     pub name: String,
-    /// How long an idle reactor spins at most before it sleeps; it adapts below this. Zero never spins.
+    /// How long an idle reactor spins at most before it sleeps; it adapts below this. Zero never spins. Its workers spin
+    /// no longer than that either.
     pub poll_max_us: u32,
     /// The processor it is bound to, if it is.
     pub cpu: Option<usize>,
@@ -280,7 +281,12 @@ impl ReactorCtx for Local {
 }
 
 impl Local {
-    fn new(shared: Arc<Shared>, processors: Option<CpuSet>, inline_bytes: usize, limit: Duration) -> Result<Rc<Self>> {
+    fn new(
+        shared: Arc<Shared>,
+        processors: Option<CpuSet>,
+        inline_bytes: usize,
+        spin_limit: Duration,
+    ) -> Result<Rc<Self>> {
         let fails = |error: rustix::io::Errno| Error::io("cannot set a reactor's epoll up", error.into());
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(fails)?;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
@@ -299,7 +305,7 @@ impl Local {
                 Arc::clone(&shared.counters),
                 processors,
                 inline_bytes,
-                limit,
+                spin_limit,
             ),
             shared,
         }))
@@ -325,7 +331,10 @@ impl Local {
         if (polls > 0) | self.engines.submit() | (self.engines.harvest() > 0) {
             return;
         }
-        std::thread::yield_now();
+        // Looks also for what was not told yet.
+        if !self.engines.has_work() {
+            std::thread::yield_now();
+        }
     }
 
     pub(crate) fn engines(&self) -> &Engines {

@@ -38,7 +38,7 @@ pub struct ReactorStats {
     pub sleeps: u64,
     /// System calls made to submit requests or to fetch completions.
     pub system_calls: u64,
-    /// Calls that workers made for it, one a request, beside those.
+    /// Calls that workers made for it beside those: one for each part of a request that they carried out.
     pub worker_calls: u64,
     /// Requests given to engines.
     pub requests: u64,

@@ -118,7 +118,7 @@ pub(crate) fn walks_to_holes(fd: &OwnedFd) -> bool {
     file_system(fd) == Some(TMPFS_MAGIC)
 }
 
-/// XFS (since Linux 6.0) and btrfs (6.1).
+/// XFS (since Linux 6.0) and btrfs (6.1). Earlier ones are left to io_uring as they always were.
 const NOWAIT_MAGICS: [Magic; 2] = [0x5846_5342, 0x9123_683e];
 
 /// Whether the page cache of the file takes writes that must not wait. Where it doesn't, io_uring hands each to a worker

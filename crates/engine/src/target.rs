@@ -116,8 +116,8 @@ impl OpenFile {
         self.fd.as_raw_fd()
     }
 
-    /// Whether a worker of ours carries out `action`, and not io_uring. Durable writes take as long as the storage does:
-    /// whose worker waits for it makes no difference.
+    /// Whether a worker of ours carries out `action`, and not io_uring. Durable writes stay there: each takes as long as
+    /// the storage does, beside which a call more is nothing; where many come, they share their syncs.
     pub(crate) fn writes_by_worker(&self, action: Action) -> bool {
         self.worker_writes && action == Action::Write { durable: false }
     }

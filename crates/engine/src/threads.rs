@@ -25,6 +25,8 @@ use std::time::{Duration, Instant};
 const MAX_WORKERS: usize = 64;
 /// How long a worker without work stays.
 const IDLE_LIMIT: Duration = Duration::from_secs(10);
+/// How long one spins at most: what comes later is worth a wake-up, whatever the reactor may do.
+const SPIN_MAX: Duration = Duration::from_micros(100);
 /// Requests for which lists have room at least.
 const LEAST_ROOM: usize = 256;
 /// A worker only calls the kernel.
@@ -34,14 +36,20 @@ const STACK_BYTES: usize = 128 << 10;
 const AT_ONCE_BYTES: usize = 4 << 20;
 const CALL_BYTES: usize = 4 << 10;
 
+/// Looked at again and again: on a cache line of its own, so that what is written beside it does not take it away.
+#[derive(Default)]
+#[repr(align(64))]
+struct Polled<T>(T);
+
 struct Pool {
     queue: Mutex<Queue>,
     /// Signalled when there are jobs or the pool stops.
     more: Condvar,
-    /// Batches given so far: what a spinning worker looks at.
-    batches: AtomicU64,
-    done: Mutex<Vec<(u32, i32)>>,
-    has_done: AtomicBool,
+    /// Grows when a spinning worker has something to look for.
+    batches: Polled<AtomicU64>,
+    done: Mutex<Results>,
+    /// The reactor is to look into `done`.
+    has_done: Polled<AtomicBool>,
     /// With `done`: a result came in. The reactor waits on it only while it shuts down.
     progress: Condvar,
     /// With `queue`: a worker ended because the pool stops.
@@ -88,32 +96,36 @@ fn goes_in_turn(request: &Request) -> bool {
 const TOLD_AT_ONCE: usize = 16;
 const TOLD_BYTES: usize = 128 << 10;
 
-/// What a worker has carried out in turn and not told yet. Told one by one, each would go from one processor to the
-/// other and back. Half of what there is to do is told at once, so that the reactor can give more while the rest is
-/// carried out.
+/// What a worker has carried out in turn, and the reactor was not told to look for yet. Told one by one, each would go
+/// from one processor to the other and back. Half of what there is to do is told at once, so that the reactor can give
+/// more while the rest is carried out. A reactor that is about to sleep looks by itself, and one that sleeps is told at
+/// once: nothing waits for a job behind it that takes long.
 #[derive(Default)]
-struct Ended {
-    results: [(u32, i32); TOLD_AT_ONCE],
+struct Untold {
     count: usize,
     moved_bytes: usize,
 }
 
-impl Ended {
-    fn add(&mut self, index: u32, result: i32) {
-        self.results[self.count] = (index, result);
+impl Untold {
+    fn add(&mut self, result: i32) {
         self.count += 1;
         self.moved_bytes = self.moved_bytes.saturating_add(usize::try_from(result).unwrap_or(0));
     }
 
-    /// Whether they may wait for a job that moves so much more.
-    fn may_grow(&self, length_bytes: usize) -> bool {
-        self.count < TOLD_AT_ONCE && self.moved_bytes.saturating_add(length_bytes) <= TOLD_BYTES
+    /// Whether they may wait for a job that moves so much, behind which `waiting` others do.
+    fn may_wait_for(&self, length_bytes: usize, waiting: usize) -> bool {
+        self.count <= waiting
+            && self.count < TOLD_AT_ONCE
+            && self.moved_bytes.saturating_add(length_bytes) <= TOLD_BYTES
     }
+}
 
-    fn take(&mut self) -> &[(u32, i32)] {
-        self.moved_bytes = 0;
-        &self.results[..std::mem::take(&mut self.count)]
-    }
+/// What workers have carried out.
+#[derive(Default)]
+struct Results {
+    all: Vec<(u32, i32)>,
+    /// Somebody waits on `progress`.
+    awaited: bool,
 }
 
 /// One reactor's workers.
@@ -147,13 +159,13 @@ impl Workers {
         let pool = Pool {
             queue: Mutex::default(),
             more: Condvar::new(),
-            batches: AtomicU64::new(0),
+            batches: Polled::default(),
             done: Mutex::default(),
-            has_done: AtomicBool::new(false),
+            has_done: Polled::default(),
             progress: Condvar::new(),
             stopped: Condvar::new(),
             wakeup,
-            spin_limit,
+            spin_limit: spin_limit.min(SPIN_MAX),
             processors,
         };
         Self {
@@ -217,7 +229,7 @@ impl Workers {
         }
         // Both harvest's lists get results of both kinds.
         grow(&mut self.inline_done.borrow_mut(), count);
-        grow(&mut locked(&self.pool.done), count);
+        grow(&mut locked(&self.pool.done).all, count);
         if let Ok(mut harvested) = self.harvested.try_borrow_mut() {
             grow(&mut harvested, count);
             self.room.set(count);
@@ -273,13 +285,16 @@ impl Workers {
             return false;
         }
         let mut queue = locked(&self.pool.queue);
-        let (to_wake, to_start) = queue.add_batch(batch.drain(..), MAX_WORKERS);
-        self.pool.batches.fetch_add(1, Ordering::Relaxed);
+        let wanted = queue.add_batch(batch.drain(..), MAX_WORKERS);
         drop(queue);
-        for _ in 0..to_wake {
+        if wanted.spinner {
+            // It had seen no batch of this number under the lock.
+            self.pool.batches.0.fetch_add(1, Ordering::Relaxed);
+        }
+        for _ in 0..wanted.to_wake {
             self.pool.more.notify_one();
         }
-        for _ in 0..to_start {
+        for _ in 0..wanted.to_start {
             self.start_worker();
         }
         true
@@ -301,7 +316,7 @@ impl Workers {
 
     /// Takes results. Returns how many requests moved.
     pub(crate) fn harvest(&self) -> usize {
-        let has_done = self.pool.has_done.load(Ordering::Acquire);
+        let has_done = self.pool.has_done.0.load(Ordering::Acquire);
         if !has_done && self.inline_done.borrow().is_empty() {
             return 0;
         }
@@ -309,8 +324,8 @@ impl Workers {
             return 0;
         };
         if has_done {
-            self.pool.has_done.store(false, Ordering::Relaxed);
-            std::mem::swap(&mut *harvested, &mut *locked(&self.pool.done));
+            self.pool.has_done.0.store(false, Ordering::Relaxed);
+            std::mem::swap(&mut *harvested, &mut locked(&self.pool.done).all);
             self.counters.worker_calls.add(harvested.len() as u64);
             let slab = self.slab.borrow();
             let of_workers = harvested.iter().filter_map(|(index, _)| slab.get(*index));
@@ -343,10 +358,10 @@ impl Workers {
         }
     }
 
-    /// Whether there is something to submit or to take.
+    /// Whether there is something to submit or to take; what was not told is found too, and taken with the next harvest.
     pub(crate) fn has_work(&self) -> bool {
         let pushed = !self.batch.borrow().is_empty() || !self.inline.borrow().is_empty();
-        pushed || !self.inline_done.borrow().is_empty() || self.pool.has_done.load(Ordering::Acquire)
+        pushed || !self.inline_done.borrow().is_empty() || self.pool.look_for_done()
     }
 
     /// Requests taken and not ended.
@@ -359,9 +374,10 @@ impl Workers {
         while self.in_flight() > 0 {
             self.submit();
             if self.harvest() == 0 {
-                let done = locked(&self.pool.done);
-                let waited = self.pool.progress.wait_while(done, |done| done.is_empty());
-                drop(waited);
+                let mut done = locked(&self.pool.done);
+                done.awaited = true;
+                drop(self.pool.progress.wait_while(done, |done| done.all.is_empty()));
+                self.pool.look_for_done();
             }
         }
         self.closed.set(true);
@@ -407,7 +423,7 @@ impl Pool {
             let may_spin = queue.spinner == Spinner::None;
             if may_spin && !pace.is_time_to_sleep(Instant::now()) {
                 queue.spinner = Spinner::Looks;
-                let batches = self.batches.load(Ordering::Relaxed);
+                let batches = self.batches.0.load(Ordering::Relaxed);
                 drop(queue);
                 self.spin(batches, pace);
                 queue = locked(&self.queue);
@@ -434,7 +450,7 @@ impl Pool {
 
     /// Until another batch was given or spinning does not pay.
     fn spin(&self, batches: u64, pace: &mut Pace) {
-        while self.batches.load(Ordering::Relaxed) == batches && !pace.is_time_to_sleep(Instant::now()) {
+        while self.batches.0.load(Ordering::Relaxed) == batches && !pace.is_time_to_sleep(Instant::now()) {
             // The reactor may need this very processor.
             std::thread::yield_now();
         }
@@ -442,23 +458,36 @@ impl Pool {
 
     /// Carries a job out, and those that follow it in turn.
     fn carry_out(&self, job: Job) {
-        let mut ended = Ended::default();
+        let mut untold = Untold::default();
         let mut next = Some(job);
         while let Some(job) = next {
-            ended.add(job.index, job.run());
+            let result = job.run();
+            untold.add(result);
+            let mut done = locked(&self.done);
+            done.all.push((job.index, result));
+            let awaited = done.awaited;
+            drop(done);
             let waiting;
             (next, waiting) = if job.in_turn { locked(&self.queue).next_in_turn(job.fd) } else { (None, 0) };
-            if next.as_ref().is_none_or(|next| ended.count > waiting || !ended.may_grow(next.length_bytes)) {
-                self.tell(&mut ended);
+            let may_wait = next.as_ref().is_some_and(|next| untold.may_wait_for(next.length_bytes, waiting));
+            if !may_wait || awaited || self.wakeup.is_awaited() {
+                untold = Untold::default();
+                self.has_done.0.store(true, Ordering::Release);
+                self.wakeup.wake();
+            }
+            if awaited {
+                self.progress.notify_all();
             }
         }
     }
 
-    fn tell(&self, ended: &mut Ended) {
-        locked(&self.done).extend_from_slice(ended.take());
-        self.has_done.store(true, Ordering::Release);
-        self.progress.notify_all();
-        self.wakeup.wake();
+    /// Whether there are results, told or not; then they count as told.
+    fn look_for_done(&self) -> bool {
+        let some = self.has_done.0.load(Ordering::Acquire) || !locked(&self.done).all.is_empty();
+        if some {
+            self.has_done.0.store(true, Ordering::Relaxed);
+        }
+        some
     }
 
     fn drain_queue(&self) {
@@ -509,29 +538,39 @@ mod tests {
     use crate::OpenOptions;
     use crate::target::QueueFile;
     use block::Sink;
-    use memory::IoBuf;
+    use memory::{IoBuf, Window};
     use std::rc::Rc;
+
+    fn workers(spin_limit: Duration) -> Workers {
+        Workers::new(Arc::new(Wakeup::new().unwrap()), Arc::default(), None, 0, spin_limit)
+    }
+
+    fn target() -> Rc<QueueFile> {
+        let options = OpenOptions { lock: false, engine: crate::EngineKind::Threads, ..OpenOptions::default() };
+        let file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
+        Rc::new(QueueFile::new(Arc::new(file), None))
+    }
+
+    fn write(target: &Rc<QueueFile>, sink: &Rc<Sink>, token: u64, window: Window) -> Request {
+        Request {
+            target: Rc::clone(target),
+            action: Action::Write { durable: false },
+            offset: token * 512,
+            window,
+            progress: 0,
+            counted: false,
+            done: Done::Sink { sink: Rc::clone(sink), token },
+        }
+    }
 
     #[test]
     fn writes_that_go_in_turn_are_told_many_at_once() {
-        let (wakeup, counters) = (Arc::new(Wakeup::new().unwrap()), Arc::new(Counters::default()));
-        let workers = Workers::new(wakeup, Arc::clone(&counters), None, 0, Duration::ZERO);
-        let options = OpenOptions { lock: false, engine: crate::EngineKind::Threads, ..OpenOptions::default() };
-        let file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
-        let target = Rc::new(QueueFile::new(Arc::new(file), None));
+        let (workers, target) = (workers(Duration::ZERO), target());
         let (memory, sink) = (IoBuf::zeroed(128 * 512), Sink::new());
         let (mut ended, mut some) = (Vec::new(), Vec::new());
         for round in 1..=20 {
             for token in 0..128 {
-                workers.push(Request {
-                    target: Rc::clone(&target),
-                    action: Action::Write { durable: false },
-                    offset: token * 512,
-                    window: memory.whole().slice(token as usize * 512, 512),
-                    progress: 0,
-                    counted: false,
-                    done: Done::Sink { sink: Rc::clone(&sink), token },
-                });
+                workers.push(write(&target, &sink, token, memory.whole().slice(token as usize * 512, 512)));
             }
             assert!(workers.submit());
             while ended.len() < 128 {
@@ -541,7 +580,7 @@ mod tests {
             }
             assert!(ended.iter().enumerate().all(|(at, end)| *end == (at as u64, Ok(()))), "in turn: {ended:?}");
             ended.clear();
-            let stats = counters.snapshot();
+            let stats = workers.counters.snapshot();
             // 16 seven times, 8, 4, 2, 1 and 1.
             assert!(stats.harvests <= 12 * round, "{stats:?}");
             assert_eq!((stats.completions, stats.system_calls, stats.worker_calls), (128 * round, 0, 128 * round));
@@ -549,19 +588,17 @@ mod tests {
     }
 
     #[test]
-    fn what_has_moved_much_is_told_at_once() {
-        let mut ended = Ended::default();
-        ended.add(0, 4096);
-        assert!(ended.may_grow(4096) && !ended.may_grow(TOLD_BYTES));
-        ended.add(1, -libc::EIO);
-        assert!(ended.may_grow(TOLD_BYTES - 4096) && !ended.may_grow(TOLD_BYTES - 4095));
-        assert_eq!(ended.take(), [(0, 4096), (1, -libc::EIO)]);
-        assert!(ended.may_grow(TOLD_BYTES));
-        for index in 0..TOLD_AT_ONCE {
-            assert!(ended.may_grow(0));
-            ended.add(index as u32, 0);
+    fn what_ended_waits_for_no_more_than_there_is_nor_for_much() {
+        let mut untold = Untold::default();
+        untold.add(4096);
+        assert!(untold.may_wait_for(4096, 1) && !untold.may_wait_for(4096, 0) && !untold.may_wait_for(TOLD_BYTES, 1));
+        untold.add(-libc::EIO);
+        assert!(untold.may_wait_for(TOLD_BYTES - 4096, 2) && !untold.may_wait_for(TOLD_BYTES - 4095, 2));
+        for _ in 3..TOLD_AT_ONCE {
+            untold.add(0);
         }
-        assert!(!ended.may_grow(0));
-        assert_eq!(ended.take().len(), TOLD_AT_ONCE);
+        assert!(untold.may_wait_for(0, 100));
+        untold.add(0);
+        assert!(!untold.may_wait_for(0, 100));
     }
 }

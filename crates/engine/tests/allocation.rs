@@ -132,6 +132,7 @@ fn requests_allocate_nothing_after_warm_up() {
         (EngineKind::IoUring, CacheMode::Unsafe),
         (EngineKind::LinuxAio, CacheMode::None),
         (EngineKind::Threads, CacheMode::Unsafe),
+        (EngineKind::Auto, CacheMode::Writeback),
     ];
     for (engine, cache) in cases {
         let path = dir.path().join(format!("{engine}-{cache}"));

@@ -297,7 +297,7 @@ fn writes_that_the_page_cache_takes_one_by_one_go_to_a_thread_and_the_file_says_
     engine::create(&path, 1 << 20).unwrap();
     for engine in [EngineKind::Auto, EngineKind::IoUring] {
         let file = engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
-        let by_thread = file.info().engine.contains("writes go to a thread");
+        let by_thread = file.info().engine.contains("plain writes go to a thread");
         assert!(!by_thread || engine == EngineKind::Auto, "{}", file.info().engine);
         let reactor = reactor("writes");
         with_queue(&reactor, &file, |queue| async move {

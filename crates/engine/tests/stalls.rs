@@ -3,10 +3,12 @@
 mod common;
 
 use block::{File, FileOp, FileQueue, PastEnd, ReactorCtx};
-use common::fuse::{STALL_FROM, StallingFile, content};
+use common::fuse::{FILE_BYTES, STALL_FROM, StallingFile, content};
 use common::{reactor, run_task};
 use engine::{CacheMode, EngineKind, OpenOptions, ReactorThread};
 use memory::{IoBuf, Mapping, Segment};
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
 use std::task::Poll;
@@ -152,4 +154,61 @@ fn a_reactor_stops_only_after_its_requests_have_ended() {
         stopper.join().unwrap();
         assert_eq!(first_byte(&mapping), content(STALL_FROM), "{engine}");
     });
+}
+
+/// Maps the stalling file to be read, and leaves it mapped.
+fn map_whole(path: &std::path::Path) -> *mut libc::c_void {
+    let file = std::fs::File::open(path).unwrap();
+    let length = FILE_BYTES as usize;
+    // SAFETY: a fresh mapping at an address that the kernel chooses touches no existing memory.
+    let mapped =
+        unsafe { libc::mmap(std::ptr::null_mut(), length, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd(), 0) };
+    assert_ne!(mapped, libc::MAP_FAILED);
+    mapped
+}
+
+#[test]
+fn writes_that_have_ended_are_told_while_one_that_follows_them_in_turn_is_stalled() {
+    // The kernel reads around what is touched: all of that is to stall.
+    const SLOW_FROM: u64 = STALL_FROM + (FILE_BYTES - STALL_FROM) / 2;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    for engine in [EngineKind::Threads, EngineKind::Auto] {
+        std::fs::write(&path, vec![0; 1 << 20]).unwrap();
+        let file = engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
+        if engine == EngineKind::Auto && !file.info().engine.contains("go to a thread") {
+            continue;
+        }
+        // Goes last: what stalls is let go before.
+        let reactor = reactor("in turn");
+        let Some(stalling) = StallingFile::mount() else {
+            return common::skip("a FUSE file system cannot be mounted here (it takes root and /dev/fuse)");
+        };
+        // Memory that takes its time, as a guest's may while it is being migrated.
+        let slow = map_whole(&stalling.mappable()).expose_provenance();
+        let (sender, ended) = mpsc::channel();
+        let job = move |ctx: &Rc<dyn ReactorCtx>| {
+            let queue = file.open_queue(ctx).unwrap();
+            let quick = IoBuf::zeroed(4096);
+            let slow_page = std::ptr::with_exposed_provenance_mut::<u8>(slow + SLOW_FROM as usize);
+            let (mut slow, segment) = (IoBuf::empty(), Segment::new(NonNull::new(slow_page).unwrap(), 4096));
+            // SAFETY: the test keeps the mapping, which is only read, for ever.
+            assert!(unsafe { slow.refill(std::iter::once(segment)) });
+            for index in 0..17 {
+                let data = if index == 8 { slow.whole() } else { quick.whole() };
+                let write = queue.start(FileOp::Write { offset: index * 4096, data, fua: false });
+                let sender = sender.clone();
+                ctx.spawn(block::Task::new(async move { sender.send((index, write.await)).unwrap() }));
+            }
+        };
+        block::run_and_wait(&*reactor.handle(), job).unwrap();
+        let next = || ended.recv_timeout(Duration::from_secs(20)).expect("told, though one is stalled");
+        assert!((0..8).all(|index| next() == (index, Ok(()))));
+        stalling.wait_for_stalled(1);
+        assert!(ended.try_recv().is_err());
+        stalling.release();
+        assert!((8..17).all(|index| next() == (index, Ok(()))));
+        reactor.stop().unwrap();
+        assert_eq!(std::fs::read(&path).unwrap()[8 * 4096], content(SLOW_FROM));
+    }
 }

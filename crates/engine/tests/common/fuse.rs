@@ -26,8 +26,8 @@ const BATCH_FORGET: u32 = 42;
 
 #[derive(Default)]
 struct Stalled {
-    /// Size by request.
-    reads: HashMap<u64, u32>,
+    /// Offset and size by request.
+    reads: HashMap<u64, (u64, u32)>,
     released: bool,
 }
 
@@ -73,6 +73,10 @@ impl StallingFile {
         self.dir.path().join("file")
     }
 
+    pub(crate) fn mappable(&self) -> PathBuf {
+        self.dir.path().join("mappable")
+    }
+
     /// Waits until `count` reads are held up.
     pub(crate) fn wait_for_stalled(&self, count: usize) {
         let stalled = self.server.stalled.lock().unwrap();
@@ -83,8 +87,8 @@ impl StallingFile {
     pub(crate) fn release(&self) {
         let mut stalled = self.server.stalled.lock().unwrap();
         stalled.released = true;
-        for (unique, size) in stalled.reads.drain() {
-            self.server.answer_read(unique, STALL_FROM, size);
+        for (unique, (offset, size)) in stalled.reads.drain() {
+            self.server.answer_read(unique, offset, size);
         }
     }
 }
@@ -106,7 +110,10 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap())
 }
 
-/// `struct fuse_attr` of the directory (1) or the file (2).
+/// The file under a name by which it is read through the page cache, so that it can be mapped.
+const MAPPABLE: u64 = 3;
+
+/// `struct fuse_attr` of the directory (1) or the file (2, 3).
 fn attributes(node: u64) -> Vec<u8> {
     let (size, mode) = if node == 1 { (0, 0o040_755_u32) } else { (FILE_BYTES, 0o100_644) };
     let mut out = Vec::new();
@@ -161,18 +168,22 @@ impl Server {
                 out.resize(64, 0);
                 self.answer(unique, 0, &out);
             }
-            LOOKUP if &bytes[40..] == b"file\0" => {
+            LOOKUP if [&b"file\0"[..], b"mappable\0"].contains(&&bytes[40..]) => {
+                let node = if &bytes[40..] == b"file\0" { 2 } else { MAPPABLE };
                 let mut out = Vec::new();
-                for word in [2_u64, 1, 3600, 3600, 0] {
+                for word in [node, 1, 3600, 3600, 0] {
                     out.extend(word.to_le_bytes());
                 }
-                out.extend(attributes(2));
+                out.extend(attributes(node));
                 self.answer(unique, 0, &out);
             }
             LOOKUP => self.answer(unique, -libc::ENOENT, &[]),
             GETATTR => self.answer(unique, 0, &[&valid[..], &[0; 8], &attributes(node)].concat()),
-            // FOPEN_DIRECT_IO: each read comes here.
-            OPEN => self.answer(unique, 0, &[&[0; 8][..], &1_u32.to_le_bytes(), &[0; 4]].concat()),
+            OPEN => {
+                // FOPEN_DIRECT_IO: each read comes here.
+                let flags = u32::from(node != MAPPABLE);
+                self.answer(unique, 0, &[&[0; 8][..], &flags.to_le_bytes(), &[0; 4]].concat());
+            }
             READ => self.read(unique, u64_at(bytes, 48), u32_at(bytes, 56)),
             FORGET | BATCH_FORGET => {}
             RELEASE | FLUSH => self.answer(unique, 0, &[]),
@@ -186,7 +197,7 @@ impl Server {
             drop(stalled);
             return self.answer_read(unique, offset, size);
         }
-        stalled.reads.insert(unique, size);
+        stalled.reads.insert(unique, (offset, size));
         self.changed.notify_all();
     }
 }
