@@ -193,6 +193,11 @@ impl Engines {
         self.with_sqpoll(|uring| uring.signal(on));
     }
 
+    /// Whether a reactor that sleeps is to look now and then for what it is not told at once.
+    pub(crate) fn may_be_untold(&self) -> bool {
+        self.workers.may_be_untold()
+    }
+
     /// Whether there is something to submit or to take.
     pub(crate) fn has_work(&self) -> bool {
         self.with_uring(Uring::has_work)

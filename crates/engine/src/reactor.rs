@@ -24,6 +24,10 @@ use std::time::{Duration, Instant};
 const TASK_POLLS_PER_TURN: usize = 256;
 /// How often an idle reactor looks at its rings before it looks at everything else again.
 const POLLS_BETWEEN_TURNS: usize = 8;
+/// How long a reactor sleeps at most before it looks for results that workers have not told of; twice as long each time
+/// that there are none, so that what has ended is found after twice the time that it took.
+const LOOK_AGAIN: Duration = Duration::from_micros(250);
+const LOOK_AGAIN_MAX: Duration = Duration::from_secs(1);
 /// How long tasks that are still at work when the reactor is stopped may go on.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a stopping reactor sleeps at most before it looks again.
@@ -359,10 +363,12 @@ impl Local {
         // Also when a poller panics: the engines' requests are waited for while the thread unwinds.
         let guard = Teardown(self);
         let mut upkeep = Upkeep::default();
+        let mut look_again = LOOK_AGAIN;
         while !self.shared.stop.load(Ordering::Acquire) {
             if let Some(submitted) = self.turn(&ctx, false) {
                 paces.busy(submitted);
                 upkeep.worked();
+                look_again = LOOK_AGAIN;
                 continue;
             }
             if self.engines.in_flight() > 0 {
@@ -373,8 +379,15 @@ impl Local {
                 continue;
             }
             let now = Instant::now();
-            if paces.is_time_to_sleep(now) && self.sleep(upkeep.before_sleep(now)) {
-                paces.slept();
+            if paces.is_time_to_sleep(now) {
+                let mut limit = upkeep.before_sleep(now);
+                if self.engines.may_be_untold() {
+                    limit = Some(limit.map_or(look_again, |limit| limit.min(look_again)));
+                    look_again = (look_again * 2).min(LOOK_AGAIN_MAX);
+                }
+                if self.sleep(limit) {
+                    paces.slept();
+                }
             }
         }
         self.wind_down(&ctx);

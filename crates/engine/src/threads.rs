@@ -98,8 +98,8 @@ const TOLD_BYTES: usize = 128 << 10;
 
 /// What a worker has carried out in turn, and the reactor was not told to look for yet. Told one by one, each would go
 /// from one processor to the other and back. Half of what there is to do is told at once, so that the reactor can give
-/// more while the rest is carried out. A reactor that is about to sleep looks by itself, and one that sleeps is told at
-/// once: nothing waits for a job behind it that takes long.
+/// more while the rest is carried out. A reactor that is about to sleep looks by itself, and sleeps no longer than till it
+/// is to look again: what has ended does not wait for a job behind it that is held up.
 #[derive(Default)]
 struct Untold {
     count: usize,
@@ -141,6 +141,8 @@ pub(crate) struct Workers {
     inline_bytes: usize,
     /// What tasks may still copy before the next submit.
     at_once_bytes: Cell<usize>,
+    /// Writes that workers carry out in turn.
+    in_turn: Cell<usize>,
     /// Requests for which all lists have room.
     room: Cell<usize>,
     pool: Arc<Pool>,
@@ -176,6 +178,7 @@ impl Workers {
             harvested: RefCell::default(),
             inline_bytes,
             at_once_bytes: Cell::new(AT_ONCE_BYTES),
+            in_turn: Cell::new(0),
             room: Cell::new(0),
             pool: Arc::new(pool),
             counters,
@@ -245,6 +248,7 @@ impl Workers {
             let in_turn = !inline && goes_in_turn(request);
             if in_turn {
                 request.target.in_turn.update(|count| count + 1);
+                self.in_turn.update(|count| count + 1);
             }
             let (offset, length_bytes) = (request.file_offset(), request.left_bytes());
             let job = Job { index, fd, in_turn, action: request.action, offset, length_bytes, buffers };
@@ -331,6 +335,7 @@ impl Workers {
             let of_workers = harvested.iter().filter_map(|(index, _)| slab.get(*index));
             of_workers.filter(|request| goes_in_turn(request)).for_each(|request| {
                 request.target.in_turn.update(|count| count - 1);
+                self.in_turn.update(|count| count - 1);
             });
         }
         harvested.append(&mut self.inline_done.borrow_mut());
@@ -362,6 +367,11 @@ impl Workers {
     pub(crate) fn has_work(&self) -> bool {
         let pushed = !self.batch.borrow().is_empty() || !self.inline.borrow().is_empty();
         pushed || !self.inline_done.borrow().is_empty() || self.pool.look_for_done()
+    }
+
+    /// Whether there may be results that workers do not tell at once.
+    pub(crate) fn may_be_untold(&self) -> bool {
+        self.in_turn.get() > 0
     }
 
     /// Requests taken and not ended.
@@ -470,7 +480,7 @@ impl Pool {
             let waiting;
             (next, waiting) = if job.in_turn { locked(&self.queue).next_in_turn(job.fd) } else { (None, 0) };
             let may_wait = next.as_ref().is_some_and(|next| untold.may_wait_for(next.length_bytes, waiting));
-            if !may_wait || awaited || self.wakeup.is_awaited() {
+            if !may_wait || awaited {
                 untold = Untold::default();
                 self.has_done.0.store(true, Ordering::Release);
                 self.wakeup.wake();

@@ -31,13 +31,6 @@ impl Wakeup {
         }
     }
 
-    /// Called by others, after making their work visible: whether the reactor sleeps or is about to, and so shall be woken
-    /// for it.
-    pub(crate) fn is_awaited(&self) -> bool {
-        fence(Ordering::SeqCst);
-        self.sleeping.load(Ordering::Relaxed)
-    }
-
     /// Called by the reactor before it looks for work a last time.
     pub(crate) fn about_to_sleep(&self) {
         self.sleeping.store(true, Ordering::Relaxed);

@@ -167,10 +167,40 @@ fn map_whole(path: &std::path::Path) -> *mut libc::c_void {
     mapped
 }
 
+/// Starts a write of each page of 17, in turn; two of them, the first and the one in the middle, of memory that stalls.
+fn start_writes(reactor: &ReactorThread, file: Arc<dyn File>, slow: usize) -> mpsc::Receiver<(u64, block::IoResult)> {
+    let (sender, ended) = mpsc::channel();
+    let job = move |ctx: &Rc<dyn ReactorCtx>| {
+        let queue = file.open_queue(ctx).unwrap();
+        let quick = IoBuf::zeroed(4096);
+        for index in 0..17 {
+            let mut data = IoBuf::empty();
+            let place = match index {
+                0 => Some(SLOW[0]),
+                8 => Some(SLOW[1]),
+                _ => None,
+            };
+            if let Some(place) = place {
+                let page = std::ptr::with_exposed_provenance_mut::<u8>(slow + place as usize);
+                let segment = Segment::new(NonNull::new(page).unwrap(), 4096);
+                // SAFETY: the test keeps the mapping, which is only read, for ever.
+                assert!(unsafe { data.refill(std::iter::once(segment)) });
+            }
+            let data = if place.is_some() { data.whole() } else { quick.whole() };
+            let write = queue.start(FileOp::Write { offset: index * 4096, data, fua: false });
+            let sender = sender.clone();
+            ctx.spawn(block::Task::new(async move { sender.send((index, write.await)).unwrap() }));
+        }
+    };
+    block::run_and_wait(&*reactor.handle(), job).unwrap();
+    ended
+}
+
+/// The kernel reads around what is touched: that is to stall, and not to be what the other one needs.
+const SLOW: [u64; 2] = [STALL_FROM + (128 << 10), STALL_FROM + (384 << 10)];
+
 #[test]
 fn writes_that_have_ended_are_told_while_one_that_follows_them_in_turn_is_stalled() {
-    // The kernel reads around what is touched: all of that is to stall.
-    const SLOW_FROM: u64 = STALL_FROM + (FILE_BYTES - STALL_FROM) / 2;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     for engine in [EngineKind::Threads, EngineKind::Auto] {
@@ -185,30 +215,19 @@ fn writes_that_have_ended_are_told_while_one_that_follows_them_in_turn_is_stalle
             return common::skip("a FUSE file system cannot be mounted here (it takes root and /dev/fuse)");
         };
         // Memory that takes its time, as a guest's may while it is being migrated.
-        let slow = map_whole(&stalling.mappable()).expose_provenance();
-        let (sender, ended) = mpsc::channel();
-        let job = move |ctx: &Rc<dyn ReactorCtx>| {
-            let queue = file.open_queue(ctx).unwrap();
-            let quick = IoBuf::zeroed(4096);
-            let slow_page = std::ptr::with_exposed_provenance_mut::<u8>(slow + SLOW_FROM as usize);
-            let (mut slow, segment) = (IoBuf::empty(), Segment::new(NonNull::new(slow_page).unwrap(), 4096));
-            // SAFETY: the test keeps the mapping, which is only read, for ever.
-            assert!(unsafe { slow.refill(std::iter::once(segment)) });
-            for index in 0..17 {
-                let data = if index == 8 { slow.whole() } else { quick.whole() };
-                let write = queue.start(FileOp::Write { offset: index * 4096, data, fua: false });
-                let sender = sender.clone();
-                ctx.spawn(block::Task::new(async move { sender.send((index, write.await)).unwrap() }));
-            }
-        };
-        block::run_and_wait(&*reactor.handle(), job).unwrap();
+        let ended = start_writes(&reactor, file, map_whole(&stalling.mappable()).expose_provenance());
         let next = || ended.recv_timeout(Duration::from_secs(20)).expect("told, though one is stalled");
+        stalling.wait_for_stalled(1);
+        // It sleeps, and nobody wakes it up for the eight that end then.
+        std::thread::sleep(Duration::from_millis(5));
+        stalling.let_go();
         assert!((0..8).all(|index| next() == (index, Ok(()))));
         stalling.wait_for_stalled(1);
         assert!(ended.try_recv().is_err());
         stalling.release();
         assert!((8..17).all(|index| next() == (index, Ok(()))));
         reactor.stop().unwrap();
-        assert_eq!(std::fs::read(&path).unwrap()[8 * 4096], content(SLOW_FROM));
+        let written = std::fs::read(&path).unwrap();
+        assert_eq!([written[0], written[8 * 4096]], SLOW.map(content));
     }
 }

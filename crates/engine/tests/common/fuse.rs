@@ -85,8 +85,13 @@ impl StallingFile {
 
     /// Lets every read go, now and from now on.
     pub(crate) fn release(&self) {
+        self.server.stalled.lock().unwrap().released = true;
+        self.let_go();
+    }
+
+    /// Lets the reads go that are held up now.
+    pub(crate) fn let_go(&self) {
         let mut stalled = self.server.stalled.lock().unwrap();
-        stalled.released = true;
         for (unique, (offset, size)) in stalled.reads.drain() {
             self.server.answer_read(unique, offset, size);
         }
