@@ -369,9 +369,9 @@ impl Workers {
         pushed || !self.inline_done.borrow().is_empty() || self.pool.look_for_done()
     }
 
-    /// Whether there may be results that workers do not tell at once.
+    /// Whether there may be results that workers do not tell at once. The last one's they do.
     pub(crate) fn may_be_untold(&self) -> bool {
-        self.in_turn.get() > 0
+        self.in_turn.get() > 1
     }
 
     /// Requests taken and not ended.
