@@ -117,7 +117,7 @@ impl OpenFile {
     }
 
     /// Whether a worker of ours carries out `action`, and not io_uring. Durable writes stay there: each takes as long as
-    /// the storage does, beside which a call more is nothing; where many come, they share their syncs.
+    /// the storage does, beside which a call more is nothing. (Those of a drive that is write-through share their syncs.)
     pub(crate) fn writes_by_worker(&self, action: Action) -> bool {
         self.worker_writes && action == Action::Write { durable: false }
     }
