@@ -63,6 +63,8 @@ pub(super) struct Cell {
     pub(super) flush_every: Option<u32>,
     /// With the client's memory registered, and fio's; without, neither is.
     pub(super) fixed_buffers: bool,
+    /// The servers sleep as soon as they have nothing to do.
+    pub(super) never_spins: bool,
 }
 
 /// Layers of a chain.
@@ -211,7 +213,7 @@ impl Access {
 
 impl Cell {
     fn new(storage: Storage, access: Access, block_kib: u32, depth: u32) -> Self {
-        Self { storage, engine: Engine::Auto, access, block_kib, depth, flush_every: None, fixed_buffers: false }
+        Self { storage, access, block_kib, depth, ..Self::default() }
     }
 
     /// For `--filter`: storage, access, block, depth, engine, and what is special.
@@ -219,7 +221,8 @@ impl Cell {
         let Self { storage, engine, access, block_kib, depth, .. } = self;
         let flush = self.flush_every.map_or_else(String::new, |every| format!("-flush{every}"));
         let fixed = if self.fixed_buffers { "-fixed" } else { "" };
-        format!("{storage}-{}-{block_kib}k-{depth}-{}{flush}{fixed}", access.name(), engine.ringdisk())
+        let sleeps = if self.never_spins { "-sleeps" } else { "" };
+        format!("{storage}-{}-{block_kib}k-{depth}-{}{flush}{fixed}{sleeps}", access.name(), engine.ringdisk())
     }
 
     /// For the page.
@@ -228,7 +231,8 @@ impl Cell {
         let comma = if engine.is_empty() { "" } else { ", " };
         let flush = self.flush_every.map_or_else(String::new, |every| format!(", a flush every {every}"));
         let fixed = if self.fixed_buffers { ", registered buffers" } else { "" };
-        format!("{} KiB {} at {}{comma}{engine}{flush}{fixed}", self.block_kib, self.access.words(), self.depth)
+        let sleeps = if self.never_spins { ", no server spins" } else { "" };
+        format!("{} KiB {} at {}{comma}{engine}{flush}{fixed}{sleeps}", self.block_kib, self.access.words(), self.depth)
     }
 
     /// For what is not below a heading.
@@ -285,6 +289,7 @@ fn cells_of(storage: Storage) -> Vec<Cell> {
                 cells.extend([RandomWrite, SequentialWrite].map(|access| Cell { engine, ..cell(access, 16, 74) }));
             }
             cells.extend([small[1], small[2], writes[0], sequential].map(fixed));
+            cells.extend([small[0], cell(RandomWrite, 4, 1)].map(|cell| Cell { never_spins: true, ..cell }));
         }
         Storage::RawTmpfs | Storage::RawPageCache => cells.extend([small[1], small[2], sequential].map(fixed)),
         _ => {}

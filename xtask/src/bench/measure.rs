@@ -107,8 +107,9 @@ pub(super) fn drive(cell: &Cell, files: &Files) -> String {
             let cache = if storage.is_direct() { "none" } else { "writeback" };
             let sync = if storage == Storage::RawSync { ",sync=on" } else { "" };
             let fixed = if cell.fixed_buffers { ",fixed-buffers=on" } else { "" };
+            let poll = if cell.never_spins { ",poll-max-us=0" } else { "" };
             let file = escaped(&files.path(storage));
-            format!("file={file},format={format},engine={},cache={cache}{sync}{fixed}", cell.engine.ringdisk())
+            format!("file={file},format={format},engine={},cache={cache}{sync}{fixed}{poll}", cell.engine.ringdisk())
         }
     }
 }
@@ -154,7 +155,8 @@ pub(super) fn peer(cell: &Cell, tools: &Tools, files: &Files, seconds: f64) -> R
         }
     };
     let socket = socket_path();
-    let command = qemu(&disk, cell.storage == Storage::RawSync, &socket);
+    let options = QemuOptions { write_through: cell.storage == Storage::RawSync, never_spins: cell.never_spins };
+    let command = qemu(&disk, options, &socket);
     with_server(command, &socket, |pid| client(cell, tools, files, pid, seconds))
 }
 
@@ -167,14 +169,22 @@ pub(super) fn qemu_disk(path: &Path, format: &str, engine: &str, direct: bool) -
     ]
 }
 
+/// What qemu-storage-daemon does not do by itself.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct QemuOptions {
+    write_through: bool,
+    never_spins: bool,
+}
+
 /// qemu-storage-daemon with the node `disk` of these `--blockdev`s at a socket.
-pub(super) fn qemu(disk: &[String], write_through: bool, socket: &Path) -> Command {
+pub(super) fn qemu(disk: &[String], options: QemuOptions, socket: &Path) -> Command {
     let mut command = pinned(SERVER_CORE, Path::new("qemu-storage-daemon"));
-    command.args(["--object", "iothread,id=thread"]);
+    let thread = if options.never_spins { "iothread,id=thread,poll-max-ns=0" } else { "iothread,id=thread" };
+    command.args(["--object", thread]);
     for node in disk {
         command.args(["--blockdev", node]);
     }
-    let write_through = if write_through { ",writethrough=on" } else { "" };
+    let write_through = if options.write_through { ",writethrough=on" } else { "" };
     let address = format!("addr.type=unix,addr.path={}", socket.display());
     command
         .arg("--export")

@@ -52,7 +52,7 @@ pub(super) fn measure(tools: &Tools, files: &Files, rounds: usize) -> Result<Ope
         openings.ringdisk.push(one(tools, measure::serve(tools, &drive, &socket), &socket)?);
         qcow2_file::drop_first_cluster(&path)?;
         let disk = measure::qemu_disk(&path, "qcow2", "io_uring", false);
-        openings.peer.push(one(tools, measure::qemu(&disk, false, &socket), &socket)?);
+        openings.peer.push(one(tools, measure::qemu(&disk, measure::QemuOptions::default(), &socket), &socket)?);
         qcow2_file::drop_first_cluster(&path)?;
         println!("    {}/{rounds}", round + 1);
     }
