@@ -99,6 +99,34 @@ fn a_server_is_measured_with_its_process() {
 }
 
 #[test]
+fn a_disk_that_is_served_to_ones_own_guest_tells_what_its_server_does_for_a_batch() {
+    let dir = directory();
+    let raw = at(&dir, "disk.raw");
+    // Data, which the page cache has; or a file in memory, whose pages are copied.
+    std::fs::write(&raw, vec![7; 4 << 20]).unwrap();
+    let served = format!("serve:file={},format=raw", raw.display());
+    let null = "null=serve:format=null,size=4M";
+    let report = json(&["--compare", &served, null, "--pairs", "3", "--count", "30000", "--depths", "1,32,128"]);
+    for depth in report["depths"].as_array().unwrap() {
+        let figure = |side: usize, name: &str| {
+            let figures = &depth["sides"][side]["figures"];
+            figures[format!("{name}_per_request")]["median"].as_f64().unwrap_or_else(|| panic!("{name}: {figures}"))
+        };
+        assert!(depth["sides"][0]["figures"]["completions_per_harvest"]["median"].is_f64());
+        assert_eq!(figure(1, "server_system_calls"), 0.0, "a null disk asks the kernel for nothing");
+        for side in [0, 1] {
+            let batches = figure(side, "server_batches");
+            let turns = batches + figure(side, "server_harvests");
+            assert!(batches > 0.0 && figure(side, "notifications") <= turns, "{depth}");
+        }
+        // What goes early, or in two parts, is the exception.
+        let (calls, batches) = (figure(0, "server_system_calls"), figure(0, "server_batches"));
+        assert!(calls <= batches * 1.5 && figure(0, "server_worker_calls") == 0.0, "{depth}");
+        assert!(depth["queue_depth"] == 1 || batches <= 0.5, "{depth}");
+    }
+}
+
+#[test]
 fn what_cannot_be_measured_is_refused_before_anything_is() {
     for (arguments, part) in [
         (&["--compare", NULL] as &[&str], "2 "),

@@ -2,6 +2,7 @@
 //! depths, or on several targets in turn.
 
 mod series;
+mod served;
 mod target;
 mod text;
 
@@ -50,8 +51,12 @@ pub(crate) struct Args {
     /// A disk with options, opened in this process (see `ringdisk serve --drive`).
     #[arg(long, group = "target", value_name = "OPTIONS")]
     drive: Option<String>,
-    /// Two targets or more, each socket:PATH, image:FILE, host:FILE or drive:OPTIONS, called A, B, ... or by a name that
-    /// stands before it (NAME=socket:PATH). Prints medians, and the first by each other with spread: of each round's
+    /// A disk with options, served by this process to a guest of its own over a vhost-user socket: counts the server's
+    /// batches, system calls (beside those in which it sleeps and notifies) and notifications, too.
+    #[arg(long, group = "target", value_name = "OPTIONS")]
+    serve: Option<String>,
+    /// Two targets or more, each socket:PATH, image:FILE, host:FILE, drive:OPTIONS or serve:OPTIONS, called A, B, ... or
+    /// by a name that stands before it (NAME=socket:PATH). Prints medians, and the first by each other with spread: of each round's
     /// runs, min-max over the rounds. Each target is opened for its turn only.
     #[arg(long, group = "target", value_name = "TARGET", num_args = 2..)]
     compare: Vec<String>,
@@ -174,6 +179,7 @@ fn targets_of(args: &Args) -> Vec<anyhow::Result<Parsed>> {
         ("image", args.image.as_ref().map(|path| path.as_os_str())),
         ("host", args.host.as_ref().map(|path| path.as_os_str())),
         ("drive", args.drive.as_ref().map(OsStr::new)),
+        ("serve", args.serve.as_ref().map(OsStr::new)),
     ];
     if args.compare.len() > TARGETS_MAX {
         return vec![Err(usage(format!("--compare takes at most {TARGETS_MAX} targets")))];

@@ -1,5 +1,6 @@
-//! What is measured: a server's socket, or a disk opened in this process; and one measurement of it.
+//! What is measured: a server's socket, or a disk opened or served in this process; and one measurement of it.
 
+use super::served::Served;
 use crate::load;
 use crate::output::usage;
 use block::{Disk, ReactorHandle};
@@ -14,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The kinds of targets, as `--compare` writes them.
-const KINDS: [&str; 4] = ["socket", "image", "host", "drive"];
+const KINDS: [&str; 5] = ["socket", "image", "host", "drive", "serve"];
 /// The longest ring that vhost-user servers take.
 const QUEUE_SIZE_MAX: u16 = 1024;
 
@@ -34,6 +35,8 @@ pub(super) struct Target {
 enum Kind {
     Socket(PathBuf),
     Drive(Box<DriveOptions>),
+    /// By this process, to a guest of its own.
+    Serve(Box<DriveOptions>),
 }
 
 /// A target, or the answer to a question about drive options.
@@ -53,7 +56,7 @@ impl Target {
         };
         let Some((kind, value)) = rest.split_once(':').filter(|(kind, _)| KINDS.contains(kind)) else {
             return Err(usage(format!(
-                "'{text}' is not a target: write [NAME=]socket:PATH, image:FILE, host:FILE or drive:OPTIONS"
+                "'{text}' is not a target: write [NAME=]socket:PATH, image:FILE, host:FILE, drive:OPTIONS or serve:OPTIONS"
             )));
         };
         if name.is_empty() || value.is_empty() {
@@ -72,6 +75,7 @@ impl Target {
             "image" => Kind::Drive(Box::new(file(None))),
             "host" => Kind::Drive(Box::new(file(Some(DriveFormat::Raw)))),
             _ => match DriveOptions::parse(&text).map_err(|error| error.in_context(format!("drive {text}")))? {
+                ParsedDrive::Drive(drive) if kind == "serve" => Kind::Serve(drive),
                 ParsedDrive::Drive(drive) => Kind::Drive(drive),
                 ParsedDrive::Help(help) => return Ok(Parsed::Help(help)),
             },
@@ -130,7 +134,7 @@ impl Target {
         let defaults = ReactorConfig::default();
         let poll_max_us = match &self.kind {
             Kind::Drive(drive) => drive.poll_max_us.unwrap_or(defaults.poll_max_us),
-            Kind::Socket(_) => defaults.poll_max_us,
+            Kind::Socket(_) | Kind::Serve(_) => defaults.poll_max_us,
         };
         let config = |index| ReactorConfig { name: format!("bench-{index}"), poll_max_us, ..defaults.clone() };
         (0..count).map(|index| Ok(Reactor::spawn(config(index))?)).collect()
@@ -157,40 +161,43 @@ fn queue_size(depth: u32) -> u16 {
 enum Opened {
     Driver(Arc<Driver>),
     Disk(OpenedDisk),
+    Served(Served),
 }
 
 impl Opened {
     fn open(kind: &Kind, spec: &BenchSpec) -> anyhow::Result<Self> {
-        match kind {
-            Kind::Socket(socket) => {
-                let options = DriverOptions {
-                    queues: spec.queues as u16,
-                    queue_size: queue_size(spec.queue_depth),
-                    memory_bytes: load::buffers_bytes(spec),
-                    ..DriverOptions::default()
-                };
-                Ok(Self::Driver(Arc::new(Driver::connect(socket, options)?)))
-            }
-            Kind::Drive(drive) => {
-                // A measurement that only reads leaves the file alone, and shares it with other readers.
-                let only_reads = spec.read_percent == 100 && drive.file.is_some();
-                let drive = DriveOptions { read_only: drive.read_only || only_reads, ..(**drive).clone() };
-                Ok(Self::Disk(open_drive(&drive, BackingPolicy::default(), &[])?))
-            }
-        }
+        let guest = || DriverOptions {
+            queues: spec.queues as u16,
+            queue_size: queue_size(spec.queue_depth),
+            memory_bytes: load::buffers_bytes(spec),
+            ..DriverOptions::default()
+        };
+        // A measurement that only reads leaves the file alone, and shares it with other readers.
+        let for_load = |drive: &DriveOptions| {
+            let only_reads = spec.read_percent == 100 && drive.file.is_some();
+            DriveOptions { read_only: drive.read_only || only_reads, ..drive.clone() }
+        };
+        Ok(match kind {
+            Kind::Socket(socket) => Self::Driver(Arc::new(Driver::connect(socket, guest())?)),
+            Kind::Drive(drive) => Self::Disk(open_drive(&for_load(drive), BackingPolicy::default(), &[])?),
+            Kind::Serve(drive) => Self::Served(Served::start(&for_load(drive), guest())?),
+        })
     }
 
     fn disk(&self) -> Arc<dyn Disk> {
         match self {
             Self::Driver(driver) => Arc::clone(driver) as Arc<dyn Disk>,
             Self::Disk(opened) => Arc::clone(&opened.disk),
+            Self::Served(served) => served.disk(),
         }
     }
 
-    /// What is counted beside time: the driver's kicks and wake-ups, or what the engines on our own reactors do.
+    /// What is counted beside time: the driver's kicks and wake-ups, what a server of ours does, or the engines on our own
+    /// reactors.
     fn hooks(&self, reactors: &Arc<Vec<ReactorThread>>) -> Hooks<'static> {
         match self {
             Self::Driver(driver) => load::driver_hooks(driver),
+            Self::Served(served) => served.hooks(),
             Self::Disk(opened) => {
                 let reactors = Arc::clone(reactors);
                 let image = opened.image.clone();
@@ -217,13 +224,18 @@ impl Opened {
 
     /// Whether the server ended the connection.
     fn is_gone(&self) -> bool {
-        matches!(self, Self::Driver(driver) if driver.is_disconnected())
+        match self {
+            Self::Driver(driver) => driver.is_disconnected(),
+            Self::Disk(_) => false,
+            Self::Served(served) => served.is_gone(),
+        }
     }
 
-    fn close(&self) -> anyhow::Result<()> {
+    fn close(self) -> anyhow::Result<()> {
         match self {
             Self::Driver(driver) => Ok(driver.disconnect()?),
             Self::Disk(opened) => Ok(opened.close()?),
+            Self::Served(served) => served.close(),
         }
     }
 }

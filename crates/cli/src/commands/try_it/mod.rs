@@ -7,10 +7,11 @@ mod real;
 mod table;
 
 use crate::guest::GuestKind;
+use crate::load;
 use crate::output::{self, usage};
 use crate::progress::Bar;
 use crate::signals;
-use anyhow::{Context, bail};
+use anyhow::bail;
 use daemon::{DaemonConfig, DriveFormat, DriveOptions, EngineOpener, open_drive, parse_size};
 use engine::{CacheMode, EngineKind};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
@@ -162,13 +163,9 @@ fn create(path: &Path, options: &CreateOptions) -> anyhow::Result<()> {
 impl Scratch {
     fn new(parent: Option<&Path>) -> anyhow::Result<Self> {
         let parent = parent.map_or_else(std::env::temp_dir, Path::to_owned);
-        let make = |parent: &Path| {
-            let made = tempfile::Builder::new().prefix("ringdisk-try-").tempdir_in(parent);
-            made.with_context(|| format!("cannot make a temporary directory in '{}'", parent.display()))
-        };
-        let directory = make(&parent)?;
-        let is_long = directory.path().join("disk.sock").as_os_str().len() > SOCKET_PATH_MAX_BYTES;
-        let sockets = if is_long { Some(make(Path::new("/tmp"))?) } else { None };
+        let directory = load::temporary_directory(&parent)?;
+        let is_too_long = load::is_too_long_for_sockets(directory.path());
+        let sockets = if is_too_long { Some(load::temporary_directory(Path::new("/tmp"))?) } else { None };
         Ok(Self { directory, sockets })
     }
 
@@ -180,6 +177,3 @@ impl Scratch {
         self.sockets.as_ref().unwrap_or(&self.directory).path().join("disk.sock")
     }
 }
-
-/// What fits into a socket's address (unix(7)).
-const SOCKET_PATH_MAX_BYTES: usize = 107;

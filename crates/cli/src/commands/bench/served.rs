@@ -1,0 +1,84 @@
+//! A disk that this process serves to a guest of its own, the driver, over a vhost-user socket: both sides can be asked
+//! what they did.
+
+use crate::load;
+use anyhow::Context;
+use block::Disk;
+use daemon::{Daemon, DaemonConfig, DriveOptions};
+use driver::{Driver, DriverOptions};
+use engine::ReactorStats;
+use image::BackingPolicy;
+use jobs::bench::Hooks;
+use std::sync::Arc;
+use tempfile::TempDir;
+
+pub(super) struct Served {
+    daemon: Arc<Daemon>,
+    driver: Arc<Driver>,
+    _directory: TempDir,
+}
+
+impl Served {
+    /// Serves `drive` on a reactor for each of the guest's queues. What it says of queues and its socket holds.
+    pub(super) fn start(drive: &DriveOptions, guest: DriverOptions) -> anyhow::Result<Self> {
+        let directory = load::socket_directory()?;
+        let socket = drive.socket.clone().unwrap_or_else(|| directory.path().join("disk.sock"));
+        let queues = guest.queues;
+        let queue_size = drive.queue_size.unwrap_or(guest.queue_size);
+        let config = DaemonConfig {
+            reactors: usize::from(queues),
+            poll_max_us: drive.poll_max_us,
+            allow_backing: BackingPolicy::default(),
+            listed: Vec::new(),
+        };
+        let mut daemon = Daemon::start(config)?;
+        daemon.add(&DriveOptions {
+            queues: drive.queues.or(Some(queues)),
+            queue_size: Some(queue_size),
+            socket: Some(socket.clone()),
+            ..drive.clone()
+        })?;
+        let driver = Driver::connect(&socket, DriverOptions { queue_size, ..guest })?;
+        Ok(Self { daemon: Arc::new(daemon), driver: Arc::new(driver), _directory: directory })
+    }
+
+    pub(super) fn disk(&self) -> Arc<dyn Disk> {
+        Arc::clone(&self.driver) as _
+    }
+
+    pub(super) fn is_gone(&self) -> bool {
+        self.driver.is_disconnected()
+    }
+
+    /// The driver's counters, and behind them the server's.
+    pub(super) fn hooks(&self) -> Hooks<'static> {
+        let hooks = load::driver_hooks(&self.driver);
+        let (guests, daemon) = (hooks.counters.clone(), Arc::clone(&self.daemon));
+        let counters = move || {
+            let mut all = guests.as_ref().map(|counters| counters()).unwrap_or_default();
+            all.extend(server_counters(&daemon));
+            all
+        };
+        Hooks { counters: Some(Arc::new(counters)), ..hooks }
+    }
+
+    pub(super) fn close(self) -> anyhow::Result<()> {
+        self.driver.disconnect()?;
+        let daemon = Arc::into_inner(self.daemon).context("the server is still asked for its counters")?;
+        Ok(daemon.shutdown()?)
+    }
+}
+
+fn server_counters(daemon: &Daemon) -> [(&'static str, u64); 6] {
+    let (reactors, disks) = (daemon.reactors(), daemon.disks());
+    let of_reactors = |count: fn(&ReactorStats) -> u64| reactors.iter().map(|(_, stats)| count(stats)).sum();
+    let rings = || disks.iter().flat_map(|disk| &disk.rings);
+    [
+        ("server_batches", rings().map(|ring| ring.batches).sum()),
+        ("server_system_calls", of_reactors(|stats| stats.system_calls)),
+        ("server_worker_calls", of_reactors(|stats| stats.worker_calls)),
+        ("server_harvests", of_reactors(|stats| stats.harvests)),
+        ("server_sleeps", of_reactors(|stats| stats.sleeps)),
+        ("notifications", rings().map(|ring| ring.notifications).sum()),
+    ]
+}
