@@ -224,14 +224,34 @@ fn forget_the_load() {
     std::thread::sleep(Duration::from_millis(300));
 }
 
-fn check(dir: &Path, format: DriveFormat, engine: EngineKind, cache: CacheMode) -> Vec<String> {
-    let case = format!("{format:?}, {engine}, {cache}");
+/// How bytes reach the storage.
+#[derive(Clone, Copy)]
+struct Way {
+    engine: EngineKind,
+    cache: CacheMode,
+    sqpoll: bool,
+    fixed_buffers: bool,
+}
+
+impl Way {
+    fn new(engine: EngineKind, cache: CacheMode) -> Self {
+        Self { engine, cache, sqpoll: false, fixed_buffers: false }
+    }
+}
+
+fn check(dir: &Path, format: DriveFormat, way: Way) -> Vec<String> {
+    let Way { engine, cache, sqpoll, fixed_buffers } = way;
+    let more = [(sqpoll, ", sqpoll"), (fixed_buffers, ", fixed buffers")];
+    let more: String = more.iter().filter(|(on, _)| *on).map(|(_, words)| *words).collect();
+    let case = format!("{format:?} in {}, {engine}, {cache}{more}", dir.display());
     let (path, socket) = (dir.join("disk"), dir.join("disk.sock"));
     create(&path, format);
     let drive = DriveOptions {
         format: Some(format),
         engine,
         cache,
+        sqpoll,
+        fixed_buffers,
         socket: Some(socket.clone()),
         queues: Some(1),
         ..DriveOptions::of_file(&path)
@@ -256,18 +276,25 @@ fn check(dir: &Path, format: DriveFormat, engine: EngineKind, cache: CacheMode) 
 fn nothing_is_allocated_or_freed_after_warm_up() {
     LEFT_OUT.set(true);
     let dir = tempfile::tempdir().unwrap();
-    let engines = [
-        (EngineKind::IoUring, CacheMode::Writeback),
-        (EngineKind::IoUring, CacheMode::None),
-        (EngineKind::LinuxAio, CacheMode::None),
-        (EngineKind::Threads, CacheMode::Writeback),
-        (EngineKind::Threads, CacheMode::None),
-        (EngineKind::Auto, CacheMode::Writeback),
+    let uring = Way::new(EngineKind::IoUring, CacheMode::None);
+    let ways = [
+        Way::new(EngineKind::IoUring, CacheMode::Writeback),
+        uring,
+        Way { sqpoll: true, ..uring },
+        Way { fixed_buffers: true, ..uring },
+        Way::new(EngineKind::LinuxAio, CacheMode::None),
+        Way::new(EngineKind::Threads, CacheMode::Writeback),
+        Way::new(EngineKind::Threads, CacheMode::None),
+        Way::new(EngineKind::Auto, CacheMode::Writeback),
     ];
     let mut faults = Vec::new();
     for format in [DriveFormat::Raw, DriveFormat::Qcow2] {
-        for (engine, cache) in engines {
-            faults.extend(check(dir.path(), format, engine, cache));
+        for way in ways {
+            faults.extend(check(dir.path(), format, way));
+        }
+        // Where the reactor copies by itself.
+        if let Ok(memory) = tempfile::tempdir_in("/dev/shm") {
+            faults.extend(check(memory.path(), format, Way::new(EngineKind::Auto, CacheMode::Writeback)));
         }
     }
     assert!(faults.is_empty(), "{}", faults.join("\n"));

@@ -18,14 +18,19 @@ const ENGINES: [EngineKind; 3] = [EngineKind::IoUring, EngineKind::LinuxAio, Eng
 
 /// Runs `test` on each engine with a fresh file; skipped where FUSE cannot be mounted.
 fn for_each_engine(test: impl Fn(EngineKind, &StallingFile, &Arc<dyn File>)) {
-    for engine in ENGINES {
+    for_each(&ENGINES, CacheMode::None, test);
+}
+
+/// As [`for_each_engine`]; what is not direct goes through the page cache, which has nothing of the file.
+fn for_each(engines: &[EngineKind], cache: CacheMode, test: impl Fn(EngineKind, &StallingFile, &Arc<dyn File>)) {
+    for &engine in engines {
         let Some(stalling) = StallingFile::mount() else {
             return common::skip("a FUSE file system cannot be mounted here (it takes root and /dev/fuse)");
         };
-        let options =
-            OpenOptions { engine, cache: CacheMode::None, read_only: true, lock: false, ..OpenOptions::default() };
-        let file = engine::open(&stalling.path(), &options).unwrap();
-        assert!(file.info().engine.starts_with(&engine.to_string()));
+        let options = OpenOptions { engine, cache, read_only: true, lock: false, ..OpenOptions::default() };
+        let path = if cache == CacheMode::None { stalling.path() } else { stalling.mappable() };
+        let file = engine::open(&path, &options).unwrap();
+        assert!(engine == EngineKind::Auto || file.info().engine.starts_with(&engine.to_string()));
         test(engine, &stalling, &file);
     }
 }
@@ -62,37 +67,44 @@ fn first_byte(mapping: &Mapping) -> u8 {
 
 #[test]
 fn others_on_the_same_file_finish_while_one_request_is_stalled() {
-    for_each_engine(|engine, stalling, file| {
-        let reactor = reactor("parallel");
-        warm_up(&reactor, file);
-        let (sender, stalled_end) = mpsc::channel();
-        let theirs = Arc::clone(file);
-        let others = run_task(&reactor, move |ctx| async move {
-            let queue = theirs.open_queue(&ctx).unwrap();
-            let buf = IoBuf::zeroed(4096);
-            let stalled = queue.start(read_op(STALL_FROM, &buf));
-            ctx.spawn(block::Task::new(async move { sender.send((stalled.await, buf.whole().to_vec()[0])).unwrap() }));
-            let mut ends = Vec::new();
-            let bufs: Vec<_> = (0..16).map(|_| IoBuf::zeroed(4096)).collect();
-            for (index, buf) in bufs.iter().enumerate() {
-                ends.push(queue.start(read_op(index as u64 * 8192, buf)));
-            }
-            for end in ends {
-                end.await.unwrap();
-            }
-            bufs.iter().map(|buf| buf.whole().to_vec()[0]).collect::<Vec<_>>()
-        });
-        stalling.wait_for_stalled(1);
-        // With a request in flight and nothing else to do it sleeps, and the completion will wake it.
-        common::wait_until_idle(&reactor);
-        assert!(stalled_end.try_recv().is_err(), "{engine}");
-        assert_eq!(others, (0..16).map(|index| content(index * 8192)).collect::<Vec<_>>(), "{engine}");
-        stalling.release();
-        assert_eq!(stalled_end.recv().unwrap(), (Ok(()), content(STALL_FROM)), "{engine}");
-        let stats = reactor.stats();
-        assert_eq!((stats.requests, stats.completions), (18, 18), "{engine}: each request is counted once");
-        reactor.stop().unwrap();
+    for_each_engine(others_finish);
+}
+
+#[test]
+fn a_read_that_the_page_cache_has_to_wait_for_holds_up_no_other() {
+    for_each(&[EngineKind::Auto, EngineKind::IoUring, EngineKind::Threads], CacheMode::Writeback, others_finish);
+}
+
+fn others_finish(engine: EngineKind, stalling: &StallingFile, file: &Arc<dyn File>) {
+    let reactor = reactor("parallel");
+    warm_up(&reactor, file);
+    let (sender, stalled_end) = mpsc::channel();
+    let theirs = Arc::clone(file);
+    let others = run_task(&reactor, move |ctx| async move {
+        let queue = theirs.open_queue(&ctx).unwrap();
+        let buf = IoBuf::zeroed(4096);
+        let stalled = queue.start(read_op(STALL_FROM, &buf));
+        ctx.spawn(block::Task::new(async move { sender.send((stalled.await, buf.whole().to_vec()[0])).unwrap() }));
+        let mut ends = Vec::new();
+        let bufs: Vec<_> = (0..16).map(|_| IoBuf::zeroed(4096)).collect();
+        for (index, buf) in bufs.iter().enumerate() {
+            ends.push(queue.start(read_op(index as u64 * 8192, buf)));
+        }
+        for end in ends {
+            end.await.unwrap();
+        }
+        bufs.iter().map(|buf| buf.whole().to_vec()[0]).collect::<Vec<_>>()
     });
+    stalling.wait_for_stalled(1);
+    // With a request in flight and nothing else to do it sleeps, and the completion will wake it.
+    common::wait_until_idle(&reactor);
+    assert!(stalled_end.try_recv().is_err(), "{engine}");
+    assert_eq!(others, (0..16).map(|index| content(index * 8192)).collect::<Vec<_>>(), "{engine}");
+    stalling.release();
+    assert_eq!(stalled_end.recv().unwrap(), (Ok(()), content(STALL_FROM)), "{engine}");
+    let stats = reactor.stats();
+    assert_eq!((stats.requests, stats.completions), (18, 18), "{engine}: each request is counted once");
+    reactor.stop().unwrap();
 }
 
 #[test]

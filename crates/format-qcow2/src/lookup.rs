@@ -205,3 +205,37 @@ fn follows(mapped: &Mapped, more: &Mapped) -> bool {
         _ => false,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::fixture;
+    use block::block_on;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    #[test]
+    fn lookups_for_reads_and_overwrites_of_what_is_allocated_wait_for_no_lock() {
+        let (storage, io) = fixture::created(64 << 10);
+        let qcow2 = block_on(async {
+            let qcow2 = fixture::opened(&storage, &io).await;
+            fixture::fill(&qcow2, &io, 0..64 << 10).await;
+            qcow2.flush(&io).await.unwrap();
+            qcow2
+        });
+        let (sender, answers) = mpsc::channel();
+        let inner = &qcow2.inner;
+        std::thread::scope(|scope| {
+            let held = inner.lock();
+            scope.spawn(|| {
+                let plain = qcow2.lookup_plain(1024, 512).is_some() && qcow2.begin_overwrite(1024, 512).is_some();
+                let whole = inner.lookup(512, 4096).unwrap().is_some() && inner.lookup_overwrite(512, 4096).is_some();
+                sender.send((plain, whole)).unwrap();
+            });
+            // Let go before the thread is waited for, also where this fails.
+            let answer = answers.recv_timeout(Duration::from_secs(20));
+            drop(held);
+            assert_eq!(answer.expect("a lookup waits for the image's lock"), (true, true));
+        });
+        block_on(qcow2.close(&io)).unwrap();
+    }
+}

@@ -2,8 +2,9 @@
 
 mod common;
 
+use block::IoError;
 use common::{Chain, Layer, name};
-use testkit::{Harness, OpKind, Request, Session, SimStorage, mix, stamped};
+use testkit::{Fault, FaultAction, Harness, OpKind, Request, Session, SimStorage, mix, stamped};
 
 const CLUSTER: u64 = 64 << 10;
 const SIZE: u64 = 1 << 30;
@@ -103,6 +104,37 @@ fn a_small_write_to_an_empty_image_is_one_write() {
     // Room was made again: the file grows by its own length at a time, up to 16 MiB.
     assert_eq!(disk.spent(), [Counts { reads: 0, writes: 3, flushes: 2, extensions: 1 }]);
     disk.session.close().unwrap();
+}
+
+#[test]
+fn space_that_was_given_up_is_written_as_if_it_were_new_only_where_its_punch_succeeded() {
+    for is_punched in [true, false] {
+        let mut disk = Disk::open(vec![Layer::qcow2(SIZE, CLUSTER)]);
+        let old = stamped(7, 0, CLUSTER as usize);
+        disk.session.call(Request::write(0, old.clone())).unwrap();
+        disk.flush();
+        let host = |disk: &Disk, bytes: &[u8]| {
+            let file = disk.storage.bytes(&name(0));
+            file.chunks(4096).position(|chunk| chunk == bytes).map(|chunk| chunk as u64 * 4096)
+        };
+        let before = host(&disk, &old[..4096]).unwrap();
+        if !is_punched {
+            let fails = FaultAction::Fail(IoError::EIO);
+            disk.storage.inject(&name(0), Fault::from_nth(OpKind::Discard, 0, fails));
+        }
+        disk.session.call(Request::Discard { offset: 0, length: CLUSTER }).unwrap();
+        // Nothing on the disk leads to it, then nobody may use it any more.
+        (0..3).for_each(|_| disk.flush());
+        disk.spent();
+        let offset = 100 * CLUSTER + 8192;
+        disk.write(offset);
+        let spent = disk.spent()[0];
+        assert_eq!((spent.reads, spent.writes, spent.extensions), (0, 1, 0), "punched: {is_punched}");
+        assert_eq!(host(&disk, &stamped(5, offset, 4096)), Some(before + 8192), "it is the same space");
+        let around = disk.session.call(Request::read(100 * CLUSTER, CLUSTER as usize)).unwrap();
+        assert!(around[..8192].iter().chain(&around[12288..]).all(|byte| *byte == 0), "punched: {is_punched}");
+        disk.session.close().unwrap();
+    }
 }
 
 #[test]
