@@ -43,6 +43,7 @@ mod list;
 mod magazine;
 #[cfg(test)]
 mod model;
+mod other_source;
 mod pages;
 mod registry;
 mod room;
@@ -62,6 +63,7 @@ use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::LocalKey;
 use std::time::{Duration, Instant};
@@ -126,6 +128,8 @@ macro_rules! pooled {
 pub struct Pool<T> {
     name: &'static str,
     depot: Depot<T>,
+    /// Idle contexts of builds without the pool.
+    others: Mutex<Magazine<T>>,
     started: Instant,
     /// When the decay period ends that runs now, in milliseconds since `started`.
     period_end_ms: AtomicU64,
@@ -138,7 +142,8 @@ impl<T: Pooled> Pool<T> {
         let (stats, maintain, trim) = (|| T::pool().stats(), || T::pool().give_back(), || T::pool().trim());
         registry::add(registry::Entry { name, stats, maintain, trim });
         let period_end_ms = AtomicU64::new(DECAY_PERIOD.as_millis() as u64);
-        Self { name, depot: Depot::new(SLOTS), started: Instant::now(), period_end_ms }
+        let others = Mutex::new(Magazine::new());
+        Self { name, depot: Depot::new(SLOTS), others, started: Instant::now(), period_end_ms }
     }
 
     /// What it holds.
@@ -315,6 +320,9 @@ impl<T: Pooled> PoolBox<T> {
     #[must_use]
     #[inline]
     pub fn take() -> Self {
+        if other_source::IS_ON {
+            return Self(ManuallyDrop::new(other_source::take(&T::pool().others)));
+        }
         let context = match T::list().try_with(|list| list.0.borrow_mut().get()) {
             Ok(Some(context)) => context,
             _ => T::pool().take_slowly(),
@@ -347,6 +355,9 @@ impl<T: Pooled> Drop for PoolBox<T> {
         // SAFETY: taken once, here, and `self` is not used afterwards.
         let mut context = unsafe { ManuallyDrop::take(&mut self.0) };
         context.context.reset();
+        if other_source::IS_ON {
+            return other_source::put(&T::pool().others, context);
+        }
         let mut context = Some(context);
         // Where the thread is ending and its list is gone, the context is refused too.
         let _ = T::list().try_with(|list| {

@@ -271,7 +271,7 @@ pub(super) fn number(value: &Value) -> Result<f64> {
     value.as_f64().context("the report of a measurement lacks a number; the tool is of another version than expected")
 }
 
-fn json_of(mut command: Command) -> Result<Value> {
+pub(super) fn json_of(mut command: Command) -> Result<Value> {
     let name = format!("{command:?}");
     let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot run {name}"))?;
     if !output.status.success() {

@@ -6,6 +6,7 @@
 //! servers, and CPU a request.
 
 mod cells;
+mod contexts;
 mod files;
 mod half_full;
 mod images;
@@ -50,6 +51,10 @@ pub(crate) struct BenchArguments {
     /// Measure the image tool beside qemu-img instead; prints its table, or writes it where --output says.
     #[arg(long)]
     images: bool,
+    /// Compare the pool of requests' contexts with the allocator and with a list behind a lock instead: builds the program
+    /// with each.
+    #[arg(long, conflicts_with_all = ["images", "profile"])]
+    contexts: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
     size_mib: Option<u64>,
@@ -95,6 +100,9 @@ const OPENING_SECONDS: (f64, f64) = (20.0, 3.0);
 pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     if arguments.images {
         return images::run(arguments, || ringdisk_of(arguments));
+    }
+    if arguments.contexts {
+        return contexts::run(arguments);
     }
     let is_chosen =
         |name: &str| arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()));

@@ -47,7 +47,8 @@ pub(super) fn write(outcomes: &[Outcome], openings: Option<&Openings>, files: &F
     writeln!(
         text,
         "\nIOPS are medians. A ratio is the median of the rounds' ratios, in brackets its middle half. CPU is the \
-         server's time a request, user and system, in microseconds; the client's, which spins, beside it. Where a row \
+         server's time a request, user and system, in microseconds; the client's, which spins, beside it; p99 the latency \
+         that one request in a hundred exceeds, as the client (or fio) sees it, in microseconds, the median of the rounds. Where a row \
          names no engine, Ringdisk chooses (engine=auto), and qemu and fio use io_uring; fio uses it for the rows with \
          threads, too, and for linux-aio that. Files are registered with io_uring by Ringdisk and by fio, buffers in the \
          rows that say so by both, in the others by neither; qemu registers nothing. For qcow2, fio runs on a raw file of \
@@ -70,21 +71,24 @@ fn table(text: &mut String, storage: Storage, outcomes: &[&Outcome]) -> Result<(
     writeln!(text, "## {}\n", storage.title())?;
     writeln!(
         text,
-        "| | Ringdisk | qemu | ratio | CPU Ringdisk | CPU qemu | CPU client | fio | ratio to fio | CPU to reference | at |"
+        "| | Ringdisk | qemu | ratio | CPU Ringdisk | CPU qemu | CPU client | p99 Ringdisk | p99 qemu | fio | ratio to fio | \
+         p99 fio | CPU to reference | at |"
     )?;
-    writeln!(text, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|")?;
+    writeln!(text, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|")?;
     for outcome in outcomes {
         let row = Row::of(outcome);
-        let [peer, peer_ratio, peer_cpu] = row.peer.as_ref().map_or_else(Default::default, Side::cells);
-        let [host, host_ratio, _] = row.host.as_ref().map_or_else(Default::default, Side::cells);
+        let [peer, peer_ratio, peer_cpu, peer_p99] = row.peer.as_ref().map_or_else(Default::default, Side::cells);
+        let [host, host_ratio, _, host_p99] = row.host.as_ref().map_or_else(Default::default, Side::cells);
         let reference = row.cpu_to_reference.map_or_else(String::new, |ratio| ratio.words());
         writeln!(
             text,
-            "| {} | {} | {peer} | {peer_ratio} | {:.2} | {peer_cpu} | {:.2} | {host} | {host_ratio} | {reference} | {} |",
+            "| {} | {} | {peer} | {peer_ratio} | {:.2} | {peer_cpu} | {:.2} | {} | {peer_p99} | {host} | {host_ratio} | \
+             {host_p99} | {reference} | {} |",
             outcome.cell.words(),
             rate(row.iops),
             row.cpu_us,
             row.client_us,
+            digits(row.p99_us),
             outcome.stamp.commit,
         )?;
     }
@@ -144,6 +148,7 @@ impl Ratio {
 struct Side {
     iops: f64,
     cpu_us: f64,
+    p99_us: f64,
     /// Ringdisk's rate by this one's.
     ratio: Ratio,
 }
@@ -154,12 +159,13 @@ impl Side {
         (!samples.is_empty()).then(|| Self {
             iops: median(&theirs),
             cpu_us: median(&of(samples, |sample| sample.cpu_us_per_request)),
+            p99_us: median(&of(samples, |sample| sample.p99_us)),
             ratio: Ratio::of(&of(ringdisk, |sample| sample.iops), &theirs),
         })
     }
 
-    fn cells(&self) -> [String; 3] {
-        [rate(self.iops), self.ratio.words(), format!("{:.2}", self.cpu_us)]
+    fn cells(&self) -> [String; 4] {
+        [rate(self.iops), self.ratio.words(), format!("{:.2}", self.cpu_us), digits(self.p99_us)]
     }
 }
 
@@ -168,6 +174,7 @@ struct Row {
     iops: f64,
     cpu_us: f64,
     client_us: f64,
+    p99_us: f64,
     peer: Option<Side>,
     host: Option<Side>,
     cpu_to_reference: Option<Ratio>,
@@ -181,6 +188,7 @@ impl Row {
             iops: median(&of(ringdisk, |sample| sample.iops)),
             cpu_us: median(&cpu(ringdisk)),
             client_us: median(&of(ringdisk, |sample| sample.client_us_per_request)),
+            p99_us: median(&of(ringdisk, |sample| sample.p99_us)),
             peer: Side::of(ringdisk, peer),
             host: Side::of(ringdisk, host),
             cpu_to_reference: (!reference.is_empty()).then(|| Ratio::of(&cpu(ringdisk), &cpu(reference))),
@@ -190,6 +198,11 @@ impl Row {
 
 fn of(samples: &[Sample], field: impl Fn(&Sample) -> f64) -> Vec<f64> {
     samples.iter().map(field).collect()
+}
+
+/// A time in microseconds, as exact as it is worth.
+fn digits(us: f64) -> String {
+    if us >= 100.0 { format!("{us:.0}") } else { format!("{us:.1}") }
 }
 
 /// Three digits that count.

@@ -1,0 +1,22 @@
+//! Other ways to come by contexts, to measure what the pool is worth: `cargo xtask bench --contexts` builds the program
+//! with each (`--cfg contexts_from="allocator"`, `"lock"`). The pool's counters say nothing then.
+
+use super::PoolContext;
+use super::magazine::{Magazine, Node};
+use std::sync::{Mutex, PoisonError};
+
+/// Whether contexts come from elsewhere in this build.
+pub(super) const IS_ON: bool = cfg!(any(contexts_from = "allocator", contexts_from = "lock"));
+/// From one list for all threads, then; otherwise from the allocator.
+const IS_LOCKED: bool = cfg!(contexts_from = "lock");
+
+pub(super) fn take<T: PoolContext>(idle: &Mutex<Magazine<T>>) -> Box<Node<T>> {
+    let context = if IS_LOCKED { idle.lock().unwrap_or_else(PoisonError::into_inner).pop() } else { None };
+    context.unwrap_or_else(|| Node::boxed(T::create()))
+}
+
+pub(super) fn put<T>(idle: &Mutex<Magazine<T>>, context: Box<Node<T>>) {
+    if IS_LOCKED {
+        idle.lock().unwrap_or_else(PoisonError::into_inner).push(context);
+    }
+}
