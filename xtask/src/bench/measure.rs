@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 /// Where each side runs: servers and fio on one core, the client on the other.
 const SERVER_CORE: &str = "0";
 const CLIENT_CORE: &str = "1";
+/// The client spins through any request: a sleep of its own would be measured with the servers.
+const CLIENT_POLL_US: u32 = 10_000;
 /// How long a server may take to start or to end.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Before anything is counted.
@@ -242,6 +244,7 @@ fn client(cell: &Cell, tools: &Tools, files: &Files, server: u32, seconds: f64) 
     let mut arguments = vec!["--rw".to_owned(), cell.access.name().to_owned()];
     arguments.extend(["--bs".to_owned(), format!("{}k", cell.block_kib)]);
     arguments.extend(["--depth".to_owned(), cell.depth.to_string()]);
+    arguments.extend(["--poll-max-us".to_owned(), CLIENT_POLL_US.to_string()]);
     match files.request_limit(cell.storage) {
         Some(count) => arguments.extend(["--count".to_owned(), count.to_string()]),
         None => arguments.extend(["--time".to_owned(), seconds.to_string()]),

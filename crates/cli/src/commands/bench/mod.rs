@@ -11,6 +11,7 @@ use crate::progress::Bar;
 use crate::signals;
 use anyhow::{Context, bail};
 use daemon::parse_size;
+use engine::ReactorConfig;
 use jobs::bench::{BenchSpec, Initial, Pattern, Plot, Stop, Verify};
 use serde::Serialize;
 use series::{Plan, Series};
@@ -110,6 +111,10 @@ pub(crate) struct Args {
     /// its name. May be repeated.
     #[arg(long, value_name = "PID")]
     server_pid: Vec<String>,
+    /// How long the client's idle threads go on looking for what has ended before they sleep, in microseconds; zero never
+    /// looks. A drive that says poll-max-us has its own.
+    #[arg(long, value_name = "US", default_value_t = ReactorConfig::default().poll_max_us)]
+    poll_max_us: u32,
     /// How to print.
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
@@ -156,7 +161,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut targets = Vec::new();
     for asked in targets_of(args) {
         match asked? {
-            Parsed::Target(target) => targets.push(target),
+            Parsed::Target(mut target) => {
+                target.poll_max_us = args.poll_max_us;
+                targets.push(target);
+            }
             Parsed::Help(help) => return output::print(&format!("{help}\n")),
         }
     }

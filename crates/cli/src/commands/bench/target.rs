@@ -28,6 +28,8 @@ pub(super) struct Target {
     pub(super) text: String,
     /// Processes whose CPU time is its.
     pub(super) server_pids: Vec<u32>,
+    /// How long idle threads of the client look before they sleep.
+    pub(super) poll_max_us: u32,
     kind: Kind,
 }
 
@@ -84,6 +86,7 @@ impl Target {
             name: name.to_owned(),
             text: format!("{kind}:{text}"),
             server_pids: Vec::new(),
+            poll_max_us: ReactorConfig::default().poll_max_us,
             kind: kind_of_target,
         }))
     }
@@ -133,8 +136,8 @@ impl Target {
     fn reactors(&self, count: u32) -> anyhow::Result<Vec<ReactorThread>> {
         let defaults = ReactorConfig::default();
         let poll_max_us = match &self.kind {
-            Kind::Drive(drive) => drive.poll_max_us.unwrap_or(defaults.poll_max_us),
-            Kind::Socket(_) | Kind::Serve(_) => defaults.poll_max_us,
+            Kind::Drive(drive) => drive.poll_max_us.unwrap_or(self.poll_max_us),
+            Kind::Socket(_) | Kind::Serve(_) => self.poll_max_us,
         };
         let config = |index| ReactorConfig { name: format!("bench-{index}"), poll_max_us, ..defaults.clone() };
         (0..count).map(|index| Ok(Reactor::spawn(config(index))?)).collect()
