@@ -91,6 +91,11 @@ fn a_server_is_measured_with_its_process() {
         }
         assert_eq!(depth["sides"][1]["figures"]["server_us_per_request"], Value::Null);
     }
+    // A client that never looks has to be woken, but for what has ended before it sleeps.
+    let sleeping = ["--socket", path_str(&socket), "--count", "1000", "--depth", "1", "--poll-max-us", "0"];
+    let counters = json(&sleeping)["counters"].clone();
+    let wakeups = counters.as_array().unwrap().iter().find(|counter| counter["name"] == "wakeups").unwrap();
+    assert!(wakeups["total"].as_u64() >= Some(50), "{counters}");
     let said = run_ok(&["bench", "--socket", path_str(&socket), "--count", "1000", "--server-pid", &pid]);
     for part in ["voluntary context switches", "kicks", "wakeups", "completions a harvest"] {
         assert!(said.contains(part), "'{part}' is missing in:\n{said}");
