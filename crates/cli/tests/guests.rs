@@ -41,8 +41,24 @@ impl Served {
         let mut options = GuestOptions::new(kind, self.sockets.clone());
         options.work = work.unwrap_or(options.work);
         let start = Instant::now();
-        let mut progress = |step: &str| eprintln!("{:6.1} s  {kind:?}: {step}", start.elapsed().as_secs_f64());
-        match guest::run(&options, &mut progress) {
+        let run = || {
+            let mut has_begun = false;
+            let mut progress = |step: &str| {
+                has_begun = true;
+                eprintln!("{:6.1} s  {kind:?}: {step}", start.elapsed().as_secs_f64());
+            };
+            (guest::run(&options, &mut progress), has_begun)
+        };
+        // QEMU 10 was once seen to fail an assertion of its own about the MSI-X table while its guest started.
+        let is_its_own = |error: &anyhow::Error| format!("{error:#}").contains("hw/pci/msix.c");
+        let ended = match run() {
+            (Err(error), false) if is_its_own(&error) => {
+                eprintln!("QEMU failed before its guest began, and is started again: {error:#}");
+                run().0
+            }
+            (ended, _) => ended,
+        };
+        match ended {
             Ok(report) => (self, report),
             Err(error) => {
                 let (status, said) = self.server.terminate();

@@ -181,7 +181,7 @@ fn check(case: &str, depth: u32, pools: &Pools) {
     assert!(requests.total >= most / 2, "{case}: the load was there; {requests:?}");
 }
 
-/// One test, and the depth only rises: the counters are the whole process's, and remember.
+/// One test, and while they are looked at the depth only rises: the counters are the whole process's, and remember.
 #[test]
 fn two_disks_need_hardly_more_contexts_than_are_in_flight_and_create_none_after_warm_up() {
     for (engine, depth, delay_ms) in [
@@ -214,13 +214,18 @@ fn a_greater_depth_is_no_cliff() {
                 runs.into_iter().map(|run| run.join().unwrap()).sum::<f64>()
             })
         };
+        // What takes its time takes no longer where there is more of it.
+        let least = if delay_ms.is_some() { 1.0 } else { 0.5 };
         for depth in [256, 512] {
             let holds = (0..ROUNDS).any(|_| {
                 let (usual, deep) = (rate(128), rate(depth));
                 println!("delay {delay_ms:?} ms: {usual:.0} requests a second at depth 128, {deep:.0} at {depth}");
-                deep >= usual * 0.5
+                deep >= usual * least
             });
-            assert!(holds, "delay {delay_ms:?} ms: at {depth} less than half the rate of depth 128, {ROUNDS} times");
+            assert!(
+                holds,
+                "delay {delay_ms:?} ms: at {depth} less than {least} of the rate of depth 128, {ROUNDS} times"
+            );
         }
         setup.end();
     }

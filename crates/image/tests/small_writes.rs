@@ -125,6 +125,7 @@ fn space_that_was_given_up_is_written_as_if_it_were_new_only_where_its_punch_suc
         disk.session.call(Request::Discard { offset: 0, length: CLUSTER }).unwrap();
         // Nothing on the disk leads to it, then nobody may use it any more.
         (0..3).for_each(|_| disk.flush());
+        assert!(disk.storage.pushed(&name(0), OpKind::Discard) > 0);
         disk.spent();
         let offset = 100 * CLUSTER + 8192;
         disk.write(offset);

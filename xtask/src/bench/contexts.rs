@@ -1,5 +1,5 @@
 //! `cargo xtask bench --contexts`: what the pool of requests' contexts is worth in the whole path. The program is built
-//! three times, with contexts from the pool, from the allocator, and from one list behind a lock, and serves a disk to its
+//! with contexts from the pool, from the allocator, and from one list behind a lock, and serves a disk to its
 //! own guest: two queues on two reactors, on a file in memory, as fast as it goes and with a delay of a millisecond.
 
 use super::BenchArguments;
@@ -81,7 +81,9 @@ fn build(source: Option<&str>) -> Result<PathBuf> {
     };
     let mut cargo = Program::cargo().args(["build", "--release", "--package", "ringdisk"]);
     if let Some(source) = source {
-        cargo = cargo.env("RUSTFLAGS", format!("--cfg contexts_from=\"{source}\"")).env("CARGO_TARGET_DIR", &target);
+        let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
+        let flags = format!("{flags} --cfg contexts_from=\"{source}\"");
+        cargo = cargo.env("RUSTFLAGS", flags.trim_start()).env("CARGO_TARGET_DIR", &target);
     }
     if !cargo.watch()?.success() {
         bail!("ringdisk does not build with contexts from {}", source.unwrap_or("the pool"));

@@ -53,7 +53,7 @@ pub(crate) struct BenchArguments {
     images: bool,
     /// Compare the pool of requests' contexts with the allocator and with a list behind a lock instead: builds the program
     /// with each.
-    #[arg(long, conflicts_with_all = ["images", "profile"])]
+    #[arg(long, conflicts_with_all = ["images", "profile", "list", "filter", "resume", "output", "ringdisk", "size_mib", "directory"])]
     contexts: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
@@ -97,11 +97,14 @@ const AROUND_SECONDS: f64 = 0.4;
 /// What the large image takes: to make it, and a round.
 const OPENING_SECONDS: (f64, f64) = (20.0, 3.0);
 
+const NOTHING_TO_MEASURE: &str = "at least one pair, and some time for each, are needed";
+
 pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     if arguments.images {
         return images::run(arguments, || ringdisk_of(arguments));
     }
     if arguments.contexts {
+        ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
         return contexts::run(arguments);
     }
     let is_chosen =
@@ -113,7 +116,7 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
         return Ok(());
     }
     ensure!(opens || !cells.is_empty(), "no cell has such a name; --list names them");
-    ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, "at least one pair, and some time for each, are needed");
+    ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
     let output = match (&arguments.output, arguments.filter.is_empty() || arguments.resume) {
         (Some(path), _) => Some(path.clone()),
         (None, true) => Some(workspace::root().join("docs/benchmarks.md")),

@@ -48,7 +48,7 @@ pub(super) fn write(outcomes: &[Outcome], openings: Option<&Openings>, files: &F
         text,
         "\nIOPS are medians. A ratio is the median of the rounds' ratios, in brackets its middle half. CPU is the \
          server's time a request, user and system, in microseconds; the client's, which spins, beside it; p99 the latency \
-         that one request in a hundred exceeds, as the client (or fio) sees it, in microseconds, the median of the rounds. Where a row \
+         that one request in a hundred exceeds, as the client sees it, in microseconds, the median of the rounds. Where a row \
          names no engine, Ringdisk chooses (engine=auto), and qemu and fio use io_uring; fio uses it for the rows with \
          threads, too, and for linux-aio that. Files are registered with io_uring by Ringdisk and by fio, buffers in the \
          rows that say so by both, in the others by neither; qemu registers nothing. For qcow2, fio runs on a raw file of \
@@ -72,18 +72,18 @@ fn table(text: &mut String, storage: Storage, outcomes: &[&Outcome]) -> Result<(
     writeln!(
         text,
         "| | Ringdisk | qemu | ratio | CPU Ringdisk | CPU qemu | CPU client | p99 Ringdisk | p99 qemu | fio | ratio to fio | \
-         p99 fio | CPU to reference | at |"
+         CPU to reference | at |"
     )?;
-    writeln!(text, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|")?;
+    writeln!(text, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|")?;
     for outcome in outcomes {
         let row = Row::of(outcome);
         let [peer, peer_ratio, peer_cpu, peer_p99] = row.peer.as_ref().map_or_else(Default::default, Side::cells);
-        let [host, host_ratio, _, host_p99] = row.host.as_ref().map_or_else(Default::default, Side::cells);
+        let [host, host_ratio, ..] = row.host.as_ref().map_or_else(Default::default, Side::cells);
         let reference = row.cpu_to_reference.map_or_else(String::new, |ratio| ratio.words());
         writeln!(
             text,
             "| {} | {} | {peer} | {peer_ratio} | {:.2} | {peer_cpu} | {:.2} | {} | {peer_p99} | {host} | {host_ratio} | \
-             {host_p99} | {reference} | {} |",
+             {reference} | {} |",
             outcome.cell.words(),
             rate(row.iops),
             row.cpu_us,

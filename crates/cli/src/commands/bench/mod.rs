@@ -52,8 +52,9 @@ pub(crate) struct Args {
     /// A disk with options, opened in this process (see `ringdisk serve --drive`).
     #[arg(long, group = "target", value_name = "OPTIONS")]
     drive: Option<String>,
-    /// A disk with options, served by this process to a guest of its own over a vhost-user socket: counts the server's
-    /// batches, system calls (beside those in which it sleeps and notifies) and notifications, too.
+    /// A disk with options, served by this process to a guest of its own over a vhost-user socket. Counts also what the
+    /// server does: batches, system calls (without those in which it sleeps or notifies), its workers' calls, harvests,
+    /// sleeps and notifications. The client's CPU time is that of both sides then.
     #[arg(long, group = "target", value_name = "OPTIONS")]
     serve: Option<String>,
     /// Two targets or more, each socket:PATH, image:FILE, host:FILE, drive:OPTIONS or serve:OPTIONS, called A, B, ... or
@@ -112,7 +113,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PID")]
     server_pid: Vec<String>,
     /// How long the client's idle threads go on looking for what has ended before they sleep, in microseconds; zero never
-    /// looks. A drive that says poll-max-us has its own.
+    /// looks. For --drive, what the drive says of poll-max-us goes before this; for --serve that is the server's.
     #[arg(long, value_name = "US", default_value_t = ReactorConfig::default().poll_max_us)]
     poll_max_us: u32,
     /// How to print.

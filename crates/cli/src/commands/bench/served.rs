@@ -2,6 +2,7 @@
 //! what they did.
 
 use crate::load;
+use crate::output::usage;
 use anyhow::Context;
 use block::Disk;
 use daemon::{Daemon, DaemonConfig, DriveOptions};
@@ -19,8 +20,12 @@ pub(super) struct Served {
 }
 
 impl Served {
-    /// Serves `drive` on a reactor for each of the guest's queues. What it says of queues and its socket holds.
+    /// Serves `drive` on a reactor for each of the guest's queues. What it says of queues, their size, its socket and
+    /// poll-max-us holds.
     pub(super) fn start(drive: &DriveOptions, guest: DriverOptions) -> anyhow::Result<Self> {
+        if let Some(offered) = drive.queues.filter(|offered| *offered < guest.queues) {
+            return Err(usage(format!("--queues {}: the drive says queues={offered}", guest.queues)));
+        }
         let directory = load::socket_directory()?;
         let socket = drive.socket.clone().unwrap_or_else(|| directory.path().join("disk.sock"));
         let queues = guest.queues;
@@ -79,6 +84,6 @@ fn server_counters(daemon: &Daemon) -> [(&'static str, u64); 6] {
         ("server_worker_calls", of_reactors(|stats| stats.worker_calls)),
         ("server_harvests", of_reactors(|stats| stats.harvests)),
         ("server_sleeps", of_reactors(|stats| stats.sleeps)),
-        ("notifications", rings().map(|ring| ring.notifications).sum()),
+        ("server_notifications", rings().map(|ring| ring.notifications).sum()),
     ]
 }
