@@ -58,8 +58,8 @@ pub(crate) struct Args {
     #[arg(long, group = "target", value_name = "OPTIONS")]
     serve: Option<String>,
     /// Two targets or more, each socket:PATH, image:FILE, host:FILE, drive:OPTIONS or serve:OPTIONS, called A, B, ... or
-    /// by a name that stands before it (NAME=socket:PATH). Prints medians, and the first by each other with spread: of each round's
-    /// runs, min-max over the rounds. Each target is opened for its turn only.
+    /// by a name that stands before it (NAME=socket:PATH). Prints medians, and the first by each other with spread: of
+    /// each round's runs, min-max over the rounds. Each target is opened for its turn only.
     #[arg(long, group = "target", value_name = "TARGET", num_args = 2..)]
     compare: Vec<String>,
     /// Rounds of --compare: one run of each target, every other round in reverse order [default: 5].
