@@ -66,7 +66,7 @@ pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host, in_memory: 
         },
         EngineKind::Auto if in_memory => {
             let reason = "the file lies in memory: reactors copy what is there themselves, through a mapping where that \
-                          can be, and leave to threads what takes longer";
+                          can be, and leave to threads what takes longer or is swapped out";
             Ok((EngineKind::Threads, reason.to_owned()))
         }
         EngineKind::Auto => Ok(match host.io_uring() {

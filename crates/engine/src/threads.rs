@@ -6,12 +6,15 @@
 //! Files that lie in memory are an exception: their bytes are only copied, which takes less time than to wake somebody.
 //! Their small transfers the reactor does itself, without a call where it can (see `resident`): when it submits, or, where
 //! a task awaits the end, at once. The task goes on without being woken, and finds in the processor's cache what it has
-//! just read; what tasks may copy in a turn is limited, so that rings and other tasks come round.
+//! just read; what tasks may copy in a turn is limited, so that rings and other tasks come round. What is swapped out goes
+//! to a worker (see `swap`).
 
 use crate::inflight::{Action, Request, Slab, Step};
 use crate::job_queue::{Job, Queue, Spinner};
 use crate::poll::Pace;
 use crate::stats::Counters;
+use crate::swap;
+use crate::untold::Untold;
 use crate::wakeup::Wakeup;
 use block::{Done, IoError};
 use rustix::thread::CpuSet;
@@ -65,14 +68,16 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether the reactor carries this out itself: on a file that lies in memory, what is not longer than `longest_bytes`.
+/// Whether this takes no longer than to wake somebody, if it is there: on a file that lies in memory, what is not longer
+/// than `longest_bytes`.
 fn is_inline(request: &Request, longest_bytes: usize) -> bool {
     let file = &*request.target.file;
     file.in_memory
         && match request.action {
             Action::Read { .. } => request.left_bytes() <= longest_bytes,
             // Beside a worker's write the reactor would only wait for its end.
-            Action::Write { .. } => request.left_bytes() <= longest_bytes && request.target.in_turn.get() == 0,
+            Action::Write { .. } | Action::Fallocate { .. } if request.target.in_turn.get() > 0 => false,
+            Action::Write { .. } => request.left_bytes() <= longest_bytes,
             // There is nothing to make durable.
             Action::Sync => true,
             // Behind the end of the file there is nothing to free.
@@ -84,40 +89,23 @@ fn is_inline(request: &Request, longest_bytes: usize) -> bool {
         }
 }
 
+/// Whether the reactor would wait for what of a file in memory is swapped out. A range that is given back is read too,
+/// where it does not end with a page.
+fn waits_for_swap(request: &Request) -> bool {
+    let length = match request.action {
+        Action::Read { .. } | Action::Write { .. } => request.left_bytes() as u64,
+        Action::Fallocate { length, .. } => length,
+        _ => return false,
+    };
+    swap::may_hold(&request.target.file.fd, request.file_offset(), length)
+}
+
 /// Whether the kernel would let it wait for other writes to the file.
 fn goes_in_turn(request: &Request) -> bool {
     let file = &*request.target.file;
     // A durable one lets others go ahead while it is made durable.
     let is_write = matches!(request.action, Action::Write { durable: false });
     is_write && file.page_cached && !file.info.block_device
-}
-
-/// So many results of jobs in turn are told at once at most, and only while they have moved no more than this.
-const TOLD_AT_ONCE: usize = 16;
-const TOLD_BYTES: usize = 128 << 10;
-
-/// What a worker has carried out in turn, and the reactor was not told to look for yet. Told one by one, each would go
-/// from one processor to the other and back. Half of what there is to do is told at once, so that the reactor can give
-/// more while the rest is carried out. A reactor that is about to sleep looks by itself, and sleeps no longer than till it
-/// is to look again: what has ended does not wait for a job behind it that is held up.
-#[derive(Default)]
-struct Untold {
-    count: usize,
-    moved_bytes: usize,
-}
-
-impl Untold {
-    fn add(&mut self, result: i32) {
-        self.count += 1;
-        self.moved_bytes = self.moved_bytes.saturating_add(usize::try_from(result).unwrap_or(0));
-    }
-
-    /// Whether they may wait for a job that moves so much, behind which `waiting` others do.
-    fn may_wait_for(&self, length_bytes: usize, waiting: usize) -> bool {
-        self.count <= waiting
-            && self.count < TOLD_AT_ONCE
-            && self.moved_bytes.saturating_add(length_bytes) <= TOLD_BYTES
-    }
 }
 
 /// What workers have carried out.
@@ -189,7 +177,7 @@ impl Workers {
     /// Takes a request; workers see it with the next [`Workers::submit`]. What a task awaits may have ended on return.
     pub(crate) fn push(&self, request: Request) {
         self.counters.requests.add(1);
-        if matches!(request.done, Done::Waiter(_)) && !self.closed.get() && is_inline(&request, self.inline_bytes) {
+        if self.is_done_at_once(&request) {
             let zeroed_bytes = match request.action {
                 // Freeing behind the end of the file costs nothing, however long it is.
                 Action::Fallocate { length, .. } => {
@@ -205,6 +193,17 @@ impl Workers {
             }
         }
         self.take_over(request);
+    }
+
+    /// Whether a task's request is carried out at once.
+    fn is_done_at_once(&self, request: &Request) -> bool {
+        let is_awaited = matches!(request.done, Done::Waiter(_)) && !self.closed.get();
+        is_awaited
+            && is_inline(request, self.inline_bytes)
+            && !(swap::is_in_use() && {
+                self.counters.system_calls.add(1);
+                waits_for_swap(request)
+            })
     }
 
     /// As [`Workers::push`], for a request that another engine has counted.
@@ -244,17 +243,22 @@ impl Workers {
         let buffers = slab.buffers(index);
         if let Some(request) = slab.get(index) {
             let fd = request.target.file.raw_fd();
-            let inline = is_inline(request, self.inline_bytes);
-            let in_turn = !inline && goes_in_turn(request);
-            if in_turn {
-                request.target.in_turn.update(|count| count + 1);
-                self.in_turn.update(|count| count + 1);
-            }
             let (offset, length_bytes) = (request.file_offset(), request.left_bytes());
-            let job = Job { index, fd, in_turn, action: request.action, offset, length_bytes, buffers };
-            let list = if inline { &self.inline } else { &self.batch };
-            list.borrow_mut().push(job);
+            let job = Job { index, fd, in_turn: false, action: request.action, offset, length_bytes, buffers };
+            match is_inline(request, self.inline_bytes) {
+                true => self.inline.borrow_mut().push(job),
+                false => self.leave_to_worker(request, job),
+            }
         }
+    }
+
+    fn leave_to_worker(&self, request: &Request, job: Job) {
+        let in_turn = goes_in_turn(request);
+        if in_turn {
+            request.target.in_turn.update(|count| count + 1);
+            self.in_turn.update(|count| count + 1);
+        }
+        self.batch.borrow_mut().push(Job { in_turn, ..job });
     }
 
     /// Hands the batch to the workers, starting as many as are needed. Returns whether there was any.
@@ -268,17 +272,27 @@ impl Workers {
         if jobs.is_empty() {
             return false;
         }
-        let (slab, mut calls) = (self.slab.borrow(), 0);
-        self.inline_done.borrow_mut().extend(jobs.drain(..).map(|job| {
-            let file = slab.get(job.index).map(|request| &request.target.file);
+        let (slab, swaps, mut calls) = (self.slab.borrow(), swap::is_in_use(), 0);
+        let mut done = self.inline_done.borrow_mut();
+        for job in jobs.drain(..) {
+            let request = slab.get(job.index);
+            if let Some(request) = request.filter(|_| swaps) {
+                calls += 1;
+                // Also what was queued behind a write that has just gone to a worker.
+                if waits_for_swap(request) || !is_inline(request, self.inline_bytes) {
+                    self.leave_to_worker(request, job);
+                    continue;
+                }
+            }
             // SAFETY: the slab's request keeps the memory.
-            let copied = file.and_then(|file| unsafe { file.without_call(job.action, job.offset, job.buffers) });
+            let copied =
+                request.and_then(|it| unsafe { it.target.file.without_call(job.action, job.offset, job.buffers) });
             let result = copied.unwrap_or_else(|| {
                 calls += 1;
                 job.run()
             });
-            (job.index, result)
-        }));
+            done.push((job.index, result));
+        }
         self.counters.system_calls.add(calls);
         true
     }
@@ -595,20 +609,5 @@ mod tests {
             assert!(stats.harvests <= 12 * round, "{stats:?}");
             assert_eq!((stats.completions, stats.system_calls, stats.worker_calls), (128 * round, 0, 128 * round));
         }
-    }
-
-    #[test]
-    fn what_ended_waits_for_no_more_than_there_is_nor_for_much() {
-        let mut untold = Untold::default();
-        untold.add(4096);
-        assert!(untold.may_wait_for(4096, 1) && !untold.may_wait_for(4096, 0) && !untold.may_wait_for(TOLD_BYTES, 1));
-        untold.add(-libc::EIO);
-        assert!(untold.may_wait_for(TOLD_BYTES - 4096, 2) && !untold.may_wait_for(TOLD_BYTES - 4095, 2));
-        for _ in 3..TOLD_AT_ONCE {
-            untold.add(0);
-        }
-        assert!(untold.may_wait_for(0, 100));
-        untold.add(0);
-        assert!(!untold.may_wait_for(0, 100));
     }
 }

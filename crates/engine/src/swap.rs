@@ -1,0 +1,61 @@
+//! What of a file in memory is swapped out: a reactor that copied it would wait for the storage that it went to.
+//!
+//! Most hosts have nothing swapped out, which one look at the clock says. Where something is, the kernel is asked before
+//! each copy (`cachestat`, which takes about half as long as reading a page), and what waits goes to a worker.
+
+use rustix::time::{ClockId, clock_gettime};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// For so long, in milliseconds, is believed what was found. The clock's own ticks are some 4 ms apart.
+const BELIEVED_MS: u64 = 10;
+
+/// When the kernel was last asked, from 1.
+static ASKED_MS: AtomicU64 = AtomicU64::new(0);
+static IN_USE: AtomicBool = AtomicBool::new(false);
+
+/// Whether anything of this host is swapped out.
+pub(crate) fn is_in_use() -> bool {
+    let now = clock_gettime(ClockId::MonotonicCoarse);
+    let now_ms = (now.tv_sec as u64).wrapping_mul(1000).wrapping_add(now.tv_nsec as u64 / 1_000_000).max(1);
+    let asked_ms = ASKED_MS.load(Ordering::Relaxed);
+    if asked_ms == 0 || now_ms.wrapping_sub(asked_ms) >= BELIEVED_MS {
+        let host = rustix::system::sysinfo();
+        IN_USE.store(host.freeswap < host.totalswap, Ordering::Relaxed);
+        ASKED_MS.store(now_ms, Ordering::Relaxed);
+    }
+    IN_USE.load(Ordering::Relaxed)
+}
+
+/// `struct cachestat_range` of `linux/mman.h`.
+#[repr(C)]
+struct Range {
+    offset: u64,
+    length: u64,
+}
+
+/// `struct cachestat` of `linux/mman.h`, in pages.
+#[repr(C)]
+#[derive(Default)]
+struct Found {
+    cached: u64,
+    dirty: u64,
+    writeback: u64,
+    /// With tmpfs: in swap. Holes are neither here nor there.
+    evicted: u64,
+    recently_evicted: u64,
+}
+
+/// Its number on every architecture that this builds for; `libc` has no name for it yet.
+const SYS_CACHESTAT: libc::c_long = 451;
+
+/// Whether something of a range of a file in memory is swapped out, as far as the kernel tells: before Linux 6.5 it does
+/// not, and then it may be.
+pub(crate) fn may_hold(fd: &OwnedFd, offset: u64, length: u64) -> bool {
+    // No length at all would mean the rest of the file.
+    let range = Range { offset, length: length.max(1) };
+    let mut found = Found::default();
+    // SAFETY: the kernel reads one range and writes one result; both are laid out as it wants them.
+    let result = unsafe { libc::syscall(SYS_CACHESTAT, fd.as_raw_fd(), &raw const range, &raw mut found, 0) };
+    result != 0 || found.evicted > 0
+}
