@@ -1,13 +1,13 @@
 //! `cargo xtask bench --contexts`: what the pool of requests' contexts is worth in the whole path. The program is built
-//! with contexts from the pool, from the allocator, and from one list behind a lock, and serves a disk to its
-//! own guest: two queues on two reactors, on a file in memory, as fast as it goes and with a delay of a millisecond.
+//! with contexts from the pool, from the allocator, and from one list behind a lock, and serves two disks on two reactors to
+//! a client each: files in memory, as fast as it goes and with a delay of a millisecond.
 
 use super::BenchArguments;
-use super::measure::{escaped, json_of, number};
+use super::measure::{escaped, json_of, number, with_server};
 use super::statistics::{median, quantile, ratios};
 use crate::command::Program;
 use crate::workspace;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -15,9 +15,17 @@ use std::process::Command;
 const SOURCES: [(&str, Option<&str>); 3] = [("pool", None), ("allocator", Some("allocator")), ("lock", Some("lock"))];
 const DEPTHS: [u32; 4] = [32, 128, 256, 512];
 const DRIVES: [(&str, &str); 2] = [("raw in memory, io_uring", ""), ("the same, 1 ms late", ",delay-ms=1")];
-const FILE_BYTES: usize = 256 << 20;
+const FILE_BYTES: usize = 128 << 20;
 
-/// Requests a second, and CPU time of server and guest a request.
+/// The names of the disks.
+const DISKS: [&str; 2] = ["a", "b"];
+
+struct Disk {
+    file: PathBuf,
+    socket: PathBuf,
+}
+
+/// Requests a second of both disks, and the server's CPU time for each.
 struct Sample {
     iops: f64,
     cpu_us: f64,
@@ -27,13 +35,17 @@ pub(super) fn run(arguments: &BenchArguments) -> Result<()> {
     let programs = SOURCES.map(|(_, source)| build(source));
     let programs = programs.into_iter().collect::<Result<Vec<_>>>()?;
     let directory = tempfile::tempdir_in("/dev/shm")?;
-    let file = directory.path().join("disk.raw");
-    std::fs::write(&file, vec![7; FILE_BYTES])?;
-    println!("4 KiB random reads, two queues; medians of {} rounds of {} s", arguments.pairs, arguments.seconds);
+    let disks = DISKS.map(|name| Disk {
+        file: directory.path().join(format!("{name}.raw")),
+        socket: directory.path().join(format!("{name}.sock")),
+    });
+    for disk in &disks {
+        std::fs::write(&disk.file, vec![7; FILE_BYTES])?;
+    }
+    println!("4 KiB random reads, two disks; medians of {} rounds of {} s", arguments.pairs, arguments.seconds);
     println!("| | pool | CPU, us | of the allocator | CPU | of the lock | CPU |");
     println!("|---|--:|--:|--:|--:|--:|--:|");
     for (words, options) in DRIVES {
-        let drive = format!("file={},format=raw,engine=io_uring{options}", escaped(&file));
         for depth in DEPTHS {
             let mut samples = [const { Vec::new() }; SOURCES.len()];
             for round in 0..arguments.pairs {
@@ -42,7 +54,7 @@ pub(super) fn run(arguments: &BenchArguments) -> Result<()> {
                     sides.reverse();
                 }
                 for (samples, program) in sides {
-                    samples.push(measure(program, &drive, depth, arguments.seconds)?);
+                    samples.push(measure(program, &disks, options, depth, arguments.seconds)?);
                 }
             }
             println!("| {words}, {depth} | {}", row(&samples));
@@ -65,12 +77,34 @@ fn row([pool, others @ ..]: &[Vec<Sample>; SOURCES.len()]) -> String {
     text
 }
 
-fn measure(program: &Path, drive: &str, depth: u32, seconds: f64) -> Result<Sample> {
-    let mut command = Command::new(program);
-    command.args(["bench", "--serve", drive, "--queues", "2", "--depth", &depth.to_string(), "--warmup", "0.3"]);
-    command.args(["--time", &seconds.to_string(), "--output", "json"]);
-    let report = json_of(command)?;
-    Ok(Sample { iops: number(&report["iops"])?, cpu_us: number(&report["client_us_per_request"])? })
+fn measure(program: &Path, disks: &[Disk], options: &str, depth: u32, seconds: f64) -> Result<Sample> {
+    let mut server = Command::new(program);
+    server.args(["serve", "--reactors", "2", "--queues", "1"]);
+    for Disk { file, socket } in disks {
+        let (file, socket) = (escaped(file), escaped(socket));
+        server.args(["--drive", &format!("file={file},format=raw,engine=io_uring,socket={socket}{options}")]);
+    }
+    let last = disks.last().context("there are disks")?;
+    let reports = with_server(server, &last.socket, |pid| {
+        let client = |disk: &Disk| {
+            let mut command = Command::new(program);
+            command.arg("bench").arg("--socket").arg(&disk.socket).args(["--depth", &depth.to_string()]);
+            command.args(["--warmup", "0.3", "--time", &seconds.to_string()]);
+            command.args(["--server-pid", &pid.to_string(), "--output", "json"]);
+            json_of(command)
+        };
+        std::thread::scope(|scope| {
+            let clients: Vec<_> = disks.iter().map(|disk| scope.spawn(move || client(disk))).collect();
+            clients.into_iter().map(|client| client.join().expect("a client panicked")).collect::<Result<Vec<_>>>()
+        })
+    })?;
+    let (mut iops, mut requests_per_us) = (0.0, 0.0);
+    for report in &reports {
+        iops += number(&report["iops"])?;
+        // Each sees all of the server's time, beside its own requests.
+        requests_per_us += 1.0 / number(&report["servers"][0]["us_per_request"])?;
+    }
+    Ok(Sample { iops, cpu_us: 1.0 / requests_per_us })
 }
 
 /// A build of its own where contexts do not come from the pool.
