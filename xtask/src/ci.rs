@@ -161,7 +161,7 @@ fn count(program: Program) -> Result<Counts> {
     // The packages are a step of their own; a test that misses a tool after it must not skip.
     let mut program = program.env("CI", "true");
     if std::env::var_os("CI").is_some() {
-        // There even what needs root, loop devices or FUSE must be there.
+        // There even what needs root, loop devices, FUSE or a swap file must be there.
         program = program.env("RINGDISK_REQUIRE_ALL", "1");
     }
     let watched = program.watch()?;

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
@@ -89,6 +89,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         chosen_freely: options.engine == EngineKind::Auto,
         sqpoll: options.sqpoll,
         in_memory,
+        changes_by_workers: AtomicUsize::new(0),
         walks_to_holes,
         worker_writes,
         resident,

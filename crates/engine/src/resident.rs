@@ -1,4 +1,5 @@
-//! A file that lies in memory, mapped: what it holds is copied without a call of the kernel.
+//! A file that lies in memory, mapped: what it holds is copied without a call of the kernel (what of it is swapped out
+//! never gets here, see `swap`).
 //!
 //! tmpfs refuses calls that must not wait, so it can be served neither by io_uring's fast path nor in batches; a copy to
 //! or from a mapping costs half of what such a call does. But a hole that is read through a mapping becomes a page, and a

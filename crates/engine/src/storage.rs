@@ -108,7 +108,7 @@ const TMPFS_MAGIC: Magic = 0x0102_1994;
 /// tmpfs (also memfd) and ramfs.
 const MEMORY_MAGICS: [Magic; 2] = [TMPFS_MAGIC, 0x8584_58f6];
 
-/// Whether the file lies in memory: its bytes are as near, and as rarely swapped out, as a guest's own memory.
+/// Whether the file lies in memory: its bytes are as near as a guest's own memory, but for what is swapped out.
 pub(crate) fn is_in_memory(fd: &OwnedFd) -> bool {
     file_system(fd).is_some_and(|magic| MEMORY_MAGICS.contains(&magic))
 }

@@ -7,7 +7,7 @@ use rustix::time::{ClockId, clock_gettime};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// For so long, in milliseconds, is believed what was found. The clock's own ticks are some 4 ms apart.
+/// For so long, in milliseconds, is believed what was found; the clock's own ticks may be as far apart.
 const BELIEVED_MS: u64 = 10;
 
 /// When the kernel was last asked, from 1.
@@ -46,11 +46,11 @@ struct Found {
     recently_evicted: u64,
 }
 
-/// Its number on every architecture that this builds for; `libc` has no name for it yet.
+/// Its number on all architectures but alpha and mips; `libc` has no name for it yet.
 const SYS_CACHESTAT: libc::c_long = 451;
 
-/// Whether something of a range of a file in memory is swapped out, as far as the kernel tells: before Linux 6.5 it does
-/// not, and then it may be.
+/// Whether something of a range of a file in memory is swapped out, as far as the kernel tells. It does not before Linux
+/// 6.5, nor of a file that this process neither owns nor may write: then it may be.
 pub(crate) fn may_hold(fd: &OwnedFd, offset: u64, length: u64) -> bool {
     // No length at all would mean the rest of the file.
     let range = Range { offset, length: length.max(1) };

@@ -11,7 +11,7 @@ use memory::Window;
 use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
 /// What direct I/O asks for; ones where the page cache serves the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,8 +44,11 @@ pub(crate) struct OpenFile {
     pub(crate) chosen_freely: bool,
     /// With io_uring: on the ring with a submission thread.
     pub(crate) sqpoll: bool,
-    /// Reads and writes only copy within memory: the reactor does them itself.
+    /// Reads and writes only copy within memory: the reactor does them itself, but what is swapped out.
     pub(crate) in_memory: bool,
+    /// What workers of any reactor have to do, or do, that changes a file in memory. The kernel lets everybody wait who
+    /// changes it meanwhile, also its times.
+    pub(crate) changes_by_workers: AtomicUsize,
     /// The kernel finds the end of data page by page.
     pub(crate) walks_to_holes: bool,
     /// Writes to the page cache go to a worker of ours: io_uring would hand each to one of the kernel's.
@@ -139,11 +142,18 @@ impl OpenFile {
         }
     }
 
-    /// Sets the file's times where the kernel has not seen what was written.
+    /// Sets the file's times where the kernel has not seen what was written. Beside a worker's change they are left to it,
+    /// and to the next time.
     pub(crate) fn stamp(&self) {
-        if let Some(resident) = &self.resident {
+        if let Some(resident) = &self.resident
+            && !self.is_changed_by_workers()
+        {
             resident.stamp(&self.fd);
         }
+    }
+
+    pub(crate) fn is_changed_by_workers(&self) -> bool {
+        self.changes_by_workers.load(Ordering::Relaxed) > 0
     }
 
     /// The file is about to be `length_bytes` long: unless that makes it longer, nothing is copied any more.
@@ -173,8 +183,6 @@ pub(crate) struct QueueFile {
     /// For requests without data: making a window would allocate.
     pub(crate) no_data: Window,
     pub(crate) group_sync: GroupSync,
-    /// Writes that workers carry out in turn.
-    pub(crate) in_turn: Cell<usize>,
     /// Untracked changes in flight; see [`Tracking`].
     changes: Cell<usize>,
     /// Given when there are none.
@@ -188,7 +196,6 @@ impl QueueFile {
             fixed,
             no_data: Window::empty(),
             group_sync: GroupSync::default(),
-            in_turn: Cell::default(),
             changes: Cell::default(),
             acks: RefCell::default(),
         }

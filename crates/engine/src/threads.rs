@@ -68,15 +68,15 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether this takes no longer than to wake somebody, if it is there: on a file that lies in memory, what is not longer
-/// than `longest_bytes`.
+/// Whether the reactor would carry this out itself, were nothing of it swapped out: on a file that lies in memory, what is
+/// not longer than `longest_bytes`.
 fn is_inline(request: &Request, longest_bytes: usize) -> bool {
     let file = &*request.target.file;
     file.in_memory
         && match request.action {
             Action::Read { .. } => request.left_bytes() <= longest_bytes,
-            // Beside a worker's write the reactor would only wait for its end.
-            Action::Write { .. } | Action::Fallocate { .. } if request.target.in_turn.get() > 0 => false,
+            // Beside a worker's change the reactor would only wait for its end.
+            Action::Write { .. } | Action::Fallocate { .. } if file.is_changed_by_workers() => false,
             Action::Write { .. } => request.left_bytes() <= longest_bytes,
             // There is nothing to make durable.
             Action::Sync => true,
@@ -89,23 +89,16 @@ fn is_inline(request: &Request, longest_bytes: usize) -> bool {
         }
 }
 
-/// Whether the reactor would wait for what of a file in memory is swapped out. A range that is given back is read too,
-/// where it does not end with a page.
-fn waits_for_swap(request: &Request) -> bool {
-    let length = match request.action {
-        Action::Read { .. } | Action::Write { .. } => request.left_bytes() as u64,
-        Action::Fallocate { length, .. } => length,
-        _ => return false,
-    };
-    swap::may_hold(&request.target.file.fd, request.file_offset(), length)
-}
-
-/// Whether the kernel would let it wait for other writes to the file.
+/// Whether the kernel would let it wait for other changes of the file.
 fn goes_in_turn(request: &Request) -> bool {
     let file = &*request.target.file;
-    // A durable one lets others go ahead while it is made durable.
-    let is_write = matches!(request.action, Action::Write { durable: false });
-    is_write && file.page_cached && !file.info.block_device
+    match request.action {
+        Action::Write { .. } if file.in_memory => true,
+        // A durable one lets others go ahead while it is made durable.
+        Action::Write { durable } => !durable && file.page_cached && !file.info.block_device,
+        Action::Fallocate { .. } | Action::Truncate | Action::CopyFrom { .. } => file.in_memory,
+        Action::Read { .. } | Action::Sync | Action::DiscardBlocks { .. } | Action::BeginWriteback => false,
+    }
 }
 
 /// What workers have carried out.
@@ -129,7 +122,7 @@ pub(crate) struct Workers {
     inline_bytes: usize,
     /// What tasks may still copy before the next submit.
     at_once_bytes: Cell<usize>,
-    /// Writes that workers carry out in turn.
+    /// What workers carry out in turn.
     in_turn: Cell<usize>,
     /// Requests for which all lists have room.
     room: Cell<usize>,
@@ -177,7 +170,7 @@ impl Workers {
     /// Takes a request; workers see it with the next [`Workers::submit`]. What a task awaits may have ended on return.
     pub(crate) fn push(&self, request: Request) {
         self.counters.requests.add(1);
-        if self.is_done_at_once(&request) {
+        if matches!(request.done, Done::Waiter(_)) && !self.closed.get() && is_inline(&request, self.inline_bytes) {
             let zeroed_bytes = match request.action {
                 // Freeing behind the end of the file costs nothing, however long it is.
                 Action::Fallocate { length, .. } => {
@@ -186,7 +179,8 @@ impl Workers {
                 _ => 0,
             };
             let cost_bytes = request.left_bytes().saturating_add(zeroed_bytes).saturating_add(CALL_BYTES);
-            if let Some(left_bytes) = self.at_once_bytes.get().checked_sub(cost_bytes) {
+            let left_bytes = self.at_once_bytes.get().checked_sub(cost_bytes);
+            if let Some(left_bytes) = left_bytes.filter(|_| !(swap::is_in_use() && self.waits_for_swap(&request))) {
                 self.at_once_bytes.set(left_bytes);
                 self.counters.completions.add(1);
                 return self.counters.system_calls.add(crate::blocking::run(request));
@@ -195,15 +189,16 @@ impl Workers {
         self.take_over(request);
     }
 
-    /// Whether a task's request is carried out at once.
-    fn is_done_at_once(&self, request: &Request) -> bool {
-        let is_awaited = matches!(request.done, Done::Waiter(_)) && !self.closed.get();
-        is_awaited
-            && is_inline(request, self.inline_bytes)
-            && !(swap::is_in_use() && {
-                self.counters.system_calls.add(1);
-                waits_for_swap(request)
-            })
+    /// Whether the reactor would wait for what of the request's range is swapped out. A range that is given back is read,
+    /// too, where it does not end with a page.
+    fn waits_for_swap(&self, request: &Request) -> bool {
+        let length = match request.action {
+            Action::Read { .. } | Action::Write { .. } => request.left_bytes() as u64,
+            Action::Fallocate { length, .. } => length,
+            _ => return false,
+        };
+        self.counters.system_calls.add(1);
+        swap::may_hold(&request.target.file.fd, request.file_offset(), length)
     }
 
     /// As [`Workers::push`], for a request that another engine has counted.
@@ -255,8 +250,11 @@ impl Workers {
     fn leave_to_worker(&self, request: &Request, job: Job) {
         let in_turn = goes_in_turn(request);
         if in_turn {
-            request.target.in_turn.update(|count| count + 1);
             self.in_turn.update(|count| count + 1);
+            let file = &*request.target.file;
+            if file.in_memory {
+                file.changes_by_workers.fetch_add(1, Ordering::Relaxed);
+            }
         }
         self.batch.borrow_mut().push(Job { in_turn, ..job });
     }
@@ -277,9 +275,8 @@ impl Workers {
         for job in jobs.drain(..) {
             let request = slab.get(job.index);
             if let Some(request) = request.filter(|_| swaps) {
-                calls += 1;
-                // Also what was queued behind a write that has just gone to a worker.
-                if waits_for_swap(request) || !is_inline(request, self.inline_bytes) {
+                // It may be queued behind a change that has just gone to a worker.
+                if !is_inline(request, self.inline_bytes) || self.waits_for_swap(request) {
                     self.leave_to_worker(request, job);
                     continue;
                 }
@@ -348,8 +345,11 @@ impl Workers {
             let slab = self.slab.borrow();
             let of_workers = harvested.iter().filter_map(|(index, _)| slab.get(*index));
             of_workers.filter(|request| goes_in_turn(request)).for_each(|request| {
-                request.target.in_turn.update(|count| count - 1);
                 self.in_turn.update(|count| count - 1);
+                let file = &*request.target.file;
+                if file.in_memory {
+                    file.changes_by_workers.fetch_sub(1, Ordering::Relaxed);
+                }
             });
         }
         harvested.append(&mut self.inline_done.borrow_mut());

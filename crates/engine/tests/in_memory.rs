@@ -31,7 +31,8 @@ fn file() -> Option<(tempfile::TempDir, Arc<dyn block::File>)> {
 fn file_without_swap() -> Option<(tempfile::TempDir, Arc<dyn block::File>)> {
     let host = rustix::system::sysinfo();
     if host.freeswap < host.totalswap {
-        common::skip("this host has something swapped out");
+        // Nothing is missing here that could be had.
+        eprintln!("skipped: this host has something swapped out");
         return None;
     }
     file()
@@ -48,7 +49,7 @@ async fn first_look<T>(end: impl Future<Output = T>) -> (bool, T) {
 
 #[test]
 fn what_a_task_awaits_has_ended_when_it_looks_unless_it_takes_long() {
-    let Some((_dir, file)) = file() else { return };
+    let Some((_dir, file)) = file_without_swap() else { return };
     let reactor = reactor("memory");
     with_queue(&reactor, &file, |queue| async move {
         let buf = IoBuf::from_pool(LONGEST_BYTES);
@@ -106,7 +107,7 @@ fn granules_with_data_are_those_in_which_anything_but_a_hole_is() {
 
 #[test]
 fn a_task_with_much_to_copy_lets_others_come_between() {
-    let Some((_dir, file)) = file() else { return };
+    let Some((_dir, file)) = file_without_swap() else { return };
     let reactor = reactor("memory");
     let waits = with_queue(&reactor, &file, |queue| async move {
         let buf = IoBuf::from_pool(LONGEST_BYTES);

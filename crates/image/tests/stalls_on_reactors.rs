@@ -10,7 +10,7 @@ use std::future::poll_fn;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
-use std::task::Poll;
+use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 use testkit::{Harness, Request, ThreadHarness, qcow2_check, stamped};
 
@@ -26,46 +26,70 @@ const ROUNDS: u64 = 24;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Read,
-    Write,
+    /// A write of a guest's data.
+    Data,
+    /// A write of a table.
+    Table,
     Flush,
 }
 
 fn kind_of(op: &FileOp) -> Option<Kind> {
     match op {
         FileOp::Read { .. } => Some(Kind::Read),
-        FileOp::Write { .. } => Some(Kind::Write),
+        // What `stamped` begins with.
+        FileOp::Write { data, .. } if data.to_vec().starts_with(b"testkit") => Some(Kind::Data),
+        FileOp::Write { .. } => Some(Kind::Table),
         FileOp::Flush => Some(Kind::Flush),
         _ => None,
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 enum State {
     Open,
     /// The next operation of this kind is held up.
     Armed(Kind),
-    Holds,
+    /// One is; who waits for the gate to open.
+    Holds(Option<Waker>),
 }
 
 #[derive(Debug)]
 struct Gate(Mutex<State>);
 
 impl Gate {
-    fn state(&self) -> State {
-        *self.0.lock().unwrap()
+    fn arm(&self, kind: Kind) {
+        *self.0.lock().unwrap() = State::Armed(kind);
     }
 
-    fn set(&self, state: State) {
-        *self.0.lock().unwrap() = state;
+    fn open(&self) {
+        let before = std::mem::replace(&mut *self.0.lock().unwrap(), State::Open);
+        if let State::Holds(Some(waker)) = before {
+            waker.wake();
+        }
     }
 
+    fn has_one(&self) -> bool {
+        matches!(*self.0.lock().unwrap(), State::Holds(_))
+    }
+
+    /// Whether the gate holds `op` from now on.
     fn holds(&self, op: &FileOp) -> bool {
         let mut state = self.0.lock().unwrap();
-        let takes = kind_of(op).is_some_and(|kind| *state == State::Armed(kind));
+        let takes = matches!(*state, State::Armed(kind) if kind_of(op) == Some(kind));
         if takes {
-            *state = State::Holds;
+            *state = State::Holds(None);
         }
         takes
+    }
+
+    fn is_passed(&self, waker: &Waker) -> Poll<()> {
+        match &mut *self.0.lock().unwrap() {
+            State::Holds(waits) => {
+                *waits = Some(waker.clone());
+                Poll::Pending
+            }
+            _ => Poll::Ready(()),
+        }
     }
 }
 
@@ -111,11 +135,7 @@ impl FileQueue for SlowQueue {
         }
         let (inner, gate) = (Rc::clone(&self.inner), Arc::clone(&self.gate));
         self.ctx.spawn(Task::new(async move {
-            poll_fn(|context| {
-                context.waker().wake_by_ref();
-                if gate.state() == State::Holds { Poll::Pending } else { Poll::Ready(()) }
-            })
-            .await;
+            poll_fn(|context| gate.is_passed(context.waker())).await;
             inner.push(io);
         }));
     }
@@ -182,6 +202,8 @@ impl Setup {
         let mut harness = ThreadHarness::new(reactors.iter().map(|reactor| reactor.handle()).collect());
         let queues: Vec<_> = (0..QUEUES as usize).map(|index| harness.open(&disk, index).unwrap()).collect();
         work(&mut harness, &queues);
+        let violations: Vec<_> = queues.iter().flat_map(|queue| harness.violations(*queue)).collect();
+        assert!(violations.is_empty(), "{violations:?}");
         queues.into_iter().for_each(|queue| harness.close(queue));
         drop((harness, disk));
         reactors.into_iter().for_each(|reactor| reactor.stop().unwrap());
@@ -233,10 +255,10 @@ fn holds_nobody_up(file: &'static str, kind: Kind, before: &[Request], slow: &Re
         setup.with_queues(|harness, queues| {
             before.iter().for_each(|request| drop(call(harness, queues[slow_queue], request.clone())));
             let gate = &setup.gates[file];
-            gate.set(State::Armed(kind));
+            gate.arm(kind);
             harness.submit(queues[slow_queue], vec![(FIRST, slow.clone())]);
             let deadline = Instant::now() + Duration::from_secs(60);
-            while gate.state() != State::Holds {
+            while !gate.has_one() {
                 assert!(Instant::now() < deadline, "what is slow needs no {kind:?} of '{file}'");
                 std::thread::yield_now();
             }
@@ -258,7 +280,7 @@ fn holds_nobody_up(file: &'static str, kind: Kind, before: &[Request], slow: &Re
                     }
                 }
             }
-            gate.set(State::Open);
+            gate.open();
             let turn = harness.turn();
             assert_eq!(turn.replies.iter().map(|(_, reply)| reply.tag).collect::<Vec<_>>(), [FIRST]);
             assert!(turn.replies.iter().all(|(_, reply)| reply.result.is_ok()));
@@ -310,13 +332,13 @@ fn an_allocation_that_takes_long_to_copy_what_is_below() {
 fn an_allocation_whose_data_take_long_to_write() {
     let loaded = [Request::read(0, 512)];
     let and = [Request::read(512, 512), Request::Flush];
-    holds_nobody_up("top", Kind::Write, &loaded, &write_at(8, CLUSTER as usize), &and);
+    holds_nobody_up("top", Kind::Data, &loaded, &write_at(8, CLUSTER as usize), &and);
 }
 
 #[test]
 fn tables_of_allocations_that_take_long_to_write() {
     let allocated = [write_at(8, CLUSTER as usize), write_at(9, 512)];
-    holds_nobody_up("top", Kind::Write, &allocated, &Request::Flush, &[Request::read(512, 512)]);
+    holds_nobody_up("top", Kind::Table, &allocated, &Request::Flush, &[Request::read(512, 512)]);
 }
 
 #[test]
