@@ -127,6 +127,32 @@ fn a_disk_that_is_served_to_ones_own_guest_tells_what_its_server_does_for_a_batc
 }
 
 #[test]
+fn a_server_spins_no_longer_than_its_drive_says() {
+    // A millisecond each: too long for the default.
+    let drive = |poll: &str| format!("serve:format=null,size=4M,delay-ms=1,poll-max-us={poll}");
+    let (never, always) = (drive("0"), drive("1000000"));
+    let report = json(&["--compare", &never, &always, "--pairs", "3", "--count", "300", "--depths", "1"]);
+    let sleeps = |side: usize| {
+        let figures = &report["depths"][0]["sides"][side]["figures"];
+        figures["server_sleeps_per_request"]["median"].as_f64().unwrap_or_else(|| panic!("{figures}"))
+    };
+    assert!(sleeps(0) >= 0.9 && sleeps(1) <= 0.1, "{} and {}", sleeps(0), sleeps(1));
+}
+
+#[test]
+fn a_served_image_tells_how_often_its_tables_in_memory_were_enough() {
+    let dir = directory();
+    let image = at(&dir, "disk.qcow2");
+    run_ok(&["create", "-f", "qcow2", path_str(&image), "64M"]);
+    let served = format!("serve:file={},format=qcow2", image.display());
+    let report =
+        json(&["--compare", &served, NULL, "--pairs", "1", "--count", "2000", "--depths", "8", "--rw", "randread"]);
+    let figures = &report["depths"][0]["sides"][0]["figures"];
+    let figure = |name: &str| figures[name]["median"].as_f64().unwrap_or_else(|| panic!("{name}: {figures}"));
+    assert!(figure("table_hits_per_request") >= 1.0 && figure("table_misses_per_request") < 0.1, "{figures}");
+}
+
+#[test]
 fn a_client_that_never_looks_is_woken_for_each_end_and_one_that_looks_long_enough_is_not() {
     let late = "format=null,size=1M,delay-ms=1";
     let wakeups = |poll_max_us: &str| {

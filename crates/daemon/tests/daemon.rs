@@ -198,3 +198,32 @@ fn a_disk_whose_requests_hang_does_not_keep_the_others_from_being_closed() {
     assert_clean(&client.pass(&opened.disk, 100, Initial::State(state)).0);
     opened.close().unwrap();
 }
+
+/// As in QEMU: enough for all tables, up to 32 MiB; or what the drive says.
+#[test]
+fn tables_in_memory_have_room_for_the_whole_disk_up_to_a_limit_unless_the_drive_says_how_much() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("large");
+    let large = format_qcow2::CreateOptions { size_bytes: 1 << 40, ..Default::default() };
+    engine::create(&path, 0).unwrap();
+    let file = EngineOpener::default().open(&path, Role::Writable).unwrap();
+    image::create(&file, &CreateOptions::Qcow2(large)).unwrap();
+    drop(file);
+    let small = dir.path().join("small");
+    let small = create(&small, DriveFormat::Qcow2);
+    let large = DriveOptions { format: Some(DriveFormat::Qcow2), ..DriveOptions::of_file(&path) };
+    let limit_of = |drive: DriveOptions| {
+        let mut daemon = start(1);
+        daemon.add(&DriveOptions { socket: Some(dir.path().join("s")), ..drive }).unwrap();
+        let limit = daemon.disks()[0].tables.unwrap().limit_bytes;
+        daemon.shutdown().unwrap();
+        limit
+    };
+    let (of_small, of_large) = (limit_of(small), limit_of(large.clone()));
+    let of_large_with_little = limit_of(DriveOptions { l2_cache_bytes: Some(256 << 10), ..large });
+    println!("{of_small} {of_large} {of_large_with_little}");
+    // Eight bytes a cluster, and an eighth more for refcounts.
+    assert!(of_small <= 1 << 20, "{of_small}");
+    assert!((32 << 20..=36 << 20).contains(&of_large), "{of_large}");
+    assert!((256 << 10..=512 << 10).contains(&of_large_with_little), "{of_large_with_little}");
+}

@@ -104,12 +104,15 @@ enum Buffers {
     TwoSegments,
     /// At an odd address: with direct I/O the device has to bounce it.
     Odd,
+    /// In two pieces, each at an odd address.
+    TwoSegmentsOdd,
     /// In memory that only the guest has: its driver bounces it.
     Private,
 }
 
 /// What needs most comes last: contexts that only an earlier case needed would be given back while a later one counts.
-const ALL_BUFFERS: [Buffers; 4] = [Buffers::Direct, Buffers::TwoSegments, Buffers::Private, Buffers::Odd];
+const ALL_BUFFERS: [Buffers; 5] =
+    [Buffers::Direct, Buffers::TwoSegments, Buffers::Private, Buffers::Odd, Buffers::TwoSegmentsOdd];
 
 impl Buffers {
     fn make(self, driver: &Driver, length: usize) -> block::Result<IoBuf> {
@@ -121,6 +124,10 @@ impl Buffers {
                 IoBuf::gather(vec![whole.slice(half, length - half), whole.slice(0, half)])
             }
             Self::Odd => IoBuf::gather(vec![driver.alloc(length + 1)?.whole().slice(1, length)]),
+            Self::TwoSegmentsOdd => {
+                let whole = driver.alloc(length + 3)?.whole();
+                IoBuf::gather(vec![whole.slice(half + 3, length - half), whole.slice(1, half)])
+            }
             Self::Private => IoBuf::zeroed(length),
         })
     }
@@ -262,6 +269,14 @@ fn check(dir: &Path, format: DriveFormat, way: Way) -> Vec<String> {
     daemon.add(&drive).unwrap();
     let guest = Guest::new(&socket);
     guest.fill();
+    let layer = &daemon.disks()[0].layers[0];
+    let expected = if engine == EngineKind::Auto { String::new() } else { engine.to_string() };
+    assert!(layer.contains(&expected), "{case}: {layer}");
+    if std::env::var_os("RINGDISK_REQUIRE_ALL").is_some() {
+        // Otherwise nothing would have to be bounced, and nothing would be registered.
+        assert!(cache != CacheMode::None || layer.contains("-byte alignment"), "{case}: {layer}");
+        assert!(!fixed_buffers || daemon.reactors()[0].1.fixed > 0, "{case}: {:?}", daemon.reactors());
+    }
     forget_the_load();
     let of_case = |buffers| fault(&guest, &format!("{case}, {buffers:?}"), buffers);
     let faults = ALL_BUFFERS.into_iter().filter_map(of_case).collect();

@@ -373,6 +373,7 @@ impl Local {
             }
             if self.engines.in_flight() > 0 {
                 // What is in flight may need this very processor: a kernel worker, a thread of ours.
+                self.shared.counters.yields.add(1);
                 std::thread::yield_now();
             } else if self.look_for_requests() {
                 paces.busy(self.turn(&ctx, true) == Some(true));

@@ -108,4 +108,13 @@ mod tests {
         assert!(has_what_is_needed(|_| true));
         assert!(!has_what_is_needed(|code| code < opcode::Tee::CODE), "5.7");
     }
+
+    #[test]
+    fn a_kernel_that_defers_task_work_does_so_for_every_reactor() {
+        let uname = rustix::system::uname();
+        let mut numbers = uname.release().to_str().unwrap().split('.').map_while(|part| part.parse::<u32>().ok());
+        if (numbers.next(), numbers.next()) >= (Some(6), Some(1)) {
+            assert_eq!(build(false, 8, 16).unwrap().1, Setup::Deferred);
+        }
+    }
 }

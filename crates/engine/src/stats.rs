@@ -21,6 +21,7 @@ impl Counter {
 pub(crate) struct Counters {
     pub(crate) turns: Counter,
     pub(crate) sleeps: Counter,
+    pub(crate) yields: Counter,
     pub(crate) system_calls: Counter,
     pub(crate) worker_calls: Counter,
     pub(crate) requests: Counter,
@@ -36,6 +37,8 @@ pub struct ReactorStats {
     pub turns: u64,
     /// Times it slept.
     pub sleeps: u64,
+    /// Times it found nothing to do while requests were in flight, and let others have its processor before it looked again.
+    pub yields: u64,
     /// System calls made to submit requests or to fetch completions.
     pub system_calls: u64,
     /// Calls that workers made for it beside those: one for each part of a request that they carried out.
@@ -55,6 +58,7 @@ impl Counters {
         ReactorStats {
             turns: self.turns.get(),
             sleeps: self.sleeps.get(),
+            yields: self.yields.get(),
             system_calls: self.system_calls.get(),
             worker_calls: self.worker_calls.get(),
             requests: self.requests.get(),

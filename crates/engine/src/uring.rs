@@ -555,6 +555,26 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_registered_file_is_named_by_its_place_in_the_table() {
+        let mut bench = Bench::new(Setup::Deferred);
+        let (plain, file) = (Rc::clone(&bench.target), Arc::clone(&bench.target.file));
+        let uring = Rc::new(std::mem::replace(&mut bench.uring, Bench::new(Setup::Deferred).uring));
+        let fixed = uring.register_file(file.raw_fd());
+        assert!(fixed.is_some(), "this kernel registers files");
+        let registered = Rc::new(QueueFile::new(file, fixed));
+        for (target, is_fixed) in [(&plain, false), (&registered, true)] {
+            let (done, window) = (Done::Sink { sink: Sink::new(), token: 0 }, Window::empty());
+            let target = Rc::clone(target);
+            let request =
+                Request { target, action: Action::Sync, offset: 0, window, progress: 0, counted: false, done };
+            let none = crate::inflight::Buffers::Vector { ptr: std::ptr::null(), count: 0 };
+            // `IOSQE_FIXED_FILE`.
+            let words = format!("{:?}", entry_of(&request, none, None));
+            assert!(words.contains(&format!("flags: {}", u8::from(is_fixed))), "{words}");
+        }
+    }
+
     /// Writes a pattern and reads it back, in one segment and in two, in memory of which the first half is registered;
     /// `meanwhile` happens when half of it was pushed.
     fn write_and_read_back(bench: &Bench, meanwhile: impl Fn()) {

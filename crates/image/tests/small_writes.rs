@@ -128,8 +128,13 @@ fn space_that_was_given_up_is_written_as_if_it_were_new_only_where_its_punch_suc
         assert!(disk.storage.pushed(&name(0), OpKind::Discard) > 0);
         disk.spent();
         let offset = 100 * CLUSTER + 8192;
+        let bytes_before = disk.storage.written_bytes(&name(0));
         disk.write(offset);
         let spent = disk.spent()[0];
+        // What lies around is zero already, or is written as zeros in the same write.
+        let expected_bytes = if is_punched { 4096 } else { CLUSTER };
+        let written_bytes = disk.storage.written_bytes(&name(0)) - bytes_before;
+        assert_eq!(written_bytes, expected_bytes, "punched: {is_punched}");
         assert_eq!((spent.reads, spent.writes, spent.extensions), (0, 1, 0), "punched: {is_punched}");
         assert_eq!(host(&disk, &stamped(5, offset, 4096)), Some(before + 8192), "it is the same space");
         let around = disk.session.call(Request::read(100 * CLUSTER, CLUSTER as usize)).unwrap();

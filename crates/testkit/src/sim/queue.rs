@@ -1,6 +1,6 @@
 //! Operations in flight on simulated files.
 
-use super::fault::{FaultAction, OpKind};
+use super::fault::FaultAction;
 use super::reactor::World;
 use super::state::{Effect, OpId, SIM_SECTOR_BYTES};
 use super::storage::{Event, SimFile, Storage};
@@ -69,7 +69,7 @@ impl Flying {
         let FileIo { op, done } = io;
         let mut storage = file.storage().lock();
         let id = storage.new_op();
-        let fault = storage.fault(file.index(), OpKind::of(&op));
+        let fault = storage.fault(file.index(), &op);
         let mut flying = Self {
             parts: Vec::new(),
             result: Ok(()),

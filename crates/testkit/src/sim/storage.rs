@@ -5,7 +5,7 @@ use super::queue::{BlockingQueue, SimQueue};
 use super::reactor::SimReactor;
 use super::state::{Effect, FileState, OpId};
 use crate::dice::{Dice, mix};
-use block::{Error, ErrorKind, File, FileInfo, FileQueue, Locks, ReactorCtx, Result};
+use block::{Error, ErrorKind, File, FileInfo, FileOp, FileQueue, Locks, ReactorCtx, Result};
 use std::fmt;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -65,6 +65,7 @@ pub(crate) struct FileEntry {
     pub(crate) state: FileState,
     pub(crate) faults: Vec<Fault>,
     pub(crate) pushed: [u64; OpKind::ALL.len()],
+    pub(crate) written_bytes: u64,
 }
 
 pub(crate) struct Storage {
@@ -119,7 +120,14 @@ impl SimStorage {
         let mut storage = self.lock();
         let salt = mix(storage.salt, storage.files.len() as u64);
         let state = FileState::new(length_bytes, salt, options.grows_with_zeros);
-        let entry = FileEntry { name: name.to_owned(), options, state, faults: Vec::new(), pushed: Default::default() };
+        let entry = FileEntry {
+            name: name.to_owned(),
+            options,
+            state,
+            faults: Vec::new(),
+            pushed: Default::default(),
+            written_bytes: 0,
+        };
         storage.files.push(entry);
         let index = storage.files.len() - 1;
         drop(storage);
@@ -204,6 +212,12 @@ impl SimStorage {
         storage.files.iter().find(|file| file.name == name).map_or(0, |file| file.pushed[kind as usize])
     }
 
+    /// Bytes of data pushed to a file so far.
+    #[must_use]
+    pub fn written_bytes(&self, name: &str) -> u64 {
+        self.lock().files.iter().find(|file| file.name == name).map_or(0, |file| file.written_bytes)
+    }
+
     /// The storage's clock: it counts events (a push, a part applied, a completion) of everything but reads.
     #[must_use]
     pub fn now(&self) -> u64 {
@@ -270,9 +284,12 @@ impl Storage {
     }
 
     /// The fault that hits this operation, if any.
-    pub(crate) fn fault(&mut self, file: usize, kind: OpKind) -> Option<FaultAction> {
-        let entry = &mut self.files[file];
+    pub(crate) fn fault(&mut self, file: usize, op: &FileOp) -> Option<FaultAction> {
+        let (kind, entry) = (OpKind::of(op), &mut self.files[file]);
         entry.pushed[kind as usize] += 1;
+        if let FileOp::Write { data, .. } = op {
+            entry.written_bytes += data.length_bytes() as u64;
+        }
         // Every order counts, also those behind the one that hits.
         let mut hit = None;
         for fault in &mut entry.faults {

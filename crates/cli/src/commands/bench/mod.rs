@@ -53,8 +53,9 @@ pub(crate) struct Args {
     #[arg(long, group = "target", value_name = "OPTIONS")]
     drive: Option<String>,
     /// A disk with options, served by this process to a guest of its own over a vhost-user socket. Counts also what the
-    /// server does: batches, system calls (without those in which it sleeps or notifies), its workers' calls, harvests,
-    /// sleeps and notifications. The client's CPU time is that of both sides then.
+    /// server does: batches, system calls that move requests (not those in which it sleeps, lets others have its processor,
+    /// wakes a worker or notifies), its workers' calls, harvests, sleeps, yields and notifications; of a qcow2 image also
+    /// how often its tables in memory were enough. The client's CPU time is that of both sides then.
     #[arg(long, group = "target", value_name = "OPTIONS")]
     serve: Option<String>,
     /// Two targets or more, each socket:PATH, image:FILE, host:FILE, drive:OPTIONS or serve:OPTIONS, called A, B, ... or

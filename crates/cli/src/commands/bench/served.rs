@@ -74,16 +74,23 @@ impl Served {
     }
 }
 
-fn server_counters(daemon: &Daemon) -> [(&'static str, u64); 6] {
+fn server_counters(daemon: &Daemon) -> Vec<(&'static str, u64)> {
     let (reactors, disks) = (daemon.reactors(), daemon.disks());
     let of_reactors = |count: fn(&ReactorStats) -> u64| reactors.iter().map(|(_, stats)| count(stats)).sum();
     let rings = || disks.iter().flat_map(|disk| &disk.rings);
-    [
+    let mut counters = vec![
         ("server_batches", rings().map(|ring| ring.batches).sum()),
         ("server_system_calls", of_reactors(|stats| stats.system_calls)),
         ("server_worker_calls", of_reactors(|stats| stats.worker_calls)),
         ("server_harvests", of_reactors(|stats| stats.harvests)),
         ("server_sleeps", of_reactors(|stats| stats.sleeps)),
+        ("server_yields", of_reactors(|stats| stats.yields)),
         ("server_notifications", rings().map(|ring| ring.notifications).sum()),
-    ]
+    ];
+    let tables: Vec<_> = disks.iter().filter_map(|disk| disk.tables).collect();
+    if !tables.is_empty() {
+        counters.push(("table_hits", tables.iter().map(|tables| tables.hits).sum()));
+        counters.push(("table_misses", tables.iter().map(|tables| tables.misses).sum()));
+    }
+    counters
 }
