@@ -75,10 +75,25 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         && !options.sqpoll
         && !block_device
         && !storage::takes_writes_without_waiting(&fd);
-    let facts = Facts { worker_writes, stat, block_device, in_memory, locks, alignment, page_cached, engine, reason };
+    let length_bytes = crate::sys::length_of(&fd, block_device)
+        .map_err(|error| Error::io(format!("cannot learn the length of '{name}'"), error))?;
+    let resident = in_memory.then(|| Resident::new(&fd, length_bytes, !options.read_only)).flatten();
+    let mapped = resident.is_some();
+    let facts = Facts {
+        stat,
+        length_bytes,
+        block_device,
+        in_memory,
+        mapped,
+        locks,
+        alignment,
+        page_cached,
+        worker_writes,
+        engine,
+        reason,
+    };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
     let walks_to_holes = !block_device && storage::walks_to_holes(&fd);
-    let resident = in_memory.then(|| Resident::new(&fd, info.length_bytes, !options.read_only)).flatten();
     tracing::info!("'{name}': {}", info.engine);
     Ok(OpenFile {
         fd,
@@ -110,8 +125,11 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
 /// What was found out about a file.
 struct Facts {
     stat: Stat,
+    length_bytes: u64,
     block_device: bool,
     in_memory: bool,
+    /// What of it was asked for before is copied without calls.
+    mapped: bool,
     locks: Locks,
     alignment: Alignment,
     page_cached: bool,
@@ -121,8 +139,7 @@ struct Facts {
 }
 
 fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> Result<(FileInfo, Abilities)> {
-    let length_bytes = crate::sys::length_of(fd, facts.block_device)
-        .map_err(|error| Error::io(format!("cannot learn the length of '{name}'"), error))?;
+    let length_bytes = facts.length_bytes;
     let abilities = if facts.block_device {
         storage::device_abilities(fd, &facts.stat, options.read_only)
     } else {
@@ -137,8 +154,10 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
     };
     let sync = if options.sync { ", sync=on" } else { "" };
     let engine_words = probe::words(*engine, options.sqpoll, Host::get());
-    let writes = match facts.worker_writes && !options.read_only {
+    let how = match facts.worker_writes && !options.read_only {
         true => "; plain writes go to a thread, as this file system's page cache takes none that must not wait",
+        false if facts.mapped => "; through a mapping, where that can be",
+        false if *in_memory => "; by calls, as it cannot be mapped",
         false => "",
     };
     let info = FileInfo {
@@ -154,7 +173,7 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
         can_grow: !block_device && !options.read_only,
         locks: *locks,
         in_memory: *in_memory,
-        engine: format!("{engine_words}, {path}, cache={}{sync}: chosen because {reason}{writes}", options.cache),
+        engine: format!("{engine_words}, {path}, cache={}{sync}: chosen because {reason}{how}", options.cache),
     };
     Ok((info, abilities))
 }

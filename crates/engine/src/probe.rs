@@ -65,12 +65,17 @@ pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host, in_memory: 
             Err(reason) => refuse(format!("'{name}': engine=linux-aio cannot be used: {reason}. Try engine=auto")),
         },
         EngineKind::Auto if in_memory => {
-            let reason = "the file lies in memory: reactors copy what is there themselves, through a mapping where that \
-                          can be, and leave to threads what takes longer or is swapped out";
+            let reason = "the file lies in memory: reactors copy what is there themselves, and leave to threads what \
+                          takes longer or is swapped out";
             Ok((EngineKind::Threads, reason.to_owned()))
         }
         EngineKind::Auto => Ok(match host.io_uring() {
-            Ok(_) => (EngineKind::IoUring, "the kernel permits io_uring".into()),
+            Ok(_) if direct => (EngineKind::IoUring, "the kernel permits io_uring".into()),
+            Ok(_) => {
+                let reason =
+                    "the kernel permits io_uring, which copies what the page cache holds while it is submitted";
+                (EngineKind::IoUring, reason.into())
+            }
             Err(uring) if direct => match host.linux_aio() {
                 Ok(()) => (
                     EngineKind::LinuxAio,

@@ -4,7 +4,7 @@ mod common;
 
 use block::{FileOp, PastEnd};
 use common::{reactor, with_queue};
-use engine::{CacheMode, OpenOptions, Reactor, ReactorConfig};
+use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig};
 use memory::IoBuf;
 use std::future::{Future, poll_fn};
 use std::os::unix::fs::MetadataExt;
@@ -158,6 +158,28 @@ fn sparse(length_bytes: u64) -> Option<(tempfile::TempDir, PathBuf, Arc<dyn bloc
     engine::create(&path, length_bytes).unwrap();
     let file = engine::open(&path, &OpenOptions::default()).unwrap();
     Some((dir, path, file))
+}
+
+#[test]
+fn what_is_chosen_for_a_file_says_how_it_is_served() {
+    let Some((dir, file)) = file() else { return };
+    let words = |path: &Path, engine| {
+        let options = OpenOptions { engine, ..OpenOptions::default() };
+        engine::open(path, &options).unwrap().info().engine.clone()
+    };
+    assert!(file.info().engine.ends_with("through a mapping, where that can be"), "{}", file.info().engine);
+    let path = dir.path().join("long");
+    engine::create(&path, 300 << 30).unwrap();
+    let long = words(&path, EngineKind::Auto);
+    assert!(
+        long.contains("reactors copy what is there") && long.ends_with("by calls, as it cannot be mapped"),
+        "{long}"
+    );
+    let asked = words(&path, EngineKind::Threads);
+    assert!(asked.ends_with("the options ask for it"), "{asked}");
+    let on_disk = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let cached = words(on_disk.path(), EngineKind::Auto);
+    assert!(!cached.starts_with("io_uring") || cached.contains("copies what the page cache holds"), "{cached}");
 }
 
 #[test]
