@@ -149,7 +149,7 @@ fn a_served_image_tells_how_often_its_tables_in_memory_were_enough() {
         json(&["--compare", &served, NULL, "--pairs", "1", "--count", "2000", "--depths", "8", "--rw", "randread"]);
     let figures = &report["depths"][0]["sides"][0]["figures"];
     let figure = |name: &str| figures[name]["median"].as_f64().unwrap_or_else(|| panic!("{name}: {figures}"));
-    assert!(figure("table_hits_per_request") >= 1.0 && figure("table_misses_per_request") < 0.1, "{figures}");
+    assert!(figure("table_hits_per_request") >= 0.9 && figure("table_misses_per_request") < 0.1, "{figures}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What waits for a worker.
 //!
-//! Writes to the page cache of one file go in turn: the kernel takes them one by one, and workers that waited there for
-//! each other would spin, and keep the processors from reads.
+//! Writes to the page cache of one file go in turn, and all changes of a file in memory: the kernel takes them one by one,
+//! and workers that waited there for each other would spin, and keep the processors from reads.
 
 use crate::inflight::{Action, Buffers};
 use std::collections::VecDeque;
@@ -18,6 +18,8 @@ pub(crate) struct Job {
     pub(crate) fd: RawFd,
     /// Not while another such job on the file is carried out.
     pub(crate) in_turn: bool,
+    /// It takes about as long as those before it in turn, so that they may be told after it.
+    pub(crate) is_short: bool,
     pub(crate) action: Action,
     pub(crate) offset: u64,
     pub(crate) length_bytes: usize,
@@ -165,7 +167,7 @@ mod tests {
 
     fn job(index: u32, fd: RawFd, in_turn: bool) -> Job {
         let buffers = Buffers::Single { ptr: std::ptr::null_mut(), length_bytes: 0 };
-        Job { index, fd, in_turn, action: Action::Sync, offset: 0, length_bytes: 0, buffers }
+        Job { index, fd, in_turn, is_short: in_turn, action: Action::Sync, offset: 0, length_bytes: 0, buffers }
     }
 
     #[test]

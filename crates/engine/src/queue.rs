@@ -37,8 +37,12 @@ impl Lane {
     }
 
     fn push_request(&self, action: Action, offset: u64, window: Window, done: Done, counted: bool) {
-        if action == Action::Truncate {
-            self.target.file.length_changes(offset);
+        match action {
+            Action::Truncate => self.target.file.length_changes(offset),
+            Action::Fallocate { mode, length } if mode & libc::FALLOC_FL_PUNCH_HOLE != 0 => {
+                self.target.file.is_punched_soon(offset, length);
+            }
+            _ => {}
         }
         let target = Rc::clone(&self.target);
         let request = Request { target, action, offset, window, progress: 0, counted, done };

@@ -46,8 +46,8 @@ pub(crate) struct OpenFile {
     pub(crate) sqpoll: bool,
     /// Reads and writes only copy within memory: the reactor does them itself, but what is swapped out.
     pub(crate) in_memory: bool,
-    /// What workers of any reactor have to do, or do, that changes a file in memory. The kernel lets everybody wait who
-    /// changes it meanwhile, also its times.
+    /// What workers of any reactor have to do, or do, that changes a file in memory. Whoever else changes it meanwhile, or
+    /// sets its times, waits in the kernel.
     pub(crate) changes_by_workers: AtomicUsize,
     /// The kernel finds the end of data page by page.
     pub(crate) walks_to_holes: bool,
@@ -162,6 +162,13 @@ impl OpenFile {
             && length_bytes.checked_sub(1).is_none_or(|before| !self.ends_by(before))
         {
             resident.retire();
+        }
+    }
+
+    /// A range is about to be given back: who copied from there meanwhile would wait for the end of that.
+    pub(crate) fn is_punched_soon(&self, offset: u64, length: u64) {
+        if let Some(resident) = &self.resident {
+            resident.was_punched(offset, length);
         }
     }
 

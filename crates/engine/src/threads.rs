@@ -7,7 +7,8 @@
 //! Their small transfers the reactor does itself, without a call where it can (see `resident`): when it submits, or, where
 //! a task awaits the end, at once. The task goes on without being woken, and finds in the processor's cache what it has
 //! just read; what tasks may copy in a turn is limited, so that rings and other tasks come round. What is swapped out goes
-//! to a worker (see `swap`).
+//! to a worker (see `swap`), and while workers change such a file, so does what else would change it by a call: the kernel
+//! lets one do so at a time.
 
 use crate::inflight::{Action, Request, Slab, Step};
 use crate::job_queue::{Job, Queue, Spinner};
@@ -74,10 +75,7 @@ fn is_inline(request: &Request, longest_bytes: usize) -> bool {
     let file = &*request.target.file;
     file.in_memory
         && match request.action {
-            Action::Read { .. } => request.left_bytes() <= longest_bytes,
-            // Beside a worker's change the reactor would only wait for its end.
-            Action::Write { .. } | Action::Fallocate { .. } if file.is_changed_by_workers() => false,
-            Action::Write { .. } => request.left_bytes() <= longest_bytes,
+            Action::Read { .. } | Action::Write { .. } => request.left_bytes() <= longest_bytes,
             // There is nothing to make durable.
             Action::Sync => true,
             // Behind the end of the file there is nothing to free.
@@ -87,6 +85,11 @@ fn is_inline(request: &Request, longest_bytes: usize) -> bool {
             }
             Action::Truncate | Action::DiscardBlocks { .. } | Action::BeginWriteback | Action::CopyFrom { .. } => false,
         }
+}
+
+/// Whether the reactor would only wait for the end of what a worker does.
+fn waits_for_workers(request: &Request) -> bool {
+    goes_in_turn(request) && request.target.file.is_changed_by_workers()
 }
 
 /// Whether the kernel would let it wait for other changes of the file.
@@ -179,8 +182,9 @@ impl Workers {
                 _ => 0,
             };
             let cost_bytes = request.left_bytes().saturating_add(zeroed_bytes).saturating_add(CALL_BYTES);
+            let waits = || waits_for_workers(&request) || (swap::is_in_use() && self.waits_for_swap(&request));
             let left_bytes = self.at_once_bytes.get().checked_sub(cost_bytes);
-            if let Some(left_bytes) = left_bytes.filter(|_| !(swap::is_in_use() && self.waits_for_swap(&request))) {
+            if let Some(left_bytes) = left_bytes.filter(|_| !waits()) {
                 self.at_once_bytes.set(left_bytes);
                 self.counters.completions.add(1);
                 return self.counters.system_calls.add(crate::blocking::run(request));
@@ -239,7 +243,8 @@ impl Workers {
         if let Some(request) = slab.get(index) {
             let fd = request.target.file.raw_fd();
             let (offset, length_bytes) = (request.file_offset(), request.left_bytes());
-            let job = Job { index, fd, in_turn: false, action: request.action, offset, length_bytes, buffers };
+            let action = request.action;
+            let job = Job { index, fd, in_turn: false, is_short: false, action, offset, length_bytes, buffers };
             match is_inline(request, self.inline_bytes) {
                 true => self.inline.borrow_mut().push(job),
                 false => self.leave_to_worker(request, job),
@@ -248,15 +253,16 @@ impl Workers {
     }
 
     fn leave_to_worker(&self, request: &Request, job: Job) {
-        let in_turn = goes_in_turn(request);
+        let (in_turn, file) = (goes_in_turn(request), &*request.target.file);
         if in_turn {
             self.in_turn.update(|count| count + 1);
-            let file = &*request.target.file;
             if file.in_memory {
                 file.changes_by_workers.fetch_add(1, Ordering::Relaxed);
             }
         }
-        self.batch.borrow_mut().push(Job { in_turn, ..job });
+        // What comes here of a file in memory may be fetched from swap, or change any length of it.
+        let is_short = in_turn && !file.in_memory;
+        self.batch.borrow_mut().push(Job { in_turn, is_short, ..job });
     }
 
     /// Hands the batch to the workers, starting as many as are needed. Returns whether there was any.
@@ -273,21 +279,24 @@ impl Workers {
         let (slab, swaps, mut calls) = (self.slab.borrow(), swap::is_in_use(), 0);
         let mut done = self.inline_done.borrow_mut();
         for job in jobs.drain(..) {
-            let request = slab.get(job.index);
-            if let Some(request) = request.filter(|_| swaps) {
-                // It may be queued behind a change that has just gone to a worker.
-                if !is_inline(request, self.inline_bytes) || self.waits_for_swap(request) {
+            let Some(request) = slab.get(job.index) else { continue };
+            if swaps && self.waits_for_swap(request) {
+                self.leave_to_worker(request, job);
+                continue;
+            }
+            // SAFETY: the slab's request keeps the memory.
+            let copied = unsafe { request.target.file.without_call(job.action, job.offset, job.buffers) };
+            let result = match copied {
+                Some(result) => result,
+                None if waits_for_workers(request) => {
                     self.leave_to_worker(request, job);
                     continue;
                 }
-            }
-            // SAFETY: the slab's request keeps the memory.
-            let copied =
-                request.and_then(|it| unsafe { it.target.file.without_call(job.action, job.offset, job.buffers) });
-            let result = copied.unwrap_or_else(|| {
-                calls += 1;
-                job.run()
-            });
+                None => {
+                    calls += 1;
+                    job.run()
+                }
+            };
             done.push((job.index, result));
         }
         self.counters.system_calls.add(calls);
@@ -493,7 +502,8 @@ impl Pool {
             drop(done);
             let waiting;
             (next, waiting) = if job.in_turn { locked(&self.queue).next_in_turn(job.fd) } else { (None, 0) };
-            let may_wait = next.as_ref().is_some_and(|next| untold.may_wait_for(next.length_bytes, waiting));
+            let may_wait_for = |next: &Job| next.is_short && untold.may_wait_for(next.length_bytes, waiting);
+            let may_wait = next.as_ref().is_some_and(may_wait_for);
             if !may_wait || awaited {
                 untold = Untold::default();
                 self.has_done.0.store(true, Ordering::Release);
@@ -557,57 +567,5 @@ fn spawn(pool: Arc<Pool>) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::OpenOptions;
-    use crate::target::QueueFile;
-    use block::Sink;
-    use memory::{IoBuf, Window};
-    use std::rc::Rc;
-
-    fn workers(spin_limit: Duration) -> Workers {
-        Workers::new(Arc::new(Wakeup::new().unwrap()), Arc::default(), None, 0, spin_limit)
-    }
-
-    fn target() -> Rc<QueueFile> {
-        let options = OpenOptions { lock: false, engine: crate::EngineKind::Threads, ..OpenOptions::default() };
-        let file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
-        Rc::new(QueueFile::new(Arc::new(file), None))
-    }
-
-    fn write(target: &Rc<QueueFile>, sink: &Rc<Sink>, token: u64, window: Window) -> Request {
-        Request {
-            target: Rc::clone(target),
-            action: Action::Write { durable: false },
-            offset: token * 512,
-            window,
-            progress: 0,
-            counted: false,
-            done: Done::Sink { sink: Rc::clone(sink), token },
-        }
-    }
-
-    #[test]
-    fn writes_that_go_in_turn_are_told_many_at_once() {
-        let (workers, target) = (workers(Duration::ZERO), target());
-        let (memory, sink) = (IoBuf::zeroed(128 * 512), Sink::new());
-        let (mut ended, mut some) = (Vec::new(), Vec::new());
-        for round in 1..=20 {
-            for token in 0..128 {
-                workers.push(write(&target, &sink, token, memory.whole().slice(token as usize * 512, 512)));
-            }
-            assert!(workers.submit());
-            while ended.len() < 128 {
-                workers.harvest();
-                sink.take(&mut some);
-                ended.append(&mut some);
-            }
-            assert!(ended.iter().enumerate().all(|(at, end)| *end == (at as u64, Ok(()))), "in turn: {ended:?}");
-            ended.clear();
-            let stats = workers.counters.snapshot();
-            // 16 seven times, 8, 4, 2, 1 and 1.
-            assert!(stats.harvests <= 12 * round, "{stats:?}");
-            assert_eq!((stats.completions, stats.system_calls, stats.worker_calls), (128 * round, 0, 128 * round));
-        }
-    }
-}
+#[path = "threads_tests.rs"]
+mod tests;

@@ -11,7 +11,7 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 const PAGE: u64 = 4096;
@@ -21,6 +21,9 @@ const DATA_BYTES: u64 = FILE_BYTES / 2;
 const OUT_BYTES: u64 = DATA_BYTES / 2;
 /// The engine looks every 10 ms or so whether anything is swapped out.
 const NOTICED: Duration = Duration::from_millis(60);
+
+/// One test at a time, also where both run in one process.
+static ALONE: Mutex<()> = Mutex::new(());
 
 /// A file that the host swaps to, until this is dropped.
 struct SwapFile(PathBuf);
@@ -87,6 +90,7 @@ fn swap_out(path: &Path, swap: &SwapFile) -> bool {
         }
         // SAFETY: the range is mapped; paging it out changes no byte of it.
         unsafe { libc::madvise(start.cast(), OUT_BYTES as usize, libc::MADV_PAGEOUT) };
+        std::thread::sleep(Duration::from_millis(10));
         swap.used_bytes() >= OUT_BYTES
     });
     drop(mapping);
@@ -164,9 +168,11 @@ struct Setup {
     path: PathBuf,
     swap: SwapFile,
     _dirs: [tempfile::TempDir; 2],
+    _alone: MutexGuard<'static, ()>,
 }
 
 fn set_up() -> Option<Setup> {
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     if !kernel_tells() {
         // There all of such a file is left to workers.
         eprintln!("skipped: this kernel does not tell what is swapped out");
@@ -192,14 +198,13 @@ fn set_up() -> Option<Setup> {
         common::skip("the kernel does not swap out what it is told to");
         return None;
     }
-    Some(Setup { path, swap, _dirs: [memory, disk] })
+    Some(Setup { path, swap, _dirs: [memory, disk], _alone: alone })
 }
 
 const NONE_BY_WORKERS: Taken = Taken { completions: 32, by_workers: 0 };
 
 #[test]
 fn what_is_swapped_out_is_fetched_by_a_worker_and_the_rest_copied_by_the_reactor() {
-    let others_swap = host_swaps();
     let Some(setup) = set_up() else { return };
     let file = engine::open(&setup.path, &OpenOptions::default()).unwrap();
     let reactor = reactor("memory");
@@ -215,6 +220,7 @@ fn what_is_swapped_out_is_fetched_by_a_worker_and_the_rest_copied_by_the_reactor
     }
     drop(setup.swap);
     std::thread::sleep(NOTICED);
+    let others_swap = host_swaps();
     let before = reactor.stats();
     assert_eq!(read_pages(&reactor, &file, pages(OUT_BYTES / 4), true), NONE_BY_WORKERS);
     let calls = reactor.stats().system_calls - before.system_calls;

@@ -1,0 +1,175 @@
+//! Workers by themselves, without a reactor.
+
+use super::*;
+use crate::OpenOptions;
+use crate::target::QueueFile;
+use block::Sink;
+use memory::{IoBuf, Window};
+use std::rc::Rc;
+
+fn workers(spin_limit: Duration) -> Workers {
+    Workers::new(Arc::new(Wakeup::new().unwrap()), Arc::default(), None, 0, spin_limit)
+}
+
+fn target() -> Rc<QueueFile> {
+    let options = OpenOptions { lock: false, engine: crate::EngineKind::Threads, ..OpenOptions::default() };
+    let file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
+    Rc::new(QueueFile::new(Arc::new(file), None))
+}
+
+fn write(target: &Rc<QueueFile>, sink: &Rc<Sink>, token: u64, window: Window) -> Request {
+    Request {
+        target: Rc::clone(target),
+        action: Action::Write { durable: false },
+        offset: token * 512,
+        window,
+        progress: 0,
+        counted: false,
+        done: Done::Sink { sink: Rc::clone(sink), token },
+    }
+}
+
+#[test]
+fn writes_that_go_in_turn_are_told_many_at_once() {
+    let (workers, target) = (workers(Duration::ZERO), target());
+    let (memory, sink) = (IoBuf::zeroed(128 * 512), Sink::new());
+    let (mut ended, mut some) = (Vec::new(), Vec::new());
+    for round in 1..=20 {
+        for token in 0..128 {
+            workers.push(write(&target, &sink, token, memory.whole().slice(token as usize * 512, 512)));
+        }
+        assert!(workers.submit());
+        while ended.len() < 128 {
+            workers.harvest();
+            sink.take(&mut some);
+            ended.append(&mut some);
+        }
+        assert!(ended.iter().enumerate().all(|(at, end)| *end == (at as u64, Ok(()))), "in turn: {ended:?}");
+        ended.clear();
+        let stats = workers.counters.snapshot();
+        // 16 seven times, 8, 4, 2, 1 and 1.
+        assert!(stats.harvests <= 12 * round, "{stats:?}");
+        assert_eq!((stats.completions, stats.system_calls, stats.worker_calls), (128 * round, 0, 128 * round));
+    }
+}
+
+/// A file in memory of two workers' reactors, which copy up to 4 KiB themselves.
+struct InMemory {
+    _dir: tempfile::TempDir,
+    path: std::path::PathBuf,
+    reactors: [(Workers, Rc<QueueFile>); 2],
+}
+
+impl InMemory {
+    fn new() -> Option<Self> {
+        let dir = tempfile::tempdir_in("/dev/shm").ok()?;
+        let path = dir.path().join("image");
+        std::fs::write(&path, vec![7; 1 << 20]).unwrap();
+        let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
+        let file = crate::open::open_file(file.into(), "test", &OpenOptions { lock: false, ..Default::default() });
+        let file = Arc::new(file.unwrap());
+        let reactors = [(); 2].map(|()| {
+            let wakeup = Arc::new(Wakeup::new().unwrap());
+            let workers = Workers::new(wakeup, Arc::default(), None, 4096, Duration::ZERO);
+            (workers, Rc::new(QueueFile::new(Arc::clone(&file), None)))
+        });
+        Some(Self { _dir: dir, path, reactors })
+    }
+
+    fn file(&self) -> &crate::target::OpenFile {
+        &self.reactors[0].1.file
+    }
+
+    /// Gives a reactor a request; its worker has it on return, if it is one's.
+    fn give(&self, reactor: usize, action: Action, offset: u64, length_bytes: usize) {
+        let (workers, target) = &self.reactors[reactor];
+        let window = if length_bytes > 0 { IoBuf::zeroed(length_bytes).whole() } else { Window::empty() };
+        let (target, done) = (Rc::clone(target), Done::Sink { sink: Sink::new(), token: 0 });
+        workers.push(Request { target, action, offset, window, progress: 0, counted: false, done });
+        workers.submit();
+    }
+
+    /// Waits for all of a reactor's requests; calls that workers have made so far.
+    fn finish(&self, reactor: usize) -> u64 {
+        let (workers, _) = &self.reactors[reactor];
+        while workers.in_flight() > 0 {
+            workers.harvest();
+            workers.submit();
+            std::thread::yield_now();
+        }
+        workers.counters.snapshot().worker_calls
+    }
+
+    fn modified(&self) -> std::time::SystemTime {
+        std::fs::metadata(&self.path).unwrap().modified().unwrap()
+    }
+}
+
+const SMALL_WRITE: Action = Action::Write { durable: false };
+
+#[test]
+fn beside_a_workers_change_of_a_file_in_memory_other_reactors_leave_theirs_to_workers_too() {
+    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    for (change, length_bytes) in [
+        (Action::Write { durable: false }, 64 << 10),
+        (Action::Write { durable: true }, 64 << 10),
+        (Action::Fallocate { mode: punch, length: 64 << 10 }, 0),
+        (Action::Truncate, 0),
+    ] {
+        let Some(memory) = InMemory::new() else { return };
+        let offset = if change == Action::Truncate { 2 << 20 } else { 0 };
+        memory.give(1, SMALL_WRITE, 128 << 10, 4096);
+        assert_eq!(memory.finish(1), 0, "alone it is copied");
+        // Whether the worker is at it, or done, counts only when its reactor has seen the end.
+        memory.give(0, change, offset, length_bytes);
+        assert!(memory.file().is_changed_by_workers(), "{change:?}");
+        memory.give(1, SMALL_WRITE, 512 << 10, 4096);
+        memory.give(1, Action::Read { need_bytes: 4096 }, 512 << 10, 4096);
+        assert_eq!(memory.finish(1), 1, "{change:?}: a write is a worker's, a read is not");
+        assert_eq!(memory.finish(0), 1);
+        assert!(!memory.file().is_changed_by_workers(), "{change:?}");
+        memory.give(1, SMALL_WRITE, 768 << 10, 4096);
+        assert_eq!(memory.finish(1), 1, "{change:?}: then it copies again");
+        // One that its reactor waits for while it ends.
+        memory.give(0, change, offset, length_bytes);
+        memory.reactors[0].0.shut_down();
+        assert!(!memory.file().is_changed_by_workers(), "{change:?}");
+    }
+}
+
+#[test]
+fn what_is_mapped_is_copied_beside_a_workers_change_and_the_files_time_is_set_after_it() {
+    let Some(memory) = InMemory::new() else { return };
+    // The second time its page is mapped, the third it is copied without a call.
+    for _ in 0..3 {
+        memory.give(1, SMALL_WRITE, 512 << 10, 4096);
+        memory.finish(1);
+    }
+    let calls = || memory.reactors[1].0.counters.snapshot().system_calls;
+    let before = calls();
+    memory.give(0, SMALL_WRITE, 0, 64 << 10);
+    let (_, target) = &memory.reactors[0];
+    std::thread::sleep(Duration::from_millis(20));
+    let modified = memory.modified();
+    memory.give(1, SMALL_WRITE, 512 << 10, 4096);
+    assert_eq!((memory.finish(1), calls()), (0, before), "neither a worker nor a call");
+    target.file.stamp();
+    assert_eq!(memory.modified(), modified, "whoever sets a time would wait for the worker");
+    memory.finish(0);
+    target.file.stamp();
+    assert!(memory.modified() > modified);
+}
+
+#[test]
+fn what_has_ended_does_not_wait_for_what_workers_do_to_a_file_in_memory() {
+    let Some(memory) = InMemory::new() else { return };
+    let (workers, target) = &memory.reactors[0];
+    workers.push(write(target, &Sink::new(), 0, IoBuf::zeroed(64 << 10).whole()));
+    assert_eq!(
+        workers.batch.borrow().iter().map(|job| (job.in_turn, job.is_short)).collect::<Vec<_>>(),
+        [(true, false)]
+    );
+    let page_cached = self::target();
+    workers.push(write(&page_cached, &Sink::new(), 0, IoBuf::zeroed(512).whole()));
+    assert!(workers.batch.borrow().last().is_some_and(|job| job.in_turn && job.is_short));
+}
