@@ -40,7 +40,7 @@ impl Lane {
         match action {
             Action::Truncate => self.target.file.length_changes(offset),
             Action::Fallocate { mode, length } if mode & libc::FALLOC_FL_PUNCH_HOLE != 0 => {
-                self.target.file.is_punched_soon(offset, length);
+                self.target.file.punch_begins(offset, length);
             }
             _ => {}
         }

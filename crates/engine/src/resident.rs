@@ -96,6 +96,13 @@ fn set(word: &AtomicU64, bits: u64) {
     }
 }
 
+/// Takes bits away; as [`set`], where there are none, nothing is written, so that what nobody has touched takes no memory.
+fn clear(word: &AtomicU64, bits: u64) {
+    if word.load(Ordering::Relaxed) & bits != 0 {
+        word.fetch_and(!bits, Ordering::Relaxed);
+    }
+}
+
 /// The bits `first..=last` of a region's word.
 fn mask(first: u64, last: u64) -> u64 {
     (u64::MAX << first) & (u64::MAX >> (REGION_PAGES - 1 - last))
@@ -280,8 +287,8 @@ impl Resident {
     /// A range was given back.
     pub(crate) fn was_punched(&self, offset: u64, length: u64) {
         self.mark(covered(offset, length), |region, bits| {
-            region.present.fetch_and(!bits, Ordering::Relaxed);
-            region.ready.fetch_and(!bits, Ordering::Relaxed);
+            clear(&region.present, bits);
+            clear(&region.ready, bits);
         });
     }
 

@@ -166,7 +166,7 @@ impl OpenFile {
     }
 
     /// A range is about to be given back: who copied from there meanwhile would wait for the end of that.
-    pub(crate) fn is_punched_soon(&self, offset: u64, length: u64) {
+    pub(crate) fn punch_begins(&self, offset: u64, length: u64) {
         if let Some(resident) = &self.resident {
             resident.was_punched(offset, length);
         }
