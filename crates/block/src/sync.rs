@@ -7,11 +7,11 @@
 #[cfg(feature = "explore")]
 pub use shuttle::sync::{
     Mutex, MutexGuard,
-    atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, fence},
+    atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence},
 };
 #[cfg(not(feature = "explore"))]
 pub use std::sync::{
     Mutex, MutexGuard,
-    atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, fence},
+    atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence},
 };
 pub use std::sync::{PoisonError, atomic::Ordering};

@@ -46,10 +46,12 @@ pub enum Barrier {
     InUse,
     /// All of a bitmap before it is said not to be in use.
     Bits,
+    /// Tables that lead to a place before what is written there is called durable by itself.
+    Overwrite,
 }
 
 impl Barrier {
-    pub(crate) fn bit(self) -> u8 {
+    pub(crate) fn bit(self) -> u32 {
         match self {
             Self::BeforeMapping => 1,
             Self::BeforeRelying => 2,
@@ -59,6 +61,7 @@ impl Barrier {
             Self::Extension => 32,
             Self::InUse => 64,
             Self::Bits => 128,
+            Self::Overwrite => 256,
         }
     }
 }
@@ -169,7 +172,13 @@ impl Inner {
         let zeroed_end = self.lock().space.zeroed_end;
         let marked = self.write_dirty_bit_if_wanted(io).await?;
         self.flush_tables(io).await?;
-        self.lock().space.blank_end = zeroed_end;
+        {
+            let mut state = self.lock();
+            state.space.blank_end = zeroed_end;
+            if state.is_mapping_written() {
+                self.mapping_is_durable.store(true, Ordering::Release);
+            }
+        }
         if marked {
             self.dirty_bit_is_set();
         }

@@ -11,7 +11,7 @@ use crate::snapshot::{SnapshotName, SnapshotSize, of_snapshot};
 use crate::state::{Inner, Need, Space, State, Stop};
 use crate::tables::TableBits;
 use crate::tracking::Tracking;
-use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, Ordering};
+use block::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering};
 use block::{CacheStats, CompressedExtent, Epochs, Error, ErrorKind, FileInfo, IoError, IoErrorKind, IoResult, Mapped};
 use block::{MetaIo, PastEnd, Result, SliceBook, WaitList};
 use memory::AlignedBuf;
@@ -173,8 +173,9 @@ impl Qcow2 {
             stopped: AtomicBool::new(false),
             marked: AtomicBool::new(false),
             table_bits: TableBits::for_clusters(if read_only { 0 } else { geometry.cluster_of(file_bytes) }),
+            mapping_is_durable: AtomicBool::new(false),
             complained: AtomicBool::new(false),
-            skipped_barriers: AtomicU8::new(0),
+            skipped_barriers: AtomicU32::new(0),
             header,
             name,
         };
@@ -346,6 +347,12 @@ impl Qcow2 {
     #[doc(hidden)]
     pub fn skip_barrier_for_test(&self, barrier: Barrier) {
         self.inner.skipped_barriers.fetch_or(barrier.bit(), Ordering::Relaxed);
+    }
+
+    /// For tests: the mutex under which metadata change, until what this returns is dropped.
+    #[doc(hidden)]
+    pub fn hold_lock_for_test(&self) -> impl Drop + '_ {
+        self.inner.lock()
     }
 }
 

@@ -1,6 +1,7 @@
 //! Where a range lies, from the tables in memory: without a lock, without waiting.
 
 use crate::entry::{BadEntry, COPIED, Cluster, Table, data_only};
+use crate::flush::Barrier;
 use crate::image::{Overwrite, Qcow2};
 use crate::state::Inner;
 use block::sync::Ordering;
@@ -47,9 +48,24 @@ impl Qcow2 {
         inner.mark_changed(offset, length);
         Some(host.saturating_add(in_cluster))
     }
+
+    /// Whether all that was looked up before this call is mapped durably: what is overwritten there is durable once it is
+    /// so itself.
+    #[inline]
+    #[must_use]
+    pub fn is_mapping_durable(&self) -> bool {
+        // The entry was loaded with Acquire and changed after the flag was taken back: seeing it, this sees that too, or
+        // that a flush has made it durable since.
+        self.inner.mapping_is_durable.load(Ordering::Acquire) || self.inner.skips(Barrier::Overwrite)
+    }
 }
 
 impl Inner {
+    /// Before an entry changes (under the mutex): whoever sees the new one sees that it is not durable yet.
+    pub(crate) fn mapping_changes(&self) {
+        self.mapping_is_durable.store(false, Ordering::Relaxed);
+    }
+
     /// `Ok(None)`: not in memory. Joins what lies together.
     pub(crate) fn lookup(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
         if self.check_range(offset, length).is_err() || self.is_stopped() {

@@ -14,7 +14,7 @@ use crate::refcount::{Absent, Refcounts};
 use crate::tables::{Owner, TableBits, Tables};
 use crate::tail::Tail;
 use crate::tracking::Tracking;
-use block::sync::{AtomicBool, AtomicU8, AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
+use block::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
 use block::{Epochs, IoError, IoErrorKind, IoResult, MetaIo, SliceBook, SliceCache, WaitList};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
@@ -162,8 +162,14 @@ pub(crate) struct State {
 impl State {
     /// Whether the file says all that memory does.
     pub(crate) fn is_all_written(&self) -> bool {
-        let tables = !self.book.has_dirty() && self.l1_dirty.is_empty() && self.fresh_tables.is_empty();
-        tables && !self.refcounts.has_dirty() && self.unlinked.is_empty() && self.retired.is_empty()
+        let rest = !self.refcounts.has_dirty() && self.unlinked.is_empty() && self.retired.is_empty();
+        self.is_mapping_written() && rest
+    }
+
+    /// Whether the file says all that memory does of where data lie. A flush that is running may still have to make it
+    /// durable.
+    pub(crate) fn is_mapping_written(&self) -> bool {
+        !self.book.has_dirty() && self.l1_dirty.is_empty() && self.fresh_tables.is_empty()
     }
 
     /// Whether there is space that a flush may free.
@@ -223,6 +229,10 @@ pub(crate) struct Inner {
     pub(crate) tracking: Option<Box<Tracking>>,
     /// Set while the header needs no change before the image is written to, and all tables are known.
     pub(crate) header_ready: AtomicBool,
+    /// All that the tables in memory lead to, the file leads to, durably. Taken back before an entry changes, and set by a
+    /// flush of ours: what an image says when it is opened may be only in the host's cache, left there by a process that
+    /// was killed.
+    pub(crate) mapping_is_durable: AtomicBool,
     pub(crate) complained: AtomicBool,
     /// The guard has found that the image contradicts itself: every request fails from now on.
     pub(crate) stopped: AtomicBool,
@@ -230,7 +240,7 @@ pub(crate) struct Inner {
     pub(crate) marked: AtomicBool,
     /// Where tables may lie, for the path without a lock.
     pub(crate) table_bits: TableBits,
-    pub(crate) skipped_barriers: AtomicU8,
+    pub(crate) skipped_barriers: AtomicU32,
 }
 
 impl Inner {

@@ -141,6 +141,7 @@ impl Inner {
         let at = self.geometry.index_in_slice(cluster).saturating_mul(2);
         let second = at.saturating_add(1);
         let old = self.slices.view(slice).and_then(|view| Some((view.get(at)?, view.get(second)?)));
+        self.mapping_changes();
         if old.is_some_and(|(old, _)| old != descriptor) && old.is_none_or(|(_, old)| old != bitmap) {
             self.slices.set(slice, at, CHANGING);
         }

@@ -213,6 +213,7 @@ impl Inner {
         if self.geometry.extended_l2 {
             return self.set_extended(state, slice, cluster, raw, 0);
         }
+        self.mapping_changes();
         self.slices.set(slice, self.geometry.index_in_slice(cluster), raw);
         state.book.mark_dirty(slice);
     }
@@ -220,6 +221,7 @@ impl Inner {
     fn set_l1(&self, state: &mut State, l1_index: u64, raw: u64) {
         let Ok(index) = usize::try_from(l1_index) else { return };
         if let Some(entry) = self.l1.get(index) {
+            self.mapping_changes();
             entry.store(raw, Ordering::Release);
             state.l1_dirty.insert(index);
         }

@@ -295,6 +295,15 @@ impl Image {
         }
     }
 
+    /// For tests: the lock of the top layer's format, until what this returns is dropped.
+    #[doc(hidden)]
+    pub fn hold_lock_for_test(&self) -> Option<impl Drop + '_> {
+        match &self.chain.layers.first()?.mapping {
+            Mapping::Qcow2(qcow2) => Some(qcow2.hold_lock_for_test()),
+            Mapping::Raw(_) => None,
+        }
+    }
+
     /// The size of the disk that the top layer rests on; `None` where it rests on nothing.
     #[must_use]
     pub fn backing_bytes(&self) -> Option<u64> {

@@ -104,6 +104,15 @@ impl Layer {
         }
     }
 
+    /// Whether what was looked up before this call is durably where it was found.
+    #[inline]
+    pub(crate) fn is_mapping_durable(&self) -> bool {
+        match &self.mapping {
+            Mapping::Raw(_) => true,
+            Mapping::Qcow2(qcow2) => qcow2.is_mapping_durable(),
+        }
+    }
+
     /// As `lookup`, reading the tables that it takes.
     pub(crate) async fn resolve(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Mapped> {
         match &self.mapping {

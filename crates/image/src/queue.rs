@@ -199,12 +199,13 @@ impl ImageQueue {
             Op::Write { offset, data, fua } => {
                 let chain = &self.shared.chain;
                 let fua = fua || !chain.volatile_cache.load(Ordering::Acquire);
-                // The long way looks after the tables of durable writes, and after what a guessed format must not get.
-                let place = match fua || chain.guessed_raw {
+                let top = chain.top()?;
+                // The long way looks after tables that are not durable yet, and after what a guessed format must not get.
+                let place = match chain.guessed_raw {
                     true => None,
-                    false => chain.top()?.begin_overwrite(offset, data.length_bytes() as u64),
+                    false => top.begin_overwrite(offset, data.length_bytes() as u64),
                 };
-                match place {
+                match place.filter(|_| !fua || top.is_mapping_durable()) {
                     Some(offset) => {
                         self.note_hit();
                         self.push(index, 0, FileOp::Write { offset, data, fua })
@@ -262,16 +263,14 @@ impl ImageQueue {
             self.spawn(index, Slow::Write { offset, data: data.clone(), fua });
             return Ok(());
         }
-        // A durable write of a mapped format has to see its tables durable too.
-        if fua && top.has_tables() {
-            self.spawn(index, Slow::Write { offset, data: data.clone(), fua });
-            return Ok(());
-        }
         let mut pieces = Pieces::new(offset, data);
         let mut count = 0_usize;
         while let Some((at, left)) = pieces.rest() {
-            match top.lookup_overwrite(at, left) {
-                Overwrite::InPlace { offset, length_bytes } if count < MAX_PIECES => {
+            let place = top.lookup_overwrite(at, left);
+            // A durable write has to see the tables that lead there durable too.
+            let is_quick = count < MAX_PIECES && (!fua || top.is_mapping_durable());
+            match place {
+                Overwrite::InPlace { offset, length_bytes } if is_quick => {
                     count = count.saturating_add(1);
                     let data = pieces.take(length_bytes);
                     self.note_hit();

@@ -8,7 +8,7 @@ use crate::image::Place;
 use crate::layer::Mapping;
 use crate::queue::{FILL_BYTES, Shared};
 use block::{Extent, FileOp, IoError, IoResult};
-use format_qcow2::{Allocation, Fill, Prepared, Qcow2};
+use format_qcow2::{Allocation, Fill, Overwrite, Prepared, Qcow2};
 use memory::{IoBuf, Window};
 use std::future::poll_fn;
 use std::rc::Rc;
@@ -107,7 +107,11 @@ impl Shared {
         while done < data.length_bytes() {
             let rest = data.slice(done, data.length_bytes().saturating_sub(done));
             let at = offset.saturating_add(done as u64);
-            let taken = match qcow2.prepare_write(meta, at, rest.length_bytes() as u64).await? {
+            let place = match qcow2.lookup_overwrite(at, rest.length_bytes() as u64) {
+                Overwrite::InPlace { offset, length_bytes } => Prepared::InPlace { offset, length_bytes },
+                Overwrite::Slow => qcow2.prepare_write(meta, at, rest.length_bytes() as u64).await?,
+            };
+            let taken = match place {
                 Prepared::InPlace { offset, length_bytes } => {
                     let length = usize::try_from(length_bytes).unwrap_or(usize::MAX).min(rest.length_bytes());
                     let data = rest.slice(0, length);

@@ -233,3 +233,31 @@ fn mutant_without_the_last_barrier_is_caught() {
 fn mutant_that_reuses_space_too_early_is_caught() {
     must_fail_without(Barrier::Reuse);
 }
+
+#[test]
+fn mutant_that_calls_overwrites_durable_whose_tables_are_not_is_caught() {
+    must_fail_without(Barrier::Overwrite);
+}
+
+#[test]
+fn a_durable_overwrite_stays_where_a_killed_process_left_the_tables_in_the_host_s_cache() {
+    let chain = Chain::of(vec![Layer::qcow2(128 << 10, 1024)]);
+    let bytes = |tag: u8| vec![tag; 1024];
+    for seed in 0..20 {
+        let storage = chain.storage();
+        // It was killed before the last step of a flush: the tables are written, and nothing has made them durable.
+        let open = |storage: &SimStorage| chain.open_without(storage, &[Barrier::End]);
+        let mut killed = Session::open(&storage, &open, seed, 1).unwrap();
+        killed.call(Request::write(4096, bytes(1))).unwrap();
+        killed.call(Request::Flush).unwrap();
+        drop(killed);
+
+        let mut session = Session::open(&storage, &|storage| chain.open(storage), seed, 1).unwrap();
+        // The first write goes the long way.
+        session.call(Request::write(4096, bytes(3))).unwrap();
+        session.call(Request::Write { offset: 4096, data: bytes(2).into(), pieces: Vec::new(), fua: true }).unwrap();
+        let after = storage.power_cut(seed);
+        let mut session = Session::open(&after, &|storage| chain.open(storage), seed, 1).unwrap();
+        assert!(session.call(Request::read(4096, 1024)).unwrap() == bytes(2), "seed {seed}");
+    }
+}

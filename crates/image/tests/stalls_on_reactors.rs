@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::path::Path;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 use testkit::{Harness, Request, ThreadHarness, qcow2_check, stamped};
@@ -181,7 +181,7 @@ impl Setup {
         make(directory.path());
         let gates = ["top", "base"].map(|name| (name, Arc::new(Gate(Mutex::new(State::Open)))));
         let this = Self { directory, gates: gates.into() };
-        this.with_queues(|harness, queues| {
+        this.with_queues(|_, harness, queues| {
             for table in 0..=QUEUES {
                 let data = stamped(2, table * TABLE, 8 * CLUSTER as usize);
                 call(harness, queues[0], Request::write(table * TABLE, data));
@@ -192,7 +192,7 @@ impl Setup {
 
     /// Opens the image anew (no table is loaded) with two queues on each of two reactors; closes it, and looks whether it
     /// is sound.
-    fn with_queues(&self, work: impl FnOnce(&mut ThreadHarness, &[u64])) {
+    fn with_queues(&self, work: impl FnOnce(&Image, &mut ThreadHarness, &[u64])) {
         let path = self.directory.path().join("top");
         let options = ImageOptions { format: Some(Format::Qcow2), ..ImageOptions::new(&path) };
         let image: Arc<Image> = Arc::new(image::open(&options, &SlowOpener(self.gates.clone())).unwrap());
@@ -201,7 +201,7 @@ impl Setup {
         let reactors: Vec<_> = (0..2).map(|index| Reactor::spawn(config(index)).unwrap()).collect();
         let mut harness = ThreadHarness::new(reactors.iter().map(|reactor| reactor.handle()).collect());
         let queues: Vec<_> = (0..QUEUES as usize).map(|index| harness.open(&disk, index).unwrap()).collect();
-        work(&mut harness, &queues);
+        work(&image, &mut harness, &queues);
         let violations: Vec<_> = queues.iter().flat_map(|queue| harness.violations(*queue)).collect();
         assert!(violations.is_empty(), "{violations:?}");
         queues.into_iter().for_each(|queue| harness.close(queue));
@@ -222,6 +222,19 @@ fn call(harness: &mut ThreadHarness, queue: u64, request: Request) -> Vec<u8> {
     let (_, reply) = turn.replies.into_iter().next().expect("a reply");
     reply.result.unwrap();
     reply.data
+}
+
+/// So many requests end, none of them that which is held up.
+fn all_end(harness: &mut ThreadHarness, mut due: usize, wait_for: &str) {
+    while due > 0 {
+        let turn = harness.turn();
+        assert!(!turn.idle, "{due} requests wait, {wait_for}");
+        for (_, reply) in turn.replies {
+            assert_ne!(reply.tag, FIRST, "it was held up");
+            reply.result.unwrap();
+            due -= 1;
+        }
+    }
 }
 
 /// Where a queue's table begins.
@@ -252,7 +265,7 @@ fn others(queue: usize, round: u64) -> Vec<Request> {
 fn holds_nobody_up(file: &'static str, kind: Kind, before: &[Request], slow: &Request, and: &[Request]) {
     for slow_queue in 0..QUEUES as usize {
         let setup = Setup::new();
-        setup.with_queues(|harness, queues| {
+        setup.with_queues(|_, harness, queues| {
             before.iter().for_each(|request| drop(call(harness, queues[slow_queue], request.clone())));
             let gate = &setup.gates[file];
             gate.arm(kind);
@@ -270,15 +283,7 @@ fn holds_nobody_up(file: &'static str, kind: Kind, before: &[Request], slow: &Re
                     due += requests.len();
                     harness.submit(*queue, requests);
                 }
-                while due > 0 {
-                    let turn = harness.turn();
-                    assert!(!turn.idle, "round {round}: {due} requests wait for a {kind:?} of '{file}'");
-                    for (_, reply) in turn.replies {
-                        assert_ne!(reply.tag, FIRST, "it was held up");
-                        reply.result.unwrap();
-                        due -= 1;
-                    }
-                }
+                all_end(harness, due, &format!("round {round}: for a {kind:?} of '{file}'"));
             }
             gate.open();
             let turn = harness.turn();
@@ -287,7 +292,7 @@ fn holds_nobody_up(file: &'static str, kind: Kind, before: &[Request], slow: &Re
             check(harness, queues);
         });
         // And of what was written nothing is lost.
-        setup.with_queues(check);
+        setup.with_queues(|_, harness, queues| check(harness, queues));
     }
 }
 
@@ -345,4 +350,57 @@ fn tables_of_allocations_that_take_long_to_write() {
 fn a_flush_of_allocations_that_takes_long() {
     let allocated = [write_at(8, CLUSTER as usize), write_at(9, 512)];
     holds_nobody_up("top", Kind::Flush, &allocated, &Request::Flush, &[Request::read(512, 512)]);
+}
+
+#[test]
+fn reads_and_overwrites_of_what_is_allocated_end_while_somebody_holds_the_image_s_lock() {
+    let setup = Setup::new();
+    setup.with_queues(|image, harness, queues| {
+        let asked = |index: usize, fua: bool| {
+            let at = |cluster: u64| table_of(index) + cluster * CLUSTER;
+            let write = |offset: u64, length: u64| Request::Write {
+                offset,
+                data: stamped(3, offset, length as usize).into(),
+                pieces: Vec::new(),
+                fua,
+            };
+            vec![
+                Request::read(at(0), 512),
+                // Two clusters, which lie apart or together; and what is below.
+                Request::read(at(1) + 512, CLUSTER as usize),
+                Request::read(at(20), CLUSTER as usize),
+                write(at(3), 512),
+                write(at(4) + 512, CLUSTER),
+            ]
+        };
+        // The first write of an image, and tables that are not in memory yet, go the long way.
+        for (index, queue) in queues.iter().enumerate() {
+            asked(index, false).into_iter().for_each(|request| drop(call(harness, *queue, request)));
+        }
+        call(harness, queues[0], Request::Flush);
+        let (begun, has_begun) = mpsc::channel();
+        let (over, is_over) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let holder = scope.spawn(move || {
+                let held = image.hold_lock_for_test().unwrap();
+                begun.send(()).unwrap();
+                // Let go in the end also where all wait for it.
+                let in_time = is_over.recv_timeout(Duration::from_secs(20)).is_ok();
+                drop(held);
+                in_time
+            });
+            has_begun.recv().unwrap();
+            for fua in [false, true] {
+                let mut due = 0;
+                for (index, queue) in queues.iter().enumerate() {
+                    let requests: Vec<_> = (0..).zip(asked(index, fua)).collect();
+                    due += requests.len();
+                    harness.submit(*queue, requests);
+                }
+                all_end(harness, due, &format!("for the image's lock; durable: {fua}"));
+            }
+            let _ = over.send(());
+            assert!(holder.join().unwrap(), "somebody waited for the image's lock");
+        });
+    });
 }

@@ -179,10 +179,29 @@ impl Guest {
         }
     }
 
+    /// A write that is durable once it has ended: by itself where that is enough, or by a flush.
+    pub(crate) async fn write_durably(&self, offset: u64, data: &[u8]) -> IoResult {
+        match self.lookup_overwrite(offset, data.len() as u64) {
+            Overwrite::InPlace { offset, length_bytes }
+                if length_bytes == data.len() as u64 && self.qcow2.is_mapping_durable() =>
+            {
+                self.put_as(offset, data, true).await
+            }
+            _ => {
+                self.write(offset, data).await?;
+                self.flush().await
+            }
+        }
+    }
+
     async fn put(&self, offset: u64, bytes: &[u8]) -> IoResult {
+        self.put_as(offset, bytes, false).await
+    }
+
+    async fn put_as(&self, offset: u64, bytes: &[u8], fua: bool) -> IoResult {
         let data: Window = IoBuf::zeroed(bytes.len()).whole();
         data.copy_from_slice(0, bytes);
-        self.io.data().unwrap_or(self.io.queue()).start(FileOp::Write { offset, data, fua: false }).await
+        self.io.data().unwrap_or(self.io.queue()).start(FileOp::Write { offset, data, fua }).await
     }
 
     pub(crate) async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool) -> IoResult {

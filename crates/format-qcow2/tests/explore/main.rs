@@ -20,11 +20,65 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use testkit::{Dice, SimFile, SimFileOptions, SimStorage, mix, qcow2_check};
 
-const CLUSTER: usize = 512;
-/// Two of one slice and one each of two more, over a cache of two slices.
-const CLUSTERS: [u64; 4] = [1, 2, 65, 130];
+/// What is written at a time: a cluster, or the part of one that an extended entry maps by itself.
+const UNIT: usize = 512;
 const THREADS: u64 = 3;
 const STEPS: u64 = 4;
+
+/// How an image maps its units.
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    extended: bool,
+    size_bytes: u64,
+    /// Two of one slice and one each of two more, over a cache of two slices. The two are of one cluster where clusters
+    /// have parts.
+    units: [u64; 4],
+}
+
+const PLAIN: Shape = Shape { extended: false, size_bytes: 192 * 512, units: [1, 2, 65, 130] };
+/// A cluster of 16 KiB has 32 parts, a slice 256 clusters.
+const IN_PARTS: Shape = Shape { extended: true, size_bytes: 12 << 20, units: [1, 2, 8197, 16394] };
+
+impl Shape {
+    fn parts(self) -> u64 {
+        if self.extended { 32 } else { 1 }
+    }
+
+    fn cluster_bytes(self) -> u64 {
+        self.parts() * UNIT as u64
+    }
+
+    /// The units that share a cluster with this one.
+    fn neighbours(self, unit: u64) -> impl Iterator<Item = u64> {
+        self.units.into_iter().filter(move |other| other / self.parts() == unit / self.parts())
+    }
+
+    /// A unit as the image in `bytes` has it.
+    fn durable(self, bytes: &[u8], unit: u64) -> Vec<u8> {
+        let entry = |at: u64| {
+            let at = at as usize;
+            bytes.get(at..at + 8).map_or(0, |raw| u64::from_be_bytes(raw.try_into().unwrap()))
+        };
+        let offset = |raw: u64| raw & 0x00ff_ffff_ffff_fe00;
+        let (cluster, part) = (unit / self.parts(), unit % self.parts());
+        let (entries, entry_bytes) = if self.extended { (1024, 16) } else { (64, 8) };
+        let table = offset(entry(entry(40) + cluster / entries * 8));
+        let at = table + cluster % entries * entry_bytes;
+        let raw = if table == 0 { 0 } else { entry(at) };
+        let has_data = match self.extended {
+            true => entry(at + 8) & (1 << part) != 0,
+            false => raw & 1 == 0,
+        };
+        match offset(raw) {
+            0 => vec![0; UNIT],
+            _ if !has_data => vec![0; UNIT],
+            host => {
+                let host = host as usize + part as usize * UNIT;
+                bytes[host..host + UNIT].to_vec()
+            }
+        }
+    }
+}
 
 /// Lets others run before and after each operation on the file.
 struct Yielding(Rc<dyn FileQueue>);
@@ -41,14 +95,14 @@ fn queue(file: &SimFile) -> MetaIo {
     MetaIo::new(Rc::new(Yielding(file.open_blocking().unwrap())))
 }
 
-/// One change of a guest cluster, and when.
+/// One change of a guest unit, and when.
 struct Change {
     value: u64,
     begun: u64,
     ended: Option<u64>,
 }
 
-/// All changes, by guest cluster. Zero is the value of a cluster that was never written, or discarded.
+/// All changes, by guest unit. Zero is the value of a unit that was never written, or discarded.
 #[derive(Default)]
 struct History {
     clock: u64,
@@ -61,62 +115,55 @@ impl History {
         self.clock
     }
 
-    fn begin(&mut self, cluster: u64, value: u64) -> usize {
+    fn begin(&mut self, unit: u64, value: u64) -> usize {
         let begun = self.now();
-        let changes = self.changes.entry(cluster).or_default();
+        let changes = self.changes.entry(unit).or_default();
         changes.push(Change { value, begun, ended: None });
         changes.len() - 1
     }
 
-    fn end(&mut self, cluster: u64, index: usize) {
+    fn end(&mut self, unit: u64, index: usize) {
         let ended = self.now();
-        self.changes.get_mut(&cluster).unwrap()[index].ended = Some(ended);
+        self.changes.get_mut(&unit).unwrap()[index].ended = Some(ended);
     }
 
     /// Whether somebody who began to look at `since` may see this: not what was replaced before.
-    fn explains(&self, cluster: u64, value: u64, since: u64) -> bool {
-        let changes = self.changes.get(&cluster).map_or(&[][..], Vec::as_slice);
+    fn explains(&self, unit: u64, value: u64, since: u64) -> bool {
+        let changes = self.changes.get(&unit).map_or(&[][..], Vec::as_slice);
         let outdated =
             |ended: u64| changes.iter().any(|later| later.begun > ended && later.ended.is_some_and(|end| end < since));
         let first = (value == 0).then_some(0);
         let ends = changes.iter().filter(|change| change.value == value).map(|change| change.ended);
         ends.chain(first.map(Some)).any(|ended| ended.is_none_or(|ended| !outdated(ended)))
     }
+
+    /// Whether a power cut may leave this where the change with this index is durable: itself, or what had not ended when
+    /// it began.
+    fn may_outlive(&self, unit: u64, value: u64, index: usize) -> bool {
+        let changes = &self.changes[&unit];
+        let begun = changes[index].begun;
+        changes.iter().any(|change| change.value == value && change.ended.is_none_or(|ended| ended > begun))
+    }
 }
 
-/// What a cluster's bytes say: who wrote them. Anything but one whole write is nobody's.
-fn value_of(cluster: u64, bytes: &[u8]) -> Result<u64, String> {
+/// What a unit's bytes say: who wrote them. Anything but one whole write is nobody's.
+fn value_of(unit: u64, bytes: &[u8]) -> Result<u64, String> {
     let words: Vec<u64> = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect();
     let (of, value) = (words[0], words[1]);
     match words.chunks_exact(2).all(|pair| pair == [of, value]) {
-        true if of == cluster || (of, value) == (0, 0) => Ok(value),
-        true => Err(format!("cluster {cluster} shows write {value} of cluster {of}")),
-        false => Err(format!("cluster {cluster} shows no write at all")),
+        true if of == unit || (of, value) == (0, 0) => Ok(value),
+        true => Err(format!("unit {unit} shows write {value} of unit {of}")),
+        false => Err(format!("unit {unit} shows no write at all")),
     }
 }
 
-fn bytes_of(cluster: u64, value: u64) -> Vec<u8> {
-    [cluster, value].iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>().repeat(CLUSTER / 16)
-}
-
-/// A cluster as the image in `bytes` has it.
-fn durable(bytes: &[u8], cluster: u64) -> Vec<u8> {
-    let entry = |at: u64| {
-        let at = at as usize;
-        bytes.get(at..at + 8).map_or(0, |raw| u64::from_be_bytes(raw.try_into().unwrap()))
-    };
-    let offset = |raw: u64| raw & 0x00ff_ffff_ffff_fe00;
-    let table = offset(entry(entry(40) + cluster / 64 * 8));
-    let raw = if table == 0 { 0 } else { entry(table + cluster % 64 * 8) };
-    match offset(raw) as usize {
-        0 => vec![0; CLUSTER],
-        _ if raw & 1 != 0 => vec![0; CLUSTER],
-        host => bytes[host..host + CLUSTER].to_vec(),
-    }
+fn bytes_of(unit: u64, value: u64) -> Vec<u8> {
+    [unit, value].iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>().repeat(UNIT / 16)
 }
 
 #[derive(Clone)]
 struct World {
+    shape: Shape,
     storage: SimStorage,
     qcow2: Arc<Qcow2>,
     history: Arc<Mutex<History>>,
@@ -125,11 +172,16 @@ struct World {
 }
 
 impl World {
-    fn new(seed: u64, skipped: Option<Barrier>, verdict: &Verdict) -> Self {
+    fn new(shape: Shape, seed: u64, skipped: Option<Barrier>, verdict: &Verdict) -> Self {
         let storage = SimStorage::new(seed);
         let file = storage.create(NAME, 0, SimFileOptions::default());
         let io = MetaIo::new(file.open_blocking().unwrap());
-        let options = CreateOptions { size_bytes: 192 * 512, cluster_size: 512, ..CreateOptions::default() };
+        let options = CreateOptions {
+            size_bytes: shape.size_bytes,
+            cluster_size: shape.cluster_bytes(),
+            extended_l2: shape.extended,
+            ..CreateOptions::default()
+        };
         let qcow2 = block_on(async {
             create(&io, &options).await.unwrap();
             let file = storage.file(NAME).unwrap();
@@ -138,7 +190,7 @@ impl World {
         if let Some(barrier) = skipped {
             qcow2.skip_barrier_for_test(barrier);
         }
-        Self { storage, qcow2: Arc::new(qcow2), history: Arc::default(), verdict: verdict.clone(), seed }
+        Self { shape, storage, qcow2: Arc::new(qcow2), history: Arc::default(), verdict: verdict.clone(), seed }
     }
 
     fn guest(&self) -> Guest {
@@ -146,39 +198,68 @@ impl World {
         Guest { qcow2: Arc::clone(&self.qcow2), io: queue(&file), base: Base::default() }
     }
 
-    async fn change(&self, guest: &Guest, cluster: u64, value: u64) {
-        let index = self.history.lock().unwrap().begin(cluster, value);
-        let at = cluster * CLUSTER as u64;
-        match value {
-            0 => guest.discard(at, CLUSTER as u64).await.unwrap(),
-            _ => guest.write(at, &bytes_of(cluster, value)).await.unwrap(),
-        }
-        self.history.lock().unwrap().end(cluster, index);
+    async fn write(&self, guest: &Guest, unit: u64, value: u64) {
+        let index = self.history.lock().unwrap().begin(unit, value);
+        guest.write(unit * UNIT as u64, &bytes_of(unit, value)).await.unwrap();
+        self.history.lock().unwrap().end(unit, index);
     }
 
-    async fn read(&self, guest: &Guest, cluster: u64) {
+    /// A write that is durable once it has ended.
+    async fn write_durably(&self, guest: &Guest, unit: u64, value: u64) {
+        let index = self.history.lock().unwrap().begin(unit, value);
+        guest.write_durably(unit * UNIT as u64, &bytes_of(unit, value)).await.unwrap();
+        let since = {
+            let mut history = self.history.lock().unwrap();
+            history.end(unit, index);
+            history.now()
+        };
+        let after = self.storage.power_cut(mix(self.seed, since)).bytes(NAME);
+        let left = value_of(unit, &self.shape.durable(&after, unit));
+        let may_be = |left: &u64| self.history.lock().unwrap().may_outlive(unit, *left, index);
+        if !left.as_ref().is_ok_and(may_be) {
+            self.verdict.fail(format!("after a durable write {value} of unit {unit} and a power cut: {left:?}"));
+        }
+    }
+
+    /// The whole cluster, with whatever else is in it.
+    async fn discard(&self, guest: &Guest, unit: u64) {
+        let begin = |unit| (unit, self.history.lock().unwrap().begin(unit, 0));
+        let begun: Vec<_> = self.shape.neighbours(unit).map(begin).collect();
+        let bytes = self.shape.cluster_bytes();
+        guest.discard(unit * UNIT as u64 / bytes * bytes, bytes).await.unwrap();
+        let mut history = self.history.lock().unwrap();
+        begun.into_iter().for_each(|(unit, index)| history.end(unit, index));
+    }
+
+    async fn write_zeroes(&self, guest: &Guest, unit: u64) {
+        let index = self.history.lock().unwrap().begin(unit, 0);
+        guest.write_zeroes(unit * UNIT as u64, UNIT as u64, true).await.unwrap();
+        self.history.lock().unwrap().end(unit, index);
+    }
+
+    async fn read(&self, guest: &Guest, unit: u64) {
         let since = self.history.lock().unwrap().now();
-        let bytes = guest.read(cluster * CLUSTER as u64, CLUSTER).await.unwrap();
-        self.judge("a read", cluster, &bytes, since);
+        let bytes = guest.read(unit * UNIT as u64, UNIT).await.unwrap();
+        self.judge("a read", unit, &bytes, since);
     }
 
     async fn flush(&self, guest: &Guest) {
         let since = self.history.lock().unwrap().now();
         guest.flush().await.unwrap();
         let after = self.storage.power_cut(mix(self.seed, since)).bytes(NAME);
-        for cluster in CLUSTERS {
-            self.judge("after a flush and a power cut", cluster, &durable(&after, cluster), since);
+        for unit in self.shape.units {
+            self.judge("after a flush and a power cut", unit, &self.shape.durable(&after, unit), since);
         }
         if let Err(damage) = qcow2_check(&after).and_then(|report| report.sound()) {
             self.verdict.fail(damage);
         }
     }
 
-    fn judge(&self, who: &str, cluster: u64, bytes: &[u8], since: u64) {
-        match value_of(cluster, bytes) {
+    fn judge(&self, who: &str, unit: u64, bytes: &[u8], since: u64) {
+        match value_of(unit, bytes) {
             Err(wrong) => self.verdict.fail(format!("{who}: {wrong}")),
-            Ok(value) if !self.history.lock().unwrap().explains(cluster, value, since) => {
-                self.verdict.fail(format!("{who}: cluster {cluster} shows write {value}, which was replaced before"));
+            Ok(value) if !self.history.lock().unwrap().explains(unit, value, since) => {
+                self.verdict.fail(format!("{who}: unit {unit} shows write {value}, which was replaced before"));
             }
             Ok(_) => {}
         }
@@ -190,13 +271,16 @@ impl World {
         let mut dice = Dice::new(mix(self.seed, thread));
         let mut part = self.qcow2.epochs().join();
         for step in 1..=STEPS {
-            let cluster = CLUSTERS[dice.index(CLUSTERS.len())];
+            let unit = self.shape.units[dice.index(self.shape.units.len())];
+            let value = thread * 100 + step;
             let ticket = part.begin(self.qcow2.epochs());
             block_on(async {
-                match dice.below(8) {
-                    0..3 => self.change(&guest, cluster, thread * 100 + step).await,
-                    3..5 => self.change(&guest, cluster, 0).await,
-                    5 => self.read(&guest, cluster).await,
+                match dice.below(10) {
+                    0..3 => self.write(&guest, unit, value).await,
+                    3..5 => self.write_durably(&guest, unit, value).await,
+                    5 => self.discard(&guest, unit).await,
+                    6 => self.write_zeroes(&guest, unit).await,
+                    7 => self.read(&guest, unit).await,
                     _ => self.flush(&guest).await,
                 }
             });
@@ -205,12 +289,12 @@ impl World {
     }
 }
 
-fn execution(seed: u64, skipped: Option<Barrier>, verdict: &Verdict) {
-    let world = World::new(seed, skipped, verdict);
+fn execution(shape: Shape, seed: u64, skipped: Option<Barrier>, verdict: &Verdict) {
+    let world = World::new(shape, seed, skipped, verdict);
     let guest = world.guest();
     block_on(async {
-        for cluster in CLUSTERS {
-            world.change(&guest, cluster, 1).await;
+        for unit in shape.units {
+            world.write(&guest, unit, 1).await;
         }
     });
     let work = |thread| {
@@ -222,8 +306,8 @@ fn execution(seed: u64, skipped: Option<Barrier>, verdict: &Verdict) {
         thread.join().unwrap();
     }
     block_on(async {
-        for cluster in CLUSTERS {
-            world.read(&guest, cluster).await;
+        for unit in shape.units {
+            world.read(&guest, unit).await;
         }
         guest.close().await.unwrap();
     });
@@ -246,11 +330,26 @@ fn schedules(by_default: u64) -> u64 {
 
 #[test]
 fn allocate_discard_reuse_flush_and_read_keep_to_the_rules_in_every_schedule() {
-    explore(seed(), schedules(1500), LONG, |seed, verdict| execution(seed, None, verdict)).unwrap();
+    explore(seed(), schedules(1500), LONG, |seed, verdict| execution(PLAIN, seed, None, verdict)).unwrap();
+}
+
+#[test]
+fn clusters_in_parts_keep_to_the_rules_in_every_schedule() {
+    explore(seed(), schedules(700), LONG, |seed, verdict| execution(IN_PARTS, seed, None, verdict)).unwrap();
+}
+
+fn must_be_found(shape: Shape, skipped: Barrier) {
+    let found = explore(seed(), 20_000, LONG, move |seed, verdict| execution(shape, seed, Some(skipped), verdict));
+    println!("{}", found.unwrap_err());
 }
 
 #[test]
 fn a_mutant_that_reuses_space_before_its_epoch_is_over_is_found() {
-    let found = explore(seed(), 20_000, LONG, |seed, verdict| execution(seed, Some(Barrier::Epoch), verdict));
-    println!("{}", found.unwrap_err());
+    must_be_found(PLAIN, Barrier::Epoch);
+}
+
+#[test]
+fn a_mutant_that_calls_overwrites_durable_whose_tables_are_not_is_found() {
+    must_be_found(PLAIN, Barrier::Overwrite);
+    must_be_found(IN_PARTS, Barrier::Overwrite);
 }
