@@ -34,6 +34,7 @@ mod stats;
 mod storage;
 mod swap;
 mod sys;
+mod tables;
 mod target;
 mod threads;
 mod tracking;

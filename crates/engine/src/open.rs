@@ -4,6 +4,7 @@ use crate::host_file::HostFile;
 use crate::probe::{self, Host};
 use crate::resident::Resident;
 use crate::storage::{self, Abilities};
+use crate::tables::Tables;
 use crate::target::{Alignment, OpenFile, WriteBehind};
 use crate::tracking::Tracking;
 use crate::{CacheMode, EngineKind, OpenOptions};
@@ -93,6 +94,8 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         reason,
     };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
+    let by_reactor = matches!(engine, EngineKind::IoUring | EngineKind::LinuxAio);
+    let tables_wanted = by_reactor && !block_device && storage::waits_for_tables(&fd);
     let walks_to_holes = !block_device && storage::walks_to_holes(&fd);
     tracing::info!("'{name}': {}", info.engine);
     Ok(OpenFile {
@@ -112,6 +115,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         write_behind: (options.write_behind && !direct && !in_memory && options.cache != CacheMode::Unsafe)
             .then(WriteBehind::default),
         tracking: Tracking::default(),
+        tables: Tables::new(tables_wanted),
         fallocate_unit_bytes: abilities.fallocate_unit_bytes,
         may_nowait: AtomicBool::new(true),
         write_through: !options.has_volatile_cache(),
@@ -189,10 +193,14 @@ fn set_flags(fd: &OwnedFd, name: &str, options: &OpenOptions) -> Result<()> {
     }
     let mut wanted = flags - OFlags::NONBLOCK;
     wanted.set(OFlags::DIRECT, options.cache.is_direct());
-    if wanted != flags {
-        rustix::fs::fcntl_setfl(fd, wanted).map_err(fails)?;
+    // When it was read last would be written to the file system's journal by whoever reads: on a disk that is written to,
+    // again and again. Only the owner may leave it out.
+    let quiet = wanted | OFlags::NOATIME;
+    match rustix::fs::fcntl_setfl(fd, quiet) {
+        Err(Errno::PERM) if wanted == flags => Ok(()),
+        Err(Errno::PERM) => rustix::fs::fcntl_setfl(fd, wanted).map_err(fails),
+        other => other.map_err(fails),
     }
-    Ok(())
 }
 
 /// Takes the pages of a file out of the page cache, those that are durable. What the kernel thinks of it is its own

@@ -127,8 +127,17 @@ pub(crate) fn takes_writes_without_waiting(fd: &OwnedFd) -> bool {
     file_system(fd).is_some_and(|magic| NOWAIT_MAGICS.contains(&magic))
 }
 
+/// Of ext2, ext3 and ext4.
+const EXT_MAGIC: Magic = 0xef53;
+
+/// Whether whoever has a read or write begun waits where the file system must read its own tables for that, however it
+/// was asked, and they can be read before.
+pub(crate) fn waits_for_tables(fd: &OwnedFd) -> bool {
+    file_system(fd) == Some(EXT_MAGIC)
+}
+
 /// File systems whose `fallocate` is known: ext2/3/4, xfs, btrfs, f2fs.
-const KNOWN_MAGICS: [Magic; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
+const KNOWN_MAGICS: [Magic; 4] = [EXT_MAGIC, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
 
 fn file_system(fd: &OwnedFd) -> Option<Magic> {
     rustix::fs::fstatfs(fd).ok().map(|stat| stat.f_type)

@@ -4,6 +4,7 @@ use crate::EngineKind;
 use crate::group_sync::GroupSync;
 use crate::inflight::{Action, Buffers};
 use crate::resident::Resident;
+use crate::tables::Tables;
 use crate::tracking::{Ack, Tracking};
 use crate::uring::FixedFile;
 use block::FileInfo;
@@ -68,6 +69,7 @@ pub(crate) struct OpenFile {
     /// Where the kernel is asked to write soon what it has taken.
     pub(crate) write_behind: Option<WriteBehind>,
     pub(crate) tracking: Tracking,
+    pub(crate) tables: Tables,
     /// Offsets and lengths of `fallocate` must be multiples of this (block devices).
     pub(crate) fallocate_unit_bytes: u32,
     /// Whether reads and writes with `RWF_NOWAIT` are not known to be refused.
@@ -190,6 +192,8 @@ pub(crate) struct QueueFile {
     /// For requests without data: making a window would allocate.
     pub(crate) no_data: Window,
     pub(crate) group_sync: GroupSync,
+    /// As far as this thread knows.
+    tables_ready: Cell<bool>,
     /// Untracked changes in flight; see [`Tracking`].
     changes: Cell<usize>,
     /// Given when there are none.
@@ -203,9 +207,19 @@ impl QueueFile {
             fixed,
             no_data: Window::empty(),
             group_sync: GroupSync::default(),
+            tables_ready: Cell::default(),
             changes: Cell::default(),
             acks: RefCell::default(),
         }
+    }
+
+    /// Whether the file system can tell where the file lies without reading its own tables.
+    #[inline]
+    pub(crate) fn are_tables_ready(&self) -> bool {
+        if !self.tables_ready.get() {
+            self.tables_ready.set(self.file.tables.are_ready());
+        }
+        self.tables_ready.get()
     }
 
     pub(crate) fn change_begins(&self) {

@@ -162,3 +162,25 @@ fn clear(file: &Arc<dyn File>, reactor: &engine::ReactorThread, length: u64) {
         assert_eq!(error.kind(), IoErrorKind::Unsupported);
     });
 }
+
+#[test]
+fn reading_does_not_change_when_a_file_was_read_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    std::fs::write(&path, vec![1; 1 << 16]).unwrap();
+    // Before it was written: even file systems that note little would note a read.
+    let read_last = std::time::SystemTime::now() - std::time::Duration::from_secs(3 * 24 * 60 * 60);
+    let times = std::fs::FileTimes::new().set_accessed(read_last);
+    std::fs::File::options().write(true).open(&path).unwrap().set_times(times).unwrap();
+    for cache in [CacheMode::Writeback, CacheMode::None] {
+        let options = OpenOptions { cache, engine: EngineKind::IoUring, ..OpenOptions::default() };
+        let file = engine::open(&path, &options).unwrap();
+        let reactor = common::reactor("quiet");
+        common::with_queue(&reactor, &file, |queue| async move {
+            common::read(&queue, 0, 4096, PastEnd::Fails).await.unwrap();
+        });
+        reactor.stop().unwrap();
+    }
+    let after = std::fs::metadata(&path).unwrap().accessed().unwrap();
+    assert_eq!(after, read_last);
+}

@@ -4,10 +4,14 @@ mod common;
 
 use block::{File, FileOp, FileQueue, PastEnd, ReactorCtx};
 use common::fuse::{FILE_BYTES, STALL_FROM, StallingFile, content};
+use common::loop_device::{LoopDevice, Mounted};
 use common::{reactor, run_task};
 use engine::{CacheMode, EngineKind, OpenOptions, ReactorThread};
 use memory::{IoBuf, Mapping, Segment};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
 use std::ptr::NonNull;
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
@@ -241,5 +245,91 @@ fn writes_that_have_ended_are_told_while_one_that_follows_them_in_turn_is_stalle
         reactor.stop().unwrap();
         let written = std::fs::read(&path).unwrap();
         assert_eq!([written[0], written[8 * 4096]], SLOW.map(content));
+    }
+}
+
+/// Blocks with data in a file, and as many holes between them: more than one block of its file system's tables names.
+const BLOCKS: u64 = 600;
+
+/// An ext4 file system of one file like that.
+fn make_ext4(dir: &Path) -> Option<Vec<u8>> {
+    let (files, image) = (dir.join("files"), dir.join("image"));
+    std::fs::create_dir(&files).unwrap();
+    let file = std::fs::File::create(files.join("cold")).unwrap();
+    for block in 0..BLOCKS {
+        file.write_all_at(&[content(block * 512); 4096], block * 8192).unwrap();
+    }
+    let made = Command::new("mkfs.ext4").args(["-q", "-b", "4096", "-d"]).arg(&files).arg(&image).arg("16M").output();
+    made.ok().filter(|made| made.status.success()).map(|_| std::fs::read(image).unwrap())
+}
+
+fn wait_until_tables_are_loaded() {
+    let names = || {
+        let threads = std::fs::read_dir("/proc/self/task").unwrap();
+        threads.filter_map(|thread| std::fs::read_to_string(thread.unwrap().path().join("comm")).ok())
+    };
+    while names().any(|name| name.trim() == "tables") {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_file_system_that_would_have_to_read_its_tables_first_holds_up_no_reactor() {
+    let dir = tempfile::tempdir().unwrap();
+    let (at, warm) = (dir.path().join("mounted"), dir.path().join("warm"));
+    std::fs::create_dir(&at).unwrap();
+    std::fs::write(&warm, vec![7; 1 << 16]).unwrap();
+    let image = make_ext4(dir.path());
+    for (cache, at_once) in
+        [CacheMode::Writeback, CacheMode::None].into_iter().flat_map(|cache| [(cache, false), (cache, true)])
+    {
+        let stalling = image.clone().and_then(|image| StallingFile::mount_of(image, u64::MAX));
+        let device = stalling.as_ref().and_then(|stalling| LoopDevice::read_only(&stalling.path()));
+        let mounted = device.as_ref().and_then(|device| Mounted::read_only(device, &at));
+        let (Some(stalling), Some(mounted)) = (stalling, mounted) else {
+            return common::skip("ext4 over FUSE cannot be had here (it takes root, /dev/fuse, losetup and mkfs.ext4)");
+        };
+        let options = OpenOptions { cache, read_only: true, lock: false, ..OpenOptions::default() };
+        let cold = engine::open(&at.join("cold"), &options).unwrap();
+        let other = OpenOptions { cache: CacheMode::Writeback, ..options };
+        let warm = engine::open(&warm, &other).unwrap();
+        assert!(cold.info().engine.starts_with("io_uring"));
+        let reactor = reactor("cold");
+        warm_up(&reactor, &warm);
+        if !at_once {
+            warm_up(&reactor, &cold);
+            wait_until_tables_are_loaded();
+        }
+
+        stalling.hold();
+        let (over, is_over) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let stalling = &stalling;
+            let watch = scope.spawn(move || {
+                // Also where the reactor waits.
+                let in_time = is_over.recv_timeout(Duration::from_secs(20)).is_ok();
+                stalling.release();
+                in_time
+            });
+            let theirs = Arc::clone(&cold);
+            let (sender, ended) = mpsc::channel();
+            let last = (BLOCKS - 1) * 8192;
+            let others = run_task(&reactor, move |ctx| async move {
+                let (cold, warm) = (theirs.open_queue(&ctx).unwrap(), warm.open_queue(&ctx).unwrap());
+                let buf = IoBuf::zeroed(4096);
+                let stalled = cold.start(read_op(last, &buf));
+                ctx.spawn(block::Task::new(
+                    async move { sender.send((stalled.await, buf.whole().to_vec()[0])).unwrap() },
+                ));
+                common::read(&warm, 4096, 4096, PastEnd::Fails).await
+            });
+            assert_eq!(others.unwrap()[0], 7);
+            assert!(ended.try_recv().is_err(), "it was to be held up");
+            let _ = over.send(());
+            assert!(watch.join().unwrap(), "{cache}, at once: {at_once}: the reactor waited for a table");
+            assert_eq!(ended.recv().unwrap(), (Ok(()), content((BLOCKS - 1) * 512)));
+        });
+        reactor.stop().unwrap();
+        drop((cold, mounted, device));
     }
 }

@@ -24,15 +24,16 @@ const FLUSH: u32 = 25;
 const INIT: u32 = 26;
 const BATCH_FORGET: u32 = 42;
 
-#[derive(Default)]
 struct Stalled {
     /// Offset and size by request.
     reads: HashMap<u64, (u64, u32)>,
-    released: bool,
+    /// Reads from here on stall.
+    from: u64,
 }
 
 struct Server {
     device: File,
+    bytes: Vec<u8>,
     stalled: Mutex<Stalled>,
     changed: Condvar,
 }
@@ -51,6 +52,11 @@ pub(crate) struct StallingFile {
 impl StallingFile {
     /// Mounts it; `None` where this process may not.
     pub(crate) fn mount() -> Option<Self> {
+        Self::mount_of((0..FILE_BYTES).map(content).collect(), STALL_FROM)
+    }
+
+    /// As [`StallingFile::mount`], of a file of these bytes whose reads stall from this offset on.
+    pub(crate) fn mount_of(bytes: Vec<u8>, from: u64) -> Option<Self> {
         let device = File::options().read(true).write(true).open("/dev/fuse").ok()?;
         let dir = tempfile::tempdir().unwrap();
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0\0", device.as_raw_fd());
@@ -63,7 +69,8 @@ impl StallingFile {
         if mounted != 0 {
             return None;
         }
-        let server = Arc::new(Server { device, stalled: Mutex::default(), changed: Condvar::new() });
+        let stalled = Mutex::new(Stalled { reads: HashMap::new(), from });
+        let server = Arc::new(Server { device, bytes, stalled, changed: Condvar::new() });
         let theirs = Arc::clone(&server);
         std::thread::spawn(move || theirs.serve());
         Some(Self { dir, server })
@@ -83,9 +90,14 @@ impl StallingFile {
         drop(self.server.changed.wait_while(stalled, |stalled| stalled.reads.len() < count).unwrap());
     }
 
+    /// Holds up every read from now on.
+    pub(crate) fn hold(&self) {
+        self.server.stalled.lock().unwrap().from = 0;
+    }
+
     /// Lets every read go, now and from now on.
     pub(crate) fn release(&self) {
-        self.server.stalled.lock().unwrap().released = true;
+        self.server.stalled.lock().unwrap().from = u64::MAX;
         self.let_go();
     }
 
@@ -119,8 +131,8 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 const MAPPABLE: u64 = 3;
 
 /// `struct fuse_attr` of the directory (1) or the file (2, 3).
-fn attributes(node: u64) -> Vec<u8> {
-    let (size, mode) = if node == 1 { (0, 0o040_755_u32) } else { (FILE_BYTES, 0o100_644) };
+fn attributes(node: u64, length_bytes: u64) -> Vec<u8> {
+    let (size, mode) = if node == 1 { (0, 0o040_755_u32) } else { (length_bytes, 0o100_644) };
     let mut out = Vec::new();
     for word in [node, size, size / 512, 0, 0, 0] {
         out.extend(word.to_le_bytes());
@@ -143,9 +155,8 @@ impl Server {
     }
 
     fn answer_read(&self, unique: u64, offset: u64, size: u32) {
-        let end = (offset + u64::from(size)).min(FILE_BYTES);
-        let bytes: Vec<u8> = (offset..end).map(content).collect();
-        self.answer(unique, 0, &bytes);
+        let at = |offset: u64| (offset as usize).min(self.bytes.len());
+        self.answer(unique, 0, &self.bytes[at(offset)..at(offset + u64::from(size))]);
     }
 
     fn serve(&self) {
@@ -179,11 +190,13 @@ impl Server {
                 for word in [node, 1, 3600, 3600, 0] {
                     out.extend(word.to_le_bytes());
                 }
-                out.extend(attributes(node));
+                out.extend(attributes(node, self.bytes.len() as u64));
                 self.answer(unique, 0, &out);
             }
             LOOKUP => self.answer(unique, -libc::ENOENT, &[]),
-            GETATTR => self.answer(unique, 0, &[&valid[..], &[0; 8], &attributes(node)].concat()),
+            GETATTR => {
+                self.answer(unique, 0, &[&valid[..], &[0; 8], &attributes(node, self.bytes.len() as u64)].concat())
+            }
             OPEN => {
                 // FOPEN_DIRECT_IO: each read comes here.
                 let flags = u32::from(node != MAPPABLE);
@@ -198,7 +211,7 @@ impl Server {
 
     fn read(&self, unique: u64, offset: u64, size: u32) {
         let mut stalled = self.stalled.lock().unwrap();
-        if offset < STALL_FROM || stalled.released {
+        if offset < stalled.from {
             drop(stalled);
             return self.answer_read(unique, offset, size);
         }

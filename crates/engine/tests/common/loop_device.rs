@@ -8,8 +8,15 @@ pub(crate) struct LoopDevice(PathBuf);
 
 impl LoopDevice {
     pub(crate) fn over(path: &Path, sector_bytes: u32) -> Option<Self> {
-        let sector = sector_bytes.to_string();
-        let output = Command::new("losetup").args(["--find", "--show", "--sector-size", &sector]).arg(path).output();
+        Self::attach(path, &["--sector-size", &sector_bytes.to_string()])
+    }
+
+    pub(crate) fn read_only(path: &Path) -> Option<Self> {
+        Self::attach(path, &["--read-only"])
+    }
+
+    fn attach(path: &Path, options: &[&str]) -> Option<Self> {
+        let output = Command::new("losetup").args(["--find", "--show"]).args(options).arg(path).output();
         let output = output.ok().filter(|output| output.status.success())?;
         Some(Self(PathBuf::from(String::from_utf8(output.stdout).unwrap().trim())))
     }
@@ -39,6 +46,12 @@ impl Mounted {
 }
 
 impl Mounted {
+    /// What is there already, to be read.
+    pub(crate) fn read_only(device: &LoopDevice, at: &Path) -> Option<Self> {
+        let output = Command::new("mount").args(["-o", "ro,noload"]).arg(device.path()).arg(at).output();
+        output.ok().filter(|output| output.status.success()).map(|_| Self(at.to_owned()))
+    }
+
     pub(crate) fn tmpfs(at: &Path, size_bytes: u64) -> Option<Self> {
         let options = format!("size={size_bytes}");
         let output = Command::new("mount").args(["-t", "tmpfs", "-o", &options, "none"]).arg(at).output();
