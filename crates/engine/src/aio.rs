@@ -75,7 +75,7 @@ impl Aio {
     /// Takes a request; it reaches the kernel with the next [`Aio::submit`] at the latest.
     pub(crate) fn push(&self, request: Request) {
         let by_worker = match request.action {
-            Action::Read { .. } | Action::Write { .. } => false,
+            Action::Read { .. } | Action::Write { .. } => !request.target.are_tables_ready(),
             Action::Sync => self.syncs_by_worker.get(),
             Action::Fallocate { .. }
             | Action::Truncate

@@ -12,8 +12,7 @@ const INLINE_COPY_BYTES_MAX: usize = 1 << 20;
 pub(crate) fn entry_of(request: &Request, buffers: Buffers, slot: Option<u16>) -> squeue::Entry {
     let QueueFile { file, fixed, .. } = &*request.target;
     let long_copy = file.page_cached && request.left_bytes() > INLINE_COPY_BYTES_MAX;
-    let may_wait = long_copy || !request.target.are_tables_ready();
-    let flags = if may_wait { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
+    let flags = if long_copy { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
     let (fd, flags) = match fixed {
         // The flag makes it an index into the table.
         Some(fixed) => (types::Fd(fixed.index as i32), flags | squeue::Flags::FIXED_FILE),

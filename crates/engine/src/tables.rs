@@ -1,8 +1,8 @@
 //! The tables by which a file system finds a file's blocks.
 //!
 //! ext4 reads them when it needs them, in whoever has a read or write begun, however that was asked not to wait. So a thread
-//! of its own has them read when a reactor first uses the file, and until that has ended requests are begun by the kernel's
-//! threads. It uses the file by a description of its own, so that nobody waits for it to close the file, locks and all.
+//! of its own has them read when a reactor first uses the file, and until that has ended requests are carried out by
+//! workers. It uses the file by a description of its own, so that nobody waits for it to close the file, locks and all.
 
 use std::fs::File;
 use std::os::fd::{AsFd, RawFd};

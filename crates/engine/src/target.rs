@@ -222,6 +222,13 @@ impl QueueFile {
         self.tables_ready.get()
     }
 
+    /// Whether a ring would make the reactor wait for this, or hand it to a worker of the kernel's.
+    #[inline]
+    pub(crate) fn goes_to_worker(&self, action: Action) -> bool {
+        let moves = matches!(action, Action::Read { .. } | Action::Write { .. });
+        (moves && !self.are_tables_ready()) || self.file.writes_by_worker(action)
+    }
+
     pub(crate) fn change_begins(&self) {
         self.changes.set(self.changes.get() + 1);
     }

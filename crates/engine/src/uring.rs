@@ -199,7 +199,7 @@ impl Uring {
         match state.as_mut() {
             Some(state) if !self.broken.get() => {
                 self.counters.requests.add(1);
-                if state.cannot_do(request.action) || request.target.file.writes_by_worker(request.action) {
+                if state.cannot_do(request.action) || request.target.goes_to_worker(request.action) {
                     return self.workers.take_over(request);
                 }
                 let early = !request.target.file.page_cached && state.setup != Setup::SubmissionThread;

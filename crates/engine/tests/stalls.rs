@@ -263,16 +263,6 @@ fn make_ext4(dir: &Path) -> Option<Vec<u8>> {
     made.ok().filter(|made| made.status.success()).map(|_| std::fs::read(image).unwrap())
 }
 
-fn wait_until_tables_are_loaded() {
-    let names = || {
-        let threads = std::fs::read_dir("/proc/self/task").unwrap();
-        threads.filter_map(|thread| std::fs::read_to_string(thread.unwrap().path().join("comm")).ok())
-    };
-    while names().any(|name| name.trim() == "tables") {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 #[test]
 fn a_file_system_that_would_have_to_read_its_tables_first_holds_up_no_reactor() {
     let dir = tempfile::tempdir().unwrap();
@@ -297,8 +287,7 @@ fn a_file_system_that_would_have_to_read_its_tables_first_holds_up_no_reactor() 
         let reactor = reactor("cold");
         warm_up(&reactor, &warm);
         if !at_once {
-            warm_up(&reactor, &cold);
-            wait_until_tables_are_loaded();
+            common::wait_until_a_ring_reads(&reactor, &cold);
         }
 
         stalling.hold();

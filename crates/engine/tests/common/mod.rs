@@ -90,6 +90,21 @@ pub(crate) fn skip(reason: &str) {
     eprintln!("skipped: {reason}");
 }
 
+/// Waits until the reactor reads `file` by itself: workers do while the file system reads its tables.
+pub(crate) fn wait_until_a_ring_reads(reactor: &ReactorThread, file: &Arc<dyn File>) {
+    for _ in 0..1000 {
+        let before = reactor.stats().worker_calls;
+        with_queue(reactor, file, |queue| async move {
+            read(&queue, 0, 4096, PastEnd::Fails).await.unwrap();
+        });
+        if reactor.stats().worker_calls == before {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    panic!("workers never end to read '{}'", file.info().name);
+}
+
 /// Waits until the reactor sleeps: looks, some time apart, see the same counters, several times in a row.
 pub(crate) fn wait_until_idle(reactor: &ReactorThread) -> ReactorStats {
     let (mut before, mut same) = (reactor.stats(), 0);
