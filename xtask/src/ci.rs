@@ -143,10 +143,14 @@ fn simulator() -> Result<Counts> {
     count(Program::cargo().args(arguments).env("RINGDISK_SEED", "1000"))
 }
 
-/// The allocator, the slice cache and the epochs, compiled with shuttle's locks and atomics.
+/// What queues share of an image, compiled with shuttle's locks and atomics: the allocator, the slice cache, the epochs,
+/// and the merged map of a chain.
 fn schedules() -> Result<Counts> {
-    let arguments = ["test", "--package", "ringdisk-format-qcow2", "--features", "explore", "--test", "explore"];
-    count(Program::cargo().args(arguments))
+    let format = ["test", "--package", "ringdisk-format-qcow2", "--features", "explore", "--test", "explore"];
+    let chain = ["test", "--package", "ringdisk-image", "--features", "explore", "--lib", "explored"];
+    let mut counts = count(Program::cargo().args(format))?;
+    counts.add(count(Program::cargo().args(chain))?);
+    Ok(counts)
 }
 
 /// What is ignored by default, but for the guests, which have a step of their own.

@@ -178,6 +178,9 @@ fn encode(place: &Place) -> Option<u64> {
     }
 }
 
+#[cfg(all(test, feature = "explore"))]
+mod explored;
+
 #[cfg(test)]
 mod tests {
     use super::*;

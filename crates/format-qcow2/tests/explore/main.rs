@@ -6,18 +6,17 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-mod schedules;
 mod shared;
 
 use block::{File, FileIo, FileQueue, MetaIo};
 use common::{Base, Guest, NAME, open_options};
 use format_qcow2::{Barrier, CreateOptions, Qcow2, create};
-use schedules::{LONG, Verdict, explore};
 use shuttle::future::block_on;
 use shuttle::thread;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
+use testkit::schedules::{LONG, Verdict, explore, schedules, seed};
 use testkit::{Dice, SimFile, SimFileOptions, SimStorage, mix, qcow2_check};
 
 /// What is written at a time: a cluster, or the part of one that an extended entry maps by itself.
@@ -318,14 +317,6 @@ fn execution(shape: Shape, seed: u64, skipped: Option<Barrier>, verdict: &Verdic
     if report.leaked_clusters > 0 {
         verdict.fail(format!("{} clusters leaked", report.leaked_clusters));
     }
-}
-
-fn seed() -> u64 {
-    std::env::var("RINGDISK_SEED").map_or(1, |text| text.parse().unwrap())
-}
-
-fn schedules(by_default: u64) -> u64 {
-    std::env::var("RINGDISK_SCHEDULES").map_or(by_default, |text| text.parse().unwrap())
 }
 
 #[test]

@@ -1,12 +1,11 @@
 //! What formats share, by itself: the slice cache and the epochs, each with a reader that leaves its rule out.
 
-use crate::schedules::{SHORT, Verdict, explore};
-use crate::{schedules, seed};
 use block::{Epochs, SliceBook, SliceCache};
 use shuttle::sync::Mutex;
 use shuttle::sync::atomic::{AtomicU64, Ordering};
 use shuttle::thread;
 use std::sync::Arc;
+use testkit::schedules::{SHORT, Verdict, explore, schedules, seed};
 
 const ENTRIES: usize = 2;
 

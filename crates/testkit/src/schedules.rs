@@ -2,21 +2,24 @@
 //! right places, not thousands anywhere. Where a thread waits for the storage it is now and then left out for long, as a
 //! slow disk would have it.
 
+use crate::dice::{Dice, mix};
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
 use shuttle::{Config, Runner};
 use std::sync::{Arc, Mutex};
-use testkit::{Dice, mix};
 
 /// What went wrong first, noted without a panic: threads of an execution share the locks of this process.
 #[derive(Clone, Default)]
-pub(crate) struct Verdict(Arc<Mutex<Option<String>>>);
+pub struct Verdict(Arc<Mutex<Option<String>>>);
 
 impl Verdict {
-    pub(crate) fn fail(&self, what: String) {
+    /// Notes it, if it is the first.
+    pub fn fail(&self, what: String) {
         self.0.lock().unwrap().get_or_insert(what);
     }
 
-    pub(crate) fn get(&self) -> Option<String> {
+    /// What it was.
+    #[must_use]
+    pub fn get(&self) -> Option<String> {
         self.0.lock().unwrap().clone()
     }
 }
@@ -24,9 +27,10 @@ impl Verdict {
 /// The longest that a slow operation takes.
 const LONG_STEPS: u64 = 4000;
 
-/// For what takes thousands of steps, and for what takes tens.
-pub(crate) const LONG: &[u64] = &[5, 20, 100, 500];
-pub(crate) const SHORT: &[u64] = &[500, 1500, 3000];
+/// How often threads are interrupted, of ten thousand steps, where an execution takes thousands of steps.
+pub const LONG: &[u64] = &[5, 20, 100, 500];
+/// As [`LONG`], where it takes tens.
+pub const SHORT: &[u64] = &[500, 1500, 3000];
 
 struct Seldom {
     seed: u64,
@@ -77,8 +81,26 @@ impl Scheduler for Seldom {
     }
 }
 
+/// The first seed: `RINGDISK_SEED`, or 1.
+///
+/// # Panics
+/// If it is no number.
+#[must_use]
+pub fn seed() -> u64 {
+    std::env::var("RINGDISK_SEED").map_or(1, |text| text.parse().unwrap())
+}
+
+/// How many schedules a test explores: `RINGDISK_SCHEDULES`, or so many.
+///
+/// # Panics
+/// If it is no number.
+#[must_use]
+pub fn schedules(by_default: u64) -> u64 {
+    std::env::var("RINGDISK_SCHEDULES").map_or(by_default, |text| text.parse().unwrap())
+}
+
 /// Runs `execution`, which gets a seed of its own each time, through `limit` schedules or up to the first that fails.
-pub(crate) fn explore(
+pub fn explore(
     seed: u64,
     limit: u64,
     interruptions: &'static [u64],
