@@ -243,3 +243,33 @@ fn a_small_write_to_an_overlay_over_nothing_is_one_small_write() {
     assert!(cluster[..8192].iter().chain(&cluster[12288..]).all(|byte| *byte == 0));
     disk.session.close().unwrap();
 }
+
+#[test]
+fn a_small_write_to_new_space_is_one_write_of_its_own_length_whatever_the_clusters() {
+    let size_bytes = 64 << 20;
+    let shapes = [
+        (Layer::qcow2(size_bytes, 4096), 4096),
+        (Layer::qcow2(size_bytes, 2 << 20), 2 << 20),
+        (Layer::Extended { size_bytes, cluster_size: CLUSTER }, CLUSTER),
+        (Layer::Qcow2 { size_bytes, cluster_size: CLUSTER, version: 2, refcount_bits: 16 }, CLUSTER),
+    ];
+    for (layer, cluster) in shapes {
+        let mut disk = Disk::open(vec![layer.clone()]);
+        disk.write(0);
+        disk.flush();
+        disk.spent();
+        for index in 1..8 {
+            let bytes_before = disk.storage.written_bytes(&name(0));
+            // In the middle, where there is one.
+            disk.write(index * cluster + cluster / 8192 * 4096);
+            let spent = disk.spent()[0];
+            assert_eq!((spent.reads, spent.writes, spent.flushes), (0, 1, 0), "{layer:?}");
+            assert_eq!(disk.storage.written_bytes(&name(0)) - bytes_before, 4096, "{layer:?}");
+        }
+        // Of all of them: refcounts, and the slice.
+        disk.flush();
+        let spent = disk.spent()[0];
+        assert_eq!((spent.reads, spent.writes, spent.flushes), (0, 2, 2), "{layer:?}");
+        disk.session.close().unwrap();
+    }
+}
