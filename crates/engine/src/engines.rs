@@ -43,6 +43,7 @@ pub(crate) struct Engines {
     counters: Arc<Counters>,
     wakeup: Arc<Wakeup>,
     workers: Rc<Workers>,
+    processors: Option<CpuSet>,
     uring: RefCell<Option<Rc<Uring>>>,
     /// The ring with a submission thread of the kernel's, for files that ask for it.
     sqpoll: RefCell<Option<Rc<Uring>>>,
@@ -66,12 +67,18 @@ impl Engines {
             counters,
             wakeup,
             workers: Rc::new(workers),
+            processors,
             uring: RefCell::default(),
             sqpoll: RefCell::default(),
             registered: RefCell::default(),
             aio: RefCell::default(),
             files: RefCell::default(),
         }
+    }
+
+    /// Where threads beside the reactor may run, if it is bound to a processor.
+    pub(crate) fn processors(&self) -> Option<CpuSet> {
+        self.processors
     }
 
     /// The engine that serves `file`, and the file's part on this reactor.

@@ -1,8 +1,10 @@
 //! Durable writes through the page cache, several at a time: they share their syncs.
 //!
-//! One such write alone is one request (`RWF_DSYNC`). Of several, the kernel would carry out one after the other, each
-//! with a sync of its own. So they are written plainly, all at once, and those that have been written when a sync begins
-//! are made durable by it together; those that are written meanwhile wait for the next.
+//! Of several, the kernel would carry out one after the other, each with a sync of its own. So they are written plainly, all
+//! at once, and those that have been written when a sync begins are made durable by it together; those that are written
+//! meanwhile wait for the next. One alone is one request (`RWF_DSYNC`), but only where all writes of the file are durable:
+//! the kernel tells one sync that data were lost, and a write that fails, for lack of space say, would take that from the
+//! flush that answers for the others.
 
 use crate::inflight::Action;
 use crate::queue::Lane;
@@ -47,7 +49,7 @@ impl Drop for DurableWrite {
 }
 
 pub(crate) async fn write(lane: Lane, counted: DurableWrite, offset: u64, data: Window) -> IoResult {
-    let durable = counted.is_alone();
+    let durable = counted.is_alone() && lane.target.file.write_through;
     lane.start(Action::Write { durable }, offset, data).await?;
     if durable {
         return Ok(());

@@ -57,7 +57,7 @@ impl File for HostFile {
         if !self.file.alignment.is_none() && !self.file.info.read_only {
             self.file.tracking.opened_on(local.shared());
         }
-        self.file.tables.load(self.file.raw_fd());
+        self.file.tables.load(&self.file.fd, local.engines().processors());
         Ok(Rc::new(HostQueue::on_reactor(engine, target, Rc::clone(local.io_tasks()))))
     }
 

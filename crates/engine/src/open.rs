@@ -59,10 +59,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let stat = rustix::fs::fstat(&fd).map_err(|errno| Error::io(format!("cannot look at '{name}'"), errno.into()))?;
     let block_device = storage::check_type(&stat, name)?;
     set_flags(&fd, name, options)?;
-    let locks = match options.lock {
-        true => crate::lock::lock(fd.as_fd(), name, options.read_only)?,
-        false => Locks::NotWanted,
-    };
+    let locks = if options.lock { crate::lock::lock(fd.as_fd(), name, options.read_only)? } else { Locks::NotWanted };
     let direct = options.cache.is_direct();
     let asked = if direct { storage::direct_alignment(&fd, block_device, name)? } else { None };
     let (alignment, page_cached) = (asked.unwrap_or(Alignment::NONE), asked.is_none());
@@ -94,8 +91,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         reason,
     };
     let (info, abilities) = describe(&fd, name, options, &facts)?;
-    let by_reactor = matches!(engine, EngineKind::IoUring | EngineKind::LinuxAio);
-    let tables_wanted = by_reactor && !block_device && storage::waits_for_tables(&fd);
+    let tables_wanted = engine != EngineKind::Threads && !block_device && storage::waits_for_tables(&fd);
     let walks_to_holes = !block_device && storage::walks_to_holes(&fd);
     tracing::info!("'{name}': {}", info.engine);
     Ok(OpenFile {

@@ -132,9 +132,7 @@ impl HostQueue {
     fn write(&self, offset: u64, data: Window, fua: bool, done: Done) {
         let file = &*self.lane.target.file;
         let durable = (fua || file.write_through) && !file.ignore_flush;
-        // Not a write of its own kind among others: its sync would take their data along.
-        let shares_syncs = durable && file.write_through && file.page_cached && !file.in_memory;
-        if shares_syncs && self.tasks.is_some() {
+        if durable && file.page_cached && !file.in_memory && self.tasks.is_some() {
             let counted = DurableWrite::new(&self.lane.target);
             return self.run_task(done, group_sync::write(self.lane.clone(), counted, offset, data));
         }

@@ -115,12 +115,55 @@ pub(crate) unsafe fn run(fd: BorrowedFd<'_>, action: Action, offset: u64, buffer
     }
 }
 
-/// Has ext4 read all that says where the blocks of a file lie: `EXT4_IOC_PRECACHE_EXTENTS`, `_IO('f', 18)` of
-/// `fs/ext4/ext4.h`. Others refuse.
-pub(crate) fn load_tables(fd: BorrowedFd<'_>) {
-    const EXT4_IOC_PRECACHE_EXTENTS: libc::Ioctl = 0x6612;
-    // SAFETY: the request takes no argument.
-    let _ = unsafe { libc::ioctl(fd.as_raw_fd(), EXT4_IOC_PRECACHE_EXTENTS) };
+/// How many extents are asked for at a time.
+const EXTENTS: usize = 512;
+const FIEMAP_EXTENT_LAST: u32 = 1;
+
+/// `struct fiemap_extent` of `linux/fiemap.h`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct FiemapExtent {
+    logical: u64,
+    physical: u64,
+    length: u64,
+    reserved_words: [u64; 2],
+    flags: u32,
+    reserved: [u32; 3],
+}
+
+/// `struct fiemap` of `linux/fiemap.h`.
+#[repr(C)]
+struct Fiemap {
+    start: u64,
+    length: u64,
+    flags: u32,
+    mapped_extents: u32,
+    extent_count: u32,
+    reserved: u32,
+    extents: [FiemapExtent; EXTENTS],
+}
+
+/// Has the file system look some extents up, from `start` on: what it has to read for that it keeps in memory. Returns where
+/// the next begin; `None` at the end, or where it cannot say.
+pub(crate) fn look_up_extents(fd: BorrowedFd<'_>, start: u64) -> Option<u64> {
+    /// `_IOWR('f', 11, struct fiemap)`, without the extents.
+    const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660b_u32 as libc::Ioctl;
+    let mut map = Fiemap {
+        start,
+        length: u64::MAX - start,
+        flags: 0,
+        mapped_extents: 0,
+        extent_count: EXTENTS as u32,
+        reserved: 0,
+        extents: [FiemapExtent::default(); EXTENTS],
+    };
+    // SAFETY: the kernel reads and writes the structure, with no more extents than it says that there is room for.
+    if unsafe { libc::ioctl(fd.as_raw_fd(), FS_IOC_FIEMAP, &raw mut map) } != 0 {
+        return None;
+    }
+    let found = map.extents.get(..map.mapped_extents as usize)?;
+    let last = found.last().filter(|last| last.flags & FIEMAP_EXTENT_LAST == 0)?;
+    last.logical.checked_add(last.length).filter(|next| *next > start)
 }
 
 /// `BLKDISCARD`: `_IO(0x12, 119)` of `linux/fs.h`, with a start and a length.

@@ -55,6 +55,8 @@ impl Load {
     fn op(&self, index: usize) -> FileOp {
         let (offset, data) = (self.pushed % 256 * 4096, self.windows[index].clone());
         match self.pushed % 16 {
+            // As many tasks as there can ever be at once, first.
+            _ if self.pushed < WARM_UP / 2 => FileOp::Write { offset, data, fua: true },
             0 => FileOp::Flush,
             1..8 => FileOp::Write { offset, data, fua: self.pushed.is_multiple_of(5) },
             _ => FileOp::Read { offset, data, past_end: PastEnd::Fails },
@@ -93,6 +95,10 @@ impl Poller for Load {
 
 fn allocations(file: Arc<dyn File>) -> u64 {
     let reactor = reactor("load");
+    if !file.info().engine.starts_with("threads") {
+        // What a ring needs it allocates with its first requests.
+        common::wait_until_a_ring_reads(&reactor, &file);
+    }
     let (result, received) = mpsc::channel();
     let add = move |ctx: &Rc<dyn ReactorCtx>| {
         // Every other buffer in two segments.

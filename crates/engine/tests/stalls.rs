@@ -318,6 +318,8 @@ fn a_file_system_that_would_have_to_read_its_tables_first_holds_up_no_reactor() 
             assert!(watch.join().unwrap(), "{cache}, at once: {at_once}: the reactor waited for a table");
             assert_eq!(ended.recv().unwrap(), (Ok(()), content((BLOCKS - 1) * 512)));
         });
+        // Nobody has it open any more then.
+        common::wait_until_a_ring_reads(&reactor, &cold);
         reactor.stop().unwrap();
         drop((cold, mounted, device));
     }

@@ -49,6 +49,11 @@ impl Qcow2 {
         Some(host.saturating_add(in_cluster))
     }
 
+    /// Nothing counts as durable before the next flush.
+    pub fn flush_with_next_write(&self) {
+        self.inner.mapping_changes();
+    }
+
     /// Whether all that was looked up before this call is mapped durably: what is overwritten there is durable once it is
     /// so itself.
     #[inline]

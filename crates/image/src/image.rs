@@ -400,6 +400,10 @@ impl Disk for Image {
     }
 
     fn set_volatile_cache(&self, volatile: bool) {
+        if let (false, Some(Mapping::Qcow2(qcow2))) = (volatile, self.chain.layers.first().map(|top| &top.mapping)) {
+            // The next durable write takes along what the guest has not flushed.
+            qcow2.flush_with_next_write();
+        }
         self.chain.volatile_cache.store(volatile, Ordering::Release);
     }
 }

@@ -267,10 +267,13 @@ impl ImageQueue {
         let mut count = 0_usize;
         while let Some((at, left)) = pieces.rest() {
             let place = top.lookup_overwrite(at, left);
-            // A durable write has to see the tables that lead there durable too.
-            let is_quick = count < MAX_PIECES && (!fua || top.is_mapping_durable());
+            let is_quick = |length_bytes| match fua {
+                false => count < MAX_PIECES,
+                // In one piece it is durable by itself, where the tables that lead there are; several share a flush.
+                true => length_bytes == data.length_bytes() as u64 && top.is_mapping_durable(),
+            };
             match place {
-                Overwrite::InPlace { offset, length_bytes } if is_quick => {
+                Overwrite::InPlace { offset, length_bytes } if is_quick(length_bytes) => {
                     count = count.saturating_add(1);
                     let data = pieces.take(length_bytes);
                     self.note_hit();

@@ -27,10 +27,10 @@ impl Slow {
     pub(crate) async fn run(self, shared: &Shared) -> IoResult {
         match self {
             Self::Read { offset, data } => shared.read(offset, data).await,
-            Self::Write { offset, data, fua } => {
-                shared.write(offset, data).await?;
-                shared.flush_if(fua).await
-            }
+            Self::Write { offset, data, fua } => match shared.write(offset, data).await? {
+                Written::InPlace if fua => shared.flush_data().await,
+                _ => shared.flush_if(fua).await,
+            },
             Self::Flush => shared.flush_if(true).await,
             Self::Discard { offset, length } => shared.discard(offset, length).await,
             Self::WriteZeroes { offset, length, may_unmap, fua } => {
@@ -39,6 +39,15 @@ impl Slow {
             }
         }
     }
+}
+
+/// What a write needs to be durable.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Written {
+    /// Its data: all tables that lead there are durable.
+    InPlace,
+    /// Perhaps tables, too.
+    Anywhere,
 }
 
 /// Zeros to gather from: long paddings list it several times.
@@ -96,21 +105,28 @@ impl Shared {
     }
 
     /// Writes `data` to the disk, allocating as needed; durable only after a flush.
-    pub(crate) async fn write(&self, offset: u64, data: Window) -> IoResult {
+    async fn write(&self, offset: u64, data: Window) -> IoResult<Written> {
         let top = self.chain.top()?;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
         let Mapping::Qcow2(qcow2) = &top.mapping else {
             self.pad(offset.saturating_add(data.length_bytes() as u64)).await?;
-            return self.start_write(offset, data).await;
+            self.start_write(offset, data).await?;
+            return Ok(Written::Anywhere);
         };
-        let mut done = 0usize;
+        let (mut done, mut written) = (0usize, Written::InPlace);
         while done < data.length_bytes() {
             let rest = data.slice(done, data.length_bytes().saturating_sub(done));
             let at = offset.saturating_add(done as u64);
             let place = match qcow2.lookup_overwrite(at, rest.length_bytes() as u64) {
                 Overwrite::InPlace { offset, length_bytes } => Prepared::InPlace { offset, length_bytes },
-                Overwrite::Slow => qcow2.prepare_write(meta, at, rest.length_bytes() as u64).await?,
+                Overwrite::Slow => {
+                    written = Written::Anywhere;
+                    qcow2.prepare_write(meta, at, rest.length_bytes() as u64).await?
+                }
             };
+            if !qcow2.is_mapping_durable() {
+                written = Written::Anywhere;
+            }
             let taken = match place {
                 Prepared::InPlace { offset, length_bytes } => {
                     let length = usize::try_from(length_bytes).unwrap_or(usize::MAX).min(rest.length_bytes());
@@ -125,7 +141,7 @@ impl Shared {
             }
             done = done.saturating_add(taken);
         }
-        Ok(())
+        Ok(written)
     }
 
     /// Makes a raw file that ends within a sector as long as its disk before that sector is written: if the length could
@@ -256,6 +272,11 @@ impl Shared {
                 Ok(Some(vec![buf]))
             }
         }
+    }
+
+    /// Makes the guest's data durable, but not what tables in memory have for the file.
+    async fn flush_data(&self) -> IoResult {
+        self.files.first().ok_or(IoError::EIO)?.start(FileOp::Flush).await
     }
 
     async fn flush_if(&self, wanted: bool) -> IoResult {

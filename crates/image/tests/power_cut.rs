@@ -261,3 +261,31 @@ fn a_durable_overwrite_stays_where_a_killed_process_left_the_tables_in_the_host_
         assert!(session.call(Request::read(4096, 1024)).unwrap() == bytes(2), "seed {seed}");
     }
 }
+
+#[test]
+fn what_was_written_before_a_guest_chose_write_through_is_durable_with_its_next_write() {
+    let chain = Chain::of(vec![Layer::qcow2(128 << 10, 1024)]);
+    let bytes = |tag: u8| vec![tag; 1024];
+    for seed in 0..20 {
+        let storage = chain.storage();
+        let disk = std::cell::RefCell::new(None);
+        let open = |storage: &SimStorage| {
+            let opened = chain.open(storage)?;
+            disk.replace(Some(std::sync::Arc::clone(&opened.disk)));
+            Ok(opened)
+        };
+        let mut session = Session::open(&storage, &open, seed, 1).unwrap();
+        for offset in [4096, 8192] {
+            session.call(Request::write(offset, bytes(1))).unwrap();
+        }
+        session.call(Request::Flush).unwrap();
+        session.call(Request::write(4096, bytes(2))).unwrap();
+        disk.borrow().as_ref().unwrap().set_volatile_cache(false);
+        session.call(Request::write(8192, bytes(2))).unwrap();
+        let after = storage.power_cut(seed);
+        let mut session = Session::open(&after, &|storage| chain.open(storage), seed, 1).unwrap();
+        for offset in [4096, 8192] {
+            assert!(session.call(Request::read(offset, 1024)).unwrap() == bytes(2), "seed {seed}, {offset}");
+        }
+    }
+}
