@@ -174,7 +174,8 @@ fn a_panic_in_a_poller_ends_the_reactor_with_an_error_after_its_requests() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     engine::create(&path, 1 << 16).unwrap();
-    let file = engine::open(&path, &OpenOptions::default()).unwrap();
+    let options = OpenOptions { cache: engine::CacheMode::None, ..OpenOptions::default() };
+    let file = engine::open(&path, &options).unwrap();
     let reactor = reactor("panics");
     let theirs = Arc::clone(&file);
     let add = move |ctx: &Rc<dyn ReactorCtx>| {
