@@ -556,14 +556,6 @@ mod tests {
         }
     }
 
-    fn words_of(target: &Rc<QueueFile>) -> String {
-        let (target, window) = (Rc::clone(target), Window::empty());
-        let done = Done::Sink { sink: Sink::new(), token: 0 };
-        let request = Request { target, action: Action::Sync, offset: 0, window, progress: 0, counted: false, done };
-        let none = crate::inflight::Buffers::Vector { ptr: std::ptr::null(), count: 0 };
-        format!("{:?}", entry_of(&request, none, None))
-    }
-
     #[test]
     fn a_registered_file_is_named_by_its_place_in_the_table() {
         let mut bench = Bench::new(Setup::Deferred);
@@ -573,8 +565,13 @@ mod tests {
         assert!(fixed.is_some(), "this kernel registers files");
         let registered = Rc::new(QueueFile::new(file, fixed));
         for (target, is_fixed) in [(&plain, false), (&registered, true)] {
+            let (done, window) = (Done::Sink { sink: Sink::new(), token: 0 }, Window::empty());
+            let target = Rc::clone(target);
+            let request =
+                Request { target, action: Action::Sync, offset: 0, window, progress: 0, counted: false, done };
+            let none = crate::inflight::Buffers::Vector { ptr: std::ptr::null(), count: 0 };
             // `IOSQE_FIXED_FILE`.
-            let words = words_of(target);
+            let words = format!("{:?}", entry_of(&request, none, None));
             assert!(words.contains(&format!("flags: {}", u8::from(is_fixed))), "{words}");
         }
     }

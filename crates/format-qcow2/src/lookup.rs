@@ -66,7 +66,7 @@ impl Qcow2 {
 }
 
 impl Inner {
-    /// Before an entry changes (under the mutex): whoever sees the new one sees that it is not durable yet.
+    /// Before an entry changes: whoever sees the new one sees that it is not durable yet.
     pub(crate) fn mapping_changes(&self) {
         self.mapping_is_durable.store(false, Ordering::Relaxed);
     }
