@@ -38,6 +38,6 @@ pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks
 pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};
 pub use range_lock::{RangeGuard, RangeLocks};
-pub use reactor::{Job, Poller, PollerId, ReactorCtx, ReactorHandle, run_and_wait};
+pub use reactor::{BatchEnd, Job, Poller, PollerId, ReactorCtx, ReactorHandle, run_and_wait};
 pub use slice_cache::{CacheStats, SliceBook, SliceCache, SliceView};
 pub use wait::{Wait, WaitList};

@@ -1,13 +1,13 @@
 //! What lives on a reactor's thread, and how other threads reach it.
 //!
 //! A turn of a reactor: every [`Poller`] is polled (rings are popped and requests pushed, completions harvested), ready
-//! tasks run, the engines submit once, their completions are routed. While nothing happens for a while, pollers are
+//! tasks run, the engines submit once, their completions are routed. What a poller pushes in a turn is a batch. While nothing happens for a while, pollers are
 //! armed and the thread sleeps until a wake descriptor, an engine or another thread has something.
 
 use crate::{Result, Task};
 use memory::GuestMemory;
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -37,6 +37,26 @@ pub trait Poller {
     }
 }
 
+/// Raised on a reactor while requests are pushed, when the storage has less to do than waits to be submitted: it had better
+/// begin. A poller looks after each request that it pushes, ends its batch there, and goes on in the next turn. So a batch is
+/// small while the storage is idle and grows with what it has, and each is submitted by one call.
+#[derive(Debug, Clone, Default)]
+pub struct BatchEnd(Rc<Cell<bool>>);
+
+impl BatchEnd {
+    /// The engine's part.
+    pub fn raise(&self) {
+        self.0.set(true);
+    }
+
+    /// Whether it was raised since the last look.
+    #[inline]
+    #[must_use]
+    pub fn take(&self) -> bool {
+        self.0.replace(false)
+    }
+}
+
 /// What a disk, a file or a front end may ask of the reactor on whose thread it lives.
 pub trait ReactorCtx {
     /// Runs `task` to its end on this thread, beginning with the reactor's next turn.
@@ -48,6 +68,11 @@ pub trait ReactorCtx {
     /// Removes a poller; it is not polled again, and dropped by the end of the turn. May be called from within a poll,
     /// also its own. Unknown names are ignored.
     fn remove_poller(&self, id: PollerId);
+
+    /// Tells those who push requests in batches when to end one; the same for all on this reactor.
+    fn batch_end(&self) -> BatchEnd {
+        BatchEnd::default()
+    }
 
     /// Tells the engines that requests will come from this memory, so that they may prepare for it, for as long as the
     /// result lives. It has to be dropped on this thread, when no request from that memory is in flight. The memory's

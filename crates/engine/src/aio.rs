@@ -8,7 +8,7 @@ use crate::inflight::{Action, Buffers, Request, Slab, Step};
 use crate::stats::Counters;
 use crate::threads::Workers;
 use crate::wakeup::Wakeup;
-use block::IoError;
+use block::{BatchEnd, IoError};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
@@ -42,8 +42,7 @@ pub(crate) struct Aio {
     counters: Arc<Counters>,
     /// The kernel has no asynchronous fdatasync here.
     syncs_by_worker: Cell<bool>,
-    /// A part of the batch was submitted before its end.
-    gave_early: Cell<bool>,
+    batch_end: BatchEnd,
 }
 
 /// Whether this process may use Linux AIO here at all.
@@ -52,7 +51,12 @@ pub(crate) fn probe() -> io::Result<()> {
 }
 
 impl Aio {
-    pub(crate) fn new(workers: Rc<Workers>, wakeup: Arc<Wakeup>, counters: Arc<Counters>) -> io::Result<Self> {
+    pub(crate) fn new(
+        workers: Rc<Workers>,
+        wakeup: Arc<Wakeup>,
+        counters: Arc<Counters>,
+        batch_end: BatchEnd,
+    ) -> io::Result<Self> {
         let state = State {
             context: Context::new(EVENTS as u32)?,
             slab: Slab::with_capacity(BATCH),
@@ -67,7 +71,7 @@ impl Aio {
             wakeup,
             workers,
             counters,
-            gave_early: Cell::new(false),
+            batch_end,
             syncs_by_worker: Cell::new(false),
         })
     }
@@ -98,30 +102,21 @@ impl Aio {
             // All of them may have to wait at once.
             state.waiting.reserve(state.slab.peak());
         }
-        // As with io_uring: a disk that has less to do than waits here begins before the batch is whole.
+        // As with io_uring.
         if state.waiting.len() >= state.in_kernel.max(1) {
-            drop(borrowed);
-            self.gave_early.set(self.submit());
+            self.batch_end.raise();
         }
     }
 
-    /// Gives the kernel all that was queued and fits. Returns whether anything was given.
+    /// Gives the kernel all that was queued and fits, in one call. Returns whether anything was given.
     pub(crate) fn submit(&self) -> bool {
-        let mut worked = self.gave_early.take();
-        loop {
-            let failed = match self.state.borrow_mut().as_mut() {
-                Some(state) => match self.submit_batch(state) {
-                    Submitted::Nothing => return worked,
-                    Submitted::Some => None,
-                    Submitted::Failed(index, errno) => Some((index, errno)),
-                },
-                None => return false,
-            };
-            worked = true;
-            if let Some((index, errno)) = failed {
-                self.route(index, -errno);
-            }
-        }
+        let (index, errno) = match self.state.borrow_mut().as_mut().map(|state| self.submit_batch(state)) {
+            None | Some(Submitted::Nothing) => return false,
+            Some(Submitted::Some) => return true,
+            Some(Submitted::Failed(index, errno)) => (index, errno),
+        };
+        self.route(index, -errno);
+        true
     }
 
     fn submit_batch(&self, state: &mut State) -> Submitted {

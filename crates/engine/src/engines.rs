@@ -10,7 +10,7 @@ use crate::threads::Workers;
 use crate::tracking::Ack;
 use crate::uring::Uring;
 use crate::wakeup::Wakeup;
-use block::{Error, ErrorKind, Result};
+use block::{BatchEnd, Error, ErrorKind, Result};
 use memory::GuestMemory;
 use rustix::thread::CpuSet;
 use std::cell::RefCell;
@@ -51,6 +51,7 @@ pub(crate) struct Engines {
     registered: RefCell<Vec<Weak<Registered>>>,
     aio: RefCell<Option<Rc<Aio>>>,
     files: RefCell<HashMap<u64, Weak<QueueFile>>>,
+    batch_end: BatchEnd,
 }
 
 impl Engines {
@@ -73,7 +74,12 @@ impl Engines {
             registered: RefCell::default(),
             aio: RefCell::default(),
             files: RefCell::default(),
+            batch_end: BatchEnd::default(),
         }
+    }
+
+    pub(crate) fn batch_end(&self) -> BatchEnd {
+        self.batch_end.clone()
     }
 
     /// Where threads beside the reactor may run, if it is bound to a processor.
@@ -114,7 +120,8 @@ impl Engines {
         if let Some(uring) = &*slot {
             return Ok(Rc::clone(uring));
         }
-        let made = Uring::new(sqpoll, Rc::clone(&self.workers), &self.wakeup, Arc::clone(&self.counters));
+        let (workers, counters) = (Rc::clone(&self.workers), Arc::clone(&self.counters));
+        let made = Uring::new(sqpoll, workers, &self.wakeup, counters, self.batch_end());
         let uring = Rc::new(made.map_err(|error| {
             let message = "cannot set io_uring up on this reactor; engine=threads works without it";
             Error::with_source(ErrorKind::Unsupported, message, error)
@@ -153,7 +160,8 @@ impl Engines {
         if let Some(aio) = &*slot {
             return Ok(Rc::clone(aio));
         }
-        let made = Aio::new(Rc::clone(&self.workers), Arc::clone(&self.wakeup), Arc::clone(&self.counters));
+        let (workers, wakeup) = (Rc::clone(&self.workers), Arc::clone(&self.wakeup));
+        let made = Aio::new(workers, wakeup, Arc::clone(&self.counters), self.batch_end());
         let aio = made.map_err(|error| {
             let message = "cannot set Linux AIO up on this reactor; raise the sysctl fs.aio-max-nr, or use engine=io_uring or engine=threads";
             Error::with_source(ErrorKind::Unsupported, message, error)
@@ -179,6 +187,7 @@ impl Engines {
 
     /// Submits what was pushed: once an engine. Returns whether there was anything.
     pub(crate) fn submit(&self) -> bool {
+        let _ = self.batch_end.take();
         // The workers last: the others send them what they cannot do.
         self.with_uring(Uring::submit)
             | self.with_sqpoll(Uring::submit)

@@ -6,7 +6,7 @@ use crate::poll::{Paces, Pollers};
 use crate::stats::{Counters, ReactorStats};
 use crate::upkeep::Upkeep;
 use crate::wakeup::Wakeup;
-use block::{Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task};
+use block::{BatchEnd, Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task};
 use memory::GuestMemory;
 use rustix::event::{Timespec, epoll};
 use rustix::thread::CpuSet;
@@ -262,6 +262,10 @@ impl ReactorCtx for Local {
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };
             let _ = epoll::delete(&self.epoll, fd);
         }
+    }
+
+    fn batch_end(&self) -> BatchEnd {
+        self.engines.batch_end()
     }
 
     fn register_memory(&self, memory: &Arc<GuestMemory>) -> Result<Box<dyn Any>> {

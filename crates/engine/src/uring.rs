@@ -1,7 +1,8 @@
 //! The io_uring engine: one ring a reactor, submitted once a turn.
 //!
-//! A disk that has less to do than waits in the queue is given that at once, in the midst of a batch: it works while the
-//! rest of the batch is prepared. A busy disk gets whole batches.
+//! When a disk has less to do than waits in the queue, the ring asks for the end of the batch ([`BatchEnd`]): the disk works
+//! while the next is prepared. A busy disk gets long batches. Either way a turn takes one system call at most, which submits
+//! and fetches.
 //!
 //! The ring belongs to one thread and runs its completions only when that thread enters the kernel to fetch them
 //! (deferred task work): nothing interrupts the reactor. The kernel raises a flag in the shared ring when there is
@@ -17,7 +18,7 @@ use crate::ring_setup::{self, Setup};
 use crate::stats::Counters;
 use crate::threads::Workers;
 use crate::wakeup::Wakeup;
-use block::IoError;
+use block::{BatchEnd, IoError};
 use io_uring::{IoUring, opcode};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -64,8 +65,7 @@ pub(crate) struct Uring {
     harvested: RefCell<Vec<(u64, i32)>>,
     workers: Rc<Workers>,
     counters: Arc<Counters>,
-    /// A part of the batch was submitted before its end.
-    gave_early: Cell<bool>,
+    batch_end: BatchEnd,
     broken: Cell<bool>,
 }
 
@@ -98,9 +98,10 @@ impl Uring {
         workers: Rc<Workers>,
         wakeup: &Wakeup,
         counters: Arc<Counters>,
+        batch_end: BatchEnd,
     ) -> io::Result<Self> {
         let ring = ring_setup::build(submission_thread, SUBMISSION_ENTRIES, COMPLETION_ENTRIES)?;
-        Self::with_ring(ring, workers, wakeup, counters)
+        Self::with_ring(ring, workers, wakeup, counters, batch_end)
     }
 
     fn with_ring(
@@ -108,6 +109,7 @@ impl Uring {
         workers: Rc<Workers>,
         wakeup: &Wakeup,
         counters: Arc<Counters>,
+        batch_end: BatchEnd,
     ) -> io::Result<Self> {
         // Not the ring's own descriptor: with deferred task work its poll does not tell of work to be run.
         ring.submitter().register_eventfd(wakeup.fd().as_raw_fd())?;
@@ -137,7 +139,7 @@ impl Uring {
             harvested: RefCell::new(Vec::with_capacity(COMPLETION_ENTRIES as usize)),
             workers,
             counters,
-            gave_early: Cell::new(false),
+            batch_end,
             broken: Cell::new(false),
         })
     }
@@ -202,15 +204,15 @@ impl Uring {
                 if state.cannot_do(request.action) || request.target.goes_to_worker(request.action) {
                     return self.workers.take_over(request);
                 }
-                let early = !request.target.file.page_cached && state.setup != Setup::SubmissionThread;
+                let waits_for_storage = !request.target.file.page_cached && state.setup != Setup::SubmissionThread;
                 let index = state.slab.insert(request);
                 if state.slab.peak() > state.waiting.capacity() {
                     // All of them may have to wait at once.
                     state.waiting.reserve(state.slab.peak());
                 }
                 state.enqueue(index);
-                if early && state.kernel_has_less_than_queue() {
-                    self.gave_early.set(self.enter(state, 0) || self.gave_early.get());
+                if waits_for_storage && state.kernel_has_less_than_queue() {
+                    self.batch_end.raise();
                 }
             }
             _ => {
@@ -220,13 +222,12 @@ impl Uring {
         }
     }
 
-    /// Gives the kernel all that was queued, and lets it post completions. One system call a batch, none without work.
+    /// Gives the kernel all that was queued and fits, and lets it post completions: one system call, none without work.
     /// Returns whether anything was given or fetched.
     pub(crate) fn submit(&self) -> bool {
-        let gave_early = self.gave_early.take();
         match self.state.borrow_mut().as_mut() {
             Some(state) if state.setup == Setup::SubmissionThread => self.look_after_thread(state, 0),
-            Some(state) => self.enter(state, 0) || gave_early,
+            Some(state) => self.enter(state, 0),
             None => false,
         }
     }
@@ -260,32 +261,25 @@ impl Uring {
     }
 
     fn enter(&self, state: &mut State, want: u32) -> bool {
-        let mut worked = false;
-        loop {
-            state.refill();
-            let queue = state.ring.submission();
-            let (queued, fetch) = (queue.len(), queue.taskrun() || queue.cq_overflow());
-            drop(queue);
-            if queued == 0 && !fetch && want == 0 {
-                return worked;
-            }
-            self.counters.system_calls.add(1);
-            // SAFETY: no argument is passed; every entry in the queue names memory and descriptors that its slot keeps.
-            let entered =
-                unsafe { state.ring.submitter().enter::<libc::sigset_t>(queued as u32, want, ENTER_GETEVENTS, None) };
-            match entered {
-                Ok(_) => worked = true,
-                Err(error) if error.raw_os_error() == Some(libc::EINTR) => continue,
-                // Out of memory or completions to take first: what is left is submitted next turn.
-                Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY)) => return true,
-                Err(error) => {
-                    tracing::error!(%error, "io_uring_enter failed; the reactor's io_uring engine stops");
-                    self.broken.set(true);
-                    return worked;
-                }
-            }
-            if state.waiting.is_empty() || state.is_full() || want > 0 {
-                return worked;
+        state.refill();
+        let queue = state.ring.submission();
+        let (queued, fetch) = (queue.len(), queue.taskrun() || queue.cq_overflow());
+        drop(queue);
+        if queued == 0 && !fetch && want == 0 {
+            return false;
+        }
+        self.counters.system_calls.add(1);
+        // SAFETY: no argument is passed; every entry in the queue names memory and descriptors that its slot keeps.
+        let entered =
+            unsafe { state.ring.submitter().enter::<libc::sigset_t>(queued as u32, want, ENTER_GETEVENTS, None) };
+        match entered.map_err(|error| error.raw_os_error()) {
+            // Interrupted, out of memory, or completions to take first: what is left is submitted next turn.
+            Ok(_) | Err(Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => true,
+            Err(error) => {
+                let error = error.map(io::Error::from_raw_os_error);
+                tracing::error!(?error, "io_uring_enter failed; the reactor's io_uring engine stops");
+                self.broken.set(true);
+                false
             }
         }
     }
@@ -352,14 +346,14 @@ impl Uring {
         let Some(state) = state.as_mut() else {
             return false;
         };
-        let unseen = state.pushed || (!state.waiting.is_empty() && !state.is_full());
+        let has_room = !state.waiting.is_empty() && !state.is_full();
         let queue = state.ring.submission();
-        let waiting = match state.setup {
+        let queued = match state.setup {
             // What is in the queue is the thread's business.
-            Setup::SubmissionThread => unseen,
+            Setup::SubmissionThread => state.pushed,
             _ => !queue.is_empty() || queue.taskrun(),
         };
-        let waiting = waiting || queue.cq_overflow();
+        let waiting = has_room || queued || queue.cq_overflow();
         drop(queue);
         waiting || !state.ring.completion().is_empty()
     }
@@ -424,7 +418,7 @@ impl State {
         self.entered >= COMPLETION_ENTRIES as usize
     }
 
-    /// The parts of a batch that an idle disk is given double this way: their number is the logarithm of the batch.
+    /// Batches that an idle disk is given double this way.
     fn kernel_has_less_than_queue(&mut self) -> bool {
         let queued = self.ring.submission().len();
         queued >= self.entered.saturating_sub(queued).max(1)
@@ -480,6 +474,7 @@ mod tests {
         uring: Uring,
         wakeup: Arc<Wakeup>,
         counters: Arc<Counters>,
+        batch_end: BatchEnd,
         target: Rc<QueueFile>,
         sink: Rc<Sink>,
     }
@@ -490,12 +485,14 @@ mod tests {
             let workers =
                 Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), None, 0, std::time::Duration::ZERO));
             let ring = setup.build(SUBMISSION_ENTRIES, COMPLETION_ENTRIES).unwrap();
-            let uring = Uring::with_ring((ring, setup), workers, &wakeup, Arc::clone(&counters)).unwrap();
+            let batch_end = BatchEnd::default();
+            let uring =
+                Uring::with_ring((ring, setup), workers, &wakeup, Arc::clone(&counters), batch_end.clone()).unwrap();
             let options = OpenOptions { lock: false, engine: crate::EngineKind::IoUring, ..OpenOptions::default() };
             let mut file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
             file.tables = crate::tables::Tables::new(false);
             let target = Rc::new(QueueFile::new(Arc::new(file), None));
-            Self { uring, wakeup, counters, target, sink: Sink::new() }
+            Self { uring, wakeup, counters, batch_end, target, sink: Sink::new() }
         }
 
         fn push(&self, token: u64, action: Action, offset: u64, window: Window) {
@@ -541,18 +538,23 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_disk_begins_before_the_batch_is_whole_and_the_page_cache_is_given_it_at_once() {
-        for (page_cached, calls_before_the_end) in [(false, 5), (true, 0)] {
+    fn batches_are_short_while_the_disk_is_idle_and_long_for_the_page_cache_and_each_is_one_call() {
+        for (page_cached, expected) in [(false, vec![1, 1, 2, 4, 8, 15]), (true, vec![31])] {
             let mut bench = Bench::new(Setup::Deferred);
             let target = Rc::get_mut(&mut bench.target).unwrap();
             Arc::get_mut(&mut target.file).unwrap().page_cached = page_cached;
+            let (mut batches, mut batch) = (Vec::new(), 0);
             for token in 0..31 {
                 bench.push(token, Action::Write { durable: false }, token * 512, IoBuf::zeroed(512).whole());
+                batch += 1;
+                assert_eq!(bench.counters.snapshot().system_calls, batches.len() as u64, "pushing only queues");
+                if bench.batch_end.take() || token == 30 {
+                    assert!(bench.uring.submit());
+                    batches.push(std::mem::take(&mut batch));
+                }
             }
-            // Of 1, 1, 2, 4 and 8; the other 15 are less than the disk has.
-            assert_eq!(bench.counters.snapshot().system_calls, calls_before_the_end);
-            assert!(bench.uring.submit(), "what went early counts as submitted");
-            assert_eq!(bench.counters.snapshot().system_calls, calls_before_the_end + 1);
+            assert_eq!((batches.len() as u64, batches), (bench.counters.snapshot().system_calls, expected));
+            bench.sleep_until_ended(31);
         }
     }
 

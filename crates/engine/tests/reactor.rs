@@ -2,7 +2,7 @@
 
 mod common;
 
-use block::{FileOp, PastEnd, Poller, PollerId, ReactorCtx, run_and_wait};
+use block::{BatchEnd, Done, FileIo, FileOp, FileQueue, PastEnd, Poller, PollerId, ReactorCtx, Sink, run_and_wait};
 use common::{reactor, run_task, wait_until_idle, with_queue};
 use engine::{EngineKind, OpenOptions, Reactor, ReactorConfig};
 use rustix::event::{EventfdFlags, eventfd};
@@ -241,6 +241,93 @@ fn more_requests_at_once_than_the_rings_hold_all_end_and_go_in_few_calls() {
         assert_eq!((stats.requests, stats.completions), (COUNT, COUNT), "{engine}");
         assert!(stats.system_calls < COUNT, "{engine}: {stats:?}");
         reactor.stop().unwrap();
+    }
+}
+
+/// Keeps a file busy, and looks what the turn before has taken of the kernel.
+struct Load {
+    reactor: Arc<engine::ReactorThread>,
+    queue: Rc<dyn FileQueue>,
+    batch_end: BatchEnd,
+    sink: Rc<Sink>,
+    bufs: Vec<memory::IoBuf>,
+    idle: Vec<u64>,
+    left: usize,
+    calls: u64,
+    most_calls: u64,
+    done: Option<mpsc::Sender<u64>>,
+}
+
+impl Poller for Load {
+    fn poll(&mut self) -> bool {
+        let calls = self.reactor.stats().system_calls;
+        self.most_calls = self.most_calls.max(calls - std::mem::replace(&mut self.calls, calls));
+        let mut ended = Vec::new();
+        self.sink.take(&mut ended);
+        self.idle.extend(ended.iter().map(|(token, result)| {
+            assert_eq!(*result, Ok(()));
+            *token
+        }));
+        let mut batch = 0;
+        while self.left > 0
+            && let Some(token) = self.idle.pop()
+        {
+            let op = FileOp::Read {
+                offset: self.left as u64 % 256 * 4096,
+                data: self.bufs[token as usize].whole(),
+                past_end: PastEnd::Fails,
+            };
+            let done = Done::Sink { sink: Rc::clone(&self.sink), token };
+            self.queue.push(FileIo { op, done });
+            (self.left, batch) = (self.left - 1, batch + 1);
+            if self.batch_end.take() {
+                break;
+            }
+        }
+        if self.left == 0
+            && self.idle.len() == self.bufs.len()
+            && let Some(done) = self.done.take()
+        {
+            done.send(self.most_calls).unwrap();
+        }
+        batch > 0
+    }
+}
+
+#[test]
+fn a_turn_takes_one_system_call_at_most_whatever_a_poller_pushes() {
+    let dir = tempfile::tempdir().unwrap();
+    for (engine, cache) in [
+        (EngineKind::IoUring, engine::CacheMode::None),
+        (EngineKind::LinuxAio, engine::CacheMode::None),
+        (EngineKind::IoUring, engine::CacheMode::Writeback),
+    ] {
+        let path = dir.path().join("load");
+        std::fs::write(&path, vec![9; 1 << 20]).unwrap();
+        let file = engine::open(&path, &OpenOptions { engine, cache, ..OpenOptions::default() }).unwrap();
+        let reactor = Arc::new(reactor("load"));
+        let (done, ended) = mpsc::channel();
+        let theirs = Arc::clone(&reactor);
+        let add = move |ctx: &Rc<dyn ReactorCtx>| {
+            let load = Load {
+                queue: file.open_queue(ctx).unwrap(),
+                batch_end: ctx.batch_end(),
+                sink: Sink::new(),
+                bufs: (0..64).map(|_| memory::IoBuf::zeroed(4096)).collect(),
+                idle: (0..64).collect(),
+                left: 20_000,
+                calls: theirs.stats().system_calls,
+                most_calls: 0,
+                done: Some(done),
+                reactor: theirs,
+            };
+            ctx.add_poller(Rc::new(RefCell::new(load))).unwrap()
+        };
+        let id = run_and_wait(&*reactor.handle(), add).unwrap();
+        assert_eq!(ended.recv().unwrap(), 1, "{engine}, {cache}");
+        run_and_wait(&*reactor.handle(), move |ctx| ctx.remove_poller(id)).unwrap();
+        // The turn in which the poller is dropped has ended then; it must not be the last to hold the reactor.
+        run_and_wait(&*reactor.handle(), |_| ()).unwrap();
     }
 }
 

@@ -1,13 +1,13 @@
 //! One ring on its reactor: the data path.
 //!
-//! A turn harvests what the disk has completed, takes a batch of requests, submits them, and publishes all that has
-//! ended with at most one notification. Nothing here waits, locks or allocates (after the first requests).
+//! A turn harvests what the disk has completed, publishes that with at most one notification, and takes a batch of requests,
+//! which the reactor submits. What of the batch has ended by then is published with it. Nothing here waits, locks or allocates (after the first requests).
 
 use crate::counters::RingCounters;
 use crate::device::Device;
 use crate::notifier::Notifier;
 use crate::session::SessionEvents;
-use block::{Completion, Disk, DiskQueue, IoErrorKind, IoResult, Op, Poller, ReactorCtx, Result, Tag};
+use block::{BatchEnd, Completion, Disk, DiskQueue, IoErrorKind, IoResult, Op, Poller, ReactorCtx, Result, Tag};
 use memory::GuestMemory;
 use std::any::Any;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -29,8 +29,8 @@ const WHOLE_BATCH: usize = 16;
 /// thread, while the other rings wait for it, and the guest for the first of it. Long requests come one by one.
 const BATCH_BYTES: usize = 128 << 10;
 
-/// After so many requests a disk that completes at once shows the guest what has ended: a driver that looks by itself
-/// goes on with those while the rest of the batch is served, instead of taking turns with us.
+/// So long is a batch for a disk that completes at once: a driver that looks by itself goes on with it while the next is
+/// served, instead of taking turns with us.
 const STEP: usize = 16;
 
 /// Everything that a ring needs to begin, gathered on the session's thread.
@@ -83,6 +83,7 @@ pub(crate) struct RingPoller {
     device: Arc<Device>,
     queue: BlkQueue<SplitDeviceRing>,
     disk: Box<dyn DiskQueue>,
+    batch_end: BatchEnd,
     pending: Box<[Pending]>,
     harvested: Vec<Completion>,
     /// Requests that ended since the used ring was published.
@@ -123,6 +124,7 @@ impl RingPoller {
             device: setup.device,
             queue,
             disk,
+            batch_end: ctx.batch_end(),
             pending: vec![Pending::default(); usize::from(setup.size)].into_boxed_slice(),
             harvested: Vec::with_capacity(usize::from(setup.size)),
             ended: 0,
@@ -184,8 +186,8 @@ impl RingPoller {
                     }
                     self.start(head, request);
                     taken = taken.saturating_add(1);
-                    if taken.is_multiple_of(STEP) && self.harvest() > 0 {
-                        self.show();
+                    if self.batch_end.take() || (taken.is_multiple_of(STEP) && self.harvest() > 0) {
+                        break;
                     }
                 }
                 Ok(None) => break,
@@ -336,13 +338,6 @@ impl RingPoller {
         }
     }
 
-    /// Shows what has ended, but see [`Self::publish`].
-    fn show(&mut self) {
-        if !self.queue.memory().is_poisoned() {
-            self.queue.show();
-        }
-    }
-
     /// Whether the peer shrank its memory under us: what was read since is zeros of our own. Ends the session.
     fn look_for_poison(&mut self) -> bool {
         let poisoned = self.queue.memory().is_poisoned();
@@ -366,9 +361,7 @@ fn failure(result: IoResult) -> Option<Status> {
 impl Poller for RingPoller {
     fn poll(&mut self) -> bool {
         let mut harvested = self.harvest();
-        if harvested > 0 {
-            self.show();
-        }
+        self.publish();
         let taken = self.take_batch();
         if taken > 0 {
             self.counters.requests.add(taken);

@@ -24,9 +24,6 @@ pub trait DeviceRing {
     /// [`DeviceRing::publish`].
     fn put_used(&mut self, head: u16, written_bytes: u32);
 
-    /// Makes what was put visible to a driver that looks by itself. Part of a batch: [`DeviceRing::publish`] ends it.
-    fn show(&mut self);
-
     /// Makes what was put visible; returns whether the driver wants to be notified. Once a batch.
     fn publish(&mut self) -> bool;
 
@@ -75,9 +72,7 @@ pub struct SplitDeviceRing {
     seen_avail: u16,
     /// Next entry of the used ring to fill.
     next_used: u16,
-    /// The used index that the driver sees.
-    shown_used: u16,
-    /// The used index at which notifying the driver was last decided about.
+    /// The used index that the driver sees, at which notifying it was last decided about.
     published_used: u16,
     /// The driver was told at least once, so that `published_used` says what it knows.
     notified_once: bool,
@@ -100,7 +95,6 @@ impl SplitDeviceRing {
             next_avail,
             seen_avail: next_avail,
             next_used,
-            shown_used: next_used,
             published_used: next_used,
             notified_once: false,
             faulted: false,
@@ -240,20 +234,12 @@ impl DeviceRing for SplitDeviceRing {
     }
 
     #[inline]
-    fn show(&mut self) {
-        if self.shown_used != self.next_used {
-            self.areas.publish_used_index(self.next_used);
-            self.shown_used = self.next_used;
-        }
-    }
-
-    #[inline]
     fn publish(&mut self) -> bool {
         let (old, new) = (self.published_used, self.next_used);
         if old == new {
             return false;
         }
-        self.show();
+        self.areas.publish_used_index(new);
         self.published_used = new;
         // The index must be visible before we read whether the driver waits for it, or both sides would wait.
         full_fence();

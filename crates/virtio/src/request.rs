@@ -228,12 +228,6 @@ impl<R: DeviceRing> BlkQueue<R> {
         self.complete(head, Status::Ok);
     }
 
-    /// Makes completed requests visible to a driver that looks by itself, within a batch.
-    #[inline]
-    pub fn show(&mut self) {
-        self.ring.show();
-    }
-
     /// Makes completed requests visible; returns whether the driver wants to be notified. Once a batch.
     #[inline]
     pub fn publish(&mut self) -> bool {

@@ -342,25 +342,6 @@ fn interrupts_come_only_when_the_driver_waits_for_them() {
 }
 
 #[test]
-fn what_is_shown_within_a_batch_is_seen_at_once_and_still_counts_for_the_notification() {
-    let guest = Guest::new();
-    put_header(&guest, request_type::FLUSH, 0);
-    let mut driver = Driver::new(&guest, SIZE);
-    let mut queue = device(&driver, BOTH);
-    assert!(serve_flush(&mut driver, &mut queue));
-    assert_eq!(driver.take_used().len(), 1);
-    driver.set_used_event(1);
-    driver.offer(0);
-    driver.publish();
-    let Some((head, _)) = queue.pop().unwrap() else { panic!("no flush") };
-    queue.complete(head, Status::Ok);
-    queue.show();
-    assert_eq!(driver.take_used().len(), 1, "a driver that looks by itself goes on");
-    assert!(queue.publish(), "one that waits for this entry is told all the same");
-    assert!(!queue.publish());
-}
-
-#[test]
 fn notifications_are_asked_for_and_late_ones_are_seen() {
     let guest = Guest::new();
     put_header(&guest, request_type::FLUSH, 0);

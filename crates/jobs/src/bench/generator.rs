@@ -5,7 +5,7 @@
 use super::report::{BatchCounts, Timings};
 use super::spec::{BenchSpec, Pattern, Range, Stop};
 use super::verify::{BlockState, ReadBegan, Tracker, Words, check_block, fill_block};
-use block::{Completion, DiskQueue, IoError, Op, Poller, PollerId, ReactorCtx};
+use block::{BatchEnd, Completion, DiskQueue, IoError, Op, Poller, PollerId, ReactorCtx};
 use memory::{IoBuf, Window};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -100,6 +100,7 @@ pub(crate) struct Parts {
 pub(crate) struct Generator {
     queue: Option<Box<dyn DiskQueue>>,
     ctx: Rc<dyn ReactorCtx>,
+    batch_end: BatchEnd,
     pub(crate) poller: Option<PollerId>,
     parts: Parts,
     slots: Vec<Slot>,
@@ -161,6 +162,7 @@ impl Generator {
         Self {
             queue: Some(queue),
             ctx: Rc::clone(ctx),
+            batch_end: ctx.batch_end(),
             poller: None,
             idle: (0..slots.len()).rev().collect(),
             done: Vec::with_capacity(slots.len()),
@@ -392,6 +394,9 @@ impl Poller for Generator {
             && let Some(index) = self.idle.pop()
         {
             self.submit(index, now);
+            if self.batch_end.take() {
+                break;
+            }
         }
         if self.untold >= TELL_EVERY {
             self.tell();
