@@ -106,7 +106,9 @@ fn a_disk_that_is_served_to_ones_own_guest_tells_what_its_server_does_for_a_batc
     std::fs::write(&raw, vec![7; 4 << 20]).unwrap();
     let served = format!("serve:file={},format=raw", raw.display());
     let null = "null=serve:format=null,size=4M";
-    let report = json(&["--compare", &served, null, "--pairs", "3", "--count", "30000", "--depths", "1,32,128"]);
+    let direct = format!("direct={served},cache=none");
+    let sides = ["--compare", &served, null, &direct];
+    let report = json(&[&sides[..], &["--pairs", "3", "--count", "30000", "--depths", "1,32,128"]].concat());
     for depth in report["depths"].as_array().unwrap() {
         let figure = |side: usize, name: &str| {
             let figures = &depth["sides"][side]["figures"];
@@ -114,12 +116,14 @@ fn a_disk_that_is_served_to_ones_own_guest_tells_what_its_server_does_for_a_batc
         };
         assert!(depth["sides"][0]["figures"]["completions_per_harvest"]["median"].is_f64());
         assert_eq!(figure(1, "server_system_calls"), 0.0, "a null disk asks the kernel for nothing");
-        for side in [0, 1] {
+        for side in [0, 1, 2] {
             let batches = figure(side, "server_batches");
+            // In a turn requests are taken, or what has ended, or both.
             let turns = batches + figure(side, "server_harvests");
             assert!(batches > 0.0 && figure(side, "server_notifications") <= turns, "{depth}");
+            assert!(figure(side, "server_system_calls") <= turns, "{depth}");
         }
-        // What goes early, or in two parts, is the exception.
+        // What goes in two parts is the exception.
         let (calls, batches) = (figure(0, "server_system_calls"), figure(0, "server_batches"));
         assert!(calls <= batches * 1.5 && figure(0, "server_worker_calls") == 0.0, "{depth}");
         assert!(depth["queue_depth"] == 1 || batches <= 0.5, "{depth}");
