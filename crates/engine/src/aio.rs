@@ -15,7 +15,6 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// The most requests in the kernel at once.
 const EVENTS: usize = 1024;
@@ -187,7 +186,7 @@ impl Aio {
         let step = match result {
             // The file takes no RWF_NOWAIT: from now on without it, and this one by a worker.
             _ if result == -libc::EOPNOTSUPP => {
-                request.target.file.may_nowait.store(false, Ordering::Relaxed);
+                request.target.file.nowait.was_refused();
                 Step::ToWorker
             }
             _ if result == -libc::EINVAL && request.action == Action::Sync => {
@@ -270,7 +269,7 @@ impl State {
 
 fn block_of(index: u32, request: &Request, buffers: Buffers, wakeup: &Wakeup) -> ControlBlock {
     let file = &request.target.file;
-    let nowait = if file.may_nowait.load(Ordering::Relaxed) { libc::RWF_NOWAIT } else { 0 };
+    let nowait = if file.nowait.is_allowed() { libc::RWF_NOWAIT } else { 0 };
     let mut block = ControlBlock {
         data: u64::from(index),
         fd: file.raw_fd() as u32,

@@ -21,6 +21,7 @@ mod inflight;
 mod job_queue;
 mod layout;
 mod lock;
+mod nowait;
 mod open;
 mod options;
 mod poll;

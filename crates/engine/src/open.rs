@@ -1,6 +1,7 @@
 //! Opening and making files.
 
 use crate::host_file::HostFile;
+use crate::nowait::Nowait;
 use crate::probe::{self, Host};
 use crate::resident::Resident;
 use crate::storage::{self, Abilities};
@@ -66,13 +67,9 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     // A device node may lie on such a file system too.
     let in_memory =
         options.engine == EngineKind::Auto && !options.sqpoll && !block_device && storage::is_in_memory(&fd);
-    let (engine, reason) = probe::choose(options, name, Host::get(), in_memory)?;
-    let worker_writes = page_cached
-        && engine == EngineKind::IoUring
-        && options.engine == EngineKind::Auto
-        && !options.sqpoll
-        && !block_device
-        && !storage::takes_writes_without_waiting(&fd);
+    let nowait = Nowait::of(&fd, block_device, page_cached);
+    let suits_ring = options.sqpoll || nowait.is_allowed();
+    let (engine, reason) = probe::choose(options, name, Host::get(), in_memory, suits_ring)?;
     let length_bytes = crate::sys::length_of(&fd, block_device)
         .map_err(|error| Error::io(format!("cannot learn the length of '{name}'"), error))?;
     let resident = in_memory.then(|| Resident::new(&fd, length_bytes, !options.read_only)).flatten();
@@ -86,7 +83,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         locks,
         alignment,
         page_cached,
-        worker_writes,
+        nowait,
         engine,
         reason,
     };
@@ -105,7 +102,6 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         in_memory,
         changes_by_workers: AtomicUsize::new(0),
         walks_to_holes,
-        worker_writes,
         resident,
         alignment,
         write_behind: (options.write_behind && !direct && !in_memory && options.cache != CacheMode::Unsafe)
@@ -113,7 +109,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         tracking: Tracking::default(),
         tables: Tables::new(tables_wanted),
         fallocate_unit_bytes: abilities.fallocate_unit_bytes,
-        may_nowait: AtomicBool::new(true),
+        nowait: facts.nowait,
         write_through: !options.has_volatile_cache(),
         ignore_flush: options.cache == CacheMode::Unsafe,
         page_cached,
@@ -133,7 +129,7 @@ struct Facts {
     locks: Locks,
     alignment: Alignment,
     page_cached: bool,
-    worker_writes: bool,
+    nowait: Nowait,
     engine: EngineKind,
     reason: String,
 }
@@ -154,11 +150,16 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
     };
     let sync = if options.sync { ", sync=on" } else { "" };
     let engine_words = probe::words(*engine, options.sqpoll, Host::get());
-    let how = match facts.worker_writes && !options.read_only {
-        true => "; plain writes go to a thread, as this file system's page cache takes none that must not wait",
-        false if facts.mapped => "; through a mapping, where that can be",
-        false if *in_memory => "; by calls, as it cannot be mapped",
-        false => "",
+    let how = match engine {
+        EngineKind::IoUring if !facts.nowait.is_allowed() => {
+            "; all goes to threads, as this file system takes nothing that must not wait"
+        }
+        EngineKind::IoUring if !facts.nowait.takes_writes() && !options.read_only => {
+            "; writes go to threads, as this page cache takes none that must not wait"
+        }
+        _ if facts.mapped => "; through a mapping, where that can be",
+        _ if *in_memory => "; by calls, as it cannot be mapped",
+        _ => "",
     };
     let info = FileInfo {
         name: name.into(),

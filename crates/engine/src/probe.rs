@@ -49,7 +49,13 @@ fn why_no_uring(error: &std::io::Error) -> String {
 }
 
 /// The engine for a file, and the end of the sentence "chosen because ...".
-pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host, in_memory: bool) -> Result<(EngineKind, String)> {
+pub(crate) fn choose(
+    options: &OpenOptions,
+    name: &str,
+    host: &Host,
+    in_memory: bool,
+    suits_ring: bool,
+) -> Result<(EngineKind, String)> {
     let direct = options.cache.is_direct();
     let refuse = |message: String| Err(Error::new(ErrorKind::Unsupported, message));
     let asked = || "the options ask for it".to_owned();
@@ -67,6 +73,11 @@ pub(crate) fn choose(options: &OpenOptions, name: &str, host: &Host, in_memory: 
         EngineKind::Auto if in_memory => {
             let reason = "the file lies in memory: reactors copy what is there themselves, and leave to threads what \
                           takes longer or is swapped out";
+            Ok((EngineKind::Threads, reason.to_owned()))
+        }
+        EngineKind::Auto if !suits_ring => {
+            let reason = "its file system takes nothing that must not wait, so an asynchronous engine would wait, or \
+                          leave all to threads";
             Ok((EngineKind::Threads, reason.to_owned()))
         }
         EngineKind::Auto => Ok(match host.io_uring() {
@@ -124,7 +135,7 @@ mod tests {
     }
 
     fn auto(cache: CacheMode, host: &Host) -> (EngineKind, String) {
-        choose(&OpenOptions { cache, ..OpenOptions::default() }, "x", host, false).unwrap()
+        choose(&OpenOptions { cache, ..OpenOptions::default() }, "x", host, false, true).unwrap()
     }
 
     #[test]
@@ -140,9 +151,19 @@ mod tests {
     }
 
     #[test]
+    fn auto_takes_threads_where_a_ring_could_do_nothing_without_waiting() {
+        for cache in [CacheMode::None, CacheMode::Writeback] {
+            let options = OpenOptions { cache, ..OpenOptions::default() };
+            let (kind, why) = choose(&options, "x", &host(true, true), false, false).unwrap();
+            assert_eq!(kind, EngineKind::Threads);
+            assert!(why.contains("must not wait"), "{why}");
+        }
+    }
+
+    #[test]
     fn linux_aio_on_a_cached_file_is_refused_with_the_cache_modes_that_work() {
         let options = OpenOptions { engine: EngineKind::LinuxAio, ..OpenOptions::default() };
-        let error = choose(&options, "disk.raw", &host(true, true), false).unwrap_err();
+        let error = choose(&options, "disk.raw", &host(true, true), false, true).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BadOption);
         let message = error.to_string();
         for part in ["disk.raw", "cache=writeback", "cache=none", "cache=directsync"] {
@@ -154,7 +175,7 @@ mod tests {
     fn an_engine_that_was_asked_for_and_cannot_be_had_is_an_error_not_another_engine() {
         for engine in [EngineKind::IoUring, EngineKind::LinuxAio] {
             let options = OpenOptions { engine, cache: CacheMode::None, ..OpenOptions::default() };
-            let error = choose(&options, "x", &host(false, false), false).unwrap_err();
+            let error = choose(&options, "x", &host(false, false), false, true).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Unsupported);
             assert!(error.to_string().contains("of a reason"), "{error}");
         }

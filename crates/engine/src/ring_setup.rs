@@ -94,9 +94,7 @@ pub(crate) fn probe() -> io::Result<Setup> {
 fn has_what_is_needed(is_supported: impl Fn(u8) -> bool) -> bool {
     // The last is not used. It is as old as the completion ring's flags (5.8), without which to switch the event
     // descriptor's signals off would write to the submission ring's head.
-    let needed =
-        [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE, opcode::Tee::CODE];
-    needed.into_iter().all(is_supported)
+    [opcode::Read::CODE, opcode::Write::CODE, opcode::Tee::CODE].into_iter().all(is_supported)
 }
 
 #[cfg(test)]

@@ -118,17 +118,29 @@ pub(crate) fn walks_to_holes(fd: &OwnedFd) -> bool {
     file_system(fd) == Some(TMPFS_MAGIC)
 }
 
-/// XFS (since Linux 6.0) and btrfs (6.1). Earlier ones are left to io_uring as they always were.
+/// XFS (since Linux 6.0) and btrfs (6.1). Earlier ones refuse each by itself.
 const NOWAIT_MAGICS: [Magic; 2] = [0x5846_5342, 0x9123_683e];
 
-/// Whether the page cache of the file takes writes that must not wait. Where it doesn't, io_uring hands each to a worker
-/// of the kernel's, which tells its end by itself.
+/// Whether the page cache of the file takes writes that must not wait.
 pub(crate) fn takes_writes_without_waiting(fd: &OwnedFd) -> bool {
     file_system(fd).is_some_and(|magic| NOWAIT_MAGICS.contains(&magic))
 }
 
 /// Of ext2, ext3 and ext4.
 const EXT_MAGIC: Magic = 0xef53;
+
+/// Whether a read of what the page cache does not hold ends later, and nobody waits for it meanwhile.
+pub(crate) fn reads_later(fd: &OwnedFd) -> bool {
+    file_system(fd).is_some_and(|magic| magic == EXT_MAGIC || NOWAIT_MAGICS.contains(&magic))
+}
+
+/// Whether the file takes requests that must not wait. Asked for what lies behind the end of all files, of which nothing is
+/// read.
+pub(crate) fn takes_nowait(fd: &OwnedFd) -> bool {
+    let (mut byte, flags) = ([0; 1], rustix::io::ReadWriteFlags::NOWAIT);
+    let read = rustix::io::preadv2(fd, &mut [io::IoSliceMut::new(&mut byte)], i64::MAX as u64 - 1, flags);
+    read != Err(rustix::io::Errno::OPNOTSUPP)
+}
 
 /// Whether whoever has a read or write begun waits where the file system must read its own tables for that, however it
 /// was asked, and they can be read before.

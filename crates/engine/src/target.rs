@@ -3,6 +3,7 @@
 use crate::EngineKind;
 use crate::group_sync::GroupSync;
 use crate::inflight::{Action, Buffers};
+use crate::nowait::Nowait;
 use crate::resident::Resident;
 use crate::tables::Tables;
 use crate::tracking::{Ack, Tracking};
@@ -52,8 +53,6 @@ pub(crate) struct OpenFile {
     pub(crate) changes_by_workers: AtomicUsize,
     /// The kernel finds the end of data page by page.
     pub(crate) walks_to_holes: bool,
-    /// Writes to the page cache go to a worker of ours: io_uring would hand each to one of the kernel's.
-    pub(crate) worker_writes: bool,
     /// Copies what it can of a file in memory without calls.
     pub(crate) resident: Option<Resident>,
     pub(crate) alignment: Alignment,
@@ -72,8 +71,7 @@ pub(crate) struct OpenFile {
     pub(crate) tables: Tables,
     /// Offsets and lengths of `fallocate` must be multiples of this (block devices).
     pub(crate) fallocate_unit_bytes: u32,
-    /// Whether reads and writes with `RWF_NOWAIT` are not known to be refused.
-    pub(crate) may_nowait: AtomicBool,
+    pub(crate) nowait: Nowait,
     /// The rung of `zeroes::Ladder` that is known to work.
     pub(crate) zeroes_rung: AtomicU8,
 }
@@ -121,10 +119,13 @@ impl OpenFile {
         self.fd.as_raw_fd()
     }
 
-    /// Whether a worker of ours carries out `action`, and not io_uring. Durable writes stay there: each takes as long as
-    /// the storage does, beside which a call more is nothing. (Those of a drive that is write-through share their syncs.)
-    pub(crate) fn writes_by_worker(&self, action: Action) -> bool {
-        self.worker_writes && action == Action::Write { durable: false }
+    /// The kernel has refused what must not wait for that alone: from now on workers carry all out.
+    #[cold]
+    pub(crate) fn nowait_was_refused(&self) {
+        if self.nowait.was_refused() {
+            let name = &self.info.name;
+            tracing::warn!("'{name}' takes nothing that must not wait: from now on threads carry out its requests");
+        }
     }
 
     /// What of `action` needs no call: all of it, then this returns its result, or what goes before the call.
@@ -224,9 +225,8 @@ impl QueueFile {
 
     /// Whether a ring would make the reactor wait for this, or hand it to a worker of the kernel's.
     #[inline]
-    pub(crate) fn goes_to_worker(&self, action: Action) -> bool {
-        let moves = matches!(action, Action::Read { .. } | Action::Write { .. });
-        (moves && !self.are_tables_ready()) || self.file.writes_by_worker(action)
+    pub(crate) fn goes_to_worker(&self, action: Action, length_bytes: usize) -> bool {
+        !self.are_tables_ready() || !self.file.nowait.suits_ring(action, length_bytes)
     }
 
     pub(crate) fn change_begins(&self) {

@@ -12,7 +12,7 @@
 //! thread.
 
 use crate::fixed_buffers::{FixedBuffers, SLOTS};
-use crate::inflight::{Action, Request, Slab, Step};
+use crate::inflight::{Request, Slab, Step};
 use crate::ring_entry::entry_of;
 use crate::ring_setup::{self, Setup};
 use crate::stats::Counters;
@@ -53,7 +53,6 @@ struct State {
     fixed_buffers: FixedBuffers,
     /// Places in the table of registered files that are free.
     fixed_free: Vec<u32>,
-    has_ftruncate: bool,
     /// Whether a vector may lie in registered memory (Linux 6.15).
     has_fixed_vectors: bool,
 }
@@ -117,7 +116,6 @@ impl Uring {
         let mut probe = io_uring::Probe::new();
         let probed = ring.submitter().register_probe(&mut probe).is_ok();
         let supports = |code| probed && probe.is_supported(code);
-        let has_ftruncate = supports(opcode::Ftruncate::CODE);
         let has_fixed_vectors = supports(opcode::ReadvFixed::CODE) && supports(opcode::WritevFixed::CODE);
         let fixed = ring.submitter().register_files_sparse(FIXED_FILES).is_ok();
         let files = if fixed { "registered files" } else { "no registered files: they need Linux 5.19" };
@@ -131,7 +129,6 @@ impl Uring {
             pushed: false,
             fixed_buffers: FixedBuffers::default(),
             fixed_free: if fixed { (0..FIXED_FILES).rev().collect() } else { Vec::new() },
-            has_ftruncate,
             has_fixed_vectors,
         };
         Ok(Self {
@@ -201,7 +198,7 @@ impl Uring {
         match state.as_mut() {
             Some(state) if !self.broken.get() => {
                 self.counters.requests.add(1);
-                if state.cannot_do(request.action) || request.target.goes_to_worker(request.action) {
+                if request.target.goes_to_worker(request.action, request.left_bytes()) {
                     return self.workers.take_over(request);
                 }
                 let waits_for_storage = !request.target.file.page_cached && state.setup != Setup::SubmissionThread;
@@ -320,7 +317,14 @@ impl Uring {
         let Some(request) = state.slab.get_mut(index) else {
             return;
         };
-        match request.advance(result) {
+        let step = match result {
+            _ if result == -libc::EOPNOTSUPP => {
+                request.target.file.nowait_was_refused();
+                Step::ToWorker
+            }
+            _ => request.advance(result),
+        };
+        match step {
             Step::Again => state.enqueue(index),
             Step::ToWorker => {
                 let request = state.slab.remove(index);
@@ -405,15 +409,6 @@ impl Drop for Uring {
 }
 
 impl State {
-    /// What goes to a worker.
-    fn cannot_do(&self, action: Action) -> bool {
-        match action {
-            Action::Truncate => !self.has_ftruncate,
-            Action::DiscardBlocks { .. } | Action::BeginWriteback | Action::CopyFrom { .. } => true,
-            _ => false,
-        }
-    }
-
     fn is_full(&self) -> bool {
         self.entered >= COMPLETION_ENTRIES as usize
     }
@@ -445,8 +440,7 @@ impl State {
         let Some(request) = self.slab.get(index) else {
             return true;
         };
-        let moves = matches!(request.action, Action::Read { .. } | Action::Write { .. });
-        let slot = if moves { self.fixed_buffers.slot_of(buffers, self.has_fixed_vectors) } else { None };
+        let slot = self.fixed_buffers.slot_of(buffers, self.has_fixed_vectors);
         let name = slot.map_or(0, |slot| FIXED | u64::from(slot) << SLOT_SHIFT) | u64::from(index);
         let entry = entry_of(request, buffers, slot).user_data(name);
         // SAFETY: the slot keeps the request, and with it the file and the memory that the entry names, until the
@@ -461,22 +455,37 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::OpenOptions;
+    use crate::inflight::Action;
     use crate::target::QueueFile;
+    use crate::{CacheMode, OpenOptions};
     use block::{Done, Sink};
     use memory::{IoBuf, Mapping, Window};
     use rustix::event::{PollFd, PollFlags, poll};
+    use std::os::unix::fs::FileExt;
 
     const COUNT: u64 = 700;
     const SETUPS: [Setup; 4] = [Setup::SubmissionThread, Setup::Deferred, Setup::Cooperative, Setup::Plain];
 
     struct Bench {
         uring: Uring,
+        workers: Rc<Workers>,
         wakeup: Arc<Wakeup>,
         counters: Arc<Counters>,
         batch_end: BatchEnd,
         target: Rc<QueueFile>,
         sink: Rc<Sink>,
+    }
+
+    /// A file that is written where it lies.
+    fn file_in_place() -> crate::target::OpenFile {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&vec![9; COUNT as usize * 512], 0).unwrap();
+        file.sync_all().unwrap();
+        let engine = crate::EngineKind::IoUring;
+        let options = OpenOptions { lock: false, engine, cache: CacheMode::None, ..OpenOptions::default() };
+        let mut file = crate::open::open_file(file.into(), "test", &options).unwrap();
+        file.tables = crate::tables::Tables::new(false);
+        file
     }
 
     impl Bench {
@@ -486,13 +495,10 @@ mod tests {
                 Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), None, 0, std::time::Duration::ZERO));
             let ring = setup.build(SUBMISSION_ENTRIES, COMPLETION_ENTRIES).unwrap();
             let batch_end = BatchEnd::default();
-            let uring =
-                Uring::with_ring((ring, setup), workers, &wakeup, Arc::clone(&counters), batch_end.clone()).unwrap();
-            let options = OpenOptions { lock: false, engine: crate::EngineKind::IoUring, ..OpenOptions::default() };
-            let mut file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
-            file.tables = crate::tables::Tables::new(false);
-            let target = Rc::new(QueueFile::new(Arc::new(file), None));
-            Self { uring, wakeup, counters, batch_end, target, sink: Sink::new() }
+            let theirs = (Rc::clone(&workers), Arc::clone(&counters));
+            let uring = Uring::with_ring((ring, setup), theirs.0, &wakeup, theirs.1, batch_end.clone()).unwrap();
+            let target = Rc::new(QueueFile::new(Arc::new(file_in_place()), None));
+            Self { uring, workers, wakeup, counters, batch_end, target, sink: Sink::new() }
         }
 
         fn push(&self, token: u64, action: Action, offset: u64, window: Window) {
@@ -504,14 +510,18 @@ mod tests {
         fn sleep_until_ended(&self, count: usize) {
             let mut ended = Vec::new();
             while ended.len() < count {
-                self.uring.submit();
-                self.uring.harvest();
+                // What a busy device refuses is a worker's.
+                let _ = (self.uring.submit(), self.workers.submit());
+                let _ = (self.uring.harvest(), self.workers.harvest());
+                self.wakeup.about_to_sleep();
                 self.uring.signal(true);
-                if !self.uring.has_work() && self.uring.in_flight() > 0 {
+                let idle = !self.uring.has_work() && !self.workers.has_work();
+                if idle && self.uring.in_flight() + self.workers.in_flight() > 0 {
                     poll(&mut [PollFd::new(&self.wakeup.fd(), PollFlags::IN)], None).unwrap();
                     rustix::io::read(self.wakeup.fd(), &mut [0; 8]).unwrap();
                 }
                 self.uring.signal(false);
+                self.wakeup.awake();
                 let mut some = Vec::new();
                 self.sink.take(&mut some);
                 ended.extend(some);
@@ -545,7 +555,7 @@ mod tests {
             Arc::get_mut(&mut target.file).unwrap().page_cached = page_cached;
             let (mut batches, mut batch) = (Vec::new(), 0);
             for token in 0..31 {
-                bench.push(token, Action::Write { durable: false }, token * 512, IoBuf::zeroed(512).whole());
+                bench.push(token, Action::Read { need_bytes: 512 }, token * 512, IoBuf::zeroed(512).whole());
                 batch += 1;
                 assert_eq!(bench.counters.snapshot().system_calls, batches.len() as u64, "pushing only queues");
                 if bench.batch_end.take() || token == 30 {
@@ -569,8 +579,15 @@ mod tests {
         for (target, is_fixed) in [(&plain, false), (&registered, true)] {
             let (done, window) = (Done::Sink { sink: Sink::new(), token: 0 }, Window::empty());
             let target = Rc::clone(target);
-            let request =
-                Request { target, action: Action::Sync, offset: 0, window, progress: 0, counted: false, done };
+            let request = Request {
+                target,
+                action: Action::Write { durable: false },
+                offset: 0,
+                window,
+                progress: 0,
+                counted: false,
+                done,
+            };
             let none = crate::inflight::Buffers::Vector { ptr: std::ptr::null(), count: 0 };
             // `IOSQE_FIXED_FILE`.
             let words = format!("{:?}", entry_of(&request, none, None));
@@ -590,7 +607,7 @@ mod tests {
         let expected = memory.to_vec();
         let parts = |at: usize| match at % 2 {
             0 => memory.slice(at * 4096, 4096),
-            _ => IoBuf::gather(vec![memory.slice(at * 4096, 96), memory.slice(at * 4096 + 96, 4000)]).whole(),
+            _ => IoBuf::gather(vec![memory.slice(at * 4096, 512), memory.slice(at * 4096 + 512, 3584)]).whole(),
         };
         for action in [Action::Write { durable: false }, Action::Read { need_bytes: 4096 }] {
             for at in 0..16 {

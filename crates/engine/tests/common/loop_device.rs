@@ -31,17 +31,19 @@ pub(crate) struct Mounted(PathBuf);
 
 impl Mounted {
     pub(crate) fn ext4(device: &LoopDevice, at: &Path) -> Option<Self> {
-        let run = |program: &str, words: &[&str], path: &Path| {
-            let mut command = Command::new(program);
-            command.args(words).arg(path);
-            if program == "mount" {
-                command.arg(at);
-            }
-            command.output().ok().filter(|output| output.status.success())
+        Self::fresh("ext4", device, at)
+    }
+
+    /// A new file system of the kind that `name` names.
+    pub(crate) fn fresh(name: &str, device: &LoopDevice, at: &Path) -> Option<Self> {
+        let ends_well = |command: &mut Command| command.output().is_ok_and(|output| output.status.success());
+        let block = match name {
+            "ext4" => ["-b", "4096"].as_slice(),
+            _ => &[],
         };
-        run("mkfs.ext4", &["-q", "-b", "4096"], device.path())?;
-        run("mount", &["-t", "ext4"], device.path())?;
-        Some(Self(at.to_owned()))
+        let made = ends_well(Command::new(format!("mkfs.{name}")).arg("-q").args(block).arg(device.path()));
+        let mounted = made && ends_well(Command::new("mount").args(["-t", name]).arg(device.path()).arg(at));
+        mounted.then(|| Self(at.to_owned()))
     }
 }
 
