@@ -1,8 +1,7 @@
 //! A daemon with nothing to do does nothing: with guests attached and their rings enabled, no thread wakes up.
-//!
-//! One kind of thread is not counted: the kernel's own workers for io_uring (`iou-wrk-...`), which are listed among a
-//! process's threads. The kernel keeps the last of a ring's once it has needed any, and lets it look around every five
-//! seconds; there is no way to ask it not to. Workers of our own end after a time without work, which is no waking up.
+//! That counts the kernel's own threads for io_uring too, which are listed among a process's: the submission thread of a
+//! ring that has one, and workers, of which there shall be none (the last of a ring's looks around every five seconds, for
+//! ever). Workers of ours end after a time without work, which is no waking up.
 
 use block::Disk;
 use daemon::{Daemon, DaemonConfig, DriveFormat, DriveOptions, EngineOpener};
@@ -28,12 +27,12 @@ fn idle_time() -> Duration {
     Duration::from_secs(seconds.unwrap_or(10))
 }
 
-/// How the kernel names its workers.
+/// How the kernel names its workers for io_uring.
 const KERNEL_WORKER: &str = "iou-wrk-";
 /// And its submission threads.
 const SUBMISSION_THREAD: &str = "iou-sqp-";
 
-/// Voluntary context switches so far by thread of this process (id and name), without the calling one and the kernel's.
+/// Context switches so far by thread of this process (id and name), without the calling one.
 fn switches() -> BTreeMap<String, u64> {
     let own = std::fs::read_link("/proc/thread-self").unwrap();
     let tasks = std::fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap().path());
@@ -42,9 +41,10 @@ fn switches() -> BTreeMap<String, u64> {
         // A thread may end while the directory is read.
         let status = std::fs::read_to_string(task.join("status")).ok()?;
         let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        let count = |name: &str| field(name)?.parse::<u64>().ok();
         let id = task.file_name()?.to_string_lossy().into_owned();
-        let name = field("Name:").filter(|name| !name.starts_with(KERNEL_WORKER))?;
-        Some((format!("{id} {name}"), field("voluntary_ctxt_switches:")?.parse().ok()?))
+        let all = count("voluntary_ctxt_switches:")? + count("nonvoluntary_ctxt_switches:")?;
+        Some((format!("{id} {}", field("Name:")?), all))
     };
     others.filter_map(of_thread).collect()
 }
@@ -98,6 +98,9 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
     let in_memory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let drives = [
         (DriveFormat::Raw, EngineKind::IoUring, CacheMode::Writeback),
+        (DriveFormat::Raw, EngineKind::IoUring, CacheMode::None),
+        (DriveFormat::Qcow2, EngineKind::IoUring, CacheMode::None),
+        (DriveFormat::Raw, EngineKind::IoUring, CacheMode::Writethrough),
         (DriveFormat::Raw, EngineKind::Threads, CacheMode::None),
         // In memory.
         (DriveFormat::Raw, EngineKind::Auto, CacheMode::Writeback),
@@ -106,7 +109,7 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         // The last with a submission thread of the kernel's and its guest's memory registered.
         (DriveFormat::Raw, EngineKind::IoUring, CacheMode::Writeback),
     ];
-    let (copied, last) = (2, drives.len() - 1);
+    let (copied, last) = (5, drives.len() - 1);
     let config =
         DaemonConfig { reactors: 2, poll_max_us: None, allow_backing: BackingPolicy::Deny, listed: Vec::new() };
     let mut daemon = Daemon::start(config).unwrap();
@@ -136,6 +139,7 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         changed.map(|(thread, _)| thread.clone()).collect()
     };
     assert!(before.keys().any(|thread| thread.contains(SUBMISSION_THREAD)), "{before:?}");
+    assert!(!before.keys().any(|thread| thread.contains(KERNEL_WORKER)), "{before:?}");
     // Who is not root may not be allowed to pin as much.
     let is_root = std::fs::metadata("/proc/self").unwrap().uid() == 0;
     assert!(!is_root || daemon.reactors().iter().all(|(_, stats)| stats.fixed > 0), "{:?}", daemon.reactors());

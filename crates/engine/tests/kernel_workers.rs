@@ -1,4 +1,4 @@
-//! Files on io_uring never make the kernel start a worker thread of its own, which would wake up every few seconds ever after.
+//! Files on io_uring never make the kernel start a worker thread of its own, which would wake up every few seconds for ever.
 //!
 //! One test in a program of its own: those threads are among the process's.
 

@@ -388,18 +388,18 @@ const BTRFS: i64 = 0x9123_683e;
 const TMPFS: i64 = 0x0102_1994;
 
 #[test]
-fn writes_that_the_page_cache_takes_one_by_one_go_to_a_thread_and_the_file_says_so() {
+fn writes_that_the_page_cache_takes_one_by_one_go_to_threads_and_the_file_says_so() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     engine::create(&path, 1 << 20).unwrap();
     // XFS and btrfs take them without waiting, and files in memory are copied from and to.
     let file_system = rustix::fs::statfs(&path).unwrap().f_type;
     let takes_them = [XFS, BTRFS, TMPFS].contains(&(file_system as i64));
-    for engine in [EngineKind::Auto, EngineKind::IoUring] {
-        let file = engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
-        let by_thread = file.info().engine.contains("plain writes go to a thread");
-        let has_uring = file.info().engine.starts_with("io_uring");
-        let expected = engine == EngineKind::Auto && has_uring && !takes_them;
+    for (engine, sqpoll) in [(EngineKind::Auto, false), (EngineKind::IoUring, false), (EngineKind::IoUring, true)] {
+        let file = engine::open(&path, &OpenOptions { engine, sqpoll, ..OpenOptions::default() }).unwrap();
+        let by_thread = file.info().engine.contains("; writes go to threads");
+        let has_uring = file.info().engine.starts_with("io_uring") && !file.info().engine.contains("all goes to");
+        let expected = has_uring && !takes_them;
         assert_eq!(by_thread, expected, "{}, on {file_system:x}", file.info().engine);
         let reactor = reactor("writes");
         if has_uring {

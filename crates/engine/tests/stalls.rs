@@ -34,7 +34,11 @@ fn for_each(engines: &[EngineKind], cache: CacheMode, test: impl Fn(EngineKind, 
         let options = OpenOptions { engine, cache, read_only: true, lock: false, ..OpenOptions::default() };
         let path = if cache == CacheMode::None { stalling.path() } else { stalling.mappable() };
         let file = engine::open(&path, &options).unwrap();
-        assert!(engine == EngineKind::Auto || file.info().engine.starts_with(&engine.to_string()));
+        let (told, takes_none) = (&file.info().engine, "takes nothing that must not wait");
+        let chosen = if engine == EngineKind::Auto { EngineKind::Threads } else { engine };
+        assert!(told.starts_with(&chosen.to_string()), "{told}");
+        let is_of_ring = matches!(engine, EngineKind::Auto | EngineKind::IoUring);
+        assert_eq!(told.contains(takes_none), is_of_ring, "{told}");
         test(engine, &stalling, &file);
     }
 }
@@ -222,7 +226,7 @@ fn writes_that_have_ended_are_told_while_one_that_follows_them_in_turn_is_stalle
     for engine in [EngineKind::Threads, EngineKind::Auto] {
         std::fs::write(&path, vec![0; 1 << 20]).unwrap();
         let file = engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
-        if engine == EngineKind::Auto && !file.info().engine.contains("go to a thread") {
+        if engine == EngineKind::Auto && !file.info().engine.contains("go to threads") {
             continue;
         }
         // Goes last: what stalls is let go before.
