@@ -1,6 +1,6 @@
 //! Carries a request out on the calling thread, before it returns: for opening images and for tools.
 
-use crate::inflight::{Request, Step, buffers_of};
+use crate::inflight::{Action, Request, Step, buffers_of};
 use crate::reactor::Local;
 use block::IoError;
 use std::future::Future;
@@ -40,6 +40,9 @@ pub(crate) fn run(mut request: Request) -> u64 {
             let copied = file.without_call(request.action, offset, buffers);
             copied.unwrap_or_else(|| {
                 calls += 1;
+                if request.action == Action::Sync {
+                    file.stamp();
+                }
                 crate::sys::run(file.fd.as_fd(), request.action, offset, buffers)
             })
         };
@@ -55,4 +58,19 @@ pub(crate) fn run(mut request: Request) -> u64 {
     };
     request.finish(result);
     calls
+}
+
+/// Carries `request` out if that takes no call, and tells its owner; otherwise what is left of it is given back.
+pub(crate) fn run_without_call(mut request: Request) -> Option<Request> {
+    let mut iovecs = Vec::new();
+    let buffers = buffers_of(&request, &mut iovecs);
+    // SAFETY: the request holds its memory, and `iovecs` is not touched until the copy is over.
+    let copied = unsafe { request.target.file.without_call(request.action, request.file_offset(), buffers) };
+    match copied.map(|moved| request.advance(moved)) {
+        Some(Step::Finished(result)) => {
+            request.finish(result);
+            None
+        }
+        _ => Some(request),
+    }
 }

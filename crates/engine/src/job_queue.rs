@@ -4,8 +4,10 @@
 //! and workers that waited there for each other would spin, and keep the processors from reads.
 
 use crate::inflight::{Action, Buffers};
+use crate::resident::{Aside, Resident};
 use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, RawFd};
+use std::ptr::NonNull;
 use std::time::Duration;
 
 /// How often, and how patiently, a call that wants to be repeated is.
@@ -24,16 +26,35 @@ pub(crate) struct Job {
     pub(crate) offset: u64,
     pub(crate) length_bytes: usize,
     pub(crate) buffers: Buffers,
+    /// What is to be done beside it, and for what.
+    pub(crate) aside: Option<(Aside, NonNull<Resident>)>,
 }
 
 // SAFETY: the pointers name memory that the reactor's slab keeps alive until the job's result has come back (see the
-// documentation of `threads`); a worker passes them to the kernel and to nobody else.
+// documentation of `threads`); a worker passes them to the kernel and to nobody else, and what lies in memory is for any thread.
 unsafe impl Send for Job {}
 
 impl Job {
     pub(crate) fn run(&self) -> i32 {
         // SAFETY: the slab's request keeps the file open until the result has come back.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd) };
+        // SAFETY: and with it this.
+        let aside = self.aside.map(|(what, resident)| (what, unsafe { resident.as_ref() }));
+        match aside {
+            Some((Aside::Arm, resident)) => resident.arm(),
+            Some((Aside::Stamp, resident)) => resident.stamp(fd),
+            _ => {}
+        }
+        let result = self.call(fd);
+        if let Some((Aside::Map, resident)) = aside
+            && result > 0
+        {
+            resident.map(self.offset, result as u64);
+        }
+        result
+    }
+
+    fn call(&self, fd: BorrowedFd<'_>) -> i32 {
         let mut result = 0;
         for _ in 0..RETRIES {
             // SAFETY: the slab's request keeps the memory until the result has come back.
@@ -167,7 +188,17 @@ mod tests {
 
     fn job(index: u32, fd: RawFd, in_turn: bool) -> Job {
         let buffers = Buffers::Single { ptr: std::ptr::null_mut(), length_bytes: 0 };
-        Job { index, fd, in_turn, is_short: in_turn, action: Action::Sync, offset: 0, length_bytes: 0, buffers }
+        Job {
+            index,
+            fd,
+            in_turn,
+            is_short: in_turn,
+            action: Action::Sync,
+            offset: 0,
+            length_bytes: 0,
+            buffers,
+            aside: None,
+        }
     }
 
     #[test]

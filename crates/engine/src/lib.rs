@@ -18,6 +18,7 @@ mod fixed_buffers;
 mod group_sync;
 mod host_file;
 mod inflight;
+mod inline;
 mod job_queue;
 mod layout;
 mod lock;

@@ -5,6 +5,7 @@ use crate::nowait::Nowait;
 use crate::probe::{self, Host};
 use crate::resident::Resident;
 use crate::storage::{self, Abilities};
+use crate::swap::{self, Swap};
 use crate::tables::Tables;
 use crate::target::{Alignment, OpenFile, WriteBehind};
 use crate::tracking::Tracking;
@@ -72,7 +73,10 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let (engine, reason) = probe::choose(options, name, Host::get(), in_memory, suits_ring)?;
     let length_bytes = crate::sys::length_of(&fd, block_device)
         .map_err(|error| Error::io(format!("cannot learn the length of '{name}'"), error))?;
-    let resident = in_memory.then(|| Resident::new(&fd, length_bytes, !options.read_only)).flatten();
+    let resident = in_memory.then(|| Resident::new(&fd, name, length_bytes, !options.read_only)).flatten();
+    if let Some(resident) = resident.as_ref().filter(|_| swap::look() != Swap::None) {
+        resident.arm();
+    }
     let mapped = resident.is_some();
     let facts = Facts {
         stat,

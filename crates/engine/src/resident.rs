@@ -1,5 +1,4 @@
-//! A file that lies in memory, mapped: what it holds is copied without a call of the kernel (what of it is swapped out
-//! never gets here, see `swap`).
+//! A file that lies in memory, mapped: what it holds is copied without a call of the kernel.
 //!
 //! tmpfs refuses calls that must not wait, so it can be served neither by io_uring's fast path nor in batches; a copy to
 //! or from a mapping costs half of what such a call does. But a hole that is read through a mapping becomes a page, and a
@@ -16,13 +15,21 @@
 //!   poisoned instead of the process killed (see `memory::fault`): the copy is not believed, and made by a call. If it cuts
 //!   the file within a page, what is written behind the end in that page is lost; image locks are there to prevent that.
 //! * The kernel does not see such writes, so the file's times are set with the next flush and when it is closed.
+//!
+//! Where the host has something to swap to, the mapping is *armed*, once for all (`memory::Mapping::arm`): then a page that is
+//! not mapped, because it went to swap since or for whatever reason, fails the copy instead of making the reactor wait, and
+//! workers do what the reactor did: all calls, whole requests whose copy failed, and, beside such calls, the mapping of what
+//! is there of the groups around pages that are asked for again. (They are so far off that every repeat is mapped.) Then only
+//! they say what is ready. What they know may be outdated; a copy that fails, or a hole that is filled, is all that costs. Where
+//! a mapping cannot be armed, what is swapped out must not get here (see `swap`).
 
 use crate::inflight::{Action, Buffers};
+use crate::swap::Last;
 use memory::{Mapping, PAGE_BYTES};
 use std::fmt;
 use std::ops::Range;
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering, fence};
 
 const PAGE: u64 = PAGE_BYTES as u64;
 const REGION_PAGES: u64 = u64::BITS as u64;
@@ -56,9 +63,29 @@ struct Region {
 #[repr(align(64))]
 struct OnItsOwnLine(AtomicU64);
 
+/// The states of [`Resident::arming`].
+const NOT_ARMED: u8 = 0;
+/// A worker has been told to.
+const BEGUN: u8 = 1;
+const ARMED: u8 = 2;
+const CANNOT_BE: u8 = 3;
+
+/// What a worker does for a file in memory beside its call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Aside {
+    /// Before it: see [`Resident::arm`].
+    Arm,
+    /// After it: see [`Resident::map`].
+    Map,
+    /// Before it: see [`Resident::stamp`].
+    Stamp,
+}
+
 /// See the module.
 pub(crate) struct Resident {
+    name: Box<str>,
     mapping: Mapping,
+    arming: AtomicU8,
     writable: bool,
     /// The pages that the file had in whole when it was opened.
     pages_then: u64,
@@ -69,6 +96,8 @@ pub(crate) struct Resident {
     repeats: OnItsOwnLine,
     /// Written through the mapping since the file's times were set.
     unstamped: AtomicBool,
+    /// When they were.
+    stamped: Last,
 }
 
 impl fmt::Debug for Resident {
@@ -124,6 +153,24 @@ fn covered(offset: u64, length: u64) -> Range<u64> {
     offset.div_ceil(PAGE)..offset.saturating_add(length) / PAGE
 }
 
+/// Copies segments of memory one after the other to or from a file's place, until one fails.
+///
+/// # Safety
+/// What `copy` asks of each range that it is given.
+unsafe fn copy_segments(
+    segments: &[libc::iovec],
+    mut at: *mut u8,
+    to_file: bool,
+    copy: impl Fn(*const u8, *mut u8, usize) -> bool,
+) -> bool {
+    segments.iter().all(|segment| {
+        let memory = segment.iov_base.cast::<u8>();
+        let (from, to) = if to_file { (memory, at) } else { (at, memory) };
+        at = at.wrapping_add(segment.iov_len);
+        copy(from.cast_const(), to, segment.iov_len)
+    })
+}
+
 /// Calls `visit` with each region's number and the bits of `pages` in it, until it says no.
 fn all_regions(pages: Range<u64>, mut visit: impl FnMut(usize, u64) -> bool) -> bool {
     let mut page = pages.start;
@@ -139,7 +186,7 @@ fn all_regions(pages: Range<u64>, mut visit: impl FnMut(usize, u64) -> bool) -> 
 
 impl Resident {
     /// Maps a file of `length_bytes`; `None` where that cannot be, or would not tell holes from data.
-    pub(crate) fn new(fd: &OwnedFd, length_bytes: u64, writable: bool) -> Option<Self> {
+    pub(crate) fn new(fd: &OwnedFd, name: &str, length_bytes: u64, writable: bool) -> Option<Self> {
         // What the kernel says of its pages is taken for pages of this size.
         // SAFETY: the call takes and returns numbers.
         let page_bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
@@ -156,14 +203,49 @@ impl Resident {
         let mut behind = [0];
         mapping.residency((mapped - PAGE) as usize, &mut behind).ok()?;
         (behind[0] & 1 == 0).then(|| Self {
+            name: name.into(),
             mapping,
+            arming: AtomicU8::new(NOT_ARMED),
             writable,
             pages_then: length_bytes / PAGE,
             retired: AtomicBool::new(false),
             regions: regions(mapped / REGION_BYTES),
             repeats: OnItsOwnLine::default(),
             unstamped: AtomicBool::new(false),
+            stamped: Last::NEVER,
         })
+    }
+
+    /// Whether a page that is not there fails a copy, and is waited for by workers alone.
+    pub(crate) fn is_armed(&self) -> bool {
+        self.arming.load(Ordering::Acquire) == ARMED
+    }
+
+    /// Whether nobody has tried yet.
+    pub(crate) fn may_be_armed(&self) -> bool {
+        self.arming.load(Ordering::Relaxed) == NOT_ARMED
+    }
+
+    /// Whether it is the caller who is to see to it, of all reactors.
+    pub(crate) fn begins_arming(&self) -> bool {
+        self.may_be_armed()
+            && self.arming.compare_exchange(NOT_ARMED, BEGUN, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    }
+
+    /// Arms the mapping. May wait for whoever changes the process's mappings.
+    pub(crate) fn arm(&self) {
+        let name = &self.name;
+        let state = match self.mapping.arm() {
+            Ok(()) => ARMED,
+            Err(error) => {
+                tracing::warn!(
+                    "'{name}': the host has swap, and its mapping cannot be told of that (userfaultfd: {error}): while \
+                     anything is swapped out, the kernel is asked before each copy"
+                );
+                CANNOT_BE
+            }
+        };
+        self.arming.store(state, Ordering::Release);
     }
 
     /// Carries a read or write out, if all of it lies in pages that are there, and returns its length.
@@ -194,12 +276,15 @@ impl Resident {
         // SAFETY: `holds` says that the range lies in the mapping, and the caller that the segments are valid. Both may
         // be changed by others meanwhile, a guest or another reactor: the bytes are copied only.
         unsafe {
-            let mut at = self.mapping.as_ptr().as_ptr().add(offset as usize);
-            for segment in segments {
-                let memory = segment.iov_base.cast::<u8>();
-                let (from, to) = if to_file { (memory, at) } else { (at, memory) };
-                std::ptr::copy(from, to, segment.iov_len);
-                at = at.add(segment.iov_len);
+            let at = self.mapping.as_ptr().as_ptr().add(offset as usize);
+            if !self.is_armed() {
+                copy_segments(segments, at, to_file, |from, to, length| {
+                    std::ptr::copy(from, to, length);
+                    true
+                });
+            } else if !copy_segments(segments, at, to_file, |from, to, length| memory::try_copy(from, to, length)) {
+                self.went_away(offset, length);
+                return None;
             }
         }
         // The mark is looked at after the bytes.
@@ -220,7 +305,61 @@ impl Resident {
         let fits = end <= self.mapping.length_bytes() as u64 && length > 0 && length <= i32::MAX as u64;
         let pages = offset / PAGE..end.div_ceil(PAGE);
         fits && !self.retired.load(Ordering::Acquire)
-            && (self.all(pages.clone(), |_, region, bits| has(&region.ready, bits)) || self.warms(pages))
+            && (self.all(pages.clone(), |_, region, bits| has(&region.ready, bits))
+                || (!self.is_armed() && self.warms(pages)))
+    }
+
+    /// Pages of a range were not there: until they are mapped again, nobody need try.
+    #[cold]
+    fn went_away(&self, offset: u64, length: u64) {
+        self.mark(offset / PAGE..offset.saturating_add(length).div_ceil(PAGE), |region, bits| {
+            clear(&region.ready, bits);
+            set(&region.touched, bits);
+        });
+    }
+
+    /// What a worker is to do beside a call that the reactor has left to it, of an armed file.
+    pub(crate) fn aside(&self, action: Action, offset: u64, length: u64) -> Option<Aside> {
+        let may_copy = match action {
+            Action::Read { .. } => true,
+            Action::Write { durable } => self.writable && !durable,
+            Action::Sync => return Some(Aside::Stamp),
+            _ => false,
+        };
+        let pages = offset / PAGE..offset.saturating_add(length).div_ceil(PAGE);
+        let is_wanted = |number: usize, region: &Region, bits: u64| {
+            let is_asked = region.asked.load(Ordering::Relaxed) != 0 || number as u64 * REGION_PAGES >= self.pages_then;
+            has(&region.touched, bits) && (!is_asked || has(&region.present, bits))
+        };
+        let maps = may_copy && length > 0 && !self.retired.load(Ordering::Acquire) && self.all(pages, is_wanted);
+        maps.then_some(Aside::Map)
+    }
+
+    /// Maps what is in memory of the groups that a range lies in, and has it copied from now on. Called by workers.
+    pub(crate) fn map(&self, offset: u64, length: u64) {
+        let pages = offset / PAGE..offset.saturating_add(length).div_ceil(PAGE);
+        self.all(pages, |number, region, bits| {
+            let first = number as u64 * REGION_PAGES;
+            let resident = self.resident_in(first);
+            if first < self.pages_then && region.asked.load(Ordering::Relaxed) == 0 {
+                set(&region.present, resident & self.whole_then(first));
+                region.asked.store(1, Ordering::Relaxed);
+            }
+            let there = resident & region.present.load(Ordering::Relaxed) & groups_of(bits);
+            let mut wanted = there & !region.ready.load(Ordering::Relaxed);
+            while wanted != 0 {
+                let start = wanted.trailing_zeros();
+                let count = (wanted >> start).trailing_ones();
+                let skip = (first + u64::from(start)) * PAGE;
+                self.mapping.map_pages(skip as usize, count as usize * PAGE_BYTES);
+                wanted &= !mask(u64::from(start), u64::from(start + count - 1));
+            }
+            set(&region.ready, there);
+            // Either this sees what is punched beside it, or that sees what became ready.
+            fence(Ordering::SeqCst);
+            clear(&region.ready, there & !region.present.load(Ordering::Relaxed));
+            true
+        });
     }
 
     fn all(&self, pages: Range<u64>, is: impl Fn(usize, &Region, u64) -> bool) -> bool {
@@ -234,7 +373,7 @@ impl Resident {
             && self.all(pages, |number, region, bits| {
                 let first = number as u64 * REGION_PAGES;
                 if first < self.pages_then && region.asked.load(Ordering::Relaxed) == 0 {
-                    set(&region.present, self.resident_in(first));
+                    set(&region.present, self.resident_in(first) & self.whole_then(first));
                     region.asked.store(1, Ordering::Relaxed);
                 }
                 let there = region.present.load(Ordering::Relaxed);
@@ -259,16 +398,20 @@ impl Resident {
         }
     }
 
-    /// The bits of a region that begins at page `first`, as the kernel sees it. The file's last page may have been cut:
-    /// what is written there behind the end must make the file longer.
+    /// The pages of a region, one of those that the file had when it was opened, that it had in whole: what is written in
+    /// the last one behind the end must make the file longer.
+    fn whole_then(&self, first: u64) -> u64 {
+        mask(0, (self.pages_then - first - 1).min(REGION_PAGES - 1))
+    }
+
+    /// The bits of a region that begins at page `first`, as the kernel sees it.
     #[cold]
     fn resident_in(&self, first: u64) -> u64 {
         let mut pages = [0; REGION_PAGES as usize];
         if self.mapping.residency((first * PAGE) as usize, &mut pages).is_err() {
             return 0;
         }
-        let resident = (0..).zip(pages).filter(|(_, page)| page & 1 != 0).fold(0, |bits, (at, _)| bits | 1_u64 << at);
-        resident & mask(0, (self.pages_then - first - 1).min(REGION_PAGES - 1))
+        (0..).zip(pages).filter(|(_, page)| page & 1 != 0).fold(0, |bits, (at, _)| bits | 1_u64 << at)
     }
 
     /// A range was read.
@@ -288,6 +431,8 @@ impl Resident {
     pub(crate) fn was_punched(&self, offset: u64, length: u64) {
         self.mark(covered(offset, length), |region, bits| {
             clear(&region.present, bits);
+            // See `map`.
+            fence(Ordering::SeqCst);
             clear(&region.ready, bits);
         });
     }
@@ -305,9 +450,15 @@ impl Resident {
         self.retired.store(true, Ordering::Release);
     }
 
+    /// Whether a flush sets the file's times. Those of an armed file, for which a worker is woken, not all the time.
+    pub(crate) fn is_to_be_stamped(&self) -> bool {
+        self.unstamped.load(Ordering::Relaxed) && (!self.is_armed() || self.stamped.is_long_ago())
+    }
+
     /// Sets the file's times if it was written since.
-    pub(crate) fn stamp(&self, fd: &OwnedFd) {
+    pub(crate) fn stamp(&self, fd: BorrowedFd<'_>) {
         if self.unstamped.swap(false, Ordering::Relaxed) {
+            self.stamped.is_now();
             let now = rustix::fs::Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW };
             // A wish: the data are where they belong.
             let _ = rustix::fs::futimens(fd, &rustix::fs::Timestamps { last_access: now, last_modification: now });

@@ -1,30 +1,73 @@
 //! What of a file in memory is swapped out: a reactor that copied it would wait for the storage that it went to.
 //!
-//! Most hosts have nothing swapped out, which one look at the clock says. Where something is, the kernel is asked before
-//! each copy (`cachestat`, which takes about half as long as reading a page), and what waits goes to a worker.
+//! Where the host has no swap, which one look at the clock says, nothing can be. Where it has, the mappings of such files are
+//! armed (see `resident`), so that nothing need be asked. Where that cannot be had, the kernel is asked before each copy
+//! (`cachestat`, which takes about half as long as reading a page) while anything is swapped out, and what waits goes to a
+//! worker.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 /// For so long, in milliseconds, is believed what was found; the clock's own ticks may be as far apart.
 const BELIEVED_MS: u64 = 10;
 
-/// When the kernel was last asked, from 1.
-static ASKED_MS: AtomicU64 = AtomicU64::new(0);
-static IN_USE: AtomicBool = AtomicBool::new(false);
+/// When the kernel was asked.
+static ASKED: Last = Last::NEVER;
+static FOUND: AtomicU8 = AtomicU8::new(NONE);
+const NONE: u8 = 0;
+const UNUSED: u8 = 1;
+const IN_USE: u8 = 2;
 
-/// Whether anything of this host is swapped out.
-pub(crate) fn is_in_use() -> bool {
+/// What this host has to swap to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Swap {
+    None,
+    /// Nothing is swapped out.
+    Unused,
+    InUse,
+}
+
+/// A clock that costs no call, in milliseconds from 1. Its ticks may be as far apart as [`BELIEVED_MS`].
+fn clock_ms() -> u64 {
     let now = clock_gettime(ClockId::MonotonicCoarse);
-    let now_ms = (now.tv_sec as u64).wrapping_mul(1000).wrapping_add(now.tv_nsec as u64 / 1_000_000).max(1);
-    let asked_ms = ASKED_MS.load(Ordering::Relaxed);
-    if asked_ms == 0 || now_ms.wrapping_sub(asked_ms) >= BELIEVED_MS {
-        let host = rustix::system::sysinfo();
-        IN_USE.store(host.freeswap < host.totalswap, Ordering::Relaxed);
-        ASKED_MS.store(now_ms, Ordering::Relaxed);
+    (now.tv_sec as u64).wrapping_mul(1000).wrapping_add(now.tv_nsec as u64 / 1_000_000).max(1)
+}
+
+/// When something was done that is to be done again when [`BELIEVED_MS`] have passed.
+#[derive(Debug, Default)]
+pub(crate) struct Last(AtomicU64);
+
+impl Last {
+    pub(crate) const NEVER: Self = Self(AtomicU64::new(0));
+
+    pub(crate) fn is_long_ago(&self) -> bool {
+        let last_ms = self.0.load(Ordering::Relaxed);
+        last_ms == 0 || clock_ms().wrapping_sub(last_ms) >= BELIEVED_MS
     }
-    IN_USE.load(Ordering::Relaxed)
+
+    pub(crate) fn is_now(&self) {
+        self.0.store(clock_ms(), Ordering::Relaxed);
+    }
+}
+
+/// What there is, and whether anything of this host is swapped out.
+pub(crate) fn look() -> Swap {
+    if ASKED.is_long_ago() {
+        let host = rustix::system::sysinfo();
+        let found = match (host.totalswap, host.freeswap) {
+            (0, _) => NONE,
+            (total, free) if free < total => IN_USE,
+            _ => UNUSED,
+        };
+        FOUND.store(found, Ordering::Relaxed);
+        ASKED.is_now();
+    }
+    match FOUND.load(Ordering::Relaxed) {
+        NONE => Swap::None,
+        UNUSED => Swap::Unused,
+        _ => Swap::InUse,
+    }
 }
 
 /// `struct cachestat_range` of `linux/mman.h`.

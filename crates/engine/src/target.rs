@@ -137,6 +137,10 @@ impl OpenFile {
         match action {
             // SAFETY: passed on to the caller.
             Action::Read { .. } | Action::Write { .. } => unsafe { resident.copy(action, offset, buffers) },
+            // There is nothing to make durable; a call would perhaps wait for a change of the file.
+            Action::Sync if resident.is_armed() => {
+                (self.is_changed_by_workers() || !resident.is_to_be_stamped()).then_some(0)
+            }
             Action::Sync => {
                 self.stamp();
                 None
@@ -151,8 +155,13 @@ impl OpenFile {
         if let Some(resident) = &self.resident
             && !self.is_changed_by_workers()
         {
-            resident.stamp(&self.fd);
+            resident.stamp(self.fd.as_fd());
         }
+    }
+
+    /// Whether only workers call the kernel for this file: a reactor copies what it can, and waits for nothing.
+    pub(crate) fn is_armed(&self) -> bool {
+        self.resident.as_ref().is_some_and(Resident::is_armed)
     }
 
     pub(crate) fn is_changed_by_workers(&self) -> bool {

@@ -6,11 +6,11 @@
 //! Files that lie in memory are an exception: their bytes are only copied, which takes less time than to wake somebody.
 //! Their small transfers the reactor does itself, without a call where it can (see `resident`): when it submits, or, where
 //! a task awaits the end, at once. The task goes on without being woken, and finds in the processor's cache what it has
-//! just read; what tasks may copy in a turn is limited, so that rings and other tasks come round. What is swapped out goes
-//! to a worker (see `swap`), and while workers change such a file, so does what else would change it by a call: the kernel
-//! lets one do so at a time.
+//! just read; what tasks may copy in a turn is limited, so that rings and other tasks come round. What may be left to the
+//! reactor, `inline` says.
 
 use crate::inflight::{Action, Request, Slab, Step};
+use crate::inline::{self, May, goes_in_turn, is_inline, waits_for_workers};
 use crate::job_queue::{Job, Queue, Spinner};
 use crate::poll::Pace;
 use crate::stats::Counters;
@@ -67,41 +67,6 @@ struct Pool {
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Whether the reactor would carry this out itself, were nothing of it swapped out: on a file that lies in memory, what is
-/// not longer than `longest_bytes`.
-fn is_inline(request: &Request, longest_bytes: usize) -> bool {
-    let file = &*request.target.file;
-    file.in_memory
-        && match request.action {
-            Action::Read { .. } | Action::Write { .. } => request.left_bytes() <= longest_bytes,
-            // There is nothing to make durable.
-            Action::Sync => true,
-            // Behind the end of the file there is nothing to free.
-            Action::Fallocate { mode, length } => {
-                let frees = mode & libc::FALLOC_FL_PUNCH_HOLE != 0;
-                length <= longest_bytes as u64 || (frees && file.ends_by(request.offset))
-            }
-            Action::Truncate | Action::DiscardBlocks { .. } | Action::BeginWriteback | Action::CopyFrom { .. } => false,
-        }
-}
-
-/// Whether the reactor would only wait for the end of what a worker does.
-fn waits_for_workers(request: &Request) -> bool {
-    goes_in_turn(request) && request.target.file.is_changed_by_workers()
-}
-
-/// Whether the kernel would let it wait for other changes of the file.
-fn goes_in_turn(request: &Request) -> bool {
-    let file = &*request.target.file;
-    match request.action {
-        Action::Write { .. } if file.in_memory => true,
-        // A durable one lets others go ahead while it is made durable.
-        Action::Write { durable } => !durable && file.page_cached && !file.info.block_device,
-        Action::Fallocate { .. } | Action::Truncate | Action::CopyFrom { .. } => file.in_memory,
-        Action::Read { .. } | Action::Sync | Action::DiscardBlocks { .. } | Action::BeginWriteback => false,
-    }
 }
 
 /// What workers have carried out.
@@ -171,7 +136,7 @@ impl Workers {
     }
 
     /// Takes a request; workers see it with the next [`Workers::submit`]. What a task awaits may have ended on return.
-    pub(crate) fn push(&self, request: Request) {
+    pub(crate) fn push(&self, mut request: Request) {
         self.counters.requests.add(1);
         if matches!(request.done, Done::Waiter(_)) && !self.closed.get() && is_inline(&request, self.inline_bytes) {
             let zeroed_bytes = match request.action {
@@ -182,27 +147,25 @@ impl Workers {
                 _ => 0,
             };
             let cost_bytes = request.left_bytes().saturating_add(zeroed_bytes).saturating_add(CALL_BYTES);
-            let waits = || waits_for_workers(&request) || (swap::is_in_use() && self.waits_for_swap(&request));
-            let left_bytes = self.at_once_bytes.get().checked_sub(cost_bytes);
-            if let Some(left_bytes) = left_bytes.filter(|_| !waits()) {
-                self.at_once_bytes.set(left_bytes);
-                self.counters.completions.add(1);
-                return self.counters.system_calls.add(crate::blocking::run(request));
+            if let Some(left_bytes) = self.at_once_bytes.get().checked_sub(cost_bytes) {
+                match inline::what_reactor_may(&request, swap::look(), &self.counters) {
+                    May::Call if !waits_for_workers(&request) => {
+                        self.at_once_bytes.set(left_bytes);
+                        self.counters.completions.add(1);
+                        return self.counters.system_calls.add(crate::blocking::run(request));
+                    }
+                    May::Copy => match crate::blocking::run_without_call(request) {
+                        None => {
+                            self.at_once_bytes.set(left_bytes);
+                            return self.counters.completions.add(1);
+                        }
+                        Some(left) => request = left,
+                    },
+                    _ => {}
+                }
             }
         }
         self.take_over(request);
-    }
-
-    /// Whether the reactor would wait for what of the request's range is swapped out. A range that is given back is read,
-    /// too, where it does not end with a page.
-    fn waits_for_swap(&self, request: &Request) -> bool {
-        let length = match request.action {
-            Action::Read { .. } | Action::Write { .. } => request.left_bytes() as u64,
-            Action::Fallocate { length, .. } => length,
-            _ => return false,
-        };
-        self.counters.system_calls.add(1);
-        swap::may_hold(&request.target.file.fd, request.file_offset(), length)
     }
 
     /// As [`Workers::push`], for a request that another engine has counted.
@@ -244,7 +207,8 @@ impl Workers {
             let fd = request.target.file.raw_fd();
             let (offset, length_bytes) = (request.file_offset(), request.left_bytes());
             let action = request.action;
-            let job = Job { index, fd, in_turn: false, is_short: false, action, offset, length_bytes, buffers };
+            let job =
+                Job { index, fd, in_turn: false, is_short: false, action, offset, length_bytes, buffers, aside: None };
             match is_inline(request, self.inline_bytes) {
                 true => self.inline.borrow_mut().push(job),
                 false => self.leave_to_worker(request, job),
@@ -276,25 +240,27 @@ impl Workers {
         if jobs.is_empty() {
             return false;
         }
-        let (slab, swaps, mut calls) = (self.slab.borrow(), swap::is_in_use(), 0);
+        let (slab, swap, mut calls) = (self.slab.borrow(), swap::look(), 0);
         let mut done = self.inline_done.borrow_mut();
         for job in jobs.drain(..) {
             let Some(request) = slab.get(job.index) else { continue };
-            if swaps && self.waits_for_swap(request) {
-                self.leave_to_worker(request, job);
-                continue;
-            }
-            // SAFETY: the slab's request keeps the memory.
-            let copied = unsafe { request.target.file.without_call(job.action, job.offset, job.buffers) };
+            let file = &*request.target.file;
+            let may = inline::what_reactor_may(request, swap, &self.counters);
+            let copied = match may {
+                May::Nothing => None,
+                // SAFETY: the slab's request keeps the memory.
+                May::Copy | May::Call => unsafe { file.without_call(job.action, job.offset, job.buffers) },
+            };
             let result = match copied {
                 Some(result) => result,
-                None if waits_for_workers(request) => {
-                    self.leave_to_worker(request, job);
-                    continue;
-                }
-                None => {
+                None if may == May::Call && !waits_for_workers(request) => {
                     calls += 1;
                     job.run()
+                }
+                None => {
+                    let aside = inline::aside(request, &job, swap);
+                    self.leave_to_worker(request, Job { aside, ..job });
+                    continue;
                 }
             };
             done.push((job.index, result));

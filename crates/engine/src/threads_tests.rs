@@ -63,7 +63,7 @@ struct InMemory {
 impl InMemory {
     /// `None` where there is no tmpfs, or calls would be counted that ask for what is swapped out.
     fn new() -> Option<Self> {
-        if swap::is_in_use() {
+        if swap::look() != swap::Swap::None {
             return None;
         }
         let dir = tempfile::tempdir_in("/dev/shm").ok()?;
