@@ -1,9 +1,12 @@
 //! A copy that fails instead of waiting for a page of an armed mapping (see [`crate::Mapping::arm`]).
 //!
-//! The kernel answers a touch of such a page with SIGBUS. The handler (see [`crate::fault`]) must be able to go on from
-//! whatever instruction touched it, so the copy is written in machine language: it keeps nothing on the stack, and from
-//! all of it its failing exit can be gone to. A touch of any other memory is treated as everywhere: the handler repairs
-//! the page, and the instruction is repeated.
+//! The kernel answers a touch of such a page with SIGBUS. The copy is the C library's, as any other, which knows best how
+//! to copy on this machine; but it is called by a few instructions that keep what a function may change, and say where on
+//! the stack. The handler (see [`crate::fault`]) has the thread go on there, and the copy, which holds nothing but
+//! registers and its part of the stack, is forgotten. A touch of any other memory is treated as everywhere: the handler
+//! repairs the page, and the instruction is repeated.
+
+use std::cell::Cell;
 
 /// Whether there is such a copy on this machine.
 pub const CAN_FAIL: bool = cfg!(any(target_arch = "x86_64", target_arch = "aarch64"));
@@ -11,184 +14,123 @@ pub const CAN_FAIL: bool = cfg!(any(target_arch = "x86_64", target_arch = "aarch
 #[cfg(target_arch = "x86_64")]
 core::arch::global_asm!(
     ".pushsection .text.ringdisk_try_copy,\"ax\",@progbits",
-    ".p2align 6",
+    ".p2align 5",
     ".globl ringdisk_try_copy",
     ".hidden ringdisk_try_copy",
     ".type ringdisk_try_copy,@function",
-    "ringdisk_try_copy:", // rdi: to, rsi: from, rdx: bytes
+    "ringdisk_try_copy:", // rdi: to, rsi: from, rdx: bytes, rcx: where to say that a copy is being made
     ".cfi_startproc",
-    "cmp rdx, 64",
-    "jb 3f",
-    ".p2align 5",
-    "2:",
-    "movups xmm0, [rsi]",
-    "movups xmm1, [rsi + 16]",
-    "movups xmm2, [rsi + 32]",
-    "movups xmm3, [rsi + 48]",
-    "add rsi, 64",
-    "movups [rdi], xmm0",
-    "movups [rdi + 16], xmm1",
-    "movups [rdi + 32], xmm2",
-    "movups [rdi + 48], xmm3",
-    "add rdi, 64",
-    "sub rdx, 64",
-    "cmp rdx, 64",
-    "jae 2b",
-    "3:",
-    "test dl, 32",
-    "jz 4f",
-    "movups xmm0, [rsi]",
-    "movups xmm1, [rsi + 16]",
-    "movups [rdi], xmm0",
-    "movups [rdi + 16], xmm1",
-    "add rsi, 32",
-    "add rdi, 32",
-    "4:",
-    "test dl, 16",
-    "jz 5f",
-    "movups xmm0, [rsi]",
-    "movups [rdi], xmm0",
-    "add rsi, 16",
-    "add rdi, 16",
-    "5:",
-    "test dl, 8",
-    "jz 6f",
-    "mov rax, [rsi]",
-    "mov [rdi], rax",
-    "add rsi, 8",
-    "add rdi, 8",
-    "6:",
-    "test dl, 4",
-    "jz 7f",
-    "mov eax, [rsi]",
-    "mov [rdi], eax",
-    "add rsi, 4",
-    "add rdi, 4",
-    "7:",
-    "test dl, 2",
-    "jz 8f",
-    "movzx eax, word ptr [rsi]",
-    "mov [rdi], ax",
-    "add rsi, 2",
-    "add rdi, 2",
-    "8:",
-    "test dl, 1",
-    "jz 9f",
-    "movzx eax, byte ptr [rsi]",
-    "mov [rdi], al",
-    "9:",
+    "push rbx",
+    "push rbp",
+    "push r12",
+    "push r13",
+    "push r14",
+    "push r15",
+    "push rcx",
+    ".cfi_def_cfa_offset 64",
+    ".cfi_offset rbx, -16",
+    ".cfi_offset rbp, -24",
+    ".cfi_offset r12, -32",
+    ".cfi_offset r13, -40",
+    ".cfi_offset r14, -48",
+    ".cfi_offset r15, -56",
+    "mov rbx, rcx",
+    "mov [rcx], rsp",
+    "call {memcpy}@PLT",
+    "mov qword ptr [rbx], 0",
     "mov eax, 1",
+    "2:",
+    "pop rcx",
+    "pop r15",
+    "pop r14",
+    "pop r13",
+    "pop r12",
+    "pop rbp",
+    "pop rbx",
+    ".cfi_remember_state",
+    ".cfi_def_cfa_offset 8",
     "ret",
+    ".cfi_restore_state",
     ".globl ringdisk_try_copy_failed",
     ".hidden ringdisk_try_copy_failed",
     "ringdisk_try_copy_failed:",
     "xor eax, eax",
-    "ret",
+    "jmp 2b",
     ".cfi_endproc",
     ".size ringdisk_try_copy, . - ringdisk_try_copy",
     ".popsection",
+    memcpy = sym libc::memcpy,
 );
 
 #[cfg(target_arch = "aarch64")]
 core::arch::global_asm!(
     ".pushsection .text.ringdisk_try_copy,\"ax\",@progbits",
-    ".p2align 6",
+    ".p2align 5",
     ".globl ringdisk_try_copy",
     ".hidden ringdisk_try_copy",
     ".type ringdisk_try_copy,@function",
-    "ringdisk_try_copy:", // x0: to, x1: from, x2: bytes
+    "ringdisk_try_copy:", // x0: to, x1: from, x2: bytes, x3: where to say that a copy is being made
     ".cfi_startproc",
     "hint #34", // bti c
-    "cmp x2, #64",
-    "b.lo 3f",
-    "2:",
-    "ldp q0, q1, [x1]",
-    "ldp q2, q3, [x1, #32]",
-    "add x1, x1, #64",
-    "stp q0, q1, [x0]",
-    "stp q2, q3, [x0, #32]",
-    "add x0, x0, #64",
-    "sub x2, x2, #64",
-    "cmp x2, #64",
-    "b.hs 2b",
-    "3:",
-    "tbz x2, #5, 4f",
-    "ldp q0, q1, [x1]",
-    "stp q0, q1, [x0]",
-    "add x1, x1, #32",
-    "add x0, x0, #32",
-    "4:",
-    "tbz x2, #4, 5f",
-    "ldr q0, [x1]",
-    "str q0, [x0]",
-    "add x1, x1, #16",
-    "add x0, x0, #16",
-    "5:",
-    "tbz x2, #3, 6f",
-    "ldr x3, [x1]",
-    "str x3, [x0]",
-    "add x1, x1, #8",
-    "add x0, x0, #8",
-    "6:",
-    "tbz x2, #2, 7f",
-    "ldr w3, [x1]",
-    "str w3, [x0]",
-    "add x1, x1, #4",
-    "add x0, x0, #4",
-    "7:",
-    "tbz x2, #1, 8f",
-    "ldrh w3, [x1]",
-    "strh w3, [x0]",
-    "add x1, x1, #2",
-    "add x0, x0, #2",
-    "8:",
-    "tbz x2, #0, 9f",
-    "ldrb w3, [x1]",
-    "strb w3, [x0]",
-    "9:",
+    "stp x29, x30, [sp, #-176]!",
+    ".cfi_def_cfa_offset 176",
+    ".cfi_offset x29, -176",
+    ".cfi_offset x30, -168",
+    "mov x29, sp",
+    "stp x19, x20, [sp, #16]",
+    "stp x21, x22, [sp, #32]",
+    "stp x23, x24, [sp, #48]",
+    "stp x25, x26, [sp, #64]",
+    "stp x27, x28, [sp, #80]",
+    "stp d8, d9, [sp, #96]",
+    "stp d10, d11, [sp, #112]",
+    "stp d12, d13, [sp, #128]",
+    "stp d14, d15, [sp, #144]",
+    ".cfi_offset x19, -160",
+    ".cfi_offset x20, -152",
+    "mov x19, x3",
+    "mov x9, sp",
+    "str x9, [x3]",
+    "bl {memcpy}",
+    "str xzr, [x19]",
     "mov x0, #1",
+    "2:",
+    "ldp x19, x20, [sp, #16]",
+    "ldp x21, x22, [sp, #32]",
+    "ldp x23, x24, [sp, #48]",
+    "ldp x25, x26, [sp, #64]",
+    "ldp x27, x28, [sp, #80]",
+    "ldp d8, d9, [sp, #96]",
+    "ldp d10, d11, [sp, #112]",
+    "ldp d12, d13, [sp, #128]",
+    "ldp d14, d15, [sp, #144]",
+    "ldp x29, x30, [sp], #176",
+    ".cfi_remember_state",
+    ".cfi_def_cfa_offset 0",
     "ret",
+    ".cfi_restore_state",
     ".globl ringdisk_try_copy_failed",
     ".hidden ringdisk_try_copy_failed",
     "ringdisk_try_copy_failed:",
     "mov x0, #0",
-    "ret",
+    "b 2b",
     ".cfi_endproc",
     ".size ringdisk_try_copy, . - ringdisk_try_copy",
     ".popsection",
+    memcpy = sym libc::memcpy,
 );
 
+thread_local! {
+    /// Where on the stack this thread keeps its registers while it makes such a copy; zero while it does not. (The handler
+    /// may read it: it is neither made nor dropped.)
+    static KEPT_AT: Cell<usize> = const { Cell::new(0) };
+}
+
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-mod machine {
-    unsafe extern "C" {
-        pub(super) fn ringdisk_try_copy(to: *mut u8, from: *const u8, length_bytes: usize) -> usize;
-        /// Not a function: where the one above goes on after a touch that failed.
-        fn ringdisk_try_copy_failed();
-    }
-
-    /// Where the copy goes on, if `counter` is an instruction of its own that comes before.
-    fn failing_exit(counter: usize) -> Option<usize> {
-        let start = ringdisk_try_copy as *const () as usize;
-        let exit = ringdisk_try_copy_failed as *const () as usize;
-        (start..exit).contains(&counter).then_some(exit)
-    }
-
-    /// See [`super::fail`].
-    pub(super) unsafe fn fail(context: *mut libc::c_void) -> bool {
-        // SAFETY: the caller passes the context of a signal handler, which is a `ucontext_t`.
-        let machine = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext };
-        #[cfg(target_arch = "x86_64")]
-        let counter = &mut machine.gregs[libc::REG_RIP as usize];
-        #[cfg(target_arch = "aarch64")]
-        let counter = &mut machine.pc;
-        match failing_exit(*counter as usize) {
-            Some(exit) => {
-                *counter = exit as _;
-                true
-            }
-            None => false,
-        }
-    }
+unsafe extern "C" {
+    fn ringdisk_try_copy(to: *mut u8, from: *const u8, length_bytes: usize, kept_at: *mut usize) -> usize;
+    /// Not a function: where the one above goes on when it fails.
+    fn ringdisk_try_copy_failed();
 }
 
 /// Copies as `std::ptr::copy` does, but that the ranges may not overlap. False, with any part of it copied, where a page of
@@ -200,8 +142,8 @@ mod machine {
 #[must_use]
 pub unsafe fn try_copy(from: *const u8, to: *mut u8, length_bytes: usize) -> bool {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    // SAFETY: passed on to the caller; the function follows the C calling convention.
-    return unsafe { machine::ringdisk_try_copy(to, from, length_bytes) } != 0;
+    // SAFETY: passed on to the caller; the function follows the C calling convention, also where it fails.
+    return KEPT_AT.with(|kept_at| unsafe { ringdisk_try_copy(to, from, length_bytes, kept_at.as_ptr()) } != 0);
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     {
         // SAFETY: passed on to the caller.
@@ -210,17 +152,33 @@ pub unsafe fn try_copy(from: *const u8, to: *mut u8, length_bytes: usize) -> boo
     }
 }
 
-/// For the handler: if a copy of ours is what was interrupted, has it fail when the handler returns.
+/// For the handler, where what was interrupted has touched an armed mapping: if that was a copy of ours, has it fail when
+/// the handler returns.
 ///
 /// # Safety
-/// `context` must be what the kernel has passed to the handler.
+/// `context` must be what the kernel has passed to the handler of a fault.
 pub(crate) unsafe fn fail(context: *mut libc::c_void) -> bool {
-    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    // SAFETY: passed on to the caller.
-    return unsafe { machine::fail(context) };
-    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-    {
-        let _ = context;
-        false
+    let kept_at = KEPT_AT.replace(0);
+    if kept_at == 0 {
+        return false;
     }
+    // SAFETY: the caller passes the context of a signal handler, which is a `ucontext_t`. The thread is in the C library's
+    // copy, called from where it goes on now, with the stack that it had there.
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    unsafe {
+        let machine = &raw mut (*context.cast::<libc::ucontext_t>()).uc_mcontext;
+        let exit = ringdisk_try_copy_failed as *const () as usize;
+        #[cfg(target_arch = "x86_64")]
+        {
+            (*machine).gregs[libc::REG_RSP as usize] = kept_at as _;
+            (*machine).gregs[libc::REG_RIP as usize] = exit as _;
+        }
+        #[cfg(target_arch = "aarch64")]
+        {
+            (*machine).sp = kept_at as _;
+            (*machine).pc = exit as _;
+        }
+    }
+    let _ = context;
+    true
 }
