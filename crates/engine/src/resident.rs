@@ -212,7 +212,7 @@ impl Resident {
             regions: regions(mapped / REGION_BYTES),
             repeats: OnItsOwnLine::default(),
             unstamped: AtomicBool::new(false),
-            stamped: Last::NEVER,
+            stamped: Last::never(),
         })
     }
 

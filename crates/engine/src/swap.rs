@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 const BELIEVED_MS: u64 = 10;
 
 /// When the kernel was asked.
-static ASKED: Last = Last::NEVER;
+static ASKED: Last = Last::never();
 static FOUND: AtomicU8 = AtomicU8::new(NONE);
 const NONE: u8 = 0;
 const UNUSED: u8 = 1;
@@ -39,7 +39,9 @@ fn clock_ms() -> u64 {
 pub(crate) struct Last(AtomicU64);
 
 impl Last {
-    pub(crate) const NEVER: Self = Self(AtomicU64::new(0));
+    pub(crate) const fn never() -> Self {
+        Self(AtomicU64::new(0))
+    }
 
     pub(crate) fn is_long_ago(&self) -> bool {
         let last_ms = self.0.load(Ordering::Relaxed);
