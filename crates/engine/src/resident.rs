@@ -24,7 +24,6 @@
 //! a mapping cannot be armed, what is swapped out must not get here (see `swap`).
 
 use crate::inflight::{Action, Buffers};
-use crate::swap::Last;
 use memory::{Mapping, PAGE_BYTES};
 use std::fmt;
 use std::ops::Range;
@@ -96,8 +95,6 @@ pub(crate) struct Resident {
     repeats: OnItsOwnLine,
     /// Written through the mapping since the file's times were set.
     unstamped: AtomicBool,
-    /// When they were.
-    stamped: Last,
 }
 
 impl fmt::Debug for Resident {
@@ -212,7 +209,6 @@ impl Resident {
             regions: regions(mapped / REGION_BYTES),
             repeats: OnItsOwnLine::default(),
             unstamped: AtomicBool::new(false),
-            stamped: Last::never(),
         })
     }
 
@@ -450,15 +446,14 @@ impl Resident {
         self.retired.store(true, Ordering::Release);
     }
 
-    /// Whether a flush sets the file's times. Those of an armed file, for which a worker is woken, not all the time.
+    /// Whether a flush is to set the file's times.
     pub(crate) fn is_to_be_stamped(&self) -> bool {
-        self.unstamped.load(Ordering::Relaxed) && (!self.is_armed() || self.stamped.is_long_ago())
+        self.unstamped.load(Ordering::Relaxed)
     }
 
     /// Sets the file's times if it was written since.
     pub(crate) fn stamp(&self, fd: BorrowedFd<'_>) {
         if self.unstamped.swap(false, Ordering::Relaxed) {
-            self.stamped.is_now();
             let now = rustix::fs::Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW };
             // A wish: the data are where they belong.
             let _ = rustix::fs::futimens(fd, &rustix::fs::Timestamps { last_access: now, last_modification: now });

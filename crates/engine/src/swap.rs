@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 /// For so long, in milliseconds, is believed what was found; the clock's own ticks may be as far apart.
 const BELIEVED_MS: u64 = 10;
 
-/// When the kernel was asked.
-static ASKED: Last = Last::never();
+/// When the kernel was last asked, from 1.
+static ASKED_MS: AtomicU64 = AtomicU64::new(0);
 static FOUND: AtomicU8 = AtomicU8::new(NONE);
 const NONE: u8 = 0;
 const UNUSED: u8 = 1;
@@ -28,34 +28,12 @@ pub(crate) enum Swap {
     InUse,
 }
 
-/// A clock that costs no call, in milliseconds from 1. Its ticks may be as far apart as [`BELIEVED_MS`].
-fn clock_ms() -> u64 {
-    let now = clock_gettime(ClockId::MonotonicCoarse);
-    (now.tv_sec as u64).wrapping_mul(1000).wrapping_add(now.tv_nsec as u64 / 1_000_000).max(1)
-}
-
-/// When something was done that is to be done again when [`BELIEVED_MS`] have passed.
-#[derive(Debug, Default)]
-pub(crate) struct Last(AtomicU64);
-
-impl Last {
-    pub(crate) const fn never() -> Self {
-        Self(AtomicU64::new(0))
-    }
-
-    pub(crate) fn is_long_ago(&self) -> bool {
-        let last_ms = self.0.load(Ordering::Relaxed);
-        last_ms == 0 || clock_ms().wrapping_sub(last_ms) >= BELIEVED_MS
-    }
-
-    pub(crate) fn is_now(&self) {
-        self.0.store(clock_ms(), Ordering::Relaxed);
-    }
-}
-
 /// What there is, and whether anything of this host is swapped out.
 pub(crate) fn look() -> Swap {
-    if ASKED.is_long_ago() {
+    let now = clock_gettime(ClockId::MonotonicCoarse);
+    let now_ms = (now.tv_sec as u64).wrapping_mul(1000).wrapping_add(now.tv_nsec as u64 / 1_000_000).max(1);
+    let asked_ms = ASKED_MS.load(Ordering::Relaxed);
+    if asked_ms == 0 || now_ms.wrapping_sub(asked_ms) >= BELIEVED_MS {
         let host = rustix::system::sysinfo();
         let found = match (host.totalswap, host.freeswap) {
             (0, _) => NONE,
@@ -63,7 +41,7 @@ pub(crate) fn look() -> Swap {
             _ => UNUSED,
         };
         FOUND.store(found, Ordering::Relaxed);
-        ASKED.is_now();
+        ASKED_MS.store(now_ms, Ordering::Relaxed);
     }
     match FOUND.load(Ordering::Relaxed) {
         NONE => Swap::None,
