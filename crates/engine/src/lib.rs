@@ -39,6 +39,7 @@ mod sys;
 mod tables;
 mod target;
 mod threads;
+mod together;
 mod tracking;
 mod untold;
 mod upkeep;

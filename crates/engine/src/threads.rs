@@ -15,6 +15,7 @@ use crate::job_queue::{Job, Queue, Spinner};
 use crate::poll::Pace;
 use crate::stats::Counters;
 use crate::swap;
+use crate::together::Together;
 use crate::untold::Untold;
 use crate::wakeup::Wakeup;
 use block::{Done, IoError};
@@ -85,6 +86,8 @@ pub(crate) struct Workers {
     /// As `batch`, for the reactor itself, and what came of it.
     inline: RefCell<Vec<Job>>,
     inline_done: RefCell<Vec<(u32, i32)>>,
+    /// Those of `inline` that one call carries out.
+    together: RefCell<Together>,
     harvested: RefCell<Vec<(u32, i32)>>,
     /// The longest copy that the reactor makes itself.
     inline_bytes: usize,
@@ -124,6 +127,7 @@ impl Workers {
             batch: RefCell::default(),
             inline: RefCell::default(),
             inline_done: RefCell::default(),
+            together: RefCell::default(),
             harvested: RefCell::default(),
             inline_bytes,
             at_once_bytes: Cell::new(AT_ONCE_BYTES),
@@ -242,6 +246,7 @@ impl Workers {
         }
         let (slab, swap, mut calls) = (self.slab.borrow(), swap::look(), 0);
         let mut done = self.inline_done.borrow_mut();
+        let mut together = self.together.borrow_mut();
         for job in jobs.drain(..) {
             let Some(request) = slab.get(job.index) else { continue };
             let file = &*request.target.file;
@@ -254,6 +259,16 @@ impl Workers {
             let result = match copied {
                 Some(result) => result,
                 None if may == May::Call && !waits_for_workers(request) => {
+                    if job.action == (Action::Write { durable: false }) {
+                        if together.add(job) {
+                            calls += together.run(&mut done);
+                        }
+                        continue;
+                    }
+                    if !matches!(job.action, Action::Read { .. }) {
+                        // Changes keep their order.
+                        calls += together.run(&mut done);
+                    }
                     calls += 1;
                     job.run()
                 }
@@ -265,6 +280,7 @@ impl Workers {
             };
             done.push((job.index, result));
         }
+        calls += together.run(&mut done);
         self.counters.system_calls.add(calls);
         true
     }

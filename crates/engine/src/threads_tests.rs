@@ -112,6 +112,31 @@ impl InMemory {
 const SMALL_WRITE: Action = Action::Write { durable: false };
 
 #[test]
+fn writes_of_a_batch_to_what_is_not_mapped_of_a_file_in_memory_are_one_call() {
+    let Some(memory) = InMemory::new().filter(|_| crate::aio::probe().is_ok()) else { return };
+    let (workers, target) = &memory.reactors[0];
+    let (data, sink) = (IoBuf::zeroed(4096), Sink::new());
+    for (round, count) in [1, 32, 100].into_iter().enumerate() {
+        let before = workers.counters.snapshot();
+        for token in 0..count {
+            // No page is written twice: from then on it might be mapped.
+            let place = (round as u64 + 1) * (4 << 20) + token * 4096;
+            workers.push(Request { offset: place, ..write(target, &sink, token, data.whole()) });
+        }
+        workers.submit();
+        assert_eq!(workers.harvest() as u64, count);
+        let now = workers.counters.snapshot();
+        assert_eq!(now.completions - before.completions, count);
+        assert_eq!(now.system_calls - before.system_calls, count.div_ceil(64));
+        let mut ended = Vec::new();
+        sink.take(&mut ended);
+        ended.sort_unstable_by_key(|end| end.0);
+        assert!(ended.into_iter().eq((0..count).map(|token| (token, Ok(())))));
+    }
+    assert_eq!(std::fs::metadata(&memory.path).unwrap().len(), (12 << 20) + 100 * 4096);
+}
+
+#[test]
 fn beside_a_workers_change_of_a_file_in_memory_other_reactors_leave_theirs_to_workers_too() {
     let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     for (change, length_bytes) in [
