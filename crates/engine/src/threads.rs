@@ -6,8 +6,9 @@
 //! Files that lie in memory are an exception: their bytes are only copied, which takes less time than to wake somebody.
 //! Their small transfers the reactor does itself, without a call where it can (see `resident`): when it submits, or, where
 //! a task awaits the end, at once. The task goes on without being woken, and finds in the processor's cache what it has
-//! just read; what tasks may copy in a turn is limited, so that rings and other tasks come round. What may be left to the
-//! reactor, `inline` says.
+//! just read; what tasks may copy in a turn is limited, so that rings and other tasks come round. What takes a call waits
+//! for the end of the turn, for one call carries it all out (see `together`). What may be left to the reactor, `inline`
+//! says.
 
 use crate::inflight::{Action, Request, Slab, Step};
 use crate::inline::{self, May, goes_in_turn, is_inline, waits_for_workers};
@@ -152,19 +153,24 @@ impl Workers {
             };
             let cost_bytes = request.left_bytes().saturating_add(zeroed_bytes).saturating_add(CALL_BYTES);
             if let Some(left_bytes) = self.at_once_bytes.get().checked_sub(cost_bytes) {
-                match inline::what_reactor_may(&request, swap::look(), &self.counters) {
+                let moves = matches!(request.action, Action::Read { .. } | Action::Write { .. });
+                let may = inline::what_reactor_may(&request, swap::look(), &self.counters);
+                match may {
+                    // One call carries out all transfers of a turn that need one.
+                    May::Copy | May::Call if moves || may == May::Copy => {
+                        match crate::blocking::run_without_call(request) {
+                            None => {
+                                self.at_once_bytes.set(left_bytes);
+                                return self.counters.completions.add(1);
+                            }
+                            Some(left) => request = left,
+                        }
+                    }
                     May::Call if !waits_for_workers(&request) => {
                         self.at_once_bytes.set(left_bytes);
                         self.counters.completions.add(1);
                         return self.counters.system_calls.add(crate::blocking::run(request));
                     }
-                    May::Copy => match crate::blocking::run_without_call(request) {
-                        None => {
-                            self.at_once_bytes.set(left_bytes);
-                            return self.counters.completions.add(1);
-                        }
-                        Some(left) => request = left,
-                    },
                     _ => {}
                 }
             }
@@ -259,16 +265,14 @@ impl Workers {
             let result = match copied {
                 Some(result) => result,
                 None if may == May::Call && !waits_for_workers(request) => {
-                    if job.action == (Action::Write { durable: false }) {
+                    if Together::takes(job.action) {
                         if together.add(job) {
                             calls += together.run(&mut done);
                         }
                         continue;
                     }
-                    if !matches!(job.action, Action::Read { .. }) {
-                        // Changes keep their order.
-                        calls += together.run(&mut done);
-                    }
+                    // Changes keep their order.
+                    calls += together.run(&mut done);
                     calls += 1;
                     job.run()
                 }

@@ -1,18 +1,18 @@
-//! Writes of a batch that one call carries out.
+//! Transfers of a batch that one call carries out.
 //!
-//! `io_submit` of Linux AIO carries buffered writes out while it runs, one after the other, and their ends lie in a ring
-//! that is read without a call. For each it does more than a write of its own would (it counts, allocates and locks); that
-//! is less than what it saves where a write takes a page, as one to a hole of a file in memory does, and more elsewhere.
+//! `io_submit` of Linux AIO carries buffered reads and writes out while it runs, one after the other, and their ends lie in a
+//! ring that is read without a call. For each it does more than a call of its own would (it counts, allocates and locks),
+//! about as much as it saves.
 
 use crate::aio_abi::{self as abi, Context, ControlBlock, Event};
-use crate::inflight::Buffers;
+use crate::inflight::{Action, Buffers};
 use crate::job_queue::Job;
 use std::cell::{Cell, OnceCell};
 
-/// The most writes of one call.
+/// The most transfers of one call.
 const MOST: usize = 64;
 
-/// Writes that wait for the others of their batch.
+/// Transfers that wait for the others of their batch.
 pub(crate) struct Together {
     jobs: Vec<Job>,
     blocks: Vec<ControlBlock>,
@@ -33,9 +33,14 @@ impl Default for Together {
 }
 
 impl Together {
-    /// Takes a write. Returns whether no other has room.
-    pub(crate) fn add(&mut self, write: Job) -> bool {
-        self.jobs.push(write);
+    /// Whether it carries this out.
+    pub(crate) fn takes(action: Action) -> bool {
+        matches!(action, Action::Read { .. } | Action::Write { .. })
+    }
+
+    /// Takes a transfer. Returns whether no other has room.
+    pub(crate) fn add(&mut self, transfer: Job) -> bool {
+        self.jobs.push(transfer);
         self.jobs.len() == MOST
     }
 
@@ -90,19 +95,25 @@ impl Together {
     }
 }
 
-/// The block of a write; its event names the place.
-fn block_of(place: usize, write: &Job) -> ControlBlock {
-    let (opcode, buf, count) = match write.buffers {
-        Buffers::Single { ptr, length_bytes } => (abi::PWRITE, ptr.addr(), length_bytes),
-        Buffers::Vector { ptr, count } => (abi::PWRITEV, ptr.addr(), count),
+/// The block of a transfer; its event names the place.
+fn block_of(place: usize, transfer: &Job) -> ControlBlock {
+    let (single, vector) = match transfer.action {
+        Action::Read { .. } => (abi::PREAD, abi::PREADV),
+        _ => (abi::PWRITE, abi::PWRITEV),
+    };
+    let is_durable = transfer.action == (Action::Write { durable: true });
+    let (opcode, buf, count) = match transfer.buffers {
+        Buffers::Single { ptr, length_bytes } => (single, ptr.addr(), length_bytes),
+        Buffers::Vector { ptr, count } => (vector, ptr.addr(), count),
     };
     ControlBlock {
         data: place as u64,
         opcode,
-        fd: write.fd as u32,
+        fd: transfer.fd as u32,
         buf: buf as u64,
         count: count as u64,
-        offset: write.offset as i64,
+        offset: transfer.offset as i64,
+        rw_flags: if is_durable { libc::RWF_DSYNC } else { 0 },
         ..ControlBlock::default()
     }
 }
@@ -110,7 +121,6 @@ fn block_of(place: usize, write: &Job) -> ControlBlock {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inflight::Action;
     use memory::AlignedBuf;
     use std::os::fd::AsRawFd;
     use std::os::unix::fs::FileExt;
