@@ -22,6 +22,8 @@ pub(crate) struct Job {
     pub(crate) in_turn: bool,
     /// It takes about as long as those before it in turn, so that they may be told after it.
     pub(crate) is_short: bool,
+    /// A worker only has to begin it, see `begun`.
+    pub(crate) only_begins: bool,
     pub(crate) action: Action,
     pub(crate) offset: u64,
     pub(crate) length_bytes: usize,
@@ -193,6 +195,7 @@ mod tests {
             fd,
             in_turn,
             is_short: in_turn,
+            only_begins: false,
             action: Action::Sync,
             offset: 0,
             length_bytes: 0,

@@ -12,6 +12,7 @@
 mod aio;
 mod aio_abi;
 mod align;
+mod begun;
 mod blocking;
 mod engines;
 mod fixed_buffers;

@@ -10,6 +10,7 @@
 //! for the end of the turn, for one call carries it all out (see `together`). What may be left to the reactor, `inline`
 //! says.
 
+use crate::begun::{self, Begun};
 use crate::inflight::{Action, Request, Slab, Step};
 use crate::inline::{self, May, goes_in_turn, is_inline, waits_for_workers};
 use crate::job_queue::{Job, Queue, Spinner};
@@ -24,7 +25,7 @@ use rustix::thread::CpuSet;
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The most workers of one reactor.
@@ -60,6 +61,8 @@ struct Pool {
     progress: Condvar,
     /// With `queue`: a worker ended because the pool stops.
     stopped: Condvar,
+    /// Made when it is first needed; `None` where it cannot be had.
+    begun: OnceLock<Option<Begun>>,
     wakeup: Arc<Wakeup>,
     /// How long a worker without work spins at most; as the reactor, it adapts below this.
     spin_limit: Duration,
@@ -119,6 +122,7 @@ impl Workers {
             has_done: Polled::default(),
             progress: Condvar::new(),
             stopped: Condvar::new(),
+            begun: OnceLock::new(),
             wakeup,
             spin_limit: spin_limit.min(SPIN_MAX),
             processors,
@@ -217,8 +221,8 @@ impl Workers {
             let fd = request.target.file.raw_fd();
             let (offset, length_bytes) = (request.file_offset(), request.left_bytes());
             let action = request.action;
-            let job =
-                Job { index, fd, in_turn: false, is_short: false, action, offset, length_bytes, buffers, aside: None };
+            let (in_turn, is_short, only_begins, aside) = (false, false, false, None);
+            let job = Job { index, fd, in_turn, is_short, only_begins, action, offset, length_bytes, buffers, aside };
             match is_inline(request, self.inline_bytes) {
                 true => self.inline.borrow_mut().push(job),
                 false => self.leave_to_worker(request, job),
@@ -236,7 +240,10 @@ impl Workers {
         }
         // What comes here of a file in memory may be fetched from swap, or change any length of it.
         let is_short = in_turn && !file.in_memory;
-        self.batch.borrow_mut().push(Job { in_turn, is_short, ..job });
+        let only_begins = begun::suits(request) && self.pool.begun.get_or_init(Begun::new).is_some();
+        // One worker begins a file's writes: the next waits for little but the one before.
+        let in_turn = in_turn || (only_begins && !matches!(job.action, Action::Read { .. }));
+        self.batch.borrow_mut().push(Job { in_turn, is_short, only_begins, ..job });
     }
 
     /// Hands the batch to the workers, starting as many as are needed. Returns whether there was any.
@@ -327,7 +334,8 @@ impl Workers {
     /// Takes results. Returns how many requests moved.
     pub(crate) fn harvest(&self) -> usize {
         let has_done = self.pool.has_done.0.load(Ordering::Acquire);
-        if !has_done && self.inline_done.borrow().is_empty() {
+        let ended = self.pool.begun().filter(|begun| begun.has_events());
+        if !has_done && ended.is_none() && self.inline_done.borrow().is_empty() {
             return 0;
         }
         let Ok(mut harvested) = self.harvested.try_borrow_mut() else {
@@ -336,6 +344,11 @@ impl Workers {
         if has_done {
             self.pool.has_done.0.store(false, Ordering::Relaxed);
             std::mem::swap(&mut *harvested, &mut locked(&self.pool.done).all);
+        }
+        if let Some(begun) = ended {
+            begun.take(|index, result| harvested.push((index, result)));
+        }
+        if !harvested.is_empty() {
             self.counters.worker_calls.add(harvested.len() as u64);
             let slab = self.slab.borrow();
             let of_workers = harvested.iter().filter_map(|(index, _)| slab.get(*index));
@@ -375,7 +388,8 @@ impl Workers {
     /// Whether there is something to submit or to take; what was not told is found too, and taken with the next harvest.
     pub(crate) fn has_work(&self) -> bool {
         let pushed = !self.batch.borrow().is_empty() || !self.inline.borrow().is_empty();
-        pushed || !self.inline_done.borrow().is_empty() || self.pool.look_for_done()
+        let ended = !self.inline_done.borrow().is_empty() || self.pool.begun().is_some_and(Begun::has_events);
+        pushed || ended || self.pool.look_for_done()
     }
 
     /// Whether there may be results that workers do not tell at once. The last one's they do.
@@ -395,7 +409,9 @@ impl Workers {
             if self.harvest() == 0 {
                 let mut done = locked(&self.pool.done);
                 done.awaited = true;
-                drop(self.pool.progress.wait_while(done, |done| done.all.is_empty()));
+                // What was begun ends without a word here.
+                let limit = if self.pool.begun().is_some() { Duration::from_millis(1) } else { IDLE_LIMIT };
+                drop(self.pool.progress.wait_timeout_while(done, limit, |done| done.all.is_empty()));
                 self.pool.look_for_done();
             }
         }
@@ -480,6 +496,10 @@ impl Pool {
         let mut untold = Untold::default();
         let mut next = Some(job);
         while let Some(job) = next {
+            if job.only_begins && self.begun().is_some_and(|begun| begun.begin(&job, &self.wakeup)) {
+                next = if job.in_turn { locked(&self.queue).next_in_turn(job.fd).0 } else { None };
+                continue;
+            }
             let result = job.run();
             untold.add(result);
             let mut done = locked(&self.done);
@@ -499,6 +519,10 @@ impl Pool {
                 self.progress.notify_all();
             }
         }
+    }
+
+    fn begun(&self) -> Option<&Begun> {
+        self.begun.get()?.as_ref()
     }
 
     /// Whether there are results, told or not; then they count as told.

@@ -145,6 +145,7 @@ mod tests {
                 fd: file.as_raw_fd(),
                 in_turn: false,
                 is_short: false,
+                only_begins: false,
                 action: Action::Write { durable: false },
                 offset: (page * PAGE) as u64,
                 length_bytes: PAGE,
