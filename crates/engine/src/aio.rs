@@ -78,7 +78,10 @@ impl Aio {
     /// Takes a request; it reaches the kernel with the next [`Aio::submit`] at the latest.
     pub(crate) fn push(&self, request: Request) {
         let by_worker = match request.action {
-            Action::Read { .. } | Action::Write { .. } => !request.target.are_tables_ready(),
+            // What may wait would make the reactor wait.
+            Action::Read { .. } | Action::Write { .. } => {
+                !request.target.are_tables_ready() || !request.target.file.nowait.is_allowed()
+            }
             Action::Sync => self.syncs_by_worker.get(),
             Action::Fallocate { .. }
             | Action::Truncate
@@ -269,7 +272,6 @@ impl State {
 
 fn block_of(index: u32, request: &Request, buffers: Buffers, wakeup: &Wakeup) -> ControlBlock {
     let file = &request.target.file;
-    let nowait = if file.nowait.is_allowed() { libc::RWF_NOWAIT } else { 0 };
     let mut block = ControlBlock {
         data: u64::from(index),
         fd: file.raw_fd() as u32,
@@ -280,11 +282,11 @@ fn block_of(index: u32, request: &Request, buffers: Buffers, wakeup: &Wakeup) ->
     };
     let (single, vector) = match request.action {
         Action::Write { durable } => {
-            block.rw_flags = if durable { nowait | libc::RWF_DSYNC } else { nowait };
+            block.rw_flags = if durable { libc::RWF_NOWAIT | libc::RWF_DSYNC } else { libc::RWF_NOWAIT };
             (abi::PWRITE, abi::PWRITEV)
         }
         Action::Read { .. } => {
-            block.rw_flags = nowait;
+            block.rw_flags = libc::RWF_NOWAIT;
             (abi::PREAD, abi::PREADV)
         }
         // Only these are submitted, see `Aio::push`.
@@ -305,4 +307,38 @@ fn block_of(index: u32, request: &Request, buffers: Buffers, wakeup: &Wakeup) ->
         }
     }
     block
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::OpenOptions;
+    use crate::target::QueueFile;
+    use block::{Done, Sink};
+    use memory::IoBuf;
+
+    #[test]
+    fn a_file_that_takes_nothing_that_must_not_wait_is_left_to_workers() {
+        if probe().is_err() {
+            eprintln!("skipped: no Linux AIO here");
+            return;
+        }
+        let (wakeup, counters) = (Arc::new(Wakeup::new().unwrap()), Arc::new(Counters::default()));
+        let limit = std::time::Duration::ZERO;
+        let workers = Rc::new(Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), None, 0, limit));
+        let aio = Aio::new(Rc::clone(&workers), wakeup, counters, BatchEnd::default()).unwrap();
+        let options = OpenOptions { lock: false, ..OpenOptions::default() };
+        let mut file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
+        file.tables = crate::tables::Tables::new(false);
+        let target = Rc::new(QueueFile::new(Arc::new(file), None));
+        for is_refused in [false, true] {
+            if is_refused {
+                target.file.nowait.was_refused();
+            }
+            let (done, window) = (Done::Sink { sink: Sink::new(), token: 0 }, IoBuf::zeroed(512).whole());
+            let (target, action) = (Rc::clone(&target), Action::Read { need_bytes: 0 });
+            aio.push(Request { target, action, offset: 0, window, progress: 0, counted: false, done });
+            assert_eq!((aio.in_flight(), workers.in_flight()), (1, usize::from(is_refused)));
+        }
+    }
 }

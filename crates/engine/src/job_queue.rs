@@ -37,6 +37,11 @@ pub(crate) struct Job {
 unsafe impl Send for Job {}
 
 impl Job {
+    /// Whether it is counted among those that are carried out at once.
+    pub(crate) fn is_transfer(&self) -> bool {
+        !self.in_turn && matches!(self.action, Action::Read { .. } | Action::Write { .. })
+    }
+
     pub(crate) fn run(&self) -> i32 {
         // SAFETY: the slab's request keeps the file open until the result has come back.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd) };
@@ -107,10 +112,18 @@ pub(crate) struct Wanted {
     pub(crate) to_start: usize,
 }
 
+/// The most reads and writes that are carried out at once beside those in turn. The other workers are left for syncs and the
+/// like, so that a disk whose storage is slow, or hangs, does not keep other disks from their flushes.
+const MOST_TRANSFERS: usize = 48;
+
 /// The jobs, and the workers there are.
 #[derive(Default)]
 pub(crate) struct Queue {
     jobs: VecDeque<Job>,
+    /// Reads and writes.
+    transfers: VecDeque<Job>,
+    /// Transfers that are being carried out.
+    transferring: usize,
     lanes: Vec<Lane>,
     pub(crate) idle: usize,
     pub(crate) spinner: Spinner,
@@ -121,8 +134,8 @@ pub(crate) struct Queue {
 impl Queue {
     /// Room for `count` jobs of any kind, so that adding them does not allocate.
     pub(crate) fn make_room(&mut self, count: usize) {
-        let Self { jobs, lanes, .. } = self;
-        for list in lanes.iter_mut().map(|lane| &mut lane.jobs).chain([jobs]) {
+        let Self { jobs, transfers, lanes, .. } = self;
+        for list in lanes.iter_mut().map(|lane| &mut lane.jobs).chain([jobs, transfers]) {
             list.reserve(count.saturating_sub(list.len()));
         }
     }
@@ -130,7 +143,8 @@ impl Queue {
     /// Adds a job; a file's first gets a list with room for as many as the others have.
     pub(crate) fn add(&mut self, job: Job) {
         if !job.in_turn {
-            return self.jobs.push_back(job);
+            let list = if job.is_transfer() { &mut self.transfers } else { &mut self.jobs };
+            return list.push_back(job);
         }
         let fd = job.fd;
         let is_free = |lane: &Lane| !lane.busy && lane.jobs.is_empty();
@@ -167,7 +181,20 @@ impl Queue {
             lane.busy = true;
             return lane.jobs.pop_front();
         }
+        if self.jobs.is_empty() && self.transfers_to_begin() > 0 {
+            self.transferring += 1;
+            return self.transfers.pop_front();
+        }
         self.jobs.pop_front()
+    }
+
+    /// A transfer has ended; the worker looks for the next job itself.
+    pub(crate) fn transfer_ended(&mut self) {
+        self.transferring -= 1;
+    }
+
+    fn transfers_to_begin(&self) -> usize {
+        self.transfers.len().min(MOST_TRANSFERS.saturating_sub(self.transferring))
     }
 
     /// What follows a job that went in turn on this file: nobody else is woken for it. Says also how many more wait.
@@ -180,7 +207,7 @@ impl Queue {
 
     /// Jobs that can be begun now.
     pub(crate) fn ready(&self) -> usize {
-        self.jobs.len() + self.lanes.iter().filter(|lane| lane.is_ready()).count()
+        self.jobs.len() + self.transfers_to_begin() + self.lanes.iter().filter(|lane| lane.is_ready()).count()
     }
 }
 
@@ -220,6 +247,23 @@ mod tests {
         assert_eq!((give(&mut queue, 3), queue.threads), ((true, 0, 2), 3));
         let mut queue = Queue { idle: 1, threads: 2, spinner: Spinner::Looks, ..Queue::default() };
         assert_eq!((give(&mut queue, 0), queue.spinner), ((false, 0, 0), Spinner::Looks));
+    }
+
+    #[test]
+    fn reads_and_writes_leave_workers_to_others_and_come_after_them() {
+        let mut queue = Queue::default();
+        let transfer = |index| Job { action: Action::Read { need_bytes: 0 }, ..job(index, 1, false) };
+        let wanted = queue.add_batch((0..60).map(transfer), 64);
+        assert_eq!((wanted.to_start, queue.ready()), (MOST_TRANSFERS, MOST_TRANSFERS));
+        queue.add(job(100, 2, false));
+        let taken: Vec<u32> = std::iter::from_fn(|| queue.take()).map(|job| job.index).collect();
+        assert_eq!((taken[0], taken.len(), queue.ready()), (100, 1 + MOST_TRANSFERS, 0));
+        queue.add(job(101, 2, false));
+        assert_eq!(queue.take().map(|job| job.index), Some(101), "though all those are at work");
+        queue.transfer_ended();
+        assert_eq!(queue.ready(), 1);
+        assert_eq!(queue.take().map(|job| job.index), Some(MOST_TRANSFERS as u32));
+        assert!(queue.take().is_none());
     }
 
     #[test]

@@ -497,7 +497,7 @@ impl Pool {
         let mut next = Some(job);
         while let Some(job) = next {
             if job.only_begins && self.begun().is_some_and(|begun| begun.begin(&job, &self.wakeup)) {
-                next = if job.in_turn { locked(&self.queue).next_in_turn(job.fd).0 } else { None };
+                next = self.after(&job).0;
                 continue;
             }
             let result = job.run();
@@ -507,7 +507,7 @@ impl Pool {
             let awaited = done.awaited;
             drop(done);
             let waiting;
-            (next, waiting) = if job.in_turn { locked(&self.queue).next_in_turn(job.fd) } else { (None, 0) };
+            (next, waiting) = self.after(&job);
             let may_wait_for = |next: &Job| next.is_short && untold.may_wait_for(next.length_bytes, waiting);
             let may_wait = next.as_ref().is_some_and(may_wait_for);
             if !may_wait || awaited {
@@ -519,6 +519,14 @@ impl Pool {
                 self.progress.notify_all();
             }
         }
+    }
+
+    /// What the same worker goes on with after a job, and how many more wait for it.
+    fn after(&self, job: &Job) -> (Option<Job>, usize) {
+        if job.is_transfer() {
+            locked(&self.queue).transfer_ended();
+        }
+        if job.in_turn { locked(&self.queue).next_in_turn(job.fd) } else { (None, 0) }
     }
 
     fn begun(&self) -> Option<&Begun> {

@@ -322,6 +322,8 @@ impl Uring {
                 request.target.file.nowait_was_refused();
                 Step::ToWorker
             }
+            // There may be some for who may wait for it. (Some kernels say so of a page cache where they mean `EAGAIN`.)
+            _ if result == -libc::ENOMEM => Step::ToWorker,
             _ => request.advance(result),
         };
         match step {
@@ -565,6 +567,22 @@ mod tests {
             }
             assert_eq!((batches.len() as u64, batches), (bench.counters.snapshot().system_calls, expected));
             bench.sleep_until_ended(31);
+        }
+    }
+
+    #[test]
+    fn what_must_not_wait_and_is_refused_for_that_is_carried_out_by_one_who_may() {
+        for errno in [libc::EAGAIN, libc::ENOMEM, libc::EOPNOTSUPP] {
+            let bench = Bench::new(Setup::Deferred);
+            let (sink, target) = (Rc::clone(&bench.sink), Rc::clone(&bench.target));
+            let (done, window) = (Done::Sink { sink, token: 0 }, IoBuf::zeroed(512).whole());
+            let action = Action::Read { need_bytes: 512 };
+            let request = Request { target, action, offset: 0, window, progress: 0, counted: false, done };
+            let index = bench.uring.state.borrow_mut().as_mut().unwrap().slab.insert(request);
+            bench.uring.route(u64::from(index), -errno);
+            assert_eq!((bench.uring.in_flight(), bench.workers.in_flight()), (0, 1));
+            bench.sleep_until_ended(1);
+            assert_eq!(bench.target.file.nowait.is_allowed(), errno != libc::EOPNOTSUPP);
         }
     }
 
