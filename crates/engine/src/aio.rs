@@ -187,11 +187,7 @@ impl Aio {
             return;
         };
         let step = match result {
-            // The file takes no RWF_NOWAIT: from now on without it, and this one by a worker.
-            _ if result == -libc::EOPNOTSUPP => {
-                request.target.file.nowait.was_refused();
-                Step::ToWorker
-            }
+            _ if request.needs_to_wait(result) => Step::ToWorker,
             _ if result == -libc::EINVAL && request.action == Action::Sync => {
                 self.syncs_by_worker.set(true);
                 Step::ToWorker

@@ -93,6 +93,18 @@ impl Request {
         self.offset + self.progress as u64
     }
 
+    /// Whether what must not wait was refused for that, in other words than `EAGAIN`: a worker may wait.
+    pub(crate) fn needs_to_wait(&self, result: i32) -> bool {
+        match result.wrapping_neg() {
+            // The file takes no `RWF_NOWAIT`: from now on workers carry all out.
+            libc::EOPNOTSUPP => self.target.file.nowait_was_refused(),
+            // There may be some for who may wait for it. (Some kernels say so of a page cache where they mean `EAGAIN`.)
+            libc::ENOMEM => {}
+            _ => return false,
+        }
+        true
+    }
+
     /// Takes the kernel's result: a count of bytes, or a negated error number.
     pub(crate) fn advance(&mut self, result: i32) -> Step {
         match result {

@@ -317,15 +317,7 @@ impl Uring {
         let Some(request) = state.slab.get_mut(index) else {
             return;
         };
-        let step = match result {
-            _ if result == -libc::EOPNOTSUPP => {
-                request.target.file.nowait_was_refused();
-                Step::ToWorker
-            }
-            // There may be some for who may wait for it. (Some kernels say so of a page cache where they mean `EAGAIN`.)
-            _ if result == -libc::ENOMEM => Step::ToWorker,
-            _ => request.advance(result),
-        };
+        let step = if request.needs_to_wait(result) { Step::ToWorker } else { request.advance(result) };
         match step {
             Step::Again => state.enqueue(index),
             Step::ToWorker => {

@@ -1,7 +1,8 @@
 //! One ring on its reactor: the data path.
 //!
 //! A turn harvests what the disk has completed, publishes that with at most one notification, and takes a batch of requests,
-//! which the reactor submits. What of the batch has ended by then is published with it. Nothing here waits, locks or allocates (after the first requests).
+//! which the reactor submits. What of the batch has ended by then is published, too. Nothing here waits, locks or allocates
+//! (after the first requests).
 
 use crate::counters::RingCounters;
 use crate::device::Device;
