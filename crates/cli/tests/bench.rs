@@ -131,6 +131,38 @@ fn a_disk_that_is_served_to_ones_own_guest_tells_what_its_server_does_for_a_batc
 }
 
 #[test]
+fn writes_to_the_page_cache_take_one_call_a_batch() {
+    let dir = directory();
+    let raw = at(&dir, "disk.raw");
+    std::fs::write(&raw, vec![7; 4 << 20]).unwrap();
+    let served = format!("serve:file={},format=raw", raw.display());
+    let report = json(&[
+        "--compare",
+        &served,
+        &served,
+        "--rw",
+        "randwrite",
+        "--pairs",
+        "3",
+        "--count",
+        "30000",
+        "--depths",
+        "1,32,128",
+    ]);
+    for depth in report["depths"].as_array().unwrap() {
+        let figure = |name: &str| {
+            let figures = &depth["sides"][0]["figures"];
+            figures[format!("{name}_per_request")]["median"].as_f64().unwrap_or_else(|| panic!("{name}: {figures}"))
+        };
+        let (batches, turns) = (figure("server_batches"), figure("server_batches") + figure("server_harvests"));
+        // A worker's, or the reactor's where the file system takes writes that must not wait.
+        let calls = figure("server_worker_calls") + figure("server_system_calls");
+        assert!(calls <= turns && figure("server_worker_calls") <= batches * 1.1, "{depth}");
+        assert!(depth["queue_depth"] == 1 || batches <= 0.5, "{depth}");
+    }
+}
+
+#[test]
 fn a_server_spins_no_longer_than_its_drive_says() {
     // A millisecond each: too long for the default.
     let drive = |poll: &str| format!("serve:format=null,size=4M,delay-ms=1,poll-max-us={poll}");

@@ -3,6 +3,7 @@
 //! Writes to the page cache of one file go in turn, and all changes of a file in memory: the kernel takes them one by one,
 //! and workers that waited there for each other would spin, and keep the processors from reads.
 
+use crate::group::Group;
 use crate::inflight::{Action, Buffers};
 use crate::resident::{Aside, Resident};
 use std::collections::VecDeque;
@@ -14,16 +15,25 @@ use std::time::Duration;
 const RETRIES: usize = 100;
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
+/// How a worker carries a job out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum How {
+    /// By a call of its own.
+    Call,
+    /// By one call with those that follow it in turn. They end one after the other while it lasts (see `begun`).
+    Together,
+    /// It only begins it, with those that follow it in turn (see `begun`).
+    Begin,
+}
+
 /// A request's next call, as a worker sees it.
+#[derive(Clone, Copy)]
 pub(crate) struct Job {
     pub(crate) index: u32,
     pub(crate) fd: RawFd,
     /// Not while another such job on the file is carried out.
     pub(crate) in_turn: bool,
-    /// It takes about as long as those before it in turn, so that they may be told after it.
-    pub(crate) is_short: bool,
-    /// A worker only has to begin it, see `begun`.
-    pub(crate) only_begins: bool,
+    pub(crate) how: How,
     pub(crate) action: Action,
     pub(crate) offset: u64,
     pub(crate) length_bytes: usize,
@@ -175,17 +185,17 @@ impl Queue {
         Wanted { spinner, to_wake: to_wake.min(self.idle), to_start }
     }
 
-    /// A job that can be begun now.
-    pub(crate) fn take(&mut self) -> Option<Job> {
+    /// Takes what can be begun now. Returns whether there was anything.
+    pub(crate) fn take(&mut self, group: &mut Group) -> bool {
         if let Some(lane) = self.lanes.iter_mut().find(|lane| lane.is_ready()) {
             lane.busy = true;
-            return lane.jobs.pop_front();
+            return group.become_next(&mut lane.jobs);
         }
         if self.jobs.is_empty() && self.transfers_to_begin() > 0 {
             self.transferring += 1;
-            return self.transfers.pop_front();
+            return group.become_one(self.transfers.pop_front());
         }
-        self.jobs.pop_front()
+        group.become_one(self.jobs.pop_front())
     }
 
     /// A transfer has ended; the worker looks for the next job itself.
@@ -197,12 +207,11 @@ impl Queue {
         self.transfers.len().min(MOST_TRANSFERS.saturating_sub(self.transferring))
     }
 
-    /// What follows a job that went in turn on this file: nobody else is woken for it. Says also how many more wait.
-    pub(crate) fn next_in_turn(&mut self, fd: RawFd) -> (Option<Job>, usize) {
-        let Some(lane) = self.lanes.iter_mut().find(|lane| lane.fd == fd && lane.busy) else { return (None, 0) };
-        let next = lane.jobs.pop_front();
-        lane.busy = next.is_some();
-        (next, lane.jobs.len())
+    /// Takes what follows jobs that went in turn on this file: nobody else is woken for it. Returns whether there was any.
+    pub(crate) fn take_next_in_turn(&mut self, fd: RawFd, group: &mut Group) -> bool {
+        let Some(lane) = self.lanes.iter_mut().find(|lane| lane.fd == fd && lane.busy) else { return false };
+        lane.busy = group.become_next(&mut lane.jobs);
+        lane.busy
     }
 
     /// Jobs that can be begun now.
@@ -212,23 +221,27 @@ impl Queue {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn job(index: u32, fd: RawFd, in_turn: bool) -> Job {
+    pub(crate) fn job(index: u32, fd: RawFd, in_turn: bool) -> Job {
         let buffers = Buffers::Single { ptr: std::ptr::null_mut(), length_bytes: 0 };
         Job {
             index,
             fd,
             in_turn,
-            is_short: in_turn,
-            only_begins: false,
+            how: How::Call,
             action: Action::Sync,
             offset: 0,
             length_bytes: 0,
             buffers,
             aside: None,
         }
+    }
+
+    fn taken(queue: &mut Queue) -> Option<u32> {
+        let mut group = Group::default();
+        queue.take(&mut group).then(|| group.first().unwrap().index)
     }
 
     #[test]
@@ -256,14 +269,14 @@ mod tests {
         let wanted = queue.add_batch((0..60).map(transfer), 64);
         assert_eq!((wanted.to_start, queue.ready()), (MOST_TRANSFERS, MOST_TRANSFERS));
         queue.add(job(100, 2, false));
-        let taken: Vec<u32> = std::iter::from_fn(|| queue.take()).map(|job| job.index).collect();
-        assert_eq!((taken[0], taken.len(), queue.ready()), (100, 1 + MOST_TRANSFERS, 0));
+        let all: Vec<u32> = std::iter::from_fn(|| taken(&mut queue)).collect();
+        assert_eq!((all[0], all.len(), queue.ready()), (100, 1 + MOST_TRANSFERS, 0));
         queue.add(job(101, 2, false));
-        assert_eq!(queue.take().map(|job| job.index), Some(101), "though all those are at work");
+        assert_eq!(taken(&mut queue), Some(101), "though all those are at work");
         queue.transfer_ended();
         assert_eq!(queue.ready(), 1);
-        assert_eq!(queue.take().map(|job| job.index), Some(MOST_TRANSFERS as u32));
-        assert!(queue.take().is_none());
+        assert_eq!(taken(&mut queue), Some(MOST_TRANSFERS as u32));
+        assert!(taken(&mut queue).is_none());
     }
 
     #[test]
@@ -273,23 +286,23 @@ mod tests {
             queue.add(job(index, fd, in_turn));
         }
         assert_eq!(queue.ready(), 3);
-        let taken: Vec<u32> = std::iter::from_fn(|| queue.take()).map(|job| job.index).collect();
-        assert_eq!((taken, queue.ready()), (vec![0, 2, 3], 0));
+        let all: Vec<u32> = std::iter::from_fn(|| taken(&mut queue)).collect();
+        assert_eq!((all, queue.ready()), (vec![0, 2, 3], 0));
         // What comes while one is carried out wakes nobody: the worker itself goes on with it.
         queue.add(job(5, 2, true));
         assert_eq!(queue.ready(), 0);
         let following = |queue: &mut Queue, fd| {
-            let (job, waiting) = queue.next_in_turn(fd);
-            (job.map(|job| job.index), waiting)
+            let mut group = Group::default();
+            queue.take_next_in_turn(fd, &mut group).then(|| group.first().unwrap().index)
         };
-        assert_eq!(following(&mut queue, 1), (Some(1), 1));
-        assert!(queue.take().is_none());
-        assert_eq!(following(&mut queue, 1), (Some(4), 0));
-        assert_eq!(following(&mut queue, 2), (Some(5), 0));
-        assert_eq!((following(&mut queue, 1), following(&mut queue, 2)), ((None, 0), (None, 0)));
+        assert_eq!(following(&mut queue, 1), Some(1));
+        assert!(taken(&mut queue).is_none());
+        assert_eq!(following(&mut queue, 1), Some(4));
+        assert_eq!(following(&mut queue, 2), Some(5));
+        assert_eq!((following(&mut queue, 1), following(&mut queue, 2)), (None, None));
         // Nobody is at it any more: the next is anybody's, also of a file that has taken the place of another.
         queue.add(job(6, 7, true));
         assert_eq!((queue.ready(), queue.lanes.len()), (1, 2));
-        assert_eq!(queue.take().map(|job| job.index), Some(6));
+        assert_eq!(taken(&mut queue), Some(6));
     }
 }

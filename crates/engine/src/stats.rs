@@ -11,6 +11,11 @@ impl Counter {
         self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(count), Ordering::Relaxed);
     }
 
+    /// For what is counted elsewhere.
+    pub(crate) fn set(&self, count: u64) {
+        self.0.store(count, Ordering::Relaxed);
+    }
+
     fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -41,7 +46,8 @@ pub struct ReactorStats {
     pub yields: u64,
     /// System calls made to submit requests or to fetch completions.
     pub system_calls: u64,
-    /// Calls that workers made for it beside those: one for each part of a request that they carried out.
+    /// Calls that workers made for it beside those: one for each group of writes that one call carries out or begins, and
+    /// for each other part of a request.
     pub worker_calls: u64,
     /// Requests given to engines.
     pub requests: u64,

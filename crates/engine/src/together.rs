@@ -4,8 +4,9 @@
 //! ring that is read without a call. For each it does more than a call of its own would (it counts, allocates and locks),
 //! about as much as it saves.
 
-use crate::aio_abi::{self as abi, Context, ControlBlock, Event};
-use crate::inflight::{Action, Buffers};
+use crate::aio_abi::{Context, ControlBlock, Event};
+use crate::begun::block_of;
+use crate::inflight::Action;
 use crate::job_queue::Job;
 use std::cell::{Cell, OnceCell};
 
@@ -54,7 +55,7 @@ impl Together {
             return calls;
         };
         self.blocks.clear();
-        self.blocks.extend(self.jobs.iter().enumerate().map(|(place, job)| block_of(place, job)));
+        self.blocks.extend(self.jobs.iter().enumerate().map(|(place, job)| block_of(place as u64, job, None)));
         self.pointers.clear();
         self.pointers.extend(self.blocks.iter_mut().map(|block| &raw mut *block));
         let (mut calls, mut given, mut in_kernel) = (0, 0, 0);
@@ -95,32 +96,11 @@ impl Together {
     }
 }
 
-/// The block of a transfer; its event names the place.
-fn block_of(place: usize, transfer: &Job) -> ControlBlock {
-    let (single, vector) = match transfer.action {
-        Action::Read { .. } => (abi::PREAD, abi::PREADV),
-        _ => (abi::PWRITE, abi::PWRITEV),
-    };
-    let is_durable = transfer.action == (Action::Write { durable: true });
-    let (opcode, buf, count) = match transfer.buffers {
-        Buffers::Single { ptr, length_bytes } => (single, ptr.addr(), length_bytes),
-        Buffers::Vector { ptr, count } => (vector, ptr.addr(), count),
-    };
-    ControlBlock {
-        data: place as u64,
-        opcode,
-        fd: transfer.fd as u32,
-        buf: buf as u64,
-        count: count as u64,
-        offset: transfer.offset as i64,
-        rw_flags: if is_durable { libc::RWF_DSYNC } else { 0 },
-        ..ControlBlock::default()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::inflight::Buffers;
+    use crate::job_queue::How;
     use memory::AlignedBuf;
     use std::os::fd::AsRawFd;
     use std::os::unix::fs::FileExt;
@@ -144,8 +124,7 @@ mod tests {
                 index: page as u32,
                 fd: file.as_raw_fd(),
                 in_turn: false,
-                is_short: false,
-                only_begins: false,
+                how: How::Call,
                 action: Action::Write { durable: false },
                 offset: (page * PAGE) as u64,
                 length_bytes: PAGE,
