@@ -214,6 +214,11 @@ impl Engines {
         self.workers.may_be_untold()
     }
 
+    /// What is found is taken with the next harvest.
+    pub(crate) fn look_for_untold(&self) {
+        self.workers.look_for_untold();
+    }
+
     /// Whether there is something to submit or to take.
     pub(crate) fn has_work(&self) -> bool {
         self.with_uring(Uring::has_work)

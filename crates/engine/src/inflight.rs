@@ -96,6 +96,8 @@ impl Request {
     /// Whether what must not wait was refused for that, in other words than `EAGAIN`: a worker may wait.
     pub(crate) fn needs_to_wait(&self, result: i32) -> bool {
         match result.wrapping_neg() {
+            // What a sync tells it may tell only once.
+            _ if !matches!(self.action, Action::Read { .. } | Action::Write { .. }) => return false,
             // The file takes no `RWF_NOWAIT`: from now on workers carry all out.
             libc::EOPNOTSUPP => self.target.file.nowait_was_refused(),
             // There may be some for who may wait for it. (Some kernels say so of a page cache where they mean `EAGAIN`.)

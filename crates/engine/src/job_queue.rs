@@ -20,9 +20,9 @@ const RETRY_PAUSE: Duration = Duration::from_millis(1);
 pub(crate) enum How {
     /// By a call of its own.
     Call,
-    /// By one call with those that follow it in turn. They end one after the other while it lasts (see `begun`).
+    /// By one call with those that follow it in turn. They end one after the other while it lasts (see `given`).
     Together,
-    /// It only begins it, with those that follow it in turn (see `begun`).
+    /// It only begins it, with those that follow it in turn (see `given`).
     Begin,
 }
 
@@ -47,11 +47,6 @@ pub(crate) struct Job {
 unsafe impl Send for Job {}
 
 impl Job {
-    /// Whether it is counted among those that are carried out at once.
-    pub(crate) fn is_transfer(&self) -> bool {
-        !self.in_turn && matches!(self.action, Action::Read { .. } | Action::Write { .. })
-    }
-
     pub(crate) fn run(&self) -> i32 {
         // SAFETY: the slab's request keeps the file open until the result has come back.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd) };
@@ -122,18 +117,37 @@ pub(crate) struct Wanted {
     pub(crate) to_start: usize,
 }
 
-/// The most reads and writes that are carried out at once beside those in turn. The other workers are left for syncs and the
-/// like, so that a disk whose storage is slow, or hangs, does not keep other disks from their flushes.
-const MOST_TRANSFERS: usize = 48;
+/// The most jobs of a kind that are carried out at once beside those in turn: reads and writes, or syncs and the like. The
+/// other workers are left for the other kind, so that a disk whose storage is slow, or hangs, does not keep other disks from
+/// their flushes, nor a disk that flushes all the time others from their reads.
+const MOST_OF_A_KIND: usize = 48;
+
+/// Jobs of a kind.
+#[derive(Default)]
+struct Kind {
+    waiting: VecDeque<Job>,
+    at_work: usize,
+}
+
+impl Kind {
+    fn ready(&self) -> usize {
+        self.waiting.len().min(MOST_OF_A_KIND.saturating_sub(self.at_work))
+    }
+
+    fn take(&mut self) -> Option<Job> {
+        let job = if self.ready() > 0 { self.waiting.pop_front() } else { None };
+        self.at_work += usize::from(job.is_some());
+        job
+    }
+}
 
 /// The jobs, and the workers there are.
 #[derive(Default)]
 pub(crate) struct Queue {
-    jobs: VecDeque<Job>,
+    /// Syncs and the like, which go first.
+    others: Kind,
     /// Reads and writes.
-    transfers: VecDeque<Job>,
-    /// Transfers that are being carried out.
-    transferring: usize,
+    transfers: Kind,
     lanes: Vec<Lane>,
     pub(crate) idle: usize,
     pub(crate) spinner: Spinner,
@@ -144,8 +158,9 @@ pub(crate) struct Queue {
 impl Queue {
     /// Room for `count` jobs of any kind, so that adding them does not allocate.
     pub(crate) fn make_room(&mut self, count: usize) {
-        let Self { jobs, transfers, lanes, .. } = self;
-        for list in lanes.iter_mut().map(|lane| &mut lane.jobs).chain([jobs, transfers]) {
+        let Self { others, transfers, lanes, .. } = self;
+        let lists = lanes.iter_mut().map(|lane| &mut lane.jobs);
+        for list in lists.chain([&mut others.waiting, &mut transfers.waiting]) {
             list.reserve(count.saturating_sub(list.len()));
         }
     }
@@ -153,14 +168,13 @@ impl Queue {
     /// Adds a job; a file's first gets a list with room for as many as the others have.
     pub(crate) fn add(&mut self, job: Job) {
         if !job.in_turn {
-            let list = if job.is_transfer() { &mut self.transfers } else { &mut self.jobs };
-            return list.push_back(job);
+            return self.kind_of(&job).waiting.push_back(job);
         }
         let fd = job.fd;
         let is_free = |lane: &Lane| !lane.busy && lane.jobs.is_empty();
         let place = self.lanes.iter().position(|lane| lane.fd == fd).or_else(|| self.lanes.iter().position(is_free));
         let place = place.unwrap_or_else(|| {
-            self.lanes.push(Lane { fd, jobs: VecDeque::with_capacity(self.jobs.capacity()), busy: false });
+            self.lanes.push(Lane { fd, jobs: VecDeque::with_capacity(self.others.waiting.capacity()), busy: false });
             self.lanes.len() - 1
         });
         let lane = &mut self.lanes[place];
@@ -191,20 +205,19 @@ impl Queue {
             lane.busy = true;
             return group.become_next(&mut lane.jobs);
         }
-        if self.jobs.is_empty() && self.transfers_to_begin() > 0 {
-            self.transferring += 1;
-            return group.become_one(self.transfers.pop_front());
+        group.become_one(self.others.take().or_else(|| self.transfers.take()))
+    }
+
+    /// One that did not go in turn has ended; the worker looks for the next job itself.
+    pub(crate) fn ended(&mut self, job: &Job) {
+        self.kind_of(job).at_work -= 1;
+    }
+
+    fn kind_of(&mut self, job: &Job) -> &mut Kind {
+        match job.action {
+            Action::Read { .. } | Action::Write { .. } => &mut self.transfers,
+            _ => &mut self.others,
         }
-        group.become_one(self.jobs.pop_front())
-    }
-
-    /// A transfer has ended; the worker looks for the next job itself.
-    pub(crate) fn transfer_ended(&mut self) {
-        self.transferring -= 1;
-    }
-
-    fn transfers_to_begin(&self) -> usize {
-        self.transfers.len().min(MOST_TRANSFERS.saturating_sub(self.transferring))
     }
 
     /// Takes what follows jobs that went in turn on this file: nobody else is woken for it. Returns whether there was any.
@@ -216,7 +229,7 @@ impl Queue {
 
     /// Jobs that can be begun now.
     pub(crate) fn ready(&self) -> usize {
-        self.jobs.len() + self.transfers_to_begin() + self.lanes.iter().filter(|lane| lane.is_ready()).count()
+        self.others.ready() + self.transfers.ready() + self.lanes.iter().filter(|lane| lane.is_ready()).count()
     }
 }
 
@@ -263,20 +276,31 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn reads_and_writes_leave_workers_to_others_and_come_after_them() {
-        let mut queue = Queue::default();
+    fn neither_reads_and_writes_nor_all_else_take_every_worker() {
+        const MOST: u32 = MOST_OF_A_KIND as u32;
         let transfer = |index| Job { action: Action::Read { need_bytes: 0 }, ..job(index, 1, false) };
-        let wanted = queue.add_batch((0..60).map(transfer), 64);
-        assert_eq!((wanted.to_start, queue.ready()), (MOST_TRANSFERS, MOST_TRANSFERS));
-        queue.add(job(100, 2, false));
-        let all: Vec<u32> = std::iter::from_fn(|| taken(&mut queue)).collect();
-        assert_eq!((all[0], all.len(), queue.ready()), (100, 1 + MOST_TRANSFERS, 0));
-        queue.add(job(101, 2, false));
-        assert_eq!(taken(&mut queue), Some(101), "though all those are at work");
-        queue.transfer_ended();
-        assert_eq!(queue.ready(), 1);
-        assert_eq!(taken(&mut queue), Some(MOST_TRANSFERS as u32));
-        assert!(taken(&mut queue).is_none());
+        let sync = |index| job(index, 2, false);
+        let all = |queue: &mut Queue| std::iter::from_fn(|| taken(queue)).collect::<Vec<_>>();
+        for (many, other) in [(&transfer as &dyn Fn(u32) -> Job, &sync as &dyn Fn(u32) -> Job), (&sync, &transfer)] {
+            let mut queue = Queue::default();
+            let wanted = queue.add_batch((0..60).map(many), 64);
+            assert_eq!((wanted.to_start, queue.ready()), (MOST_OF_A_KIND, MOST_OF_A_KIND));
+            queue.add(other(100));
+            let mut at_work = all(&mut queue);
+            at_work.sort_unstable();
+            assert!(at_work.into_iter().eq((0..MOST).chain([100])) && queue.ready() == 0);
+            queue.add(other(101));
+            assert_eq!(all(&mut queue), [101], "though as many as may be of the one kind are at work");
+            queue.ended(&many(0));
+            assert_eq!((queue.ready(), all(&mut queue)), (1, vec![MOST]));
+            queue.ended(&other(100));
+            assert_eq!(all(&mut queue), [0; 0]);
+        }
+        let mut queue = Queue::default();
+        for job in [transfer(0), sync(1), transfer(2)] {
+            queue.add(job);
+        }
+        assert_eq!(all(&mut queue), [1, 0, 2], "syncs go first");
     }
 
     #[test]

@@ -12,10 +12,10 @@
 mod aio;
 mod aio_abi;
 mod align;
-mod begun;
 mod blocking;
 mod engines;
 mod fixed_buffers;
+mod given;
 mod group;
 mod group_sync;
 mod host_file;

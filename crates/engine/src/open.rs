@@ -94,6 +94,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let (info, abilities) = describe(&fd, name, options, &facts)?;
     let tables_wanted = engine != EngineKind::Threads && !block_device && storage::waits_for_tables(&fd);
     let walks_to_holes = !block_device && storage::walks_to_holes(&fd);
+    let ends_writes_in_call = !block_device && storage::ends_writes_in_call(&fd);
     tracing::info!("'{name}': {}", info.engine);
     Ok(OpenFile {
         fd,
@@ -114,6 +115,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         tables: Tables::new(tables_wanted),
         fallocate_unit_bytes: abilities.fallocate_unit_bytes,
         nowait: facts.nowait,
+        ends_writes_in_call,
         write_through: !options.has_volatile_cache(),
         ignore_flush: options.cache == CacheMode::Unsafe,
         page_cached,

@@ -27,6 +27,8 @@ const POLLS_BETWEEN_TURNS: usize = 8;
 /// How long a reactor sleeps at most before it looks for results that workers have not told of; twice as long each time
 /// that there are none, so that what has ended is found after twice the time that it took.
 const LOOK_AGAIN: Duration = Duration::from_micros(250);
+/// A reactor that does not sleep looks once in so many turns: what a worker is about to tell, it should not take before.
+const LOOK_TURNS: u64 = 64;
 const LOOK_AGAIN_MAX: Duration = Duration::from_secs(1);
 /// How long tasks that are still at work when the reactor is stopped may go on.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
@@ -407,6 +409,9 @@ impl Local {
         let polled = polled || self.pollers.poll();
         let tasks = self.run_tasks();
         let submitted = self.engines.submit();
+        if self.engines.may_be_untold() && self.shared.counters.turns.get().is_multiple_of(LOOK_TURNS) {
+            self.engines.look_for_untold();
+        }
         let harvested = self.engines.harvest() > 0;
         self.pollers.sweep();
         (jobs | polled | tasks | submitted | harvested).then_some(submitted)

@@ -148,7 +148,13 @@ pub(crate) fn waits_for_tables(fd: &OwnedFd) -> bool {
     file_system(fd) == Some(EXT_MAGIC)
 }
 
-/// File systems whose `fallocate` is known: ext2/3/4, xfs, btrfs, f2fs.
+/// Whether what `io_submit` writes to the file's page cache has ended when that returns. Others may only begin it then, as
+/// FUSE and network file systems do.
+pub(crate) fn ends_writes_in_call(fd: &OwnedFd) -> bool {
+    file_system(fd).is_some_and(|magic| KNOWN_MAGICS.contains(&magic))
+}
+
+/// File systems that are known well: ext2/3/4, xfs, btrfs, f2fs.
 const KNOWN_MAGICS: [Magic; 4] = [EXT_MAGIC, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
 
 fn file_system(fd: &OwnedFd) -> Option<Magic> {

@@ -72,6 +72,8 @@ pub(crate) struct OpenFile {
     /// Offsets and lengths of `fallocate` must be multiples of this (block devices).
     pub(crate) fallocate_unit_bytes: u32,
     pub(crate) nowait: Nowait,
+    /// See `storage::ends_writes_in_call`.
+    pub(crate) ends_writes_in_call: bool,
     /// The rung of `zeroes::Ladder` that is known to work.
     pub(crate) zeroes_rung: AtomicU8,
 }

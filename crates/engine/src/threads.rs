@@ -10,7 +10,7 @@
 //! for the end of the turn, for one call carries it all out (see `together`). What may be left to the reactor, `inline`
 //! says.
 
-use crate::begun;
+use crate::given;
 use crate::inflight::{Action, Request, Slab, Step};
 use crate::inline::{self, May, goes_in_turn, is_inline, waits_for_workers};
 use crate::job_queue::{How, Job};
@@ -183,13 +183,8 @@ impl Workers {
                 file.changes_by_workers.fetch_add(1, Ordering::Relaxed);
             }
         }
-        let how = match () {
-            // What comes here of a file in memory may be fetched from swap, or change any length of it.
-            () if in_turn && !file.in_memory => How::Together,
-            () if begun::suits(request) => How::Begin,
-            () => How::Call,
-        };
-        let is_there = self.pool.make_begun(how);
+        let how = given::way_of(request);
+        let is_there = self.pool.make_given(how);
         let how = if how == How::Begin && !is_there { How::Call } else { how };
         // One worker begins a file's writes: the next waits for little but the one before.
         let in_turn = in_turn || (how == How::Begin && !matches!(job.action, Action::Read { .. }));
@@ -310,9 +305,14 @@ impl Workers {
         pushed || !self.inline_done.borrow().is_empty() || self.pool.look_for_results()
     }
 
-    /// Whether there may be results that workers do not tell at once. The last one's they do.
+    /// Whether there may be results that workers do not tell at once.
     pub(crate) fn may_be_untold(&self) -> bool {
-        self.in_turn.get() > 1
+        self.in_turn.get() > 0
+    }
+
+    /// Looks for them; they are taken with the next harvest.
+    pub(crate) fn look_for_untold(&self) {
+        self.pool.look_for_results();
     }
 
     /// Requests taken and not ended.

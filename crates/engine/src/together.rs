@@ -2,10 +2,10 @@
 //!
 //! `io_submit` of Linux AIO carries buffered reads and writes out while it runs, one after the other, and their ends lie in a
 //! ring that is read without a call. For each it does more than a call of its own would (it counts, allocates and locks),
-//! about as much as it saves.
+//! about as much as it saves. (What workers carry out so, for which the reactor does not wait, is in `given`.)
 
 use crate::aio_abi::{Context, ControlBlock, Event};
-use crate::begun::block_of;
+use crate::given::block_of;
 use crate::inflight::Action;
 use crate::job_queue::Job;
 use std::cell::{Cell, OnceCell};

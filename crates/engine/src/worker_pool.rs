@@ -1,6 +1,6 @@
 //! A reactor's worker threads, and what passes between them and the reactor.
 
-use crate::begun::Begun;
+use crate::given::Given;
 use crate::group::Group;
 use crate::job_queue::{How, Job, Queue, Spinner};
 use crate::poll::Pace;
@@ -19,9 +19,11 @@ const IDLE_LIMIT: Duration = Duration::from_secs(10);
 const SPIN_MAX: Duration = Duration::from_micros(100);
 /// A worker only calls the kernel.
 const STACK_BYTES: usize = 128 << 10;
-/// The most direct requests that workers have begun, and writes that they have given to one call, at a time.
+/// Room for what workers have begun, and for writes that they have given to one call.
 const BEGUN: u32 = 1024;
 const TOGETHER: u32 = 256;
+/// So many results of calls that follow each other are told at once.
+const TOLD_AT_ONCE: usize = 16;
 /// The result of what the kernel has not carried out with others, and a worker shall by a call of its own.
 pub(crate) const ALONE: i32 = i32::MIN;
 
@@ -46,8 +48,8 @@ pub(crate) struct Pool {
     stopped: Condvar,
     /// What workers only begin, and writes to the page cache that one call carries out. Made when they are first needed;
     /// `None` where they cannot be had.
-    begun: OnceLock<Option<Begun>>,
-    together: OnceLock<Option<Begun>>,
+    begun: OnceLock<Option<Given>>,
+    together: OnceLock<Option<Given>>,
     /// Calls that workers have made.
     calls: AtomicU64,
     wakeup: Arc<Wakeup>,
@@ -141,7 +143,12 @@ impl Pool {
 
     /// Whether there are results, of those that are told.
     pub(crate) fn has_told(&self) -> bool {
-        self.has_done.0.load(Ordering::Acquire) || self.begun(How::Begin).is_some_and(Begun::has_events)
+        self.has_done.0.load(Ordering::Acquire) || self.given(How::Begin).is_some_and(Given::has_events)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn has_been_told(&self) -> bool {
+        self.has_done.0.load(Ordering::Acquire)
     }
 
     /// Takes what was told, and whatever else has ended then. `results` is empty, and has room.
@@ -150,11 +157,11 @@ impl Pool {
         if self.has_done.0.load(Ordering::Acquire) {
             self.has_done.0.store(false, Ordering::Relaxed);
             std::mem::swap(results, &mut locked(&self.done).all);
-            told = self.begun(How::Together);
+            told = self.given(How::Together);
         }
-        for begun in self.begun(How::Begin).into_iter().chain(told) {
+        for given in self.given(How::Begin).into_iter().chain(told) {
             // A call of its own is repeated.
-            begun.take(|index, result| results.push((index, if result == -libc::EAGAIN { ALONE } else { result })));
+            given.take(|index, result| results.push((index, if result == -libc::EAGAIN { ALONE } else { result })));
         }
     }
 
@@ -168,15 +175,16 @@ impl Pool {
     }
 
     fn has_untold(&self, done: &Results) -> bool {
-        !done.all.is_empty() || self.begun(How::Together).is_some_and(Begun::has_events)
+        !done.all.is_empty() || self.given(How::Together).is_some_and(Given::has_events)
     }
 
     /// Until there are results, or for a while.
     pub(crate) fn wait_for_results(&self) {
         let mut done = locked(&self.done);
         done.awaited = true;
-        // What was begun ends without a word here.
-        let limit = if self.begun(How::Begin).is_some() { Duration::from_millis(1) } else { IDLE_LIMIT };
+        // What the kernel was given may end without a word here.
+        let is_given = self.given(How::Begin).or(self.given(How::Together)).is_some();
+        let limit = if is_given { Duration::from_millis(1) } else { IDLE_LIMIT };
         drop(self.progress.wait_timeout_while(done, limit, |done| !self.has_untold(done)));
         self.look_for_results();
     }
@@ -192,7 +200,7 @@ impl Pool {
     }
 
     /// Has what workers carry out so, if anything has. Its ends are only for the reactor.
-    fn begun(&self, how: How) -> Option<&Begun> {
+    fn given(&self, how: How) -> Option<&Given> {
         match how {
             How::Call => None,
             How::Together => self.together.get()?.as_ref(),
@@ -201,11 +209,11 @@ impl Pool {
     }
 
     /// Makes it if need be. Returns whether it can be had.
-    pub(crate) fn make_begun(&self, how: How) -> bool {
+    pub(crate) fn make_given(&self, how: How) -> bool {
         match how {
             How::Call => false,
-            How::Together => self.together.get_or_init(|| Begun::new(TOGETHER)).is_some(),
-            How::Begin => self.begun.get_or_init(|| Begun::new(BEGUN)).is_some(),
+            How::Together => self.together.get_or_init(|| Given::new(TOGETHER)).is_some(),
+            How::Begin => self.begun.get_or_init(|| Given::new(BEGUN)).is_some(),
         }
     }
 }
@@ -274,28 +282,49 @@ impl Pool {
 
     /// Carries out what was taken, and what follows it in turn.
     fn carry_out(&self, group: &mut Group) {
-        let alone = |job: &Job| {
-            self.calls.fetch_add(1, Ordering::Relaxed);
-            let result = job.run();
-            locked(&self.done).all.push((job.index, result));
-        };
         while let Some(&first) = group.first() {
-            let signal = (first.how == How::Begin).then_some(&*self.wakeup);
-            match self.begun(first.how) {
-                Some(begun) if group.len() > 1 || signal.is_some() => begun.begin(group, signal, &self.calls, alone),
-                _ => group.jobs().for_each(alone),
+            match (first.how, self.given(first.how)) {
+                (How::Begin, Some(given)) => {
+                    // An end that comes signals by itself; what was refused does not wait for what is begun after it.
+                    given.submit(group, Some(&self.wakeup), &self.calls, |job| {
+                        self.call_for(job);
+                        self.tell();
+                    });
+                    self.take_after(&first, group);
+                    continue;
+                }
+                (_, Some(given)) if group.len() > 1 => {
+                    given.submit(group, None, &self.calls, |job| self.call_for(job));
+                }
+                _ => self.call_for_each(group),
             }
             self.take_after(&first, group);
             self.tell();
         }
     }
 
+    fn call_for_each(&self, group: &Group) {
+        for (place, job) in group.jobs().enumerate() {
+            if place > 0 && place.is_multiple_of(TOLD_AT_ONCE) {
+                self.tell();
+            }
+            self.call_for(job);
+        }
+    }
+
+    fn call_for(&self, job: &Job) {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let result = job.run();
+        locked(&self.done).all.push((job.index, result));
+    }
+
     /// Takes what the same worker goes on with, which may be nothing.
     fn take_after(&self, job: &Job, group: &mut Group) {
-        if job.is_transfer() {
-            locked(&self.queue).transfer_ended();
+        let mut queue = locked(&self.queue);
+        if !job.in_turn {
+            queue.ended(job);
         }
-        if !job.in_turn || !locked(&self.queue).take_next_in_turn(job.fd, group) {
+        if !job.in_turn || !queue.take_next_in_turn(job.fd, group) {
             group.become_one(None);
         }
     }

@@ -27,6 +27,19 @@ fn what_goes_beyond_the_limit_fails_and_the_process_lives() {
             let kind = |result: block::IoResult| result.unwrap_err().kind();
             let beyond = common::write(&queue, LIMIT + LIMIT / 2, &[1; 4096]).await;
             assert_eq!(kind(beyond), IoErrorKind::NoSpace, "{engine}");
+            // Several at once, of which one crosses the limit.
+            let ends: Vec<_> = (0..4)
+                .map(|index| {
+                    let data = memory::IoBuf::zeroed(8192).whole();
+                    queue.start(FileOp::Write { offset: LIMIT - 12 * 1024 + index * 8192, data, fua: false })
+                })
+                .collect();
+            let mut results = Vec::new();
+            for end in ends {
+                results.push(end.await.map_err(|error| error.kind()));
+            }
+            let no_space = Err(IoErrorKind::NoSpace);
+            assert_eq!(results, [Ok(()), no_space, no_space, no_space], "{engine}");
             let longer = queue.start(FileOp::SetLength { length: 3 * LIMIT }).await;
             assert_eq!(kind(longer), IoErrorKind::NoSpace, "{engine}");
             common::write(&queue, 0, &[2; 4096]).await.unwrap();

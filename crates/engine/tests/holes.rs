@@ -18,6 +18,10 @@ fn workers() -> usize {
     names.filter(|name| name.trim() == "io-worker").count()
 }
 
+fn is_on_ext4(path: &std::path::Path) -> bool {
+    rustix::fs::statfs(path).unwrap().f_type == 0xef53
+}
+
 fn pattern(index: u64) -> [u8; 4096] {
     [index as u8 ^ 0x5a; 4096]
 }
@@ -55,6 +59,7 @@ fn a_worker_begins_all_direct_writes_to_holes_and_waits_for_the_end_of_none() {
         let by_workers = after.worker_calls - before.worker_calls;
         // They are refused together, and begun together.
         assert!(by_workers <= COUNT / 2, "{engine}: {by_workers} calls");
+        assert!(by_workers > 0 || !is_on_ext4(&path), "{engine}: nothing was refused");
         // Some may be left of those that read before the file's tables were ready; each write for itself has dozens.
         assert!(workers <= 12, "{engine}, durable: {fua}: {workers} workers");
         with_queue(&reactor, &file, |queue| async move {

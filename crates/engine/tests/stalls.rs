@@ -14,6 +14,7 @@ use std::path::Path;
 use std::process::Command;
 use std::ptr::NonNull;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::task::Poll;
 use std::time::Duration;
@@ -219,11 +220,41 @@ fn start_writes(reactor: &ReactorThread, file: Arc<dyn File>, slow: usize) -> mp
 /// The kernel reads around what is touched: that is to stall, and not to be what the other one needs.
 const SLOW: [u64; 2] = [STALL_FROM + (128 << 10), STALL_FROM + (384 << 10)];
 
+/// A reactor that reads a cached file again and again, until this is dropped.
+struct Busy(Arc<AtomicBool>);
+
+impl Busy {
+    fn with(reactor: &ReactorThread, path: &Path) -> Self {
+        let file = engine::open(path, &OpenOptions { lock: false, ..OpenOptions::default() }).unwrap();
+        let stop = Arc::new(AtomicBool::new(false));
+        let theirs = Arc::clone(&stop);
+        let job = move |ctx: &Rc<dyn ReactorCtx>| {
+            let queue = file.open_queue(ctx).unwrap();
+            ctx.spawn(block::Task::new(async move {
+                while !theirs.load(Ordering::Relaxed) {
+                    common::read(&queue, 0, 4096, PastEnd::Fails).await.unwrap();
+                }
+            }));
+        };
+        block::run_and_wait(&*reactor.handle(), job).unwrap();
+        Self(stop)
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn writes_that_have_ended_are_told_while_one_that_follows_them_in_turn_is_stalled() {
     let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("image");
-    for engine in [EngineKind::Threads, EngineKind::Auto] {
+    let (path, other) = (dir.path().join("image"), dir.path().join("other"));
+    std::fs::write(&other, vec![7; 1 << 16]).unwrap();
+    let of = |engine| [(engine, false), (engine, true)];
+    // A reactor that sleeps, and one that another disk keeps busy.
+    for (engine, is_busy) in [EngineKind::Threads, EngineKind::Auto].into_iter().flat_map(of) {
         std::fs::write(&path, vec![0; 1 << 20]).unwrap();
         let file = engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
         if engine == EngineKind::Auto && !file.info().engine.contains("go to threads") {
@@ -236,6 +267,7 @@ fn writes_that_have_ended_are_told_while_one_that_follows_them_in_turn_is_stalle
         };
         // Memory that takes its time, as a guest's may while it is being migrated.
         let ended = start_writes(&reactor, file, map_whole(&stalling.mappable()).expose_provenance());
+        let busy = is_busy.then(|| Busy::with(&reactor, &other));
         let next = || ended.recv_timeout(Duration::from_secs(20)).expect("told, though one is stalled");
         stalling.wait_for_stalled(1);
         // It sleeps, and nobody wakes it up for the eight that end then.
@@ -246,6 +278,7 @@ fn writes_that_have_ended_are_told_while_one_that_follows_them_in_turn_is_stalle
         assert!(ended.try_recv().is_err());
         stalling.release();
         assert!((8..17).all(|index| next() == (index, Ok(()))));
+        drop(busy);
         reactor.stop().unwrap();
         let written = std::fs::read(&path).unwrap();
         assert_eq!([written[0], written[8 * 4096]], SLOW.map(content));

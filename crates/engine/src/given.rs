@@ -4,44 +4,58 @@
 //! begins, and that may take waiting: for space, for a lock, for a busy device. What follows is the device's work, for which
 //! no thread has to wait: each by a call that lasts until its end, and a worker each, took four times the processor's time
 //! and a third of the rate. The ends lie in a ring that the reactor reads without a call: those of direct requests when they
-//! come, those of the others when a worker has told, or before it sleeps, so that no end waits for a job behind it that is
-//! held up.
+//! come, those of the others when a worker has told, or when it looks by itself, so that no end waits for a write behind it
+//! that is held up.
 
 use crate::EngineKind;
 use crate::aio_abi::{self as abi, Context, ControlBlock, Event};
 use crate::group::{self, Group};
 use crate::inflight::{Action, Buffers, Request};
-use crate::job_queue::Job;
+use crate::inline::goes_in_turn;
+use crate::job_queue::{How, Job};
 use crate::wakeup::Wakeup;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Whether a worker is to begin this only: direct requests of files that are left to asynchronous engines.
-pub(crate) fn suits(request: &Request) -> bool {
+/// How a worker is to carry a request out, if Linux AIO can be had.
+pub(crate) fn way_of(request: &Request) -> How {
     let (file, moves) = (&*request.target.file, matches!(request.action, Action::Read { .. } | Action::Write { .. }));
     let direct = !file.page_cached && !file.in_memory && file.engine != EngineKind::Threads;
     // Where to begin means to wait for tables, or for the end, each has a worker.
-    moves && direct && file.nowait.is_allowed() && request.target.are_tables_ready()
+    if moves && direct && file.nowait.is_allowed() && request.target.are_tables_ready() {
+        return How::Begin;
+    }
+    if goes_in_turn(request) && file.ends_writes_in_call { How::Together } else { How::Call }
 }
 
 /// A reactor's requests of one kind that the kernel has.
-pub(crate) struct Begun(Context);
+pub(crate) struct Given(Context);
 
 // SAFETY: the context is a name and a ring. Its requests are submitted by system calls, which any thread may make; from the
-// ring only the reactor's thread takes, see `Begun::take`.
-unsafe impl Send for Begun {}
+// ring only the reactor's thread takes, see `Given::take`.
+unsafe impl Send for Given {}
 // SAFETY: as above.
-unsafe impl Sync for Begun {}
+unsafe impl Sync for Given {}
 
-impl Begun {
-    /// For `most` requests at a time; further ones are carried out by calls. `None` where this process may not use Linux AIO.
-    pub(crate) fn new(most: u32) -> Option<Self> {
-        Context::new(most).ok().filter(Context::is_mapped).map(Self)
+impl Given {
+    /// Has room for so many requests at least; what is beyond that is carried out by calls. `None` where this process may
+    /// not use Linux AIO, or the host has no more of it (`/proc/sys/fs/aio-max-nr`).
+    pub(crate) fn new(room: u32) -> Option<Self> {
+        let context = Context::new(room).inspect_err(|error| {
+            tracing::info!(%error, "Linux AIO cannot be had: workers take a call for each request");
+        });
+        context.ok().filter(Context::is_mapped).map(Self)
     }
 
     /// Gives reads and writes to the kernel, in their order; for each an event with its index comes. Those that it does not
     /// take go to `alone`. Calls are counted before they are made.
-    pub(crate) fn begin(&self, group: &Group, signal: Option<&Wakeup>, calls: &AtomicU64, mut alone: impl FnMut(&Job)) {
+    pub(crate) fn submit(
+        &self,
+        group: &Group,
+        signal: Option<&Wakeup>,
+        calls: &AtomicU64,
+        mut alone: impl FnMut(&Job),
+    ) {
         let mut blocks = [ControlBlock::default(); group::MOST];
         let mut pointers = [std::ptr::null_mut(); group::MOST];
         for ((job, block), pointer) in group.jobs().zip(&mut blocks).zip(&mut pointers) {
@@ -132,13 +146,13 @@ mod tests {
     #[test]
     fn what_fails_in_a_group_fails_alone_and_what_the_kernel_has_no_room_for_is_a_call() {
         let (file, data) = (tempfile::tempfile().unwrap(), vec![7; PAGE]);
-        let (Some(many), calls) = (Begun::new(256), AtomicU64::new(0)) else { return };
+        let (Some(many), calls) = (Given::new(256), AtomicU64::new(0)) else { return };
         let mut ends = Vec::new();
         // The first, one within, the last.
         for bad in [&[0, 5][..], &[PAGES - 1]] {
             let group = group(&file, &data, bad);
             let before = calls.load(Ordering::Relaxed);
-            many.begin(&group, None, &calls, |job| panic!("{} was to be given to the kernel", job.index));
+            many.submit(&group, None, &calls, |job| panic!("{} was to be given to the kernel", job.index));
             assert_eq!(calls.load(Ordering::Relaxed) - before, 1);
             many.take(|index, result| ends.push((index, result)));
             let expected = |page| if bad.contains(&page) { -libc::EFAULT } else { PAGE as i32 };
@@ -149,17 +163,17 @@ mod tests {
         assert!(bytes.iter().all(|byte| *byte == 7), "each was written in one of the rounds");
 
         // Nobody takes the ends, so there comes no room.
-        let few = Begun::new(1).unwrap();
-        let (mut alone, mut begun) = (Vec::new(), 0);
+        let few = Given::new(1).unwrap();
+        let (mut alone, mut given) = (Vec::new(), 0);
         for _ in 0..1000 {
-            few.begin(&group(&file, &data, &[]), None, &calls, |job| alone.push(job.index));
-            begun += PAGES;
+            few.submit(&group(&file, &data, &[]), None, &calls, |job| alone.push(job.index));
+            given += PAGES;
             if alone.len() >= PAGES {
                 break;
             }
         }
         few.take(|index, _| ends.push((index, 0)));
         assert!(!ends.is_empty() && alone.len() >= PAGES);
-        assert_eq!(ends.len() + alone.len(), begun, "each once");
+        assert_eq!(ends.len() + alone.len(), given, "each once");
     }
 }
