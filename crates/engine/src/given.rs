@@ -25,7 +25,8 @@ pub(crate) fn way_of(request: &Request) -> How {
     if moves && direct && file.nowait.is_allowed() && request.target.are_tables_ready() {
         return How::Begin;
     }
-    if goes_in_turn(request) && file.ends_writes_in_call { How::Together } else { How::Call }
+    // What comes here of a file that reactors copy may be fetched from swap, or change any length of it.
+    if goes_in_turn(request) && file.ends_in_call && !file.in_memory { How::Together } else { How::Call }
 }
 
 /// A reactor's requests of one kind that the kernel has.

@@ -35,15 +35,20 @@ pub(crate) fn waits_for_workers(request: &Request) -> bool {
     goes_in_turn(request) && request.target.file.is_changed_by_workers()
 }
 
-/// Whether the kernel would let it wait for other changes of the file.
+/// Longer reads of a file in memory are worth a worker each.
+const SHORT_READ_BYTES: usize = 16 << 10;
+
+/// Whether a worker carries it out after others on the file: the kernel would let it wait for other changes, or it is too
+/// short for a worker of its own.
 pub(crate) fn goes_in_turn(request: &Request) -> bool {
     let file = &*request.target.file;
     match request.action {
-        Action::Write { .. } if file.in_memory => true,
+        Action::Write { .. } if file.in_memory || file.copied_by_workers => true,
         // A durable one lets others go ahead while it is made durable.
         Action::Write { durable } => !durable && file.page_cached && !file.info.block_device,
         Action::Fallocate { .. } | Action::Truncate | Action::CopyFrom { .. } => file.in_memory,
-        Action::Read { .. } | Action::Sync | Action::DiscardBlocks { .. } | Action::BeginWriteback => false,
+        Action::Read { .. } => file.copied_by_workers && request.left_bytes() <= SHORT_READ_BYTES,
+        Action::Sync | Action::DiscardBlocks { .. } | Action::BeginWriteback => false,
     }
 }
 

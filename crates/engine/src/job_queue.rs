@@ -1,7 +1,8 @@
 //! What waits for a worker.
 //!
 //! Writes to the page cache of one file go in turn, and all changes of a file in memory: the kernel takes them one by one,
-//! and workers that waited there for each other would spin, and keep the processors from reads.
+//! and workers that waited there for each other would spin, and keep the processors from reads. So do short reads of a file
+//! in memory that reactors do not copy: to wake a worker for each takes longer than to copy them.
 
 use crate::group::Group;
 use crate::inflight::{Action, Buffers};

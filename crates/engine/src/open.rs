@@ -94,7 +94,8 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let (info, abilities) = describe(&fd, name, options, &facts)?;
     let tables_wanted = engine != EngineKind::Threads && !block_device && storage::waits_for_tables(&fd);
     let walks_to_holes = !block_device && storage::walks_to_holes(&fd);
-    let ends_writes_in_call = !block_device && storage::ends_writes_in_call(&fd);
+    let ends_in_call = !block_device && storage::ends_in_call(&fd);
+    let copied_by_workers = ends_in_call && storage::is_in_memory(&fd) && !in_memory;
     tracing::info!("'{name}': {}", info.engine);
     Ok(OpenFile {
         fd,
@@ -115,7 +116,8 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         tables: Tables::new(tables_wanted),
         fallocate_unit_bytes: abilities.fallocate_unit_bytes,
         nowait: facts.nowait,
-        ends_writes_in_call,
+        ends_in_call,
+        copied_by_workers,
         write_through: !options.has_volatile_cache(),
         ignore_flush: options.cache == CacheMode::Unsafe,
         page_cached,

@@ -148,10 +148,10 @@ pub(crate) fn waits_for_tables(fd: &OwnedFd) -> bool {
     file_system(fd) == Some(EXT_MAGIC)
 }
 
-/// Whether what `io_submit` writes to the file's page cache has ended when that returns. Others may only begin it then, as
-/// FUSE and network file systems do.
-pub(crate) fn ends_writes_in_call(fd: &OwnedFd) -> bool {
-    file_system(fd).is_some_and(|magic| KNOWN_MAGICS.contains(&magic))
+/// Whether what `io_submit` moves to the file's page cache, or from it, has ended when that returns. Others may only begin it
+/// then, as FUSE and network file systems do.
+pub(crate) fn ends_in_call(fd: &OwnedFd) -> bool {
+    file_system(fd).is_some_and(|magic| KNOWN_MAGICS.contains(&magic)) || is_in_memory(fd)
 }
 
 /// File systems that are known well: ext2/3/4, xfs, btrfs, f2fs.

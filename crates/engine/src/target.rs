@@ -72,8 +72,11 @@ pub(crate) struct OpenFile {
     /// Offsets and lengths of `fallocate` must be multiples of this (block devices).
     pub(crate) fallocate_unit_bytes: u32,
     pub(crate) nowait: Nowait,
-    /// See `storage::ends_writes_in_call`.
-    pub(crate) ends_writes_in_call: bool,
+    /// See `storage::ends_in_call`.
+    pub(crate) ends_in_call: bool,
+    /// It lies in memory, but was opened with an engine that finds nothing to do there: a worker makes small copies, many by
+    /// one call.
+    pub(crate) copied_by_workers: bool,
     /// The rung of `zeroes::Ladder` that is known to work.
     pub(crate) zeroes_rung: AtomicU8,
 }
