@@ -283,39 +283,43 @@ impl Pool {
     /// Carries out what was taken, and what follows it in turn.
     fn carry_out(&self, group: &mut Group) {
         while let Some(&first) = group.first() {
-            match (first.how, self.given(first.how)) {
+            let awaited = match (first.how, self.given(first.how)) {
                 (How::Begin, Some(given)) => {
                     // An end that comes signals by itself; what was refused does not wait for what is begun after it.
-                    given.submit(group, Some(&self.wakeup), &self.calls, |job| {
-                        self.call_for(job);
-                        self.tell();
-                    });
+                    let alone = |job: &Job| self.tell(self.call_for(job));
+                    given.submit(group, Some(&self.wakeup), &self.calls, alone);
                     self.take_after(&first, group);
                     continue;
                 }
                 (_, Some(given)) if group.len() > 1 => {
-                    given.submit(group, None, &self.calls, |job| self.call_for(job));
+                    given.submit(group, None, &self.calls, |job| _ = self.call_for(job));
+                    locked(&self.done).awaited
                 }
                 _ => self.call_for_each(group),
-            }
+            };
             self.take_after(&first, group);
-            self.tell();
+            self.tell(awaited);
         }
     }
 
-    fn call_for_each(&self, group: &Group) {
+    fn call_for_each(&self, group: &Group) -> bool {
+        let mut awaited = false;
         for (place, job) in group.jobs().enumerate() {
             if place > 0 && place.is_multiple_of(TOLD_AT_ONCE) {
-                self.tell();
+                self.tell(awaited);
             }
-            self.call_for(job);
+            awaited = self.call_for(job);
         }
+        awaited
     }
 
-    fn call_for(&self, job: &Job) {
+    /// Returns whether the reactor waits for results.
+    fn call_for(&self, job: &Job) -> bool {
         self.calls.fetch_add(1, Ordering::Relaxed);
         let result = job.run();
-        locked(&self.done).all.push((job.index, result));
+        let mut done = locked(&self.done);
+        done.all.push((job.index, result));
+        done.awaited
     }
 
     /// Takes what the same worker goes on with, which may be nothing.
@@ -329,10 +333,10 @@ impl Pool {
         }
     }
 
-    fn tell(&self) {
+    fn tell(&self, awaited: bool) {
         self.has_done.0.store(true, Ordering::Release);
         self.wakeup.wake();
-        if locked(&self.done).awaited {
+        if awaited {
             self.progress.notify_all();
         }
     }
