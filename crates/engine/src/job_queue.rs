@@ -48,6 +48,10 @@ pub(crate) struct Job {
 unsafe impl Send for Job {}
 
 impl Job {
+    fn is_read(&self) -> bool {
+        matches!(self.action, Action::Read { .. })
+    }
+
     pub(crate) fn run(&self) -> i32 {
         // SAFETY: the slab's request keeps the file open until the result has come back.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd) };
@@ -82,15 +86,20 @@ impl Job {
     }
 }
 
-/// Jobs of one file that go in turn.
+/// Jobs of one file that go in turn: its reads, or all else, which may have to wait for the file.
 struct Lane {
     fd: RawFd,
+    reads: bool,
     jobs: VecDeque<Job>,
     /// A worker carries one of them out.
     busy: bool,
 }
 
 impl Lane {
+    fn is_of(&self, job: &Job) -> bool {
+        (self.fd, self.reads) == (job.fd, job.is_read())
+    }
+
     fn is_ready(&self) -> bool {
         !self.busy && !self.jobs.is_empty()
     }
@@ -171,15 +180,16 @@ impl Queue {
         if !job.in_turn {
             return self.kind_of(&job).waiting.push_back(job);
         }
-        let fd = job.fd;
+        let (fd, reads) = (job.fd, job.is_read());
         let is_free = |lane: &Lane| !lane.busy && lane.jobs.is_empty();
-        let place = self.lanes.iter().position(|lane| lane.fd == fd).or_else(|| self.lanes.iter().position(is_free));
+        let place = self.lanes.iter().position(|lane| lane.is_of(&job)).or_else(|| self.lanes.iter().position(is_free));
         let place = place.unwrap_or_else(|| {
-            self.lanes.push(Lane { fd, jobs: VecDeque::with_capacity(self.others.waiting.capacity()), busy: false });
+            let jobs = VecDeque::with_capacity(self.others.waiting.capacity());
+            self.lanes.push(Lane { fd, reads, jobs, busy: false });
             self.lanes.len() - 1
         });
         let lane = &mut self.lanes[place];
-        lane.fd = fd;
+        (lane.fd, lane.reads) = (fd, reads);
         lane.jobs.push_back(job);
     }
 
@@ -222,8 +232,8 @@ impl Queue {
     }
 
     /// Takes what follows jobs that went in turn on this file: nobody else is woken for it. Returns whether there was any.
-    pub(crate) fn take_next_in_turn(&mut self, fd: RawFd, group: &mut Group) -> bool {
-        let Some(lane) = self.lanes.iter_mut().find(|lane| lane.fd == fd && lane.busy) else { return false };
+    pub(crate) fn take_next_in_turn(&mut self, job: &Job, group: &mut Group) -> bool {
+        let Some(lane) = self.lanes.iter_mut().find(|lane| lane.is_of(job) && lane.busy) else { return false };
         lane.busy = group.become_next(&mut lane.jobs);
         lane.busy
     }
@@ -318,7 +328,7 @@ pub(crate) mod tests {
         assert_eq!(queue.ready(), 0);
         let following = |queue: &mut Queue, fd| {
             let mut group = Group::default();
-            queue.take_next_in_turn(fd, &mut group).then(|| group.first().unwrap().index)
+            queue.take_next_in_turn(&job(0, fd, true), &mut group).then(|| group.first().unwrap().index)
         };
         assert_eq!(following(&mut queue, 1), Some(1));
         assert!(taken(&mut queue).is_none());
@@ -329,5 +339,10 @@ pub(crate) mod tests {
         queue.add(job(6, 7, true));
         assert_eq!((queue.ready(), queue.lanes.len()), (1, 2));
         assert_eq!(taken(&mut queue), Some(6));
+        // Nor do a file's reads wait for its changes.
+        queue.add(Job { action: Action::Read { need_bytes: 0 }, ..job(7, 7, true) });
+        queue.add(job(8, 7, true));
+        assert_eq!((taken(&mut queue), taken(&mut queue)), (Some(7), None));
+        assert_eq!((following(&mut queue, 7), following(&mut queue, 7)), (Some(8), None));
     }
 }

@@ -27,9 +27,9 @@ const POLLS_BETWEEN_TURNS: usize = 8;
 /// How long a reactor sleeps at most before it looks for results that workers have not told of; twice as long each time
 /// that there are none, so that what has ended is found after twice the time that it took.
 const LOOK_AGAIN: Duration = Duration::from_micros(250);
+const LOOK_AGAIN_MAX: Duration = Duration::from_secs(1);
 /// A reactor that does not sleep looks once in so many turns: what a worker is about to tell, it should not take before.
 const LOOK_TURNS: u64 = 64;
-const LOOK_AGAIN_MAX: Duration = Duration::from_secs(1);
 /// How long tasks that are still at work when the reactor is stopped may go on.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a stopping reactor sleeps at most before it looks again.
@@ -490,7 +490,8 @@ impl Local {
             self.run_jobs(ctx);
             let worked = self.run_tasks() | self.engines.submit() | (self.engines.harvest() > 0);
             self.pollers.clear();
-            let ready = worked || self.has_pending();
+            // Looks also for what was not told yet.
+            let ready = self.has_pending() || worked;
             let tasks_may_go_on = Instant::now() < deadline;
             if !tasks_may_go_on {
                 // From here on only the engine's own tasks run, and they end with their requests.

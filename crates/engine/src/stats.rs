@@ -46,7 +46,7 @@ pub struct ReactorStats {
     pub yields: u64,
     /// System calls made to submit requests or to fetch completions.
     pub system_calls: u64,
-    /// Calls that workers made for it beside those: one for each group of writes that one call carries out or begins, and
+    /// Calls that workers made for it beside those: one for each group of requests that one call carries out or begins, and
     /// for each other part of a request.
     pub worker_calls: u64,
     /// Requests given to engines.

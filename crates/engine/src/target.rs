@@ -74,8 +74,8 @@ pub(crate) struct OpenFile {
     pub(crate) nowait: Nowait,
     /// See `storage::ends_in_call`.
     pub(crate) ends_in_call: bool,
-    /// It lies in memory, but was opened with an engine that finds nothing to do there: a worker makes small copies, many by
-    /// one call.
+    /// It lies in memory, but was opened with an engine (or `sqpoll`) that finds nothing to do there: workers copy, many
+    /// short reads, and all writes, by one call.
     pub(crate) copied_by_workers: bool,
     /// The rung of `zeroes::Ladder` that is known to work.
     pub(crate) zeroes_rung: AtomicU8,

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::OpenOptions;
+use crate::inflight::Buffers;
 use crate::target::QueueFile;
 use block::Sink;
 use memory::{IoBuf, Window};
@@ -146,17 +147,25 @@ fn what_the_kernel_refuses_to_begin_does_not_wait_for_what_it_begins_next() {
     if !workers.pool.make_given(How::Begin) {
         return;
     }
-    let (empty, writer) = rustix::pipe::pipe().unwrap();
-    let (mut first, fd) = (true, empty.as_raw_fd());
+    let (reader, full) = rustix::pipe::pipe().unwrap();
+    let mut room = vec![0; rustix::pipe::fcntl_setpipe_size(&full, 4096).unwrap()];
+    rustix::io::write(&full, &room).unwrap();
+    // In one group: memory that cannot be, and a write that has to wait.
+    let (mut first, fd) = (true, full.as_raw_fd());
     replace_jobs(&workers, |job| {
-        let fd = if std::mem::take(&mut first) { i32::MAX } else { fd };
-        Job { fd, how: How::Begin, action: Action::Read { need_bytes: 0 }, ..job }
+        let buffers = match job.buffers {
+            Buffers::Single { ptr, .. } if std::mem::take(&mut first) => {
+                Buffers::Single { ptr, length_bytes: usize::MAX }
+            }
+            buffers => buffers,
+        };
+        Job { fd, how: How::Begin, buffers, ..job }
     });
     wait_until(|| workers.pool.has_told());
     workers.harvest();
     sink.take(&mut ended);
-    assert_eq!(ended, [(0, Err(IoError::from_errno(libc::EBADF)))]);
-    rustix::io::write(&writer, &[7; 512]).unwrap();
+    assert_eq!(ended, [(0, Err(IoError::from_errno(libc::ESPIPE)))]);
+    rustix::io::read(&reader, &mut room).unwrap();
     wait_until(|| workers.harvest() > 0);
     ended.clear();
     sink.take(&mut ended);

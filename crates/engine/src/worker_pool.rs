@@ -19,7 +19,7 @@ const IDLE_LIMIT: Duration = Duration::from_secs(10);
 const SPIN_MAX: Duration = Duration::from_micros(100);
 /// A worker only calls the kernel.
 const STACK_BYTES: usize = 128 << 10;
-/// Room for what workers have begun, and for writes that they have given to one call.
+/// Room for what workers have begun, and for what they have given to one call.
 const BEGUN: u32 = 1024;
 const TOGETHER: u32 = 256;
 /// So many results of calls that follow each other are told at once.
@@ -46,7 +46,7 @@ pub(crate) struct Pool {
     progress: Condvar,
     /// With `queue`: a worker ended because the pool stops.
     stopped: Condvar,
-    /// What workers only begin, and writes to the page cache that one call carries out. Made when they are first needed;
+    /// What workers only begin, and what one call carries out of the page cache's. Made when they are first needed;
     /// `None` where they cannot be had.
     begun: OnceLock<Option<Given>>,
     together: OnceLock<Option<Given>>,
@@ -328,7 +328,7 @@ impl Pool {
         if !job.in_turn {
             queue.ended(job);
         }
-        if !job.in_turn || !queue.take_next_in_turn(job.fd, group) {
+        if !job.in_turn || !queue.take_next_in_turn(job, group) {
             group.become_one(None);
         }
     }
