@@ -393,6 +393,17 @@ mod tests {
     }
 
     #[test]
+    fn only_reads_and_writes_are_tried_again_by_who_may_wait() {
+        let needs_to_wait = |action, errno: i32| request(CacheMode::Writeback, action, 4096).needs_to_wait(-errno);
+        for errno in [libc::ENOMEM, libc::EOPNOTSUPP] {
+            assert!(needs_to_wait(Action::Read { need_bytes: 0 }, errno));
+            assert!(needs_to_wait(Action::Write { durable: true }, errno));
+            assert!(!needs_to_wait(Action::Sync, errno), "it may say only once that data were lost");
+        }
+        assert!(!needs_to_wait(Action::Read { need_bytes: 0 }, libc::EIO));
+    }
+
+    #[test]
     fn a_short_transfer_goes_on_where_it_stopped_until_all_is_moved() {
         for action in [Action::Read { need_bytes: 4096 }, Action::Write { durable: false }] {
             let mut request = request(CacheMode::Writeback, action, 4096);
