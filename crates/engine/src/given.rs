@@ -1,11 +1,11 @@
 //! What workers give to the kernel by one call, and what ends without them.
 //!
 //! `io_submit` of Linux AIO carries out what moves to the page cache or from it while it runs, one after the other; direct
-//! requests it only begins, and that may take waiting: for space, for a lock, for a busy device. What follows is the device's
-//! work, for which no thread has to wait: each by a call that lasts until its end, and a worker each, took four times the
-//! processor's time and a third of the rate. The ends lie in a ring that the reactor reads without a call: those of direct requests when they
-//! come, those of the others when a worker has told, or when it looks by itself, so that no end waits for a write behind it
-//! that is held up.
+//! requests it only begins, and that may take waiting: for space, for a lock, for a busy device. What follows is the
+//! device's work, for which no thread has to wait: each by a call that lasts until its end, and a worker each, took four
+//! times the processor's time and a third of the rate. The ends lie in a ring that the reactor reads without a call: those of
+//! direct requests when they come, those of the others when a worker has told, or when it looks by itself, so that no end
+//! waits for a write behind it that is held up.
 
 use crate::EngineKind;
 use crate::aio_abi::{self as abi, Context, ControlBlock, Event};

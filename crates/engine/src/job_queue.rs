@@ -48,7 +48,7 @@ pub(crate) struct Job {
 unsafe impl Send for Job {}
 
 impl Job {
-    fn is_read(&self) -> bool {
+    pub(crate) fn is_read(&self) -> bool {
         matches!(self.action, Action::Read { .. })
     }
 

@@ -185,9 +185,10 @@ impl Workers {
         }
         let how = given::way_of(request);
         let is_there = self.pool.make_given(how);
+        // Without Linux AIO each has a worker that waits for its end. (What goes in turn takes a call each then.)
         let how = if how == How::Begin && !is_there { How::Call } else { how };
         // One worker begins a file's writes: the next waits for little but the one before.
-        let in_turn = in_turn || (how == How::Begin && !matches!(job.action, Action::Read { .. }));
+        let in_turn = in_turn || (how == How::Begin && !job.is_read());
         self.batch.borrow_mut().push(Job { in_turn, how, ..job });
     }
 
