@@ -11,9 +11,12 @@ struct Room {
 
 /// Everything below the daemon but the tests' own kit.
 const UNDER_DAEMON: &[&str] = &[
+    "drive",
+    "load",
     "jobs",
     "export-vhost-user",
     "export-nbd",
+    "virtio-blk",
     "driver",
     "virtio",
     "image",
@@ -27,9 +30,14 @@ const UNDER_DAEMON: &[&str] = &[
 /// Top to bottom, as a request travels. The program, which is not listed below, may name them all.
 const ROOMS: &[Room] = &[
     Room { name: "daemon", below: UNDER_DAEMON },
+    Room { name: "guestlab", below: &["drive", "load"] },
+    Room { name: "disk", below: &["drive", "image", "engine", "block"] },
+    Room { name: "drive", below: &["image", "engine", "block"] },
+    Room { name: "load", below: &["driver", "image", "block"] },
     Room { name: "jobs", below: &["image", "block"] },
-    Room { name: "export-vhost-user", below: &["virtio", "block"] },
-    Room { name: "export-nbd", below: &["virtio", "block"] },
+    Room { name: "export-vhost-user", below: &["virtio-blk", "virtio", "block"] },
+    Room { name: "export-nbd", below: &["block"] },
+    Room { name: "virtio-blk", below: &["virtio", "block"] },
     Room { name: "driver", below: &["virtio", "block"] },
     Room { name: "virtio", below: &[] },
     Room { name: "image", below: &["format-raw", "format-qcow2", "format-scratch", "block"] },
