@@ -48,6 +48,8 @@ pub(super) struct Sample {
 /// The programs.
 pub(super) struct Tools {
     ringdisk: PathBuf,
+    /// The same program for every server.
+    client: PathBuf,
 }
 
 impl Tools {
@@ -65,7 +67,12 @@ impl Tools {
                 "{program} is missing; it is in the Debian package {package}"
             );
         }
-        Ok(Self { ringdisk })
+        Ok(Self { client: ringdisk.clone(), ringdisk })
+    }
+
+    /// The same client, and another build of Ringdisk as the server.
+    pub(super) fn with_server(&self, ringdisk: PathBuf) -> Self {
+        Self { ringdisk, client: self.client.clone() }
     }
 }
 
@@ -264,7 +271,7 @@ fn client(cell: &Cell, tools: &Tools, files: &Files, server: u32, seconds: f64) 
 
 /// The report of `ringdisk bench` on the socket.
 pub(super) fn bench(tools: &Tools, server: u32, arguments: &[String]) -> Result<Value> {
-    let mut command = pinned(CLIENT_CORE, &tools.ringdisk);
+    let mut command = pinned(CLIENT_CORE, &tools.client);
     command.arg("bench").arg("--socket").arg(socket_path()).args(arguments);
     command.args(["--server-pid", &server.to_string(), "--output", "json"]);
     json_of(command)

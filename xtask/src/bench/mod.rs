@@ -3,8 +3,9 @@
 //! Each cell is a workload on a storage. In each round of a cell every server is started alone on the same file, pinned
 //! to one core, measured by the same client (`ringdisk bench`) on the other core, and ended; fio measures the file
 //! without a guest. Rounds alternate the order. What counts are medians over the rounds, the ratio of each round's two
-//! servers, and CPU a request.
+//! servers, and CPU a request. With `--before` the other side is another build of Ringdisk.
 
+mod before;
 mod cells;
 mod contexts;
 mod files;
@@ -61,6 +62,9 @@ pub(crate) struct BenchArguments {
     /// Where the files on a disk are made [default: below the build directory].
     #[arg(long, value_name = "PATH")]
     directory: Option<PathBuf>,
+    /// Compare with another build of ringdisk instead: each cell in turn with both, and the ratios, the lowest first.
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["images", "profile", "contexts", "resume", "output"])]
+    before: Option<PathBuf>,
     /// Measure this build of ringdisk instead of making one.
     #[arg(long, value_name = "PATH")]
     ringdisk: Option<PathBuf>,
@@ -126,6 +130,9 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     let tools = Tools::find(ringdisk_of(arguments)?)?;
     if arguments.profile {
         return profile::run(&cells, &tools, arguments);
+    }
+    if let Some(before) = &arguments.before {
+        return before::run(&cells, &tools, before, arguments);
     }
     let (outcomes, openings, files) = measure_all(cells, opens, &tools, arguments)?;
     let text = page::write(&outcomes, openings.as_ref(), &files)?;
