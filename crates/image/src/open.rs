@@ -1,10 +1,10 @@
 //! Opening a chain: the named image, then layer after layer through the gate.
 
-use crate::cache::{Hits, share_out};
+use crate::chain::image::{Chain, Image};
+use crate::chain::layer::{DataFile, Layer, Mapping};
+use crate::chain::table_cache::{Hits, share_out};
 use crate::gate::{BackingPolicy, Gate, Opener, Role};
 use crate::guess::{Format, PROBE_BYTES, guess_format};
-use crate::image::{Chain, Image};
-use crate::layer::{DataFile, Layer, Mapping};
 use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
 use format_qcow2::{OpenOptions, Qcow2, SnapshotName, SnapshotSize};
 use format_raw::Raw;

@@ -1,7 +1,7 @@
 //! Writing compressed clusters: for jobs that fill an image, off the path of requests.
 
-use crate::image::{Chain, Image};
-use crate::layer::Mapping;
+use crate::chain::image::{Chain, Image};
+use crate::chain::layer::Mapping;
 use block::{Error, ErrorKind, FileOp, FileQueue, IoError, IoResult, MetaIo, Participant, ReactorCtx, Result, Ticket};
 use format_qcow2::{Compressor, PackedCluster, Qcow2};
 use memory::Window;

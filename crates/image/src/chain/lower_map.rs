@@ -5,7 +5,7 @@
 //! read without a lock, changed under a mutex that nobody waits for. What has no single answer for a whole granule
 //! (compressed clusters, a layer that ends inside) is noted as such, and asked for each time.
 
-use crate::image::Place;
+use crate::chain::image::Place;
 use block::sync::{Mutex, PoisonError};
 use block::{CacheStats, Extent, SliceBook, SliceCache};
 
@@ -39,14 +39,14 @@ pub(crate) enum Known {
 }
 
 /// The merged map.
-pub(crate) struct Below {
+pub(crate) struct LowerMap {
     granule_bits: u32,
     size_bytes: u64,
     cache: SliceCache,
     book: Mutex<SliceBook>,
 }
 
-impl Below {
+impl LowerMap {
     /// A map of at most `cache_bytes` for a disk over layers whose smallest cluster is `cluster_bits`.
     pub(crate) fn new(size_bytes: u64, cluster_bits: u32, cache_bytes: u64) -> Self {
         let granule_bits = Self::granule_bits(size_bytes, cluster_bits);
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn granules_that_go_on_in_one_file_join_and_others_do_not() {
-        let below = Below::new(100 * G + 512, 16, 1 << 20);
+        let below = LowerMap::new(100 * G + 512, 16, 1 << 20);
         assert_eq!(below.lookup(0, G), Known::Nothing);
         for (at, layer, offset) in [(0, 255, 7 * G), (1, 255, 8 * G), (2, 254, 9 * G)] {
             below.learn(at * G + 512, |_, length| Some(data(layer, offset, length)));
@@ -208,9 +208,9 @@ mod tests {
     #[test]
     fn the_map_of_a_disk_that_claims_to_be_huge_takes_little_memory_and_is_right() {
         let size_bytes = 1 << 61;
-        assert!(Below::slices(size_bytes, Below::granule_bits(size_bytes, 9)) <= SLICES_MAX);
-        assert_eq!(Below::granule_bits(1 << 40, 16), 16);
-        let below = Below::new(size_bytes, 9, 1 << 20);
+        assert!(LowerMap::slices(size_bytes, LowerMap::granule_bits(size_bytes, 9)) <= SLICES_MAX);
+        assert_eq!(LowerMap::granule_bits(1 << 40, 16), 16);
+        let below = LowerMap::new(size_bytes, 9, 1 << 20);
         let granule = below.granule_bytes();
         let last = size_bytes - granule;
         below.learn(last + 512, |_, length| Some(data(1, 7 * G, length)));
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn what_has_no_single_answer_is_asked_for() {
-        let below = Below::new(100 * G + 512, 16, 1 << 20);
+        let below = LowerMap::new(100 * G + 512, 16, 1 << 20);
         below.learn(0, |_, length| Some(data(1, G, length - 512)));
         assert_eq!(below.lookup(0, 512), Known::Ask);
         below.learn(G, |_, _| None);

@@ -1,8 +1,8 @@
 //! What an image says about itself. Opens nothing but the named file.
 
+use crate::chain::layer::Mapping;
 use crate::gate::Role;
 use crate::guess::Format;
-use crate::layer::Mapping;
 use crate::open::{format_of, open_layer};
 use block::{File, MetaIo, Result, block_on};
 use std::path::Path;

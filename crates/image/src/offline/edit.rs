@@ -1,8 +1,8 @@
 //! Changes to an image that nobody uses: snapshots, another size.
 
+use crate::chain::image::Image;
+use crate::chain::layer::{Layer, Mapping};
 use crate::guess::Format;
-use crate::image::Image;
-use crate::layer::{Layer, Mapping};
 use crate::open::format_of;
 use block::{Error, ErrorKind, Extent, File, IoError, IoResult, MetaIo, Result, block_on};
 use format_qcow2::{AmendOptions, GrowBy, NewSnapshot, Qcow2, ResizeOptions, SnapshotName};

@@ -1,7 +1,7 @@
 //! What lies where in a whole chain: for tools, off the path of requests.
 
-use crate::image::{Chain, Image};
-use crate::layer::{Layer, Mapping};
+use crate::chain::image::{Chain, Image};
+use crate::chain::layer::{Layer, Mapping};
 use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Result, block_on};
 use std::ops::Range;
 use std::sync::Arc;

@@ -4,10 +4,10 @@
 //! in the slot and tells the queue's sink at its end; the last one completes the request. All pieces of a request carry
 //! the same token, so the fast path allocates nothing and looks nothing up.
 
+use crate::chain::image::{Chain, Place};
+use crate::chain::layer::Mapping;
+use crate::chain::slow_path::Slow;
 use crate::guess::{PROBE_BYTES, forms_a_header};
-use crate::image::{Chain, Place};
-use crate::layer::Mapping;
-use crate::slow::Slow;
 use block::sync::AtomicU64;
 use block::{
     Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, MetaIo, Op,
@@ -429,7 +429,7 @@ fn checked_head(offset: u64, data: &Window) -> IoResult<Option<Window>> {
     Ok(Some(IoBuf::gather(vec![copy, rest]).whole()))
 }
 
-impl crate::layer::Layer {
+impl crate::chain::layer::Layer {
     /// Whether data in this layer is found through tables that are written on their own.
     pub(crate) fn has_tables(&self) -> bool {
         matches!(self.mapping, Mapping::Qcow2(_))

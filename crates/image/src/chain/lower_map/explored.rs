@@ -21,14 +21,14 @@ fn place(granule: u64) -> Place {
     Place { layer, extent, length_bytes: G }
 }
 
-type Learn = fn(&Below, u64);
+type Learn = fn(&LowerMap, u64);
 
-fn learn(below: &Below, granule: u64) {
+fn learn(below: &LowerMap, granule: u64) {
     below.learn(granule * G + 512, |_, _| Some(place(granule)));
 }
 
 /// A mutant that changes the entry when it has let go of the book.
-fn learn_late(below: &Below, granule: u64) {
+fn learn_late(below: &LowerMap, granule: u64) {
     let slice = below.slice_of(granule * G);
     if below.cache.view(slice).is_none() {
         below.book.lock().unwrap().install(&below.cache, slice, std::iter::repeat(0));
@@ -36,7 +36,7 @@ fn learn_late(below: &Below, granule: u64) {
     below.cache.set(slice, below.index_of(granule * G), encode(&place(granule)).unwrap());
 }
 
-fn judge(below: &Below, granule: u64, verdict: &Verdict, found: &AtomicU64) {
+fn judge(below: &LowerMap, granule: u64, verdict: &Verdict, found: &AtomicU64) {
     match below.lookup(granule * G, G) {
         Known::Nothing => {}
         Known::At(at) if at == place(granule) => {
@@ -53,7 +53,7 @@ fn judge(below: &Below, granule: u64, verdict: &Verdict, found: &AtomicU64) {
 }
 
 fn execution(seed: u64, learn: Learn, verdict: &Verdict, found: &Arc<AtomicU64>) {
-    let below = Arc::new(Below::new(2000 * G, 16, 0));
+    let below = Arc::new(LowerMap::new(2000 * G, 16, 0));
     let work = |thread| {
         let (below, verdict, found) = (Arc::clone(&below), verdict.clone(), Arc::clone(found));
         thread::spawn(move || {

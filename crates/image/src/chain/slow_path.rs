@@ -4,9 +4,9 @@
 //! the first and last cluster are written, the format *commits* (mapping published). A task that is dropped in between
 //! gives the space back.
 
-use crate::image::Place;
-use crate::layer::Mapping;
-use crate::queue::{FILL_BYTES, Shared};
+use crate::chain::image::Place;
+use crate::chain::layer::Mapping;
+use crate::chain::queue::{FILL_BYTES, Shared};
 use block::{Extent, FileOp, IoError, IoResult};
 use format_qcow2::{Allocation, Fill, Overwrite, Prepared, Qcow2};
 use memory::{IoBuf, Window};

@@ -1,9 +1,9 @@
 //! Copies that the host makes by itself, from a layer's file to the top layer's of another image: for jobs that fill an
 //! image, off the path of requests.
 
-use crate::compressed::Begun;
-use crate::image::{Chain, Image};
-use crate::layer::Mapping;
+use crate::chain::compressed_writer::Begun;
+use crate::chain::image::{Chain, Image};
+use crate::chain::layer::Mapping;
 use block::{
     CopyRange, Error, ErrorKind, Extent, File, FileQueue, IoError, IoResult, MetaIo, Participant, ReactorCtx, Result,
 };

@@ -1,10 +1,10 @@
 //! An open image: the chain, and its control plane.
 
-use crate::below::{Below, Known};
-use crate::cache::{Hits, TableCacheStats};
+use crate::chain::layer::{Layer, Mapping};
+use crate::chain::lower_map::{Known, LowerMap};
+use crate::chain::queue::ImageQueue;
+use crate::chain::table_cache::{Hits, TableCacheStats};
 use crate::guess::Format;
-use crate::layer::{Layer, Mapping};
-use crate::queue::ImageQueue;
 use block::{
     Disk, DiskInfo, DiskQueue, Error, ErrorKind, Extent, IoError, IoErrorKind, IoResult, Mapped, MetaIo, PastEnd,
     ReactorCtx, Result, Topology, block_on,
@@ -28,7 +28,7 @@ pub(crate) struct Chain {
     pub(crate) volatile_cache: AtomicBool,
     pub(crate) serial: String,
     /// What the layers below the top one say, where there are several with tables.
-    pub(crate) below: Option<Below>,
+    pub(crate) below: Option<LowerMap>,
     pub(crate) hits: Hits,
 }
 

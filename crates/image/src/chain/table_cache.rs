@@ -5,9 +5,9 @@
 //! rest each to the top layer and to that map; what one of them does not need is left to the others. A slice (4 KiB) or
 //! two each layer has in any case.
 
-use crate::below::Below;
-use crate::image::Chain;
-use crate::layer::{Layer, Mapping};
+use crate::chain::image::Chain;
+use crate::chain::layer::{Layer, Mapping};
+use crate::chain::lower_map::LowerMap;
 use block::CacheStats;
 use block::sync::{AtomicU64, Mutex, Ordering, PoisonError};
 use format_qcow2::Qcow2;
@@ -100,14 +100,14 @@ impl Shares {
 }
 
 /// Gives each layer of a chain that is being opened its share, and makes the merged map where there is one.
-pub(crate) fn share_out(layers: &mut [Layer], size_bytes: u64, budget: Option<u64>) -> Option<Below> {
+pub(crate) fn share_out(layers: &mut [Layer], size_bytes: u64, budget: Option<u64>) -> Option<LowerMap> {
     let lower = layers.get(1..).unwrap_or_default();
     let bits = lower.iter().filter_map(tables).map(Qcow2::granule_bits).min().unwrap_or(0);
     let merged = lower.iter().filter_map(tables).count() >= MERGED_LAYERS_MIN;
     let wanted = |layer: &Layer| tables(layer).map_or(0, Qcow2::mapping_bytes);
     let shares = Shares {
         top: layers.first().map_or(0, wanted),
-        map: if merged { Below::wanted_bytes(size_bytes, bits) } else { 0 },
+        map: if merged { LowerMap::wanted_bytes(size_bytes, bits) } else { 0 },
         lower: lower.iter().map(wanted).collect(),
     };
     let shares = shares.divide(budget.unwrap_or(DEFAULT_LIMIT_BYTES));
@@ -116,7 +116,7 @@ pub(crate) fn share_out(layers: &mut [Layer], size_bytes: u64, budget: Option<u6
             qcow2.set_cache_bytes(bytes);
         }
     }
-    merged.then(|| Below::new(size_bytes, bits, shares.map))
+    merged.then(|| LowerMap::new(size_bytes, bits, shares.map))
 }
 
 impl Chain {

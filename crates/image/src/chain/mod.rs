@@ -1,0 +1,11 @@
+//! An open chain of layers, and the queues that serve it: where a range lies, splitting, copy-on-write.
+
+pub(crate) mod compressed_writer;
+pub(crate) mod copy_offload;
+pub(crate) mod extents;
+pub(crate) mod image;
+pub(crate) mod layer;
+mod lower_map;
+mod queue;
+mod slow_path;
+pub(crate) mod table_cache;
