@@ -1,7 +1,8 @@
 //! A disk: its control plane ([`Disk`], shared) and its data plane ([`DiskQueue`], one thread each).
 
-use crate::{Completion, Op, ReactorCtx, Result, Tag};
+use crate::{Completion, DiskListener, Op, ReactorCtx, Result, Tag};
 use std::rc::Rc;
+use std::sync::Weak;
 
 /// Sizes a guest may want to align to, all in bytes; zero where unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -14,10 +15,11 @@ pub struct Topology {
     pub optimal_io_bytes: u32,
 }
 
-/// What a disk is. May change while it is served only in `size_bytes` and `volatile_cache`.
+/// What a disk is. While it is served only `size_bytes` and `volatile_cache` may change; see [`Disk::subscribe`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DiskInfo {
-    /// Capacity, a multiple of 512.
+    /// Capacity, a multiple of 512. It may grow at any time: whoever keeps a copy subscribes to changes. A disk serves
+    /// requests up to its new end before it tells of it.
     pub size_bytes: u64,
     /// The smallest unit a guest may address (a power of two, at least 512).
     pub logical_block_bytes: u32,
@@ -55,6 +57,14 @@ pub trait Disk: Send + Sync {
     /// Disks that cannot switch ignore it; the next [`Disk::info`] tells.
     fn set_volatile_cache(&self, volatile: bool) {
         let _ = volatile;
+    }
+
+    /// Tells `listener` of every later change of [`Disk::info`], for as long as its owner keeps it. Ask [`Disk::info`]
+    /// after subscribing, so that no change falls between. A disk that never changes ignores this; others keep a
+    /// [`crate::Listeners`]. A filter passes the subscription to the disk below, and what it hears to its own listeners
+    /// where it tells another [`DiskInfo`].
+    fn subscribe(&self, listener: Weak<dyn DiskListener>) {
+        let _ = listener;
     }
 }
 

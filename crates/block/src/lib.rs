@@ -1,6 +1,7 @@
 //! **The** interface between the rooms. Everything above and below meets here:
 //!
 //! * [`Disk`] and [`DiskQueue`]: what front ends (vhost-user, NBD, the driver's tests) see of a disk.
+//! * [`DiskListener`]: who hears of a disk's changes.
 //! * [`Op`] and [`Completion`]: one request and its end. Operations own their buffers.
 //! * [`File`] and [`FileQueue`]: what images see of an open file; engines and the simulator implement them. Pushing an
 //!   operation never waits: the reactor submits once a turn and routes the completion through its [`Done`].
@@ -20,6 +21,7 @@ mod error;
 mod executor;
 mod extent;
 mod file;
+mod listeners;
 mod meta;
 mod op;
 mod range_lock;
@@ -35,6 +37,7 @@ pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};
 pub use executor::{Executor, Task, block_on};
 pub use extent::{CompressedExtent, Extent, Mapped};
 pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks, PastEnd, Sink, Waiter};
+pub use listeners::{DiskListener, Listeners};
 pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};
 pub use range_lock::{RangeGuard, RangeLocks};

@@ -6,13 +6,13 @@ use crate::ring::{Limits, Ring, bounce_segment_bytes, prepare};
 use crate::session::Session;
 use crate::watch::QueueFds;
 use crate::{DriverOptions, dma::DmaPool};
-use block::{Disk, DiskInfo, DiskQueue, Error, ErrorKind, ReactorCtx, Result, Topology};
+use block::{Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Listeners, ReactorCtx, Result, Topology};
 use memory::{GuestMemory, GuestRegion, IoBuf, Mapping, RegionSpec};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use virtio::blk::{BlkConfig, ID_BYTES, RequestHeader, Status, features, request_type};
 
@@ -38,6 +38,7 @@ pub(crate) struct Inner {
     pub(crate) pool: Arc<DmaPool>,
     pub(crate) size_bytes: AtomicU64,
     pub(crate) volatile_cache: AtomicBool,
+    listeners: Listeners,
     layouts: Vec<QueueLayout>,
     fds: Vec<Arc<QueueFds>>,
     parked: Mutex<Vec<Ring>>,
@@ -92,6 +93,7 @@ impl Driver {
             mapping,
             size_bytes: AtomicU64::new(config.capacity_sectors.saturating_mul(512)),
             volatile_cache,
+            listeners: Listeners::default(),
             layouts,
             fds,
             parked: Mutex::new(rings),
@@ -184,7 +186,14 @@ impl Disk for Driver {
             tracing::warn!("{error}");
         }
         let config = inner.session.config();
-        inner.volatile_cache.store(volatile_cache(&inner.session, &config), Ordering::Relaxed);
+        let now = volatile_cache(&inner.session, &config);
+        if inner.volatile_cache.swap(now, Ordering::Relaxed) != now {
+            inner.listeners.notify(|| self.info());
+        }
+    }
+
+    fn subscribe(&self, listener: Weak<dyn DiskListener>) {
+        self.inner.listeners.subscribe(listener);
     }
 }
 

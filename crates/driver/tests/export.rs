@@ -1,13 +1,13 @@
 //! The driver on Ringdisk's own export, over real files: the suite that every disk runs, through the socket.
 
-use block::{Disk, DiskInfo, DiskQueue, File, ReactorCtx, ReactorHandle};
+use block::{Disk, DiskInfo, DiskListener, DiskQueue, File, ReactorCtx, ReactorHandle};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use export_vhost_user::{Export, ExportOptions};
 use image::{CreateOptions, Format, ImageOptions, Opener, Role};
 use std::path::Path;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use testkit::ThreadHarness;
 use testkit::conformance::{Subject, run};
 
@@ -40,6 +40,10 @@ impl Disk for Attached {
 
     fn set_volatile_cache(&self, volatile: bool) {
         self.driver.set_volatile_cache(volatile);
+    }
+
+    fn subscribe(&self, listener: Weak<dyn DiskListener>) {
+        self.driver.subscribe(listener);
     }
 }
 

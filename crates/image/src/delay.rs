@@ -1,13 +1,15 @@
 //! A filter that makes a disk slow: each request waits a fixed time before it begins. It stands for storage that is far
 //! away, in tests and measurements of what has many requests in flight.
 
-use block::{Completion, Disk, DiskInfo, DiskQueue, Error, Op, Poller, PollerId, ReactorCtx, Result, Tag};
+use block::{
+    Completion, Disk, DiskInfo, DiskListener, DiskQueue, Error, Op, Poller, PollerId, ReactorCtx, Result, Tag,
+};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 /// Requests for which a queue has room from the beginning.
@@ -50,6 +52,10 @@ impl Disk for DelayDisk {
 
     fn set_volatile_cache(&self, volatile: bool) {
         self.disk.set_volatile_cache(volatile);
+    }
+
+    fn subscribe(&self, listener: Weak<dyn DiskListener>) {
+        self.disk.subscribe(listener);
     }
 }
 

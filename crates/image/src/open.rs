@@ -5,7 +5,7 @@ use crate::chain::layer::{DataFile, Layer, Mapping};
 use crate::chain::table_cache::{Hits, share_out};
 use crate::gate::{BackingPolicy, Gate, Opener, Role};
 use crate::guess::{Format, PROBE_BYTES, guess_format};
-use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
+use block::{Error, ErrorKind, File, Listeners, MetaIo, PastEnd, Result, block_on};
 use format_qcow2::{OpenOptions, Qcow2, SnapshotName, SnapshotSize};
 use format_raw::Raw;
 use std::path::{Path, PathBuf};
@@ -105,7 +105,7 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         below,
         hits: Hits::default(),
     };
-    Ok(Image { chain: Arc::new(chain) })
+    Ok(Image { chain: Arc::new(chain), listeners: Listeners::default() })
 }
 
 fn data_file_of(layer: &Layer) -> Option<String> {

@@ -6,14 +6,14 @@ use crate::chain::queue::ImageQueue;
 use crate::chain::table_cache::{Hits, TableCacheStats};
 use crate::guess::Format;
 use block::{
-    Disk, DiskInfo, DiskQueue, Error, ErrorKind, Extent, IoError, IoErrorKind, IoResult, Mapped, MetaIo, PastEnd,
-    ReactorCtx, Result, Topology, block_on,
+    Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, IoError, IoErrorKind, IoResult, Listeners,
+    Mapped, MetaIo, PastEnd, ReactorCtx, Result, Topology, block_on,
 };
 use format_qcow2::Plain;
 use std::path::Path;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 /// What all queues of an image share. Immutable but for the mappings' own state and the cache type.
 pub(crate) struct Chain {
@@ -189,6 +189,7 @@ impl Walk {
 /// An open image, shared by its queues.
 pub struct Image {
     pub(crate) chain: Arc<Chain>,
+    pub(crate) listeners: Listeners,
 }
 
 impl Image {
@@ -404,6 +405,12 @@ impl Disk for Image {
             // The next durable write takes along what the guest has not flushed.
             qcow2.flush_with_next_write();
         }
-        self.chain.volatile_cache.store(volatile, Ordering::Release);
+        if self.chain.volatile_cache.swap(volatile, Ordering::AcqRel) != volatile {
+            self.listeners.notify(|| self.info());
+        }
+    }
+
+    fn subscribe(&self, listener: Weak<dyn DiskListener>) {
+        self.listeners.subscribe(listener);
     }
 }

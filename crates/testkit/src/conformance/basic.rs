@@ -3,7 +3,8 @@
 use super::Guest;
 use crate::model::stamped;
 use crate::request::Request;
-use block::IoErrorKind;
+use block::{DiskInfo, DiskListener, IoErrorKind};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Bytes at the start of the disk that a check may play with.
 fn playground(guest: &Guest<'_>) -> u64 {
@@ -27,6 +28,38 @@ pub(super) fn tells_sane_sizes(guest: &mut Guest<'_>) -> Result<(), String> {
     }
     if info.write_zeroes == info.read_only {
         return Err("write zeroes must be served exactly where writes are".to_owned());
+    }
+    Ok(())
+}
+
+/// Keeps what it heard last.
+#[derive(Default)]
+struct Hears(Mutex<Option<DiskInfo>>);
+
+impl Hears {
+    fn take(&self) -> Option<DiskInfo> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl DiskListener for Hears {
+    fn info_changed(&self, info: &DiskInfo) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(info.clone());
+    }
+}
+
+pub(super) fn tells_of_a_changed_cache(guest: &mut Guest<'_>) -> Result<(), String> {
+    let hears = Arc::new(Hears::default());
+    let listener: Arc<dyn DiskListener> = Arc::clone(&hears) as _;
+    guest.disk.subscribe(Arc::downgrade(&listener));
+    let first = guest.info().volatile_cache;
+    for volatile in [!first, first] {
+        let before = guest.info();
+        guest.disk.set_volatile_cache(volatile);
+        let (now, heard) = (guest.info(), hears.take());
+        if now != before && heard.as_ref() != Some(&now) {
+            return Err(format!("its cache changed to {volatile}, and a listener heard {heard:?}"));
+        }
     }
     Ok(())
 }

@@ -51,6 +51,7 @@ type Check = fn(&mut Guest<'_>) -> Result<(), String>;
 /// Name, whether it needs a disk that keeps data, whether it needs a read-only disk, the check.
 const CHECKS: &[(&str, bool, bool, Check)] = &[
     ("tells sane sizes", false, false, basic::tells_sane_sizes),
+    ("tells of a changed cache", false, false, basic::tells_of_a_changed_cache),
     ("reads back what was written", true, false, basic::reads_back_what_was_written),
     ("serves memory in odd pieces", true, false, basic::serves_memory_in_odd_pieces),
     ("serves the last sector", true, false, basic::serves_the_last_sector),
