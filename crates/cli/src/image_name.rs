@@ -2,7 +2,7 @@
 
 use crate::tool::parse_format;
 use anyhow::{Context, anyhow, bail};
-use daemon::{KeyValue, parse_key_values};
+use drive::{KeyValue, parse_key_values};
 use image::Format;
 use std::path::{Path, PathBuf};
 

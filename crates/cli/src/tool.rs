@@ -4,7 +4,7 @@ use crate::image_name::ImageName;
 use crate::output;
 use anyhow::{Context, bail};
 use block::{Error, ErrorKind, ReactorHandle};
-use daemon::{DriveOptions, EngineOpener, parse_integer, parse_key_values};
+use drive::{EngineOpener, parse_integer, parse_key_values};
 use engine::{CacheMode, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, Format, Image, ImageOptions, SnapshotName};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -61,7 +61,7 @@ impl OpenArgs {
         options.snapshot = snapshot.map(snapshot_name).transpose()?;
         options.allow_backing = self.allow_backing.parse()?;
         options.listed = listed.to_vec();
-        let opener = EngineOpener::of_drive(&drive(&path, &self.source_cache)?);
+        let opener = opener(&self.source_cache)?;
         let opener = if self.force_share { opener.without_locks() } else { opener };
         Ok(Arc::new(image::open(&options, &opener)?))
     }
@@ -95,7 +95,7 @@ pub(crate) fn open_writable(
     options.format = format;
     options.allow_backing = allow.parse::<BackingPolicy>()?;
     options.listed = listed.to_vec();
-    Ok(Arc::new(image::open(&options, &EngineOpener::of_drive(&drive(path, cache)?).writing_behind())?))
+    Ok(Arc::new(image::open(&options, &opener(cache)?.writing_behind())?))
 }
 
 /// A new image was made through the page cache; one that is written past it leaves nothing there. Call it when the image
@@ -107,9 +107,9 @@ pub(crate) fn leave_page_cache(path: &Path, cache: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-pub(crate) fn drive(path: &Path, cache: &str) -> anyhow::Result<DriveOptions> {
-    let cache: CacheMode = cache.parse()?;
-    Ok(DriveOptions { cache, ..DriveOptions::of_file(path) })
+/// Opens an image's files in this cache mode, with the engine that suits them.
+pub(crate) fn opener(cache: &str) -> anyhow::Result<EngineOpener> {
+    Ok(EngineOpener::default().with_cache(cache.parse()?))
 }
 
 pub(crate) fn parse_format(format: Option<&str>) -> anyhow::Result<Option<Format>> {

@@ -7,7 +7,7 @@ mod common;
 
 use block::{Disk, ReactorHandle};
 use common::{Server, assert_valid, at, directory, has_tool, info_after_kill, path_str, run_ok};
-use daemon::{DriveFormat, DriveOptions, open_drive};
+use drive::{DiskOptions, DriveFormat, open_disk};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use image::BackingPolicy;
@@ -88,8 +88,9 @@ impl Patient {
 
     /// The image, opened in this process.
     fn with_image<T>(&self, image: &Path, format: DriveFormat, work: impl FnOnce(&Arc<dyn Disk>) -> T) -> T {
-        let drive = DriveOptions { format: Some(format), ..DriveOptions::of_file(image) };
-        let opened = open_drive(&drive, BackingPolicy::SameDir, &[]).expect("the image opens");
+        let mut disk = DiskOptions::of_file(image);
+        disk.format = Some(format);
+        let opened = open_disk(&disk, BackingPolicy::SameDir, &[]).expect("the image opens");
         let value = work(&opened.disk);
         opened.close().expect("the image closes");
         value

@@ -1,6 +1,5 @@
 //! The flags that attach a served disk to a monitor, ready to copy.
 
-use crate::keyval;
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -45,7 +44,7 @@ pub fn qemu(disks: &[Attachment]) -> String {
     let mut text =
         "-m 1G -object memory-backend-memfd,id=mem0,size=1G,share=on -machine memory-backend=mem0".to_owned();
     for (index, disk) in disks.iter().enumerate() {
-        let socket = format!("socket,id=ringdisk{index},path={}", keyval::escape(&disk.socket.to_string_lossy()));
+        let socket = format!("socket,id=ringdisk{index},path={}", drive::escape(&disk.socket.to_string_lossy()));
         let _ = write!(text, " \\\n-chardev {}", quote(&socket));
         let _ = write!(text, " \\\n-device vhost-user-blk-pci,chardev=ringdisk{index},num-queues={}", disk.queues);
     }

@@ -1,9 +1,8 @@
 //! The daemon: reactors' threads, the disks that they serve, and the sockets at which guests come in.
 
 use crate::attach::{Attachment, absolute};
-use crate::drive::DriveOptions;
-use crate::opener::{OpenedDisk, open_drive};
 use block::{DiskInfo, Error, ErrorKind, Result};
+use drive::{DriveOptions, OpenedDisk, open_disk};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
 use export_vhost_user::{Export, ExportOptions, RingStats};
 use image::{BackingPolicy, TableCacheStats};
@@ -84,7 +83,7 @@ impl Daemon {
     #[must_use]
     pub fn queues_of(drive: &DriveOptions) -> u16 {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-        drive.queues.unwrap_or(cpus.min(DEFAULT_QUEUES_MAX) as u16)
+        drive.export.queues.unwrap_or(cpus.min(DEFAULT_QUEUES_MAX) as u16)
     }
 
     /// The polling limit of reactors that are to serve `drives`; `otherwise` is what drives have that do not say.
@@ -94,16 +93,16 @@ impl Daemon {
     #[must_use]
     pub fn poll_max_us_of(drives: &[DriveOptions], otherwise: Option<u32>) -> Option<u32> {
         let otherwise = otherwise.unwrap_or(ReactorConfig::default().poll_max_us);
-        drives.iter().map(|drive| drive.poll_max_us.unwrap_or(otherwise)).max()
+        drives.iter().map(|drive| drive.export.poll_max_us.unwrap_or(otherwise)).max()
     }
 
     /// Opens a drive and serves it. When this returns, its socket can be connected to.
     pub fn add(&mut self, drive: &DriveOptions) -> Result<DiskId> {
-        let socket = drive.socket.clone().or_else(|| drive.default_socket()).ok_or_else(|| {
+        let socket = drive.socket().ok_or_else(|| {
             Error::new(ErrorKind::BadOption, "a null disk has no image to put its socket beside: give --socket PATH")
         })?;
-        let in_context = |error: Error| error.in_context(drive.display_name());
-        let opened = open_drive(drive, self.config.allow_backing.clone(), &self.config.listed)
+        let in_context = |error: Error| error.in_context(drive.disk.display_name());
+        let opened = open_disk(&drive.disk, self.config.allow_backing.clone(), &self.config.listed)
             .map_err(|error| self.explain_lock(drive, error))?;
         let id = DiskId(self.next_id);
         let options = ExportOptions {
@@ -111,16 +110,16 @@ impl Daemon {
             max_queues: Self::queues_of(drive),
             // Each disk begins with another reactor, so that disks of one queue spread too.
             first_reactor: usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1),
-            fixed_buffers: drive.fixed_buffers,
+            fixed_buffers: drive.export.fixed_buffers,
             ..ExportOptions::default()
         };
-        let options = ExportOptions { queue_size: drive.queue_size.unwrap_or(options.queue_size), ..options };
+        let options = ExportOptions { queue_size: drive.export.queue_size.unwrap_or(options.queue_size), ..options };
         let (queues, queue_size) = (options.max_queues, options.queue_size);
         let reactors = self.reactors.iter().map(ReactorThread::handle).collect();
         let export = Export::listen(&socket, Arc::clone(&opened.disk), reactors, options).map_err(in_context)?;
         self.next_id += 1;
         let attachment = Attachment { socket: absolute(&socket), queues, queue_size };
-        let (name, file) = (drive.display_name(), drive.file.clone());
+        let (name, file) = (drive.disk.display_name(), drive.disk.file.clone());
         self.disks.push(Served { id, name, file, opened, attachment, export });
         Ok(id)
     }
@@ -128,7 +127,7 @@ impl Daemon {
     /// An image that is in use may be so by ourselves.
     fn explain_lock(&self, drive: &DriveOptions, error: Error) -> Error {
         let canonical = |path: &PathBuf| path.canonicalize().ok();
-        let wanted = drive.file.as_ref().and_then(canonical);
+        let wanted = drive.disk.file.as_ref().and_then(canonical);
         let is_ours = |disk: &Served| wanted.is_some() && disk.file.as_ref().and_then(canonical) == wanted;
         match self.disks.iter().find(|disk| is_ours(disk)) {
             Some(disk) if error.kind() == ErrorKind::Locked => {

@@ -1,12 +1,13 @@
 //! Disks come and go while a daemon runs; what was written is in the image when its disk is gone.
 
 use block::{Disk, ReactorHandle};
-use daemon::{Daemon, DaemonConfig, DriveFormat, DriveOptions, EngineOpener, open_drive};
+use daemon::{Daemon, DaemonConfig};
+use drive::{DriveFormat, DriveOptions, EngineOpener, open_disk};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
 use jobs::bench::{BenchReport, BenchSpec, Hooks, Initial, Pattern, Stop, Verify, VerifyState, run};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -23,7 +24,14 @@ fn create(path: &Path, format: DriveFormat) -> DriveOptions {
     };
     engine::create(path, 0).unwrap();
     image::create(&EngineOpener::default().open(path, Role::Writable).unwrap(), &options).unwrap();
-    DriveOptions { format: Some(format), queues: Some(2), ..DriveOptions::of_file(path) }
+    let mut drive = DriveOptions::of_file(path);
+    (drive.disk.format, drive.export.queues) = (Some(format), Some(2));
+    drive
+}
+
+fn at_socket(mut drive: DriveOptions, socket: &Path) -> DriveOptions {
+    drive.export.socket = Some(socket.to_owned());
+    drive
 }
 
 fn start(reactors: usize) -> Daemon {
@@ -78,7 +86,7 @@ fn a_disk_can_go_while_another_is_used_and_leaves_everything_in_its_image() {
     let going = create(&dir.path().join("going.qcow2"), DriveFormat::Qcow2);
     let going_id = daemon.add(&going).unwrap();
     let staying_socket = dir.path().join("null.sock");
-    let staying = DriveOptions { socket: Some(staying_socket.clone()), ..DriveOptions::null(1 << 30) };
+    let staying = at_socket(DriveOptions::null(1 << 30), &staying_socket);
     let staying_id = daemon.add(&staying).unwrap();
 
     let stop = Arc::new(AtomicBool::new(false));
@@ -124,16 +132,17 @@ fn every_engine_and_cache_mode_keeps_the_data() {
             }
             let format = if index % 2 == 0 { DriveFormat::Qcow2 } else { DriveFormat::Raw };
             let image = dir.path().join(format!("{engine}-{cache}"));
-            let drive = DriveOptions { engine, cache, ..create(&image, format) };
+            let mut drive = create(&image, format);
+            (drive.disk.engine, drive.disk.cache) = (engine, cache);
             let mut daemon = start(2);
             daemon.add(&drive).unwrap();
             let told = daemon.disks()[0].info.volatile_cache;
             assert_eq!(told, cache.has_volatile_cache(), "what a guest is told under cache={cache}");
-            let disk = connect(&drive.default_socket().unwrap(), 2);
+            let disk = connect(&drive.socket().unwrap(), 2);
             let (written, state) = client.pass(&disk, 0, Initial::Zeros);
             assert_clean(&written);
             daemon.shutdown().unwrap();
-            let opened = open_drive(&drive, BackingPolicy::Deny, &[]).unwrap();
+            let opened = open_disk(&drive.disk, BackingPolicy::Deny, &[]).unwrap();
             assert_clean(&client.pass(&opened.disk, 100, Initial::State(state)).0);
             opened.close().unwrap();
             std::fs::remove_file(&image).unwrap();
@@ -147,13 +156,13 @@ fn a_disk_that_cannot_be_served_says_why_and_leaves_the_daemon_as_it_was() {
     let mut daemon = start(1);
     let drive = create(&dir.path().join("disk.raw"), DriveFormat::Raw);
     daemon.add(&drive).unwrap();
-    let twice = DriveOptions { socket: Some(dir.path().join("other.sock")), ..drive.clone() };
+    let twice = at_socket(drive.clone(), &dir.path().join("other.sock"));
     let message = daemon.add(&twice).unwrap_err().to_string();
     assert!(message.contains("by this daemon already"), "{message}");
     for (refused, part) in [
         (DriveOptions::null(1 << 20), "--socket"),
         (DriveOptions::of_file(dir.path().join("missing")), "missing"),
-        (DriveOptions { file: Some(PathBuf::from("/")), ..drive.clone() }, "/"),
+        (DriveOptions::of_file("/"), "/"),
     ] {
         let message = daemon.add(&refused).unwrap_err().to_string();
         assert!(message.contains(part), "{message}");
@@ -170,8 +179,8 @@ fn a_disk_whose_requests_hang_does_not_keep_the_others_from_being_closed() {
     let mut daemon = start(1);
     let socket = dir.path().join("hanging.sock");
     // Nothing that was sent to it ends while this test runs.
-    let hanging =
-        DriveOptions { delay_ms: Some(u32::MAX), socket: Some(socket.clone()), ..DriveOptions::null(1 << 20) };
+    let mut hanging = at_socket(DriveOptions::null(1 << 20), &socket);
+    hanging.disk.delay_ms = Some(u32::MAX);
     daemon.add(&hanging).unwrap();
     let healthy = create(&dir.path().join("healthy.qcow2"), DriveFormat::Qcow2);
     daemon.add(&healthy).unwrap();
@@ -183,13 +192,13 @@ fn a_disk_whose_requests_hang_does_not_keep_the_others_from_being_closed() {
         std::thread::yield_now();
     }
     let client = Client::new(2);
-    let (written, state) = client.pass(&connect(&healthy.default_socket().unwrap(), 2), 0, Initial::Zeros);
+    let (written, state) = client.pass(&connect(&healthy.socket().unwrap(), 2), 0, Initial::Zeros);
     assert_clean(&written);
     let ending = std::thread::spawn(move || daemon.shutdown());
     // Its lock is let go of when it is closed.
     let deadline = Instant::now() + PATIENCE;
     let opened = loop {
-        match open_drive(&healthy, BackingPolicy::Deny, &[]) {
+        match open_disk(&healthy.disk, BackingPolicy::Deny, &[]) {
             Ok(opened) => break opened,
             Err(error) => assert!(Instant::now() < deadline, "it is not closed: {error}"),
         }
@@ -211,16 +220,18 @@ fn tables_in_memory_have_room_for_the_whole_disk_up_to_a_limit_unless_the_drive_
     drop(file);
     let small = dir.path().join("small");
     let small = create(&small, DriveFormat::Qcow2);
-    let large = DriveOptions { format: Some(DriveFormat::Qcow2), ..DriveOptions::of_file(&path) };
+    let mut large = DriveOptions::of_file(&path);
+    large.disk.format = Some(DriveFormat::Qcow2);
     let limit_of = |drive: DriveOptions| {
         let mut daemon = start(1);
-        daemon.add(&DriveOptions { socket: Some(dir.path().join("s")), ..drive }).unwrap();
+        daemon.add(&at_socket(drive, &dir.path().join("s"))).unwrap();
         let limit = daemon.disks()[0].tables.unwrap().limit_bytes;
         daemon.shutdown().unwrap();
         limit
     };
     let (of_small, of_large) = (limit_of(small), limit_of(large.clone()));
-    let of_large_with_little = limit_of(DriveOptions { l2_cache_bytes: Some(256 << 10), ..large });
+    large.disk.l2_cache_bytes = Some(256 << 10);
+    let of_large_with_little = limit_of(large);
     println!("{of_small} {of_large} {of_large_with_little}");
     // Eight bytes a cluster, and an eighth more for refcounts.
     assert!(of_small <= 1 << 20, "{of_small}");

@@ -4,7 +4,8 @@
 //! ever). Workers of ours end after a time without work, which is no waking up.
 
 use block::Disk;
-use daemon::{Daemon, DaemonConfig, DriveFormat, DriveOptions, EngineOpener};
+use daemon::{Daemon, DaemonConfig};
+use drive::{DriveFormat, DriveOptions, EngineOpener};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
@@ -118,12 +119,10 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         let directory = if index == copied { &in_memory } else { &dir };
         let (path, socket) = (directory.path().join(index.to_string()), dir.path().join(format!("{index}.sock")));
         create(&path, format);
-        let queues = Some(QUEUES);
-        let socket_option = Some(socket.clone());
-        let file = DriveOptions::of_file(&path);
-        let (sqpoll, fixed_buffers) = (index == last, index == last);
-        let file = DriveOptions { sqpoll, fixed_buffers, ..file };
-        let drive = DriveOptions { format: Some(format), engine, cache, queues, socket: socket_option, ..file };
+        let mut drive = DriveOptions::of_file(&path);
+        (drive.disk.format, drive.disk.engine, drive.disk.cache) = (Some(format), engine, cache);
+        (drive.export.queues, drive.export.socket) = (Some(QUEUES), Some(socket.clone()));
+        (drive.disk.sqpoll, drive.export.fixed_buffers) = (index == last, index == last);
         daemon.add(&drive).unwrap();
         guests.push(Guest::attach(&socket));
     }

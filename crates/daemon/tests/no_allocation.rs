@@ -5,7 +5,8 @@
 //! requests a case. Only the threads that conduct the run are left out: they are no part of the path.
 
 use block::Disk;
-use daemon::{Daemon, DaemonConfig, DriveFormat, DriveOptions, EngineOpener};
+use daemon::{Daemon, DaemonConfig};
+use drive::{DriveFormat, DriveOptions, EngineOpener};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
@@ -253,16 +254,10 @@ fn check(dir: &Path, format: DriveFormat, way: Way) -> Vec<String> {
     let case = format!("{format:?} in {}, {engine}, {cache}{more}", dir.display());
     let (path, socket) = (dir.join("disk"), dir.join("disk.sock"));
     create(&path, format);
-    let drive = DriveOptions {
-        format: Some(format),
-        engine,
-        cache,
-        sqpoll,
-        fixed_buffers,
-        socket: Some(socket.clone()),
-        queues: Some(1),
-        ..DriveOptions::of_file(&path)
-    };
+    let mut drive = DriveOptions::of_file(&path);
+    (drive.disk.format, drive.disk.engine, drive.disk.cache) = (Some(format), engine, cache);
+    (drive.disk.sqpoll, drive.export.fixed_buffers) = (sqpoll, fixed_buffers);
+    (drive.export.queues, drive.export.socket) = (Some(1), Some(socket.clone()));
     let config =
         DaemonConfig { reactors: 1, poll_max_us: None, allow_backing: BackingPolicy::Deny, listed: Vec::new() };
     let mut daemon = Daemon::start(config).unwrap();

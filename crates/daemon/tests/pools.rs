@@ -4,7 +4,8 @@
 //! `RINGDISK_POOL_REQUESTS=1000000 cargo test -p ringdisk-daemon --test pools` watches a million requests a disk.
 
 use block::Disk;
-use daemon::{Daemon, DaemonConfig, DriveFormat, DriveOptions, EngineOpener};
+use daemon::{Daemon, DaemonConfig};
+use drive::{DriveFormat, DriveOptions, EngineOpener};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
@@ -74,9 +75,11 @@ fn set_up(engine: EngineKind, delay_ms: Option<u32>) -> Setup {
         engine::create(&path, 0).unwrap();
         let open = || EngineOpener::default().open(&path, Role::Writable).unwrap();
         image::create(&open(), &CreateOptions::Raw { size_bytes: SIZE_BYTES }).unwrap();
-        let (format, queues) = (Some(DriveFormat::Raw), Some(1));
-        let drive = DriveOptions { format, engine, cache: CacheMode::None, queues, ..DriveOptions::of_file(&path) };
-        daemon.add(&DriveOptions { delay_ms, socket: Some(socket.clone()), ..drive }).unwrap();
+        let mut drive = DriveOptions::of_file(&path);
+        (drive.disk.format, drive.disk.engine) = (Some(DriveFormat::Raw), engine);
+        (drive.disk.cache, drive.disk.delay_ms) = (CacheMode::None, delay_ms);
+        (drive.export.queues, drive.export.socket) = (Some(1), Some(socket.clone()));
+        daemon.add(&drive).unwrap();
         guests.push(Guest::new(&socket));
     }
     let setup = Setup { daemon, guests, _dir: dir };

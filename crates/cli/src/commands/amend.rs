@@ -3,9 +3,9 @@
 use super::new_image;
 use crate::image_name::ImageName;
 use crate::output;
-use crate::tool::{ProgressArgs, Watch, drive, parse_format};
+use crate::tool::{ProgressArgs, Watch, opener, parse_format};
 use anyhow::bail;
-use daemon::{EngineOpener, parse_integer, parse_options, parse_size};
+use drive::{parse_integer, parse_options, parse_size};
 use image::{Amend, Format, ImageOptions};
 use std::path::PathBuf;
 
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut options = ImageOptions::new(&path);
     options.format = format;
     options.allow_backing = args.allow_backing.parse()?;
-    let image = image::open(&options, &EngineOpener::of_drive(&drive(&path, &args.cache)?))?;
+    let image = image::open(&options, &opener(&args.cache)?)?;
     if asks_for_help || image.format() != Some(Format::Qcow2) {
         return help(image.format());
     }

@@ -6,7 +6,7 @@ use anyhow::{Context, bail};
 use block::Disk;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
-use daemon::{EngineOpener, parse_size};
+use drive::{EngineOpener, parse_size};
 use format_qcow2::{Bitmap, BitmapAction};
 use image::{Format, Image, Opener, Role, inspect};
 use std::path::{Path, PathBuf};

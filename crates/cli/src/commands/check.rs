@@ -2,10 +2,9 @@
 
 use crate::image_name::ImageName;
 use crate::output;
-use crate::tool::{self, ProgressArgs, Watch, drive};
+use crate::tool::{self, ProgressArgs, Watch, opener};
 use anyhow::bail;
 use block::ErrorKind;
-use daemon::EngineOpener;
 use image::{CheckReport, Format, Opener, Repair, Role};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
@@ -61,7 +60,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("check: -U and -r contradict each other: what is repaired must be nobody else's");
     }
     let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
-    let opener = EngineOpener::of_drive(&drive(&path, &args.source_cache)?);
+    let opener = opener(&args.source_cache)?;
     let opener = if args.force_share { opener.without_locks() } else { opener };
     let file = opener.open(&path, if repair.is_some() { Role::Writable } else { Role::ReadOnly })?;
     let mut finding = |text: &str| {

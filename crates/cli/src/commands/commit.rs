@@ -2,8 +2,8 @@
 
 use crate::image_name::ImageName;
 use crate::output;
-use crate::tool::{ProgressArgs, Reactors, Watch, drive};
-use daemon::{EngineOpener, parse_size};
+use crate::tool::{ProgressArgs, Reactors, Watch, opener};
+use drive::parse_size;
 use jobs::CommitOptions;
 use std::path::PathBuf;
 
@@ -40,7 +40,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
-    let opener = EngineOpener::of_drive(&drive(&path, &args.cache)?);
+    let opener = opener(&args.cache)?;
     let options = CommitOptions {
         top: path,
         format,

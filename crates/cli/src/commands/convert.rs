@@ -9,7 +9,7 @@ use crate::tool::{
 };
 use anyhow::{Context, bail};
 use block::{Disk, SECTOR_BYTES};
-use daemon::{EngineOpener, escape, parse_options, parse_size};
+use drive::{EngineOpener, escape, parse_options, parse_size};
 use engine::CacheMode;
 use image::{Format, Image, ImageOptions};
 use jobs::{ConvertOptions, Salvage, Unreadable};

@@ -7,7 +7,7 @@ use crate::output::{self, usage};
 use crate::tool::{Watch, parse_format};
 use anyhow::Context;
 use block::{File, FileOp, block_on};
-use daemon::{EngineOpener, parse_size};
+use drive::{EngineOpener, parse_size};
 use format_qcow2::{Compression, Preallocation};
 use image::{CreateOptions, Format, GrowBy, Opener, Role, inspect};
 use std::fmt::Write as _;

@@ -5,7 +5,7 @@ use crate::output;
 use crate::tool::{OpenArgs, ProgressArgs, Reactors, Watch, leave_page_cache, open_writable, sync_directory};
 use anyhow::{anyhow, bail};
 use block::{Disk, SECTOR_BYTES};
-use daemon::parse_size;
+use drive::parse_size;
 use engine::CacheMode;
 use image::{Format, Image};
 use std::ops::Range;

@@ -6,7 +6,7 @@ use crate::output::{self, printable};
 use crate::qemu_img::is_our_name as is_qemu_img;
 use crate::tool::parse_format;
 use anyhow::{Context, bail};
-use daemon::{EngineOpener, human_size};
+use drive::{EngineOpener, human_size};
 use format_qcow2::{Bitmap, Compression, Header};
 use image::{BackingPolicy, Description, Format, Opener, Role, inspect, pass_gate};
 use serde_json::{Value, json};

@@ -1,7 +1,7 @@
 //! What `info` tells of the file that an image is in, as qemu-img does since version 8.
 
 use crate::output::printable;
-use daemon::human_size;
+use drive::human_size;
 use serde_json::{Value, json};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};

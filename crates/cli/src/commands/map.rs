@@ -3,7 +3,7 @@
 use crate::output::{self, printable};
 use crate::tool::{OpenArgs, ProgressArgs, Watch};
 use anyhow::bail;
-use daemon::parse_size;
+use drive::parse_size;
 use image::Run;
 use std::io::Write;
 use std::ops::Range;

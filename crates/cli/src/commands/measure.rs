@@ -5,7 +5,7 @@ use crate::output::{self, usage};
 use crate::tool::{OpenArgs, ProgressArgs, Watch};
 use anyhow::bail;
 use block::Disk;
-use daemon::parse_size;
+use drive::parse_size;
 use format_qcow2::Preallocation;
 use image::{Format, Image};
 use jobs::{Measure, Target};

@@ -1,7 +1,7 @@
 //! What is said about a new image with -o: for the commands that make one and for those that tell what it would take.
 
 use crate::output::usage;
-use daemon::{parse_integer, parse_options, parse_size, unknown};
+use drive::{parse_integer, parse_options, parse_size, unknown};
 use format_qcow2::{Compression, Preallocation};
 use image::Format;
 use std::fmt::Write as _;
@@ -86,7 +86,7 @@ pub(super) fn switch(key: &str, value: &str) -> anyhow::Result<bool> {
 
 /// Whether -o asks which options there are.
 pub(super) fn asks_for_help(options: &[String]) -> bool {
-    options.iter().any(|text| daemon::asks_for_help(text))
+    options.iter().any(|text| drive::asks_for_help(text))
 }
 
 /// The options of a format, in qemu-img's form, whose heading depends on whether a file was named.

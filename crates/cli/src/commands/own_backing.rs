@@ -2,7 +2,7 @@
 
 use crate::file_id::FileId;
 use crate::output::usage;
-use daemon::EngineOpener;
+use drive::EngineOpener;
 use image::{BackingPolicy, Format, Opener, Role, inspect, pass_gate};
 use std::path::{Path, PathBuf};
 

@@ -1,9 +1,8 @@
 //! `ringdisk rebase`: an overlay gets another backing file, in qemu-img's words.
 
 use crate::image_name::{ImageName, backing_name};
-use crate::tool::{ProgressArgs, Reactors, Watch, drive};
+use crate::tool::{ProgressArgs, Reactors, Watch, opener};
 use anyhow::bail;
-use daemon::EngineOpener;
 use image::Backing;
 use jobs::RebaseOptions;
 use std::path::PathBuf;
@@ -67,8 +66,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Some(Backing { file: backing_name(&path, name, !args.unsafe_backing)?, format: Some(format.clone()) })
         }
     };
-    let opener = EngineOpener::of_drive(&drive(&path, &args.cache)?);
-    let reading = EngineOpener::of_drive(&drive(&path, &args.source_cache)?);
+    let (writing, reading) = (opener(&args.cache)?, opener(&args.source_cache)?);
     let reading = if args.force_share { reading.without_locks() } else { reading };
     let options = RebaseOptions {
         top: path,
@@ -81,7 +79,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let reactors = Reactors::start("rebase")?;
     let mut watch = Watch::start(&args.progress)?;
-    let done = watch.run(|control| jobs::rebase(&options, &opener, &reading, &reactors.handles(), control));
+    let done = watch.run(|control| jobs::rebase(&options, &writing, &reading, &reactors.handles(), control));
     reactors.stop()?;
     watch.resumable(done, &args.file)
 }

@@ -5,7 +5,7 @@ use crate::output;
 use crate::tool::{ProgressArgs, Watch};
 use anyhow::{Context, bail};
 use block::Disk;
-use daemon::{EngineOpener, parse_size};
+use drive::{EngineOpener, parse_size};
 use image::{Format, GrowBy, ImageOptions, Opener, Role};
 use std::path::PathBuf;
 

@@ -2,7 +2,8 @@
 
 use crate::output::{self, usage};
 use crate::signals;
-use daemon::{Attachment, Daemon, DaemonConfig, DiskStatus, DriveOptions, ParsedDrive, Pidfile};
+use daemon::{Attachment, Daemon, DaemonConfig, DiskStatus, Pidfile};
+use drive::{DriveOptions, ParsedDrive};
 use image::BackingPolicy;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::fmt::Write as _;
@@ -56,7 +57,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     allow_all_descriptors();
     let queues = drives.iter().map(|drive| usize::from(Daemon::queues_of(drive))).sum::<usize>();
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let named = drives.iter().filter_map(|drive| drive.file.clone());
+    let named = drives.iter().filter_map(|drive| drive.disk.file.clone());
     let mut daemon = Daemon::start(DaemonConfig {
         reactors: args.reactors.map_or(cpus.min(queues), usize::from),
         poll_max_us: Daemon::poll_max_us_of(&drives, args.poll_max_us),
@@ -105,9 +106,9 @@ fn drives(args: &Args) -> anyhow::Result<Asked> {
     }
     let mut sockets = args.socket.iter();
     for drive in &mut drives {
-        drive.queues = drive.queues.or(args.queues);
-        if drive.socket.is_none() {
-            drive.socket = sockets.next().cloned().or_else(|| drive.default_socket());
+        drive.export.queues = drive.export.queues.or(args.queues);
+        if drive.export.socket.is_none() {
+            drive.export.socket = sockets.next().cloned().or_else(|| drive.disk.default_socket());
         }
     }
     if let Some(left_over) = sockets.next() {
@@ -122,7 +123,7 @@ fn drives(args: &Args) -> anyhow::Result<Asked> {
 fn announcement(disks: &[DiskStatus]) -> String {
     let mut text = String::new();
     for disk in disks {
-        let size = daemon::human_size(disk.info.size_bytes);
+        let size = drive::human_size(disk.info.size_bytes);
         let mode = if disk.info.read_only { ", read-only" } else { "" };
         let socket = disk.attachment.socket.display();
         let _ = writeln!(text, "serving {} ({size}{mode}) at {socket}", disk.name);

@@ -5,7 +5,7 @@ use crate::output::{self, printable};
 use crate::tool::{ProgressArgs, Watch};
 use anyhow::{Context, bail};
 use chrono::{DateTime, Local};
-use daemon::{EngineOpener, human_size};
+use drive::{EngineOpener, human_size};
 use image::{Edit, NewSnapshot, Opener, Role, Snapshot, SnapshotName, inspect};
 use std::fmt::Write as _;
 use std::path::PathBuf;

@@ -2,9 +2,9 @@
 
 use crate::image_name::ImageName;
 use crate::output;
-use crate::tool::{ProgressArgs, Reactors, Watch, drive, integer};
+use crate::tool::{ProgressArgs, Reactors, Watch, integer, opener};
 use anyhow::{anyhow, bail};
-use daemon::{DriveOptions, EngineOpener, parse_size};
+use drive::parse_size;
 use engine::EngineKind;
 use image::ImageOptions;
 use jobs::RequestBench;
@@ -124,8 +124,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("-U (no locks) and -w (writing) cannot go together: another program may be using the image");
     }
     let options = ImageOptions { format, read_only: !args.write, ..ImageOptions::new(&path) };
-    let drive = DriveOptions { engine: args.engine()?, ..drive(&path, &args.cache)? };
-    let opener = EngineOpener::of_drive(&drive);
+    let opener = opener(&args.cache)?.with_engine(args.engine()?);
     let opener = if args.force_share { opener.without_locks() } else { opener };
     let image = Arc::new(image::open(&options, &opener)?);
     announce(&requests)?;

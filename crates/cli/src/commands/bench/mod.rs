@@ -10,7 +10,7 @@ use crate::output::{self, usage};
 use crate::progress::Bar;
 use crate::signals;
 use anyhow::{Context, bail};
-use daemon::parse_size;
+use drive::parse_size;
 use engine::ReactorConfig;
 use jobs::bench::{BenchSpec, Initial, Pattern, Plot, Stop, Verify};
 use serde::Serialize;

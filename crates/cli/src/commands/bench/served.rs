@@ -5,7 +5,8 @@ use crate::load;
 use crate::output::usage;
 use anyhow::Context;
 use block::Disk;
-use daemon::{Daemon, DaemonConfig, DriveOptions};
+use daemon::{Daemon, DaemonConfig};
+use drive::DriveOptions;
 use driver::{Driver, DriverOptions};
 use engine::ReactorStats;
 use image::BackingPolicy;
@@ -23,26 +24,25 @@ impl Served {
     /// Serves `drive` on a reactor for each of the guest's queues. What it says of queues, their size, its socket and
     /// poll-max-us holds.
     pub(super) fn start(drive: &DriveOptions, guest: DriverOptions) -> anyhow::Result<Self> {
-        if let Some(offered) = drive.queues.filter(|offered| *offered < guest.queues) {
+        if let Some(offered) = drive.export.queues.filter(|offered| *offered < guest.queues) {
             return Err(usage(format!("--queues {}: the drive says queues={offered}", guest.queues)));
         }
         let directory = load::socket_directory()?;
-        let socket = drive.socket.clone().unwrap_or_else(|| directory.path().join("disk.sock"));
+        let socket = drive.export.socket.clone().unwrap_or_else(|| directory.path().join("disk.sock"));
         let queues = guest.queues;
-        let queue_size = drive.queue_size.unwrap_or(guest.queue_size);
+        let queue_size = drive.export.queue_size.unwrap_or(guest.queue_size);
         let config = DaemonConfig {
             reactors: usize::from(queues),
-            poll_max_us: drive.poll_max_us,
+            poll_max_us: drive.export.poll_max_us,
             allow_backing: BackingPolicy::default(),
             listed: Vec::new(),
         };
         let mut daemon = Daemon::start(config)?;
-        daemon.add(&DriveOptions {
-            queues: drive.queues.or(Some(queues)),
-            queue_size: Some(queue_size),
-            socket: Some(socket.clone()),
-            ..drive.clone()
-        })?;
+        let mut drive = drive.clone();
+        drive.export.queues = drive.export.queues.or(Some(queues));
+        drive.export.queue_size = Some(queue_size);
+        drive.export.socket = Some(socket.clone());
+        daemon.add(&drive)?;
         let driver = Driver::connect(&socket, DriverOptions { queue_size, ..guest })?;
         Ok(Self { daemon: Arc::new(daemon), driver: Arc::new(driver), _directory: directory })
     }

@@ -4,7 +4,7 @@ use super::served::Served;
 use crate::load;
 use crate::output::usage;
 use block::{Disk, ReactorHandle};
-use daemon::{DriveFormat, DriveOptions, OpenedDisk, ParsedDrive, open_drive};
+use drive::{DriveFormat, DriveOptions, OpenedDisk, ParsedDrive, open_disk};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use image::BackingPolicy;
@@ -70,7 +70,11 @@ impl Target {
 
     /// A target of one of [`KINDS`].
     pub(super) fn of_kind(name: &str, kind: &str, value: &OsStr) -> anyhow::Result<Parsed> {
-        let file = |format| DriveOptions { format, ..DriveOptions::of_file(value) };
+        let file = |format| {
+            let mut drive = DriveOptions::of_file(value);
+            drive.disk.format = format;
+            drive
+        };
         let text = value.to_string_lossy();
         let kind_of_target = match kind {
             "socket" => Kind::Socket(PathBuf::from(value)),
@@ -136,7 +140,7 @@ impl Target {
     fn reactors(&self, count: u32) -> anyhow::Result<Vec<ReactorThread>> {
         let defaults = ReactorConfig::default();
         let poll_max_us = match &self.kind {
-            Kind::Drive(drive) => drive.poll_max_us.unwrap_or(self.poll_max_us),
+            Kind::Drive(drive) => drive.export.poll_max_us.unwrap_or(self.poll_max_us),
             Kind::Socket(_) | Kind::Serve(_) => self.poll_max_us,
         };
         let config = |index| ReactorConfig { name: format!("bench-{index}"), poll_max_us, ..defaults.clone() };
@@ -177,12 +181,13 @@ impl Opened {
         };
         // A measurement that only reads leaves the file alone, and shares it with other readers.
         let for_load = |drive: &DriveOptions| {
-            let only_reads = spec.read_percent == 100 && drive.file.is_some();
-            DriveOptions { read_only: drive.read_only || only_reads, ..drive.clone() }
+            let mut drive = drive.clone();
+            drive.disk.read_only |= spec.read_percent == 100 && drive.disk.file.is_some();
+            drive
         };
         Ok(match kind {
             Kind::Socket(socket) => Self::Driver(Arc::new(Driver::connect(socket, guest())?)),
-            Kind::Drive(drive) => Self::Disk(open_drive(&for_load(drive), BackingPolicy::default(), &[])?),
+            Kind::Drive(drive) => Self::Disk(open_disk(&for_load(drive).disk, BackingPolicy::default(), &[])?),
             Kind::Serve(drive) => Self::Served(Served::start(&for_load(drive), guest())?),
         })
     }

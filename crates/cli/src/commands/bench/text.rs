@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 
 /// The workload, without its depth.
 pub(super) fn workload(report: &BenchReport) -> String {
-    let size = daemon::human_size(u64::from(report.block_bytes));
+    let size = drive::human_size(u64::from(report.block_bytes));
     let what = match report.read_percent {
         100 => "read".to_owned(),
         0 => "write".to_owned(),

@@ -6,7 +6,8 @@ use super::table::{self, Row};
 use crate::load;
 use crate::progress::Bar;
 use block::{Disk, ReactorHandle};
-use daemon::{Daemon, DriveOptions, human_size, open_drive};
+use daemon::Daemon;
+use drive::{human_size, open_disk};
 use engine::ReactorThread;
 use image::BackingPolicy;
 use jobs::bench::{Hooks, VerifyState};
@@ -57,11 +58,13 @@ fn measured_by_driver(
     bar: &Bar,
 ) -> anyhow::Result<(Vec<Row>, Vec<String>, VerifyState)> {
     let mut daemon = Daemon::start(plan.daemon_config(1))?;
-    daemon.add(&DriveOptions { queues: Some(1), ..plan.guest_drive.clone() })?;
+    let mut drive = plan.guest_drive.clone();
+    drive.export.queues = Some(1);
+    daemon.add(&drive)?;
     let layers = daemon.disks().into_iter().flat_map(|disk| disk.layers).collect();
     let driver = Arc::new(load::connect(&plan.socket(), 1, BUFFERS_BYTES)?);
     let guest = side(plan, "guest", Arc::clone(&driver) as Arc<dyn Disk>, reactors, load::driver_hooks(&driver));
-    let opened = open_drive(&plan.host_drive, BackingPolicy::Deny, &[])?;
+    let opened = open_disk(&plan.host_disk, BackingPolicy::Deny, &[])?;
     let host = side(plan, "host", Arc::clone(&opened.disk), reactors, Hooks::default());
 
     bar.say("writing and verifying through the guest path");
@@ -113,8 +116,9 @@ fn measure(plan: &Plan, guest: &Side<'_>, host: &Side<'_>, bar: &Bar) -> anyhow:
 
 /// What was written before the daemon ended is in the image.
 fn find_again(plan: &Plan, reactors: &[Arc<dyn ReactorHandle>], kept: VerifyState) -> anyhow::Result<()> {
-    let drive = DriveOptions { read_only: true, ..plan.guest_drive.clone() };
-    let opened = open_drive(&drive, BackingPolicy::Deny, &[])?;
+    let mut disk = plan.guest_drive.disk.clone();
+    disk.read_only = true;
+    let opened = open_disk(&disk, BackingPolicy::Deny, &[])?;
     let again = side(plan, "reopened", Arc::clone(&opened.disk), reactors, Hooks::default());
     again.check_pattern(kept_part(plan), KEPT_SEED, kept)?;
     Ok(opened.close()?)

@@ -12,7 +12,8 @@ use crate::output::{self, usage};
 use crate::progress::Bar;
 use crate::signals;
 use anyhow::bail;
-use daemon::{DaemonConfig, DriveFormat, DriveOptions, EngineOpener, open_drive, parse_size};
+use daemon::DaemonConfig;
+use drive::{DiskOptions, DriveFormat, DriveOptions, EngineOpener, open_disk, parse_size};
 use engine::{CacheMode, EngineKind};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
 use std::path::{Path, PathBuf};
@@ -54,7 +55,7 @@ struct Plan {
     /// The disk that the guest gets.
     guest_drive: DriveOptions,
     /// The file of the same size that the host is measured on.
-    host_drive: DriveOptions,
+    host_disk: DiskOptions,
     size_bytes: u64,
     seconds: f64,
     cancel: Arc<AtomicBool>,
@@ -98,15 +99,16 @@ impl Plan {
         create(&qcow2, &CreateOptions::Qcow2(options))?;
         create(&raw, &CreateOptions::Raw { size_bytes })?;
         let cache = args.cache.map_or_else(|| default_cache(&raw, args.engine), Ok)?;
-        let drive = |file: PathBuf, format| DriveOptions {
-            format: Some(format),
-            engine: args.engine,
-            cache,
-            ..DriveOptions::of_file(file)
+        let disk = |file: PathBuf, format| {
+            let mut disk = DiskOptions::of_file(file);
+            (disk.format, disk.engine, disk.cache) = (Some(format), args.engine, cache);
+            disk
         };
+        let mut guest_drive = DriveOptions::from(disk(qcow2, DriveFormat::Qcow2));
+        guest_drive.export.socket = Some(scratch.socket());
         Ok(Self {
-            guest_drive: DriveOptions { socket: Some(scratch.socket()), ..drive(qcow2, DriveFormat::Qcow2) },
-            host_drive: drive(raw, DriveFormat::Raw),
+            guest_drive,
+            host_disk: disk(raw, DriveFormat::Raw),
             scratch,
             size_bytes,
             seconds: args.seconds,
@@ -143,9 +145,9 @@ fn kept_bytes(size_bytes: u64) -> u64 {
 
 /// Direct I/O where the file system has it: what is measured is the path and the storage, not the page cache.
 fn default_cache(file: &Path, engine: EngineKind) -> anyhow::Result<CacheMode> {
-    let direct =
-        DriveOptions { format: Some(DriveFormat::Raw), engine, cache: CacheMode::None, ..DriveOptions::of_file(file) };
-    match open_drive(&direct, BackingPolicy::Deny, &[]) {
+    let mut direct = DiskOptions::of_file(file);
+    (direct.format, direct.engine, direct.cache) = (Some(DriveFormat::Raw), engine, CacheMode::None);
+    match open_disk(&direct, BackingPolicy::Deny, &[]) {
         Ok(opened) => opened.close().map(|()| CacheMode::None).map_err(Into::into),
         Err(error) => {
             tracing::warn!("measuring through the page cache (cache=writeback): {error}");

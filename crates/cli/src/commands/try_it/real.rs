@@ -8,7 +8,8 @@ use crate::load;
 use crate::progress::Bar;
 use anyhow::Context;
 use block::ReactorHandle;
-use daemon::{Daemon, DriveOptions, human_size, open_drive};
+use daemon::Daemon;
+use drive::{human_size, open_disk};
 use engine::ReactorThread;
 use image::BackingPolicy;
 use jobs::bench::Hooks;
@@ -34,7 +35,7 @@ pub(super) fn run(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<Str
         thread.stop()?;
     }
     bar.say("checking the image");
-    let file = plan.guest_drive.file.as_deref().context("the guest's disk has no file")?;
+    let file = plan.guest_drive.disk.file.as_deref().context("the guest's disk has no file")?;
     guest::verify_image(file, ImageFormat::Qcow2)?;
     let disk = report.disks.first().context("the guest reported no disk")?;
     let rows = CELLS.into_iter().zip(before.into_iter().zip(after)).map(|(cell, (before, after))| {
@@ -80,7 +81,9 @@ fn served_to(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<GuestRep
         fio_mib: FIO_MIB,
     };
     let mut daemon = Daemon::start(plan.daemon_config(options.queues.min(2) as usize))?;
-    daemon.add(&DriveOptions { queues: Some(options.queues as u16), ..plan.guest_drive.clone() })?;
+    let mut drive = plan.guest_drive.clone();
+    drive.export.queues = Some(options.queues as u16);
+    daemon.add(&drive)?;
     bar.say("booting the guest");
     let report = guest::run(&options, &mut |step| bar.say(step))?;
     plan.check_cancelled()?;
@@ -96,12 +99,12 @@ fn slice(plan: &Plan) -> Duration {
 /// The host's own file.
 struct Host<'a> {
     side: Side<'a>,
-    opened: daemon::OpenedDisk,
+    opened: drive::OpenedDisk,
 }
 
 impl<'a> Host<'a> {
     fn open(plan: &Plan, reactors: &'a [Arc<dyn ReactorHandle>]) -> anyhow::Result<Self> {
-        let opened = open_drive(&plan.host_drive, BackingPolicy::Deny, &[])?;
+        let opened = open_disk(&plan.host_disk, BackingPolicy::Deny, &[])?;
         let (disk, cancel) = (Arc::clone(&opened.disk), Arc::clone(&plan.cancel));
         let side = Side { name: "host", disk, reactors, hooks: Hooks::default(), cancel };
         side.write_pattern(Part { offset_bytes: 0, length_bytes: plan.size_bytes }, HOST_SEED)?;

@@ -18,9 +18,20 @@ pub enum DriveFormat {
     Null,
 }
 
-/// One drive, as asked for.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// One drive, as asked for: a disk, and the export that it gets at once.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct DriveOptions {
+    /// The disk.
+    pub disk: DiskOptions,
+    /// How guests reach it. One disk can have more exports than this one.
+    pub export: ExportOptions,
+}
+
+/// What a disk is, whoever uses it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct DiskOptions {
     /// The image; `None` for a null disk only.
     pub file: Option<PathBuf>,
     /// Its format; guessed from its contents where not given.
@@ -33,35 +44,41 @@ pub struct DriveOptions {
     pub sync: bool,
     /// With io_uring: a thread of the kernel submits.
     pub sqpoll: bool,
-    /// Guests' memory is registered with io_uring, which pins it.
-    pub fixed_buffers: bool,
-    /// Guests cannot write.
+    /// Nobody writes it: the file is opened read-only.
     pub read_only: bool,
-    /// What the guest reads as the disk's serial number, at most 20 bytes.
+    /// What guests read as the disk's serial number, at most 20 bytes.
     pub serial: String,
     /// Size of a null disk.
     pub size_bytes: Option<u64>,
-    /// Request queues offered to the guest.
-    pub queues: Option<u16>,
-    /// Largest ring a guest may set up.
-    pub queue_size: Option<u16>,
-    /// How long a reactor that finds nothing to do goes on looking on this disk's behalf before it sleeps. Reactors
-    /// serve queues of all disks, so that the longest of all disks holds for all (see `Daemon::poll_max_us_of`).
-    pub poll_max_us: Option<u32>,
     /// Every request waits so long before it begins: for tests and measurements.
     pub delay_ms: Option<u32>,
     /// Memory for an image's tables, over all layers of its chain.
     pub l2_cache_bytes: Option<u64>,
+}
+
+/// How a disk is offered to guests.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct ExportOptions {
     /// Where the guest's monitor connects.
     pub socket: Option<PathBuf>,
+    /// Request queues offered to the guest.
+    pub queues: Option<u16>,
+    /// Largest ring that a guest may set up.
+    pub queue_size: Option<u16>,
+    /// The guest's memory is registered with io_uring, which pins it.
+    pub fixed_buffers: bool,
+    /// How long a reactor that finds nothing to do goes on looking for this export before it sleeps. Reactors serve
+    /// queues of all exports, so the longest of all holds for all (see `Daemon::poll_max_us_of`).
+    pub poll_max_us: Option<u32>,
 }
 
 /// What GET_ID can carry (virtio 1.3, 5.2.6).
-pub(crate) const SERIAL_MAX_BYTES: usize = 20;
+const SERIAL_MAX_BYTES: usize = 20;
 /// More queues than any guest has CPUs for.
-pub(crate) const QUEUES_MAX: u16 = 256;
+const QUEUES_MAX: u16 = 256;
 /// The largest ring that exports serve.
-pub(crate) const QUEUE_SIZE_MAX: u16 = 1024;
+const QUEUE_SIZE_MAX: u16 = 1024;
 /// A second: whoever wants more wants a reactor that never sleeps.
 const POLL_MAX_US: u32 = 1_000_000;
 /// Guests give a request up after half a minute.
@@ -98,117 +115,17 @@ pub enum ParsedDrive {
     Help(String),
 }
 
-impl DriveOptions {
+impl DiskOptions {
     /// Everything by default, on this file.
     #[must_use]
     pub fn of_file(file: impl Into<PathBuf>) -> Self {
-        Self { file: Some(file.into()), ..Self::unset() }
+        Self { file: Some(file.into()), ..Self::default() }
     }
 
     /// A null disk.
     #[must_use]
     pub fn null(size_bytes: u64) -> Self {
-        Self { format: Some(DriveFormat::Null), size_bytes: Some(size_bytes), ..Self::unset() }
-    }
-
-    fn unset() -> Self {
-        Self {
-            file: None,
-            format: None,
-            engine: EngineKind::Auto,
-            cache: CacheMode::Writeback,
-            sync: false,
-            sqpoll: false,
-            fixed_buffers: false,
-            read_only: false,
-            serial: String::new(),
-            size_bytes: None,
-            queues: None,
-            queue_size: None,
-            poll_max_us: None,
-            delay_ms: None,
-            l2_cache_bytes: None,
-            socket: None,
-        }
-    }
-
-    /// Reads `key=value,...`; `?` or `help` as a value asks what the key takes, as the whole text which keys there are.
-    pub fn parse(text: &str) -> Result<ParsedDrive> {
-        if is_question(text) {
-            return Ok(ParsedDrive::Help(format!("Keys of a drive: {}", KEYS.join(", "))));
-        }
-        let mut drive = Self::unset();
-        for pair in keyval::parse(text)? {
-            if is_question(&pair.value)
-                && let Some(values) = values_of(&pair.key)
-            {
-                return Ok(ParsedDrive::Help(format!("Values of '{}': {}", pair.key, values.join(", "))));
-            }
-            drive.set(&pair)?;
-        }
-        drive.check()?;
-        Ok(ParsedDrive::Drive(Box::new(drive)))
-    }
-
-    fn set(&mut self, KeyValue { key, value }: &KeyValue) -> Result<()> {
-        match key.as_str() {
-            "file" => self.file = Some(non_empty_path(key, value)?),
-            "format" => self.format = Some(one_of(key, value, &FORMATS)?),
-            "engine" => self.engine = parsed(key, value, &EngineKind::NAMES)?,
-            "cache" => self.cache = parsed(key, value, &CacheMode::NAMES)?,
-            "sync" => self.sync = one_of(key, value, &SWITCH)?,
-            "sqpoll" => self.sqpoll = one_of(key, value, &SWITCH)?,
-            "fixed-buffers" => self.fixed_buffers = one_of(key, value, &SWITCH)?,
-            "readonly" => self.read_only = one_of(key, value, &SWITCH)?,
-            "serial" => self.serial = serial(value)?,
-            "size" => self.size_bytes = Some(size(value)?),
-            "queues" => self.queues = Some(count(key, value, QUEUES_MAX)?),
-            "poll-max-us" => self.poll_max_us = Some(poll_max_us(key, value)?),
-            "delay-ms" => self.delay_ms = Some(delay_ms(key, value)?),
-            "l2-cache-size" => {
-                self.l2_cache_bytes = Some(parse_size(value).map_err(|error| error.in_context(key.as_str()))?);
-            }
-            "queue-size" => self.queue_size = Some(power_of_two(key, value, QUEUE_SIZE_MAX)?),
-            "socket" => self.socket = Some(non_empty_path(key, value)?),
-            _ => return Err(keyval::unknown("drive key", key, &KEYS)),
-        }
-        Ok(())
-    }
-
-    /// Combinations that cannot be meant.
-    fn check(&self) -> Result<()> {
-        let is_null = self.format == Some(DriveFormat::Null);
-        match (&self.file, is_null) {
-            (None, false) => Err(bad("a drive needs file=PATH (or format=null,size=SIZE)".to_owned())),
-            (Some(_), true) => Err(bad("format=null has no file: leave file= out, or name another format".to_owned())),
-            _ if is_null && self.size_bytes.is_none() => {
-                Err(bad("format=null needs a size, for example size=4G".to_owned()))
-            }
-            _ if is_null && self.read_only => {
-                Err(bad("readonly=on has no meaning for format=null: it keeps nothing".to_owned()))
-            }
-            _ if is_null && self.l2_cache_bytes.is_some() => {
-                Err(bad("l2-cache-size has no meaning for format=null: it has no tables".to_owned()))
-            }
-            _ if !is_null && self.size_bytes.is_some() => {
-                Err(bad("size= is for format=null only; an image has its own size".to_owned()))
-            }
-            _ if self.sync && matches!(self.cache, CacheMode::Unsafe) => {
-                Err(bad("sync=on and cache=unsafe contradict each other: choose one".to_owned()))
-            }
-            _ if self.sqpoll || self.fixed_buffers => self.check_io_uring(is_null),
-            _ => Ok(()),
-        }
-    }
-
-    /// Options that are io_uring's alone.
-    fn check_io_uring(&self, is_null: bool) -> Result<()> {
-        let option = if self.sqpoll { "sqpoll=on" } else { "fixed-buffers=on" };
-        match self.engine {
-            _ if is_null => Err(bad(format!("{option} has no meaning for format=null: it has no engine"))),
-            EngineKind::Auto | EngineKind::IoUring => Ok(()),
-            other => Err(bad(format!("{option} is for engine=io_uring; engine={other} has nothing like it"))),
-        }
+        Self { format: Some(DriveFormat::Null), size_bytes: Some(size_bytes), ..Self::default() }
     }
 
     /// The file's name, or what stands for it in messages.
@@ -224,6 +141,115 @@ impl DriveOptions {
     #[must_use]
     pub fn default_socket(&self) -> Option<PathBuf> {
         self.file.as_deref().map(socket_beside)
+    }
+}
+
+impl From<DiskOptions> for DriveOptions {
+    /// The disk, with every option of its export at its default.
+    fn from(disk: DiskOptions) -> Self {
+        Self { disk, export: ExportOptions::default() }
+    }
+}
+
+impl DriveOptions {
+    /// Everything by default, on this file.
+    #[must_use]
+    pub fn of_file(file: impl Into<PathBuf>) -> Self {
+        DiskOptions::of_file(file).into()
+    }
+
+    /// A null disk.
+    #[must_use]
+    pub fn null(size_bytes: u64) -> Self {
+        DiskOptions::null(size_bytes).into()
+    }
+
+    /// The export's socket: the one that was asked for, or the disk's usual one.
+    #[must_use]
+    pub fn socket(&self) -> Option<PathBuf> {
+        self.export.socket.clone().or_else(|| self.disk.default_socket())
+    }
+
+    /// Reads `key=value,...`; `?` or `help` as a value asks what the key takes, as the whole text which keys there are.
+    pub fn parse(text: &str) -> Result<ParsedDrive> {
+        if is_question(text) {
+            return Ok(ParsedDrive::Help(format!("Keys of a drive: {}", KEYS.join(", "))));
+        }
+        let mut drive = Self::default();
+        for pair in keyval::parse(text)? {
+            if is_question(&pair.value)
+                && let Some(values) = values_of(&pair.key)
+            {
+                return Ok(ParsedDrive::Help(format!("Values of '{}': {}", pair.key, values.join(", "))));
+            }
+            drive.set(&pair)?;
+        }
+        drive.check()?;
+        Ok(ParsedDrive::Drive(Box::new(drive)))
+    }
+
+    fn set(&mut self, KeyValue { key, value }: &KeyValue) -> Result<()> {
+        let Self { disk, export } = self;
+        match key.as_str() {
+            "file" => disk.file = Some(non_empty_path(key, value)?),
+            "format" => disk.format = Some(one_of(key, value, &FORMATS)?),
+            "engine" => disk.engine = parsed(key, value, &EngineKind::NAMES)?,
+            "cache" => disk.cache = parsed(key, value, &CacheMode::NAMES)?,
+            "sync" => disk.sync = one_of(key, value, &SWITCH)?,
+            "sqpoll" => disk.sqpoll = one_of(key, value, &SWITCH)?,
+            "fixed-buffers" => export.fixed_buffers = one_of(key, value, &SWITCH)?,
+            "readonly" => disk.read_only = one_of(key, value, &SWITCH)?,
+            "serial" => disk.serial = serial(value)?,
+            "size" => disk.size_bytes = Some(size(value)?),
+            "queues" => export.queues = Some(count(key, value, QUEUES_MAX)?),
+            "poll-max-us" => export.poll_max_us = Some(poll_max_us(key, value)?),
+            "delay-ms" => disk.delay_ms = Some(delay_ms(key, value)?),
+            "l2-cache-size" => {
+                disk.l2_cache_bytes = Some(parse_size(value).map_err(|error| error.in_context(key.as_str()))?);
+            }
+            "queue-size" => export.queue_size = Some(power_of_two(key, value, QUEUE_SIZE_MAX)?),
+            "socket" => export.socket = Some(non_empty_path(key, value)?),
+            _ => return Err(keyval::unknown("drive key", key, &KEYS)),
+        }
+        Ok(())
+    }
+
+    /// Combinations that cannot be meant.
+    fn check(&self) -> Result<()> {
+        let disk = &self.disk;
+        let is_null = disk.format == Some(DriveFormat::Null);
+        match (&disk.file, is_null) {
+            (None, false) => Err(bad("a drive needs file=PATH (or format=null,size=SIZE)".to_owned())),
+            (Some(_), true) => Err(bad("format=null has no file: leave file= out, or name another format".to_owned())),
+            _ if is_null && disk.size_bytes.is_none() => {
+                Err(bad("format=null needs a size, for example size=4G".to_owned()))
+            }
+            _ if is_null && disk.read_only => {
+                Err(bad("readonly=on has no meaning for format=null: it keeps nothing".to_owned()))
+            }
+            _ if is_null && disk.l2_cache_bytes.is_some() => {
+                Err(bad("l2-cache-size has no meaning for format=null: it has no tables".to_owned()))
+            }
+            _ if !is_null && disk.size_bytes.is_some() => {
+                Err(bad("size= is for format=null only; an image has its own size".to_owned()))
+            }
+            _ if disk.sync && matches!(disk.cache, CacheMode::Unsafe) => {
+                Err(bad("sync=on and cache=unsafe contradict each other: choose one".to_owned()))
+            }
+            _ if disk.sqpoll || self.export.fixed_buffers => self.check_io_uring(is_null),
+            _ => Ok(()),
+        }
+    }
+
+    /// Options that are io_uring's alone.
+    fn check_io_uring(&self, is_null: bool) -> Result<()> {
+        let disk = &self.disk;
+        let option = if disk.sqpoll { "sqpoll=on" } else { "fixed-buffers=on" };
+        match disk.engine {
+            _ if is_null => Err(bad(format!("{option} has no meaning for format=null: it has no engine"))),
+            EngineKind::Auto | EngineKind::IoUring => Ok(()),
+            other => Err(bad(format!("{option} is for engine=io_uring; engine={other} has nothing like it"))),
+        }
     }
 }
 
@@ -342,26 +368,30 @@ mod tests {
              queues=4,queue-size=256,poll-max-us=0,delay-ms=3,l2-cache-size=1.5M,socket=/run/a.sock",
         );
         let expected = DriveOptions {
-            file: Some(PathBuf::from("a,b.img")),
-            format: Some(DriveFormat::Qcow2),
-            engine: EngineKind::IoUring,
-            cache: CacheMode::None,
-            sync: true,
-            sqpoll: true,
-            fixed_buffers: true,
-            read_only: true,
-            serial: "disk 1".to_owned(),
-            size_bytes: None,
-            queues: Some(4),
-            queue_size: Some(256),
-            delay_ms: Some(3),
-            poll_max_us: Some(0),
-            l2_cache_bytes: Some(1536 << 10),
-            socket: Some(PathBuf::from("/run/a.sock")),
+            disk: DiskOptions {
+                file: Some(PathBuf::from("a,b.img")),
+                format: Some(DriveFormat::Qcow2),
+                engine: EngineKind::IoUring,
+                cache: CacheMode::None,
+                sync: true,
+                sqpoll: true,
+                read_only: true,
+                serial: "disk 1".to_owned(),
+                size_bytes: None,
+                delay_ms: Some(3),
+                l2_cache_bytes: Some(1536 << 10),
+            },
+            export: ExportOptions {
+                socket: Some(PathBuf::from("/run/a.sock")),
+                queues: Some(4),
+                queue_size: Some(256),
+                fixed_buffers: true,
+                poll_max_us: Some(0),
+            },
         };
         assert_eq!(read, expected);
         assert_eq!(drive("format=null,size=4G"), DriveOptions::null(4 << 30));
-        assert_eq!(drive("file=x").default_socket(), Some(PathBuf::from("x.sock")));
+        assert_eq!(drive("file=x").socket(), Some(PathBuf::from("x.sock")));
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Files and disks from what a user said: the one place where formats' and engines' names meet.
 
-use crate::drive::{DriveFormat, DriveOptions};
+use crate::options::{DiskOptions, DriveFormat};
 use block::{Disk, ErrorKind, File, Result};
-use engine::OpenOptions;
+use engine::{CacheMode, EngineKind, OpenOptions};
 use image::{BackingPolicy, DelayDisk, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,10 +20,24 @@ pub struct EngineOpener {
 }
 
 impl EngineOpener {
-    /// Files as `drive` asks for them.
+    /// Files as `disk` asks for them.
     #[must_use]
-    pub fn of_drive(drive: &DriveOptions) -> Self {
-        Self { options: open_options(drive) }
+    pub fn of_disk(disk: &DiskOptions) -> Self {
+        Self { options: open_options(disk) }
+    }
+
+    /// With another cache mode.
+    #[must_use]
+    pub fn with_cache(mut self, cache: CacheMode) -> Self {
+        self.options.cache = cache;
+        self
+    }
+
+    /// With another engine.
+    #[must_use]
+    pub fn with_engine(mut self, engine: EngineKind) -> Self {
+        self.options.engine = engine;
+        self
     }
 
     /// Without locks: to look at an image that somebody else is writing.
@@ -41,12 +55,12 @@ impl EngineOpener {
     }
 }
 
-fn open_options(drive: &DriveOptions) -> OpenOptions {
+fn open_options(disk: &DiskOptions) -> OpenOptions {
     OpenOptions {
-        engine: drive.engine,
-        cache: drive.cache,
-        sync: drive.sync,
-        sqpoll: drive.sqpoll,
+        engine: disk.engine,
+        cache: disk.cache,
+        sync: disk.sync,
+        sqpoll: disk.sqpoll,
         ..OpenOptions::default()
     }
 }
@@ -96,34 +110,34 @@ impl OpenedDisk {
     }
 }
 
-/// Opens what `drive` describes. `listed` are other files that the user named, which images may use as backing files.
-pub fn open_drive(drive: &DriveOptions, allow_backing: BackingPolicy, listed: &[PathBuf]) -> Result<OpenedDisk> {
-    let format = match drive.format {
+/// Opens what `options` describes. `listed` are other files that the user named, which images may use as backing files.
+pub fn open_disk(options: &DiskOptions, allow_backing: BackingPolicy, listed: &[PathBuf]) -> Result<OpenedDisk> {
+    let format = match options.format {
         Some(DriveFormat::Null) => {
-            let disk = NullDisk::new(drive.size_bytes.unwrap_or(0), drive.serial.clone());
-            return Ok(OpenedDisk { disk: delayed(Arc::new(disk), drive), image: None });
+            let disk = NullDisk::new(options.size_bytes.unwrap_or(0), options.serial.clone());
+            return Ok(OpenedDisk { disk: delayed(Arc::new(disk), options), image: None });
         }
         Some(DriveFormat::Raw) => Some(Format::Raw),
         Some(DriveFormat::Qcow2) => Some(Format::Qcow2),
         None => None,
     };
-    let path = drive.file.clone().unwrap_or_default();
-    let options = ImageOptions {
+    let path = options.file.clone().unwrap_or_default();
+    let image_options = ImageOptions {
         format,
-        read_only: drive.read_only,
+        read_only: options.read_only,
         allow_backing,
         listed: listed.to_vec(),
-        serial: drive.serial.clone(),
-        volatile_cache: open_options(drive).has_volatile_cache(),
-        table_cache_bytes: drive.l2_cache_bytes,
+        serial: options.serial.clone(),
+        volatile_cache: open_options(options).has_volatile_cache(),
+        table_cache_bytes: options.l2_cache_bytes,
         ..ImageOptions::new(path)
     };
-    let image = Arc::new(image::open(&options, &EngineOpener::of_drive(drive))?);
-    Ok(OpenedDisk { disk: delayed(Arc::clone(&image) as Arc<dyn Disk>, drive), image: Some(image) })
+    let image = Arc::new(image::open(&image_options, &EngineOpener::of_disk(options))?);
+    Ok(OpenedDisk { disk: delayed(Arc::clone(&image) as Arc<dyn Disk>, options), image: Some(image) })
 }
 
-fn delayed(disk: Arc<dyn Disk>, drive: &DriveOptions) -> Arc<dyn Disk> {
-    match drive.delay_ms {
+fn delayed(disk: Arc<dyn Disk>, options: &DiskOptions) -> Arc<dyn Disk> {
+    match options.delay_ms {
         Some(delay_ms) if delay_ms > 0 => Arc::new(DelayDisk::new(disk, Duration::from_millis(u64::from(delay_ms)))),
         _ => disk,
     }
