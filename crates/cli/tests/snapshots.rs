@@ -173,3 +173,54 @@ fn the_state_of_a_virtual_machine_is_kept_with_its_snapshot() {
     monitor(&image, "loadvm running");
     tool_ok("qemu-img", &["check", path_str(&image)]);
 }
+
+#[test]
+fn a_snapshot_that_is_larger_than_the_disk_is_copied_whole() {
+    let dir = directory();
+    let [image, then] = ["disk.qcow2", "then.raw"].map(|name| at(&dir, name));
+    let source = at(&dir, "source.raw");
+    std::fs::write(&source, vec![7; 3 << 20]).unwrap();
+    run_ok(&["convert", "-f", "raw", "-O", "qcow2", path_str(&source), path_str(&image)]);
+    run_ok(&["snapshot", "-c", "large", path_str(&image)]);
+    run_ok(&["resize", "--shrink", path_str(&image), "1M"]);
+    run_ok(&["convert", "-l", "large", "-O", "raw", path_str(&image), path_str(&then)]);
+    assert!(std::fs::read(&then).unwrap() == vec![7; 3 << 20]);
+}
+
+/// An overlay of 1 MiB over `base.raw` with a snapshot in which nothing was written yet, and data written later.
+fn overlay_with_a_snapshot(dir: &Path) -> std::path::PathBuf {
+    let [base, source, overlay] = ["base.raw", "source.raw", "overlay.qcow2"].map(|name| dir.join(name));
+    std::fs::write(&base, vec![1; 1 << 20]).unwrap();
+    std::fs::write(&source, vec![2; 1 << 20]).unwrap();
+    run_ok(&["create", "-f", "qcow2", "-b", "base.raw", "-F", "raw", path_str(&overlay)]);
+    run_ok(&["snapshot", "-c", "before", path_str(&overlay)]);
+    run_ok(&["convert", "-n", "-f", "raw", "-O", "qcow2", path_str(&source), path_str(&overlay)]);
+    overlay
+}
+
+fn snapshot_shows(overlay: &Path) -> u8 {
+    let raw = overlay.with_extension("raw");
+    run_ok(&["convert", "-l", "before", "-O", "raw", path_str(overlay), path_str(&raw)]);
+    let bytes = std::fs::read(&raw).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == bytes[0]));
+    bytes[0]
+}
+
+#[test]
+fn commit_and_rebase_do_not_change_what_a_snapshot_shows_unless_told_to() {
+    let dir = directory();
+    let overlay = overlay_with_a_snapshot(dir.path());
+    let other = at(&dir, "other.raw");
+    std::fs::write(&other, vec![3; 1 << 20]).unwrap();
+    for words in [&["commit"][..], &["rebase", "-F", "raw", "-b", "other.raw"]] {
+        let refused = run(&[words, &[path_str(&overlay)]].concat());
+        assert_eq!(refused.status.code(), Some(1));
+        let said = text(&refused.stderr);
+        assert!(said.contains("'before'") && said.contains("--change-snapshots"), "{said}");
+        assert_eq!(snapshot_shows(&overlay), 1);
+    }
+    run_ok(&["commit", "--change-snapshots", path_str(&overlay)]);
+    assert_eq!(snapshot_shows(&overlay), 2);
+    run_ok(&["rebase", "--change-snapshots", "-F", "raw", "-b", "other.raw", path_str(&overlay)]);
+    assert_eq!(snapshot_shows(&overlay), 3);
+}

@@ -7,7 +7,7 @@ use crate::header::{HEADER_SECTOR_BYTES, Header, claimed_cluster_bytes, probe};
 use crate::load::entries;
 use crate::refcount::Refcounts;
 use crate::repair_at_open::repair_at_open;
-use crate::snapshot::{SnapshotName, SnapshotSize, of_snapshot};
+use crate::snapshot::{SnapshotName, of_snapshot};
 use crate::state::{Inner, Need, Space, State, Stop};
 use crate::tables::TableBits;
 use crate::tracking::Tracking;
@@ -66,10 +66,9 @@ impl Qcow2 {
         file: &FileInfo,
         options: OpenOptions,
         which: &SnapshotName,
-        size: SnapshotSize,
     ) -> Result<Self> {
         let options = OpenOptions { read_only: true, ..options };
-        Self::open_part(io, file, options, Some((which, size)), TABLE_CACHE_BYTES).await
+        Self::open_part(io, file, options, Some(which), TABLE_CACHE_BYTES).await
     }
 
     /// As [`Qcow2::open`], with a cache for L2 tables of another size: for tests.
@@ -82,7 +81,7 @@ impl Qcow2 {
         io: &MetaIo,
         file: &FileInfo,
         options: OpenOptions,
-        snapshot: Option<(&SnapshotName, SnapshotSize)>,
+        snapshot: Option<&SnapshotName>,
         cache: u64,
     ) -> Result<Self> {
         let name = options.name;
@@ -97,8 +96,8 @@ impl Qcow2 {
             }
             false => Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the {what}"), error),
         };
-        if let Some((which, size)) = snapshot {
-            header = of_snapshot(io, header, &name, which, size).await?;
+        if let Some(which) = snapshot {
+            header = of_snapshot(io, header, &name, which).await?;
         }
         let geometry = header.geometry();
         let l1_bytes = (header.l1_entries as usize).saturating_mul(8);

@@ -75,6 +75,6 @@ pub use lookup::Plain;
 pub use packing::{PackedAllocation, PackedCluster};
 pub use preallocate::{Preallocation, preallocate};
 pub use repair::{Repair, repair};
-pub use snapshot::{Snapshot, SnapshotName, SnapshotSize, snapshots};
+pub use snapshot::{Snapshot, SnapshotName, snapshots};
 pub use write::{Allocation, Fill, Prepared};
 pub use zero::ZeroOutcome;

@@ -7,8 +7,7 @@ use block::{ErrorKind, File, IoError, MetaIo, Result, block_on};
 use common::{Base, NAME, blocking, copy, created, has_tool, judged_by_qemu, open, open_options, run};
 use format_qcow2::{
     AmendOptions, BitmapAction, CreateOptions, GrowBy, Header, NewSnapshot, Qcow2, ResizeOptions, Snapshot,
-    SnapshotName, SnapshotSize, amend, apply_snapshot, create_snapshot, delete_snapshot, edit_bitmaps, resize,
-    snapshots,
+    SnapshotName, amend, apply_snapshot, create_snapshot, delete_snapshot, edit_bitmaps, resize, snapshots,
 };
 use std::sync::Arc;
 use testkit::{Dice, Fault, FaultAction, OpKind, SimFileOptions, SimStorage, qcow2_check, stamped};
@@ -49,8 +48,7 @@ fn everything(storage: &SimStorage, base: &Base) -> Everything {
     let list = block_on(snapshots(&io, &header(&io, storage), NAME)).unwrap();
     let contents = |snapshot: &Snapshot| {
         let which = SnapshotName::Exactly { id: Some(snapshot.id.clone()), name: Some(snapshot.name.clone()) };
-        let qcow2 =
-            block_on(Qcow2::open_snapshot(&io, file.info(), open_options(true), &which, SnapshotSize::Then)).unwrap();
+        let qcow2 = block_on(Qcow2::open_snapshot(&io, file.info(), open_options(true), &which)).unwrap();
         let guest = common::Guest { qcow2: Arc::new(qcow2), io: io.clone(), base: Arc::clone(base) };
         block_on(guest.read_all()).unwrap()
     };

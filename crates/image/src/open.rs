@@ -6,7 +6,7 @@ use crate::chain::table_cache::{Hits, share_out};
 use crate::gate::{BackingPolicy, Gate, Opener, Role};
 use crate::guess::{Format, PROBE_BYTES, guess_format};
 use block::{Error, ErrorKind, File, Listeners, MetaIo, PastEnd, Result, block_on};
-use format_qcow2::{OpenOptions, Qcow2, SnapshotName, SnapshotSize};
+use format_qcow2::{OpenOptions, Qcow2, SnapshotName};
 use format_raw::Raw;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ pub struct ImageOptions {
     pub volatile_cache: bool,
     /// The memory for tables, over all layers; by default what covers the whole disk, up to 32 MiB.
     pub table_cache_bytes: Option<u64>,
-    /// The disk as it was when this internal snapshot was taken, in the size of now; read-only.
+    /// The disk as it was when this internal snapshot was taken, in the size that it had; read-only.
     pub snapshot: Option<SnapshotName>,
 }
 
@@ -183,7 +183,7 @@ pub(crate) fn open_layer(
             let options = OpenOptions { name: path.display().to_string(), read_only: !matches!(role, Role::Writable) };
             Mapping::Qcow2(match snapshot {
                 None => block_on(Qcow2::open(&io, file.info(), options))?,
-                Some(which) => block_on(Qcow2::open_snapshot(&io, file.info(), options, which, SnapshotSize::Now))?,
+                Some(which) => block_on(Qcow2::open_snapshot(&io, file.info(), options, which))?,
             })
         }
     };

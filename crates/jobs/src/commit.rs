@@ -6,6 +6,7 @@
 
 use crate::Control;
 use crate::disk_tasks::{DiskTasks, closed};
+use crate::kept_snapshots::keep_snapshots;
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::rate::RateLimit;
 use crate::shared_opener::SharedOpener;
@@ -43,6 +44,8 @@ pub struct CommitOptions {
     pub listed: Vec<PathBuf>,
     /// At most so many bytes a second.
     pub rate: Option<u64>,
+    /// Go on although internal snapshots of the layers above the base will show something else.
+    pub change_snapshots: bool,
 }
 
 /// Carries out a commit; everything is durable when it returns.
@@ -116,11 +119,18 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
         }
     };
     let at = |depth: usize| Some((depth, chain.said_image_paths().nth(depth)?, layers.get(depth)?.1));
-    let Some((depth, path, data_file)) = depth.and_then(at) else {
+    let found = depth.and_then(at);
+    let Some((depth, path, data_file)) = found else {
         let name = options.base.as_deref().unwrap_or(Path::new(""));
         let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top.display());
         return Err(Error::new(ErrorKind::BadOption, what));
     };
+    if !options.change_snapshots {
+        for (layer, format) in chain.said_image_paths().zip(chain.formats()).take(depth) {
+            let description = image::inspect(layer, &opener.open(layer, Role::ReadOnly)?, Some(format))?;
+            keep_snapshots(layer, &description.snapshots)?;
+        }
+    }
     let said_format = chain.said_formats().nth(depth).flatten();
     let (path, data_file) = (path.to_owned(), data_file.map(Path::to_owned));
     Ok(Found { path, data_file, said_format, top_format: chain.format(), depth })

@@ -23,6 +23,7 @@ mod convert_plan;
 mod dd;
 mod disk_tasks;
 mod edit;
+mod kept_snapshots;
 mod map;
 mod measure;
 mod pack;

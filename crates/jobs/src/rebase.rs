@@ -6,6 +6,7 @@
 
 use crate::Control;
 use crate::disk_tasks::{DiskTasks, closed};
+use crate::kept_snapshots::keep_snapshots;
 use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
@@ -42,6 +43,8 @@ pub struct RebaseOptions {
     pub allow_backing: BackingPolicy,
     /// Files that the user named.
     pub listed: Vec<PathBuf>,
+    /// Go on although the overlay's internal snapshots will show something else.
+    pub change_snapshots: bool,
 }
 
 /// Carries out a rebase; durable when it returns. `reading` opens the new backing file and what lies below it.
@@ -60,6 +63,9 @@ pub fn rebase(
         return Err(Error::new(ErrorKind::Unsupported, what));
     }
     if !options.name_only {
+        if !options.change_snapshots {
+            keep_snapshots(&options.top, &description.snapshots)?;
+        }
         // Only since version 3 an entry can say that a cluster is zero.
         let can_say_zero = description.qcow2.as_ref().is_some_and(|header| header.version >= 3);
         copy_differences(options, can_say_zero, &opener, reading, reactors, control)?;

@@ -153,6 +153,7 @@ impl Case {
                     allow_backing: BackingPolicy::Any,
                     listed: Vec::new(),
                     rate: None,
+                    change_snapshots: false,
                 };
                 jobs::commit(&options, &opener, &[handle], &mut control)
             }
@@ -166,6 +167,7 @@ impl Case {
                     compress: *compress,
                     allow_backing: BackingPolicy::Any,
                     listed: Vec::new(),
+                    change_snapshots: false,
                 };
                 jobs::rebase(&options, &opener, &opener, &[handle], &mut control)
             }

@@ -29,6 +29,9 @@ pub(crate) struct Args {
     /// Which backing files an image may make us open: deny, same-dir, listed, any.
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
+    /// Go on although internal snapshots of the overlay will show something else.
+    #[arg(long)]
+    change_snapshots: bool,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     image_opts: bool,
@@ -48,6 +51,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         keep: args.keep || args.base.is_some(),
         allow_backing: args.allow_backing.parse()?,
         listed: args.base.iter().cloned().collect(),
+        change_snapshots: args.change_snapshots,
         rate: args.rate.as_deref().map(parse_size).transpose()?,
     };
     let reactors = Reactors::start("commit")?;

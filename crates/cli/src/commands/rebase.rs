@@ -38,6 +38,9 @@ pub(crate) struct Args {
     /// Which backing files an image may make us open: deny, same-dir, listed, any.
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
+    /// Go on although internal snapshots of the overlay will show something else.
+    #[arg(long)]
+    change_snapshots: bool,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     image_opts: bool,
@@ -76,6 +79,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         compress: args.compress,
         allow_backing: args.allow_backing.parse()?,
         listed: Vec::new(),
+        change_snapshots: args.change_snapshots,
     };
     let reactors = Reactors::start("rebase")?;
     let mut watch = Watch::start(&args.progress)?;
