@@ -13,16 +13,12 @@
     allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
 )]
 
-mod backing;
 mod chain;
 mod delay;
-mod gate;
-mod guess;
 mod null;
 mod offline;
 mod open;
 
-pub use backing::set_backing;
 pub use chain::compressed_writer::CompressedWriter;
 pub use chain::copy_offload::CopyOffload;
 pub use chain::extents::{Extents, Run};
@@ -31,8 +27,6 @@ pub use chain::table_cache::TableCacheStats;
 pub use delay::DelayDisk;
 pub use format_qcow2::{Backing, CheckEvent, CheckReport, Compressor, PackedCluster, Repair};
 pub use format_qcow2::{GrowBy, NewSnapshot, Snapshot, SnapshotName};
-pub use gate::{BackingPolicy, Opener, Role, pass_gate};
-pub use guess::{Format, guess_format};
 pub use null::NullDisk;
 pub use offline::bitmaps::{bitmaps, edit_bitmaps, read_bitmap};
 pub use offline::check::check;
@@ -40,4 +34,7 @@ pub use offline::create::{CreateOptions, create, create_watched, create_with_dat
 pub use offline::edit::{Amend, Edit, EditWatch, edit};
 pub use offline::grow::grow_raw;
 pub use offline::inspect::{Description, inspect};
-pub use open::{ImageOptions, MAX_LAYERS, open};
+pub use offline::set_backing::set_backing;
+pub use open::gate::{BackingPolicy, Opener, Role, pass_gate};
+pub use open::guess::{Format, guess_format};
+pub use open::layers::{ImageOptions, MAX_LAYERS, open};

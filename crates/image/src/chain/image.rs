@@ -4,7 +4,7 @@ use crate::chain::layer::{Layer, Mapping};
 use crate::chain::lower_map::{Known, LowerMap};
 use crate::chain::queue::ImageQueue;
 use crate::chain::table_cache::{Hits, TableCacheStats};
-use crate::guess::Format;
+use crate::open::guess::Format;
 use block::{
     Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, IoError, IoErrorKind, IoResult, Listeners,
     Mapped, MetaIo, PastEnd, ReactorCtx, Result, Topology, block_on,

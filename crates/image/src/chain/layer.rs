@@ -1,6 +1,6 @@
 //! One layer of a chain: a file in a format. Dispatch by enum, so that the fast path has no virtual call here.
 
-use crate::guess::Format;
+use crate::open::guess::Format;
 use block::{File, FileInfo, FileQueue, IoResult, Mapped, MetaIo, ReactorCtx, Result};
 use format_qcow2::{Overwrite, Plain, Qcow2};
 use format_raw::Raw;

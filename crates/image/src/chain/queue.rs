@@ -7,7 +7,7 @@
 use crate::chain::image::{Chain, Place};
 use crate::chain::layer::Mapping;
 use crate::chain::slow_path::Slow;
-use crate::guess::{PROBE_BYTES, forms_a_header};
+use crate::open::guess::{PROBE_BYTES, forms_a_header};
 use block::sync::AtomicU64;
 use block::{
     Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, MetaIo, Op,

@@ -1,7 +1,7 @@
 //! Persistent dirty bitmaps of one file. Opens nothing else.
 
 use crate::chain::image::Image;
-use crate::guess::Format;
+use crate::open::guess::Format;
 use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
 use format_qcow2::{Bitmap, BitmapAction, BitmapBits, EditWatch};
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Checking an image's own tables, and repairing them. Opens nothing but the named file.
 
-use crate::guess::Format;
-use crate::open::format_of;
+use crate::open::guess::Format;
+use crate::open::layers::format_of;
 use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
 use format_qcow2::{CheckReport, CheckWatch, Repair};
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! Making a new image in a file that exists and is empty.
 
-use crate::guess::Format;
 use crate::offline::edit::EditWatch;
+use crate::open::guess::Format;
 use block::{Error, ErrorKind, File, FileInfo, FileOp, MetaIo, Result, SECTOR_BYTES, block_on};
 use format_qcow2::preallocate;
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 
 use crate::chain::image::Image;
 use crate::chain::layer::{Layer, Mapping};
-use crate::guess::Format;
-use crate::open::format_of;
+use crate::open::guess::Format;
+use crate::open::layers::format_of;
 use block::{Error, ErrorKind, Extent, File, IoError, IoResult, MetaIo, Result, block_on};
 use format_qcow2::{AmendOptions, GrowBy, NewSnapshot, Qcow2, ResizeOptions, SnapshotName};
 use std::path::Path;

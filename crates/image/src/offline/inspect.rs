@@ -1,9 +1,9 @@
 //! What an image says about itself. Opens nothing but the named file.
 
 use crate::chain::layer::Mapping;
-use crate::gate::Role;
-use crate::guess::Format;
-use crate::open::{format_of, open_layer};
+use crate::open::gate::Role;
+use crate::open::guess::Format;
+use crate::open::layers::{format_of, open_layer};
 use block::{File, MetaIo, Result, block_on};
 use std::path::Path;
 use std::sync::Arc;

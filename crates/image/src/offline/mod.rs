@@ -6,3 +6,4 @@ pub(crate) mod create;
 pub(crate) mod edit;
 pub(crate) mod grow;
 pub(crate) mod inspect;
+pub(crate) mod set_backing;

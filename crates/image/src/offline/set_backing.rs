@@ -1,6 +1,6 @@
 //! Naming another backing file in an image that is not open.
 
-use crate::guess::Format;
+use crate::open::guess::Format;
 use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
 use std::sync::Arc;
 

@@ -3,8 +3,8 @@
 use crate::chain::image::{Chain, Image};
 use crate::chain::layer::{DataFile, Layer, Mapping};
 use crate::chain::table_cache::{Hits, share_out};
-use crate::gate::{BackingPolicy, Gate, Opener, Role};
-use crate::guess::{Format, PROBE_BYTES, guess_format};
+use crate::open::gate::{BackingPolicy, Gate, Opener, Role};
+use crate::open::guess::{Format, PROBE_BYTES, guess_format};
 use block::{Error, ErrorKind, File, Listeners, MetaIo, PastEnd, Result, block_on};
 use format_qcow2::{OpenOptions, Qcow2, SnapshotName};
 use format_raw::Raw;
