@@ -80,9 +80,11 @@ impl Aio {
         let by_worker = match request.action {
             // What may wait would make the reactor wait.
             Action::Read { .. } | Action::Write { .. } => {
-                !request.target.are_tables_ready() || !request.target.file.nowait.is_allowed()
+                request.target.file.in_memory
+                    || !request.target.are_tables_ready()
+                    || !request.target.file.nowait.is_allowed()
             }
-            Action::Sync => self.syncs_by_worker.get(),
+            Action::Sync => request.target.file.in_memory || self.syncs_by_worker.get(),
             Action::Fallocate { .. }
             | Action::Truncate
             | Action::DiscardBlocks { .. }

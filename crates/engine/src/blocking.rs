@@ -1,6 +1,6 @@
 //! Carries a request out on the calling thread, before it returns: for opening images and for tools.
 
-use crate::inflight::{Action, Request, Step, buffers_of};
+use crate::inflight::{Request, Step, buffers_of};
 use crate::reactor::Local;
 use block::IoError;
 use std::future::Future;
@@ -40,9 +40,6 @@ pub(crate) fn run(mut request: Request) -> u64 {
             let copied = file.without_call(request.action, offset, buffers);
             copied.unwrap_or_else(|| {
                 calls += 1;
-                if request.action == Action::Sync {
-                    file.stamp();
-                }
                 crate::sys::run(file.fd.as_fd(), request.action, offset, buffers)
             })
         };

@@ -25,7 +25,7 @@ pub(crate) fn way_of(request: &Request) -> How {
     if moves && direct && file.nowait.is_allowed() && request.target.are_tables_ready() {
         return How::Begin;
     }
-    // What comes here of a file that reactors copy may be fetched from swap, or change any length of it.
+    // What comes here of a file in memory is long, or changes its length.
     if goes_in_turn(request) && file.ends_in_call && !file.in_memory { How::Together } else { How::Call }
 }
 

@@ -118,8 +118,8 @@ impl Request {
         let moved = result as usize;
         match self.action {
             Action::Fallocate { mode, length } => {
-                if let Some(resident) = self.target.file.resident.as_ref().filter(|_| mode & PUNCH_HOLE != 0) {
-                    resident.was_punched(self.offset, length);
+                if let Some(mapped) = self.target.file.mapped.as_ref().filter(|_| mode & PUNCH_HOLE != 0) {
+                    mapped.was_punched(self.offset, length);
                 }
                 Step::Finished(Ok(()))
             }
@@ -137,8 +137,8 @@ impl Request {
         if moved > self.left_bytes() {
             return Step::Finished(Err(IoError::EIO));
         }
-        if let Some(resident) = &self.target.file.resident {
-            resident.was_read(self.file_offset(), moved as u64);
+        if let Some(mapped) = &self.target.file.mapped {
+            mapped.was_read(self.file_offset(), moved as u64);
         }
         self.progress += moved;
         if self.left_bytes() == 0 {
@@ -166,8 +166,8 @@ impl Request {
         if moved > self.left_bytes() {
             return Step::Finished(Err(IoError::EIO));
         }
-        if let Some(resident) = &self.target.file.resident {
-            resident.was_written(self.file_offset(), moved as u64);
+        if let Some(mapped) = &self.target.file.mapped {
+            mapped.was_written(self.file_offset(), moved as u64);
         }
         self.progress += moved;
         if self.left_bytes() == 0 {

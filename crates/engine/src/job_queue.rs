@@ -1,15 +1,12 @@
 //! What waits for a worker.
 //!
 //! Writes to the page cache of one file go in turn, and all changes of a file in memory: the kernel takes them one by one,
-//! and workers that waited there for each other would spin, and keep the processors from reads. So do short reads of a file
-//! in memory that reactors do not copy: to wake a worker for each takes longer than to copy them.
+//! and workers that waited there for each other would spin, and keep the processors from reads.
 
 use crate::group::Group;
 use crate::inflight::{Action, Buffers};
-use crate::resident::{Aside, Resident};
 use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, RawFd};
-use std::ptr::NonNull;
 use std::time::Duration;
 
 /// How often, and how patiently, a call that wants to be repeated is.
@@ -39,8 +36,6 @@ pub(crate) struct Job {
     pub(crate) offset: u64,
     pub(crate) length_bytes: usize,
     pub(crate) buffers: Buffers,
-    /// What is to be done beside it, and for what.
-    pub(crate) aside: Option<(Aside, NonNull<Resident>)>,
 }
 
 // SAFETY: the pointers name memory that the reactor's slab keeps alive until the job's result has come back (see the
@@ -55,23 +50,6 @@ impl Job {
     pub(crate) fn run(&self) -> i32 {
         // SAFETY: the slab's request keeps the file open until the result has come back.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd) };
-        // SAFETY: and with it this.
-        let aside = self.aside.map(|(what, resident)| (what, unsafe { resident.as_ref() }));
-        match aside {
-            Some((Aside::Arm, resident)) => resident.arm(),
-            Some((Aside::Stamp, resident)) => resident.stamp(fd),
-            _ => {}
-        }
-        let result = self.call(fd);
-        if let Some((Aside::Map, resident)) = aside
-            && result > 0
-        {
-            resident.map(self.offset, result as u64);
-        }
-        result
-    }
-
-    fn call(&self, fd: BorrowedFd<'_>) -> i32 {
         let mut result = 0;
         for _ in 0..RETRIES {
             // SAFETY: the slab's request keeps the memory until the result has come back.
@@ -86,20 +64,15 @@ impl Job {
     }
 }
 
-/// Jobs of one file that go in turn: its reads, or all else, which may have to wait for the file.
+/// Jobs of one file that go in turn.
 struct Lane {
     fd: RawFd,
-    reads: bool,
     jobs: VecDeque<Job>,
     /// A worker carries one of them out.
     busy: bool,
 }
 
 impl Lane {
-    fn is_of(&self, job: &Job) -> bool {
-        (self.fd, self.reads) == (job.fd, job.is_read())
-    }
-
     fn is_ready(&self) -> bool {
         !self.busy && !self.jobs.is_empty()
     }
@@ -180,16 +153,16 @@ impl Queue {
         if !job.in_turn {
             return self.kind_of(&job).waiting.push_back(job);
         }
-        let (fd, reads) = (job.fd, job.is_read());
+        let fd = job.fd;
         let is_free = |lane: &Lane| !lane.busy && lane.jobs.is_empty();
-        let place = self.lanes.iter().position(|lane| lane.is_of(&job)).or_else(|| self.lanes.iter().position(is_free));
+        let place = self.lanes.iter().position(|lane| lane.fd == fd).or_else(|| self.lanes.iter().position(is_free));
         let place = place.unwrap_or_else(|| {
             let jobs = VecDeque::with_capacity(self.others.waiting.capacity());
-            self.lanes.push(Lane { fd, reads, jobs, busy: false });
+            self.lanes.push(Lane { fd, jobs, busy: false });
             self.lanes.len() - 1
         });
         let lane = &mut self.lanes[place];
-        (lane.fd, lane.reads) = (fd, reads);
+        lane.fd = fd;
         lane.jobs.push_back(job);
     }
 
@@ -233,7 +206,7 @@ impl Queue {
 
     /// Takes what follows jobs that went in turn on this file: nobody else is woken for it. Returns whether there was any.
     pub(crate) fn take_next_in_turn(&mut self, job: &Job, group: &mut Group) -> bool {
-        let Some(lane) = self.lanes.iter_mut().find(|lane| lane.is_of(job) && lane.busy) else { return false };
+        let Some(lane) = self.lanes.iter_mut().find(|lane| lane.fd == job.fd && lane.busy) else { return false };
         lane.busy = group.become_next(&mut lane.jobs);
         lane.busy
     }
@@ -250,17 +223,7 @@ pub(crate) mod tests {
 
     pub(crate) fn job(index: u32, fd: RawFd, in_turn: bool) -> Job {
         let buffers = Buffers::Single { ptr: std::ptr::null_mut(), length_bytes: 0 };
-        Job {
-            index,
-            fd,
-            in_turn,
-            how: How::Call,
-            action: Action::Sync,
-            offset: 0,
-            length_bytes: 0,
-            buffers,
-            aside: None,
-        }
+        Job { index, fd, in_turn, how: How::Call, action: Action::Sync, offset: 0, length_bytes: 0, buffers }
     }
 
     fn taken(queue: &mut Queue) -> Option<u32> {
@@ -339,10 +302,5 @@ pub(crate) mod tests {
         queue.add(job(6, 7, true));
         assert_eq!((queue.ready(), queue.lanes.len()), (1, 2));
         assert_eq!(taken(&mut queue), Some(6));
-        // Nor do a file's reads wait for its changes.
-        queue.add(Job { action: Action::Read { need_bytes: 0 }, ..job(7, 7, true) });
-        queue.add(job(8, 7, true));
-        assert_eq!((taken(&mut queue), taken(&mut queue)), (Some(7), None));
-        assert_eq!((following(&mut queue, 7), following(&mut queue, 7)), (Some(8), None));
     }
 }

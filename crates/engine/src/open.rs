@@ -1,11 +1,10 @@
 //! Opening and making files.
 
+use crate::file::mapped::{self, MappedFile};
 use crate::host_file::HostFile;
 use crate::nowait::Nowait;
 use crate::probe::{self, Host};
-use crate::resident::Resident;
 use crate::storage::{self, Abilities};
-use crate::swap::{self, Swap};
 use crate::tables::Tables;
 use crate::target::{Alignment, OpenFile, WriteBehind};
 use crate::tracking::Tracking;
@@ -65,25 +64,23 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let direct = options.cache.is_direct();
     let asked = if direct { storage::direct_alignment(&fd, block_device, name)? } else { None };
     let (alignment, page_cached) = (asked.unwrap_or(Alignment::NONE), asked.is_none());
-    // A device node may lie on such a file system too.
-    let in_memory =
-        options.engine == EngineKind::Auto && !options.sqpoll && !block_device && storage::is_in_memory(&fd);
+    // A device node may lie on such a file system too. Rings have nothing to do there that does not wait.
+    let on_tmpfs = options.engine != EngineKind::Threads && !block_device && storage::is_in_memory(&fd);
+    let may_be_swapped = on_tmpfs && mapped::host_has_swap();
+    let in_memory = on_tmpfs && !may_be_swapped;
     let nowait = Nowait::of(&fd, block_device, page_cached);
     let suits_ring = options.sqpoll || nowait.is_allowed();
     let (engine, reason) = probe::choose(options, name, Host::get(), in_memory, suits_ring)?;
     let length_bytes = crate::sys::length_of(&fd, block_device)
         .map_err(|error| Error::io(format!("cannot learn the length of '{name}'"), error))?;
-    let resident = in_memory.then(|| Resident::new(&fd, name, length_bytes, !options.read_only)).flatten();
-    if let Some(resident) = resident.as_ref().filter(|_| swap::look() != Swap::None) {
-        resident.arm();
-    }
-    let mapped = resident.is_some();
+    let mapped = in_memory.then(|| MappedFile::new(&fd, length_bytes, !options.read_only)).flatten();
     let facts = Facts {
         stat,
         length_bytes,
         block_device,
         in_memory,
-        mapped,
+        may_be_swapped,
+        is_mapped: mapped.is_some(),
         locks,
         alignment,
         page_cached,
@@ -95,7 +92,6 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let tables_wanted = engine != EngineKind::Threads && !block_device && storage::waits_for_tables(&fd);
     let walks_to_holes = !block_device && storage::walks_to_holes(&fd);
     let ends_in_call = !block_device && storage::ends_in_call(&fd);
-    let copied_by_workers = ends_in_call && storage::is_in_memory(&fd) && !in_memory;
     tracing::info!("'{name}': {}", info.engine);
     Ok(OpenFile {
         fd,
@@ -108,7 +104,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         in_memory,
         changes_by_workers: AtomicUsize::new(0),
         walks_to_holes,
-        resident,
+        mapped,
         alignment,
         write_behind: (options.write_behind && !direct && !in_memory && options.cache != CacheMode::Unsafe)
             .then(WriteBehind::default),
@@ -117,7 +113,6 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         fallocate_unit_bytes: abilities.fallocate_unit_bytes,
         nowait: facts.nowait,
         ends_in_call,
-        copied_by_workers,
         write_through: !options.has_volatile_cache(),
         ignore_flush: options.cache == CacheMode::Unsafe,
         page_cached,
@@ -132,8 +127,9 @@ struct Facts {
     length_bytes: u64,
     block_device: bool,
     in_memory: bool,
-    /// What of it was asked for before is copied without calls.
-    mapped: bool,
+    /// It lies in memory, but the host has swap: workers make the calls.
+    may_be_swapped: bool,
+    is_mapped: bool,
     locks: Locks,
     alignment: Alignment,
     page_cached: bool,
@@ -159,14 +155,15 @@ fn describe(fd: &OwnedFd, name: &str, options: &OpenOptions, facts: &Facts) -> R
     let sync = if options.sync { ", sync=on" } else { "" };
     let engine_words = probe::words(*engine, options.sqpoll, Host::get());
     let how = match engine {
+        _ if facts.is_mapped => "; through a mapping, where that can be",
+        _ if *in_memory => "; by calls, as it cannot be mapped",
+        _ if facts.may_be_swapped => "; the host has swap, so the file in memory is not mapped and threads copy it",
         EngineKind::IoUring if !facts.nowait.is_allowed() => {
             "; all goes to threads, as this file system takes nothing that must not wait"
         }
         EngineKind::IoUring if !facts.nowait.takes_writes() && !options.read_only => {
             "; writes go to threads, as this page cache takes none that must not wait"
         }
-        _ if facts.mapped => "; through a mapping, where that can be",
-        _ if *in_memory => "; by calls, as it cannot be mapped",
         _ => "",
     };
     let info = FileInfo {

@@ -72,7 +72,7 @@ pub(crate) fn choose(
         },
         EngineKind::Auto if in_memory => {
             let reason = "the file lies in memory: reactors copy what is there themselves, and leave to threads what \
-                          takes longer or is swapped out";
+                          takes longer";
             Ok((EngineKind::Threads, reason.to_owned()))
         }
         EngineKind::Auto if !suits_ring => {

@@ -108,7 +108,7 @@ const TMPFS_MAGIC: Magic = 0x0102_1994;
 /// tmpfs (also memfd) and ramfs.
 const MEMORY_MAGICS: [Magic; 2] = [TMPFS_MAGIC, 0x8584_58f6];
 
-/// Whether the file lies in memory: its bytes are as near as a guest's own memory, but for what is swapped out.
+/// Whether the file lies in memory: its bytes are as near as a guest's own memory, unless they were swapped out.
 pub(crate) fn is_in_memory(fd: &OwnedFd) -> bool {
     file_system(fd).is_some_and(|magic| MEMORY_MAGICS.contains(&magic))
 }
@@ -148,14 +148,14 @@ pub(crate) fn waits_for_tables(fd: &OwnedFd) -> bool {
     file_system(fd) == Some(EXT_MAGIC)
 }
 
-/// Whether what `io_submit` moves to the file's page cache, or from it, has ended when that returns. Others may only begin it
-/// then, as FUSE and network file systems do.
+/// Whether what `io_submit` writes to the file's page cache has ended when that returns. FUSE and network file systems, for
+/// instance, may only have begun it then.
 pub(crate) fn ends_in_call(fd: &OwnedFd) -> bool {
-    file_system(fd).is_some_and(|magic| KNOWN_MAGICS.contains(&magic)) || is_in_memory(fd)
+    file_system(fd).is_some_and(|magic| KNOWN_MAGICS.contains(&magic))
 }
 
-/// File systems that are known well: ext2/3/4, xfs, btrfs, f2fs.
-const KNOWN_MAGICS: [Magic; 4] = [EXT_MAGIC, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
+/// File systems that are known well: ext2/3/4, xfs, btrfs, f2fs, tmpfs.
+const KNOWN_MAGICS: [Magic; 5] = [EXT_MAGIC, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, TMPFS_MAGIC];
 
 fn file_system(fd: &OwnedFd) -> Option<Magic> {
     rustix::fs::fstatfs(fd).ok().map(|stat| stat.f_type)
@@ -165,7 +165,6 @@ fn file_system(fd: &OwnedFd) -> Option<Magic> {
 pub(crate) fn file_abilities(fd: &OwnedFd, read_only: bool, length_bytes: u64) -> Abilities {
     let punches = match file_system(fd) {
         _ if read_only => false,
-        Some(TMPFS_MAGIC) => true,
         Some(magic) if KNOWN_MAGICS.contains(&magic) => true,
         // Behind the end of the file there is nothing to lose.
         _ => {

@@ -1,10 +1,10 @@
 //! What requests are aimed at: an open file, shared by all reactors, and one reactor's part in it.
 
 use crate::EngineKind;
+use crate::file::mapped::MappedFile;
 use crate::group_sync::GroupSync;
 use crate::inflight::{Action, Buffers};
 use crate::nowait::Nowait;
-use crate::resident::Resident;
 use crate::tables::Tables;
 use crate::tracking::{Ack, Tracking};
 use crate::uring::FixedFile;
@@ -46,7 +46,7 @@ pub(crate) struct OpenFile {
     pub(crate) chosen_freely: bool,
     /// With io_uring: on the ring with a submission thread.
     pub(crate) sqpoll: bool,
-    /// Reads and writes only copy within memory: the reactor does them itself, but what is swapped out.
+    /// It lies in memory, on a host without swap: reactors carry out short requests themselves, since nothing waits.
     pub(crate) in_memory: bool,
     /// What workers of any reactor have to do, or do, that changes a file in memory. Whoever else changes it meanwhile, or
     /// sets its times, waits in the kernel.
@@ -54,7 +54,7 @@ pub(crate) struct OpenFile {
     /// The kernel finds the end of data page by page.
     pub(crate) walks_to_holes: bool,
     /// Copies what it can of a file in memory without calls.
-    pub(crate) resident: Option<Resident>,
+    pub(crate) mapped: Option<MappedFile>,
     pub(crate) alignment: Alignment,
     /// Every write is durable when it completes.
     pub(crate) write_through: bool,
@@ -74,9 +74,6 @@ pub(crate) struct OpenFile {
     pub(crate) nowait: Nowait,
     /// See `storage::ends_in_call`.
     pub(crate) ends_in_call: bool,
-    /// It lies in memory, but was opened with an engine (or `sqpoll`) that finds nothing to do there: workers copy, many
-    /// short reads, and all writes, by one call.
-    pub(crate) copied_by_workers: bool,
     /// The rung of `zeroes::Ladder` that is known to work.
     pub(crate) zeroes_rung: AtomicU8,
 }
@@ -133,40 +130,35 @@ impl OpenFile {
         }
     }
 
-    /// What of `action` needs no call: all of it, then this returns its result, or what goes before the call.
+    /// Carries out what needs no call and returns its result; `None` where a call is needed.
     ///
     /// # Safety
     /// The memory that `buffers` names must be valid for the action's direction until this returns.
     pub(crate) unsafe fn without_call(&self, action: Action, offset: u64, buffers: Buffers) -> Option<i32> {
-        let resident = self.resident.as_ref()?;
-        match action {
-            // SAFETY: passed on to the caller.
-            Action::Read { .. } | Action::Write { .. } => unsafe { resident.copy(action, offset, buffers) },
-            // There is nothing to make durable; a call would perhaps wait for a change of the file.
-            Action::Sync if resident.is_armed() => {
-                (self.is_changed_by_workers() || !resident.is_to_be_stamped()).then_some(0)
-            }
+        let mapped = self.mapped.as_ref()?;
+        let to_file = match action {
+            Action::Read { .. } => false,
+            // Guests that have every write made durable send no flush, with which the file's times would be set.
+            Action::Write { durable } => (!durable).then_some(true)?,
+            // There is nothing to make durable.
             Action::Sync => {
                 self.stamp();
-                None
+                return Some(0);
             }
-            _ => None,
-        }
+            _ => return None,
+        };
+        // SAFETY: passed on to the caller.
+        unsafe { mapped.copy(to_file, offset, buffers) }
     }
 
-    /// Sets the file's times where the kernel has not seen what was written. Beside a worker's change they are left to it,
-    /// and to the next time.
+    /// Sets the file's times where the kernel has not seen what was written. While a worker changes the file this would
+    /// wait for the worker: its change sets the times, and so does the next flush.
     pub(crate) fn stamp(&self) {
-        if let Some(resident) = &self.resident
+        if let Some(mapped) = &self.mapped
             && !self.is_changed_by_workers()
         {
-            resident.stamp(self.fd.as_fd());
+            mapped.stamp(self.fd.as_fd());
         }
-    }
-
-    /// Whether only workers call the kernel for this file: a reactor copies what it can, and waits for nothing.
-    pub(crate) fn is_armed(&self) -> bool {
-        self.resident.as_ref().is_some_and(Resident::is_armed)
     }
 
     pub(crate) fn is_changed_by_workers(&self) -> bool {
@@ -175,17 +167,17 @@ impl OpenFile {
 
     /// The file is about to be `length_bytes` long: unless that makes it longer, nothing is copied any more.
     pub(crate) fn length_changes(&self, length_bytes: u64) {
-        if let Some(resident) = &self.resident
+        if let Some(mapped) = &self.mapped
             && length_bytes.checked_sub(1).is_none_or(|before| !self.ends_by(before))
         {
-            resident.retire();
+            mapped.retire();
         }
     }
 
     /// A range is about to be given back: who copied from there meanwhile would wait for the end of that.
     pub(crate) fn punch_begins(&self, offset: u64, length: u64) {
-        if let Some(resident) = &self.resident {
-            resident.was_punched(offset, length);
+        if let Some(mapped) = &self.mapped {
+            mapped.was_punched(offset, length);
         }
     }
 

@@ -4,7 +4,7 @@
 //! reactor's slab until the worker's result has come back, and the pool is shut down before the slab goes.
 //!
 //! Files that lie in memory are an exception: their bytes are only copied, which takes less time than to wake somebody.
-//! Their small transfers the reactor does itself, without a call where it can (see `resident`): when it submits, or, where
+//! Their small transfers the reactor does itself, without a call where it can (see `file::mapped`): when it submits, or, where
 //! a task awaits the end, at once. The task goes on without being woken, and finds in the processor's cache what it has
 //! just read; what tasks may copy in a turn is limited, so that rings and other tasks come round. What takes a call waits
 //! for the end of the turn, for one call carries it all out (see `together`). What may be left to the reactor, `inline`
@@ -12,10 +12,9 @@
 
 use crate::given;
 use crate::inflight::{Action, Request, Slab, Step};
-use crate::inline::{self, May, goes_in_turn, is_inline, waits_for_workers};
+use crate::inline::{goes_in_turn, is_inline, waits_for_workers};
 use crate::job_queue::{How, Job};
 use crate::stats::Counters;
-use crate::swap;
 use crate::together::Together;
 use crate::wakeup::Wakeup;
 use crate::worker_pool::{ALONE, Pool};
@@ -94,25 +93,18 @@ impl Workers {
             };
             let cost_bytes = request.left_bytes().saturating_add(zeroed_bytes).saturating_add(CALL_BYTES);
             if let Some(left_bytes) = self.at_once_bytes.get().checked_sub(cost_bytes) {
-                let moves = matches!(request.action, Action::Read { .. } | Action::Write { .. });
-                let may = inline::what_reactor_may(&request, swap::look(), &self.counters);
-                match may {
-                    // One call carries out all transfers of a turn that need one.
-                    May::Copy | May::Call if moves || may == May::Copy => {
-                        match crate::blocking::run_without_call(request) {
-                            None => {
-                                self.at_once_bytes.set(left_bytes);
-                                return self.counters.completions.add(1);
-                            }
-                            Some(left) => request = left,
-                        }
-                    }
-                    May::Call if !waits_for_workers(&request) => {
+                match crate::blocking::run_without_call(request) {
+                    None => {
                         self.at_once_bytes.set(left_bytes);
-                        self.counters.completions.add(1);
-                        return self.counters.system_calls.add(crate::blocking::run(request));
+                        return self.counters.completions.add(1);
                     }
-                    _ => {}
+                    Some(left) => request = left,
+                }
+                // One call carries out all transfers of a turn that need one.
+                if !Together::takes(request.action) && !waits_for_workers(&request) {
+                    self.at_once_bytes.set(left_bytes);
+                    self.counters.completions.add(1);
+                    return self.counters.system_calls.add(crate::blocking::run(request));
                 }
             }
         }
@@ -157,8 +149,8 @@ impl Workers {
             let fd = request.target.file.raw_fd();
             let (offset, length_bytes) = (request.file_offset(), request.left_bytes());
             let action = request.action;
-            let (in_turn, how, aside) = (false, How::Call, None);
-            let job = Job { index, fd, in_turn, how, action, offset, length_bytes, buffers, aside };
+            let (in_turn, how) = (false, How::Call);
+            let job = Job { index, fd, in_turn, how, action, offset, length_bytes, buffers };
             match is_inline(request, self.inline_bytes) {
                 true => self.inline.borrow_mut().push(job),
                 false => self.leave_to_worker(request, job),
@@ -203,39 +195,27 @@ impl Workers {
         if jobs.is_empty() {
             return false;
         }
-        let (slab, swap, mut calls) = (self.slab.borrow(), swap::look(), 0);
+        let (slab, mut calls) = (self.slab.borrow(), 0);
         let mut done = self.inline_done.borrow_mut();
         let mut together = self.together.borrow_mut();
         for job in jobs.drain(..) {
             let Some(request) = slab.get(job.index) else { continue };
             let file = &*request.target.file;
-            let may = inline::what_reactor_may(request, swap, &self.counters);
-            let copied = match may {
-                May::Nothing => None,
-                // SAFETY: the slab's request keeps the memory.
-                May::Copy | May::Call => unsafe { file.without_call(job.action, job.offset, job.buffers) },
-            };
-            let result = match copied {
-                Some(result) => result,
-                None if may == May::Call && !waits_for_workers(request) => {
-                    if Together::takes(job.action) {
-                        if together.add(job) {
-                            calls += together.run(&mut done);
-                        }
-                        continue;
+            // SAFETY: the slab's request keeps the memory.
+            match unsafe { file.without_call(job.action, job.offset, job.buffers) } {
+                Some(result) => done.push((job.index, result)),
+                None if waits_for_workers(request) => self.leave_to_worker(request, job),
+                None if Together::takes(job.action) => {
+                    if together.add(job) {
+                        calls += together.run(&mut done);
                     }
-                    // Changes keep their order.
-                    calls += together.run(&mut done);
-                    calls += 1;
-                    job.run()
                 }
                 None => {
-                    let aside = inline::aside(request, &job, swap);
-                    self.leave_to_worker(request, Job { aside, ..job });
-                    continue;
+                    // Changes keep their order.
+                    calls += together.run(&mut done) + 1;
+                    done.push((job.index, job.run()));
                 }
-            };
-            done.push((job.index, result));
+            }
         }
         calls += together.run(&mut done);
         self.counters.system_calls.add(calls);

@@ -56,44 +56,6 @@ fn writes_of_a_batch_to_the_page_cache_are_one_call_and_told_at_once() {
     }
 }
 
-#[test]
-fn short_reads_and_writes_of_a_file_in_memory_that_reactors_do_not_copy_are_one_call() {
-    let Ok(dir) = tempfile::tempdir_in("/dev/shm") else { return };
-    if crate::aio::probe().is_err() {
-        return;
-    }
-    let path = dir.path().join("image");
-    std::fs::write(&path, (0..=255).flat_map(|page| [page; 4096]).collect::<Vec<u8>>()).unwrap();
-    for engine in [crate::EngineKind::Threads, crate::EngineKind::IoUring] {
-        let options = OpenOptions { lock: false, engine, ..OpenOptions::default() };
-        let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
-        let Ok(file) = crate::open::open_file(file.into(), "test", &options) else { continue };
-        let target = Rc::new(QueueFile::new(Arc::new(file), None));
-        let (workers, sink) = (workers(Duration::ZERO), Sink::new());
-        let (memory, mut some, mut ended) = (IoBuf::zeroed(32 * 4096), Vec::new(), Vec::new());
-        for (action, calls) in [(Action::Read { need_bytes: 4096 }, 1), (SMALL_WRITE, 2)] {
-            for token in 0..32 {
-                let window = memory.whole().slice(token as usize * 4096, 4096);
-                let offset = (token * 7 + 5) % 256 * 4096;
-                workers.push(Request { action, offset, ..write(&target, &sink, token, window) });
-            }
-            workers.submit();
-            while workers.in_flight() > 0 {
-                workers.harvest();
-                sink.take(&mut some);
-                ended.append(&mut some);
-            }
-            assert!(ended.drain(..).eq((0..32).map(|token| (token, Ok(())))));
-            assert_eq!(workers.counters.snapshot().worker_calls, calls, "{engine}");
-        }
-        let bytes = memory.whole().to_vec();
-        assert!((0..32_usize).all(|index| bytes[index * 4096] == ((index * 7 + 5) % 256) as u8));
-        // A long one does not wait for others.
-        workers.push(Request { action: Action::Read { need_bytes: 0 }, ..write(&target, &sink, 0, memory.whole()) });
-        assert!(workers.batch.borrow().iter().all(|job| !job.in_turn));
-    }
-}
-
 /// Has workers carry out other jobs in place of those that wait.
 fn replace_jobs(workers: &Workers, mut by: impl FnMut(Job) -> Job) {
     for job in &mut *workers.batch.borrow_mut() {
@@ -208,7 +170,7 @@ struct InMemory {
 impl InMemory {
     /// `None` where there is no tmpfs, or calls would be counted that ask for what is swapped out.
     fn new() -> Option<Self> {
-        if swap::look() != swap::Swap::None {
+        if crate::file::mapped::host_has_swap() {
             return None;
         }
         let dir = tempfile::tempdir_in("/dev/shm").ok()?;

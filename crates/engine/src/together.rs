@@ -129,7 +129,6 @@ mod tests {
                 offset: (page * PAGE) as u64,
                 length_bytes: PAGE,
                 buffers: Buffers::Single { ptr, length_bytes: PAGE },
-                aside: None,
             });
             assert_eq!(is_full, page == MOST - 1);
         }

@@ -194,6 +194,9 @@ impl Uring {
 
     /// Takes a request; it reaches the kernel with the next [`Uring::submit`] at the latest.
     pub(crate) fn push(&self, request: Request) {
+        if request.target.file.in_memory {
+            return self.workers.push(request);
+        }
         let mut state = self.state.borrow_mut();
         match state.as_mut() {
             Some(state) if !self.broken.get() => {

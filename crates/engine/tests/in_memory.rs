@@ -27,7 +27,7 @@ fn file() -> Option<(tempfile::TempDir, Arc<dyn block::File>)> {
     Some((dir, file))
 }
 
-/// As [`file`], where calls are counted: on a host with swap they are workers' (see `armed.rs`).
+/// As [`file`], where calls are counted: on a host with swap they are workers' (see `swapped_out.rs`).
 fn file_without_swap() -> Option<(tempfile::TempDir, Arc<dyn block::File>)> {
     if rustix::system::sysinfo().totalswap > 0 {
         // Nothing is missing here that could be had.
@@ -167,7 +167,7 @@ fn sparse(length_bytes: u64) -> Option<(tempfile::TempDir, PathBuf, Arc<dyn bloc
 
 #[test]
 fn what_is_chosen_for_a_file_says_how_it_is_served() {
-    let Some((dir, file)) = file() else { return };
+    let Some((dir, file)) = file_without_swap() else { return };
     let words = |path: &Path, engine| {
         let options = OpenOptions { engine, ..OpenOptions::default() };
         engine::open(path, &options).unwrap().info().engine.clone()
@@ -180,6 +180,9 @@ fn what_is_chosen_for_a_file_says_how_it_is_served() {
         long.contains("reactors copy what is there") && long.ends_with("by calls, as it cannot be mapped"),
         "{long}"
     );
+    engine::create(&dir.path().join("short"), 1 << 20).unwrap();
+    let ring = words(&dir.path().join("short"), EngineKind::IoUring);
+    assert!(ring.ends_with("the options ask for it; through a mapping, where that can be"), "{ring}");
     let asked = words(&path, EngineKind::Threads);
     assert!(asked.ends_with("the options ask for it"), "{asked}");
     let on_disk = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

@@ -1,111 +1,116 @@
-//! A file in memory of which something is swapped out, where its mapping cannot be armed (see `armed.rs` for where it can): a
-//! worker fetches it, the reactor goes on copying the rest. See `common::swap`.
+//! A file in memory on a host with swap: workers carry its requests out, so a reactor never waits for what is swapped out.
+//!
+//! The test gives the host a swap file, which takes root, and runs alone. If it is killed the swap file stays in use
+//! (`swapoff` it).
 
 mod common;
 
-use block::{FileOp, PastEnd};
-use common::swap::*;
-use common::{reactor, with_queue};
-use engine::{CacheMode, OpenOptions};
-use memory::IoBuf;
+use block::PastEnd;
+use common::{reactor, skip, with_queue};
+use engine::{EngineKind, OpenOptions};
+use memory::Mapping;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
 
-/// Without `userfaultfd`: the kernel is asked before each copy.
-fn unarmed(test: impl FnOnce() + Send + 'static) {
-    let all = move || {
-        refuse_userfaultfd();
-        test();
-    };
-    if let Err(panic) = std::thread::spawn(all).join() {
-        std::panic::resume_unwind(panic);
-    }
-}
+const PAGE: usize = 4096;
+const FILE_BYTES: usize = 2 << 20;
 
-/// Completions, and how many of them by workers.
-fn counts(taken: &Taken) -> (u64, u64) {
-    (taken.completions, taken.by_workers)
-}
+/// What the host swaps to until this is dropped.
+struct SwapFile(PathBuf);
 
-const NONE_BY_WORKERS: (u64, u64) = (32, 0);
-
-#[test]
-fn what_is_swapped_out_is_fetched_by_a_worker_and_the_rest_copied_by_the_reactor() {
-    unarmed(fetched_by_a_worker);
-}
-
-fn fetched_by_a_worker() {
-    let Some(setup) = Setup::without_swap() else { return };
-    let Some(swap) = setup.swapped_out() else { return };
-    let file = engine::open(&setup.path, &OpenOptions::default()).unwrap();
-    let reactor = reactor("memory");
-    let pages = |start: u64| (0..32).map(|index| start + index * PAGE).collect::<Vec<_>>();
-    for (in_a_batch, out) in [(true, 0), (false, OUT_BYTES / 2)] {
-        let read = |at| counts(&read_pages(&reactor, &file, pages(at), in_a_batch));
-        assert_eq!(read(OUT_BYTES), NONE_BY_WORKERS, "what is there");
-        assert_eq!(read(DATA_BYTES), NONE_BY_WORKERS, "a hole");
-        let fetched = read(out);
-        // Of a few the kernel may have read those behind as well.
-        assert!(fetched.1 > if in_a_batch { 16 } else { 0 } && fetched.0 == 32, "{fetched:?}");
-        assert_eq!(read(out), NONE_BY_WORKERS, "what was fetched");
-    }
-    drop(swap);
-    std::thread::sleep(NOTICED);
-    let others_swap = host_swaps();
-    let before = reactor.stats();
-    assert_eq!(counts(&read_pages(&reactor, &file, pages(OUT_BYTES / 4), true)), NONE_BY_WORKERS);
-    let calls = reactor.stats().system_calls - before.system_calls;
-    assert!(others_swap || calls <= 32, "{calls}: nobody asks any more whether it is there");
-    reactor.stop().unwrap();
-}
-
-/// The kernel lets one change the file at a time: beside a worker that waits for a page the reactor would wait as well.
-#[test]
-fn what_changes_the_file_beside_a_worker_is_a_workers_too_and_reads_are_not() {
-    unarmed(changed_beside_a_worker);
-}
-
-fn changed_beside_a_worker() {
-    let Some(setup) = Setup::without_swap() else { return };
-    let Some(_swap) = setup.swapped_out() else { return };
-    // (A page that is swapped out for each case.)
-    let mut last = OUT_BYTES;
-    for cache in [CacheMode::Writeback, CacheMode::None] {
-        let Ok(file) = engine::open(&setup.path, &OpenOptions { cache, ..OpenOptions::default() }) else {
-            eprintln!("{cache} is not to be had on this tmpfs");
-            continue;
-        };
-        let reactor = reactor("memory");
-        let there = DATA_BYTES - PAGE;
-        for fua in [false, true] {
-            last -= 16 * PAGE;
-            let (out, before) = (last, reactor.stats());
-            let read =
-                || FileOp::Read { offset: OUT_BYTES, data: IoBuf::zeroed(512).whole(), past_end: PastEnd::Fails };
-            with_queue(&reactor, &file, move |queue| async move {
-                let batch = vec![part_of_a_page(out, fua), part_of_a_page(there, fua), read(), FileOp::Flush];
-                carry_out(&queue, batch, true).await;
-            });
-            assert_eq!(counts(&taken(&reactor, &before)), (4, 2), "{cache}, durable: {fua}");
-            let found = with_queue(&reactor, &file, move |queue| async move {
-                common::read(&queue, out, PAGE as usize, PastEnd::Fails).await.unwrap()
-            });
-            let mut page = vec![content(out); PAGE as usize];
-            page[512..1024].fill(9);
-            assert!(found == page, "what was swapped out is there, around what was written");
-            // When the worker is done, the reactor copies again.
-            let before = reactor.stats();
-            with_queue(&reactor, &file, move |queue| async move {
-                carry_out(&queue, vec![part_of_a_page(there, fua)], true).await;
-            });
-            assert_eq!(counts(&taken(&reactor, &before)), (1, 0));
+impl SwapFile {
+    fn turned_on(dir: &Path) -> Result<Self, String> {
+        let path = dir.join("swap");
+        std::fs::write(&path, vec![0; 32 << 20]).unwrap();
+        // Before any other that the host may have.
+        for words in [&["chmod", "600"][..], &["mkswap"], &["swapon", "--priority", "32767"]] {
+            let output =
+                Command::new(words[0]).args(&words[1..]).arg(&path).output().map_err(|error| error.to_string())?;
+            if !output.status.success() {
+                return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+            }
         }
-        // Zeroing a part of a page reads it.
-        last -= 16 * PAGE;
-        let (out, before) = (last, reactor.stats());
-        with_queue(&reactor, &file, move |queue| async move {
-            let zeroes = FileOp::WriteZeroes { offset: out + 512, length: 2 * PAGE, may_unmap: true };
-            carry_out(&queue, vec![zeroes], true).await;
+        Ok(Self(path))
+    }
+
+    fn used_bytes(&self) -> u64 {
+        let all = std::fs::read_to_string("/proc/swaps").unwrap();
+        let row = all.lines().find(|row| Path::new(row.split_whitespace().next().unwrap_or("")) == self.0);
+        row.and_then(|row| row.split_whitespace().nth(3)?.parse::<u64>().ok()).unwrap_or(0) << 10
+    }
+
+    /// Swaps a file out; false where the kernel does not do as it is told.
+    fn takes(&self, path: &Path) -> bool {
+        let file = std::fs::File::open(path).unwrap();
+        let mapping = Mapping::of_storage(file.as_fd(), FILE_BYTES, false).unwrap();
+        let start = mapping.as_ptr().as_ptr();
+        // What another processor has just brought in may not be found the first time.
+        (0..20).any(|_| {
+            for offset in (0..FILE_BYTES).step_by(PAGE) {
+                // SAFETY: the page lies in the mapping and in the file.
+                unsafe { start.add(offset).read_volatile() };
+            }
+            // SAFETY: the range is mapped; paging it out changes no byte of it.
+            unsafe { libc::madvise(start.cast(), FILE_BYTES, libc::MADV_PAGEOUT) };
+            std::thread::sleep(Duration::from_millis(10));
+            self.used_bytes() >= FILE_BYTES as u64 / 2
+        })
+    }
+}
+
+impl Drop for SwapFile {
+    fn drop(&mut self) {
+        let status = Command::new("swapoff").arg(&self.0).status();
+        if !status.is_ok_and(|status| status.success()) {
+            eprintln!("'{}' is still in use as swap", self.0.display());
+        }
+    }
+}
+
+/// Page faults of this thread so far that waited for storage.
+fn waits() -> i64 {
+    // SAFETY: an all-zero `rusage` is a valid one; the kernel writes no more than that.
+    unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        assert_eq!(libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage), 0);
+        usage.ru_majflt
+    }
+}
+
+#[test]
+fn on_a_host_with_swap_workers_carry_out_what_a_file_in_memory_is_asked_for_and_its_name_says_so() {
+    let Ok(memory) = tempfile::tempdir_in("/dev/shm") else { return skip("there is no tmpfs at /dev/shm") };
+    let disk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = memory.path().join("image");
+    std::fs::write(&path, vec![7; FILE_BYTES]).unwrap();
+    let swap = match SwapFile::turned_on(disk.path()) {
+        Ok(swap) => swap,
+        Err(reason) => return skip(&format!("a swap file cannot be turned on here (it takes root): {reason}")),
+    };
+    for engine in [EngineKind::Auto, EngineKind::IoUring, EngineKind::Threads] {
+        let Ok(file) = engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }) else { continue };
+        let words = &file.info().engine;
+        assert_eq!(words.contains("the host has swap"), engine != EngineKind::Threads, "{words}");
+        if !swap.takes(&path) {
+            return skip("the kernel does not swap out what it is told to");
+        }
+        let reactor = reactor("memory");
+        with_queue(&reactor, &file, |queue| async move {
+            let before = waits();
+            for _ in 0..20 {
+                for offset in (0..FILE_BYTES as u64).step_by(FILE_BYTES / 8) {
+                    let page = common::read(&queue, offset, PAGE, PastEnd::Fails).await.unwrap();
+                    assert!(page == [7; PAGE], "at {offset}");
+                    common::write(&queue, offset + 100, &[7; 1000]).await.unwrap();
+                }
+            }
+            queue.start(block::FileOp::Flush).await.unwrap();
+            assert_eq!(waits(), before);
         });
-        assert_eq!(taken(&reactor, &before).by_workers, 1, "{cache}: zeroes in a page that is swapped out");
+        let stats = reactor.stats();
+        assert_eq!((stats.completions, stats.worker_calls), (321, 321), "engine={engine}: {stats:?}");
         reactor.stop().unwrap();
     }
 }

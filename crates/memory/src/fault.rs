@@ -4,16 +4,12 @@
 //! mappings; if it finds it, it puts anonymous zero pages over the whole mapping (over the one page, where the file is an
 //! image of our own), marks it as poisoned and returns, so that the access completes. Sessions look at the mark once a batch
 //! and hang up. Any other SIGBUS goes to whoever handled it before us (by default: the process ends, as it should).
-//!
-//! In a mapping that is armed (see [`crate::Mapping::arm`]) a touch of a page that is not mapped is a SIGBUS, too. The copy
-//! that is made for that fails then (see [`crate::try_copy`]); for whoever else touches it the handler maps the page.
 
-use crate::{PAGE_BYTES, try_copy, userfault};
+use crate::PAGE_BYTES;
 use std::io;
-use std::os::fd::RawFd;
 use std::ptr::NonNull;
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering, fence};
 
 /// How many mappings can be registered at once; one more is refused.
 pub const MAX_MAPPINGS: usize = 4096;
@@ -29,11 +25,7 @@ struct Slot {
     /// Only the page that was touched is covered: nobody believes what lies there, and there may not be room for more.
     page_only: AtomicBool,
     poisoned: AtomicBool,
-    /// The descriptor that the mapping's faults are registered with, or [`UNARMED`].
-    armed_by: AtomicI32,
 }
-
-const UNARMED: RawFd = -1;
 
 static SLOTS: [Slot; MAX_MAPPINGS] = [const {
     Slot {
@@ -43,7 +35,6 @@ static SLOTS: [Slot; MAX_MAPPINGS] = [const {
         length_bytes: AtomicUsize::new(0),
         page_only: AtomicBool::new(false),
         poisoned: AtomicBool::new(false),
-        armed_by: AtomicI32::new(UNARMED),
     }
 }; MAX_MAPPINGS];
 
@@ -75,11 +66,6 @@ pub(crate) fn register(start: NonNull<u8>, length_bytes: usize, page_only: bool)
 }
 
 impl Slot {
-    fn armed_by(&self) -> Option<RawFd> {
-        let fd = self.armed_by.load(Ordering::Acquire);
-        (fd != UNARMED).then_some(fd)
-    }
-
     /// Called by the one who has taken the slot.
     fn set_range(&self, start: usize, length_bytes: usize) {
         let changes = self.changes.load(Ordering::Relaxed);
@@ -105,27 +91,17 @@ impl Registration {
         SLOTS[self.index].poisoned.load(Ordering::Acquire)
     }
 
-    /// The mapping is armed, or about to be, by `fd`, which stays open as long as it is registered; by `None` it is not.
-    pub(crate) fn set_armed_by(&self, fd: Option<RawFd>) {
-        SLOTS[self.index].armed_by.store(fd.unwrap_or(UNARMED), Ordering::Release);
-    }
-
-    pub(crate) fn armed_by(&self) -> Option<RawFd> {
-        SLOTS[self.index].armed_by()
-    }
-
     /// Called before the range is unmapped: from then on the handler ignores it.
     pub(crate) fn withdraw(&self) {
         let slot = &SLOTS[self.index];
-        slot.armed_by.store(UNARMED, Ordering::Release);
         slot.set_range(0, 0);
         slot.taken.store(false, Ordering::Release);
     }
 }
 
 fn install_handler() {
-    // SAFETY: all-zero is a valid `sigaction`; the handler only reads atomics and calls mmap and ioctl, which the
-    // kernel allows in a handler; `previous` is leaked on purpose, so the pointer stays valid for the handler for ever.
+    // SAFETY: all-zero is a valid `sigaction`; the handler only reads atomics and calls mmap, which the kernel
+    // allows in a handler; `previous` is leaked on purpose, so the pointer stays valid for the handler for ever.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = on_bus_error as *const () as usize;
@@ -142,23 +118,13 @@ extern "C" fn on_bus_error(signal: libc::c_int, info: *mut libc::siginfo_t, cont
     // SAFETY: the kernel passes a valid `siginfo_t` to a SA_SIGINFO handler of SIGBUS.
     let address = unsafe { (*info).si_addr() }.addr();
     match slot_of(address) {
-        // SAFETY: `context` is what the kernel has passed.
-        Some((slot, ..)) if slot.armed_by().is_some() && unsafe { try_copy::fail(context) } => {}
         Some((slot, start, _)) if slot.page_only.load(Ordering::Relaxed) => {
             let page = start + (address - start) / PAGE_BYTES * PAGE_BYTES;
-            if !slot.armed_by().is_some_and(|fd| is_mapped_now(fd, page)) {
-                cover_with_zeros(slot, page, PAGE_BYTES);
-            }
+            cover_with_zeros(slot, page, PAGE_BYTES);
         }
         Some((slot, start, length_bytes)) => cover_with_zeros(slot, start, length_bytes),
         None => hand_on(signal, info, context),
     }
-}
-
-/// Maps a page of an armed mapping that was touched by another than the copy that may fail; it may wait. False if the file
-/// has none there.
-fn is_mapped_now(fd: RawFd, page: usize) -> bool {
-    matches!(userfault::map_pages(fd, page, PAGE_BYTES), Ok(_) | Err(libc::EEXIST | libc::EAGAIN))
 }
 
 /// The slot whose mapping holds `address`, where that mapping starts, and how long it is.

@@ -6,7 +6,6 @@
 //! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation; [`Placed`], [`PoolRc`]
 //!   and [`PooledFuture`] put what belongs to one thread into such memory.
 //! * [`fault`]: what happens when such a file shrinks under us.
-//! * [`try_copy()`]: a copy that fails instead of waiting for what is swapped out of an armed [`Mapping`].
 //!
 //! Nearly all `unsafe` of the project is here and in `engine`: the types are built so that code above them needs none.
 
@@ -16,8 +15,6 @@ pub mod fault;
 mod guest;
 mod mapping;
 mod pool;
-mod try_copy;
-mod userfault;
 
 pub use aligned::{AlignedBuf, PAGE_BYTES};
 pub use buffer::{IoBuf, Segment, Window};
@@ -27,4 +24,3 @@ pub use pool::{
     DECAY_PERIOD, HasRoom, Placed, Pool, PoolBox, PoolContext, PoolRc, PoolStats, Pooled, PooledFuture, Room,
     ThreadList, maintain_pools, pools, trim_pools,
 };
-pub use try_copy::{CAN_FAIL, try_copy};

@@ -1,11 +1,10 @@
 //! One shared mapping of a file: a peer's memory, or an image that lies in memory.
 
-use crate::{PAGE_BYTES, fault, try_copy, userfault};
+use crate::{PAGE_BYTES, fault};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 /// Address space that all mappings together may take: peers name lengths that their files need not have, and a process
 /// whose address space is used up cannot go on. Half of what the smallest 64-bit address space has.
@@ -74,9 +73,6 @@ pub struct Mapping {
     /// With the rest of the last page.
     mapped_bytes: usize,
     guard: fault::Registration,
-    whose: Whose,
-    /// See [`Mapping::arm`].
-    armed: Mutex<Option<OwnedFd>>,
     _room: Room,
 }
 
@@ -110,15 +106,13 @@ impl Mapping {
         let room = Room::take(mapped_bytes, limit_bytes)?;
         let offset = libc::off_t::try_from(offset).map_err(|_| invalid("the mapping's offset is beyond any file"))?;
         let protection = if writable { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
-        // Who may not write a file may not arm a shared mapping of it. A private one that is never written shows the same.
-        let sharing = if whose == Whose::Ours && !writable { libc::MAP_PRIVATE } else { libc::MAP_SHARED };
         // SAFETY: a fresh mapping at an address that the kernel chooses touches no existing memory.
         let raw = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
                 mapped_bytes,
                 protection,
-                sharing | libc::MAP_NORESERVE,
+                libc::MAP_SHARED | libc::MAP_NORESERVE,
                 file.as_raw_fd(),
                 offset,
             )
@@ -133,7 +127,7 @@ impl Mapping {
             // SAFETY: the range was mapped above and nobody else knows it.
             unsafe { libc::munmap(ptr.as_ptr().cast(), mapped_bytes) };
         })?;
-        Ok(Self { ptr, length_bytes, mapped_bytes, guard, whose, armed: Mutex::new(None), _room: room })
+        Ok(Self { ptr, length_bytes, mapped_bytes, guard, _room: room })
     }
 
     /// Which pages of a part are in memory: a byte a page, odd if so (`mincore`). The part starts at a page.
@@ -148,43 +142,6 @@ impl Mapping {
             libc::mincore(start, pages.len() * PAGE_BYTES, pages.as_mut_ptr())
         };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-    }
-
-    /// From now on pages of this mapping of a file of our own, on tmpfs, are mapped only by [`Mapping::map_pages`]: a touch
-    /// of a page that is not, be it swapped out or not, fails in [`crate::try_copy()`] instead of waiting; elsewhere it waits, as
-    /// before. (A hole becomes a page, as before.) What is mapped already stays so, until the kernel takes it away.
-    pub fn arm(&self) -> io::Result<()> {
-        if self.whose != Whose::Ours || !try_copy::CAN_FAIL {
-            return Err(io::ErrorKind::Unsupported.into());
-        }
-        let mut armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
-        if armed.is_some() {
-            return Ok(());
-        }
-        let fd = userfault::open()?;
-        // Somebody may touch it before this returns.
-        self.guard.set_armed_by(Some(fd.as_raw_fd()));
-        // SAFETY: the range is this mapping, and the handler knows of it.
-        let result = unsafe { userfault::register(&fd, self.ptr.as_ptr().addr(), self.mapped_bytes) };
-        match result {
-            Ok(()) => *armed = Some(fd),
-            Err(_) => self.guard.set_armed_by(None),
-        }
-        result
-    }
-
-    /// Maps what the file holds of a part of an armed mapping, whole pages; waits for what is swapped out.
-    pub fn map_pages(&self, skip_bytes: usize, length_bytes: usize) {
-        let Some(fd) = self.guard.armed_by() else { return };
-        let end = skip_bytes.saturating_add(length_bytes).min(self.mapped_bytes);
-        let mut at = skip_bytes;
-        while at < end {
-            at += match userfault::map_pages(fd, self.ptr.as_ptr().addr() + at, end - at) {
-                Ok(mapped_bytes) => mapped_bytes,
-                // This one is mapped already, or a hole.
-                Err(_) => PAGE_BYTES,
-            };
-        }
     }
 
     /// A new anonymous memory file of `length_bytes`, and its mapping: guest memory for the driver and for tests.

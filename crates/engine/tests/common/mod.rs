@@ -5,7 +5,6 @@
 pub(crate) mod fuse;
 pub(crate) mod loop_device;
 pub(crate) mod model;
-pub(crate) mod swap;
 
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, ReactorCtx};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
