@@ -26,7 +26,7 @@ struct Arguments {
 enum Subcommands {
     /// Every check and test of the project, in order, with a summary.
     Ci(ci::CiArguments),
-    /// Ringdisk beside qemu-storage-daemon and fio, in one run; writes docs/benchmarks.md.
+    /// Ringdisk beside qemu-storage-daemon and fio, in one run; writes docs/benchmarks-fast-path.md.
     Bench(bench::BenchArguments),
 }
 

@@ -21,6 +21,34 @@ const PARSING_LINTS: &[&str] = &["unwrap_used", "expect_used", "indexing_slicing
 const THREAD_LOCAL_FILES: &[&str] = &["crates/memory/src/pool/list.rs", "crates/memory/src/pool/magazine.rs"];
 const SHARED_WORDS: &[&str] = &["atomic::", "Atomic", "fence(", "Mutex", "RwLock", "Arc<"];
 
+/// Pages that a reader takes in at one sitting, and their lines at most.
+const PAGES: &[(&str, usize)] = &[("ARCHITECTURE.md", 250), ("README.md", 150), ("docs/decisions/", 80)];
+
+/// Documents and comments speak of the product, for readers of any year: words that date a text, or tell who worked when.
+const DATED_WORDS: &[&str] = &["today", "yesterday", "this day", "this session"];
+/// A number behind one of these counts somebody's work.
+const COUNTED_WORDS: &[&str] = &["issue", "session"];
+/// So does one of these before "session". A vhost-user session is a term of the field, and may be a first or a second.
+const ORDINALS: &[&str] = &[
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "tenth",
+    "eleventh",
+    "twelfth",
+    "thirteenth",
+    "fourteenth",
+    "fifteenth",
+    "sixteenth",
+    "seventeenth",
+    "eighteenth",
+    "nineteenth",
+    "twentieth",
+];
+
 /// Where every third-party crate comes from.
 const CRATES_IO: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
@@ -46,6 +74,8 @@ fn check_file(path: &Path, text: &str) -> Vec<String> {
     if name == "Cargo.lock" {
         complaints.extend(check_sources(text));
     }
+    complaints.extend(check_page(&name, text));
+    complaints.extend(check_words(&name, text));
     complaints.extend(check_machine_paths(&name, text));
     complaints
 }
@@ -98,6 +128,48 @@ fn check_sources(lock: &str) -> Vec<String> {
         .collect()
 }
 
+fn check_page(name: &str, text: &str) -> Option<String> {
+    let (_, most) = PAGES.iter().find(|(page, _)| name.starts_with(page))?;
+    let lines = text.lines().count();
+    (lines > *most).then(|| format!("{name}: {lines} lines; a page has at most {most}"))
+}
+
+fn check_words(name: &str, text: &str) -> Vec<String> {
+    text.lines()
+        .enumerate()
+        .filter_map(|(index, line)| Some((index, dated(prose(name, line)?)?)))
+        .map(|(index, words)| format!("{name}:{}: \"{words}\" dates the text; speak of the product", index + 1))
+        .collect()
+}
+
+/// What of a line is for people: all of a document's, a comment elsewhere.
+fn prose<'a>(name: &str, line: &'a str) -> Option<&'a str> {
+    let comment = |mark| line.split_once(mark).map(|(_, comment)| comment);
+    match name.rsplit_once('.')?.1 {
+        "md" => Some(line),
+        "rs" => comment("//"),
+        "toml" | "sh" | "yml" | "yaml" => comment("#"),
+        _ => None,
+    }
+}
+
+/// The words that date a text, if there are any.
+fn dated(prose: &str) -> Option<String> {
+    let words: Vec<String> = prose
+        .split(|letter: char| !letter.is_alphanumeric())
+        .filter(|word| !word.is_empty())
+        .map(str::to_lowercase)
+        .collect();
+    let pairs = words.windows(2).find(|pair| {
+        let is_number = pair[1].bytes().all(|byte| byte.is_ascii_digit());
+        is_number && COUNTED_WORDS.contains(&pair[0].as_str())
+            || pair[1].starts_with("session") && ORDINALS.contains(&pair[0].as_str())
+    });
+    let line = format!(" {} ", words.join(" "));
+    let alone = DATED_WORDS.iter().find(|word| line.contains(&format!(" {word} ")));
+    pairs.map(|pair| pair.join(" ")).or_else(|| alone.map(|word| (*word).to_owned()))
+}
+
 /// Paths and hosts of whoever's machine it was written on.
 fn check_machine_paths(name: &str, text: &str) -> Vec<String> {
     let foreign = [concat!("/wo", "rk/"), concat!("/ho", "me/"), concat!("/ro", "ot/"), concat!("art", "ifactory")];
@@ -146,6 +218,37 @@ mod tests {
         );
         assert_eq!(check_sources("source = \"registry+https://example.org/index\"").len(), 1);
         assert_eq!(check_sources(&format!("source = \"{CRATES_IO}\"")).len(), 0);
+    }
+
+    #[test]
+    fn words_that_date_a_text_are_found_in_documents_and_comments() {
+        let dated = [
+            ("a.md", "as in issue 12."),
+            ("a.md", "The Fifteenth session"),
+            ("a.rs", concat!("let a = 1; /", "/ measured in session 3")),
+            ("a.rs", concat!("    /", "/", "/ Today's limit.")),
+            ("a.toml", "# of this day"),
+        ];
+        for (name, line) in dated {
+            assert_eq!(check_words(name, line).len(), 1, "{line}");
+        }
+        let timeless = [
+            ("a.rs", "let issue = session(7); let today = 1;"),
+            ("a.rs", "// issues 12 requests. A session of 8 rings, the second session of a peer"),
+            ("a.md", "a vhost-user session has a thread"),
+            ("a.lock", "issue 12"),
+        ];
+        for (name, line) in timeless {
+            assert_eq!(check_words(name, line).len(), 0, "{line}");
+        }
+    }
+
+    #[test]
+    fn long_pages_are_found() {
+        assert!(check_page("ARCHITECTURE.md", &"x\n".repeat(250)).is_none());
+        assert!(check_page("ARCHITECTURE.md", &"x\n".repeat(251)).is_some());
+        assert!(check_page("docs/decisions/0001-a.md", &"x\n".repeat(81)).is_some());
+        assert!(check_page("CONTRIBUTING.md", &"x\n".repeat(500)).is_none());
     }
 
     #[test]

@@ -72,7 +72,7 @@ pub(crate) struct BenchArguments {
     /// figures of, and write the page from all that were kept.
     #[arg(long)]
     resume: bool,
-    /// The page to write [default: docs/benchmarks.md; none where only some cells run, unless with --resume].
+    /// The page to write [default: docs/benchmarks-fast-path.md; none where only some cells run, unless with --resume].
     #[arg(long, value_name = "PATH")]
     output: Option<PathBuf>,
 }
@@ -123,7 +123,7 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
     let output = match (&arguments.output, arguments.filter.is_empty() || arguments.resume) {
         (Some(path), _) => Some(path.clone()),
-        (None, true) => Some(workspace::root().join("docs/benchmarks.md")),
+        (None, true) => Some(workspace::root().join("docs/benchmarks-fast-path.md")),
         (None, false) => None,
     };
 

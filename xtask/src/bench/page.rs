@@ -11,6 +11,39 @@ use crate::command::Program;
 use anyhow::Result;
 use std::fmt::Write;
 
+/// How the figures came about.
+const METHOD: &str = "\
+Written by `cargo xtask bench`; do not edit. [Why it is measured this way](decisions/0037-benchmarks.md).
+
+Ringdisk, qemu-storage-daemon (*qemu*) and fio on the host use the same files.
+
+* In each round every program runs once, alone. The order alternates.
+* A server has one core, and so has fio. The client has the other; it is the same `ringdisk bench` for both servers.
+* Each program is started anew for each measurement. A load runs before anything is counted: one second on files in
+  memory, 0.3 s on others. Images that are made anew get none.
+* A measurement during which the host took a tenth of the processors is made again, up to four times. The run that lost
+  least counts. Direct and durable I/O is exempt, because the host works for the disk there.
+
+The machine and the programs:
+";
+
+/// What the tables show.
+const COLUMNS: &str = "
+The columns:
+
+* Rates are requests a second, medians of the rounds.
+* A *ratio* is the median of the rounds' ratios. The brackets hold its middle half.
+* *CPU* is the server's time for each request, user and system, in microseconds. The client spins.
+* *p99* is the latency that one request in a hundred exceeds, as the client sees it, in microseconds.
+* *CPU to reference* is Ringdisk's CPU time beside its own on another disk: the raw file for an allocated qcow2 image,
+  one image for a chain.
+* *at* is the commit.
+
+If a row names no engine, Ringdisk chooses, and qemu and fio use io_uring. In rows with threads fio uses io_uring too.
+Ringdisk and fio register files with io_uring; qemu registers nothing. Buffers are registered only in the rows that say
+so. For qcow2, fio runs on a raw file of the same size.
+";
+
 /// One line for whoever watches.
 pub(super) fn brief(outcome: &Outcome) -> String {
     let row = Row::of(outcome);
@@ -32,29 +65,10 @@ pub(super) fn brief(outcome: &Outcome) -> String {
 /// The whole page.
 pub(super) fn write(outcomes: &[Outcome], openings: Option<&Openings>, files: &Files) -> Result<String> {
     let mut text = String::new();
-    writeln!(text, "# Benchmarks\n")?;
-    writeln!(
-        text,
-        "Written by `cargo xtask bench`; do not edit. Ringdisk, qemu-storage-daemon and fio on the host, on the same \
-         files, interleaved: in each round of a cell each runs once, alone, in alternating order. Servers (and fio) have \
-         one core, their client, the same `ringdisk bench` for both, the other. What the machine's host took a tenth of the \
-         processors from was measured again, up to four times; the run that lost least counts. Not so for direct and \
-         durable I/O, where what the host does for the disk counts as taken. Each program is started anew for each \
-         measurement; before it counts, servers get a second of the same load on files in memory, 0.3 s on others (as does \
-         fio), nothing on images that are made anew.\n"
-    )?;
+    writeln!(text, "# The path of a guest's request, beside its peers\n")?;
+    writeln!(text, "{METHOD}")?;
     machine(&mut text, outcomes, files)?;
-    writeln!(
-        text,
-        "\nIOPS are medians. A ratio is the median of the rounds' ratios, in brackets its middle half. CPU is the \
-         server's time a request, user and system, in microseconds; the client's, which spins, beside it; p99 the latency \
-         that one request in a hundred exceeds, as the client sees it, in microseconds, the median of the rounds. Where a row \
-         names no engine, Ringdisk chooses (engine=auto), and qemu and fio use io_uring; fio uses it for the rows with \
-         threads, too, and for linux-aio that. Files are registered with io_uring by Ringdisk and by fio, buffers in the \
-         rows that say so by both, in the others by neither; qemu registers nothing. For qcow2, fio runs on a raw file of \
-         the same size beside it. The last column is Ringdisk's CPU time a request by that on its reference, measured in \
-         the same rounds: for an allocated qcow2 image the raw file, for a chain a single image; behind it the commit that was measured.\n"
-    )?;
+    writeln!(text, "{COLUMNS}")?;
     for storage in Storage::ALL {
         let of_storage: Vec<_> = outcomes.iter().filter(|outcome| outcome.cell.storage == storage).collect();
         if !of_storage.is_empty() {
@@ -96,8 +110,8 @@ fn table(text: &mut String, storage: Storage, outcomes: &[&Outcome]) -> Result<(
     Ok(())
 }
 
-/// The machine, as far as it matters, without a name.
-fn machine(text: &mut String, outcomes: &[Outcome], files: &Files) -> Result<()> {
+/// The processors, the memory and the kernel, without a name.
+pub(super) fn hardware() -> String {
     let cpus = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpus.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or(": unknown");
     let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -109,7 +123,12 @@ fn machine(text: &mut String, outcomes: &[Outcome], files: &Files) -> Result<()>
     let cores = std::thread::available_parallelism().map_or(0, usize::from);
     let kernel = Program::new("uname").args(["-r"]).output_text().unwrap_or_default();
     let model = model.trim_start_matches([' ', '\t', ':']);
-    writeln!(text, "* {model}, {cores} cores, {} GiB of memory, Linux {}", memory_kib >> 20, kernel.trim())?;
+    format!("{model}, {cores} cores, {} GiB of memory, Linux {}", memory_kib >> 20, kernel.trim())
+}
+
+/// The machine, the programs and the commits.
+fn machine(text: &mut String, outcomes: &[Outcome], files: &Files) -> Result<()> {
+    writeln!(text, "* {}", hardware())?;
     writeln!(text, "* files of {} MiB, on disk on {}", files.size_mib(), files.file_system())?;
     writeln!(text, "* {}, {}", version("qemu-storage-daemon"), version("fio"))?;
     let mut stamps: Vec<&Stamp> = outcomes.iter().map(|outcome| &outcome.stamp).collect();
