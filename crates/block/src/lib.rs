@@ -6,6 +6,7 @@
 //! * [`File`] and [`FileQueue`]: what images see of an open file; engines and the simulator implement them. Pushing an
 //!   operation never waits: the reactor submits once a turn and routes the completion through its [`Done`].
 //! * [`MetaIo`]: how formats read and write their tables: the same queue, awaited.
+//! * [`DiskIo`]: a disk's queue for tasks, which await each operation.
 //! * [`Mapped`] and [`Extent`]: a format's answer to *where*.
 //! * [`ReactorCtx`], [`ReactorHandle`], [`Poller`]: a reactor, from its own thread and from others.
 //! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on.
@@ -16,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 mod disk;
+mod disk_io;
 mod epoch;
 mod error;
 mod executor;
@@ -32,6 +34,7 @@ pub mod sync;
 mod wait;
 
 pub use disk::{Disk, DiskInfo, DiskQueue, Topology};
+pub use disk_io::{DiskIo, reclaim};
 pub use epoch::{Epochs, Participant, Ticket};
 pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};
 pub use executor::{Executor, Task, block_on};

@@ -4,12 +4,12 @@
 
 #![forbid(unsafe_code)]
 
+mod client;
 mod commands;
 mod file_id;
 #[allow(dead_code, reason = "tests/guests.rs uses what the commands do not")]
 mod guest;
 mod image_name;
-mod load;
 mod logging;
 mod output;
 mod progress;

@@ -7,7 +7,7 @@ use block::Disk;
 use common::{Server, assert_valid, at, directory, has_tool, info_after_kill, path_str, run_ok, text, tool, tool_ok};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig};
-use jobs::bench::{BenchSpec, Hooks, Pattern, Stop, run};
+use load::{BenchSpec, Hooks, Pattern, Stop, run};
 use serde_json::Value;
 use std::ops::Range;
 use std::path::Path;

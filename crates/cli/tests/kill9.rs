@@ -11,7 +11,7 @@ use drive::{DiskOptions, DriveFormat, open_disk};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use image::BackingPolicy;
-use jobs::bench::{BenchSpec, Hooks, Initial, Outcome, Pattern, Progress, Stop, Verify, VerifyState, run};
+use load::{BenchSpec, Hooks, Initial, Outcome, Pattern, Progress, Stop, Verify, VerifyState, run};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

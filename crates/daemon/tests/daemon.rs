@@ -6,7 +6,7 @@ use drive::{DriveFormat, DriveOptions, EngineOpener, open_disk};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
-use jobs::bench::{BenchReport, BenchSpec, Hooks, Initial, Pattern, Stop, Verify, VerifyState, run};
+use load::{BenchReport, BenchSpec, Hooks, Initial, Pattern, Stop, Verify, VerifyState, run};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

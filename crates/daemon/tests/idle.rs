@@ -9,7 +9,7 @@ use drive::{DriveFormat, DriveOptions, EngineOpener};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
-use jobs::bench::{BenchSpec, Hooks, Stop, run};
+use load::{BenchSpec, Hooks, Stop, run};
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -78,7 +78,7 @@ impl Guest {
 
     fn work(&self) {
         let allocating = Arc::clone(&self.driver);
-        let alloc: jobs::bench::Alloc = Arc::new(move |length_bytes| allocating.alloc(length_bytes));
+        let alloc: load::Alloc = Arc::new(move |length_bytes| allocating.alloc(length_bytes));
         let spec = BenchSpec {
             queues: u32::from(QUEUES),
             read_percent: 50,

@@ -10,7 +10,7 @@ use drive::{DriveFormat, DriveOptions, EngineOpener};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
-use jobs::bench::{Alloc, BenchSpec, Hooks, Pattern, Progress, Stop, run};
+use load::{Alloc, BenchSpec, Hooks, Pattern, Progress, Stop, run};
 use memory::IoBuf;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::backtrace::Backtrace;

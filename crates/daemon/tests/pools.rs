@@ -9,7 +9,7 @@ use drive::{DriveFormat, DriveOptions, EngineOpener};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
-use jobs::bench::{Alloc, BenchReport, BenchSpec, Hooks, Pattern, Progress, Stop, run};
+use load::{Alloc, BenchReport, BenchSpec, Hooks, Pattern, Progress, Stop, run};
 use memory::{DECAY_PERIOD, IoBuf, PoolStats};
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -5,12 +5,12 @@
 //! top is emptied, and what shows is the same. A commit that was broken off is simply run again.
 
 use crate::Control;
-use crate::disk_tasks::{DiskTasks, closed};
+use crate::closed::closed;
 use crate::kept_snapshots::keep_snapshots;
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::rate::RateLimit;
 use crate::shared_opener::SharedOpener;
-use block::{Disk, Error, ErrorKind, File, IoError, Op, ReactorHandle, Result};
+use block::{Disk, DiskIo, Error, ErrorKind, File, IoError, Op, ReactorHandle, Result};
 use image::{BackingPolicy, Format, GrowBy, Image, ImageOptions, Opener, Role};
 use memory::AlignedBuf;
 use std::ops::Range;
@@ -197,11 +197,7 @@ fn zero(
     let total = ranges.iter().map(|range| range.end - range.start).sum();
     let disk = Arc::clone(image);
     let pipeline = Pipeline::start(reactors, Spread::First, 1, total, move |ctx| {
-        Ok(Committer {
-            top: DiskTasks::open(disk.as_ref(), ctx)?,
-            base: DiskTasks::open(disk.as_ref(), ctx)?,
-            piece: 0,
-        })
+        Ok(Committer { top: DiskIo::open(disk.as_ref(), ctx)?, base: DiskIo::open(disk.as_ref(), ctx)?, piece: 0 })
     });
     for range in ranges {
         let mut at = range.start;
@@ -231,11 +227,7 @@ fn copy(
         let spread = Spread::of_copies([top, base].into_iter());
         let (top, base) = (Arc::clone(top), Arc::clone(base));
         Pipeline::start(reactors, spread, DEPTH, size, move |ctx| {
-            Ok(Committer {
-                top: DiskTasks::open(top.as_ref(), ctx)?,
-                base: DiskTasks::open(base.as_ref(), ctx)?,
-                piece,
-            })
+            Ok(Committer { top: DiskIo::open(top.as_ref(), ctx)?, base: DiskIo::open(base.as_ref(), ctx)?, piece })
         })
     };
     let handed_out = hand_out(top, depth, piece, rate, &pipeline, control);
@@ -287,8 +279,8 @@ enum Piece {
 }
 
 struct Committer {
-    top: Rc<DiskTasks>,
-    base: Rc<DiskTasks>,
+    top: Rc<DiskIo>,
+    base: Rc<DiskIo>,
     piece: u64,
 }
 

@@ -1,10 +1,9 @@
 //! Whether two disks hold the same, as their guests see them.
 
 use crate::Control;
-use crate::disk_tasks::DiskTasks;
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
-use block::{Disk, Error, ErrorKind, IoError, ReactorHandle, Result, SECTOR_BYTES};
+use block::{Disk, DiskIo, Error, ErrorKind, IoError, ReactorHandle, Result, SECTOR_BYTES};
 use image::{Image, Run};
 use memory::AlignedBuf;
 use std::sync::Arc;
@@ -90,8 +89,8 @@ pub fn compare(
         let (left, right, mismatch) = (Arc::clone(left), Arc::clone(right), Arc::clone(&mismatch));
         Pipeline::start(reactors, Spread::All, DEPTH, left_bytes.max(right_bytes), move |ctx| {
             Ok(Comparer {
-                left: DiskTasks::open(left.as_ref(), ctx)?,
-                right: DiskTasks::open(right.as_ref(), ctx)?,
+                left: DiskIo::open(left.as_ref(), ctx)?,
+                right: DiskIo::open(right.as_ref(), ctx)?,
                 names: [name_of(&left), name_of(&right)],
                 mismatch: Arc::clone(&mismatch),
             })
@@ -169,8 +168,8 @@ fn status(run: &Run) -> (bool, bool, bool, bool, bool) {
 }
 
 struct Comparer {
-    left: std::rc::Rc<DiskTasks>,
-    right: std::rc::Rc<DiskTasks>,
+    left: std::rc::Rc<DiskIo>,
+    right: std::rc::Rc<DiskIo>,
     names: [String; 2],
     mismatch: Arc<AtomicU64>,
 }

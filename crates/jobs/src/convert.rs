@@ -1,12 +1,12 @@
 //! Copying disks into another image, keeping what is sparse sparse.
 
 use crate::Control;
+use crate::closed::closed;
 use crate::convert_plan::{Piece, Plan};
-use crate::disk_tasks::{DiskTasks, closed};
 use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::sources::{Salvage, Sources, places};
-use block::{Disk, Error, ErrorKind, IoError, Op, ReactorCtx, ReactorHandle, Result};
+use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, ReactorCtx, ReactorHandle, Result};
 use image::{CopyOffload, Format, Image};
 use memory::AlignedBuf;
 use std::cell::Cell;
@@ -106,7 +106,7 @@ pub fn convert(
             let offload = options.offload.then(|| Offload::open(&sources, &target, ctx, &offloaded)).transpose()?;
             Ok(Copier {
                 sources: Sources::open(&sources, ctx, options.salvage.clone())?,
-                target: DiskTasks::open(target.as_ref(), ctx)?,
+                target: DiskIo::open(target.as_ref(), ctx)?,
                 packer: options.compress.then(|| Packer::open(&target, ctx, cluster)).transpose()?,
                 offload,
                 plan: plan.clone(),
@@ -128,7 +128,7 @@ pub fn convert(
 
 struct Copier {
     sources: Sources,
-    target: Rc<DiskTasks>,
+    target: Rc<DiskIo>,
     packer: Option<Packer>,
     offload: Option<Offload>,
     plan: Plan,

@@ -1,9 +1,9 @@
 //! Copying a part of a disk to the start of a new one.
 
 use crate::Control;
-use crate::disk_tasks::{DiskTasks, closed};
+use crate::closed::closed;
 use crate::pipeline::{Pipeline, Spread, Worker};
-use block::{Error, ErrorKind, IoError, ReactorHandle, Result};
+use block::{DiskIo, Error, ErrorKind, IoError, ReactorHandle, Result};
 use image::Image;
 use memory::AlignedBuf;
 use std::ops::Range;
@@ -34,7 +34,7 @@ pub fn dd(
     let pipeline = {
         let (source, target, start) = (Arc::clone(source), Arc::clone(target), part.start);
         Pipeline::start(reactors, Spread::All, DEPTH, total, move |ctx| {
-            let (source, target) = (DiskTasks::open(source.as_ref(), ctx)?, DiskTasks::open(target.as_ref(), ctx)?);
+            let (source, target) = (DiskIo::open(source.as_ref(), ctx)?, DiskIo::open(target.as_ref(), ctx)?);
             Ok(Copier { source, target, target_is_zero, start, piece: piece as usize })
         })
     };
@@ -50,8 +50,8 @@ pub fn dd(
 }
 
 struct Copier {
-    source: Rc<DiskTasks>,
-    target: Rc<DiskTasks>,
+    source: Rc<DiskIo>,
+    target: Rc<DiskIo>,
     target_is_zero: bool,
     start: u64,
     piece: usize,

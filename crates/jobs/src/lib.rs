@@ -1,4 +1,4 @@
-//! Long work on images with progress and cancel, and the load generator.
+//! Long work on images, with progress and cancel.
 //!
 //! * [`map`]: what lies where in a disk.
 //! * [`compare`]: whether two disks hold the same.
@@ -7,21 +7,19 @@
 //! * [`commit`]: what an overlay holds into a layer below, and [`rebase`]: another backing file.
 //! * [`create`]: new images; [`resize_raw`], [`resize_qcow2`]: more or less room; [`edit`]: internal snapshots; [`amend`]:
 //!   other options.
-//! * [`mod@bench`]: workloads on any disk, measured and verified.
 //!
 //! Jobs are called on a thread of their own; what moves bytes runs on the reactors that they are given.
 
 #![forbid(unsafe_code)]
 
-pub mod bench;
 mod check;
+mod closed;
 mod commit;
 mod compare;
 mod control;
 mod convert;
 mod convert_plan;
 mod dd;
-mod disk_tasks;
 mod edit;
 mod kept_snapshots;
 mod map;
@@ -30,7 +28,6 @@ mod pack;
 mod pipeline;
 mod rate;
 mod rebase;
-mod request_bench;
 mod resize;
 mod runs;
 mod shared_opener;
@@ -47,6 +44,5 @@ pub use edit::{amend, create, edit, resize_qcow2};
 pub use map::map;
 pub use measure::{Measure, Target, measure, measure_size};
 pub use rebase::{RebaseOptions, rebase};
-pub use request_bench::{RequestBench, request_bench};
 pub use resize::resize_raw;
 pub use sources::{Salvage, Unreadable};

@@ -1,8 +1,7 @@
 //! Compressed clusters on their way into an image: compressed on the reactors' threads, several to a write.
 
 use crate::convert::failed;
-use crate::disk_tasks::{DiskTasks, reclaim};
-use block::{Disk, ReactorCtx, Result};
+use block::{Disk, DiskIo, ReactorCtx, Result, reclaim};
 use image::{CompressedWriter, Compressor, Image, PackedCluster};
 use memory::{AlignedBuf, IoBuf};
 use std::ops::Range;
@@ -52,7 +51,7 @@ impl Packer {
     /// Writes a part of a piece that lies at `offset` of the disk; the part begins with a cluster.
     pub(crate) async fn write(
         &self,
-        target: &DiskTasks,
+        target: &DiskIo,
         packing: &mut Packing,
         offset: u64,
         piece: &mut AlignedBuf,

@@ -5,13 +5,13 @@
 //! the header names the new file, in one write. A rebase that was broken off is simply run again.
 
 use crate::Control;
-use crate::disk_tasks::{DiskTasks, closed};
+use crate::closed::closed;
 use crate::kept_snapshots::keep_snapshots;
 use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
 use crate::shared_opener::SharedOpener;
-use block::{Disk, Error, ErrorKind, IoError, Op, ReactorHandle, Result};
+use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, ReactorHandle, Result};
 use image::{Backing, BackingPolicy, Format, Image, ImageOptions, Opener, Role, Run};
 use memory::AlignedBuf;
 use std::ops::Range;
@@ -145,9 +145,9 @@ fn copy(
         let below_bytes = below.as_ref().map_or(0, |below| below.info().size_bytes);
         Pipeline::start(reactors, Spread::All, DEPTH, size, move |ctx| {
             Ok(Rebaser {
-                top: DiskTasks::open(top.as_ref(), ctx)?,
+                top: DiskIo::open(top.as_ref(), ctx)?,
                 packer: compress.then(|| Packer::open(&top, ctx, cluster)).transpose()?,
-                below: below.as_ref().map(|below| DiskTasks::open(below.as_ref(), ctx)).transpose()?,
+                below: below.as_ref().map(|below| DiskIo::open(below.as_ref(), ctx)).transpose()?,
                 below_bytes,
                 says_zero,
                 grain: grain as usize,
@@ -239,9 +239,9 @@ fn start_at(run: &Run, at: u64) -> Option<u64> {
 }
 
 struct Rebaser {
-    top: Rc<DiskTasks>,
+    top: Rc<DiskIo>,
     packer: Option<Packer>,
-    below: Option<Rc<DiskTasks>>,
+    below: Option<Rc<DiskIo>>,
     below_bytes: u64,
     says_zero: bool,
     grain: usize,

@@ -1,8 +1,7 @@
 //! Several disks, one behind the other, read as one.
 
 use crate::convert::failed;
-use crate::disk_tasks::DiskTasks;
-use block::{Disk, IoError, ReactorCtx, Result, SECTOR_BYTES};
+use block::{Disk, DiskIo, IoError, ReactorCtx, Result, SECTOR_BYTES};
 use image::Image;
 use memory::AlignedBuf;
 use std::fmt;
@@ -46,7 +45,7 @@ pub(crate) fn places(images: &[Arc<Image>]) -> Vec<Range<u64>> {
 
 /// A queue of each on one reactor.
 pub(crate) struct Sources {
-    disks: Vec<Rc<DiskTasks>>,
+    disks: Vec<Rc<DiskIo>>,
     places: Vec<Range<u64>>,
     salvage: Option<Salvage>,
 }
@@ -63,7 +62,7 @@ struct Part {
 impl Sources {
     /// Called on the reactor's thread.
     pub(crate) fn open(images: &[Arc<Image>], ctx: &Rc<dyn ReactorCtx>, salvage: Option<Salvage>) -> Result<Self> {
-        let disks = images.iter().map(|image| DiskTasks::open(image.as_ref(), ctx)).collect::<Result<_>>()?;
+        let disks = images.iter().map(|image| DiskIo::open(image.as_ref(), ctx)).collect::<Result<_>>()?;
         Ok(Self { disks, places: places(images), salvage })
     }
 

@@ -4,10 +4,11 @@ use crate::image_name::ImageName;
 use crate::output;
 use crate::tool::{ProgressArgs, Reactors, Watch, integer, opener};
 use anyhow::{anyhow, bail};
+use block::Disk;
 use drive::parse_size;
 use engine::EngineKind;
 use image::ImageOptions;
-use jobs::RequestBench;
+use load::RequestBench;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -127,11 +128,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let opener = opener(&args.cache)?.with_engine(args.engine()?);
     let opener = if args.force_share { opener.without_locks() } else { opener };
     let image = Arc::new(image::open(&options, &opener)?);
+    let disk: Arc<dyn Disk> = Arc::clone(&image) as _;
     announce(&requests)?;
     let reactors = Reactors::start_some("bench", 1)?;
     let mut watch = Watch::start(&args.progress)?;
     let done = match reactors.handles().first() {
-        Some(reactor) => watch.run(|control| jobs::request_bench(&image, &requests, reactor, control)),
+        Some(reactor) => watch.run(|control| load::request_bench(&disk, &requests, reactor, control.cancel)),
         None => bail!("no thread was started"),
     };
     reactors.stop()?;

@@ -12,7 +12,7 @@ use crate::signals;
 use anyhow::{Context, bail};
 use drive::parse_size;
 use engine::ReactorConfig;
-use jobs::bench::{BenchSpec, Initial, Pattern, Plot, Stop, Verify};
+use load::{BenchSpec, Initial, Pattern, Plot, Stop, Verify};
 use serde::Serialize;
 use series::{Plan, Series};
 use std::ffi::OsStr;

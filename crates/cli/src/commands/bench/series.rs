@@ -3,7 +3,7 @@
 use super::target::{Measured, Target};
 use crate::progress::Bar;
 use anyhow::{Context, bail};
-use jobs::bench::{BenchReport, BenchSpec, Comparison, Curve, Point, compare};
+use load::{BenchReport, BenchSpec, Comparison, Curve, Point, compare};
 use serde::Serialize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -126,7 +126,7 @@ impl Series {
                 _ => format!("{}: {}", named.name, named.target),
             };
             let sides = self.depths.iter().filter_map(|depth| Some((depth.queue_depth, depth.sides.get(index)?)));
-            let point = |(queue_depth, side): (u32, &jobs::bench::Side)| Point {
+            let point = |(queue_depth, side): (u32, &load::Side)| Point {
                 queue_depth,
                 iops: side.figure("iops").unwrap_or_default(),
                 p50_us: side.figure("p50_us").unwrap_or_default(),

@@ -1,7 +1,7 @@
 //! A disk that this process serves to a guest of its own, the driver, over a vhost-user socket: both sides can be asked
 //! what they did.
 
-use crate::load;
+use crate::client;
 use crate::output::usage;
 use anyhow::Context;
 use block::Disk;
@@ -10,7 +10,7 @@ use drive::DriveOptions;
 use driver::{Driver, DriverOptions};
 use engine::ReactorStats;
 use image::BackingPolicy;
-use jobs::bench::Hooks;
+use load::Hooks;
 use std::sync::Arc;
 use tempfile::TempDir;
 
@@ -27,7 +27,7 @@ impl Served {
         if let Some(offered) = drive.export.queues.filter(|offered| *offered < guest.queues) {
             return Err(usage(format!("--queues {}: the drive says queues={offered}", guest.queues)));
         }
-        let directory = load::socket_directory()?;
+        let directory = client::socket_directory()?;
         let socket = drive.export.socket.clone().unwrap_or_else(|| directory.path().join("disk.sock"));
         let queues = guest.queues;
         let queue_size = drive.export.queue_size.unwrap_or(guest.queue_size);

@@ -1,14 +1,13 @@
 //! What is measured: a server's socket, or a disk opened or served in this process; and one measurement of it.
 
 use super::served::Served;
-use crate::load;
 use crate::output::usage;
 use block::{Disk, ReactorHandle};
 use drive::{DriveFormat, DriveOptions, OpenedDisk, ParsedDrive, open_disk};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use image::BackingPolicy;
-use jobs::bench::{BenchReport, BenchSpec, Hooks, Progress};
+use load::{BenchReport, BenchSpec, Hooks, Progress};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -124,7 +123,7 @@ impl Target {
             }
         };
         let hooks = Hooks { progress: Some(&tell), cancel: Some(Arc::clone(&stop)), ..opened.hooks(&reactors) };
-        let measured = jobs::bench::run(&opened.disk(), &handles, &spec, &hooks);
+        let measured = load::run(&opened.disk(), &handles, &spec, &hooks);
         drop(hooks);
         for reactor in Arc::into_inner(reactors).unwrap_or_default() {
             reactor.stop()?;
@@ -176,7 +175,7 @@ impl Opened {
         let guest = || DriverOptions {
             queues: spec.queues as u16,
             queue_size: queue_size(spec.queue_depth),
-            memory_bytes: load::buffers_bytes(spec),
+            memory_bytes: spec.buffers_bytes(),
             ..DriverOptions::default()
         };
         // A measurement that only reads leaves the file alone, and shares it with other readers.

@@ -2,7 +2,7 @@
 
 use super::series::Series;
 use comfy_table::{CellAlignment, Table, presets};
-use jobs::bench::{BenchReport, Comparison, FigureSpread, Latency, Side, Spread};
+use load::{BenchReport, Comparison, FigureSpread, Latency, Side, Spread};
 use std::fmt::Write as _;
 
 /// The workload, without its depth.

@@ -3,14 +3,14 @@
 use super::Plan;
 use super::measure::{BUFFERS_BYTES, CELLS, Part, Side, median};
 use super::table::{self, Row};
-use crate::load;
+use crate::client;
 use crate::progress::Bar;
 use block::{Disk, ReactorHandle};
 use daemon::Daemon;
 use drive::{human_size, open_disk};
 use engine::ReactorThread;
 use image::BackingPolicy;
-use jobs::bench::{Hooks, VerifyState};
+use load::{Hooks, VerifyState};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ const KEPT_SEED: u64 = 0x6469_736b;
 const HOST_SEED: u64 = 0x686f_7374;
 
 pub(super) fn run(plan: &Plan, bar: &Bar) -> anyhow::Result<String> {
-    let threads = load::reactors("guest", 1)?;
+    let threads = client::reactors("guest", 1)?;
     let reactors: Vec<Arc<dyn ReactorHandle>> = threads.iter().map(ReactorThread::handle).collect();
     let (rows, layers, kept) = measured_by_driver(plan, &reactors, bar)?;
     bar.say("looking for the data after a restart");
@@ -62,7 +62,7 @@ fn measured_by_driver(
     drive.export.queues = Some(1);
     daemon.add(&drive)?;
     let layers = daemon.disks().into_iter().flat_map(|disk| disk.layers).collect();
-    let driver = Arc::new(load::connect(&plan.socket(), 1, BUFFERS_BYTES)?);
+    let driver = Arc::new(client::connect(&plan.socket(), 1, BUFFERS_BYTES)?);
     let guest = side(plan, "guest", Arc::clone(&driver) as Arc<dyn Disk>, reactors, load::driver_hooks(&driver));
     let opened = open_disk(&plan.host_disk, BackingPolicy::Deny, &[])?;
     let host = side(plan, "host", Arc::clone(&opened.disk), reactors, Hooks::default());

@@ -2,7 +2,7 @@
 
 use anyhow::bail;
 use block::{Disk, ReactorHandle};
-use jobs::bench::{BenchSpec, Hooks, Initial, Outcome, Pattern, Stop, Verify, VerifyState};
+use load::{BenchSpec, Hooks, Initial, Outcome, Pattern, Stop, Verify, VerifyState};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -104,7 +104,7 @@ impl Side<'_> {
     /// Any request that fails and any block that holds wrong data fails the run.
     fn run(&self, what: &str, spec: &BenchSpec) -> anyhow::Result<Outcome> {
         let hooks = Hooks { cancel: Some(Arc::clone(&self.cancel)), ..self.hooks.clone() };
-        let outcome = jobs::bench::run(&self.disk, self.reactors, spec, &hooks)?;
+        let outcome = load::run(&self.disk, self.reactors, spec, &hooks)?;
         let report = &outcome.report;
         if report.cancelled {
             bail!("interrupted");

@@ -3,8 +3,8 @@
 use super::Plan;
 use super::measure::{CELLS, Part, Side, median};
 use super::table::{self, Row};
+use crate::client;
 use crate::guest::{self, GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat};
-use crate::load;
 use crate::progress::Bar;
 use anyhow::Context;
 use block::ReactorHandle;
@@ -12,7 +12,7 @@ use daemon::Daemon;
 use drive::{human_size, open_disk};
 use engine::ReactorThread;
 use image::BackingPolicy;
-use jobs::bench::Hooks;
+use load::Hooks;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ const FIO_MIB: u32 = 16;
 const HOST_SEED: u64 = 0x686f_7374;
 
 pub(super) fn run(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<String> {
-    let threads = load::reactors("host", 1)?;
+    let threads = client::reactors("host", 1)?;
     let reactors: Vec<Arc<dyn ReactorHandle>> = threads.iter().map(ReactorThread::handle).collect();
     let host = Host::open(plan, &reactors)?;
     // Half of the host's measurements before the guest's, half after.

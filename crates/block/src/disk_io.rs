@@ -1,13 +1,12 @@
-//! A disk queue for tasks: operations that are awaited.
+//! A disk queue whose operations are awaited, for tasks on a reactor.
 
-use block::{Completion, Disk, DiskQueue, Done, IoResult, Op, Poller, PollerId, ReactorCtx, Result, Waiter};
-use image::Image;
+use crate::{Completion, Disk, DiskQueue, Done, IoResult, Op, Poller, PollerId, ReactorCtx, Result, Waiter};
 use memory::{AlignedBuf, IoBuf, PoolRc};
 use std::cell::RefCell;
 use std::rc::{Rc, Weak};
 
-/// A queue of a disk on one reactor, shared by its tasks.
-pub(crate) struct DiskTasks {
+/// A queue of a disk on one reactor, shared by the reactor's tasks. It is closed when the last of them drops it.
+pub struct DiskIo {
     queue: RefCell<Box<dyn DiskQueue>>,
     /// Who waits, by tag.
     waiting: RefCell<Vec<Option<PoolRc<Waiter>>>>,
@@ -15,23 +14,23 @@ pub(crate) struct DiskTasks {
     poller: RefCell<Option<PollerId>>,
 }
 
-impl DiskTasks {
-    /// Opens a queue; called on the reactor's thread.
-    pub(crate) fn open(disk: &dyn Disk, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<Self>> {
-        let tasks = Rc::new(Self {
+impl DiskIo {
+    /// Opens a queue. Call it on the reactor's thread.
+    pub fn open(disk: &dyn Disk, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<Self>> {
+        let io = Rc::new(Self {
             queue: RefCell::new(disk.open_queue(ctx)?),
             waiting: RefCell::default(),
             ctx: Rc::clone(ctx),
             poller: RefCell::default(),
         });
-        // The queue goes with its tasks, not with the reactor's list.
-        let harvester = Harvester { tasks: Rc::downgrade(&tasks), done: Vec::new() };
-        *tasks.poller.borrow_mut() = Some(ctx.add_poller(Rc::new(RefCell::new(harvester)))?);
-        Ok(tasks)
+        // The reactor's list of pollers does not keep the queue open.
+        let harvester = Harvester { io: Rc::downgrade(&io), done: Vec::new() };
+        *io.poller.borrow_mut() = Some(ctx.add_poller(Rc::new(RefCell::new(harvester)))?);
+        Ok(io)
     }
 
-    /// Carries out one operation.
-    pub(crate) async fn run(&self, op: Op) -> IoResult {
+    /// Carries out one operation and waits for its end.
+    pub async fn run(&self, op: Op) -> IoResult {
         let waiter = Waiter::new();
         let tag = {
             let mut waiting = self.waiting.borrow_mut();
@@ -47,13 +46,13 @@ impl DiskTasks {
         Waiter::wait(&waiter).await
     }
 
-    /// Fills the first `length_bytes` of `buf` from the disk.
-    pub(crate) async fn read(&self, offset: u64, buf: &mut AlignedBuf, length_bytes: usize) -> IoResult {
+    /// Fills the first `length_bytes` of `buf` from the disk at `offset`.
+    pub async fn read(&self, offset: u64, buf: &mut AlignedBuf, length_bytes: usize) -> IoResult {
         self.read_part(offset, buf, 0..length_bytes).await
     }
 
-    /// Fills a part of `buf` from the disk.
-    pub(crate) async fn read_part(&self, offset: u64, buf: &mut AlignedBuf, part: std::ops::Range<usize>) -> IoResult {
+    /// Fills a part of `buf` from the disk at `offset`.
+    pub async fn read_part(&self, offset: u64, buf: &mut AlignedBuf, part: std::ops::Range<usize>) -> IoResult {
         let shared = IoBuf::from_aligned(std::mem::replace(buf, AlignedBuf::zeroed(0)));
         let data = shared.whole().slice(part.start, part.len());
         let result = self.run(Op::Read { offset, data }).await;
@@ -61,8 +60,8 @@ impl DiskTasks {
         result
     }
 
-    /// Stores a part of `buf` on the disk, at `offset`.
-    pub(crate) async fn write(&self, offset: u64, buf: &mut AlignedBuf, part: std::ops::Range<usize>) -> IoResult {
+    /// Writes a part of `buf` to the disk at `offset`.
+    pub async fn write(&self, offset: u64, buf: &mut AlignedBuf, part: std::ops::Range<usize>) -> IoResult {
         let shared = IoBuf::from_aligned(std::mem::replace(buf, AlignedBuf::zeroed(0)));
         let data = shared.whole().slice(part.start, part.len());
         let result = self.run(Op::Write { offset, data, fua: false }).await;
@@ -71,19 +70,12 @@ impl DiskTasks {
     }
 }
 
-/// Closes an image that was written to, whatever came of that: what was written is in order, and its bitmaps know of it.
-/// No queue of it is open.
-pub(crate) fn closed(done: Result<()>, image: &Image) -> Result<()> {
-    let closed = image.close();
-    done.and(closed)
-}
-
-/// The bytes back from a buffer whose operation is complete: a copy where somebody still holds a handle.
-pub(crate) fn reclaim(buf: IoBuf) -> AlignedBuf {
+/// Takes the bytes back from a buffer whose operation has ended. They are copied if somebody else still holds the buffer.
+pub fn reclaim(buf: IoBuf) -> AlignedBuf {
     buf.into_aligned().unwrap_or_else(|shared| AlignedBuf::copy_of(&shared.whole().to_vec()))
 }
 
-impl Drop for DiskTasks {
+impl Drop for DiskIo {
     fn drop(&mut self) {
         if let Some(id) = self.poller.borrow_mut().take() {
             self.ctx.remove_poller(id);
@@ -93,17 +85,17 @@ impl Drop for DiskTasks {
 
 /// Wakes the tasks whose operations have ended.
 struct Harvester {
-    tasks: Weak<DiskTasks>,
+    io: Weak<DiskIo>,
     done: Vec<Completion>,
 }
 
 impl Poller for Harvester {
     fn poll(&mut self) -> bool {
-        let Some(tasks) = self.tasks.upgrade() else { return false };
-        let count = tasks.queue.borrow_mut().harvest(&mut self.done);
+        let Some(io) = self.io.upgrade() else { return false };
+        let count = io.queue.borrow_mut().harvest(&mut self.done);
         for completion in self.done.drain(..) {
             let slot = usize::try_from(completion.tag).ok();
-            let waiter = slot.and_then(|index| tasks.waiting.borrow_mut().get_mut(index).and_then(Option::take));
+            let waiter = slot.and_then(|index| io.waiting.borrow_mut().get_mut(index).and_then(Option::take));
             if let Some(waiter) = waiter {
                 Done::Waiter(waiter).complete(completion.result);
             }

@@ -6,7 +6,7 @@
 //! only a sector is never torn; and not even that holds for a read that a write overlaps, since the kernel's page cache
 //! copies without a lock: then each byte must be of one of the generations.
 
-use super::spec::Range;
+use crate::range::Range;
 use std::collections::VecDeque;
 
 /// The unit that is never torn.

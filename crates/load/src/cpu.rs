@@ -85,7 +85,7 @@ mod tests {
     #[test]
     fn work_of_this_process_is_seen() {
         let before = CpuSample::take(std::process::id());
-        let mut words = super::super::verify::Words::new(1);
+        let mut words = crate::verify::Words::new(1);
         let mut sum = 0u64;
         loop {
             (0..1_000_000).for_each(|_| sum ^= words.next());

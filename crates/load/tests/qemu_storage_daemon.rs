@@ -5,7 +5,7 @@
 use block::{Disk, DiskQueue, Op, Poller, ReactorHandle, run_and_wait};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
-use jobs::bench::{Alloc, BenchSpec, FillSpec, Hooks, Initial, Pattern, Progress, Stop, Verify, fill_and_verify, run};
+use load::{Alloc, BenchSpec, FillSpec, Hooks, Initial, Pattern, Progress, Stop, Verify, fill_and_verify, run};
 use std::cell::RefCell;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

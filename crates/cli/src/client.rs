@@ -1,22 +1,13 @@
-//! What load generators run on: threads, and the driver on a server's socket.
+//! The client's side of a measurement: threads for the load generator, and the driver on a server's socket.
 
 use anyhow::Context;
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
-use jobs::bench::{BenchSpec, Hooks};
 use std::path::Path;
-use std::sync::Arc;
 use tempfile::TempDir;
 
 /// What fits into a socket's address (unix(7)).
 const SOCKET_PATH_MAX_BYTES: usize = 107;
-const PAGE_BYTES: usize = 4096;
-
-/// Shared memory that a run needs for its buffers.
-pub(crate) fn buffers_bytes(spec: &BenchSpec) -> usize {
-    let buffer = (spec.block_bytes as usize).next_multiple_of(PAGE_BYTES);
-    buffer.saturating_mul(spec.queue_depth as usize).saturating_mul(spec.queues as usize)
-}
 
 /// The driver on a server's socket.
 pub(crate) fn connect(socket: &Path, queues: u16, memory_bytes: usize) -> anyhow::Result<Driver> {
@@ -38,19 +29,6 @@ pub(crate) fn is_too_long_for_sockets(directory: &Path) -> bool {
 pub(crate) fn socket_directory() -> anyhow::Result<TempDir> {
     let directory = temporary_directory(&std::env::temp_dir())?;
     if is_too_long_for_sockets(directory.path()) { temporary_directory(Path::new("/tmp")) } else { Ok(directory) }
-}
-
-/// Buffers that the server shares, and what the driver counts.
-pub(crate) fn driver_hooks(driver: &Arc<Driver>) -> Hooks<'static> {
-    let (allocating, counting) = (Arc::clone(driver), Arc::clone(driver));
-    Hooks {
-        alloc: Some(Arc::new(move |length_bytes| allocating.alloc(length_bytes))),
-        counters: Some(Arc::new(move || {
-            let counters = counting.counters();
-            vec![("kicks", counters.kicks), ("wakeups", counters.wakeups)]
-        })),
-        ..Hooks::default()
-    }
 }
 
 /// Threads for load generators.

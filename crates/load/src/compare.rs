@@ -1,6 +1,6 @@
 //! Several targets under the same load, in turn: the figures that are compared, their medians, and ratios with spread.
 
-use super::BenchReport;
+use crate::report::BenchReport;
 use serde::{Serialize, Serializer};
 
 /// One number of a run, with the name and the unit that a person reads.
@@ -188,7 +188,7 @@ fn ratios(first: &Side, other: &Side) -> Ratios {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::CounterGrowth;
+    use crate::report::CounterGrowth;
 
     fn report(iops: f64, kicks: f64) -> BenchReport {
         let counters = vec![CounterGrowth { name: "kicks".to_owned(), total: 0, per_request: kicks }];

@@ -1,8 +1,8 @@
 //! Writes patterned data over a range, makes it durable, and reads it all back.
 
-use super::BenchReport;
-use super::run::{Outcome, run};
-use super::spec::{BenchSpec, Hooks, Initial, Pattern, Progress, Stop, Verify};
+use crate::report::BenchReport;
+use crate::run::{Outcome, run};
+use crate::spec::{BenchSpec, Hooks, Initial, Pattern, Progress, Stop, Verify};
 use block::{Completion, Disk, DiskQueue, Error, ErrorKind, IoResult, Op, Poller, ReactorHandle, Result, run_and_wait};
 use serde::Serialize;
 use std::cell::RefCell;

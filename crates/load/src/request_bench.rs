@@ -1,9 +1,6 @@
-//! A fixed number of requests at growing offsets, timed: what `qemu-img bench` does.
+//! A fixed number of requests at growing offsets, timed: the load of `qemu-img bench`.
 
-use crate::Control;
-use crate::disk_tasks::DiskTasks;
-use block::{Disk, Error, ErrorKind, IoError, Op, ReactorCtx, ReactorHandle, Result, run_and_wait};
-use image::Image;
+use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, ReactorCtx, ReactorHandle, Result, run_and_wait};
 use memory::{AlignedBuf, IoBuf};
 use std::cell::Cell;
 use std::rc::Rc;
@@ -14,7 +11,7 @@ use std::time::{Duration, Instant};
 
 const TICK: Duration = Duration::from_millis(50);
 
-/// The requests.
+/// Which requests.
 #[derive(Debug, Clone)]
 pub struct RequestBench {
     /// How many.
@@ -37,12 +34,13 @@ pub struct RequestBench {
     pub drain: bool,
 }
 
-/// Carries them out on one reactor; the time that they took.
+/// Carries the requests out on one reactor and returns the time that they took. Fails when a request fails, and soon after
+/// somebody sets `cancel`. Waits for the end: do not call it on a reactor.
 pub fn request_bench(
-    disk: &Arc<Image>,
+    disk: &Arc<dyn Disk>,
     bench: &RequestBench,
     reactor: &Arc<dyn ReactorHandle>,
-    control: &mut Control<'_>,
+    cancel: &AtomicBool,
 ) -> Result<Duration> {
     let size = disk.info().size_bytes;
     if bench.size_bytes == 0 || bench.offset.checked_add(bench.size_bytes as u64).is_none_or(|end| end > size) {
@@ -54,11 +52,13 @@ pub fn request_bench(
     let (disk, bench, shared) = (Arc::clone(disk), bench.clone(), Arc::clone(&outcome));
     run_and_wait(reactor.as_ref(), move |ctx| start(&disk, &bench, size, shared, sender, ctx))??;
     while let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(TICK) {
-        if control.check().is_err() {
+        if cancel.load(Ordering::Relaxed) {
             outcome.stop.store(true, Ordering::Relaxed);
         }
     }
-    control.check()?;
+    if cancel.load(Ordering::Relaxed) {
+        return Err(Error::new(ErrorKind::Io, "interrupted"));
+    }
     let failed = outcome.error.lock().unwrap_or_else(PoisonError::into_inner).take();
     match failed {
         Some(error) => Err(Error::with_source(ErrorKind::Io, "Failed request", error)),
@@ -66,16 +66,16 @@ pub fn request_bench(
     }
 }
 
-/// What the calling thread and the tasks tell each other.
+/// What the calling thread and the tasks share.
 #[derive(Default)]
 struct Outcome {
     stop: AtomicBool,
     error: Mutex<Option<IoError>>,
 }
 
-/// What the tasks share.
+/// What the tasks of one run share.
 struct Shared {
-    disk: Rc<DiskTasks>,
+    disk: Rc<DiskIo>,
     bench: RequestBench,
     size_bytes: u64,
     started: Cell<u64>,
@@ -84,12 +84,12 @@ struct Shared {
     flushing: Cell<bool>,
     calm: block::WaitList,
     outcome: Arc<Outcome>,
-    /// Goes last: when nothing of the disk is open any more.
+    /// Dropped last, when the queue is closed: the calling thread waits for that.
     _ended: Sender<()>,
 }
 
 fn start(
-    disk: &Arc<Image>,
+    disk: &Arc<dyn Disk>,
     bench: &RequestBench,
     size_bytes: u64,
     outcome: Arc<Outcome>,
@@ -97,7 +97,7 @@ fn start(
     ctx: &Rc<dyn ReactorCtx>,
 ) -> Result<()> {
     let shared = Rc::new(Shared {
-        disk: DiskTasks::open(disk.as_ref(), ctx)?,
+        disk: DiskIo::open(disk.as_ref(), ctx)?,
         bench: bench.clone(),
         size_bytes,
         started: Cell::new(0),

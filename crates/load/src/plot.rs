@@ -1,7 +1,7 @@
 //! Throughput and latency over depth, as one self-contained SVG.
 
-use super::compare::Spread;
-use super::scale::{Scale, number};
+use crate::compare::Spread;
+use crate::scale::{Scale, number};
 use std::fmt::Write as _;
 
 /// What to draw.

@@ -2,9 +2,10 @@
 //!
 //! The clock is read once a batch: completions of one harvest end at the same moment, and what replaces them begins at it.
 
-use super::report::{BatchCounts, Timings};
-use super::spec::{BenchSpec, Pattern, Range, Stop};
-use super::verify::{BlockState, ReadBegan, Tracker, Words, check_block, fill_block};
+use crate::range::Range;
+use crate::report::{BatchCounts, Timings};
+use crate::spec::{BenchSpec, Pattern, Stop};
+use crate::verify::{BlockState, ReadBegan, Tracker, Words, check_block, fill_block};
 use block::{BatchEnd, Completion, DiskQueue, IoError, Op, Poller, PollerId, ReactorCtx};
 use memory::{IoBuf, Window};
 use std::rc::Rc;

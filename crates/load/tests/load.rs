@@ -2,9 +2,7 @@
 
 use block::{Completion, Disk, DiskInfo, DiskQueue, IoError, IoErrorKind, Op, ReactorCtx, ReactorHandle, Topology};
 use engine::{Reactor, ReactorConfig, ReactorThread};
-use jobs::bench::{
-    BenchSpec, FillSpec, Hooks, Initial, Outcome, Pattern, Progress, Stop, Verify, fill_and_verify, run,
-};
+use load::{BenchSpec, FillSpec, Hooks, Initial, Outcome, Pattern, Progress, Stop, Verify, fill_and_verify, run};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

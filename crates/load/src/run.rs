@@ -1,10 +1,11 @@
 //! Starts the generators on their reactors, conducts them, and adds up what they measured.
 
-use super::cpu::CpuSample;
-use super::generator::{Conductor, Generator, Parts, Phase, QueueResult};
-use super::report::{BatchCounts, BenchReport, CounterGrowth, ProcessCpu, Timings};
-use super::spec::{Alloc, BenchSpec, Hooks, Initial, Pattern, Progress, Range, Stop};
-use super::verify::{Tracker, VerifyState};
+use crate::cpu::CpuSample;
+use crate::generator::{Conductor, Generator, Parts, Phase, QueueResult};
+use crate::range::Range;
+use crate::report::{BatchCounts, BenchReport, CounterGrowth, ProcessCpu, Timings};
+use crate::spec::{Alloc, BenchSpec, Hooks, Initial, Pattern, Progress, Stop};
+use crate::verify::{Tracker, VerifyState};
 use block::{Disk, Error, ErrorKind, ReactorCtx, ReactorHandle, Result, run_and_wait};
 use memory::IoBuf;
 use std::cell::RefCell;

@@ -1,0 +1,38 @@
+//! The load generator: it drives any [`Disk`](block::Disk) with a workload, measures the disk, and checks what it reads.
+//!
+//! It stands beside the path of a request, where a guest would: on a disk in this process, or on the
+//! [driver](driver::Driver) that is connected to a server's socket.
+//!
+//! * [`run`]: one workload, at a fixed depth, on one queue a reactor. [`BenchSpec`] describes it.
+//! * [`fill_and_verify`]: writes a range, flushes, and reads it all back.
+//! * [`request_bench`]: a fixed number of requests at growing offsets.
+//! * [`compare`]: sums up runs of several disks; [`Plot`] draws them over depth, as SVG.
+//! * [`driver_hooks`]: lets a run use the driver's shared memory and report its counters.
+//!
+//! All of them wait on the caller's thread, tell their progress there, and can be cancelled.
+
+#![forbid(unsafe_code)]
+
+mod compare;
+mod cpu;
+mod fill;
+mod generator;
+mod over_driver;
+mod plot;
+mod range;
+mod report;
+mod request_bench;
+mod run;
+mod scale;
+mod spec;
+mod verify;
+
+pub use compare::{Comparison, Figure, FigureSpread, Ratios, Side, Spread, compare};
+pub use fill::{FillReport, FillSpec, fill_and_verify};
+pub use over_driver::driver_hooks;
+pub use plot::{Curve, Plot, Point};
+pub use report::{Batches, BenchReport, CounterGrowth, Latency, ProcessCpu};
+pub use request_bench::{RequestBench, request_bench};
+pub use run::{Outcome, run};
+pub use spec::{Alloc, BenchSpec, Counters, Hooks, Initial, Pattern, Progress, Stop, Verify};
+pub use verify::{BlockState, VerifyState};
