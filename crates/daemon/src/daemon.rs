@@ -105,15 +105,13 @@ impl Daemon {
         let opened = open_disk(&drive.disk, self.config.allow_backing.clone(), &self.config.listed)
             .map_err(|error| self.explain_lock(drive, error))?;
         let id = DiskId(self.next_id);
-        let options = ExportOptions {
-            name: format!("disk{}", id.0),
-            max_queues: Self::queues_of(drive),
-            // Each disk begins with another reactor, so that disks of one queue spread too.
-            first_reactor: usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1),
-            fixed_buffers: drive.export.fixed_buffers,
-            ..ExportOptions::default()
-        };
-        let options = ExportOptions { queue_size: drive.export.queue_size.unwrap_or(options.queue_size), ..options };
+        let mut options = ExportOptions::default();
+        options.name = format!("disk{}", id.0);
+        options.max_queues = Self::queues_of(drive);
+        options.queue_size = drive.export.queue_size.unwrap_or(options.queue_size);
+        // Each disk begins with another reactor, so that disks of one queue spread too.
+        options.first_reactor = usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1);
+        options.fixed_buffers = drive.export.fixed_buffers;
         let (queues, queue_size) = (options.max_queues, options.queue_size);
         let reactors = self.reactors.iter().map(ReactorThread::handle).collect();
         let export = Export::listen(&socket, Arc::clone(&opened.disk), reactors, options).map_err(in_context)?;

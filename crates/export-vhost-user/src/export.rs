@@ -1,8 +1,6 @@
 //! An export: a socket and a thread that serves one peer at a time, again and again.
 
-use crate::counters::{Counter, RingCounters, RingStats};
-use crate::device::Device;
-use crate::session::{Served as ServedDisk, Session, SessionEvents};
+use crate::session::{Served as ServedDevice, Session, SessionEvents};
 use crate::socket::ListenSocket;
 use crate::wire::{Connection, Served};
 use block::{Disk, Error, ErrorKind, ReactorHandle, Result};
@@ -13,15 +11,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-
-/// The largest ring that can be configured.
-const MAX_QUEUE_SIZE: u16 = 1024;
-
-/// The most queues: the protocol names them in a byte.
-const MAX_QUEUES: u16 = 256;
+use virtio_blk::{Counter, Device, DeviceOptions, RingStats};
 
 /// How a disk is exported.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ExportOptions {
     /// For logs and thread names.
     pub name: String,
@@ -29,6 +23,8 @@ pub struct ExportOptions {
     pub max_queues: u16,
     /// Entries that a ring may have: a power of two up to 1024.
     pub queue_size: u16,
+    /// The guest may not write, whatever the disk allows: it sees a read-only disk.
+    pub read_only: bool,
     /// The socket's permissions.
     pub mode: u32,
     /// The reactor of the first queue; the others follow round robin. Lets several exports share reactors evenly.
@@ -40,14 +36,17 @@ pub struct ExportOptions {
 
 impl Default for ExportOptions {
     fn default() -> Self {
-        Self {
-            name: "disk".into(),
-            max_queues: 4,
-            queue_size: MAX_QUEUE_SIZE,
-            mode: 0o600,
-            first_reactor: 0,
-            fixed_buffers: false,
-        }
+        let DeviceOptions { name, max_queues, queue_size, read_only, .. } = DeviceOptions::default();
+        Self { name, max_queues, queue_size, read_only, mode: 0o600, first_reactor: 0, fixed_buffers: false }
+    }
+}
+
+impl ExportOptions {
+    fn device(&self) -> DeviceOptions {
+        let mut device = DeviceOptions::default();
+        device.name.clone_from(&self.name);
+        (device.max_queues, device.queue_size, device.read_only) = (self.max_queues, self.queue_size, self.read_only);
+        device
     }
 }
 
@@ -55,7 +54,6 @@ impl Default for ExportOptions {
 #[derive(Debug)]
 pub struct Export {
     shared: Arc<Shared>,
-    counters: Vec<Arc<RingCounters>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -79,9 +77,9 @@ impl Export {
         reactors: Vec<Arc<dyn ReactorHandle>>,
         options: ExportOptions,
     ) -> Result<Self> {
-        check(&options, &reactors)?;
+        let device = device(disk, &reactors, &options)?;
         let socket = ListenSocket::bind(socket, options.mode)?;
-        Self::serve(socket, disk, reactors, options)
+        Self::serve(socket, device, reactors, &options)
     }
 
     /// Serves `disk` on a socket that somebody else made and listens on (a service manager).
@@ -91,20 +89,18 @@ impl Export {
         reactors: Vec<Arc<dyn ReactorHandle>>,
         options: ExportOptions,
     ) -> Result<Self> {
-        check(&options, &reactors)?;
+        let device = device(disk, &reactors, &options)?;
         let listener = UnixListener::from(listener);
         listener.local_addr().map_err(|error| Error::io("the descriptor passed in is not a Unix socket", error))?;
-        Self::serve(ListenSocket::adopt(listener), disk, reactors, options)
+        Self::serve(ListenSocket::adopt(listener), device, reactors, &options)
     }
 
     fn serve(
         socket: ListenSocket,
-        disk: Arc<dyn Disk>,
+        device: Arc<Device>,
         reactors: Vec<Arc<dyn ReactorHandle>>,
-        options: ExportOptions,
+        options: &ExportOptions,
     ) -> Result<Self> {
-        let device = Device::new(options.name.clone(), disk.info(), options.max_queues, options.queue_size);
-        let device = Arc::new(device);
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| Error::io("cannot make an event descriptor", error.into()))?;
         let shared = Arc::new(Shared {
@@ -114,16 +110,12 @@ impl Export {
             wake,
             peer: Mutex::default(),
         });
-        let counters: Vec<_> = (0..options.max_queues).map(|_| Arc::<RingCounters>::default()).collect();
-        let served = ServedDisk {
+        let served = ServedDevice {
             device,
-            disk,
             reactors,
             first_reactor: options.first_reactor,
-            queue_size: options.queue_size,
             fixed_buffers: options.fixed_buffers,
-            counters: counters.clone(),
-            cache_switches: Counter::default(),
+            failed_starts: (0..options.max_queues).map(|_| Counter::default()).collect(),
         };
         socket.listener.set_nonblocking(true).map_err(|error| Error::io("cannot set the socket up", error))?;
         let server = Server { socket, served: Arc::new(served), shared: Arc::clone(&shared) };
@@ -132,13 +124,13 @@ impl Export {
             .name(format!("vu-{}", options.name.replace('\0', "")))
             .spawn(move || server.run())
             .map_err(|error| Error::io("cannot start the export's thread", error))?;
-        Ok(Self { shared, counters, thread: Some(thread) })
+        Ok(Self { shared, thread: Some(thread) })
     }
 
     /// What each ring has done.
     #[must_use]
     pub fn stats(&self) -> Vec<RingStats> {
-        self.counters.iter().map(|counters| counters.snapshot()).collect()
+        self.shared.device.stats()
     }
 
     /// The disk has a new size: a connected guest is told, later ones see it.
@@ -161,7 +153,7 @@ impl Export {
             let _ = peer.shutdown(std::net::Shutdown::Both);
         }
         if thread.join().is_err() {
-            tracing::error!(disk = %self.shared.device.name, "the export's thread panicked");
+            tracing::error!(disk = %self.shared.device.name(), "the export's thread panicked");
         }
     }
 }
@@ -172,17 +164,10 @@ impl Drop for Export {
     }
 }
 
-fn check(options: &ExportOptions, reactors: &[Arc<dyn ReactorHandle>]) -> Result<()> {
-    let bad = |message: String| Err(Error::new(ErrorKind::BadOption, message));
-    if !options.queue_size.is_power_of_two() || !(2..=MAX_QUEUE_SIZE).contains(&options.queue_size) {
-        return bad(format!("queue_size={}: it must be a power of two from 2 to {MAX_QUEUE_SIZE}", options.queue_size));
-    }
-    if !(1..=MAX_QUEUES).contains(&options.max_queues) {
-        return bad(format!("max_queues={}: it must be 1 to {MAX_QUEUES}", options.max_queues));
-    }
+fn device(disk: Arc<dyn Disk>, reactors: &[Arc<dyn ReactorHandle>], options: &ExportOptions) -> Result<Arc<Device>> {
     match reactors.is_empty() {
-        true => bad("an export needs a reactor".into()),
-        false => Ok(()),
+        true => Err(Error::new(ErrorKind::BadOption, "an export needs a reactor")),
+        false => Device::new(disk, options.device()),
     }
 }
 
@@ -207,13 +192,13 @@ impl Shared {
 /// The export's thread.
 struct Server {
     socket: ListenSocket,
-    served: Arc<ServedDisk>,
+    served: Arc<ServedDevice>,
     shared: Arc<Shared>,
 }
 
 impl Server {
     fn run(self) {
-        let name = &self.shared.device.name;
+        let name = self.shared.device.name();
         while !self.shared.is_stopping() {
             wait_readable(&[self.socket.listener.as_fd(), self.shared.wake.as_fd()]);
             self.shared.calm();

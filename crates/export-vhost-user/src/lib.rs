@@ -1,13 +1,11 @@
 //! The vhost-user front end: serves a [`block::Disk`] as a virtio-blk device on a Unix socket.
 //!
-//! A request enters here: `ring (pop a batch) -> parse -> disk queue (submit)`, and leaves here: `harvest -> used ring ->
-//! at most one notification a batch`.
+//! The device itself, with the data path, is `virtio-blk`; here is the wire session that sets it up and takes it down.
 //!
 //! * [`Export`]: a socket, and a thread that speaks the protocol with one peer at a time.
 //! * `session`: what that peer has set up; `wire`: its messages (the only file that names the `vhost` crate; `own_messages`
 //!   are those that the crate does not do).
-//! * `ring_poller`: the data path: one ring on one reactor.
-//! * `device`: what the guest is offered, and how a disk looks in virtio-blk's configuration space.
+//! * `queue_fds`: the descriptors through which a queue and its peer tell each other something.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
@@ -16,17 +14,14 @@
     allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
 )]
 
-mod counters;
-mod device;
 mod export;
 mod memory_table;
 mod notifier;
 mod own_messages;
-mod ring_control;
-mod ring_poller;
+mod queue_fds;
 mod session;
 mod socket;
 mod wire;
 
-pub use counters::RingStats;
 pub use export::{Export, ExportOptions};
+pub use virtio_blk::RingStats;

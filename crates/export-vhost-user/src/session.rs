@@ -4,21 +4,21 @@
 //! addresses are known. Whatever changes what a running ring uses stops it first: no more requests are taken, those in
 //! flight are awaited, then the change is made and the ring goes on where it was.
 
-use crate::counters::{Counter, RingCounters};
-use crate::device::{Device, PROTOCOL_FEATURES};
 use crate::memory_table::{MAX_REGIONS, MemoryTable};
 use crate::notifier::{Notifier, Purpose, check_kind};
-use crate::ring_control::{RunningRing, StoppingRing};
-use crate::ring_poller::{Halt, RingSetup};
+use crate::queue_fds::QueueFds;
 use crate::wire::Backend;
-use block::{Disk, Error, ErrorKind, ReactorHandle, Result};
+use block::{Error, ErrorKind, ReactorHandle, Result};
 use memory::{GuestMemory, RegionSpec};
 use rustix::event::{EventfdFlags, eventfd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use virtio::blk::CONFIG_WRITEBACK_OFFSET;
-use virtio::ring_access::{RingAddresses, check_size};
+use virtio::ring_access::{RingAddresses, SplitAreas, check_size};
+use virtio_blk::{Counter, Device, Halt, QueueSetup, RunningQueue, StoppingQueue};
+
+/// Vhost-user's own bit among the virtio features: the peer may ask for protocol features.
+const PROTOCOL_FEATURES: u64 = 1 << 30;
 
 /// The largest configuration space that the protocol can ask for.
 const MAX_CONFIG_BYTES: u32 = 256;
@@ -66,7 +66,7 @@ struct Ring {
     enabled: bool,
     /// Stopped by itself, or could not start.
     halt: Option<Halt>,
-    running: Option<RunningRing>,
+    running: Option<RunningQueue<QueueFds>>,
 }
 
 impl Ring {
@@ -83,16 +83,12 @@ impl Ring {
 /// What all sessions of an export share.
 pub(crate) struct Served {
     pub(crate) device: Arc<Device>,
-    pub(crate) disk: Arc<dyn Disk>,
     pub(crate) reactors: Vec<Arc<dyn ReactorHandle>>,
     pub(crate) first_reactor: usize,
-    pub(crate) queue_size: u16,
     /// The peers' memory is to be registered with the engines.
     pub(crate) fixed_buffers: bool,
-    /// One a ring.
-    pub(crate) counters: Vec<Arc<RingCounters>>,
-    /// Times that the guest chose how its cache works.
-    pub(crate) cache_switches: Counter,
+    /// Times that each queue could not start.
+    pub(crate) failed_starts: Vec<Counter>,
 }
 
 /// One peer's session.
@@ -107,7 +103,7 @@ pub(crate) struct Session {
 
 impl Session {
     pub(crate) fn new(served: Arc<Served>, events: Arc<SessionEvents>) -> Self {
-        let rings = served.counters.iter().map(|_| Ring::default()).collect();
+        let rings = served.failed_starts.iter().map(|_| Ring::default()).collect();
         Self { served, events, acked_features: 0, table: MemoryTable::default(), memory: Arc::default(), rings }
     }
 
@@ -119,7 +115,7 @@ impl Session {
 
     /// Stops the rings that `which` names, all at once, and keeps where each goes on.
     fn stop_where(&mut self, which: impl Fn(usize) -> bool) {
-        let stopping: Vec<(usize, StoppingRing)> = self
+        let stopping: Vec<(usize, StoppingQueue<QueueFds>)> = self
             .rings
             .iter_mut()
             .enumerate()
@@ -145,9 +141,8 @@ impl Session {
     fn start_ready(&mut self) {
         for index in 0..self.rings.len() {
             if let Err(error) = self.start_if_ready(index) {
-                let name = &self.served.device.name;
-                let times = self.served.counters.get(index).and_then(|counters| counters.failed_starts.add_to_log());
-                if let Some(times) = times {
+                let name = self.served.device.name();
+                if let Some(times) = self.served.failed_starts.get(index).and_then(Counter::add_to_log) {
                     tracing::warn!(disk = %name, queue = index, times, "the queue cannot start: {error}");
                 }
                 if let Some(ring) = self.rings.get_mut(index) {
@@ -164,35 +159,30 @@ impl Session {
     fn start_if_ready(&mut self, index: usize) -> Result<()> {
         let has_memory = !self.memory.regions().is_empty();
         let served = Arc::clone(&self.served);
-        let (Some(ring), Some(counters)) = (self.rings.get_mut(index), served.counters.get(index)) else {
-            return Ok(());
-        };
+        let Some(ring) = self.rings.get_mut(index) else { return Ok(()) };
         let ready = ring.started && ring.enabled && ring.halt.is_none() && has_memory && ring.size > 0;
         let (Some(addresses), true, None) = (ring.addresses, ready, &ring.running) else {
             return Ok(());
         };
         let copy = |fd: &Option<OwnedFd>| fd.as_ref().map(OwnedFd::try_clone).transpose();
         let lost = |error| Error::io("cannot duplicate the ring's descriptors", error);
-        let setup = RingSetup {
-            index: u16::try_from(index).unwrap_or(u16::MAX),
+        let areas = SplitAreas::at_user_addresses(Arc::clone(&self.memory), addresses, ring.size)
+            .map_err(|error| Error::with_source(ErrorKind::Protocol, "the ring cannot be used", error))?;
+        let kick = copy(&ring.kick).map_err(lost)?;
+        let (call, err) = (copy(&ring.call).map_err(lost)?, copy(&ring.err).map_err(lost)?);
+        let setup = QueueSetup {
             device: Arc::clone(&served.device),
-            disk: Arc::clone(&served.disk),
-            memory: Arc::clone(&self.memory),
-            addresses,
-            size: ring.size,
+            index: u16::try_from(index).unwrap_or(u16::MAX),
+            areas,
             features: self.acked_features,
             next_available: ring.base,
-            kick: copy(&ring.kick).map_err(lost)?,
-            call: copy(&ring.call).map_err(lost)?,
-            err: copy(&ring.err).map_err(lost)?,
-            events: Arc::clone(&self.events),
-            counters: Arc::clone(counters),
-            fixed_buffers: served.fixed_buffers,
+            register_memory: served.fixed_buffers,
+            transport: QueueFds::new(kick, call, err, Arc::clone(&self.events)),
         };
         let turn = served.first_reactor.wrapping_add(index);
         let reactor = turn.checked_rem(served.reactors.len()).and_then(|turn| served.reactors.get(turn));
         let reactor = reactor.ok_or_else(|| Error::new(ErrorKind::BadOption, "the export has no reactor"))?;
-        ring.running = Some(RunningRing::start(reactor, setup)?);
+        ring.running = Some(RunningQueue::start(reactor, setup)?);
         Ok(())
     }
 
@@ -225,7 +215,7 @@ impl Session {
 
 impl Backend for Session {
     fn features(&self) -> u64 {
-        self.served.device.features()
+        self.served.device.features() | PROTOCOL_FEATURES
     }
 
     fn set_features(&mut self, features: u64) -> Result<()> {
@@ -264,7 +254,7 @@ impl Backend for Session {
     }
 
     fn set_ring_size(&mut self, ring: u32, size: u32) -> Result<()> {
-        let limit = self.served.queue_size;
+        let limit = self.served.device.options().queue_size;
         let checked = check_size(size).ok().filter(|size| *size <= limit);
         let size = checked.ok_or_else(|| {
             let message = format!("ring {ring} has {size} entries: a power of two up to {limit} is served");
@@ -281,7 +271,7 @@ impl Backend for Session {
         let base = u16::try_from(base)
             .map_err(|_| Error::new(ErrorKind::Protocol, format!("ring {ring} cannot begin at entry {base}")))?;
         if base != 0 {
-            self.served.device.taken_over(self.acked_features);
+            self.served.device.taken_over();
         }
         self.set_up(ring, |ring| ring.base = base)
     }
@@ -307,7 +297,7 @@ impl Backend for Session {
         let copy = fd.as_ref().map(OwnedFd::try_clone).transpose();
         let copy = copy.map_err(|error| Error::io("cannot duplicate a call descriptor", error))?;
         if let Some(running) = &ring.running {
-            running.set_call(copy);
+            running.change_transport(|fds| fds.set_call(copy));
         }
         // Last, so that the reactor's copy of the old one is not the last: closing that may wait, for a socket that was
         // sent through this one, say.
@@ -321,7 +311,7 @@ impl Backend for Session {
         let copy = fd.as_ref().map(OwnedFd::try_clone).transpose();
         let copy = copy.map_err(|error| Error::io("cannot duplicate an error descriptor", error))?;
         if let Some(running) = &ring.running {
-            running.set_err(copy);
+            running.change_transport(|fds| fds.set_err(copy));
         }
         ring.err = fd;
         Ok(())
@@ -346,36 +336,13 @@ impl Backend for Session {
                 format!("the peer reads configuration {offset}+{length_bytes}: {MAX_CONFIG_BYTES} bytes exist");
             return Err(Error::new(ErrorKind::Protocol, message));
         }
-        // Fields of later versions of the specification read as zero.
-        let config = self.served.device.config().to_bytes();
-        let bytes = config.into_iter().chain(std::iter::repeat(0));
-        Ok(bytes.skip(offset as usize).take(length_bytes as usize).collect())
+        let mut bytes = vec![0; length_bytes as usize];
+        self.served.device.read_config(offset as usize, &mut bytes);
+        Ok(bytes)
     }
 
     fn set_config(&mut self, offset: u32, bytes: &[u8]) -> Result<()> {
-        // The driver may write one field; monitors that pass the whole space through change that byte at most.
-        let mut wanted = self.config(offset, u32::try_from(bytes.len()).unwrap_or(u32::MAX))?;
-        let at = (CONFIG_WRITEBACK_OFFSET as u32).checked_sub(offset).map(|at| at as usize);
-        let write_back = at.and_then(|at| bytes.get(at)).copied();
-        if let (Some(at), Some(byte)) = (at, write_back)
-            && let Some(ours) = wanted.get_mut(at)
-        {
-            *ours = byte;
-        }
-        let offered = self.features() & virtio::blk::features::CONFIG_WCE != 0;
-        match write_back {
-            Some(byte) if byte <= 1 && offered && wanted == bytes => {
-                self.set_write_back(byte == 1);
-                Ok(())
-            }
-            _ => {
-                let message = format!(
-                    "the peer writes {} bytes of configuration at {offset}, where nothing is writable",
-                    bytes.len()
-                );
-                Err(Error::new(ErrorKind::Protocol, message))
-            }
-        }
+        self.served.device.write_config(offset as usize, bytes)
     }
 
     fn stop_all(&mut self) -> Result<()> {
@@ -397,17 +364,6 @@ impl Backend for Session {
 }
 
 impl Session {
-    fn set_write_back(&mut self, write_back: bool) {
-        let device = &self.served.device;
-        device.set_write_back(write_back);
-        device.apply_features(self.acked_features);
-        self.served.disk.set_volatile_cache(write_back);
-        if let Some(times) = self.served.cache_switches.add_to_log() {
-            let mode = if write_back { "write-back" } else { "write-through" };
-            tracing::info!(disk = %device.name, times, "the guest switched to {mode}");
-        }
-    }
-
     /// Once a ring has run, where rings go on tells nothing of programs before us.
     fn settle(&self) {
         if self.rings.iter().any(|ring| ring.running.is_some()) {

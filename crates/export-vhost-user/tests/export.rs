@@ -5,6 +5,7 @@
 mod model;
 mod support;
 
+use export_vhost_user::{Export, ExportOptions};
 use model::{Desc, Guest, NEXT};
 use std::sync::atomic::Ordering;
 use support::disk::{Asked, DISK_BYTES, MemDisk};
@@ -289,7 +290,8 @@ fn a_change_of_the_memory_map_waits_for_requests_in_flight() {
 
 #[test]
 fn memory_is_registered_as_long_as_a_ring_uses_it_and_only_if_somebody_asks() {
-    let options = export_vhost_user::ExportOptions { fixed_buffers: true, ..Default::default() };
+    let mut options = ExportOptions::default();
+    options.fixed_buffers = true;
     let server = Server::start_with(MemDisk::new(), options);
     let guest = Guest::new();
     let mut client = Client::connect(&server, 0);
@@ -495,8 +497,7 @@ fn a_socket_that_was_passed_in_is_served_and_left_in_place() {
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
     let reactor = support::reactor::TestReactor::start("reactor");
     let disk = std::sync::Arc::new(support::disk::Shared(MemDisk::new()));
-    let options = export_vhost_user::ExportOptions { max_queues: 1, ..Default::default() };
-    let export = export_vhost_user::Export::adopt(listener.into(), disk, vec![reactor.handle()], options).unwrap();
+    let export = Export::adopt(listener.into(), disk, vec![reactor.handle()], ExportOptions::default()).unwrap();
     let frontend = Frontend::connect(&path, 1).unwrap();
     assert_ne!(frontend.get_features().unwrap() & f::VERSION_1, 0);
     export.stop();
@@ -538,18 +539,17 @@ fn a_silent_peer_does_not_keep_the_export_from_stopping() {
 #[test]
 fn impossible_options_name_what_is_possible() {
     let server = Server::start(MemDisk::new());
-    let listen = |options: export_vhost_user::ExportOptions, reactors| {
+    let listen = |change: fn(&mut ExportOptions), reactors| {
         let disk = std::sync::Arc::new(support::disk::Shared(MemDisk::new()));
-        export_vhost_user::Export::listen(&server.socket.with_extension("other"), disk, reactors, options)
-            .map(|_| ())
-            .unwrap_err()
-            .to_string()
+        let mut options = ExportOptions::default();
+        change(&mut options);
+        let refused = Export::listen(&server.socket.with_extension("other"), disk, reactors, options);
+        refused.map(|_| ()).unwrap_err().to_string()
     };
-    let default = export_vhost_user::ExportOptions::default;
     let handle = || vec![server.reactors[0].handle()];
-    let size = listen(export_vhost_user::ExportOptions { queue_size: 100, ..default() }, handle());
+    let size = listen(|options| options.queue_size = 100, handle());
     assert!(size.contains("100") && size.contains("power of two"), "{size}");
-    let queues = listen(export_vhost_user::ExportOptions { max_queues: 0, ..default() }, handle());
+    let queues = listen(|options| options.max_queues = 0, handle());
     assert!(queues.contains("1 to"), "{queues}");
-    assert!(listen(default(), Vec::new()).contains("reactor"));
+    assert!(listen(|_| {}, Vec::new()).contains("reactor"));
 }

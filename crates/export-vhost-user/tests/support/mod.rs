@@ -42,12 +42,12 @@ impl Server {
         Self::start_with(disk, ExportOptions::default())
     }
 
-    pub fn start_with(disk: Arc<MemDisk>, options: ExportOptions) -> Self {
+    pub fn start_with(disk: Arc<MemDisk>, mut options: ExportOptions) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("disk.sock");
         let reactors: Vec<_> = ["reactor-0", "reactor-1"].map(TestReactor::start).into();
         let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(TestReactor::handle).collect();
-        let options = ExportOptions { name: "test".into(), max_queues: QUEUES, ..options };
+        (options.name, options.max_queues) = ("test".into(), QUEUES);
         let export = Export::listen(&socket, Arc::new(Shared(Arc::clone(&disk))), handles, options).unwrap();
         Self { export: Some(export), disk, reactors, socket, _dir: dir }
     }

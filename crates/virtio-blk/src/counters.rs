@@ -1,30 +1,32 @@
-//! What a ring counts. One thread writes, any may read: plain loads and stores, no locked instruction.
+//! What a queue counts. One thread writes, any may read: plain loads and stores, no locked instruction.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A counter with one writer.
 #[derive(Debug, Default)]
-pub(crate) struct Counter(AtomicU64);
+pub struct Counter(AtomicU64);
 
 impl Counter {
-    pub(crate) fn add(&self, count: usize) {
+    /// Adds `count`.
+    pub fn add(&self, count: usize) {
         let sum = self.0.load(Ordering::Relaxed).wrapping_add(count as u64);
         self.0.store(sum, Ordering::Relaxed);
     }
 
-    /// Adds one, and gives the count if that has doubled since it was last given: what a guest causes is logged then, so
+    /// Adds one, and gives the count if it has doubled since it was last given. What a guest causes is logged then, so
     /// that it cannot fill the log.
-    pub(crate) fn add_to_log(&self) -> Option<u64> {
+    pub fn add_to_log(&self) -> Option<u64> {
         self.add(1);
         Some(self.get()).filter(|count| count.is_power_of_two())
     }
 
-    pub(crate) fn get(&self) -> u64 {
+    /// The count.
+    pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// The counters of one ring, over all sessions.
+/// The counters of one queue, for as long as its device lives.
 #[derive(Debug, Default)]
 pub(crate) struct RingCounters {
     pub(crate) requests: Counter,
@@ -33,13 +35,11 @@ pub(crate) struct RingCounters {
     pub(crate) notifications_avoided: Counter,
     pub(crate) failed: Counter,
     pub(crate) faults: Counter,
-    /// Times that it could not start. The session's thread counts these.
-    pub(crate) failed_starts: Counter,
-    /// Times that its memory could not be registered.
+    /// Times that the guest's memory could not be registered.
     pub(crate) unregistered: Counter,
 }
 
-/// What a ring has done since the export began.
+/// What a queue has done since its device was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RingStats {
     /// Requests taken.
@@ -52,7 +52,7 @@ pub struct RingStats {
     pub notifications_avoided: u64,
     /// Requests that ended with an error.
     pub failed: u64,
-    /// Times that the ring stopped because the guest broke its rules, or led out of the memory that it shares.
+    /// Times that the queue stopped because the guest broke its rules, or led out of the memory that it shares.
     pub faults: u64,
 }
 

@@ -1,4 +1,4 @@
-//! One ring on its reactor: the data path.
+//! One virtqueue on its reactor: the data path.
 //!
 //! A turn harvests what the disk has completed, publishes that with at most one notification, and takes a batch of requests,
 //! which the reactor submits. What of the batch has ended by then is published, too. Nothing here waits, locks or allocates
@@ -6,69 +6,69 @@
 
 use crate::counters::RingCounters;
 use crate::device::Device;
-use crate::notifier::Notifier;
-use crate::session::SessionEvents;
-use block::{BatchEnd, Completion, Disk, DiskQueue, IoErrorKind, IoResult, Op, Poller, ReactorCtx, Result, Tag};
-use memory::GuestMemory;
+use crate::transport::Transport;
+use block::{BatchEnd, Completion, DiskQueue, IoErrorKind, IoResult, Op, Poller, ReactorCtx, Result, Tag};
 use std::any::Any;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
-use virtio::blk::{RangeSegment, Status};
-use virtio::ring_access::{RingAddresses, SplitAreas};
+use virtio::blk::{RangeSegment, SECTOR_SHIFT, Status};
+use virtio::ring_access::SplitAreas;
 use virtio::{BlkQueue, DeviceRing, FaultReason, Request, RingFault, RingFeatures, SplitDeviceRing};
 
-/// Most requests that one ring takes in a turn, so that the rings of a reactor share it fairly.
+/// Most requests that one queue takes in a turn, so that the queues of a reactor share it fairly.
 const BATCH: usize = 128;
 
 /// Of more than this a turn takes half: the guest goes on with that half while the other is served, instead of taking
 /// turns with us.
 const WHOLE_BATCH: usize = 16;
 
-/// Bytes of data after which a ring takes no further request in a turn: data that is at hand is copied on the reactor's
-/// thread, while the other rings wait for it, and the guest for the first of it. Long requests come one by one.
+/// Bytes of data after which a queue takes no further request in a turn: data that is at hand is copied on the reactor's
+/// thread, while the other queues wait for it, and the guest for the first of it. Long requests come one by one.
 const BATCH_BYTES: usize = 128 << 10;
 
 /// So long is a batch for a disk that completes at once: a driver that looks by itself goes on with it while the next is
 /// served, instead of taking turns with us.
 const STEP: usize = 16;
 
-/// Everything that a ring needs to begin, gathered on the session's thread.
-pub(crate) struct RingSetup {
-    pub(crate) index: u16,
-    pub(crate) device: Arc<Device>,
-    pub(crate) disk: Arc<dyn Disk>,
-    pub(crate) memory: Arc<GuestMemory>,
-    pub(crate) addresses: RingAddresses,
-    pub(crate) size: u16,
-    pub(crate) features: u64,
-    pub(crate) next_available: u16,
-    pub(crate) kick: Option<OwnedFd>,
-    pub(crate) call: Option<OwnedFd>,
-    pub(crate) err: Option<OwnedFd>,
-    pub(crate) events: Arc<SessionEvents>,
-    pub(crate) counters: Arc<RingCounters>,
-    pub(crate) fixed_buffers: bool,
+/// Everything that a queue needs to begin.
+#[derive(Debug)]
+pub struct QueueSetup<T> {
+    /// Its device.
+    pub device: Arc<Device>,
+    /// Which of the device's queues it is, from zero.
+    pub index: u16,
+    /// The ring, and with it the guest's memory.
+    pub areas: SplitAreas,
+    /// The features that the driver chose.
+    pub features: u64,
+    /// The entry of the available ring to begin with: zero for a new ring, [`StoppedQueue::next_available`] for one that
+    /// goes on.
+    pub next_available: u16,
+    /// Registers the guest's memory with the reactor's engines, where that pays. Its pages are pinned then.
+    pub register_memory: bool,
+    /// The way to the driver.
+    pub transport: T,
 }
 
-/// Why a ring takes nothing more, though its peer did not stop it.
+/// Why a queue takes nothing more, though nobody stopped it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Halt {
-    /// With the memory that the peer shares now it, or its next request, cannot be reached. Monitors exchange memory piece
-    /// by piece while the guest runs: after the next change the ring is tried again where it was.
+pub enum Halt {
+    /// With the guest's memory as it is, the ring or its next request cannot be reached. Monitors exchange memory piece by
+    /// piece while the guest runs: after the next change the queue can be tried again where it was.
     Unreachable,
-    /// The guest broke the ring's rules: only setting it up again helps.
+    /// The driver broke the ring's rules: only setting the queue up again helps.
     RulesBroken,
 }
 
-/// What is left of a ring that has stopped.
+/// What is left of a queue that was stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct StoppedRing {
+pub struct StoppedQueue {
     /// The next available entry that nobody has taken.
-    pub(crate) next_available: u16,
+    pub next_available: u16,
     /// It had stopped by itself before.
-    pub(crate) halt: Option<Halt>,
+    pub halt: Option<Halt>,
 }
 
 /// The operations of one request that have not ended. Only a discard or write-zeroes has more than one.
@@ -78,8 +78,8 @@ struct Pending {
     failed: Option<Status>,
 }
 
-/// A ring, polled by its reactor.
-pub(crate) struct RingPoller {
+/// A virtqueue, polled by its reactor.
+pub struct DeviceQueue<T> {
     index: u16,
     device: Arc<Device>,
     queue: BlkQueue<SplitDeviceRing>,
@@ -89,85 +89,71 @@ pub(crate) struct RingPoller {
     harvested: Vec<Completion>,
     /// Requests that ended since the used ring was published.
     ended: usize,
-    kick: Option<OwnedFd>,
-    call: Option<Notifier>,
-    err: Option<Notifier>,
     /// Requests are taken.
     taking: bool,
     halt: Option<Halt>,
     /// Told once no request is in flight.
-    on_drained: Option<SyncSender<StoppedRing>>,
-    events: Arc<SessionEvents>,
+    on_drained: Option<SyncSender<StoppedQueue>>,
+    transport: T,
     counters: Arc<RingCounters>,
-    /// Keeps the memory registered with the engines. The ring goes when nothing is in flight.
+    /// Keeps the memory registered with the engines. The queue goes when nothing is in flight.
     _registered: Option<Box<dyn Any>>,
 }
 
-impl RingPoller {
-    /// Begins on a ring; called on the reactor's thread.
-    pub(crate) fn new(ctx: &Rc<dyn ReactorCtx>, setup: RingSetup) -> Result<Self> {
-        let areas = SplitAreas::at_user_addresses(Arc::clone(&setup.memory), setup.addresses, setup.size)
-            .map_err(|error| block::Error::with_source(block::ErrorKind::Protocol, "the ring cannot be used", error))?;
-        let disk = setup.disk.open_queue(ctx)?;
-        let name = &setup.device.name;
+impl<T: Transport> DeviceQueue<T> {
+    /// Begins on a ring; called on the reactor's thread, which then polls it ([`ReactorCtx::add_poller`]).
+    pub fn new(ctx: &Rc<dyn ReactorCtx>, setup: QueueSetup<T>) -> Result<Self> {
+        let QueueSetup { device, index, areas, features, next_available, register_memory, transport } = setup;
+        let (memory, size) = (Arc::clone(areas.memory()), usize::from(areas.size()));
+        let disk = device.disk().open_queue(ctx)?;
+        let counters = device.counters(index);
         let refused = |error: &block::Error| {
-            if let Some(times) = setup.counters.unregistered.add_to_log() {
-                tracing::warn!(disk = %name, times, "fixed-buffers=on changes nothing: {error}");
+            if let Some(times) = counters.unregistered.add_to_log() {
+                tracing::warn!(disk = %device.name(), times, "fixed-buffers=on changes nothing: {error}");
             }
         };
-        let register = || ctx.register_memory(&setup.memory).inspect_err(refused).ok();
-        let registered = if setup.fixed_buffers { register() } else { None };
-        let ring = SplitDeviceRing::new(areas, RingFeatures::from_bits(setup.features), setup.next_available);
-        let mut queue = BlkQueue::new(ring, setup.memory, setup.device.limits());
+        let register = || ctx.register_memory(&memory).inspect_err(refused).ok();
+        let registered = if register_memory { register() } else { None };
+        let ring = SplitDeviceRing::new(areas, RingFeatures::from_bits(features), next_available);
+        let mut queue = BlkQueue::new(ring, memory, device.limits());
         queue.ring_mut().disable_notifications();
         Ok(Self {
-            index: setup.index,
-            device: setup.device,
+            index,
             queue,
             disk,
             batch_end: ctx.batch_end(),
-            pending: vec![Pending::default(); usize::from(setup.size)].into_boxed_slice(),
-            harvested: Vec::with_capacity(usize::from(setup.size)),
+            pending: vec![Pending::default(); size].into_boxed_slice(),
+            harvested: Vec::with_capacity(size),
             ended: 0,
-            kick: setup.kick,
-            call: setup.call.map(Notifier::new),
-            err: setup.err.map(Notifier::new),
             taking: true,
             halt: None,
             on_drained: None,
-            events: setup.events,
-            counters: setup.counters,
+            transport,
+            counters,
             _registered: registered,
+            device,
         })
     }
 
+    /// The way to the driver, to change it while the queue runs.
+    pub fn transport_mut(&mut self) -> &mut T {
+        &mut self.transport
+    }
+
     /// Takes no more requests; tells `on_drained` when those in flight have ended and are published.
-    pub(crate) fn stop(&mut self, on_drained: SyncSender<StoppedRing>) {
+    pub(crate) fn stop(&mut self, on_drained: SyncSender<StoppedQueue>) {
         self.taking = false;
         self.on_drained = Some(on_drained);
         self.tell_if_drained();
-    }
-
-    /// The peer's new descriptor for notifications. It is told at once: what was told through the old one may be lost.
-    pub(crate) fn set_call(&mut self, call: Option<OwnedFd>) {
-        self.call = call.map(Notifier::new);
-        if let Some(call) = &self.call {
-            call.notify();
-        }
-    }
-
-    /// The peer's new descriptor for faults.
-    pub(crate) fn set_err(&mut self, err: Option<OwnedFd>) {
-        self.err = err.map(Notifier::new);
     }
 
     fn tell_if_drained(&mut self) {
         if self.on_drained.is_none() || self.queue.ring().in_flight() > 0 {
             return;
         }
-        let stopped = StoppedRing { next_available: self.queue.ring().next_available(), halt: self.halt };
+        let stopped = StoppedQueue { next_available: self.queue.ring().next_available(), halt: self.halt };
         if let Some(on_drained) = self.on_drained.take() {
-            // The session's thread may have gone; the ring is as stopped as before.
+            // Whoever waited may have gone; the queue is as stopped as before.
             let _ = on_drained.send(stopped);
         }
     }
@@ -205,7 +191,7 @@ impl RingPoller {
                 None => self.end(head, Status::IoErr),
             },
             Request::Write { sector, data } => match self.device.offset(sector, data.length_bytes() as u64) {
-                Some(offset) if !self.device.read_only => {
+                Some(offset) if !self.device.is_read_only() => {
                     self.submit(head, Op::Write { offset, data, fua: self.device.write_through() });
                 }
                 _ => self.end(head, Status::IoErr),
@@ -215,7 +201,7 @@ impl RingPoller {
                 self.submit(head, Op::Flush);
             }
             Request::GetId => {
-                self.queue.complete_id(head, &self.device.serial);
+                self.queue.complete_id(head, self.device.serial());
                 self.ended = self.ended.saturating_add(1);
             }
             Request::Discard => self.start_ranges(head, |offset, length, _| Op::Discard { offset, length }),
@@ -241,10 +227,10 @@ impl RingPoller {
     fn start_ranges(&mut self, head: u16, op: impl Fn(u64, u64, &RangeSegment) -> Op) {
         let (device, ranges) = (&self.device, self.queue.ranges(head));
         let place = |range: &RangeSegment| {
-            let length = u64::from(range.sector_count).wrapping_shl(virtio::blk::SECTOR_SHIFT);
+            let length = u64::from(range.sector_count).wrapping_shl(SECTOR_SHIFT);
             device.offset(range.sector, length).map(|offset| (offset, length))
         };
-        if device.read_only || ranges.iter().any(|range| place(range).is_none()) {
+        if device.is_read_only() || ranges.iter().any(|range| place(range).is_none()) {
             return self.end(head, Status::IoErr);
         }
         let mut operations: u32 = 0;
@@ -304,12 +290,9 @@ impl RingPoller {
         if self.look_for_poison() {
             return;
         }
-        match (self.queue.publish(), &self.call) {
-            (true, Some(call)) => {
-                call.notify();
-                self.counters.notifications.add(1);
-            }
-            _ => self.counters.notifications_avoided.add(1),
+        match self.queue.publish() && self.transport.notify() {
+            true => self.counters.notifications.add(1),
+            false => self.counters.notifications_avoided.add(1),
         }
     }
 
@@ -328,23 +311,21 @@ impl RingPoller {
         self.halt = Some(halt);
         if let Some(faults) = self.counters.faults.add_to_log() {
             tracing::warn!(
-                disk = %self.device.name,
+                disk = %self.device.name(),
                 queue = self.index,
                 faults,
                 "the queue stops until {until}: {fault}"
             );
         }
-        if let Some(err) = &self.err {
-            err.notify();
-        }
+        self.transport.stopped(fault);
     }
 
-    /// Whether the peer shrank its memory under us: what was read since is zeros of our own. Ends the session.
+    /// Whether somebody shrank the guest's memory under us: what was read since is zeros of our own.
     fn look_for_poison(&mut self) -> bool {
         let poisoned = self.queue.memory().is_poisoned();
         if poisoned {
             self.taking = false;
-            self.events.report_poison();
+            self.transport.memory_lost();
         }
         poisoned
     }
@@ -359,7 +340,7 @@ fn failure(result: IoResult) -> Option<Status> {
     }
 }
 
-impl Poller for RingPoller {
+impl<T: Transport> Poller for DeviceQueue<T> {
     fn poll(&mut self) -> bool {
         let mut harvested = self.harvest();
         self.publish();
@@ -388,8 +369,8 @@ impl Poller for RingPoller {
         if self.look_for_poison() {
             return false;
         }
-        // Without a descriptor to be woken by, the peer expects us to look all the time.
-        more || self.kick.is_none()
+        // Without a descriptor to be woken by, the driver expects us to look all the time.
+        more || self.transport.kick_fd().is_none()
     }
 
     fn disarm(&mut self) {
@@ -399,6 +380,6 @@ impl Poller for RingPoller {
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.kick.as_ref().map(AsFd::as_fd)
+        self.transport.kick_fd()
     }
 }

@@ -1,0 +1,376 @@
+//! A disk as virtio-blk shows it: the features on offer, the configuration space, and what a queue asks at each request.
+
+use crate::counters::{Counter, RingCounters, RingStats};
+use crate::write_cache::WriteCache;
+use block::{Disk, DiskInfo, Error, ErrorKind, Result, SECTOR_BYTES};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use virtio::RequestLimits;
+use virtio::blk::{BlkConfig, CONFIG_WRITEBACK_OFFSET, SECTOR_SHIFT, features as f};
+
+/// The largest queue that a device offers.
+pub const MAX_QUEUE_SIZE: u16 = 1024;
+
+/// The most queues that a device offers.
+pub const MAX_QUEUES: u16 = 256;
+
+/// Most ranges in a discard or write-zeroes.
+const MAX_RANGES: u32 = 16;
+
+/// Most sectors in a range: a gibibyte. Guests split what is longer.
+const MAX_RANGE_SECTORS: u32 = 1 << 21;
+
+/// Most data segments in a request. With header and status it fits a ring of 128 without indirect descriptors, the
+/// smallest that monitors choose by themselves.
+const SEG_MAX: u16 = 126;
+
+/// What a device offers of its disk.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct DeviceOptions {
+    /// For logs.
+    pub name: String,
+    /// Queues that the driver may use, 1 to [`MAX_QUEUES`].
+    pub max_queues: u16,
+    /// Entries that a queue may have: a power of two from 2 to [`MAX_QUEUE_SIZE`].
+    pub queue_size: u16,
+    /// The driver may not write, whatever the disk allows.
+    pub read_only: bool,
+}
+
+impl Default for DeviceOptions {
+    fn default() -> Self {
+        Self { name: "disk".into(), max_queues: 4, queue_size: MAX_QUEUE_SIZE, read_only: false }
+    }
+}
+
+impl DeviceOptions {
+    fn check(&self) -> Result<()> {
+        let bad = |message: String| Err(Error::new(ErrorKind::BadOption, message));
+        let size = self.queue_size;
+        if !size.is_power_of_two() || !(2..=MAX_QUEUE_SIZE).contains(&size) {
+            return bad(format!("queue_size={size}: it must be a power of two from 2 to {MAX_QUEUE_SIZE}"));
+        }
+        match (1..=MAX_QUEUES).contains(&self.max_queues) {
+            true => Ok(()),
+            false => bad(format!("max_queues={}: it must be 1 to {MAX_QUEUES}", self.max_queues)),
+        }
+    }
+}
+
+/// A virtio-blk device: what its queues and whoever configures them share. Queues read it at each request, without a lock.
+pub struct Device {
+    disk: Arc<dyn Disk>,
+    options: DeviceOptions,
+    /// What the disk was when the device was made. Only its size is followed.
+    info: DiskInfo,
+    read_only: bool,
+    capacity_sectors: AtomicU64,
+    /// Sectors in a logical block, less one.
+    block_mask: u64,
+    cache: WriteCache,
+    /// Times that the guest chose how its cache works.
+    cache_switches: Counter,
+    /// One a queue.
+    counters: Vec<Arc<RingCounters>>,
+}
+
+impl std::fmt::Debug for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Device").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Device {
+    /// A device over `disk`. Fails if the options are out of range.
+    pub fn new(disk: Arc<dyn Disk>, options: DeviceOptions) -> Result<Arc<Self>> {
+        options.check()?;
+        let info = disk.info();
+        let read_only = info.read_only || options.read_only;
+        let block_bytes = u64::from(info.logical_block_bytes.max(1).next_power_of_two()).max(SECTOR_BYTES);
+        Ok(Arc::new(Self {
+            disk,
+            read_only,
+            capacity_sectors: AtomicU64::new(info.size_bytes >> SECTOR_SHIFT),
+            block_mask: (block_bytes >> SECTOR_SHIFT).saturating_sub(1),
+            // A guest that cannot write has nothing to lose.
+            cache: WriteCache::new(info.volatile_cache && !read_only),
+            cache_switches: Counter::default(),
+            counters: (0..options.max_queues).map(|_| Arc::default()).collect(),
+            info,
+            options,
+        }))
+    }
+
+    /// Its name in logs.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.options.name
+    }
+
+    /// What it was made with.
+    #[must_use]
+    pub fn options(&self) -> &DeviceOptions {
+        &self.options
+    }
+
+    /// Whether writes are refused.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// The virtio features on offer. They never change: a guest that comes back has negotiated them already.
+    #[must_use]
+    pub fn features(&self) -> u64 {
+        let mut features = f::VERSION_1 | f::INDIRECT_DESC | f::EVENT_IDX;
+        features |= f::SEG_MAX | f::BLK_SIZE | f::TOPOLOGY | f::MQ;
+        let mut offer = |feature, on: bool| features |= if on { feature } else { 0 };
+        offer(f::RO, self.read_only);
+        // CONFIG_WCE must not be offered without FLUSH (5.2.5.2), and FLUSH says that the cache is volatile.
+        offer(f::FLUSH | f::CONFIG_WCE, self.cache.is_volatile());
+        offer(f::DISCARD, self.serves_discard());
+        offer(f::WRITE_ZEROES, self.serves_write_zeroes());
+        features
+    }
+
+    /// The driver has chosen `features` among those on offer; zero after a reset.
+    pub fn negotiated(&self, features: u64) {
+        self.cache.negotiated(features);
+    }
+
+    /// A queue begins at an entry other than the first: unless it ran here before, another program served this guest, and
+    /// may have been told things that nobody tells us. Called after [`Device::negotiated`].
+    pub fn taken_over(&self) {
+        self.cache.taken_over();
+    }
+
+    /// Queues have run here: where they go on tells nothing of other programs.
+    pub fn settle(&self) {
+        self.cache.settle();
+    }
+
+    fn serves_discard(&self) -> bool {
+        self.info.discard && !self.read_only
+    }
+
+    fn serves_write_zeroes(&self) -> bool {
+        self.info.write_zeroes && !self.read_only
+    }
+
+    /// What requests a queue serves.
+    pub(crate) fn limits(&self) -> RequestLimits {
+        RequestLimits {
+            discard: self.serves_discard(),
+            write_zeroes: self.serves_write_zeroes(),
+            max_ranges: MAX_RANGES,
+            max_range_sectors: MAX_RANGE_SECTORS,
+        }
+    }
+
+    /// The configuration space, now.
+    #[must_use]
+    pub fn config(&self) -> BlkConfig {
+        let block_bytes = self.info.logical_block_bytes.max(SECTOR_BYTES as u32);
+        let blocks = |bytes: u32| bytes.checked_div(block_bytes).unwrap_or(0);
+        let topology = self.info.topology;
+        let physical_blocks = blocks(topology.physical_block_bytes).max(1);
+        let discard_bytes = self.info.discard_granularity_bytes.max(block_bytes);
+        let mut config = BlkConfig {
+            capacity_sectors: self.capacity_sectors.load(Ordering::Relaxed),
+            seg_max: u32::from(SEG_MAX.min(self.options.queue_size.saturating_sub(2)).max(1)),
+            blk_size_bytes: block_bytes,
+            physical_block_exp: physical_blocks.ilog2().min(u32::from(u8::MAX)) as u8,
+            min_io_blocks: u16::try_from(blocks(topology.minimum_io_bytes)).unwrap_or(u16::MAX),
+            opt_io_blocks: blocks(topology.optimal_io_bytes),
+            writeback: u8::from(self.cache.is_write_back()),
+            num_queues: self.options.max_queues,
+            ..BlkConfig::default()
+        };
+        if self.serves_discard() {
+            config.max_discard_sectors = MAX_RANGE_SECTORS;
+            config.max_discard_seg = MAX_RANGES;
+            config.discard_sector_alignment = discard_bytes >> SECTOR_SHIFT;
+        }
+        if self.serves_write_zeroes() {
+            config.max_write_zeroes_sectors = MAX_RANGE_SECTORS;
+            config.max_write_zeroes_seg = MAX_RANGES;
+            config.write_zeroes_may_unmap = u8::from(self.info.discard);
+        }
+        config
+    }
+
+    /// Fills `bytes` from the configuration space at `offset`. Fields of later versions of the specification read as zero.
+    pub fn read_config(&self, offset: usize, bytes: &mut [u8]) {
+        bytes.fill(0);
+        let config = self.config().to_bytes();
+        let field = config.get(offset..).unwrap_or_default();
+        bytes.iter_mut().zip(field).for_each(|(byte, ours)| *byte = *ours);
+    }
+
+    /// The driver writes to the configuration space. It may change one field, `writeback`; what monitors write along with
+    /// it has to be what they read. Anything else is refused and changes nothing.
+    pub fn write_config(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        let mut wanted = vec![0; bytes.len()];
+        self.read_config(offset, &mut wanted);
+        let at = CONFIG_WRITEBACK_OFFSET.checked_sub(offset);
+        let write_back = at.and_then(|at| bytes.get(at)).copied();
+        if let (Some(byte), Some(ours)) = (write_back, at.and_then(|at| wanted.get_mut(at))) {
+            *ours = byte;
+        }
+        match write_back {
+            Some(byte) if byte <= 1 && self.cache.is_volatile() && wanted == bytes => {
+                self.set_write_back(byte == 1);
+                Ok(())
+            }
+            _ => {
+                let length = bytes.len();
+                let message =
+                    format!("the driver writes {length} bytes of configuration at {offset}: none is writable");
+                Err(Error::new(ErrorKind::Protocol, message))
+            }
+        }
+    }
+
+    fn set_write_back(&self, write_back: bool) {
+        self.cache.set_write_back(write_back);
+        self.disk.set_volatile_cache(write_back);
+        if let Some(times) = self.cache_switches.add_to_log() {
+            let mode = if write_back { "write-back" } else { "write-through" };
+            tracing::info!(disk = %self.name(), times, "the guest switched to {mode}");
+        }
+    }
+
+    /// Where `length_bytes` at `sector` begin on the disk, if they lie on it and on its blocks.
+    #[inline]
+    pub(crate) fn offset(&self, sector: u64, length_bytes: u64) -> Option<u64> {
+        let sectors = length_bytes >> SECTOR_SHIFT;
+        let end = sector.checked_add(sectors)?;
+        let on_blocks = (sector | sectors) & self.block_mask == 0;
+        let inside = end <= self.capacity_sectors.load(Ordering::Relaxed);
+        (on_blocks && inside).then(|| sector.wrapping_shl(SECTOR_SHIFT))
+    }
+
+    /// Whether a write has to be durable before it completes.
+    #[inline]
+    pub(crate) fn write_through(&self) -> bool {
+        self.cache.write_through()
+    }
+
+    /// The guest sends a flush.
+    #[inline]
+    pub(crate) fn guest_flushes(&self) {
+        self.cache.guest_flushes();
+    }
+
+    /// The disk has a new size; the guest reads it from the configuration space.
+    pub fn set_size(&self, size_bytes: u64) {
+        self.capacity_sectors.store(size_bytes >> SECTOR_SHIFT, Ordering::Relaxed);
+    }
+
+    pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
+        &self.disk
+    }
+
+    /// What `GET_ID` answers.
+    pub(crate) fn serial(&self) -> &str {
+        &self.info.serial
+    }
+
+    pub(crate) fn counters(&self, index: u16) -> Arc<RingCounters> {
+        self.counters.get(usize::from(index)).cloned().unwrap_or_default()
+    }
+
+    /// What each queue has done.
+    #[must_use]
+    pub fn stats(&self) -> Vec<RingStats> {
+        self.counters.iter().map(|counters| counters.snapshot()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use block::{DiskQueue, ReactorCtx, Topology};
+    use std::rc::Rc;
+
+    struct Described(DiskInfo);
+
+    impl Disk for Described {
+        fn info(&self) -> DiskInfo {
+            self.0.clone()
+        }
+
+        fn open_queue(&self, _: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+            Err(Error::new(ErrorKind::Unsupported, "no queue is opened here"))
+        }
+    }
+
+    fn info() -> DiskInfo {
+        DiskInfo {
+            size_bytes: 1 << 20,
+            logical_block_bytes: 4096,
+            topology: Topology { physical_block_bytes: 8192, minimum_io_bytes: 8192, optimal_io_bytes: 65536 },
+            read_only: false,
+            volatile_cache: true,
+            discard: true,
+            discard_granularity_bytes: 65536,
+            write_zeroes: true,
+            serial: "s".into(),
+        }
+    }
+
+    fn device(info: DiskInfo, read_only: bool) -> Arc<Device> {
+        let options = DeviceOptions { queue_size: 256, read_only, ..DeviceOptions::default() };
+        Device::new(Arc::new(Described(info)), options).unwrap()
+    }
+
+    #[test]
+    fn the_configuration_space_counts_in_the_units_of_the_specification() {
+        let config = device(info(), false).config();
+        assert_eq!((config.capacity_sectors, config.blk_size_bytes, config.num_queues), (2048, 4096, 4));
+        assert_eq!((config.physical_block_exp, config.min_io_blocks, config.opt_io_blocks), (1, 2, 16));
+        assert_eq!((config.discard_sector_alignment, config.max_discard_seg, config.writeback), (128, 16, 1));
+        assert_eq!((config.seg_max, config.write_zeroes_may_unmap), (126, 1));
+    }
+
+    #[test]
+    fn a_read_only_device_offers_no_way_to_change_its_disk() {
+        for device in [device(DiskInfo { read_only: true, ..info() }, false), device(info(), true)] {
+            let writing = f::DISCARD | f::WRITE_ZEROES | f::FLUSH | f::CONFIG_WCE;
+            assert_eq!(device.features() & (f::RO | writing), f::RO);
+            assert_eq!(device.config().max_discard_seg, 0);
+            assert!(!device.limits().discard && !device.limits().write_zeroes);
+            device.negotiated(device.features());
+            assert!(device.write_config(CONFIG_WRITEBACK_OFFSET, &[0]).is_err());
+        }
+    }
+
+    #[test]
+    fn a_disk_whose_writes_are_durable_offers_no_cache() {
+        let device = device(DiskInfo { volatile_cache: false, ..info() }, false);
+        assert_eq!(device.features() & (f::FLUSH | f::CONFIG_WCE), 0);
+    }
+
+    #[test]
+    fn any_part_of_the_configuration_can_be_read_and_what_lies_behind_it_is_zero() {
+        let device = device(info(), false);
+        let mut bytes = [0xff; 4];
+        device.read_config(20, &mut bytes);
+        assert_eq!(u32::from_le_bytes(bytes), 4096);
+        device.read_config(usize::MAX, &mut bytes);
+        assert_eq!(bytes, [0; 4]);
+    }
+
+    #[test]
+    fn ranges_off_the_disk_or_its_blocks_have_no_offset() {
+        let device = device(info(), false);
+        assert_eq!(device.offset(8, 4096), Some(4096));
+        assert_eq!(device.offset(2040, 4096), Some(2040 * 512));
+        for (sector, length) in [(2048, 4096), (2040, 8192), (u64::MAX, 4096), (!7, 4096), (1, 4096), (8, 512)] {
+            assert_eq!(device.offset(sector, length), None, "{sector}+{length}");
+        }
+        device.set_size(2 << 20);
+        assert_eq!(device.offset(2048, 4096), Some(1 << 20));
+    }
+}

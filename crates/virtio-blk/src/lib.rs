@@ -1,0 +1,32 @@
+//! A virtio-blk device over a [`block::Disk`], for any transport: a monitor that has its guest's memory and its rings
+//! serves a disk with this crate alone; `export-vhost-user` puts a socket before it.
+//!
+//! A request enters here: `ring (pop a batch) -> parse -> disk queue (submit)`, and leaves here: `harvest -> used ring ->
+//! at most one notification a batch`.
+//!
+//! * [`Device`]: a disk as its guest sees it: features, configuration space, cache type. Its queues share it.
+//! * [`DeviceQueue`]: one virtqueue on one reactor, the data path.
+//! * [`Transport`]: what a queue needs of whoever connects it with its driver.
+//! * [`RunningQueue`]: starts, changes and stops a queue from another thread than its reactor's.
+//!
+//! `examples/monitor.rs` is the shortest use of all four.
+
+#![forbid(unsafe_code)]
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+#![cfg_attr(
+    test,
+    allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
+)]
+
+mod counters;
+mod device;
+mod queue;
+mod running;
+mod transport;
+mod write_cache;
+
+pub use counters::{Counter, RingStats};
+pub use device::{Device, DeviceOptions, MAX_QUEUE_SIZE, MAX_QUEUES};
+pub use queue::{DeviceQueue, Halt, QueueSetup, StoppedQueue};
+pub use running::{RunningQueue, StoppingQueue};
+pub use transport::Transport;

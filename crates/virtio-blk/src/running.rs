@@ -1,0 +1,103 @@
+//! How another thread starts, changes and stops a queue that lives on a reactor's thread.
+//!
+//! Queues stay on their thread; others know them by a key, which jobs on that thread look up.
+
+use crate::queue::{DeviceQueue, QueueSetup, StoppedQueue};
+use crate::transport::Transport;
+use block::{Poller, PollerId, ReactorCtx, ReactorHandle, Result, run_and_wait};
+use std::any::Any;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::marker::PhantomData;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, sync_channel};
+
+/// The reactor keeps the queue: it goes when its reactor does.
+type WeakQueue<T> = Weak<RefCell<DeviceQueue<T>>>;
+
+struct Entry {
+    /// A [`WeakQueue`].
+    queue: Box<dyn Any>,
+    id: PollerId,
+}
+
+thread_local! {
+    /// The queues of this reactor's thread.
+    static QUEUES: RefCell<HashMap<u64, Entry>> = RefCell::default();
+}
+
+static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
+
+/// A queue that runs on a reactor. Dropping it leaves the queue running until its reactor ends.
+pub struct RunningQueue<T> {
+    reactor: Arc<dyn ReactorHandle>,
+    key: u64,
+    transport: PhantomData<fn() -> T>,
+}
+
+impl<T: Transport> RunningQueue<T> {
+    /// Starts a queue on `reactor` and waits until it is there. Not to be called on the reactor's own thread.
+    pub fn start(reactor: &Arc<dyn ReactorHandle>, setup: QueueSetup<T>) -> Result<Self> {
+        let key = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
+        run_and_wait(reactor.as_ref(), move |ctx| add(ctx, key, setup))??;
+        Ok(Self { reactor: Arc::clone(reactor), key, transport: PhantomData })
+    }
+
+    /// Changes the way to the driver, between two turns, and waits until that is done.
+    pub fn change_transport(&self, change: impl FnOnce(&mut T) + Send + 'static) {
+        let key = self.key;
+        // A reactor that has ended has no queue to change.
+        let _ = run_and_wait(self.reactor.as_ref(), move |_| with::<T>(key, |queue| change(queue.transport_mut())));
+    }
+
+    /// Begins to stop: no request is taken any more. Several queues begin, then each is waited for.
+    pub fn begin_stop(self) -> StoppingQueue<T> {
+        let (sender, drained) = sync_channel(1);
+        let key = self.key;
+        // A reactor that has ended has no queue to stop.
+        let _ = self.reactor.run(Box::new(move |_| with::<T>(key, |queue| queue.stop(sender))));
+        StoppingQueue { queue: self, drained }
+    }
+}
+
+/// A queue whose requests in flight are waited for.
+pub struct StoppingQueue<T> {
+    queue: RunningQueue<T>,
+    drained: Receiver<StoppedQueue>,
+}
+
+impl<T: Transport> StoppingQueue<T> {
+    /// Waits until no request is in flight, and takes the queue off its reactor: it touches the guest's memory no more.
+    /// `None` if the reactor ended before.
+    pub fn wait(self) -> Option<StoppedQueue> {
+        let stopped = self.drained.recv().ok();
+        let key = self.queue.key;
+        let _ = run_and_wait(self.queue.reactor.as_ref(), move |ctx| remove(ctx, key));
+        stopped
+    }
+}
+
+fn add<T: Transport>(ctx: &Rc<dyn ReactorCtx>, key: u64, setup: QueueSetup<T>) -> Result<()> {
+    let queue = Rc::new(RefCell::new(DeviceQueue::new(ctx, setup)?));
+    let id = ctx.add_poller(Rc::clone(&queue) as Rc<RefCell<dyn Poller>>)?;
+    let queue: WeakQueue<T> = Rc::downgrade(&queue);
+    QUEUES.with_borrow_mut(|queues| queues.insert(key, Entry { queue: Box::new(queue), id }));
+    Ok(())
+}
+
+fn with<T: Transport>(key: u64, change: impl FnOnce(&mut DeviceQueue<T>)) {
+    let find = |entry: &Entry| entry.queue.downcast_ref::<WeakQueue<T>>().and_then(Weak::upgrade);
+    let queue = QUEUES.with_borrow(|queues| queues.get(&key).and_then(find));
+    if let Some(queue) = queue {
+        change(&mut queue.borrow_mut());
+    }
+}
+
+fn remove(ctx: &Rc<dyn ReactorCtx>, key: u64) {
+    let entry = QUEUES.with_borrow_mut(|queues| queues.remove(&key));
+    if let Some(entry) = entry {
+        ctx.remove_poller(entry.id);
+    }
+}

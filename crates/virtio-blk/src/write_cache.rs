@@ -1,0 +1,168 @@
+//! Whether the guest's completed writes may still be lost: its cache type, write-back or write-through.
+//!
+//! It belongs to one device. Another device over the same disk has its own, and neither changes the other's.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use virtio::blk::features as f;
+
+/// One device's cache type, and what its guest said of it.
+#[derive(Debug)]
+pub(crate) struct WriteCache {
+    /// Completed writes may be lost without a flush. If not, every write is durable anyhow.
+    volatile: bool,
+    /// The features that the driver chose.
+    acked: AtomicU64,
+    /// What the `writeback` byte shows: true is write-back.
+    write_back: AtomicBool,
+    /// The byte that the guest wrote last. It outlives resets: monitors (QEMU) show later drivers that byte from a copy of
+    /// their own, which a reset does not change.
+    last_word: AtomicBool,
+    /// The guest was there before this program, and has not yet told by a flush or by the byte how it uses the cache.
+    unknown_guest: AtomicBool,
+    /// Queues ran, so that the guest cannot be an older one that comes back.
+    settled: AtomicBool,
+    /// Each write has to be durable before it completes.
+    write_through: AtomicBool,
+}
+
+impl WriteCache {
+    pub(crate) fn new(volatile: bool) -> Self {
+        Self {
+            volatile,
+            acked: AtomicU64::new(0),
+            write_back: AtomicBool::new(volatile),
+            last_word: AtomicBool::new(volatile),
+            unknown_guest: AtomicBool::new(false),
+            settled: AtomicBool::new(false),
+            write_through: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether there is anything to flush, and a choice to offer.
+    pub(crate) fn is_volatile(&self) -> bool {
+        self.volatile
+    }
+
+    /// What the `writeback` byte shows.
+    pub(crate) fn is_write_back(&self) -> bool {
+        self.write_back.load(Ordering::Relaxed)
+    }
+
+    /// Whether a write has to be durable before it completes.
+    #[inline]
+    pub(crate) fn write_through(&self) -> bool {
+        self.write_through.load(Ordering::Relaxed) || self.unknown_guest.load(Ordering::Relaxed)
+    }
+
+    /// What the guest writes to the `writeback` byte.
+    pub(crate) fn set_write_back(&self, write_back: bool) {
+        self.write_back.store(write_back, Ordering::Relaxed);
+        self.last_word.store(write_back, Ordering::Relaxed);
+        self.guest_is_known();
+        self.apply();
+    }
+
+    /// What was negotiated just now decides how the cache begins (it may begin either way, 5.2.5): as the guest left it,
+    /// but a guest that could choose and cannot flush begins with write-through (5.2.5.2).
+    pub(crate) fn negotiated(&self, acked: u64) {
+        self.acked.store(acked, Ordering::Relaxed);
+        let cannot_flush = acked & (f::CONFIG_WCE | f::FLUSH) == f::CONFIG_WCE;
+        self.write_back.store(!cannot_flush && self.last_word.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.apply();
+    }
+
+    /// A queue goes on where this program never was: another one served this guest before, and may have been told to write
+    /// through. Monitors do not tell it again, so writes are durable until the guest shows what it expects.
+    pub(crate) fn taken_over(&self) {
+        let may_choose = self.acked.load(Ordering::Relaxed) & f::CONFIG_WCE != 0;
+        if may_choose && self.volatile && !self.settled.load(Ordering::Relaxed) {
+            self.unknown_guest.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// From here on queues go on where we left them.
+    pub(crate) fn settle(&self) {
+        self.settled.store(true, Ordering::Relaxed);
+    }
+
+    /// The guest flushes: it takes the cache for write-back, or has none that it would rely on.
+    #[inline]
+    pub(crate) fn guest_flushes(&self) {
+        if self.unknown_guest.load(Ordering::Relaxed) {
+            self.guest_is_known();
+        }
+    }
+
+    fn guest_is_known(&self) {
+        self.settle();
+        self.unknown_guest.store(false, Ordering::Relaxed);
+    }
+
+    /// Decides whether writes are durable one by one, from what was negotiated: a guest with CONFIG_WCE says so in the
+    /// configuration space; one with FLUSH alone flushes itself; one with neither cannot flush (5.2.6.2).
+    fn apply(&self) {
+        let acked = self.acked.load(Ordering::Relaxed);
+        let write_back = match acked & f::CONFIG_WCE != 0 {
+            true => self.is_write_back(),
+            false => acked & f::FLUSH != 0,
+        };
+        self.write_through.store(self.volatile && !write_back, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BOTH: u64 = f::FLUSH | f::CONFIG_WCE;
+
+    #[test]
+    fn a_guest_that_cannot_flush_gets_durable_writes() {
+        let cache = WriteCache::new(true);
+        let through = |acked| {
+            cache.negotiated(acked);
+            cache.write_through()
+        };
+        assert!(through(f::VERSION_1));
+        assert!(!through(f::FLUSH));
+        assert!(!through(BOTH));
+        cache.set_write_back(false);
+        assert!(cache.write_through());
+        assert!(through(BOTH), "it holds also for the next driver");
+        assert!(!through(f::FLUSH), "without CONFIG_WCE the byte says nothing");
+        cache.set_write_back(true);
+        assert!(!through(BOTH));
+        assert!(through(f::CONFIG_WCE) && !cache.is_write_back(), "it could choose, but not flush");
+        assert!(!through(BOTH) && cache.is_write_back(), "the next driver can");
+        let durable = WriteCache::new(false);
+        durable.negotiated(0);
+        assert!(!durable.write_through());
+    }
+
+    #[test]
+    fn a_guest_from_before_gets_durable_writes_until_it_shows_what_it_expects() {
+        let taken_over = |acked| {
+            let cache = WriteCache::new(true);
+            cache.negotiated(acked);
+            cache.taken_over();
+            cache
+        };
+        assert!(taken_over(BOTH).write_through());
+        assert!(!taken_over(f::FLUSH).write_through(), "it could not choose, and flushes");
+        let flushed = taken_over(BOTH);
+        flushed.guest_flushes();
+        flushed.taken_over();
+        assert!(!flushed.write_through());
+        let told = taken_over(BOTH);
+        told.set_write_back(true);
+        assert!(!told.write_through());
+        told.set_write_back(false);
+        told.guest_flushes();
+        assert!(told.write_through(), "what it said holds, whatever it sends");
+        let stopped = WriteCache::new(true);
+        stopped.negotiated(BOTH);
+        stopped.settle();
+        stopped.taken_over();
+        assert!(!stopped.write_through(), "the queue was ours");
+    }
+}
