@@ -1,9 +1,11 @@
 //! Writing compressed clusters: for jobs that fill an image, off the path of requests.
 
 use crate::chain::image::{Chain, Image};
-use crate::chain::layer::Mapping;
-use block::{Error, ErrorKind, FileOp, FileQueue, IoError, IoResult, MetaIo, Participant, ReactorCtx, Result, Ticket};
-use format_qcow2::{Compressor, PackedCluster, Qcow2};
+use crate::chain::mapping::Mapping;
+use block::{
+    Epochs, Error, ErrorKind, FileOp, FileQueue, IoError, IoResult, MetaIo, Participant, ReactorCtx, Result, Ticket,
+};
+use format_qcow2::{Compressor, PackedCluster};
 use memory::Window;
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -23,9 +25,9 @@ impl Image {
     pub fn compressed_writer(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<CompressedWriter> {
         let chain = Arc::clone(&self.chain);
         let top = chain.layers.first().ok_or_else(unsupported)?;
-        let Mapping::Qcow2(qcow2) = &top.mapping else { return Err(unsupported()) };
+        let epochs = top.mapping.epochs().filter(|_| top.mapping.can_compress()).ok_or_else(unsupported)?;
         let (file, meta) = top.open_queues(ctx)?;
-        let participant = Rc::new(RefCell::new(qcow2.epochs().join()));
+        let participant = Rc::new(RefCell::new(epochs.join()));
         Ok(CompressedWriter { chain, file, meta, participant })
     }
 }
@@ -42,8 +44,8 @@ pub(crate) struct Begun {
 
 impl Begun {
     /// From now until it is dropped.
-    pub(crate) fn now(participant: &Rc<RefCell<Participant>>, qcow2: &Qcow2) -> Self {
-        let ticket = participant.borrow_mut().begin(qcow2.epochs());
+    pub(crate) fn now(participant: &Rc<RefCell<Participant>>, epochs: &Epochs) -> Self {
+        let ticket = participant.borrow_mut().begin(epochs);
         Self { participant: Rc::clone(participant), ticket }
     }
 }
@@ -55,24 +57,21 @@ impl Drop for Begun {
 }
 
 impl CompressedWriter {
-    fn qcow2(&self) -> Option<&Qcow2> {
-        match &self.chain.layers.first()?.mapping {
-            Mapping::Qcow2(qcow2) => Some(qcow2),
-            Mapping::Raw(_) => None,
-        }
+    fn mapping(&self) -> Option<&Mapping> {
+        self.chain.layers.first().map(|top| &top.mapping)
     }
 
     /// Compresses as the image wants it. Each task has its own.
     pub fn compressor(&self) -> Result<Compressor> {
-        self.qcow2().ok_or_else(unsupported)?.compressor()
+        self.mapping().and_then(Mapping::compressor).ok_or_else(unsupported)?
     }
 
     /// Writes clusters whose compressed bytes lie one behind the other in `data`. Nobody else may write these clusters of
     /// the disk meanwhile.
     pub async fn write(&self, clusters: &[PackedCluster], data: &Window) -> IoResult {
-        let qcow2 = self.qcow2().ok_or(IoError::EIO)?;
-        let begun = Rc::new(Begun::now(&self.participant, qcow2));
-        let allocation = qcow2.prepare_compressed(&self.meta, clusters).await?;
+        let mapping = self.mapping().ok_or(IoError::EIO)?;
+        let begun = Rc::new(Begun::now(&self.participant, mapping.epochs().ok_or(IoError::EIO)?));
+        let allocation = mapping.prepare_compressed(&self.meta, clusters).await?;
         let mut started = Vec::new();
         let (mut skip, mut length) = (0usize, 0usize);
         let mut places = clusters.iter().zip(&allocation.file_offsets).peekable();
@@ -94,6 +93,6 @@ impl CompressedWriter {
             result = result.and(write.await);
         }
         result?;
-        qcow2.commit_compressed(&self.meta, allocation).await
+        mapping.commit_compressed(&self.meta, allocation).await
     }
 }

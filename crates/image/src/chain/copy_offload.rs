@@ -3,11 +3,8 @@
 
 use crate::chain::compressed_writer::Begun;
 use crate::chain::image::{Chain, Image};
-use crate::chain::layer::Mapping;
-use block::{
-    CopyRange, Error, ErrorKind, Extent, File, FileQueue, IoError, IoResult, MetaIo, Participant, ReactorCtx, Result,
-};
-use format_qcow2::{Fill, Prepared, Qcow2};
+use crate::chain::mapping::{Fill, Mapping, Prepared};
+use block::{CopyRange, Error, ErrorKind, Extent, File, FileQueue, IoResult, MetaIo, Participant, ReactorCtx, Result};
 use std::any::Any;
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -47,10 +44,7 @@ impl Image {
         let target = Arc::clone(&self.chain);
         let top = target.top().map_err(|error| Error::with_source(ErrorKind::Io, "an image without layers", error))?;
         let (file, meta) = top.open_queues(ctx)?;
-        let participant = match &top.mapping {
-            Mapping::Raw(_) => None,
-            Mapping::Qcow2(qcow2) => Some(Rc::new(RefCell::new(qcow2.epochs().join()))),
-        };
+        let participant = top.mapping.epochs().map(|epochs| Rc::new(RefCell::new(epochs.join())));
         Ok(CopyOffload { source: Arc::clone(&source.chain), source_metas, target, file, meta, participant })
     }
 }
@@ -86,20 +80,20 @@ impl CopyOffload {
 
     /// Copies the start of what was found; returns how much.
     async fn copy_extent(&self, found: Found<'_>, to: u64) -> IoResult<u64> {
-        match (&self.target.top()?.mapping, &self.participant) {
-            (Mapping::Raw(raw), _) if raw.needs_padding(to.saturating_add(found.length_bytes)) => Ok(0),
-            (Mapping::Qcow2(qcow2), Some(participant)) => {
-                // Should this task be dropped, the space stays taken until the copy has ended.
-                let begun = Rc::new(Begun::now(participant, qcow2));
-                self.copy_to_clusters(qcow2, found, to, begun).await
-            }
-            (Mapping::Raw(_), _) => self.start(&found, to, found.length_bytes, Rc::new(())).await,
-            (Mapping::Qcow2(_), None) => Err(IoError::EIO),
+        let mapping = &self.target.top()?.mapping;
+        if mapping.needs_padding(to.saturating_add(found.length_bytes)) {
+            return Ok(0);
         }
+        // Should this task be dropped, the space stays taken until the copy has ended.
+        let begun: Rc<dyn Any> = match (&self.participant, mapping.epochs()) {
+            (Some(participant), Some(epochs)) => Rc::new(Begun::now(participant, epochs)),
+            _ => Rc::new(()),
+        };
+        self.copy_to_space(mapping, found, to, begun).await
     }
 
-    async fn copy_to_clusters(&self, qcow2: &Qcow2, found: Found<'_>, to: u64, begun: Rc<Begun>) -> IoResult<u64> {
-        match qcow2.prepare_write(&self.meta, to, found.length_bytes).await? {
+    async fn copy_to_space(&self, mapping: &Mapping, found: Found<'_>, to: u64, begun: Rc<dyn Any>) -> IoResult<u64> {
+        match mapping.prepare_write(&self.meta, to, found.length_bytes).await? {
             Prepared::InPlace { offset, length_bytes } => {
                 self.start(&found, offset, length_bytes.min(found.length_bytes), begun).await
             }
@@ -113,7 +107,7 @@ impl CopyOffload {
                 }
                 let offset = allocation.file_offset.saturating_add(head);
                 let copied = self.start(&found, offset, room.min(found.length_bytes), begun).await?;
-                qcow2.commit_write(&self.meta, allocation).await?;
+                mapping.commit_write(&self.meta, allocation).await?;
                 Ok(copied)
             }
         }

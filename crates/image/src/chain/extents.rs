@@ -1,7 +1,7 @@
 //! What lies where in a whole chain: for tools, off the path of requests.
 
 use crate::chain::image::{Chain, Image};
-use crate::chain::layer::{Layer, Mapping};
+use crate::chain::layer::Layer;
 use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Result, block_on};
 use std::ops::Range;
 use std::sync::Arc;
@@ -140,7 +140,7 @@ impl Extents {
             compressed: false,
             offset: None,
         };
-        if let Mapping::Raw(_) = &layer.mapping {
+        if !layer.mapping.has_tables() {
             let (hole, length_bytes) = match self.granule_bytes {
                 Some(granule_bytes) => layer.file.hole_or_granule_at(self.at, length, granule_bytes)?,
                 None => layer.file.hole_at(self.at, length)?,
@@ -153,10 +153,7 @@ impl Extents {
             Error::with_source(ErrorKind::Io, what, error)
         })?;
         let here = Run { length_bytes: mapped.length_bytes, ..nothing };
-        let empty_space = || match &layer.mapping {
-            Mapping::Qcow2(qcow2) => qcow2.empty_space(self.at, mapped.length_bytes),
-            Mapping::Raw(_) => (None, mapped.length_bytes),
-        };
+        let empty_space = || layer.mapping.empty_space(self.at, mapped.length_bytes);
         Ok(match mapped.extent {
             Extent::Backing => {
                 let (offset, length_bytes) = empty_space();
@@ -173,7 +170,7 @@ impl Extents {
 
     async fn resolve(&self, depth: usize, layer: &Layer, length: u64) -> IoResult<block::Mapped> {
         let meta = self.metas.get(depth).ok_or(IoError::EIO)?;
-        layer.resolve(meta, self.at, length).await
+        layer.mapping.resolve(meta, self.at, length).await
     }
 }
 

@@ -1,7 +1,8 @@
 //! An open image: the chain, and its control plane.
 
-use crate::chain::layer::{Layer, Mapping};
+use crate::chain::layer::Layer;
 use crate::chain::lower_map::{Known, LowerMap};
+use crate::chain::mapping::Plain;
 use crate::chain::queue::ImageQueue;
 use crate::chain::table_cache::{Hits, TableCacheStats};
 use crate::open::guess::Format;
@@ -9,7 +10,6 @@ use block::{
     Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, IoError, IoErrorKind, IoResult, Listeners,
     Mapped, MetaIo, PastEnd, ReactorCtx, Result, Topology, block_on,
 };
-use format_qcow2::Plain;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -69,7 +69,7 @@ impl Chain {
         let Some((top, inside)) = self.layers.first().and_then(|top| Some((top, walk.enter(top)?))) else {
             return Some(walk.nowhere());
         };
-        if let Some(place) = walk.take(0, top.lookup(offset, inside)?) {
+        if let Some(place) = walk.take(0, top.mapping.lookup(offset, inside)?) {
             return Some(place);
         }
         match below.lookup(offset, walk.length_bytes) {
@@ -86,8 +86,8 @@ impl Chain {
     /// what a read means behind the file's end. `None` says nothing.
     #[inline]
     pub(crate) fn lookup_data(&self, offset: u64, length_bytes: u64) -> Option<(usize, u64, PastEnd)> {
-        let found = |index: usize, place| Some((index, place, self.layers.get(index)?.past_end(place)));
-        if let Plain::Data(place) = self.layers.first()?.lookup_plain(offset, length_bytes)? {
+        let found = |index: usize, place| Some((index, place, self.layers.get(index)?.mapping.past_end(place)));
+        if let Plain::Data(place) = self.layers.first()?.mapping.lookup_plain(offset, length_bytes)? {
             return found(0, place);
         }
         if let Some(below) = &self.below {
@@ -96,7 +96,7 @@ impl Chain {
         }
         let base = self.layers.get(1)?;
         let inside = offset.saturating_add(length_bytes) <= base.size_bytes;
-        match inside.then(|| base.lookup_plain(offset, length_bytes))?? {
+        match inside.then(|| base.mapping.lookup_plain(offset, length_bytes))?? {
             Plain::Data(place) => found(1, place),
             Plain::Unallocated => None,
         }
@@ -107,7 +107,7 @@ impl Chain {
         let mut walk = Walk::new(offset, length_bytes);
         for (index, layer) in self.layers.iter().enumerate().skip(first) {
             let Some(inside) = walk.enter(layer) else { break };
-            if let Some(place) = walk.take(index, layer.lookup(offset, inside)?) {
+            if let Some(place) = walk.take(index, layer.mapping.lookup(offset, inside)?) {
                 return Some(place);
             }
         }
@@ -120,7 +120,7 @@ impl Chain {
         for (index, layer) in self.layers.iter().enumerate() {
             let Some(inside) = walk.enter(layer) else { break };
             let meta = metas.get(index).ok_or(IoError::EIO)?;
-            if let Some(place) = walk.take(index, layer.resolve(meta, offset, inside).await?) {
+            if let Some(place) = walk.take(index, layer.mapping.resolve(meta, offset, inside).await?) {
                 self.learn(index, offset);
                 return Ok(place);
             }
@@ -242,10 +242,7 @@ impl Image {
     /// The top layer's header, where that is qcow2.
     #[must_use]
     pub fn qcow2_header(&self) -> Option<&format_qcow2::Header> {
-        match &self.chain.layers.first()?.mapping {
-            Mapping::Qcow2(qcow2) => Some(qcow2.header()),
-            Mapping::Raw(_) => None,
-        }
+        self.chain.layers.first()?.mapping.header()
     }
 
     /// One line a layer: format, file and what serves it.
@@ -291,18 +288,15 @@ impl Image {
     /// For tests of the tests: leaves an ordering barrier of the top layer's format out.
     #[doc(hidden)]
     pub fn skip_barrier_for_test(&self, barrier: format_qcow2::Barrier) {
-        if let Some(Mapping::Qcow2(qcow2)) = self.chain.layers.first().map(|top| &top.mapping) {
-            qcow2.skip_barrier_for_test(barrier);
+        if let Some(top) = self.chain.layers.first() {
+            top.mapping.skip_barrier(barrier);
         }
     }
 
     /// For tests: the lock of the top layer's format, until what this returns is dropped.
     #[doc(hidden)]
     pub fn hold_lock_for_test(&self) -> Option<impl Drop + '_> {
-        match &self.chain.layers.first()?.mapping {
-            Mapping::Qcow2(qcow2) => Some(qcow2.hold_lock_for_test()),
-            Mapping::Raw(_) => None,
-        }
+        self.chain.layers.first()?.mapping.hold_lock()
     }
 
     /// The size of the disk that the top layer rests on; `None` where it rests on nothing.
@@ -314,34 +308,33 @@ impl Image {
     /// Whether the top layer can be emptied: it is of a format in which the layer below shows through.
     #[must_use]
     pub fn can_reveal(&self) -> bool {
-        matches!(self.chain.layers.first().map(|top| &top.mapping), Some(Mapping::Qcow2(_)))
+        self.chain.layers.first().is_some_and(|top| top.mapping.can_reveal())
     }
 
     /// Makes the top layer forget whole clusters of a range, so that what lies below shows. Blocks; not durable before
     /// the image is closed. No queue may be open.
     pub fn reveal(&self, offset: u64, length_bytes: u64) -> Result<()> {
-        let Some(Mapping::Qcow2(qcow2)) = self.chain.layers.first().map(|top| &top.mapping) else {
+        if !self.can_reveal() {
             return Err(Error::new(ErrorKind::Unsupported, "a raw image cannot be emptied"));
-        };
+        }
         let failed = |error: IoError| {
             let name = self.chain.layers.first().map(|layer| layer.path.display().to_string()).unwrap_or_default();
             Error::with_source(ErrorKind::Io, format!("cannot empty '{name}' at byte {offset}"), error)
         };
         let top = self.chain.top().map_err(failed)?;
         let io = top.open_blocking()?;
-        block_on(qcow2.reveal(&io, offset, length_bytes)).map_err(failed)
+        block_on(top.mapping.reveal(&io, offset, length_bytes)).map_err(failed)
     }
 
     /// As [`Image::close`], of an image that was made new: nothing is left behind its last cluster.
     pub fn close_new(&self) -> Result<()> {
         self.close()?;
         let Some(top) = self.chain.layers.first().filter(|_| !self.chain.read_only) else { return Ok(()) };
-        let Mapping::Qcow2(qcow2) = &top.mapping else { return Ok(()) };
         let io = top.open_blocking()?;
         let failed = |error| {
             Error::with_source(ErrorKind::Io, format!("cannot cut '{}' to its length", top.path.display()), error)
         };
-        block_on(qcow2.trim(&io)).map_err(failed)
+        block_on(top.mapping.trim(&io)).map_err(failed)
     }
 
     /// Writes what is still in memory and flushes. Call it when no queue is open any more; blocks.
@@ -355,12 +348,8 @@ impl Image {
         };
         let top = self.chain.top().map_err(|error| failed("close", error))?;
         let io = top.open_blocking()?;
-        block_on(async {
-            match &top.mapping {
-                Mapping::Raw(_) => io.flush().await.map_err(|error| failed("flush", error)),
-                Mapping::Qcow2(qcow2) => qcow2.close(&io).await.map_err(|error| failed("write the tables of", error)),
-            }
-        })
+        let what = if top.mapping.has_tables() { "write the tables of" } else { "flush" };
+        block_on(top.mapping.close(&io)).map_err(|error| failed(what, error))
     }
 }
 
@@ -382,15 +371,15 @@ impl Disk for Image {
         let Some(top) = chain.layers.first() else { return info };
         let file = top.file_info();
         info.topology.physical_block_bytes = file.offset_alignment_bytes.max(info.logical_block_bytes);
-        match &top.mapping {
-            Mapping::Raw(_) => {
+        match top.mapping.cluster_bytes() {
+            None => {
                 info.discard = writable && file.can_discard;
                 info.discard_granularity_bytes = file.offset_alignment_bytes.max(info.logical_block_bytes);
             }
-            Mapping::Qcow2(qcow2) => {
+            Some(cluster_bytes) => {
                 info.discard = writable;
-                info.discard_granularity_bytes = 1u32.checked_shl(qcow2.header().cluster_bits).unwrap_or(0);
-                info.topology.optimal_io_bytes = info.discard_granularity_bytes;
+                info.discard_granularity_bytes = cluster_bytes;
+                info.topology.optimal_io_bytes = cluster_bytes;
             }
         }
         info
@@ -401,9 +390,9 @@ impl Disk for Image {
     }
 
     fn set_volatile_cache(&self, volatile: bool) {
-        if let (false, Some(Mapping::Qcow2(qcow2))) = (volatile, self.chain.layers.first().map(|top| &top.mapping)) {
+        if let (false, Some(top)) = (volatile, self.chain.layers.first()) {
             // The next durable write takes along what the guest has not flushed.
-            qcow2.flush_with_next_write();
+            top.mapping.flush_with_next_write();
         }
         if self.chain.volatile_cache.swap(volatile, Ordering::AcqRel) != volatile {
             self.listeners.notify(|| self.info());

@@ -1,18 +1,11 @@
-//! One layer of a chain: a file in a format. Dispatch by enum, so that the fast path has no virtual call here.
+//! One layer of a chain: a file, and where its guest's bytes lie in it.
 
+use super::mapping::Mapping;
 use crate::open::guess::Format;
-use block::{File, FileInfo, FileQueue, IoResult, Mapped, MetaIo, ReactorCtx, Result};
-use format_qcow2::{Overwrite, Plain, Qcow2};
-use format_raw::Raw;
+use block::{File, FileInfo, FileQueue, MetaIo, ReactorCtx, Result};
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
-
-/// The mapping of a layer.
-pub(crate) enum Mapping {
-    Raw(Raw),
-    Qcow2(Qcow2),
-}
 
 /// The file in which a layer keeps its guest's data, where that is another than its tables'.
 pub(crate) struct DataFile {
@@ -39,10 +32,7 @@ pub(crate) struct Layer {
 
 impl Layer {
     pub(crate) fn format(&self) -> Format {
-        match &self.mapping {
-            Mapping::Raw(_) => Format::Raw,
-            Mapping::Qcow2(_) => Format::Qcow2,
-        }
+        self.mapping.format()
     }
 
     /// The file in which the guest's data lie.
@@ -70,63 +60,6 @@ impl Layer {
         match &self.data {
             Some(data) => Ok(meta.with_data(data.file.open_blocking()?)),
             None => Ok(meta),
-        }
-    }
-
-    /// Where the first part of the range lies; `None` if that takes a read. The range lies inside the layer.
-    #[inline]
-    pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Option<Mapped> {
-        match &self.mapping {
-            Mapping::Raw(raw) => Some(raw.lookup(offset, length_bytes)),
-            Mapping::Qcow2(qcow2) => qcow2.lookup(offset, length_bytes),
-        }
-    }
-
-    /// The answer that most lookups get, in few steps. `None` says nothing, ask [`Layer::lookup`].
-    #[inline]
-    pub(crate) fn lookup_plain(&self, offset: u64, length_bytes: u64) -> Option<Plain> {
-        match &self.mapping {
-            Mapping::Raw(raw) => raw.is_in_one_piece(offset, length_bytes).then_some(Plain::Data(offset)),
-            Mapping::Qcow2(qcow2) => qcow2.lookup_plain(offset, length_bytes),
-        }
-    }
-
-    /// The answer that most writes get, in few steps: where all of the range may be overwritten in one piece; it is noted
-    /// as written. `None` says nothing.
-    #[inline]
-    pub(crate) fn begin_overwrite(&self, offset: u64, length_bytes: u64) -> Option<u64> {
-        match &self.mapping {
-            Mapping::Raw(raw) => {
-                let quick = length_bytes > 0 && !raw.needs_padding(offset.saturating_add(length_bytes));
-                quick.then_some(offset)
-            }
-            Mapping::Qcow2(qcow2) => qcow2.begin_overwrite(offset, length_bytes),
-        }
-    }
-
-    /// Whether what was looked up before this call is durably where it was found.
-    #[inline]
-    pub(crate) fn is_mapping_durable(&self) -> bool {
-        match &self.mapping {
-            Mapping::Raw(_) => true,
-            Mapping::Qcow2(qcow2) => qcow2.is_mapping_durable(),
-        }
-    }
-
-    /// As `lookup`, reading the tables that it takes.
-    pub(crate) async fn resolve(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Mapped> {
-        match &self.mapping {
-            Mapping::Raw(raw) => Ok(raw.lookup(offset, length_bytes)),
-            Mapping::Qcow2(qcow2) => qcow2.resolve(io, offset, length_bytes).await,
-        }
-    }
-
-    /// The first part of the range that may be overwritten where it lies, at once.
-    #[inline]
-    pub(crate) fn lookup_overwrite(&self, offset: u64, length_bytes: u64) -> Overwrite {
-        match &self.mapping {
-            Mapping::Raw(_) => Overwrite::InPlace { offset, length_bytes },
-            Mapping::Qcow2(qcow2) => qcow2.lookup_overwrite(offset, length_bytes),
         }
     }
 }

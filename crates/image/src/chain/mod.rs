@@ -6,6 +6,7 @@ pub(crate) mod extents;
 pub(crate) mod image;
 pub(crate) mod layer;
 mod lower_map;
+pub(crate) mod mapping;
 mod queue;
 mod slow_path;
 pub(crate) mod table_cache;

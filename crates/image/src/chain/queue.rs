@@ -5,15 +5,14 @@
 //! the same token, so the fast path allocates nothing and looks nothing up.
 
 use crate::chain::image::{Chain, Place};
-use crate::chain::layer::Mapping;
+use crate::chain::mapping::Overwrite;
 use crate::chain::slow_path::Slow;
 use crate::open::guess::{PROBE_BYTES, forms_a_header};
 use block::sync::AtomicU64;
 use block::{
     Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, MetaIo, Op,
-    Participant, PastEnd, ReactorCtx, Result, Sink, Tag, Task, Ticket,
+    Participant, ReactorCtx, Result, Sink, Tag, Task, Ticket,
 };
-use format_qcow2::Overwrite;
 use memory::{IoBuf, Window};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -72,10 +71,7 @@ impl ImageQueue {
     pub(crate) fn open(chain: &Arc<Chain>, ctx: &Rc<dyn ReactorCtx>) -> Result<Self> {
         let queues = chain.layers.iter().map(|layer| layer.open_queues(ctx)).collect::<Result<Vec<_>>>()?;
         let (files, metas) = queues.into_iter().unzip();
-        let participant = chain.layers.first().and_then(|top| match &top.mapping {
-            Mapping::Raw(_) => None,
-            Mapping::Qcow2(qcow2) => Some(qcow2.epochs().join()),
-        });
+        let participant = chain.layers.first().and_then(|top| top.mapping.epochs()).map(block::Epochs::join);
         let shared = Shared { chain: Arc::clone(chain), files, metas, sink: Sink::new() };
         Ok(Self {
             shared: Rc::new(shared),
@@ -111,8 +107,9 @@ impl ImageQueue {
     }
 
     fn take_slot(&mut self, tag: Tag) -> usize {
-        let ticket = match (&mut self.participant, self.shared.chain.layers.first().map(|top| &top.mapping)) {
-            (Some(participant), Some(Mapping::Qcow2(qcow2))) => Some(participant.begin(qcow2.epochs())),
+        let epochs = self.shared.chain.layers.first().and_then(|top| top.mapping.epochs());
+        let ticket = match (&mut self.participant, epochs) {
+            (Some(participant), Some(epochs)) => Some(participant.begin(epochs)),
             _ => None,
         };
         let slot = Slot { tag, pending: 1, result: Ok(()), ticket };
@@ -203,9 +200,9 @@ impl ImageQueue {
                 // The long way looks after tables that are not durable yet, and after what a guessed format must not get.
                 let place = match chain.guessed_raw {
                     true => None,
-                    false => top.begin_overwrite(offset, data.length_bytes() as u64),
+                    false => top.mapping.begin_overwrite(offset, data.length_bytes() as u64),
                 };
-                match place.filter(|_| !fua || top.is_mapping_durable()) {
+                match place.filter(|_| !fua || top.mapping.is_mapping_durable()) {
                     Some(offset) => {
                         self.note_hit();
                         self.push(index, 0, FileOp::Write { offset, data, fua })
@@ -240,7 +237,7 @@ impl ImageQueue {
             self.note_hit();
             match place.extent {
                 Extent::Data { offset, .. } => {
-                    let past_end = chain.layer(place.layer)?.past_end(offset);
+                    let past_end = chain.layer(place.layer)?.mapping.past_end(offset);
                     self.push(index, place.layer, FileOp::Read { offset, data: piece, past_end })?;
                 }
                 _ => piece.fill(0),
@@ -259,18 +256,18 @@ impl ImageQueue {
         };
         let data = checked.as_ref().unwrap_or(data);
         let end = offset.saturating_add(data.length_bytes() as u64);
-        if top.needs_padding(end) {
+        if top.mapping.needs_padding(end) {
             self.spawn(index, Slow::Write { offset, data: data.clone(), fua });
             return Ok(());
         }
         let mut pieces = Pieces::new(offset, data);
         let mut count = 0_usize;
         while let Some((at, left)) = pieces.rest() {
-            let place = top.lookup_overwrite(at, left);
+            let place = top.mapping.lookup_overwrite(at, left);
             let is_quick = |length_bytes| match fua {
                 false => count < MAX_PIECES,
                 // In one piece it is durable by itself, where the tables that lead there are; several share a flush.
-                true => length_bytes == data.length_bytes() as u64 && top.is_mapping_durable(),
+                true => length_bytes == data.length_bytes() as u64 && top.mapping.is_mapping_durable(),
             };
             match place {
                 Overwrite::InPlace { offset, length_bytes } if is_quick(length_bytes) => {
@@ -292,7 +289,7 @@ impl ImageQueue {
         if self.shared.chain.read_only {
             return Ok(());
         }
-        if self.shared.chain.top()?.has_tables() {
+        if self.shared.chain.top()?.mapping.has_tables() {
             self.spawn(index, Slow::Flush);
             return Ok(());
         }
@@ -306,7 +303,7 @@ impl ImageQueue {
         if length == 0 {
             return Ok(());
         }
-        if top.has_tables() {
+        if top.mapping.has_tables() {
             self.spawn(index, Slow::Discard { offset, length });
             return Ok(());
         }
@@ -322,7 +319,7 @@ impl ImageQueue {
             return Ok(());
         }
         let top = self.shared.chain.top()?;
-        if fua || top.has_tables() || top.needs_padding(offset.saturating_add(length)) {
+        if fua || top.mapping.has_tables() || top.mapping.needs_padding(offset.saturating_add(length)) {
             self.spawn(index, Slow::WriteZeroes { offset, length, may_unmap, fua });
             return Ok(());
         }
@@ -427,27 +424,6 @@ fn checked_head(offset: u64, data: &Window) -> IoResult<Option<Window>> {
     }
     let rest = data.slice(length, data.length_bytes().saturating_sub(length));
     Ok(Some(IoBuf::gather(vec![copy, rest]).whole()))
-}
-
-impl crate::chain::layer::Layer {
-    /// Whether data in this layer is found through tables that are written on their own.
-    pub(crate) fn has_tables(&self) -> bool {
-        matches!(self.mapping, Mapping::Qcow2(_))
-    }
-
-    /// What a read of data mapped to `offset` means behind the end of the file: a cluster that was allocated and never
-    /// written, or a raw file that was cut off under us.
-    pub(crate) fn past_end(&self, offset: u64) -> PastEnd {
-        match &self.mapping {
-            Mapping::Raw(raw) => raw.past_end(offset),
-            Mapping::Qcow2(_) => PastEnd::Zeros,
-        }
-    }
-
-    /// Whether the file must be made longer before something that ends at `end` is written.
-    pub(crate) fn needs_padding(&self, end: u64) -> bool {
-        matches!(&self.mapping, Mapping::Raw(raw) if raw.needs_padding(end))
-    }
 }
 
 #[cfg(test)]

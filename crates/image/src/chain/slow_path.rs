@@ -5,10 +5,9 @@
 //! gives the space back.
 
 use crate::chain::image::Place;
-use crate::chain::layer::Mapping;
+use crate::chain::mapping::{Allocation, Fill, Mapping, Overwrite, Prepared};
 use crate::chain::queue::{FILL_BYTES, Shared};
 use block::{Extent, FileOp, IoError, IoResult};
-use format_qcow2::{Allocation, Fill, Overwrite, Prepared, Qcow2};
 use memory::{IoBuf, Window};
 use std::future::poll_fn;
 use std::rc::Rc;
@@ -87,14 +86,14 @@ impl Shared {
                 Ok(())
             }
             Extent::Data { offset, .. } => {
-                let past_end = self.chain.layer(place.layer)?.past_end(offset);
+                let past_end = self.chain.layer(place.layer)?.mapping.past_end(offset);
                 let file = self.files.get(place.layer).ok_or(IoError::EIO)?;
                 file.start(FileOp::Read { offset, data, past_end }).await
             }
             Extent::Compressed(extent) => {
-                let Mapping::Qcow2(qcow2) = &self.chain.layer(place.layer)?.mapping else { return Err(IoError::EIO) };
+                let mapping = &self.chain.layer(place.layer)?.mapping;
                 let meta = self.metas.get(place.layer).ok_or(IoError::EIO)?;
-                let cluster = qcow2.read_compressed(meta, extent).await?;
+                let cluster = mapping.read_compressed(meta, extent).await?;
                 let wanted = cluster.get(extent.skip_bytes as usize..).ok_or(IoError::EIO)?;
                 match data.copy_from_slice(0, wanted) == data.length_bytes() {
                     true => Ok(()),
@@ -106,25 +105,21 @@ impl Shared {
 
     /// Writes `data` to the disk, allocating as needed; durable only after a flush.
     async fn write(&self, offset: u64, data: Window) -> IoResult<Written> {
-        let top = self.chain.top()?;
+        let mapping = &self.chain.top()?.mapping;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
-        let Mapping::Qcow2(qcow2) = &top.mapping else {
-            self.pad(offset.saturating_add(data.length_bytes() as u64)).await?;
-            self.start_write(offset, data).await?;
-            return Ok(Written::Anywhere);
-        };
+        mapping.pad(meta, offset.saturating_add(data.length_bytes() as u64)).await?;
         let (mut done, mut written) = (0usize, Written::InPlace);
         while done < data.length_bytes() {
             let rest = data.slice(done, data.length_bytes().saturating_sub(done));
             let at = offset.saturating_add(done as u64);
-            let place = match qcow2.lookup_overwrite(at, rest.length_bytes() as u64) {
+            let place = match mapping.lookup_overwrite(at, rest.length_bytes() as u64) {
                 Overwrite::InPlace { offset, length_bytes } => Prepared::InPlace { offset, length_bytes },
                 Overwrite::Slow => {
                     written = Written::Anywhere;
-                    qcow2.prepare_write(meta, at, rest.length_bytes() as u64).await?
+                    mapping.prepare_write(meta, at, rest.length_bytes() as u64).await?
                 }
             };
-            if !qcow2.is_mapping_durable() {
+            if !mapping.is_mapping_durable() {
                 written = Written::Anywhere;
             }
             let taken = match place {
@@ -134,7 +129,7 @@ impl Shared {
                     self.start_write(offset, data).await?;
                     length
                 }
-                Prepared::New(allocation) => self.write_new(qcow2, allocation, at, &rest).await?,
+                Prepared::New(allocation) => self.write_new(mapping, allocation, at, &rest).await?,
             };
             if taken == 0 {
                 return Err(IoError::EIO);
@@ -142,20 +137,6 @@ impl Shared {
             done = done.saturating_add(taken);
         }
         Ok(written)
-    }
-
-    /// Makes a raw file that ends within a sector as long as its disk before that sector is written: if the length could
-    /// be lost without the data, a power cut would tear the sector.
-    async fn pad(&self, end: u64) -> IoResult {
-        let (top, meta) = (self.chain.top()?, self.metas.first().ok_or(IoError::EIO)?);
-        if let Mapping::Raw(raw) = &top.mapping
-            && raw.needs_padding(end)
-        {
-            meta.set_length(raw.size_bytes()).await?;
-            meta.flush().await?;
-            raw.set_padded();
-        }
-        Ok(())
     }
 
     /// Writes to the top layer's file. A task that is dropped meanwhile leaves the write its place in the image's epochs
@@ -166,7 +147,7 @@ impl Shared {
     }
 
     /// Fills and publishes an allocation with the start of `data`, which belongs at `at`; returns how much of it.
-    async fn write_new(&self, qcow2: &Qcow2, allocation: Allocation, at: u64, data: &Window) -> IoResult<usize> {
+    async fn write_new(&self, mapping: &Mapping, allocation: Allocation, at: u64, data: &Window) -> IoResult<usize> {
         let head_bytes = at.checked_sub(allocation.guest_offset).ok_or(IoError::EIO)?;
         let room = allocation.length_bytes.checked_sub(head_bytes).ok_or(IoError::EIO)?;
         let length = usize::try_from(room).unwrap_or(usize::MAX).min(data.length_bytes());
@@ -186,7 +167,7 @@ impl Shared {
         };
         self.start_write(offset, data).await?;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
-        qcow2.commit_write(meta, allocation).await?;
+        mapping.commit_write(meta, allocation).await?;
         Ok(length)
     }
 
@@ -284,35 +265,20 @@ impl Shared {
             return Ok(());
         }
         let meta = self.metas.first().ok_or(IoError::EIO)?;
-        match &self.chain.top()?.mapping {
-            Mapping::Raw(_) => meta.flush().await,
-            Mapping::Qcow2(qcow2) => qcow2.flush(meta).await,
-        }
+        self.chain.top()?.mapping.flush(meta).await
     }
 
     async fn discard(&self, offset: u64, length: u64) -> IoResult {
         let meta = self.metas.first().ok_or(IoError::EIO)?;
-        match &self.chain.top()?.mapping {
-            Mapping::Raw(_) => meta.discard(offset, length).await,
-            Mapping::Qcow2(qcow2) => qcow2.discard(meta, offset, length).await,
-        }
+        self.chain.top()?.mapping.discard(meta, offset, length).await
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool) -> IoResult {
         let meta = self.metas.first().ok_or(IoError::EIO)?;
-        match &self.chain.top()?.mapping {
-            Mapping::Raw(_) => {
-                self.pad(offset.saturating_add(length)).await?;
-                meta.write_zeroes(offset, length, may_unmap).await
-            }
-            Mapping::Qcow2(qcow2) => {
-                let outcome = qcow2.write_zeroes(meta, offset, length, may_unmap).await?;
-                for range in outcome.by_writing {
-                    self.zero_by_writing(range.start, range.end).await?;
-                }
-                Ok(())
-            }
+        for range in self.chain.top()?.mapping.write_zeroes(meta, offset, length, may_unmap).await? {
+            self.zero_by_writing(range.start, range.end).await?;
         }
+        Ok(())
     }
 
     async fn zero_by_writing(&self, start: u64, end: u64) -> IoResult {

@@ -6,11 +6,10 @@
 //! two each layer has in any case.
 
 use crate::chain::image::Chain;
-use crate::chain::layer::{Layer, Mapping};
+use crate::chain::layer::Layer;
 use crate::chain::lower_map::LowerMap;
 use block::CacheStats;
 use block::sync::{AtomicU64, Mutex, Ordering, PoisonError};
-use format_qcow2::Qcow2;
 use std::sync::Arc;
 
 /// Where the user says nothing: QEMU's limit on Linux.
@@ -63,13 +62,6 @@ fn total(count: &AtomicU64) -> u64 {
     count.load(Ordering::Relaxed)
 }
 
-fn tables(layer: &Layer) -> Option<&Qcow2> {
-    match &layer.mapping {
-        Mapping::Qcow2(qcow2) => Some(qcow2),
-        Mapping::Raw(_) => None,
-    }
-}
-
 /// What each part wants, and then gets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Shares {
@@ -102,9 +94,10 @@ impl Shares {
 /// Gives each layer of a chain that is being opened its share, and makes the merged map where there is one.
 pub(crate) fn share_out(layers: &mut [Layer], size_bytes: u64, budget: Option<u64>) -> Option<LowerMap> {
     let lower = layers.get(1..).unwrap_or_default();
-    let bits = lower.iter().filter_map(tables).map(Qcow2::granule_bits).min().unwrap_or(0);
-    let merged = lower.iter().filter_map(tables).count() >= MERGED_LAYERS_MIN;
-    let wanted = |layer: &Layer| tables(layer).map_or(0, Qcow2::mapping_bytes);
+    let granules = || lower.iter().filter_map(|layer| layer.mapping.granule_bits());
+    let bits = granules().min().unwrap_or(0);
+    let merged = granules().count() >= MERGED_LAYERS_MIN;
+    let wanted = |layer: &Layer| layer.mapping.mapping_bytes();
     let shares = Shares {
         top: layers.first().map_or(0, wanted),
         map: if merged { LowerMap::wanted_bytes(size_bytes, bits) } else { 0 },
@@ -112,9 +105,7 @@ pub(crate) fn share_out(layers: &mut [Layer], size_bytes: u64, budget: Option<u6
     };
     let shares = shares.divide(budget.unwrap_or(DEFAULT_LIMIT_BYTES));
     for (layer, bytes) in layers.iter_mut().zip(std::iter::once(shares.top).chain(shares.lower)) {
-        if let Mapping::Qcow2(qcow2) = &mut layer.mapping {
-            qcow2.set_cache_bytes(bytes);
-        }
+        layer.mapping.set_cache_bytes(bytes);
     }
     merged.then(|| LowerMap::new(size_bytes, bits, shares.map))
 }
@@ -128,9 +119,8 @@ impl Chain {
             stats.limit_bytes = stats.limit_bytes.saturating_add(cache.limit_bytes);
         };
         self.below.iter().for_each(|below| add(below.stats()));
-        let qcow2 = || self.layers.iter().filter_map(tables);
-        qcow2().for_each(|qcow2| add(qcow2.cache_stats()));
-        stats.misses = qcow2().map(Qcow2::slices_read).sum();
+        self.layers.iter().filter_map(|layer| layer.mapping.cache_stats()).for_each(add);
+        stats.misses = self.layers.iter().map(|layer| layer.mapping.slices_read()).sum();
         stats
     }
 }

@@ -1,7 +1,7 @@
 //! Changes to an image that nobody uses: snapshots, another size.
 
 use crate::chain::image::Image;
-use crate::chain::layer::{Layer, Mapping};
+use crate::chain::layer::Layer;
 use crate::open::guess::Format;
 use crate::open::layers::format_of;
 use block::{Error, ErrorKind, Extent, File, IoError, IoResult, MetaIo, Result, block_on};
@@ -102,10 +102,9 @@ impl Image {
     }
 
     fn top_qcow2(&self) -> Result<(&Layer, &Qcow2)> {
-        match self.chain.layers.first() {
-            Some(top @ Layer { mapping: Mapping::Qcow2(qcow2), .. }) => Ok((top, qcow2)),
-            _ => Err(Error::new(ErrorKind::Unsupported, "only qcow2 images can be changed like this")),
-        }
+        let top = self.chain.layers.first();
+        let found = top.and_then(|top| Some((top, top.mapping.qcow2()?)));
+        found.ok_or_else(|| Error::new(ErrorKind::Unsupported, "only qcow2 images can be changed like this"))
     }
 
     fn resize_options(
@@ -146,18 +145,17 @@ impl Image {
             let part = usize::try_from(place.length_bytes.min(left)).map_err(|_| IoError::EIO)?;
             let layer = self.chain.layer(place.layer)?;
             let meta = metas.get(place.layer).ok_or(IoError::EIO)?;
-            match (place.extent, &layer.mapping) {
-                (Extent::Zero | Extent::Backing, _) => bytes.resize(bytes.len().saturating_add(part), 0),
-                (Extent::Data { offset, .. }, _) => {
+            match place.extent {
+                Extent::Zero | Extent::Backing => bytes.resize(bytes.len().saturating_add(part), 0),
+                Extent::Data { offset, .. } => {
                     let data = meta.data().map_or_else(|| meta.clone(), |data| MetaIo::new(Rc::clone(data)));
-                    bytes.extend_from_slice(&data.read(offset, part, layer.past_end(offset)).await?);
+                    bytes.extend_from_slice(&data.read(offset, part, layer.mapping.past_end(offset)).await?);
                 }
-                (Extent::Compressed(extent), Mapping::Qcow2(qcow2)) => {
-                    let cluster = qcow2.read_compressed(meta, extent).await?;
+                Extent::Compressed(extent) => {
+                    let cluster = layer.mapping.read_compressed(meta, extent).await?;
                     let skip = extent.skip_bytes as usize;
                     bytes.extend_from_slice(cluster.get(skip..skip.saturating_add(part)).ok_or(IoError::EIO)?);
                 }
-                (Extent::Compressed(_), Mapping::Raw(_)) => return Err(IoError::EIO),
             }
         }
         Ok(bytes)

@@ -1,6 +1,5 @@
 //! What an image says about itself. Opens nothing but the named file.
 
-use crate::chain::layer::Mapping;
 use crate::open::gate::Role;
 use crate::open::guess::Format;
 use crate::open::layers::{format_of, open_layer};
@@ -35,10 +34,7 @@ pub struct Description {
 pub fn inspect(path: &Path, file: &Arc<dyn File>, format: Option<Format>) -> Result<Description> {
     let (format, guessed) = format_of(path, file.as_ref(), format)?;
     let layer = open_layer(path, Arc::clone(file), format, Role::ReadOnly, None)?;
-    let qcow2 = match &layer.mapping {
-        Mapping::Raw(_) => None,
-        Mapping::Qcow2(qcow2) => Some(qcow2.header().clone()),
-    };
+    let qcow2 = layer.mapping.header().cloned();
     let backing = qcow2.as_ref().and_then(|header| Some((header.backing_file.clone()?, header.backing_format.clone())));
     let (backing_file, backing_format) = backing.unzip();
     let snapshots = match &qcow2 {

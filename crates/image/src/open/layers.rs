@@ -1,13 +1,13 @@
 //! Opening a chain: the named image, then layer after layer through the gate.
 
 use crate::chain::image::{Chain, Image};
-use crate::chain::layer::{DataFile, Layer, Mapping};
+use crate::chain::layer::{DataFile, Layer};
+use crate::chain::mapping::Mapping;
 use crate::chain::table_cache::{Hits, share_out};
 use crate::open::gate::{BackingPolicy, Gate, Opener, Role};
 use crate::open::guess::{Format, PROBE_BYTES, guess_format};
-use block::{Error, ErrorKind, File, Listeners, MetaIo, PastEnd, Result, block_on};
-use format_qcow2::{OpenOptions, Qcow2, SnapshotName};
-use format_raw::Raw;
+use block::{Error, ErrorKind, File, FileInfo, Listeners, MetaIo, PastEnd, Result, block_on};
+use format_qcow2::SnapshotName;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -82,8 +82,8 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
             let (target, name) = gate.pass(&said, "backing file", &name)?;
             next = Some((target, name, backing_format));
         }
-        if let Some(name) = data_file_of(&layer) {
-            let (target, name) = gate.pass(&said, "data file", &name)?;
+        if let Some(name) = layer.mapping.data_file() {
+            let (target, name) = gate.pass(&said, "data file", name)?;
             refuse_shared_data(&layers, &path, &target)?;
             let file = opener.open(&target, role)?;
             layer.data = Some(DataFile { path: target, said: name, file });
@@ -106,13 +106,6 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         hits: Hits::default(),
     };
     Ok(Image { chain: Arc::new(chain), listeners: Listeners::default() })
-}
-
-fn data_file_of(layer: &Layer) -> Option<String> {
-    match &layer.mapping {
-        Mapping::Qcow2(qcow2) if qcow2.header().has_data_file() => qcow2.header().data_file.clone(),
-        _ => None,
-    }
 }
 
 /// A data file holds what one guest wrote: were it also an image of the chain, its guest would write that image's tables.
@@ -172,35 +165,18 @@ pub(crate) fn open_layer(
     role: Role,
     snapshot: Option<&SnapshotName>,
 ) -> Result<Layer> {
-    let mapping = match format {
-        Format::Raw if snapshot.is_some() => {
-            let what = format!("'{}': a raw image has no snapshots", path.display());
-            return Err(Error::new(ErrorKind::BadOption, what));
-        }
-        Format::Raw => Mapping::Raw(Raw::new(file.length_bytes()?)),
-        Format::Qcow2 => {
-            let io = MetaIo::new(file.open_blocking()?);
-            let options = OpenOptions { name: path.display().to_string(), read_only: !matches!(role, Role::Writable) };
-            Mapping::Qcow2(match snapshot {
-                None => block_on(Qcow2::open(&io, file.info(), options))?,
-                Some(which) => block_on(Qcow2::open_snapshot(&io, file.info(), options, which))?,
-            })
-        }
-    };
-    let size_bytes = match &mapping {
-        Mapping::Raw(raw) => raw.size_bytes(),
-        Mapping::Qcow2(qcow2) => qcow2.size_bytes(),
-    };
+    let read_only = !matches!(role, Role::Writable);
+    let info = FileInfo { length_bytes: file.length_bytes()?, ..file.info().clone() };
+    let mapping = Mapping::open(path.display().to_string(), &*file, &info, format, read_only, snapshot)?;
+    let size_bytes = mapping.size_bytes();
     let said = path.to_owned();
     Ok(Layer { path: said.clone(), said, guessed: false, file, data: None, mapping, size_bytes })
 }
 
 /// The backing file that a layer names, and the format it gives it.
 fn backing_of(layer: &Layer) -> Result<Option<(String, Option<Format>)>> {
-    let Mapping::Qcow2(qcow2) = &layer.mapping else { return Ok(None) };
-    let header = qcow2.header();
-    let Some(name) = &header.backing_file else { return Ok(None) };
+    let Some((name, format)) = layer.mapping.backing() else { return Ok(None) };
     let in_context = |error: Error| error.in_context(format!("backing format of '{}'", layer.path.display()));
-    let format = header.backing_format.as_deref().map(str::parse).transpose().map_err(in_context)?;
-    Ok(Some((name.clone(), format)))
+    let format = format.map(str::parse).transpose().map_err(in_context)?;
+    Ok(Some((name.to_owned(), format)))
 }

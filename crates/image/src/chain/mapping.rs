@@ -1,0 +1,387 @@
+//! All that depends on a layer's format: where its guest's bytes lie, how space is made, how it becomes durable.
+//!
+//! Nothing else in this crate asks which format an open layer has. A format that is added gets a variant of [`Mapping`]
+//! and an arm in the methods below. Dispatch is a match, so that the fast path has no virtual call here.
+
+use crate::open::guess::Format;
+use block::{
+    CacheStats, CompressedExtent, Epochs, Error, ErrorKind, File, FileInfo, IoError, IoResult, Mapped, MetaIo, PastEnd,
+    Result, block_on,
+};
+use format_qcow2::{Barrier, Compressor, Header, OpenOptions, PackedAllocation, PackedCluster, Qcow2, SnapshotName};
+use format_raw::Raw;
+use memory::AlignedBuf;
+use std::ops::Range;
+
+pub(crate) use format_qcow2::{Allocation, Fill, Overwrite, Plain, Prepared};
+
+/// Where the guest's bytes of a layer lie in its file.
+pub(crate) enum Mapping {
+    Raw(Raw),
+    Qcow2(Qcow2),
+}
+
+/// Opening, and what the layer says of itself.
+impl Mapping {
+    /// Opens the mapping of the image `name` in `file`, which has the length that `info` says; blocks.
+    pub(crate) fn open(
+        name: String,
+        file: &dyn File,
+        info: &FileInfo,
+        format: Format,
+        read_only: bool,
+        snapshot: Option<&SnapshotName>,
+    ) -> Result<Self> {
+        match format {
+            Format::Raw if snapshot.is_some() => {
+                Err(Error::new(ErrorKind::BadOption, format!("'{name}': a raw image has no snapshots")))
+            }
+            Format::Raw => Ok(Self::Raw(Raw::new(info.length_bytes))),
+            Format::Qcow2 => {
+                let io = MetaIo::new(file.open_blocking()?);
+                let options = OpenOptions { name, read_only };
+                let qcow2 = match snapshot {
+                    None => block_on(Qcow2::open(&io, info, options))?,
+                    Some(which) => block_on(Qcow2::open_snapshot(&io, info, options, which))?,
+                };
+                Ok(Self::Qcow2(qcow2))
+            }
+        }
+    }
+
+    pub(crate) fn format(&self) -> Format {
+        match self {
+            Self::Raw(_) => Format::Raw,
+            Self::Qcow2(_) => Format::Qcow2,
+        }
+    }
+
+    /// The size of the layer's disk.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        match self {
+            Self::Raw(raw) => raw.size_bytes(),
+            Self::Qcow2(qcow2) => qcow2.size_bytes(),
+        }
+    }
+
+    /// The image as qcow2, for what only that format has: its header, changes while nobody uses it.
+    pub(crate) fn qcow2(&self) -> Option<&Qcow2> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => Some(qcow2),
+        }
+    }
+
+    pub(crate) fn header(&self) -> Option<&Header> {
+        self.qcow2().map(Qcow2::header)
+    }
+
+    /// The name of the file in which the guest's data lie, if that is another one.
+    pub(crate) fn data_file(&self) -> Option<&str> {
+        let header = self.header().filter(|header| header.has_data_file())?;
+        header.data_file.as_deref()
+    }
+
+    /// The name of the layer below, and its format if the image says it.
+    pub(crate) fn backing(&self) -> Option<(&str, Option<&str>)> {
+        let header = self.header()?;
+        Some((header.backing_file.as_deref()?, header.backing_format.as_deref()))
+    }
+
+    /// The unit in which space is allocated, where the format has one.
+    pub(crate) fn cluster_bytes(&self) -> Option<u32> {
+        self.header().map(|header| 1u32.checked_shl(header.cluster_bits).unwrap_or(0))
+    }
+
+    /// Whether data are found through tables that are written on their own.
+    #[inline]
+    pub(crate) fn has_tables(&self) -> bool {
+        match self {
+            Self::Raw(_) => false,
+            Self::Qcow2(_) => true,
+        }
+    }
+
+    /// Whether the layer below shows where this one says nothing, so that this one can be emptied.
+    pub(crate) fn can_reveal(&self) -> bool {
+        self.has_tables()
+    }
+
+    /// In these the queues take part, where space that is freed is used again.
+    #[inline]
+    pub(crate) fn epochs(&self) -> Option<&Epochs> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => Some(qcow2.epochs()),
+        }
+    }
+}
+
+/// Where things are.
+impl Mapping {
+    /// Where the first part of the range lies; `None` if that takes a read. The range lies inside the layer.
+    #[inline]
+    pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Option<Mapped> {
+        match self {
+            Self::Raw(raw) => Some(raw.lookup(offset, length_bytes)),
+            Self::Qcow2(qcow2) => qcow2.lookup(offset, length_bytes),
+        }
+    }
+
+    /// The answer that most lookups get, in few steps. `None` says nothing, ask [`Mapping::lookup`].
+    #[inline]
+    pub(crate) fn lookup_plain(&self, offset: u64, length_bytes: u64) -> Option<Plain> {
+        match self {
+            Self::Raw(raw) => raw.is_in_one_piece(offset, length_bytes).then_some(Plain::Data(offset)),
+            Self::Qcow2(qcow2) => qcow2.lookup_plain(offset, length_bytes),
+        }
+    }
+
+    /// As `lookup`, reading the tables that it takes.
+    pub(crate) async fn resolve(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Mapped> {
+        match self {
+            Self::Raw(raw) => Ok(raw.lookup(offset, length_bytes)),
+            Self::Qcow2(qcow2) => qcow2.resolve(io, offset, length_bytes).await,
+        }
+    }
+
+    /// What a read of data mapped to `offset` means behind the end of the file: a cluster that was allocated and never
+    /// written, or a raw file that was cut off under us.
+    #[inline]
+    pub(crate) fn past_end(&self, offset: u64) -> PastEnd {
+        match self {
+            Self::Raw(raw) => raw.past_end(offset),
+            Self::Qcow2(_) => PastEnd::Zeros,
+        }
+    }
+
+    /// For a range in which a layer with tables holds no data: the space that its first part keeps all the same, and how
+    /// long that part is.
+    pub(crate) fn empty_space(&self, offset: u64, length_bytes: u64) -> (Option<u64>, u64) {
+        match self {
+            Self::Raw(_) => (None, length_bytes),
+            Self::Qcow2(qcow2) => qcow2.empty_space(offset, length_bytes),
+        }
+    }
+
+    /// The whole cluster that `extent` lies in, decompressed.
+    pub(crate) async fn read_compressed(&self, io: &MetaIo, extent: CompressedExtent) -> IoResult<AlignedBuf> {
+        match self {
+            Self::Raw(_) => Err(IoError::EIO),
+            Self::Qcow2(qcow2) => qcow2.read_compressed(io, extent).await,
+        }
+    }
+}
+
+/// Writing.
+impl Mapping {
+    /// The answer that most writes get, in few steps: where all of the range may be overwritten in one piece; it is noted
+    /// as written. `None` says nothing.
+    #[inline]
+    pub(crate) fn begin_overwrite(&self, offset: u64, length_bytes: u64) -> Option<u64> {
+        match self {
+            Self::Raw(raw) => {
+                let quick = length_bytes > 0 && !raw.needs_padding(offset.saturating_add(length_bytes));
+                quick.then_some(offset)
+            }
+            Self::Qcow2(qcow2) => qcow2.begin_overwrite(offset, length_bytes),
+        }
+    }
+
+    /// The first part of the range that may be overwritten where it lies, at once.
+    #[inline]
+    pub(crate) fn lookup_overwrite(&self, offset: u64, length_bytes: u64) -> Overwrite {
+        match self {
+            Self::Raw(_) => Overwrite::InPlace { offset, length_bytes },
+            Self::Qcow2(qcow2) => qcow2.lookup_overwrite(offset, length_bytes),
+        }
+    }
+
+    /// Whether what was looked up before this call is durably where it was found.
+    #[inline]
+    pub(crate) fn is_mapping_durable(&self) -> bool {
+        match self {
+            Self::Raw(_) => true,
+            Self::Qcow2(qcow2) => qcow2.is_mapping_durable(),
+        }
+    }
+
+    /// Where the first part of a write goes, which is noted as written.
+    pub(crate) async fn prepare_write(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Prepared> {
+        match self {
+            Self::Raw(_) => Ok(Prepared::InPlace { offset, length_bytes }),
+            Self::Qcow2(qcow2) => qcow2.prepare_write(io, offset, length_bytes).await,
+        }
+    }
+
+    /// Publishes an allocation whose data and fillings have been written.
+    pub(crate) async fn commit_write(&self, io: &MetaIo, allocation: Allocation) -> IoResult {
+        match self {
+            Self::Raw(_) => Err(IoError::EIO),
+            Self::Qcow2(qcow2) => qcow2.commit_write(io, allocation).await,
+        }
+    }
+
+    /// Whether the file must be made longer before something that ends at `end` is written.
+    #[inline]
+    pub(crate) fn needs_padding(&self, end: u64) -> bool {
+        match self {
+            Self::Raw(raw) => raw.needs_padding(end),
+            Self::Qcow2(_) => false,
+        }
+    }
+
+    /// Makes a raw file that ends within a sector as long as its disk before that sector is written: if the length could
+    /// be lost without the data, a power cut would tear the sector.
+    pub(crate) async fn pad(&self, io: &MetaIo, end: u64) -> IoResult {
+        if let Self::Raw(raw) = self
+            && raw.needs_padding(end)
+        {
+            io.set_length(raw.size_bytes()).await?;
+            io.flush().await?;
+            raw.set_padded();
+        }
+        Ok(())
+    }
+
+    pub(crate) async fn discard(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult {
+        match self {
+            Self::Raw(_) => io.discard(offset, length_bytes).await,
+            Self::Qcow2(qcow2) => qcow2.discard(io, offset, length_bytes).await,
+        }
+    }
+
+    /// Makes a range read as zeros; returns what is left to be zeroed by ordinary writes.
+    pub(crate) async fn write_zeroes(
+        &self,
+        io: &MetaIo,
+        offset: u64,
+        length_bytes: u64,
+        may_unmap: bool,
+    ) -> IoResult<Vec<Range<u64>>> {
+        match self {
+            Self::Raw(_) => {
+                self.pad(io, offset.saturating_add(length_bytes)).await?;
+                io.write_zeroes(offset, length_bytes, may_unmap).await?;
+                Ok(Vec::new())
+            }
+            Self::Qcow2(qcow2) => Ok(qcow2.write_zeroes(io, offset, length_bytes, may_unmap).await?.by_writing),
+        }
+    }
+
+    /// Forgets whole clusters of a range, so that what lies below shows.
+    pub(crate) async fn reveal(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult {
+        match self {
+            Self::Raw(_) => Err(IoError::EIO),
+            Self::Qcow2(qcow2) => qcow2.reveal(io, offset, length_bytes).await,
+        }
+    }
+
+    pub(crate) fn can_compress(&self) -> bool {
+        self.has_tables()
+    }
+
+    /// Compresses as the image wants it; `None` where the format has no compressed clusters.
+    pub(crate) fn compressor(&self) -> Option<Result<Compressor>> {
+        self.qcow2().map(Qcow2::compressor)
+    }
+
+    /// Space for compressed clusters, invisible until [`Mapping::commit_compressed`].
+    pub(crate) async fn prepare_compressed(
+        &self,
+        io: &MetaIo,
+        clusters: &[PackedCluster],
+    ) -> IoResult<PackedAllocation> {
+        match self {
+            Self::Raw(_) => Err(IoError::EIO),
+            Self::Qcow2(qcow2) => qcow2.prepare_compressed(io, clusters).await,
+        }
+    }
+
+    pub(crate) async fn commit_compressed(&self, io: &MetaIo, allocation: PackedAllocation) -> IoResult {
+        match self {
+            Self::Raw(_) => Err(IoError::EIO),
+            Self::Qcow2(qcow2) => qcow2.commit_compressed(io, allocation).await,
+        }
+    }
+}
+
+/// Durability.
+impl Mapping {
+    /// Makes every write that completed before this call durable, with the tables that lead to it.
+    pub(crate) async fn flush(&self, io: &MetaIo) -> IoResult {
+        match self {
+            Self::Raw(_) => io.flush().await,
+            Self::Qcow2(qcow2) => qcow2.flush(io).await,
+        }
+    }
+
+    /// The next durable write takes along what was not flushed.
+    pub(crate) fn flush_with_next_write(&self) {
+        if let Self::Qcow2(qcow2) = self {
+            qcow2.flush_with_next_write();
+        }
+    }
+
+    /// Brings everything to the file, durably. No operation is in flight; the mapping stays usable.
+    pub(crate) async fn close(&self, io: &MetaIo) -> IoResult {
+        match self {
+            Self::Raw(_) => io.flush().await,
+            Self::Qcow2(qcow2) => qcow2.close(io).await,
+        }
+    }
+
+    /// Cuts space that was made in advance off a new image that is closed.
+    pub(crate) async fn trim(&self, io: &MetaIo) -> IoResult {
+        match self {
+            Self::Raw(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.trim(io).await,
+        }
+    }
+}
+
+/// The memory for tables.
+impl Mapping {
+    /// The bytes of the tables that say where data lie, for the whole disk.
+    pub(crate) fn mapping_bytes(&self) -> u64 {
+        self.qcow2().map_or(0, Qcow2::mapping_bytes)
+    }
+
+    /// The smallest part that mostly lies in one place, as a power of two, where there are tables.
+    pub(crate) fn granule_bits(&self) -> Option<u32> {
+        self.qcow2().map(Qcow2::granule_bits)
+    }
+
+    /// Bounds the memory for tables; before the mapping is used.
+    pub(crate) fn set_cache_bytes(&mut self, bytes: u64) {
+        match self {
+            Self::Raw(_) => {}
+            Self::Qcow2(qcow2) => qcow2.set_cache_bytes(bytes),
+        }
+    }
+
+    /// What the cache of tables holds and did, where there are tables.
+    pub(crate) fn cache_stats(&self) -> Option<CacheStats> {
+        self.qcow2().map(Qcow2::cache_stats)
+    }
+
+    /// How many parts of tables were read so far.
+    pub(crate) fn slices_read(&self) -> u64 {
+        self.qcow2().map_or(0, Qcow2::slices_read)
+    }
+}
+
+/// For tests of the tests.
+impl Mapping {
+    /// Leaves an ordering barrier out.
+    pub(crate) fn skip_barrier(&self, barrier: Barrier) {
+        if let Self::Qcow2(qcow2) = self {
+            qcow2.skip_barrier_for_test(barrier);
+        }
+    }
+
+    /// Holds the lock of the format, until what this returns is dropped.
+    pub(crate) fn hold_lock(&self) -> Option<impl Drop + '_> {
+        self.qcow2().map(Qcow2::hold_lock_for_test)
+    }
+}
