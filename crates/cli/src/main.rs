@@ -7,8 +7,6 @@
 mod client;
 mod commands;
 mod file_id;
-#[allow(dead_code, reason = "tests/guests.rs uses what the commands do not")]
-mod guest;
 mod image_name;
 mod logging;
 mod output;

@@ -4,11 +4,9 @@
 //! `cargo xtask ci`; by hand with `cargo test -p ringdisk --test guests -- --ignored`.
 
 mod common;
-#[path = "../src/guest/mod.rs"]
-mod guest;
 
 use common::{Server, path_str, tool_ok};
-use guest::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, verify_image};
+use guestlab::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, verify_image};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -47,7 +45,7 @@ impl Served {
                 has_begun = true;
                 eprintln!("{:6.1} s  {kind:?}: {step}", start.elapsed().as_secs_f64());
             };
-            (guest::run(&options, &mut progress), has_begun)
+            (guestlab::run(&options, &mut progress), has_begun)
         };
         // QEMU 10 was once seen to fail an assertion of its own about the MSI-X table while its guest started.
         let is_its_own = |error: &anyhow::Error| format!("{error:#}").contains("hw/pci/msix.c");

@@ -7,7 +7,6 @@ mod real;
 mod table;
 
 use crate::client;
-use crate::guest::GuestKind;
 use crate::output::{self, usage};
 use crate::progress::Bar;
 use crate::signals;
@@ -15,6 +14,7 @@ use anyhow::bail;
 use daemon::DaemonConfig;
 use drive::{DiskOptions, DriveFormat, DriveOptions, EngineOpener, open_disk, parse_size};
 use engine::{CacheMode, EngineKind};
+use guestlab::GuestKind;
 use image::{BackingPolicy, CreateOptions, Opener, Role};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use tempfile::TempDir;
 pub(crate) struct Args {
     /// A real Linux guest instead of the built-in driver.
     #[arg(long, value_enum)]
-    guest: Option<GuestKind>,
+    guest: Option<Guest>,
     /// Where the temporary files go [default: $TMPDIR, or /tmp].
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
@@ -42,6 +42,23 @@ pub(crate) struct Args {
     /// Cache mode of both sides [default: none, or writeback where the file system has no direct I/O].
     #[arg(long, value_name = "MODE")]
     cache: Option<CacheMode>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Guest {
+    /// User Mode Linux: a kernel as a process, one CPU.
+    Uml,
+    /// QEMU with a Debian kernel.
+    Qemu,
+}
+
+impl Guest {
+    fn kind(self) -> GuestKind {
+        match self {
+            Self::Uml => GuestKind::Uml,
+            Self::Qemu => GuestKind::Qemu,
+        }
+    }
 }
 
 /// Less than this leaves nothing to spread random requests over.
@@ -69,12 +86,13 @@ struct Scratch {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if let Some(kind) = args.guest {
-        crate::guest::check_tools(kind)?;
+    let guest = args.guest.map(Guest::kind);
+    if let Some(kind) = guest {
+        guestlab::check_tools(kind)?;
     }
     let plan = Plan::new(args)?;
     let bar = Bar::start("starting");
-    let done = match args.guest {
+    let done = match guest {
         None => built_in::run(&plan, &bar),
         Some(kind) => real::run(&plan, kind, &bar),
     };

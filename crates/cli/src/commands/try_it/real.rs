@@ -4,13 +4,13 @@ use super::Plan;
 use super::measure::{CELLS, Part, Side, median};
 use super::table::{self, Row};
 use crate::client;
-use crate::guest::{self, GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat};
 use crate::progress::Bar;
 use anyhow::Context;
 use block::ReactorHandle;
 use daemon::Daemon;
 use drive::{human_size, open_disk};
 use engine::ReactorThread;
+use guestlab::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat};
 use image::BackingPolicy;
 use load::Hooks;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ pub(super) fn run(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<Str
     }
     bar.say("checking the image");
     let file = plan.guest_drive.disk.file.as_deref().context("the guest's disk has no file")?;
-    guest::verify_image(file, ImageFormat::Qcow2)?;
+    guestlab::verify_image(file, ImageFormat::Qcow2)?;
     let disk = report.disks.first().context("the guest reported no disk")?;
     let rows = CELLS.into_iter().zip(before.into_iter().zip(after)).map(|(cell, (before, after))| {
         let guest = disk.measured.iter().find(|job| job.name == cell.name).map_or(0.0, |job| job.bytes_per_second);
@@ -85,7 +85,7 @@ fn served_to(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<GuestRep
     drive.export.queues = Some(options.queues as u16);
     daemon.add(&drive)?;
     bar.say("booting the guest");
-    let report = guest::run(&options, &mut |step| bar.say(step))?;
+    let report = guestlab::run(&options, &mut |step| bar.say(step))?;
     plan.check_cancelled()?;
     daemon.shutdown()?;
     Ok(report)

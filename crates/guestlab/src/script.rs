@@ -3,27 +3,27 @@
 //! It talks to the host by lines that begin with [`MARK`]; everything else on the console is for people. Words that it
 //! quotes are ours: paths without blanks, and numbers.
 
-use super::tools::GuestTools;
-use super::{GuestOptions, GuestWork};
+use crate::options::{GuestOptions, GuestWork};
+use crate::tools::GuestTools;
 use std::fmt::Write;
 
 /// Begins each line that the host reads.
-pub(super) const MARK: &str = "@ringdisk ";
+pub(crate) const MARK: &str = "@ringdisk ";
 
 /// Parameters for the guest's kernel. That a loaded host leaves it no time is no fault of the disk's, and nothing for its
 /// kernel to complain about with a trace of calls.
-pub(super) const QUIET_WATCHDOGS: [&str; 2] = ["rcupdate.rcu_cpu_stall_suppress=1", "nowatchdog"];
+pub(crate) const QUIET_WATCHDOGS: [&str; 2] = ["rcupdate.rcu_cpu_stall_suppress=1", "nowatchdog"];
 
 /// Where the guest finds things.
-pub(super) struct Places<'a> {
+pub(crate) struct Places<'a> {
     /// An empty directory of the guest's root for its own file systems.
-    pub(super) scratch: &'a str,
+    pub(crate) scratch: &'a str,
     /// What to load before the disks appear, in order; patterns of the shell.
-    pub(super) modules: &'a str,
+    pub(crate) modules: &'a str,
 }
 
 /// The whole script.
-pub(super) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'_>) -> String {
+pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'_>) -> String {
     let busybox = tools.busybox.display();
     let mut script = format!("#!{busybox} sh\n");
     let mut set = |name: &str, value: &dyn std::fmt::Display| {
@@ -49,7 +49,7 @@ pub(super) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
 }
 
 /// As many disks as a guest gets at most.
-pub(super) const DISK_NAMES: [&str; 8] = ["vda", "vdb", "vdc", "vdd", "vde", "vdf", "vdg", "vdh"];
+pub(crate) const DISK_NAMES: [&str; 8] = ["vda", "vdb", "vdc", "vdd", "vde", "vdf", "vdg", "vdh"];
 
 /// Every busybox program is called by the path of busybox: where its shell would find programs in itself it runs
 /// `/proc/self/exe`, which is the kernel itself in a User Mode Linux that still sees the host's `/proc`.

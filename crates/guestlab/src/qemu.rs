@@ -1,9 +1,10 @@
 //! QEMU with a Debian kernel and an initramfs of the host's programs.
 
-use super::initramfs::Archive;
-use super::script::{self, Places};
-use super::tools::{self, GuestTools};
-use super::{GuestOptions, console};
+use crate::console;
+use crate::initramfs::Archive;
+use crate::options::GuestOptions;
+use crate::script::{self, Places};
+use crate::tools::{self, GuestTools};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -27,14 +28,14 @@ const MODULES: [&str; 12] = [
     "ext4",
 ];
 
-pub(super) fn check_tools() -> Result<()> {
+pub(crate) fn check_tools() -> Result<()> {
     tools::find(PROGRAM, PACKAGE)?;
     tools::debian_kernel()?;
     Ok(())
 }
 
 /// The process that is the guest; `directory` is empty and lives as long as it.
-pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<Command> {
+pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<Command> {
     let kernel = tools::debian_kernel()?;
     let initramfs = directory.join("initramfs");
     build_initramfs(options, &kernel.modules, &initramfs)?;
@@ -85,7 +86,7 @@ fn build_initramfs(options: &GuestOptions, modules: &Path, output: &Path) -> Res
     }
     for (from, to) in [(&host.busybox, &guest.busybox), (&host.mke2fs, &guest.mke2fs), (&host.fio, &guest.fio)] {
         archive.copy(from, to.strip_prefix("/")?)?;
-        for library in super::initramfs::libraries(from)? {
+        for library in crate::initramfs::libraries(from)? {
             archive.copy(&library, library.strip_prefix("/")?)?;
         }
     }

@@ -1,13 +1,13 @@
 //! What a guest leaves behind, judged by others' tools.
 
-use super::tools;
+use crate::tools;
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::process::Command;
 
 /// How to read an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ImageFormat {
+pub enum ImageFormat {
     /// Bytes as they are.
     Raw,
     /// qcow2, perhaps with a chain below.
@@ -17,7 +17,7 @@ pub(crate) enum ImageFormat {
 /// Fails unless qemu-img finds a qcow2 image clean (no leaks either), e2fsck finds the ext4 file system on it clean, and
 /// the files on it, taken out without any kernel, have the contents that the guest gave them. Nobody may have the image
 /// open.
-pub(crate) fn verify_image(image: &Path, format: ImageFormat) -> Result<()> {
+pub fn verify_image(image: &Path, format: ImageFormat) -> Result<()> {
     let directory = tempfile::Builder::new().prefix("ringdisk-check-").tempdir();
     let directory = directory.context("cannot make a temporary directory")?;
     let raw = match format {

@@ -1,74 +1,74 @@
 //! What a guest reports: the marked lines of its console.
 
-use super::script::MARK;
+use crate::script::MARK;
 use anyhow::{Context, Result, bail};
 use std::collections::HashMap;
 use std::time::Duration;
 
 /// What a guest found and did.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct GuestReport {
+pub struct GuestReport {
     /// The guest kernel's release.
-    pub(crate) kernel: String,
+    pub kernel: String,
     /// CPUs it has.
-    pub(crate) cpus: u32,
+    pub cpus: u32,
     /// Its disks, in order.
-    pub(crate) disks: Vec<DiskReport>,
+    pub disks: Vec<DiskReport>,
     /// From the start to the power-off, on the host's clock.
-    pub(crate) time: Duration,
+    pub time: Duration,
 }
 
 /// One disk as the guest saw it.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct DiskReport {
+pub struct DiskReport {
     /// `vda` and so on.
-    pub(crate) name: String,
+    pub name: String,
     /// Its size.
-    pub(crate) size_bytes: u64,
+    pub size_bytes: u64,
     /// Hardware queues that the guest uses.
-    pub(crate) queues: u32,
+    pub queues: u32,
     /// Its logical block.
-    pub(crate) block_bytes: u32,
+    pub block_bytes: u32,
     /// The largest discard, zero where there is none.
-    pub(crate) discard_max_bytes: u64,
+    pub discard_max_bytes: u64,
     /// The largest write of zeroes, zero where there is none.
-    pub(crate) write_zeroes_max_bytes: u64,
+    pub write_zeroes_max_bytes: u64,
     /// Whether the guest takes it for one with a volatile cache.
-    pub(crate) volatile_cache: bool,
+    pub volatile_cache: bool,
     /// What `GET_ID` gave.
-    pub(crate) serial: String,
+    pub serial: String,
     /// How often all files were read back whole.
-    pub(crate) checks: u32,
+    pub checks: u32,
     /// How many files those are.
-    pub(crate) files: u64,
+    pub files: u64,
     /// And how much.
-    pub(crate) files_bytes: u64,
+    pub files_bytes: u64,
     /// What fio wrote and verified.
-    pub(crate) fio: Option<FioReport>,
+    pub fio: Option<FioReport>,
     /// What the file system gave back.
-    pub(crate) trimmed_bytes: u64,
+    pub trimmed_bytes: u64,
     /// What was measured.
-    pub(crate) measured: Vec<FioReport>,
+    pub measured: Vec<FioReport>,
 }
 
 /// One run of fio.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct FioReport {
+pub struct FioReport {
     /// The job: `randread`, `randwrite`, `read`, `write` where it measured.
-    pub(crate) name: String,
+    pub name: String,
     /// What was read.
-    pub(crate) read_bytes: u64,
+    pub read_bytes: u64,
     /// What was written.
-    pub(crate) written_bytes: u64,
+    pub written_bytes: u64,
     /// Requests a second, reads and writes.
-    pub(crate) iops: f64,
+    pub iops: f64,
     /// Bytes a second, reads and writes.
-    pub(crate) bytes_per_second: f64,
+    pub bytes_per_second: f64,
 }
 
 /// Takes in a guest's console line by line.
 #[derive(Debug, Default)]
-pub(super) struct Reader {
+pub(crate) struct Reader {
     report: GuestReport,
     failed: Option<String>,
     ended: bool,
@@ -76,7 +76,7 @@ pub(super) struct Reader {
 
 impl Reader {
     /// Takes a line in; gives back what to show as progress.
-    pub(super) fn line(&mut self, line: &str) -> Result<Option<String>> {
+    pub(crate) fn line(&mut self, line: &str) -> Result<Option<String>> {
         // Whatever the kernel left on the line before comes first.
         let Some((_, marked)) = line.trim_end().split_once(MARK) else { return Ok(None) };
         let (kind, rest) = marked.split_once(' ').unwrap_or((marked, ""));
@@ -90,12 +90,12 @@ impl Reader {
     }
 
     /// Whether it said that it is done, well or not.
-    pub(super) fn is_complete(&self) -> bool {
+    pub(crate) fn is_complete(&self) -> bool {
         self.ended || self.failed.is_some()
     }
 
     /// The report, if all went well.
-    pub(super) fn finish(self, time: Duration) -> Result<GuestReport> {
+    pub(crate) fn finish(self, time: Duration) -> Result<GuestReport> {
         match self {
             Self { failed: Some(reason), .. } => bail!("the guest failed: {reason}"),
             Self { ended: false, .. } => bail!("the guest stopped before its work was done"),

@@ -12,14 +12,14 @@ const TRAILER: &str = "TRAILER!!!";
 
 /// An archive that is put together in memory. Paths are relative to the guest's root.
 #[derive(Debug, Default)]
-pub(super) struct Archive {
+pub(crate) struct Archive {
     bytes: Vec<u8>,
     names: HashSet<PathBuf>,
 }
 
 impl Archive {
     /// Adds a directory with those above it.
-    pub(super) fn directory(&mut self, path: &Path) {
+    pub(crate) fn directory(&mut self, path: &Path) {
         if path.as_os_str().is_empty() || !self.names.insert(path.to_path_buf()) {
             return;
         }
@@ -30,7 +30,7 @@ impl Archive {
     }
 
     /// Adds a file with the directories above it. The first of a name stays.
-    pub(super) fn file(&mut self, path: &Path, mode: u32, contents: &[u8]) {
+    pub(crate) fn file(&mut self, path: &Path, mode: u32, contents: &[u8]) {
         if let Some(parent) = path.parent() {
             self.directory(parent);
         }
@@ -40,19 +40,19 @@ impl Archive {
     }
 
     /// Adds a program or library of the host.
-    pub(super) fn copy(&mut self, from: &Path, to: &Path) -> Result<()> {
+    pub(crate) fn copy(&mut self, from: &Path, to: &Path) -> Result<()> {
         let contents = std::fs::read(from).with_context(|| format!("cannot read {}", from.display()))?;
         self.file(to, 0o755, &contents);
         Ok(())
     }
 
     /// Adds `/dev/console`, without which the first process has no outputs.
-    pub(super) fn console(&mut self) {
+    pub(crate) fn console(&mut self) {
         self.entry("dev/console", CHARACTER_DEVICE | 0o600, (5, 1), &[]);
     }
 
     /// The whole archive.
-    pub(super) fn finish(mut self) -> Vec<u8> {
+    pub(crate) fn finish(mut self) -> Vec<u8> {
         self.entry(TRAILER, 0, (0, 0), &[]);
         self.bytes
     }
@@ -80,7 +80,7 @@ impl Archive {
 }
 
 /// The shared libraries of a program, its interpreter among them; none where it is linked statically.
-pub(super) fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
+pub(crate) fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("cannot run ldd, of the Debian package libc-bin")?;
     let text = String::from_utf8_lossy(&output.stdout);
     // "name => /path (address)" or "/path (address)".

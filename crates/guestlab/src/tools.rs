@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 
 /// What every guest runs inside: taken from the host.
 #[derive(Debug, Clone)]
-pub(super) struct GuestTools {
-    pub(super) busybox: PathBuf,
-    pub(super) mke2fs: PathBuf,
-    pub(super) fio: PathBuf,
+pub(crate) struct GuestTools {
+    pub(crate) busybox: PathBuf,
+    pub(crate) mke2fs: PathBuf,
+    pub(crate) fio: PathBuf,
 }
 
 /// Finds them.
-pub(super) fn guest_tools() -> Result<GuestTools> {
+pub(crate) fn guest_tools() -> Result<GuestTools> {
     Ok(GuestTools {
         busybox: find("busybox", "busybox-static")?,
         mke2fs: find("mke2fs", "e2fsprogs")?,
@@ -21,7 +21,7 @@ pub(super) fn guest_tools() -> Result<GuestTools> {
 }
 
 /// The program `name`, which the Debian package `package` has; looks where Debian puts root's programs, too.
-pub(super) fn find(name: &str, package: &str) -> Result<PathBuf> {
+pub(crate) fn find(name: &str, package: &str) -> Result<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
         .chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"].into_iter().map(PathBuf::from))
@@ -32,16 +32,16 @@ pub(super) fn find(name: &str, package: &str) -> Result<PathBuf> {
 
 /// Where a guest's kernel and modules are.
 #[derive(Debug, Clone)]
-pub(super) struct Kernel {
-    pub(super) image: PathBuf,
-    pub(super) modules: PathBuf,
+pub(crate) struct Kernel {
+    pub(crate) image: PathBuf,
+    pub(crate) modules: PathBuf,
 }
 
 /// Names a directory with an unpacked Debian kernel package, instead of the host's own kernel.
-pub(super) const KERNEL_VARIABLE: &str = "RINGDISK_GUEST_KERNEL";
+pub(crate) const KERNEL_VARIABLE: &str = "RINGDISK_GUEST_KERNEL";
 
 /// A Debian kernel with its modules: below the directory that the variable names, or the newest one that is installed.
-pub(super) fn debian_kernel() -> Result<Kernel> {
+pub(crate) fn debian_kernel() -> Result<Kernel> {
     let root = std::env::var_os(KERNEL_VARIABLE).map_or_else(|| PathBuf::from("/"), PathBuf::from);
     let mut images: Vec<PathBuf> = std::fs::read_dir(root.join("boot"))
         .map(|entries| entries.flatten().map(|entry| entry.path()).collect())
@@ -64,7 +64,7 @@ pub(super) fn debian_kernel() -> Result<Kernel> {
 }
 
 /// The first file called `name.ko` (perhaps compressed) below `directory`.
-pub(super) fn find_module(directory: &Path, name: &str) -> Option<PathBuf> {
+pub(crate) fn find_module(directory: &Path, name: &str) -> Option<PathBuf> {
     let wanted = [format!("{name}.ko"), format!("{name}.ko.xz")];
     let mut directories = vec![directory.to_path_buf()];
     while let Some(directory) = directories.pop() {

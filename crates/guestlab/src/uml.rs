@@ -1,7 +1,8 @@
 //! User Mode Linux: the host's files are its root, so the host's programs work inside.
 
-use super::script::{self, Places};
-use super::{GuestOptions, console, tools};
+use crate::options::GuestOptions;
+use crate::script::{self, Places};
+use crate::{console, tools};
 use anyhow::{Context, Result, ensure};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
@@ -15,7 +16,7 @@ const MODULES: &str = "/usr/lib/uml/modules";
 /// The kernel's command line ends words at blanks and the device's name at a colon.
 const FORBIDDEN: [char; 4] = [' ', '\t', ':', ','];
 
-pub(super) fn check_tools() -> Result<()> {
+pub(crate) fn check_tools() -> Result<()> {
     tools::find("linux.uml", PACKAGE)?;
     ensure!(
         tools::find_module(Path::new(MODULES), "virtio_blk").is_some(),
@@ -26,7 +27,7 @@ pub(super) fn check_tools() -> Result<()> {
 
 /// The process that is the guest, and what the thread that starts it does first; `directory` is empty and lives as long as
 /// the guest.
-pub(super) fn command(options: &GuestOptions, directory: &Path) -> Result<(Command, console::Prepare)> {
+pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<(Command, console::Prepare)> {
     ensure!(
         !directory.to_string_lossy().contains(FORBIDDEN),
         "User Mode Linux cannot work in {}: set TMPDIR to a path without blanks, commas and colons",

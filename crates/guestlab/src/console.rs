@@ -1,8 +1,8 @@
 //! A guest as a process of the host: started, watched on its console, and never left behind.
 
-use super::GuestOptions;
-use super::report::{GuestReport, Reader};
-use super::tools;
+use crate::options::GuestOptions;
+use crate::report::{GuestReport, Reader};
+use crate::tools;
 use anyhow::{Context, Result, anyhow};
 use rustix::process::{Pid, Signal, kill_process_group};
 use std::collections::VecDeque;
@@ -23,11 +23,11 @@ const POWER_OFF: Duration = Duration::from_secs(20);
 const GLANCE: Duration = Duration::from_millis(100);
 
 /// What the thread that starts a guest does first, to be inherited by it.
-pub(super) type Prepare = fn() -> Result<()>;
+pub(crate) type Prepare = fn() -> Result<()>;
 
 /// A command that becomes `program`, killed by the kernel when the thread that starts it ends, however that comes about:
 /// util-linux' setpriv sees to it. Without setpriv (every Debian has it) a guest outlives us if we are killed ourselves.
-pub(super) fn command(program: &Path) -> Command {
+pub(crate) fn command(program: &Path) -> Command {
     let Ok(setpriv) = tools::find("setpriv", "util-linux") else { return Command::new(program) };
     let mut command = Command::new(setpriv);
     command.args(["--pdeathsig", "KILL", "--"]).arg(program);
@@ -35,7 +35,7 @@ pub(super) fn command(program: &Path) -> Command {
 }
 
 /// Runs `command` until the guest has ended, reading its console from both outputs.
-pub(super) fn run(
+pub(crate) fn run(
     mut command: Command,
     prepare: Prepare,
     options: &GuestOptions,

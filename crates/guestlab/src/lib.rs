@@ -1,0 +1,39 @@
+//! Real Linux guests on our disks: booted, given work, watched on their console, and asked for a report.
+//!
+//! This room stands at the upper end of a request's path, where the guest is. It takes vhost-user sockets that somebody
+//! serves; `ringdisk try --guest` and the tests use it.
+//!
+//! There are two kinds of guest, and neither needs KVM. User Mode Linux ([`GuestKind::Uml`]) is a Linux kernel that runs as
+//! a process and boots in a second. It has one CPU and uses one queue. QEMU ([`GuestKind::Qemu`]) boots a Debian kernel with
+//! an initramfs that is built here, with as many CPUs and queues as asked for.
+//!
+//! Both run the same script (`script`): make ext4 on each disk, write files, read them back with checksums, let `fio`
+//! write and verify in parallel, trim, mount again, and power off. Their console is read line by line. A guest that is not
+//! done in time is killed. [`verify_image`] lets other projects' tools judge what a guest left behind.
+//!
+//! ```no_run
+//! use guestlab::{GuestKind, GuestOptions};
+//!
+//! let options = GuestOptions::new(GuestKind::Uml, vec!["/run/disk.sock".into()]);
+//! let report = guestlab::run(&options, &mut |step| println!("{step}"))?;
+//! println!("Linux {} is done after {:?}", report.kernel, report.time);
+//! # Ok::<(), anyhow::Error>(())
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod console;
+mod image_check;
+mod initramfs;
+mod options;
+mod qemu;
+mod report;
+mod run;
+mod script;
+mod tools;
+mod uml;
+
+pub use image_check::{ImageFormat, verify_image};
+pub use options::{GuestKind, GuestOptions, GuestWork};
+pub use report::{DiskReport, FioReport, GuestReport};
+pub use run::{check_tools, run};
