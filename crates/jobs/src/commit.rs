@@ -1,8 +1,8 @@
-//! Committing: what an overlay holds goes into a layer below it.
+//! Committing: the contents of an overlay go into a layer below it.
 //!
-//! Seen through the overlay the disk never changes, at no moment and after no power cut: only ranges that the layers
-//! above the base hold are written to the base, and these layers go on hiding them until the base is durable. Then the
-//! top is emptied, and what shows is the same. A commit that was broken off is simply run again.
+//! Seen through the overlay the disk never changes, not even after a power cut. A commit writes to the base only ranges
+//! that the layers above it hold. These layers go on hiding them until the base is durable. Then the top is emptied,
+//! and the disk shows the same. A commit that was broken off is simply run again.
 
 use crate::Control;
 use crate::closed::closed;
@@ -19,20 +19,20 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Read and written at once.
+/// How much is read and written at once.
 const PIECE_BYTES: u64 = 512 << 10;
-/// Zeroed at once.
+/// How much is zeroed at once.
 const ZERO_PIECE_BYTES: u64 = 64 << 20;
-/// Emptied at once.
+/// How much is emptied at once.
 const REVEAL_BYTES: u64 = 64 << 20;
 const DEPTH: usize = 8;
 
-/// What to commit, and where to.
+/// What to commit, and to which layer.
 #[derive(Debug, Clone)]
 pub struct CommitOptions {
     /// The overlay.
     pub top: PathBuf,
-    /// Its format, where the user said it.
+    /// Its format, if the user named one.
     pub format: Option<Format>,
     /// The layer that takes its contents, as the user or the images name it; the one right below by default.
     pub base: Option<PathBuf>,
@@ -42,7 +42,7 @@ pub struct CommitOptions {
     pub allow_backing: BackingPolicy,
     /// Files that the user named.
     pub listed: Vec<PathBuf>,
-    /// At most so many bytes a second.
+    /// The most bytes in a second.
     pub rate: Option<u64>,
     /// Go on although internal snapshots of the layers above the base will show something else.
     pub change_snapshots: bool,
@@ -90,11 +90,11 @@ fn empty(top: &Image, size: u64, control: &mut Control<'_>) -> Result<()> {
 
 /// Where the base is.
 struct Found {
-    /// As it was said: what it names lies beside that.
+    /// The name as it was given: what the base names lies beside that.
     path: PathBuf,
     data_file: Option<PathBuf>,
-    /// Its format; `None` if that is only a guess: then what the overlay's guest wrote must not become another format's
-    /// header.
+    /// Its format, or `None` if it was only guessed. Then the data of the overlay's guest must not become another
+    /// format's header.
     said_format: Option<Format>,
     top_format: Option<Format>,
     /// Layers above it.
@@ -140,7 +140,7 @@ fn open_options(options: &CommitOptions, path: &Path, format: Option<Format>, is
     let mut open = ImageOptions::new(path);
     open.format = format;
     open.listed.clone_from(&options.listed);
-    // The gate was passed when the chain was looked at from the top; the base's own directory may be another one.
+    // The base passed the gate when the chain was opened from the top. Its own directory may be another one.
     open.allow_backing = if is_base { BackingPolicy::Any } else { options.allow_backing.clone() };
     open
 }
@@ -153,7 +153,7 @@ struct Growth<'a> {
     depth: usize,
 }
 
-/// Makes the base as long as the top, with zeros, which is what the guest sees there where the top holds nothing.
+/// Makes the base as long as the top, with zeros. There the guest sees zeros where the top holds nothing.
 fn grow(
     growth: &Growth<'_>,
     opener: &SharedOpener<'_>,
@@ -167,12 +167,12 @@ fn grow(
     let watch = &mut |_: u64, _: u64| !cancel.load(Ordering::Relaxed);
     match base.qcow2_header().map(|header| header.version) {
         None => return image::grow_raw(growth.file, size),
-        // It has no clusters that say zero.
+        // This version has no clusters that say zero.
         Some(2) if rests_on_another => {}
         // In one step, with what lies below the base hidden.
         Some(_) => return base.resize(size, false, GrowBy::Nothing, watch),
     }
-    // What lies below the base would show in what it grows by: the top hides that until there are zeros.
+    // In the part by which the base grows, the layer below it would show. The top hides that part until it is zeros.
     let mut ranges = Vec::new();
     for run in growth.top.extents_above(growth.depth)? {
         let run = run?;
@@ -221,7 +221,7 @@ fn copy(
     control: &mut Control<'_>,
 ) -> Result<()> {
     let size = top.info().size_bytes;
-    // Whole clusters of the base are written by one task.
+    // One task writes a whole cluster of the base.
     let piece = PIECE_BYTES.max(u64::from(base.info().topology.optimal_io_bytes));
     let pipeline = {
         let spread = Spread::of_copies([top, base].into_iter());
@@ -249,7 +249,7 @@ fn hand_out(
     for run in top.extents_above(depth)? {
         let run = run?;
         control.check()?;
-        // A layer above the base that ends before hides what the base has there.
+        // A layer above the base that is shorter hides what the base holds behind that layer's end.
         let cut_off = run.zero && run.depth + 1 < depth;
         if !run.present && !cut_off {
             pipeline.skip(run.length_bytes);

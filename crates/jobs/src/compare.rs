@@ -9,7 +9,7 @@ use memory::AlignedBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Read at once from each disk.
+/// How much is read at once from each disk.
 const PIECE_BYTES: u64 = 256 << 10;
 /// Pieces in flight on each reactor.
 const DEPTH: usize = 8;
@@ -18,7 +18,7 @@ const NOWHERE: u64 = u64::MAX;
 /// How two disks compare.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Comparison {
-    /// A guest cannot tell them apart, but perhaps by their size: what one has more is zeros.
+    /// A guest sees the same data. One may be longer, by zeros.
     Same,
     /// They differ.
     Different(Difference),
@@ -150,7 +150,7 @@ fn walk(
             continue;
         };
         while at < end {
-            // Pieces end at the same places whatever the runs are, so that reads stay aligned.
+            // Pieces end at fixed places, whatever the runs are, so that reads stay aligned.
             let next = (at / PIECE_BYTES + 1) * PIECE_BYTES;
             let length_bytes = next.min(end) - at;
             let piece = Piece { start: at, length_bytes, sides };

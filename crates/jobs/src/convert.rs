@@ -15,15 +15,15 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Read and written at once, but for larger clusters.
+/// How much is read and written at once. Larger clusters are copied whole.
 const PIECE_BYTES: u64 = 512 << 10;
-/// Zeros are looked for in units of this.
+/// The unit in which data are searched for zeros.
 const GRAIN_BYTES: u64 = 4096;
 
 /// How to copy.
 #[derive(Debug, Clone)]
 pub struct ConvertOptions {
-    /// Runs of zeros from this length on are not written as data; zero: everything is written as data.
+    /// Runs of zeros of at least this length are not written as data. Zero: everything is written as data.
     pub sparse_bytes: u64,
     /// The target was made for this copy.
     pub target_is_new: bool,
@@ -35,11 +35,11 @@ pub struct ConvertOptions {
     pub compress: bool,
     /// Requests in flight on each reactor.
     pub depth: usize,
-    /// At most so many bytes of data a second.
+    /// The most bytes of data in a second.
     pub rate: Option<u64>,
-    /// The host copies what it can by itself; nothing is looked at for zeros then.
+    /// The host copies what it can (`copy_file_range`). Data are then not searched for zeros.
     pub offload: bool,
-    /// What cannot be read is zeros in the target.
+    /// What cannot be read becomes zeros in the target.
     pub salvage: Option<Salvage>,
 }
 
@@ -66,8 +66,8 @@ impl Default for ConvertOptions {
     }
 }
 
-/// Copies `sources`, one behind the other, to the start of `target`, and makes it durable. No queue of the target may be
-/// open.
+/// Copies `sources`, one behind the other, to the start of `target`, and makes it durable. No queue of the target may
+/// be open.
 pub fn convert(
     sources: &[Arc<Image>],
     target: &Arc<Image>,
@@ -80,7 +80,7 @@ pub fn convert(
     if target.info().size_bytes < total {
         return Err(Error::new(ErrorKind::BadOption, "output file is smaller than input file"));
     }
-    // A cluster is written by one task, at once where it can be.
+    // One task writes a cluster, and in one piece if possible.
     let cluster = match target.format() {
         Some(Format::Qcow2) => u64::from(target.info().topology.optimal_io_bytes),
         _ => GRAIN_BYTES,
@@ -134,7 +134,7 @@ struct Copier {
     plan: Plan,
 }
 
-/// Copies that the host makes by itself, until it refuses one.
+/// Has the host copy (`copy_file_range`), until it refuses once.
 struct Offload {
     /// From each source.
     from: Vec<CopyOffload>,
@@ -165,7 +165,7 @@ impl Offload {
                 true
             }
             Ok(false) => false,
-            // Whatever it is: reading and writing will meet it too, or can do without the host's help.
+            // Reading and writing will meet the same error, or can do without the host's help.
             Err(_) => {
                 self.refused.set(true);
                 false

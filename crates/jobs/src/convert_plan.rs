@@ -1,4 +1,4 @@
-//! What of the sources of a conversion is copied, zeroed or left alone, in which pieces.
+//! Which parts of a conversion's sources are copied, zeroed or left alone, and in which pieces.
 
 use crate::pipeline::Pipeline;
 use crate::{Control, ConvertOptions};
@@ -7,9 +7,9 @@ use image::{Extents, Image, Run};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Zeroed at once: metadata mostly.
+/// How much is zeroed at once. Mostly metadata change.
 const ZERO_PIECE_BYTES: u64 = 64 << 20;
-/// What is tried at once where a damaged table does not say what lies there.
+/// How much is tried at once where a damaged table does not say what lies there.
 const SALVAGE_STEP_BYTES: u64 = 64 << 10;
 
 /// What goes where in which pieces.
@@ -17,7 +17,7 @@ const SALVAGE_STEP_BYTES: u64 = 64 << 10;
 pub(crate) struct Plan {
     /// Copies begin at multiples of this, and end there or at the end of the disk.
     pub(crate) alignment: u64,
-    /// Copied at once, at most; a multiple of the alignment.
+    /// The most that is copied at once; a multiple of the alignment.
     pub(crate) piece: u64,
     pub(crate) total: u64,
     /// From here on the target reads as zeros where nothing is written.
@@ -43,7 +43,7 @@ impl Plan {
         let mut walk = Walk { plan: self, pipeline, covered: 0, pending: 0..0, held: Vec::new() };
         let all_is_data = self.options.sparse_bytes == 0;
         if all_is_data && !self.options.top_only {
-            // Nobody looks what there is to be decompressed.
+            // Nobody checks whether something must be decompressed.
             pipeline.widen();
             walk.copy(0..self.total, control);
             return Ok(());
@@ -94,7 +94,7 @@ impl Plan {
     }
 }
 
-/// The runs of a disk; what its tables do not tell is worth a try.
+/// The runs of a disk. A part that its tables do not describe is tried too.
 struct Salvaged(Extents);
 
 impl Iterator for Salvaged {
@@ -123,13 +123,13 @@ struct Walk<'a> {
     pipeline: &'a Pipeline<Piece>,
     /// Everything before this is decided.
     covered: u64,
-    /// To be copied, and not handed out yet: more may follow.
+    /// To be copied, but kept back because more may follow.
     pending: Range<u64>,
     /// Zeros that end within a cluster, and whether they are left alone: data that follow there are copied with them.
     held: Vec<(Range<u64>, bool)>,
 }
 
-/// All return false when no more is wanted.
+/// All of these return false when no more is wanted.
 impl Walk<'_> {
     fn data(&mut self, run: Run, control: &mut Control<'_>) -> bool {
         let Plan { alignment, piece, total, .. } = *self.plan;

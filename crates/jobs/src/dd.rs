@@ -10,13 +10,12 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Read and written at once, but for larger clusters.
+/// How much is read and written at once. Larger clusters are copied whole.
 const PIECE_BYTES: u64 = 512 << 10;
 const DEPTH: usize = 8;
 
-/// Copies `part` of `source` to the start of `target`, without its zeros where that reads as zeros already
-/// (`target_is_zero`), and makes it durable. No queue of
-/// the target may be open.
+/// Copies `part` of `source` to the start of `target`, and makes it durable. Zeros are left out if the target reads as
+/// zeros already (`target_is_zero`). No queue of the target may be open.
 pub fn dd(
     source: &Arc<Image>,
     part: Range<u64>,

@@ -4,7 +4,7 @@ use crate::Control;
 use block::{Disk, Error, ErrorKind, Result};
 use image::Image;
 
-/// Of an L1 or refcount table, and of an L2 table without subclusters.
+/// Size of an entry of an L1 table, a refcount table, or an L2 table without subclusters.
 const ENTRY_BYTES: u64 = 8;
 /// QEMU opens no image with a longer L1 table.
 const L1_BYTES_MAX: u64 = 32 << 20;
@@ -20,7 +20,7 @@ pub enum Target {
         cluster_bytes: u64,
         /// 1, 2, 4 ... 64.
         refcount_bits: u64,
-        /// How much of the source the backing file shares is not known: all counts as needed.
+        /// A backing file may share data with the source. How much is not known, so everything counts as needed.
         has_backing: bool,
         /// L2 entries take 16 bytes instead of 8.
         extended_l2: bool,
@@ -47,7 +47,7 @@ pub fn measure(source: &Image, target: Target, control: &mut Control<'_>) -> Res
     let Target::Qcow2 { cluster_bytes, has_backing: false, .. } = target else {
         return measured(size, size, target);
     };
-    // Before a long look.
+    // Checked before the source is read.
     measured(size, 0, target)?;
     // Clusters of the new image that hold data, each counted once.
     let (mut needed, mut counted_to) = (0u64, 0u64);
@@ -83,7 +83,7 @@ fn measured(size_bytes: u64, needed_bytes: u64, target: Target) -> Result<Measur
     }
 }
 
-/// Of the full image.
+/// How many L2 tables the full image has.
 fn l2_tables(guest_bytes: u64, cluster_bytes: u64, entry_bytes: u64) -> u64 {
     (guest_bytes / cluster_bytes).div_ceil(cluster_bytes / entry_bytes)
 }

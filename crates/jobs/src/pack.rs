@@ -24,7 +24,7 @@ pub(crate) struct Packing {
     clusters: Vec<PackedCluster>,
     /// The disk's last cluster, filled up.
     padded: Vec<u8>,
-    /// What does not get smaller, in the piece.
+    /// The parts of the piece that do not get smaller.
     plain: Vec<Range<usize>>,
 }
 
@@ -43,7 +43,7 @@ impl Packing {
 impl Packer {
     pub(crate) fn open(target: &Image, ctx: &Rc<dyn ReactorCtx>, cluster_bytes: u64) -> Result<Self> {
         let (writer, size_bytes) = (target.compressed_writer(ctx)?, target.info().size_bytes);
-        // An image that takes no compressed clusters is told of before anything is done.
+        // An image that takes no compressed clusters is refused before anything is done.
         writer.compressor()?;
         Ok(Self { writer, cluster_bytes: cluster_bytes as usize, size_bytes })
     }
@@ -86,7 +86,7 @@ impl Packer {
             let range = start..part.end.min(start + self.cluster_bytes);
             let mut bytes = &piece[range.clone()];
             let is_short = bytes.len() < self.cluster_bytes;
-            // What is behind the sources' end in a longer target stays: only whole clusters can be compressed.
+            // A longer target keeps what lies behind the sources' end, and only whole clusters can be compressed.
             if is_short && offset + (range.end as u64) < self.size_bytes {
                 plain.push(range);
                 continue;

@@ -1,4 +1,4 @@
-//! Many pieces of work in flight at once: one thread says what is to be done, tasks on reactors do it.
+//! Many pieces of work in flight at once: one thread hands them out, and tasks on reactors do them.
 
 use crate::Control;
 use crate::rate::RateLimit;
@@ -11,11 +11,11 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// How often progress is told and the caller's cancel flag looked at.
+/// How often progress is reported and the caller's cancel flag checked.
 const TICK: Duration = Duration::from_millis(50);
-/// Pieces that wait for a task, at most, for each task.
+/// The most pieces that wait, for each task.
 const WAITING_PER_TASK: usize = 2;
-/// And altogether, at least: handing out is not to keep a processor busy for every few pieces.
+/// At least this many may wait altogether, so that handing out does not run for every few pieces.
 const WAITING_AT_LEAST: usize = 256;
 
 /// Does pieces of work on one reactor.
@@ -65,7 +65,7 @@ impl<T> Shared<T> {
             }
         };
         let (next, left) = self.added.until(look).await;
-        // Not for each: waking somebody costs as much as copying a piece.
+        // Not for each piece: waking a thread costs as much as copying one.
         if left <= self.capacity / 2 {
             self.taken.notify_one();
         }
@@ -95,8 +95,8 @@ struct Running<W> {
     _ended: Sender<()>,
 }
 
-/// A task at work. One that is dropped before its end, because its reactor panicked, takes its piece with it: nobody may
-/// take the whole for done.
+/// A task at work. If its reactor panics, the task is dropped together with its piece. Then the job must not count as
+/// done.
 struct AtWork<'a, T>(&'a Shared<T>);
 
 impl<T> AtWork<'_, T> {
@@ -153,15 +153,15 @@ where
     }
 }
 
-/// On which reactors pieces are worked on.
+/// Which reactors work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Spread {
-    /// From the start on all.
+    /// All, from the start.
     All,
-    /// On the first, until [`Pipeline::widen`]. Where pieces only pass through, the kernel's copies are what takes time;
-    /// it takes writes to one file one by one, and reactors that wait there for each other keep each other from reading.
+    /// The first, until [`Pipeline::widen`]. When pieces only pass through, the kernel's copies take the time. The
+    /// kernel takes writes to one file one by one, and reactors that wait there for each other do not read.
     First,
-    /// On all, by one task each: reactors copy everything themselves, and find in the processor's cache what they have
+    /// All, with one task each. Reactors copy everything themselves, and find in the processor's cache what they have
     /// just read.
     OneTaskEach,
 }
@@ -215,7 +215,7 @@ impl<T: Send + 'static> Pipeline<T> {
         Self { shared, ended, total_bytes, rate: Mutex::new(RateLimit::new(None)), widen: Mutex::new(Some(widen)) }
     }
 
-    /// From now on pieces take more than passing them through.
+    /// From now on pieces need more than passing through.
     pub(crate) fn widen(&self) {
         let widen = self.widen.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(widen) = widen {
@@ -223,7 +223,7 @@ impl<T: Send + 'static> Pipeline<T> {
         }
     }
 
-    /// At most so many bytes a second pass [`Pipeline::pass`].
+    /// Limits how many bytes a second pass [`Pipeline::pass`].
     pub(crate) fn limited(self, bytes_per_second: Option<u64>) -> Self {
         Self { rate: Mutex::new(RateLimit::new(bytes_per_second)), ..self }
     }
@@ -233,7 +233,7 @@ impl<T: Send + 'static> Pipeline<T> {
         self.rate.lock().unwrap_or_else(PoisonError::into_inner).pass(bytes, control);
     }
 
-    /// Hands out a piece that stands for `bytes` of the disk; waits for room. False: no more is wanted, see
+    /// Hands out a piece that stands for `bytes` of the disk; waits for room. Returns false if no more is wanted; see
     /// [`Pipeline::finish`].
     pub(crate) fn push(&self, item: T, bytes: u64, control: &mut Control<'_>) -> bool {
         let mut state = self.shared.lock();
@@ -263,10 +263,11 @@ impl<T: Send + 'static> Pipeline<T> {
         self.shared.done_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Waits for all that was handed out; fails if a piece failed or the job was cancelled. No queue is open afterwards.
+    /// Waits for everything that was handed out. Fails if a piece failed or the job was cancelled. No queue is open
+    /// afterwards.
     pub(crate) fn finish(mut self, control: &mut Control<'_>) -> Result<()> {
         self.shared.close(control.check().is_err());
-        // Nobody else will come.
+        // Nobody else will add pieces.
         self.widen = Mutex::default();
         loop {
             if control.check().is_err() {
@@ -274,7 +275,7 @@ impl<T: Send + 'static> Pipeline<T> {
             }
             control.tell(self.shared.done_bytes.load(Ordering::Relaxed), self.total_bytes);
             match self.ended.recv_timeout(TICK) {
-                // All senders are gone: nobody works any more.
+                // All senders are gone, so no task works any more.
                 Ok(()) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {}
             }

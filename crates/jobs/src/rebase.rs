@@ -1,8 +1,8 @@
 //! Rebasing: an overlay gets another backing file, and its guest sees no change.
 //!
-//! What the overlay leaves to the layers below is compared with what the new backing file holds there; where that is
-//! something else, it is written to the overlay, which changes nothing that the guest sees. When all of it is durable
-//! the header names the new file, in one write. A rebase that was broken off is simply run again.
+//! A rebase compares what the overlay leaves to the layers below with what the new backing file holds there. Where they
+//! differ, it writes the old data to the overlay, which changes nothing for the guest. When all is durable, one write
+//! of the header names the new file. A rebase that was broken off is simply run again.
 
 use crate::Control;
 use crate::closed::closed;
@@ -19,22 +19,22 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Compared at once.
+/// How much is compared at once.
 const PIECE_BYTES: u64 = 512 << 10;
-/// Compared in units of this, but for larger clusters.
+/// The unit of comparison. Larger clusters are compared whole.
 const GRAIN_BYTES: u64 = 4096;
 const DEPTH: usize = 8;
 
-/// Which overlay gets which backing file.
+/// Which overlay gets which backing file, and how.
 #[derive(Debug, Clone)]
 pub struct RebaseOptions {
     /// The overlay.
     pub top: PathBuf,
-    /// Its format, where the user said it.
+    /// Its format, if the user named one.
     pub format: Option<Format>,
     /// The new backing file; `None` for none.
     pub backing: Option<Backing>,
-    /// Believe that the new backing file holds the same as the old one: only the name is changed, and neither is
+    /// Believe that the new backing file holds the same as the old one. Only the name changes, and neither file is
     /// opened.
     pub name_only: bool,
     /// What is written to the overlay is compressed, a cluster at a time, where that makes it smaller.
@@ -66,7 +66,7 @@ pub fn rebase(
         if !options.change_snapshots {
             keep_snapshots(&options.top, &description.snapshots)?;
         }
-        // Only since version 3 an entry can say that a cluster is zero.
+        // Before version 3 no entry can say that a cluster is zero.
         let can_say_zero = description.qcow2.as_ref().is_some_and(|header| header.version >= 3);
         copy_differences(options, can_say_zero, &opener, reading, reactors, control)?;
     }
@@ -101,7 +101,7 @@ fn copy_differences(
         let what = format!("'{}' cannot be its own backing file", options.top.display());
         return Err(Error::new(ErrorKind::BadOption, what));
     }
-    // An image without a backing file has no need to say that something is zero; what must be written is packed.
+    // An image without a backing file need not say that a cluster is zero. Other data are packed.
     let says_zero = top.formats().count() > 1 && (can_say_zero || !options.compress);
     closed(copy(&top, below.as_ref(), (options.compress, says_zero), reactors, control), &top)
 }
@@ -163,14 +163,14 @@ fn copy(
     finished
 }
 
-/// What is handed out at once.
+/// How large the pieces are.
 struct Pieces {
-    /// Each begins and ends with a multiple of this, but for the disk's end.
+    /// Each piece begins and ends at a multiple of this, or at the disk's end.
     grain: u64,
-    /// And ends with a multiple of this at the latest.
+    /// A piece does not reach over a multiple of this.
     piece: u64,
     size: u64,
-    /// Up to here nothing is handed out again.
+    /// Everything before this was handed out.
     handed_out: u64,
 }
 
@@ -185,7 +185,7 @@ impl Pieces {
     }
 }
 
-/// Hands out what the overlay leaves to the layers below and what may be different in the new ones.
+/// Hands out what the overlay leaves to the layers below, where the new layers may differ.
 fn walk(
     top: &Image,
     below: Option<&Arc<Image>>,
@@ -275,7 +275,7 @@ impl Worker for Rebaser {
             read.map_err(|error| failed("reading the new backing file", offset, error))?;
         }
         new[inside.min(length)..length].fill(0);
-        // What is different goes in runs of whole clusters, all zeros or all data.
+        // Differences are written in runs of whole clusters, all zeros or all data.
         let mut kept: Option<(Range<usize>, bool)> = None;
         let mut start = 0;
         while start < length {

@@ -7,11 +7,11 @@ use memory::{AlignedBuf, IoBuf};
 use std::ops::Range;
 use std::rc::Rc;
 
-/// Allocated at once.
+/// How much is allocated at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Makes a raw image `size_bytes` long; what is added reads as zeros. Cuts data off only with `shrink`. Durable when this
-/// returns; where the space cannot be had, or cancelled, it is as it was.
+/// Makes a raw image `size_bytes` long. The new part reads as zeros. Cuts data off only with `shrink`. The change is
+/// durable when this returns. If there is no space, or the job is cancelled, the image is as it was.
 pub fn resize_raw(
     file: &dyn File,
     size_bytes: u64,
@@ -36,7 +36,7 @@ pub fn resize_raw(
     }
     let queue = file.open_blocking()?;
     let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot resize '{name}'"), error);
-    // The size first: whatever happens then, the disk is the one before or the one after.
+    // The size first: whatever happens afterwards, the disk is the old one or the new one.
     block_on(queue.start(FileOp::SetLength { length: size_bytes })).map_err(failed)?;
     if preallocation != GrowBy::Nothing
         && let Err(error) = fill(&queue, name, old_bytes..size_bytes, preallocation, control)

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// What could not be read, and counts as zeros.
+/// A range that could not be read and counts as zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unreadable {
     /// Which source, from 0 on.
@@ -22,7 +22,7 @@ pub struct Unreadable {
     pub error: IoError,
 }
 
-/// Goes on where a source cannot be read. Told what is lost, on the threads that read.
+/// Goes on where a source cannot be read. Called with each lost range, on the threads that read.
 #[derive(Clone)]
 pub struct Salvage(pub Arc<dyn Fn(Unreadable) + Send + Sync>);
 

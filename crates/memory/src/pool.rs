@@ -1,19 +1,21 @@
-//! Pools of request contexts: what a request needs for as long as it is in flight, used again by the next one.
+//! Pools of request contexts. A context is the memory that a request needs while it is in flight; the next request uses
+//! it again.
 //!
-//! Each thread has a list of idle contexts of its own; taking one from it and putting one back is a pop and a
-//! push, without atomics or allocation. Where a list runs empty or over, the thread trades a whole batch of contexts
-//! with the other threads through a lock-free stack, so a thread that only frees feeds one that only takes. Contexts are
-//! created only if the thread's list and the stack are empty. The other threads' lists may hold idle ones at that
-//! moment, so the length of a list follows the load: together they get a twentieth of the peak in flight (but eight
-//! contexts a thread at least), and the total stays near the peak. A thread that frees and takes in turns, as reactors
-//! do, gets a longer list, so that its turns need no trade: what it holds idle is what it had in flight a moment before.
+//! Each thread has its own list of idle contexts. Taking one is a pop and putting one back is a push, without atomics
+//! or allocation. When a list runs empty or overflows, the thread trades a whole batch with the other threads through a
+//! lock-free stack. So a thread that only frees feeds a thread that only takes.
 //!
-//! Contexts are `Send`, since any thread may be the next to use them. What belongs to one thread (a task, a request that
-//! names its queue) is put into a context that is only memory: [`Room`] for one type of value ([`Placed`], [`PoolRc`]),
-//! [`PooledFuture`]'s chunks for futures of any type.
+//! A context is created only if the thread's list and the stack are both empty. The lists of other threads may hold
+//! idle contexts at that moment. Therefore the length of a list follows the load: all lists together get a twentieth of
+//! the peak in flight, but at least eight contexts for each thread. The total stays near the peak. A reactor frees and
+//! takes by turns. It gets a longer list, so that its turns need no trade.
 //!
-//! When the load falls, contexts that the peak of the last two [`DECAY_PERIOD`]s does not explain go back to the
-//! allocator. Trading threads see to that in passing; a reactor that is about to sleep calls [`Pool::maintain`].
+//! Contexts are `Send`, since any thread may use them next. Values that belong to one thread (a task, a request that
+//! names its queue) are put into a context that is only memory: [`Room`] for one type of value ([`Placed`],
+//! [`PoolRc`]), and the chunks of [`PooledFuture`] for futures of any type.
+//!
+//! When the load falls, contexts beyond the peak of the last two [`DECAY_PERIOD`]s go back to the allocator. Threads
+//! that trade do this in passing. A reactor that is about to sleep calls [`Pool::maintain`].
 //!
 //! ```
 //! #[derive(Default)]
@@ -68,22 +70,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::LocalKey;
 use std::time::{Duration, Instant};
 
-/// How long a peak is remembered, once or twice over.
+/// A peak is remembered for one to two of these.
 pub const DECAY_PERIOD: Duration = Duration::from_secs(5);
 
-/// Batches that can wait for a thread at a time; what comes beyond is freed.
+/// Batches that can wait for a thread. Further ones are freed.
 const SLOTS: u16 = 2048;
 /// Trades of one thread between looks at the clock.
 const TRADES_A_LOOK: u32 = 64;
-/// Batches freed at such a look. The rest has time: a reactor with requests to serve does not free thousands at once.
+/// Batches freed at such a look. A reactor with requests to serve must not free thousands at once.
 const BATCHES_FREED_A_LOOK: usize = 2;
 
 /// What a pool may hold.
 pub trait PoolContext: Send + Sized + 'static {
-    /// What one keeps from the rest of the system, about: a sleeping thread wakes up to give much back, not for little.
+    /// About how much memory one context holds. A sleeping thread wakes up only to give much back.
     const HELD_BYTES: usize = size_of::<Self>();
 
-    /// Makes one. Allocate here whatever requests will need.
+    /// Makes one. Allocate here all that requests will need.
     fn create() -> Self;
 
     /// Makes a used one ready for the next request, keeping its memory. Must not panic.
@@ -131,7 +133,7 @@ pub struct Pool<T> {
     /// Idle contexts of builds without the pool.
     others: Mutex<Magazine<T>>,
     started: Instant,
-    /// When the decay period ends that runs now, in milliseconds since `started`.
+    /// When the current decay period ends, in milliseconds since `started`.
     period_end_ms: AtomicU64,
 }
 
@@ -158,9 +160,9 @@ impl<T: Pooled> Pool<T> {
         self.depot.stats()
     }
 
-    /// Gives back what the load of late did not need, from the stack and from the calling thread's list. Cheap while
-    /// no [`DECAY_PERIOD`] ends; call it where a thread has time. Returns whether more will be surplus after the next
-    /// two periods if the load stays as it is, so that a thread knows whether to look again before it sleeps for long.
+    /// Gives back what the recent load did not need, from the stack and from the calling thread's list. Cheap while no
+    /// [`DECAY_PERIOD`] ends; call it when a thread has time. Returns whether more will be surplus after the next two
+    /// periods if the load stays as it is. Then a thread should look again before it sleeps for long.
     pub fn maintain(&self) -> bool {
         if self.period_is_over() {
             self.end_period();
@@ -205,7 +207,7 @@ impl<T: Pooled> Pool<T> {
         let now_ms = self.started.elapsed().as_millis() as u64;
         let end_ms = self.period_end_ms.load(Ordering::Relaxed);
         let next_ms = now_ms + DECAY_PERIOD.as_millis() as u64;
-        // Of several threads that notice, one ends it.
+        // Several threads may notice; one of them ends the period.
         now_ms >= end_ms
             && self.period_end_ms.compare_exchange(end_ms, next_ms, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
@@ -237,7 +239,7 @@ impl<T: Pooled> Pool<T> {
                 return Node::boxed(T::create());
             }
         };
-        // Without a borrow: contexts may be made of others.
+        // The list is not borrowed here: a context may contain other contexts.
         let context = Node::boxed(T::create());
         let spares = (0..spares_length).map(|_| Node::boxed(T::create())).collect();
         let freed = T::list().with(|list| list.0.borrow_mut().adopt(&self.depot, spares));
@@ -263,7 +265,7 @@ impl<T: Pooled> Pool<T> {
         self.look_at_the_clock();
     }
 
-    /// Called after a trade, since only who trades knows that the load changes.
+    /// Called after a trade: a change of the load shows in trades.
     fn look_at_the_clock(&self) {
         let due = T::list().try_with(|list| list.0.borrow_mut().looks_due(TRADES_A_LOOK));
         if due.unwrap_or(false) {
@@ -281,7 +283,7 @@ impl<T> std::fmt::Debug for Pool<T> {
     }
 }
 
-/// A thread's idle contexts of one type; the pool's business only. When the thread ends, they go to the others.
+/// A thread's idle contexts of one type, for the pool's own use. When the thread ends, they go to the others.
 pub struct ThreadList<T: Pooled>(RefCell<List<T>>);
 
 impl<T: Pooled> ThreadList<T> {
@@ -344,7 +346,8 @@ impl<T: Pooled> PoolBox<T> {
     /// `context` came from [`PoolBox::into_raw`], and nobody else uses it any more.
     #[inline]
     unsafe fn from_raw(context: NonNull<T>) -> Self {
-        // SAFETY: it is the first field of a node leaked from a box (`Node` is `repr(C)`), which the caller has exclusively.
+        // SAFETY: it is the first field of a node leaked from a box (`Node` is `repr(C)`), which the caller has
+        // exclusively.
         Self(ManuallyDrop::new(unsafe { Box::from_raw(context.as_ptr().cast()) }))
     }
 }

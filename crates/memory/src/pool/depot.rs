@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::Relaxed};
 /// Fewest and most contexts that threads trade at once.
 const MIN_BATCH: u64 = 4;
 pub(super) const MAX_BATCH: usize = 64;
-/// What other threads may hold idle while one finds nothing: this part of the peak in flight (but see
+/// The part of the peak in flight that other threads may hold idle while one thread finds nothing (but see
 /// [`Depot::stretched_length`]).
 const SLACK_SHARE: u64 = 20;
 /// A thread's list is two batches at most.
@@ -21,10 +21,11 @@ pub(super) const LIST_BATCHES: u64 = 2;
 struct Counters {
     created: AtomicU64,
     freed: AtomicU64,
-    /// Sum over all threads of what each had outstanding at its last exchange. Behind by a list's length a thread.
+    /// Sum over all threads of what each had outstanding at its last exchange. May be off by a list's length for each
+    /// thread.
     in_flight: AtomicI64,
     peak: AtomicU64,
-    /// The peak of the decay period that runs, and of the one before.
+    /// The peak of the current decay period, and of the one before.
     period_peak: AtomicU64,
     last_period_peak: AtomicU64,
     /// Threads that have a list.
@@ -63,8 +64,8 @@ impl<T, R: Rules> Depot<T, R> {
         self.stacks.take(magazine)
     }
 
-    /// Leaves a magazine for others. Returns contexts that there is no need or no room for: the caller counts them
-    /// with [`Depot::note_freed`] and drops them when it holds no borrow, since destructors may use the pool.
+    /// Leaves a magazine for others. Returns contexts that nobody needs or that have no room. The caller counts them
+    /// with [`Depot::note_freed`], and drops them when it holds no borrow, since destructors may use the pool.
     #[must_use]
     pub(super) fn give(&self, magazine: &mut Magazine<T>) -> Magazine<T> {
         let needed = self.surplus() < magazine.len() as u64;
@@ -74,7 +75,7 @@ impl<T, R: Rules> Depot<T, R> {
         std::mem::take(magazine)
     }
 
-    /// A batch that the load of late does not need.
+    /// A batch that the recent load does not need.
     #[must_use]
     pub(super) fn take_surplus(&self) -> Option<Magazine<T>> {
         (self.surplus() > 0).then(|| self.take_any())?
@@ -86,21 +87,21 @@ impl<T, R: Rules> Depot<T, R> {
         self.stacks.take(&mut magazine).then_some(magazine)
     }
 
-    /// How many contexts make a batch now. The lists of all threads but the one that finds nothing may hold idle ones
-    /// at that moment, so together they get a fixed share of the peak.
+    /// How many contexts make a batch at present. While one thread finds nothing, the lists of all others may hold idle
+    /// contexts. So together they get a fixed share of the peak.
     pub(super) fn batch_length(&self) -> usize {
         self.batch_for(self.recent_peak()) as usize
     }
 
-    /// How many contexts to create beyond the one that a thread needs and did not find. A batch in all: no schedule can
-    /// then empty the list and the stack again and again at the same load, one late creation each time. Where there are
-    /// no other threads nothing can be idle elsewhere.
+    /// How many contexts to create besides the one that a thread needs and did not find. It makes a batch in all.
+    /// Otherwise a schedule could empty the list and the stack again and again at the same load, with one creation each
+    /// time. Without other threads nothing can be idle elsewhere.
     pub(super) fn spares_length(&self) -> usize {
         if self.threads() > 1 { self.batch_length() - 1 } else { 0 }
     }
 
-    /// How long a magazine may be for a thread that frees and takes in turns, `stretch` times the ordinary length: at
-    /// most so that its list holds half of its fair share of the peak, all of it where there is one thread.
+    /// How long a magazine may be for a thread that frees and takes by turns: `stretch` times the ordinary length. At
+    /// most, its list holds half of the thread's fair share of the peak, or all of it if there is one thread.
     pub(super) fn stretched_length(&self, stretch: usize) -> usize {
         let threads = self.threads();
         let share = self.recent_peak() / if threads > 1 { 4 * threads } else { 2 };
@@ -113,19 +114,19 @@ impl<T, R: Rules> Depot<T, R> {
         (peak / (SLACK_SHARE * LIST_BATCHES * others)).clamp(MIN_BATCH, MAX_BATCH as u64)
     }
 
-    /// Contexts beyond what the peaks of late explain.
+    /// Contexts beyond what the recent peaks explain.
     fn surplus(&self) -> u64 {
         self.surplus_over(self.recent_peak())
     }
 
-    /// Twice the room of all lists is no surplus: the peak is known only that exactly, and a pool that frees what it
-    /// needs again is worse than one that keeps it.
+    /// Twice the room of all lists is no surplus, since the peak is known no better than that. Freeing what will be
+    /// needed again is worse than keeping it.
     fn surplus_over(&self, peak: u64) -> u64 {
         let lists = self.threads() * LIST_BATCHES * self.batch_for(peak);
         self.total().saturating_sub(peak + 2 * lists)
     }
 
-    /// The surplus that there will be when the peaks are forgotten, if the load stays as it is.
+    /// The surplus after the peaks are forgotten, if the load stays as it is.
     pub(super) fn coming_surplus(&self) -> u64 {
         self.surplus_over(self.in_flight())
     }

@@ -1,7 +1,6 @@
-//! Futures of any type in chunks of a few sizes: what tasks are kept in.
+//! Futures of any type in chunks of a few sizes. Tasks are kept in them.
 //!
-//! A future stays on its thread and where it is; the chunk that it lies in is only memory, and goes to whatever thread
-//! needs one next.
+//! A future stays on its thread and does not move. The chunk is only memory; any thread may use it next.
 
 use super::{PoolBox, PoolContext, Pooled};
 use crate::pooled;
@@ -119,7 +118,7 @@ impl Future for PooledFuture {
 
     #[inline]
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
-        // SAFETY: the future is ours alone, and is neither moved nor overwritten before it is dropped in place.
+        // SAFETY: we alone own the future, and it is neither moved nor overwritten before it is dropped in place.
         unsafe { Pin::new_unchecked(self.future.as_mut()) }.poll(context)
     }
 }

@@ -5,15 +5,15 @@ use super::depot::Depot;
 use super::magazine::{Magazine, Node};
 use super::stack::Rules;
 
-/// A thread that filled so many magazines without taking one context only frees, as far as anybody can tell. Reactors
-/// free in bursts too, but then they take.
+/// A thread that filled this many magazines without taking a context is one that only frees. Reactors free in bursts
+/// too, but then they take.
 const FILLS_OF_A_FREER: u8 = 4;
-/// After so many gifts in a row a thread has more than its turns need.
+/// After this many gifts in a row, a thread has more than its turns need.
 const GIFTS_IN_A_ROW: u8 = 16;
 const MAX_STRETCH: usize = 16;
 
-/// However long a thread's magazines are, what it leaves for others is cut into batches of the ordinary length: a thread
-/// that needs one context more must not get so many that nothing is left for the next.
+/// A thread's magazines may be long, but what it leaves for others is cut into batches of the ordinary length. A thread
+/// that needs one more context must not take so many that the next thread finds nothing.
 fn give_in_batches<T, R: Rules>(depot: &Depot<T, R>, magazine: &mut Magazine<T>) -> Magazine<T> {
     let (batch, mut freed) = (depot.batch_length(), Magazine::new());
     while !magazine.is_empty() {
@@ -33,12 +33,12 @@ pub(super) struct List<T> {
     /// How often the magazine filled up since the thread last took a context. A thread that only frees keeps no
     /// reserve: somebody else needs it.
     fills: u8,
-    /// Contexts that came to this thread from the depot or the allocator, less those that went back there.
+    /// Contexts that this thread got from the depot or the allocator, less those that went back there.
     net: i64,
     /// What the depot was last told to be outstanding.
     published: i64,
-    /// How many times the ordinary length this thread's magazines have. It doubles when the thread takes back what it
-    /// gave, as a reactor does that completes in bursts, and is one again after a run of gifts.
+    /// The length of this thread's magazines, as a multiple of the ordinary length. It doubles when the thread takes
+    /// back what it gave, as a reactor does that completes in bursts. After a run of gifts it is one again.
     stretch: usize,
     /// Trades since the last one in the other direction, counted while they are gifts.
     gifts: u8,
@@ -78,8 +78,8 @@ impl<T> List<T> {
         Err(context)
     }
 
-    /// When [`List::get`] found nothing: the reserve, then what other threads left. If that is nothing either, says how
-    /// many spare contexts the caller should create beside the one that it needs, for [`List::adopt`].
+    /// For when [`List::get`] found nothing. Takes from the reserve, then from what other threads left. If both are
+    /// empty, says how many spare contexts the caller should create besides the one it needs, for [`List::adopt`].
     #[cold]
     pub(super) fn get_or_trade<R: Rules>(&mut self, depot: &Depot<T, R>) -> Result<Box<Node<T>>, usize> {
         self.join(depot);
@@ -121,7 +121,7 @@ impl<T> List<T> {
         freed
     }
 
-    /// Gives a full magazine away, and the reserve too where the thread needs none.
+    /// Gives a full magazine away, and the reserve too if the thread needs none.
     fn trade_full<R: Rules>(&mut self, depot: &Depot<T, R>, keeps: bool) -> Magazine<T> {
         // The reserve has been idle longest: the contexts just used are the warm ones.
         let mut freed = self.give_reserve(depot);
@@ -153,7 +153,8 @@ impl<T> List<T> {
         give_in_batches(depot, &mut self.loaded)
     }
 
-    /// Tells the depot what is outstanding, and adapts to how many contexts make a magazine now. Returns what [`List::put_or_trade`] does.
+    /// Tells the depot what is outstanding, and adapts to the present length of a magazine. Returns what
+    /// [`List::put_or_trade`] does.
     #[must_use]
     pub(super) fn settle<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
         if self.batch == 0 {
@@ -175,8 +176,7 @@ impl<T> List<T> {
         self.trades == 0
     }
 
-    /// Takes in the spare contexts that the caller created beside the one that it needed. Returns what
-    /// [`List::put_or_trade`] does.
+    /// Takes in the spare contexts that the caller created. Returns what [`List::put_or_trade`] does.
     #[must_use]
     pub(super) fn adopt<R: Rules>(&mut self, depot: &Depot<T, R>, mut spares: Magazine<T>) -> Magazine<T> {
         let created = spares.len() + 1;

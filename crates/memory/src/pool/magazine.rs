@@ -15,7 +15,7 @@ impl<T> Node<T> {
     }
 }
 
-/// A thread's, or the stack's, share of idle contexts. What was put in last comes out first: it is the warm one.
+/// A share of idle contexts, of a thread or of the stack. The one put in last comes out first, since it is warm.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Magazine<T> {
     first: Option<Box<Node<T>>>,
@@ -75,7 +75,7 @@ impl<T> Default for Magazine<T> {
 
 impl<T> Drop for Magazine<T> {
     fn drop(&mut self) {
-        // One by one: dropping the chain as it is would recurse.
+        // One by one: dropping the whole chain would recurse.
         while let Some(node) = self.pop() {
             drop(node);
         }

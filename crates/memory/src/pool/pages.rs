@@ -25,20 +25,21 @@ macro_rules! sizes {
     ($($name:ident $bytes:literal)*) => {
         $(pooled!(Pages<$bytes>, concat!("buffer of ", $bytes, " bytes"));)*
 
-        /// Memory from the pool of the smallest size that suffices; longer ones are the allocator's own.
+        /// Memory from the pool of the smallest size that suffices. Longer memory comes from the allocator.
         pub(crate) enum PooledPages {
             $(
                 /// From the pool.
                 $name(PoolBox<Pages<$bytes>>),
             )*
-            /// Longer than any of the pool's.
+            /// Longer than the largest size of the pool.
             Allocated(AlignedBuf),
         }
 
         impl PooledPages {
-            /// At least `length_bytes`. Whatever was there before still is.
+            /// At least `length_bytes`. The old contents are still there.
             pub(crate) fn take(length_bytes: usize) -> Self {
-                // In this crate's own unit tests the pool's atomics are the model checker's, which work in a model only.
+                // In this crate's own unit tests the pool's atomics are the model checker's, which work in a model
+                // only.
                 $(if length_bytes <= $bytes && !cfg!(test) {
                     return Self::$name(PoolBox::take());
                 })*

@@ -8,13 +8,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub(super) struct Entry {
     pub(super) name: &'static str,
     pub(super) stats: fn() -> PoolStats,
-    /// Gives back what is surplus now; says how many bytes will be later.
+    /// Gives back the surplus; says how many bytes will be surplus later.
     pub(super) maintain: fn() -> u64,
-    /// Forgets the peaks, and gives back what is surplus then.
+    /// Forgets the peaks, and gives back what then is surplus.
     pub(super) trim: fn(),
 }
 
-/// Less memory than this is kept until somebody has work again.
+/// Less surplus than this is kept until there is work again.
 const WORTH_WAKING_BYTES: u64 = 1 << 20;
 
 static ENTRIES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
@@ -28,7 +28,7 @@ pub(super) fn add(entry: Entry) {
     entries().push(entry);
 }
 
-/// The entry at `index`. The list is not locked while a caller uses one: a pool's own making takes the lock.
+/// The entry at `index`. The list is not locked while a caller uses the entry, because making a pool takes the lock.
 fn get(index: usize) -> Option<Entry> {
     entries().get(index).copied()
 }
@@ -39,14 +39,14 @@ pub fn pools() -> Vec<(&'static str, PoolStats)> {
     (0..).map_while(get).map(|entry| (entry.name, (entry.stats)())).collect()
 }
 
-/// Forgets the load so far and gives back what is not in use now: for when the load is known to be over. What other
-/// threads hold idle they give back when they come to [`maintain_pools`], or end.
+/// Forgets the load and gives back everything that is idle. For when the load is known to be over. Other threads give
+/// their idle contexts back when they come to [`maintain_pools`], or end.
 pub fn trim_pools() {
     (0..).map_while(get).for_each(|entry| (entry.trim)());
 }
 
-/// Calls [`Pool::maintain`](super::Pool::maintain) for every pool; returns whether so much memory will be surplus once
-/// the peaks are forgotten that a thread which is about to sleep should come again after a
+/// Calls [`Pool::maintain`](super::Pool::maintain) for every pool. Returns true if much memory will be surplus once the
+/// peaks are forgotten. A thread that is about to sleep should then come again after a
 /// [`DECAY_PERIOD`](super::DECAY_PERIOD).
 pub fn maintain_pools() -> bool {
     let bytes = (0..).map_while(get).map(|entry| (entry.maintain)()).sum::<u64>();

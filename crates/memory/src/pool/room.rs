@@ -1,7 +1,7 @@
-//! Values of any type, also such as stay on their thread, in memory that the pool hands around.
+//! Values of any type in memory that the pool hands around, values that must stay on one thread included.
 //!
-//! What the pool holds is room: bytes, and no value, so that any thread may take it. The value is made when the room is
-//! taken and dropped before the room goes back, both by its owner.
+//! The pool holds only room: bytes without a value, so that any thread may take it. The owner makes the value when it
+//! takes the room, and drops it before the room goes back.
 
 use super::{Pool, PoolBox, PoolContext, Pooled, ThreadList};
 use std::cell::Cell;
@@ -104,7 +104,7 @@ unsafe fn give_back<T: HasRoom>(room: NonNull<Room<T>>) {
     drop(unsafe { PoolBox::from_raw(room) });
 }
 
-/// A value in a room of its own: what a `Box` would be.
+/// A value in a room of its own, in the place of a `Box`.
 pub struct Placed<T: HasRoom> {
     room: NonNull<Room<T>>,
     owns: PhantomData<T>,
@@ -167,7 +167,7 @@ impl<T: HasRoom + std::fmt::Debug> std::fmt::Debug for Placed<T> {
     }
 }
 
-/// A value in a room of its own, with a count of its handles, which stay on one thread: what an `Rc` would be.
+/// A value in a room of its own, with a count of its handles, which stay on one thread. In the place of an `Rc`.
 pub struct PoolRc<T: HasRoom> {
     room: NonNull<Room<T>>,
     owns: PhantomData<T>,

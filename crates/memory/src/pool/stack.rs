@@ -15,7 +15,7 @@ const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
 /// The index that ends a list.
 const NONE: u32 = INDEX_MASK as u32;
 
-/// What keeps the stacks sound; the model checker's mutants break one rule each.
+/// What keeps the stacks sound. Each mutant of the model checker breaks one rule.
 pub(super) trait Rules {
     /// Added to a head's tag by each change. 48 bits of tag: at ten million changes a second a thread would have to
     /// sleep between its load and its compare-and-swap for most of a year to meet the same tag again.
@@ -46,7 +46,7 @@ struct Slot<T> {
 /// Neither `Clone` nor made anywhere else.
 pub(super) struct Claim(u32);
 
-/// Two cache lines, since the processor fetches them in pairs: the stacks are used by different threads at once.
+/// Different threads use the two stacks at once. Two cache lines, since the processor fetches them in pairs.
 #[repr(align(128))]
 struct Head(AtomicU64);
 
