@@ -9,7 +9,7 @@ struct Room {
     below: &'static [&'static str],
 }
 
-/// Everything below the daemon but the tests' own kit.
+/// Everything below the daemon, except the test kit.
 const UNDER_DAEMON: &[&str] = &[
     "drive",
     "load",
@@ -84,7 +84,7 @@ pub(crate) fn check() -> Result<Vec<String>> {
     Ok(complaints)
 }
 
-/// The fuzzers stand above the rooms, as tests do, and nobody names them.
+/// The fuzzers stand above the rooms, as tests do. No room names them.
 const FUZZERS: &str = "fuzz";
 
 /// The program's package is named after the program.
@@ -111,7 +111,7 @@ fn complaint(arrow: &Arrow) -> Option<String> {
         return Some(format!("{from} depends on the fuzzers"));
     }
     if *dev {
-        // Tests may bring any rooms together but the program itself.
+        // Tests may bring any rooms together, except the program itself.
         return (to == "cli").then(|| format!("{from} depends on the program in its tests"));
     }
     let allowed = from == "cli"

@@ -48,7 +48,7 @@ const STEPS: &[Step] = &[
     Step { name: "guests", about: "real Linux guests under User Mode Linux and QEMU", run: guests },
 ];
 
-/// For a build and all its tests, on a slow or loaded machine.
+/// How long a build and all its tests may take on a slow or loaded machine.
 const TESTS_LIMIT: Duration = Duration::from_secs(60 * 60);
 const GUESTS_LIMIT: Duration = Duration::from_secs(30 * 60);
 
@@ -137,14 +137,14 @@ fn tests() -> Result<Counts> {
     count(program.limit(TESTS_LIMIT))
 }
 
-/// The tests of chains over simulated storage once more, from another first seed.
+/// The tests of chains over simulated storage again, with other seeds.
 fn simulator() -> Result<Counts> {
     let arguments = ["test", "--package", "ringdisk-image", "--tests", "--no-fail-fast"];
     count(Program::cargo().args(arguments).env("RINGDISK_SEED", "1000"))
 }
 
-/// What queues share of an image, compiled with shuttle's locks and atomics: the allocator, the slice cache, the epochs,
-/// and the merged map of a chain.
+/// The parts of an image that queues share, compiled with shuttle's locks and atomics: the allocator, the slice cache,
+/// the epochs, and the merged map of a chain.
 fn schedules() -> Result<Counts> {
     let format = ["test", "--package", "ringdisk-format-qcow2", "--features", "explore", "--test", "explore"];
     let chain = ["test", "--package", "ringdisk-image", "--features", "explore", "--lib", "explored"];
@@ -153,7 +153,7 @@ fn schedules() -> Result<Counts> {
     Ok(counts)
 }
 
-/// What is ignored by default, but for the guests, which have a step of their own.
+/// The tests that are ignored by default, except the guests, which have a step of their own.
 fn slow() -> Result<Counts> {
     let arguments = ["test", "--workspace", "--tests", "--no-fail-fast", "--", "--ignored"];
     let program = Program::cargo().args(arguments).args(["--skip", "uml_on_", "--skip", "qemu_with_"]);
@@ -162,22 +162,22 @@ fn slow() -> Result<Counts> {
 
 /// Runs tests and counts them by what they print.
 fn count(program: Program) -> Result<Counts> {
-    // The packages are a step of their own; a test that misses a tool after it must not skip.
+    // The step before installed the packages, so a test that misses a tool must not skip.
     let mut program = program.env("CI", "true");
     if std::env::var_os("CI").is_some() {
-        // There even what needs root, loop devices, FUSE or a swap file must be there.
+        // In continuous integration, root, loop devices, FUSE and a swap file must be there too.
         program = program.env("RINGDISK_REQUIRE_ALL", "1");
     }
     let watched = program.watch()?;
     let mut counts = Counts::parse(watched.lines.iter().map(String::as_str));
     if !watched.success() && counts.failed == 0 {
-        // It did not even come to a test, or died in one.
+        // It failed before its first test, or died in one.
         counts.failed = 1;
     }
     Ok(counts)
 }
 
-/// With the tests' own build: its checks of arithmetic and its assertions are worth more here than speed.
+/// Uses the tests' own build: its checks of arithmetic and its assertions matter more here than speed.
 fn guests() -> Result<Counts> {
     let kernel = packages::guest_kernel()?;
     count(

@@ -34,7 +34,7 @@ impl Program {
     /// The cargo that runs us.
     pub(crate) fn cargo() -> Self {
         let mut program = Self::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        // What cargo told us about ourselves is nobody else's business, and would only cause rebuilds.
+        // Cargo's variables about this program would only cause rebuilds in the other one.
         for name in ["CARGO_MANIFEST_DIR", "CARGO_MANIFEST_PATH", "CARGO_PKG_NAME", "CARGO_PKG_VERSION"] {
             program.command.env_remove(name);
         }
@@ -77,7 +77,7 @@ impl Program {
         self.command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
     }
 
-    /// Runs it to its end, showing what it prints and keeping it; killed with all its children when its time is up.
+    /// Runs it to its end. Shows and keeps what it prints. Kills it with all its children when its time is up.
     pub(crate) fn watch(mut self) -> Result<Watched> {
         let name = self.name();
         println!("$ {name}");
@@ -116,7 +116,7 @@ fn tee(stream: impl Read + Send + 'static, errors: bool) -> std::thread::JoinHan
         for line in BufReader::new(stream).split(b'\n') {
             let Ok(line) = line else { break };
             let line = String::from_utf8_lossy(&line).into_owned();
-            // Nobody may be reading us any more; the program that we watch should end all the same.
+            // Our reader may be gone. The program that we watch must end all the same.
             let _ = if errors { writeln!(std::io::stderr(), "{line}") } else { writeln!(std::io::stdout(), "{line}") };
             lines.push(line);
         }

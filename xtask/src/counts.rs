@@ -24,7 +24,7 @@ impl Counts {
     pub(crate) fn parse<'a>(lines: impl IntoIterator<Item = &'a str>) -> Self {
         let mut counts = Self::default();
         for line in lines {
-            // nextest quotes what a failed test printed, indented, this line of the test's own binary among it.
+            // nextest quotes what a failed test printed, indented. That may hold such a line of the test's own binary.
             if let Some((_, rest)) = line.strip_prefix("test result: ").and_then(|line| line.split_once(". ")) {
                 counts.add(Self::parse_list(rest.split(';')));
             } else if line.trim_start().starts_with("Summary [")

@@ -49,7 +49,8 @@ pub(crate) fn install() -> Result<Vec<String>> {
         .collect())
 }
 
-/// QEMU's packages are all of one version: where some are here from Debian's backports, the others must be from there too.
+/// QEMU's packages must all have one version. If some come from Debian's backports, the others must come from there
+/// too.
 fn install_qemu(packages: &[&str]) -> Result<()> {
     let installed = Program::new("dpkg-query").args(["--show", "--showformat=${Version}\n", "qemu-*"]).output_text();
     if !installed.unwrap_or_default().contains("~bpo") {
@@ -87,7 +88,7 @@ pub(crate) fn guest_kernel() -> Result<PathBuf> {
     }
     let download = workspace::target().join("guest-kernel-download");
     let archive = download_kernel(&download).or_else(|error| {
-        // There may be no lists of packages, or old ones: the archive keeps only the newest kernel.
+        // The lists of packages may be missing or old, and the archive keeps only the newest kernel.
         println!("{error:#}");
         apt_get(["update"])?;
         download_kernel(&download)

@@ -18,7 +18,7 @@ pub(crate) fn target() -> PathBuf {
 /// The files that git tracks (and new ones it would), relative to the root; all files where there is no git.
 pub(crate) fn tracked_files() -> Result<Vec<PathBuf>> {
     let root = root();
-    // Whoever made the clone need not be whoever runs us.
+    // The owner of the clone may be another user.
     let list = ["-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"];
     match Program::new("git").args(list).output_text() {
         Ok(listing) => Ok(listing.lines().map(PathBuf::from).filter(|path| root.join(path).is_file()).collect()),

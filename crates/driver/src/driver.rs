@@ -108,8 +108,8 @@ impl Driver {
         self.inner.pool.alloc(length_bytes)
     }
 
-    /// Ends the connection in order: the device finishes what it has, which queues can still harvest; what it never
-    /// took fails, and so does everything after.
+    /// Ends the connection in order. The device finishes what it has, and queues can still harvest that. Requests that
+    /// it never took fail, and so does everything after.
     pub fn disconnect(&self) -> Result<()> {
         self.inner.disconnect()
     }

@@ -1,5 +1,5 @@
-//! How one ring request is made of a part of an operation: memory that the device shares is named as it is, other memory
-//! goes through bounce buffers, and nothing is longer than the device takes.
+//! Makes one ring request of a part of an operation. Memory that the device shares is named directly, other memory goes
+//! through bounce buffers. Nothing is longer than the device accepts.
 
 use crate::layout::GUEST_BASE;
 use crate::queue::Rules;

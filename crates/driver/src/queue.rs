@@ -1,8 +1,8 @@
 //! The plain path: each operation becomes one ring request, or several where the device's limits ask for it.
 //!
-//! Operations are issued in the order of submission; what does not fit into the ring (or finds no bounce buffer) waits in
-//! line, and everything after it too, so nothing overtakes a flush. Memory that the device shares is named in the
-//! request as it is; other memory is copied through bounce buffers.
+//! Operations are issued in the order of submission. One that does not fit into the ring, or finds no bounce buffer,
+//! waits in line, and so does everything after it. Thus nothing overtakes a flush. Memory that the device shares is
+//! named in the request directly; other memory is copied through bounce buffers.
 
 use crate::driver::Inner;
 use crate::issue::{MAX_REQUEST_BYTES, Way, copy_bounced, issue_data, issue_range, issue_zeros, range_segment};
@@ -36,7 +36,7 @@ struct Active {
     result: IoResult,
 }
 
-/// What the device is, as far as requests need to know.
+/// What requests need to know of the device.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rules {
     pub(crate) block_bytes: u64,
@@ -47,7 +47,7 @@ pub(crate) struct Rules {
     pub(crate) max_write_zeroes_sectors: u32,
 }
 
-/// Everything that a queue is but its registration with the reactor.
+/// A queue without its registration with the reactor.
 struct Core {
     /// `None` once the queue was dropped.
     ring: Option<Ring>,
@@ -403,7 +403,7 @@ impl Core {
         }
     }
 
-    /// Nothing comes from the device any more: all that was submitted fails, and all that will be.
+    /// Nothing comes from the device any more: everything submitted fails, also in the future.
     fn fail_all(&mut self, why: &str, done: &mut Vec<Completion>) {
         self.failed = true;
         let queue = self.ring.as_ref().map_or(0, |ring| ring.index);

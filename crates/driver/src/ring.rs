@@ -174,8 +174,8 @@ impl Ring {
         self.start(RequestHeader { kind, priority: 0, sector: 0 }, owner, 0, 0)
     }
 
-    /// The bounce buffers for a request that starts next, to be given to [`Ring::start`] by way of its head: pushes
-    /// buffers for at most `length_bytes` and returns for how many there were.
+    /// Takes bounce buffers for the request that starts next, for at most `length_bytes`. Returns for how many bytes
+    /// there were buffers. [`Ring::start`] finds them by the request's head.
     pub(crate) fn push_bounce(&mut self, length_bytes: usize, block_bytes: usize, device_writes: bool) -> usize {
         let Some(head) = self.ring.next_head() else { return 0 };
         let Some(part) = self.parts.get_mut(usize::from(head)) else { return 0 };
@@ -258,7 +258,7 @@ impl Ring {
         self.ring.disable_callbacks();
     }
 
-    /// The queue is dropped: what is in flight belongs to nobody from now on. Returns how much that is.
+    /// The queue is dropped: requests in flight have no owner from now on. Returns how many there are.
     pub(crate) fn orphan_all(&mut self) -> usize {
         for part in &mut self.parts {
             part.owner = ORPHAN;

@@ -120,8 +120,8 @@ impl IoBuf {
         Self { inner: PoolRc::new(Inner { owned: Owned::Whole(buf), ..inner }) }
     }
 
-    /// Page-aligned memory in one segment that comes from the pool and goes back there: what it holds is whatever was
-    /// there before. Bounce buffers are made so; up to a mebibyte nothing is allocated once the pool is warm.
+    /// Page-aligned memory in one segment, from the pool, with its old contents. Bounce buffers are made this way. Up
+    /// to a mebibyte nothing is allocated once the pool is warm.
     #[must_use]
     pub fn from_pool(length_bytes: usize) -> Self {
         let pages = PooledPages::take(length_bytes);
@@ -378,8 +378,8 @@ impl Window {
         done
     }
 
-    /// Copies this window's bytes to the start of `target`; returns how many fitted. Windows that share memory must not
-    /// overlap in it, or the bytes that arrive are any mixture.
+    /// Copies this window's bytes to the start of `target`; returns how many fitted. If the two windows overlap in
+    /// memory, any mixture of their bytes arrives.
     pub fn copy_to(&self, target: &Self) -> usize {
         let count = self.length_bytes.min(target.length_bytes);
         let mut done = 0;

@@ -1,9 +1,9 @@
 //! A peer that shrinks its memory file ends its own session, not the daemon.
 //!
-//! Touching a mapping behind the end of its file raises SIGBUS. The handler looks the address up among the registered
-//! mappings; if it finds it, it puts anonymous zero pages over the whole mapping (over the one page, where the file is an
-//! image of our own), marks it as poisoned and returns, so that the access completes. Sessions look at the mark once a batch
-//! and hang up. Any other SIGBUS goes to whoever handled it before us (by default: the process ends, as it should).
+//! Touching a mapping behind the end of its file raises SIGBUS. The handler looks for the address among the registered
+//! mappings. If it finds one, it covers the whole mapping with anonymous zero pages (only the one page, if the file is
+//! an image of our own). It marks the mapping as poisoned and returns, so that the access completes. Sessions look at
+//! the mark once a batch and hang up. Any other SIGBUS goes to the handler before us; by default the process ends.
 
 use crate::PAGE_BYTES;
 use std::io;
@@ -16,13 +16,13 @@ pub const MAX_MAPPINGS: usize = 4096;
 
 struct Slot {
     taken: AtomicBool,
-    /// Odd while start and length are being changed, so that the handler believes only pairs that belong together. A slot
-    /// that changes while the handler runs is not the one it looks for: whoever touches a mapping keeps it registered.
+    /// Odd while start and length change, so that the handler believes only pairs that belong together. A slot that
+    /// changes while the handler runs is not the one it looks for: a mapping that is touched stays registered.
     changes: AtomicUsize,
     /// Zero while the slot is free.
     start: AtomicUsize,
     length_bytes: AtomicUsize,
-    /// Only the page that was touched is covered: nobody believes what lies there, and there may not be room for more.
+    /// Cover only the page that was touched. Nobody believes its contents, and there may be no room for more.
     page_only: AtomicBool,
     poisoned: AtomicBool,
 }
@@ -66,7 +66,7 @@ pub(crate) fn register(start: NonNull<u8>, length_bytes: usize, page_only: bool)
 }
 
 impl Slot {
-    /// Called by the one who has taken the slot.
+    /// Called only by the thread that has taken the slot.
     fn set_range(&self, start: usize, length_bytes: usize) {
         let changes = self.changes.load(Ordering::Relaxed);
         self.changes.store(changes.wrapping_add(1), Ordering::Relaxed);
@@ -215,7 +215,7 @@ mod tests {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         assert!(!maps.contains("memfd:huge"), "{maps}");
         let mapping = Mapping::shared(file.as_fd(), 0, 4096).unwrap();
-        // No page is there, or none any more: both end in the handler.
+        // Whether there never was a page or it is gone, the handler runs.
         file.set_len(0).unwrap();
         // SAFETY: the address lies in the mapping.
         assert_eq!(unsafe { std::ptr::read_volatile(mapping.as_ptr().as_ptr().add(100)) }, 0);

@@ -178,8 +178,7 @@ impl GuestMemory {
         found.ok_or(MemoryError::Outside { address, length_bytes })
     }
 
-    /// Brings all pages into memory, as far as there are any; takes as long as that takes. Memory that cannot be had
-    /// is left out.
+    /// Brings all pages into memory, which may take long. Pages that cannot be had are left out.
     pub fn populate(&self) {
         for region in &self.regions {
             region.mapping.populate();

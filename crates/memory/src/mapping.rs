@@ -6,8 +6,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Address space that all mappings together may take: peers name lengths that their files need not have, and a process
-/// whose address space is used up cannot go on. Half of what the smallest 64-bit address space has.
+/// Address space that all mappings together may take. A peer may name a length that its file does not have, and a
+/// process without address space cannot go on. This is half of the smallest 64-bit address space.
 const MAX_MAPPED_BYTES: usize = 1 << 46;
 
 static MAPPED_BYTES: AtomicUsize = AtomicUsize::new(0);
@@ -47,7 +47,7 @@ pub(crate) fn page_bytes_of(file: BorrowedFd<'_>) -> io::Result<usize> {
     };
     match result {
         0 if stat.f_type == HUGETLBFS_MAGIC => Ok((stat.f_bsize as usize).max(PAGE_BYTES)),
-        // A touch of such memory waits for whoever serves the file system, perhaps the peer itself.
+        // A touch of such memory waits for the server of the file system, which may be the peer itself.
         0 if stat.f_type == FUSE_MAGIC => Err(io::Error::new(
             io::ErrorKind::Unsupported,
             "memory on a FUSE file system is refused: its server could hold up every disk; use a memfd or tmpfs",
@@ -64,8 +64,8 @@ enum Whose {
     Ours,
 }
 
-/// A shared mapping of part of a file, read-write if it is a peer's; unmapped on drop. Registered with [`fault`], so that a peer that
-/// shrinks the file poisons the mapping instead of killing the process.
+/// A shared mapping of part of a file, read-write if it is a peer's; unmapped on drop. It is registered with [`fault`].
+/// So a peer that shrinks the file poisons the mapping instead of killing the process.
 #[derive(Debug)]
 pub struct Mapping {
     ptr: NonNull<u8>,
@@ -76,8 +76,8 @@ pub struct Mapping {
     _room: Room,
 }
 
-// SAFETY: the mapping is plain memory shared with another process anyway; all access to it goes through raw copies and
-// atomics, never through references, so threads add nothing new.
+// SAFETY: the mapping is memory that another process shares. All access goes through raw copies and atomics, never
+// through references, so a second thread is no different from the other process.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -88,8 +88,9 @@ impl Mapping {
         Self::map(file, offset, length_bytes, true, Whose::Peers)
     }
 
-    /// Maps the first `length_bytes` of a file of our own, to be read, and written if `writable`. It may end before: what
-    /// lies behind its end must not be touched. Refused where that would leave too little address space for peers.
+    /// Maps the first `length_bytes` of a file of our own, for reading, and for writing if `writable`. The file may be
+    /// shorter; then nobody may touch what lies behind its end. Refused if too little address space would be left for
+    /// peers.
     pub fn of_storage(file: BorrowedFd<'_>, length_bytes: usize, writable: bool) -> io::Result<Self> {
         Self::map(file, 0, length_bytes, writable, Whose::Ours)
     }
@@ -172,14 +173,15 @@ impl Mapping {
         self.length_bytes
     }
 
-    /// Brings its pages into memory, to be written (Linux 5.14); a part behind the end of the file stops that.
+    /// Brings its pages into memory, ready for writing (Linux 5.14). Stops where a part lies behind the end of the
+    /// file.
     pub(crate) fn populate(&self) {
         // SAFETY: the range is mapped, and populating it changes no byte of it.
         let _ = unsafe { libc::madvise(self.ptr.as_ptr().cast(), self.mapped_bytes, libc::MADV_POPULATE_WRITE) };
     }
 
-    /// Whether an access fell behind the end of the file: the contents are then zeros of our own, and whoever shares
-    /// the memory must be disconnected.
+    /// Whether an access fell behind the end of the file. The contents are then zeros of our own, and the peer must be
+    /// disconnected.
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
         self.guard.is_poisoned()

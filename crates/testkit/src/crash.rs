@@ -46,7 +46,7 @@ pub struct PowerCutTest<'a> {
     pub queues: usize,
     /// Outcomes tried for each cut.
     pub outcomes: u64,
-    /// Cuts at every so-manieth event; 1 for all.
+    /// The step between events at which to cut; 1 for every event.
     pub stride: u64,
 }
 
@@ -62,8 +62,8 @@ pub struct Summary {
 }
 
 impl PowerCutTest<'_> {
-    /// Runs the workload once, then cuts the power at each write and flush boundary of it. The first thing wrong comes
-    /// back with all that is needed to find it again.
+    /// Runs the workload once, then cuts the power at each write and flush boundary of it. Returns the first thing that
+    /// is wrong, with all that is needed to find it again.
     pub fn run(&self) -> std::result::Result<Summary, String> {
         let before = || format!("seed {}: before any cut", self.workload.seed);
         let (initial, story) = self.play().map_err(|wrong| format!("{}: {wrong}", before()))?;
@@ -118,14 +118,15 @@ impl PowerCutTest<'_> {
         Ok((initial, story))
     }
 
-    /// The image is sound; what was flushed is there and what was not touched is as it was; and the image can be used.
+    /// Checks that the image is sound, that flushed data are there, that untouched data are as they were, and that the
+    /// image can be used.
     fn judge(&self, after: &SimStorage, model: &ModelDisk, seed: u64) -> std::result::Result<(), String> {
         (self.check)(after).map_err(|wrong| format!("the image is damaged: {wrong}"))?;
         let mut session = Session::open(after, self.open, seed, 1)?;
         let contents = session.read_all()?;
         model.check_after_crash(&contents)?;
         if seed.is_multiple_of(4) {
-            // Goes on with the image as it is: what the crash left behind must not be stepped on.
+            // Goes on with the image as it is: writes must not land on what the crash left behind.
             let mut model = ModelDisk::new(&contents, session.info().volatile_cache);
             let span = self.workload.span_bytes;
             let workload =
@@ -164,7 +165,7 @@ pub struct FaultTest<'a> {
     pub workload: Workload,
     /// On how many queues.
     pub queues: usize,
-    /// Faults at every so-manieth operation; 1 for all.
+    /// The step between operations that fail; 1 for every operation.
     pub stride: u64,
 }
 
@@ -310,8 +311,8 @@ impl Session {
         Ok(contents)
     }
 
-    /// Drops the queues, lets the storage end what it has, and closes the disk. The outer error says what must never be:
-    /// something was left running; the inner one is the disk's own.
+    /// Drops the queues, lets the storage finish, and closes the disk. The outer error is one that must never happen:
+    /// something was left running. The inner error is the disk's own.
     pub fn leave(mut self) -> std::result::Result<Result<()>, String> {
         for queue in std::mem::take(&mut self.queues) {
             self.harness.close(queue);

@@ -19,7 +19,7 @@ pub type QueueId = u64;
 pub struct Turn {
     /// What completed, on all queues.
     pub replies: Vec<(QueueId, Reply)>,
-    /// Nothing more will come by itself: what is still in flight is stalled, or lost.
+    /// Nothing more will come: what is still in flight is stalled, or lost.
     pub idle: bool,
 }
 
@@ -48,7 +48,7 @@ pub trait Harness {
     /// Drops a queue, with whatever is in flight on it.
     fn close(&mut self, queue: QueueId);
 
-    /// What the queue did that no queue may do, so far.
+    /// The rules that the queue has broken.
     fn violations(&mut self, queue: QueueId) -> Vec<String>;
 
     /// Waits until the storage is done with everything, dropped queues included, as far as the harness can tell.
@@ -252,7 +252,7 @@ impl ThreadHarness {
     }
 
     fn take(&mut self, id: QueueId, reply: Reply, turn: &mut Turn) {
-        // Replies of a queue that was closed meanwhile are nobody's.
+        // Replies of a queue that was closed meanwhile are dropped.
         if let Some((_, due)) = self.queues.get_mut(&id) {
             *due = due.saturating_sub(1);
             turn.replies.push((id, reply));

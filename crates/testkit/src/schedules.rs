@@ -1,6 +1,5 @@
-//! Seeded schedules that mostly let a thread go on and interrupt it seldom: faults need two or three interruptions in the
-//! right places, not thousands anywhere. Where a thread waits for the storage it is now and then left out for long, as a
-//! slow disk would have it.
+//! Seeded schedules that interrupt a thread seldom. Faults need two or three interruptions in the right places, not
+//! thousands anywhere. A thread that waits for the storage is sometimes left out for long, as with a slow disk.
 
 use crate::dice::{Dice, mix};
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
@@ -41,7 +40,7 @@ struct Seldom {
     interruptions: &'static [u64],
     chance: u64,
     step: u64,
-    /// Who waits for a slow disk, and until when.
+    /// The threads that wait for a slow disk, and until when.
     waiting: Option<(TaskId, u64)>,
     verdict: Verdict,
 }
@@ -90,7 +89,7 @@ pub fn seed() -> u64 {
     std::env::var("RINGDISK_SEED").map_or(1, |text| text.parse().unwrap())
 }
 
-/// How many schedules a test explores: `RINGDISK_SCHEDULES`, or so many.
+/// How many schedules a test explores: `RINGDISK_SCHEDULES`, or the number given.
 ///
 /// # Panics
 /// If it is no number.

@@ -19,7 +19,7 @@ pub struct Workload {
     pub requests: u64,
     /// Requests in flight on one queue at most.
     pub depth: usize,
-    /// Only the first so many bytes of the disk are used.
+    /// How much of the disk is used, from its start.
     pub span_bytes: u64,
     /// Requests like to begin and end at multiples of this (the image's cluster).
     pub granule_bytes: u64,
@@ -130,7 +130,7 @@ impl Workload {
                 model.complete(&reply).map_err(|wrong| format!("{}: {wrong}", brief(&request)))?;
                 story.events.push((clock(), GuestEvent::Complete(reply)));
             }
-            // Nothing comes although nothing is submitted, in many turns that each might have submitted something.
+            // Many turns could have submitted something, but did not, and nothing comes.
             if quiet_turns > QUIET_TURNS {
                 let lost: Vec<_> = pending.values().map(brief).collect();
                 return Err(format!("never completed: {}", lost.join(", ")));

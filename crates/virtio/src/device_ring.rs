@@ -83,8 +83,8 @@ pub struct SplitDeviceRing {
 }
 
 impl SplitDeviceRing {
-    /// Starts on a ring, taking from `next_avail` on. The used index goes on from what the ring says: whoever used it
-    /// before published it there.
+    /// Starts on a ring, taking from `next_avail` on. The used index goes on from the ring's own: an earlier user of
+    /// the ring published it there.
     #[must_use]
     pub fn new(areas: SplitAreas, features: RingFeatures, next_avail: u16) -> Self {
         let next_used = areas.used_index();
@@ -219,7 +219,7 @@ impl DeviceRing for SplitDeviceRing {
     #[cold]
     fn stop_at(&mut self, head: u16) {
         self.faulted = true;
-        // As if it had never been taken: whoever takes over the ring finds it first.
+        // As if it had never been taken: the next owner of the ring finds it first.
         if self.in_flight.remove(head) {
             self.next_avail = self.next_avail.wrapping_sub(1);
         }

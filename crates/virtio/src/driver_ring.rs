@@ -1,13 +1,13 @@
 //! The driver's half of a split ring (virtio 1.2, 2.7): descriptors out, used entries in.
 //!
 //! Requests are added, then published together with one index store; [`DriverRing::publish`] says whether the device
-//! wants to be kicked for them. Used entries are popped without a system call. Callbacks are off from the start: a driver
-//! that is about to sleep turns them on and looks once more ([`DriverRing::enable_callbacks`]), so that nothing is missed
-//! and nobody is interrupted while it polls.
+//! wants to be kicked for them. Used entries are popped without a system call. Callbacks are off from the start: a
+//! driver that is about to sleep turns them on and looks once more ([`DriverRing::enable_callbacks`]), so that nothing
+//! is missed and nobody is interrupted while it polls.
 //!
-//! Every descriptor head has a place of its own in an optional area of indirect tables, so an indirect request costs one
-//! descriptor of the ring and no allocation. The device is not trusted: an entry that it cannot have used breaks the ring
-//! for good, with the reason.
+//! Every descriptor head has a place of its own in an optional area of indirect tables, so an indirect request costs
+//! one descriptor of the ring and no allocation. The device is not trusted: an entry that it cannot have used breaks
+//! the ring for good, with the reason.
 
 use crate::ring_access::{
     AVAIL_NO_INTERRUPT, Descriptor, LayoutError, SharedWords, SplitAreas, USED_NO_NOTIFY, crossed_event,
@@ -37,7 +37,7 @@ pub struct IndirectLayout {
     pub entries: u16,
 }
 
-/// What the device did that it cannot have done. The ring is of no use after it.
+/// How the device broke the rules. The ring is of no use after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum RingError {
     /// The used index moved past what is in flight, or backwards.
@@ -119,8 +119,8 @@ pub struct DriverRing {
     heads: Vec<Head>,
     /// Our own copy of the chains' links: the table belongs to memory that the device can write.
     links: Vec<u16>,
-    /// Requests ever added, shown to the device, weighed for a kick, popped. The ring's indices are their low 16 bits; a
-    /// request may stay in flight while the indices go round.
+    /// Requests ever added, shown to the device, weighed for a kick, popped. The ring's indices are their low 16 bits;
+    /// a request may stay in flight while the indices go round.
     added: u64,
     shown: u64,
     published: u64,
@@ -353,8 +353,8 @@ impl DriverRing {
         }
     }
 
-    /// Asks the device to call when it uses the next entry. Returns true if it has used one already, so that the caller
-    /// goes on rather than to sleep.
+    /// Asks the device to call when it uses the next entry. Returns true if it has used one already; then the caller
+    /// should go on instead of sleeping.
     pub fn enable_callbacks(&mut self) -> bool {
         match self.event_idx {
             true => self.areas.set_used_event(low(self.popped)),

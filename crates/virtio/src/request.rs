@@ -1,4 +1,4 @@
-//! From chains to block requests and back: what a virtio-blk device does with a ring, but for the storage.
+//! From chains to block requests and back: what a virtio-blk device does with a ring, without the storage.
 //!
 //! A request may be cut into descriptors in any way (VERSION_1 and ANY_LAYOUT): the header is the first sixteen bytes
 //! that the device may read, the status the last byte that it may write, and the data what is left of the side that the
@@ -56,7 +56,8 @@ pub struct RequestLimits {
 /// What is kept of a request until its end.
 #[derive(Debug, Default)]
 struct Context {
-    /// For the used ring: how many bytes at the front of the writable part are written after success, and in any case.
+    /// For the used ring: how many bytes at the front of the writable part are written after success, and after any
+    /// end.
     written_bytes: u32,
     written_bytes_on_failure: u32,
     ranges: Vec<RangeSegment>,

@@ -33,7 +33,7 @@ pub(super) enum Storage {
 /// How bytes reach the storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Engine {
-    /// What Ringdisk chooses by itself; io_uring for the others.
+    /// Ringdisk chooses; the others use io_uring.
     #[default]
     Auto,
     IoUring,
@@ -59,9 +59,9 @@ pub(super) struct Cell {
     pub(super) access: Access,
     pub(super) block_kib: u32,
     pub(super) depth: u32,
-    /// The guest flushes after so many writes.
+    /// The guest flushes each time after this many writes.
     pub(super) flush_every: Option<u32>,
-    /// With the client's memory registered, and fio's; without, neither is.
+    /// The client's memory and fio's buffers are registered. Otherwise neither is.
     pub(super) fixed_buffers: bool,
     /// The servers sleep as soon as they have nothing to do.
     pub(super) never_spins: bool,
@@ -111,7 +111,7 @@ impl Storage {
         matches!(self, Self::Qcow2Empty | Self::Qcow2Overlay)
     }
 
-    /// What Ringdisk itself is measured on in the same round: the CPU time a request is to be no more than there.
+    /// The storage whose CPU time a request Ringdisk should not exceed here. It is measured in the same round.
     pub(super) fn reference(self) -> Option<Self> {
         match self {
             Self::Qcow2Tmpfs => Some(Self::RawTmpfs),
@@ -177,7 +177,7 @@ impl Engine {
         }
     }
 
-    /// As fio calls it; its own threads are no match for a pool, so io_uring stands for the host there, too.
+    /// As fio calls it. fio's own threads cannot match a pool, so io_uring stands for the host there too.
     pub(super) fn fio(self) -> &'static str {
         match self {
             Self::Auto | Self::IoUring | Self::Threads => "io_uring",
@@ -235,7 +235,7 @@ impl Cell {
         format!("{} KiB {} at {}{comma}{engine}{flush}{fixed}{sleeps}", self.block_kib, self.access.words(), self.depth)
     }
 
-    /// For what is not below a heading.
+    /// For text that does not stand below a heading.
     pub(super) fn words_with_storage(&self) -> String {
         format!("{}: {}", self.storage.title(), self.words())
     }
@@ -245,7 +245,7 @@ impl Cell {
         !self.fixed_buffers
     }
 
-    /// Whether the host's own rate says something: not where there is no file, or none that is like it.
+    /// Whether there is a file like the storage, so that the host's own rate says something.
     pub(super) fn has_host(&self) -> bool {
         self.storage != Storage::Null && !self.storage.is_fresh() && !self.storage.is_chain()
     }
@@ -284,7 +284,7 @@ fn cells_of(storage: Storage) -> Vec<Cell> {
     }
     match storage {
         Storage::RawDirect => {
-            // The depth at which the engines were once compared (mission row S1).
+            // A depth between 32 and 128, with blocks between 4 and 128 KiB.
             for engine in [Engine::LinuxAio, Engine::Threads] {
                 cells.extend([RandomWrite, SequentialWrite].map(|access| Cell { engine, ..cell(access, 16, 74) }));
             }
@@ -295,7 +295,7 @@ fn cells_of(storage: Storage) -> Vec<Cell> {
         _ => {}
     }
     if storage == Storage::RawTmpfs {
-        // What io_uring makes of a file that the reactor copies from by itself.
+        // The reactor copies such a file by itself when it chooses the engine.
         cells.push(Cell { engine: Engine::IoUring, ..small[1] });
     }
     cells

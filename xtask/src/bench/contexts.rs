@@ -1,6 +1,8 @@
-//! `cargo xtask bench --contexts`: what the pool of requests' contexts is worth in the whole path. The program is built
-//! with contexts from the pool, from the allocator, and from one list behind a lock, and serves two disks on two reactors to
-//! a client each: files in memory, as fast as it goes and with a delay of a millisecond.
+//! `cargo xtask bench --contexts`: what the pool of request contexts is worth in the whole path.
+//!
+//! The program is built with contexts from the pool, from the allocator, and from one list behind a lock. It serves two
+//! disks on two reactors, each to a client of its own: files in memory, at full speed and with a delay of a
+//! millisecond.
 
 use super::BenchArguments;
 use super::measure::{escaped, json_of, number, with_server};
@@ -101,7 +103,7 @@ fn measure(program: &Path, disks: &[Disk], options: &str, depth: u32, seconds: f
     let (mut iops, mut requests_per_us) = (0.0, 0.0);
     for report in &reports {
         iops += number(&report["iops"])?;
-        // Each sees all of the server's time, beside its own requests.
+        // Each client sees all of the server's time, but only its own requests.
         requests_per_us += 1.0 / number(&report["servers"][0]["us_per_request"])?;
     }
     Ok(Sample { iops, cpu_us: 1.0 / requests_per_us })

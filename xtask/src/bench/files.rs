@@ -1,4 +1,4 @@
-//! The files that are measured, made before and gone after.
+//! The files that are measured. They are made before a run and removed after it.
 
 use super::cells::{CHAIN_LAYERS, Cell, Storage};
 use super::qcow2_file::{self, CLUSTER_BYTES, Image};
@@ -114,8 +114,8 @@ impl Files {
         Ok(())
     }
 
-    /// How many requests a measurement may make at most, where more would find nothing new: writes to half of the
-    /// clusters.
+    /// The most requests that a measurement may make. Where it fills an image, writes reach half of the clusters;
+    /// further ones would find no empty cluster.
     pub(super) fn request_limit(&self, storage: Storage) -> Option<u64> {
         (storage == Storage::Qcow2Overlay).then_some(self.size_bytes / CLUSTER_BYTES / 2)
     }
@@ -149,7 +149,7 @@ fn layer_name(storage: Storage, layer: u64) -> String {
     format!("{storage}-{layer}.qcow2")
 }
 
-/// Bytes that are neither zero nor alike, so that no tool leaves holes.
+/// Bytes that are neither zero nor all the same, so that no tool leaves holes.
 struct Noise(u64);
 
 impl Default for Noise {

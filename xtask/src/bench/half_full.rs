@@ -4,10 +4,10 @@ use anyhow::{Context, Result};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Runs of data and of nothing are whole multiples of this.
+/// Runs of data and holes are whole multiples of this.
 const UNIT_BYTES: u64 = 64 << 10;
 const RUN_UNITS_MAX: u64 = 32;
-/// What data are cut out of: compressors look no further back than a cluster.
+/// The length of the text that data are cut out of. Compressors look no further back than a cluster.
 const POOL_BYTES: usize = 16 << 20;
 const WORDS: usize = 4096;
 
@@ -22,7 +22,7 @@ impl Dice {
     }
 }
 
-/// Words in an order that nobody knows: packs to about 40 percent.
+/// Words in random order; packs to about 40 percent.
 fn text(dice: &mut Dice) -> Vec<u8> {
     let mut word = || {
         let letters = dice.next();
@@ -56,7 +56,7 @@ pub(super) fn write_half_full(path: &Path, size_bytes: u64) -> Result<()> {
         let run = |dice: &mut Dice| (1 + dice.next() % RUN_UNITS_MAX) * UNIT_BYTES;
         let (length, gap) = (run(&mut dice).min(size_bytes - at), run(&mut dice));
         let pool = &pools[usize::from(dice.next().is_multiple_of(4))];
-        // Nowhere the same bytes for long.
+        // No two long parts are the same.
         let start = dice.next() as usize % (POOL_BYTES - length as usize);
         file.write_all_at(&pool[start..start + length as usize], at)?;
         at += length + gap;

@@ -1,7 +1,7 @@
 //! `cargo xtask bench --images`: the image tool beside qemu-img, on a disk that is half full.
 //!
-//! Both are timed from the start of the program to the end of an fsync of what they wrote, interleaved; qemu-img with the
-//! flags with which it was quickest in a round of its own. Beside the time, the sizes of what they wrote are compared.
+//! The two run in turn. Each is timed from its start to the end of an fsync of what it wrote. qemu-img has the flags
+//! that were quickest for it in a round of its own. The sizes of what they wrote are compared too.
 
 use super::BenchArguments;
 use super::half_full::write_half_full;
@@ -32,7 +32,7 @@ that were quickest for it in a round of its own; Ringdisk has its defaults.
 * zlib is level 6 with the whole window of 32 KiB, where qemu-img uses 4 KiB. zstd has qemu-img's level.
 * A host may give memory to a file on tmpfs only while it is written. Rows of large disks then spread.
 ";
-/// For an estimate: a run of either side on a disk of that size.
+/// About how long one run takes on a disk of that size, for an estimate.
 const RUN_SECONDS: f64 = 4.0;
 
 /// What is done.
@@ -111,7 +111,7 @@ impl Work {
         }
     }
 
-    /// How often a run is made at most from which the host takes the processors away.
+    /// How often a run is made at most if the host takes the processors away.
     fn attempts(self) -> usize {
         match self {
             // Long runs in which both sides keep all processors busy: both lose the same.
@@ -141,7 +141,7 @@ impl ImageCell {
 
 fn all() -> Vec<ImageCell> {
     let on = |on_disk| Work::ALL.into_iter().map(move |work| ImageCell { work, on_disk });
-    // tmpfs has no direct I/O that would pass anything by.
+    // On tmpfs there is no page cache to bypass.
     on(false).chain(on(true)).filter(|cell| cell.on_disk || cell.work != Work::Direct).collect()
 }
 
@@ -160,7 +160,7 @@ struct Row {
     theirs: Vec<Taken>,
 }
 
-/// Where the images lie; gone with this.
+/// The directory of the images; removed on drop.
 struct Place(PathBuf);
 
 impl Drop for Place {

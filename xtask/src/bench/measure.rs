@@ -16,22 +16,22 @@ use std::time::{Duration, Instant};
 /// Where each side runs: servers and fio on one core, the client on the other.
 const SERVER_CORE: &str = "0";
 const CLIENT_CORE: &str = "1";
-/// The client spins through any request: a sleep of its own would be measured with the servers.
+/// The client spins through any request. Otherwise its own sleep would be measured with the server.
 const CLIENT_POLL_US: u32 = 10_000;
 /// How long a server may take to start or to end.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Before anything is counted.
+/// How long the load runs before anything is counted.
 const WARM_UP_SECONDS: f64 = 0.3;
-/// Before anything is counted on a file in memory: every program is started anew for each measurement, and some map what
-/// is asked for again.
+/// The same on a file in memory: every program is started anew for each measurement, and Ringdisk maps pages that are
+/// asked for again.
 const WARM_UP_IN_MEMORY_SECONDS: f64 = 1.0;
-/// A disk that takes longer than this for one request in a hundred, one at a time, is in one of its slow spells.
+/// At depth one, a disk whose slowest hundredth takes longer than this is in one of its slow spells.
 const SLOW_SPELL_P99_US: f64 = 500.0;
 const CALM_ATTEMPTS: usize = 5;
-/// How often a measurement is made at most from which the host takes the processors away.
+/// How often a measurement is made at most if the host takes the processors away.
 const STOLEN_ATTEMPTS: usize = 4;
 const NULL_BYTES: u64 = 4 << 30;
-/// From here on the pages of a request count.
+/// From this block size on, the pages of a request matter.
 const LONG_KIB: u32 = 128;
 
 /// What one measurement gave.
@@ -76,8 +76,8 @@ impl Tools {
     }
 }
 
-/// Measures again where the host takes the processors away, and where a cell at depth one shows that the disk is in a slow
-/// spell. What the host does for the disk counts as taken, so no run at the disk's pace would do.
+/// Measures again if the host takes the processors away, or if a cell at depth one shows that the disk is in a slow
+/// spell. What the host does for the disk counts as taken too, so runs at the disk's pace are never repeated for it.
 pub(super) fn calm(cell: &Cell, measure: impl Fn() -> Result<Sample>) -> Result<Sample> {
     let attempts = if cell.storage.is_at_the_disks_pace() { 1 } else { STOLEN_ATTEMPTS };
     let mut sample = least_stolen(attempts, &measure)?;
@@ -214,7 +214,7 @@ pub(super) fn host(cell: &Cell, _tools: &Tools, files: &Files, seconds: f64) -> 
         .arg(format!("--iodepth={}", cell.depth))
         .arg(format!("--runtime={}", fio_time(seconds)))
         .arg(format!("--ramp_time={}", fio_time(WARM_UP_SECONDS)))
-        // As a server takes what has come in, and hands back what is done, in batches.
+        // In batches, as a server takes requests and hands results back.
         .arg(format!("--iodepth_batch_submit={}", cell.depth))
         .arg(format!("--iodepth_batch_complete_max={}", cell.depth));
     if cell.engine.fio() == "io_uring" {
@@ -224,7 +224,7 @@ pub(super) fn host(cell: &Cell, _tools: &Tools, files: &Files, seconds: f64) -> 
         command.arg("--fixedbufs");
     }
     if cell.block_kib >= LONG_KIB {
-        // As a guest's memory is: pages of a file, which cost more to look up than a process's own.
+        // Pages of a file, as a guest's memory is. They cost more to look up than a process's own.
         command.arg("--iomem=mmapshared");
     }
     if cell.storage == Storage::RawSync {
@@ -240,13 +240,12 @@ pub(super) fn host(cell: &Cell, _tools: &Tools, files: &Files, seconds: f64) -> 
     Ok(Sample { iops, p99_us, cpu_us_per_request, client_us_per_request: 0.0 })
 }
 
-/// A time as fio takes it: of a fraction it reads what stands before the point, and a time of 0 is none to it, so that it
-/// goes through the whole file.
+/// A time as fio takes it. fio ignores a fraction of a second, and without a time it goes through the whole file.
 fn fio_time(seconds: f64) -> String {
     format!("{:.0}ms", seconds * 1e3)
 }
 
-/// `ringdisk bench` against whoever serves at the socket.
+/// `ringdisk bench` against the server at the socket.
 fn client(cell: &Cell, tools: &Tools, files: &Files, server: u32, seconds: f64) -> Result<Sample> {
     let mut arguments = vec!["--rw".to_owned(), cell.access.name().to_owned()];
     arguments.extend(["--bs".to_owned(), format!("{}k", cell.block_kib)]);

@@ -1,8 +1,8 @@
-//! Instructions a request, by callgrind: figures that do not depend on what else the machine does.
+//! Instructions a request, by callgrind. A busy machine does not disturb these figures.
 //!
-//! A server under callgrind serves a number of requests, and then another a larger number; the difference of both counts
-//! by that of the requests is what one request takes. Starting and ending cancel out. The server is so slow this way that
-//! its ring is never empty, and it is told not to spin, so what is counted is work.
+//! One server under callgrind serves some requests, and another serves more. The difference of the two counts, divided
+//! by the difference in requests, is what one request takes. Starting and ending cancel out. The server is so slow that
+//! its ring is never empty, and it does not spin. So only work is counted.
 
 use super::BenchArguments;
 use super::cells::{self, Cell, Storage};
@@ -17,7 +17,7 @@ const COUNTS: [u64; 2] = [5_000, 25_000];
 /// Functions shown of each cell.
 const SHOWN: usize = 12;
 
-/// Whether a cell can be counted: kernels' and disks' work is none of ours, and valgrind knows no io_uring that waits.
+/// Whether a cell can be counted. Work of the kernel and the disk cannot, and valgrind does not know io_uring's waits.
 fn is_countable(cell: &Cell) -> bool {
     let storage = matches!(
         cell.storage,

@@ -1,5 +1,5 @@
-//! Writes qcow2 images with any number of clusters in use, in seconds: tables at once, from the format's specification,
-//! and data only where somebody wants it. An image of many terabytes takes the space of its tables.
+//! Writes qcow2 images with any number of clusters in use, in seconds. It writes all tables at once, from the format's
+//! specification, and data only where they are wanted. An image of many terabytes takes only the space of its tables.
 
 use anyhow::{Context, Result};
 use std::io::{BufWriter, Seek, SeekFrom, Write};

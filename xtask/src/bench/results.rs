@@ -1,6 +1,6 @@
-//! What was measured, kept cell by cell, so that a run that was broken off can be gone on with.
+//! Keeps the measurements cell by cell, so that a run that was broken off can be resumed.
 //!
-//! A line of JSON for each cell, in the order of measuring; the last one of a cell counts.
+//! Each cell is a line of JSON, in the order of measuring. The last line of a cell counts.
 
 use super::cells::{self, Cell};
 use super::measure::Sample;
@@ -59,7 +59,7 @@ impl Results {
         Ok(Self { path, records })
     }
 
-    /// Whether the cell of this name was measured so already.
+    /// Whether the cell of this name was already measured in this way.
     pub(super) fn has(&self, name: &str, stamp: &Stamp) -> bool {
         self.records.iter().any(|record| record.cell == name && record.stamp == *stamp)
     }
@@ -87,7 +87,7 @@ impl Results {
         Ok(())
     }
 
-    /// The last outcome of each cell that there is one of, in the order of the cells.
+    /// The last outcome of each cell, if there is one, in the order of the cells.
     pub(super) fn outcomes(&self) -> Vec<Outcome> {
         let last = |cell: Cell| {
             let name = cell.name();

@@ -1,7 +1,7 @@
-//! Processor time that the host of a virtual machine gives to others meanwhile. Two programs that answer each other lose
-//! more by it than one that works alone, so it would tell of the host and not of them.
+//! Stolen time: processor time that the host of a virtual machine gives to others. Two programs that answer each other
+//! lose more by it than one that works alone, so figures would describe the host and not the programs.
 
-/// A run that lost more of the processors' time than this is made again.
+/// A run that lost a larger part of the processors' time than this is made again.
 const TOO_MUCH: f64 = 0.1;
 
 /// Clock ticks since the start, of all processors.
@@ -29,7 +29,7 @@ impl Ticks {
     }
 }
 
-/// Runs `measure` again while much was stolen from it, `attempts` times in all; gives what lost least.
+/// Runs `measure` again while much was stolen from it, at most `attempts` times. Gives the run that lost least.
 pub(super) fn least_stolen<T, E>(attempts: usize, mut measure: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     let mut best: Option<(f64, T)> = None;
     for attempt in 1..=attempts {

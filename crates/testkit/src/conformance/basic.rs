@@ -138,7 +138,7 @@ pub(super) fn refuses_what_is_out_of_range(guest: &mut Guest<'_>) -> Result<(), 
         }
     }
     guest.expect(0, size - block, &tail, "the end of the disk after refused requests")?;
-    // Off the block size: a disk may serve it, or refuse it as out of range.
+    // Not a multiple of the block size: a disk may serve it, or refuse it as out of range.
     for (offset, length) in [(1, block), (0, block + 1), (block - 1, 2)] {
         match guest.call(0, Request::read(offset, length as usize))?.result {
             Err(error) if error.kind() != IoErrorKind::OutOfRange => {

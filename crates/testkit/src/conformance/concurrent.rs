@@ -80,7 +80,7 @@ pub(super) fn overlapping_writes_tear_no_sector(guest: &mut Guest<'_>) -> Result
     Ok(())
 }
 
-/// What was pushed may happen or not, whole sectors of it; everything else goes on.
+/// A dropped queue's requests may happen or not, in whole sectors. Everything else goes on.
 pub(super) fn a_queue_dropped_in_flight_harms_nobody(guest: &mut Guest<'_>) -> Result<(), String> {
     let block = guest.block();
     let span = 32 * block;
@@ -113,7 +113,7 @@ pub(super) fn a_queue_dropped_in_flight_harms_nobody(guest: &mut Guest<'_>) -> R
         guest.ok(0, Request::Flush)?;
         guest.expect(0, span, &bytes, "a write beside a dropped queue")?;
         guest.harness.settle();
-        // In flight for ever, as far as the model knows: old and new are allowed, nothing else.
+        // To the model it stays in flight for ever: old and new contents are allowed, nothing else.
         model.check_live(&guest.read(0, 0, span as usize)?)?;
     }
     Ok(())

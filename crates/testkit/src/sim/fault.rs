@@ -46,7 +46,7 @@ pub enum FaultAction {
     /// A prefix of whole sectors is done, then it fails: what a file queue makes of a short read or write that it
     /// cannot resume.
     Short(IoError),
-    /// The adversary: any sectors of it are done, perhaps all, then it fails.
+    /// The worst case: any of its sectors are done, perhaps all, then it fails.
     Scatter(IoError),
     /// It stays in flight until [`crate::SimStorage::release_stalled`].
     Stall,

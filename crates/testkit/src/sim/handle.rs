@@ -14,8 +14,8 @@ thread_local! {
 
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// Runs jobs on a simulated reactor at once, on the thread that made the handle. Nothing else makes its time pass: the
-/// code under test has to call back (its progress, say) where it waits, and the test steps the reactor there.
+/// Runs jobs on a simulated reactor at once, on the thread that made the handle. The reactor's time passes only when
+/// the test steps it. So the code under test must call back where it waits, for example with its progress.
 pub struct SimHandle(u64);
 
 impl SimHandle {

@@ -151,7 +151,7 @@ impl Flying {
                 self.result = Err(error);
             }
             Some(FaultAction::Short(error)) => {
-                // Storage tears no sector, also when it fails.
+                // Storage tears no sector, not even when it fails.
                 let cut = (start + dice.below(end - start)) / SIM_SECTOR_BYTES * SIM_SECTOR_BYTES;
                 self.parts = if cut > start { vec![(start, cut)] } else { Vec::new() };
                 self.result = Err(error);

@@ -8,7 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::rc::{Rc, Weak};
 
-/// Turns after which [`SimReactor::run_until_idle`] takes it that something will never end.
+/// After this many turns, [`SimReactor::run_until_idle`] assumes that something will never end.
 const TURN_LIMIT: u64 = 2_000_000;
 /// Task polls a turn.
 const POLL_LIMIT: usize = 1000;
@@ -79,7 +79,7 @@ impl World {
 }
 
 fn delay(dice: &mut Dice) -> u64 {
-    // Now and then one is late by as much as everything else takes together: what was freed meanwhile is not free.
+    // Sometimes one operation is later than all others together. Space that was freed meanwhile must not be used yet.
     match dice.below(64) {
         0 => dice.below(600),
         1..=4 => dice.below(60),

@@ -10,8 +10,8 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How a simulated file behaves. The default is the least that a file may promise on Linux while being useful: it
-/// grows, punches holes that read as zeros, and what it grows by has no defined contents.
+/// How a simulated file behaves. The default is the least that a useful file on Linux promises. It grows, it punches
+/// holes that read as zeros, and the part by which it grows has no defined contents.
 #[derive(Debug, Clone)]
 pub struct SimFileOptions {
     /// Writes are refused.
@@ -290,7 +290,7 @@ impl Storage {
         if let FileOp::Write { data, .. } = op {
             entry.written_bytes += data.length_bytes() as u64;
         }
-        // Every order counts, also those behind the one that hits.
+        // Every order counts this operation, even orders behind the one that hits.
         let mut hit = None;
         for fault in &mut entry.faults {
             if fault.hits(kind) && hit.is_none() {
