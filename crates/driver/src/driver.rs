@@ -1,6 +1,7 @@
 //! The connection as a disk: sets up rings and memory, hands queues out, takes them back.
 
 use crate::layout::{BOUNCE_BYTES, GUEST_BASE, QueueLayout};
+use crate::news::News;
 use crate::queue::{Queue, Rules};
 use crate::ring::{Limits, Ring, bounce_segment_bytes, prepare};
 use crate::session::Session;
@@ -29,6 +30,7 @@ pub struct Counters {
 #[derive(Debug)]
 pub struct Driver {
     inner: Arc<Inner>,
+    _news: Option<News>,
 }
 
 /// What queues share with their driver. The last of them to go ends the connection.
@@ -55,7 +57,7 @@ impl Driver {
     /// Attaches to the server at `path`. Waits for it: not to be called on a reactor that the server needs.
     pub fn connect(path: impl AsRef<Path>, options: DriverOptions) -> Result<Self> {
         options.check()?;
-        let session = Session::open(path.as_ref(), &options)?;
+        let mut session = Session::open(path.as_ref(), &options)?;
         check_config(&session)?;
         let limits = limits(&session, &options);
         let indirect = session.has(features::INDIRECT_DESC);
@@ -88,7 +90,8 @@ impl Driver {
             Some(ring) => read_serial(&session, ring, &mapping, options.answer_timeout_ms)?,
             None => String::new(),
         };
-        let inner = Inner {
+        let channel = session.take_channel();
+        let inner = Arc::new(Inner {
             pool: DmaPool::new(Arc::clone(&mapping), rings_end..total),
             mapping,
             size_bytes: AtomicU64::new(config.capacity_sectors.saturating_mul(512)),
@@ -99,8 +102,9 @@ impl Driver {
             parked: Mutex::new(rings),
             serial,
             session,
-        };
-        Ok(Self { inner: Arc::new(inner) })
+        });
+        let news = channel.map(|channel| News::start(channel, Arc::downgrade(&inner))).transpose()?;
+        Ok(Self { inner, _news: news })
     }
 
     /// A page-aligned buffer in the shared memory: operations on it are not copied. It stays on the calling thread.
@@ -132,32 +136,7 @@ impl Driver {
 
 impl Disk for Driver {
     fn info(&self) -> DiskInfo {
-        let inner = &self.inner;
-        let (session, config) = (&inner.session, inner.session.config());
-        let block = logical_block_bytes(session, &config);
-        let rules = inner.rules();
-        let topology = match session.has(features::TOPOLOGY) {
-            true => Topology {
-                physical_block_bytes: block.checked_shl(config.physical_block_exp.into()).unwrap_or(0),
-                minimum_io_bytes: u32::from(config.min_io_blocks).saturating_mul(block),
-                optimal_io_bytes: config.opt_io_blocks.saturating_mul(block),
-            },
-            false => Topology::default(),
-        };
-        DiskInfo {
-            size_bytes: inner.size_bytes.load(Ordering::Relaxed),
-            logical_block_bytes: block,
-            topology,
-            read_only: rules.read_only,
-            volatile_cache: inner.volatile_cache.load(Ordering::Relaxed),
-            discard: rules.max_discard_sectors > 0 && !rules.read_only,
-            discard_granularity_bytes: match rules.max_discard_sectors {
-                0 => 0,
-                _ => config.discard_sector_alignment.saturating_mul(512),
-            },
-            write_zeroes: !rules.read_only,
-            serial: inner.serial.clone(),
-        }
+        self.inner.info()
     }
 
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
@@ -188,7 +167,7 @@ impl Disk for Driver {
         let config = inner.session.config();
         let now = volatile_cache(&inner.session, &config);
         if inner.volatile_cache.swap(now, Ordering::Relaxed) != now {
-            inner.listeners.notify(|| self.info());
+            inner.listeners.notify(|| inner.info());
         }
     }
 
@@ -198,6 +177,46 @@ impl Disk for Driver {
 }
 
 impl Inner {
+    fn info(&self) -> DiskInfo {
+        let (session, config) = (&self.session, self.session.config());
+        let block = logical_block_bytes(session, &config);
+        let rules = self.rules();
+        let topology = match session.has(features::TOPOLOGY) {
+            true => Topology {
+                physical_block_bytes: block.checked_shl(config.physical_block_exp.into()).unwrap_or(0),
+                minimum_io_bytes: u32::from(config.min_io_blocks).saturating_mul(block),
+                optimal_io_bytes: config.opt_io_blocks.saturating_mul(block),
+            },
+            false => Topology::default(),
+        };
+        DiskInfo {
+            size_bytes: self.size_bytes.load(Ordering::Relaxed),
+            logical_block_bytes: block,
+            topology,
+            read_only: rules.read_only,
+            volatile_cache: self.volatile_cache.load(Ordering::Relaxed),
+            discard: rules.max_discard_sectors > 0 && !rules.read_only,
+            discard_granularity_bytes: match rules.max_discard_sectors {
+                0 => 0,
+                _ => config.discard_sector_alignment.saturating_mul(512),
+            },
+            write_zeroes: !rules.read_only,
+            serial: self.serial.clone(),
+        }
+    }
+
+    /// The device says that its configuration has changed: follows its size.
+    pub(crate) fn follow_config(&self) {
+        let config = match self.session.read_config() {
+            Ok(config) => config,
+            Err(error) => return tracing::warn!("{error}"),
+        };
+        let now = config.capacity_sectors.saturating_mul(512);
+        if self.size_bytes.swap(now, Ordering::Relaxed) != now {
+            self.listeners.notify(|| self.info());
+        }
+    }
+
     fn lock_parked(&self) -> std::sync::MutexGuard<'_, Vec<Ring>> {
         self.parked.lock().unwrap_or_else(PoisonError::into_inner)
     }

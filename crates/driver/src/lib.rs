@@ -12,6 +12,7 @@ mod dma;
 mod driver;
 mod issue;
 mod layout;
+mod news;
 mod options;
 mod queue;
 mod ring;

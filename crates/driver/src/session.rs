@@ -33,6 +33,8 @@ pub(crate) struct Session {
     pub(crate) watch: Watch,
     pub(crate) features: u64,
     pub(crate) config: Mutex<BlkConfig>,
+    /// Our end of the channel for the server's own messages, where it has any.
+    channel: Option<UnixStream>,
 }
 
 impl Session {
@@ -47,6 +49,7 @@ impl Session {
             watch: Watch::start(duplicate)?,
             features: 0,
             config: Mutex::default(),
+            channel: None,
         };
         session.negotiate(options)?;
         Ok(session)
@@ -66,7 +69,8 @@ impl Session {
         if !protocol.contains(config) {
             return Err(self.error("the server does not show a configuration space: is it a block device?".into()));
         }
-        self.call("choosing protocol features", |f| f.set_protocol_features(protocol & (mq | config | ack)))?;
+        let channel = protocol & VhostUserProtocolFeatures::BACKEND_REQ;
+        self.call("choosing protocol features", |f| f.set_protocol_features(protocol & (mq | config | ack) | channel))?;
         if protocol.contains(ack) {
             self.call("asking for replies", |frontend| {
                 frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
@@ -74,6 +78,12 @@ impl Session {
             })?;
         }
         self.call("taking ownership", |frontend| frontend.set_owner())?;
+        if !channel.is_empty() {
+            let pair = UnixStream::pair().map_err(|error| Error::io("cannot make a pair of sockets", error));
+            let (ours, theirs) = pair?;
+            self.call("opening its channel", |frontend| frontend.set_backend_request_fd(&theirs))?;
+            self.channel = Some(ours);
+        }
         self.features = offered & wanted_features(options);
         let queues = match protocol.contains(mq) {
             true => self.call("reading its queue count", |frontend| frontend.get_queue_num())?,
@@ -92,7 +102,7 @@ impl Session {
         self.read_config().map(|_| ())
     }
 
-    fn read_config(&self) -> Result<BlkConfig> {
+    pub(crate) fn read_config(&self) -> Result<BlkConfig> {
         let (length, flags) = (CONFIG_READ_BYTES, VhostUserConfigFlags::empty());
         let buffer = [0; CONFIG_READ_BYTES as usize];
         let (_, bytes) =
@@ -176,6 +186,10 @@ impl Session {
             }
             self.error(format!("{what}: {error}"))
         })
+    }
+
+    pub(crate) fn take_channel(&mut self) -> Option<UnixStream> {
+        self.channel.take()
     }
 
     pub(crate) fn error(&self, what: String) -> Error {

@@ -1,15 +1,18 @@
 //! The driver on Ringdisk's own export, over real files: the suite that every disk runs, through the socket.
 
-use block::{Disk, DiskInfo, DiskListener, DiskQueue, File, ReactorCtx, ReactorHandle};
+use block::{Disk, DiskInfo, DiskListener, DiskQueue, File, Listeners, ReactorCtx, ReactorHandle};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use export_vhost_user::{Export, ExportOptions};
-use image::{CreateOptions, Format, ImageOptions, Opener, Role};
+use image::{CreateOptions, Format, ImageOptions, NullDisk, Opener, Role};
 use std::path::Path;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Weak};
-use testkit::ThreadHarness;
+use std::time::Duration;
 use testkit::conformance::{Subject, run};
+use testkit::{Harness, Request, ThreadHarness};
 
 const SIZE: u64 = 1 << 20;
 
@@ -106,4 +109,74 @@ fn a_qcow2_image_conforms_through_a_small_ring_without_extras() {
         ..DriverOptions::default()
     };
     conforms(Format::Qcow2, files, plain, 2);
+}
+
+/// A disk of zeros that becomes longer.
+struct Growing {
+    size_bytes: AtomicU64,
+    listeners: Listeners,
+}
+
+const LARGEST: u64 = 1 << 30;
+
+impl Disk for Growing {
+    fn info(&self) -> DiskInfo {
+        DiskInfo { size_bytes: self.size_bytes.load(Ordering::SeqCst), ..NullDisk::new(LARGEST, String::new()).info() }
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> block::Result<Box<dyn DiskQueue>> {
+        NullDisk::new(LARGEST, String::new()).open_queue(ctx)
+    }
+
+    fn subscribe(&self, listener: Weak<dyn DiskListener>) {
+        self.listeners.subscribe(listener);
+    }
+}
+
+impl Growing {
+    fn grow(&self, size_bytes: u64) {
+        self.size_bytes.store(size_bytes, Ordering::SeqCst);
+        self.listeners.notify(|| self.info());
+    }
+}
+
+/// Passes on the sizes that it hears of.
+struct Sizes(Sender<u64>);
+
+impl DiskListener for Sizes {
+    fn info_changed(&self, info: &DiskInfo) {
+        self.0.send(info.size_bytes).unwrap();
+    }
+}
+
+#[test]
+fn the_driver_follows_the_size_of_its_device() {
+    let (server, _server_threads) = reactors("server", 1);
+    let (guest, _guest_threads) = reactors("guest", 1);
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("disk.sock");
+    let disk = Arc::new(Growing { size_bytes: AtomicU64::new(SIZE), listeners: Listeners::default() });
+    let _export = Export::listen(&socket, Arc::clone(&disk) as _, server, ExportOptions::default()).unwrap();
+    let driver: Arc<dyn Disk> = Arc::new(Driver::connect(&socket, DriverOptions::default()).unwrap());
+    let (sender, sizes) = channel();
+    let listener = Arc::new(Sizes(sender));
+    driver.subscribe(Arc::downgrade(&listener) as Weak<dyn DiskListener>);
+    let mut harness = ThreadHarness::new(guest);
+    let queue = harness.open(&driver, 0).unwrap();
+    let mut read_behind = |offset| {
+        harness.submit(queue, vec![(0, Request::read(offset, 512))]);
+        loop {
+            if let Some((_, reply)) = harness.turn().replies.pop() {
+                return reply.result;
+            }
+        }
+    };
+    for size_bytes in [SIZE * 2, SIZE * 3] {
+        let end = driver.info().size_bytes;
+        assert!(read_behind(end).is_err());
+        disk.grow(size_bytes);
+        assert_eq!(sizes.recv_timeout(Duration::from_secs(20)), Ok(size_bytes));
+        assert_eq!(driver.info().size_bytes, size_bytes);
+        assert_eq!(read_behind(end), Ok(()));
+    }
 }

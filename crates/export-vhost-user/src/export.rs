@@ -110,6 +110,13 @@ impl Export {
             wake,
             peer: Mutex::default(),
         });
+        let theirs = Arc::downgrade(&shared);
+        device.on_config_change(move || {
+            if let Some(shared) = theirs.upgrade() {
+                shared.config_changed.store(true, Ordering::Release);
+                shared.wake();
+            }
+        });
         let served = ServedDevice {
             device,
             reactors,
@@ -131,13 +138,6 @@ impl Export {
     #[must_use]
     pub fn stats(&self) -> Vec<RingStats> {
         self.shared.device.stats()
-    }
-
-    /// The disk has a new size: a connected guest is told, later ones see it.
-    pub fn resized(&self, size_bytes: u64) {
-        self.shared.device.set_size(size_bytes);
-        self.shared.config_changed.store(true, Ordering::Release);
-        self.shared.wake();
     }
 
     /// Ends the session, if there is one, and waits for its requests in flight; removes the socket.

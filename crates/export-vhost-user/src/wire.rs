@@ -77,7 +77,8 @@ pub(crate) struct Connection<B: Backend> {
 
 impl<B: Backend> Connection<B> {
     pub(crate) fn new(stream: UnixStream, backend: B) -> Self {
-        let adaptor = Adaptor { backend, refused: None, harmless: false, replies: false, peer_channel: None };
+        let adaptor =
+            Adaptor { backend, refused: None, harmless: false, replies: false, peer_channel: None, owes_news: false };
         let adaptor = Arc::new(Mutex::new(adaptor));
         Self { handler: BackendReqHandler::from_stream(stream, Arc::clone(&adaptor)), adaptor }
     }
@@ -114,6 +115,7 @@ impl<B: Backend> Connection<B> {
             Content::Memory(regions) => adaptor.backend.set_memory(regions),
             Content::PeerChannel(channel) => {
                 adaptor.peer_channel = Some(channel);
+                adaptor.tell_of_config();
                 Ok(())
             }
         };
@@ -123,13 +125,12 @@ impl<B: Backend> Connection<B> {
         taken.map(|()| Served::Message)
     }
 
-    /// Tells the peer that the configuration space has changed, if it wants to know.
+    /// The configuration space has changed: tells the peer, or does so when it opens its channel. A peer that never does
+    /// does not want to know.
     pub(crate) fn config_changed(&self) {
-        if let Some(channel) = &self.lock().peer_channel
-            && let Err(error) = own_messages::send_config_change(channel.as_fd())
-        {
-            tracing::warn!("the peer could not be told of the new configuration: {error}");
-        }
+        let mut adaptor = self.lock();
+        adaptor.owes_news = true;
+        adaptor.tell_of_config();
     }
 
     /// Looks after the backend between messages.
@@ -153,9 +154,19 @@ struct Adaptor<B> {
     replies: bool,
     /// Where our own messages to the peer go.
     peer_channel: Option<OwnedFd>,
+    /// The configuration space has changed since the session began, and the peer was not told.
+    owes_news: bool,
 }
 
 impl<B: Backend> Adaptor<B> {
+    fn tell_of_config(&mut self) {
+        let Some(channel) = self.peer_channel.as_ref().filter(|_| self.owes_news) else { return };
+        self.owes_news = false;
+        if let Err(error) = own_messages::send_config_change(channel.as_fd()) {
+            tracing::warn!("the peer could not be told of the new configuration: {error}");
+        }
+    }
+
     fn told<T>(&mut self, result: Result<T>) -> WireResult<T> {
         result.map_err(|error| {
             let for_peer = std::io::Error::other(error.to_string());

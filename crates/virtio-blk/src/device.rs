@@ -2,9 +2,9 @@
 
 use crate::counters::{Counter, RingCounters, RingStats};
 use crate::write_cache::WriteCache;
-use block::{Disk, DiskInfo, Error, ErrorKind, Result, SECTOR_BYTES};
-use std::sync::Arc;
+use block::{Disk, DiskInfo, DiskListener, Error, ErrorKind, Result, SECTOR_BYTES};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 use virtio::RequestLimits;
 use virtio::blk::{BlkConfig, CONFIG_WRITEBACK_OFFSET, SECTOR_SHIFT, features as f};
 
@@ -71,6 +71,8 @@ pub struct Device {
     cache: WriteCache,
     /// Times that the guest chose how its cache works.
     cache_switches: Counter,
+    /// Called when the configuration space has changed by itself.
+    on_config_change: OnceLock<Box<dyn Fn() + Send + Sync>>,
     /// One a queue.
     counters: Vec<Arc<RingCounters>>,
 }
@@ -82,13 +84,13 @@ impl std::fmt::Debug for Device {
 }
 
 impl Device {
-    /// A device over `disk`. Fails if the options are out of range.
+    /// A device over `disk`, whose size it follows. Fails if the options are out of range.
     pub fn new(disk: Arc<dyn Disk>, options: DeviceOptions) -> Result<Arc<Self>> {
         options.check()?;
         let info = disk.info();
         let read_only = info.read_only || options.read_only;
         let block_bytes = u64::from(info.logical_block_bytes.max(1).next_power_of_two()).max(SECTOR_BYTES);
-        Ok(Arc::new(Self {
+        let device = Arc::new(Self {
             disk,
             read_only,
             capacity_sectors: AtomicU64::new(info.size_bytes >> SECTOR_SHIFT),
@@ -96,10 +98,21 @@ impl Device {
             // A guest that cannot write has nothing to lose.
             cache: WriteCache::new(info.volatile_cache && !read_only),
             cache_switches: Counter::default(),
+            on_config_change: OnceLock::new(),
             counters: (0..options.max_queues).map(|_| Arc::default()).collect(),
             info,
             options,
-        }))
+        });
+        device.disk.subscribe(Arc::downgrade(&device) as Weak<dyn DiskListener>);
+        // It may have changed before anybody listened.
+        device.info_changed(&device.disk.info());
+        Ok(device)
+    }
+
+    /// Has `tell` called, on any thread, whenever the configuration space has changed by itself: the disk has a new size.
+    /// Whoever sets a device up says so once; `tell` must not wait, and passes the news on to the driver.
+    pub fn on_config_change(&self, tell: impl Fn() + Send + Sync + 'static) {
+        let _ = self.on_config_change.set(Box::new(tell));
     }
 
     /// Its name in logs.
@@ -234,7 +247,6 @@ impl Device {
 
     fn set_write_back(&self, write_back: bool) {
         self.cache.set_write_back(write_back);
-        self.disk.set_volatile_cache(write_back);
         if let Some(times) = self.cache_switches.add_to_log() {
             let mode = if write_back { "write-back" } else { "write-through" };
             tracing::info!(disk = %self.name(), times, "the guest switched to {mode}");
@@ -257,15 +269,17 @@ impl Device {
         self.cache.write_through()
     }
 
+    /// Whether the next durable write has to take along what was written before; true once after each switch to
+    /// write-through.
+    #[inline]
+    pub(crate) fn take_owed_flush(&self) -> bool {
+        self.cache.take_owed_flush()
+    }
+
     /// The guest sends a flush.
     #[inline]
     pub(crate) fn guest_flushes(&self) {
         self.cache.guest_flushes();
-    }
-
-    /// The disk has a new size; the guest reads it from the configuration space.
-    pub fn set_size(&self, size_bytes: u64) {
-        self.capacity_sectors.store(size_bytes >> SECTOR_SHIFT, Ordering::Relaxed);
     }
 
     pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
@@ -285,6 +299,17 @@ impl Device {
     #[must_use]
     pub fn stats(&self) -> Vec<RingStats> {
         self.counters.iter().map(|counters| counters.snapshot()).collect()
+    }
+}
+
+impl DiskListener for Device {
+    fn info_changed(&self, info: &DiskInfo) {
+        let sectors = info.size_bytes >> SECTOR_SHIFT;
+        if self.capacity_sectors.swap(sectors, Ordering::Relaxed) != sectors
+            && let Some(tell) = self.on_config_change.get()
+        {
+            tell();
+        }
     }
 }
 
@@ -370,7 +395,7 @@ mod tests {
         for (sector, length) in [(2048, 4096), (2040, 8192), (u64::MAX, 4096), (!7, 4096), (1, 4096), (8, 512)] {
             assert_eq!(device.offset(sector, length), None, "{sector}+{length}");
         }
-        device.set_size(2 << 20);
+        device.info_changed(&DiskInfo { size_bytes: 2 << 20, ..info() });
         assert_eq!(device.offset(2048, 4096), Some(1 << 20));
     }
 }

@@ -8,6 +8,7 @@ use crate::counters::RingCounters;
 use crate::device::Device;
 use crate::transport::Transport;
 use block::{BatchEnd, Completion, DiskQueue, IoErrorKind, IoResult, Op, Poller, ReactorCtx, Result, Tag};
+use memory::Window;
 use std::any::Any;
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
@@ -71,7 +72,8 @@ pub struct StoppedQueue {
     pub halt: Option<Halt>,
 }
 
-/// The operations of one request that have not ended. Only a discard or write-zeroes has more than one.
+/// The operations of one request that have not ended. Nearly all requests have one; a discard or write-zeroes has one a
+/// range.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pending {
     operations: u32,
@@ -191,9 +193,7 @@ impl<T: Transport> DeviceQueue<T> {
                 None => self.end(head, Status::IoErr),
             },
             Request::Write { sector, data } => match self.device.offset(sector, data.length_bytes() as u64) {
-                Some(offset) if !self.device.is_read_only() => {
-                    self.submit(head, Op::Write { offset, data, fua: self.device.write_through() });
-                }
+                Some(offset) if !self.device.is_read_only() => self.start_write(head, offset, data),
                 _ => self.end(head, Status::IoErr),
             },
             Request::Flush => {
@@ -221,6 +221,18 @@ impl<T: Transport> DeviceQueue<T> {
             *pending = Pending { operations: 1, failed: None };
         }
         self.disk.submit(Tag::from(head), op);
+    }
+
+    fn start_write(&mut self, head: u16, offset: u64, data: Window) {
+        let fua = self.device.write_through();
+        let takes_flush_along = fua && self.device.take_owed_flush();
+        if takes_flush_along {
+            self.disk.submit(Tag::from(head), Op::Flush);
+        }
+        self.submit(head, Op::Write { offset, data, fua });
+        if takes_flush_along && let Some(pending) = self.pending.get_mut(usize::from(head)) {
+            pending.operations = 2;
+        }
     }
 
     /// An operation for each range, all checked before the first begins. The request ends with the last of them.

@@ -23,6 +23,8 @@ pub(crate) struct WriteCache {
     settled: AtomicBool,
     /// Each write has to be durable before it completes.
     write_through: AtomicBool,
+    /// What was written in write-back may be volatile still, though the guest switched to write-through since.
+    owes_flush: AtomicBool,
 }
 
 impl WriteCache {
@@ -35,6 +37,7 @@ impl WriteCache {
             unknown_guest: AtomicBool::new(false),
             settled: AtomicBool::new(false),
             write_through: AtomicBool::new(false),
+            owes_flush: AtomicBool::new(false),
         }
     }
 
@@ -56,10 +59,18 @@ impl WriteCache {
 
     /// What the guest writes to the `writeback` byte.
     pub(crate) fn set_write_back(&self, write_back: bool) {
-        self.write_back.store(write_back, Ordering::Relaxed);
+        if self.write_back.swap(write_back, Ordering::Relaxed) && !write_back {
+            self.owes_flush.store(true, Ordering::Relaxed);
+        }
         self.last_word.store(write_back, Ordering::Relaxed);
         self.guest_is_known();
         self.apply();
+    }
+
+    /// Whether a flush has to go with the next durable write; true once after each switch to write-through.
+    #[inline]
+    pub(crate) fn take_owed_flush(&self) -> bool {
+        self.owes_flush.load(Ordering::Relaxed) && self.owes_flush.swap(false, Ordering::Relaxed)
     }
 
     /// What was negotiated just now decides how the cache begins (it may begin either way, 5.2.5): as the guest left it,

@@ -1,11 +1,12 @@
 //! A disk in memory that can hold its completions back and remembers what it was asked.
 
 use block::{
-    Completion, Disk, DiskInfo, DiskQueue, IoError, IoErrorKind, IoResult, Op, ReactorCtx, Result, Tag, Topology,
+    Completion, Disk, DiskInfo, DiskListener, DiskQueue, IoError, IoErrorKind, IoResult, Listeners, Op, ReactorCtx,
+    Result, Tag, Topology,
 };
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 pub const DISK_BYTES: u64 = 1 << 20;
 
@@ -22,7 +23,8 @@ pub enum Asked {
 
 #[derive(Debug)]
 pub struct MemDisk {
-    pub info: DiskInfo,
+    info: Mutex<DiskInfo>,
+    listeners: Listeners,
     pub bytes: Mutex<Vec<u8>>,
     pub asked: Mutex<Vec<Asked>>,
     /// Nothing completes while set.
@@ -52,13 +54,21 @@ impl MemDisk {
         };
         change(&mut info);
         Arc::new(Self {
-            info,
+            info: Mutex::new(info),
+            listeners: Listeners::default(),
             bytes: Mutex::new(vec![0; DISK_BYTES as usize]),
             asked: Mutex::default(),
             hold: AtomicBool::new(false),
             submitted: AtomicUsize::new(0),
             threads: Mutex::default(),
         })
+    }
+
+    /// The disk becomes longer, with zeros.
+    pub fn grow(&self, size_bytes: u64) {
+        self.bytes.lock().unwrap().resize(size_bytes as usize, 0);
+        self.info.lock().unwrap().size_bytes = size_bytes;
+        self.listeners.notify(|| self.info.lock().unwrap().clone());
     }
 
     pub fn asked(&self) -> Vec<Asked> {
@@ -75,7 +85,7 @@ pub struct Shared(pub Arc<MemDisk>);
 
 impl Disk for Shared {
     fn info(&self) -> DiskInfo {
-        self.0.info.clone()
+        self.0.info.lock().unwrap().clone()
     }
 
     fn open_queue(&self, _ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
@@ -85,6 +95,10 @@ impl Disk for Shared {
 
     fn set_volatile_cache(&self, volatile: bool) {
         self.0.asked.lock().unwrap().push(Asked::VolatileCache(volatile));
+    }
+
+    fn subscribe(&self, listener: Weak<dyn DiskListener>) {
+        self.0.listeners.subscribe(listener);
     }
 }
 
@@ -114,15 +128,15 @@ impl DiskQueue for MemQueue {
 }
 
 fn carry_out(disk: &MemDisk, op: Op) -> IoResult {
+    let mut bytes = disk.bytes.lock().unwrap();
     if let Some((offset, length)) = op.range()
-        && offset.checked_add(length).is_none_or(|end| end > DISK_BYTES)
+        && offset.checked_add(length).is_none_or(|end| end > bytes.len() as u64)
     {
         panic!("the front end let {offset}+{length} through");
     }
-    if op.is_write() && disk.info.read_only {
+    if op.is_write() && disk.info.lock().unwrap().read_only {
         return Err(IoError::new(IoErrorKind::ReadOnly));
     }
-    let mut bytes = disk.bytes.lock().unwrap();
     let mut asked = disk.asked.lock().unwrap();
     match op {
         Op::Read { offset, data } => {

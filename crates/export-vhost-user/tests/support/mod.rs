@@ -16,13 +16,13 @@ use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserProtocolFeatures};
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserProtocolFeatures};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
-use virtio::blk::{RequestHeader, features as f};
+use virtio::blk::{BlkConfig, CONFIG_BYTES, RequestHeader, features as f};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 pub const QUEUES: u16 = 2;
@@ -94,7 +94,11 @@ pub struct Queue<'a> {
 impl Client {
     /// Connects and negotiates all that is offered but `without`.
     pub fn connect(server: &Server, without: u64) -> Self {
-        let stream = UnixStream::connect(&server.socket).unwrap();
+        Self::connect_to(&server.socket, without)
+    }
+
+    pub fn connect_to(socket: &Path, without: u64) -> Self {
+        let stream = UnixStream::connect(socket).unwrap();
         let mut frontend = Frontend::from_stream(stream.try_clone().unwrap(), u64::from(QUEUES));
         frontend.set_owner().unwrap();
         let offered = frontend.get_features().unwrap();
@@ -157,6 +161,13 @@ impl Client {
         self.frontend.set_vring_kick(index, &queue.kick).unwrap();
         self.frontend.set_vring_enable(index, true).unwrap();
     }
+}
+
+/// The configuration space, as the server shows it.
+pub fn read_config(client: &mut Client) -> BlkConfig {
+    let flags = VhostUserConfigFlags::WRITABLE;
+    let (_, bytes) = client.frontend.get_config(0, CONFIG_BYTES as u32, flags, &[0; CONFIG_BYTES]).unwrap();
+    BlkConfig::from_bytes(&bytes)
 }
 
 pub fn addresses(driver: &Driver<'_>) -> VringConfigData {
