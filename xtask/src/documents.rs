@@ -1,4 +1,5 @@
-//! What the documents say is so: their links lead somewhere, and the commands that they show exist.
+//! What the documents say is so: their links lead somewhere, the commands that they show exist, and no room and no
+//! decision is left out.
 
 use crate::command::Program;
 use crate::workspace;
@@ -6,12 +7,20 @@ use anyhow::{Context, Result};
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
-/// Complains about local links that lead nowhere and commands that the program does not have.
+/// The page with the table of rooms.
+const ROOMS_PAGE: &str = "ARCHITECTURE.md";
+/// The pages of decisions, and the page that lists them.
+const DECISIONS: &str = "docs/decisions/";
+const DECISIONS_INDEX: &str = "docs/decisions/README.md";
+
+/// Complains about local links that lead nowhere, commands that the program does not have, and pages that leave a room or
+/// a decision out.
 pub(crate) fn check() -> Result<Vec<String>> {
     let texts = workspace::tracked_texts()?;
     let documents: Vec<_> =
         texts.iter().filter(|(path, _)| path.extension().is_some_and(|extension| extension == "md")).collect();
     let mut complaints: Vec<String> = documents.iter().flat_map(|(path, text)| broken_links(path, text)).collect();
+    complaints.extend(left_out(&texts));
     let mut helps = Helps::default();
     for (path, text) in documents {
         for shown in commands(text) {
@@ -19,6 +28,27 @@ pub(crate) fn check() -> Result<Vec<String>> {
         }
     }
     Ok(complaints)
+}
+
+/// Rooms that the architecture's table does not name, and decisions that the index does not list.
+fn left_out(texts: &[(PathBuf, String)]) -> Vec<String> {
+    let text_of = |name: &str| texts.iter().find(|(path, _)| path == Path::new(name)).map_or("", |(_, text)| text);
+    let (rooms_page, index) = (text_of(ROOMS_PAGE), text_of(DECISIONS_INDEX));
+    texts
+        .iter()
+        .filter_map(|(path, _)| {
+            let path = path.to_str()?;
+            if let Some(room) = path.strip_prefix("crates/").and_then(|rest| rest.strip_suffix("/Cargo.toml")) {
+                let is_named = rooms_page
+                    .lines()
+                    .filter_map(|line| line.strip_prefix('|')?.split('|').next())
+                    .any(|names| names.contains(&format!("`{room}`")));
+                return (!is_named).then(|| format!("{ROOMS_PAGE}: the table of rooms lacks {room}"));
+            }
+            let decision = path.strip_prefix(DECISIONS).filter(|_| path != DECISIONS_INDEX)?;
+            (!index.contains(&format!("({decision})"))).then(|| format!("{DECISIONS_INDEX}: lacks {decision}"))
+        })
+        .collect()
 }
 
 fn broken_links(path: &Path, text: &str) -> Vec<String> {
@@ -145,6 +175,22 @@ mod tests {
             options: options.into_iter().map(str::to_owned).collect(),
         });
         assert_eq!(commands(text), expected);
+    }
+
+    #[test]
+    fn a_room_without_a_row_and_a_decision_that_is_not_listed_are_found() {
+        let text = |path: &str, text: &str| (PathBuf::from(path), text.to_owned());
+        let mut texts = vec![
+            text("ARCHITECTURE.md", "`b` is a room\n| `a` | `b` |\n"),
+            text("crates/a/Cargo.toml", ""),
+            text("docs/decisions/README.md", "* [0001](0001-x.md)"),
+            text("docs/decisions/0001-x.md", ""),
+        ];
+        assert_eq!(left_out(&texts), Vec::<String>::new());
+        texts.extend([text("crates/b/Cargo.toml", ""), text("docs/decisions/0002-y.md", "")]);
+        let complaints = left_out(&texts);
+        assert_eq!(complaints.len(), 2);
+        assert!(complaints[0].ends_with("lacks b") && complaints[1].ends_with("lacks 0002-y.md"), "{complaints:?}");
     }
 
     #[test]
