@@ -4,19 +4,18 @@
 
 #![forbid(unsafe_code)]
 
-mod client;
+mod arguments;
 mod commands;
-mod file_id;
-mod image_name;
-mod logging;
+mod compat;
+mod images;
 mod output;
-mod progress;
 mod qemu_img;
+mod scratch;
 mod signals;
-mod tool;
-mod verbs;
+mod threads;
 
 use clap::{Parser, Subcommand};
+use output::{logging, program};
 use std::process::ExitCode;
 
 /// Disks for virtual machines: create images, look at them, serve them over vhost-user, measure.
@@ -33,7 +32,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     #[command(flatten)]
-    Image(verbs::ImageVerb),
+    Image(commands::ImageVerb),
     Serve(commands::serve::Args),
     Try(commands::try_it::Args),
     Bench(commands::bench::Args),
@@ -41,7 +40,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let done = if qemu_img::is_our_name() { qemu_img::main() } else { ringdisk() };
+    let done = if program::is_qemu_img() { qemu_img::main() } else { ringdisk() };
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

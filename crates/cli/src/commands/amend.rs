@@ -1,9 +1,7 @@
 //! `ringdisk amend`: other options for an image that exists, with qemu-img's output and exit codes.
 
-use super::new_image;
-use crate::image_name::ImageName;
-use crate::output;
-use crate::tool::{ProgressArgs, Watch, opener, parse_format};
+use crate::images::{ImageName, asks_for_help, opener, parse_format, switch};
+use crate::output::{self, ProgressArgs, Watch};
 use anyhow::bail;
 use drive::{parse_integer, parse_options, parse_size};
 use image::{Amend, Format, ImageOptions};
@@ -64,7 +62,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.options.is_empty() {
         return Err(output::usage("Must specify options (-o)"));
     }
-    let asks_for_help = new_image::asks_for_help(&args.options);
+    let asks_for_help = asks_for_help(&args.options);
     if let Some(format) = parse_format(args.format.as_deref())?.filter(|_| asks_for_help) {
         return help(Some(format));
     }
@@ -106,13 +104,13 @@ fn parse(options: &[String]) -> anyhow::Result<Amend> {
                     Ok(Ok(bits)) => amend.refcount_bits = Some(bits),
                     _ => bail!("Parameter 'refcount_bits' expects a number"),
                 },
-                "lazy_refcounts" => amend.lazy_refcounts = Some(new_image::switch(key, value)?),
+                "lazy_refcounts" => amend.lazy_refcounts = Some(switch(key, value)?),
                 "size" => amend.size_bytes = Some(parse_size(value)?),
                 "backing_file" | "backing_fmt" => {
                     bail!("Cannot amend the backing file\nYou can use 'qemu-img rebase' instead.")
                 }
                 "data_file" => amend.data_file = Some(value.to_owned()),
-                "data_file_raw" => amend.data_file_raw = Some(new_image::switch(key, value)?),
+                "data_file_raw" => amend.data_file_raw = Some(switch(key, value)?),
                 _ if FOR_CREATION.contains(&key) => {
                     bail!("Invalid parameter '{key}'\nThis option is only supported for image creation")
                 }

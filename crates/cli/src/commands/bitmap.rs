@@ -1,15 +1,13 @@
 //! `ringdisk bitmap`: persistent dirty bitmaps, in qemu-img's words.
 
-use crate::image_name::ImageName;
-use crate::output;
+use crate::images::{ImageName, parse_format};
 use anyhow::{Context, bail};
-use block::Disk;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use drive::{EngineOpener, parse_size};
-use format_qcow2::{Bitmap, BitmapAction};
-use image::{Format, Image, Opener, Role, inspect};
-use std::path::{Path, PathBuf};
+use format_qcow2::BitmapAction;
+use image::{Opener, Role, inspect};
+use std::path::PathBuf;
 
 /// Make, change and remove persistent dirty bitmaps of an image that nobody uses. All of --add, --remove, --clear,
 /// --enable, --disable and --merge that are given are carried out in their order; after an error none of them is.
@@ -127,7 +125,7 @@ impl Args {
                 None => BitmapAction::MergeOwn(source.clone()),
                 Some(path) => {
                     let file = opener.open(path, Role::ReadOnly)?;
-                    let format = crate::tool::parse_format(self.source_format.as_deref())?;
+                    let format = parse_format(self.source_format.as_deref())?;
                     let format = inspect(path, &file, format)?.format;
                     let failed = || format!("Operation merge on bitmap {} failed", self.bitmap);
                     BitmapAction::Merge(image::read_bitmap(&file, format, source).with_context(failed)?)
@@ -135,72 +133,6 @@ impl Args {
             },
         })
     }
-}
-
-/// Before a copy with bitmaps is begun. Those that nobody believes may be left out.
-pub(super) fn refuse_without_bitmaps(source: &Image, target: Option<Format>, skip_broken: bool) -> anyhow::Result<()> {
-    if source.qcow2_header().is_none_or(|header| header.version < 3) {
-        bail!("Source lacks bitmap support");
-    }
-    if target == Some(Format::Raw) {
-        bail!("Format driver 'raw' does not support bitmaps");
-    }
-    match source.bitmaps()?.iter().find(|bitmap| bitmap.in_use && !skip_broken) {
-        Some(bitmap) => bail!(
-            "Cannot copy inconsistent bitmap '{}'\nTry --skip-broken-bitmaps, or use 'bitmap --remove' to delete it",
-            bitmap.name
-        ),
-        None => Ok(()),
-    }
-}
-
-/// Those that are copied, and those that nobody believes.
-fn believed(source: &Image) -> anyhow::Result<(Vec<Bitmap>, Vec<Bitmap>)> {
-    Ok(source.bitmaps()?.into_iter().partition(|bitmap| !bitmap.in_use))
-}
-
-/// Before anything is written to an image that is there: what would fail when the bitmaps' turn comes.
-pub(super) fn refuse_misfits(source: &Image, target: &Image) -> anyhow::Result<()> {
-    let (bitmaps, _) = believed(source)?;
-    let Some(first) = bitmaps.first() else { return Ok(()) };
-    match target.qcow2_header() {
-        None => bail!("Format driver 'raw' does not support bitmaps"),
-        Some(header) if header.version < 3 => bail!("Cannot store dirty bitmaps in qcow2 v2 files"),
-        Some(_) => {}
-    }
-    let own = target.bitmaps()?;
-    if let Some(bitmap) = bitmaps.iter().find(|bitmap| own.iter().any(|own| own.name == bitmap.name)) {
-        bail!("Failed to create bitmap {}: Bitmap already exists: {0}", bitmap.name);
-    }
-    let (from, to) = (source.info().size_bytes, target.info().size_bytes);
-    if from != to {
-        let what = format!("the source has {from} bytes, the target {to}");
-        bail!("Failed to populate bitmap {}: Bitmaps are of different sizes: {what}", first.name);
-    }
-    Ok(())
-}
-
-/// Gives an image all the bitmaps of another one but those that nobody believes.
-pub(super) fn copy_all(source: &Image, target: &Path) -> anyhow::Result<()> {
-    let mut actions = Vec::new();
-    let (bitmaps, broken) = believed(source)?;
-    for bitmap in &broken {
-        output::warn(&format!("warning: Skipping inconsistent bitmap '{}'", bitmap.name));
-    }
-    for bitmap in bitmaps {
-        let granularity_bytes = Some(bitmap.granularity_bytes());
-        let bits = source.read_bitmap(&bitmap.name)?;
-        actions.push((bitmap.name.clone(), BitmapAction::Add { granularity_bytes }));
-        actions.push((bitmap.name.clone(), BitmapAction::Merge(bits)));
-        if !bitmap.enabled {
-            actions.push((bitmap.name, BitmapAction::Disable));
-        }
-    }
-    if actions.is_empty() {
-        return Ok(());
-    }
-    let file = EngineOpener::default().open(target, Role::Writable)?;
-    Ok(image::edit_bitmaps(&file, Format::Qcow2, &actions, &mut |_, _| true)?)
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {

@@ -1,8 +1,7 @@
 //! `ringdisk check`: whether an image's tables agree, with qemu-img's counts, output and exit codes.
 
-use crate::image_name::ImageName;
-use crate::output;
-use crate::tool::{self, ProgressArgs, Watch, opener};
+use crate::images::{ImageName, opener};
+use crate::output::{self, ProgressArgs, Watch};
 use anyhow::bail;
 use block::ErrorKind;
 use image::{CheckReport, Format, Opener, Repair, Role};
@@ -87,7 +86,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Ok(report) => report,
         Err(error) if error.kind() == ErrorKind::Unsupported && format != Some(Format::Qcow2) => {
             output::error(&error.into());
-            tool::exit(NOTHING_TO_CHECK)
+            output::exit(NOTHING_TO_CHECK)
         }
         Err(error) => return Err(error.into()),
     };
@@ -97,9 +96,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Output::Json => output::print(&format!("{}\n", serde_json::to_string_pretty(&machine(args, &report))?))?,
     }
     match report {
-        CheckReport { check_errors: 1.., .. } => tool::exit(NOT_CHECKED),
-        CheckReport { corruptions: 1.., .. } => tool::exit(DAMAGED),
-        CheckReport { leaks: 1.., .. } => tool::exit(LEAKS),
+        CheckReport { check_errors: 1.., .. } => output::exit(NOT_CHECKED),
+        CheckReport { corruptions: 1.., .. } => output::exit(DAMAGED),
+        CheckReport { leaks: 1.., .. } => output::exit(LEAKS),
         _ => Ok(()),
     }
 }

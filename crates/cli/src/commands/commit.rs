@@ -1,8 +1,8 @@
 //! `ringdisk commit`: what an overlay holds goes into the image below it, in qemu-img's words.
 
-use crate::image_name::ImageName;
-use crate::output;
-use crate::tool::{ProgressArgs, Reactors, Watch, opener};
+use crate::images::{ImageName, opener};
+use crate::output::{self, ProgressArgs, Watch};
+use crate::threads::Reactors;
 use drive::parse_size;
 use jobs::CommitOptions;
 use std::path::PathBuf;

@@ -1,7 +1,8 @@
 //! `ringdisk compare`: whether two images hold the same, in qemu-img's words and with its exit codes.
 
-use crate::output;
-use crate::tool::{self, OpenArgs, ProgressArgs, Reactors, Watch};
+use crate::images::OpenArgs;
+use crate::output::{self, ProgressArgs, Watch};
+use crate::threads::Reactors;
 use block::Disk;
 use jobs::{Comparison, Difference, Stage};
 use std::path::PathBuf;
@@ -32,10 +33,10 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match compare(args) {
         Ok(0) => Ok(()),
-        Ok(code) => tool::exit(code),
+        Ok(code) => output::exit(code),
         Err((code, error)) => {
             output::error(&error);
-            tool::exit(code)
+            output::exit(code)
         }
     }
 }

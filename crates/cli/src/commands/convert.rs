@@ -1,19 +1,19 @@
 //! `ringdisk convert`: disks copied into another image, in qemu-img's words.
 
-use super::new_image;
-use crate::file_id::FileId;
-use crate::image_name::{ImageName, backing_name, file_name};
-use crate::output::{self, usage};
-use crate::tool::{
-    OpenArgs, ProgressArgs, Reactors, Watch, integer, leave_page_cache, open_writable, parse_format, sync_directory,
+use crate::arguments::integer;
+use crate::images::{
+    ImageName, OpenArgs, asks_for_help, backing_name, copy_bitmaps, create_target, file_name, holds_old_bytes,
+    leave_page_cache, open_writable, options_help, parse_format, refuse_misfits, refuse_same_file,
+    refuse_without_bitmaps, remove_target, sync_directory,
 };
+use crate::output::{self, ProgressArgs, Watch, usage};
+use crate::threads::Reactors;
 use anyhow::{Context, bail};
 use block::{Disk, SECTOR_BYTES};
 use drive::{EngineOpener, escape, parse_options, parse_size};
 use engine::CacheMode;
 use image::{Format, Image, ImageOptions};
 use jobs::{ConvertOptions, Salvage, Unreadable};
-use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -240,9 +240,9 @@ impl Args {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if new_image::asks_for_help(&args.options) {
+    if asks_for_help(&args.options) {
         let format = args.output_format.as_deref().unwrap_or("raw").parse()?;
-        return output::print(&new_image::help(format, !args.files.is_empty()));
+        return output::print(&options_help(format, !args.files.is_empty()));
     }
     args.refuse_contradictions()?;
     // Before the target is emptied.
@@ -270,7 +270,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("Copying bitmaps only possible with single source");
     }
     if let Some(first) = sources.first().filter(|_| args.bitmaps) {
-        super::bitmap::refuse_without_bitmaps(first, target.format, args.skip_broken_bitmaps)?;
+        refuse_without_bitmaps(first, target.format, args.skip_broken_bitmaps)?;
     }
     let listed = args.listed(&target, paths)?;
     let mut watch = Watch::start(&args.progress)?;
@@ -279,7 +279,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let size = sources.iter().map(|source| source.info().size_bytes).sum();
         let Target { path, options, backing, backing_format, .. } = &target;
         let watch = &mut watch.before();
-        new_data_file = super::create::target(path, format, options, backing.as_deref(), *backing_format, size, watch)?;
+        new_data_file = create_target(path, format, options, backing.as_deref(), *backing_format, size, watch)?;
     }
     let copied = match open_target(args, &target, &sources, &listed) {
         // It is as it was.
@@ -303,18 +303,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     })
 }
 
-/// Half a target is of no use.
-pub(super) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bool) -> anyhow::Error {
-    let what = if interrupted { error.context("interrupted") } else { error };
-    match std::fs::metadata(target).is_ok_and(|meta| meta.is_file()) {
-        false => what.context(format!("'{}' is incomplete", target.display())),
-        true => match std::fs::remove_file(super::create::behind_links(target.to_owned())) {
-            Ok(()) => what.context(format!("'{}' was removed again", target.display())),
-            Err(_) => what.context(format!("'{}' is incomplete and could not be removed", target.display())),
-        },
-    }
-}
-
 /// Nothing is written before all is known to fit.
 fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
     // A new target names what the user named; that and what lies below has passed the gate.
@@ -328,7 +316,7 @@ fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[P
         sources.iter().try_for_each(|source| refuse_same_file(source, path))?;
     }
     if let Some(first) = sources.first().filter(|_| args.bitmaps) {
-        super::bitmap::refuse_misfits(first, &image)?;
+        refuse_misfits(first, &image)?;
     }
     Ok(image)
 }
@@ -351,24 +339,7 @@ fn copy(
     drop(image);
     leave_page_cache(&target.path, &args.target_cache)?;
     match sources.first().filter(|_| args.bitmaps) {
-        Some(first) => super::bitmap::copy_all(first, &target.path),
+        Some(first) => copy_bitmaps(first, &target.path),
         None => Ok(()),
     }
-}
-
-/// A raw target that is a device shows what it held before wherever nothing is written.
-pub(super) fn holds_old_bytes(target: &Path, format: Option<Format>) -> bool {
-    format == Some(Format::Raw) && std::fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device())
-}
-
-/// A source that is overwritten would be lost.
-pub(super) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<()> {
-    if !target.exists() {
-        return Ok(());
-    }
-    let target_id = FileId::of(target).with_context(|| format!("cannot find '{}'", target.display()))?;
-    if source.paths().any(|path| FileId::of(path).is_ok_and(|id| id == target_id)) {
-        bail!("'{}' is the source, or a file that it rests on", target.display());
-    }
-    Ok(())
 }

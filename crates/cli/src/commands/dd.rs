@@ -1,8 +1,11 @@
 //! `ringdisk dd`: a part of a disk copied into a new image, in qemu-img's words.
 
-use crate::image_name::{ImageName, file_name};
-use crate::output;
-use crate::tool::{OpenArgs, ProgressArgs, Reactors, Watch, leave_page_cache, open_writable, sync_directory};
+use crate::images::{
+    ImageName, OpenArgs, create_target, file_name, holds_old_bytes, leave_page_cache, open_writable, refuse_same_file,
+    remove_target, sync_directory,
+};
+use crate::output::{self, ProgressArgs, Watch};
+use crate::threads::Reactors;
 use anyhow::{anyhow, bail};
 use block::{Disk, SECTOR_BYTES};
 use drive::parse_size;
@@ -82,7 +85,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let format: Format = args.output_format.parse()?;
     let source = args.open.open(&operands.source, args.format.as_deref(), &[])?;
     let named = ImageName::of(&operands.source, args.format.as_deref(), args.open.image_opts)?;
-    super::convert::refuse_same_file(&source, &operands.target)?;
+    refuse_same_file(&source, &operands.target)?;
     let part = operands.part(source.info().size_bytes);
     if part.is_none() {
         output::warn(&format!("{}: cannot skip to specified offset", named.path.display()));
@@ -90,9 +93,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let part = part.unwrap_or(0..0);
     let size = (part.end - part.start).next_multiple_of(SECTOR_BYTES);
     let mut watch = Watch::start(&args.progress)?;
-    super::create::target(&operands.target, format, &[], None, None, size, &mut watch.before())?;
+    create_target(&operands.target, format, &[], None, None, size, &mut watch.before())?;
     if let Err(error) = copy(args, &operands.target, format, &source, part, &mut watch) {
-        return Err(super::convert::remove_target(&operands.target, error, watch.was_interrupted()));
+        return Err(remove_target(&operands.target, error, watch.was_interrupted()));
     }
     sync_directory(&operands.target)
 }
@@ -105,7 +108,7 @@ fn copy(
     part: Range<u64>,
     watch: &mut Watch,
 ) -> anyhow::Result<()> {
-    let target_is_zero = !super::convert::holds_old_bytes(target, Some(format));
+    let target_is_zero = !holds_old_bytes(target, Some(format));
     let image = open_writable(target, Some(format), &args.target_cache, "deny", &[])?;
     let reactors = Reactors::start("dd")?;
     let done = watch.run(|control| jobs::dd(source, part, &image, target_is_zero, &reactors.handles(), control));

@@ -1,7 +1,7 @@
 //! `ringdisk img-compat`: what differs from qemu-img.
 
+use crate::compat::{Difference, FLAGS, VERSION, difference};
 use crate::output;
-use crate::qemu_img::{Difference, FLAGS, VERSION, difference};
 use std::fmt::Write as _;
 
 /// List the flags of qemu-img that are not the same here. Called by the name qemu-img (a link will do), this program is

@@ -1,7 +1,7 @@
 //! `ringdisk map`: what lies where, as qemu-img shows it.
 
-use crate::output::{self, printable};
-use crate::tool::{OpenArgs, ProgressArgs, Watch};
+use crate::images::OpenArgs;
+use crate::output::{self, ProgressArgs, Watch, printable};
 use anyhow::bail;
 use drive::parse_size;
 use image::Run;

@@ -1,8 +1,7 @@
 //! `ringdisk measure`: how large a file a new image would be, as qemu-img tells it.
 
-use super::new_image::NewImage;
-use crate::output::{self, usage};
-use crate::tool::{OpenArgs, ProgressArgs, Watch};
+use crate::images::{NewImage, OpenArgs};
+use crate::output::{self, ProgressArgs, Watch, usage};
 use anyhow::bail;
 use block::Disk;
 use drive::parse_size;

@@ -1,7 +1,8 @@
 //! `ringdisk rebase`: an overlay gets another backing file, in qemu-img's words.
 
-use crate::image_name::{ImageName, backing_name};
-use crate::tool::{ProgressArgs, Reactors, Watch, opener};
+use crate::images::{ImageName, backing_name, check_backing_format, opener};
+use crate::output::{ProgressArgs, Watch};
+use crate::threads::Reactors;
 use anyhow::bail;
 use image::Backing;
 use jobs::RebaseOptions;
@@ -62,7 +63,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 bail!("Could not change the backing file to '{name}': backing format must be specified");
             };
             match args.unsafe_backing {
-                true => super::new_image::check_backing_format(format)?,
+                true => check_backing_format(format)?,
                 // A format that is not served is told of before anything is copied.
                 false => drop(format.parse::<image::Format>()?),
             }

@@ -1,8 +1,7 @@
 //! `ringdisk resize`: more or less room on a disk that nobody uses.
 
-use crate::image_name::ImageName;
-use crate::output;
-use crate::tool::{ProgressArgs, Watch};
+use crate::images::ImageName;
+use crate::output::{self, ProgressArgs, Watch};
 use anyhow::{Context, bail};
 use block::Disk;
 use drive::{EngineOpener, parse_size};

@@ -1,8 +1,9 @@
 //! `qemu-img bench`: a fixed number of requests, timed. `ringdisk bench` is another, larger thing.
 
-use crate::image_name::ImageName;
-use crate::output;
-use crate::tool::{ProgressArgs, Reactors, Watch, integer, opener};
+use crate::arguments::integer;
+use crate::images::{ImageName, opener};
+use crate::output::{self, ProgressArgs, Watch};
+use crate::threads::Reactors;
 use anyhow::{anyhow, bail};
 use block::Disk;
 use drive::parse_size;

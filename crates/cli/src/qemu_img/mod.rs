@@ -4,33 +4,21 @@
 //! the verb, how wrong usage is told, and `bench`, which is another command there.
 
 mod bench;
-mod differences;
-mod flags;
 mod usage;
 
-#[cfg(test)]
-pub(crate) use differences::OTHERS;
-pub(crate) use differences::{Difference, difference};
-pub(crate) use flags::FLAGS;
-
-use crate::verbs::ImageVerb;
-use crate::{logging, output};
+use crate::commands::ImageVerb;
+use crate::compat::VERSION;
+use crate::output::program::QEMU_IMG;
+use crate::output::{self, logging};
 use anyhow::bail;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use std::ffi::OsString;
-use std::path::Path;
-
-/// The name under which the program is qemu-img.
-pub(crate) const NAME: &str = "qemu-img";
-
-/// The qemu-img whose behaviour is kept; programs that call it look for features by this.
-pub(crate) const VERSION: &str = "7.2.22";
 
 /// Of warnings qemu-img has this one: that an image to be written was only guessed to be raw.
 const FILTER: &str = "error,image::open=warn";
 
 #[derive(Parser)]
-#[command(name = NAME, disable_help_subcommand = true, infer_long_args = true, args_override_self = true)]
+#[command(name = QEMU_IMG, disable_help_subcommand = true, infer_long_args = true, args_override_self = true)]
 struct QemuImg {
     #[command(subcommand)]
     verb: Verb,
@@ -41,11 +29,6 @@ enum Verb {
     #[command(flatten)]
     Image(ImageVerb),
     Bench(bench::Args),
-}
-
-/// Whether the program was called as qemu-img.
-pub(crate) fn is_our_name() -> bool {
-    std::env::args_os().next().is_some_and(|name| Path::new(&name).file_name().is_some_and(|name| name == NAME))
 }
 
 /// The verbs and flags as they are understood.
@@ -65,7 +48,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
         return Err(usage::error("Not enough arguments"));
     }
     usage::refuse_objects(&arguments)?;
-    let words = std::iter::once(OsString::from(NAME)).chain(arguments);
+    let words = std::iter::once(OsString::from(QEMU_IMG)).chain(arguments);
     let parsed = command().try_get_matches_from(words).and_then(|matches| QemuImg::from_arg_matches(&matches));
     match parsed {
         Ok(QemuImg { verb: Verb::Image(verb) }) => verb.run(),

@@ -1,7 +1,7 @@
 //! The table of flags against the real program's `--help`, our own parser against the table.
 
-use super::flags::{FLAGS, Flag, Verb};
-use super::{OTHERS, command};
+use super::command;
+use crate::compat::{FLAGS, Flag, OTHERS, VERSION, Verb};
 use std::fmt::Write as _;
 
 /// A verb as `--help` shows it.
@@ -106,14 +106,14 @@ fn the_table_is_what_qemu_img_shows() {
         return eprintln!("skipped: qemu-img is missing (Debian package qemu-utils)");
     };
     let help = String::from_utf8(output.stdout).unwrap();
-    if !help.contains(&format!("version {}", super::VERSION)) {
+    if !help.contains(&format!("version {}", VERSION)) {
         // Other versions may have other flags, and show them elsewhere: those of this one have to be known.
-        return eprintln!("skipped: this needs qemu-img {}", super::VERSION);
+        return eprintln!("skipped: this needs qemu-img {}", VERSION);
     }
     let lines = help.lines().skip_while(|line| !line.starts_with("Command syntax")).skip(1);
     let verbs: Vec<Shown> = lines.take_while(|line| line.starts_with("  ")).map(parse).collect();
     assert!(verbs.len() > 10, "{help}");
-    let (made, path) = (table(&verbs), concat!(env!("CARGO_MANIFEST_DIR"), "/src/qemu_img/flags.rs"));
+    let (made, path) = (table(&verbs), concat!(env!("CARGO_MANIFEST_DIR"), "/src/compat/flags.rs"));
     if std::env::var_os("RINGDISK_REGENERATE").is_some() {
         std::fs::write(path, &made).unwrap();
     }

@@ -1,6 +1,8 @@
 //! How wrong usage is told, and `--help`.
 
-use super::{FLAGS, NAME};
+use crate::compat::FLAGS;
+use crate::output::print;
+use crate::output::program::QEMU_IMG;
 use anyhow::anyhow;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::ffi::OsString;
@@ -8,7 +10,7 @@ use std::fmt::Write as _;
 
 /// An error that sends the reader to `--help`.
 pub(super) fn error(message: &str) -> anyhow::Error {
-    anyhow!("{message}\nTry '{NAME} --help' for more information")
+    anyhow!("{message}\nTry '{QEMU_IMG} --help' for more information")
 }
 
 /// `--object` defines secrets and the like for the whole command line; nothing here can use one.
@@ -29,7 +31,7 @@ pub(super) fn explain(verb: &str, wrong: &clap::Error) -> anyhow::Result<()> {
         _ => String::new(),
     };
     Err(match wrong.kind() {
-        ErrorKind::DisplayHelp => return crate::output::print(&help()),
+        ErrorKind::DisplayHelp => return print(&help()),
         ErrorKind::InvalidSubcommand | ErrorKind::MissingSubcommand => error(&format!("Command not found: {verb}")),
         ErrorKind::UnknownArgument => match context(ContextKind::InvalidArg) {
             option if option.starts_with('-') => error(&format!("unrecognized option '{option}'")),
@@ -68,7 +70,7 @@ fn expected(verb: &str) -> &'static str {
 /// The verbs and their flags, out of the table.
 pub(super) fn help() -> String {
     let mut text = format!(
-        "usage: {NAME} [standard options] command [command options]\n\
+        "usage: {QEMU_IMG} [standard options] command [command options]\n\
          Ringdisk's image tool under qemu-img's name\n\n    \
          '-h', '--help'       show this\n    \
          '-V', '--version'    show the version\n    \

@@ -6,8 +6,7 @@ mod served;
 mod target;
 mod text;
 
-use crate::output::{self, usage};
-use crate::progress::Bar;
+use crate::output::{self, Bar, usage};
 use crate::signals;
 use anyhow::{Context, bail};
 use drive::parse_size;

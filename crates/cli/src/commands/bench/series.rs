@@ -1,7 +1,7 @@
 //! Several measurements that belong together: each depth, and at each depth each target, in turn.
 
 use super::target::{Measured, Target};
-use crate::progress::Bar;
+use crate::output::Bar;
 use anyhow::{Context, bail};
 use load::{BenchReport, BenchSpec, Comparison, Curve, Point, compare};
 use serde::Serialize;

@@ -1,8 +1,8 @@
 //! A disk that this process serves to a guest of its own, the driver, over a vhost-user socket: both sides can be asked
 //! what they did.
 
-use crate::client;
 use crate::output::usage;
+use crate::scratch;
 use anyhow::Context;
 use block::Disk;
 use daemon::{Daemon, DaemonConfig};
@@ -27,7 +27,7 @@ impl Served {
         if let Some(offered) = drive.export.queues.filter(|offered| *offered < guest.queues) {
             return Err(usage(format!("--queues {}: the drive says queues={offered}", guest.queues)));
         }
-        let directory = client::socket_directory()?;
+        let directory = scratch::socket_directory()?;
         let socket = drive.export.socket.clone().unwrap_or_else(|| directory.path().join("disk.sock"));
         let queues = guest.queues;
         let queue_size = drive.export.queue_size.unwrap_or(guest.queue_size);

@@ -3,14 +3,16 @@
 use super::Plan;
 use super::measure::{BUFFERS_BYTES, CELLS, Part, Side, median};
 use super::table::{self, Row};
-use crate::client;
-use crate::progress::Bar;
+use crate::output::Bar;
+use crate::threads::load_threads;
 use block::{Disk, ReactorHandle};
 use daemon::Daemon;
 use drive::{human_size, open_disk};
+use driver::{Driver, DriverOptions};
 use engine::ReactorThread;
 use image::BackingPolicy;
 use load::{Hooks, VerifyState};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,7 +27,7 @@ const KEPT_SEED: u64 = 0x6469_736b;
 const HOST_SEED: u64 = 0x686f_7374;
 
 pub(super) fn run(plan: &Plan, bar: &Bar) -> anyhow::Result<String> {
-    let threads = client::reactors("guest", 1)?;
+    let threads = load_threads("guest", 1)?;
     let reactors: Vec<Arc<dyn ReactorHandle>> = threads.iter().map(ReactorThread::handle).collect();
     let (rows, layers, kept) = measured_by_driver(plan, &reactors, bar)?;
     bar.say("looking for the data after a restart");
@@ -41,6 +43,12 @@ pub(super) fn run(plan: &Plan, bar: &Bar) -> anyhow::Result<String> {
         human_size(kept_part(plan).length_bytes),
         table::render(&rows)
     ))
+}
+
+/// The driver on the socket.
+fn connect(socket: &Path) -> anyhow::Result<Driver> {
+    let options = DriverOptions { queues: 1, memory_bytes: BUFFERS_BYTES, ..DriverOptions::default() };
+    Ok(Driver::connect(socket, options)?)
 }
 
 fn measured_part(plan: &Plan) -> Part {
@@ -62,7 +70,7 @@ fn measured_by_driver(
     drive.export.queues = Some(1);
     daemon.add(&drive)?;
     let layers = daemon.disks().into_iter().flat_map(|disk| disk.layers).collect();
-    let driver = Arc::new(client::connect(&plan.socket(), 1, BUFFERS_BYTES)?);
+    let driver = Arc::new(connect(&plan.socket())?);
     let guest = side(plan, "guest", Arc::clone(&driver) as Arc<dyn Disk>, reactors, load::driver_hooks(&driver));
     let opened = open_disk(&plan.host_disk, BackingPolicy::Deny, &[])?;
     let host = side(plan, "host", Arc::clone(&opened.disk), reactors, Hooks::default());

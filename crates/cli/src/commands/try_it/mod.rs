@@ -6,9 +6,8 @@ mod measure;
 mod real;
 mod table;
 
-use crate::client;
-use crate::output::{self, usage};
-use crate::progress::Bar;
+use crate::output::{self, Bar, usage};
+use crate::scratch;
 use crate::signals;
 use anyhow::bail;
 use daemon::DaemonConfig;
@@ -183,9 +182,9 @@ fn create(path: &Path, options: &CreateOptions) -> anyhow::Result<()> {
 impl Scratch {
     fn new(parent: Option<&Path>) -> anyhow::Result<Self> {
         let parent = parent.map_or_else(std::env::temp_dir, Path::to_owned);
-        let directory = client::temporary_directory(&parent)?;
-        let is_too_long = client::is_too_long_for_sockets(directory.path());
-        let sockets = if is_too_long { Some(client::temporary_directory(Path::new("/tmp"))?) } else { None };
+        let directory = scratch::temporary_directory(&parent)?;
+        let is_too_long = scratch::is_too_long_for_sockets(directory.path());
+        let sockets = if is_too_long { Some(scratch::temporary_directory(Path::new("/tmp"))?) } else { None };
         Ok(Self { directory, sockets })
     }
 

@@ -3,8 +3,8 @@
 use super::Plan;
 use super::measure::{CELLS, Part, Side, median};
 use super::table::{self, Row};
-use crate::client;
-use crate::progress::Bar;
+use crate::output::Bar;
+use crate::threads::load_threads;
 use anyhow::Context;
 use block::ReactorHandle;
 use daemon::Daemon;
@@ -21,7 +21,7 @@ const FIO_MIB: u32 = 16;
 const HOST_SEED: u64 = 0x686f_7374;
 
 pub(super) fn run(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<String> {
-    let threads = client::reactors("host", 1)?;
+    let threads = load_threads("host", 1)?;
     let reactors: Vec<Arc<dyn ReactorHandle>> = threads.iter().map(ReactorThread::handle).collect();
     let host = Host::open(plan, &reactors)?;
     // Half of the host's measurements before the guest's, half after.

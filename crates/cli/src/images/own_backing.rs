@@ -1,6 +1,6 @@
 //! A new image must not take the place of what it is going to rest on.
 
-use crate::file_id::FileId;
+use super::file_id::FileId;
 use crate::output::usage;
 use drive::EngineOpener;
 use image::{BackingPolicy, Format, Opener, Role, inspect, pass_gate};

@@ -1,6 +1,6 @@
 //! What the program prints, and with which code it ends.
 
-use crate::qemu_img;
+use super::program;
 use block::{Error, ErrorKind};
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -19,7 +19,7 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
 
 /// Tells a person what went wrong.
 pub(crate) fn error(error: &anyhow::Error) {
-    let program = if qemu_img::is_our_name() { qemu_img::NAME } else { "ringdisk" };
+    let program = program::name();
     let message = format!("{error:#}").split('\n').map(printable).collect::<Vec<_>>().join("\n");
     // Nobody can be told that standard error is gone.
     let _ = writeln!(io::stderr(), "{program}: {message}");
@@ -42,7 +42,12 @@ pub(crate) fn usage(message: impl Into<String>) -> anyhow::Error {
 
 /// 2 for wrong usage, 1 for everything else; qemu-img knows only 1.
 pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
-    let is_usage = !qemu_img::is_our_name()
+    let is_usage = !program::is_qemu_img()
         && error.downcast_ref::<Error>().is_some_and(|error| error.kind() == ErrorKind::BadOption);
     ExitCode::from(if is_usage { USAGE } else { FAILURE })
+}
+
+/// Ends the program with a code of its own. Call it when everything is closed.
+pub(crate) fn exit(code: i32) -> ! {
+    std::process::exit(code)
 }

@@ -1,4 +1,4 @@
-//! The verbs and flags of qemu-img, made from its `--help` by the tests of this module: do not edit.
+//! The verbs and flags of qemu-img, made from its `--help` by the tests in `qemu_img`: do not edit.
 
 /// A verb.
 pub(crate) struct Verb {

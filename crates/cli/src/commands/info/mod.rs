@@ -1,12 +1,13 @@
 //! `ringdisk info`: what an image says about itself, as qemu-img shows it, and which engine would serve it.
 
-use super::info_file::ImageFile;
-use crate::image_name::ImageName;
-use crate::output::{self, printable};
-use crate::qemu_img::is_our_name as is_qemu_img;
-use crate::tool::parse_format;
+mod file;
+
+use crate::images::{ImageName, parse_format};
+use crate::output::program::is_qemu_img;
+use crate::output::{self, printable, snapshot_table};
 use anyhow::{Context, bail};
 use drive::{EngineOpener, human_size};
+use file::ImageFile;
 use format_qcow2::{Bitmap, Compression, Header};
 use image::{BackingPolicy, Description, Format, Opener, Role, inspect, pass_gate};
 use serde_json::{Value, json};
@@ -163,7 +164,7 @@ fn human(layer: &Layer) -> String {
         line(format!("backing file format: {}", printable(format)));
     }
     if !description.snapshots.is_empty() {
-        line(super::snapshot::table(&description.snapshots).trim_end().to_owned());
+        line(snapshot_table(&description.snapshots).trim_end().to_owned());
     }
     if let (Some(header), Some(flags)) = (&description.qcow2, &flags) {
         line("Format specific information:".to_owned());

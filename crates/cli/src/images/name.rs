@@ -1,6 +1,5 @@
 //! An image as the user names it: a file name, or with `--image-opts` a description, `driver=qcow2,file.filename=...`.
 
-use crate::tool::parse_format;
 use anyhow::{Context, anyhow, bail};
 use drive::{KeyValue, parse_key_values};
 use image::Format;
@@ -120,6 +119,11 @@ fn described(pairs: &[KeyValue]) -> anyhow::Result<ImageName> {
     let path = value_of(file_key).ok_or_else(|| anyhow!("A block device must be specified for \"file\""))?;
     let format = if is_file { Some(Format::Raw) } else { parse_format(driver)? };
     Ok(ImageName { path: PathBuf::from(path), format })
+}
+
+/// The format that the user gave, if any.
+pub(crate) fn parse_format(format: Option<&str>) -> anyhow::Result<Option<Format>> {
+    Ok(format.map(str::parse).transpose()?)
 }
 
 #[cfg(test)]

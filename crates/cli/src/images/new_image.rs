@@ -59,9 +59,9 @@ const BACKING_FORMATS: [&str; 25] = [
 
 /// A switch: how it was written, which is how it is told again, and what that means.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Switch {
+pub(crate) struct Switch {
     said: Option<String>,
-    pub(super) is_on: bool,
+    pub(crate) is_on: bool,
 }
 
 impl Switch {
@@ -70,13 +70,13 @@ impl Switch {
     }
 
     /// As it was written; `None` where nothing was.
-    pub(super) fn said(&self) -> Option<&str> {
+    pub(crate) fn said(&self) -> Option<&str> {
         self.said.as_deref()
     }
 }
 
 /// What a switch that is on or off may be called.
-pub(super) fn switch(key: &str, value: &str) -> anyhow::Result<bool> {
+pub(crate) fn switch(key: &str, value: &str) -> anyhow::Result<bool> {
     match value {
         "on" | "yes" | "true" | "y" => Ok(true),
         "off" | "no" | "false" | "n" => Ok(false),
@@ -85,12 +85,12 @@ pub(super) fn switch(key: &str, value: &str) -> anyhow::Result<bool> {
 }
 
 /// Whether -o asks which options there are.
-pub(super) fn asks_for_help(options: &[String]) -> bool {
+pub(crate) fn asks_for_help(options: &[String]) -> bool {
     options.iter().any(|text| drive::asks_for_help(text))
 }
 
 /// The options of a format, in qemu-img's form, whose heading depends on whether a file was named.
-pub(super) fn help(format: Format, named: bool) -> String {
+pub(crate) fn options_help(format: Format, named: bool) -> String {
     let mut text = if named { "Supported options:\n".to_owned() } else { format!("Supported {format} options:\n") };
     for (key, takes, _, what) in options(format) {
         let modes = match (*key, format) {
@@ -109,32 +109,32 @@ fn options(format: Format) -> impl Iterator<Item = &'static Known> {
 
 /// All that can be said about a new image.
 #[derive(Debug)]
-pub(super) struct NewImage {
-    pub(super) format: Format,
-    pub(super) size_bytes: Option<u64>,
-    pub(super) cluster_bits: u32,
-    pub(super) version: u32,
-    pub(super) refcount_bits: u32,
-    pub(super) compression: Compression,
+pub(crate) struct NewImage {
+    pub(crate) format: Format,
+    pub(crate) size_bytes: Option<u64>,
+    pub(crate) cluster_bits: u32,
+    pub(crate) version: u32,
+    pub(crate) refcount_bits: u32,
+    pub(crate) compression: Compression,
     /// As it was given.
-    pub(super) compat: Option<String>,
-    pub(super) encryption: Switch,
-    pub(super) lazy_refcounts: Switch,
-    pub(super) extended_l2: Switch,
-    pub(super) data_file: Option<String>,
-    pub(super) data_file_raw: Switch,
+    pub(crate) compat: Option<String>,
+    pub(crate) encryption: Switch,
+    pub(crate) lazy_refcounts: Switch,
+    pub(crate) extended_l2: Switch,
+    pub(crate) data_file: Option<String>,
+    pub(crate) data_file_raw: Switch,
     /// As it was given.
-    pub(super) preallocation: Option<String>,
-    pub(super) nocow: Switch,
-    pub(super) extent_size_hint: Option<u32>,
-    pub(super) backing_file: Option<String>,
+    pub(crate) preallocation: Option<String>,
+    pub(crate) nocow: Switch,
+    pub(crate) extent_size_hint: Option<u32>,
+    pub(crate) backing_file: Option<String>,
     /// A name, of a format that is served or not.
-    pub(super) backing_format: Option<String>,
+    pub(crate) backing_format: Option<String>,
 }
 
 impl NewImage {
     /// What -o says, each of them.
-    pub(super) fn parse(format: Format, options: &[String]) -> anyhow::Result<Self> {
+    pub(crate) fn parse(format: Format, options: &[String]) -> anyhow::Result<Self> {
         let mut wanted = Self {
             format,
             size_bytes: None,
@@ -203,13 +203,13 @@ impl NewImage {
     }
 
     /// How much is made in advance.
-    pub(super) fn preallocation(&self) -> anyhow::Result<Preallocation> {
+    pub(crate) fn preallocation(&self) -> anyhow::Result<Preallocation> {
         Ok(self.preallocation.as_deref().map_or(Ok(Preallocation::Off), str::parse)?)
     }
 }
 
 /// A format that a backing file may be recorded with though nobody looked at it.
-pub(super) fn check_backing_format(name: &str) -> anyhow::Result<()> {
+pub(crate) fn check_backing_format(name: &str) -> anyhow::Result<()> {
     match BACKING_FORMATS.contains(&name) {
         true => Ok(()),
         false => Err(unknown("backing format", name, &BACKING_FORMATS).into()),

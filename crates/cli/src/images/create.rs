@@ -1,0 +1,188 @@
+//! Makes new images, for `create` and for the commands that fill one.
+
+use super::name::{backing_name, parse_format};
+use super::new_image::{self, NewImage};
+use super::own_backing;
+use super::target::behind_links;
+use crate::output::{self, Watch, usage};
+use anyhow::Context;
+use block::{File, FileOp, SECTOR_BYTES, block_on};
+use drive::EngineOpener;
+use format_qcow2::Preallocation;
+use image::{CreateOptions, Format, GrowBy, Opener, Role, inspect};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// An image that another command is going to fill, of that size whatever the options say. Returns its external data file
+/// if that is new too.
+pub(crate) fn create_target(
+    file: &Path,
+    format: Format,
+    options: &[String],
+    backing: Option<&str>,
+    backing_format: Option<Format>,
+    size_bytes: u64,
+    watch: &mut Watch,
+) -> anyhow::Result<Option<PathBuf>> {
+    let mut wanted = NewImage::parse(format, options)?;
+    wanted.size_bytes = Some(size_bytes);
+    wanted.backing_file = backing.map(str::to_owned).or(wanted.backing_file);
+    wanted.backing_format = backing_format.map(|format| format.to_string()).or(wanted.backing_format);
+    create(file, &mut wanted, true, watch)
+}
+
+/// Makes the image. Returns the external data file, if it was made where there was none.
+pub(crate) fn create(
+    file: &Path,
+    wanted: &mut NewImage,
+    look_at_backing: bool,
+    watch: &mut Watch,
+) -> anyhow::Result<Option<PathBuf>> {
+    wanted.settle_backing(file, look_at_backing)?;
+    let options = wanted.create_options()?;
+    options.validate()?;
+    let raw_space = wanted.raw_space()?;
+    let beside = |name: &String| file.parent().unwrap_or(Path::new("")).join(name);
+    let data_path = wanted.data_file.as_ref().map(beside);
+    if let Some(backing) = &wanted.backing_file {
+        let files: Vec<_> = [Some(file.to_owned()), data_path.clone()].into_iter().flatten().collect();
+        let format = parse_format(wanted.backing_format.as_deref()).ok().flatten();
+        own_backing::refuse(&files, &beside(backing), format, look_at_backing)?;
+    }
+    let mut emptied = Vec::new();
+    let mut empty = |path: PathBuf| -> anyhow::Result<Arc<dyn File>> {
+        let path = behind_links(path);
+        let is_new = !path.exists();
+        let file = empty_file(&path, is_new)?;
+        wanted.hint_layout(&path, file.as_ref());
+        emptied.push((path, is_new));
+        Ok(file)
+    };
+    let opened = empty(file.to_owned())?;
+    let data = data_path.map(&mut empty).transpose();
+    let made = data.and_then(|data| {
+        watch.run(|control| match &options {
+            CreateOptions::Raw { size_bytes } if raw_space != GrowBy::Nothing => {
+                jobs::resize_raw(opened.as_ref(), *size_bytes, false, raw_space, control)
+            }
+            options => jobs::create(&opened, data.as_ref(), options, control),
+        })?;
+        Ok(())
+    });
+    if let Err(error) = made {
+        let files = emptied.iter().map(|(path, is_new)| given_up(path, *is_new));
+        return Err(error.context(files.collect::<Vec<_>>().join(", ")));
+    }
+    Ok(emptied.into_iter().nth(1).filter(|(_, is_new)| *is_new).map(|(path, _)| path))
+}
+
+/// Half an image is of no use: one that was not there before goes again, so that its name is free for the next attempt.
+/// Returns what became of it.
+fn given_up(path: &Path, is_new: bool) -> String {
+    match is_new && std::fs::remove_file(path).is_ok() {
+        true => format!("'{}' was removed again", path.display()),
+        false => format!("'{}' is incomplete", path.display()),
+    }
+}
+
+/// An empty file under a lock: a new one, or one that was there and that nobody uses.
+fn empty_file(path: &Path, is_new: bool) -> anyhow::Result<Arc<dyn File>> {
+    if is_new {
+        engine::create(path, 0)?;
+    }
+    let file = EngineOpener::default().open(path, Role::Writable)?;
+    if !file.info().block_device {
+        let queue = file.open_blocking()?;
+        block_on(queue.start(FileOp::SetLength { length: 0 }))
+            .with_context(|| format!("cannot empty '{}'", path.display()))?;
+    }
+    Ok(file)
+}
+
+impl NewImage {
+    /// Looks at the backing file: its size where none was given, and that its format was said. Not looked at, its name and
+    /// its format are only recorded.
+    fn settle_backing(&mut self, image: &Path, look: bool) -> anyhow::Result<()> {
+        let Some(name) = &mut self.backing_file else {
+            return match self.backing_format {
+                Some(_) => Err(usage("a backing format (-F) needs a backing file (-b)")),
+                None => Ok(()),
+            };
+        };
+        if self.format == Format::Raw {
+            return Err(usage("a raw image cannot have a backing file: use -f qcow2"));
+        }
+        *name = backing_name(image, name, look)?;
+        let name = &*name;
+        if !look {
+            let unsaid = || Err(usage("Backing file specified without backing format: add -F"));
+            return self.backing_format.as_deref().map_or_else(unsaid, new_image::check_backing_format);
+        }
+        let format = parse_format(self.backing_format.as_deref())?;
+        let path = image.parent().unwrap_or(Path::new("")).join(name);
+        let file = EngineOpener::default().open(&path, Role::Backing)?;
+        let below = inspect(&path, &file, format)?;
+        if format.is_none() {
+            return Err(usage(format!(
+                "the backing file '{name}' is given without its format: add -F {} if that is what it is",
+                below.format
+            )));
+        }
+        self.size_bytes = self.size_bytes.or(Some(below.virtual_size_bytes));
+        Ok(())
+    }
+
+    /// Wishes: an image is as good without.
+    fn hint_layout(&self, path: &Path, file: &dyn File) {
+        if file.info().block_device {
+            return;
+        }
+        if self.nocow.is_on
+            && let Err(error) = engine::disable_copy_on_write(path)
+        {
+            // Where nothing is copied on write there is nothing to turn off.
+            tracing::info!("{error}");
+        }
+        if let Some(bytes) = self.extent_size_hint.filter(|bytes| *bytes > 0)
+            && let Err(error) = engine::set_extent_size_hint(path, bytes)
+        {
+            output::warn(&format!("warning: {:#}", anyhow::Error::from(error)));
+        }
+    }
+
+    fn create_options(&self) -> anyhow::Result<CreateOptions> {
+        let size =
+            self.size_bytes.ok_or_else(|| usage("the size of the image is missing: FILE SIZE, for example 20G"))?;
+        let size_bytes = size.next_multiple_of(SECTOR_BYTES);
+        Ok(match self.format {
+            Format::Raw => CreateOptions::Raw { size_bytes },
+            Format::Qcow2 => CreateOptions::Qcow2(format_qcow2::CreateOptions {
+                size_bytes,
+                version: self.version,
+                cluster_size: 1 << self.cluster_bits,
+                refcount_bits: self.refcount_bits,
+                compression: self.compression,
+                lazy_refcounts: self.lazy_refcounts.is_on,
+                extended_l2: self.extended_l2.is_on,
+                data_file: self.data_file.clone(),
+                data_file_raw: self.data_file_raw.is_on,
+                preallocation: self.preallocation()?,
+                backing_file: self.backing_file.clone(),
+                backing_format: self.backing_format.clone(),
+            }),
+        })
+    }
+
+    /// The space that is made in advance for a raw image.
+    fn raw_space(&self) -> anyhow::Result<GrowBy> {
+        Ok(match self.preallocation()? {
+            _ if self.format != Format::Raw => GrowBy::Nothing,
+            Preallocation::Falloc => GrowBy::Space,
+            Preallocation::Full => GrowBy::Zeros,
+            Preallocation::Off => GrowBy::Nothing,
+            Preallocation::Metadata => {
+                return Err(usage("preallocation=metadata: a raw image has off, falloc and full"));
+            }
+        })
+    }
+}

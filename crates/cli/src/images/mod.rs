@@ -1,0 +1,17 @@
+//! Images as the user names and describes them: opened, made, and looked at before they are written.
+
+mod bitmaps;
+mod create;
+mod file_id;
+mod name;
+mod new_image;
+mod open;
+mod own_backing;
+mod target;
+
+pub(crate) use bitmaps::{copy_bitmaps, refuse_misfits, refuse_without_bitmaps};
+pub(crate) use create::{create, create_target};
+pub(crate) use name::{ImageName, backing_name, file_name, parse_format};
+pub(crate) use new_image::{NewImage, asks_for_help, check_backing_format, options_help, switch};
+pub(crate) use open::{OpenArgs, open_writable, opener};
+pub(crate) use target::{holds_old_bytes, leave_page_cache, refuse_same_file, remove_target, sync_directory};

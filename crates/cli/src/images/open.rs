@@ -1,0 +1,88 @@
+//! How the commands open the images that the user names.
+
+use super::name::ImageName;
+use anyhow::bail;
+use drive::{EngineOpener, parse_key_values};
+use image::{BackingPolicy, Format, Image, ImageOptions, SnapshotName};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// How a named image is opened.
+#[derive(clap::Args, Clone)]
+pub(crate) struct OpenArgs {
+    /// Cache mode for reading: writeback, none, writethrough, directsync, unsafe.
+    #[arg(short = 'T', long, alias = "cache", value_name = "CACHE", default_value = "writeback")]
+    source_cache: String,
+    /// Work even if somebody else writes the image; what is read may be out of date.
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Which backing files an image may make us open: deny, same-dir, listed, any.
+    #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
+    pub(crate) allow_backing: String,
+    /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
+    #[arg(long, alias = "source-image-opts")]
+    pub(crate) image_opts: bool,
+}
+
+impl OpenArgs {
+    /// Opens an image to read it. `listed` are other files on the command line.
+    pub(crate) fn open(&self, path: &Path, format: Option<&str>, listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
+        self.open_at(path, format, listed, None)
+    }
+
+    /// As `open`, the disk as it was when a snapshot was taken, where one is named.
+    pub(crate) fn open_at(
+        &self,
+        path: &Path,
+        format: Option<&str>,
+        listed: &[PathBuf],
+        snapshot: Option<&str>,
+    ) -> anyhow::Result<Arc<Image>> {
+        let ImageName { path, format } = ImageName::of(path, format, self.image_opts)?;
+        let mut options = ImageOptions::new(&path);
+        options.format = format;
+        options.read_only = true;
+        options.snapshot = snapshot.map(snapshot_name).transpose()?;
+        options.allow_backing = self.allow_backing.parse()?;
+        options.listed = listed.to_vec();
+        let opener = opener(&self.source_cache)?;
+        let opener = if self.force_share { opener.without_locks() } else { opener };
+        Ok(Arc::new(image::open(&options, &opener)?))
+    }
+}
+
+/// What -l names: `snapshot.id=ID,snapshot.name=NAME` (one of them will do), or an id or a name as it is.
+fn snapshot_name(text: &str) -> anyhow::Result<SnapshotName> {
+    if !text.starts_with("snapshot.") {
+        return Ok(SnapshotName::Any(text.to_owned()));
+    }
+    let (mut id, mut name) = (None, None);
+    for pair in parse_key_values(text)? {
+        match pair.key.as_str() {
+            "snapshot.id" => id = Some(pair.value),
+            "snapshot.name" => name = Some(pair.value),
+            key => bail!("Failed in parsing snapshot param '{text}': Invalid parameter '{key}'"),
+        }
+    }
+    Ok(SnapshotName::Exactly { id, name })
+}
+
+/// Opens an image to write it; it is nobody else's meanwhile. `listed` are other files that the user named.
+pub(crate) fn open_writable(
+    path: &Path,
+    format: Option<Format>,
+    cache: &str,
+    allow: &str,
+    listed: &[PathBuf],
+) -> anyhow::Result<Arc<Image>> {
+    let mut options = ImageOptions::new(path);
+    options.format = format;
+    options.allow_backing = allow.parse::<BackingPolicy>()?;
+    options.listed = listed.to_vec();
+    Ok(Arc::new(image::open(&options, &opener(cache)?.writing_behind())?))
+}
+
+/// Opens an image's files in this cache mode, with the engine that suits them.
+pub(crate) fn opener(cache: &str) -> anyhow::Result<EngineOpener> {
+    Ok(EngineOpener::default().with_cache(cache.parse()?))
+}

@@ -1,0 +1,105 @@
+//! A file that an image is written to: before anything is written, and after everything is.
+
+use super::file_id::FileId;
+use anyhow::{Context, bail};
+use engine::CacheMode;
+use image::{Format, Image};
+use rustix::io::Errno;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+/// As many symbolic links as Linux follows.
+const LINKS_MAX: usize = 40;
+
+/// A raw target that is a device shows what it held before wherever nothing is written.
+pub(crate) fn holds_old_bytes(target: &Path, format: Option<Format>) -> bool {
+    format == Some(Format::Raw) && std::fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device())
+}
+
+/// A source that is overwritten would be lost.
+pub(crate) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<()> {
+    if !target.exists() {
+        return Ok(());
+    }
+    let target_id = FileId::of(target).with_context(|| format!("cannot find '{}'", target.display()))?;
+    if source.paths().any(|path| FileId::of(path).is_ok_and(|id| id == target_id)) {
+        bail!("'{}' is the source, or a file that it rests on", target.display());
+    }
+    Ok(())
+}
+
+/// What a name stands for that may be a symbolic link to a file that is not there yet.
+pub(crate) fn behind_links(mut path: PathBuf) -> PathBuf {
+    for _ in 0..LINKS_MAX {
+        match std::fs::read_link(&path) {
+            Ok(target) => path = path.parent().unwrap_or(Path::new("")).join(target),
+            Err(_) => break,
+        }
+    }
+    path
+}
+
+/// Half a target is of no use.
+pub(crate) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bool) -> anyhow::Error {
+    let what = if interrupted { error.context("interrupted") } else { error };
+    match std::fs::metadata(target).is_ok_and(|meta| meta.is_file()) {
+        false => what.context(format!("'{}' is incomplete", target.display())),
+        true => match std::fs::remove_file(behind_links(target.to_owned())) {
+            Ok(()) => what.context(format!("'{}' was removed again", target.display())),
+            Err(_) => what.context(format!("'{}' is incomplete and could not be removed", target.display())),
+        },
+    }
+}
+
+/// A new image was made through the page cache; one that is written past it leaves nothing there. Call it when the image
+/// is closed.
+pub(crate) fn leave_page_cache(path: &Path, cache: &str) -> anyhow::Result<()> {
+    if cache.parse::<CacheMode>()?.is_direct() && path.is_file() {
+        engine::forget_cached(path)?;
+    }
+    Ok(())
+}
+
+/// Makes the names in the directory of `path` durable, where that can be asked for.
+pub(crate) fn sync_directory(path: &Path) -> anyhow::Result<()> {
+    let directory = match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    };
+    match std::fs::File::open(directory).and_then(|file| file.sync_all()) {
+        // What was to be copied is copied.
+        Err(error) if cannot_be_asked(&error) => {
+            tracing::info!("nobody can say whether the name '{}' is durable: {error}", path.display());
+            Ok(())
+        }
+        done => done.with_context(|| format!("cannot make the name '{}' durable", path.display())),
+    }
+}
+
+/// Directories in which files may be made but that may not be read, file systems that sync none.
+fn cannot_be_asked(error: &io::Error) -> bool {
+    let refused = [Errno::ACCESS, Errno::INVAL, Errno::NOTSUP];
+    Errno::from_io_error(error).is_some_and(|error| refused.contains(&error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_sync_that_was_tried_and_failed_fails_a_copy() {
+        for (error, is_none) in [
+            (Errno::ACCESS, true),
+            (Errno::INVAL, true),
+            (Errno::NOTSUP, true),
+            (Errno::IO, false),
+            (Errno::NOSPC, false),
+        ] {
+            assert_eq!(cannot_be_asked(&error.into()), is_none, "{error}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        sync_directory(&dir.path().join("name")).unwrap();
+        sync_directory(&dir.path().join("missing/name")).expect_err("there is no such directory");
+    }
+}

@@ -1,0 +1,13 @@
+//! What people and scripts get to see: text, errors and exit codes, progress, logs.
+
+mod bar;
+pub(crate) mod logging;
+pub(crate) mod program;
+mod snapshots;
+mod text;
+mod watch;
+
+pub(crate) use bar::Bar;
+pub(crate) use snapshots::snapshot_table;
+pub(crate) use text::{error, exit, exit_code, print, printable, usage, warn};
+pub(crate) use watch::{ProgressArgs, Watch};

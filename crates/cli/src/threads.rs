@@ -1,0 +1,41 @@
+//! Reactors' threads: for jobs on images, and for the load generator.
+
+use block::ReactorHandle;
+use engine::{Reactor, ReactorConfig, ReactorThread};
+use std::sync::Arc;
+
+/// More threads than this do not make a copy faster.
+const REACTORS_MAX: usize = 4;
+/// No ring waits for these threads, so they may copy as much at once as a verb reads or writes of a file in memory.
+const INLINE_BYTES: usize = 4 << 20;
+
+/// A reactor's thread for each processor.
+pub(crate) struct Reactors(Vec<ReactorThread>);
+
+impl Reactors {
+    pub(crate) fn start(name: &str) -> anyhow::Result<Self> {
+        Self::start_some(name, std::thread::available_parallelism().map_or(1, usize::from).min(REACTORS_MAX))
+    }
+
+    pub(crate) fn start_some(name: &str, count: usize) -> anyhow::Result<Self> {
+        let name = |index| format!("{name}-{index}");
+        let config =
+            |index| ReactorConfig { name: name(index), inline_bytes: INLINE_BYTES, ..ReactorConfig::default() };
+        let threads = (0..count).map(|index| Reactor::spawn(config(index)));
+        Ok(Self(threads.collect::<Result<_, _>>()?))
+    }
+
+    pub(crate) fn handles(&self) -> Vec<Arc<dyn ReactorHandle>> {
+        self.0.iter().map(ReactorThread::handle).collect()
+    }
+
+    pub(crate) fn stop(self) -> anyhow::Result<()> {
+        self.0.into_iter().try_for_each(|thread| Ok(thread.stop()?))
+    }
+}
+
+/// Threads for load generators.
+pub(crate) fn load_threads(name: &str, count: usize) -> anyhow::Result<Vec<ReactorThread>> {
+    let config = |index| ReactorConfig { name: format!("{name}-{index}"), ..ReactorConfig::default() };
+    (0..count).map(|index| Ok(Reactor::spawn(config(index))?)).collect()
+}
