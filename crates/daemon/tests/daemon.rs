@@ -1,4 +1,4 @@
-//! Disks come and go while a daemon runs; what was written is in the image when its disk is gone.
+//! Disks come and go while a daemon runs. When a disk is gone, all that was written is in its image.
 
 use block::{Disk, ReactorHandle};
 use daemon::{Daemon, DaemonConfig};
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const SIZE_BYTES: u64 = 8 << 20;
-/// Nothing that these tests wait for takes longer than this unless it hangs.
+/// Whatever takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn create(path: &Path, format: DriveFormat) -> DriveOptions {

@@ -1,7 +1,8 @@
 //! A daemon with nothing to do does nothing: with guests attached and their rings enabled, no thread wakes up.
-//! That counts the kernel's own threads for io_uring too, which are listed among a process's: the submission thread of a
-//! ring that has one, and workers, of which there shall be none (the last of a ring's looks around every five seconds, for
-//! ever). Workers of ours end after a time without work, which is no waking up.
+//!
+//! This counts the kernel's threads for io_uring too, since they are listed with the process. The submission thread of
+//! a ring must sleep. The kernel's workers must not exist, because the last one of a ring wakes up every five seconds
+//! for ever. Our own workers end after a time without work; that does not count as waking up.
 
 use block::Disk;
 use daemon::{Daemon, DaemonConfig};
@@ -19,7 +20,8 @@ use std::time::Duration;
 const SIZE_BYTES: u64 = 16 << 20;
 const QUEUES: u16 = 2;
 const REQUESTS: u64 = 500;
-/// What is left to do after work may be late on a loaded machine; what never ends is in all of so many stretches.
+/// Work that is left may be done late on a loaded machine. Waking up that never ends shows in each of this many
+/// stretches.
 const TRIES: u32 = 5;
 
 /// How long nothing may happen; RINGDISK_IDLE_SECONDS says otherwise.
@@ -107,7 +109,7 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         (DriveFormat::Raw, EngineKind::Auto, CacheMode::Writeback),
         (DriveFormat::Qcow2, EngineKind::LinuxAio, CacheMode::None),
         (DriveFormat::Qcow2, EngineKind::Auto, CacheMode::Writeback),
-        // The last with a submission thread of the kernel's and its guest's memory registered.
+        // The last disk has a submission thread of the kernel, and its guest's memory is registered.
         (DriveFormat::Raw, EngineKind::IoUring, CacheMode::Writeback),
     ];
     let (copied, last) = (5, drives.len() - 1);
@@ -135,7 +137,7 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         guests.iter().for_each(Guest::work);
     }
     assert!(have_all_worked(), "all rings are enabled");
-    // Until the last look at something has been taken.
+    // Wait until every thread has looked for work for the last time.
     std::thread::sleep(Duration::from_secs(1));
     let before = switches();
     assert!(before.len() > drives.len(), "threads were found: {before:?}");
@@ -145,7 +147,7 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
     };
     assert!(before.keys().any(|thread| thread.contains(SUBMISSION_THREAD)), "{before:?}");
     assert!(!before.keys().any(|thread| thread.contains(KERNEL_WORKER)), "{before:?}");
-    // Who is not root may not be allowed to pin as much.
+    // Only root may pin that much for certain.
     let is_root = std::fs::metadata("/proc/self").unwrap().uid() == 0;
     assert!(!is_root || daemon.reactors().iter().all(|(_, stats)| stats.fixed > 0), "{:?}", daemon.reactors());
     let is_idle = |_| {
@@ -157,7 +159,7 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         idle.is_empty()
     };
     assert!((0..TRIES).any(is_idle), "threads wake up, in every one of {TRIES} stretches: see above");
-    // It is still there, and what it does would have been seen.
+    // The thread is still there, so its work would have been seen.
     let before = switches();
     guests.iter().for_each(Guest::work);
     let working = woken(&before, &switches());

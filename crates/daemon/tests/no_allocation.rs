@@ -1,5 +1,5 @@
-//! After warm-up nothing is allocated and nothing freed, on either side of the socket: the whole path, with the driver
-//! as guest, counted by an allocator that counts while it is told to.
+//! After warm-up the whole path allocates nothing and frees nothing, on either side of the socket. The guest is the
+//! driver. An allocator counts while it is told to.
 //!
 //! `RINGDISK_ALLOCATION_REQUESTS=1000000 cargo test -p ringdisk-daemon --test no_allocation` counts over a million
 //! requests a case. Only the threads that conduct the run are left out: they are no part of the path.
@@ -22,11 +22,11 @@ use std::time::Duration;
 
 const SIZE_BYTES: u64 = 16 << 20;
 const BLOCK_BYTES: usize = 4096;
-/// A line that a turn takes whole, so that the warm-up meets the most that can be in flight at once.
+/// A depth that one turn takes whole, so that the warm-up reaches the most that can be in flight at once.
 const DEPTH: u32 = 16;
 /// Requests before anything is counted: writes, reads, and a mixture.
 const WARM_UP: u64 = 2_000;
-/// Where the allocator was called from is kept for so many calls.
+/// For how many calls of the allocator the place of the call is kept.
 const TRACES: usize = 4;
 /// On a loaded machine a case may meet something for the first time after its warm-up, and so allocate once.
 const TRIES: u32 = 8;
@@ -37,13 +37,13 @@ static FREES: AtomicU64 = AtomicU64::new(0);
 static TRACED: Mutex<Vec<(&str, Backtrace)>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// The conductor, and whoever is inside the counting.
+    /// Threads that are not counted: the conductor, and a thread inside the counting.
     static LEFT_OUT: Cell<bool> = const { Cell::new(false) };
 }
 
 struct Counting;
 
-/// The process's first thread is the test harness, which says after a minute that it still waits.
+/// The process's first thread is the test harness. After a minute it prints that it still waits.
 fn is_harness() -> bool {
     rustix::thread::gettid() == rustix::process::getpid()
 }
@@ -111,7 +111,8 @@ enum Buffers {
     Private,
 }
 
-/// What needs most comes last: contexts that only an earlier case needed would be given back while a later one counts.
+/// The cases that need most come last. Otherwise contexts that only an earlier case needed would be freed while a later
+/// case counts.
 const ALL_BUFFERS: [Buffers; 5] =
     [Buffers::Direct, Buffers::TwoSegments, Buffers::Private, Buffers::Odd, Buffers::TwoSegmentsOdd];
 
@@ -186,7 +187,7 @@ impl Guest {
             stop: Stop::Runtime(Duration::from_secs(3600)),
             ..BenchSpec::default()
         };
-        // As many reads and as many writes at once as there can be: a mixture gets there by luck only.
+        // Reads alone and writes alone, as many at once as possible. A mixture would reach that only by luck.
         for read_percent in [0, 100] {
             let warm_up = BenchSpec { read_percent, stop: Stop::Requests(WARM_UP), ..spec.clone() };
             self.run(&warm_up, buffers, Hooks::default());
@@ -216,7 +217,7 @@ impl Guest {
     }
 }
 
-/// What the last try allocated or freed, where every one did.
+/// What the last try allocated or freed, if every try did.
 fn fault(guest: &Guest, case: &str, buffers: Buffers) -> Option<String> {
     let mut fault = None;
     for _ in 0..TRIES {
@@ -225,7 +226,7 @@ fn fault(guest: &Guest, case: &str, buffers: Buffers) -> Option<String> {
     fault
 }
 
-/// What the load so far needed is given back: at once, and by each reactor before it sleeps for long.
+/// Gives back what earlier load needed: at once here, and each reactor does so before it sleeps for long.
 fn forget_the_load() {
     std::thread::sleep(Duration::from_millis(150));
     memory::trim_pools();

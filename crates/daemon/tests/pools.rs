@@ -1,5 +1,5 @@
-//! Requests' contexts in the running daemon: two disks on two reactors over vhost-user, the driver as guest. After
-//! warm-up none is created, and there are hardly more than were in flight at once.
+//! Request contexts in the running daemon, with two disks on two reactors over vhost-user and the driver as guest.
+//! After warm-up none is created, and there are hardly more than were in flight at once.
 //!
 //! `RINGDISK_POOL_REQUESTS=1000000 cargo test -p ringdisk-daemon --test pools` watches a million requests a disk.
 
@@ -103,9 +103,9 @@ impl Setup {
         self.daemon.pools().into_iter().collect()
     }
 
-    /// Loads both disks at once and watches, both still at work, until so many requests of each have gone by without a new
-    /// context. Gives the counters from then. Bounced requests are writes only: what a read needs is of other sizes, and
-    /// how many of either are in flight at once would be a matter of luck.
+    /// Loads both disks at once, and watches until the given number of requests of each has passed without a new
+    /// context. Gives the counters of that moment. Bounced requests are writes only. A read needs other sizes, and how
+    /// many of each are in flight at once would be luck.
     fn watch(&self, case: &str, queue_depth: u32, odd: bool) -> Pools {
         let spec = load(queue_depth, if odd { 0 } else { 50 }, Stop::Runtime(Duration::from_secs(3600)));
         let (done, enough) = ([const { AtomicU64::new(0) }; DISKS], Arc::new(AtomicBool::new(false)));
@@ -130,7 +130,7 @@ impl Setup {
         windows.into_inner().unwrap().last
     }
 
-    /// The load has ended: most contexts go, without anybody doing anything.
+    /// After the load has ended, most contexts are freed without any further request.
     fn wait_until_given_back(&self) {
         let (before, deadline) = (self.pools()[REQUESTS].total, Instant::now() + GIVEN_BACK_TIME);
         loop {
@@ -163,8 +163,8 @@ struct Windows<'a> {
     deadline: Instant,
 }
 
-/// The total has a bound and grows by whole batches: far fewer stretches than this can have any. A pool that does not settle
-/// has one in each.
+/// The total is bounded and grows by whole batches, so new contexts can appear in far fewer stretches than this. A pool
+/// that does not settle shows some in each.
 const WINDOWS_MAX: u32 = 40;
 /// Where every stretch is so long that contexts are given back and created again: until then one must have had none.
 const WINDOWS_TIME: Duration = Duration::from_secs(120);
@@ -202,7 +202,7 @@ fn check(case: &str, depth: u32, pools: &Pools) {
     assert!(peak >= most / 2, "{case}: the load was there; {requests:?}");
 }
 
-/// One test, and while they are looked at the depth only rises: the counters are the whole process's, and remember.
+/// One test, in which the depth only rises: the counters are those of the whole process, and they remember peaks.
 #[test]
 fn two_disks_need_hardly_more_contexts_than_are_in_flight_and_create_none_after_warm_up() {
     for (engine, depth, delay_ms) in [
@@ -217,7 +217,7 @@ fn two_disks_need_hardly_more_contexts_than_are_in_flight_and_create_none_after_
             check(&case, depth, &setup.watch(&case, depth, odd));
         }
         if delay_ms.is_some() {
-            // Bounced requests at this depth leave more behind than a sleeping reactor lets lie.
+            // Bounced requests at this depth leave so much behind that a sleeping reactor wakes up to free it.
             setup.wait_until_given_back();
         }
         setup.end();
@@ -225,8 +225,8 @@ fn two_disks_need_hardly_more_contexts_than_are_in_flight_and_create_none_after_
     a_greater_depth_is_no_cliff();
 }
 
-/// The load doubles, twice, and nothing breaks down, neither at the backend's own speed nor where each request takes a
-/// millisecond. What the machine does besides may meet either depth, but a cliff is there every time.
+/// The load doubles twice and the rate does not break down, neither at full speed nor with a delay of a millisecond.
+/// Noise of the machine may hit any depth, but a real cliff shows every time.
 fn a_greater_depth_is_no_cliff() {
     const ROUNDS: u32 = 10;
     for delay_ms in [None, Some(1)] {
@@ -239,7 +239,7 @@ fn a_greater_depth_is_no_cliff() {
                 runs.into_iter().map(|run| run.join().unwrap()).sum::<f64>()
             })
         };
-        // What takes its time takes no longer where there is more of it.
+        // With a delay, more requests in flight take no longer.
         let least = if delay_ms.is_some() { 1.0 } else { 0.5 };
         for depth in [256, 512] {
             let holds = (0..ROUNDS).any(|_| {

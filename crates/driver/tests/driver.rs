@@ -1,4 +1,4 @@
-//! The driver against a device that the test plays by hand: what it sends, in which order, and what it makes of answers,
+//! The driver against a device that the test plays by hand: what it sends, in which order, and how it takes answers,
 //! wrong ones included.
 
 mod common;
@@ -75,7 +75,7 @@ impl Setup {
         self.done.drain(..).map(|done| (done.tag, done.result.map_err(|error| error.kind()))).collect()
     }
 
-    /// Turns until everything in flight has ended: for what another thread has to notice first.
+    /// Turns until everything in flight has ended. For ends that another thread must notice first.
     fn wait_for_end(&mut self) -> Vec<(u64, Result<(), IoErrorKind>)> {
         let patience = Instant::now() + Duration::from_secs(20);
         let mut results = Vec::new();

@@ -25,7 +25,7 @@ impl Opener for Files {
     }
 }
 
-/// The driver, and what has to live as long: the export goes after it.
+/// The driver, and what must live as long. The export is dropped after it.
 struct Attached {
     driver: Driver,
     _export: Export,

@@ -1,5 +1,5 @@
-//! Commit and rebase change images where they lie: seen through the overlay the disk never changes, whatever breaks, and
-//! running the job again finishes it.
+//! Commit and rebase change images where they lie: seen through the overlay the disk never changes, whatever breaks,
+//! and running the job again finishes it.
 
 use block::{Disk, Error, ErrorKind, File, IoError, Result};
 use format_qcow2::{BitmapAction, CreateOptions as Qcow2Options};
@@ -60,7 +60,7 @@ impl Layer {
     fn make(&self, storage: &SimStorage) {
         if self.format() == Format::Raw {
             let bytes = stamped(self.stamp, 0, self.size_bytes as usize);
-            // What a file is made longer by reads as zeros on every file system.
+            // On every file system, the part by which a file grows reads as zeros.
             let options = SimFileOptions { grows_with_zeros: true, ..SimFileOptions::default() };
             storage.create_with(self.name, &bytes, options);
             return;
@@ -187,7 +187,7 @@ impl Case {
         }
     }
 
-    /// What has to be so when the job is done.
+    /// What must hold when the job is done.
     fn judge_done(&self, storage: &SimStorage, expected: &[u8]) -> std::result::Result<(), String> {
         self.judge(storage, expected)?;
         match &self.job {
@@ -295,7 +295,7 @@ fn commit_cases() -> Vec<Case> {
             qcow2("middle", Some(("base", "raw"))),
             Layer { stamp: 6, version: 2, cluster_size: 8192, ..small("top", Some(("middle", "qcow2"))) },
         ]),
-        // So is what lies below a base that is shorter than the overlay, once that has grown.
+        // The same holds for the layer below a base that is shorter than the overlay, once the base has grown.
         commit(vec![
             RAW,
             Layer { size_bytes: shorter, ..qcow2("middle", Some(("base", "raw"))) },
@@ -331,7 +331,7 @@ fn commit_cases() -> Vec<Case> {
                 Layer { stamp: 7, ..qcow2("top", Some(("middle", "qcow2"))) },
             ])
         },
-        // What the base has behind the end of the middle is hidden from the overlay.
+        // The middle hides from the overlay what the base has behind the middle's end.
         Case {
             job: Job::Commit { base: Some("base"), keep: true },
             ..commit(vec![
@@ -354,7 +354,7 @@ fn rebase_cases() -> Vec<Case> {
         ]
     };
     let rebase = |layers, to| Case { layers, job: Job::Rebase { to, compress: false } };
-    // In clusters that are larger than what was written at a time: the guest's own data in parts of them, too.
+    // Clusters are larger than single writes, so some hold the guest's own data only in part.
     let compressing = |to, top: Layer| {
         let top = Layer { name: "top", backing: Some(("middle", "qcow2")), ..top };
         let layers = chain(None).into_iter().take(3).chain([top]).collect();

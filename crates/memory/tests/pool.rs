@@ -161,8 +161,8 @@ fn a_thread_that_only_frees_feeds_one_that_only_takes_within_a_tenth_of_the_peak
     assert_eq!(Context::created(), Context::dropped());
 }
 
-/// A queue as a reactor runs it: filled up to its depth, then completions in bursts. In steps of a few requests, so that
-/// what another queue does may come between any two of them.
+/// A queue as a reactor runs it: filled up to its depth, then completions in bursts. It works in steps of a few
+/// requests, so that another queue may work between any two of them.
 struct Queue {
     random: Box<dyn FnMut() -> usize + Send>,
     completions_left: usize,
@@ -190,8 +190,8 @@ impl Queue {
     }
 }
 
-/// The steps of two reactors in an order that a seed decides, not the machine: what one finds depends on what the other
-/// holds idle at that moment.
+/// The steps of two reactors. A seed decides their order, because what one finds depends on what the other holds idle
+/// at that moment.
 #[test]
 fn two_reactors_at_depth_128_need_at_most_273_contexts_and_create_none_after_warm_up() {
     counted!(Context);
@@ -231,8 +231,8 @@ fn two_reactors_at_depth_128_need_at_most_273_contexts_and_create_none_after_war
     }
 }
 
-/// As threads really run, with bursts that are out of step; in lockstep, so that the peak is known. When they hinder
-/// one another is the machine's business, so contexts may come late; there are no more of them for that.
+/// Real threads, whose bursts are out of step, but in lockstep so that the peak is known. The machine decides when they
+/// hinder each other. So contexts may be created late, but not more of them.
 #[test]
 fn two_reactors_that_run_freely_need_at_most_273_contexts_too() {
     counted!(Context);
@@ -327,7 +327,7 @@ fn a_thread_that_ends_leaves_its_contexts_to_the_others_and_each_is_dropped_once
     assert_eq!((Context::dropped(), total::<Context>()), (Context::created(), 0));
 }
 
-/// Thread-local destructors run in no order to rely on: a context may outlive its thread's list.
+/// Thread-local destructors run in no fixed order, so a context may outlive its thread's list.
 #[test]
 fn a_context_that_outlives_its_threads_list_is_freed() {
     counted!(Context);

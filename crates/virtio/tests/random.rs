@@ -1,5 +1,5 @@
-//! The device's half under random drivers: correct ones, whose every request must come back right, and hostile ones,
-//! whose bytes may mean anything. A failure names its seed.
+//! The device's half under random drivers. Each request of a correct driver must come back right. The bytes of a
+//! hostile driver may mean anything. A failure names its seed.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod model;
@@ -306,7 +306,7 @@ fn a_hostile_driver_never_gets_a_panic_or_a_byte_outside_its_memory() {
             match queue.pop() {
                 Ok(Some((head, request))) => {
                     assert!(!heads.contains(&head), "seed {seed}: {head} is in flight twice");
-                    // Every byte that a request names can be touched: what is outside would be a crash.
+                    // Touch every byte that a request names. One that lies outside would crash.
                     match &request {
                         Request::Read { data, .. } => data.fill(seed as u8),
                         Request::Write { data, .. } => assert!(!data.to_vec().is_empty()),
@@ -385,7 +385,7 @@ fn another_implementation_reads_the_same_chains() {
         while let Ok(Some(head)) = ring.pop(&mut memory) {
             ours.push((head, u64::from(memory.readable_bytes()), u64::from(memory.writable_bytes())));
         }
-        // What we refuse, it ends silently or reads in its own way: what we accept must agree.
+        // Chains that we refuse it ends silently or reads in its own way. Those that we accept must agree.
         if !ours.is_empty() {
             let theirs = chains_by_virtio_queue(&driver);
             assert_eq!(ours, theirs.get(..ours.len()).unwrap_or(&theirs), "seed {seed}");
