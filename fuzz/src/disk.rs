@@ -1,7 +1,7 @@
 //! One image on simulated storage, opened as a guest's disk.
 
 use block::{Error, ErrorKind, File, Result};
-use image::{Format, Image, ImageOptions, Opener, Role};
+use image::{FileName, Format, Image, ImageOptions, Opener, Role};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use testkit::{Harness, Reply, Request, SimFileOptions, SimHarness, SimStorage};
@@ -16,10 +16,10 @@ const FILE_BYTES_MAX: u64 = 8 << 20;
 struct OneFile(SimStorage);
 
 impl Opener for OneFile {
-    fn open(&self, path: &Path, _role: Role) -> Result<Arc<dyn File>> {
+    fn open(&self, name: &FileName, _role: Role) -> Result<Arc<dyn File>> {
         // Whatever an image asks for beside itself is not there.
-        let missing = || Error::new(ErrorKind::Io, format!("no file '{}'", path.display()));
-        Ok(self.0.file(&path.to_string_lossy()).ok_or_else(missing)?)
+        let missing = || Error::new(ErrorKind::Io, format!("no file '{name}'"));
+        Ok(self.0.file(&name.to_string()).ok_or_else(missing)?)
     }
 
     fn canonical(&self, path: &Path) -> Result<PathBuf> {

@@ -130,8 +130,15 @@ fn protocol_and_json_names_are_followed_under_no_policy_and_info_opens_no_file_b
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let pipe = path_str(&pipe);
     let json = format!("json:{{\"driver\":\"raw\",\"file\":{{\"driver\":\"file\",\"filename\":\"{pipe}\"}}}}");
-    let protocols =
-        [&json, &format!("file:{pipe}"), &format!("file://{pipe}"), "nbd://localhost/x", "ssh://h/x", "fat:rw:/"];
+    let protocols = [
+        &json,
+        &format!("file:{pipe}"),
+        &format!("file://{pipe}"),
+        "nbd://localhost/x",
+        "ssh://h/x",
+        "fat:rw:/",
+        "fd:0",
+    ];
     for name in protocols {
         std::fs::write(&image, backed_by(name)).unwrap();
         assert!(run(&["info", path_str(&image)]).status.success(), "{name}");

@@ -86,7 +86,7 @@ fn what_a_guest_writes_is_what_qemu_sees_marked_and_it_goes_on_from_there() {
     assert_eq!(seen("off"), []);
 
     tool_ok("qemu-io", &["-f", "qcow2", "-c", "write -P 2 40M 512", path_str(&image)]);
-    let file = image::Opener::open(&drive::EngineOpener::default(), &image, image::Role::ReadOnly).unwrap();
+    let file = image::Opener::open(&drive::EngineOpener::default(), &(&image).into(), image::Role::ReadOnly).unwrap();
     let bits = image::read_bitmap(&file, image::Format::Qcow2, "fine").unwrap();
     let marked = (0..64 << 11).map(|sector| sector * 512).filter(|at| bits.is_set(*at));
     assert!(marked.eq([0].into_iter().chain(WRITTEN.step_by(512)).chain([40 << 20])));

@@ -427,7 +427,8 @@ fn agree_on_bitmaps(script: &[&str], image: &str, names: &[&str]) {
     assert_eq!(said(&own), said(&judge));
     for name in names {
         let bits = |path: &Path| {
-            let file = image::Opener::open(&drive::EngineOpener::default(), path, image::Role::ReadOnly).unwrap();
+            let file =
+                image::Opener::open(&drive::EngineOpener::default(), &path.into(), image::Role::ReadOnly).unwrap();
             image::read_bitmap(&file, image::Format::Qcow2, name).unwrap()
         };
         assert_eq!(bits(&own), bits(&judge), "{name}");

@@ -243,6 +243,32 @@ fn a_backing_file_elsewhere_is_opened_only_if_the_user_named_it() {
     run_fails(1, &["serve", path_str(&image), "--backing", path_str(&base), "--allow-backing", "deny"]);
 }
 
+/// Serves `fd:3`, which is `image` opened by somebody else.
+fn serve_descriptor(image: &Path, mode: &str, socket: &Path, options: &str) -> Command {
+    let drive = format!("file=fd:3,{options},socket={}", socket.display());
+    let mut command = Command::new("bash");
+    let line = format!("exec \"$1\" serve --drive \"$2\" 3{mode}\"$3\"");
+    command.args(["-c", &line, "bash", env!("CARGO_BIN_EXE_ringdisk"), &drive, path_str(image)]);
+    command
+}
+
+#[test]
+fn an_image_that_was_passed_as_a_descriptor_is_served_and_locked() {
+    let dir = directory();
+    let (image, socket) = (at(&dir, "disk.qcow2"), at(&dir, "s"));
+    create(&image, "qcow2", "1M");
+    let server = Server::start_command(serve_descriptor(&image, "<>", &socket, "format=qcow2"));
+    UnixStream::connect(&socket).unwrap();
+    let said = run_fails(1, &["serve", path_str(&image)]);
+    assert!(said.contains("use"), "{said}");
+    server.stop();
+    let output = serve_descriptor(&image, "<", &socket, "format=qcow2").output().unwrap();
+    assert!(text(&output.stderr).contains("reading only"), "{output:?}");
+    Server::start_command(serve_descriptor(&image, "<", &socket, "format=qcow2,readonly=on")).stop();
+    let said = run_fails(2, &["serve", "--drive", "file=fd:3", "--socket", path_str(&socket)]);
+    assert!(said.contains("fd:3"), "{said}");
+}
+
 #[test]
 fn a_pidfile_of_a_running_server_is_not_taken() {
     let dir = directory();

@@ -7,7 +7,7 @@ use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
 use export_vhost_user::{Export, ExportOptions, RingStats};
 use image::{BackingPolicy, TableCacheStats};
 use memory::PoolStats;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 
@@ -99,7 +99,10 @@ impl Daemon {
     /// Opens a drive and serves it. When this returns, its socket can be connected to.
     pub fn add(&mut self, drive: &DriveOptions) -> Result<DiskId> {
         let socket = drive.socket().ok_or_else(|| {
-            Error::new(ErrorKind::BadOption, "a null disk has no image to put its socket beside: give --socket PATH")
+            Error::new(
+                ErrorKind::BadOption,
+                format!("{} has no path to put a socket beside: give --socket PATH", drive.disk.display_name()),
+            )
         })?;
         let in_context = |error: Error| error.in_context(drive.disk.display_name());
         let opened = open_disk(&drive.disk, self.config.allow_backing.clone(), &self.config.listed)
@@ -117,7 +120,7 @@ impl Daemon {
         let export = Export::listen(&socket, Arc::clone(&opened.disk), reactors, options).map_err(in_context)?;
         self.next_id += 1;
         let attachment = Attachment { socket: absolute(&socket), queues, queue_size };
-        let (name, file) = (drive.disk.display_name(), drive.disk.file.clone());
+        let (name, file) = (drive.disk.display_name(), path_of(drive));
         self.disks.push(Served { id, name, file, opened, attachment, export });
         Ok(id)
     }
@@ -125,7 +128,7 @@ impl Daemon {
     /// An image that is in use may be so by ourselves.
     fn explain_lock(&self, drive: &DriveOptions, error: Error) -> Error {
         let canonical = |path: &PathBuf| path.canonicalize().ok();
-        let wanted = drive.disk.file.as_ref().and_then(canonical);
+        let wanted = path_of(drive).as_ref().and_then(canonical);
         let is_ours = |disk: &Served| wanted.is_some() && disk.file.as_ref().and_then(canonical) == wanted;
         match self.disks.iter().find(|disk| is_ours(disk)) {
             Some(disk) if error.kind() == ErrorKind::Locked => {
@@ -178,6 +181,11 @@ impl Daemon {
         memory::trim_pools();
         first
     }
+}
+
+/// The path of a drive's image.
+fn path_of(drive: &DriveOptions) -> Option<PathBuf> {
+    drive.disk.file.as_ref()?.path().map(Path::to_owned)
 }
 
 /// Ends disks side by side: one whose storage hangs must not keep the others from being closed. What fails is logged at

@@ -23,7 +23,7 @@ fn create(path: &Path, format: DriveFormat) -> DriveOptions {
         _ => CreateOptions::Raw { size_bytes: SIZE_BYTES },
     };
     engine::create(path, 0).unwrap();
-    image::create(&EngineOpener::default().open(path, Role::Writable).unwrap(), &options).unwrap();
+    image::create(&EngineOpener::default().open(&path.into(), Role::Writable).unwrap(), &options).unwrap();
     let mut drive = DriveOptions::of_file(path);
     (drive.disk.format, drive.export.queues) = (Some(format), Some(2));
     drive
@@ -215,7 +215,7 @@ fn tables_in_memory_have_room_for_the_whole_disk_up_to_a_limit_unless_the_drive_
     let path = dir.path().join("large");
     let large = format_qcow2::CreateOptions { size_bytes: 1 << 40, ..Default::default() };
     engine::create(&path, 0).unwrap();
-    let file = EngineOpener::default().open(&path, Role::Writable).unwrap();
+    let file = EngineOpener::default().open(&(&path).into(), Role::Writable).unwrap();
     image::create(&file, &CreateOptions::Qcow2(large)).unwrap();
     drop(file);
     let small = dir.path().join("small");

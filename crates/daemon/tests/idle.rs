@@ -59,7 +59,7 @@ fn create(path: &Path, format: DriveFormat) {
         _ => CreateOptions::Raw { size_bytes: SIZE_BYTES },
     };
     engine::create(path, 0).unwrap();
-    image::create(&EngineOpener::default().open(path, Role::Writable).unwrap(), &options).unwrap();
+    image::create(&EngineOpener::default().open(&path.into(), Role::Writable).unwrap(), &options).unwrap();
 }
 
 /// A guest that has set its rings up, and has worked. The driver keeps them enabled until it is dropped.

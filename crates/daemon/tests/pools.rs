@@ -73,7 +73,7 @@ fn set_up(engine: EngineKind, delay_ms: Option<u32>) -> Setup {
     for index in 0..DISKS {
         let (path, socket) = (dir.path().join(index.to_string()), dir.path().join(format!("{index}.sock")));
         engine::create(&path, 0).unwrap();
-        let open = || EngineOpener::default().open(&path, Role::Writable).unwrap();
+        let open = || EngineOpener::default().open(&(&path).into(), Role::Writable).unwrap();
         image::create(&open(), &CreateOptions::Raw { size_bytes: SIZE_BYTES }).unwrap();
         let mut drive = DriveOptions::of_file(&path);
         (drive.disk.format, drive.disk.engine) = (Some(DriveFormat::Raw), engine);

@@ -1,10 +1,11 @@
 //! Files and disks from what a user said: the one place where formats' and engines' names meet.
 
 use crate::options::{DiskOptions, DriveFormat};
-use block::{Disk, ErrorKind, File, Result};
+use block::{Disk, Error, ErrorKind, File, Result};
 use engine::{CacheMode, EngineKind, OpenOptions};
-use image::{BackingPolicy, DelayDisk, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats};
-use std::path::{Path, PathBuf};
+use image::{BackingPolicy, DelayDisk, FileName, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats};
+use std::os::unix::fs::FileTypeExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -66,19 +67,37 @@ fn open_options(disk: &DiskOptions) -> OpenOptions {
 }
 
 impl Opener for EngineOpener {
-    fn open(&self, path: &Path, role: Role) -> Result<Arc<dyn File>> {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
         // Everything that is not written is locked against writers only, so overlays may share their base.
         let read_only = !matches!(role, Role::Writable);
         let options = OpenOptions { read_only, ..self.options.clone() };
         let deadline = Instant::now() + LOCK_PATIENCE;
         loop {
-            match engine::open(path, &options) {
+            match open_by_name(name, &options) {
                 Err(error) if error.kind() == ErrorKind::Locked && Instant::now() < deadline => {
                     std::thread::sleep(LOCK_RETRY);
                 }
                 opened => return opened,
             }
         }
+    }
+}
+
+/// Each protocol's way to a file.
+fn open_by_name(name: &FileName, options: &OpenOptions) -> Result<Arc<dyn File>> {
+    match name {
+        FileName::File(path) => engine::open(path, options),
+        FileName::HostDevice(path) => {
+            let is_device = std::fs::metadata(path).map(|meta| meta.file_type().is_block_device());
+            if let Ok(false) = is_device {
+                let message =
+                    format!("'host_device:{name}' is no block device: a file is named without 'host_device:'");
+                return Err(Error::new(ErrorKind::BadOption, message));
+            }
+            engine::open(path, options)
+        }
+        FileName::Descriptor(number) => engine::open_inherited(*number, options),
+        _ => Err(Error::new(ErrorKind::Unsupported, format!("'{name}': files with that protocol are not opened here"))),
     }
 }
 
@@ -121,7 +140,7 @@ pub fn open_disk(options: &DiskOptions, allow_backing: BackingPolicy, listed: &[
         Some(DriveFormat::Qcow2) => Some(Format::Qcow2),
         None => None,
     };
-    let path = options.file.clone().unwrap_or_default();
+    let name = options.file.clone().unwrap_or_else(|| FileName::from(""));
     let image_options = ImageOptions {
         format,
         read_only: options.read_only,
@@ -130,7 +149,7 @@ pub fn open_disk(options: &DiskOptions, allow_backing: BackingPolicy, listed: &[
         serial: options.serial.clone(),
         volatile_cache: open_options(options).has_volatile_cache(),
         table_cache_bytes: options.l2_cache_bytes,
-        ..ImageOptions::new(path)
+        ..ImageOptions::new(name)
     };
     let image = Arc::new(image::open(&image_options, &EngineOpener::of_disk(options))?);
     Ok(OpenedDisk { disk: delayed(Arc::clone(&image) as Arc<dyn Disk>, options), image: Some(image) })

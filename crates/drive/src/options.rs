@@ -4,6 +4,7 @@ use crate::keyval::{self, KeyValue};
 use crate::size::parse_size;
 use block::{Error, ErrorKind, Result};
 use engine::{CacheMode, EngineKind};
+use image::FileName;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -33,7 +34,7 @@ pub struct DriveOptions {
 #[non_exhaustive]
 pub struct DiskOptions {
     /// The image; `None` for a null disk only.
-    pub file: Option<PathBuf>,
+    pub file: Option<FileName>,
     /// Its format; guessed from its contents where not given.
     pub format: Option<DriveFormat>,
     /// How bytes reach the storage.
@@ -116,9 +117,9 @@ pub enum ParsedDrive {
 }
 
 impl DiskOptions {
-    /// Everything by default, on this file.
+    /// Everything by default, on this file. A path is taken as it is.
     #[must_use]
-    pub fn of_file(file: impl Into<PathBuf>) -> Self {
+    pub fn of_file(file: impl Into<FileName>) -> Self {
         Self { file: Some(file.into()), ..Self::default() }
     }
 
@@ -132,15 +133,15 @@ impl DiskOptions {
     #[must_use]
     pub fn display_name(&self) -> String {
         match &self.file {
-            Some(file) => file.display().to_string(),
+            Some(file) => file.to_string(),
             None => "null disk".to_owned(),
         }
     }
 
-    /// Where its socket is if nobody says otherwise: beside the image.
+    /// Where its socket is if nobody says otherwise: beside the image. What lies nowhere has none.
     #[must_use]
     pub fn default_socket(&self) -> Option<PathBuf> {
-        self.file.as_deref().map(socket_beside)
+        self.file.as_ref().and_then(FileName::path).map(socket_beside)
     }
 }
 
@@ -154,7 +155,7 @@ impl From<DiskOptions> for DriveOptions {
 impl DriveOptions {
     /// Everything by default, on this file.
     #[must_use]
-    pub fn of_file(file: impl Into<PathBuf>) -> Self {
+    pub fn of_file(file: impl Into<FileName>) -> Self {
         DiskOptions::of_file(file).into()
     }
 
@@ -191,7 +192,7 @@ impl DriveOptions {
     fn set(&mut self, KeyValue { key, value }: &KeyValue) -> Result<()> {
         let Self { disk, export } = self;
         match key.as_str() {
-            "file" => disk.file = Some(non_empty_path(key, value)?),
+            "file" => disk.file = Some(FileName::parse(non_empty_path(key, value)?)?),
             "format" => disk.format = Some(one_of(key, value, &FORMATS)?),
             "engine" => disk.engine = parsed(key, value, &EngineKind::NAMES)?,
             "cache" => disk.cache = parsed(key, value, &CacheMode::NAMES)?,
@@ -369,7 +370,7 @@ mod tests {
         );
         let expected = DriveOptions {
             disk: DiskOptions {
-                file: Some(PathBuf::from("a,b.img")),
+                file: Some("a,b.img".into()),
                 format: Some(DriveFormat::Qcow2),
                 engine: EngineKind::IoUring,
                 cache: CacheMode::None,
@@ -433,6 +434,8 @@ mod tests {
             "format=null,size=4G,readonly=on",
             "format=null,size=1000",
             "file=",
+            "file=nbd:localhost",
+            "file=fd:three",
             "file=x,serial=123456789012345678901",
             "file=x,queues=0",
             "file=x,queues=257",

@@ -4,8 +4,7 @@ use block::{Disk, DiskInfo, DiskListener, DiskQueue, File, Listeners, ReactorCtx
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use export_vhost_user::{Export, ExportOptions};
-use image::{CreateOptions, Format, ImageOptions, NullDisk, Opener, Role};
-use std::path::Path;
+use image::{CreateOptions, FileName, Format, ImageOptions, NullDisk, Opener, Role};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -19,9 +18,9 @@ const SIZE: u64 = 1 << 20;
 struct Files(OpenOptions);
 
 impl Opener for Files {
-    fn open(&self, path: &Path, role: Role) -> block::Result<Arc<dyn File>> {
+    fn open(&self, name: &FileName, role: Role) -> block::Result<Arc<dyn File>> {
         let read_only = !matches!(role, Role::Writable);
-        engine::open(path, &OpenOptions { read_only, ..self.0.clone() })
+        engine::open(name.path().unwrap(), &OpenOptions { read_only, ..self.0.clone() })
     }
 }
 

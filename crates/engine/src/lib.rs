@@ -21,6 +21,7 @@ mod group;
 mod group_sync;
 mod host_file;
 mod inflight;
+mod inherited;
 mod inline;
 mod job_queue;
 mod layout;
@@ -48,6 +49,7 @@ mod wakeup;
 mod worker_pool;
 mod zeroes;
 
+pub use inherited::open_inherited;
 pub use layout::{disable_copy_on_write, set_extent_size_hint};
 pub use open::{create, forget_cached, open, open_fd};
 pub use options::{CacheMode, EngineKind, OpenOptions};

@@ -7,7 +7,7 @@
 
 use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
 use format_qcow2::{CreateOptions, OpenOptions, Prepared, Qcow2};
-use image::{Format, Image, ImageOptions, Opener, Role};
+use image::{FileName, Format, Image, ImageOptions, Opener, Role};
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,8 +26,8 @@ type Case = (&'static str, u64, fn(u64) -> u64);
 struct Files(SimStorage);
 
 impl Opener for Files {
-    fn open(&self, path: &Path, _role: Role) -> Result<Arc<dyn File>> {
-        let name = path.to_string_lossy();
+    fn open(&self, name: &FileName, _role: Role) -> Result<Arc<dyn File>> {
+        let name = name.to_string();
         Ok(self.0.file(&name).ok_or_else(|| Error::new(ErrorKind::Io, format!("no file '{name}'")))?)
     }
 

@@ -35,6 +35,7 @@ pub use offline::edit::{Amend, Edit, EditWatch, edit};
 pub use offline::grow::grow_raw;
 pub use offline::inspect::{Description, inspect};
 pub use offline::set_backing::set_backing;
+pub use open::file_name::FileName;
 pub use open::gate::{BackingPolicy, Opener, Role, pass_gate};
 pub use open::guess::{Format, guess_format};
 pub use open::layers::{ImageOptions, MAX_LAYERS, open};

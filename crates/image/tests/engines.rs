@@ -4,7 +4,7 @@
 use block::{Disk, File, ReactorHandle, Result};
 use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use format_qcow2::CreateOptions as Qcow2Options;
-use image::{CreateOptions, Format, Image, ImageOptions, Opener, Role};
+use image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, Role};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use testkit::conformance::{Subject, run};
@@ -16,9 +16,12 @@ const SIZE: u64 = 1 << 20;
 struct HostOpener(EngineKind, CacheMode);
 
 impl Opener for HostOpener {
-    fn open(&self, path: &Path, role: Role) -> Result<Arc<dyn File>> {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
         let read_only = role != Role::Writable;
-        engine::open(path, &OpenOptions { engine: self.0, cache: self.1, read_only, ..OpenOptions::default() })
+        engine::open(
+            name.path().unwrap(),
+            &OpenOptions { engine: self.0, cache: self.1, read_only, ..OpenOptions::default() },
+        )
     }
 }
 
@@ -51,7 +54,7 @@ fn make(directory: &Path, number: usize, format: Format, size_bytes: u64) -> Pat
         }
     };
     engine::create(&path, 0).unwrap();
-    image::create(&opener.open(&path, Role::Writable).unwrap(), &options).unwrap();
+    image::create(&opener.open(&(&path).into(), Role::Writable).unwrap(), &options).unwrap();
     path
 }
 

@@ -55,7 +55,7 @@ fn a_disk_that_grows_above_an_external_data_file_shows_what_it_showed_and_then_z
             contents
         };
         let mut expected = read();
-        let image = image::open(&ImageOptions::new(name(0)), &SimOpener(storage.clone())).unwrap();
+        let image = image::open(&ImageOptions::new(&name(0)), &SimOpener(storage.clone())).unwrap();
         image.resize(180 << 10, false, GrowBy::Nothing, &mut |_, _| true).unwrap();
         expected.resize(180 << 10, 0);
         assert!(read() == expected, "{:?}, used before: {used}", chain.top());

@@ -4,7 +4,7 @@
 use block::{Disk, Error, File, FileIo, FileOp, FileQueue, ReactorCtx, Result, Task};
 use engine::{CacheMode, OpenOptions, Reactor, ReactorConfig};
 use format_qcow2::CreateOptions as Qcow2Options;
-use image::{CreateOptions, Format, Image, ImageOptions, Opener, Role};
+use image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, Role};
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::path::Path;
@@ -145,7 +145,8 @@ impl FileQueue for SlowQueue {
 struct SlowOpener(BTreeMap<&'static str, Arc<Gate>>);
 
 impl Opener for SlowOpener {
-    fn open(&self, path: &Path, role: Role) -> Result<Arc<dyn File>> {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        let path = name.path().unwrap();
         let options =
             OpenOptions { cache: CacheMode::Writeback, read_only: role != Role::Writable, ..OpenOptions::default() };
         let inner = engine::open(path, &options)?;

@@ -12,7 +12,7 @@ const SIZE: u64 = 8 << 20;
 const CLUSTER: u64 = 4096;
 
 fn open(storage: &SimStorage, table_cache_bytes: Option<u64>) -> Arc<Image> {
-    let options = ImageOptions { format: Some(Format::Qcow2), table_cache_bytes, ..ImageOptions::new(name(0)) };
+    let options = ImageOptions { format: Some(Format::Qcow2), table_cache_bytes, ..ImageOptions::new(&name(0)) };
     Arc::new(image::open(&options, &SimOpener(storage.clone())).unwrap())
 }
 

@@ -11,7 +11,7 @@ use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::rate::RateLimit;
 use crate::shared_opener::SharedOpener;
 use block::{Disk, DiskIo, Error, ErrorKind, File, IoError, Op, ReactorHandle, Result};
-use image::{BackingPolicy, Format, GrowBy, Image, ImageOptions, Opener, Role};
+use image::{BackingPolicy, FileName, Format, GrowBy, Image, ImageOptions, Opener, Role};
 use memory::AlignedBuf;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -57,12 +57,12 @@ pub fn commit(
 ) -> Result<()> {
     let found = find_base(options, opener)?;
     let opener = SharedOpener::new(opener);
-    let base_file = opener.open(&found.path, Role::Writable)?;
+    let base_file = opener.open(&found.name, Role::Writable)?;
     if let Some(data_file) = &found.data_file {
         opener.open(data_file, Role::Writable)?;
     }
-    let top = Arc::new(image::open(&open_options(options, &options.top, found.top_format, false), &opener)?);
-    let base_options = open_options(options, &found.path, found.said_format, true);
+    let top = Arc::new(image::open(&open_options(options, &(&options.top).into(), found.top_format, false), &opener)?);
+    let base_options = open_options(options, &found.name, found.said_format, true);
     let size = top.info().size_bytes;
     if image::open(&base_options, &opener)?.info().size_bytes < size {
         let growth = Growth { top: &top, base: &base_options, file: &base_file, depth: found.depth };
@@ -91,8 +91,8 @@ fn empty(top: &Image, size: u64, control: &mut Control<'_>) -> Result<()> {
 /// Where the base is.
 struct Found {
     /// The name as it was given: what the base names lies beside that.
-    path: PathBuf,
-    data_file: Option<PathBuf>,
+    name: FileName,
+    data_file: Option<FileName>,
     /// Its format, or `None` if it was only guessed. Then the data of the overlay's guest must not become another
     /// format's header.
     said_format: Option<Format>,
@@ -102,42 +102,42 @@ struct Found {
 }
 
 fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
-    let mut reading = open_options(options, &options.top, options.format, false);
+    let mut reading = open_options(options, &(&options.top).into(), options.format, false);
     reading.read_only = true;
     let chain = image::open(&reading, opener)?;
-    let layers: Vec<(&Path, Option<&Path>)> = chain.layer_paths().collect();
+    let layers: Vec<(&FileName, Option<&FileName>)> = chain.layer_file_names().collect();
     if layers.len() < 2 {
         return Err(Error::new(ErrorKind::BadOption, "Image does not have a backing file"));
     }
     let depth = match &options.base {
         None => Some(1),
         Some(name) => {
-            let named = chain.said_paths().skip(1).position(|said| said == name);
-            let is_layer = |path: PathBuf| layers.iter().skip(1).position(|(own, _)| *own == path);
+            let named = chain.said_file_names().skip(1).position(|said| said.path() == Some(name));
+            let is_layer = |path: PathBuf| layers.iter().skip(1).position(|(own, _)| own.path() == Some(&path));
             let same = || opener.canonical(name).ok().and_then(is_layer);
             named.or_else(same).map(|index| index + 1)
         }
     };
-    let at = |depth: usize| Some((depth, chain.said_image_paths().nth(depth)?, layers.get(depth)?.1));
+    let at = |depth: usize| Some((depth, chain.said_image_names().nth(depth)?, layers.get(depth)?.1));
     let found = depth.and_then(at);
-    let Some((depth, path, data_file)) = found else {
+    let Some((depth, name, data_file)) = found else {
         let name = options.base.as_deref().unwrap_or(Path::new(""));
         let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top.display());
         return Err(Error::new(ErrorKind::BadOption, what));
     };
     if !options.change_snapshots {
-        for (layer, format) in chain.said_image_paths().zip(chain.formats()).take(depth) {
-            let description = image::inspect(layer, &opener.open(layer, Role::ReadOnly)?, Some(format))?;
+        for (layer, format) in chain.said_image_names().zip(chain.formats()).take(depth) {
+            let description = image::inspect(layer.clone(), &opener.open(layer, Role::ReadOnly)?, Some(format))?;
             keep_snapshots(layer, &description.snapshots)?;
         }
     }
     let said_format = chain.said_formats().nth(depth).flatten();
-    let (path, data_file) = (path.to_owned(), data_file.map(Path::to_owned));
-    Ok(Found { path, data_file, said_format, top_format: chain.format(), depth })
+    let (name, data_file) = (name.clone(), data_file.cloned());
+    Ok(Found { name, data_file, said_format, top_format: chain.format(), depth })
 }
 
-fn open_options(options: &CommitOptions, path: &Path, format: Option<Format>, is_base: bool) -> ImageOptions {
-    let mut open = ImageOptions::new(path);
+fn open_options(options: &CommitOptions, name: &FileName, format: Option<Format>, is_base: bool) -> ImageOptions {
+    let mut open = ImageOptions::new(name.clone());
     open.format = format;
     open.listed.clone_from(&options.listed);
     // The base passed the gate when the chain was opened from the top. Its own directory may be another one.

@@ -3,19 +3,18 @@
 
 use block::{Error, ErrorKind, Result};
 use image::Snapshot;
-use std::path::Path;
+use std::fmt::Display;
 
 /// Refuses a job that would change what the snapshots of `overlay` show.
-pub(crate) fn keep_snapshots(overlay: &Path, snapshots: &[Snapshot]) -> Result<()> {
+pub(crate) fn keep_snapshots(overlay: impl Display, snapshots: &[Snapshot]) -> Result<()> {
     let Some(first) = snapshots.first() else { return Ok(()) };
     let others = match snapshots.len() - 1 {
         0 => String::new(),
         others => format!(" and {others} more"),
     };
     let what = format!(
-        "'{}' has internal snapshots ('{}'{others}), which show what lies below wherever they have no data of their own, \
+        "'{overlay}' has internal snapshots ('{}'{others}), which show what lies below wherever they have no data of their own, \
          and would show something else afterwards: delete them first, or say --change-snapshots",
-        overlay.display(),
         first.name,
     );
     Err(Error::new(ErrorKind::Unsupported, what))

@@ -12,7 +12,7 @@ use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
 use crate::shared_opener::SharedOpener;
 use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, ReactorHandle, Result};
-use image::{Backing, BackingPolicy, Format, Image, ImageOptions, Opener, Role, Run};
+use image::{Backing, BackingPolicy, FileName, Format, Image, ImageOptions, Opener, Role, Run};
 use memory::AlignedBuf;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -56,7 +56,7 @@ pub fn rebase(
     control: &mut Control<'_>,
 ) -> Result<()> {
     let opener = SharedOpener::new(opener);
-    let file = opener.open(&options.top, Role::Writable)?;
+    let file = opener.open(&(&options.top).into(), Role::Writable)?;
     let description = image::inspect(&options.top, &file, options.format)?;
     if description.format == Format::Raw {
         let what = format!("'{}': a raw image cannot have a backing file", options.top.display());
@@ -64,7 +64,7 @@ pub fn rebase(
     }
     if !options.name_only {
         if !options.change_snapshots {
-            keep_snapshots(&options.top, &description.snapshots)?;
+            keep_snapshots(options.top.display(), &description.snapshots)?;
         }
         // Before version 3 no entry can say that a cluster is zero.
         let can_say_zero = description.qcow2.as_ref().is_some_and(|header| header.version >= 3);
@@ -95,8 +95,8 @@ fn copy_differences(
         }
     };
     if let Some(below) = &below
-        && let Some(own) = top.paths().next()
-        && below.paths().any(|path| path == own)
+        && let Some(own) = top.file_names().next()
+        && below.file_names().any(|name| name == own)
     {
         let what = format!("'{}' cannot be its own backing file", options.top.display());
         return Err(Error::new(ErrorKind::BadOption, what));
@@ -120,8 +120,8 @@ fn open_new(options: &RebaseOptions, path: &Path, backing: &Backing, reading: &d
 struct BelowOpener<'a>(&'a dyn Opener);
 
 impl Opener for BelowOpener<'_> {
-    fn open(&self, path: &Path, _role: Role) -> Result<Arc<dyn block::File>> {
-        self.0.open(path, Role::Backing)
+    fn open(&self, name: &FileName, _role: Role) -> Result<Arc<dyn block::File>> {
+        self.0.open(name, Role::Backing)
     }
 
     fn canonical(&self, path: &Path) -> Result<PathBuf> {
@@ -193,11 +193,11 @@ fn walk(
     pipeline: &Pipeline<Range<u64>>,
     control: &mut Control<'_>,
 ) -> Result<()> {
-    let data_paths = |image: &Image| -> Vec<PathBuf> {
-        image.layer_paths().map(|(own, data)| data.unwrap_or(own).to_owned()).collect()
+    let data_names = |image: &Image| -> Vec<FileName> {
+        image.layer_file_names().map(|(own, data)| data.unwrap_or(own).to_owned()).collect()
     };
-    let new_paths = below.map(|below| data_paths(below)).unwrap_or_default();
-    let old_paths = data_paths(top);
+    let new_names = below.map(|below| data_names(below)).unwrap_or_default();
+    let old_names = data_names(top);
     let mut new = below.map(|below| below.extents().map(Cursor::new)).transpose()?;
     let mut at = 0;
     for run in top.extents()? {
@@ -208,10 +208,10 @@ fn walk(
             let end = other.map_or(run.end(), |other| other.end().min(run.end()));
             let own = run.depth == 0 && run.present;
             let same_place = |other: &Run| {
-                let place = |run: &Run, paths: &[PathBuf]| paths.get(run.depth).cloned().zip(start_at(run, at));
+                let place = |run: &Run, names: &[FileName]| names.get(run.depth).cloned().zip(start_at(run, at));
                 run.data
                     && other.data
-                    && place(&run, &old_paths).is_some_and(|old| Some(old) == place(other, &new_paths))
+                    && place(&run, &old_names).is_some_and(|old| Some(old) == place(other, &new_names))
             };
             let both_zero = !run.data && other.is_none_or(|other| !other.data);
             if own || both_zero || other.as_ref().is_some_and(same_place) {

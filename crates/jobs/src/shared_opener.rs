@@ -1,7 +1,7 @@
 //! One handle, and so one lock, for each file of a job that sees the same files in several ways.
 
 use block::{File, Result};
-use image::{Opener, Role};
+use image::{FileName, Opener, Role};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// below the top, and the image that is written.
 pub(crate) struct SharedOpener<'a> {
     inner: &'a dyn Opener,
-    opened: RefCell<HashMap<PathBuf, Arc<dyn File>>>,
+    opened: RefCell<HashMap<FileName, Arc<dyn File>>>,
 }
 
 impl<'a> SharedOpener<'a> {
@@ -21,13 +21,16 @@ impl<'a> SharedOpener<'a> {
 }
 
 impl Opener for SharedOpener<'_> {
-    fn open(&self, path: &Path, role: Role) -> Result<Arc<dyn File>> {
-        let path = self.canonical(path)?;
-        if let Some(file) = self.opened.borrow().get(&path) {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        let name = match name.path() {
+            Some(path) => self.canonical(path)?.into(),
+            None => name.clone(),
+        };
+        if let Some(file) = self.opened.borrow().get(&name) {
             return Ok(Arc::clone(file));
         }
-        let file = self.inner.open(&path, role)?;
-        self.opened.borrow_mut().insert(path, Arc::clone(&file));
+        let file = self.inner.open(&name, role)?;
+        self.opened.borrow_mut().insert(name, Arc::clone(&file));
         Ok(file)
     }
 

@@ -3,7 +3,7 @@
 
 use block::{Disk, Error, ErrorKind, File, IoError, Result};
 use format_qcow2::{BitmapAction, CreateOptions as Qcow2Options};
-use image::{Backing, BackingPolicy, CreateOptions, Format, GrowBy, ImageOptions, Opener, Role};
+use image::{Backing, BackingPolicy, CreateOptions, FileName, Format, GrowBy, ImageOptions, Opener, Role};
 use jobs::{CommitOptions, Control, RebaseOptions};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,9 +16,9 @@ use testkit::{
 struct SimOpener(SimStorage);
 
 impl Opener for SimOpener {
-    fn open(&self, path: &Path, _role: Role) -> Result<Arc<dyn File>> {
-        let missing = || Error::new(ErrorKind::Io, format!("no simulated file '{}'", path.display()));
-        Ok(self.0.file(&path.to_string_lossy()).ok_or_else(missing)?)
+    fn open(&self, name: &FileName, _role: Role) -> Result<Arc<dyn File>> {
+        let missing = || Error::new(ErrorKind::Io, format!("no simulated file '{name}'"));
+        Ok(self.0.file(&name.to_string()).ok_or_else(missing)?)
     }
 
     fn canonical(&self, path: &Path) -> Result<PathBuf> {
@@ -212,7 +212,7 @@ impl Case {
                 if compressed != *compress {
                     return Err(format!("compressed clusters in the overlay: {compressed}"));
                 }
-                let below = image.paths().nth(1).map(|path| path.display().to_string());
+                let below = image.file_names().nth(1).map(ToString::to_string);
                 match below.as_deref() == to.map(|(name, _)| name) {
                     true => Ok(()),
                     false => Err(format!("the backing file is {below:?}")),

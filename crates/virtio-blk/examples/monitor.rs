@@ -6,7 +6,6 @@ use memory::{GuestMemory, GuestRegion, IoBuf, Mapping, RegionSpec};
 use ringdisk_virtio_blk::{Device, DeviceOptions, QueueSetup, RunningQueue, Transport};
 use rustix::event::{EventfdFlags, eventfd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
 use std::sync::Arc;
 use virtio::blk::{RequestHeader, request_type};
 use virtio::driver_ring::{Buffer, DriverRing};
@@ -92,10 +91,10 @@ fn main() -> Result<()> {
 struct Files;
 
 impl image::Opener for Files {
-    fn open(&self, path: &Path, role: image::Role) -> block::Result<Arc<dyn File>> {
+    fn open(&self, name: &image::FileName, role: image::Role) -> block::Result<Arc<dyn File>> {
         let mut options = engine::OpenOptions::default();
         options.read_only = !matches!(role, image::Role::Writable);
-        engine::open(path, &options)
+        engine::open(name.to_string().as_ref(), &options)
     }
 }
 

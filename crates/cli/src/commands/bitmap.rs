@@ -124,7 +124,7 @@ impl Args {
             Word::Merge(source) => match &self.source_file {
                 None => BitmapAction::MergeOwn(source.clone()),
                 Some(path) => {
-                    let file = opener.open(path, Role::ReadOnly)?;
+                    let file = opener.open(&path.into(), Role::ReadOnly)?;
                     let format = parse_format(self.source_format.as_deref())?;
                     let format = inspect(path, &file, format)?.format;
                     let failed = || format!("Operation merge on bitmap {} failed", self.bitmap);
@@ -139,7 +139,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     args.check()?;
     let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
     let opener = EngineOpener::default();
-    let file = opener.open(&path, Role::Writable)?;
+    let file = opener.open(&(&path).into(), Role::Writable)?;
     let format = inspect(&path, &file, format)?.format;
     let action = |word| Ok((args.bitmap.clone(), args.action(word, &opener)?));
     let actions: Vec<(String, BitmapAction)> = args.actions.0.iter().map(action).collect::<anyhow::Result<_>>()?;

@@ -61,7 +61,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
     let opener = opener(&args.source_cache)?;
     let opener = if args.force_share { opener.without_locks() } else { opener };
-    let file = opener.open(&path, if repair.is_some() { Role::Writable } else { Role::ReadOnly })?;
+    let file = opener.open(&(&path).into(), if repair.is_some() { Role::Writable } else { Role::ReadOnly })?;
     let mut finding = |text: &str| {
         if !args.progress.quiet {
             eprintln!("{text}");

@@ -12,7 +12,7 @@ use anyhow::{Context, bail};
 use block::{Disk, SECTOR_BYTES};
 use drive::{EngineOpener, escape, parse_options, parse_size};
 use engine::CacheMode;
-use image::{Format, Image, ImageOptions};
+use image::{FileName, Format, Image, ImageOptions};
 use jobs::{ConvertOptions, Salvage, Unreadable};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -219,7 +219,7 @@ impl Args {
             options.allow_backing = self.open.allow_backing.parse()?;
             options.listed = sources.to_vec();
             let below = image::open(&options, &EngineOpener::default())?;
-            listed.extend(below.paths().map(Path::to_owned));
+            listed.extend(below.file_names().filter_map(FileName::path).map(Path::to_owned));
         }
         listed.push(path);
         Ok(listed)
@@ -311,8 +311,8 @@ fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[P
     if image.info().size_bytes < sources.iter().map(|source| source.info().size_bytes).sum::<u64>() {
         bail!("output file is smaller than input file");
     }
-    let (own, data) = image.layer_paths().next().unzip();
-    for path in own.into_iter().chain(data.flatten()) {
+    let (own, data) = image.layer_file_names().next().unzip();
+    for path in own.into_iter().chain(data.flatten()).filter_map(FileName::path) {
         sources.iter().try_for_each(|source| refuse_same_file(source, path))?;
     }
     if let Some(first) = sources.first().filter(|_| args.bitmaps) {

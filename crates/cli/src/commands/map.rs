@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let length = args.max_length.as_deref().map_or(Ok(u64::MAX), parse_size)?;
     let window = start..start.saturating_add(length);
     let image = args.open.open(&args.file, args.format.as_deref(), &[])?;
-    let names: Vec<String> = image.said_paths().map(|path| printable(&path.display().to_string())).collect();
+    let names: Vec<String> = image.said_file_names().map(|name| printable(&name.to_string())).collect();
     let mut watch = Watch::start(&args.progress)?;
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
     let failed = |error| block::Error::io("cannot write to standard output", error);

@@ -58,7 +58,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         _ => {
             drop(image);
-            let file = opener.open(&path, Role::Writable)?;
+            let file = opener.open(&(&path).into(), Role::Writable)?;
             watch.run(|control| jobs::resize_raw(file.as_ref(), size, args.shrink, preallocation, control))
         }
     };

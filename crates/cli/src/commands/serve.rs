@@ -4,7 +4,7 @@ use crate::output::{self, usage};
 use crate::signals;
 use daemon::{Attachment, Daemon, DaemonConfig, DiskStatus, Pidfile};
 use drive::{DriveOptions, ParsedDrive};
-use image::BackingPolicy;
+use image::{BackingPolicy, FileName};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     allow_all_descriptors();
     let queues = drives.iter().map(|drive| usize::from(Daemon::queues_of(drive))).sum::<usize>();
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let named = drives.iter().filter_map(|drive| drive.disk.file.clone());
+    let named = drives.iter().filter_map(|drive| drive.disk.file.as_ref()?.path().map(PathBuf::from));
     let mut daemon = Daemon::start(DaemonConfig {
         reactors: args.reactors.map_or(cpus.min(queues), usize::from),
         poll_max_us: Daemon::poll_max_us_of(&drives, args.poll_max_us),
@@ -94,7 +94,8 @@ enum Asked {
 
 /// The disks in the order of the command line, each with its socket and queues.
 fn drives(args: &Args) -> anyhow::Result<Asked> {
-    let mut drives: Vec<DriveOptions> = args.images.iter().map(DriveOptions::of_file).collect();
+    let named = args.images.iter().map(|image| Ok(DriveOptions::of_file(FileName::parse(image)?)));
+    let mut drives = named.collect::<block::Result<Vec<DriveOptions>>>()?;
     for text in &args.drive {
         match DriveOptions::parse(text).map_err(|error| error.in_context(format!("--drive {text}")))? {
             ParsedDrive::Drive(drive) => drives.push(*drive),

@@ -52,7 +52,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let opener = EngineOpener::default();
     let opener = if args.force_share { opener.without_locks() } else { opener };
     let role = if reads_only { Role::ReadOnly } else { Role::Writable };
-    let file = opener.open(&path, role)?;
+    let file = opener.open(&(&path).into(), role)?;
     let (edit, failed) = match named {
         [Some(name), ..] => (Edit::CreateSnapshot(new(name)?), format!("Could not create snapshot '{name}'")),
         [_, Some(which), _] => {

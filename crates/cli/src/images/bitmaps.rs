@@ -70,6 +70,6 @@ pub(crate) fn copy_bitmaps(source: &Image, target: &Path) -> anyhow::Result<()> 
     if actions.is_empty() {
         return Ok(());
     }
-    let file = EngineOpener::default().open(target, Role::Writable)?;
+    let file = EngineOpener::default().open(&target.into(), Role::Writable)?;
     Ok(image::edit_bitmaps(&file, Format::Qcow2, &actions, &mut |_, _| true)?)
 }

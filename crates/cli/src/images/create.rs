@@ -90,7 +90,7 @@ fn empty_file(path: &Path, is_new: bool) -> anyhow::Result<Arc<dyn File>> {
     if is_new {
         engine::create(path, 0)?;
     }
-    let file = EngineOpener::default().open(path, Role::Writable)?;
+    let file = EngineOpener::default().open(&path.into(), Role::Writable)?;
     if !file.info().block_device {
         let queue = file.open_blocking()?;
         block_on(queue.start(FileOp::SetLength { length: 0 }))
@@ -120,7 +120,7 @@ impl NewImage {
         }
         let format = parse_format(self.backing_format.as_deref())?;
         let path = image.parent().unwrap_or(Path::new("")).join(name);
-        let file = EngineOpener::default().open(&path, Role::Backing)?;
+        let file = EngineOpener::default().open(&(&path).into(), Role::Backing)?;
         let below = inspect(&path, &file, format)?;
         if format.is_none() {
             return Err(usage(format!(

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, anyhow, bail};
 use drive::{KeyValue, parse_key_values};
-use image::Format;
+use image::{FileName, Format};
 use std::path::{Path, PathBuf};
 
 /// The protocols that are a file or a block device.
@@ -40,16 +40,14 @@ fn protocol(text: &str) -> Option<(&str, &str)> {
 
 /// The file that a name without a format stands for: what is to be made, or written to.
 pub(crate) fn file_name(text: &Path) -> anyhow::Result<PathBuf> {
-    match text.to_str().and_then(protocol) {
-        None => Ok(text.to_owned()),
-        Some((protocol, path)) if FILE_DRIVERS.contains(&protocol) => Ok(PathBuf::from(path)),
-        Some(("json", _)) => bail!("Could not open '{}': a description names no file to be written", text.display()),
-        Some((protocol, _)) => bail!(
-            "Could not open '{0}': Unknown protocol '{protocol}' (file and host_device are known; a file of that name \
-             is './{0}')",
-            text.display()
-        ),
+    if let Some(("json", _)) = text.to_str().and_then(protocol) {
+        bail!("Could not open '{}': a description names no file to be written", text.display());
     }
+    let name = FileName::parse(text).with_context(|| format!("Could not open '{}'", text.display()))?;
+    let path = name.path().map(Path::to_owned);
+    path.ok_or_else(|| {
+        anyhow!("Could not open '{name}': only drives are passed as descriptors, files have a path here")
+    })
 }
 
 /// How the image at `overlay` is to name the backing file that the user calls `text`: without a protocol, because of what

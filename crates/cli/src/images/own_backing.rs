@@ -19,7 +19,7 @@ pub(super) fn refuse(emptied: &[PathBuf], backing: &Path, format: Option<Format>
     let mut next = Some((backing.to_owned(), format)).filter(|_| look);
     for _ in 0..LAYERS_MAX {
         let Some((path, format)) = next.take() else { break };
-        let Ok(file) = EngineOpener::default().open(&path, Role::Backing) else { break };
+        let Ok(file) = EngineOpener::default().open(&(&path).into(), Role::Backing) else { break };
         let Ok(layer) = inspect(&path, &file, format) else { break };
         let beside = |name: &str| path.parent().unwrap_or(Path::new("")).join(name);
         if let Some(name) = layer.qcow2.and_then(|header| header.data_file) {

@@ -149,7 +149,7 @@ impl Extents {
             return Ok(Run { zero: hole, data: !hole, ..here });
         }
         let mapped = block_on(self.resolve(depth, layer, length)).map_err(|error| {
-            let what = format!("cannot read the tables of '{}' for offset {}", layer.path.display(), self.at);
+            let what = format!("cannot read the tables of '{}' for offset {}", layer.name, self.at);
             Error::with_source(ErrorKind::Io, what, error)
         })?;
         let here = Run { length_bytes: mapped.length_bytes, ..nothing };

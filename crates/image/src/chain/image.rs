@@ -5,12 +5,12 @@ use crate::chain::lower_map::{Known, LowerMap};
 use crate::chain::mapping::Plain;
 use crate::chain::queue::ImageQueue;
 use crate::chain::table_cache::{Hits, TableCacheStats};
+use crate::open::file_name::FileName;
 use crate::open::guess::Format;
 use block::{
     Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, IoError, IoErrorKind, IoResult, Listeners,
     Mapped, MetaIo, PastEnd, ReactorCtx, Result, Topology, block_on,
 };
-use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -194,26 +194,24 @@ pub struct Image {
 
 impl Image {
     /// The names of the files of the chain, top first, external data files behind their images.
-    pub fn paths(&self) -> impl Iterator<Item = &Path> {
-        self.chain.layers.iter().flat_map(|layer| {
-            std::iter::once(layer.path.as_path()).chain(layer.data.iter().map(|data| data.path.as_path()))
-        })
+    pub fn file_names(&self) -> impl Iterator<Item = &FileName> {
+        self.layer_file_names().flat_map(|(own, data)| std::iter::once(own).chain(data))
     }
 
     /// The names of the layers' own files, top first: of the image, and of its external data file if it has one.
-    pub fn layer_paths(&self) -> impl Iterator<Item = (&Path, Option<&Path>)> {
-        self.chain.layers.iter().map(|layer| (&*layer.path, layer.data.as_ref().map(|data| &*data.path)))
+    pub fn layer_file_names(&self) -> impl Iterator<Item = (&FileName, Option<&FileName>)> {
+        self.chain.layers.iter().map(|layer| (&layer.name, layer.data.as_ref().map(|data| &data.name)))
     }
 
     /// The names of the files in which the layers' data lie, as the user and the images gave them, top first.
-    pub fn said_paths(&self) -> impl Iterator<Item = &Path> {
-        self.chain.layers.iter().map(|layer| layer.data.as_ref().map_or(&*layer.said, |data| &*data.said))
+    pub fn said_file_names(&self) -> impl Iterator<Item = &FileName> {
+        self.chain.layers.iter().map(|layer| layer.data.as_ref().map_or(&layer.said, |data| &data.said))
     }
 
     /// The names of the layers' own files as the user and the images gave them, top first: by these they are opened again,
     /// because what they name lies beside them.
-    pub fn said_image_paths(&self) -> impl Iterator<Item = &Path> {
-        self.chain.layers.iter().map(|layer| &*layer.said)
+    pub fn said_image_names(&self) -> impl Iterator<Item = &FileName> {
+        self.chain.layers.iter().map(|layer| &layer.said)
     }
 
     /// The formats of the layers of the chain, top first.
@@ -248,8 +246,7 @@ impl Image {
     /// One line a layer: format, file and what serves it.
     #[must_use]
     pub fn describe_layers(&self) -> Vec<String> {
-        let line =
-            |layer: &Layer| format!("{} '{}': {}", layer.format(), layer.path.display(), layer.file_info().engine);
+        let line = |layer: &Layer| format!("{} '{}': {}", layer.format(), layer.name, layer.file_info().engine);
         self.chain.layers.iter().map(line).collect()
     }
 
@@ -318,7 +315,7 @@ impl Image {
             return Err(Error::new(ErrorKind::Unsupported, "a raw image cannot be emptied"));
         }
         let failed = |error: IoError| {
-            let name = self.chain.layers.first().map(|layer| layer.path.display().to_string()).unwrap_or_default();
+            let name = self.chain.layers.first().map(|layer| layer.name.to_string()).unwrap_or_default();
             Error::with_source(ErrorKind::Io, format!("cannot empty '{name}' at byte {offset}"), error)
         };
         let top = self.chain.top().map_err(failed)?;
@@ -331,9 +328,8 @@ impl Image {
         self.close()?;
         let Some(top) = self.chain.layers.first().filter(|_| !self.chain.read_only) else { return Ok(()) };
         let io = top.open_blocking()?;
-        let failed = |error| {
-            Error::with_source(ErrorKind::Io, format!("cannot cut '{}' to its length", top.path.display()), error)
-        };
+        let failed =
+            |error| Error::with_source(ErrorKind::Io, format!("cannot cut '{}' to its length", top.name), error);
         block_on(top.mapping.trim(&io)).map_err(failed)
     }
 
@@ -343,7 +339,7 @@ impl Image {
             return Ok(());
         }
         let failed = |what: &str, error: IoError| {
-            let name = self.chain.layers.first().map(|layer| layer.path.display().to_string()).unwrap_or_default();
+            let name = self.chain.layers.first().map(|layer| layer.name.to_string()).unwrap_or_default();
             Error::with_source(ErrorKind::Io, format!("cannot {what} '{name}'"), error)
         };
         let top = self.chain.top().map_err(|error| failed("close", error))?;

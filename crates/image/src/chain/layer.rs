@@ -1,27 +1,27 @@
 //! One layer of a chain: a file, and where its guest's bytes lie in it.
 
 use super::mapping::Mapping;
+use crate::open::file_name::FileName;
 use crate::open::guess::Format;
 use block::{File, FileInfo, FileQueue, MetaIo, ReactorCtx, Result};
-use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
 /// The file in which a layer keeps its guest's data, where that is another than its tables'.
 pub(crate) struct DataFile {
     /// Canonical name.
-    pub(crate) path: PathBuf,
+    pub(crate) name: FileName,
     /// As the image names it, from where the user named the image.
-    pub(crate) said: PathBuf,
+    pub(crate) said: FileName,
     pub(crate) file: Arc<dyn File>,
 }
 
 /// A file and where its guest bytes lie.
 pub(crate) struct Layer {
     /// Canonical name.
-    pub(crate) path: PathBuf,
+    pub(crate) name: FileName,
     /// As the user or the layer above named it, for tools that show it.
-    pub(crate) said: PathBuf,
+    pub(crate) said: FileName,
     /// The format was not said by anybody.
     pub(crate) guessed: bool,
     pub(crate) file: Arc<dyn File>,

@@ -16,7 +16,7 @@ pub fn check(
     repair: Option<Repair>,
     watch: &mut CheckWatch<'_>,
 ) -> Result<CheckReport> {
-    let (format, _) = format_of(path, file.as_ref(), format)?;
+    let (format, _) = format_of(path.display(), file.as_ref(), format)?;
     if format == Format::Raw {
         return Err(Error::new(ErrorKind::Unsupported, "This image format does not support checks"));
     }

@@ -32,7 +32,7 @@ pub fn edit(
     watch: &mut EditWatch<'_>,
 ) -> Result<()> {
     let name = path.display().to_string();
-    let (format, _) = format_of(path, file.as_ref(), format)?;
+    let (format, _) = format_of(path.display(), file.as_ref(), format)?;
     if format == Format::Raw {
         return Err(Error::new(ErrorKind::Unsupported, format!("'{name}': a raw image has no snapshots")));
     }
@@ -82,7 +82,7 @@ impl Image {
     fn resize_by(&self, options: &ResizeOptions, watch: &mut EditWatch<'_>) -> Result<()> {
         let (top, _) = self.top_qcow2()?;
         let io = top.open_blocking()?;
-        block_on(format_qcow2::resize(&io, top.file.as_ref(), &top.path.display().to_string(), options, watch))
+        block_on(format_qcow2::resize(&io, top.file.as_ref(), &top.name.to_string(), options, watch))
     }
 
     /// Changes options of a qcow2 image that was opened for writing and that no queue uses; blocks. The image is closed.
@@ -98,7 +98,7 @@ impl Image {
             data_file_raw: amend.data_file_raw,
         };
         let io = top.open_blocking()?;
-        block_on(format_qcow2::amend(&io, top.file.as_ref(), &top.path.display().to_string(), &options, watch))
+        block_on(format_qcow2::amend(&io, top.file.as_ref(), &top.name.to_string(), &options, watch))
     }
 
     fn top_qcow2(&self) -> Result<(&Layer, &Qcow2)> {
@@ -120,7 +120,7 @@ impl Image {
         let rest = old_bytes.checked_rem(cluster).unwrap_or(0);
         let mut last_cluster = Vec::new();
         if rest > 0 && size_bytes > old_bytes {
-            let name = top.path.display();
+            let name = &top.name;
             let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot read the end of '{name}'"), error);
             last_cluster = self.read_blocking(old_bytes.saturating_sub(rest), rest)?.map_err(failed)?;
         }

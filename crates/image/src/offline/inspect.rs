@@ -1,10 +1,10 @@
 //! What an image says about itself. Opens nothing but the named file.
 
+use crate::open::file_name::FileName;
 use crate::open::gate::Role;
 use crate::open::guess::Format;
 use crate::open::layers::{format_of, open_layer};
 use block::{File, MetaIo, Result, block_on};
-use std::path::Path;
 use std::sync::Arc;
 
 /// An image as `info` shows it.
@@ -31,9 +31,10 @@ pub struct Description {
 }
 
 /// Looks at one file, which was opened for reading.
-pub fn inspect(path: &Path, file: &Arc<dyn File>, format: Option<Format>) -> Result<Description> {
-    let (format, guessed) = format_of(path, file.as_ref(), format)?;
-    let layer = open_layer(path, Arc::clone(file), format, Role::ReadOnly, None)?;
+pub fn inspect(name: impl Into<FileName>, file: &Arc<dyn File>, format: Option<Format>) -> Result<Description> {
+    let name = name.into();
+    let (format, guessed) = format_of(&name, file.as_ref(), format)?;
+    let layer = open_layer(&name, Arc::clone(file), format, Role::ReadOnly, None)?;
     let qcow2 = layer.mapping.header().cloned();
     let backing = qcow2.as_ref().and_then(|header| Some((header.backing_file.clone()?, header.backing_format.clone())));
     let (backing_file, backing_format) = backing.unzip();
@@ -41,7 +42,7 @@ pub fn inspect(path: &Path, file: &Arc<dyn File>, format: Option<Format>) -> Res
         None => Vec::new(),
         Some(header) => {
             let io = MetaIo::new(file.open_blocking()?);
-            block_on(format_qcow2::snapshots(&io, header, &path.display().to_string()))?
+            block_on(format_qcow2::snapshots(&io, header, &name.to_string()))?
         }
     };
     Ok(Description {

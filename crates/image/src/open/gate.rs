@@ -1,8 +1,9 @@
 //! The gate: an image never makes the daemon open a file that its user did not allow.
 //!
-//! Every file that is opened because an image names it passes the [`Gate`]. Protocol names and `json:` descriptions
-//! inside images are refused under every policy.
+//! Every file that is opened because an image names it passes the [`Gate`]. Images name files by path: names with a
+//! protocol and `json:` descriptions inside images are refused under every policy.
 
+use super::file_name::FileName;
 use block::{Error, ErrorKind, File, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,12 +19,12 @@ pub enum Role {
     Backing,
 }
 
-/// Opens files by name: the daemon does it with engines and locks, tests with simulated storage.
+/// Opens files by name: programs do it with engines and locks, tests with simulated storage.
 pub trait Opener {
-    /// Opens `path` for `role`.
-    fn open(&self, path: &Path, role: Role) -> Result<Arc<dyn File>>;
+    /// Opens the file `name` for `role`.
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>>;
 
-    /// The one true name of `path`: absolute, symbolic links followed. Two names of a file are equal after this.
+    /// The one true form of a path: absolute, symbolic links followed. Two paths of a file are equal after this.
     fn canonical(&self, path: &Path) -> Result<PathBuf> {
         std::fs::canonicalize(path).map_err(|error| Error::io(format!("cannot find '{}'", path.display()), error))
     }
@@ -62,47 +63,52 @@ impl std::str::FromStr for BackingPolicy {
 
 /// The name of a file (`what`: its backing file, its data file) as an image at `overlay` gives it, as a path; refused if
 /// it is anything but a plain name.
-pub(crate) fn named_path(overlay: &Path, what: &str, name: &str) -> Result<PathBuf> {
+pub(crate) fn named_path(overlay: &FileName, what: &str, name: &str) -> Result<PathBuf> {
+    let shown = name.escape_debug();
     let first_part = name.split('/').next().unwrap_or_default();
     if first_part.contains(':') {
-        return Err(Error::new(
-            ErrorKind::Denied,
-            format!(
-                "'{}' names its {what} as '{}': protocol and json: names inside an image are not followed",
-                overlay.display(),
-                name.escape_debug()
-            ),
-        ));
+        let known = FileName::PROTOCOLS.join(", ");
+        let message = format!(
+            "'{overlay}' names its {what} as '{shown}': names with a protocol (known are {known}) and json: \
+             descriptions are not followed inside an image, which may name files by path only"
+        );
+        return Err(Error::new(ErrorKind::Denied, message));
     }
     if name.is_empty() || name.contains('\0') {
-        return Err(Error::new(
-            ErrorKind::BadImage,
-            format!("'{}' has an impossible {what} name '{}'", overlay.display(), name.escape_debug()),
-        ));
+        return Err(Error::new(ErrorKind::BadImage, format!("'{overlay}' has an impossible {what} name '{shown}'")));
     }
-    let directory = overlay.parent().unwrap_or(Path::new(""));
-    Ok(directory.join(name))
+    match overlay.path() {
+        Some(path) => Ok(path.parent().unwrap_or(Path::new("")).join(name)),
+        None if Path::new(name).is_absolute() => Ok(PathBuf::from(name)),
+        None => {
+            let message = format!(
+                "'{overlay}' names its {what} as '{shown}', which is relative to the image's directory, and an image \
+                 that was passed as a descriptor has none"
+            );
+            Err(Error::new(ErrorKind::Denied, message))
+        }
+    }
 }
 
 /// The canonical name of the backing file that the image at `overlay` names as `name`, if the policy allows to open it.
 /// `top` is the image that the user named, `listed` are other files that the user named.
 pub fn pass_gate(
     policy: &BackingPolicy,
-    top: &Path,
+    top: impl Into<FileName>,
     listed: &[PathBuf],
-    overlay: &Path,
+    overlay: impl Into<FileName>,
     name: &str,
     opener: &dyn Opener,
 ) -> Result<PathBuf> {
-    Ok(Gate::new(policy, top, listed, opener)?.pass(overlay, "backing file", name)?.0)
+    Ok(Gate::new(policy, &top.into(), listed, opener)?.pass(&overlay.into(), "backing file", name)?.0)
 }
 
 /// What files that an image names have to pass.
 pub(crate) struct Gate<'a> {
     policy: &'a BackingPolicy,
     /// The canonical name of the image that the user named.
-    pub(crate) top: PathBuf,
-    /// Its directory; where the user named a symbolic link, also the link's.
+    pub(crate) top: FileName,
+    /// Its directory; where the user named a symbolic link, also the link's. A descriptor is in no directory.
     near: Vec<PathBuf>,
     /// The canonical names of other files that the user named.
     listed: Vec<PathBuf>,
@@ -113,23 +119,26 @@ impl<'a> Gate<'a> {
     /// `top` and `listed` are as the user named them.
     pub(crate) fn new(
         policy: &'a BackingPolicy,
-        top: &Path,
+        top: &FileName,
         listed: &[PathBuf],
         opener: &'a dyn Opener,
     ) -> Result<Self> {
-        let own = opener.canonical(top)?;
-        let said = top.parent().map(|directory| if directory == Path::new("") { Path::new(".") } else { directory });
+        let own = top.try_map_path(|path| opener.canonical(path))?;
+        let said = top
+            .path()
+            .and_then(Path::parent)
+            .map(|directory| if directory == Path::new("") { Path::new(".") } else { directory });
         let said = said.and_then(|directory| opener.canonical(directory).ok());
-        let near = own.parent().map(Path::to_owned).into_iter().chain(said).collect();
+        let near = own.path().and_then(Path::parent).map(Path::to_owned).into_iter().chain(said).collect();
         let listed = listed.iter().filter_map(|path| opener.canonical(path).ok()).collect();
         Ok(Self { policy, top: own, near, listed, opener })
     }
 
     /// The canonical name of the file that the image at `overlay` names, if it may be opened, and its name as it is said.
     /// As in QEMU it lies beside `overlay` as that was named: beside a symbolic link, not beside what the link leads to.
-    pub(crate) fn pass(&self, overlay: &Path, what: &str, name: &str) -> Result<(PathBuf, PathBuf)> {
+    pub(crate) fn pass(&self, overlay: &FileName, what: &str, name: &str) -> Result<(PathBuf, PathBuf)> {
         let said = named_path(overlay, what, name)?;
-        let in_context = |error: Error| error.in_context(format!("{what} of '{}'", overlay.display()));
+        let in_context = |error: Error| error.in_context(format!("{what} of '{overlay}'"));
         let target = self.opener.canonical(&said).map_err(in_context)?;
         self.allow(what, &target)?;
         Ok((target, said))
@@ -153,7 +162,7 @@ impl<'a> Gate<'a> {
             format!(
                 "'{}' wants the {what} '{}', which the policy does not allow; \
                  name that file on the command line too, or use --allow-backing any if you trust the image",
-                self.top.display(),
+                self.top,
                 target.display()
             ),
         ))
@@ -168,8 +177,8 @@ mod tests {
     struct Linked;
 
     impl Opener for Linked {
-        fn open(&self, path: &Path, _role: Role) -> Result<Arc<dyn File>> {
-            unreachable!("'{}' is opened", path.display())
+        fn open(&self, name: &FileName, _role: Role) -> Result<Arc<dyn File>> {
+            unreachable!("'{name}' is opened")
         }
 
         fn canonical(&self, path: &Path) -> Result<PathBuf> {
@@ -180,8 +189,8 @@ mod tests {
 
     fn check_of(top: &str, policy: &BackingPolicy, target: &str) -> bool {
         let listed = [PathBuf::from("/bases/one.qcow2")];
-        let gate = Gate::new(policy, Path::new(top), &listed, &Linked).unwrap();
-        gate.pass(Path::new("/elsewhere/a.qcow2"), "backing file", target).is_ok()
+        let gate = Gate::new(policy, &top.into(), &listed, &Linked).unwrap();
+        gate.pass(&"/elsewhere/a.qcow2".into(), "backing file", target).is_ok()
     }
 
     fn check(policy: BackingPolicy, target: &str) -> bool {
@@ -196,8 +205,9 @@ mod tests {
             assert_eq!(check_of("/links/disk.qcow2", &BackingPolicy::SameDir, target), near, "{target}");
             assert!(!check_of("/links/disk.qcow2", &BackingPolicy::Listed, target), "{target}");
         }
-        let gate = Gate::new(&BackingPolicy::SameDir, Path::new("/links/disk.qcow2"), &[], &Linked).unwrap();
-        let passed = gate.pass(Path::new("/links/disk.qcow2"), "backing file", "base.raw").unwrap();
+        let link = FileName::from("/links/disk.qcow2");
+        let gate = Gate::new(&BackingPolicy::SameDir, &link, &[], &Linked).unwrap();
+        let passed = gate.pass(&link, "backing file", "base.raw").unwrap();
         assert_eq!(passed.0, Path::new("/links/base.raw"));
     }
 
@@ -218,12 +228,34 @@ mod tests {
 
     #[test]
     fn protocol_and_json_names_are_refused_and_plain_ones_are_relative_to_the_overlay() {
-        let overlay = Path::new("/vms/a/disk.qcow2");
-        for name in ["json:{\"driver\":\"file\"}", "nbd://host/x", "http://h/x", "file:x", "", "a\0b"] {
-            assert!(named_path(overlay, "backing file", name).is_err(), "{name:?}");
+        let overlay = FileName::from("/vms/a/disk.qcow2");
+        let path = |name: &str| named_path(&overlay, "backing file", name);
+        for name in ["json:{\"driver\":\"file\"}", "nbd://host/x", "http://h/x", "file:x", "fd:3", "base:1/x"] {
+            let error = path(name).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Denied, "{name}");
+            assert!(error.to_string().contains("file, host_device, fd"), "{error}");
         }
-        assert!(named_path(overlay, "backing file", "base:1/x").is_err());
-        assert_eq!(named_path(overlay, "backing file", "sub/a:b").unwrap(), Path::new("/vms/a/sub/a:b"));
-        assert_eq!(named_path(overlay, "backing file", "/abs").unwrap(), Path::new("/abs"));
+        assert!(path("").is_err() && path("a\0b").is_err());
+        assert_eq!(path("sub/a:b").unwrap(), Path::new("/vms/a/sub/a:b"));
+        assert_eq!(path("/abs").unwrap(), Path::new("/abs"));
+    }
+
+    #[test]
+    fn an_image_behind_a_descriptor_is_near_nothing() {
+        let image = FileName::Descriptor(3);
+        let listed = [PathBuf::from("/bases/one.qcow2")];
+        let pass = |policy: &BackingPolicy, name: &str| {
+            Gate::new(policy, &image, &listed, &Linked)
+                .unwrap()
+                .pass(&image, "backing file", name)
+                .map(|passed| passed.0)
+        };
+        for policy in [BackingPolicy::SameDir, BackingPolicy::Listed] {
+            assert_eq!(pass(&policy, "/bases/one.qcow2").unwrap(), Path::new("/bases/one.qcow2"));
+            assert!(pass(&policy, "/bases/other.qcow2").is_err());
+        }
+        assert!(pass(&BackingPolicy::Any, "/bases/other.qcow2").is_ok());
+        let message = pass(&BackingPolicy::Any, "other.qcow2").unwrap_err().to_string();
+        assert!(message.contains("relative") && message.contains("fd:3"), "{message}");
     }
 }

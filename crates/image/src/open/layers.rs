@@ -1,14 +1,16 @@
 //! Opening a chain: the named image, then layer after layer through the gate.
 
+use super::file_name::FileName;
+use super::gate::{BackingPolicy, Gate, Opener, Role};
+use super::guess::{Format, PROBE_BYTES, guess_format};
 use crate::chain::image::{Chain, Image};
 use crate::chain::layer::{DataFile, Layer};
 use crate::chain::mapping::Mapping;
 use crate::chain::table_cache::{Hits, share_out};
-use crate::open::gate::{BackingPolicy, Gate, Opener, Role};
-use crate::open::guess::{Format, PROBE_BYTES, guess_format};
 use block::{Error, ErrorKind, File, FileInfo, Listeners, MetaIo, PastEnd, Result, block_on};
 use format_qcow2::SnapshotName;
-use std::path::{Path, PathBuf};
+use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
@@ -19,7 +21,7 @@ pub const MAX_LAYERS: usize = 256;
 #[derive(Debug, Clone)]
 pub struct ImageOptions {
     /// The image that the user named.
-    pub path: PathBuf,
+    pub name: FileName,
     /// Its format; guessed from its first bytes where the user said nothing.
     pub format: Option<Format>,
     /// Refuse writes; the file is opened read-only.
@@ -39,11 +41,12 @@ pub struct ImageOptions {
 }
 
 impl ImageOptions {
-    /// Options for `path` with everything else at its default.
+    /// Options for the image `name` with everything else at its default. A path is taken as it is; for a name with a
+    /// protocol see [`FileName::parse`].
     #[must_use]
-    pub fn new(path: impl Into<PathBuf>) -> Self {
+    pub fn new(name: impl Into<FileName>) -> Self {
         Self {
-            path: path.into(),
+            name: name.into(),
             format: None,
             read_only: false,
             allow_backing: BackingPolicy::default(),
@@ -59,34 +62,35 @@ impl ImageOptions {
 /// Opens an image and the layers below it. Opens no file that the policy does not allow; on an error no file has been
 /// changed.
 pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
-    let gate = Gate::new(&options.allow_backing, &options.path, &options.listed, opener)?;
+    let gate = Gate::new(&options.allow_backing, &options.name, &options.listed, opener)?;
     let mut layers: Vec<Layer> = Vec::new();
     let mut guessed_raw = false;
-    let mut next = Some((gate.top.clone(), options.path.clone(), options.format));
-    while let Some((path, said, format)) = next.take() {
-        refuse_loop(&layers, &path)?;
+    let mut next = Some((gate.top.clone(), options.name.clone(), options.format));
+    while let Some((name, said, format)) = next.take() {
+        refuse_loop(&layers, &name)?;
         let read_only = options.read_only || options.snapshot.is_some();
         let role = match (layers.is_empty(), read_only) {
             (true, false) => Role::Writable,
             (true, true) => Role::ReadOnly,
             (false, _) => Role::Backing,
         };
-        let file = opener.open(&path, role)?;
-        let (format, guessed) = format_of(&path, file.as_ref(), format)?;
+        let file = opener.open(&name, role)?;
+        let (format, guessed) = format_of(&name, file.as_ref(), format)?;
         if layers.is_empty() {
             guessed_raw = guessed && format == Format::Raw;
         }
         let snapshot = options.snapshot.as_ref().filter(|_| layers.is_empty());
-        let mut layer = open_layer(&path, file, format, role, snapshot)?;
-        if let Some((name, backing_format)) = backing_of(&layer)? {
-            let (target, name) = gate.pass(&said, "backing file", &name)?;
-            next = Some((target, name, backing_format));
+        let mut layer = open_layer(&name, file, format, role, snapshot)?;
+        if let Some((backing, backing_format)) = backing_of(&layer)? {
+            let (target, backing) = gate.pass(&said, "backing file", &backing)?;
+            next = Some((target.into(), backing.into(), backing_format));
         }
-        if let Some(name) = layer.mapping.data_file() {
-            let (target, name) = gate.pass(&said, "data file", name)?;
-            refuse_shared_data(&layers, &path, &target)?;
+        if let Some(data_file) = layer.mapping.data_file() {
+            let (target, data_said) = gate.pass(&said, "data file", data_file)?;
+            let target = FileName::from(target);
+            refuse_shared_data(&layers, &name, &target)?;
             let file = opener.open(&target, role)?;
-            layer.data = Some(DataFile { path: target, said: name, file });
+            layer.data = Some(DataFile { name: target, said: data_said.into(), file });
         }
         layer.said = said;
         layer.guessed = guessed;
@@ -109,26 +113,27 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
 }
 
 /// A data file holds what one guest wrote: were it also an image of the chain, its guest would write that image's tables.
-fn refuse_shared_data(layers: &[Layer], path: &Path, target: &Path) -> Result<()> {
-    let is_shared = |layer: &Layer| layer.path == target || layer.data.as_ref().is_some_and(|data| data.path == target);
-    if path != target && !layers.iter().any(is_shared) {
+fn refuse_shared_data(layers: &[Layer], own: &FileName, target: &FileName) -> Result<()> {
+    let is_part = |layer: &Layer| {
+        layer.name.is_same_file(target) || layer.data.as_ref().is_some_and(|data| data.name.is_same_file(target))
+    };
+    if !own.is_same_file(target) && !layers.iter().any(is_part) {
         return Ok(());
     }
-    let (path, target) = (path.display(), target.display());
-    let what = format!("'{path}' names '{target}' as its data file, which is another part of the same disk");
+    let what = format!("'{own}' names '{target}' as its data file, which is another part of the same disk");
     Err(Error::new(ErrorKind::BadImage, what))
 }
 
-fn refuse_loop(layers: &[Layer], path: &Path) -> Result<()> {
+fn refuse_loop(layers: &[Layer], name: &FileName) -> Result<()> {
     let bad = |what: String| Err(Error::new(ErrorKind::BadImage, what));
-    if layers.iter().any(|layer| layer.data.as_ref().is_some_and(|data| data.path == path)) {
-        return bad(format!("'{}' is the data file of an image, and in its own chain a backing file", path.display()));
+    if layers.iter().any(|layer| layer.data.as_ref().is_some_and(|data| data.name.is_same_file(name))) {
+        return bad(format!("'{name}' is the data file of an image, and in its own chain a backing file"));
     }
-    if layers.iter().any(|layer| layer.path == path) {
-        return bad(format!("the backing files form a loop: '{}' appears twice in its own chain", path.display()));
+    if layers.iter().any(|layer| layer.name.is_same_file(name)) {
+        return bad(format!("the backing files form a loop: '{name}' appears twice in its own chain"));
     }
     if layers.len() >= MAX_LAYERS {
-        return bad(format!("the chain has more than {MAX_LAYERS} layers, at '{}'", path.display()));
+        return bad(format!("the chain has more than {MAX_LAYERS} layers, at '{name}'"));
     }
     Ok(())
 }
@@ -143,23 +148,22 @@ pub(crate) fn read_head(file: &dyn File) -> Result<Vec<u8>> {
 }
 
 /// The format to open a file in, and whether that is only a guess.
-pub(crate) fn format_of(path: &Path, file: &dyn File, said: Option<Format>) -> Result<(Format, bool)> {
+pub(crate) fn format_of(name: impl fmt::Display, file: &dyn File, said: Option<Format>) -> Result<(Format, bool)> {
     if let Some(format) = said {
         return Ok((format, false));
     }
-    let guess = guess_format(&path.display().to_string(), &read_head(file)?)?;
+    let guess = guess_format(&name.to_string(), &read_head(file)?)?;
     if guess.is_none() && !file.info().read_only {
         tracing::warn!(
-            "the format of '{}' was not given; it is taken for raw, and a guest may not write another format's header \
-             to it (format=raw allows it)",
-            path.display()
+            "the format of '{name}' was not given; it is taken for raw, and a guest may not write another format's header \
+             to it (format=raw allows it)"
         );
     }
     Ok((guess.unwrap_or(Format::Raw), true))
 }
 
 pub(crate) fn open_layer(
-    path: &Path,
+    name: &FileName,
     file: Arc<dyn File>,
     format: Format,
     role: Role,
@@ -167,16 +171,16 @@ pub(crate) fn open_layer(
 ) -> Result<Layer> {
     let read_only = !matches!(role, Role::Writable);
     let info = FileInfo { length_bytes: file.length_bytes()?, ..file.info().clone() };
-    let mapping = Mapping::open(path.display().to_string(), &*file, &info, format, read_only, snapshot)?;
+    let mapping = Mapping::open(name.to_string(), &*file, &info, format, read_only, snapshot)?;
     let size_bytes = mapping.size_bytes();
-    let said = path.to_owned();
-    Ok(Layer { path: said.clone(), said, guessed: false, file, data: None, mapping, size_bytes })
+    let (name, said) = (name.clone(), name.clone());
+    Ok(Layer { name, said, guessed: false, file, data: None, mapping, size_bytes })
 }
 
 /// The backing file that a layer names, and the format it gives it.
 fn backing_of(layer: &Layer) -> Result<Option<(String, Option<Format>)>> {
     let Some((name, format)) = layer.mapping.backing() else { return Ok(None) };
-    let in_context = |error: Error| error.in_context(format!("backing format of '{}'", layer.path.display()));
+    let in_context = |error: Error| error.in_context(format!("backing format of '{}'", layer.name));
     let format = format.map(str::parse).transpose().map_err(in_context)?;
     Ok(Some((name.to_owned(), format)))
 }

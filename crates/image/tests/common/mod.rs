@@ -4,7 +4,7 @@
 
 use block::{Disk, Error, ErrorKind, File, Result};
 use format_qcow2::{Barrier, CreateOptions as Qcow2Options};
-use image::{CreateOptions, Format, Image, ImageOptions, Opener, Role};
+use image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, Role};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use testkit::{OpenedDisk, Request, Session, SimFileOptions, SimStorage, mix, qcow2_check, stamped};
@@ -13,8 +13,8 @@ use testkit::{OpenedDisk, Request, Session, SimFileOptions, SimStorage, mix, qco
 pub struct SimOpener(pub SimStorage);
 
 impl Opener for SimOpener {
-    fn open(&self, path: &Path, _role: Role) -> Result<Arc<dyn File>> {
-        let name = path.to_string_lossy();
+    fn open(&self, name: &FileName, _role: Role) -> Result<Arc<dyn File>> {
+        let name = name.to_string();
         let missing = || Error::new(ErrorKind::Io, format!("no simulated file '{name}'"));
         Ok(self.0.file(&name).ok_or_else(missing)?)
     }
@@ -201,7 +201,7 @@ impl Chain {
         let options = ImageOptions {
             format: Some(self.top().format()),
             table_cache_bytes: self.table_cache_bytes,
-            ..ImageOptions::new(name(0))
+            ..ImageOptions::new(&name(0))
         };
         open_with(storage, &options, barriers)
     }
@@ -282,7 +282,7 @@ pub fn open_as(
     read_only: bool,
     skipped: &[Barrier],
 ) -> Result<OpenedDisk> {
-    open_with(storage, &ImageOptions { format: Some(format), read_only, ..ImageOptions::new(name(index)) }, skipped)
+    open_with(storage, &ImageOptions { format: Some(format), read_only, ..ImageOptions::new(&name(index)) }, skipped)
 }
 
 fn open_with(storage: &SimStorage, options: &ImageOptions, skipped: &[Barrier]) -> Result<OpenedDisk> {

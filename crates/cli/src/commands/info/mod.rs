@@ -76,7 +76,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn look(path: &Path, format: Option<Format>, force_share: bool) -> anyhow::Result<Layer> {
     let opener = EngineOpener::default();
     let opener = if force_share { opener.without_locks() } else { opener };
-    let file = opener.open(path, Role::ReadOnly)?;
+    let file = opener.open(&path.into(), Role::ReadOnly)?;
     let description = inspect(path, &file, format)?;
     let meta = std::fs::metadata(path).with_context(|| format!("cannot look at '{}'", path.display()))?;
     // st_blocks counts units of 512 bytes, whatever the file system's block is.

@@ -175,7 +175,7 @@ fn default_cache(file: &Path, engine: EngineKind) -> anyhow::Result<CacheMode> {
 
 fn create(path: &Path, options: &CreateOptions) -> anyhow::Result<()> {
     engine::create(path, 0)?;
-    let file = EngineOpener::default().open(path, Role::Writable)?;
+    let file = EngineOpener::default().open(&path.into(), Role::Writable)?;
     Ok(image::create(&file, options)?)
 }
 

@@ -11,7 +11,7 @@ use daemon::Daemon;
 use drive::{human_size, open_disk};
 use engine::ReactorThread;
 use guestlab::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat};
-use image::BackingPolicy;
+use image::{BackingPolicy, FileName};
 use load::Hooks;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,7 +35,7 @@ pub(super) fn run(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<Str
         thread.stop()?;
     }
     bar.say("checking the image");
-    let file = plan.guest_drive.disk.file.as_deref().context("the guest's disk has no file")?;
+    let file = plan.guest_drive.disk.file.as_ref().and_then(FileName::path).context("the guest's disk has no file")?;
     guestlab::verify_image(file, ImageFormat::Qcow2)?;
     let disk = report.disks.first().context("the guest reported no disk")?;
     let rows = CELLS.into_iter().zip(before.into_iter().zip(after)).map(|(cell, (before, after))| {

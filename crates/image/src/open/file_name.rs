@@ -1,0 +1,143 @@
+//! What a file is called: a protocol, and what that protocol makes of the rest.
+
+use block::{Error, ErrorKind, Result};
+use std::ffi::OsStr;
+use std::fmt;
+use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
+
+/// The name of a file that an image consists of, as its user gives it: `disk.qcow2`, `file:disk.qcow2`,
+/// `host_device:/dev/sdb`, `fd:3`.
+///
+/// A name without a protocol is a path. As in QEMU, a colon behind a slash is part of the path, so `./a:b` is a file.
+/// Images name files by path only: see [`crate::BackingPolicy`].
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum FileName {
+    /// A regular file or a block device.
+    File(PathBuf),
+    /// A block device, and nothing else.
+    HostDevice(PathBuf),
+    /// A descriptor that this program was given when it was started.
+    Descriptor(RawFd),
+}
+
+impl FileName {
+    /// The protocols that can stand before a colon.
+    pub const PROTOCOLS: [&'static str; 3] = ["file", "host_device", "fd"];
+
+    /// Reads a name that a user gave. (A path that is certainly one is turned into a name by `into()`.)
+    pub fn parse(text: impl AsRef<OsStr>) -> Result<Self> {
+        let text = text.as_ref();
+        match split_protocol(text) {
+            None => Ok(Self::File(PathBuf::from(text))),
+            Some(("file", path)) => Ok(Self::File(PathBuf::from(path))),
+            Some(("host_device", path)) => Ok(Self::HostDevice(PathBuf::from(path))),
+            Some(("fd", number)) => {
+                let known = number.parse().ok().filter(|number| *number >= 0);
+                known.map(Self::Descriptor).ok_or_else(|| {
+                    bad(format!(
+                        "'fd:{number}': fd: takes the number of a descriptor that was passed, for example fd:3"
+                    ))
+                })
+            }
+            Some((protocol, _)) => {
+                let (text, known) = (text.display(), Self::PROTOCOLS.join(", "));
+                Err(bad(format!(
+                    "Unknown protocol '{protocol}' (known are {known}; a file of that name is './{text}')"
+                )))
+            }
+        }
+    }
+
+    /// Where it lies in the host's file system; `None` if it is known by something else.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::File(path) | Self::HostDevice(path) => Some(path),
+            Self::Descriptor(_) => None,
+        }
+    }
+
+    /// The same name with another path; what has no path keeps its name.
+    pub(crate) fn try_map_path(&self, change: impl FnOnce(&Path) -> Result<PathBuf>) -> Result<Self> {
+        Ok(match self {
+            Self::File(path) => Self::File(change(path)?),
+            Self::HostDevice(path) => Self::HostDevice(change(path)?),
+            Self::Descriptor(number) => Self::Descriptor(*number),
+        })
+    }
+
+    /// Whether two canonical names lead to the same file, whatever their protocols are.
+    pub(crate) fn is_same_file(&self, other: &Self) -> bool {
+        match (self.path(), other.path()) {
+            (Some(own), Some(other)) => own == other,
+            _ => self == other,
+        }
+    }
+}
+
+/// A protocol and what stands behind its colon.
+fn split_protocol(text: &OsStr) -> Option<(&str, &str)> {
+    // What is no text has no protocol either: it is a path of some other encoding.
+    text.to_str()?.split_once(':').filter(|(before, _)| !before.contains('/'))
+}
+
+fn bad(message: String) -> Error {
+    Error::new(ErrorKind::BadOption, message)
+}
+
+impl fmt::Display for FileName {
+    /// As messages show it: a path as it is, everything else with its protocol.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(path) | Self::HostDevice(path) => path.display().fmt(f),
+            Self::Descriptor(number) => write!(f, "fd:{number}"),
+        }
+    }
+}
+
+impl From<PathBuf> for FileName {
+    fn from(path: PathBuf) -> Self {
+        Self::File(path)
+    }
+}
+
+/// The path as it is: no part of it is taken for a protocol.
+impl<T: AsRef<OsStr> + ?Sized> From<&T> for FileName {
+    fn from(path: &T) -> Self {
+        Self::File(PathBuf::from(path))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_protocol_ends_at_the_first_colon_that_no_slash_precedes() {
+        let file = |path: &str| FileName::File(path.into());
+        for (text, name) in [
+            ("disk.raw", file("disk.raw")),
+            ("file:disk.raw", file("disk.raw")),
+            ("file:a:b", file("a:b")),
+            ("./a:b", file("./a:b")),
+            ("/dev/disk/by-path/pci-0000:00", file("/dev/disk/by-path/pci-0000:00")),
+            ("host_device:/dev/sdb", FileName::HostDevice("/dev/sdb".into())),
+            ("fd:3", FileName::Descriptor(3)),
+        ] {
+            assert_eq!(FileName::parse(text).unwrap(), name, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_known_is_refused_with_a_list_of_what_is() {
+        for text in ["nbd:unix:/run/x.sock", "a:b", "json:{}", ":x"] {
+            let message = FileName::parse(text).unwrap_err().to_string();
+            assert!(message.contains("file, host_device, fd") && message.contains(&format!("./{text}")), "{message}");
+        }
+        for text in ["fd:", "fd:x", "fd:-1", "fd:99999999999"] {
+            assert!(FileName::parse(text).unwrap_err().to_string().contains("fd:3"), "{text}");
+        }
+    }
+}
