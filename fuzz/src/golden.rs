@@ -1,7 +1,7 @@
 //! The images that mutation starts from: small, one for each thing that a parser may stumble over.
 
 use crate::disk::{Disk, MARK};
-use block::{MetaIo, block_on};
+use block::{MetaIo, OpFlags, block_on};
 use format_qcow2::{CreateOptions, create};
 use std::sync::OnceLock;
 use testkit::{Request, SimFileOptions, SimStorage, stamped};
@@ -44,7 +44,7 @@ fn made(options: &CreateOptions) -> Vec<u8> {
         Ok(disk) => disk,
         Err(error) => panic!("a golden image cannot be opened: {error}"),
     };
-    let zeroes = |may_unmap| Request::WriteZeroes { offset: 8 << 10, length: 8 << 10, may_unmap, fua: false };
+    let zeroes = |may_unmap| Request::WriteZeroes { offset: 8 << 10, length: 8 << 10, may_unmap, flags: OpFlags::NONE };
     disk.ask(vec![
         Request::write(0, stamped(1, 0, 24 << 10)),
         zeroes(false),

@@ -5,6 +5,7 @@ use crate::golden;
 use crate::mutate::{Tables, damage};
 use crate::snapshot::{is_clean, is_dirty};
 use arbitrary::{Result, Unstructured};
+use block::OpFlags;
 use image::{CheckEvent, Format, Repair};
 use std::ops::Range;
 use std::path::Path;
@@ -122,7 +123,7 @@ fn request(u: &mut Unstructured<'_>, size_bytes: u64) -> Result<Request> {
     let (offset, length) = range(u, size_bytes)?;
     Ok(match u.int_in_range(0..=9)? {
         0..=4 => Request::write(offset, vec![MARK; length as usize]),
-        5 => Request::WriteZeroes { offset, length, may_unmap: u.arbitrary()?, fua: false },
+        5 => Request::WriteZeroes { offset, length, may_unmap: u.arbitrary()?, flags: OpFlags::NONE },
         6 => Request::Discard { offset, length },
         7 => Request::Flush,
         _ => Request::read(offset, length as usize),

@@ -1,6 +1,6 @@
 //! A disk queue whose operations are awaited, for tasks on a reactor.
 
-use crate::{Completion, Disk, DiskQueue, Done, IoResult, Op, Poller, PollerId, ReactorCtx, Result, Waiter};
+use crate::{Completion, Disk, DiskQueue, Done, IoResult, Op, OpFlags, Poller, PollerId, ReactorCtx, Result, Waiter};
 use memory::{AlignedBuf, IoBuf, PoolRc};
 use std::cell::RefCell;
 use std::rc::{Rc, Weak};
@@ -55,7 +55,7 @@ impl DiskIo {
     pub async fn read_part(&self, offset: u64, buf: &mut AlignedBuf, part: std::ops::Range<usize>) -> IoResult {
         let shared = IoBuf::from_aligned(std::mem::replace(buf, AlignedBuf::zeroed(0)));
         let data = shared.whole().slice(part.start, part.len());
-        let result = self.run(Op::Read { offset, data }).await;
+        let result = self.run(Op::read(offset, data)).await;
         *buf = reclaim(shared);
         result
     }
@@ -64,7 +64,7 @@ impl DiskIo {
     pub async fn write(&self, offset: u64, buf: &mut AlignedBuf, part: std::ops::Range<usize>) -> IoResult {
         let shared = IoBuf::from_aligned(std::mem::replace(buf, AlignedBuf::zeroed(0)));
         let data = shared.whole().slice(part.start, part.len());
-        let result = self.run(Op::Write { offset, data, fua: false }).await;
+        let result = self.run(Op::write(offset, data, OpFlags::NONE)).await;
         *buf = reclaim(shared);
         result
     }

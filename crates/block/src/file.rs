@@ -4,7 +4,7 @@
 //! same thread, through its [`Done`]: either into a [`Sink`] that its owner drains (the fast path), or to a [`Waiter`]
 //! that a task awaits (the slow path).
 
-use crate::{IoError, IoErrorKind, IoResult, ReactorCtx, Result};
+use crate::{IoError, IoErrorKind, IoResult, Priority, ReactorCtx, Result};
 use memory::{PoolRc, Window, room_for};
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -186,6 +186,9 @@ pub enum FileOp {
 pub struct FileIo {
     /// What to do.
     pub op: FileOp,
+    /// How urgent it is; of reads and writes only. An engine that has no way to say so leaves it out: one whose calls are
+    /// made by threads, which have a priority of their own.
+    pub priority: Priority,
     /// Told once, when it is done.
     pub done: Done,
 }
@@ -314,16 +317,40 @@ impl Future for WaitForIo {
     }
 }
 
+impl FileIo {
+    /// An operation without a priority.
+    #[inline]
+    #[must_use]
+    pub fn new(op: FileOp, done: Done) -> Self {
+        Self { op, priority: Priority::NONE, done }
+    }
+}
+
 impl dyn FileQueue {
     /// Pushes `op` now and returns a future of its end. The operation happens whether or not the future is awaited.
     pub fn start(&self, op: FileOp) -> impl Future<Output = IoResult> + use<> {
-        self.start_with(op, Waiter::new())
+        self.start_with(op, Priority::NONE, Waiter::new())
+    }
+
+    /// As `start`, of a transfer that is as urgent as `priority` says.
+    pub fn start_at(&self, op: FileOp, priority: Priority) -> impl Future<Output = IoResult> + use<> {
+        self.start_with(op, priority, Waiter::new())
     }
 
     /// As `start`, keeping `value` until the operation has ended, also if the future is dropped before: a write to space
     /// that must not be used again meanwhile keeps its queue's part in the image's [`crate::Epochs`].
     pub fn start_keeping(&self, op: FileOp, value: Rc<dyn Any>) -> impl Future<Output = IoResult> + use<> {
-        self.start_with(op, Waiter::keeping(value))
+        self.start_keeping_at(op, Priority::NONE, value)
+    }
+
+    /// As `start_keeping`, of a transfer that is as urgent as `priority` says.
+    pub fn start_keeping_at(
+        &self,
+        op: FileOp,
+        priority: Priority,
+        value: Rc<dyn Any>,
+    ) -> impl Future<Output = IoResult> + use<> {
+        self.start_with(op, priority, Waiter::keeping(value))
     }
 
     /// As `start_keeping`, of a copy that the host makes.
@@ -333,8 +360,13 @@ impl dyn FileQueue {
         WaitForIo(waiter)
     }
 
-    fn start_with(&self, op: FileOp, waiter: PoolRc<Waiter>) -> impl Future<Output = IoResult> + use<> {
-        self.push(FileIo { op, done: Done::Waiter(waiter.clone()) });
+    fn start_with(
+        &self,
+        op: FileOp,
+        priority: Priority,
+        waiter: PoolRc<Waiter>,
+    ) -> impl Future<Output = IoResult> + use<> {
+        self.push(FileIo { op, priority, done: Done::Waiter(waiter.clone()) });
         WaitForIo(waiter)
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! * [`Disk`] and [`DiskQueue`]: what front ends (vhost-user, NBD, the driver's tests) see of a disk.
 //! * [`DiskListener`]: who hears of a disk's changes.
-//! * [`Op`] and [`Completion`]: one request and its end. Operations own their buffers.
+//! * [`Op`] and [`Completion`]: one request and its end. Operations own their buffers. [`OpFlags`] and [`Priority`] say
+//!   how durable and how urgent.
 //! * [`File`] and [`FileQueue`]: what images see of an open file; engines and the simulator implement them. Pushing an
 //!   operation never waits: the reactor submits once a turn and routes the completion through its [`Done`].
 //! * [`MetaIo`]: how formats read and write their tables: the same queue, awaited.
@@ -23,6 +24,7 @@ mod error;
 mod executor;
 mod extent;
 mod file;
+mod flags;
 mod listeners;
 mod meta;
 mod op;
@@ -40,6 +42,7 @@ pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};
 pub use executor::{Executor, Task, block_on};
 pub use extent::{CompressedExtent, Extent, Mapped};
 pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks, PastEnd, Sink, Waiter};
+pub use flags::{OpFlags, Priority};
 pub use listeners::{DiskListener, Listeners};
 pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};

@@ -1,6 +1,6 @@
 //! One request to a disk, and its end.
 
-use crate::IoResult;
+use crate::{IoResult, OpFlags, Priority};
 use memory::Window;
 
 /// The unit of virtio-blk's and most formats' addresses.
@@ -21,6 +21,8 @@ pub enum Op {
         offset: u64,
         /// Where to.
         data: Window,
+        /// How urgent it is.
+        priority: Priority,
     },
     /// Stores `data`.
     Write {
@@ -28,8 +30,10 @@ pub enum Op {
         offset: u64,
         /// Where from.
         data: Window,
-        /// Complete only when durable, metadata included.
-        fua: bool,
+        /// A flush before it, and whether it is to be durable.
+        flags: OpFlags,
+        /// How urgent it is.
+        priority: Priority,
     },
     /// Makes every write that completed before this was submitted, on any queue of the disk, durable.
     Flush,
@@ -48,17 +52,49 @@ pub enum Op {
         length: u64,
         /// Space may be given back to the host.
         may_unmap: bool,
-        /// Complete only when durable, metadata included.
-        fua: bool,
+        /// A flush before it, and whether it is to be durable.
+        flags: OpFlags,
     },
 }
 
 impl Op {
+    /// A read without a priority.
+    #[inline]
+    #[must_use]
+    pub fn read(offset: u64, data: Window) -> Self {
+        Self::Read { offset, data, priority: Priority::NONE }
+    }
+
+    /// A write without a priority.
+    #[inline]
+    #[must_use]
+    pub fn write(offset: u64, data: Window, flags: OpFlags) -> Self {
+        Self::Write { offset, data, flags, priority: Priority::NONE }
+    }
+
+    /// The flags; none for what has none.
+    #[must_use]
+    pub fn flags(&self) -> OpFlags {
+        match self {
+            Self::Write { flags, .. } | Self::WriteZeroes { flags, .. } => *flags,
+            Self::Read { .. } | Self::Flush | Self::Discard { .. } => OpFlags::NONE,
+        }
+    }
+
+    /// The same request with other flags, where it has any.
+    #[must_use]
+    pub fn with_flags(mut self, new: OpFlags) -> Self {
+        if let Self::Write { flags, .. } | Self::WriteZeroes { flags, .. } = &mut self {
+            *flags = new;
+        }
+        self
+    }
+
     /// The range it touches; `None` for a flush.
     #[must_use]
     pub fn range(&self) -> Option<(u64, u64)> {
         match self {
-            Self::Read { offset, data } | Self::Write { offset, data, .. } => {
+            Self::Read { offset, data, .. } | Self::Write { offset, data, .. } => {
                 Some((*offset, data.length_bytes() as u64))
             }
             Self::Discard { offset, length } | Self::WriteZeroes { offset, length, .. } => Some((*offset, *length)),
@@ -80,4 +116,15 @@ pub struct Completion {
     pub tag: Tag,
     /// How it ended. After an error the affected range of a write may hold old or new sectors.
     pub result: IoResult,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_and_priority_take_no_room() {
+        // Window, offset, and a word for all that is small.
+        assert_eq!(size_of::<Op>(), size_of::<Window>() + 2 * size_of::<u64>());
+    }
 }

@@ -4,6 +4,7 @@
 use crate::layout::GUEST_BASE;
 use crate::queue::Rules;
 use crate::ring::Ring;
+use block::Priority;
 use memory::{Segment, Window};
 use virtio::blk::{RangeSegment, RequestHeader, SECTOR_SHIFT, request_type};
 use virtio::driver_ring::{AddError, Buffer};
@@ -11,10 +12,11 @@ use virtio::driver_ring::{AddError, Buffer};
 /// The most data in one ring request.
 pub(crate) const MAX_REQUEST_BYTES: usize = 1 << 20;
 
-/// Direction, first byte on the disk, and the range of addresses that the device shares.
+/// Direction, first byte on the disk, how urgent, and the range of addresses that the device shares.
 pub(crate) struct Way {
     pub(crate) kind: u32,
     pub(crate) offset: u64,
+    pub(crate) priority: Priority,
     pub(crate) shared: (usize, usize),
 }
 
@@ -54,11 +56,18 @@ pub(crate) fn issue_data(
         }
         length => length,
     };
-    start_data(ring, way.kind, way.offset + skip as u64, owner, skip, length)
+    start_data(ring, (way.kind, way.priority), way.offset + skip as u64, owner, skip, length)
 }
 
-fn start_data(ring: &mut Ring, kind: u32, at: u64, owner: u32, skip: usize, length: usize) -> Result<u64, AddError> {
-    let header = RequestHeader { kind, priority: 0, sector: at >> SECTOR_SHIFT };
+fn start_data(
+    ring: &mut Ring,
+    (kind, priority): (u32, Priority),
+    at: u64,
+    owner: u32,
+    skip: usize,
+    length: usize,
+) -> Result<u64, AddError> {
+    let header = RequestHeader { kind, priority: priority.ioprio().into(), sector: at >> SECTOR_SHIFT };
     match ring.start(header, owner, skip, length) {
         Ok(()) => Ok(length as u64),
         Err(error) => {
@@ -130,7 +139,7 @@ pub(crate) fn issue_zeros(
     for slot in ring.next_bounce().iter().filter_map(|index| bounce.get(usize::from(*index))) {
         slot.fill(0);
     }
-    start_data(ring, request_type::OUT, at, owner, 0, length)
+    start_data(ring, (request_type::OUT, Priority::NONE), at, owner, 0, length)
 }
 
 pub(crate) fn range_segment(offset: u64, length: u64, most: u32, rules: &Rules, flags: u32) -> RangeSegment {

@@ -8,7 +8,7 @@ use crate::driver::Inner;
 use crate::issue::{MAX_REQUEST_BYTES, Way, copy_bounced, issue_data, issue_range, issue_zeros, range_segment};
 use crate::layout::BOUNCE_BYTES;
 use crate::ring::{ORPHAN, Ring};
-use block::{Completion, DiskQueue, IoError, IoErrorKind, IoResult, Op, Poller, PollerId, ReactorCtx, Tag};
+use block::{Completion, DiskQueue, IoError, IoErrorKind, IoResult, Op, OpFlags, Poller, PollerId, ReactorCtx, Tag};
 use memory::{IoBuf, Window};
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -30,10 +30,21 @@ struct Active {
     parts: u32,
     /// It has to be issued further: it is in line.
     waiting: bool,
-    /// A flush goes after the data (FUA on a device with a volatile cache), and whether the data is done.
+    /// A flush goes after the data (FUA on a device with a volatile cache).
     fua: bool,
-    flushing: bool,
+    stage: Stage,
     result: IoResult,
+}
+
+/// Where an operation stands. The next stage begins when all requests of the one before have succeeded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// The flush before its data.
+    Preflush,
+    /// What it is about; a flush itself too.
+    Data,
+    /// The flush after its data.
+    Flush,
 }
 
 /// What requests need to know of the device.
@@ -191,10 +202,10 @@ impl Core {
             Ok(false) => return self.immediate.push(Completion { tag, result: Ok(()) }),
             Err(error) => return self.immediate.push(Completion { tag, result: Err(error) }),
         }
-        let fua = self.rules.flush
-            && matches!(op, Op::Write { fua: true, .. } | Op::WriteZeroes { fua: true, .. })
-            && self.inner.volatile_cache.load(Ordering::Relaxed);
-        let active = Active { tag, op, issued: 0, parts: 0, waiting: false, fua, flushing: false, result: Ok(()) };
+        let flags = if self.has_volatile_cache() { op.flags() } else { OpFlags::NONE };
+        let stage = if flags.is_preflush() { Stage::Preflush } else { Stage::Data };
+        let fua = flags.is_fua();
+        let active = Active { tag, op, issued: 0, parts: 0, waiting: false, fua, stage, result: Ok(()) };
         let index = match self.free.pop() {
             Some(index) => {
                 if let Some(place) = self.active.get_mut(index as usize) {
@@ -229,13 +240,17 @@ impl Core {
         }
     }
 
+    fn has_volatile_cache(&self) -> bool {
+        self.rules.flush && self.inner.volatile_cache.load(Ordering::Relaxed)
+    }
+
     /// Whether the operation has to go to the device; refused operations are an error.
     fn admit(&self, op: &Op) -> IoResult<bool> {
         if op.is_write() && self.rules.read_only {
             return Err(IoError::new(IoErrorKind::ReadOnly));
         }
         let Some((offset, length)) = op.range() else {
-            return Ok(self.rules.flush && self.inner.volatile_cache.load(Ordering::Relaxed));
+            return Ok(self.has_volatile_cache());
         };
         let size_bytes = self.inner.size_bytes.load(Ordering::Relaxed);
         let inside = offset.checked_add(length).is_some_and(|end| end <= size_bytes);
@@ -244,7 +259,7 @@ impl Core {
         }
         match op {
             Op::Discard { .. } if self.rules.max_discard_sectors == 0 => Err(IoError::new(IoErrorKind::Unsupported)),
-            _ => Ok(length > 0),
+            _ => Ok(length > 0 || (op.flags().is_preflush() && self.has_volatile_cache())),
         }
     }
 
@@ -254,7 +269,7 @@ impl Core {
         let Some(active) = self.active.get_mut(index as usize) else { return true };
         let length = active.op.range().map_or(0, |(_, length)| length);
         loop {
-            if active.flushing || matches!(active.op, Op::Flush) {
+            if active.stage != Stage::Data || matches!(active.op, Op::Flush) {
                 ring.begin();
                 let header = RequestHeader { kind: request_type::FLUSH, priority: 0, sector: 0 };
                 if ring.start(header, index, 0, 0).is_err() {
@@ -270,12 +285,13 @@ impl Core {
                 return false;
             }
             let issued = match &active.op {
-                Op::Read { offset, data } => {
-                    let way = Way { kind: request_type::IN, offset: *offset, shared: self.shared };
+                Op::Read { offset, data, priority } => {
+                    let way = Way { kind: request_type::IN, offset: *offset, priority: *priority, shared: self.shared };
                     issue_data(ring, &self.bounce, &self.rules, way, data, active.issued as usize, index)
                 }
-                Op::Write { offset, data, .. } => {
-                    let way = Way { kind: request_type::OUT, offset: *offset, shared: self.shared };
+                Op::Write { offset, data, priority, .. } => {
+                    let way =
+                        Way { kind: request_type::OUT, offset: *offset, priority: *priority, shared: self.shared };
                     issue_data(ring, &self.bounce, &self.rules, way, data, active.issued as usize, index)
                 }
                 Op::Discard { offset, .. } => {
@@ -372,19 +388,34 @@ impl Core {
 
     /// Every request of the operation that was issued has ended, and nothing is left to issue.
     fn finish(&mut self, index: u32, done: &mut Vec<Completion>) {
-        let Some(active) = self.active.get_mut(index as usize) else { return };
-        if active.fua && !active.flushing && active.result.is_ok() {
-            active.flushing = true;
+        while self.next_stage(index) {
             if !self.line.is_empty() || !self.issue(index) {
-                self.wait_in_line(index);
+                return self.wait_in_line(index);
             }
-            return;
+            if self.active.get(index as usize).is_none_or(|active| active.parts > 0) {
+                return;
+            }
+            // Nothing to issue, or no ring could hold it.
         }
+        let Some(active) = self.active.get_mut(index as usize) else { return };
         let completion = Completion { tag: active.tag, result: active.result };
         // The operation's memory is let go before its end is visible.
         active.op = Op::Flush;
         self.free.push(index);
         done.push(completion);
+    }
+
+    /// Moves an operation on to what follows its stage; false if that is its end.
+    fn next_stage(&mut self, index: u32) -> bool {
+        let Some(active) = self.active.get_mut(index as usize).filter(|active| active.result.is_ok()) else {
+            return false;
+        };
+        active.stage = match active.stage {
+            Stage::Preflush => Stage::Data,
+            Stage::Data if active.fua => Stage::Flush,
+            Stage::Data | Stage::Flush => return false,
+        };
+        true
     }
 
     /// Issues what waits in line, as far as it goes.

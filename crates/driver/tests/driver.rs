@@ -3,7 +3,7 @@
 
 mod common;
 
-use block::{Completion, Disk, DiskQueue, IoErrorKind, Op};
+use block::{Completion, Disk, DiskQueue, IoErrorKind, Op, OpFlags, Priority};
 use common::{Character, HandReactor, Server, Started};
 use driver::{Driver, DriverOptions};
 use memory::IoBuf;
@@ -44,8 +44,8 @@ impl Setup {
         while let Some((head, request)) = self.device.pop().unwrap() {
             let status = answer(&request);
             seen.push(match &request {
-                Request::Read { sector, data } => format!("read {sector}+{}", data.length_bytes()),
-                Request::Write { sector, data } => format!("write {sector}+{}", data.length_bytes()),
+                Request::Read { sector, data, .. } => format!("read {sector}+{}", data.length_bytes()),
+                Request::Write { sector, data, .. } => format!("write {sector}+{}", data.length_bytes()),
                 Request::Discard | Request::WriteZeroes => {
                     format!("{request:?} {:?}", self.device.ranges(head)[0]).to_lowercase()
                 }
@@ -89,11 +89,11 @@ impl Setup {
 }
 
 fn read(offset: u64, buf: &IoBuf) -> Op {
-    Op::Read { offset, data: buf.whole() }
+    Op::read(offset, buf.whole())
 }
 
 fn write(offset: u64, buf: &IoBuf, fua: bool) -> Op {
-    Op::Write { offset, data: buf.whole(), fua }
+    Op::write(offset, buf.whole(), OpFlags::from_fua(fua))
 }
 
 fn pattern(length: usize, seed: u8) -> IoBuf {
@@ -127,7 +127,7 @@ fn shared_memory_is_named_as_it_is_and_other_memory_is_copied() {
             setup.queue.submit(1, write(1024, buf, false));
             let mut written = Vec::new();
             setup.serve(|request| {
-                let Request::Write { sector: 2, data } = request else { panic!("{request:?}") };
+                let Request::Write { sector: 2, data, .. } = request else { panic!("{request:?}") };
                 written = data.to_vec();
                 Status::Ok
             });
@@ -135,7 +135,7 @@ fn shared_memory_is_named_as_it_is_and_other_memory_is_copied() {
             let answer = pattern(buf.length_bytes(), 77);
             setup.queue.submit(2, read(0, buf));
             setup.serve(|request| {
-                let Request::Read { sector: 0, data } = request else { panic!("{request:?}") };
+                let Request::Read { sector: 0, data, .. } = request else { panic!("{request:?}") };
                 data.copy_from(0, &answer.whole());
                 Status::Ok
             });
@@ -163,7 +163,7 @@ fn requests_are_cut_to_the_limits_of_the_device() {
         let (mut written, mut next) = (vec![0; 8192], 0);
         while next < 16 {
             setup.serve(|request| {
-                let Request::Write { sector, data } = request else { panic!("{request:?}") };
+                let Request::Write { sector, data, .. } = request else { panic!("{request:?}") };
                 assert_eq!(*sector, next);
                 assert!(data.segment_count() <= 2);
                 data.for_each_segment(|segment| assert!(segment.length_bytes() <= 3000));
@@ -180,7 +180,7 @@ fn requests_are_cut_to_the_limits_of_the_device() {
             6,
             match op {
                 "discard" => Op::Discard { offset, length },
-                _ => Op::WriteZeroes { offset, length, may_unmap: true, fua: false },
+                _ => Op::WriteZeroes { offset, length, may_unmap: true, flags: OpFlags::NONE },
             },
         );
         let seen = setup.serve_all();
@@ -223,7 +223,7 @@ fn bounce_buffers_run_out_and_come_back() {
     let mut written = vec![0; 768 << 10];
     while setup.queue.in_flight() > 0 {
         let seen = setup.serve(|request| {
-            let Request::Write { sector, data } = request else { panic!("{request:?}") };
+            let Request::Write { sector, data, .. } = request else { panic!("{request:?}") };
             data.copy_to_slice(0, &mut written[*sector as usize * 512..]);
             Status::Ok
         });
@@ -247,7 +247,7 @@ fn fua_is_data_then_flush_where_the_cache_is_volatile_and_nothing_elsewhere() {
     assert_eq!(setup.serve(|_| Status::IoErr), ["flush"]);
     assert_eq!(setup.results(), [(1, Err(IoErrorKind::Io))]);
 
-    setup.queue.submit(2, Op::WriteZeroes { offset: 0, length: 512, may_unmap: false, fua: true });
+    setup.queue.submit(2, Op::WriteZeroes { offset: 0, length: 512, may_unmap: false, flags: OpFlags::FUA });
     assert_eq!(setup.serve(|_| Status::IoErr).len(), 1);
     assert_eq!(setup.results(), [(2, Err(IoErrorKind::Io))], "no flush after data that failed");
 
@@ -258,6 +258,52 @@ fn fua_is_data_then_flush_where_the_cache_is_volatile_and_nothing_elsewhere() {
     assert_eq!(setup.serve_all(), ["write 0+512"]);
     setup.done.sort_by_key(|done| done.tag);
     assert_eq!(setup.results(), [(3, Ok(())), (4, Ok(()))]);
+}
+
+#[test]
+fn preflush_is_flush_then_data_and_where_the_flush_fails_no_data_are_sent() {
+    let mut character = Character::default();
+    character.features |= features::CONFIG_WCE;
+    character.config.writeback = 1;
+    let mut setup = setup(character, small());
+    let buf = setup.driver.alloc(512).unwrap();
+    let both = OpFlags::PREFLUSH | OpFlags::FUA;
+    setup.queue.submit(1, Op::write(0, buf.whole(), both));
+    for step in ["flush", "write 0+512", "flush"] {
+        assert_eq!(setup.results(), [], "not before the {step}");
+        assert_eq!(setup.serve(|_| Status::Ok), [step]);
+    }
+    assert_eq!(setup.results(), [(1, Ok(()))]);
+
+    setup.queue.submit(2, Op::write(0, buf.whole(), both));
+    assert_eq!(setup.serve(|_| Status::IoErr), ["flush"]);
+    assert_eq!(setup.results(), [(2, Err(IoErrorKind::Io))]);
+    assert!(setup.serve_all().is_empty(), "its data are not sent");
+
+    setup.queue.submit(3, Op::write(0, memory::Window::empty(), OpFlags::PREFLUSH));
+    assert_eq!(setup.serve(|_| Status::Ok), ["flush"], "without data it is a flush alone");
+    assert_eq!(setup.results(), [(3, Ok(()))]);
+
+    setup.driver.set_volatile_cache(false);
+    setup.queue.submit(4, Op::write(0, buf.whole(), both));
+    assert_eq!(setup.serve_all(), ["write 0+512"]);
+}
+
+#[test]
+fn a_transfers_priority_is_in_its_header() {
+    let mut setup = setup(Character::default(), small());
+    let buf = setup.driver.alloc(512).unwrap();
+    let priority = Priority::best_effort(3);
+    setup.queue.submit(1, Op::Read { offset: 0, data: buf.whole(), priority });
+    setup.queue.submit(2, Op::Write { offset: 0, data: buf.whole(), flags: OpFlags::NONE, priority });
+    let mut found = Vec::new();
+    setup.serve(|request| {
+        if let Request::Read { priority, .. } | Request::Write { priority, .. } = request {
+            found.push(*priority);
+        }
+        Status::Ok
+    });
+    assert_eq!(found, [u32::from(priority.ioprio()); 2]);
 }
 
 #[test]
@@ -272,10 +318,10 @@ fn impossible_requests_are_refused_without_the_device() {
         assert_eq!(setup.results(), [(tag as u64, Err(IoErrorKind::OutOfRange))]);
     }
     setup.queue.submit(9, Op::Discard { offset: 0, length: 512 });
-    setup.queue.submit(10, Op::Read { offset: 0, data: memory::Window::empty() });
+    setup.queue.submit(10, Op::read(0, memory::Window::empty()));
     assert_eq!(setup.results(), [(9, Err(IoErrorKind::Unsupported)), (10, Ok(()))]);
     // A device without write-zeroes gets zeros, with one segment a request because it does not say SEG_MAX.
-    setup.queue.submit(11, Op::WriteZeroes { offset: 0, length: 70 << 10, may_unmap: true, fua: true });
+    setup.queue.submit(11, Op::WriteZeroes { offset: 0, length: 70 << 10, may_unmap: true, flags: OpFlags::FUA });
     setup.reactor.turn();
     let mut zeros = 0;
     setup.serve(|request| {

@@ -8,7 +8,7 @@ use crate::inflight::{Action, Buffers, Request, Slab, Step};
 use crate::stats::Counters;
 use crate::threads::Workers;
 use crate::wakeup::Wakeup;
-use block::{BatchEnd, IoError};
+use block::{BatchEnd, IoError, Priority};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
@@ -294,6 +294,10 @@ fn block_of(index: u32, request: &Request, buffers: Buffers, wakeup: &Wakeup) ->
             return block;
         }
     };
+    if request.priority != Priority::NONE {
+        block.flags |= abi::FLAG_PRIORITY;
+        block.priority = request.priority.ioprio();
+    }
     match buffers {
         Buffers::Single { ptr, length_bytes } => {
             block.opcode = single;
@@ -316,6 +320,22 @@ mod tests {
     use memory::IoBuf;
 
     #[test]
+    fn a_transfer_names_its_priority_to_the_kernel_where_it_has_one() {
+        let wakeup = Wakeup::new().unwrap();
+        let options = OpenOptions { lock: false, ..OpenOptions::default() };
+        let file = crate::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
+        let target = Rc::new(QueueFile::new(Arc::new(file), None));
+        for priority in [Priority::NONE, Priority::best_effort(2)] {
+            let (done, window) = (Done::Sink { sink: Sink::new(), token: 0 }, IoBuf::zeroed(512).whole());
+            let (target, action) = (Rc::clone(&target), Action::Write { durable: false });
+            let request = Request { target, action, offset: 0, window, progress: 0, counted: false, priority, done };
+            let block = block_of(0, &request, Buffers::Vector { ptr: std::ptr::null(), count: 0 }, &wakeup);
+            let is_named = block.flags & abi::FLAG_PRIORITY != 0;
+            assert_eq!((is_named, block.priority), (priority != Priority::NONE, priority.ioprio()));
+        }
+    }
+
+    #[test]
     fn a_file_that_takes_nothing_that_must_not_wait_is_left_to_workers() {
         if probe().is_err() {
             eprintln!("skipped: no Linux AIO here");
@@ -335,7 +355,16 @@ mod tests {
             }
             let (done, window) = (Done::Sink { sink: Sink::new(), token: 0 }, IoBuf::zeroed(512).whole());
             let (target, action) = (Rc::clone(&target), Action::Read { need_bytes: 0 });
-            aio.push(Request { target, action, offset: 0, window, progress: 0, counted: false, done });
+            aio.push(Request {
+                target,
+                action,
+                offset: 0,
+                window,
+                progress: 0,
+                counted: false,
+                priority: Priority::NONE,
+                done,
+            });
             assert_eq!((aio.in_flight(), workers.in_flight()), (1, usize::from(is_refused)));
         }
     }

@@ -12,6 +12,8 @@ pub(crate) const PWRITEV: u16 = 8;
 
 /// The completion also signals `result_fd`.
 pub(crate) const FLAG_RESULT_FD: u32 = 1;
+/// The block names a priority (Linux 4.18; before, nobody looks at either).
+pub(crate) const FLAG_PRIORITY: u32 = 2;
 
 /// `struct iocb`, little-endian layout.
 #[derive(Debug, Clone, Copy, Default)]
@@ -21,7 +23,7 @@ pub(crate) struct ControlBlock {
     pub(crate) key: u32,
     pub(crate) rw_flags: i32,
     pub(crate) opcode: u16,
-    pub(crate) priority: i16,
+    pub(crate) priority: u16,
     pub(crate) fd: u32,
     pub(crate) buf: u64,
     pub(crate) count: u64,

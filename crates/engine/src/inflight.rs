@@ -2,7 +2,7 @@
 //! them the memory) until the kernel is done. Their contexts come from the pool.
 
 use crate::target::QueueFile;
-use block::{Done, IoError, IoErrorKind, IoResult};
+use block::{Done, IoError, IoErrorKind, IoResult, Priority};
 use memory::{Placed, PoolBox, PoolContext, Window, pooled, room_for};
 use std::os::fd::RawFd;
 use std::rc::Rc;
@@ -64,6 +64,8 @@ pub(crate) struct Request {
     pub(crate) progress: usize,
     /// Counted in [`QueueFile::change_begins`].
     pub(crate) counted: bool,
+    /// Of transfers that the kernel carries out; a worker's calls have the priority of its thread.
+    pub(crate) priority: Priority,
     pub(crate) done: Done,
 }
 
@@ -378,7 +380,7 @@ mod tests {
         let window = IoBuf::gather(vec![memory.slice(0, 700), memory.slice(700, length - 700)]).whole();
         let target = Rc::new(QueueFile::new(std::sync::Arc::new(file), None));
         let done = Done::Sink { sink: block::Sink::new(), token: 0 };
-        Request { target, action, offset: 0, window, progress: 0, counted: false, done }
+        Request { target, action, offset: 0, window, progress: 0, counted: false, priority: Priority::NONE, done }
     }
 
     fn bytes_listed(request: &Request) -> usize {

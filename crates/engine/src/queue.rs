@@ -8,7 +8,8 @@ use crate::inflight::{Action, Request};
 use crate::target::{OpenFile, QueueFile};
 use crate::zeroes;
 use block::{
-    CopyRange, Done, Executor, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, PastEnd, Task, Waiter,
+    CopyRange, Done, Executor, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, PastEnd, Priority, Task,
+    Waiter,
 };
 use memory::Window;
 use std::future::Future;
@@ -22,21 +23,22 @@ use std::sync::atomic::Ordering;
 pub(crate) struct Lane {
     engine: Option<Engine>,
     pub(crate) target: Rc<QueueFile>,
+    /// Of what is pushed through this lane.
+    priority: Priority,
 }
 
 impl Lane {
+    /// The same for transfers of another priority.
+    fn at(&self, priority: Priority) -> Self {
+        Self { priority, ..self.clone() }
+    }
+
     /// Pushes one primitive request.
     pub(crate) fn push(&self, action: Action, offset: u64, window: Window, done: Done) {
-        self.push_request(action, offset, window, done, false);
+        self.push_request(action, offset, window, self.priority, done, false);
     }
 
-    /// As [`Lane::push`], for a change that holds no range; see [`crate::tracking`].
-    fn push_counted(&self, action: Action, offset: u64, window: Window, done: Done) {
-        self.target.change_begins();
-        self.push_request(action, offset, window, done, true);
-    }
-
-    fn push_request(&self, action: Action, offset: u64, window: Window, done: Done, counted: bool) {
+    fn push_request(&self, action: Action, offset: u64, window: Window, priority: Priority, done: Done, counted: bool) {
         match action {
             Action::Truncate => self.target.file.length_changes(offset),
             Action::Fallocate { mode, length } if mode & libc::FALLOC_FL_PUNCH_HOLE != 0 => {
@@ -45,7 +47,7 @@ impl Lane {
             _ => {}
         }
         let target = Rc::clone(&self.target);
-        let request = Request { target, action, offset, window, progress: 0, counted, done };
+        let request = Request { target, action, offset, window, progress: 0, counted, priority, done };
         match &self.engine {
             Some(engine) => engine.push(request),
             None => {
@@ -71,11 +73,12 @@ pub(crate) struct HostQueue {
 
 impl HostQueue {
     pub(crate) fn on_reactor(engine: Engine, target: Rc<QueueFile>, tasks: Rc<Executor>) -> Self {
-        Self { lane: Lane { engine: Some(engine), target }, tasks: Some(tasks) }
+        Self { lane: Lane { engine: Some(engine), target, priority: Priority::NONE }, tasks: Some(tasks) }
     }
 
     pub(crate) fn blocking(file: Arc<OpenFile>) -> Self {
-        Self { lane: Lane { engine: None, target: Rc::new(QueueFile::new(file, None)) }, tasks: None }
+        let target = Rc::new(QueueFile::new(file, None));
+        Self { lane: Lane { engine: None, target, priority: Priority::NONE }, tasks: None }
     }
 
     fn run_task(&self, done: Done, task: impl Future<Output = IoResult> + 'static) {
@@ -119,33 +122,35 @@ fn decided(op: &FileOp, file: &OpenFile) -> Option<IoResult> {
 }
 
 impl HostQueue {
-    fn read(&self, offset: u64, data: Window, past_end: PastEnd, done: Done) {
+    fn read(&self, offset: u64, data: Window, past_end: PastEnd, priority: Priority, done: Done) {
         let need_bytes = if past_end == PastEnd::Fails { data.length_bytes() } else { 0 };
         let alignment = self.lane.target.file.alignment;
         if alignment.is_none() || alignment.fits(offset, &data) {
-            self.lane.push(Action::Read { need_bytes }, offset, data, done);
+            self.lane.push_request(Action::Read { need_bytes }, offset, data, priority, done, false);
         } else {
-            self.run_task(done, align::read(self.lane.clone(), offset, data, need_bytes));
+            self.run_task(done, align::read(self.lane.at(priority), offset, data, need_bytes));
         }
     }
 
-    fn write(&self, offset: u64, data: Window, fua: bool, done: Done) {
+    fn write(&self, offset: u64, data: Window, fua: bool, priority: Priority, done: Done) {
         let file = &*self.lane.target.file;
         let durable = (fua || file.write_through) && !file.ignore_flush;
         if durable && file.page_cached && !file.in_memory && self.tasks.is_some() {
             let counted = DurableWrite::new(&self.lane.target);
-            return self.run_task(done, group_sync::write(self.lane.clone(), counted, offset, data));
+            return self.run_task(done, group_sync::write(self.lane.at(priority), counted, offset, data));
         }
         if file.alignment.is_none() {
             let length_bytes = data.length_bytes();
-            self.lane.push(Action::Write { durable }, offset, data, done);
+            self.lane.push_request(Action::Write { durable }, offset, data, priority, done, false);
             return self.write_behind(length_bytes);
         }
         let untracked = self.tasks.is_some() && !file.tracking.is_tracked();
         if untracked && file.alignment.fits(offset, &data) {
-            self.lane.push_counted(Action::Write { durable }, offset, data, done);
+            // It holds no range; see `tracking`.
+            self.lane.target.change_begins();
+            self.lane.push_request(Action::Write { durable }, offset, data, priority, done, true);
         } else {
-            self.run_task(done, align::write(self.lane.clone(), offset, data, durable));
+            self.run_task(done, align::write(self.lane.at(priority), offset, data, durable));
         }
     }
 }
@@ -168,13 +173,13 @@ impl HostQueue {
 
 impl FileQueue for HostQueue {
     fn push(&self, io: FileIo) {
-        let FileIo { op, done } = io;
+        let FileIo { op, priority, done } = io;
         if let Some(result) = decided(&op, &self.lane.target.file) {
             return done.complete(result);
         }
         match op {
-            FileOp::Read { offset, data, past_end } => self.read(offset, data, past_end, done),
-            FileOp::Write { offset, data, fua } => self.write(offset, data, fua, done),
+            FileOp::Read { offset, data, past_end } => self.read(offset, data, past_end, priority, done),
+            FileOp::Write { offset, data, fua } => self.write(offset, data, fua, priority, done),
             FileOp::Flush => self.lane.push(Action::Sync, 0, self.lane.target.no_data.clone(), done),
             FileOp::Discard { offset, length } => {
                 self.run_task(done, zeroes::discard(self.lane.clone(), offset, length));

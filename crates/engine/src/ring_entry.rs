@@ -12,10 +12,10 @@ pub(crate) fn entry_of(request: &Request, buffers: Buffers, slot: Option<u16>) -
         Some(fixed) => (types::Fd(fixed.index as i32), squeue::Flags::FIXED_FILE),
         None => (types::Fd(file.raw_fd()), squeue::Flags::empty()),
     };
-    let (offset, rw_flags) = (request.file_offset(), file.nowait.ring_flags(request.action));
+    let how = How { rw_flags: file.nowait.ring_flags(request.action), ioprio: request.priority.ioprio() };
     let entry = match request.action {
-        Action::Read { .. } => read_entry(fd, offset, buffers, slot, rw_flags),
-        Action::Write { .. } => write_entry(fd, offset, buffers, slot, rw_flags),
+        Action::Read { .. } => read_entry(fd, request.file_offset(), buffers, slot, how),
+        Action::Write { .. } => write_entry(fd, request.file_offset(), buffers, slot, how),
         // These never get here, see `QueueFile::goes_to_worker`.
         Action::Sync
         | Action::Fallocate { .. }
@@ -27,36 +27,57 @@ pub(crate) fn entry_of(request: &Request, buffers: Buffers, slot: Option<u16>) -
     entry.flags(flags)
 }
 
-fn read_entry(fd: types::Fd, offset: u64, buffers: Buffers, slot: Option<u16>, rw_flags: i32) -> squeue::Entry {
+/// What the kernel is told of a transfer besides where it goes.
+#[derive(Clone, Copy)]
+struct How {
+    rw_flags: i32,
+    ioprio: u16,
+}
+
+fn read_entry(fd: types::Fd, offset: u64, buffers: Buffers, slot: Option<u16>, how: How) -> squeue::Entry {
+    let How { rw_flags, ioprio } = how;
     match (buffers, slot) {
         (Buffers::Single { ptr, length_bytes }, None) => {
-            opcode::Read::new(fd, ptr, length_bytes as u32).offset(offset).rw_flags(rw_flags).build()
+            opcode::Read::new(fd, ptr, length_bytes as u32).offset(offset).rw_flags(rw_flags).ioprio(ioprio).build()
         }
         (Buffers::Single { ptr, length_bytes }, Some(slot)) => {
-            opcode::ReadFixed::new(fd, ptr, length_bytes as u32, slot).offset(offset).rw_flags(rw_flags).build()
+            opcode::ReadFixed::new(fd, ptr, length_bytes as u32, slot)
+                .offset(offset)
+                .rw_flags(rw_flags)
+                .ioprio(ioprio)
+                .build()
         }
         (Buffers::Vector { ptr, count }, None) => {
-            opcode::Readv::new(fd, ptr, count as u32).offset(offset).rw_flags(rw_flags).build()
+            opcode::Readv::new(fd, ptr, count as u32).offset(offset).rw_flags(rw_flags).ioprio(ioprio).build()
         }
-        (Buffers::Vector { ptr, count }, Some(slot)) => {
-            opcode::ReadvFixed::new(fd, ptr, count as u32, slot).offset(offset).rw_flags(rw_flags).build()
-        }
+        (Buffers::Vector { ptr, count }, Some(slot)) => opcode::ReadvFixed::new(fd, ptr, count as u32, slot)
+            .offset(offset)
+            .rw_flags(rw_flags)
+            .ioprio(ioprio)
+            .build(),
     }
 }
 
-fn write_entry(fd: types::Fd, offset: u64, buffers: Buffers, slot: Option<u16>, rw_flags: i32) -> squeue::Entry {
+fn write_entry(fd: types::Fd, offset: u64, buffers: Buffers, slot: Option<u16>, how: How) -> squeue::Entry {
+    let How { rw_flags, ioprio } = how;
     match (buffers, slot) {
         (Buffers::Single { ptr, length_bytes }, None) => {
-            opcode::Write::new(fd, ptr, length_bytes as u32).offset(offset).rw_flags(rw_flags).build()
+            opcode::Write::new(fd, ptr, length_bytes as u32).offset(offset).rw_flags(rw_flags).ioprio(ioprio).build()
         }
         (Buffers::Single { ptr, length_bytes }, Some(slot)) => {
-            opcode::WriteFixed::new(fd, ptr, length_bytes as u32, slot).offset(offset).rw_flags(rw_flags).build()
+            opcode::WriteFixed::new(fd, ptr, length_bytes as u32, slot)
+                .offset(offset)
+                .rw_flags(rw_flags)
+                .ioprio(ioprio)
+                .build()
         }
         (Buffers::Vector { ptr, count }, None) => {
-            opcode::Writev::new(fd, ptr, count as u32).offset(offset).rw_flags(rw_flags).build()
+            opcode::Writev::new(fd, ptr, count as u32).offset(offset).rw_flags(rw_flags).ioprio(ioprio).build()
         }
-        (Buffers::Vector { ptr, count }, Some(slot)) => {
-            opcode::WritevFixed::new(fd, ptr, count as u32, slot).offset(offset).rw_flags(rw_flags).build()
-        }
+        (Buffers::Vector { ptr, count }, Some(slot)) => opcode::WritevFixed::new(fd, ptr, count as u32, slot)
+            .offset(offset)
+            .rw_flags(rw_flags)
+            .ioprio(ioprio)
+            .build(),
     }
 }

@@ -4,7 +4,7 @@ use super::*;
 use crate::OpenOptions;
 use crate::inflight::Buffers;
 use crate::target::QueueFile;
-use block::Sink;
+use block::{Priority, Sink};
 use memory::{IoBuf, Window};
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
@@ -27,6 +27,7 @@ fn write(target: &Rc<QueueFile>, sink: &Rc<Sink>, token: u64, window: Window) ->
         window,
         progress: 0,
         counted: false,
+        priority: Priority::NONE,
         done: Done::Sink { sink: Rc::clone(sink), token },
     }
 }
@@ -196,7 +197,16 @@ impl InMemory {
         let (workers, target) = &self.reactors[reactor];
         let window = if length_bytes > 0 { IoBuf::zeroed(length_bytes).whole() } else { Window::empty() };
         let (target, done) = (Rc::clone(target), Done::Sink { sink: Sink::new(), token: 0 });
-        workers.push(Request { target, action, offset, window, progress: 0, counted: false, done });
+        workers.push(Request {
+            target,
+            action,
+            offset,
+            window,
+            progress: 0,
+            counted: false,
+            priority: Priority::NONE,
+            done,
+        });
         workers.submit();
     }
 

@@ -455,7 +455,7 @@ mod tests {
     use crate::inflight::Action;
     use crate::target::QueueFile;
     use crate::{CacheMode, OpenOptions};
-    use block::{Done, Sink};
+    use block::{Done, Priority, Sink};
     use memory::{IoBuf, Mapping, Window};
     use rustix::event::{PollFd, PollFlags, poll};
     use std::os::unix::fs::FileExt;
@@ -500,7 +500,16 @@ mod tests {
 
         fn push(&self, token: u64, action: Action, offset: u64, window: Window) {
             let (done, target) = (Done::Sink { sink: Rc::clone(&self.sink), token }, Rc::clone(&self.target));
-            self.uring.push(Request { target, action, offset, window, progress: 0, counted: false, done });
+            self.uring.push(Request {
+                target,
+                action,
+                offset,
+                window,
+                progress: 0,
+                counted: false,
+                priority: Priority::NONE,
+                done,
+            });
         }
 
         /// Until `count` requests have ended well; the caller sleeps on the wake-up alone.
@@ -572,7 +581,16 @@ mod tests {
             let (sink, target) = (Rc::clone(&bench.sink), Rc::clone(&bench.target));
             let (done, window) = (Done::Sink { sink, token: 0 }, IoBuf::zeroed(512).whole());
             let action = Action::Read { need_bytes: 512 };
-            let request = Request { target, action, offset: 0, window, progress: 0, counted: false, done };
+            let request = Request {
+                target,
+                action,
+                offset: 0,
+                window,
+                progress: 0,
+                counted: false,
+                priority: Priority::NONE,
+                done,
+            };
             let index = bench.uring.state.borrow_mut().as_mut().unwrap().slab.insert(request);
             bench.uring.route(u64::from(index), -errno);
             assert_eq!((bench.uring.in_flight(), bench.workers.in_flight()), (0, 1));
@@ -599,12 +617,17 @@ mod tests {
                 window,
                 progress: 0,
                 counted: false,
+                priority: Priority::best_effort(1),
                 done,
             };
             let none = crate::inflight::Buffers::Vector { ptr: std::ptr::null(), count: 0 };
             // `IOSQE_FIXED_FILE`.
             let words = format!("{:?}", entry_of(&request, none, None));
             assert!(words.contains(&format!("flags: {}", u8::from(is_fixed))), "{words}");
+            let entry = entry_of(&request, none, None);
+            // SAFETY: an entry is a `struct io_uring_sqe`: its priority lies behind the bytes of the opcode and the flags.
+            let ioprio = unsafe { (&raw const entry).cast::<u16>().add(1).read() };
+            assert_eq!(ioprio, request.priority.ioprio());
         }
     }
 

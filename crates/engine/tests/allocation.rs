@@ -86,7 +86,7 @@ impl Poller for Load {
         let any = !self.idle.is_empty();
         while let Some(index) = self.idle.pop() {
             let done = Done::Sink { sink: Rc::clone(&self.sink), token: index as u64 };
-            self.queue.push(FileIo { op: self.op(index), done });
+            self.queue.push(FileIo::new(self.op(index), done));
             self.pushed += 1;
         }
         any

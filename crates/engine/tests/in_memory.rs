@@ -204,7 +204,7 @@ fn a_batch_on_what_is_asked_for_again_and_again_takes_no_system_call() {
                     true => FileOp::Write { offset, data, fua: false },
                     false => FileOp::Read { offset, data, past_end: PastEnd::Fails },
                 };
-                queue.push(block::FileIo { op, done: block::Done::Sink { sink: Rc::clone(&sink), token: token as _ } });
+                queue.push(block::FileIo::new(op, block::Done::Sink { sink: Rc::clone(&sink), token: token as _ }));
             }
             // Another task's turn: the batch was submitted and harvested.
             while ended.len() < 32 {

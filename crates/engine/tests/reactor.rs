@@ -278,7 +278,7 @@ impl Poller for Load {
                 past_end: PastEnd::Fails,
             };
             let done = Done::Sink { sink: Rc::clone(&self.sink), token };
-            self.queue.push(FileIo { op, done });
+            self.queue.push(FileIo::new(op, done));
             (self.left, batch) = (self.left - 1, batch + 1);
             if self.batch_end.take() {
                 break;

@@ -3,7 +3,7 @@
 
 mod common;
 
-use block::{Completion, File, IoResult, MetaIo, Participant, ReactorCtx, block_on};
+use block::{Completion, File, IoResult, MetaIo, OpFlags, Participant, ReactorCtx, block_on};
 use common::{Base, Guest, NAME, created};
 use format_qcow2::{Barrier, Compression, CreateOptions, Qcow2};
 use std::cell::RefCell;
@@ -91,7 +91,7 @@ fn random_request(dice: &mut Dice, size: u64, plan: &Plan) -> Request {
         0..3 => Request::Flush,
         3..6 => Request::read(offset, length as usize),
         _ if plan.only_writes => write,
-        6..9 => Request::WriteZeroes { offset, length, may_unmap: dice.chance(50), fua: false },
+        6..9 => Request::WriteZeroes { offset, length, may_unmap: dice.chance(50), flags: OpFlags::NONE },
         9..12 => Request::Discard { offset, length },
         _ => write,
     }

@@ -168,7 +168,7 @@ mod tests {
             }
             self.left -= 1;
             self.since = Instant::now();
-            self.queue.submit(7, Op::Read { offset: 0, data: IoBuf::zeroed(512).whole() });
+            self.queue.submit(7, Op::read(0, IoBuf::zeroed(512).whole()));
             true
         }
     }

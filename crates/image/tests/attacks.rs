@@ -4,7 +4,7 @@
 
 mod common;
 
-use block::{Disk, IoErrorKind};
+use block::{Disk, IoErrorKind, OpFlags};
 use common::SimOpener;
 use image::{Format, ImageOptions};
 use std::sync::Arc;
@@ -48,7 +48,8 @@ fn written(format: Option<Format>, request: Request) -> (Reply, Vec<u8>) {
 fn a_guest_cannot_turn_a_disk_that_was_guessed_raw_into_another_format() {
     for (name, sector) in headers() {
         let long: Vec<u8> = [&sector[..], &[7; 8192]].concat();
-        let pieces = |data: &[u8], pieces| Request::Write { offset: 0, data: data.into(), pieces, fua: false };
+        let pieces =
+            |data: &[u8], pieces| Request::Write { offset: 0, data: data.into(), pieces, flags: OpFlags::NONE };
         // At once, with more behind it, from memory that lies in pieces so that no piece has the magic.
         let ways = [pieces(&sector, vec![]), pieces(&long, vec![]), pieces(&sector, vec![1, 1, 65, 445])];
         for (way, request) in ways.into_iter().enumerate() {

@@ -3,6 +3,7 @@
 
 mod common;
 
+use block::OpFlags;
 use common::{Chain, Layer, name};
 use testkit::{Dice, Harness, ModelDisk, Request, Session, Workload, qcow2_check, stamped};
 
@@ -16,7 +17,7 @@ fn requests(dice: &mut Dice, first_tag: u64) -> Vec<(u64, Request)> {
         let request = match dice.below(6) {
             0 => Request::Flush,
             1 => Request::Discard { offset, length },
-            2 => Request::WriteZeroes { offset, length, may_unmap: true, fua: false },
+            2 => Request::WriteZeroes { offset, length, may_unmap: true, flags: OpFlags::NONE },
             _ => Request::write(offset, stamped(tag, offset, length as usize)),
         };
         (tag, request)

@@ -2,9 +2,9 @@
 
 mod common;
 
-use block::{IoError, IoErrorKind};
+use block::{IoError, IoErrorKind, OpFlags};
 use common::{Chain, Layer, made_by_qemu, name};
-use testkit::{FaultAction, FaultTest, ModelDisk, OpKind, Session, SimFileOptions, Summary, Workload};
+use testkit::{Fault, FaultAction, FaultTest, ModelDisk, OpKind, Request, Session, SimFileOptions, Summary, Workload};
 
 const NO_SPACE: IoError = IoError::new(IoErrorKind::NoSpace);
 
@@ -60,6 +60,54 @@ fn failed_reads_and_writes_of_the_image() {
 #[test]
 fn failed_flushes() {
     reaches_the_guest(&chain(), OpKind::Flush, FaultAction::Fail(IoError::EIO));
+}
+
+#[test]
+fn a_write_whose_preflush_fails_is_not_sent() {
+    let bytes = |tag: u8| vec![tag; 1024];
+    let preflush = |tag| {
+        let (data, flags) = (bytes(tag).into(), OpFlags::PREFLUSH);
+        Request::Write { offset: 4096, data, pieces: Vec::new(), flags }
+    };
+    let zeroes = || Request::WriteZeroes { offset: 4096, length: 1024, may_unmap: true, flags: OpFlags::PREFLUSH };
+    for layer in [Layer::qcow2(128 << 10, 1024), Layer::Raw(128 << 10)] {
+        let (chain, file) = (Chain::of(vec![layer]), name(0));
+        let storage = chain.storage();
+        let mut session = Session::open(&storage, &|storage| chain.open(storage), 1, 1).unwrap();
+        // Data to flush, and no tables: a flush of those writes.
+        for request in [Request::write(4096, bytes(1)), Request::Flush, Request::write(4096, bytes(1))] {
+            session.call(request).unwrap();
+        }
+        let written = storage.pushed(&file, OpKind::Write) + storage.pushed(&file, OpKind::WriteZeroes);
+        storage.inject(&file, Fault::nth(OpKind::Flush, 0, FaultAction::Fail(IoError::EIO)));
+        assert!(session.call(preflush(2)).is_err());
+        storage.inject(&file, Fault::nth(OpKind::Flush, 0, FaultAction::Fail(IoError::EIO)));
+        assert!(session.call(zeroes()).is_err());
+        let after = storage.pushed(&file, OpKind::Write) + storage.pushed(&file, OpKind::WriteZeroes);
+        assert_eq!(after, written, "{chain:?}");
+        assert!(session.call(Request::read(4096, 1024)).unwrap() == bytes(1));
+
+        storage.clear_faults();
+        session.call(preflush(3)).unwrap();
+        assert!(session.call(Request::read(4096, 1024)).unwrap() == bytes(3));
+    }
+}
+
+#[test]
+fn without_a_volatile_cache_a_preflush_is_not_sent() {
+    let chain = Chain::of(vec![Layer::Raw(128 << 10)]);
+    let storage = chain.storage();
+    let open = |storage: &testkit::SimStorage| {
+        let opened = chain.open(storage)?;
+        opened.disk.set_volatile_cache(false);
+        Ok(opened)
+    };
+    let mut session = Session::open(&storage, &open, 1, 1).unwrap();
+    session.call(Request::write(0, vec![1; 512])).unwrap();
+    let flushes = storage.pushed(&name(0), OpKind::Flush);
+    let (data, flags) = (vec![2; 512].into(), OpFlags::PREFLUSH);
+    session.call(Request::Write { offset: 0, data, pieces: Vec::new(), flags }).unwrap();
+    assert_eq!(storage.pushed(&name(0), OpKind::Flush), flushes);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 mod common;
 
+use block::OpFlags;
 use common::open_as;
 use image::Format;
 use std::path::PathBuf;
@@ -67,7 +68,8 @@ fn every_golden_image_holds_the_disk_and_takes_writes() {
             session.call(Request::write(offset as u64, vec![0x5a; length])).unwrap();
         }
         expected[130 << 10..150 << 10].fill(0);
-        let zeroes = Request::WriteZeroes { offset: 130 << 10, length: 20 << 10, may_unmap: true, fua: false };
+        let zeroes =
+            Request::WriteZeroes { offset: 130 << 10, length: 20 << 10, may_unmap: true, flags: OpFlags::NONE };
         session.call(zeroes).unwrap();
         session.close().unwrap();
         let after = qcow2_check(&storage.bytes(&common::name(0))).unwrap();

@@ -5,6 +5,7 @@
 
 mod common;
 
+use block::OpFlags;
 use common::{Chain, Layer, made_by_qemu, name};
 use format_qcow2::Barrier;
 use testkit::{PowerCutTest, Request, Session, SimFileOptions, SimStorage, Summary, Workload, stamped};
@@ -255,7 +256,9 @@ fn a_durable_overwrite_stays_where_a_killed_process_left_the_tables_in_the_host_
         let mut session = Session::open(&storage, &|storage| chain.open(storage), seed, 1).unwrap();
         // The first write goes the long way.
         session.call(Request::write(4096, bytes(3))).unwrap();
-        session.call(Request::Write { offset: 4096, data: bytes(2).into(), pieces: Vec::new(), fua: true }).unwrap();
+        session
+            .call(Request::Write { offset: 4096, data: bytes(2).into(), pieces: Vec::new(), flags: OpFlags::FUA })
+            .unwrap();
         let after = storage.power_cut(seed);
         let mut session = Session::open(&after, &|storage| chain.open(storage), seed, 1).unwrap();
         assert!(session.call(Request::read(4096, 1024)).unwrap() == bytes(2), "seed {seed}");

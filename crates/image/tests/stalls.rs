@@ -2,6 +2,7 @@
 
 mod common;
 
+use block::OpFlags;
 use common::{Chain, Layer, name};
 use testkit::{Fault, FaultAction, Harness, OpKind, Request, Session, SimStorage, stamped};
 
@@ -69,7 +70,7 @@ fn others() -> Vec<Request> {
         Request::write(at(2, 0), stamped(2, at(2, 0), CLUSTER as usize)),
         Request::write(at(2, 5), stamped(3, at(2, 5), 512)),
         Request::read(at(3, 7), CLUSTER as usize),
-        Request::WriteZeroes { offset: at(3, 8), length: 2 * CLUSTER, may_unmap: true, fua: false },
+        Request::WriteZeroes { offset: at(3, 8), length: 2 * CLUSTER, may_unmap: true, flags: OpFlags::NONE },
         Request::Discard { offset: at(1, 9), length: CLUSTER },
     ]
 }

@@ -1,7 +1,7 @@
 //! One slow operation on the storage holds up nobody who does not need it, on real reactors: four queues on two of them,
 //! on one qcow2 image whose file holds up one operation. (`stalls` asks the same of the simulator, which takes turns.)
 
-use block::{Disk, Error, File, FileIo, FileOp, FileQueue, ReactorCtx, Result, Task};
+use block::{Disk, Error, File, FileIo, FileOp, FileQueue, OpFlags, ReactorCtx, Result, Task};
 use engine::{CacheMode, OpenOptions, Reactor, ReactorConfig};
 use format_qcow2::CreateOptions as Qcow2Options;
 use image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, Role};
@@ -254,7 +254,7 @@ fn others(queue: usize, round: u64) -> Vec<Request> {
         Request::read(at(new), CLUSTER as usize),
         Request::write(at(new + 1), stamped(10 + round, at(new + 1), CLUSTER as usize)),
         Request::write(at(new + 2) + 512, stamped(10 + round, at(new + 2) + 512, 512)),
-        Request::WriteZeroes { offset: at(new + 3), length: 2 * CLUSTER, may_unmap: true, fua: false },
+        Request::WriteZeroes { offset: at(new + 3), length: 2 * CLUSTER, may_unmap: true, flags: OpFlags::NONE },
     ];
     if round.is_multiple_of(4) {
         requests.push(Request::Discard { offset: at(2 + round / 4), length: CLUSTER });
@@ -363,7 +363,7 @@ fn reads_and_overwrites_of_what_is_allocated_end_while_somebody_holds_the_image_
                 offset,
                 data: stamped(3, offset, length as usize).into(),
                 pieces: Vec::new(),
-                fua,
+                flags: OpFlags::from_fua(fua),
             };
             vec![
                 Request::read(at(0), 512),

@@ -10,7 +10,7 @@ use crate::kept_snapshots::keep_snapshots;
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::rate::RateLimit;
 use crate::shared_opener::SharedOpener;
-use block::{Disk, DiskIo, Error, ErrorKind, File, IoError, Op, ReactorHandle, Result};
+use block::{Disk, DiskIo, Error, ErrorKind, File, IoError, Op, OpFlags, ReactorHandle, Result};
 use image::{BackingPolicy, FileName, Format, GrowBy, Image, ImageOptions, Opener, Role};
 use memory::AlignedBuf;
 use std::ops::Range;
@@ -312,7 +312,7 @@ impl Worker for Committer {
 impl Committer {
     async fn zero(&self, range: Range<u64>) -> Result<()> {
         let (offset, length) = (range.start, range.end - range.start);
-        let op = Op::WriteZeroes { offset, length, may_unmap: true, fua: false };
+        let op = Op::WriteZeroes { offset, length, may_unmap: true, flags: OpFlags::NONE };
         self.base.run(op).await.map_err(|error| failed("writing", offset, error))
     }
 }

@@ -6,7 +6,7 @@ use crate::convert_plan::{Piece, Plan};
 use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::sources::{Salvage, Sources, places};
-use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, ReactorCtx, ReactorHandle, Result};
+use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorCtx, ReactorHandle, Result};
 use image::{CopyOffload, Format, Image};
 use memory::AlignedBuf;
 use std::cell::Cell;
@@ -257,7 +257,7 @@ impl Copier {
 
     async fn zero(&self, range: Range<u64>) -> Result<()> {
         let (offset, length) = (range.start, range.end - range.start);
-        let op = Op::WriteZeroes { offset, length, may_unmap: true, fua: false };
+        let op = Op::WriteZeroes { offset, length, may_unmap: true, flags: OpFlags::NONE };
         self.target.run(op).await.map_err(|error| failed("writing", offset, error))
     }
 }

@@ -11,7 +11,7 @@ use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
 use crate::shared_opener::SharedOpener;
-use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, ReactorHandle, Result};
+use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorHandle, Result};
 use image::{Backing, BackingPolicy, FileName, Format, Image, ImageOptions, Opener, Role, Run};
 use memory::AlignedBuf;
 use std::ops::Range;
@@ -315,7 +315,8 @@ impl Rebaser {
         let at = offset + part.start as u64;
         let written = match (&self.packer, packing) {
             _ if zero => {
-                let op = Op::WriteZeroes { offset: at, length: part.len() as u64, may_unmap: true, fua: false };
+                let op =
+                    Op::WriteZeroes { offset: at, length: part.len() as u64, may_unmap: true, flags: OpFlags::NONE };
                 self.top.run(op).await
             }
             (Some(packer), Some(packing)) => return packer.write(&self.top, packing, offset, old, part).await,

@@ -1,7 +1,7 @@
 //! Commit and rebase change images where they lie: seen through the overlay the disk never changes, whatever breaks,
 //! and running the job again finishes it.
 
-use block::{Disk, Error, ErrorKind, File, IoError, Result};
+use block::{Disk, Error, ErrorKind, File, IoError, OpFlags, Result};
 use format_qcow2::{BitmapAction, CreateOptions as Qcow2Options};
 use image::{Backing, BackingPolicy, CreateOptions, FileName, Format, GrowBy, ImageOptions, Opener, Role};
 use jobs::{CommitOptions, Control, RebaseOptions};
@@ -88,7 +88,7 @@ impl Layer {
             }
             match mix(step, self.stamp) % 4 {
                 0 => {
-                    let zeroes = Request::WriteZeroes { offset: at, length, may_unmap: true, fua: false };
+                    let zeroes = Request::WriteZeroes { offset: at, length, may_unmap: true, flags: OpFlags::NONE };
                     session.call(zeroes).map(drop).unwrap();
                 }
                 1 | 2 => {

@@ -6,7 +6,7 @@ use crate::range::Range;
 use crate::report::{BatchCounts, Timings};
 use crate::spec::{BenchSpec, Pattern, Stop};
 use crate::verify::{BlockState, ReadBegan, Tracker, Words, check_block, fill_block};
-use block::{BatchEnd, Completion, DiskQueue, IoError, Op, Poller, PollerId, ReactorCtx};
+use block::{BatchEnd, Completion, DiskQueue, IoError, Op, OpFlags, Poller, PollerId, ReactorCtx};
 use memory::{IoBuf, Window};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -256,7 +256,7 @@ impl Generator {
             Kind::Read => {
                 let (offset, length) = self.parts.range.block(block);
                 slot.began = self.parts.tracker.as_ref().map(|tracker| tracker.begin_read(block)).unwrap_or_default();
-                Op::Read { offset, data: part(slot, length) }
+                Op::read(offset, part(slot, length))
             }
             Kind::Write => {
                 let (offset, length) = self.parts.range.block(block);
@@ -266,7 +266,7 @@ impl Generator {
                     fill_block(scratch, tracker.seed, offset, generation);
                     slot.whole.copy_from_slice(0, scratch);
                 }
-                Op::Write { offset, data: part(slot, length), fua: self.parts.spec.fua }
+                Op::write(offset, part(slot, length), OpFlags::from_fua(self.parts.spec.fua))
             }
         };
         if kind != Kind::Flush

@@ -1,6 +1,6 @@
 //! A fixed number of requests at growing offsets, timed: the load of `qemu-img bench`.
 
-use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, ReactorCtx, ReactorHandle, Result, run_and_wait};
+use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorCtx, ReactorHandle, Result, run_and_wait};
 use memory::{AlignedBuf, IoBuf};
 use std::cell::Cell;
 use std::rc::Rc;
@@ -126,8 +126,8 @@ async fn run_task(shared: Rc<Shared>, buf: IoBuf) {
         shared.started.set(index + 1);
         let offset = shared.offset_of(index);
         let op = match bench.write {
-            true => Op::Write { offset, data: buf.whole(), fua: false },
-            false => Op::Read { offset, data: buf.whole() },
+            true => Op::write(offset, buf.whole(), OpFlags::NONE),
+            false => Op::read(offset, buf.whole()),
         };
         shared.flying.set(shared.flying.get() + 1);
         let result = shared.disk.run(op).await;

@@ -101,7 +101,7 @@ impl DiskQueue for RamQueue {
         let mut result = Ok(());
         match op {
             _ if fault == Fault::Fails => result = Err(IoError::new(IoErrorKind::Io)),
-            Op::Read { offset, data } => {
+            Op::Read { offset, data, .. } => {
                 data.copy_from_slice(0, &state.bytes[offset as usize..]);
                 if fault == Fault::FlipsBits {
                     let mut byte = [0];

@@ -2,7 +2,7 @@
 //!
 //! Without `qemu-storage-daemon` these tests are skipped and say so; where `CI` is set, that is an error.
 
-use block::{Disk, DiskQueue, Op, Poller, ReactorHandle, run_and_wait};
+use block::{Disk, DiskQueue, Op, OpFlags, Poller, ReactorHandle, run_and_wait};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use load::{Alloc, BenchSpec, FillSpec, Hooks, Initial, Pattern, Progress, Stop, Verify, fill_and_verify, run};
@@ -210,7 +210,7 @@ impl Poller for Zeroer {
         let Some(queue) = &mut self.queue else { return false };
         if !std::mem::replace(&mut self.submitted, true) {
             let (length, may_unmap) = (2 << 20, true);
-            queue.submit(1, Op::WriteZeroes { offset: 0, length, may_unmap, fua: true });
+            queue.submit(1, Op::WriteZeroes { offset: 0, length, may_unmap, flags: OpFlags::FUA });
             queue.submit(2, Op::Discard { offset: length, length });
             return true;
         }

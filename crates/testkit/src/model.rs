@@ -157,17 +157,23 @@ impl ModelDisk {
         }
         match request {
             Request::Read { offset, .. } => return self.check_read(submitted, offset, &reply.data),
-            Request::Write { fua, .. } | Request::WriteZeroes { fua, .. } => {
+            Request::Write { flags, .. } | Request::WriteZeroes { flags, .. } => {
                 times.supersedes = true;
-                times.durable = fua || !self.volatile_cache;
+                times.durable = flags.is_fua() || !self.volatile_cache;
+                if flags.is_preflush() {
+                    self.flushed(submitted);
+                }
             }
             Request::Discard { .. } => {}
-            Request::Flush => {
-                let covered = |times: &&mut Times| times.completed.is_some_and(|completed| completed < submitted);
-                self.times.values_mut().filter(covered).for_each(|times| times.durable = true);
-            }
+            Request::Flush => self.flushed(submitted),
         }
         Ok(())
+    }
+
+    /// A flush that was submitted then has succeeded.
+    fn flushed(&mut self, submitted: u64) {
+        let covered = |times: &&mut Times| times.completed.is_some_and(|completed| completed < submitted);
+        self.times.values_mut().filter(covered).for_each(|times| times.durable = true);
     }
 
     fn check_read(&self, submitted: u64, offset: u64, data: &[u8]) -> Result<(), String> {
@@ -289,7 +295,7 @@ fn describe(bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use block::IoError;
+    use block::{IoError, OpFlags};
 
     fn write(model: &mut ModelDisk, tag: Tag, byte: u8) {
         model.submit(tag, &Request::write(0, vec![byte; SECTOR]));
@@ -325,6 +331,32 @@ mod tests {
         done(&mut model, 4);
         done(&mut model, 5);
         assert_eq!((live(&model), after_crash(&model)), (vec![2, 3], vec![1, 2, 3]), "they overlapped in time");
+    }
+
+    #[test]
+    fn a_preflush_settles_what_completed_before_and_not_its_own_data() {
+        let mut model = ModelDisk::new(&[9; 2 * SECTOR], true);
+        let preflush = |offset| Request::Write {
+            offset,
+            data: vec![2; SECTOR].into(),
+            pieces: Vec::new(),
+            flags: OpFlags::PREFLUSH,
+        };
+        let survives = |model: &ModelDisk, first: u8, second: u8| {
+            let sectors = [[first; SECTOR], [second; SECTOR]].concat();
+            model.check_after_crash(&sectors).is_ok()
+        };
+        write(&mut model, 1, 1);
+        done(&mut model, 1);
+        model.submit(2, &preflush(SECTOR as u64));
+        assert!(survives(&model, 9, 9));
+        done(&mut model, 2);
+        assert!(!survives(&model, 9, 9) && survives(&model, 1, 9) && survives(&model, 1, 2));
+        write(&mut model, 3, 3);
+        done(&mut model, 3);
+        model.submit(4, &preflush(SECTOR as u64));
+        model.complete(&Reply { tag: 4, result: Err(IoError::EIO), data: Vec::new() }).unwrap();
+        assert!(survives(&model, 1, 9), "it failed, so it says nothing");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Requests and replies as a test sees them: plain data that may cross threads.
 
-use block::{IoResult, Op, Tag};
+use block::{IoResult, Op, OpFlags, Priority, Tag};
 use memory::{IoBuf, Window};
 use std::sync::Arc;
 
@@ -22,8 +22,8 @@ pub enum Request {
         data: Arc<[u8]>,
         /// Lengths of the pieces of memory; empty for one piece.
         pieces: Vec<usize>,
-        /// Durable at completion.
-        fua: bool,
+        /// A flush before it, and whether it is durable at completion.
+        flags: OpFlags,
     },
     /// Makes durable what completed before.
     Flush,
@@ -42,8 +42,8 @@ pub enum Request {
         length: u64,
         /// Space may be given back.
         may_unmap: bool,
-        /// Durable at completion.
-        fua: bool,
+        /// A flush before it, and whether it is durable at completion.
+        flags: OpFlags,
     },
 }
 
@@ -57,7 +57,7 @@ impl Request {
     /// A volatile write from one piece of memory.
     #[must_use]
     pub fn write(offset: u64, data: impl Into<Arc<[u8]>>) -> Self {
-        Self::Write { offset, data: data.into(), pieces: Vec::new(), fua: false }
+        Self::Write { offset, data: data.into(), pieces: Vec::new(), flags: OpFlags::NONE }
     }
 
     /// The bytes of the disk that it names.
@@ -78,21 +78,30 @@ impl Request {
                 let (data, memory) = scattered(pieces);
                 // What the read does not fill must not look like an answer.
                 data.fill(0xa5);
-                (Op::Read { offset: *offset, data }, memory)
+                (Op::Read { offset: *offset, data, priority: priority_at(*offset) }, memory)
             }
-            Self::Write { offset, data, pieces, fua } => {
+            Self::Write { offset, data, pieces, flags } => {
                 let whole = [data.len()];
                 let (window, memory) = scattered(if pieces.is_empty() { &whole } else { pieces });
                 window.copy_from_slice(0, data);
-                (Op::Write { offset: *offset, data: window, fua: *fua }, memory)
+                let priority = priority_at(*offset);
+                (Op::Write { offset: *offset, data: window, flags: *flags, priority }, memory)
             }
             Self::Flush => (Op::Flush, Vec::new()),
             Self::Discard { offset, length } => (Op::Discard { offset: *offset, length: *length }, Vec::new()),
-            Self::WriteZeroes { offset, length, may_unmap, fua } => {
-                let op = Op::WriteZeroes { offset: *offset, length: *length, may_unmap: *may_unmap, fua: *fua };
+            Self::WriteZeroes { offset, length, may_unmap, flags } => {
+                let op = Op::WriteZeroes { offset: *offset, length: *length, may_unmap: *may_unmap, flags: *flags };
                 (op, Vec::new())
             }
         }
+    }
+}
+
+/// A priority changes nothing that a guest can see, so transfers have one now and then.
+fn priority_at(offset: u64) -> Priority {
+    match offset / 4096 % 4 {
+        0 => Priority::best_effort((offset / 16384 % 8) as u16),
+        _ => Priority::NONE,
     }
 }
 

@@ -4,7 +4,7 @@ use crate::dice::Dice;
 use crate::harness::{Harness, QueueId};
 use crate::model::{ModelDisk, stamped};
 use crate::request::{Reply, Request};
-use block::{IoError, Tag};
+use block::{IoError, OpFlags, Tag};
 
 const SECTOR: u64 = 512;
 /// Idle turns after which a request counts as lost.
@@ -159,12 +159,12 @@ impl Workload {
             }
             1 => {
                 let (offset, length) = self.range(dice);
-                Request::WriteZeroes { offset, length, may_unmap: dice.chance(50), fua: dice.chance(10) }
+                Request::WriteZeroes { offset, length, may_unmap: dice.chance(50), flags: flags(dice) }
             }
             _ => {
                 let (offset, length) = self.range(dice);
                 let data = stamped(tag, offset, length as usize).into();
-                Request::Write { offset, data, pieces: pieces(length, dice), fua: dice.chance(8) }
+                Request::Write { offset, data, pieces: pieces(length, dice), flags: flags(dice) }
             }
         }
     }
@@ -204,12 +204,26 @@ fn pieces(length: u64, dice: &mut Dice) -> Vec<usize> {
     cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
 }
 
+/// Few writes ask for more than to be written.
+fn flags(dice: &mut Dice) -> OpFlags {
+    match dice.below(100) {
+        0..8 => OpFlags::FUA,
+        8..12 => OpFlags::PREFLUSH,
+        12..14 => OpFlags::PREFLUSH | OpFlags::FUA,
+        _ => OpFlags::NONE,
+    }
+}
+
 /// A request in a few words.
 pub(crate) fn brief(request: &Request) -> String {
     let (offset, length) = request.range();
     match request {
         Request::Read { .. } => format!("read {offset}+{length}"),
-        Request::Write { fua, .. } => format!("write {offset}+{length}{}", if *fua { " FUA" } else { "" }),
+        Request::Write { flags, .. } => {
+            let name = |is_set, name| if is_set { name } else { "" };
+            let (preflush, fua) = (name(flags.is_preflush(), " PREFLUSH"), name(flags.is_fua(), " FUA"));
+            format!("write {offset}+{length}{preflush}{fua}")
+        }
         Request::Flush => "flush".to_owned(),
         Request::Discard { .. } => format!("discard {offset}+{length}"),
         Request::WriteZeroes { may_unmap, .. } => {

@@ -25,6 +25,8 @@ enum Defect {
     IgnoresFlush,
     /// FUA does nothing.
     IgnoresFua,
+    /// PREFLUSH does nothing.
+    IgnoresPreflush,
     /// A write completes before it has happened.
     CompletesEarly,
     /// A failed write is told as a success.
@@ -112,8 +114,15 @@ impl PlainQueue {
     }
 
     fn parts(&self, op: &Op) -> Vec<FileOp> {
+        let is_preflush = op.flags().is_preflush() && self.defect != Defect::IgnoresPreflush;
+        let mut parts = if is_preflush { vec![FileOp::Flush] } else { Vec::new() };
+        parts.extend(self.own_parts(op));
+        parts
+    }
+
+    fn own_parts(&self, op: &Op) -> Vec<FileOp> {
         match op.clone() {
-            Op::Read { offset, data } => vec![FileOp::Read { offset, data, past_end: PastEnd::Zeros }],
+            Op::Read { offset, data, .. } => vec![FileOp::Read { offset, data, past_end: PastEnd::Zeros }],
             Op::Write { offset, data, .. } if self.defect == Defect::Tears => {
                 let length = data.length_bytes();
                 let parts = (0..length).step_by(384).map(|skip| FileOp::Write {
@@ -123,7 +132,7 @@ impl PlainQueue {
                 });
                 parts.collect()
             }
-            Op::Write { offset, data, fua } => {
+            Op::Write { offset, data, flags, .. } => {
                 let mut parts = Vec::new();
                 if self.defect == Defect::TouchesNeighbours && offset >= 512 {
                     let old = memory::IoBuf::zeroed(512).whole();
@@ -131,7 +140,7 @@ impl PlainQueue {
                     parts.push(read);
                     parts.push(FileOp::Write { offset: offset - 512, data: old, fua: false });
                 }
-                parts.push(FileOp::Write { offset, data, fua: fua && self.defect != Defect::IgnoresFua });
+                parts.push(FileOp::Write { offset, data, fua: flags.is_fua() && self.defect != Defect::IgnoresFua });
                 parts
             }
             Op::Flush if self.defect == Defect::IgnoresFlush => Vec::new(),
@@ -141,12 +150,12 @@ impl PlainQueue {
                 vec![FileOp::Write { offset, data, fua: false }]
             }
             Op::Discard { offset, length } => vec![FileOp::Discard { offset, length }],
-            Op::WriteZeroes { offset, length, may_unmap, fua } => {
+            Op::WriteZeroes { offset, length, may_unmap, flags } => {
                 let rounded = if self.defect == Defect::ZeroesTooMuch { length.next_multiple_of(4096) } else { length };
                 let length = rounded.min(SIZE.saturating_sub(offset));
                 let data = memory::IoBuf::zeroed(length as usize).whole();
                 let fua_write = FileOp::Write { offset, data, fua: true };
-                vec![if fua { fua_write } else { FileOp::WriteZeroes { offset, length, may_unmap } }]
+                vec![if flags.is_fua() { fua_write } else { FileOp::WriteZeroes { offset, length, may_unmap } }]
             }
         }
     }
@@ -160,7 +169,7 @@ impl PlainQueue {
         }
         let Some((_, sum, op)) = self.flying.remove(&tag) else { return };
         let hides = self.defect == Defect::HidesErrors && op.is_write();
-        if let (Op::Read { offset, data }, Defect::CachesPerQueue) = (&op, self.defect) {
+        if let (Op::Read { offset, data, .. }, Defect::CachesPerQueue) = (&op, self.defect) {
             let bytes = self.cache.entry(*offset).or_insert_with(|| data.to_vec());
             data.copy_from_slice(0, bytes);
         }
@@ -185,7 +194,7 @@ impl DiskQueue for PlainQueue {
         }
         for op in parts {
             let token = if early { Tag::MAX - 1 } else { tag };
-            self.file.push(FileIo { op, done: Done::Sink { sink: Rc::clone(&self.sink), token } });
+            self.file.push(FileIo::new(op, Done::Sink { sink: Rc::clone(&self.sink), token }));
         }
     }
 
@@ -291,7 +300,13 @@ fn the_suite_notices_each_defect_that_a_guest_could_see() {
 
 #[test]
 fn power_cuts_notice_each_defect_that_only_they_could() {
-    for defect in [Defect::IgnoresFlush, Defect::IgnoresFua, Defect::TouchesNeighbours, Defect::CompletesEarly] {
+    for defect in [
+        Defect::IgnoresFlush,
+        Defect::IgnoresFua,
+        Defect::IgnoresPreflush,
+        Defect::TouchesNeighbours,
+        Defect::CompletesEarly,
+    ] {
         assert!((0..5).any(|seed| cut(defect, seed).is_err()), "{defect:?} passed");
     }
     conform(Defect::IgnoresFlush).assert_passed();

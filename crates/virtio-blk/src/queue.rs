@@ -7,7 +7,9 @@
 use crate::counters::RingCounters;
 use crate::device::Device;
 use crate::transport::Transport;
-use block::{BatchEnd, Completion, DiskQueue, IoErrorKind, IoResult, Op, Poller, ReactorCtx, Result, Tag};
+use block::{
+    BatchEnd, Completion, DiskQueue, IoErrorKind, IoResult, Op, OpFlags, Poller, Priority, ReactorCtx, Result, Tag,
+};
 use memory::Window;
 use std::any::Any;
 use std::os::fd::BorrowedFd;
@@ -188,12 +190,14 @@ impl<T: Transport> DeviceQueue<T> {
 
     fn start(&mut self, head: u16, request: Request) {
         match request {
-            Request::Read { sector, data } => match self.device.offset(sector, data.length_bytes() as u64) {
-                Some(offset) => self.submit(head, Op::Read { offset, data }),
+            Request::Read { sector, data, priority } => match self.device.offset(sector, data.length_bytes() as u64) {
+                Some(offset) => self.submit(head, Op::Read { offset, data, priority: priority_of(priority) }),
                 None => self.end(head, Status::IoErr),
             },
-            Request::Write { sector, data } => match self.device.offset(sector, data.length_bytes() as u64) {
-                Some(offset) if !self.device.is_read_only() => self.start_write(head, offset, data),
+            Request::Write { sector, data, priority } => match self.device.offset(sector, data.length_bytes() as u64) {
+                Some(offset) if !self.device.is_read_only() => {
+                    self.start_write(head, offset, data, priority_of(priority))
+                }
                 _ => self.end(head, Status::IoErr),
             },
             Request::Flush => {
@@ -206,10 +210,10 @@ impl<T: Transport> DeviceQueue<T> {
             }
             Request::Discard => self.start_ranges(head, |offset, length, _| Op::Discard { offset, length }),
             Request::WriteZeroes => {
-                let fua = self.device.write_through();
+                let flags = OpFlags::from_fua(self.device.write_through());
                 self.start_ranges(head, |offset, length, range| {
                     let may_unmap = range.flags & RangeSegment::UNMAP != 0;
-                    Op::WriteZeroes { offset, length, may_unmap, fua }
+                    Op::WriteZeroes { offset, length, may_unmap, flags }
                 });
             }
             Request::Refused(status) => self.end(head, status),
@@ -223,13 +227,13 @@ impl<T: Transport> DeviceQueue<T> {
         self.disk.submit(Tag::from(head), op);
     }
 
-    fn start_write(&mut self, head: u16, offset: u64, data: Window) {
+    fn start_write(&mut self, head: u16, offset: u64, data: Window, priority: Priority) {
         let fua = self.device.write_through();
         let takes_flush_along = fua && self.device.take_owed_flush();
         if takes_flush_along {
             self.disk.submit(Tag::from(head), Op::Flush);
         }
-        self.submit(head, Op::Write { offset, data, fua });
+        self.submit(head, Op::Write { offset, data, flags: OpFlags::from_fua(fua), priority });
         if takes_flush_along && let Some(pending) = self.pending.get_mut(usize::from(head)) {
             pending.operations = 2;
         }
@@ -350,6 +354,11 @@ fn failure(result: IoResult) -> Option<Status> {
         Err(error) if error.kind() == IoErrorKind::Unsupported => Some(Status::Unsupported),
         Err(_) => Some(Status::IoErr),
     }
+}
+
+/// The priority in a request's header, as far as a guest may choose it.
+fn priority_of(header_word: u32) -> Priority {
+    u16::try_from(header_word).map_or(Priority::NONE, Priority::from_ioprio)
 }
 
 impl<T: Transport> Poller for DeviceQueue<T> {

@@ -20,6 +20,8 @@ pub enum Request {
         sector: u64,
         /// Where to.
         data: Window,
+        /// The driver's word for how urgent it is, as it stands in the header: Linux puts an I/O priority there.
+        priority: u32,
     },
     /// Store `data`. Its length is a multiple of the sector, and not zero.
     Write {
@@ -27,6 +29,8 @@ pub enum Request {
         sector: u64,
         /// Where from.
         data: Window,
+        /// The driver's word for how urgent it is, as it stands in the header: Linux puts an I/O priority there.
+        priority: u32,
     },
     /// Make completed writes durable.
     Flush,
@@ -138,11 +142,11 @@ impl<R: DeviceRing> BlkQueue<R> {
             request_type::IN if is_whole_sectors(in_bytes) => {
                 self.set_written(head, writable_bytes, 0);
                 self.chain.keep_writable_without_status(head);
-                Request::Read { sector: header.sector, data: self.chain.data(head) }
+                Request::Read { sector: header.sector, data: self.chain.data(head), priority: header.priority }
             }
             request_type::OUT if is_whole_sectors(out_bytes) => {
                 self.chain.keep_readable(head, HEADER_BYTES as u32);
-                Request::Write { sector: header.sector, data: self.chain.data(head) }
+                Request::Write { sector: header.sector, data: self.chain.data(head), priority: header.priority }
             }
             request_type::IN | request_type::OUT => Request::Refused(Status::IoErr),
             request_type::FLUSH | request_type::FLUSH_OUT => Request::Flush,

@@ -55,7 +55,7 @@ fn a_read_is_filled_and_given_back() {
     driver.offer(3);
     driver.publish();
     let mut queue = device(&driver, BOTH);
-    let Some((3, Request::Read { sector: 77, data })) = queue.pop().unwrap() else { panic!("no read") };
+    let Some((3, Request::Read { sector: 77, data, priority: 0 })) = queue.pop().unwrap() else { panic!("no read") };
     assert_eq!(data.length_bytes(), 1024);
     data.fill(0x5a);
     drop(data);
@@ -72,7 +72,7 @@ fn header_data_and_status_may_be_cut_anywhere() {
     let guest = Guest::new();
     let mut driver = Driver::new(&guest, SIZE);
     // Header and data in one run of bytes, cut at odd places; the status behind, with a byte before it.
-    let mut bytes = RequestHeader { kind: request_type::OUT, priority: 0, sector: 5 }.to_bytes().to_vec();
+    let mut bytes = RequestHeader { kind: request_type::OUT, priority: 0x4003, sector: 5 }.to_bytes().to_vec();
     bytes.extend((0..1024_u32).map(|index| index as u8));
     guest.write(SECOND_REGION - 500, &bytes);
     let at = SECOND_REGION - 500;
@@ -84,7 +84,9 @@ fn header_data_and_status_may_be_cut_anywhere() {
     driver.offer(4);
     driver.publish();
     let mut queue = device(&driver, BOTH);
-    let Some((4, Request::Write { sector: 5, data })) = queue.pop().unwrap() else { panic!("no write") };
+    let Some((4, Request::Write { sector: 5, data, priority: 0x4003 })) = queue.pop().unwrap() else {
+        panic!("no write")
+    };
     assert_eq!(data.to_vec(), bytes[16..]);
     drop(data);
     guest.write(STATUS, &[9, 9]);

@@ -121,10 +121,10 @@ impl Life<'_> {
     fn check_taken(&self, head: u16, request: &Request) {
         let sent = &self.sent[&head];
         match (sent.kind, request) {
-            (request_type::IN, Request::Read { sector, data }) => {
+            (request_type::IN, Request::Read { sector, data, .. }) => {
                 assert_eq!((*sector, data.length_bytes()), (sent.sector, sent.length as usize));
             }
-            (request_type::OUT, Request::Write { sector, data }) => {
+            (request_type::OUT, Request::Write { sector, data, .. }) => {
                 assert_eq!((*sector, data.to_vec()), (sent.sector, sent.written.clone()));
             }
             (request_type::FLUSH, Request::Flush) => {}

@@ -139,13 +139,13 @@ fn carry_out(disk: &MemDisk, op: Op) -> IoResult {
     }
     let mut asked = disk.asked.lock().unwrap();
     match op {
-        Op::Read { offset, data } => {
+        Op::Read { offset, data, .. } => {
             asked.push(Asked::Read(offset));
             let from = offset as usize;
             data.copy_from_slice(0, &bytes[from..from + data.length_bytes()]);
         }
-        Op::Write { offset, data, fua } => {
-            asked.push(Asked::Write { offset, fua });
+        Op::Write { offset, data, flags, .. } => {
+            asked.push(Asked::Write { offset, fua: flags.is_fua() });
             let from = offset as usize;
             data.copy_to_slice(0, &mut bytes[from..from + data.length_bytes()]);
         }
@@ -154,8 +154,8 @@ fn carry_out(disk: &MemDisk, op: Op) -> IoResult {
             asked.push(Asked::Discard(offset, length));
             bytes[offset as usize..(offset + length) as usize].fill(0xdd);
         }
-        Op::WriteZeroes { offset, length, may_unmap, fua } => {
-            asked.push(Asked::WriteZeroes { offset, length, may_unmap, fua });
+        Op::WriteZeroes { offset, length, may_unmap, flags } => {
+            asked.push(Asked::WriteZeroes { offset, length, may_unmap, fua: flags.is_fua() });
             bytes[offset as usize..(offset + length) as usize].fill(0);
         }
     }

@@ -11,7 +11,7 @@ use crate::open::guess::{PROBE_BYTES, forms_a_header};
 use block::sync::AtomicU64;
 use block::{
     Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, MetaIo, Op,
-    Participant, ReactorCtx, Result, Sink, Tag, Task, Ticket,
+    OpFlags, Participant, Priority, ReactorCtx, Result, Sink, Tag, Task, Ticket,
 };
 use memory::{IoBuf, Window};
 use std::rc::Rc;
@@ -161,10 +161,10 @@ impl ImageQueue {
         self.ready.push(Completion { tag: slot.tag, result: slot.result });
     }
 
-    fn push(&mut self, index: usize, layer: usize, op: FileOp) -> IoResult {
+    fn push(&mut self, index: usize, layer: usize, op: FileOp, priority: Priority) -> IoResult {
         let file = Rc::clone(self.shared.files.get(layer).ok_or(IoError::EIO)?);
         let done = self.count(index);
-        file.push(FileIo { op, done });
+        file.push(FileIo { op, priority, done });
         Ok(())
     }
 
@@ -186,40 +186,48 @@ impl ImageQueue {
             return Err(IoError::new(IoErrorKind::ReadOnly));
         }
         match op {
-            Op::Read { offset, data } => match self.shared.chain.lookup_data(offset, data.length_bytes() as u64) {
-                Some((layer, offset, past_end)) => {
-                    self.note_hit();
-                    self.push(index, layer, FileOp::Read { offset, data, past_end })
+            Op::Read { offset, data, priority } => {
+                match self.shared.chain.lookup_data(offset, data.length_bytes() as u64) {
+                    Some((layer, offset, past_end)) => {
+                        self.note_hit();
+                        self.push(index, layer, FileOp::Read { offset, data, past_end }, priority)
+                    }
+                    None => self.read(index, offset, &data, priority),
                 }
-                None => self.read(index, offset, &data),
-            },
-            Op::Write { offset, data, fua } => {
+            }
+            Op::Write { offset, data, flags, priority } => {
+                let flags = self.needed(flags);
                 let chain = &self.shared.chain;
-                let fua = fua || !chain.volatile_cache.load(Ordering::Acquire);
-                let top = chain.top()?;
-                // The long way looks after tables that are not durable yet, and after what a guessed format must not get.
-                let place = match chain.guessed_raw {
+                let (top, fua) = (chain.top()?, flags.is_fua());
+                // The long way looks after tables that are not durable yet, after what a guessed format must not get, and
+                // after a flush before the data.
+                let place = match chain.guessed_raw || flags.is_preflush() {
                     true => None,
                     false => top.mapping.begin_overwrite(offset, data.length_bytes() as u64),
                 };
                 match place.filter(|_| !fua || top.mapping.is_mapping_durable()) {
                     Some(offset) => {
                         self.note_hit();
-                        self.push(index, 0, FileOp::Write { offset, data, fua })
+                        self.push(index, 0, FileOp::Write { offset, data, fua }, priority)
                     }
-                    None => self.write(index, offset, &data, fua),
+                    None => self.write(index, offset, &data, flags, priority),
                 }
             }
             Op::Flush => self.flush(index),
             Op::Discard { offset, length } => self.discard(index, offset, length),
-            Op::WriteZeroes { offset, length, may_unmap, fua } => {
-                let fua = fua || !self.shared.chain.volatile_cache.load(Ordering::Acquire);
-                self.write_zeroes(index, offset, length, may_unmap, fua)
+            Op::WriteZeroes { offset, length, may_unmap, flags } => {
+                self.write_zeroes(index, offset, length, may_unmap, self.needed(flags))
             }
         }
     }
 
-    fn read(&mut self, index: usize, offset: u64, data: &Window) -> IoResult {
+    /// What is left to do of a write's flags: without a volatile cache all writes are durable, and no flush is needed.
+    #[inline]
+    fn needed(&self, flags: OpFlags) -> OpFlags {
+        if self.shared.chain.volatile_cache.load(Ordering::Acquire) { flags } else { OpFlags::FUA }
+    }
+
+    fn read(&mut self, index: usize, offset: u64, data: &Window, priority: Priority) -> IoResult {
         let shared = Rc::clone(&self.shared);
         let chain = &shared.chain;
         let mut pieces = Pieces::new(offset, data);
@@ -228,7 +236,7 @@ impl ImageQueue {
             let place = match chain.lookup(at, left) {
                 Some(place) if count < MAX_PIECES && is_quick(&place) => place,
                 _ => {
-                    self.spawn(index, Slow::Read { offset: at, data: pieces.remaining() });
+                    self.spawn(index, Slow::Read { offset: at, data: pieces.remaining(), priority });
                     return Ok(());
                 }
             };
@@ -238,7 +246,7 @@ impl ImageQueue {
             match place.extent {
                 Extent::Data { offset, .. } => {
                     let past_end = chain.layer(place.layer)?.mapping.past_end(offset);
-                    self.push(index, place.layer, FileOp::Read { offset, data: piece, past_end })?;
+                    self.push(index, place.layer, FileOp::Read { offset, data: piece, past_end }, priority)?;
                 }
                 _ => piece.fill(0),
             }
@@ -246,7 +254,7 @@ impl ImageQueue {
         Ok(())
     }
 
-    fn write(&mut self, index: usize, offset: u64, data: &Window, fua: bool) -> IoResult {
+    fn write(&mut self, index: usize, offset: u64, data: &Window, flags: OpFlags, priority: Priority) -> IoResult {
         let shared = Rc::clone(&self.shared);
         let chain = &shared.chain;
         let top = chain.top()?;
@@ -256,10 +264,11 @@ impl ImageQueue {
         };
         let data = checked.as_ref().unwrap_or(data);
         let end = offset.saturating_add(data.length_bytes() as u64);
-        if top.mapping.needs_padding(end) {
-            self.spawn(index, Slow::Write { offset, data: data.clone(), fua });
+        if flags.is_preflush() || top.mapping.needs_padding(end) {
+            self.spawn(index, Slow::Write { offset, data: data.clone(), flags, priority });
             return Ok(());
         }
+        let fua = flags.is_fua();
         let mut pieces = Pieces::new(offset, data);
         let mut count = 0_usize;
         while let Some((at, left)) = pieces.rest() {
@@ -274,10 +283,10 @@ impl ImageQueue {
                     count = count.saturating_add(1);
                     let data = pieces.take(length_bytes);
                     self.note_hit();
-                    self.push(index, 0, FileOp::Write { offset, data, fua })?;
+                    self.push(index, 0, FileOp::Write { offset, data, fua }, priority)?;
                 }
                 Overwrite::InPlace { .. } | Overwrite::Slow => {
-                    self.spawn(index, Slow::Write { offset: at, data: pieces.remaining(), fua });
+                    self.spawn(index, Slow::Write { offset: at, data: pieces.remaining(), flags, priority });
                     return Ok(());
                 }
             }
@@ -293,7 +302,7 @@ impl ImageQueue {
             self.spawn(index, Slow::Flush);
             return Ok(());
         }
-        self.push(index, 0, FileOp::Flush)
+        self.push(index, 0, FileOp::Flush, Priority::NONE)
     }
 
     fn discard(&mut self, index: usize, offset: u64, length: u64) -> IoResult {
@@ -311,19 +320,20 @@ impl ImageQueue {
             // A hint that nobody can follow is not an error.
             return Ok(());
         }
-        self.push(index, 0, FileOp::Discard { offset, length })
+        self.push(index, 0, FileOp::Discard { offset, length }, Priority::NONE)
     }
 
-    fn write_zeroes(&mut self, index: usize, offset: u64, length: u64, may_unmap: bool, fua: bool) -> IoResult {
+    fn write_zeroes(&mut self, index: usize, offset: u64, length: u64, may_unmap: bool, flags: OpFlags) -> IoResult {
         if length == 0 {
-            return Ok(());
+            return if flags.is_preflush() { self.flush(index) } else { Ok(()) };
         }
         let top = self.shared.chain.top()?;
-        if fua || top.mapping.has_tables() || top.mapping.needs_padding(offset.saturating_add(length)) {
-            self.spawn(index, Slow::WriteZeroes { offset, length, may_unmap, fua });
+        let is_plain = flags == OpFlags::NONE && !top.mapping.has_tables();
+        if !is_plain || top.mapping.needs_padding(offset.saturating_add(length)) {
+            self.spawn(index, Slow::WriteZeroes { offset, length, may_unmap, flags });
             return Ok(());
         }
-        self.push(index, 0, FileOp::WriteZeroes { offset, length, may_unmap })
+        self.push(index, 0, FileOp::WriteZeroes { offset, length, may_unmap }, Priority::NONE)
     }
 }
 

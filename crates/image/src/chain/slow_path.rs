@@ -7,7 +7,7 @@
 use crate::chain::image::Place;
 use crate::chain::mapping::{Allocation, Fill, Mapping, Overwrite, Prepared};
 use crate::chain::queue::{FILL_BYTES, Shared};
-use block::{Extent, FileOp, IoError, IoResult};
+use block::{Extent, FileOp, IoError, IoResult, OpFlags, Priority};
 use memory::{IoBuf, Window};
 use std::future::poll_fn;
 use std::rc::Rc;
@@ -15,26 +15,30 @@ use std::task::Poll;
 
 /// The slow rest of a request.
 pub(crate) enum Slow {
-    Read { offset: u64, data: Window },
-    Write { offset: u64, data: Window, fua: bool },
+    Read { offset: u64, data: Window, priority: Priority },
+    Write { offset: u64, data: Window, flags: OpFlags, priority: Priority },
     Flush,
     Discard { offset: u64, length: u64 },
-    WriteZeroes { offset: u64, length: u64, may_unmap: bool, fua: bool },
+    WriteZeroes { offset: u64, length: u64, may_unmap: bool, flags: OpFlags },
 }
 
 impl Slow {
     pub(crate) async fn run(self, shared: &Shared) -> IoResult {
         match self {
-            Self::Read { offset, data } => shared.read(offset, data).await,
-            Self::Write { offset, data, fua } => match shared.write(offset, data).await? {
-                Written::InPlace if fua => shared.flush_data().await,
-                _ => shared.flush_if(fua).await,
-            },
+            Self::Read { offset, data, priority } => shared.read(offset, data, priority).await,
+            Self::Write { offset, data, flags, priority } => {
+                shared.flush_if(flags.is_preflush()).await?;
+                match shared.write(offset, data, priority).await? {
+                    Written::InPlace if flags.is_fua() => shared.flush_data().await,
+                    _ => shared.flush_if(flags.is_fua()).await,
+                }
+            }
             Self::Flush => shared.flush_if(true).await,
             Self::Discard { offset, length } => shared.discard(offset, length).await,
-            Self::WriteZeroes { offset, length, may_unmap, fua } => {
+            Self::WriteZeroes { offset, length, may_unmap, flags } => {
+                shared.flush_if(flags.is_preflush()).await?;
                 shared.write_zeroes(offset, length, may_unmap).await?;
-                shared.flush_if(fua).await
+                shared.flush_if(flags.is_fua()).await
             }
         }
     }
@@ -63,7 +67,7 @@ const ZERO_WRITE_BYTES: u64 = 1 << 20;
 
 impl Shared {
     /// Reads a range of the disk into `data`, which has its length.
-    pub(crate) async fn read(&self, offset: u64, data: Window) -> IoResult {
+    pub(crate) async fn read(&self, offset: u64, data: Window, priority: Priority) -> IoResult {
         let mut done = 0usize;
         while done < data.length_bytes() {
             let left = data.length_bytes().saturating_sub(done);
@@ -73,13 +77,13 @@ impl Shared {
             if length == 0 {
                 return Err(IoError::EIO);
             }
-            self.read_extent(place, data.slice(done, length)).await?;
+            self.read_extent(place, data.slice(done, length), priority).await?;
             done = done.saturating_add(length);
         }
         Ok(())
     }
 
-    async fn read_extent(&self, place: Place, data: Window) -> IoResult {
+    async fn read_extent(&self, place: Place, data: Window, priority: Priority) -> IoResult {
         match place.extent {
             Extent::Zero | Extent::Backing => {
                 fill_in_steps(&data).await;
@@ -88,7 +92,7 @@ impl Shared {
             Extent::Data { offset, .. } => {
                 let past_end = self.chain.layer(place.layer)?.mapping.past_end(offset);
                 let file = self.files.get(place.layer).ok_or(IoError::EIO)?;
-                file.start(FileOp::Read { offset, data, past_end }).await
+                file.start_at(FileOp::Read { offset, data, past_end }, priority).await
             }
             Extent::Compressed(extent) => {
                 let mapping = &self.chain.layer(place.layer)?.mapping;
@@ -104,7 +108,7 @@ impl Shared {
     }
 
     /// Writes `data` to the disk, allocating as needed; durable only after a flush.
-    async fn write(&self, offset: u64, data: Window) -> IoResult<Written> {
+    async fn write(&self, offset: u64, data: Window, priority: Priority) -> IoResult<Written> {
         let mapping = &self.chain.top()?.mapping;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
         mapping.pad(meta, offset.saturating_add(data.length_bytes() as u64)).await?;
@@ -126,10 +130,10 @@ impl Shared {
                 Prepared::InPlace { offset, length_bytes } => {
                     let length = usize::try_from(length_bytes).unwrap_or(usize::MAX).min(rest.length_bytes());
                     let data = rest.slice(0, length);
-                    self.start_write(offset, data).await?;
+                    self.start_write(offset, data, priority).await?;
                     length
                 }
-                Prepared::New(allocation) => self.write_new(mapping, allocation, at, &rest).await?,
+                Prepared::New(allocation) => self.write_new(mapping, allocation, at, &rest, priority).await?,
             };
             if taken == 0 {
                 return Err(IoError::EIO);
@@ -141,13 +145,22 @@ impl Shared {
 
     /// Writes to the top layer's file. A task that is dropped meanwhile leaves the write its place in the image's epochs
     /// (which the sink holds then), so that nobody is given the space before the write has ended.
-    async fn start_write(&self, offset: u64, data: Window) -> IoResult {
+    async fn start_write(&self, offset: u64, data: Window, priority: Priority) -> IoResult {
         let file = self.files.first().ok_or(IoError::EIO)?;
-        file.start_keeping(FileOp::Write { offset, data, fua: false }, Rc::clone(&self.sink) as _).await
+        let write = FileOp::Write { offset, data, fua: false };
+        file.start_keeping_at(write, priority, Rc::clone(&self.sink) as _).await
     }
 
-    /// Fills and publishes an allocation with the start of `data`, which belongs at `at`; returns how much of it.
-    async fn write_new(&self, mapping: &Mapping, allocation: Allocation, at: u64, data: &Window) -> IoResult<usize> {
+    /// Fills and publishes an allocation with the start of `data`, which belongs at `at`; returns how much of it. What is
+    /// copied around the data is read without a priority.
+    async fn write_new(
+        &self,
+        mapping: &Mapping,
+        allocation: Allocation,
+        at: u64,
+        data: &Window,
+        priority: Priority,
+    ) -> IoResult<usize> {
         let head_bytes = at.checked_sub(allocation.guest_offset).ok_or(IoError::EIO)?;
         let room = allocation.length_bytes.checked_sub(head_bytes).ok_or(IoError::EIO)?;
         let length = usize::try_from(room).unwrap_or(usize::MAX).min(data.length_bytes());
@@ -165,7 +178,7 @@ impl Shared {
                 (allocation.file_offset.saturating_add(skip), joined(head, data, tail))
             }
         };
-        self.start_write(offset, data).await?;
+        self.start_write(offset, data, priority).await?;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
         mapping.commit_write(meta, allocation).await?;
         Ok(length)
@@ -186,7 +199,7 @@ impl Shared {
             return None;
         }
         let whole = IoBuf::from_pool(length_bytes as usize).whole();
-        self.read_extent(place, whole.clone()).await.ok()?;
+        self.read_extent(place, whole.clone(), Priority::NONE).await.ok()?;
         let copied = whole.copy_from(head_bytes as usize, data);
         (copied == data.length_bytes()).then_some(whole)
     }
@@ -249,7 +262,7 @@ impl Shared {
                 let inside = usize::try_from(inside).map_err(|_| IoError::EIO)?;
                 // What lies behind the end of the disk is zero.
                 buf.slice(inside, length.saturating_sub(inside)).fill(0);
-                self.read(at, buf.slice(0, inside)).await?;
+                self.read(at, buf.slice(0, inside), Priority::NONE).await?;
                 Ok(Some(vec![buf]))
             }
         }
@@ -286,7 +299,7 @@ impl Shared {
         while at < end {
             let length = end.saturating_sub(at).min(ZERO_WRITE_BYTES);
             let bytes = usize::try_from(length).map_err(|_| IoError::EIO)?;
-            self.write(at, IoBuf::gather(zeros(bytes)).whole()).await?;
+            self.write(at, IoBuf::gather(zeros(bytes)).whole(), Priority::NONE).await?;
             at = at.saturating_add(length);
         }
         Ok(())

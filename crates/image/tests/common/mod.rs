@@ -2,7 +2,7 @@
 
 #![allow(unreachable_pub, dead_code, reason = "each test program uses a part of it")]
 
-use block::{Disk, Error, ErrorKind, File, Result};
+use block::{Disk, Error, ErrorKind, File, OpFlags, Result};
 use format_qcow2::{Barrier, CreateOptions as Qcow2Options};
 use image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, Role};
 use std::path::{Path, PathBuf};
@@ -181,7 +181,7 @@ impl Chain {
                 break;
             }
             let request = match mix(step, self.seed) % 3 {
-                0 => Request::WriteZeroes { offset: at, length, may_unmap: true, fua: false },
+                0 => Request::WriteZeroes { offset: at, length, may_unmap: true, flags: OpFlags::NONE },
                 1 => Request::write(at, stamped(1000 + index as u64, at, length as usize)),
                 _ => Request::Flush,
             };

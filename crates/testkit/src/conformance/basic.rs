@@ -3,8 +3,11 @@
 use super::Guest;
 use crate::model::stamped;
 use crate::request::Request;
-use block::{DiskInfo, DiskListener, IoErrorKind};
+use block::{DiskInfo, DiskListener, IoErrorKind, OpFlags};
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// The ways to write. The last has both flags.
+const ALL_FLAGS: [OpFlags; 4] = [OpFlags::NONE, OpFlags::FUA, OpFlags::PREFLUSH, OpFlags::PREFLUSH.with(OpFlags::FUA)];
 
 /// Bytes at the start of the disk that a check may play with.
 fn playground(guest: &Guest<'_>) -> u64 {
@@ -93,7 +96,7 @@ pub(super) fn serves_memory_in_odd_pieces(guest: &mut Guest<'_>) -> Result<(), S
         }
         let offset = id as u64 * 3 * block as u64;
         let data = stamped(100 + id as u64, offset, length);
-        guest.ok(0, Request::Write { offset, data: data[..].into(), pieces: pieces.clone(), fua: false })?;
+        guest.ok(0, Request::Write { offset, data: data[..].into(), pieces: pieces.clone(), flags: OpFlags::NONE })?;
         guest.expect(0, offset, &data, "a write from pieces")?;
         pieces.reverse();
         if guest.ok(0, Request::Read { offset, pieces })? != data {
@@ -108,7 +111,7 @@ pub(super) fn serves_the_last_sector(guest: &mut Guest<'_>) -> Result<(), String
     let bytes = stamped(1, size - 2 * block, 2 * block as usize);
     guest.ok(0, Request::write(size - 2 * block, &bytes[..]))?;
     guest.expect(0, size - 2 * block, &bytes, "the end of the disk")?;
-    guest.ok(0, Request::WriteZeroes { offset: size - block, length: block, may_unmap: true, fua: false })?;
+    guest.ok(0, Request::WriteZeroes { offset: size - block, length: block, may_unmap: true, flags: OpFlags::NONE })?;
     guest.expect(0, size - block, &vec![0; block as usize], "the last block")?;
     guest.expect(0, size - 2 * block, &bytes[..block as usize], "the last block but one")
 }
@@ -131,7 +134,7 @@ pub(super) fn refuses_what_is_out_of_range(guest: &mut Guest<'_>) -> Result<(), 
     }
     let huge = [(0, u64::MAX), (block, u64::MAX - block + 1), (u64::MAX, u64::MAX), (0, size + block), (0, 1 << 63)];
     for (offset, length) in ranges.into_iter().chain(huge) {
-        let zeroes = Request::WriteZeroes { offset, length, may_unmap: false, fua: false };
+        let zeroes = Request::WriteZeroes { offset, length, may_unmap: false, flags: OpFlags::NONE };
         guest.refused(zeroes, IoErrorKind::OutOfRange)?;
         if guest.info().discard {
             guest.refused(Request::Discard { offset, length }, IoErrorKind::OutOfRange)?;
@@ -155,14 +158,14 @@ pub(super) fn completes_empty_requests(guest: &mut Guest<'_>) -> Result<(), Stri
     for offset in [0, guest.block()] {
         guest.ok(0, Request::read(offset, 0))?;
         guest.ok(0, Request::write(offset, Vec::new()))?;
-        guest.ok(0, Request::WriteZeroes { offset, length: 0, may_unmap: true, fua: false })?;
+        guest.ok(0, Request::WriteZeroes { offset, length: 0, may_unmap: true, flags: OpFlags::NONE })?;
     }
     // Behind the end either answer will do, but one must come.
     for offset in [size, size + 512, u64::MAX] {
         guest.call(0, Request::read(offset, 0))?;
         guest.call(0, Request::write(offset, Vec::new()))?;
         guest.call(0, Request::Discard { offset, length: 0 })?;
-        guest.call(0, Request::WriteZeroes { offset, length: 0, may_unmap: true, fua: true })?;
+        guest.call(0, Request::WriteZeroes { offset, length: 0, may_unmap: true, flags: OpFlags::FUA })?;
     }
     Ok(())
 }
@@ -170,13 +173,16 @@ pub(super) fn completes_empty_requests(guest: &mut Guest<'_>) -> Result<(), Stri
 pub(super) fn flushes_and_writes_through(guest: &mut Guest<'_>) -> Result<(), String> {
     let block = guest.block();
     guest.ok(0, Request::Flush)?;
-    for fua in [false, true] {
-        let offset = if fua { 4 * block } else { 0 };
+    for (index, flags) in ALL_FLAGS.into_iter().enumerate() {
+        let offset = 4 * block * index as u64;
         let data = stamped(1, offset, 3 * block as usize);
-        guest.ok(0, Request::Write { offset, data: data[..].into(), pieces: Vec::new(), fua })?;
+        guest.ok(0, Request::Write { offset, data: data[..].into(), pieces: Vec::new(), flags })?;
         guest.ok(0, Request::Flush)?;
         guest.ok(0, Request::Flush)?;
         guest.expect(0, offset, &data, "a flushed write")?;
+        guest.ok(0, Request::Write { offset, data: Vec::new().into(), pieces: Vec::new(), flags })?;
+        guest.ok(0, Request::WriteZeroes { offset, length: 0, may_unmap: false, flags })?;
+        guest.expect(0, offset, &data, "after writes of nothing")?;
     }
     Ok(())
 }
@@ -216,11 +222,13 @@ pub(super) fn writes_zeroes_exactly(guest: &mut Guest<'_>) -> Result<(), String>
     for (case, (first, count)) in
         [(1, 1), (3, blocks / 2), (5, 7), (blocks - 1, 1), (0, blocks)].into_iter().enumerate()
     {
-        for (may_unmap, fua) in [(false, false), (true, false), (true, true)] {
+        for (may_unmap, flags) in
+            [(false, OpFlags::NONE), (true, OpFlags::NONE), (true, OpFlags::FUA), (false, OpFlags::PREFLUSH)]
+        {
             let mut image = stamped(case as u64 + 1, 0, size as usize);
             guest.ok(0, Request::write(0, &image[..]))?;
             let (offset, length) = (first * block, count * block);
-            guest.ok(0, Request::WriteZeroes { offset, length, may_unmap, fua })?;
+            guest.ok(0, Request::WriteZeroes { offset, length, may_unmap, flags })?;
             image[offset as usize..][..length as usize].fill(0);
             guest.expect(0, 0, &image, "after write zeroes")?;
             let again = stamped(90, offset, block as usize);
@@ -245,10 +253,10 @@ pub(super) fn a_read_only_disk_refuses_writes(guest: &mut Guest<'_>) -> Result<(
     }
     let block = guest.block();
     let before = guest.read(0, 0, 4 * block as usize)?;
-    for fua in [false, true] {
+    for flags in ALL_FLAGS {
         let data = vec![1; block as usize].into();
-        guest.refused(Request::Write { offset: 0, data, pieces: Vec::new(), fua }, IoErrorKind::ReadOnly)?;
-        let zeroes = Request::WriteZeroes { offset: block, length: block, may_unmap: fua, fua };
+        guest.refused(Request::Write { offset: 0, data, pieces: Vec::new(), flags }, IoErrorKind::ReadOnly)?;
+        let zeroes = Request::WriteZeroes { offset: block, length: block, may_unmap: flags.is_fua(), flags };
         guest.refused(zeroes, IoErrorKind::ReadOnly)?;
     }
     guest.refused(Request::Discard { offset: 2 * block, length: block }, IoErrorKind::ReadOnly)?;

@@ -66,7 +66,7 @@ pub(crate) struct Flying {
 
 impl Flying {
     pub(crate) fn start(file: Arc<SimFile>, io: FileIo, dice: &mut Dice) -> Self {
-        let FileIo { op, done } = io;
+        let FileIo { op, done, .. } = io;
         let mut storage = file.storage().lock();
         let id = storage.new_op();
         let fault = storage.fault(file.index(), &op);

@@ -143,7 +143,7 @@ fn one_seed_gives_one_order_and_seeds_differ() {
         let sink = block::Sink::new();
         for token in 0..20 {
             let done = block::Done::Sink { sink: Rc::clone(&sink), token };
-            queue.push(block::FileIo { op: write(token * 512, &[1; 512], false), done });
+            queue.push(block::FileIo::new(write(token * 512, &[1; 512], false), done));
         }
         reactor.run_until_idle();
         let mut done = Vec::new();
