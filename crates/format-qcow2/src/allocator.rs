@@ -312,4 +312,40 @@ mod tests {
         assert_eq!(state.refcounts.get(cluster), Ok(0));
         assert_eq!(free_among(&state, cluster..cluster + 1), Vec::<u64>::new());
     }
+
+    #[test]
+    fn free_space_is_handed_out_up_to_the_end_of_its_refcount_block_and_of_its_run_and_no_further() {
+        let (qcow2, io) = full();
+        let inner = &*qcow2.inner;
+        // Free are five clusters on each side of a border between two blocks; of the last two nobody knows.
+        let border = 3 * BLOCK;
+        let free = border - 5..border + 5;
+        let load = |cluster: u64| {
+            let step = |state: &mut State| state.refcounts.get(cluster).map_err(|absent| inner.stop_for(absent));
+            block_on(inner.run(&io, step)).unwrap();
+        };
+        free.clone().for_each(load);
+        let mut state = inner.lock();
+        free.clone().for_each(|cluster| state.refcounts.set(cluster, 0).unwrap());
+        state.space.free.add(Run { first: free.start, count: 8, zeroed: false });
+        let mut take = |want| inner.take_free(&mut state, want).ok().unwrap().map(|run| (run.first, run.count));
+        assert_eq!(take(2), Some((border - 5, 2)));
+        assert_eq!(take(100), Some((border - 3, 3)));
+        assert_eq!(take(100), Some((border, 3)));
+        assert_eq!(take(1), None);
+    }
+
+    #[test]
+    fn what_is_taken_for_free_and_is_not_is_left_alone_and_what_follows_is_still_handed_out() {
+        let (qcow2, io) = full();
+        let inner = &*qcow2.inner;
+        let first = 2 * BLOCK + 10;
+        block_on(inner.run(&io, |state| state.refcounts.get(first).map_err(|absent| inner.stop_for(absent)))).unwrap();
+        let mut state = inner.lock();
+        state.refcounts.set(first + 1, 0).unwrap();
+        state.space.free.add(Run { first, count: 3, zeroed: false });
+        let taken = inner.take_free(&mut state, 3).ok().unwrap();
+        assert_eq!(taken.map(|run| (run.first, run.count)), Some((first + 1, 1)));
+        assert_eq!(inner.take_free(&mut state, 3).ok().unwrap(), None);
+    }
 }

@@ -24,8 +24,9 @@ const COMPRESSED: u64 = 1 << 62;
 const MAX_L1_BYTES: u64 = 32 << 20;
 /// The feature bits 0 to 7 of a version 3 header.
 const LAST_BYTE_OF_INCOMPATIBLE: usize = 79;
-/// A file does not get longer than this on common file systems.
-const RESIZE_MAX: u64 = 16 << 40;
+/// A repair makes a file longer by this much at most, for the sake of a refcount block behind its end. What lies farther
+/// away is damage: the block is dropped, and the refcounts are rebuilt.
+const GROWTH_BYTES_MAX: u64 = 1 << 30;
 /// Of one reference that leads behind the file, so many clusters are remembered.
 const CLAIMED_MAX: usize = 16;
 /// So many wrong refcounts are set right one by one (24 MiB of them); more are written anew, all of them.
@@ -310,6 +311,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             self.limit_memory();
         }
         self.strict = strict;
+        self.kinds.find_shared(&self.references, &self.overcounted);
         Ok(())
     }
 
@@ -412,11 +414,14 @@ impl<'a, 'w> Walk<'a, 'w> {
         if entry & COPIED != 0 {
             self.corrupt(format!("coffset={offset:x}: copied flag must never be set for compressed clusters"));
         }
+        let length = sectors.saturating_mul(512).saturating_sub(offset & 511);
         if self.geometry.data_file || bitmap != 0 {
             let why = if bitmap == 0 { "in an external data file" } else { "in parts" };
+            // Not counted, and read all the same: it is not to be overwritten.
+            self.claimed.extend(clusters_of(&self.geometry, offset, length).take(CLAIMED_MAX));
             return self.corrupt(format!("compressed cluster {why}, entry={entry:#x}"));
         }
-        self.refer(offset, sectors.saturating_mul(512).saturating_sub(offset & 511));
+        self.refer(offset, length);
         if active {
             let report = &mut self.report;
             report.allocated_clusters = report.allocated_clusters.saturating_add(1);
@@ -474,13 +479,14 @@ impl<'a, 'w> Walk<'a, 'w> {
             } else if self.geometry.offset_in_cluster(offset) != 0 {
                 self.corrupt(format!("refcount block {index} is not cluster aligned; refcount table entry corrupted"));
             } else if cluster >= file_clusters {
-                let may_grow = may_grow && offset < RESIZE_MAX;
+                let may_grow = may_grow && offset.saturating_sub(self.file_bytes) < GROWTH_BYTES_MAX;
                 damaged = self.count_block_outside(index, offset, may_grow);
             } else if offset != 0 {
                 self.refer_to_refcounts(offset, self.geometry.cluster_bytes());
                 let references = self.references.get(cluster);
-                damaged = references != 1;
-                if damaged {
+                // The narrowest refcounts cannot say "two".
+                damaged = references != 1 || self.overcounted.contains(&cluster);
+                if references != 1 {
                     self.corrupt(format!("refcount block {index} refcount={references}"));
                 }
             } else {

@@ -210,3 +210,74 @@ impl Inner {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture::{self, CLUSTER};
+    use block::block_on;
+
+    /// Packs a guest cluster into 100 bytes; returns where they lie.
+    async fn pack(qcow2: &Qcow2, io: &MetaIo, guest: u64) -> u64 {
+        let cluster = PackedCluster { guest_offset: guest * CLUSTER, length_bytes: 100 };
+        let space = qcow2.prepare_compressed(io, &[cluster]).await.unwrap();
+        let offset = space.file_offsets[0];
+        qcow2.commit_compressed(io, space).await.unwrap();
+        offset
+    }
+
+    async fn discard(qcow2: &Qcow2, io: &MetaIo, guest: u64) {
+        qcow2.discard(io, guest * CLUSTER, CLUSTER).await.unwrap();
+        // The first makes it durable that nothing leads there, the second gives the space back.
+        qcow2.flush(io).await.unwrap();
+        qcow2.flush(io).await.unwrap();
+    }
+
+    #[test]
+    fn nothing_is_packed_into_a_host_cluster_that_was_freed_and_is_somebody_elses() {
+        let (storage, io) = fixture::created(64 << 10);
+        block_on(async {
+            let qcow2 = fixture::opened(&storage, &io).await;
+            let host = pack(&qcow2, &io, 0).await / CLUSTER;
+            discard(&qcow2, &io, 0).await;
+            let count = || qcow2.inner.lock().refcounts.get(host);
+            assert_eq!(count(), Ok(0), "it was not freed, so this shows nothing");
+            let mut guest = 10;
+            while count() == Ok(0) {
+                fixture::fill(&qcow2, &io, guest * CLUSTER..(guest + 1) * CLUSTER).await;
+                guest += 1;
+            }
+            let packed = pack(&qcow2, &io, 5).await;
+            assert_ne!(packed / CLUSTER, host, "two owners share a cluster");
+            assert_eq!(count(), Ok(1));
+        });
+    }
+
+    #[test]
+    fn packing_goes_on_elsewhere_once_the_open_host_cluster_was_freed() {
+        let (storage, io) = fixture::created(64 << 10);
+        block_on(async {
+            let qcow2 = fixture::opened(&storage, &io).await;
+            pack(&qcow2, &io, 0).await;
+            discard(&qcow2, &io, 0).await;
+            let packed = pack(&qcow2, &io, 1).await;
+            assert_eq!(packed % CLUSTER, 0, "in a cluster of its own");
+            assert_eq!(qcow2.inner.lock().refcounts.get(packed / CLUSTER), Ok(1));
+            qcow2.close(&io).await.unwrap();
+        });
+        let report = testkit::qcow2_check(&storage.bytes(fixture::NAME)).unwrap();
+        assert_eq!((report.sound(), report.leaked_clusters), (Ok(()), 0));
+    }
+
+    #[test]
+    fn packing_goes_on_in_the_open_host_cluster_though_another_cluster_is_freed() {
+        let (storage, io) = fixture::created(64 << 10);
+        block_on(async {
+            let qcow2 = fixture::opened(&storage, &io).await;
+            fixture::fill(&qcow2, &io, 20 * CLUSTER..22 * CLUSTER).await;
+            let first = pack(&qcow2, &io, 0).await;
+            discard(&qcow2, &io, 20).await;
+            assert_eq!(pack(&qcow2, &io, 1).await, first + 100);
+        });
+    }
+}

@@ -1,7 +1,7 @@
 //! How often each host cluster is referred to, and which clusters hold tables: what a check counts.
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
 /// References are counted in pieces of this many clusters.
@@ -110,21 +110,49 @@ pub(crate) enum Kind {
     Other = 4,
 }
 
+/// Something else than a table lies there, too.
+const SHARED: u8 = 8;
+
+/// What one host cluster holds, going by what leads there.
+#[derive(Debug, Clone, Copy, Default)]
+struct Held {
+    /// The kinds of tables, as bits.
+    kinds: u8,
+    /// References that mean a table.
+    tables: u32,
+}
+
 /// Which clusters hold tables, and of which kinds.
 #[derive(Debug, Default)]
-pub(crate) struct Kinds(HashMap<u64, u8>);
+pub(crate) struct Kinds(HashMap<u64, Held>);
 
 impl Kinds {
+    /// Notes a reference to a table.
     pub(crate) fn add(&mut self, kind: Kind, clusters: Range<u64>) {
-        clusters.for_each(|cluster| *self.0.entry(cluster).or_default() |= kind as u8);
+        for cluster in clusters {
+            let held = self.0.entry(cluster).or_default();
+            held.kinds |= kind as u8;
+            held.tables = held.tables.saturating_add(1);
+        }
     }
 
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether a cluster holds nothing but L1, or nothing but L2: an entry there may be changed.
+    /// Once all references are counted: finds the clusters that something else than tables leads to as well. A reference
+    /// that could not be counted may have been to data.
+    pub(crate) fn find_shared(&mut self, references: &References, uncounted: &BTreeSet<u64>) {
+        for (cluster, held) in &mut self.0 {
+            if references.get(*cluster) != u64::from(held.tables) || uncounted.contains(cluster) {
+                held.kinds |= SHARED;
+            }
+        }
+    }
+
+    /// Whether an entry in this cluster may be changed: everything that leads there takes it for an L1 table, or
+    /// everything takes it for an L2 table. A cluster that is data for somebody is never rewritten.
     pub(crate) fn may_change(&self, cluster: u64) -> bool {
-        matches!(self.0.get(&cluster), Some(kinds) if *kinds == Kind::L1 as u8 || *kinds == Kind::L2 as u8)
+        self.0.get(&cluster).is_some_and(|held| held.kinds == Kind::L1 as u8 || held.kinds == Kind::L2 as u8)
     }
 }

@@ -153,7 +153,7 @@ impl<'a, 'w> Job<'a, 'w> {
         self.say_clean().await
     }
 
-    /// Entries that were to be made new and lie in another table are as they were.
+    /// Takes back what was counted as repaired and was left alone: entries in a cluster that holds something else, too.
     fn own_up(&mut self, counted_again: bool) {
         let words = self.walk.geometry.entry_words();
         let left = self.walk.new_entries.keys().filter(|at| !self.may_change(**at)).step_by(words).count() as u64;
@@ -236,7 +236,7 @@ impl<'a, 'w> Job<'a, 'w> {
 
     /// Sets or clears the flag where it is wrong.
     async fn set_flags(&mut self, wrong: Vec<WrongFlag>) -> IoResult {
-        // A table that lies in another one is nobody's to change.
+        // A table that shares its cluster, with data or with another kind of table, is left alone.
         let (wrong, others): (Vec<_>, Vec<_>) = wrong.into_iter().partition(|wrong| self.may_change(wrong.at));
         others.into_iter().for_each(|other| self.walk.corrupt(other.what));
         if wrong.is_empty() {

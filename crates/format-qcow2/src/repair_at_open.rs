@@ -99,7 +99,7 @@ async fn repair_dirty(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut Chec
     let mut job = Job::new(walk, io, &header);
     let wrong = job.walk.wrong_flags(true, WRONG_FLAGS_MAX).await.map_err(failed)?;
     if let Some(place) = job.untouchable(&wrong) {
-        return Err(hopeless(format!("the table entry at {place:#x} lies in another table")));
+        return Err(hopeless(format!("the table entry at {place:#x} lies where something else lies, too")));
     }
     if wrong.len() >= WRONG_FLAGS_MAX {
         return Err(hopeless(format!("more than {WRONG_FLAGS_MAX} entries have a wrong flag")));

@@ -6,7 +6,9 @@ mod common;
 
 use block::{File, IoError, block_on};
 use common::{Base, NAME, blocking, created, open};
-use format_qcow2::{CheckEvent, CheckReport, CreateOptions, Qcow2, Repair, check, repair};
+use format_qcow2::{
+    CheckEvent, CheckReport, CreateOptions, NewSnapshot, Qcow2, Repair, check, create_snapshot, repair,
+};
 use testkit::{Fault, FaultAction, OpKind, SimFileOptions, SimStorage, fill_seeded, mix, qcow2_check};
 
 const COPIED: u64 = 1 << 63;
@@ -201,4 +203,64 @@ fn a_cluster_with_more_references_than_its_refcount_can_count_is_nobodys_to_writ
     let error = opened.err().unwrap().to_string();
     assert!(error.contains("than a refcount can count"), "{error}");
     assert!(storage.bytes(NAME) == bytes, "refused and untouched");
+}
+
+#[test]
+fn a_refcount_block_far_behind_the_file_is_dropped_and_the_file_stays_short() {
+    let good = image(4096, 16);
+    let table = word(&good, 48);
+    for far in [1 << 31, 1 << 40, 1 << 43, 1 << 50, (1 << 56) - 4096] {
+        for index in [0, 1, 7] {
+            let mut bytes = good.clone();
+            put(&mut bytes, table + index * 8, far);
+            let storage = storage_of(&bytes);
+            let report = repaired(&storage, Repair::All).unwrap();
+            assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0), "{far:#x}: {report:?}");
+            let length = storage.file(NAME).unwrap().length_bytes().unwrap();
+            assert!(length < 4 * good.len() as u64, "{far:#x}: the file has {length} bytes");
+            let after = storage.bytes(NAME);
+            qcow2_check(&after).unwrap().sound().unwrap();
+            assert!(contents(&after) == contents(&good), "{far:#x}");
+        }
+    }
+}
+
+#[test]
+fn data_that_an_l1_entry_takes_for_a_table_is_not_repaired() {
+    for fill in [0x25, 0x80] {
+        for active in [false, true] {
+            let options = CreateOptions { size_bytes: 4 << 20, cluster_size: 4096, ..CreateOptions::default() };
+            let (storage, file) = created(&options, SimFileOptions::default());
+            let guest = open(&file, Base::default());
+            block_on(guest.write(0, &[fill; 64 << 10])).unwrap();
+            block_on(guest.close()).unwrap();
+            let new = NewSnapshot { name: "one".to_owned(), ..NewSnapshot::default() };
+            block_on(create_snapshot(&blocking(&file), file.as_ref(), NAME, &new, &mut |_, _| true)).unwrap();
+            let mut bytes = storage.bytes(NAME);
+            let l1 = word(&bytes, if active { 40 } else { word(&bytes, 64) });
+            let l2 = word(&bytes, word(&bytes, 40)) & !COPIED;
+            let data = word(&bytes, l2) & !COPIED;
+            put(&mut bytes, l1 + 8, data);
+            let what = format!("fill {fill:#x}, in the active table: {active}");
+            let before = disk_start(&bytes);
+            assert!(before == [fill; 64 << 10], "{what}");
+            let storage = storage_of(&bytes);
+            let report = repaired(&storage, Repair::All).unwrap();
+            assert!(report.corruptions > 0, "{what}: {report:?}");
+            assert!(disk_start(&storage.bytes(NAME)) == before, "{what}: the guest reads something else");
+            // Left dirty, it is not repaired at open.
+            put(&mut bytes, 72, 1);
+            let storage = storage_of(&bytes);
+            let file = storage.file(NAME).unwrap();
+            let opened = block_on(Qcow2::open(&blocking(&file), file.info(), common::open_options(false)));
+            assert!(opened.is_err(), "{what}");
+            assert!(storage.bytes(NAME) == bytes, "{what}: refused and untouched");
+        }
+    }
+}
+
+/// The first 64 KiB of the disk.
+fn disk_start(bytes: &[u8]) -> Vec<u8> {
+    let (_, guest) = common::open_bytes(bytes, Base::default());
+    block_on(guest.read(0, 64 << 10)).unwrap()
 }
