@@ -104,7 +104,7 @@ pub const HEADER_BYTES: usize = 16;
 pub struct RequestHeader {
     /// One of [`request_type`].
     pub kind: u32,
-    /// Reserved since 1.0. Legacy drivers put the request's priority here, and Linux does so to this day.
+    /// Reserved since 1.0. Legacy drivers put the request's priority here, and Linux still does.
     pub priority: u32,
     /// First sector of a read or write, else zero.
     pub sector: u64,
