@@ -1,6 +1,6 @@
 //! Inputs that once broke something.
 
-use fuzz::Target;
+use ringdisk_fuzz::Target;
 use std::path::Path;
 
 #[test]

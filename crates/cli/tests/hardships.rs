@@ -34,7 +34,7 @@ fn a_log_that_cannot_be_written_stops_neither_reactors_nor_sessions() {
     // The reactor has something to say once the first ring has come; of broken rings it would speak in the same way.
     let server = start_after(
         "exec 2>/dev/full;",
-        &["--log-level=warn,engine::uring=info", "--reactors=1", "--drive", &drives[0], "--drive", &drives[1]],
+        &["--log-level=warn,ringdisk_engine::uring=info", "--reactors=1", "--drive", &drives[0], "--drive", &drives[1]],
     );
     for _ in 0..2 {
         sockets.iter().for_each(|socket| reads(socket));

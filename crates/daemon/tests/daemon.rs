@@ -1,12 +1,12 @@
 //! Disks come and go while a daemon runs. When a disk is gone, all that was written is in its image.
 
 use block::{Disk, ReactorHandle};
-use daemon::{Daemon, DaemonConfig};
 use drive::{DriveFormat, DriveOptions, EngineOpener, open_disk};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
 use load::{BenchReport, BenchSpec, Hooks, Initial, Pattern, Stop, Verify, VerifyState, run};
+use ringdisk_daemon::{Daemon, DaemonConfig};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

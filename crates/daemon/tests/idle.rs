@@ -5,12 +5,12 @@
 //! for ever. Our own workers end after a time without work; that does not count as waking up.
 
 use block::Disk;
-use daemon::{Daemon, DaemonConfig};
 use drive::{DriveFormat, DriveOptions, EngineOpener};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
 use load::{BenchSpec, Hooks, Stop, run};
+use ringdisk_daemon::{Daemon, DaemonConfig};
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

@@ -5,13 +5,13 @@
 //! requests a case. Only the threads that conduct the run are left out: they are no part of the path.
 
 use block::Disk;
-use daemon::{Daemon, DaemonConfig};
 use drive::{DriveFormat, DriveOptions, EngineOpener};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
 use load::{Alloc, BenchSpec, Hooks, Pattern, Progress, Stop, run};
 use memory::IoBuf;
+use ringdisk_daemon::{Daemon, DaemonConfig};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::backtrace::Backtrace;
 use std::cell::Cell;

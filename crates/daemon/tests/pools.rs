@@ -4,13 +4,13 @@
 //! `RINGDISK_POOL_REQUESTS=1000000 cargo test -p ringdisk-daemon --test pools` watches a million requests a disk.
 
 use block::Disk;
-use daemon::{Daemon, DaemonConfig};
 use drive::{DriveFormat, DriveOptions, EngineOpener};
 use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, Reactor, ReactorConfig, ReactorThread};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
 use load::{Alloc, BenchReport, BenchSpec, Hooks, Pattern, Progress, Stop, run};
 use memory::{DECAY_PERIOD, IoBuf, PoolStats};
+use ringdisk_daemon::{Daemon, DaemonConfig};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};

@@ -5,8 +5,8 @@ mod common;
 
 use block::{Completion, Disk, DiskQueue, IoErrorKind, Op, OpFlags, Priority};
 use common::{Character, HandReactor, Server, Started};
-use driver::{Driver, DriverOptions};
 use memory::IoBuf;
+use ringdisk_driver::{Driver, DriverOptions};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 use virtio::blk::{Status, features};

@@ -1,10 +1,10 @@
 //! The driver on Ringdisk's own export, over real files: the suite that every disk runs, through the socket.
 
 use block::{Disk, DiskInfo, DiskListener, DiskQueue, File, Listeners, ReactorCtx, ReactorHandle};
-use driver::{Driver, DriverOptions};
 use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use export_vhost_user::{Export, ExportOptions};
 use image::{CreateOptions, FileName, Format, ImageOptions, NullDisk, Opener, Role};
+use ringdisk_driver::{Driver, DriverOptions};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};

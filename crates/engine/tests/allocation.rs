@@ -4,8 +4,8 @@ mod common;
 
 use block::{Done, File, FileIo, FileOp, FileQueue, IoResult, PastEnd, Poller, ReactorCtx};
 use common::reactor;
-use engine::{CacheMode, EngineKind, OpenOptions};
 use memory::{IoBuf, Window};
+use ringdisk_engine::{CacheMode, EngineKind, OpenOptions};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -143,7 +143,7 @@ fn requests_allocate_nothing_after_warm_up() {
     for (engine, cache) in cases {
         let path = dir.path().join(format!("{engine}-{cache}"));
         std::fs::write(&path, vec![9; 1 << 20]).unwrap();
-        let file = engine::open(&path, &OpenOptions { engine, cache, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(&path, &OpenOptions { engine, cache, ..OpenOptions::default() }).unwrap();
         let count = allocations(file);
         assert_eq!(count, 0, "allocations in {MEASURED} requests, {engine}, cache={cache}");
     }

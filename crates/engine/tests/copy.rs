@@ -1,13 +1,13 @@
 //! Copies that the kernel makes by itself, from file to file.
 
 use block::{CopyRange, File, FileOp, IoErrorKind, IoResult, block_on, run_and_wait};
-use engine::{CacheMode, OpenOptions, Reactor, ReactorConfig};
+use ringdisk_engine::{CacheMode, OpenOptions, Reactor, ReactorConfig};
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
 
 fn open(path: &Path, cache: CacheMode, read_only: bool) -> Arc<dyn File> {
-    engine::open(path, &OpenOptions { cache, read_only, lock: false, ..OpenOptions::default() }).unwrap()
+    ringdisk_engine::open(path, &OpenOptions { cache, read_only, lock: false, ..OpenOptions::default() }).unwrap()
 }
 
 fn range(source: &Arc<dyn File>, source_offset: u64, offset: u64, length_bytes: u64) -> CopyRange {
@@ -64,7 +64,7 @@ fn what_the_kernel_should_not_copy_is_refused_and_a_source_that_ends_early_is_an
     let far = copy(&target, range(&source, 0, u64::MAX - 10, 4096));
     assert_eq!(far.map_err(|error| error.kind()), Err(IoErrorKind::OutOfRange));
     let direct = OpenOptions { cache: CacheMode::None, read_only: true, lock: false, ..OpenOptions::default() };
-    if let Ok(direct) = engine::open(&from, &direct) {
+    if let Ok(direct) = ringdisk_engine::open(&from, &direct) {
         assert_eq!(refused(target, &direct), Err(IoErrorKind::Unsupported));
     }
 }

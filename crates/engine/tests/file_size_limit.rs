@@ -4,7 +4,7 @@ mod common;
 
 use block::{FileOp, IoErrorKind, PastEnd};
 use common::{reactor, with_queue};
-use engine::{CacheMode, EngineKind, OpenOptions};
+use ringdisk_engine::{CacheMode, EngineKind, OpenOptions};
 
 const LIMIT: u64 = 1 << 20;
 
@@ -13,7 +13,7 @@ fn what_goes_beyond_the_limit_fails_and_the_process_lives() {
     let limit = libc::rlimit { rlim_cur: LIMIT, rlim_max: libc::RLIM_INFINITY };
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
-    engine::create(&path, 2 * LIMIT).unwrap();
+    ringdisk_engine::create(&path, 2 * LIMIT).unwrap();
     // SAFETY: the call reads the limit.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) }, 0);
     for (engine, cache) in [
@@ -21,7 +21,7 @@ fn what_goes_beyond_the_limit_fails_and_the_process_lives() {
         (EngineKind::Threads, CacheMode::Writeback),
         (EngineKind::LinuxAio, CacheMode::None),
     ] {
-        let file = engine::open(&path, &OpenOptions { engine, cache, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(&path, &OpenOptions { engine, cache, ..OpenOptions::default() }).unwrap();
         let reactor = reactor("limit");
         with_queue(&reactor, &file, move |queue| async move {
             let kind = |result: block::IoResult| result.unwrap_err().kind();
@@ -49,6 +49,6 @@ fn what_goes_beyond_the_limit_fails_and_the_process_lives() {
         reactor.stop().unwrap();
     }
     let new = dir.path().join("new");
-    assert!(engine::create(&new, 2 * LIMIT).is_err());
+    assert!(ringdisk_engine::create(&new, 2 * LIMIT).is_err());
     assert!(!new.exists(), "nothing is left of it");
 }

@@ -6,8 +6,8 @@ mod common;
 
 use block::{FileOp, PastEnd};
 use common::{reactor, with_queue};
-use engine::{CacheMode, EngineKind, OpenOptions};
 use memory::{AlignedBuf, IoBuf};
+use ringdisk_engine::{CacheMode, EngineKind, OpenOptions};
 
 const COUNT: u64 = 256;
 const STEP_BYTES: u64 = 64 << 10;
@@ -33,8 +33,9 @@ fn a_worker_begins_all_direct_writes_to_holes_and_waits_for_the_end_of_none() {
         [EngineKind::IoUring, EngineKind::LinuxAio].into_iter().flat_map(|kind| [(kind, false), (kind, true)])
     {
         let path = dir.path().join(format!("{engine}-{fua}"));
-        engine::create(&path, COUNT * STEP_BYTES).unwrap();
-        let Ok(file) = engine::open(&path, &OpenOptions { engine, cache: CacheMode::None, ..OpenOptions::default() })
+        ringdisk_engine::create(&path, COUNT * STEP_BYTES).unwrap();
+        let Ok(file) =
+            ringdisk_engine::open(&path, &OpenOptions { engine, cache: CacheMode::None, ..OpenOptions::default() })
         else {
             return common::skip("direct I/O, or an engine, is not to be had here");
         };

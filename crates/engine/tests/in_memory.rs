@@ -4,8 +4,8 @@ mod common;
 
 use block::{FileOp, PastEnd};
 use common::{reactor, with_queue};
-use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig};
 use memory::IoBuf;
+use ringdisk_engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig};
 use std::future::{Future, poll_fn};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ fn file() -> Option<(tempfile::TempDir, Arc<dyn block::File>)> {
     };
     let path = dir.path().join("image");
     std::fs::write(&path, vec![7; 1 << 20]).unwrap();
-    let file = engine::open(&path, &OpenOptions::default()).unwrap();
+    let file = ringdisk_engine::open(&path, &OpenOptions::default()).unwrap();
     Some((dir, file))
 }
 
@@ -160,8 +160,8 @@ fn blocks(path: &Path) -> u64 {
 fn sparse(length_bytes: u64) -> Option<(tempfile::TempDir, PathBuf, Arc<dyn block::File>)> {
     let (dir, _) = file()?;
     let path = dir.path().join("sparse");
-    engine::create(&path, length_bytes).unwrap();
-    let file = engine::open(&path, &OpenOptions::default()).unwrap();
+    ringdisk_engine::create(&path, length_bytes).unwrap();
+    let file = ringdisk_engine::open(&path, &OpenOptions::default()).unwrap();
     Some((dir, path, file))
 }
 
@@ -170,17 +170,17 @@ fn what_is_chosen_for_a_file_says_how_it_is_served() {
     let Some((dir, file)) = file_without_swap() else { return };
     let words = |path: &Path, engine| {
         let options = OpenOptions { engine, ..OpenOptions::default() };
-        engine::open(path, &options).unwrap().info().engine.clone()
+        ringdisk_engine::open(path, &options).unwrap().info().engine.clone()
     };
     assert!(file.info().engine.ends_with("through a mapping, where that can be"), "{}", file.info().engine);
     let path = dir.path().join("long");
-    engine::create(&path, 300 << 30).unwrap();
+    ringdisk_engine::create(&path, 300 << 30).unwrap();
     let long = words(&path, EngineKind::Auto);
     assert!(
         long.contains("reactors copy what is there") && long.ends_with("by calls, as it cannot be mapped"),
         "{long}"
     );
-    engine::create(&dir.path().join("short"), 1 << 20).unwrap();
+    ringdisk_engine::create(&dir.path().join("short"), 1 << 20).unwrap();
     let ring = words(&dir.path().join("short"), EngineKind::IoUring);
     assert!(ring.ends_with("the options ask for it; through a mapping, where that can be"), "{ring}");
     let asked = words(&path, EngineKind::Threads);
@@ -268,7 +268,7 @@ fn holes_that_are_read_stay_holes_and_what_is_given_back_stays_given_back() {
 fn what_is_written_behind_the_end_makes_the_file_longer_and_a_cut_file_forgets() {
     let Some((_dir, path, _)) = sparse(0) else { return };
     std::fs::write(&path, [1; 5000]).unwrap();
-    let file = engine::open(&path, &OpenOptions::default()).unwrap();
+    let file = ringdisk_engine::open(&path, &OpenOptions::default()).unwrap();
     let reactor = reactor("memory");
     with_queue(&reactor, &file, |queue| async move {
         let length = || std::fs::metadata(&path).unwrap().len();
@@ -321,8 +321,8 @@ fn a_full_file_system_is_an_error_of_the_write_also_where_pages_were_taken_away(
         return common::skip("a tmpfs cannot be mounted here (it takes root)");
     };
     let path = dir.path().join("image");
-    engine::create(&path, 512 << 10).unwrap();
-    let file = engine::open(&path, &OpenOptions::default()).unwrap();
+    ringdisk_engine::create(&path, 512 << 10).unwrap();
+    let file = ringdisk_engine::open(&path, &OpenOptions::default()).unwrap();
     let reactor = reactor("memory");
     with_queue(&reactor, &file, |queue| async move {
         for byte in [1, 2] {
@@ -375,7 +375,7 @@ fn the_times_of_a_file_tell_of_writes_once_they_were_flushed_or_the_file_is_clos
     assert!(age() > long_ago, "closed");
     // Guests of these send no flush, or none that reaches the file.
     for cache in [CacheMode::Unsafe, CacheMode::Writethrough] {
-        let file = engine::open(&path, &OpenOptions { cache, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(&path, &OpenOptions { cache, ..OpenOptions::default() }).unwrap();
         let reactor = common::reactor("memory");
         for _ in 0..20 {
             age();
@@ -395,7 +395,7 @@ fn the_times_of_a_file_tell_of_writes_once_they_were_flushed_or_the_file_is_clos
 fn a_file_that_is_open_for_reading_only_is_read_through_its_mapping_too() {
     let Some((dir, _)) = file_without_swap() else { return };
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-    let file = engine::open(&dir.path().join("image"), &options).unwrap();
+    let file = ringdisk_engine::open(&dir.path().join("image"), &options).unwrap();
     let reactor = reactor("memory");
     with_queue(&reactor, &file, |queue| async move {
         for _ in 0..3 {

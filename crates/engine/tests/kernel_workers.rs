@@ -7,8 +7,8 @@ mod common;
 use block::{File, FileOp, FileQueue, IoResult, PastEnd};
 use common::loop_device::{LoopDevice, Mounted};
 use common::{reactor, with_queue};
-use engine::{CacheMode, EngineKind, OpenOptions};
 use memory::IoBuf;
+use ringdisk_engine::{CacheMode, EngineKind, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::rc::Rc;
@@ -37,7 +37,7 @@ fn make(path: &Path) {
     }
     file.sync_all().unwrap();
     drop(file);
-    engine::forget_cached(path).unwrap();
+    ringdisk_engine::forget_cached(path).unwrap();
 }
 
 /// All at once; they end well, or are not supported.
@@ -103,7 +103,7 @@ async fn work(queue: Rc<dyn FileQueue>, is_device: bool) {
 
 fn open(path: &Path, engine: EngineKind, cache: CacheMode, sqpoll: bool) -> Option<Arc<dyn File>> {
     let options = OpenOptions { engine, cache, sqpoll, write_behind: true, ..OpenOptions::default() };
-    engine::open(path, &options).ok()
+    ringdisk_engine::open(path, &options).ok()
 }
 
 /// Works on what lies at `path` in all ways, and says which made the kernel start a worker.

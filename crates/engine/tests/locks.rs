@@ -7,14 +7,14 @@ mod common;
 
 use block::{ErrorKind, File, Locks};
 use common::fuse::StallingFile;
-use engine::OpenOptions;
+use ringdisk_engine::OpenOptions;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 
 fn open(path: &Path, read_only: bool) -> block::Result<Arc<dyn File>> {
-    engine::open(path, &OpenOptions { read_only, ..OpenOptions::default() })
+    ringdisk_engine::open(path, &OpenOptions { read_only, ..OpenOptions::default() })
 }
 
 fn has_qemu() -> bool {
@@ -70,7 +70,7 @@ fn qemu_opens(path: &Path, format: &str, read_only: bool) -> bool {
 fn a_writer_is_alone_and_readers_share() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
-    engine::create(&path, 1 << 20).unwrap();
+    ringdisk_engine::create(&path, 1 << 20).unwrap();
     let writer = open(&path, false).unwrap();
     for read_only in [false, true] {
         let error = open(&path, read_only).unwrap_err();
@@ -79,7 +79,7 @@ fn a_writer_is_alone_and_readers_share() {
         assert!(message.contains("image") && message.contains("in use"), "{message}");
     }
     let unlocked = OpenOptions { lock: false, ..OpenOptions::default() };
-    let unlocked = engine::open(&path, &unlocked).unwrap();
+    let unlocked = ringdisk_engine::open(&path, &unlocked).unwrap();
     assert_eq!((unlocked.info().locks, writer.info().locks), (Locks::NotWanted, Locks::Held));
     drop(unlocked);
     assert!(open(&path, false).is_err(), "closing an unlocked descriptor leaves the lock");
@@ -102,7 +102,7 @@ fn a_file_says_that_its_file_system_has_no_locks() {
 fn the_lock_goes_with_the_last_queue_also_on_a_reactor() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
-    engine::create(&path, 1 << 20).unwrap();
+    ringdisk_engine::create(&path, 1 << 20).unwrap();
     let reactor = common::reactor("locks");
     let file = open(&path, false).unwrap();
     common::with_queue(&reactor, &file, |queue| async move { common::write(&queue, 0, &[1; 512]).await.unwrap() });

@@ -5,7 +5,7 @@ mod common;
 use common::loop_device::{LoopDevice, Mounted};
 use common::model::Model;
 use common::reactor;
-use engine::{CacheMode, EngineKind, OpenOptions};
+use ringdisk_engine::{CacheMode, EngineKind, OpenOptions};
 use std::path::Path;
 
 const CACHES: [CacheMode; 5] =
@@ -24,9 +24,9 @@ fn check_in(dir: &Path, engine: EngineKind, chosen: &str) {
         // Aligned requests first, so that the file is untracked for a while; then anything.
         for (unit, rounds) in [(4096, 40), (1, 150)] {
             let path = dir.join(format!("{cache}-{unit}"));
-            engine::create(&path, 300_000 / unit * unit).unwrap();
+            ringdisk_engine::create(&path, 300_000 / unit * unit).unwrap();
             let options = OpenOptions { engine, cache, ..OpenOptions::default() };
-            let file = engine::open(&path, &options).unwrap();
+            let file = ringdisk_engine::open(&path, &options).unwrap();
             assert!(file.info().engine.starts_with(chosen), "{}", file.info().engine);
             let mut model = Model::new(number as u64, (300_000 / unit * unit) as usize, 1 << 20, false, unit);
             for _ in 0..rounds {
@@ -71,15 +71,15 @@ fn a_file_in_memory_agrees_with_the_model_in_every_cache_mode() {
 fn files_whose_direct_io_takes_large_blocks_only_agree_with_the_model() {
     let dir = tempfile::tempdir().unwrap();
     let (backing, at) = (dir.path().join("backing"), dir.path().join("mounted"));
-    engine::create(&backing, 64 << 20).unwrap();
+    ringdisk_engine::create(&backing, 64 << 20).unwrap();
     std::fs::create_dir(&at).unwrap();
     let device = LoopDevice::over(&backing, 4096);
     let Some(_mounted) = device.as_ref().and_then(|device| Mounted::ext4(device, &at)) else {
         return common::skip("a file system cannot be made and mounted here (it takes root, losetup and mkfs.ext4)");
     };
     let path = at.join("probe");
-    engine::create(&path, 1 << 16).unwrap();
-    let file = engine::open(&path, &OpenOptions { cache: CacheMode::None, ..OpenOptions::default() }).unwrap();
+    ringdisk_engine::create(&path, 1 << 16).unwrap();
+    let file = ringdisk_engine::open(&path, &OpenOptions { cache: CacheMode::None, ..OpenOptions::default() }).unwrap();
     assert_eq!(file.info().offset_alignment_bytes, 4096);
     for engine in [EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads] {
         let at = at.join(engine.to_string());

@@ -6,14 +6,14 @@ use block::{Error, ErrorKind, File, FileOp, IoErrorKind, PastEnd};
 use common::loop_device::LoopDevice;
 use common::model::Model;
 use common::reactor;
-use engine::{CacheMode, EngineKind, OpenOptions};
 use memory::IoBuf;
+use ringdisk_engine::{CacheMode, EngineKind, OpenOptions};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
 fn refused(path: &Path, options: &OpenOptions) -> Error {
-    engine::open(path, options).map(|file| file.info().clone()).unwrap_err()
+    ringdisk_engine::open(path, options).map(|file| file.info().clone()).unwrap_err()
 }
 
 #[test]
@@ -42,12 +42,12 @@ fn what_is_no_disk_is_refused_by_name() {
 fn linux_aio_is_refused_on_a_cached_file_and_replaced_under_auto() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
-    engine::create(&path, 1 << 20).unwrap();
+    ringdisk_engine::create(&path, 1 << 20).unwrap();
     let options = OpenOptions { engine: EngineKind::LinuxAio, ..OpenOptions::default() };
     assert!(refused(&path, &options).to_string().contains("cache=none"));
     for cache in CacheMode::NAMES {
         let options = OpenOptions { cache: cache.parse().unwrap(), ..OpenOptions::default() };
-        let file = engine::open(&path, &options).unwrap();
+        let file = ringdisk_engine::open(&path, &options).unwrap();
         let engine = &file.info().engine;
         assert!(engine.contains("because") && engine.contains(cache), "{engine}");
         assert_eq!(engine.contains("direct I/O"), options.cache.is_direct(), "{engine}");
@@ -59,7 +59,7 @@ fn a_file_that_exists_is_not_made_anew() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     std::fs::write(&path, b"precious").unwrap();
-    assert_eq!(engine::create(&path, 4096).unwrap_err().kind(), ErrorKind::BadOption);
+    assert_eq!(ringdisk_engine::create(&path, 4096).unwrap_err().kind(), ErrorKind::BadOption);
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
 }
 
@@ -68,7 +68,7 @@ fn a_read_only_file_refuses_everything_that_writes() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     std::fs::write(&path, [5; 4096]).unwrap();
-    let file = engine::open(&path, &OpenOptions { read_only: true, ..OpenOptions::default() }).unwrap();
+    let file = ringdisk_engine::open(&path, &OpenOptions { read_only: true, ..OpenOptions::default() }).unwrap();
     let reactor = reactor("read-only");
     common::with_queue(&reactor, &file, |queue| async move {
         let ops = [
@@ -93,9 +93,9 @@ fn blocking_queues_serve_any_alignment_too() {
     let dir = tempfile::tempdir().unwrap();
     for cache in CacheMode::NAMES {
         let path = dir.path().join(cache);
-        engine::create(&path, 1000).unwrap();
+        ringdisk_engine::create(&path, 1000).unwrap();
         let options = OpenOptions { cache: cache.parse().unwrap(), ..OpenOptions::default() };
-        let file = engine::open(&path, &options).unwrap();
+        let file = ringdisk_engine::open(&path, &options).unwrap();
         let queue = file.open_blocking().unwrap();
         let bytes = block::block_on(async {
             common::write(&queue, 700, &[1; 5000]).await.unwrap();
@@ -120,7 +120,7 @@ fn block_devices_with_small_and_large_sectors_agree_with_the_model() {
     let (one, two) = (reactor("one"), reactor("two"));
     for (seed, sector_bytes) in [512, 4096].into_iter().enumerate() {
         let backing = dir.path().join(sector_bytes.to_string());
-        engine::create(&backing, BYTES as u64).unwrap();
+        ringdisk_engine::create(&backing, BYTES as u64).unwrap();
         let Some(device) = LoopDevice::over(&backing, sector_bytes) else {
             return common::skip("a loop device cannot be made here (it takes root and losetup)");
         };
@@ -130,7 +130,7 @@ fn block_devices_with_small_and_large_sectors_agree_with_the_model() {
                     continue;
                 }
                 let options = OpenOptions { engine, cache, ..OpenOptions::default() };
-                let file = engine::open(device.path(), &options).unwrap();
+                let file = ringdisk_engine::open(device.path(), &options).unwrap();
                 check_device(&file, sector_bytes, cache);
                 let mut model = Model::new(seed as u64, BYTES, BYTES as u64, true, 1);
                 model.discard_unit = u64::from(sector_bytes);
@@ -155,7 +155,7 @@ fn check_device(file: &Arc<dyn File>, sector_bytes: u32, cache: CacheMode) {
     assert_eq!(info.offset_alignment_bytes, alignment);
 }
 
-fn clear(file: &Arc<dyn File>, reactor: &engine::ReactorThread, length: u64) {
+fn clear(file: &Arc<dyn File>, reactor: &ringdisk_engine::ReactorThread, length: u64) {
     common::with_queue(reactor, file, move |queue| async move {
         queue.start(FileOp::WriteZeroes { offset: 0, length, may_unmap: false }).await.unwrap();
         let error = queue.start(FileOp::SetLength { length: length + 1 }).await.unwrap_err();
@@ -174,7 +174,7 @@ fn reading_does_not_change_when_a_file_was_read_last() {
     std::fs::File::options().write(true).open(&path).unwrap().set_times(times).unwrap();
     for cache in [CacheMode::Writeback, CacheMode::None] {
         let options = OpenOptions { cache, engine: EngineKind::IoUring, ..OpenOptions::default() };
-        let file = engine::open(&path, &options).unwrap();
+        let file = ringdisk_engine::open(&path, &options).unwrap();
         let reactor = common::reactor("quiet");
         common::with_queue(&reactor, &file, |queue| async move {
             common::read(&queue, 0, 4096, PastEnd::Fails).await.unwrap();

@@ -4,7 +4,7 @@ mod common;
 
 use block::{BatchEnd, Done, FileIo, FileOp, FileQueue, PastEnd, Poller, PollerId, ReactorCtx, Sink, run_and_wait};
 use common::{reactor, run_task, wait_until_idle, with_queue};
-use engine::{EngineKind, OpenOptions, Reactor, ReactorConfig};
+use ringdisk_engine::{EngineKind, OpenOptions, Reactor, ReactorConfig};
 use rustix::event::{EventfdFlags, eventfd};
 use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -86,8 +86,8 @@ fn a_sleeping_reactor_is_woken_by_jobs_by_wakers_and_by_completions() {
     let reactor = reactor("sleeper");
     for engine in [EngineKind::IoUring, EngineKind::Threads] {
         let path = dir.path().join(engine.to_string());
-        engine::create(&path, 1 << 16).unwrap();
-        let file = engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
+        ringdisk_engine::create(&path, 1 << 16).unwrap();
+        let file = ringdisk_engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
         for round in 0..20 {
             if round % 10 == 0 {
                 wait_until_idle(&reactor);
@@ -173,9 +173,9 @@ fn a_panic_in_a_poller_ends_the_reactor_with_an_error_after_its_requests() {
     }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
-    engine::create(&path, 1 << 16).unwrap();
-    let options = OpenOptions { cache: engine::CacheMode::None, ..OpenOptions::default() };
-    let file = engine::open(&path, &options).unwrap();
+    ringdisk_engine::create(&path, 1 << 16).unwrap();
+    let options = OpenOptions { cache: ringdisk_engine::CacheMode::None, ..OpenOptions::default() };
+    let file = ringdisk_engine::open(&path, &options).unwrap();
     let reactor = reactor("panics");
     let theirs = Arc::clone(&file);
     let add = move |ctx: &Rc<dyn ReactorCtx>| {
@@ -195,9 +195,9 @@ fn a_panic_in_a_poller_ends_the_reactor_with_an_error_after_its_requests() {
 fn a_blocking_queue_works_on_a_reactors_own_thread_beside_its_requests() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
-    engine::create(&path, 1 << 16).unwrap();
-    let options = OpenOptions { cache: engine::CacheMode::None, ..OpenOptions::default() };
-    let file = engine::open(&path, &options).unwrap();
+    ringdisk_engine::create(&path, 1 << 16).unwrap();
+    let options = OpenOptions { cache: ringdisk_engine::CacheMode::None, ..OpenOptions::default() };
+    let file = ringdisk_engine::open(&path, &options).unwrap();
     let reactor = reactor("blocking");
     let bytes = run_task(&reactor, move |ctx| async move {
         let queue = file.open_queue(&ctx).unwrap();
@@ -222,8 +222,8 @@ fn more_requests_at_once_than_the_rings_hold_all_end_and_go_in_few_calls() {
     for engine in [EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads] {
         let path = dir.path().join(engine.to_string());
         std::fs::write(&path, vec![9; 1 << 20]).unwrap();
-        let options = OpenOptions { engine, cache: engine::CacheMode::None, ..OpenOptions::default() };
-        let file = engine::open(&path, &options).unwrap();
+        let options = OpenOptions { engine, cache: ringdisk_engine::CacheMode::None, ..OpenOptions::default() };
+        let file = ringdisk_engine::open(&path, &options).unwrap();
         let reactor = reactor("flood");
         with_queue(&reactor, &file, |queue| async move {
             let bufs: Vec<_> = (0..COUNT).map(|_| memory::IoBuf::zeroed(4096)).collect();
@@ -246,7 +246,7 @@ fn more_requests_at_once_than_the_rings_hold_all_end_and_go_in_few_calls() {
 
 /// Keeps a file busy, and looks what the turn before has taken of the kernel.
 struct Load {
-    reactor: Arc<engine::ReactorThread>,
+    reactor: Arc<ringdisk_engine::ReactorThread>,
     queue: Rc<dyn FileQueue>,
     batch_end: BatchEnd,
     sink: Rc<Sink>,
@@ -298,19 +298,19 @@ impl Poller for Load {
 fn a_turn_takes_one_system_call_at_most_whatever_a_poller_pushes() {
     let dir = tempfile::tempdir().unwrap();
     for (engine, cache) in [
-        (EngineKind::IoUring, engine::CacheMode::None),
-        (EngineKind::LinuxAio, engine::CacheMode::None),
-        (EngineKind::IoUring, engine::CacheMode::Writeback),
+        (EngineKind::IoUring, ringdisk_engine::CacheMode::None),
+        (EngineKind::LinuxAio, ringdisk_engine::CacheMode::None),
+        (EngineKind::IoUring, ringdisk_engine::CacheMode::Writeback),
         // In memory, as most of `/dev/shm` is: holes, which are not copied through a mapping.
-        (EngineKind::Auto, engine::CacheMode::Writeback),
+        (EngineKind::Auto, ringdisk_engine::CacheMode::Writeback),
     ] {
         let in_memory = (engine == EngineKind::Auto).then(|| tempfile::tempdir_in("/dev/shm").unwrap());
         let path = in_memory.as_ref().unwrap_or(&dir).path().join("load");
         match in_memory {
-            Some(_) => engine::create(&path, 1 << 20).unwrap(),
+            Some(_) => ringdisk_engine::create(&path, 1 << 20).unwrap(),
             None => std::fs::write(&path, vec![9; 1 << 20]).unwrap(),
         }
-        let file = engine::open(&path, &OpenOptions { engine, cache, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(&path, &OpenOptions { engine, cache, ..OpenOptions::default() }).unwrap();
         let reactor = Arc::new(reactor("load"));
         let (done, ended) = mpsc::channel();
         let theirs = Arc::clone(&reactor);
@@ -341,10 +341,10 @@ fn a_turn_takes_one_system_call_at_most_whatever_a_poller_pushes() {
 fn under_cache_unsafe_a_flush_reaches_no_engine_and_elsewhere_it_does() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
-    engine::create(&path, 1 << 16).unwrap();
-    for cache in engine::CacheMode::NAMES {
+    ringdisk_engine::create(&path, 1 << 16).unwrap();
+    for cache in ringdisk_engine::CacheMode::NAMES {
         let options = OpenOptions { cache: cache.parse().unwrap(), ..OpenOptions::default() };
-        let file = engine::open(&path, &options).unwrap();
+        let file = ringdisk_engine::open(&path, &options).unwrap();
         let reactor = reactor("flush");
         with_queue(&reactor, &file, |queue| async move { queue.start(FileOp::Flush).await.unwrap() });
         assert_eq!(reactor.stats().requests, u64::from(cache != "unsafe"), "{cache}");
@@ -360,9 +360,9 @@ fn durable_writes_in_flight_at_once_share_syncs_and_one_alone_needs_none() {
     // Because of the drive, or of each request.
     for (engine, sync) in engines.into_iter().flat_map(|engine| [(engine, true), (engine, false)]) {
         let path = dir.path().join(format!("{engine}-{sync}"));
-        engine::create(&path, 1 << 20).unwrap();
+        ringdisk_engine::create(&path, 1 << 20).unwrap();
         let options = OpenOptions { engine, sync, ..OpenOptions::default() };
-        let file = engine::open(&path, &options).unwrap();
+        let file = ringdisk_engine::open(&path, &options).unwrap();
         let reactor = reactor("durable");
         let write = |offset, bytes: &[u8]| FileOp::Write {
             offset,
@@ -397,12 +397,12 @@ const TMPFS: i64 = 0x0102_1994;
 fn writes_that_the_page_cache_takes_one_by_one_go_to_threads_and_the_file_says_so() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
-    engine::create(&path, 1 << 20).unwrap();
+    ringdisk_engine::create(&path, 1 << 20).unwrap();
     // XFS and btrfs take them without waiting, and files in memory are copied from and to.
     let file_system = rustix::fs::statfs(&path).unwrap().f_type;
     let takes_them = [XFS, BTRFS, TMPFS].contains(&(file_system as i64));
     for (engine, sqpoll) in [(EngineKind::Auto, false), (EngineKind::IoUring, false), (EngineKind::IoUring, true)] {
-        let file = engine::open(&path, &OpenOptions { engine, sqpoll, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(&path, &OpenOptions { engine, sqpoll, ..OpenOptions::default() }).unwrap();
         let by_thread = file.info().engine.contains("; writes go to threads");
         let has_uring = file.info().engine.starts_with("io_uring") && !file.info().engine.contains("all goes to");
         let expected = has_uring && !takes_them;
@@ -428,9 +428,9 @@ fn writes_that_the_page_cache_takes_one_by_one_go_to_threads_and_the_file_says_s
 fn a_thread_that_spins_or_sleeps_misses_no_request() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
-    engine::create(&path, 1 << 20).unwrap();
+    ringdisk_engine::create(&path, 1 << 20).unwrap();
     let options = OpenOptions { engine: EngineKind::Threads, ..OpenOptions::default() };
-    let file = engine::open(&path, &options).unwrap();
+    let file = ringdisk_engine::open(&path, &options).unwrap();
     for poll_max_us in [0, 20, 100] {
         let config = ReactorConfig { name: "pauses".into(), poll_max_us, ..ReactorConfig::default() };
         let reactor = Reactor::spawn(config).unwrap();

@@ -6,8 +6,8 @@ use block::{File, FileOp, FileQueue, PastEnd, ReactorCtx};
 use common::fuse::{FILE_BYTES, STALL_FROM, StallingFile, content};
 use common::loop_device::{LoopDevice, Mounted};
 use common::{reactor, run_task};
-use engine::{CacheMode, EngineKind, OpenOptions, ReactorThread};
 use memory::{IoBuf, Mapping, Segment};
+use ringdisk_engine::{CacheMode, EngineKind, OpenOptions, ReactorThread};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -34,7 +34,7 @@ fn for_each(engines: &[EngineKind], cache: CacheMode, test: impl Fn(EngineKind, 
         };
         let options = OpenOptions { engine, cache, read_only: true, lock: false, ..OpenOptions::default() };
         let path = if cache == CacheMode::None { stalling.path() } else { stalling.mappable() };
-        let file = engine::open(&path, &options).unwrap();
+        let file = ringdisk_engine::open(&path, &options).unwrap();
         let (told, takes_none) = (&file.info().engine, "takes nothing that must not wait");
         let chosen = if engine == EngineKind::Auto { EngineKind::Threads } else { engine };
         assert!(told.starts_with(&chosen.to_string()), "{told}");
@@ -225,7 +225,7 @@ struct Busy(Arc<AtomicBool>);
 
 impl Busy {
     fn with(reactor: &ReactorThread, path: &Path) -> Self {
-        let file = engine::open(path, &OpenOptions { lock: false, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(path, &OpenOptions { lock: false, ..OpenOptions::default() }).unwrap();
         let stop = Arc::new(AtomicBool::new(false));
         let theirs = Arc::clone(&stop);
         let job = move |ctx: &Rc<dyn ReactorCtx>| {
@@ -256,7 +256,7 @@ fn writes_that_have_ended_are_told_while_one_that_follows_them_in_turn_is_stalle
     // A reactor that sleeps, and one that another disk keeps busy.
     for (engine, is_busy) in [EngineKind::Threads, EngineKind::Auto].into_iter().flat_map(of) {
         std::fs::write(&path, vec![0; 1 << 20]).unwrap();
-        let file = engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
         if engine == EngineKind::Auto && !file.info().engine.contains("go to threads") {
             continue;
         }
@@ -317,9 +317,9 @@ fn a_file_system_that_would_have_to_read_its_tables_first_holds_up_no_reactor() 
             return common::skip("ext4 over FUSE cannot be had here (it takes root, /dev/fuse, losetup and mkfs.ext4)");
         };
         let options = OpenOptions { cache, read_only: true, lock: false, ..OpenOptions::default() };
-        let cold = engine::open(&at.join("cold"), &options).unwrap();
+        let cold = ringdisk_engine::open(&at.join("cold"), &options).unwrap();
         let other = OpenOptions { cache: CacheMode::Writeback, ..options };
-        let warm = engine::open(&warm, &other).unwrap();
+        let warm = ringdisk_engine::open(&warm, &other).unwrap();
         assert!(cold.info().engine.starts_with("io_uring"));
         let reactor = reactor("cold");
         warm_up(&reactor, &warm);

@@ -7,8 +7,8 @@ mod common;
 
 use block::PastEnd;
 use common::{reactor, skip, with_queue};
-use engine::{EngineKind, OpenOptions};
 use memory::Mapping;
+use ringdisk_engine::{EngineKind, OpenOptions};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -90,7 +90,9 @@ fn on_a_host_with_swap_workers_carry_out_what_a_file_in_memory_is_asked_for_and_
         Err(reason) => return skip(&format!("a swap file cannot be turned on here (it takes root): {reason}")),
     };
     for engine in [EngineKind::Auto, EngineKind::IoUring, EngineKind::Threads] {
-        let Ok(file) = engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }) else { continue };
+        let Ok(file) = ringdisk_engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }) else {
+            continue;
+        };
         let words = &file.info().engine;
         assert_eq!(words.contains("the host has swap"), engine != EngineKind::Threads, "{words}");
         if !swap.takes(&path) {

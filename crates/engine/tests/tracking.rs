@@ -4,8 +4,8 @@ mod common;
 
 use block::{File, FileOp, IoResult};
 use common::reactor;
-use engine::{CacheMode, EngineKind, OpenOptions};
 use memory::{AlignedBuf, IoBuf};
+use ringdisk_engine::{CacheMode, EngineKind, OpenOptions};
 use std::path::Path;
 use std::sync::{Arc, Barrier, mpsc};
 
@@ -13,7 +13,7 @@ const BLOCKS: u64 = 32;
 
 /// Pushes all of `writes` (offset, length, byte) at once and reports each end.
 fn push_all(
-    reactor: &engine::ReactorThread,
+    reactor: &ringdisk_engine::ReactorThread,
     file: &Arc<dyn File>,
     start: &Arc<Barrier>,
     writes: Vec<(u64, usize, u8)>,
@@ -36,7 +36,7 @@ fn push_all(
 
 /// Whole blocks on one reactor, and a few bytes of each on the other, at the same time: whichever comes last, what only
 /// the whole write touches must be there.
-fn race(reactors: [&engine::ReactorThread; 2], file: &Arc<dyn File>, path: &Path, whole_byte: u8) {
+fn race(reactors: [&ringdisk_engine::ReactorThread; 2], file: &Arc<dyn File>, path: &Path, whole_byte: u8) {
     const PART_BYTE: u8 = 255;
     let unit = u64::from(file.info().offset_alignment_bytes);
     let start = Arc::new(Barrier::new(2));
@@ -55,7 +55,7 @@ fn race(reactors: [&engine::ReactorThread; 2], file: &Arc<dyn File>, path: &Path
 fn open(path: &Path, engine: EngineKind) -> Option<Arc<dyn File>> {
     std::fs::write(path, vec![1; BLOCKS as usize * 4096]).unwrap();
     let options = OpenOptions { engine, cache: CacheMode::None, ..OpenOptions::default() };
-    let file = engine::open(path, &options).unwrap();
+    let file = ringdisk_engine::open(path, &options).unwrap();
     if file.info().offset_alignment_bytes == 1 {
         common::skip("direct I/O on this file system takes any alignment");
         return None;

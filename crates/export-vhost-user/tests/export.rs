@@ -5,8 +5,8 @@
 mod model;
 mod support;
 
-use export_vhost_user::{Export, ExportOptions};
 use model::{Desc, Guest, NEXT};
+use ringdisk_export_vhost_user::{Export, ExportOptions};
 use std::sync::atomic::Ordering;
 use support::disk::{Asked, DISK_BYTES, MemDisk};
 use support::{Client, NO_CACHE, PATIENCE_SECONDS, Queue, SIZE, Server, is_readable, read_config, region};

@@ -6,8 +6,8 @@ mod model;
 mod support;
 
 use block::ReactorHandle;
-use export_vhost_user::{Export, ExportOptions};
 use model::Guest;
+use ringdisk_export_vhost_user::{Export, ExportOptions};
 use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;

@@ -5,11 +5,11 @@ mod common;
 
 use block::{ErrorKind, File, IoError, Result, block_on};
 use common::{Base, DATA, NAME, blocking, copy, created, open, open_options};
-use format_qcow2::{
+use memory::AlignedBuf;
+use ringdisk_format_qcow2::{
     AmendOptions, BitmapAction, CreateOptions, Header, NewSnapshot, Qcow2, ResizeOptions, amend, create_snapshot,
     edit_bitmaps,
 };
-use memory::AlignedBuf;
 use testkit::{Fault, FaultAction, OpKind, SimFileOptions, SimStorage, qcow2_check, stamped};
 
 fn made(options: &CreateOptions) -> SimStorage {

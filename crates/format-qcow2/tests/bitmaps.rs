@@ -2,7 +2,7 @@
 //! never changes.
 
 use block::{File, IoError, MetaIo, block_on};
-use format_qcow2::{
+use ringdisk_format_qcow2::{
     Backing, Bitmap, BitmapAction, BitmapBits, CreateOptions, NewSnapshot, ResizeOptions, SnapshotName, apply_snapshot,
     bitmaps, create_snapshot, edit_bitmaps, read_bitmap, resize,
 };
@@ -21,7 +21,7 @@ fn image(cluster_size: u64) -> SimStorage {
         backing_format: Some("raw".to_owned()),
         ..CreateOptions::default()
     };
-    block_on(format_qcow2::create(&io(&file), &options)).unwrap();
+    block_on(ringdisk_format_qcow2::create(&io(&file), &options)).unwrap();
     storage.process_killed(0)
 }
 
@@ -221,8 +221,8 @@ fn a_new_backing_name_and_bitmaps_share_the_header_and_a_power_cut_leaves_the_ol
     let bitmaps = seen(&storage);
     let name = |storage: &SimStorage| {
         let file = storage.file("disk").unwrap();
-        let options = format_qcow2::OpenOptions { name: "disk".to_owned(), read_only: true };
-        let opened = block_on(format_qcow2::Qcow2::open(&io(&file), file.info(), options)).unwrap();
+        let options = ringdisk_format_qcow2::OpenOptions { name: "disk".to_owned(), read_only: true };
+        let opened = block_on(ringdisk_format_qcow2::Qcow2::open(&io(&file), file.info(), options)).unwrap();
         opened.header().backing_file.clone()
     };
     for new in [Some("b".repeat(900)), Some("short".to_owned()), None, Some("c".repeat(1023))] {
@@ -230,7 +230,7 @@ fn a_new_backing_name_and_bitmaps_share_the_header_and_a_power_cut_leaves_the_ol
         storage.record();
         let backing = new.clone().map(|file| Backing { file, format: Some("qcow2".to_owned()) });
         let file = storage.file("disk").unwrap();
-        block_on(format_qcow2::set_backing(&io(&file), file.as_ref(), "disk", backing.as_ref())).unwrap();
+        block_on(ringdisk_format_qcow2::set_backing(&io(&file), file.as_ref(), "disk", backing.as_ref())).unwrap();
         assert_eq!(name(&storage), new);
         let mut replay = storage.take_recording().replay();
         while replay.advance().is_some() {

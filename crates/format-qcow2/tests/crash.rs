@@ -5,7 +5,7 @@ mod common;
 
 use block::{Completion, File, IoResult, MetaIo, OpFlags, Participant, ReactorCtx, block_on};
 use common::{Base, Guest, NAME, created};
-use format_qcow2::{Barrier, Compression, CreateOptions, Qcow2};
+use ringdisk_format_qcow2::{Barrier, Compression, CreateOptions, Qcow2};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;

@@ -5,7 +5,7 @@ mod common;
 
 use block::{ErrorKind, File, IoError, MetaIo, Result, block_on};
 use common::{Base, NAME, blocking, copy, created, has_tool, judged_by_qemu, open, open_options, run};
-use format_qcow2::{
+use ringdisk_format_qcow2::{
     AmendOptions, BitmapAction, CreateOptions, GrowBy, Header, NewSnapshot, Qcow2, ResizeOptions, Snapshot,
     SnapshotName, amend, apply_snapshot, create_snapshot, delete_snapshot, edit_bitmaps, resize, snapshots,
 };

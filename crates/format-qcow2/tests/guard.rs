@@ -6,7 +6,7 @@ mod common;
 
 use block::{ErrorKind, IoErrorKind, IoResult, block_on};
 use common::{Base, Guest, NAME, blocking, created, open, open_bytes, open_options};
-use format_qcow2::{CreateOptions, Overwrite, Qcow2};
+use ringdisk_format_qcow2::{CreateOptions, Overwrite, Qcow2};
 use testkit::{SimFileOptions, SimStorage, fill_seeded};
 
 const CLUSTER: usize = 4096;

@@ -5,7 +5,7 @@ mod common;
 
 use block::{Error, ErrorKind, IoErrorKind, block_on};
 use common::{Base, DATA, NAME, blocking, created, open, open_options};
-use format_qcow2::{CreateOptions, Qcow2};
+use ringdisk_format_qcow2::{CreateOptions, Qcow2};
 use testkit::{Dice, SimFileOptions, SimStorage, fill_seeded};
 
 /// A small image with data, zero clusters and holes.

@@ -5,7 +5,7 @@ mod common;
 
 use block::{Extent, File, FileIo, FileOp, FileQueue, MetaIo, block_on};
 use common::{NAME, open_options};
-use format_qcow2::{CreateOptions, Prepared, Qcow2, create};
+use ringdisk_format_qcow2::{CreateOptions, Prepared, Qcow2, create};
 use std::cell::Cell;
 use std::rc::Rc;
 use testkit::{SimFileOptions, SimStorage};

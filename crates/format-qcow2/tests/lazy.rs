@@ -5,8 +5,8 @@ mod common;
 
 use block::{Error, ErrorKind, File, IoError, Locks, MetaIo, block_on};
 use common::{Base, DATA, Guest, NAME, blocking, created, judged_by_qemu, open, open_options};
-use format_qcow2::{CreateOptions, Qcow2, Repair};
 use memory::AlignedBuf;
+use ringdisk_format_qcow2::{CreateOptions, Qcow2, Repair};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -283,10 +283,10 @@ fn without_locks_a_dirty_image_is_taken_for_one_in_use_until_check_has_repaired_
     let storage = unlocked(Locks::Lacking);
     let file = storage.file(NAME).unwrap();
     let amended = |file: &SimFile| {
-        let options = format_qcow2::AmendOptions { lazy_refcounts: Some(false), ..Default::default() };
-        block_on(format_qcow2::amend(&blocking(file), file, NAME, &options, &mut |_, _| true))
+        let options = ringdisk_format_qcow2::AmendOptions { lazy_refcounts: Some(false), ..Default::default() };
+        block_on(ringdisk_format_qcow2::amend(&blocking(file), file, NAME, &options, &mut |_, _| true))
     };
-    let renamed = block_on(format_qcow2::set_backing(&blocking(&file), file.as_ref(), NAME, None));
+    let renamed = block_on(ringdisk_format_qcow2::set_backing(&blocking(&file), file.as_ref(), NAME, None));
     for refused in [opened(&storage, false).map(drop), amended(&file), renamed] {
         let error = refused.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
@@ -294,7 +294,7 @@ fn without_locks_a_dirty_image_is_taken_for_one_in_use_until_check_has_repaired_
     }
     assert!(contents(&storage) == expected && storage.bytes(NAME) == bytes, "read it may be");
     let length = bytes.len() as u64;
-    block_on(format_qcow2::repair(&blocking(&file), length, NAME, Repair::All, &mut |_| true)).unwrap();
+    block_on(ringdisk_format_qcow2::repair(&blocking(&file), length, NAME, Repair::All, &mut |_| true)).unwrap();
     drop(opened(&storage, false).unwrap());
     assert_repaired(&storage, "checked");
     assert!(contents(&storage) == expected);
@@ -356,13 +356,13 @@ fn verbs_that_change_an_image_repair_it_first() {
     let (storage, expected) = left_dirty();
     let file = storage.file(NAME).unwrap();
     let io = blocking(&file);
-    let options = format_qcow2::AmendOptions { lazy_refcounts: Some(false), ..Default::default() };
-    block_on(format_qcow2::amend(&io, file.as_ref(), NAME, &options, &mut |_, _| true)).unwrap();
+    let options = ringdisk_format_qcow2::AmendOptions { lazy_refcounts: Some(false), ..Default::default() };
+    block_on(ringdisk_format_qcow2::amend(&io, file.as_ref(), NAME, &options, &mut |_, _| true)).unwrap();
     assert_repaired(&storage, "amended");
     assert!(contents(&storage) == expected);
     let (storage, _) = left_dirty();
     let file = storage.file(NAME).unwrap();
-    block_on(format_qcow2::set_backing(&blocking(&file), file.as_ref(), NAME, None)).unwrap();
+    block_on(ringdisk_format_qcow2::set_backing(&blocking(&file), file.as_ref(), NAME, None)).unwrap();
     assert_repaired(&storage, "another backing file");
 }
 

@@ -5,7 +5,7 @@ mod common;
 
 use block::block_on;
 use common::{Base, Guest, created, has_tool, judged_by_qemu, open, open_bytes, run};
-use format_qcow2::{Compression, CreateOptions};
+use ringdisk_format_qcow2::{Compression, CreateOptions};
 use std::path::Path;
 use testkit::{Dice, SimFileOptions, fill_seeded};
 

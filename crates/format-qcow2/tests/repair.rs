@@ -6,7 +6,7 @@ mod common;
 
 use block::{File, IoError, block_on};
 use common::{Base, NAME, blocking, created, open};
-use format_qcow2::{
+use ringdisk_format_qcow2::{
     CheckEvent, CheckReport, CreateOptions, NewSnapshot, Qcow2, Repair, check, create_snapshot, repair,
 };
 use testkit::{Fault, FaultAction, OpKind, SimFileOptions, SimStorage, fill_seeded, mix, qcow2_check};

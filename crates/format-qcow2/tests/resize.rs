@@ -6,7 +6,7 @@ mod common;
 
 use block::{File, IoError, Result, block_on};
 use common::{Base, DATA, NAME, blocking, copy, created, has_tool, judged_by_qemu, open};
-use format_qcow2::{CreateOptions, EditWatch, GrowBy, Preallocation, ResizeOptions, preallocate, resize};
+use ringdisk_format_qcow2::{CreateOptions, EditWatch, GrowBy, Preallocation, ResizeOptions, preallocate, resize};
 use std::path::Path;
 use std::sync::Arc;
 use testkit::{Dice, Fault, FaultAction, OpKind, SimFileOptions, SimStorage, qcow2_check, stamped};

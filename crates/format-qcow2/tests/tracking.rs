@@ -6,7 +6,7 @@ mod common;
 
 use block::{ErrorKind, File, IoError, IoResult, block_on};
 use common::{Base, Guest, NAME, blocking, created, has_tool, judged_by_qemu, open, open_options, run};
-use format_qcow2::{
+use ringdisk_format_qcow2::{
     Barrier, Bitmap, BitmapAction, BitmapBits, CreateOptions, Qcow2, bitmaps, edit_bitmaps, read_bitmap,
 };
 use std::ops::Range;
@@ -510,7 +510,7 @@ fn an_image_with_more_enabled_bitmaps_than_a_write_can_be_noted_in_is_refused_fo
     edit(&storage, names.iter().map(|name| (name.as_str(), add(65536))).collect());
     let opened = |read_only| {
         let io = blocking(&file);
-        block_on(Qcow2::open(&io, file.info(), format_qcow2::OpenOptions { name: NAME.to_owned(), read_only }))
+        block_on(Qcow2::open(&io, file.info(), ringdisk_format_qcow2::OpenOptions { name: NAME.to_owned(), read_only }))
     };
     let error = opened(false).map(|_| ()).unwrap_err();
     assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("--disable"), "{error}");

@@ -5,7 +5,7 @@ mod common;
 
 use block::{File, block_on};
 use common::{Base, NAME, blocking, has_tool, open, run};
-use format_qcow2::read_bitmap;
+use ringdisk_format_qcow2::read_bitmap;
 use std::ops::Range;
 use std::process::Command;
 use testkit::{SimFileOptions, SimStorage, marked_as_qemu_sees};

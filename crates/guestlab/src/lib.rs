@@ -12,10 +12,10 @@
 //! done in time is killed. [`verify_image`] lets other projects' tools judge what a guest left behind.
 //!
 //! ```no_run
-//! use guestlab::{GuestKind, GuestOptions};
+//! use ringdisk_guestlab::{GuestKind, GuestOptions};
 //!
 //! let options = GuestOptions::new(GuestKind::Uml, vec!["/run/disk.sock".into()]);
-//! let report = guestlab::run(&options, &mut |step| println!("{step}"))?;
+//! let report = ringdisk_guestlab::run(&options, &mut |step| println!("{step}"))?;
 //! println!("Linux {} is done after {:?}", report.kernel, report.time);
 //! # Ok::<(), anyhow::Error>(())
 //! ```

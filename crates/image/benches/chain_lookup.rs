@@ -7,7 +7,7 @@
 
 use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
 use format_qcow2::{CreateOptions, OpenOptions, Prepared, Qcow2};
-use image::{FileName, Format, Image, ImageOptions, Opener, Role};
+use ringdisk_image::{FileName, Format, Image, ImageOptions, Opener, Role};
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -63,7 +63,7 @@ fn chain(layers: u64, holds: impl Fn(u64) -> u64) -> Image {
         });
     }
     let options = ImageOptions { format: Some(Format::Qcow2), read_only: true, ..ImageOptions::new("layer0") };
-    image::open(&options, &Files(storage)).expect("the chain")
+    ringdisk_image::open(&options, &Files(storage)).expect("the chain")
 }
 
 #[inline(never)]

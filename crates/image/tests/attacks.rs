@@ -6,7 +6,7 @@ mod common;
 
 use block::{Disk, IoErrorKind, OpFlags};
 use common::SimOpener;
-use image::{Format, ImageOptions};
+use ringdisk_image::{Format, ImageOptions};
 use std::sync::Arc;
 use testkit::{Harness, Reply, Request, SimFileOptions, SimHarness, SimStorage};
 
@@ -31,7 +31,7 @@ fn written(format: Option<Format>, request: Request) -> (Reply, Vec<u8>) {
     let storage = SimStorage::new(1);
     storage.create("disk", 64 << 10, SimFileOptions::default());
     let options = ImageOptions { format, ..ImageOptions::new("disk") };
-    let disk: Arc<dyn Disk> = Arc::new(image::open(&options, &SimOpener(storage.clone())).unwrap());
+    let disk: Arc<dyn Disk> = Arc::new(ringdisk_image::open(&options, &SimOpener(storage.clone())).unwrap());
     let mut harness = SimHarness::new(1, 1);
     let queue = harness.open(&disk, 0).unwrap();
     harness.submit(queue, vec![(1, request)]);

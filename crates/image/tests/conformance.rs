@@ -4,7 +4,7 @@ mod common;
 
 use block::Disk;
 use common::{Chain, Layer, open_as};
-use image::NullDisk;
+use ringdisk_image::NullDisk;
 use std::sync::Arc;
 use testkit::conformance::{Subject, run};
 use testkit::{SimFileOptions, SimHarness};
@@ -14,8 +14,8 @@ const SIZE: u64 = 1 << 20;
 fn conforms(chain: &Chain) {
     for seed in common::seeds(1) {
         let format = match chain.top() {
-            Layer::Raw(_) => image::Format::Raw,
-            Layer::Qcow2 { .. } | Layer::Extended { .. } | Layer::External { .. } => image::Format::Qcow2,
+            Layer::Raw(_) => ringdisk_image::Format::Raw,
+            Layer::Qcow2 { .. } | Layer::Extended { .. } | Layer::External { .. } => ringdisk_image::Format::Qcow2,
         };
         let mut make = |read_only| {
             let opened = match read_only {

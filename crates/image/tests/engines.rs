@@ -4,7 +4,7 @@
 use block::{Disk, File, ReactorHandle, Result};
 use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use format_qcow2::CreateOptions as Qcow2Options;
-use image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, Role};
+use ringdisk_image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, Role};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use testkit::conformance::{Subject, run};
@@ -54,13 +54,13 @@ fn make(directory: &Path, number: usize, format: Format, size_bytes: u64) -> Pat
         }
     };
     engine::create(&path, 0).unwrap();
-    image::create(&opener.open(&(&path).into(), Role::Writable).unwrap(), &options).unwrap();
+    ringdisk_image::create(&opener.open(&(&path).into(), Role::Writable).unwrap(), &options).unwrap();
     path
 }
 
 fn open(path: &Path, format: Format, read_only: bool, opener: &HostOpener) -> Result<Arc<Image>> {
     let options = ImageOptions { format: Some(format), read_only, ..ImageOptions::new(path) };
-    Ok(Arc::new(image::open(&options, opener)?))
+    Ok(Arc::new(ringdisk_image::open(&options, opener)?))
 }
 
 /// Whether O_DIRECT does what it says there: in memory it copies like the page cache.

@@ -6,7 +6,7 @@ mod common;
 use block::{ErrorKind, File};
 use common::{Chain, Layer, SimOpener, name};
 use format_qcow2::CreateOptions as Qcow2Options;
-use image::{BackingPolicy, CreateOptions, GrowBy, ImageOptions};
+use ringdisk_image::{BackingPolicy, CreateOptions, GrowBy, ImageOptions};
 use std::sync::Arc;
 use testkit::{Session, SimFileOptions, SimStorage, qcow2_check};
 
@@ -24,12 +24,12 @@ fn a_data_file_that_is_another_part_of_the_disk_is_refused() {
                 backing_format: backing.map(|_| "qcow2".to_owned()),
                 ..Qcow2Options::default()
             };
-            image::create_with_data(&file, Some(&scratch), &CreateOptions::Qcow2(options)).unwrap();
+            ringdisk_image::create_with_data(&file, Some(&scratch), &CreateOptions::Qcow2(options)).unwrap();
         }
         storage.create("data", 1 << 20, SimFileOptions::default());
         storage.create("other", 1 << 20, SimFileOptions::default());
         let options = ImageOptions { allow_backing: BackingPolicy::Any, ..ImageOptions::new("top") };
-        let error = image::open(&options, &SimOpener(storage)).map(drop).unwrap_err();
+        let error = ringdisk_image::open(&options, &SimOpener(storage)).map(drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BadImage, "{error}");
         assert!(error.to_string().contains("data file"), "{error}");
     }
@@ -55,7 +55,7 @@ fn a_disk_that_grows_above_an_external_data_file_shows_what_it_showed_and_then_z
             contents
         };
         let mut expected = read();
-        let image = image::open(&ImageOptions::new(&name(0)), &SimOpener(storage.clone())).unwrap();
+        let image = ringdisk_image::open(&ImageOptions::new(&name(0)), &SimOpener(storage.clone())).unwrap();
         image.resize(180 << 10, false, GrowBy::Nothing, &mut |_, _| true).unwrap();
         expected.resize(180 << 10, 0);
         assert!(read() == expected, "{:?}, used before: {used}", chain.top());

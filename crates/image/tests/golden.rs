@@ -5,7 +5,7 @@ mod common;
 
 use block::OpFlags;
 use common::open_as;
-use image::Format;
+use ringdisk_image::Format;
 use std::path::PathBuf;
 use testkit::{Request, Session, SimFileOptions, SimStorage, qcow2_check};
 

@@ -4,7 +4,7 @@
 use block::{Disk, Error, File, FileIo, FileOp, FileQueue, OpFlags, ReactorCtx, Result, Task};
 use engine::{CacheMode, OpenOptions, Reactor, ReactorConfig};
 use format_qcow2::CreateOptions as Qcow2Options;
-use image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, Role};
+use ringdisk_image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, Role};
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::path::Path;
@@ -168,7 +168,8 @@ fn make(directory: &Path) {
     };
     let top = directory.join("top");
     engine::create(&top, 0).unwrap();
-    image::create(&engine::open(&top, &OpenOptions::default()).unwrap(), &CreateOptions::Qcow2(options)).unwrap();
+    ringdisk_image::create(&engine::open(&top, &OpenOptions::default()).unwrap(), &CreateOptions::Qcow2(options))
+        .unwrap();
 }
 
 struct Setup {
@@ -196,7 +197,7 @@ impl Setup {
     fn with_queues(&self, work: impl FnOnce(&Image, &mut ThreadHarness, &[u64])) {
         let path = self.directory.path().join("top");
         let options = ImageOptions { format: Some(Format::Qcow2), ..ImageOptions::new(&path) };
-        let image: Arc<Image> = Arc::new(image::open(&options, &SlowOpener(self.gates.clone())).unwrap());
+        let image: Arc<Image> = Arc::new(ringdisk_image::open(&options, &SlowOpener(self.gates.clone())).unwrap());
         let disk = Arc::clone(&image) as Arc<dyn Disk>;
         let config = |index| ReactorConfig { name: format!("test-{index}"), ..ReactorConfig::default() };
         let reactors: Vec<_> = (0..2).map(|index| Reactor::spawn(config(index)).unwrap()).collect();

@@ -4,7 +4,7 @@ mod common;
 
 use block::Disk;
 use common::{Chain, Layer, SimOpener, name};
-use image::{Format, Image, ImageOptions};
+use ringdisk_image::{Format, Image, ImageOptions};
 use std::sync::Arc;
 use testkit::{OpenedDisk, Request, Session, SimStorage, stamped};
 
@@ -13,7 +13,7 @@ const CLUSTER: u64 = 4096;
 
 fn open(storage: &SimStorage, table_cache_bytes: Option<u64>) -> Arc<Image> {
     let options = ImageOptions { format: Some(Format::Qcow2), table_cache_bytes, ..ImageOptions::new(&name(0)) };
-    Arc::new(image::open(&options, &SimOpener(storage.clone())).unwrap())
+    Arc::new(ringdisk_image::open(&options, &SimOpener(storage.clone())).unwrap())
 }
 
 fn session(storage: &SimStorage, image: &Arc<Image>) -> Session {

@@ -4,7 +4,7 @@
 use block::{Disk, Error, ErrorKind, File, IoError, OpFlags, Result};
 use format_qcow2::{BitmapAction, CreateOptions as Qcow2Options};
 use image::{Backing, BackingPolicy, CreateOptions, FileName, Format, GrowBy, ImageOptions, Opener, Role};
-use jobs::{CommitOptions, Control, RebaseOptions};
+use ringdisk_jobs::{CommitOptions, Control, RebaseOptions};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -155,7 +155,7 @@ impl Case {
                     rate: None,
                     change_snapshots: false,
                 };
-                jobs::commit(&options, &opener, &[handle], &mut control)
+                ringdisk_jobs::commit(&options, &opener, &[handle], &mut control)
             }
             Job::Rebase { to, compress } => {
                 let backing = |(file, format): (&str, &str)| Backing { file: file.into(), format: Some(format.into()) };
@@ -169,7 +169,7 @@ impl Case {
                     listed: Vec::new(),
                     change_snapshots: false,
                 };
-                jobs::rebase(&options, &opener, &opener, &[handle], &mut control)
+                ringdisk_jobs::rebase(&options, &opener, &opener, &[handle], &mut control)
             }
         }
     }
@@ -447,9 +447,9 @@ fn a_raw_image_for_which_there_is_no_space_and_one_whose_growth_is_given_up_keep
     let before = storage.bytes("base");
     let file = storage.file("base").unwrap();
     let cancel = AtomicBool::new(false);
-    let grow = |progress: &mut dyn FnMut(jobs::Progress)| {
+    let grow = |progress: &mut dyn FnMut(ringdisk_jobs::Progress)| {
         let mut control = Control { cancel: &cancel, progress };
-        jobs::resize_raw(file.as_ref(), 5 << 20, false, GrowBy::Zeros, &mut control)
+        ringdisk_jobs::resize_raw(file.as_ref(), 5 << 20, false, GrowBy::Zeros, &mut control)
     };
     let no_space = FaultAction::Scatter(IoError::from_errno(28));
     storage.inject("base", Fault::nth(OpKind::Write, 1, no_space));

@@ -2,7 +2,9 @@
 
 use block::{Completion, Disk, DiskInfo, DiskQueue, IoError, IoErrorKind, Op, ReactorCtx, ReactorHandle, Topology};
 use engine::{Reactor, ReactorConfig, ReactorThread};
-use load::{BenchSpec, FillSpec, Hooks, Initial, Outcome, Pattern, Progress, Stop, Verify, fill_and_verify, run};
+use ringdisk_load::{
+    BenchSpec, FillSpec, Hooks, Initial, Outcome, Pattern, Progress, Stop, Verify, fill_and_verify, run,
+};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -5,7 +5,9 @@
 use block::{Disk, DiskQueue, Op, OpFlags, Poller, ReactorHandle, run_and_wait};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
-use load::{Alloc, BenchSpec, FillSpec, Hooks, Initial, Pattern, Progress, Stop, Verify, fill_and_verify, run};
+use ringdisk_load::{
+    Alloc, BenchSpec, FillSpec, Hooks, Initial, Pattern, Progress, Stop, Verify, fill_and_verify, run,
+};
 use std::cell::RefCell;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

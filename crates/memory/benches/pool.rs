@@ -4,7 +4,7 @@
 //! interleaved rounds. The context is 512 bytes; the allocator is asked for the same and its contents are set up, as a
 //! request would have to.
 
-use memory::{PoolBox, PoolContext, pooled};
+use ringdisk_memory::{PoolBox, PoolContext, pooled};
 use std::hint::black_box;
 use std::sync::Mutex;
 use std::sync::mpsc::sync_channel;
@@ -195,5 +195,5 @@ fn main() {
         "one thread takes, the other gives back",
         [&handed_over::<Pooled>, &handed_over::<Allocated>, &handed_over::<Locked>],
     );
-    println!("pool: {:?}", <Request as memory::Pooled>::pool().stats());
+    println!("pool: {:?}", <Request as ringdisk_memory::Pooled>::pool().stats());
 }

@@ -23,7 +23,7 @@
 //!     iovecs: Vec<(usize, usize)>,
 //! }
 //!
-//! impl memory::PoolContext for Request {
+//! impl ringdisk_memory::PoolContext for Request {
 //!     fn create() -> Self {
 //!         Self { iovecs: Vec::with_capacity(128) }
 //!     }
@@ -31,12 +31,12 @@
 //!         self.iovecs.clear();
 //!     }
 //! }
-//! memory::pooled!(Request);
+//! ringdisk_memory::pooled!(Request);
 //!
-//! let mut request = memory::PoolBox::<Request>::take();
+//! let mut request = ringdisk_memory::PoolBox::<Request>::take();
 //! request.iovecs.push((0, 512));
 //! drop(request); // Back to this thread's list, its capacity kept.
-//! assert!(memory::PoolBox::<Request>::take().iovecs.is_empty());
+//! assert!(ringdisk_memory::PoolBox::<Request>::take().iovecs.is_empty());
 //! ```
 
 mod depot;

@@ -1,7 +1,7 @@
 //! Values and futures of one thread in the pool's memory: each is dropped once, by its owner, and the memory is used
 //! again, also by other threads. Every test that looks at counters has a type, and so a pool, of its own.
 
-use memory::{HasRoom, IoBuf, Placed, PoolRc, PoolStats, PooledFuture, pools, room_for};
+use ringdisk_memory::{HasRoom, IoBuf, Placed, PoolRc, PoolStats, PooledFuture, pools, room_for};
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -120,7 +120,7 @@ fn a_buffer_from_the_pool_is_aligned_as_long_as_asked_for_and_used_again() {
     let buffer_pool = "buffer of 262144 bytes";
     let first = IoBuf::from_pool(200_000).whole();
     let address = first.single_segment().unwrap().as_ptr().addr();
-    assert_eq!((address % memory::PAGE_BYTES, first.length_bytes()), (0, 200_000));
+    assert_eq!((address % ringdisk_memory::PAGE_BYTES, first.length_bytes()), (0, 200_000));
     first.fill(1);
     let part = first.slice(100_000, 100_000);
     drop(first);

@@ -1,6 +1,6 @@
 //! Request contexts under load: the whole pool as its users get it. Every test has types, and so pools, of its own.
 
-use memory::{Pool, PoolBox, PoolContext, PoolStats, Pooled, pooled};
+use ringdisk_memory::{Pool, PoolBox, PoolContext, PoolStats, Pooled, pooled};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};

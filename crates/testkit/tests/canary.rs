@@ -4,14 +4,14 @@ use block::{
     Completion, Disk, DiskInfo, DiskQueue, Done, File, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Op,
     PastEnd, ReactorCtx, Result, Sink, Tag, Topology,
 };
+use ringdisk_testkit::conformance::{self, Report, Subject};
+use ringdisk_testkit::{
+    FaultAction, FaultTest, OpKind, OpenedDisk, PowerCutTest, SimFileOptions, SimHarness, SimStorage, Workload,
+};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use testkit::conformance::{self, Report, Subject};
-use testkit::{
-    FaultAction, FaultTest, OpKind, OpenedDisk, PowerCutTest, SimFileOptions, SimHarness, SimStorage, Workload,
-};
 
 const SIZE: u64 = 1 << 18;
 
@@ -232,7 +232,7 @@ fn conform(defect: Defect) -> Report {
     conformance::run(&mut SimHarness::new(1, 2), &mut subject)
 }
 
-fn cut(defect: Defect, seed: u64) -> std::result::Result<testkit::Summary, String> {
+fn cut(defect: Defect, seed: u64) -> std::result::Result<ringdisk_testkit::Summary, String> {
     PowerCutTest {
         storage: storage(),
         open: &|storage| Ok(OpenedDisk::from(open(storage, defect, false))),
@@ -245,7 +245,11 @@ fn cut(defect: Defect, seed: u64) -> std::result::Result<testkit::Summary, Strin
     .run()
 }
 
-fn break_storage(defect: Defect, kind: OpKind, action: FaultAction) -> std::result::Result<testkit::Summary, String> {
+fn break_storage(
+    defect: Defect,
+    kind: OpKind,
+    action: FaultAction,
+) -> std::result::Result<ringdisk_testkit::Summary, String> {
     FaultTest {
         storage: &storage,
         open: &|storage| Ok(OpenedDisk::from(open(storage, defect, false))),

@@ -1,8 +1,8 @@
 //! The checker agrees with qemu-img about sound images, and notices damage.
 
+use ringdisk_testkit::qcow2_check;
 use std::path::Path;
 use std::process::Command;
-use testkit::qcow2_check;
 
 /// False where the tool is missing: a counted skip by hand, an error in CI.
 fn qemu(arguments: &[&str], directory: &Path) -> bool {

@@ -6,11 +6,11 @@
 mod model;
 
 use model::{Driver, GUEST_BYTES, Guest};
+use ringdisk_virtio::blk::{RequestHeader, Status, request_type};
+use ringdisk_virtio::ring_access::{RingAddresses, SplitAreas};
+use ringdisk_virtio::{BlkQueue, DeviceRing, RequestLimits, RingFeatures, SplitDeviceRing};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use virtio::blk::{RequestHeader, Status, request_type};
-use virtio::ring_access::{RingAddresses, SplitAreas};
-use virtio::{BlkQueue, DeviceRing, RequestLimits, RingFeatures, SplitDeviceRing};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 

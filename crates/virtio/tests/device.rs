@@ -4,10 +4,12 @@
 mod model;
 
 use model::{Desc, Driver, Guest, INDIRECT, NEXT, SECOND_REGION, WRITE};
+use ringdisk_virtio::blk::{RequestHeader, Status, request_type};
+use ringdisk_virtio::ring_access::{RingAddresses, SplitAreas};
+use ringdisk_virtio::{
+    BlkQueue, DeviceRing, FaultReason, Request, RequestLimits, RingFault, RingFeatures, SplitDeviceRing,
+};
 use std::sync::Arc;
-use virtio::blk::{RequestHeader, Status, request_type};
-use virtio::ring_access::{RingAddresses, SplitAreas};
-use virtio::{BlkQueue, DeviceRing, FaultReason, Request, RequestLimits, RingFault, RingFeatures, SplitDeviceRing};
 
 const SIZE: u16 = 16;
 const HEADER: u64 = 0x1_0000;
@@ -134,7 +136,7 @@ fn ranges_are_copied_once_and_checked() {
     let mut driver = Driver::new(&guest, SIZE);
     let mut queue = device(&driver, BOTH);
     let range = |sector: u64, count: u32, flags: u32| {
-        virtio::blk::RangeSegment { sector, sector_count: count, flags }.to_bytes()
+        ringdisk_virtio::blk::RangeSegment { sector, sector_count: count, flags }.to_bytes()
     };
     let mut take = |kind, ranges: &[[u8; 16]]| {
         put_header(&guest, kind, 0);

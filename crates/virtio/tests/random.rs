@@ -5,11 +5,11 @@
 mod model;
 
 use model::{Desc, Driver, GUEST_BYTES, Guest, INDIRECT, NEXT, WRITE};
+use ringdisk_virtio::blk::{RequestHeader, Status, request_type};
+use ringdisk_virtio::ring_access::{ChainMemory, RingAddresses, SplitAreas};
+use ringdisk_virtio::{BlkQueue, DeviceRing, Request, RequestLimits, RingFeatures, SplitDeviceRing};
 use std::collections::HashMap;
 use std::sync::Arc;
-use virtio::blk::{RequestHeader, Status, request_type};
-use virtio::ring_access::{ChainMemory, RingAddresses, SplitAreas};
-use virtio::{BlkQueue, DeviceRing, Request, RequestLimits, RingFeatures, SplitDeviceRing};
 
 /// SplitMix64.
 struct Dice(u64);

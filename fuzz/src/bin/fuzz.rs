@@ -2,7 +2,7 @@
 //!
 //! `fuzz TARGET SECONDS [SEED]` runs one target, `fuzz all ...` each in turn; `fuzz TARGET FILE...` runs inputs again.
 
-use fuzz::Target;
+use ringdisk_fuzz::Target;
 use std::path::Path;
 use std::time::{Duration, Instant};
 use testkit::Dice;

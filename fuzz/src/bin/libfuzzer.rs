@@ -1,7 +1,7 @@
 //! One target under libFuzzer: `RINGDISK_FUZZ_TARGET=write libfuzzer CORPUS`.
 #![no_main]
 
-use fuzz::Target;
+use ringdisk_fuzz::Target;
 use std::sync::OnceLock;
 
 libfuzzer_sys::fuzz_target!(|input: &[u8]| {

@@ -15,7 +15,7 @@ use clap::{CommandFactory, FromArgMatches, Parser};
 use std::ffi::OsString;
 
 /// Of warnings qemu-img has this one: that an image to be written was only guessed to be raw.
-const FILTER: &str = "error,image::open=warn";
+const FILTER: &str = "error,ringdisk_image::open=warn";
 
 #[derive(Parser)]
 #[command(name = QEMU_IMG, disable_help_subcommand = true, infer_long_args = true, args_override_self = true)]

@@ -7,8 +7,8 @@ pub(crate) mod loop_device;
 pub(crate) mod model;
 
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, ReactorCtx};
-use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
 use memory::{AlignedBuf, IoBuf, Window};
+use ringdisk_engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
 use std::future::Future;
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};

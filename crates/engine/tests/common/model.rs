@@ -5,10 +5,10 @@
 
 use super::{run_task, scattered};
 use block::{File, FileOp, FileQueue, IoResult, PastEnd};
-use engine::ReactorThread;
 use memory::AlignedBuf;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
+use ringdisk_engine::ReactorThread;
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;

@@ -2,10 +2,10 @@
 #![allow(dead_code, clippy::unwrap_used)]
 
 use block::{Extent, File, FileOp, IoResult, Mapped, MetaIo, PastEnd, block_on};
-use format_qcow2::{
+use memory::{IoBuf, Window};
+use ringdisk_format_qcow2::{
     Allocation, CreateOptions, Fill, OpenOptions, Overwrite, PackedCluster, Plain, Prepared, Qcow2, create,
 };
-use memory::{IoBuf, Window};
 use std::path::Path;
 use std::process::Command;
 use std::rc::Rc;

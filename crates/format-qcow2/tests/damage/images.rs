@@ -4,7 +4,7 @@
 
 use crate::common::{Base, Guest, NAME, blocking, created, open};
 use block::block_on;
-use format_qcow2::{BitmapAction, CreateOptions, NewSnapshot, create_snapshot, edit_bitmaps};
+use ringdisk_format_qcow2::{BitmapAction, CreateOptions, NewSnapshot, create_snapshot, edit_bitmaps};
 use testkit::{SimFileOptions, SimStorage, fill_seeded};
 
 pub(crate) const MASK: u64 = 0x00ff_ffff_ffff_fe00;

@@ -12,9 +12,9 @@ mod images;
 
 use block::{File, PastEnd, block_on};
 use common::{Base, DATA, Guest, NAME, blocking, open_options};
-use format_qcow2::{CheckReport, Qcow2, Repair, SnapshotName, bitmaps, check, read_bitmap, repair, snapshots};
 use harm::Harm;
 use images::{Image, SHAPES, Shape};
+use ringdisk_format_qcow2::{CheckReport, Qcow2, Repair, SnapshotName, bitmaps, check, read_bitmap, repair, snapshots};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;

@@ -10,7 +10,7 @@ mod shared;
 
 use block::{File, FileIo, FileQueue, MetaIo};
 use common::{Base, Guest, NAME, open_options};
-use format_qcow2::{Barrier, CreateOptions, Qcow2, create};
+use ringdisk_format_qcow2::{Barrier, CreateOptions, Qcow2, create};
 use shuttle::future::block_on;
 use shuttle::thread;
 use std::collections::BTreeMap;

@@ -4,7 +4,7 @@
 
 use block::{Disk, Error, ErrorKind, File, OpFlags, Result};
 use format_qcow2::{Barrier, CreateOptions as Qcow2Options};
-use image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, Role};
+use ringdisk_image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, Role};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use testkit::{OpenedDisk, Request, Session, SimFileOptions, SimStorage, mix, qcow2_check, stamped};
@@ -160,7 +160,7 @@ impl Chain {
                 };
                 let data =
                     layer.is_external().then(|| storage.create(&data_name(index), 0, data_options) as Arc<dyn File>);
-                image::create_with_data(&file, data.as_ref(), &CreateOptions::Qcow2(options)).unwrap();
+                ringdisk_image::create_with_data(&file, data.as_ref(), &CreateOptions::Qcow2(options)).unwrap();
             }
         }
         if index > 0 || self.used {
@@ -286,7 +286,7 @@ pub fn open_as(
 }
 
 fn open_with(storage: &SimStorage, options: &ImageOptions, skipped: &[Barrier]) -> Result<OpenedDisk> {
-    let image: Arc<Image> = Arc::new(image::open(options, &SimOpener(storage.clone()))?);
+    let image: Arc<Image> = Arc::new(ringdisk_image::open(options, &SimOpener(storage.clone()))?);
     skipped.iter().for_each(|barrier| image.skip_barrier_for_test(*barrier));
     let disk: Arc<dyn Disk> = Arc::clone(&image) as Arc<dyn Disk>;
     Ok(OpenedDisk { disk, close: Box::new(move || image.close()) })
