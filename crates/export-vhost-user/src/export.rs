@@ -250,10 +250,7 @@ impl Server {
             if self.shared.is_stopping() {
                 return Ok(());
             }
-            if events.is_poisoned() {
-                let message = "the peer shrank a memory file that it shares: what it holds is lost";
-                return Err(Error::new(ErrorKind::Protocol, message));
-            }
+            events.check()?;
             if self.shared.config_changed.swap(false, Ordering::AcqRel) {
                 connection.config_changed();
             }

@@ -5,7 +5,8 @@
 //! * [`Export`]: a socket, and a thread that speaks the protocol with one peer at a time.
 //! * `session`: what that peer has set up; `wire`: its messages (the only file that names the `vhost` crate; `own_messages`
 //!   are those that the crate does not do).
-//! * `queue_fds`: the descriptors through which a queue and its peer tell each other something.
+//! * `queue_fds`: the descriptors through which a queue and its peer tell each other something; `notifier` writes to them,
+//!   `watched_call` sees to it that this does not wait.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
@@ -21,6 +22,7 @@ mod own_messages;
 mod queue_fds;
 mod session;
 mod socket;
+mod watched_call;
 mod wire;
 
 pub use export::{Export, ExportOptions};

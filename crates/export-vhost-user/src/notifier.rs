@@ -1,11 +1,12 @@
 //! The descriptors through which a ring tells its guest something.
 
+use crate::watched_call::WatchedCall;
 use block::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat, readlink};
-use rustix::io::write;
+use rustix::io::{Errno, write};
 use rustix::net::sockopt::{socket_domain, socket_type};
-use rustix::net::{AddressFamily, SocketType};
+use rustix::net::{AddressFamily, SendFlags, SocketType, send};
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -64,26 +65,64 @@ fn is_unix_stream(fd: &OwnedFd) -> bool {
     socket_domain(fd) == Ok(AddressFamily::UNIX) && socket_type(fd) == Ok(SocketType::STREAM)
 }
 
-/// An event descriptor (or, with User Mode Linux, a socket) of the peer's.
+/// How a descriptor is told something without waiting for the peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// An event descriptor takes nearly 2^64 notifications before it is full.
+    Event,
+    /// A pipe that was left blocking is full one day, if nobody reads it: it is asked first.
+    BlockingPipe,
+    Pipe,
+    /// The call itself says that it must not wait.
+    Socket,
+}
+
+/// The peer makes notifications wait.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Blocked;
+
+/// A descriptor of the peer's: an event descriptor, a pipe, or, with User Mode Linux, a socket.
 #[derive(Debug)]
 pub(crate) struct Notifier {
     fd: OwnedFd,
-    /// The peer left it blocking: we must not write while it is full, or the reactor would wait for the peer.
-    blocking: bool,
+    way: Way,
+    calls: WatchedCall,
 }
 
 impl Notifier {
-    pub(crate) fn new(fd: OwnedFd) -> Self {
+    /// Looks at the descriptor, which may wait for its file system: not to be called on a reactor.
+    pub(crate) fn new(fd: OwnedFd) -> Result<Self> {
+        let stat = fstat(&fd).map_err(|error| Error::io("cannot look at a descriptor of the peer's", error.into()))?;
         let blocking = fcntl_getfl(&fd).map_or(true, |flags| !flags.contains(OFlags::NONBLOCK));
-        Self { fd, blocking }
+        let way = match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Socket => Way::Socket,
+            FileType::Fifo if blocking => Way::BlockingPipe,
+            FileType::Fifo => Way::Pipe,
+            _ => Way::Event,
+        };
+        Ok(Self { fd, way, calls: WatchedCall::new()? })
     }
 
-    /// Tells the peer. A full descriptor has told it already, and a closed pipe has nobody to tell.
-    pub(crate) fn notify(&self) {
-        if self.blocking && !self.has_room() {
-            return;
+    /// Tells the peer. A full descriptor has told it already, and a closed pipe has nobody to tell. A peer that tried to
+    /// keep us in the call is told nothing any more.
+    pub(crate) fn notify(&self) -> std::result::Result<(), Blocked> {
+        if self.calls.was_interrupted() {
+            return Err(Blocked);
         }
-        let _ = write(&self.fd, &1_u64.to_ne_bytes());
+        let bytes = 1_u64.to_ne_bytes();
+        match self.way {
+            Way::Socket => {
+                let _ = send(&self.fd, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+            }
+            Way::BlockingPipe if !self.has_room() => {}
+            Way::Event | Way::Pipe | Way::BlockingPipe => {
+                let written = self.calls.make(|| write(&self.fd, &bytes));
+                if written == Err(Errno::INTR) && self.calls.was_interrupted() {
+                    return Err(Blocked);
+                }
+            }
+        }
+        Ok(())
     }
 
     fn has_room(&self) -> bool {
@@ -106,6 +145,23 @@ mod tests {
         let refused = check_kind(purpose, Some(fd)).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Protocol);
         refused.to_string()
+    }
+
+    #[test]
+    fn a_full_pipe_or_socket_never_keeps_us_waiting() {
+        let (_reader, writer) = rustix::pipe::pipe().unwrap();
+        let (socket, _other) = UnixStream::pair().unwrap();
+        for fd in [writer, OwnedFd::from(socket)] {
+            let notifier = Notifier::new(fd).unwrap();
+            for _ in 0..1_000_000 {
+                assert_eq!(notifier.notify(), Ok(()));
+                if !notifier.has_room() {
+                    break;
+                }
+            }
+            assert!(!notifier.has_room());
+            assert_eq!(notifier.notify(), Ok(()));
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The descriptors through which a queue and its peer tell each other something: vhost-user's [`Transport`].
 
-use crate::notifier::Notifier;
-use crate::session::SessionEvents;
+use crate::notifier::{Blocked, Notifier};
+use crate::session::{Ending, SessionEvents};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use virtio::RingFault;
@@ -17,30 +17,37 @@ pub(crate) struct QueueFds {
 }
 
 impl QueueFds {
+    /// Called on the session's thread: looking at a descriptor may wait for the peer.
     pub(crate) fn new(
         kick: Option<OwnedFd>,
-        call: Option<OwnedFd>,
-        err: Option<OwnedFd>,
+        call: Option<Notifier>,
+        err: Option<Notifier>,
         events: Arc<SessionEvents>,
     ) -> Self {
-        Self { kick, call: call.map(Notifier::new), err: err.map(Notifier::new), events }
+        Self { kick, call, err, events }
     }
 
     /// The peer's new descriptor for notifications. It is told at once: what was told through the old one may be lost.
-    pub(crate) fn set_call(&mut self, call: Option<OwnedFd>) {
-        self.call = call.map(Notifier::new);
+    pub(crate) fn set_call(&mut self, call: Option<Notifier>) {
+        self.call = call;
         self.notify();
     }
 
     /// The peer's new descriptor for faults.
-    pub(crate) fn set_err(&mut self, err: Option<OwnedFd>) {
-        self.err = err.map(Notifier::new);
+    pub(crate) fn set_err(&mut self, err: Option<Notifier>) {
+        self.err = err;
+    }
+
+    fn tell(&self, notifier: &Notifier) {
+        if notifier.notify() == Err(Blocked) {
+            self.events.end_session(Ending::Blocking);
+        }
     }
 }
 
 impl Transport for QueueFds {
     fn notify(&self) -> bool {
-        self.call.as_ref().map(Notifier::notify).is_some()
+        self.call.as_ref().map(|call| self.tell(call)).is_some()
     }
 
     fn kick_fd(&self) -> Option<BorrowedFd<'_>> {
@@ -49,11 +56,11 @@ impl Transport for QueueFds {
 
     fn stopped(&self, _fault: &RingFault) {
         if let Some(err) = &self.err {
-            err.notify();
+            self.tell(err);
         }
     }
 
     fn memory_lost(&self) {
-        self.events.report_poison();
+        self.events.end_session(Ending::MemoryLost);
     }
 }

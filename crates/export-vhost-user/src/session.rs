@@ -5,15 +5,14 @@
 //! flight are awaited, then the change is made and the ring goes on where it was.
 
 use crate::memory_table::{MAX_REGIONS, MemoryTable};
-use crate::notifier::{Notifier, Purpose, check_kind};
+use crate::notifier::{Blocked, Notifier, Purpose, check_kind};
 use crate::queue_fds::QueueFds;
 use crate::wire::Backend;
 use block::{Error, ErrorKind, ReactorHandle, Result};
 use memory::{GuestMemory, RegionSpec};
 use rustix::event::{EventfdFlags, eventfd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use virtio::ring_access::{RingAddresses, SplitAreas, check_size};
 use virtio_blk::{Counter, Device, Halt, QueueSetup, RunningQueue, StoppingQueue};
 
@@ -23,29 +22,48 @@ const PROTOCOL_FEATURES: u64 = 1 << 30;
 /// The largest configuration space that the protocol can ask for.
 const MAX_CONFIG_BYTES: u32 = 256;
 
-/// What a session's rings tell its thread.
+/// Why a queue wants its session to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// The peer shrank a file of its memory.
+    MemoryLost,
+    /// The peer keeps those who notify it waiting.
+    Blocking,
+}
+
+impl Ending {
+    fn why(self) -> &'static str {
+        match self {
+            Self::MemoryLost => "the peer shrank a memory file that it shares: what it holds is lost",
+            Self::Blocking => "the peer filled a descriptor for notifications and let us wait for it",
+        }
+    }
+}
+
+/// What a session's queues tell its thread.
 #[derive(Debug)]
 pub(crate) struct SessionEvents {
     wake: OwnedFd,
-    poisoned: AtomicBool,
+    ending: OnceLock<Ending>,
 }
 
 impl SessionEvents {
     pub(crate) fn new() -> Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| Error::io("cannot make an event descriptor", error.into()))?;
-        Ok(Self { wake, poisoned: AtomicBool::new(false) })
+        Ok(Self { wake, ending: OnceLock::new() })
     }
 
-    /// The peer shrank its memory: the session has to end.
-    pub(crate) fn report_poison(&self) {
-        if !self.poisoned.swap(true, Ordering::AcqRel) {
+    /// The session has to end.
+    pub(crate) fn end_session(&self, ending: Ending) {
+        if self.ending.set(ending).is_ok() {
             let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
         }
     }
 
-    pub(crate) fn is_poisoned(&self) -> bool {
-        self.poisoned.load(Ordering::Acquire)
+    /// Fails if the session has to end.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.ending.get().map_or(Ok(()), |ending| Err(Error::new(ErrorKind::Protocol, ending.why())))
     }
 
     pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
@@ -78,6 +96,15 @@ impl Ring {
         self.kick = None;
         self.addresses = None;
     }
+}
+
+fn copy(fd: &Option<OwnedFd>, what: &str) -> Result<Option<OwnedFd>> {
+    let lost = |error| Error::io(format!("cannot duplicate {what} descriptor"), error);
+    fd.as_ref().map(OwnedFd::try_clone).transpose().map_err(lost)
+}
+
+fn notifier(fd: &Option<OwnedFd>, what: &str) -> Result<Option<Notifier>> {
+    copy(fd, what)?.map(Notifier::new).transpose()
 }
 
 /// What all sessions of an export share.
@@ -148,8 +175,10 @@ impl Session {
                 if let Some(ring) = self.rings.get_mut(index) {
                     // What else can go wrong there is tried again with the memory, too: it harms nobody.
                     ring.halt = Some(Halt::Unreachable);
-                    if let Some(err) = ring.err.as_ref().and_then(|err| err.try_clone().ok()) {
-                        Notifier::new(err).notify();
+                    if let Ok(Some(err)) = notifier(&ring.err, "an error")
+                        && err.notify() == Err(Blocked)
+                    {
+                        self.events.end_session(Ending::Blocking);
                     }
                 }
             }
@@ -164,12 +193,10 @@ impl Session {
         let (Some(addresses), true, None) = (ring.addresses, ready, &ring.running) else {
             return Ok(());
         };
-        let copy = |fd: &Option<OwnedFd>| fd.as_ref().map(OwnedFd::try_clone).transpose();
-        let lost = |error| Error::io("cannot duplicate the ring's descriptors", error);
         let areas = SplitAreas::at_user_addresses(Arc::clone(&self.memory), addresses, ring.size)
             .map_err(|error| Error::with_source(ErrorKind::Protocol, "the ring cannot be used", error))?;
-        let kick = copy(&ring.kick).map_err(lost)?;
-        let (call, err) = (copy(&ring.call).map_err(lost)?, copy(&ring.err).map_err(lost)?);
+        let kick = copy(&ring.kick, "a kick")?;
+        let (call, err) = (notifier(&ring.call, "a call")?, notifier(&ring.err, "an error")?);
         let setup = QueueSetup {
             device: Arc::clone(&served.device),
             index: u16::try_from(index).unwrap_or(u16::MAX),
@@ -294,10 +321,9 @@ impl Backend for Session {
     fn set_ring_call(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()> {
         check_kind(Purpose::Call, fd.as_ref())?;
         let ring = self.ring(ring)?;
-        let copy = fd.as_ref().map(OwnedFd::try_clone).transpose();
-        let copy = copy.map_err(|error| Error::io("cannot duplicate a call descriptor", error))?;
         if let Some(running) = &ring.running {
-            running.change_transport(|fds| fds.set_call(copy));
+            let call = notifier(&fd, "a call")?;
+            running.change_transport(|fds| fds.set_call(call));
         }
         // Last, so that the reactor's copy of the old one is not the last: closing that may wait, for a socket that was
         // sent through this one, say.
@@ -308,10 +334,9 @@ impl Backend for Session {
     fn set_ring_err(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()> {
         check_kind(Purpose::Err, fd.as_ref())?;
         let ring = self.ring(ring)?;
-        let copy = fd.as_ref().map(OwnedFd::try_clone).transpose();
-        let copy = copy.map_err(|error| Error::io("cannot duplicate an error descriptor", error))?;
         if let Some(running) = &ring.running {
-            running.change_transport(|fds| fds.set_err(copy));
+            let err = notifier(&fd, "an error")?;
+            running.change_transport(|fds| fds.set_err(err));
         }
         ring.err = fd;
         Ok(())

@@ -6,6 +6,7 @@
 //! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation; [`Placed`], [`PoolRc`]
 //!   and [`PooledFuture`] put what belongs to one thread into such memory.
 //! * [`fault`]: what happens when such a file shrinks under us.
+//! * [`InterruptHandle`]: gets a thread out of a system call in which a peer makes it wait.
 //!
 //! Nearly all `unsafe` of the project is here and in `engine`: the types are built so that code above them needs none.
 
@@ -13,12 +14,14 @@ mod aligned;
 mod buffer;
 pub mod fault;
 mod guest;
+mod interrupt;
 mod mapping;
 mod pool;
 
 pub use aligned::{AlignedBuf, PAGE_BYTES};
 pub use buffer::{IoBuf, Segment, Window};
 pub use guest::{GuestMemory, GuestRegion, MemoryError, RegionSpec};
+pub use interrupt::InterruptHandle;
 pub use mapping::{Mapping, duplicate_fd};
 pub use pool::{
     DECAY_PERIOD, HasRoom, Placed, Pool, PoolBox, PoolContext, PoolRc, PoolStats, Pooled, PooledFuture, Room,

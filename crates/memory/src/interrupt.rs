@@ -1,0 +1,73 @@
+//! Gets a thread out of a system call in which somebody else makes it wait.
+//!
+//! A descriptor that came from another process can be made blocking by that process at any moment, since both share what
+//! the descriptor stands for. Who calls on such a descriptor therefore lets another thread watch, which interrupts the call
+//! when it takes too long.
+
+use std::io;
+use std::sync::OnceLock;
+
+/// Ignored by default and hardly used, so that a stray one does no harm.
+const SIGNAL: libc::c_int = libc::SIGURG;
+
+/// Names a thread of this process, to interrupt what it waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InterruptHandle {
+    process: libc::pid_t,
+    thread: libc::pid_t,
+}
+
+impl InterruptHandle {
+    /// The calling thread.
+    pub fn of_this_thread() -> io::Result<Self> {
+        static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
+        let installed = INSTALLED.get_or_init(|| install_handler().map_err(|error| error.raw_os_error().unwrap_or(0)));
+        installed.map_err(io::Error::from_raw_os_error)?;
+        // SAFETY: these two calls only tell numbers.
+        let (process, thread) = unsafe { (libc::getpid(), libc::gettid()) };
+        Ok(Self { process, thread })
+    }
+
+    /// Ends a system call in which the thread waits, with `EINTR`. Does nothing if it waits in none, or has ended.
+    pub fn interrupt(&self) {
+        // SAFETY: the call touches no memory. If the number has gone to another thread of ours, that one gets an
+        // interruption that it has to expect anyhow.
+        unsafe { libc::syscall(libc::SYS_tgkill, self.process, self.thread, SIGNAL) };
+    }
+}
+
+/// A handler that does nothing, and does not let the interrupted call go on (no `SA_RESTART`).
+fn install_handler() -> io::Result<()> {
+    extern "C" fn nothing(_: libc::c_int) {}
+    // SAFETY: all-zero is a valid `sigaction`, and the handler does nothing.
+    let result = unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = nothing as *const () as usize;
+        libc::sigemptyset(&raw mut action.sa_mask);
+        libc::sigaction(SIGNAL, &raw const action, std::ptr::null_mut())
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::sync::mpsc::channel;
+
+    #[test]
+    fn a_thread_that_waits_in_a_call_comes_out_of_it() {
+        let (mut reader, _writer) = io::pipe().unwrap();
+        let (sender, handle) = channel();
+        let waiting = std::thread::spawn(move || {
+            sender.send(InterruptHandle::of_this_thread().unwrap()).unwrap();
+            reader.read(&mut [0]).map_err(|error| error.kind())
+        });
+        let handle = handle.recv().unwrap();
+        while !waiting.is_finished() {
+            handle.interrupt();
+            std::thread::yield_now();
+        }
+        assert_eq!(waiting.join().unwrap(), Err(io::ErrorKind::Interrupted));
+    }
+}
