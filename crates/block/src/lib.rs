@@ -10,6 +10,7 @@
 //! * [`DiskIo`]: a disk's queue for tasks, which await each operation.
 //! * [`Mapped`] and [`Extent`]: a format's answer to *where*.
 //! * [`ReactorCtx`], [`ReactorHandle`], [`Poller`]: a reactor, from its own thread and from others.
+//! * [`Timers`], [`Watch`]: waiting for a time, and for a descriptor.
 //! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on.
 //! * [`Epochs`]: when a freed host cluster may be used again.
 //! * [`SliceCache`]: tables of 64-bit entries in memory, read without a lock.
@@ -33,7 +34,9 @@ mod reactor;
 mod slice_cache;
 #[doc(hidden)]
 pub mod sync;
+mod timers;
 mod wait;
+mod watch;
 
 pub use disk::{Disk, DiskInfo, DiskQueue, Topology};
 pub use disk_io::{DiskIo, reclaim};
@@ -49,4 +52,6 @@ pub use op::{Completion, Op, SECTOR_BYTES, Tag};
 pub use range_lock::{RangeGuard, RangeLocks};
 pub use reactor::{BatchEnd, Job, Poller, PollerId, ReactorCtx, ReactorHandle, run_and_wait};
 pub use slice_cache::{CacheStats, SliceBook, SliceCache, SliceView};
+pub use timers::{Sleep, Timer, Timers};
 pub use wait::{Wait, WaitList};
+pub use watch::{Interest, Readiness, Watch, WatchId};

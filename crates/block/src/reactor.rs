@@ -4,7 +4,7 @@
 //! tasks run, the engines submit once, their completions are routed. What a poller pushes in a turn is a batch. While nothing happens for a while, pollers are
 //! armed and the thread sleeps until a wake descriptor, an engine or another thread has something.
 
-use crate::{Result, Task};
+use crate::{Readiness, Result, Task, Timers, WatchId};
 use memory::GuestMemory;
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -69,6 +69,21 @@ pub trait ReactorCtx {
     /// also its own. Unknown names are ignored.
     fn remove_poller(&self, id: PollerId);
 
+    /// The reactor's timers; see `sleep_until` and `timer` for short ways to use them.
+    fn timers(&self) -> &Rc<Timers>;
+
+    /// Watches a descriptor and raises `readiness` when it becomes ready; for [`crate::Watch`]. The reactor looks before
+    /// it sleeps, while it sleeps, and now and then while it is busy. Fails where the reactor cannot watch any.
+    fn watch_fd(&self, fd: BorrowedFd<'_>, readiness: &Rc<Readiness>) -> Result<WatchId> {
+        let _ = (fd, readiness);
+        Err(crate::Error::new(crate::ErrorKind::Unsupported, "this reactor watches no descriptors"))
+    }
+
+    /// Ends a watch. The descriptor is still open.
+    fn unwatch_fd(&self, id: WatchId, fd: BorrowedFd<'_>) {
+        let _ = (id, fd);
+    }
+
     /// Tells those who push requests in batches when to end one; the same for all on this reactor.
     fn batch_end(&self) -> BatchEnd {
         BatchEnd::default()
@@ -91,7 +106,9 @@ pub type Job = Box<dyn FnOnce(&Rc<dyn ReactorCtx>) + Send>;
 
 /// Reaches a reactor from any thread.
 pub trait ReactorHandle: Send + Sync {
-    /// Runs `job` on the reactor's thread, soon. Jobs run in order. Fails if the reactor has ended.
+    /// Runs `job` on the reactor's thread, soon, and wakes the reactor up for it. The jobs of one thread run in the order
+    /// in which it gave them, between the polls of a turn. Fails if the reactor has ended. A reactor that is being stopped
+    /// may drop a job that it took without running it: whoever waits has to notice that (see [`run_and_wait`]).
     fn run(&self, job: Job) -> Result<()>;
 
     /// For logs and metrics.

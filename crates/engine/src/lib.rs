@@ -11,9 +11,11 @@
 
 mod aio;
 mod aio_abi;
+mod alarm;
 mod align;
 mod blocking;
 mod engines;
+mod fd_watch;
 mod file;
 mod fixed_buffers;
 mod given;

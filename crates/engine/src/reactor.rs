@@ -1,12 +1,17 @@
 //! The reactor: one thread that polls, runs tasks, submits once an engine and turn, and harvests.
 
+use crate::alarm::Alarm;
 use crate::engines::Engines;
+use crate::fd_watch::FdWatches;
 use crate::fixed_buffers::Registrar;
 use crate::poll::{Paces, Pollers};
 use crate::stats::{Counters, ReactorStats};
 use crate::upkeep::Upkeep;
 use crate::wakeup::Wakeup;
-use block::{BatchEnd, Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task};
+use block::{
+    BatchEnd, Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Readiness, Result, Task,
+    Timers, WatchId,
+};
 use memory::GuestMemory;
 use rustix::event::{Timespec, epoll};
 use rustix::thread::CpuSet;
@@ -135,8 +140,8 @@ impl ReactorThread {
         self.shared.counters.snapshot()
     }
 
-    /// Stops the reactor and waits for its end: jobs given before are run, pollers dropped, tasks given a few seconds
-    /// to end, and every request in an engine's hands is waited for, so that no memory goes that the kernel may still
+    /// Stops the reactor and waits for its end: jobs given before are run, pollers dropped, tasks at work given a few
+    /// seconds to end (those that only wait for a time or a descriptor are dropped), and every request in an engine's hands is waited for, so that no memory goes that the kernel may still
     /// write. Must not be called on the reactor's own thread.
     pub fn stop(mut self) -> Result<()> {
         self.join()
@@ -244,6 +249,9 @@ pub(crate) struct Local {
     /// requests in flight.
     io_tasks: Rc<Executor>,
     engines: Engines,
+    timers: Rc<Timers>,
+    alarm: Alarm,
+    fd_watches: FdWatches,
 }
 
 impl ReactorCtx for Local {
@@ -264,6 +272,18 @@ impl ReactorCtx for Local {
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };
             let _ = epoll::delete(&self.epoll, fd);
         }
+    }
+
+    fn timers(&self) -> &Rc<Timers> {
+        &self.timers
+    }
+
+    fn watch_fd(&self, fd: BorrowedFd<'_>, readiness: &Rc<Readiness>) -> Result<WatchId> {
+        self.fd_watches.add(&self.epoll, fd, readiness)
+    }
+
+    fn unwatch_fd(&self, id: WatchId, fd: BorrowedFd<'_>) {
+        self.fd_watches.remove(&self.epoll, id, fd);
     }
 
     fn batch_end(&self) -> BatchEnd {
@@ -317,6 +337,9 @@ impl Local {
                 inline_bytes,
                 spin_limit,
             ),
+            timers: Timers::new(),
+            alarm: Alarm::default(),
+            fd_watches: FdWatches::default(),
             shared,
         }))
     }
@@ -405,6 +428,11 @@ impl Local {
     /// have been polled already.
     fn turn(&self, ctx: &Rc<dyn ReactorCtx>, polled: bool) -> Option<bool> {
         self.shared.counters.turns.add(1);
+        // A poller finds its timer due in the same turn.
+        let mut woken = self.timers.fire() > 0;
+        if !self.fd_watches.is_empty() && self.shared.counters.turns.get().is_multiple_of(LOOK_TURNS) {
+            woken |= self.wait(Some(Duration::ZERO)) > 0;
+        }
         let jobs = self.run_jobs(ctx);
         let polled = polled || self.pollers.poll();
         let tasks = self.run_tasks();
@@ -414,7 +442,7 @@ impl Local {
         }
         let harvested = self.engines.harvest() > 0;
         self.pollers.sweep();
-        (jobs | polled | tasks | submitted | harvested).then_some(submitted)
+        (woken | jobs | polled | tasks | submitted | harvested).then_some(submitted)
     }
 
     /// Only the guests can bring something soon: looks at them a few times in close succession.
@@ -455,7 +483,8 @@ impl Local {
             let idle = !self.has_work();
             if idle {
                 self.shared.counters.sleeps.add(1);
-                self.wait(limit);
+                let alarm_limit = self.alarm.set(&self.epoll, self.timers.next_due());
+                self.wait(limit.into_iter().chain(alarm_limit).min());
             }
             self.engines.signal(false);
             self.shared.wakeup.awake();
@@ -470,15 +499,19 @@ impl Local {
             || self.shared.stop.load(Ordering::Acquire)
             || self.tasks.borrow().as_ref().is_some_and(|tasks| tasks.has_ready())
             || self.io_tasks.has_ready()
+            || self.timers.has_due()
             || self.engines.has_work()
     }
 
-    fn wait(&self, limit: Option<Duration>) {
+    /// Waits for events and tells those who watch for them. Returns how many came.
+    fn wait(&self, limit: Option<Duration>) -> usize {
         let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
         let limit =
             limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) });
         // An interrupted wait is a spurious wake-up: the turn that follows finds nothing, and sleeps again.
-        let _ = epoll::wait(&self.epoll, &mut events, limit.as_ref());
+        let count = epoll::wait(&self.epoll, &mut events, limit.as_ref()).unwrap_or(0);
+        events.iter().take(count).for_each(|event| self.fd_watches.route(*event));
+        count
     }
 
     /// Everything that was asked for before the stop comes to its end.
@@ -488,6 +521,7 @@ impl Local {
         let deadline = Instant::now() + STOP_PATIENCE;
         loop {
             self.run_jobs(ctx);
+            self.timers.fire();
             let worked = self.run_tasks() | self.engines.submit() | (self.engines.harvest() > 0);
             self.pollers.clear();
             // Looks also for what was not told yet.

@@ -4,7 +4,7 @@
 
 #![allow(dead_code, unreachable_pub)]
 
-use block::{Poller, PollerId, ReactorCtx, Task};
+use block::{Poller, PollerId, ReactorCtx, Task, Timers};
 use memory::{GuestMemory, GuestRegion, RegionSpec};
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -401,6 +401,10 @@ impl ReactorCtx for HandReactor {
 
     fn remove_poller(&self, id: PollerId) {
         self.pollers.borrow_mut().remove(&id);
+    }
+
+    fn timers(&self) -> &Rc<Timers> {
+        unimplemented!("the driver has no timers");
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -1,6 +1,6 @@
 //! A reactor that does just what the contract says: jobs, pollers, sleep until an edge.
 
-use block::{Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task};
+use block::{Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task, Timers};
 use memory::{GuestMemory, GuestRegion};
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use std::any::Any;
@@ -100,6 +100,10 @@ impl ReactorCtx for Local {
         let table: Vec<u64> = memory.regions().iter().map(GuestRegion::length_bytes).collect();
         self.registered.lock().unwrap().push(table.clone());
         Ok(Box::new(Registered(Arc::clone(&self.registered), table)))
+    }
+
+    fn timers(&self) -> &Rc<Timers> {
+        unimplemented!("no timer here")
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -2,11 +2,12 @@
 
 use super::queue::Flying;
 use crate::dice::Dice;
-use block::{Executor, Poller, PollerId, ReactorCtx, Result, Task};
+use block::{Executor, Poller, PollerId, ReactorCtx, Result, Task, Timers};
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::rc::{Rc, Weak};
+use std::time::{Duration, Instant};
 
 /// After this many turns, [`SimReactor::run_until_idle`] assumes that something will never end.
 const TURN_LIMIT: u64 = 2_000_000;
@@ -17,6 +18,8 @@ const POLL_LIMIT: usize = 1000;
 pub(crate) struct World {
     dice: RefCell<Dice>,
     now: Cell<u64>,
+    /// The time of tick zero.
+    start: Instant,
     flying: RefCell<Vec<Flying>>,
     reactors: RefCell<Vec<Weak<SimReactor>>>,
     inline_percent: Cell<u64>,
@@ -56,7 +59,12 @@ impl World {
         let mut flying = self.flying.borrow_mut();
         if hurry {
             let next = flying.iter().filter(|flying| !flying.is_stalled()).map(|flying| flying.due).min();
-            self.now.set(self.now.get().max(next.unwrap_or(0)));
+            let timer = self.next_timer();
+            self.now.set(self.now.get().max(next.into_iter().chain(timer).min().unwrap_or(0)));
+            if timer.is_some_and(|due| due <= self.now.get()) {
+                // It fires in the next turn.
+                return true;
+            }
         }
         let now = self.now.get();
         let due: Vec<usize> =
@@ -78,6 +86,21 @@ impl World {
     }
 }
 
+impl World {
+    /// The time as timers see it: a tick is a microsecond, and where nothing else happens time jumps to the next timer.
+    fn time(&self) -> Instant {
+        self.start + Duration::from_micros(self.now.get())
+    }
+
+    /// The tick at which the next timer of any reactor is due.
+    fn next_timer(&self) -> Option<u64> {
+        let reactors = self.reactors.borrow();
+        let due = reactors.iter().filter_map(Weak::upgrade).filter_map(|reactor| reactor.timers.next_due()).min()?;
+        let left = due.saturating_duration_since(self.start);
+        Some(u64::try_from(left.as_nanos().div_ceil(1000)).unwrap_or(u64::MAX))
+    }
+}
+
 fn delay(dice: &mut Dice) -> u64 {
     // Sometimes one operation is later than all others together. Space that was freed meanwhile must not be used yet.
     match dice.below(64) {
@@ -94,6 +117,7 @@ type NamedPoller = (PollerId, Rc<RefCell<dyn Poller>>);
 pub struct SimReactor {
     world: Rc<World>,
     executor: Executor,
+    timers: Rc<Timers>,
     pollers: RefCell<Vec<NamedPoller>>,
     next_poller: Cell<u64>,
 }
@@ -105,6 +129,7 @@ impl SimReactor {
         let world = World {
             dice: RefCell::new(Dice::new(seed)),
             now: Cell::new(0),
+            start: Instant::now(),
             flying: RefCell::default(),
             reactors: RefCell::default(),
             inline_percent: Cell::new(5),
@@ -122,6 +147,7 @@ impl SimReactor {
         let reactor = Rc::new(Self {
             world: Rc::clone(&world),
             executor: Executor::new(Box::new(|| {})),
+            timers: Timers::with_virtual_time(world.start),
             pollers: RefCell::default(),
             next_poller: Cell::new(0),
         });
@@ -195,7 +221,8 @@ impl SimReactor {
     }
 
     fn turn(&self) -> bool {
-        let mut busy = false;
+        self.timers.set_now(self.world.time());
+        let mut busy = self.timers.fire() > 0;
         let pollers = self.pollers.borrow().clone();
         for (id, poller) in pollers {
             if self.pollers.borrow().iter().any(|(other, _)| *other == id) {
@@ -220,6 +247,10 @@ impl ReactorCtx for SimReactor {
     fn remove_poller(&self, id: PollerId) {
         let gone: Vec<_> = self.pollers.borrow_mut().extract_if(.., |(other, _)| *other == id).collect();
         drop(gone);
+    }
+
+    fn timers(&self) -> &Rc<Timers> {
+        &self.timers
     }
 
     fn as_any(&self) -> &dyn Any {

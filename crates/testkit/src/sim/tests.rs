@@ -1,9 +1,10 @@
 use super::*;
 use crate::dice::Dice;
-use block::{File, FileOp, FileQueue, IoError, IoErrorKind, PastEnd};
+use block::{File, FileOp, FileQueue, IoError, IoErrorKind, PastEnd, Task};
 use memory::{AlignedBuf, IoBuf};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
+use std::time::Duration;
 
 fn write(offset: u64, bytes: &[u8], fua: bool) -> FileOp {
     FileOp::Write { offset, data: IoBuf::from_aligned(AlignedBuf::copy_of(bytes)).whole(), fua }
@@ -197,4 +198,22 @@ fn a_stalled_operation_holds_nobody_up() {
     reactor.run_until_idle();
     assert_eq!(done.get(), 2);
     assert_eq!(reactor.run(queue.start(read(8000))), Err(IoError::EIO), "behind the end");
+}
+
+#[test]
+fn sleepers_of_all_reactors_wake_in_the_order_of_simulated_time() {
+    let first = SimReactor::new(1);
+    let second = first.sibling();
+    let woken = Rc::new(RefCell::new(Vec::new()));
+    for (reactor, seconds) in [(&first, 30), (&second, 20), (&first, 10)] {
+        let (woken, ctx) = (Rc::clone(&woken), reactor.ctx());
+        reactor.ctx().spawn(Task::new(async move {
+            ctx.sleep(Duration::from_secs(seconds)).await;
+            woken.borrow_mut().push(seconds);
+        }));
+    }
+    let before = first.ctx().now();
+    first.run_until_idle();
+    assert_eq!(*woken.borrow(), [10, 20, 30]);
+    assert!(first.ctx().now() - before >= Duration::from_secs(30), "though nobody waited so long");
 }

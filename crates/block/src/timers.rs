@@ -1,0 +1,350 @@
+//! A reactor's timers: tasks await them, pollers look at them.
+//!
+//! No thread and no descriptor belongs to a timer. The reactor asks for the next one that is due before it sleeps, and
+//! fires those that are due at the beginning of each turn, the earliest first. Setting a timer allocates nothing once as
+//! many have been set at the same time before.
+
+use crate::ReactorCtx;
+use std::cell::{Cell, RefCell};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+/// Timers for which there is room from the first on.
+const ROOM: usize = 64;
+
+/// The timers of one reactor.
+pub struct Timers {
+    /// The time, where it is not the host's.
+    virtual_now: Option<Cell<Instant>>,
+    state: RefCell<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// When, which setting of the timer, and its slot. Settings that were changed or cleared since are stale.
+    heap: BinaryHeap<Reverse<(Instant, u64, usize)>>,
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+    settings: u64,
+    /// Slots that are set.
+    set: usize,
+}
+
+#[derive(Default)]
+struct Slot {
+    /// The setting that counts; zero where the timer is not set.
+    setting: u64,
+    is_due: bool,
+    waker: Option<Waker>,
+}
+
+impl Timers {
+    /// Timers that follow the host's clock.
+    #[must_use]
+    pub fn new() -> Rc<Self> {
+        Rc::new(Self { virtual_now: None, state: RefCell::default() })
+    }
+
+    /// Timers whose time passes only by [`Timers::set_now`], for simulations.
+    #[must_use]
+    pub fn with_virtual_time(start: Instant) -> Rc<Self> {
+        Rc::new(Self { virtual_now: Some(Cell::new(start)), state: RefCell::default() })
+    }
+
+    /// The time that timers go by.
+    #[must_use]
+    pub fn now(&self) -> Instant {
+        self.virtual_now.as_ref().map_or_else(Instant::now, Cell::get)
+    }
+
+    /// Sets the virtual time; the host's clock cannot be set.
+    pub fn set_now(&self, now: Instant) {
+        if let Some(virtual_now) = &self.virtual_now {
+            virtual_now.set(now);
+        }
+    }
+
+    /// When the next timer is due; `None` where none is set. For the reactor, before it sleeps.
+    #[must_use]
+    pub fn next_due(&self) -> Option<Instant> {
+        let state = &mut *self.state.borrow_mut();
+        while let Some(Reverse((due, setting, slot))) = state.heap.peek().copied() {
+            if state.counts(setting, slot) {
+                return Some(due);
+            }
+            state.heap.pop();
+        }
+        None
+    }
+
+    /// Whether some timer is due that was not fired yet.
+    #[must_use]
+    pub fn has_due(&self) -> bool {
+        self.next_due().is_some_and(|due| due <= self.now())
+    }
+
+    /// Fires what is due, the earliest first, and what is due at the same time in the order of setting. For the reactor,
+    /// once a turn. Returns how many that were.
+    pub fn fire(&self) -> usize {
+        if self.state.borrow().set == 0 {
+            return 0;
+        }
+        let (now, mut count) = (self.now(), 0);
+        while self.next_due().is_some_and(|due| due <= now) {
+            let waker = self.state.borrow_mut().fire_next();
+            count += 1;
+            if let Some(waker) = waker {
+                waker.wake();
+            }
+        }
+        count
+    }
+}
+
+impl State {
+    fn counts(&self, setting: u64, slot: usize) -> bool {
+        self.slots.get(slot).is_some_and(|slot| slot.setting == setting)
+    }
+
+    fn fire_next(&mut self) -> Option<Waker> {
+        let Reverse((_, _, index)) = self.heap.pop()?;
+        let slot = self.slots.get_mut(index)?;
+        (slot.setting, slot.is_due) = (0, true);
+        self.set -= 1;
+        slot.waker.take()
+    }
+
+    fn take_slot(&mut self) -> usize {
+        self.free.pop().unwrap_or_else(|| {
+            if self.slots.is_empty() {
+                self.slots.reserve(ROOM);
+                self.heap.reserve(3 * ROOM);
+            }
+            self.slots.push(Slot::default());
+            self.free.reserve(self.slots.len());
+            self.slots.len() - 1
+        })
+    }
+
+    fn set(&mut self, index: usize, due: Instant) {
+        self.clear(index);
+        self.settings += 1;
+        let Some(slot) = self.slots.get_mut(index) else { return };
+        slot.setting = self.settings;
+        self.set += 1;
+        if self.heap.len() > 2 * self.set + ROOM {
+            // More than half are stale: they would stay until their time, which may be far.
+            let slots = &self.slots;
+            self.heap
+                .retain(|Reverse((_, setting, slot))| slots.get(*slot).is_some_and(|slot| slot.setting == *setting));
+        }
+        self.heap.push(Reverse((due, self.settings, index)));
+    }
+
+    fn clear(&mut self, index: usize) {
+        let Some(slot) = self.slots.get_mut(index) else { return };
+        if slot.setting != 0 {
+            self.set -= 1;
+        }
+        (slot.setting, slot.is_due) = (0, false);
+    }
+}
+
+impl fmt::Debug for Timers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Timers({} set)", self.state.borrow().set)
+    }
+}
+
+/// A timer on a reactor, for whoever looks at it: a poller is polled in the turn in which its timer is due. Tasks use
+/// [`Timer::wait`], or [`Sleep`].
+#[derive(Debug)]
+pub struct Timer {
+    timers: Rc<Timers>,
+    slot: usize,
+}
+
+impl Timer {
+    /// A timer that is not set.
+    #[must_use]
+    pub fn new(timers: &Rc<Timers>) -> Self {
+        let slot = timers.state.borrow_mut().take_slot();
+        Self { timers: Rc::clone(timers), slot }
+    }
+
+    /// The time that it goes by.
+    #[must_use]
+    pub fn now(&self) -> Instant {
+        self.timers.now()
+    }
+
+    /// It is due at `due`, and no more when it was due before. The reactor is awake then. Not earlier; how much later
+    /// depends on the host and on what else the reactor does.
+    pub fn set(&mut self, due: Instant) {
+        self.timers.state.borrow_mut().set(self.slot, due);
+    }
+
+    /// It is not set, and not due.
+    pub fn clear(&mut self) {
+        self.timers.state.borrow_mut().clear(self.slot);
+    }
+
+    /// Whether its time has come, since it was set last.
+    #[must_use]
+    pub fn is_due(&self) -> bool {
+        self.timers.state.borrow().slots.get(self.slot).is_some_and(|slot| slot.is_due)
+    }
+
+    /// Waits until it is due; for ever where it is not set.
+    pub fn wait(&mut self) -> impl Future<Output = ()> + '_ {
+        std::future::poll_fn(|context| self.poll_due(context))
+    }
+
+    fn poll_due(&self, context: &Context<'_>) -> Poll<()> {
+        let mut state = self.timers.state.borrow_mut();
+        match state.slots.get_mut(self.slot) {
+            Some(slot) if !slot.is_due => {
+                slot.waker = Some(context.waker().clone());
+                Poll::Pending
+            }
+            _ => Poll::Ready(()),
+        }
+    }
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        let mut state = self.timers.state.borrow_mut();
+        state.clear(self.slot);
+        if let Some(slot) = state.slots.get_mut(self.slot) {
+            slot.waker = None;
+        }
+        state.free.push(self.slot);
+    }
+}
+
+/// A future that ends when its time has come.
+#[derive(Debug)]
+pub struct Sleep(Timer);
+
+impl Future for Sleep {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        self.0.poll_due(context)
+    }
+}
+
+impl dyn ReactorCtx {
+    /// A timer on this reactor.
+    #[must_use]
+    pub fn timer(&self) -> Timer {
+        Timer::new(self.timers())
+    }
+
+    /// The time that this reactor's timers go by.
+    #[must_use]
+    pub fn now(&self) -> Instant {
+        self.timers().now()
+    }
+
+    /// Ends at `due`. For tasks of this reactor.
+    pub fn sleep_until(&self, due: Instant) -> Sleep {
+        let mut timer = self.timer();
+        timer.set(due);
+        Sleep(timer)
+    }
+
+    /// Ends after `duration`.
+    pub fn sleep(&self, duration: Duration) -> Sleep {
+        self.sleep_until(self.now() + duration)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Executor, Task};
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// Runs ready tasks at `now`.
+    fn turn(timers: &Timers, executor: &Executor, now: Instant) -> usize {
+        timers.set_now(now);
+        let fired = timers.fire();
+        executor.run_ready(100);
+        fired
+    }
+
+    #[test]
+    fn sleepers_wake_in_the_order_in_which_they_are_due_and_not_before() {
+        let start = Instant::now();
+        let timers = Timers::with_virtual_time(start);
+        let executor = Executor::new(Box::new(|| {}));
+        let woken = Rc::new(RefCell::new(Vec::new()));
+        for (name, due) in [("c", 30), ("a", 10), ("b", 20), ("b again", 20), ("past", 0)] {
+            let (woken, mut timer) = (Rc::clone(&woken), Timer::new(&timers));
+            timer.set(start + due * MS);
+            executor.spawn(Task::new(async move {
+                timer.wait().await;
+                woken.borrow_mut().push(name);
+            }));
+        }
+        assert_eq!(turn(&timers, &executor, start), 1);
+        assert_eq!(turn(&timers, &executor, start + 10 * MS - Duration::from_nanos(1)), 0);
+        assert_eq!(timers.next_due(), Some(start + 10 * MS));
+        assert_eq!(turn(&timers, &executor, start + 40 * MS), 4);
+        assert_eq!(*woken.borrow(), ["past", "a", "b", "b again", "c"]);
+        assert_eq!((timers.next_due(), executor.live()), (None, 0));
+    }
+
+    #[test]
+    fn a_timer_that_was_cleared_set_anew_or_dropped_does_not_fire_at_its_old_time() {
+        let start = Instant::now();
+        let timers = Timers::with_virtual_time(start);
+        let [mut cleared, mut later, mut earlier, mut dropped] = [(); 4].map(|()| Timer::new(&timers));
+        for timer in [&mut cleared, &mut later, &mut earlier, &mut dropped] {
+            timer.set(start + 10 * MS);
+        }
+        cleared.clear();
+        later.set(start + 20 * MS);
+        earlier.set(start + 5 * MS);
+        drop(dropped);
+        // Takes the place of the dropped one.
+        let unset = Timer::new(&timers);
+        assert_eq!(timers.next_due(), Some(start + 5 * MS));
+        timers.set_now(start + 10 * MS);
+        assert_eq!(timers.fire(), 1);
+        assert_eq!((cleared.is_due(), later.is_due(), earlier.is_due(), unset.is_due()), (false, false, true, false));
+        earlier.clear();
+        assert!(!earlier.is_due());
+        timers.set_now(start + 20 * MS);
+        assert_eq!((timers.fire(), later.is_due(), timers.next_due()), (1, true, None));
+    }
+
+    #[test]
+    fn timers_that_are_set_and_cleared_again_and_again_take_no_memory() {
+        let start = Instant::now();
+        let timers = Timers::with_virtual_time(start);
+        let mut keeps = Timer::new(&timers);
+        keeps.set(start + MS);
+        let room = |timers: &Timers| {
+            let state = timers.state.borrow();
+            (state.heap.capacity(), state.slots.capacity(), state.free.capacity())
+        };
+        let before = room(&timers);
+        for round in 0..10_000 {
+            // A limit that is far, and hardly ever reached.
+            let mut limit = Timer::new(&timers);
+            limit.set(start + (30_000 + round % 7) * MS);
+        }
+        assert_eq!(room(&timers), before);
+        assert_eq!(timers.next_due(), Some(start + MS));
+    }
+}

@@ -1,0 +1,61 @@
+//! Descriptors that tasks and pollers of a reactor wait on: sockets, above all. See [`block::Watch`].
+
+use block::{Error, Interest, Readiness, Result, WatchId};
+use rustix::event::epoll;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::rc::Rc;
+
+/// The watched descriptors of one reactor, by the number that epoll has of each. Zero is all that is no one's here.
+#[derive(Debug, Default)]
+pub(crate) struct FdWatches {
+    watches: RefCell<BTreeMap<u64, Rc<Readiness>>>,
+    last_id: Cell<u64>,
+    count: Cell<usize>,
+}
+
+impl FdWatches {
+    pub(crate) fn add(&self, epoll: &OwnedFd, fd: BorrowedFd<'_>, readiness: &Rc<Readiness>) -> Result<WatchId> {
+        use epoll::EventFlags as Flags;
+        let id = self.last_id.get() + 1;
+        let flags = Flags::IN | Flags::OUT | Flags::RDHUP | Flags::ET;
+        epoll::add(epoll, fd, epoll::EventData::new_u64(id), flags)
+            .map_err(|error| Error::io("cannot watch a descriptor with epoll", error.into()))?;
+        self.last_id.set(id);
+        let mut watches = self.watches.borrow_mut();
+        watches.insert(id, Rc::clone(readiness));
+        self.count.set(watches.len());
+        Ok(WatchId(id))
+    }
+
+    pub(crate) fn remove(&self, epoll: &OwnedFd, id: WatchId, fd: BorrowedFd<'_>) {
+        let mut watches = self.watches.borrow_mut();
+        if watches.remove(&id.0).is_some() {
+            self.count.set(watches.len());
+            let _ = epoll::delete(epoll, fd);
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.count.get() == 0
+    }
+
+    /// Tells who waits for the descriptor of an event.
+    pub(crate) fn route(&self, event: epoll::Event) {
+        use epoll::EventFlags as Flags;
+        let (id, flags) = (event.data.u64(), event.flags);
+        if id == 0 {
+            return;
+        }
+        let readiness = self.watches.borrow().get(&id).cloned();
+        let Some(readiness) = readiness else { return };
+        let ended = flags.intersects(Flags::HUP | Flags::ERR);
+        if ended || flags.intersects(Flags::IN | Flags::RDHUP) {
+            readiness.raise(Interest::Read);
+        }
+        if ended || flags.contains(Flags::OUT) {
+            readiness.raise(Interest::Write);
+        }
+    }
+}
