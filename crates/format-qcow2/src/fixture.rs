@@ -1,8 +1,8 @@
 //! Images of clusters of 512 bytes for unit tests.
 
-use crate::create::{CreateOptions, create};
-use crate::image::{OpenOptions, Qcow2};
-use crate::write::Prepared;
+use crate::edit::create::{CreateOptions, create};
+use crate::live::image::{OpenOptions, Qcow2};
+use crate::live::write::Prepared;
 use block::{File, MetaIo, block_on};
 use std::ops::Range;
 use std::sync::Arc;

@@ -5,11 +5,11 @@ use super::header_layout::{V2_HEADER_BYTES, V3_HEADER_BYTES, relaid};
 use super::resize::ResizeOptions;
 use super::tree::Steps;
 use super::{Edit, EditWatch};
-use crate::entry::{COPIED, Cluster};
-use crate::header::{
+use crate::layout::entry::{COPIED, Cluster};
+use crate::layout::header::{
     AUTOCLEAR_DATA_FILE_RAW, COMPATIBLE_LAZY_REFCOUNTS, Compression, EXTENSION_DATA_FILE, INCOMPATIBLE_COMPRESSION,
 };
-use crate::refcount::max_count;
+use crate::layout::refcount_entry::max_count;
 use block::{ErrorKind, File, IoResult, MetaIo, Result};
 use memory::AlignedBuf;
 use std::collections::HashMap;
@@ -121,7 +121,7 @@ impl Edit<'_, '_> {
         if self.has_bitmaps() {
             return bad("compat=0.10 has no persistent bitmaps; remove them first (bitmap --remove)");
         }
-        let prevents = |row: &crate::snapshot::Row| {
+        let prevents = |row: &crate::layout::snapshot::Row| {
             row.snapshot.vm_state_bytes > u64::from(u32::MAX) || row.snapshot.disk_bytes != self.header.size_bytes
         };
         match self.rows.iter().any(prevents) {

@@ -1,7 +1,7 @@
 //! Making, changing and removing persistent bitmaps: all that was asked for at once, or nothing.
 
 use super::{Edit, EditWatch};
-use crate::bitmap::{
+use crate::layout::bitmap::{
     AUTOCLEAR_BITMAPS, Bitmap, BitmapBits, EXTENSION_BITMAPS, MAX_BITMAPS, MAX_BITS_BYTES, MAX_NAME_BYTES,
     TABLE_ALL_ONES, bits, data_offset, directory, in_use, not_found, table,
 };

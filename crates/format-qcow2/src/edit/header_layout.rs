@@ -3,8 +3,8 @@
 //! What lies behind the first sector is written before that sector is, so nothing there that the old header uses may
 //! change.
 
-use crate::create::feature_names;
-use crate::header::{EXTENSION_END, EXTENSION_FEATURE_NAMES, HEADER_SECTOR_BYTES};
+use crate::edit::create::feature_names;
+use crate::layout::header::{EXTENSION_END, EXTENSION_FEATURE_NAMES, HEADER_SECTOR_BYTES};
 use std::ops::Range;
 
 pub(super) const V2_HEADER_BYTES: usize = 72;

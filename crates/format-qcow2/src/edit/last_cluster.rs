@@ -3,9 +3,9 @@
 use super::Edit;
 use super::resize::{ResizeOptions, Sizes};
 use super::tree::Words;
-use crate::entry::{BadEntry, COPIED, Cluster};
-use crate::geometry::Geometry;
-use crate::subclusters::{Extended, PARTS, Part, mask};
+use crate::layout::entry::{BadEntry, COPIED, Cluster};
+use crate::layout::extended_entry::{Extended, PARTS, Part, mask};
+use crate::layout::geometry::Geometry;
 use block::{ErrorKind, FileOp, IoError, IoErrorKind, IoResult, PastEnd, Result};
 use memory::{AlignedBuf, IoBuf};
 

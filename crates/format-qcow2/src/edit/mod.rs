@@ -7,22 +7,25 @@
 pub(crate) mod amend;
 pub(crate) mod bitmaps;
 mod compact;
+pub(crate) mod create;
 mod cut;
 mod data_file;
+pub(crate) mod header_edit;
 mod header_layout;
 mod last_cluster;
+pub(crate) mod preallocate;
 pub(crate) mod refcounts;
 pub(crate) mod resize;
 pub(crate) mod snapshots;
 mod tree;
 
-use crate::geometry::Geometry;
-use crate::header::{HEADER_SECTOR_BYTES, Header, OFFSET_AUTOCLEAR, OFFSET_REFCOUNT_TABLE};
-use crate::header_edit::HeaderEdit;
-use crate::image::read_first_cluster;
-use crate::load::entries;
-use crate::repair_at_open::repair_if_dirty;
-use crate::snapshot::{Row, read_rows, rows_bytes};
+use crate::check::repair_at_open::repair_if_dirty;
+use crate::edit::header_edit::HeaderEdit;
+use crate::layout::entry::entries;
+use crate::layout::geometry::Geometry;
+use crate::layout::header::read_first_cluster;
+use crate::layout::header::{HEADER_SECTOR_BYTES, Header, OFFSET_AUTOCLEAR, OFFSET_REFCOUNT_TABLE};
+use crate::layout::snapshot::{Row, read_rows, rows_bytes};
 use block::{Error, ErrorKind, File, IoError, IoErrorKind, IoResult, MetaIo, PastEnd, Result};
 use data_file::DataChange;
 use memory::AlignedBuf;
@@ -178,7 +181,7 @@ impl<'a, 'w> Edit<'a, 'w> {
             clusters(header.snapshots_offset, rows_bytes),
         ];
         tables.extend(self.refs.blocks_in_place().map(|offset| clusters(offset, 1)));
-        let space = crate::bitmap::space(self.io, header, &self.first_cluster, self.name).await;
+        let space = crate::layout::bitmap::space(self.io, header, &self.first_cluster, self.name).await;
         let space = space.map_err(|_| IoError::new(IoErrorKind::Corrupt))?;
         tables.extend(space.into_iter().map(|(offset, bytes)| clusters(offset, bytes)));
         self.check_used(tables, when).await?;

@@ -4,10 +4,10 @@
 //! switch makes them the image's. Space counts as free only if it was free before as well, so that the image before the
 //! switch stays whole.
 
-use crate::entry::decode_refcount_table;
-use crate::geometry::{Geometry, MAX_FILE_BYTES};
-use crate::header::MAX_REFCOUNT_TABLE_BYTES;
-use crate::refcount::{max_count, read_entry, write_entry};
+use crate::layout::entry::decode_refcount_table;
+use crate::layout::geometry::{Geometry, MAX_FILE_BYTES};
+use crate::layout::header::MAX_REFCOUNT_TABLE_BYTES;
+use crate::layout::refcount_entry::{max_count, read_entry, write_entry};
 use block::{IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
 use memory::AlignedBuf;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -505,9 +505,9 @@ impl<'a> Refs<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::create::{CreateOptions, create};
-    use crate::header::Header;
-    use crate::load::entries;
+    use crate::edit::create::{CreateOptions, create};
+    use crate::layout::entry::entries;
+    use crate::layout::header::Header;
     use block::{File, block_on};
     use testkit::{SimFileOptions, SimStorage};
 

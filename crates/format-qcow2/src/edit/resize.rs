@@ -3,10 +3,10 @@
 use super::compact::compact;
 use super::tree::{Direction, Words};
 use super::{Edit, EditWatch};
-use crate::entry::{COPIED, ZERO};
-use crate::geometry::Geometry;
-use crate::header::MAX_L1_BYTES;
-use crate::subclusters::{ALL_DATA, ALL_ZERO};
+use crate::layout::entry::{COPIED, ZERO};
+use crate::layout::extended_entry::{ALL_DATA, ALL_ZERO};
+use crate::layout::geometry::Geometry;
+use crate::layout::header::MAX_L1_BYTES;
 use block::{ErrorKind, File, FileOp, FileQueue, IoResult, MetaIo, Result, SECTOR_BYTES};
 use memory::{AlignedBuf, IoBuf};
 use std::ops::Range;

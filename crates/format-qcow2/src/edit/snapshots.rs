@@ -2,9 +2,9 @@
 
 use super::tree::{Direction, Steps};
 use super::{Edit, EditWatch};
-use crate::geometry::Geometry;
-use crate::header::{MAX_L1_BYTES, MAX_SNAPSHOTS};
-use crate::snapshot::{Row, Snapshot, SnapshotName, TABLE_BYTES_MAX, find, rows_bytes};
+use crate::layout::geometry::Geometry;
+use crate::layout::header::{MAX_L1_BYTES, MAX_SNAPSHOTS};
+use crate::layout::snapshot::{Row, Snapshot, SnapshotName, TABLE_BYTES_MAX, find, rows_bytes};
 use block::{ErrorKind, File, MetaIo, Result};
 use std::ops::Range;
 

@@ -4,8 +4,8 @@
 //! the specification has it. A table whose flags change gets a new place.
 
 use super::Edit;
-use crate::entry::{COPIED, Cluster};
-use crate::load::entries;
+use crate::layout::entry::entries;
+use crate::layout::entry::{COPIED, Cluster};
 use block::{IoError, IoErrorKind, IoResult, PastEnd, Result};
 use std::ops::Range;
 

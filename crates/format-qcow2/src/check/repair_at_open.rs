@@ -1,0 +1,134 @@
+//! Repairing an image that was left dirty, before it is written to.
+//!
+//! The repair is `check -r all`'s, so a power cut at any moment leaves an image that is not worse, and still dirty. What is
+//! different: nobody asked for it, so it takes a bounded amount of memory, and it does not begin unless refcounts explain
+//! all that is wrong.
+
+use crate::check::repair::Job;
+use crate::check::walk::{CheckEvent, CheckReport, CheckWatch, Walk, header_to_check};
+use crate::layout::header::Header;
+use crate::layout::header::read_first_cluster;
+use block::{Error, ErrorKind, File, Locks, MetaIo, Result};
+use std::time::{Duration, Instant};
+
+/// How often a repair says how far it is.
+const PROGRESS_EVERY: Duration = Duration::from_secs(5);
+
+/// What the counts of an image may take that is repaired while it is opened: enough for 16 TiB in clusters of 64 KiB.
+const COUNTS_BYTES_MAX: usize = 1 << 30;
+/// And how many clusters may hold its tables then.
+const TABLES_MAX: usize = 4 << 20;
+/// So many entries with a wrong flag are repaired while an image is opened; each takes some 150 bytes.
+const WRONG_FLAGS_MAX: usize = 1 << 20;
+
+/// Before an image that is not open is written to: repairs it if it was left dirty.
+pub(crate) async fn repair_if_dirty(io: &MetaIo, file: &dyn File, name: &str) -> Result<()> {
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
+    let cluster = read_first_cluster(io).await.map_err(failed)?;
+    if Header::parse(&cluster, name, false)?.is_dirty() {
+        repair_at_open(io, file.info().locks, file.length_bytes()?, name).await?;
+    }
+    Ok(())
+}
+
+/// Repairs an image that was left dirty; returns how long the file is now. Without locks it may be dirty because somebody
+/// is using it.
+pub(crate) async fn repair_at_open(io: &MetaIo, locks: Locks, file_bytes: u64, name: &str) -> Result<u64> {
+    if locks == Locks::Lacking {
+        let what = format!(
+            "'{name}' was not closed cleanly (dirty bit), or another program is writing to it: its file system has no \
+             locks that would tell. If you know that nobody uses it, repair it with 'check -r all'; or open it read-only"
+        );
+        return Err(Error::new(ErrorKind::Unsupported, what));
+    }
+    tracing::warn!("'{name}' was not closed cleanly (dirty bit): its refcounts are repaired before it is used");
+    let mut told = Instant::now();
+    let mut watch = |event| {
+        if let CheckEvent::Progress(done, total) = event
+            && told.elapsed() >= PROGRESS_EVERY
+        {
+            told = Instant::now();
+            tracing::info!("'{name}': repairing, step {done} of {total}");
+        }
+        true
+    };
+    let report = repair_dirty(io, file_bytes, name, &mut watch).await?;
+    tracing::info!(
+        "'{name}': repaired; {} refcounts were too low, {} clusters had leaked",
+        report.corruptions_fixed,
+        report.leaks_fixed
+    );
+    Ok(file_bytes.max(report.image_end_offset))
+}
+
+/// Repairs an image whose refcounts are stale (dirty bit), so that it can be written to. Before the first write it is sure
+/// that nothing will be wrong afterwards: otherwise, or if counting took too much memory, the error says why, and the file
+/// is as it was.
+async fn repair_dirty(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWatch<'_>) -> Result<CheckReport> {
+    let failed =
+        |error| Error::with_source(ErrorKind::Io, format!("'{name}': the repair did not get to its end"), error);
+    let hopeless = |why: String| {
+        let text = format!(
+            "'{name}' was not closed cleanly (dirty bit), and its refcounts alone do not explain what is wrong with it: \
+             {why}. Nothing was changed. It can be opened read-only, and 'check -r all' repairs what can be repaired"
+        );
+        Error::new(ErrorKind::BadImage, text)
+    };
+    let (header, bitmaps) = header_to_check(io, name).await?;
+    let mut walk = Walk::begin(io, &header, file_bytes, watch).await.map_err(failed)?;
+    (walk.repairs, walk.bitmaps) = (true, bitmaps);
+    walk.be_strict();
+    if let Err(error) = walk.count_all().await {
+        return Err(hopeless(format!("not all of it can be read ({error})")));
+    }
+    walk.strict = false;
+    if walk.hopeless.is_none() && walk.report.check_errors > 0 {
+        walk.hopeless = Some("not all of it can be read".to_owned());
+    }
+    if let Some(cluster) = walk.overcounted.first() {
+        let offset = walk.geometry.start_of(*cluster);
+        let why = format!("there are more references to the cluster at {offset:#x} than a refcount can count");
+        walk.hopeless.get_or_insert(why);
+    }
+    if let Some(why) = walk.hopeless.take() {
+        return Err(hopeless(why));
+    }
+    let counted = walk.report;
+    walk.compare().await;
+    walk.go_on()?;
+    let mut job = Job::new(walk, io, &header);
+    let wrong = job.walk.wrong_flags(true, WRONG_FLAGS_MAX).await.map_err(failed)?;
+    if let Some(place) = job.untouchable(&wrong) {
+        return Err(hopeless(format!("the table entry at {place:#x} lies where something else lies, too")));
+    }
+    if wrong.len() >= WRONG_FLAGS_MAX {
+        return Err(hopeless(format!("more than {WRONG_FLAGS_MAX} entries have a wrong flag")));
+    }
+    job.repair_all(counted, wrong).await.map_err(failed)?;
+    let Job { walk, .. } = job;
+    let report = walk.end()?;
+    match report.corruptions > 0 || report.check_errors > 0 {
+        true => {
+            let what = format!("'{name}' was not closed cleanly (dirty bit), and could be repaired in part only");
+            Err(Error::new(ErrorKind::BadImage, what))
+        }
+        false => Ok(report),
+    }
+}
+
+impl Walk<'_, '_> {
+    /// Finds only what refcounts can be repaired with, in bounded memory.
+    pub(crate) fn be_strict(&mut self) {
+        self.strict = true;
+        self.references.set_memory_bytes(COUNTS_BYTES_MAX);
+        self.own_references.set_memory_bytes(COUNTS_BYTES_MAX / 4);
+    }
+
+    /// Gives up where what is counted does not fit any more.
+    pub(crate) fn limit_memory(&mut self) {
+        let is_full = self.references.is_full() || self.own_references.is_full();
+        if is_full || self.kinds.len() > TABLES_MAX {
+            self.give_up("counting its references takes more than 1 GiB of memory".to_owned());
+        }
+    }
+}

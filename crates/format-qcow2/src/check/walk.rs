@@ -1,0 +1,583 @@
+//! Checking an image: every reference is counted again from header, L1, L2 and snapshots, and compared with the
+//! refcounts on disk (qcow2 specification, "Host cluster management").
+//!
+//! Reads only, and believes nothing: what it keeps in memory grows with the clusters that are referred to. What to do
+//! about what it finds is `repair`'s.
+
+use crate::check::references::{Kind, Kinds, References};
+use crate::layout::entry::entries;
+use crate::layout::entry::{COPIED, ZERO};
+use crate::layout::extended_entry::{ALL_DATA, ALL_ZERO};
+use crate::layout::geometry::Geometry;
+use crate::layout::geometry::clusters_of;
+use crate::layout::header::read_first_cluster;
+use crate::layout::header::{Header, INCOMPATIBLE_CORRUPT, MAX_REFCOUNT_TABLE_BYTES};
+use block::{Error, ErrorKind, IoResult, MetaIo, PastEnd, Result};
+use memory::AlignedBuf;
+use std::collections::{BTreeMap, BTreeSet};
+
+const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
+const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
+pub(crate) const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
+const COMPRESSED: u64 = 1 << 62;
+const MAX_L1_BYTES: u64 = 32 << 20;
+/// The feature bits 0 to 7 of a version 3 header.
+const LAST_BYTE_OF_INCOMPATIBLE: usize = 79;
+/// A repair makes a file longer by this much at most, for the sake of a refcount block behind its end. What lies farther
+/// away is damage: the block is dropped, and the refcounts are rebuilt.
+const GROWTH_BYTES_MAX: u64 = 1 << 30;
+/// Of one reference that leads behind the file, so many clusters are remembered.
+const CLAIMED_MAX: usize = 16;
+/// So many wrong refcounts are set right one by one (24 MiB of them); more are written anew, all of them.
+pub(crate) const MISMATCHES_MAX: usize = 1 << 20;
+/// The fixed part of a row of the snapshot table, and the most that its optional part may have.
+const SNAPSHOT_ROW_BYTES: usize = 40;
+const SNAPSHOT_EXTRA_MAX: u64 = 1024;
+
+/// What a check found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CheckReport {
+    /// What may cost data.
+    pub corruptions: u64,
+    /// Clusters that are counted more often than they are referred to.
+    pub leaks: u64,
+    /// What could not be checked.
+    pub check_errors: u64,
+    /// Guest clusters of the disk.
+    pub total_clusters: u64,
+    /// Guest clusters that have host clusters.
+    pub allocated_clusters: u64,
+    /// Those that do not follow the one before.
+    pub fragmented_clusters: u64,
+    /// Those that are compressed.
+    pub compressed_clusters: u64,
+    /// The end of the last host cluster in use.
+    pub image_end_offset: u64,
+    /// What a repair has set right of what may cost data.
+    pub corruptions_fixed: u64,
+    /// Leaked clusters that a repair has freed.
+    pub leaks_fixed: u64,
+}
+
+/// Told while a check goes on.
+#[derive(Debug)]
+pub enum CheckEvent {
+    /// Something is wrong.
+    Finding(String),
+    /// Steps done, and in all.
+    Progress(u64, u64),
+}
+
+/// Told of events; returns false to stop the check.
+pub type CheckWatch<'a> = dyn FnMut(CheckEvent) -> bool + 'a;
+
+/// Checks the image in a file of `file_bytes`. Fails if it is none, or cannot be read, or if `watch` stopped it.
+pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWatch<'_>) -> Result<CheckReport> {
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the tables"), error);
+    let (header, bitmaps) = header_to_check(io, name).await?;
+    let mut walk = Walk::begin(io, &header, file_bytes, watch).await.map_err(failed)?;
+    walk.bitmaps = bitmaps;
+    walk.count_all().await.map_err(failed)?;
+    walk.compare().await;
+    for wrong in walk.wrong_flags(false, usize::MAX).await.map_err(failed)? {
+        walk.corrupt(wrong.what);
+    }
+    walk.end()
+}
+
+/// The header of an image that may be damaged (that is what checks are for), and the space of its bitmaps.
+pub(crate) async fn header_to_check(io: &MetaIo, name: &str) -> Result<(Header, Vec<(u64, u64)>)> {
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the tables"), error);
+    let mut cluster = read_first_cluster(io).await.map_err(failed)?;
+    if cluster.starts_with(b"QFI\xfb\0\0\0\x03")
+        && let Some(byte) = cluster.get_mut(LAST_BYTE_OF_INCOMPATIBLE)
+    {
+        *byte &= !(INCOMPATIBLE_CORRUPT as u8);
+    }
+    let header = Header::parse(&cluster, name, false)?;
+    let bitmaps = crate::layout::bitmap::space(io, &header, &cluster, name).await?;
+    Ok((header, bitmaps))
+}
+
+/// A refcount that is not the number of references.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Mismatch {
+    pub(crate) cluster: u64,
+    pub(crate) refcount: u64,
+    pub(crate) references: u64,
+}
+
+/// An entry whose flag "refcount is exactly one" is wrong.
+#[derive(Debug)]
+pub(crate) struct WrongFlag {
+    /// Where the entry is in the file.
+    pub(crate) at: u64,
+    pub(crate) entry: u64,
+    pub(crate) what: String,
+}
+
+pub(crate) struct Walk<'a, 'w> {
+    pub(crate) io: &'a MetaIo,
+    pub(crate) geometry: Geometry,
+    pub(crate) header: &'a Header,
+    pub(crate) file_bytes: u64,
+    /// The end of the refcount blocks that lie outside the file.
+    pub(crate) outside_bytes: u64,
+    /// Clusters of the file, with a last one that is referred to and that the file ends before.
+    pub(crate) clusters: u64,
+    /// The refcount table.
+    pub(crate) table: Vec<u64>,
+    /// The refcount block looked at last, by number.
+    pub(crate) block: Option<(u64, AlignedBuf)>,
+    pub(crate) references: References,
+    /// Those of them that are the refcounts' own.
+    pub(crate) own_references: References,
+    /// Where the tables lie.
+    pub(crate) kinds: Kinds,
+    /// Host clusters that something leads to without a reference being counted, because it is damaged.
+    pub(crate) claimed: BTreeSet<u64>,
+    pub(crate) report: CheckReport,
+    pub(crate) mismatches: Vec<Mismatch>,
+    /// The refcounts cannot be set right where they are.
+    pub(crate) needs_rebuild: bool,
+    /// Entries that a repair gives another value: where, and which.
+    pub(crate) new_entries: BTreeMap<u64, u64>,
+    /// Where bitmaps lie, and their directory.
+    pub(crate) bitmaps: Vec<(u64, u64)>,
+    /// Whether errors are to be repaired.
+    pub(crate) repairs: bool,
+    /// Whether to give up as soon as something is found that is no matter of refcounts.
+    pub(crate) strict: bool,
+    /// Clusters with more references than a refcount can count.
+    pub(crate) overcounted: BTreeSet<u64>,
+    /// Why it was given up.
+    pub(crate) hopeless: Option<String>,
+    watch: &'a mut CheckWatch<'w>,
+    pub(crate) stopped: bool,
+}
+
+impl<'a, 'w> Walk<'a, 'w> {
+    pub(crate) async fn begin(
+        io: &'a MetaIo,
+        header: &'a Header,
+        file_bytes: u64,
+        watch: &'a mut CheckWatch<'w>,
+    ) -> IoResult<Self> {
+        let geometry = header.geometry();
+        let report = CheckReport {
+            total_clusters: geometry.guest_clusters(),
+            image_end_offset: geometry.cluster_bytes(),
+            ..CheckReport::default()
+        };
+        let mut walk = Self {
+            io,
+            geometry,
+            header,
+            file_bytes,
+            outside_bytes: 0,
+            table: Vec::new(),
+            block: None,
+            references: References::default(),
+            own_references: References::default(),
+            kinds: Kinds::default(),
+            claimed: BTreeSet::new(),
+            clusters: geometry.clusters_for(file_bytes),
+            report,
+            mismatches: Vec::new(),
+            needs_rebuild: false,
+            new_entries: BTreeMap::new(),
+            bitmaps: Vec::new(),
+            repairs: false,
+            strict: false,
+            overcounted: BTreeSet::new(),
+            hopeless: None,
+            watch,
+            stopped: false,
+        };
+        let table = walk.read(header.refcount_table_offset, walk.table_bytes()).await?;
+        walk.table = entries(&table).collect();
+        Ok(walk)
+    }
+
+    fn table_bytes(&self) -> u64 {
+        self.geometry.start_of(u64::from(self.header.refcount_table_clusters))
+    }
+
+    pub(crate) fn end(&self) -> Result<CheckReport> {
+        self.go_on().map(|()| self.report)
+    }
+
+    pub(crate) fn go_on(&self) -> Result<()> {
+        if self.stopped { Err(Error::new(ErrorKind::Io, "interrupted")) } else { Ok(()) }
+    }
+
+    pub(crate) async fn read(&self, offset: u64, length: u64) -> IoResult<AlignedBuf> {
+        let length = usize::try_from(length).map_err(|_| block::IoError::EIO)?;
+        // A table that the file does not hold is not what its owner wrote, and whoever opens the image cannot read it.
+        let past_end = if self.strict { PastEnd::Fails } else { PastEnd::Zeros };
+        match length {
+            0 => Ok(AlignedBuf::zeroed(0)),
+            _ => self.io.read(offset, length, past_end).await,
+        }
+    }
+
+    pub(crate) fn find(&mut self, what: String) {
+        self.stopped |= !(self.watch)(CheckEvent::Finding(what));
+    }
+
+    pub(crate) fn corrupt(&mut self, what: String) {
+        if self.strict {
+            return self.give_up(what);
+        }
+        self.report.corruptions = self.report.corruptions.saturating_add(1);
+        self.find(format!("ERROR {what}"));
+    }
+
+    pub(crate) fn give_up(&mut self, why: String) {
+        self.stopped = true;
+        self.hopeless.get_or_insert(why);
+    }
+
+    pub(crate) fn tell(&mut self, done: u64, total: u64) {
+        self.stopped |= !(self.watch)(CheckEvent::Progress(done, total));
+    }
+
+    /// Counts a reference to every cluster that the range touches.
+    fn refer(&mut self, offset: u64, length: u64) {
+        let Some(last) = length.checked_sub(1) else { return };
+        let end = offset.saturating_add(length);
+        let last_cluster = self.geometry.cluster_of(offset.saturating_add(last));
+        let touched = self.geometry.cluster_of(offset)..=last_cluster;
+        if end.saturating_sub(self.file_bytes) >= self.geometry.cluster_bytes() {
+            // The file may grow up to there.
+            self.claimed.extend(touched.take(CLAIMED_MAX));
+            return self.corrupt(format!(
+                "a reference exceeds the end of the file by one cluster or more: offset \
+                 {offset:#x} size {length:#x}"
+            ));
+        }
+        self.clusters = self.clusters.max(last_cluster.saturating_add(1));
+        touched.for_each(|cluster| self.count(cluster));
+    }
+
+    /// Counts a reference to a cluster, as far as the width of refcounts goes.
+    pub(crate) fn count(&mut self, cluster: u64) {
+        let bits = 1u32.wrapping_shl(self.geometry.refcount_order);
+        let max = u32::try_from(u64::MAX.wrapping_shr(64u32.saturating_sub(bits))).unwrap_or(u32::MAX);
+        if !self.references.count(cluster, max) {
+            let offset = self.geometry.start_of(cluster);
+            self.overcounted.insert(cluster);
+            self.corrupt(format!("more references to the cluster at {offset:#x} than a refcount can count"));
+        }
+        if self.strict {
+            self.limit_memory();
+        }
+    }
+
+    /// Counts references to what holds refcounts.
+    fn refer_to_refcounts(&mut self, offset: u64, length: u64) {
+        for cluster in clusters_of(&self.geometry, offset, length.min(MAX_REFCOUNT_TABLE_BYTES)) {
+            self.own_references.count(cluster, u32::MAX);
+        }
+        self.refer_to_table(Kind::Other, offset, length);
+    }
+
+    /// Counts references to what holds a table.
+    fn refer_to_table(&mut self, kind: Kind, offset: u64, length: u64) {
+        self.kinds.add(kind, clusters_of(&self.geometry, offset, length.min(MAX_L1_BYTES)));
+        self.refer(offset, length);
+    }
+
+    pub(crate) async fn count_all(&mut self) -> IoResult {
+        self.refer_to_table(Kind::Other, 0, self.geometry.cluster_bytes());
+        let header = self.header;
+        self.count_l1(header.l1_offset, u64::from(header.l1_entries), true).await?;
+        self.count_snapshots().await?;
+        // Whatever is wrong with the refcounts' own places can be repaired.
+        let strict = std::mem::take(&mut self.strict);
+        self.refer_to_refcounts(header.refcount_table_offset, self.table_bytes());
+        self.strict = strict;
+        for (offset, length) in self.bitmaps.clone() {
+            if self.stopped {
+                break;
+            }
+            self.refer_to_table(Kind::Other, offset, length);
+        }
+        self.strict = false;
+        // Nobody asked for a longer file where an image is repaired because it is opened.
+        self.count_blocks(!strict);
+        if strict {
+            self.limit_memory();
+        }
+        self.strict = strict;
+        self.kinds.find_shared(&self.references, &self.overcounted);
+        Ok(())
+    }
+
+    async fn count_l1(&mut self, offset: u64, l1_entries: u64, active: bool) -> IoResult {
+        let bytes = l1_entries.saturating_mul(8);
+        self.refer_to_table(if active { Kind::L1 } else { Kind::Other }, offset, bytes);
+        let table = self.read(offset, bytes).await?;
+        for (index, entry) in entries(&table).enumerate() {
+            if self.stopped {
+                return Ok(());
+            }
+            if active {
+                self.tell(index as u64, l1_entries);
+            }
+            let l2_offset = entry & OFFSET_MASK;
+            if entry == 0 {
+                continue;
+            }
+            if entry & L1_RESERVED != 0 {
+                self.corrupt(format!("found L1 entry with reserved bits set: {entry:x}"));
+            }
+            self.refer_to_table(Kind::L2, l2_offset, self.geometry.cluster_bytes());
+            if self.geometry.offset_in_cluster(l2_offset) != 0 {
+                self.corrupt(format!("l2_offset={l2_offset:x}: Table is not cluster aligned; L1 entry corrupted"));
+            }
+            self.count_l2(l2_offset, active).await?;
+        }
+        Ok(())
+    }
+
+    async fn count_l2(&mut self, l2_offset: u64, active: bool) -> IoResult {
+        let table = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
+        let mut expected = 0u64;
+        let mut words = entries(&table).enumerate();
+        while let Some((index, entry)) = words.next() {
+            let bitmap = if self.geometry.extended_l2 { words.next().map_or(0, |(_, word)| word) } else { 0 };
+            let at = l2_offset.saturating_add((index as u64).saturating_mul(8));
+            let entry = self.new_entries.get(&at).copied().unwrap_or(entry);
+            if entry & COMPRESSED != 0 {
+                self.count_compressed(entry, bitmap, active);
+                continue;
+            }
+            let offset = entry & OFFSET_MASK;
+            if entry & L2_RESERVED != 0 {
+                self.corrupt(format!("found l2 entry with reserved bits set: {entry:x}"));
+            }
+            // In an external data file, offset 0 is where the first cluster lies.
+            let is_zero = entry & ZERO != 0 && !self.geometry.extended_l2;
+            if offset == 0 && (is_zero || !self.geometry.data_file || entry & COPIED == 0) {
+                if bitmap & ALL_DATA != 0 {
+                    self.corrupt(format!("unallocated cluster with allocated parts: {bitmap:x}"));
+                }
+                continue;
+            }
+            if bitmap & bitmap >> 32 != 0 {
+                self.corrupt(format!("offset={offset:x}: Allocated clusters and zero clusters overlap: {bitmap:x}"));
+            }
+            if self.geometry.offset_in_cluster(offset) != 0 {
+                let holds_data = match self.geometry.extended_l2 {
+                    true => bitmap & ALL_DATA != 0,
+                    false => entry & ZERO == 0,
+                };
+                if !holds_data && self.repairs && !self.strict {
+                    // It reads as zeros, whatever it leads to.
+                    self.find(format!("Repairing offset={offset:x}: Preallocated cluster is not properly aligned"));
+                    self.zero_entry(at);
+                    continue;
+                }
+                self.corrupt(format!("offset={offset:x}: Cluster is not properly aligned; L2 entry corrupted."));
+            }
+            if active {
+                self.report.allocated_clusters = self.report.allocated_clusters.saturating_add(1);
+                if expected != 0 && offset != expected {
+                    self.report.fragmented_clusters = self.report.fragmented_clusters.saturating_add(1);
+                }
+                expected = offset.saturating_add(self.geometry.cluster_bytes());
+            }
+            if !self.geometry.data_file {
+                self.refer(offset, self.geometry.cluster_bytes());
+            }
+        }
+        Ok(())
+    }
+
+    /// The entry at `at` will read as zeros and lead nowhere.
+    fn zero_entry(&mut self, at: u64) {
+        if self.geometry.extended_l2 {
+            self.new_entries.extend([(at, 0), (at.saturating_add(8), ALL_ZERO)]);
+        } else {
+            self.new_entries.insert(at, ZERO);
+        }
+        self.report.corruptions_fixed = self.report.corruptions_fixed.saturating_add(1);
+    }
+
+    /// A compressed cluster: its sectors are known only roughly, all that it may touch is counted.
+    fn count_compressed(&mut self, entry: u64, bitmap: u64, active: bool) {
+        let offset_bits = 62u32.saturating_sub(self.geometry.cluster_bits.saturating_sub(8));
+        let offset = entry & 1u64.wrapping_shl(offset_bits).saturating_sub(1);
+        let sectors = (entry & COMPRESSED.saturating_sub(1)).wrapping_shr(offset_bits).saturating_add(1);
+        if entry & COPIED != 0 {
+            self.corrupt(format!("coffset={offset:x}: copied flag must never be set for compressed clusters"));
+        }
+        let length = sectors.saturating_mul(512).saturating_sub(offset & 511);
+        if self.geometry.data_file || bitmap != 0 {
+            let why = if bitmap == 0 { "in an external data file" } else { "in parts" };
+            // Not counted, and read all the same: it is not to be overwritten.
+            self.claimed.extend(clusters_of(&self.geometry, offset, length).take(CLAIMED_MAX));
+            return self.corrupt(format!("compressed cluster {why}, entry={entry:#x}"));
+        }
+        self.refer(offset, length);
+        if active {
+            let report = &mut self.report;
+            report.allocated_clusters = report.allocated_clusters.saturating_add(1);
+            report.compressed_clusters = report.compressed_clusters.saturating_add(1);
+            // They lie inside clusters, so never one behind the other.
+            report.fragmented_clusters = report.fragmented_clusters.saturating_add(1);
+        }
+    }
+
+    async fn count_snapshots(&mut self) -> IoResult {
+        let mut at = self.header.snapshots_offset;
+        for index in 0..self.header.snapshots {
+            if self.stopped {
+                return Ok(());
+            }
+            let row = self.read(at, SNAPSHOT_ROW_BYTES as u64).await?;
+            let field = |from: usize, bytes: usize| {
+                let part = row.get(from..from.saturating_add(bytes)).unwrap_or_default();
+                part.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte))
+            };
+            let (l1_offset, l1_entries) = (field(0, 8), field(8, 4));
+            let (id_bytes, name_bytes, extra_bytes) = (field(12, 2), field(14, 2), field(36, 4));
+            if extra_bytes > SNAPSHOT_EXTRA_MAX {
+                self.report.check_errors = self.report.check_errors.saturating_add(1);
+                self.find(format!("ERROR snapshot {index} has {extra_bytes} bytes of extra data"));
+                return Ok(());
+            }
+            let row_bytes = [SNAPSHOT_ROW_BYTES as u64, extra_bytes, id_bytes, name_bytes];
+            let row_bytes = row_bytes.into_iter().fold(0u64, u64::saturating_add);
+            at = at.saturating_add(row_bytes).next_multiple_of(8);
+            if self.geometry.offset_in_cluster(l1_offset) != 0 {
+                self.corrupt(format!("snapshot {index} l1_offset={l1_offset:#x}: L1 table is not cluster aligned"));
+                continue;
+            }
+            if l1_entries.saturating_mul(8) > MAX_L1_BYTES {
+                self.corrupt(format!("snapshot {index} l1_size={l1_entries:#x}: L1 table is too large"));
+                continue;
+            }
+            self.count_l1(l1_offset, l1_entries, false).await?;
+        }
+        self.refer_to_table(Kind::Other, self.header.snapshots_offset, at.saturating_sub(self.header.snapshots_offset));
+        Ok(())
+    }
+
+    fn count_blocks(&mut self, may_grow: bool) {
+        let file_clusters = self.geometry.clusters_for(self.file_bytes);
+        for index in 0..self.table.len() {
+            let entry = self.table.get(index).copied().unwrap_or(0);
+            let offset = entry & !REFCOUNT_TABLE_RESERVED;
+            let cluster = self.geometry.cluster_of(offset);
+            // A block outside the file is one of zeros, until the file gets longer.
+            let mut damaged = true;
+            if entry & REFCOUNT_TABLE_RESERVED != 0 {
+                self.corrupt(format!("refcount table entry {index} has reserved bits set"));
+            } else if self.geometry.offset_in_cluster(offset) != 0 {
+                self.corrupt(format!("refcount block {index} is not cluster aligned; refcount table entry corrupted"));
+            } else if cluster >= file_clusters {
+                let may_grow = may_grow && offset.saturating_sub(self.file_bytes) < GROWTH_BYTES_MAX;
+                damaged = self.count_block_outside(index, offset, may_grow);
+            } else if offset != 0 {
+                self.refer_to_refcounts(offset, self.geometry.cluster_bytes());
+                let references = self.references.get(cluster);
+                // The narrowest refcounts cannot say "two".
+                damaged = references != 1 || self.overcounted.contains(&cluster);
+                if references != 1 {
+                    self.corrupt(format!("refcount block {index} refcount={references}"));
+                }
+            } else {
+                damaged = false;
+            }
+            if damaged {
+                self.needs_rebuild = true;
+                self.claimed.insert(cluster);
+            }
+        }
+    }
+
+    /// qemu-img makes the file longer to repair this, and counts that, and what is wrong afterwards. Until the repair does
+    /// so too, reading zeros there comes to the same. Returns whether that does not do.
+    fn count_block_outside(&mut self, index: usize, offset: u64, may_grow: bool) -> bool {
+        let cluster = self.geometry.cluster_of(offset);
+        if !self.repairs || !may_grow {
+            self.corrupt(format!("refcount block {index} is outside image"));
+            return self.repairs;
+        }
+        self.find(format!("Repairing refcount block {index} is outside image"));
+        self.report.corruptions_fixed = self.report.corruptions_fixed.saturating_add(1);
+        self.clusters = self.clusters.max(cluster.saturating_add(1));
+        self.outside_bytes = self.outside_bytes.max(offset.saturating_add(self.geometry.cluster_bytes()));
+        self.count(cluster);
+        // Something else may lead just behind the end, too.
+        let references = self.references.get(cluster);
+        if references != 1 {
+            self.corrupt(format!("refcount block {index} refcount={references}"));
+        }
+        references != 1
+    }
+
+    /// Entries of the active tables whose flag "refcount is exactly one" is wrong; or will be once all refcounts are what
+    /// the references say (`predict`). Not many more than `most`: an L2 table's at most.
+    pub(crate) async fn wrong_flags(&mut self, predict: bool, most: usize) -> IoResult<Vec<WrongFlag>> {
+        let header = self.header;
+        let mut wrong = Vec::new();
+        let l1 = self.read(header.l1_offset, u64::from(header.l1_entries).saturating_mul(8)).await?;
+        for (index, entry) in entries(&l1).enumerate() {
+            let l2_offset = entry & OFFSET_MASK;
+            if l2_offset == 0 || self.stopped {
+                continue;
+            }
+            if wrong.len() >= most {
+                break;
+            }
+            let Some(refcount) = self.refcount_for_flag(l2_offset, predict).await else { continue };
+            if (refcount == 1) != (entry & COPIED != 0) {
+                let at = header.l1_offset.saturating_add((index as u64).saturating_mul(8));
+                let what = format!("OFLAG_COPIED L2 cluster: l1_index={index} l1_entry={entry:x} refcount={refcount}");
+                wrong.push(WrongFlag { at, entry, what });
+            }
+            let l2 = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
+            for (index, entry) in entries(&l2).enumerate().step_by(self.geometry.entry_words()) {
+                let at = l2_offset.saturating_add((index as u64).saturating_mul(8));
+                let entry = self.new_entries.get(&at).copied().unwrap_or(entry);
+                let offset = entry & OFFSET_MASK;
+                if entry & COMPRESSED != 0 || offset == 0 {
+                    continue;
+                }
+                let refcount = match self.geometry.data_file {
+                    // Clusters of an external data file are not counted: each has one owner.
+                    true => Some(1),
+                    false => self.refcount_for_flag(offset, predict).await,
+                };
+                let Some(refcount) = refcount else { continue };
+                if (refcount == 1) != (entry & COPIED != 0) {
+                    let kind = if entry & ZERO == 0 { "data" } else { "zero" };
+                    let what = format!("OFLAG_COPIED {kind} cluster: l2_entry={entry:x} refcount={refcount}");
+                    wrong.push(WrongFlag { at, entry, what });
+                }
+            }
+        }
+        Ok(wrong)
+    }
+
+    async fn refcount_for_flag(&mut self, offset: u64, predict: bool) -> Option<u64> {
+        let cluster = self.geometry.cluster_of(offset);
+        // Its refcount tells less than there is, and the flag would let guests write over what else lies there.
+        if self.repairs && self.overcounted.contains(&cluster) {
+            return None;
+        }
+        if !predict {
+            return match self.refcount_in_memory(cluster) {
+                None => self.refcount(cluster).await,
+                known => known,
+            };
+        }
+        // New refcounts leave the place of the old ones.
+        let leaving = if self.needs_rebuild { self.own_references.get(cluster) } else { 0 };
+        Some(self.references.get(cluster).saturating_sub(leaving))
+    }
+}

@@ -1,0 +1,11 @@
+//! What an image's bytes mean: the header and its extensions, table entries, refcounts, the records of snapshots and
+//! bitmaps, and the sizes that follow from the header. Nothing here knows of an open image.
+
+pub(crate) mod bitmap;
+pub(crate) mod entry;
+pub(crate) mod extended_entry;
+pub(crate) mod extensions;
+pub(crate) mod geometry;
+pub(crate) mod header;
+pub(crate) mod refcount_entry;
+pub(crate) mod snapshot;

@@ -1,0 +1,235 @@
+//! The snapshot table (qcow2 specification, "Snapshots").
+
+use crate::layout::geometry::Geometry;
+use crate::layout::header::Header;
+use block::{Error, ErrorKind, IoResult, MetaIo, PastEnd, Result};
+
+/// The fixed part of a row.
+const ROW_BYTES: usize = 40;
+/// The most that a row's optional part may have.
+const EXTRA_MAX: usize = 1024;
+/// The most that the table may have.
+pub(crate) const TABLE_BYTES_MAX: u64 = 64 << 20;
+const L1_BYTES_MAX: u64 = 32 << 20;
+
+/// An internal snapshot, as its row describes it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Snapshot {
+    /// Unique in the image.
+    pub id: String,
+    /// Chosen by the user; may occur several times.
+    pub name: String,
+    /// Bytes of the virtual machine's state that it keeps.
+    pub vm_state_bytes: u64,
+    /// When it was taken: seconds since 1970.
+    pub date_seconds: u32,
+    /// And nanoseconds.
+    pub date_nanoseconds: u32,
+    /// How long the virtual machine had run.
+    pub vm_clock_nanoseconds: u64,
+    /// Size of the disk then.
+    pub disk_bytes: u64,
+    /// Instructions that the virtual machine had executed, where they were counted.
+    pub icount: Option<u64>,
+}
+
+/// A row, and what only we need of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Row {
+    pub(crate) l1_offset: u64,
+    pub(crate) l1_entries: u32,
+    pub(crate) snapshot: Snapshot,
+    /// As in the row: it need not be text.
+    pub(crate) id: Vec<u8>,
+    pub(crate) name: Vec<u8>,
+    /// Whether the row says how large the disk was.
+    pub(crate) says_size: bool,
+    /// Fields behind those that we know; kept.
+    pub(crate) more: Vec<u8>,
+}
+
+/// The internal snapshots of the image in a file, oldest first.
+pub async fn snapshots(io: &MetaIo, header: &Header, name: &str) -> Result<Vec<Snapshot>> {
+    Ok(read_rows(io, header, name).await?.0.into_iter().map(|row| row.snapshot).collect())
+}
+
+fn number(bytes: &[u8], offset: usize, length: usize) -> u64 {
+    let field = bytes.get(offset..offset.saturating_add(length)).unwrap_or_default();
+    field.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte))
+}
+
+/// The rows, and the bytes that the table has.
+pub(crate) async fn read_rows(io: &MetaIo, header: &Header, name: &str) -> Result<(Vec<Row>, u64)> {
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the snapshot table"), error);
+    let (mut rows, mut at) = (Vec::new(), header.snapshots_offset);
+    let mut window = Window { io, start: at, bytes: Vec::new() };
+    for index in 0..header.snapshots {
+        let bad = |what: &str| Err(Error::new(ErrorKind::BadImage, format!("'{name}': snapshot {index} {what}")));
+        let fixed = window.get(at, ROW_BYTES).await.map_err(failed)?;
+        let (id_bytes, name_bytes) = (number(&fixed, 12, 2) as usize, number(&fixed, 14, 2) as usize);
+        let extra_bytes = number(&fixed, 36, 4) as usize;
+        if extra_bytes > EXTRA_MAX {
+            return bad("has more than 1024 bytes of extra data");
+        }
+        let length = ROW_BYTES.saturating_add(extra_bytes).saturating_add(id_bytes).saturating_add(name_bytes);
+        let bytes = window.get(at, length).await.map_err(failed)?;
+        let row = parse_row(&bytes, extra_bytes, id_bytes, header.size_bytes);
+        let l1_bytes = u64::from(row.l1_entries).saturating_mul(8);
+        let geometry: Geometry = header.geometry();
+        if l1_bytes > L1_BYTES_MAX {
+            return bad("has an L1 table that is too large");
+        }
+        if geometry.offset_in_cluster(row.l1_offset) != 0 || (row.l1_offset == 0 && l1_bytes > 0) {
+            return bad("has an L1 table at an impossible place");
+        }
+        rows.push(row);
+        at = at.saturating_add(length as u64).next_multiple_of(8);
+        if at.saturating_sub(header.snapshots_offset) > TABLE_BYTES_MAX {
+            return bad("lies behind the first 64 MiB of the snapshot table, which is the most that is read");
+        }
+    }
+    Ok((rows, at.saturating_sub(header.snapshots_offset)))
+}
+
+/// Reads the table in larger pieces than rows.
+struct Window<'a> {
+    io: &'a MetaIo,
+    start: u64,
+    bytes: Vec<u8>,
+}
+
+impl Window<'_> {
+    async fn get(&mut self, offset: u64, length: usize) -> IoResult<Vec<u8>> {
+        const PIECE_BYTES: usize = 64 << 10;
+        for _ in 0..2 {
+            let from = usize::try_from(offset.saturating_sub(self.start)).unwrap_or(usize::MAX);
+            if let Some(part) = self.bytes.get(from..from.saturating_add(length)) {
+                return Ok(part.to_vec());
+            }
+            let piece = length.saturating_add(PIECE_BYTES);
+            self.bytes = self.io.read(offset, piece, PastEnd::Zeros).await?.to_vec();
+            self.start = offset;
+        }
+        Ok(vec![0; length])
+    }
+}
+
+fn parse_row(bytes: &[u8], extra_bytes: usize, id_bytes: usize, disk_bytes: u64) -> Row {
+    let has = |needed: usize| extra_bytes >= needed;
+    let strings = ROW_BYTES.saturating_add(extra_bytes);
+    let names = strings.saturating_add(id_bytes);
+    let id = bytes.get(strings..names).unwrap_or_default().to_vec();
+    let name = bytes.get(names..).unwrap_or_default().to_vec();
+    let snapshot = Snapshot {
+        id: String::from_utf8_lossy(&id).into_owned(),
+        name: String::from_utf8_lossy(&name).into_owned(),
+        vm_state_bytes: if has(8) { number(bytes, 40, 8) } else { number(bytes, 32, 4) },
+        date_seconds: number(bytes, 16, 4) as u32,
+        date_nanoseconds: number(bytes, 20, 4) as u32,
+        vm_clock_nanoseconds: number(bytes, 24, 8),
+        disk_bytes: if has(16) { number(bytes, 48, 8) } else { disk_bytes },
+        icount: has(24).then(|| number(bytes, 56, 8)).filter(|count| *count != u64::MAX),
+    };
+    Row {
+        l1_offset: number(bytes, 0, 8),
+        l1_entries: number(bytes, 8, 4) as u32,
+        snapshot,
+        id,
+        name,
+        says_size: has(16),
+        more: bytes.get(ROW_BYTES.saturating_add(24)..strings).unwrap_or_default().to_vec(),
+    }
+}
+
+/// The table that the rows make. Each has the extra data of version 3.
+pub(crate) fn rows_bytes(rows: &[Row]) -> Vec<u8> {
+    let mut table = Vec::new();
+    for row in rows {
+        let snapshot = &row.snapshot;
+        table.extend(row.l1_offset.to_be_bytes());
+        table.extend(row.l1_entries.to_be_bytes());
+        table.extend((row.id.len() as u16).to_be_bytes());
+        table.extend((row.name.len() as u16).to_be_bytes());
+        table.extend(snapshot.date_seconds.to_be_bytes());
+        table.extend(snapshot.date_nanoseconds.to_be_bytes());
+        table.extend(snapshot.vm_clock_nanoseconds.to_be_bytes());
+        table.extend(u32::try_from(snapshot.vm_state_bytes).unwrap_or(0).to_be_bytes());
+        table.extend((row.more.len().saturating_add(24) as u32).to_be_bytes());
+        table.extend(snapshot.vm_state_bytes.to_be_bytes());
+        table.extend(snapshot.disk_bytes.to_be_bytes());
+        table.extend(snapshot.icount.unwrap_or(u64::MAX).to_be_bytes());
+        table.extend(&row.more);
+        table.extend(&row.id);
+        table.extend(&row.name);
+        table.resize(table.len().next_multiple_of(8), 0);
+    }
+    table
+}
+
+/// Which snapshot is meant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SnapshotName {
+    /// The one with this id, or else the first with this name.
+    Any(String),
+    /// The first that has both, of those that are given.
+    Exactly {
+        /// Its id.
+        id: Option<String>,
+        /// Its name.
+        name: Option<String>,
+    },
+}
+
+/// The header of the disk as it was when a snapshot was taken, in the size that it had then.
+pub(crate) async fn of_snapshot(io: &MetaIo, header: Header, name: &str, which: &SnapshotName) -> Result<Header> {
+    let (rows, _) = read_rows(io, &header, name).await?;
+    let found = find(&rows, which).and_then(|index| rows.get(index));
+    let Some(row) = found else {
+        return Err(Error::new(ErrorKind::BadOption, format!("'{name}': Can't find snapshot")));
+    };
+    let disk_bytes = row.snapshot.disk_bytes;
+    let then = Header { l1_offset: row.l1_offset, l1_entries: row.l1_entries, size_bytes: disk_bytes, ..header };
+    let needed = then.geometry().l1_entries();
+    if needed > u64::from(row.l1_entries) {
+        let what = format!("'{name}': the snapshot's L1 table is too small for its disk of {disk_bytes} bytes");
+        return Err(Error::new(ErrorKind::BadImage, what));
+    }
+    // What follows the snapshot's own disk in its table is the state of a virtual machine: not part of the disk.
+    Ok(then)
+}
+
+/// Finds a snapshot.
+pub(crate) fn find(rows: &[Row], which: &SnapshotName) -> Option<usize> {
+    let position = |is_meant: &dyn Fn(&Snapshot) -> bool| rows.iter().position(|row| is_meant(&row.snapshot));
+    match which {
+        SnapshotName::Any(text) => {
+            position(&|snapshot| snapshot.id == *text).or_else(|| position(&|snapshot| snapshot.name == *text))
+        }
+        SnapshotName::Exactly { id, name } => position(&|snapshot| {
+            let (id, name) = (id.as_ref(), name.as_ref());
+            id.is_none_or(|id| *id == snapshot.id) && name.is_none_or(|name| *name == snapshot.name)
+        }),
+    }
+}
+
+impl SnapshotName {
+    /// The first with this name, whatever its id.
+    #[must_use]
+    pub fn named(name: &str) -> Self {
+        Self::Exactly { id: None, name: Some(name.to_owned()) }
+    }
+}
+
+impl std::fmt::Display for SnapshotName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Any(text) => write!(f, "'{text}'"),
+            Self::Exactly { id, name } => {
+                let id = id.as_ref().map(|id| format!("with the id '{id}'"));
+                let name = name.as_ref().map(|name| format!("named '{name}'"));
+                write!(f, "{}", id.into_iter().chain(name).collect::<Vec<_>>().join(" and "))
+            }
+        }
+    }
+}

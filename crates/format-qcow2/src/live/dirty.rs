@@ -1,0 +1,112 @@
+//! The dirty bit: "the refcounts of this image are not to be believed" (qcow2 specification, incompatible features).
+//!
+//! Where an image allows it (lazy refcounts), we set it, durably, before the first refcount is postponed; from then on a
+//! flush writes mappings alone, and closing the image writes the refcounts and takes the bit away. What else a flush orders
+//! stays: data and copies before whatever leads to them, unlinking before reuse. Only a place that was never used and
+//! durably reads as zeros may be led to before it is filled, by an entry that read as zeros.
+
+use crate::layout::entry::Cluster;
+use crate::layout::header::{INCOMPATIBLE_DIRTY, OFFSET_INCOMPATIBLE};
+use crate::live::flush::Barrier;
+use crate::live::metadata_map::Owner;
+use crate::live::refcounts::Piece;
+use crate::live::state::{Inner, Need, State, Step, Stop};
+use block::{FileOp, IoResult, MetaIo};
+use memory::{AlignedBuf, IoBuf};
+
+/// The bit of an image with lazy refcounts.
+#[derive(Debug, Default)]
+pub(crate) struct DirtyBit {
+    /// It is set in the file, durably, and stays so until `wanted` is taken back.
+    set: bool,
+    /// Refcounts may be postponed once it is set.
+    wanted: bool,
+}
+
+impl Inner {
+    /// Whether a flush leaves the refcounts out. Not if too many wait; and not if their table moves: its old place must not
+    /// be used again while the header leads there.
+    pub(crate) fn postpones_refcounts(&self, state: &State) -> bool {
+        let must_write = state.refcounts.is_half_crowded() || state.refcounts.has_moved();
+        state.dirty.set && state.dirty.wanted && !must_write
+    }
+
+    /// Before a refcount is raised: the header says that refcounts may be stale, where they may.
+    pub(crate) fn require_dirty_bit(&self, state: &State) -> Step<()> {
+        match self.lazy && !(state.dirty.set && state.dirty.wanted) {
+            true => Err(Stop::Need(Need::DirtyBit)),
+            false => Ok(()),
+        }
+    }
+
+    /// Has the next flush set the bit: only whoever leads a flush writes the header, and no two do at a time.
+    pub(crate) async fn make_dirty(&self, io: &MetaIo) -> IoResult {
+        self.lock().dirty.wanted = true;
+        self.flush(io).await
+    }
+
+    /// From now on flushes write the refcounts, and take the bit away once there is nothing else to write.
+    pub(crate) fn stop_postponing(&self) {
+        self.lock().dirty.wanted = false;
+    }
+
+    /// At the start of a flush, which postpones nothing yet. Whether the bit was written: it is set once the flush ends.
+    pub(crate) async fn write_dirty_bit_if_wanted(&self, io: &MetaIo) -> IoResult<bool> {
+        {
+            let state = self.lock();
+            if !state.dirty.wanted || state.dirty.set {
+                return Ok(false);
+            }
+        }
+        self.write_dirty_bit(io, true).await?;
+        Ok(true)
+    }
+
+    /// The flush that wrote it has ended.
+    pub(crate) fn dirty_bit_is_set(&self) {
+        self.lock().dirty.set = true;
+    }
+
+    /// At the end of a flush, when all that it wrote is durable.
+    pub(crate) async fn clear_dirty_bit(&self, io: &MetaIo) -> IoResult {
+        {
+            let mut state = self.lock();
+            let is_set = state.header_sector.get(LAST_BYTE).is_some_and(|byte| byte & INCOMPATIBLE_DIRTY as u8 != 0);
+            if !self.lazy || !is_set || state.dirty.wanted || !state.is_all_written() {
+                return Ok(());
+            }
+            // First: nothing is postponed from here on, whatever becomes of the write.
+            state.dirty.set = false;
+        }
+        self.write_dirty_bit(io, false).await?;
+        self.barrier(io, Barrier::End).await
+    }
+
+    async fn write_dirty_bit(&self, io: &MetaIo, is_dirty: bool) -> IoResult {
+        self.guard_pieces(Owner::Header, &[Piece { offset: 0, bytes: vec![0] }])?;
+        let sector = {
+            let mut state = self.lock();
+            if let Some(byte) = state.header_sector.get_mut(LAST_BYTE) {
+                *byte &= !(INCOMPATIBLE_DIRTY as u8);
+                *byte |= u8::from(is_dirty);
+            }
+            AlignedBuf::copy_of(&state.header_sector)
+        };
+        let data = IoBuf::from_aligned(sector).whole();
+        self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await
+    }
+
+    /// An entry is going to lead to new space: unless that reads as zeros (`blank`), and the guest sees zeros there now, what
+    /// lies there has to be durable first.
+    pub(crate) fn note_order(&self, state: &mut State, blank: bool, old: Cluster) {
+        let reads_as_zeros = match old {
+            Cluster::Unallocated => !self.geometry.has_backing,
+            Cluster::Zero => true,
+            Cluster::Data { .. } | Cluster::ZeroAllocated { .. } | Cluster::Compressed { .. } => false,
+        };
+        state.needs_order |= !(blank && reads_as_zeros);
+    }
+}
+
+/// Of the incompatible features.
+const LAST_BYTE: usize = OFFSET_INCOMPATIBLE.saturating_add(7);

@@ -1,0 +1,456 @@
+//! Durability, in the order that keeps the image valid at every moment.
+//!
+//! 1. Refcount blocks and L2 tables that nothing on disk leads to yet; barrier. The barrier also makes guest data and
+//!    the copied or zeroed remainders of clusters durable before any mapping leads to them.
+//! 2. Where refcount blocks are new or the refcount table has moved: its entries, or the header; barrier.
+//! 3. L2 entries and L1 entries; barrier.
+//!
+//! Where refcounts are postponed (see `dirty`) they are in none of these, and 1 and 3 are one step where what the tables
+//! lead to reads as zeros until it is written, as it did before.
+//!
+//! What step 3 unlinked is decremented only afterwards. So whatever a power cut leaves, refcounts are never too low.
+//! What is written is copied under the mutex in one moment, in which the tables are consistent; one flush runs at a
+//! time, and those who come meanwhile share the next.
+
+use crate::layout::header::OFFSET_REFCOUNT_TABLE;
+use crate::live::in_flight_ops::Tail;
+use crate::live::metadata_map::Owner;
+use crate::live::refcounts::{Piece, RefcountWrites, sectors};
+use crate::live::state::{Freed, FreshTable, Inner, State};
+use block::sync::Ordering;
+use block::{FileOp, IoError, IoResult, MetaIo, PastEnd};
+use memory::IoBuf;
+use std::sync::{Arc, OnceLock};
+
+/// Neighbouring pieces are joined up to this size.
+const JOINED_BYTES_MAX: usize = 1 << 20;
+/// Writes in flight at once.
+const BATCH: usize = 32;
+
+/// An ordering that a flush keeps, for tests that leave it out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Barrier {
+    /// Refcounts, new tables and data before whatever leads to them.
+    BeforeMapping,
+    /// Refcount table entries before L2 entries that rely on them.
+    BeforeRelying,
+    /// Everything before the flush is reported done.
+    End,
+    /// Unlinking durable before the space is used again.
+    Reuse,
+    /// Whatever was resolved before a free ended before the space is used again.
+    Epoch,
+    /// Zeros at the end of the file before anything is mapped there that is not durable itself.
+    Extension,
+    /// That bitmaps are in use before anything is written.
+    InUse,
+    /// All of a bitmap before it is said not to be in use.
+    Bits,
+    /// Tables that lead to a place before what is written there is called durable by itself.
+    Overwrite,
+}
+
+impl Barrier {
+    pub(crate) fn bit(self) -> u32 {
+        match self {
+            Self::BeforeMapping => 1,
+            Self::BeforeRelying => 2,
+            Self::End => 4,
+            Self::Reuse => 8,
+            Self::Epoch => 16,
+            Self::Extension => 32,
+            Self::InUse => 64,
+            Self::Bits => 128,
+            Self::Overwrite => 256,
+        }
+    }
+}
+
+/// The end of one flush; `None` inside if nobody brought it to its end.
+type Outcome = Arc<OnceLock<Option<IoResult>>>;
+
+/// One flush runs, the next collects those who want one.
+#[derive(Debug, Default)]
+pub(crate) struct FlushQueue {
+    running: bool,
+    next: Outcome,
+}
+
+enum Turn {
+    Over(Option<IoResult>),
+    Mine,
+}
+
+/// This task carries out a flush. If it is dropped before the end, those who share it start another.
+struct Leading<'a> {
+    inner: &'a Inner,
+    outcome: Outcome,
+}
+
+impl Drop for Leading<'_> {
+    fn drop(&mut self) {
+        // Already set unless the task was dropped.
+        let _ = self.outcome.set(None);
+        self.inner.lock().flushes.running = false;
+        self.inner.flushed.wake_all();
+    }
+}
+
+impl Inner {
+    pub(crate) async fn flush(&self, io: &MetaIo) -> IoResult {
+        if self.read_only {
+            return Ok(());
+        }
+        loop {
+            // Only a flush that has not started yet is sure to cover what completed before now.
+            let outcome = Arc::clone(&self.lock().flushes.next);
+            let turn = self.flushed.until(|| self.turn(&outcome)).await;
+            match turn {
+                Turn::Over(Some(result)) => return result,
+                Turn::Over(None) => {}
+                Turn::Mine => {
+                    let leading = Leading { inner: self, outcome };
+                    let result = self.flush_now(io).await;
+                    let _ = leading.outcome.set(Some(result));
+                    return result;
+                }
+            }
+        }
+    }
+
+    fn turn(&self, outcome: &Outcome) -> Option<Turn> {
+        if let Some(result) = outcome.get() {
+            return Some(Turn::Over(*result));
+        }
+        let mut state = self.lock();
+        if state.flushes.running {
+            return None;
+        }
+        state.flushes.running = true;
+        state.flushes.next = Outcome::default();
+        Some(Turn::Mine)
+    }
+
+    pub(crate) async fn close(&self, io: &MetaIo) -> IoResult {
+        if self.read_only {
+            return Ok(());
+        }
+        // Space made in advance stays: a damaged image may have data there that its refcounts deny.
+        self.settle(io).await?;
+        self.store_bitmaps(io).await
+    }
+
+    /// Brings everything to the file, refcounts too. No operation is in flight.
+    pub(crate) async fn settle(&self, io: &MetaIo) -> IoResult {
+        self.stop_postponing();
+        loop {
+            self.flush(io).await?;
+            self.reap(io, true).await?;
+            let state = self.lock();
+            if state.retired.is_empty() && state.unlinked.is_empty() {
+                break;
+            }
+        }
+        self.flush(io).await
+    }
+
+    pub(crate) fn skips(&self, barrier: Barrier) -> bool {
+        self.skipped_barriers.load(Ordering::Relaxed) & barrier.bit() != 0
+    }
+
+    pub(crate) async fn barrier(&self, io: &MetaIo, which: Barrier) -> IoResult {
+        if self.skips(which) { Ok(()) } else { io.flush().await }
+    }
+
+    async fn flush_now(&self, io: &MetaIo) -> IoResult {
+        // What a flush whose task was dropped has in flight is older than what is written now.
+        self.table_writes.over().await;
+        if self.is_stopped() {
+            self.mark_corrupt(io).await;
+            return self.refuse_if_stopped();
+        }
+        let zeroed_end = self.lock().space.zeroed_end;
+        let marked = self.write_dirty_bit_if_wanted(io).await?;
+        self.flush_tables(io).await?;
+        {
+            let mut state = self.lock();
+            state.space.blank_end = zeroed_end;
+            if state.is_mapping_written() {
+                self.mapping_is_durable.store(true, Ordering::Release);
+            }
+        }
+        if marked {
+            self.dirty_bit_is_set();
+        }
+        self.clear_dirty_bit(io).await
+    }
+
+    async fn flush_tables(&self, io: &MetaIo) -> IoResult {
+        // What could not be decremented now is tried again by the next flush; nothing is lost but space.
+        let _ = self.reap(io, false).await;
+        let writing = Writing::begin(self)?;
+        // Guest data of their own file come first, whatever leads to them.
+        if let Some(data) = io.data()
+            && !(writing.is_some() && self.skips(Barrier::BeforeMapping))
+        {
+            data.start(FileOp::Flush).await?;
+        }
+        let Some(mut writing) = writing else {
+            return self.barrier(io, Barrier::End).await;
+        };
+        let result = match self.guard_writes(&writing) {
+            Ok(()) => self.write_tables(io, &mut writing).await,
+            Err(error) => {
+                self.mark_corrupt(io).await;
+                Err(error)
+            }
+        };
+        drop(writing);
+        if result.is_ok() {
+            let _ = self.reap(io, false).await;
+        }
+        result
+    }
+
+    fn guard_writes(&self, writing: &Writing<'_>) -> IoResult {
+        let Writing { refcounts, fresh, mapping, l1, .. } = writing;
+        self.guard_pieces(Owner::RefcountBlock, &refcounts.blocks)?;
+        self.guard_pieces(Owner::RefcountTable, &refcounts.entries)?;
+        if let Some(table) = &refcounts.moved_table {
+            self.guard_pieces(Owner::RefcountTable, std::slice::from_ref(&table.piece))?;
+            self.guard_pieces(Owner::Header, &[Piece { offset: 0, bytes: vec![0] }])?;
+        }
+        for table in fresh {
+            self.guard_pieces(Owner::L2, &[Piece { offset: table.offset, bytes: vec![0] }])?;
+        }
+        self.guard_pieces(Owner::L2, mapping)?;
+        self.guard_pieces(Owner::L1, l1)
+    }
+
+    async fn write_tables(&self, io: &MetaIo, writing: &mut Writing<'_>) -> IoResult {
+        let refcounts = std::mem::take(&mut writing.refcounts);
+        let mut mapping = std::mem::take(&mut writing.mapping);
+        mapping.append(&mut writing.l1);
+        write_all(&self.table_writes, io, refcounts.blocks).await?;
+        for table in std::mem::take(&mut writing.fresh) {
+            let bytes = self.fresh_table_bytes(io, &table).await?;
+            write_all(&self.table_writes, io, vec![Piece { offset: table.offset, bytes }]).await?;
+            writing.fresh_written.push(table.l1_index);
+        }
+        let moved = refcounts.moved_table;
+        let relies = moved.is_some() || !refcounts.entries.is_empty();
+        let header = match moved {
+            None => None,
+            Some(table) => {
+                let header = self.header_naming(table.piece.offset, table.clusters);
+                write_all(&self.table_writes, io, vec![table.piece]).await?;
+                Some(header)
+            }
+        };
+        let last = !relies && mapping.is_empty();
+        if last || writing.ordered {
+            self.barrier(io, if last { Barrier::End } else { Barrier::BeforeMapping }).await?;
+            writing.tables_are_written();
+        }
+        if relies {
+            write_all(&self.table_writes, io, refcounts.entries).await?;
+            write_all(&self.table_writes, io, header.into_iter().collect()).await?;
+            let last = mapping.is_empty();
+            self.barrier(io, if last { Barrier::End } else { Barrier::BeforeRelying }).await?;
+        }
+        writing.refcounts_are_written();
+        if !mapping.is_empty() {
+            write_all(&self.table_writes, io, mapping).await?;
+            self.barrier(io, Barrier::End).await?;
+        }
+        writing.tables_are_written();
+        writing.all_is_written();
+        Ok(())
+    }
+
+    /// A whole L2 table that was never written.
+    async fn fresh_table_bytes(&self, io: &MetaIo, table: &FreshWrite) -> IoResult<Vec<u8>> {
+        let length = usize::try_from(self.geometry.cluster_bytes()).map_err(|_| IoError::EIO)?;
+        let mut bytes = match table.kind {
+            FreshTable::Zeros => vec![0; length],
+            FreshTable::CopyOf(offset) => io.read(offset, length, PastEnd::Fails).await?.to_vec(),
+        };
+        for (skip, slice) in &table.slices {
+            let end = skip.saturating_add(slice.len());
+            bytes.get_mut(*skip..end).ok_or(IoError::EIO)?.copy_from_slice(slice);
+        }
+        Ok(bytes)
+    }
+
+    /// The header's first sector, naming a refcount table in a new place.
+    fn header_naming(&self, table_offset: u64, clusters: u32) -> Piece {
+        let mut state = self.lock();
+        let mut fields = table_offset.to_be_bytes().to_vec();
+        fields.extend(clusters.to_be_bytes());
+        let end = OFFSET_REFCOUNT_TABLE.saturating_add(fields.len());
+        if let Some(place) = state.header_sector.get_mut(OFFSET_REFCOUNT_TABLE..end) {
+            place.copy_from_slice(&fields);
+        }
+        Piece { offset: 0, bytes: state.header_sector.to_vec() }
+    }
+
+    fn slice_bytes(&self, slice: u64) -> Option<Vec<u8>> {
+        let view = self.slices.view(slice)?;
+        let words = self.geometry.slice_words();
+        let mut bytes = Vec::with_capacity(words.saturating_mul(8));
+        for index in 0..words {
+            bytes.extend_from_slice(&view.get(index)?.to_be_bytes());
+        }
+        Some(bytes)
+    }
+}
+
+/// A new L2 table and the slices of it that have changed.
+struct FreshWrite {
+    l1_index: u64,
+    offset: u64,
+    kind: FreshTable,
+    slices: Vec<(usize, Vec<u8>)>,
+}
+
+/// One moment of the dirty tables, on its way to the file. What has not been written when it is dropped is dirty again.
+struct Writing<'a> {
+    inner: &'a Inner,
+    refcounts: RefcountWrites,
+    table_moved: bool,
+    fresh: Vec<FreshWrite>,
+    fresh_written: Vec<u64>,
+    /// Changed slices, and changed sectors of L1.
+    mapping: Vec<Piece>,
+    l1: Vec<Piece>,
+    unlinked: Vec<Freed>,
+    /// What the mapping leads to has to be durable before it.
+    ordered: bool,
+    refcounts_written: bool,
+    mapping_written: bool,
+}
+
+impl<'a> Writing<'a> {
+    /// `None` if nothing is dirty.
+    fn begin(inner: &'a Inner) -> IoResult<Option<Self>> {
+        let mut guard = inner.lock();
+        let state = &mut *guard;
+        state.unlinked_clusters = 0;
+        let postponed = inner.postpones_refcounts(state);
+        let clean = !state.book.has_dirty() && state.l1_dirty.is_empty();
+        if clean && (postponed || !state.refcounts.has_dirty()) && state.unlinked.is_empty() {
+            return Ok(None);
+        }
+        let refcounts = if postponed { RefcountWrites::default() } else { state.refcounts.begin_writing() };
+        let mut writing = Self {
+            inner,
+            table_moved: refcounts.moved_table.is_some(),
+            refcounts,
+            fresh: Vec::new(),
+            fresh_written: Vec::new(),
+            mapping: Vec::new(),
+            l1: Vec::new(),
+            unlinked: std::mem::take(&mut state.unlinked),
+            ordered: std::mem::take(&mut state.needs_order) || !postponed,
+            refcounts_written: false,
+            mapping_written: false,
+        };
+        let collected = writing.collect_mapping(state);
+        // Dropping `writing` takes the mutex.
+        drop(guard);
+        collected.map(|()| Some(writing))
+    }
+
+    fn collect_mapping(&mut self, state: &mut State) -> IoResult {
+        let inner = self.inner;
+        for (l1_index, kind) in &state.fresh_tables {
+            let offset = inner.table_or_complain(*l1_index)?.ok_or(IoError::EIO)?.offset;
+            self.fresh.push(FreshWrite { l1_index: *l1_index, offset, kind: *kind, slices: Vec::new() });
+        }
+        self.fresh.sort_by_key(|table| table.l1_index);
+        for slice in state.book.begin_writing() {
+            let l1_index = inner.geometry.l1_index_of_slice(slice);
+            let skip = inner.geometry.slice_offset_in_table(slice);
+            let bytes = inner.slice_bytes(slice).ok_or(IoError::EIO)?;
+            if let Ok(found) = self.fresh.binary_search_by_key(&l1_index, |table| table.l1_index) {
+                let table = self.fresh.get_mut(found).ok_or(IoError::EIO)?;
+                table.slices.push((usize::try_from(skip).map_err(|_| IoError::EIO)?, bytes));
+                continue;
+            }
+            let table = inner.table_or_complain(l1_index)?.ok_or(IoError::EIO)?;
+            push_joined(&mut self.mapping, Piece { offset: table.offset.saturating_add(skip), bytes });
+        }
+        state.l1_writing = std::mem::take(&mut state.l1_dirty);
+        let entry = |index: usize| inner.l1.get(index).map(|entry| entry.load(Ordering::Relaxed));
+        self.l1 = sectors(&state.l1_writing, inner.header.l1_offset, entry);
+        Ok(())
+    }
+
+    /// The new tables are durable: from now on they are tables like others.
+    fn tables_are_written(&mut self) {
+        let mut state = self.inner.lock();
+        for l1_index in self.fresh_written.drain(..) {
+            state.fresh_tables.remove(&l1_index);
+        }
+    }
+
+    fn refcounts_are_written(&mut self) {
+        self.refcounts_written = true;
+        self.inner.lock().refcounts.end_writing(true, false);
+    }
+
+    /// What was unlinked stays so: its references can go.
+    fn all_is_written(&mut self) {
+        self.mapping_written = true;
+        let mut state = self.inner.lock();
+        state.book.end_writing(true);
+        state.l1_writing.clear();
+        state.retired.append(&mut self.unlinked);
+    }
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        let mut state = self.inner.lock();
+        if !self.refcounts_written {
+            state.refcounts.end_writing(false, self.table_moved);
+        }
+        if !self.mapping_written {
+            state.book.end_writing(false);
+            let entries = std::mem::take(&mut state.l1_writing);
+            state.l1_dirty.extend(entries);
+            state.needs_order |= self.ordered;
+            state.unlinked.append(&mut self.unlinked);
+        }
+    }
+}
+
+fn push_joined(pieces: &mut Vec<Piece>, piece: Piece) {
+    match pieces.last_mut() {
+        Some(last)
+            if last.offset.saturating_add(last.bytes.len() as u64) == piece.offset
+                && last.bytes.len() < JOINED_BYTES_MAX =>
+        {
+            last.bytes.extend(piece.bytes);
+        }
+        _ => pieces.push(piece),
+    }
+}
+
+/// Writes all pieces, several at a time. After an error some may have been written.
+pub(crate) async fn write_all(tail: &Arc<Tail>, io: &MetaIo, pieces: Vec<Piece>) -> IoResult {
+    for batch in pieces.chunks(BATCH) {
+        let start = |piece: &Piece| {
+            let data = IoBuf::from_pool(piece.bytes.len()).whole();
+            data.copy_from_slice(0, &piece.bytes);
+            tail.start(io, FileOp::Write { offset: piece.offset, data, fua: false })
+        };
+        let started: Vec<_> = batch.iter().map(start).collect();
+        let mut result = Ok(());
+        for write in started {
+            result = result.and(write.await);
+        }
+        result?;
+    }
+    Ok(())
+}

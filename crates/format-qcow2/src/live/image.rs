@@ -1,0 +1,423 @@
+//! The image as others see it: opening it, and what its queues ask.
+
+use crate::check::repair_at_open::repair_at_open;
+use crate::layout::entry::entries;
+use crate::layout::entry::{BadEntry, Cluster, more_than_data};
+use crate::layout::header::{HEADER_SECTOR_BYTES, Header, probe, read_first_cluster};
+use crate::layout::snapshot::{SnapshotName, of_snapshot};
+use crate::live::bitmap_tracking::Tracking;
+use crate::live::dirty::DirtyBit;
+use crate::live::flush::{Barrier, FlushQueue};
+use crate::live::metadata_map::TableBits;
+use crate::live::refcounts::Refcounts;
+use crate::live::state::{Inner, Need, Space, State, Stop};
+use block::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering};
+use block::{CacheStats, CompressedExtent, Epochs, Error, ErrorKind, FileInfo, IoError, IoErrorKind, IoResult, Mapped};
+use block::{MetaIo, PastEnd, Result, SliceBook, WaitList};
+use memory::AlignedBuf;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
+
+/// The L2 tables of a whole disk are kept in memory as long as they fit this (qemu's default).
+const TABLE_CACHE_BYTES: u64 = 32 << 20;
+
+/// The header of version 3 without what was added to it later.
+const HEADER_BYTES_MIN: u64 = 104;
+
+/// An open qcow2 image, shared by all queues on all reactors.
+#[derive(Debug)]
+pub struct Qcow2 {
+    pub(crate) inner: Arc<Inner>,
+}
+
+/// How to open an image.
+#[derive(Debug, Clone)]
+pub struct OpenOptions {
+    /// For messages: the path.
+    pub name: String,
+    /// Nothing is ever written.
+    pub read_only: bool,
+}
+
+/// Whether a write can go straight to the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Overwrite {
+    /// The first part of the range is allocated, and nobody else's.
+    InPlace {
+        /// First byte in the file.
+        offset: u64,
+        /// How many bytes, at least 1.
+        length_bytes: u64,
+    },
+    /// Ask [`Qcow2::prepare_write`].
+    Slow,
+}
+
+impl Qcow2 {
+    /// Opens the image in `file`. Reads the header, the L1 table and, for writing, the refcount table; writes nothing,
+    /// unless the image is opened for writing and its refcounts have to be repaired first (dirty bit).
+    pub async fn open(io: &MetaIo, file: &FileInfo, options: OpenOptions) -> Result<Self> {
+        Self::open_with_cache(io, file, options, TABLE_CACHE_BYTES).await
+    }
+
+    /// Opens the disk as it was when an internal snapshot was taken, to read it.
+    pub async fn open_snapshot(
+        io: &MetaIo,
+        file: &FileInfo,
+        options: OpenOptions,
+        which: &SnapshotName,
+    ) -> Result<Self> {
+        let options = OpenOptions { read_only: true, ..options };
+        Self::open_part(io, file, options, Some(which), TABLE_CACHE_BYTES).await
+    }
+
+    /// As [`Qcow2::open`], with a cache for L2 tables of another size: for tests.
+    #[doc(hidden)]
+    pub async fn open_with_cache(io: &MetaIo, file: &FileInfo, options: OpenOptions, cache: u64) -> Result<Self> {
+        Self::open_part(io, file, options, None, cache).await
+    }
+
+    async fn open_part(
+        io: &MetaIo,
+        file: &FileInfo,
+        options: OpenOptions,
+        snapshot: Option<&SnapshotName>,
+        cache: u64,
+    ) -> Result<Self> {
+        let name = options.name;
+        let read_only = options.read_only || file.read_only;
+        let (cluster, mut header, file_bytes) = read_header(io, file, &name, read_only).await?;
+        let failed = |what: &str, end: u64, error: IoError| match end > file_bytes {
+            true => {
+                let what = format!(
+                    "'{name}': its {what} ends at byte {end}, the file at {file_bytes}: it was cut off or is damaged"
+                );
+                Error::new(ErrorKind::BadImage, what)
+            }
+            false => Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the {what}"), error),
+        };
+        if let Some(which) = snapshot {
+            header = of_snapshot(io, header, &name, which).await?;
+        }
+        let geometry = header.geometry();
+        let l1_bytes = (header.l1_entries as usize).saturating_mul(8);
+        let l1 = match l1_bytes {
+            0 => AlignedBuf::zeroed(0),
+            _ => {
+                let end = header.l1_offset.saturating_add(l1_bytes as u64);
+                let read = io.read(header.l1_offset, l1_bytes, PastEnd::Fails).await;
+                read.map_err(|error| failed("L1 table", end, error))?
+            }
+        };
+        let missing = geometry.l1_entries().saturating_sub(u64::from(header.l1_entries));
+        let padding = std::iter::repeat_n(0, usize::try_from(missing).unwrap_or(0));
+        let table = match read_only {
+            true => Vec::new(),
+            false => {
+                let length = geometry.start_of(u64::from(header.refcount_table_clusters));
+                let end = header.refcount_table_offset.saturating_add(length);
+                let length = usize::try_from(length).unwrap_or(0);
+                let read = io.read(header.refcount_table_offset, length, PastEnd::Fails).await;
+                entries(&read.map_err(|error| failed("refcount table", end, error))?).collect()
+            }
+        };
+        let tracking = match read_only {
+            true => None,
+            false => Tracking::open(io, &header, &cluster, &name).await?,
+        };
+        let sector = cluster.get(..HEADER_SECTOR_BYTES).and_then(|bytes| bytes.try_into().ok());
+        let refcounts = Refcounts::new(geometry, table, header.refcount_table_offset, cache / 8);
+        let space = space_at_open(file, file_bytes, &geometry, &refcounts);
+        let state = State {
+            book: SliceBook::default(),
+            l1_dirty: BTreeSet::new(),
+            l1_writing: BTreeSet::new(),
+            fresh_tables: HashMap::new(),
+            refcounts,
+            space,
+            in_flight: BTreeMap::new(),
+            busy: HashSet::new(),
+            unlinked: Vec::new(),
+            unlinked_clusters: 0,
+            retired: Vec::new(),
+            flushes: FlushQueue::default(),
+            dirty: DirtyBit::default(),
+            needs_order: false,
+            header_sector: sector.unwrap_or([0; HEADER_SECTOR_BYTES]),
+            tables: None,
+            snapshots_known: false,
+        };
+        let inner = Inner {
+            read_only,
+            lazy: !read_only && header.may_postpone_refcounts(),
+            geometry,
+            can_grow: file.can_grow && !file.block_device,
+            can_discard: file.can_discard,
+            discard_zeroes: file.discard_zeroes && !file.block_device,
+            file_clusters: geometry.cluster_of(file_bytes),
+            // A snapshot of a shorter disk has fewer.
+            l1: entries(&l1).chain(padding).map(AtomicU64::new).collect(),
+            slices: geometry.slice_cache(cache),
+            more_than_data: more_than_data(&geometry),
+            slices_read: AtomicU64::new(0),
+            epochs: Epochs::default(),
+            state: Mutex::new(state),
+            loaded: WaitList::default(),
+            idle: WaitList::default(),
+            flushed: WaitList::default(),
+            table_writes: Arc::default(),
+            extensions: Arc::default(),
+            tracking,
+            header_ready: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            marked: AtomicBool::new(false),
+            table_bits: TableBits::for_clusters(if read_only { 0 } else { geometry.cluster_of(file_bytes) }),
+            mapping_is_durable: AtomicBool::new(false),
+            complained: AtomicBool::new(false),
+            skipped_barriers: AtomicU32::new(0),
+            header,
+            name,
+        };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// What the header said at open.
+    #[must_use]
+    pub fn header(&self) -> &Header {
+        &self.inner.header
+    }
+
+    /// Size of the disk.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        self.inner.geometry.size_bytes
+    }
+
+    /// Bounds the memory for L2 tables, before the image is shared and used; afterwards it changes nothing. Slices of
+    /// 4 KiB are kept, two at least; as much as an eighth may go to refcount blocks beside.
+    pub fn set_cache_bytes(&mut self, l2_bytes: u64) {
+        let Some(inner) = Arc::get_mut(&mut self.inner) else { return };
+        inner.slices = inner.geometry.slice_cache(l2_bytes);
+        inner.lock().refcounts.set_cache_bytes(l2_bytes / 8);
+    }
+
+    /// The bytes of L2 tables for the whole disk.
+    #[must_use]
+    pub fn mapping_bytes(&self) -> u64 {
+        let geometry = &self.inner.geometry;
+        geometry.slices().saturating_mul(geometry.slice_bytes())
+    }
+
+    /// The smallest part of the disk that mostly lies in one place, as a power of two.
+    #[must_use]
+    pub fn granule_bits(&self) -> u32 {
+        self.inner.geometry.cluster_bits
+    }
+
+    /// What the cache of L2 tables holds and did.
+    #[must_use]
+    pub fn cache_stats(&self) -> CacheStats {
+        self.inner.slices.stats()
+    }
+
+    /// How many slices of L2 tables were read from the file so far.
+    #[must_use]
+    pub fn slices_read(&self) -> u64 {
+        self.inner.slices_read.load(Ordering::Relaxed)
+    }
+
+    /// Each queue takes part in these; see [`Epochs`].
+    #[must_use]
+    pub fn epochs(&self) -> &Epochs {
+        &self.inner.epochs
+    }
+
+    /// Where the first part of a range lies. Takes no lock and never waits. `None`: a table is not in memory (or the
+    /// image is damaged there), ask [`Qcow2::resolve`].
+    #[must_use]
+    pub fn lookup(&self, offset: u64, length: u64) -> Option<Mapped> {
+        self.inner.lookup(offset, length).ok().flatten()
+    }
+
+    /// As [`Qcow2::lookup`], loading what is missing.
+    pub async fn resolve(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult<Mapped> {
+        let inner = &self.inner;
+        inner.check_range(offset, length)?;
+        loop {
+            inner.refuse_if_stopped()?;
+            match inner.lookup(offset, length) {
+                Ok(Some(mapped)) => return Ok(mapped),
+                Ok(None) => {
+                    let cluster = inner.geometry.cluster_of(offset);
+                    inner.table_or_complain(inner.geometry.l1_index(cluster))?;
+                    inner.satisfy(io, Need::Slice(inner.geometry.slice_of(cluster))).await?;
+                }
+                Err(BadEntry) => {
+                    // The two words of an extended entry may be of two moments that look alike. Under the mutex there is one.
+                    let again = {
+                        let _state = inner.lock();
+                        inner.lookup(offset, length)
+                    };
+                    again.map_err(|BadEntry| inner.bad_entry(inner.geometry.cluster_of(offset)))?;
+                }
+            }
+        }
+    }
+
+    /// For a range that holds no data here (it reads as zeros, or as the layer below) and was just resolved: the space in
+    /// the file that its first part keeps all the same, and how long that part is.
+    #[must_use]
+    pub fn empty_space(&self, offset: u64, length: u64) -> (Option<u64>, u64) {
+        let geometry = &self.inner.geometry;
+        let cluster = geometry.cluster_of(offset);
+        let in_cluster = geometry.offset_in_cluster(offset);
+        if geometry.extended_l2 {
+            return self.inner.empty_space_of_parts(offset, length);
+        }
+        let Some(view) = self.inner.slices.view(geometry.slice_of(cluster)) else { return (None, length) };
+        let space_of = |index: usize| match Cluster::decode(view.get(index)?, geometry) {
+            Ok(Cluster::ZeroAllocated { host, .. }) => Some(Some(host)),
+            Ok(Cluster::Zero) => Some(None),
+            _ => None,
+        };
+        let mut index = geometry.index_in_slice(cluster);
+        let Some(first) = space_of(index) else { return (None, length) };
+        let mut bytes = geometry.cluster_bytes().saturating_sub(in_cluster);
+        while bytes < length {
+            index = index.saturating_add(1);
+            let follows = first.map(|host| host.saturating_add(in_cluster).saturating_add(bytes));
+            if space_of(index) != Some(follows) {
+                break;
+            }
+            bytes = bytes.saturating_add(geometry.cluster_bytes());
+        }
+        (first.map(|host| host.saturating_add(in_cluster)), bytes.min(length))
+    }
+
+    /// Whether the first part of a write may go straight to the file; that part is noted as written. Takes no lock and
+    /// never waits.
+    #[must_use]
+    pub fn lookup_overwrite(&self, offset: u64, length: u64) -> Overwrite {
+        let place = self.inner.lookup_overwrite(offset, length).unwrap_or(Overwrite::Slow);
+        if let Overwrite::InPlace { length_bytes, .. } = place {
+            self.inner.mark_changed(offset, length_bytes);
+        }
+        place
+    }
+
+    /// The whole cluster that `extent` lies in, decompressed.
+    pub async fn read_compressed(&self, io: &MetaIo, extent: CompressedExtent) -> IoResult<AlignedBuf> {
+        self.inner.read_compressed(io, extent).await
+    }
+
+    /// Makes every write that completed before this call durable, data and metadata. Without changes to the metadata it
+    /// is exactly one flush of the file. Flushes at the same time share their work.
+    pub async fn flush(&self, io: &MetaIo) -> IoResult {
+        self.inner.flush(io).await
+    }
+
+    /// Flushes, writes the refcounts of what was freed, and brings the persistent bitmaps in the file up to date. Bitmaps
+    /// that cannot be written are lost, which is logged, and not an error of the disk, unless refcounts were left to write
+    /// because of them. No operation may be in flight. The image stays usable.
+    pub async fn close(&self, io: &MetaIo) -> IoResult {
+        self.inner.close(io).await
+    }
+
+    /// Cuts space made in advance off the end of the file. For images that were made new and are closed: in a damaged one,
+    /// data may lie there that its refcounts deny.
+    pub async fn trim(&self, io: &MetaIo) -> IoResult {
+        let inner = &self.inner;
+        inner.extensions.over().await;
+        let end = {
+            let mut state = inner.lock();
+            state.space.release_packed();
+            if !state.space.settled || state.space.zeroed_end <= state.space.frontier || !inner.can_grow {
+                return Ok(());
+            }
+            state.space.zeroed_end = state.space.frontier;
+            state.space.blank_end = 0;
+            inner.geometry.start_of(state.space.frontier)
+        };
+        io.set_length(end).await?;
+        io.flush().await
+    }
+
+    /// For tests of the tests: leaves a barrier out, so that a simulated power cut must find damage.
+    #[doc(hidden)]
+    pub fn skip_barrier_for_test(&self, barrier: Barrier) {
+        self.inner.skipped_barriers.fetch_or(barrier.bit(), Ordering::Relaxed);
+    }
+
+    /// For tests: the mutex under which metadata change, until what this returns is dropped.
+    #[doc(hidden)]
+    pub fn hold_lock_for_test(&self) -> impl Drop + '_ {
+        self.inner.lock()
+    }
+}
+
+/// The first cluster, the header in it, and how long the file is. An image that was left dirty is repaired before it is
+/// written to.
+async fn read_header(io: &MetaIo, file: &FileInfo, name: &str, read_only: bool) -> Result<(AlignedBuf, Header, u64)> {
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
+    let cluster = read_first_cluster(io).await.map_err(failed)?;
+    let header = Header::parse(&cluster, name, false).map_err(|error| match file.length_bytes {
+        length @ 4..HEADER_BYTES_MIN if probe(&cluster) => {
+            let what = format!("'{name}': not a valid qcow2 image: the file has {length} bytes, not even a header");
+            Error::new(ErrorKind::BadImage, what)
+        }
+        _ => error,
+    })?;
+    if read_only || !header.is_dirty() {
+        return Ok((cluster, header, file.length_bytes));
+    }
+    let file_bytes = repair_at_open(io, file.locks, file.length_bytes, name).await?;
+    let cluster = read_first_cluster(io).await.map_err(failed)?;
+    let header = Header::parse(&cluster, name, true)?;
+    Ok((cluster, header, file_bytes))
+}
+
+/// Where space comes from at first. In a file that grows: behind its end. In one that cannot: behind what any refcount
+/// block counts, and in what the scan finds.
+fn space_at_open(
+    file: &FileInfo,
+    file_bytes: u64,
+    geometry: &crate::layout::geometry::Geometry,
+    refcounts: &Refcounts,
+) -> Space {
+    let grows = file.can_grow && !file.block_device;
+    let frontier = match grows {
+        true => geometry.clusters_for(file_bytes),
+        false => refcounts.last_block().map_or(0, |block| geometry.block_end(block)),
+    };
+    let frontier = frontier.max(1);
+    Space {
+        frontier,
+        scan_limit: frontier.min(geometry.cluster_of(file_bytes)),
+        can_extend: grows && file.fast_zeroes,
+        ..Space::default()
+    }
+}
+
+impl Inner {
+    #[inline]
+    pub(crate) fn check_range(&self, offset: u64, length: u64) -> IoResult {
+        let inside = offset.checked_add(length).is_some_and(|end| end <= self.geometry.size_bytes);
+        if inside && length > 0 { Ok(()) } else { Err(IoError::new(IoErrorKind::OutOfRange)) }
+    }
+
+    #[inline]
+    pub(crate) fn check_write(&self, offset: u64, length: u64) -> IoResult {
+        self.check_range(offset, length)?;
+        self.refuse_if_stopped()?;
+        if self.read_only { Err(IoError::new(IoErrorKind::ReadOnly)) } else { Ok(()) }
+    }
+
+    pub(crate) fn bad_entry(&self, cluster: u64) -> IoError {
+        let offset = self.geometry.start_of(cluster);
+        self.corrupt(format_args!("the L2 entry for the disk's offset {offset:#x} is invalid"))
+    }
+
+    pub(crate) fn bad_entry_stop(&self, cluster: u64) -> Stop {
+        Stop::Fail(self.bad_entry(cluster))
+    }
+}

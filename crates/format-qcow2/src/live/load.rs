@@ -1,0 +1,254 @@
+//! Getting what a step needs: tables from the file, zeroed space, a quiet range.
+//!
+//! Each load is done once; others that need the same wait for it. Whoever loads may be dropped at any await: the guard
+//! then lets the next one try.
+
+use crate::layout::bitmap::AUTOCLEAR_BITMAPS;
+use crate::layout::entry::entries;
+use crate::layout::extended_entry::never_changing;
+use crate::layout::geometry::MAX_FILE_BYTES;
+use crate::layout::header::OFFSET_AUTOCLEAR;
+use crate::live::flush::Barrier;
+use crate::live::state::{FreshTable, Inner, Need};
+use block::sync::Ordering;
+use block::{FileOp, IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
+use memory::{AlignedBuf, IoBuf};
+
+/// The file is extended by its own length, between these: rare enough in a large file, little in a small one.
+const EXTENSION_BYTES_MIN: u64 = 256 << 10;
+const EXTENSION_BYTES_MAX: u64 = 16 << 20;
+
+/// Marks something as being loaded, until dropped.
+pub(crate) struct Loading<'a> {
+    inner: &'a Inner,
+    need: Need,
+}
+
+impl Drop for Loading<'_> {
+    fn drop(&mut self) {
+        self.inner.lock().busy.remove(&self.need);
+        self.inner.loaded.wake_all();
+    }
+}
+
+impl Inner {
+    pub(crate) async fn satisfy(&self, io: &MetaIo, need: Need) -> IoResult {
+        match need {
+            Need::Flush => self.flush(io).await,
+            Need::DirtyBit => self.make_dirty(io).await,
+            Need::Idle(range) => {
+                self.idle.until(|| self.lock().overlapping(&range).is_none().then_some(())).await;
+                Ok(())
+            }
+            Need::Slice(slice) => {
+                while !self.load_slice(io, slice).await? {
+                    self.flush(io).await?;
+                }
+                Ok(())
+            }
+            Need::Block(block) => self.load_block(io, block).await,
+            Need::Extension => self.extend(io).await,
+            Need::HeaderReady => self.make_header_ready(io).await,
+        }
+    }
+
+    /// Takes on a load; `None` if somebody else had it, and has finished.
+    pub(crate) async fn begin(&self, need: Need) -> Option<Loading<'_>> {
+        if self.lock().busy.insert(need.clone()) {
+            return Some(Loading { inner: self, need });
+        }
+        self.loaded.until(|| (!self.lock().busy.contains(&need)).then_some(())).await;
+        None
+    }
+
+    /// Reads a slice into memory. False if there is no room before the next flush.
+    async fn load_slice(&self, io: &MetaIo, slice: u64) -> IoResult<bool> {
+        let Some(_loading) = self.begin(Need::Slice(slice)).await else { return Ok(true) };
+        let l1_index = self.geometry.l1_index_of_slice(slice);
+        if self.slices.view(slice).is_some() {
+            return Ok(true);
+        }
+        let source = {
+            let mut state = self.lock();
+            match state.fresh_tables.get(&l1_index).copied() {
+                Some(FreshTable::Zeros) => {
+                    return Ok(state.book.install(&self.slices, slice, std::iter::repeat(0)));
+                }
+                Some(FreshTable::CopyOf(offset)) => Some(offset),
+                None => self.table_or_complain(l1_index)?.map(|table| table.offset),
+            }
+        };
+        // Without a table there is nothing to load: the caller looks again.
+        let Some(table) = source else { return Ok(true) };
+        let offset = table.saturating_add(self.geometry.slice_offset_in_table(slice));
+        let length = usize::try_from(self.geometry.slice_bytes()).map_err(|_| IoError::EIO)?;
+        self.slices_read.fetch_add(1, Ordering::Relaxed);
+        let bytes = io.read(offset, length, PastEnd::Fails).await?;
+        // Nobody else can have changed the slice: only slices in memory change, and only we could have put it there.
+        let mut state = self.lock();
+        let words = entries(&bytes).enumerate().map(|(index, raw)| match self.geometry.extended_l2 && index % 2 == 0 {
+            true => never_changing(raw),
+            false => raw,
+        });
+        Ok(state.book.install(&self.slices, slice, words))
+    }
+
+    pub(crate) async fn load_block(&self, io: &MetaIo, block: u64) -> IoResult {
+        let Some(_loading) = self.begin(Need::Block(block)).await else { return Ok(()) };
+        let offset = {
+            let state = self.lock();
+            if state.refcounts.is_loaded(block) {
+                return Ok(());
+            }
+            state.refcounts.block_offset(block)
+        };
+        let Ok(offset) = offset else { return Ok(()) };
+        let length = usize::try_from(self.geometry.cluster_bytes()).map_err(|_| IoError::EIO)?;
+        let bytes = io.read(offset, length, PastEnd::Fails).await?;
+        self.lock().refcounts.install(block, Box::from(&*bytes));
+        Ok(())
+    }
+
+    /// Makes the file longer by space that reads as zeros even after a power cut: zeroed, so that nothing that lay there
+    /// before shows through. While this runs, nobody takes space at the end of the file.
+    async fn extend(&self, io: &MetaIo) -> IoResult {
+        let Some(_loading) = self.begin(Need::Extension).await else { return Ok(()) };
+        // What a task that was dropped has in flight would zero what is written there next.
+        self.extensions.over().await;
+        self.settle_frontier(io).await?;
+        let from = {
+            let state = self.lock();
+            if state.space.zeroed_end > state.space.frontier || !state.space.can_extend {
+                return Ok(());
+            }
+            state.space.frontier
+        };
+        let length = self.geometry.start_of(from).clamp(EXTENSION_BYTES_MIN, EXTENSION_BYTES_MAX);
+        let to = from.saturating_add(self.geometry.clusters_for(length));
+        let (start, end) = (self.geometry.start_of(from), self.geometry.start_of(to));
+        if end > MAX_FILE_BYTES {
+            return Err(IoError::new(IoErrorKind::NoSpace));
+        }
+        // Never by setting the length: that could also cut off.
+        let zeroes = FileOp::WriteZeroes { offset: start, length: end.saturating_sub(start), may_unmap: true };
+        self.extensions.start(io, zeroes).await?;
+        let mut state = self.lock();
+        state.space.zeroed_end = to;
+        if self.skips(Barrier::Extension) {
+            state.space.blank_end = to;
+        }
+        Ok(())
+    }
+
+    /// Moves the frontier behind everything that has a refcount: clusters behind the end of the file may be in use all
+    /// the same, not written yet, and must be neither zeroed later nor cut off.
+    async fn settle_frontier(&self, io: &MetaIo) -> IoResult {
+        let (mut block, first) = {
+            let state = self.lock();
+            if state.space.settled {
+                return Ok(());
+            }
+            (state.refcounts.last_block(), self.geometry.block_of(state.space.frontier))
+        };
+        while let Some(number) = block.filter(|number| *number >= first) {
+            self.load_block(io, number).await?;
+            let mut state = self.lock();
+            // Somebody else may have had the load, and failed.
+            if !state.refcounts.is_loaded(number) && state.refcounts.block_offset(number).is_ok() {
+                continue;
+            }
+            let start = self.geometry.block_start(number).max(state.space.frontier);
+            let end = self.geometry.block_end(number);
+            let last_used =
+                (start..end).rev().find(|cluster| state.refcounts.get(*cluster).is_ok_and(|count| count > 0));
+            if let Some(cluster) = last_used {
+                state.space.frontier = cluster.saturating_add(1);
+                break;
+            }
+            block = number.checked_sub(1);
+        }
+        self.lock().space.settled = true;
+        Ok(())
+    }
+
+    /// Learns where all tables lie, those of snapshots too, says that the bitmaps are in use, and clears the autoclear bits
+    /// whose promise we do not keep, before anything else is written.
+    async fn make_header_ready(&self, io: &MetaIo) -> IoResult {
+        let Some(_loading) = self.begin(Need::HeaderReady).await else { return Ok(()) };
+        // What a close whose task was dropped has in flight may say that bitmaps are not in use.
+        self.table_writes.over().await;
+        self.refuse_if_stopped()?;
+        if self.header_ready.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.tables(&mut self.lock());
+        if !self.lock().snapshots_known {
+            self.collect_snapshots(io).await;
+            self.lock().snapshots_known = true;
+        }
+        let bitmaps = if self.begin_tracking(io).await? { AUTOCLEAR_BITMAPS } else { 0 };
+        self.keep_autoclear(io, self.header.kept_autoclear() | bitmaps).await?;
+        self.header_ready.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Clears the autoclear bits but for these, durably. Version 2 has none, and something else in their place.
+    async fn keep_autoclear(&self, io: &MetaIo, kept: u64) -> IoResult {
+        let kept = self.header.autoclear_features & kept;
+        if kept == self.header.autoclear_features {
+            return Ok(());
+        }
+        let sector = {
+            let mut state = self.lock();
+            if let Some(field) = state.header_sector.get_mut(OFFSET_AUTOCLEAR..OFFSET_AUTOCLEAR.saturating_add(8)) {
+                field.copy_from_slice(&kept.to_be_bytes());
+            }
+            AlignedBuf::copy_of(&state.header_sector)
+        };
+        let data = IoBuf::from_aligned(sector).whole();
+        self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await?;
+        io.flush().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture;
+    use block::{File, block_on};
+
+    #[test]
+    fn what_is_in_use_behind_the_end_of_the_file_is_found_though_somebody_elses_load_of_it_failed() {
+        let (storage, io) = fixture::created(1 << 20);
+        let used = block_on(async {
+            let qcow2 = fixture::opened(&storage, &io).await;
+            // Counted, and not written: the file ends before it.
+            let last = fixture::file(&storage).info().length_bytes / fixture::CLUSTER;
+            let first_free = last + 10;
+            qcow2
+                .inner
+                .run(&io, |state| {
+                    state.refcounts.get(first_free).map_err(|absent| qcow2.inner.stop_for(absent))?;
+                    Ok(state.refcounts.set(first_free, 1).map_err(|_| IoError::EIO)?)
+                })
+                .await
+                .unwrap();
+            qcow2.flush(&io).await.unwrap();
+            first_free
+        });
+        let qcow2 = block_on(fixture::opened(&storage, &io));
+        let inner = &*qcow2.inner;
+        let block = inner.geometry.block_of(used);
+        let loading = block_on(inner.begin(Need::Block(block))).unwrap();
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                let io = MetaIo::new(fixture::file(&storage).open_blocking().unwrap());
+                block_on(inner.settle_frontier(&io)).unwrap();
+            });
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            drop(loading);
+            other.join().unwrap();
+        });
+        assert_eq!(inner.lock().space.frontier, used + 1);
+    }
+}

@@ -1,0 +1,262 @@
+//! Where a range lies, from the tables in memory: without a lock, without waiting.
+
+use crate::layout::entry::{BadEntry, COPIED, Cluster, Table, data_only};
+use crate::live::flush::Barrier;
+use crate::live::image::{Overwrite, Qcow2};
+use crate::live::state::Inner;
+use block::sync::Ordering;
+use block::{CompressedExtent, Extent, Mapped};
+
+/// What most lookups find.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Plain {
+    /// All of it lies in one data cluster, from this offset in the file on.
+    Data(u64),
+    /// All of it is left to the layer below.
+    Unallocated,
+}
+
+impl Qcow2 {
+    /// The answer that most requests get, in few steps, for a range in one cluster. `None` says nothing, ask
+    /// [`Qcow2::lookup`].
+    #[inline]
+    #[must_use]
+    pub fn lookup_plain(&self, offset: u64, length: u64) -> Option<Plain> {
+        let (raw, in_cluster) = self.inner.plain_entry(offset, length)?;
+        if raw == 0 {
+            return Some(Plain::Unallocated);
+        }
+        Some(Plain::Data(data_only(raw, self.inner.more_than_data)?.saturating_add(in_cluster)))
+    }
+
+    /// The answer that most writes get, in few steps: where a range may be overwritten that is in one data cluster; it is
+    /// noted as written. `None` says nothing, ask [`Qcow2::lookup_overwrite`].
+    #[inline]
+    #[must_use]
+    pub fn begin_overwrite(&self, offset: u64, length: u64) -> Option<u64> {
+        let inner = &*self.inner;
+        if !inner.header_ready.load(Ordering::Acquire) || inner.read_only {
+            return None;
+        }
+        let (raw, in_cluster) = inner.plain_entry(offset, length)?;
+        let host = data_only(raw, inner.more_than_data)?;
+        let cluster = inner.geometry.cluster_of(offset);
+        let shared = raw & COPIED == 0 || inner.own_table(cluster).is_none();
+        if shared || inner.may_hold_table(host) {
+            return None;
+        }
+        inner.mark_changed(offset, length);
+        Some(host.saturating_add(in_cluster))
+    }
+
+    /// Nothing counts as durable before the next flush.
+    pub fn flush_with_next_write(&self) {
+        self.inner.mapping_changes();
+    }
+
+    /// Whether all that was looked up before this call is mapped durably: what is overwritten there is durable once it is
+    /// so itself.
+    #[inline]
+    #[must_use]
+    pub fn is_mapping_durable(&self) -> bool {
+        // The entry was loaded with Acquire and changed after the flag was taken back: seeing it, this sees that too, or
+        // that a flush has made it durable since.
+        self.inner.mapping_is_durable.load(Ordering::Acquire) || self.inner.skips(Barrier::Overwrite)
+    }
+}
+
+impl Inner {
+    /// Before an entry changes: whoever sees the new one sees that it is not durable yet.
+    pub(crate) fn mapping_changes(&self) {
+        self.mapping_is_durable.store(false, Ordering::Relaxed);
+    }
+
+    /// `Ok(None)`: not in memory. Joins what lies together.
+    pub(crate) fn lookup(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
+        if self.check_range(offset, length).is_err() || self.is_stopped() {
+            return Ok(None);
+        }
+        let Some(mut mapped) = self.lookup_in_slice(offset, length)? else { return Ok(None) };
+        while mapped.length_bytes < length {
+            let next = offset.saturating_add(mapped.length_bytes);
+            let left = length.saturating_sub(mapped.length_bytes);
+            match self.lookup_in_slice(next, left) {
+                Ok(Some(more)) if follows(&mapped, &more) => {
+                    mapped.length_bytes = mapped.length_bytes.saturating_add(more.length_bytes);
+                }
+                // Whoever asks for the rest learns what is wrong there.
+                _ => break,
+            }
+        }
+        Ok(Some(mapped))
+    }
+
+    /// The first part of a range that lies in one place and in one slice.
+    #[inline]
+    fn lookup_in_slice(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
+        let geometry = &self.geometry;
+        let cluster = geometry.cluster_of(offset);
+        let in_cluster = geometry.offset_in_cluster(offset);
+        let Some(view) = self.slices.view(geometry.slice_of(cluster)) else {
+            let table = self.table(geometry.l1_index(cluster))?;
+            let covered = geometry.start_of(geometry.table_end(cluster)).saturating_sub(offset);
+            return Ok(table
+                .is_none()
+                .then_some(Mapped { extent: Extent::Backing, length_bytes: covered.min(length) }));
+        };
+        if geometry.extended_l2 {
+            return self.lookup_parts(offset, length);
+        }
+        let index = geometry.index_in_slice(cluster);
+        let Some(raw) = view.get(index) else { return Ok(None) };
+        let first = Cluster::decode(raw, geometry);
+        let mut bytes = geometry.cluster_bytes().saturating_sub(in_cluster);
+        let mut next = index;
+        while bytes < length {
+            next = next.saturating_add(1);
+            let Some(more) = view.get(next).map(|raw| Cluster::decode(raw, geometry)) else { break };
+            if !continues(first, more, bytes.saturating_add(in_cluster)) {
+                break;
+            }
+            bytes = bytes.saturating_add(geometry.cluster_bytes());
+        }
+        if !view.is_valid() {
+            return Ok(None);
+        }
+        let extent = match first? {
+            Cluster::Unallocated => Extent::Backing,
+            Cluster::Zero | Cluster::ZeroAllocated { .. } => Extent::Zero,
+            Cluster::Data { host, .. } => {
+                let place = host.saturating_add(in_cluster);
+                if geometry.is_misplaced(place, offset) {
+                    return Err(BadEntry);
+                }
+                Extent::Data { file: u8::from(geometry.data_file), offset: place }
+            }
+            Cluster::Compressed { offset, length_bytes } => {
+                Extent::Compressed(CompressedExtent { offset, length_bytes, skip_bytes: in_cluster as u32 })
+            }
+        };
+        Ok(Some(Mapped { extent, length_bytes: bytes.min(length) }))
+    }
+
+    /// Whether a table may lie where an L2 entry says that data do: never in a file that has none.
+    #[inline]
+    pub(crate) fn may_hold_table(&self, host: u64) -> bool {
+        !self.geometry.data_file && self.table_bits.may_hold_table(self.geometry.cluster_of(host))
+    }
+
+    /// The entry of the one cluster that a range lies in, and where it begins there. Zero also where there is no table.
+    /// `None` where entries take more than one look.
+    #[inline]
+    fn plain_entry(&self, offset: u64, length: u64) -> Option<(u64, u64)> {
+        let geometry = &self.geometry;
+        let in_cluster = geometry.offset_in_cluster(offset);
+        let inside = in_cluster.saturating_add(length) <= geometry.cluster_bytes();
+        let has_plain = self.more_than_data != u64::MAX;
+        if !inside || !has_plain || self.check_range(offset, length).is_err() || self.is_stopped() {
+            return None;
+        }
+        let cluster = geometry.cluster_of(offset);
+        let Some(view) = self.slices.view(geometry.slice_of(cluster)) else {
+            return matches!(self.table(geometry.l1_index(cluster)), Ok(None)).then_some((0, in_cluster));
+        };
+        let raw = view.get(geometry.index_in_slice(cluster))?;
+        view.is_valid().then_some((raw, in_cluster))
+    }
+
+    /// The table of a cluster, if it is this disk's alone: one that a snapshot shares vouches for nothing.
+    #[inline]
+    fn own_table(&self, cluster: u64) -> Option<Table> {
+        self.table(self.geometry.l1_index(cluster)).ok().flatten().filter(|table| table.copied)
+    }
+
+    pub(crate) fn lookup_overwrite(&self, offset: u64, length: u64) -> Option<Overwrite> {
+        let geometry = &self.geometry;
+        if !self.header_ready.load(Ordering::Acquire) || self.check_write(offset, length).is_err() {
+            return None;
+        }
+        if geometry.extended_l2 {
+            return self.overwrite_parts(offset, length);
+        }
+        let cluster = geometry.cluster_of(offset);
+        let in_cluster = geometry.offset_in_cluster(offset);
+        self.own_table(cluster)?;
+        let view = self.slices.view(geometry.slice_of(cluster))?;
+        let index = geometry.index_in_slice(cluster);
+        let first = Cluster::decode(view.get(index)?, geometry).ok()?;
+        let Cluster::Data { host, copied: true } = first else { return None };
+        if self.may_hold_table(host) || geometry.is_misplaced(host, geometry.start_of(cluster)) {
+            return None;
+        }
+        let mut bytes = geometry.cluster_bytes().saturating_sub(in_cluster);
+        let mut next = index;
+        while bytes < length {
+            next = next.saturating_add(1);
+            let Some(more) = view.get(next).map(|raw| Cluster::decode(raw, geometry)) else { break };
+            let same = matches!(more, Ok(Cluster::Data { host, copied: true }) if
+                !self.may_hold_table(host));
+            if !same || !continues(Ok(first), more, bytes.saturating_add(in_cluster)) {
+                break;
+            }
+            bytes = bytes.saturating_add(geometry.cluster_bytes());
+        }
+        view.is_valid()
+            .then_some(Overwrite::InPlace { offset: host.saturating_add(in_cluster), length_bytes: bytes.min(length) })
+    }
+}
+
+/// Whether `more` goes on where `first` ends, `distance` bytes after its start.
+fn continues(first: Result<Cluster, BadEntry>, more: Result<Cluster, BadEntry>, distance: u64) -> bool {
+    match (first, more) {
+        (Ok(Cluster::Unallocated), Ok(Cluster::Unallocated)) => true,
+        (Ok(Cluster::Zero | Cluster::ZeroAllocated { .. }), Ok(Cluster::Zero | Cluster::ZeroAllocated { .. })) => true,
+        (Ok(Cluster::Data { host, .. }), Ok(Cluster::Data { host: next, .. })) => host.saturating_add(distance) == next,
+        _ => false,
+    }
+}
+
+/// Whether `more` goes on where `mapped` ends.
+fn follows(mapped: &Mapped, more: &Mapped) -> bool {
+    match (mapped.extent, more.extent) {
+        (Extent::Zero, Extent::Zero) | (Extent::Backing, Extent::Backing) => true,
+        (Extent::Data { offset, .. }, Extent::Data { offset: next, .. }) => {
+            offset.saturating_add(mapped.length_bytes) == next
+        }
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::fixture;
+    use block::block_on;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    #[test]
+    fn lookups_for_reads_and_overwrites_of_what_is_allocated_wait_for_no_lock() {
+        let (storage, io) = fixture::created(64 << 10);
+        let qcow2 = block_on(async {
+            let qcow2 = fixture::opened(&storage, &io).await;
+            fixture::fill(&qcow2, &io, 0..64 << 10).await;
+            qcow2.flush(&io).await.unwrap();
+            qcow2
+        });
+        let (sender, answers) = mpsc::channel();
+        let inner = &qcow2.inner;
+        std::thread::scope(|scope| {
+            let held = inner.lock();
+            scope.spawn(|| {
+                let plain = qcow2.lookup_plain(1024, 512).is_some() && qcow2.begin_overwrite(1024, 512).is_some();
+                let whole = inner.lookup(512, 4096).unwrap().is_some() && inner.lookup_overwrite(512, 4096).is_some();
+                sender.send((plain, whole)).unwrap();
+            });
+            // Let go before the thread is waited for, also where this fails.
+            let answer = answers.recv_timeout(Duration::from_secs(20));
+            drop(held);
+            assert_eq!(answer.expect("a lookup waits for the image's lock"), (true, true));
+        });
+        block_on(qcow2.close(&io)).unwrap();
+    }
+}

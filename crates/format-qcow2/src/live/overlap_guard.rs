@@ -1,0 +1,176 @@
+//! The overlap guard: no write of ours lands in a table that is another's.
+//!
+//! Asked before space is handed out, before a table is changed, before data are overwritten in place, and once more for
+//! every piece of metadata on its way to the file. A *yes* means that the image contradicts itself and that going on would
+//! destroy it: the write is refused, both owners and offsets are logged, the corrupt bit is set, and from then on every
+//! request fails. What is damaged but harmless (an entry that breaks the specification) fails its own requests only.
+
+use crate::layout::entry::entries;
+use crate::layout::entry::{Cluster, decode_l1};
+use crate::layout::geometry::clusters_of;
+use crate::layout::header::{HEADER_SECTOR_BYTES, INCOMPATIBLE_CORRUPT, OFFSET_INCOMPATIBLE};
+use crate::live::free_runs::Run;
+use crate::live::metadata_map::Owner;
+use crate::live::refcounts::Piece;
+use crate::live::state::{Inner, State, Step};
+use block::sync::Ordering;
+use block::{FileOp, IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
+use memory::{AlignedBuf, IoBuf};
+use std::ops::Range;
+
+/// L1 tables of snapshots are read for the guard up to this many bytes in all.
+const SNAPSHOT_L1_BYTES_MAX: u64 = 64 << 20;
+/// The fixed part of a row of the snapshot table, and the most that its optional part may have.
+const SNAPSHOT_ROW_BYTES: usize = 40;
+const SNAPSHOT_EXTRA_MAX: u64 = 1024;
+
+const CORRUPT: IoError = IoError::new(IoErrorKind::Corrupt);
+
+impl Inner {
+    /// Whether the guard has stopped this image.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn refuse_if_stopped(&self) -> IoResult {
+        if self.is_stopped() { Err(CORRUPT) } else { Ok(()) }
+    }
+
+    /// Refuses to write `writer`'s bytes (or, without a writer, data) where a table lies that is not the writer's alone.
+    pub(crate) fn guard(&self, state: &mut State, writer: Option<Owner>, clusters: Range<u64>) -> IoResult {
+        self.refuse_if_stopped()?;
+        let offset = self.geometry.start_of(clusters.start);
+        let Some((cluster, owner)) = self.tables(state).stranger(writer, clusters) else { return Ok(()) };
+        let at = self.geometry.start_of(cluster);
+        let what: &dyn std::fmt::Display = match &writer {
+            Some(writer) => writer,
+            None => &"data",
+        };
+        tracing::error!(
+            "'{}': a write of {what} at {offset:#x} would have overwritten {owner} at {at:#x}. Nothing was written; the \
+             image contradicts itself, is marked corrupt, and serves no more requests. Repair it with 'check -r all', \
+             or copy what can be read with 'convert'",
+            self.name
+        );
+        self.stopped.store(true, Ordering::Release);
+        // Whoever looks without a lock goes the slow way, and is refused there.
+        self.header_ready.store(false, Ordering::Release);
+        Err(CORRUPT)
+    }
+
+    /// Refuses to hand out space that a table lies in.
+    pub(crate) fn guard_run(&self, state: &mut State, run: Run) -> Step<()> {
+        Ok(self.guard(state, None, run.first..run.end())?)
+    }
+
+    /// Refuses to change an L2 table that lies where another table does.
+    pub(crate) fn guard_l2(&self, state: &mut State, offset: u64) -> Step<()> {
+        let cluster = self.geometry.cluster_of(offset);
+        Ok(self.guard(state, Some(Owner::L2), cluster..cluster.saturating_add(1))?)
+    }
+
+    /// Refuses to write or free what an L2 entry leads to if that is a table.
+    pub(crate) fn guard_entry(&self, state: &mut State, entry: &Cluster) -> Step<()> {
+        Ok(self.guard(state, None, entry.host_clusters(&self.geometry))?)
+    }
+
+    /// The last look before metadata are written.
+    pub(crate) fn guard_pieces(&self, owner: Owner, pieces: &[Piece]) -> IoResult {
+        let mut state = self.lock();
+        for piece in pieces {
+            let clusters = clusters_of(&self.geometry, piece.offset, piece.bytes.len() as u64);
+            self.guard(&mut state, Some(owner), clusters)?;
+        }
+        Ok(())
+    }
+
+    /// Sets the corrupt bit (version 3 has one) of an image that was stopped. By whoever leads a flush, so that no other
+    /// write to the header is on its way. What is in memory is not believed any more, so the sector is read again.
+    pub(crate) async fn mark_corrupt(&self, io: &MetaIo) {
+        if self.geometry.version < 3 || self.marked.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let marked = async {
+            let mut sector = io.read(0, HEADER_SECTOR_BYTES, PastEnd::Fails).await?;
+            let last = OFFSET_INCOMPATIBLE.saturating_add(7);
+            *sector.get_mut(last).ok_or(IoError::EIO)? |= INCOMPATIBLE_CORRUPT as u8;
+            let data = IoBuf::from_aligned(AlignedBuf::copy_of(&sector)).whole();
+            self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await?;
+            io.flush().await
+        };
+        if let Err(error) = marked.await {
+            tracing::error!("'{}': cannot be marked corrupt: {error}", self.name);
+        }
+    }
+
+    /// Adds the tables of snapshots to those that are known. What cannot be read is not guarded.
+    pub(crate) async fn collect_snapshots(&self, io: &MetaIo) {
+        if self.header.snapshots == 0 {
+            return;
+        }
+        let mut found = Vec::new();
+        if self.read_snapshots(io, &mut found).await.is_err() {
+            tracing::warn!("'{}': not all tables of its snapshots could be read, so not all are guarded", self.name);
+        }
+        let mut state = self.lock();
+        for (owner, clusters) in found {
+            self.add_tables(&mut state, owner, clusters);
+        }
+    }
+
+    async fn read_snapshots(&self, io: &MetaIo, found: &mut Vec<(Owner, Range<u64>)>) -> IoResult {
+        let (mut at, start) = (self.header.snapshots_offset, self.header.snapshots_offset);
+        let mut left = SNAPSHOT_L1_BYTES_MAX;
+        let mut result = Ok(());
+        for _ in 0..self.header.snapshots {
+            let row = match io.read(at, SNAPSHOT_ROW_BYTES, PastEnd::Fails).await {
+                Ok(row) => row,
+                Err(error) => {
+                    result = Err(error);
+                    break;
+                }
+            };
+            let field = |from: usize, bytes: usize| {
+                let part = row.get(from..from.saturating_add(bytes)).unwrap_or_default();
+                part.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte))
+            };
+            let extra_bytes = field(36, 4);
+            if extra_bytes > SNAPSHOT_EXTRA_MAX {
+                result = Err(CORRUPT);
+                break;
+            }
+            let names = field(12, 2).saturating_add(field(14, 2)).saturating_add(SNAPSHOT_ROW_BYTES as u64);
+            at = at.saturating_add(names).saturating_add(extra_bytes).next_multiple_of(8);
+            let (offset, length) = (field(0, 8), field(8, 4).saturating_mul(8));
+            if offset >= crate::layout::geometry::MAX_FILE_BYTES || length > left {
+                result = Err(CORRUPT);
+                continue;
+            }
+            left = left.saturating_sub(length);
+            found.push((Owner::SnapshotL1, clusters_of(&self.geometry, offset, length)));
+            result = result.and(self.read_snapshot_l1(io, offset, length, found).await);
+        }
+        found.push((Owner::SnapshotTable, clusters_of(&self.geometry, start, at.saturating_sub(start))));
+        result
+    }
+
+    async fn read_snapshot_l1(
+        &self,
+        io: &MetaIo,
+        offset: u64,
+        length: u64,
+        found: &mut Vec<(Owner, Range<u64>)>,
+    ) -> IoResult {
+        let length = usize::try_from(length).map_err(|_| IoError::EIO)?;
+        if length == 0 {
+            return Ok(());
+        }
+        let table = io.read(offset, length, PastEnd::Fails).await?;
+        for raw in entries(&table) {
+            if let Ok(Some(table)) = decode_l1(raw, &self.geometry) {
+                found.push((Owner::SnapshotL2, clusters_of(&self.geometry, table.offset, 1)));
+            }
+        }
+        Ok(())
+    }
+}

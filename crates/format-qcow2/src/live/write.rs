@@ -1,0 +1,351 @@
+//! Writes to new space, in two steps: *prepare* reserves it, *commit* publishes it.
+
+use crate::layout::entry::{BadEntry, COPIED, Cluster};
+use crate::live::flush::Barrier;
+use crate::live::image::Qcow2;
+use crate::live::metadata_map::Owner;
+use crate::live::state::{Freed, FreshTable, Inner, Need, State, Step, Stop};
+use block::sync::Ordering;
+use block::{IoError, IoResult, MetaIo};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The largest allocation for one write.
+pub(crate) const ALLOCATION_BYTES_MAX: u64 = 2 << 20;
+
+/// Where a write may go.
+#[derive(Debug)]
+pub enum Prepared {
+    /// The first part of the range is allocated already: overwrite it.
+    InPlace {
+        /// First byte in the file.
+        offset: u64,
+        /// How many bytes, at least 1.
+        length_bytes: u64,
+    },
+    /// New space for the first part of the range.
+    New(Allocation),
+}
+
+/// How the bytes of an allocation's first or last cluster (or part) that the request does not cover must be filled before commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fill {
+    /// Not at all: there are none, or they are zero in the file already.
+    None,
+    /// With zeros.
+    Zero,
+    /// With what the guest sees there now. Bytes behind the end of the disk count as zero.
+    Copy,
+}
+
+/// Space for whole guest clusters, invisible until [`Qcow2::commit_write`]. Dropping it gives the space back.
+#[derive(Debug)]
+pub struct Allocation {
+    /// First byte of the disk, at or before the request, where a cluster begins (or a part of one, where clusters are
+    /// allocated in parts).
+    pub guest_offset: u64,
+    /// Whole clusters (or parts). May end before the request does.
+    pub length_bytes: u64,
+    /// First byte in the file; contiguous.
+    pub file_offset: u64,
+    /// What to do before the request, in the first cluster.
+    pub head: Fill,
+    /// What to do behind the request, in the last cluster.
+    pub tail: Fill,
+    /// The space reads as zeros: zeros need not be written to it.
+    pub zeroed: bool,
+    /// That is durable, and it was never anything else.
+    pub(crate) blank: bool,
+    /// Only the place is published: where the format can say so, nothing is in it.
+    pub(crate) without_data: bool,
+    pub(crate) guest: Range<u64>,
+    /// Host clusters that go back if this is dropped uncommitted; empty where the guest's cluster kept its own.
+    pub(crate) unpublished: Range<u64>,
+    pub(crate) inner: Arc<Inner>,
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        let mut state = self.inner.lock();
+        state.in_flight.remove(&self.guest.start);
+        if !self.unpublished.is_empty() {
+            // A write to it may still be in flight, so it waits for its epoch like anything else.
+            let epoch = self.inner.epochs.retire();
+            state.retired.push(Freed { clusters: self.unpublished.clone(), epoch, table: None });
+        }
+        drop(state);
+        self.inner.idle.wake_all();
+    }
+}
+
+impl Qcow2 {
+    /// Where the first part of a write goes, which is noted as written. Waits while another write allocates the same place.
+    pub async fn prepare_write(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult<Prepared> {
+        self.inner.check_write(offset, length)?;
+        let prepared = self.inner.run(io, |state| self.try_prepare(state, offset, length)).await?;
+        let end = match &prepared {
+            Prepared::InPlace { length_bytes, .. } => offset.saturating_add(*length_bytes),
+            Prepared::New(allocation) => allocation.guest_offset.saturating_add(allocation.length_bytes),
+        };
+        self.inner.mark_changed(offset, end.saturating_sub(offset).min(length));
+        Ok(prepared)
+    }
+
+    /// Publishes an allocation whose data and fillings have been written. They need not be durable: flush sees to that.
+    pub async fn commit_write(&self, io: &MetaIo, mut allocation: Allocation) -> IoResult {
+        self.inner.run(io, |state| self.inner.try_commit(state, &allocation)).await?;
+        allocation.unpublished = 0..0;
+        Ok(())
+    }
+
+    fn try_prepare(&self, state: &mut State, offset: u64, length: u64) -> Step<Prepared> {
+        let inner = &*self.inner;
+        let geometry = &inner.geometry;
+        let first = geometry.cluster_of(offset);
+        let request_end = offset.saturating_add(length);
+        if state.overlapping(&(first..first.saturating_add(1))).is_some() {
+            return Err(Stop::Need(Need::Idle(first..first.saturating_add(1))));
+        }
+        if geometry.extended_l2 {
+            return self.try_prepare_parts(state, offset, length);
+        }
+        let slice = inner.own_slice(state, first)?;
+        let limit = geometry
+            .clusters_for(request_end)
+            .min(geometry.slice_end(first))
+            .min(first.saturating_add(geometry.cluster_of(ALLOCATION_BYTES_MAX)))
+            .min(state.next_in_flight(first));
+        let target = inner.target(state, slice, first)?;
+        let mut end = first.saturating_add(1);
+        while end < limit && target.goes_on(inner.target(state, slice, end)?, inner, end.saturating_sub(first)) {
+            end = end.saturating_add(1);
+        }
+        let (host, fresh, zeroed, blank) = match target {
+            Target::Own(host) => {
+                let skip = geometry.offset_in_cluster(offset);
+                let run_bytes = geometry.start_of(end.saturating_sub(first)).saturating_sub(skip);
+                return Ok(Prepared::InPlace {
+                    offset: host.saturating_add(skip),
+                    length_bytes: run_bytes.min(length),
+                });
+            }
+            Target::Kept(host) => (host, false, false, false),
+            Target::New if geometry.data_file => (geometry.start_of(first), false, false, false),
+            Target::New => {
+                let (run, blank) = inner.allocate_blank(state, end.saturating_sub(first))?;
+                end = first.saturating_add(run.count);
+                (geometry.start_of(run.first), true, run.zeroed, blank)
+            }
+        };
+        let end_bytes = geometry.start_of(end);
+        let head_empty = geometry.offset_in_cluster(offset) == 0;
+        let head = if head_empty { Fill::None } else { inner.fill(slice, first, zeroed)? };
+        let tail = match inner.fill(slice, end.saturating_sub(1), zeroed)? {
+            _ if request_end >= end_bytes => Fill::None,
+            // Behind the end of the disk there is nothing to copy.
+            Fill::Copy if request_end >= geometry.size_bytes && !zeroed => Fill::Zero,
+            Fill::Copy if request_end >= geometry.size_bytes => Fill::None,
+            fill => fill,
+        };
+        state.in_flight.insert(first, end);
+        let host_first = geometry.cluster_of(host);
+        let count = end.saturating_sub(first);
+        Ok(Prepared::New(Allocation {
+            guest_offset: geometry.start_of(first),
+            length_bytes: geometry.start_of(count),
+            file_offset: host,
+            head,
+            tail,
+            zeroed,
+            blank,
+            without_data: false,
+            guest: first..end,
+            unpublished: if fresh { host_first..host_first.saturating_add(count) } else { 0..0 },
+            inner: Arc::clone(&self.inner),
+        }))
+    }
+}
+
+/// What a write to a guest cluster needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Target {
+    /// Nothing.
+    Own(u64),
+    /// A new mapping to the host cluster that it has.
+    Kept(u64),
+    /// New space.
+    New,
+}
+
+impl Target {
+    fn goes_on(self, next: Self, inner: &Inner, distance: u64) -> bool {
+        let after = |host: u64| host.saturating_add(inner.geometry.start_of(distance));
+        match (self, next) {
+            (Self::New, Self::New) => true,
+            (Self::Own(host), Self::Own(next)) | (Self::Kept(host), Self::Kept(next)) => after(host) == next,
+            _ => false,
+        }
+    }
+}
+
+impl Inner {
+    /// The L2 entry of a guest cluster whose slice is in memory.
+    pub(crate) fn entry(&self, slice: u64, cluster: u64) -> Step<u64> {
+        let view = self.slices.view(slice);
+        view.and_then(|view| view.get(self.geometry.word_in_slice(cluster))).ok_or(Stop::Need(Need::Slice(slice)))
+    }
+
+    pub(crate) fn cluster(&self, slice: u64, cluster: u64) -> Step<Cluster> {
+        let decoded = Cluster::decode(self.entry(slice, cluster)?, &self.geometry);
+        let place = self.geometry.start_of(cluster);
+        match decoded {
+            Ok(Cluster::Data { host, .. } | Cluster::ZeroAllocated { host, .. })
+                if self.geometry.is_misplaced(host, place) =>
+            {
+                Err(self.bad_entry_stop(cluster))
+            }
+            Ok(decoded) => Ok(decoded),
+            Err(BadEntry) => Err(self.bad_entry_stop(cluster)),
+        }
+    }
+
+    pub(crate) fn set_entry(&self, state: &mut State, slice: u64, cluster: u64, raw: u64) {
+        if self.geometry.extended_l2 {
+            return self.set_extended(state, slice, cluster, raw, 0);
+        }
+        self.mapping_changes();
+        self.slices.set(slice, self.geometry.index_in_slice(cluster), raw);
+        state.book.mark_dirty(slice);
+    }
+
+    fn set_l1(&self, state: &mut State, l1_index: u64, raw: u64) {
+        let Ok(index) = usize::try_from(l1_index) else { return };
+        if let Some(entry) = self.l1.get(index) {
+            self.mapping_changes();
+            entry.store(raw, Ordering::Release);
+            state.l1_dirty.insert(index);
+        }
+    }
+
+    /// References that are gone from the tables in memory. Call it after the tables were changed.
+    pub(crate) fn unlink(&self, state: &mut State, clusters: impl IntoIterator<Item = Range<u64>>) {
+        self.unlink_from(state, clusters, None);
+    }
+
+    /// As [`Inner::unlink`], for a table that has moved.
+    pub(crate) fn unlink_table(&self, state: &mut State, table: Owner, clusters: Range<u64>) {
+        self.unlink_from(state, std::iter::once(clusters), Some(table));
+    }
+
+    fn unlink_from(&self, state: &mut State, clusters: impl IntoIterator<Item = Range<u64>>, table: Option<Owner>) {
+        let mut clusters = clusters.into_iter().peekable();
+        if clusters.peek().is_none() {
+            return;
+        }
+        let epoch = self.epochs.retire();
+        let mut count = 0u64;
+        let freed = clusters.map(|clusters| {
+            count = count.saturating_add(clusters.end.saturating_sub(clusters.start));
+            Freed { clusters, epoch, table }
+        });
+        match self.skips(Barrier::Reuse) {
+            false => state.unlinked.extend(freed),
+            true => state.retired.extend(freed),
+        }
+        state.unlinked_clusters = state.unlinked_clusters.saturating_add(count);
+    }
+
+    /// Makes the slice that maps a guest cluster one that may be changed: there is an L2 table, it is this image's alone
+    /// (a snapshot's is copied), and the slice is in memory.
+    pub(crate) fn own_slice(&self, state: &mut State, cluster: u64) -> Step<u64> {
+        self.refuse_if_stopped()?;
+        if !self.header_ready.load(Ordering::Acquire) {
+            return Err(Stop::Need(Need::HeaderReady));
+        }
+        let l1_index = self.geometry.l1_index(cluster);
+        let table = self.table_or_complain(l1_index)?;
+        match table {
+            None => {
+                let offset = self.allocate_table(state, FreshTable::Zeros)?;
+                state.fresh_tables.insert(l1_index, FreshTable::Zeros);
+                self.set_l1(state, l1_index, offset | COPIED);
+            }
+            Some(table) if !table.copied => {
+                let old = self.geometry.cluster_of(table.offset);
+                if self.refcount_in_use(state, old)? == 1 {
+                    self.guard_l2(state, table.offset)?;
+                    self.set_l1(state, l1_index, table.offset | COPIED);
+                } else {
+                    let fresh = FreshTable::CopyOf(table.offset);
+                    let offset = self.allocate_table(state, fresh)?;
+                    state.fresh_tables.insert(l1_index, fresh);
+                    self.set_l1(state, l1_index, offset | COPIED);
+                    self.unlink_table(state, Owner::L2, old..old.saturating_add(1));
+                }
+            }
+            Some(table) => self.guard_l2(state, table.offset)?,
+        }
+        let slice = self.geometry.slice_of(cluster);
+        match self.slices.view(slice) {
+            Some(_) => Ok(slice),
+            None => Err(Stop::Need(Need::Slice(slice))),
+        }
+    }
+
+    /// What a write to a guest cluster needs. Notes in the table when a host cluster turns out to be ours alone.
+    fn target(&self, state: &mut State, slice: u64, cluster: u64) -> Step<Target> {
+        let old = self.cluster(slice, cluster)?;
+        self.guard_entry(state, &old)?;
+        Ok(match old {
+            Cluster::Unallocated | Cluster::Zero | Cluster::Compressed { .. } => Target::New,
+            Cluster::Data { host, .. } if self.geometry.data_file => Target::Own(host),
+            Cluster::ZeroAllocated { host, .. } if self.geometry.data_file => Target::Kept(host),
+            Cluster::Data { host, copied: true } => Target::Own(host),
+            Cluster::ZeroAllocated { host, copied: true } => Target::Kept(host),
+            Cluster::Data { host, copied: false } => {
+                if self.refcount_in_use(state, self.geometry.cluster_of(host))? > 1 {
+                    return Ok(Target::New);
+                }
+                self.set_entry(state, slice, cluster, host | COPIED);
+                Target::Own(host)
+            }
+            Cluster::ZeroAllocated { host, copied: false } => {
+                match self.refcount_in_use(state, self.geometry.cluster_of(host))? {
+                    1 => Target::Kept(host),
+                    _ => Target::New,
+                }
+            }
+        })
+    }
+
+    /// How the rest of a cluster's new place must be filled.
+    fn fill(&self, slice: u64, cluster: u64, zeroed: bool) -> Step<Fill> {
+        let zeros = if zeroed { Fill::None } else { Fill::Zero };
+        Ok(match self.cluster(slice, cluster)? {
+            Cluster::Unallocated if self.geometry.has_backing => Fill::Copy,
+            Cluster::Unallocated | Cluster::Zero | Cluster::ZeroAllocated { .. } => zeros,
+            Cluster::Data { .. } | Cluster::Compressed { .. } => Fill::Copy,
+        })
+    }
+
+    fn try_commit(&self, state: &mut State, allocation: &Allocation) -> Step<()> {
+        let slice = self.own_slice(state, allocation.guest.start)?;
+        if self.geometry.extended_l2 {
+            return self.commit_parts(state, slice, allocation);
+        }
+        let mut old_hosts = Vec::new();
+        let mut host = allocation.file_offset;
+        for cluster in allocation.guest.clone() {
+            let old = self.cluster(slice, cluster)?;
+            let old_clusters = old.host_clusters(&self.geometry);
+            self.note_order(state, allocation.blank, old);
+            self.set_entry(state, slice, cluster, host | COPIED);
+            if !old_clusters.is_empty() && old_clusters.start != self.geometry.cluster_of(host) {
+                old_hosts.push(old_clusters);
+            }
+            host = host.checked_add(self.geometry.cluster_bytes()).ok_or(IoError::EIO)?;
+        }
+        self.unlink(state, old_hosts);
+        Ok(())
+    }
+}
