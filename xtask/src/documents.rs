@@ -1,5 +1,5 @@
-//! What the documents say is so: their links lead somewhere, the commands that they show exist, and no room and no
-//! decision is left out.
+//! What the documents say is so: their links lead somewhere, the files and commands that they show exist, and no room and
+//! no decision is left out.
 
 use crate::command::Program;
 use crate::workspace;
@@ -20,6 +20,7 @@ pub(crate) fn check() -> Result<Vec<String>> {
     let documents: Vec<_> =
         texts.iter().filter(|(path, _)| path.extension().is_some_and(|extension| extension == "md")).collect();
     let mut complaints: Vec<String> = documents.iter().flat_map(|(path, text)| broken_links(path, text)).collect();
+    complaints.extend(documents.iter().flat_map(|(path, text)| missing_files(path, text)));
     complaints.extend(left_out(&texts));
     let mut helps = Helps::default();
     for (path, text) in documents {
@@ -60,6 +61,19 @@ fn broken_links(path: &Path, text: &str) -> Vec<String> {
         .filter_map(|link| link.split(['#', ' ']).next())
         .filter(|link| !exists(&directory.join(link)))
         .map(|link| format!("{}: the link {link} leads nowhere", path.display()))
+        .collect()
+}
+
+/// Folders of the tree: a name in code letters that begins with one of them is a file or a folder.
+const FOLDERS: &[&str] = &["crates/", "docs/", "fuzz/", "tests/", "xtask/"];
+
+fn missing_files(path: &Path, text: &str) -> Vec<String> {
+    text.split('`')
+        .skip(1)
+        .step_by(2)
+        .filter(|name| FOLDERS.iter().any(|folder| name.starts_with(folder)))
+        .filter(|name| !name.contains(['*', ' ', '\n']) && !exists(Path::new(name)))
+        .map(|name| format!("{}: there is no {name}", path.display()))
         .collect()
 }
 
@@ -191,6 +205,13 @@ mod tests {
         let complaints = left_out(&texts);
         assert_eq!(complaints.len(), 2);
         assert!(complaints[0].ends_with("lacks b") && complaints[1].ends_with("lacks 0002-y.md"), "{complaints:?}");
+    }
+
+    #[test]
+    fn files_that_are_gone_are_found() {
+        let text = "`xtask/src/documents.rs` and `crates/` and `crates/none/src/lib.rs`, no `tests/*.rs`";
+        let complaints = missing_files(Path::new("a.md"), text);
+        assert_eq!(complaints, ["a.md: there is no crates/none/src/lib.rs"]);
     }
 
     #[test]
