@@ -63,7 +63,10 @@ impl Disk {
     }
 
     pub(crate) fn open_in(storage: SimStorage, read_only: bool) -> Result<Self> {
-        let options = ImageOptions { format: Some(Format::Qcow2), read_only, ..ImageOptions::new(NAME) };
+        let options = ImageOptions::new(NAME).with(|options| {
+            options.format = Some(Format::Qcow2);
+            options.read_only = read_only;
+        });
         let image = Arc::new(image::open(&options, &OneFile(storage.clone()))?);
         let mut harness = SimHarness::new(1, 1);
         let disk = Arc::clone(&image) as Arc<dyn block::Disk>;

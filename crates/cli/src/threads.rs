@@ -19,8 +19,12 @@ impl Reactors {
 
     pub(crate) fn start_some(name: &str, count: usize) -> anyhow::Result<Self> {
         let name = |index| format!("{name}-{index}");
-        let config =
-            |index| ReactorConfig { name: name(index), inline_bytes: INLINE_BYTES, ..ReactorConfig::default() };
+        let config = |index| {
+            ReactorConfig::default().with(|config| {
+                config.name = name(index);
+                config.inline_bytes = INLINE_BYTES;
+            })
+        };
         let threads = (0..count).map(|index| Reactor::spawn(config(index)));
         Ok(Self(threads.collect::<Result<_, _>>()?))
     }
@@ -36,6 +40,6 @@ impl Reactors {
 
 /// Threads for load generators.
 pub(crate) fn load_threads(name: &str, count: usize) -> anyhow::Result<Vec<ReactorThread>> {
-    let config = |index| ReactorConfig { name: format!("{name}-{index}"), ..ReactorConfig::default() };
+    let config = |index| ReactorConfig::default().with(|config| config.name = format!("{name}-{index}"));
     (0..count).map(|index| Ok(Reactor::spawn(config(index))?)).collect()
 }

@@ -37,17 +37,16 @@ fn serve_and_write(dir: &tempfile::TempDir, image: &Path) -> Server {
     let server = Server::start(&[path_str(image), "--socket", path_str(&socket)]);
     let driver = Driver::connect(&socket, DriverOptions::default()).unwrap();
     let disk = Arc::new(driver) as Arc<dyn Disk>;
-    let reactor = Reactor::spawn(ReactorConfig { name: "client".into(), ..ReactorConfig::default() }).unwrap();
-    let spec = BenchSpec {
-        queue_depth: 8,
-        read_percent: 0,
-        pattern: Pattern::Sequential,
-        offset_bytes: WRITTEN.start,
-        length_bytes: Some(WRITTEN.end - WRITTEN.start),
-        stop: Stop::OnePass,
-        drain_timeout: common::PATIENCE,
-        ..BenchSpec::default()
-    };
+    let reactor = Reactor::spawn(ReactorConfig::default().with(|config| config.name = "client".into())).unwrap();
+    let spec = BenchSpec::default().with(|spec| {
+        spec.queue_depth = 8;
+        spec.read_percent = 0;
+        spec.pattern = Pattern::Sequential;
+        spec.offset_bytes = WRITTEN.start;
+        spec.length_bytes = Some(WRITTEN.end - WRITTEN.start);
+        spec.stop = Stop::OnePass;
+        spec.drain_timeout = common::PATIENCE;
+    });
     let outcome = run(&disk, &[reactor.handle()], &spec, &Hooks::default()).unwrap();
     assert_eq!(outcome.report.errors, 0);
     drop(disk);

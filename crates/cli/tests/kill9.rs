@@ -66,7 +66,7 @@ impl Patient {
         let image = at(dir, name);
         let format_name = if format == DriveFormat::Raw { "raw" } else { "qcow2" };
         let options = format!("file={},format={format_name},queues=1", image.display());
-        let config = ReactorConfig { name: "client".into(), ..ReactorConfig::default() };
+        let config = ReactorConfig::default().with(|config| config.name = "client".into());
         let reactor = Reactor::spawn(config).unwrap();
         Self { image, socket: at(dir, "s"), format, lazy: false, options, reactor, seed, parts: Vec::new() }
     }
@@ -76,14 +76,13 @@ impl Patient {
     }
 
     fn spec(&self, part: u64, initial: Initial) -> BenchSpec {
-        BenchSpec {
-            queue_depth: 16,
-            block_bytes: BLOCK_BYTES,
-            offset_bytes: part * PART_BYTES,
-            length_bytes: Some(PART_BYTES),
-            verify: Some(Verify { seed: self.seed, initial }),
-            ..BenchSpec::default()
-        }
+        BenchSpec::default().with(|spec| {
+            spec.queue_depth = 16;
+            spec.block_bytes = BLOCK_BYTES;
+            spec.offset_bytes = part * PART_BYTES;
+            spec.length_bytes = Some(PART_BYTES);
+            spec.verify = Some(Verify { seed: self.seed, initial });
+        })
     }
 
     /// The image, opened in this process.
@@ -103,14 +102,13 @@ impl Patient {
         let driver = Arc::new(Driver::connect(&self.socket, DriverOptions::default()).unwrap());
         let disk = Arc::clone(&driver) as Arc<dyn Disk>;
         let cancel = Arc::new(AtomicBool::new(false));
-        let spec = BenchSpec {
-            read_percent: 25,
-            pattern: Pattern::Random { seed: self.seed + part },
-            stop: Stop::Runtime(common::PATIENCE),
-            flush_every: Some(1 + (dice(self.seed ^ part) % 64) as u32),
-            drain_timeout: common::PATIENCE,
-            ..self.spec(part, initial)
-        };
+        let spec = self.spec(part, initial).with(|spec| {
+            spec.read_percent = 25;
+            spec.pattern = Pattern::Random { seed: self.seed + part };
+            spec.stop = Stop::Runtime(common::PATIENCE);
+            spec.flush_every = Some(1 + (dice(self.seed ^ part) % 64) as u32);
+            spec.drain_timeout = common::PATIENCE;
+        });
         let (begin, begun) = channel();
         let killer = std::thread::spawn(move || {
             let _ = begun.recv();
@@ -124,7 +122,10 @@ impl Patient {
                 cancel.store(true, Ordering::Relaxed);
             }
         };
-        let hooks = Hooks { progress: Some(&progress), cancel: Some(Arc::clone(&cancel)), ..Hooks::default() };
+        let hooks = Hooks::default().with(|hooks| {
+            hooks.progress = Some(&progress);
+            hooks.cancel = Some(Arc::clone(&cancel));
+        });
         let outcome = run(&disk, &self.handles(), &spec, &hooks).unwrap();
         killer.join().unwrap();
         let Outcome { report, state } = outcome;
@@ -136,12 +137,11 @@ impl Patient {
     /// Everything that is known of every part is so.
     fn check(&mut self) {
         for part in 0..self.parts.len() {
-            let spec = BenchSpec {
-                read_percent: 100,
-                pattern: Pattern::Sequential,
-                stop: Stop::OnePass,
-                ..self.spec(part as u64, Initial::State(self.parts[part].clone()))
-            };
+            let spec = self.spec(part as u64, Initial::State(self.parts[part].clone())).with(|spec| {
+                spec.read_percent = 100;
+                spec.pattern = Pattern::Sequential;
+                spec.stop = Stop::OnePass;
+            });
             let outcome = self.with_image(&self.image, self.format, |disk| {
                 run(disk, &self.handles(), &spec, &Hooks::default()).unwrap()
             });
@@ -222,14 +222,13 @@ fn overlay(moments: u64) {
     run_ok(&["create", "-q", "-f", "raw", path_str(&base), &size_of(moments)]);
     let patient = Patient::new(&dir, DriveFormat::Qcow2, "disk.qcow2", seed());
     let fill = |part: u64| {
-        let spec = BenchSpec {
-            read_percent: 0,
-            pattern: Pattern::Sequential,
-            stop: Stop::OnePass,
+        let spec = patient.spec(part, Initial::Unknown).with(|spec| {
+            spec.read_percent = 0;
+            spec.pattern = Pattern::Sequential;
+            spec.stop = Stop::OnePass;
             // So that they count as promised: later states are cut back to that.
-            flush_every: Some(64),
-            ..patient.spec(part, Initial::Unknown)
-        };
+            spec.flush_every = Some(64);
+        });
         let fill = |disk: &Arc<dyn Disk>| run(disk, &patient.handles(), &spec, &Hooks::default()).unwrap();
         patient.with_image(&base, DriveFormat::Raw, fill).state.expect("a verified run")
     };

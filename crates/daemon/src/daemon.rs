@@ -13,6 +13,7 @@ use std::thread::ScopedJoinHandle;
 
 /// How to start a daemon.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct DaemonConfig {
     /// Threads that serve requests, at least one.
     pub reactors: usize,
@@ -22,6 +23,21 @@ pub struct DaemonConfig {
     pub allow_backing: BackingPolicy,
     /// Files that the user named, besides the disks themselves.
     pub listed: Vec<PathBuf>,
+}
+
+impl Default for DaemonConfig {
+    fn default() -> Self {
+        Self { reactors: 1, poll_max_us: None, allow_backing: BackingPolicy::default(), listed: Vec::new() }
+    }
+}
+
+impl DaemonConfig {
+    /// Changes some of them: `DaemonConfig::default().with(|config| config.reactors = 4)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// Names a disk as long as the daemon runs.
@@ -72,9 +88,9 @@ impl Daemon {
     pub fn start(config: DaemonConfig) -> Result<Self> {
         let mut reactors = Vec::new();
         for index in 0..config.reactors.max(1) {
-            let defaults = ReactorConfig { name: format!("reactor-{index}"), ..ReactorConfig::default() };
+            let defaults = ReactorConfig::default().with(|config| config.name = format!("reactor-{index}"));
             let poll_max_us = config.poll_max_us.unwrap_or(defaults.poll_max_us);
-            reactors.push(Reactor::spawn(ReactorConfig { poll_max_us, ..defaults })?);
+            reactors.push(Reactor::spawn(defaults.with(|config| config.poll_max_us = poll_max_us))?);
         }
         Ok(Self { config, reactors, disks: Vec::new(), next_id: 0 })
     }

@@ -36,7 +36,12 @@ fn at_socket(mut drive: DriveOptions, socket: &Path) -> DriveOptions {
 
 fn start(reactors: usize) -> Daemon {
     let (allow_backing, listed) = (BackingPolicy::Deny, Vec::new());
-    Daemon::start(DaemonConfig { reactors, poll_max_us: None, allow_backing, listed }).unwrap()
+    Daemon::start(DaemonConfig::default().with(|config| {
+        config.reactors = reactors;
+        config.allow_backing = allow_backing;
+        config.listed = listed;
+    }))
+    .unwrap()
 }
 
 /// Threads for the guests' side.
@@ -47,7 +52,7 @@ struct Client {
 
 impl Client {
     fn new(queues: usize) -> Self {
-        let config = |index| ReactorConfig { name: format!("guest-{index}"), ..ReactorConfig::default() };
+        let config = |index| ReactorConfig::default().with(|config| config.name = format!("guest-{index}"));
         let threads: Vec<_> = (0..queues).map(|index| Reactor::spawn(config(index)).unwrap()).collect();
         let handles = threads.iter().map(engine::ReactorThread::handle).collect();
         Self { _threads: threads, handles }
@@ -55,23 +60,22 @@ impl Client {
 
     /// One pass of patterned writes, or of reads that are compared.
     fn pass(&self, disk: &Arc<dyn Disk>, read_percent: u8, initial: Initial) -> (BenchReport, VerifyState) {
-        let spec = BenchSpec {
-            queue_depth: 8,
-            queues: self.handles.len() as u32,
-            block_bytes: 16 << 10,
-            read_percent,
-            pattern: Pattern::Sequential,
-            stop: Stop::OnePass,
-            verify: Some(Verify { seed: 3, initial }),
-            ..BenchSpec::default()
-        };
+        let spec = BenchSpec::default().with(|spec| {
+            spec.queue_depth = 8;
+            spec.queues = self.handles.len() as u32;
+            spec.block_bytes = 16 << 10;
+            spec.read_percent = read_percent;
+            spec.pattern = Pattern::Sequential;
+            spec.stop = Stop::OnePass;
+            spec.verify = Some(Verify { seed: 3, initial });
+        });
         let outcome = run(disk, &self.handles, &spec, &Hooks::default()).unwrap();
         (outcome.report, outcome.state.unwrap())
     }
 }
 
 fn connect(socket: &Path, queues: u16) -> Arc<dyn Disk> {
-    Arc::new(Driver::connect(socket, DriverOptions { queues, ..DriverOptions::default() }).unwrap())
+    Arc::new(Driver::connect(socket, DriverOptions::default().with(|options| options.queues = queues)).unwrap())
 }
 
 fn assert_clean(report: &BenchReport) {
@@ -93,8 +97,8 @@ fn a_disk_can_go_while_another_is_used_and_leaves_everything_in_its_image() {
     let cancel = Arc::clone(&stop);
     let other_guest = std::thread::spawn(move || {
         let (client, disk) = (Client::new(1), connect(&staying_socket, 1));
-        let spec = BenchSpec { stop: Stop::Runtime(Duration::from_secs(60)), ..BenchSpec::default() };
-        run(&disk, &client.handles, &spec, &Hooks { cancel: Some(cancel), ..Hooks::default() }).unwrap().report
+        let spec = BenchSpec::default().with(|spec| spec.stop = Stop::Runtime(Duration::from_secs(60)));
+        run(&disk, &client.handles, &spec, &Hooks::default().with(|hooks| hooks.cancel = Some(cancel))).unwrap().report
     });
 
     let (client, disk) = (Client::new(2), connect(&dir.path().join("going.qcow2.sock"), 2));

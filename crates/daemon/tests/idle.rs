@@ -70,7 +70,7 @@ struct Guest {
 
 impl Guest {
     fn attach(socket: &Path) -> Self {
-        let options = DriverOptions { queues: QUEUES, ..DriverOptions::default() };
+        let options = DriverOptions::default().with(|options| options.queues = QUEUES);
         let driver = Arc::new(Driver::connect(socket, options).unwrap());
         let reactors: Vec<_> = (0..QUEUES).map(|_| Reactor::spawn(ReactorConfig::default()).unwrap()).collect();
         let guest = Self { driver, reactors };
@@ -81,16 +81,16 @@ impl Guest {
     fn work(&self) {
         let allocating = Arc::clone(&self.driver);
         let alloc: load::Alloc = Arc::new(move |length_bytes| allocating.alloc(length_bytes));
-        let spec = BenchSpec {
-            queues: u32::from(QUEUES),
-            read_percent: 50,
-            flush_every: Some(32),
-            stop: Stop::Requests(REQUESTS),
-            ..BenchSpec::default()
-        };
+        let spec = BenchSpec::default().with(|spec| {
+            spec.queues = u32::from(QUEUES);
+            spec.read_percent = 50;
+            spec.flush_every = Some(32);
+            spec.stop = Stop::Requests(REQUESTS);
+        });
         let disk: Arc<dyn Disk> = Arc::clone(&self.driver) as _;
         let reactors: Vec<_> = self.reactors.iter().map(ReactorThread::handle).collect();
-        let report = run(&disk, &reactors, &spec, &Hooks { alloc: Some(alloc), ..Hooks::default() }).unwrap().report;
+        let report =
+            run(&disk, &reactors, &spec, &Hooks::default().with(|hooks| hooks.alloc = Some(alloc))).unwrap().report;
         assert_eq!((report.errors, report.requests), (0, REQUESTS), "{:?}", report.first_error);
     }
 }
@@ -113,8 +113,10 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         (DriveFormat::Raw, EngineKind::IoUring, CacheMode::Writeback),
     ];
     let (copied, last) = (5, drives.len() - 1);
-    let config =
-        DaemonConfig { reactors: 2, poll_max_us: None, allow_backing: BackingPolicy::Deny, listed: Vec::new() };
+    let config = DaemonConfig::default().with(|config| {
+        config.reactors = 2;
+        config.allow_backing = BackingPolicy::Deny;
+    });
     let mut daemon = Daemon::start(config).unwrap();
     let mut guests = Vec::new();
     for (index, (format, engine, cache)) in drives.into_iter().enumerate() {

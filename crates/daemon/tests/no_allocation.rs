@@ -160,36 +160,38 @@ impl Guest {
         let driver = Arc::clone(&self.driver);
         let alloc: Alloc = Arc::new(move |length| buffers.make(&driver, length));
         let disk: Arc<dyn Disk> = Arc::clone(&self.driver) as _;
-        let report = run(&disk, &[self.reactor.handle()], spec, &Hooks { alloc: Some(alloc), ..hooks }).unwrap().report;
+        let report =
+            run(&disk, &[self.reactor.handle()], spec, &hooks.with(|hooks| hooks.alloc = Some(alloc))).unwrap().report;
         assert_eq!(report.errors, 0, "{:?}", report.first_error);
     }
 
     /// Writes the whole disk once.
     fn fill(&self) {
-        let spec = BenchSpec {
-            queue_depth: DEPTH,
-            block_bytes: 64 << 10,
-            read_percent: 0,
-            pattern: Pattern::Sequential,
-            stop: Stop::OnePass,
-            ..BenchSpec::default()
-        };
+        let spec = BenchSpec::default().with(|spec| {
+            spec.queue_depth = DEPTH;
+            spec.block_bytes = 64 << 10;
+            spec.read_percent = 0;
+            spec.pattern = Pattern::Sequential;
+            spec.stop = Stop::OnePass;
+        });
         self.run(&spec, Buffers::Direct, Hooks::default());
     }
 
     /// Reads and overwrites at random; counts once it is warm, for as many requests as are asked for.
     fn count(&self, case: &str, buffers: Buffers) -> Option<String> {
-        let spec = BenchSpec {
-            queue_depth: DEPTH,
-            block_bytes: BLOCK_BYTES as u32,
-            read_percent: 50,
-            pattern: Pattern::Random { seed: 7 },
-            stop: Stop::Runtime(Duration::from_secs(3600)),
-            ..BenchSpec::default()
-        };
+        let spec = BenchSpec::default().with(|spec| {
+            spec.queue_depth = DEPTH;
+            spec.block_bytes = BLOCK_BYTES as u32;
+            spec.read_percent = 50;
+            spec.pattern = Pattern::Random { seed: 7 };
+            spec.stop = Stop::Runtime(Duration::from_secs(3600));
+        });
         // Reads alone and writes alone, as many at once as possible. A mixture would reach that only by luck.
         for read_percent in [0, 100] {
-            let warm_up = BenchSpec { read_percent, stop: Stop::Requests(WARM_UP), ..spec.clone() };
+            let warm_up = spec.clone().with(|spec| {
+                spec.read_percent = read_percent;
+                spec.stop = Stop::Requests(WARM_UP);
+            });
             self.run(&warm_up, buffers, Hooks::default());
         }
         let (started, enough) = (Cell::new(None), Arc::new(AtomicBool::new(false)));
@@ -204,7 +206,10 @@ impl Guest {
             }
             _ => {}
         };
-        let hooks = Hooks { progress: Some(&progress), cancel: Some(Arc::clone(&enough)), ..Hooks::default() };
+        let hooks = Hooks::default().with(|hooks| {
+            hooks.progress = Some(&progress);
+            hooks.cancel = Some(Arc::clone(&enough));
+        });
         self.run(&spec, buffers, hooks);
         assert!(enough.load(SeqCst), "{case}: the run ended early");
         let (allocations, frees) = (ALLOCATIONS.swap(0, SeqCst), FREES.swap(0, SeqCst));
@@ -259,8 +264,10 @@ fn check(dir: &Path, format: DriveFormat, way: Way) -> Vec<String> {
     (drive.disk.format, drive.disk.engine, drive.disk.cache) = (Some(format), engine, cache);
     (drive.disk.sqpoll, drive.export.fixed_buffers) = (sqpoll, fixed_buffers);
     (drive.export.queues, drive.export.socket) = (Some(1), Some(socket.clone()));
-    let config =
-        DaemonConfig { reactors: 1, poll_max_us: None, allow_backing: BackingPolicy::Deny, listed: Vec::new() };
+    let config = DaemonConfig::default().with(|config| {
+        config.reactors = 1;
+        config.allow_backing = BackingPolicy::Deny;
+    });
     let mut daemon = Daemon::start(config).unwrap();
     daemon.add(&drive).unwrap();
     let guest = Guest::new(&socket);

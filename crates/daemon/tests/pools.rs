@@ -38,8 +38,9 @@ struct Guest {
 
 impl Guest {
     fn new(socket: &Path) -> Self {
-        let driver =
-            Arc::new(Driver::connect(socket, DriverOptions { queue_size: 512, ..DriverOptions::default() }).unwrap());
+        let driver = Arc::new(
+            Driver::connect(socket, DriverOptions::default().with(|options| options.queue_size = 512)).unwrap(),
+        );
         Self { driver, reactor: Reactor::spawn(ReactorConfig::default()).unwrap() }
     }
 
@@ -51,7 +52,7 @@ impl Guest {
             true => Ok(IoBuf::gather(vec![driver.alloc(length + 1)?.whole().slice(1, length)])),
         });
         let disk: Arc<dyn Disk> = Arc::clone(&self.driver) as _;
-        let hooks = Hooks { alloc: Some(alloc), ..hooks };
+        let hooks = hooks.with(|hooks| hooks.alloc = Some(alloc));
         let report = run(&disk, &[self.reactor.handle()], spec, &hooks).unwrap().report;
         assert_eq!(report.errors, 0, "{:?}", report.first_error);
         report
@@ -66,8 +67,10 @@ struct Setup {
 
 fn set_up(engine: EngineKind, delay_ms: Option<u32>) -> Setup {
     let dir = tempfile::tempdir().unwrap();
-    let config =
-        DaemonConfig { reactors: DISKS, poll_max_us: None, allow_backing: BackingPolicy::Deny, listed: Vec::new() };
+    let config = DaemonConfig::default().with(|config| {
+        config.reactors = DISKS;
+        config.allow_backing = BackingPolicy::Deny;
+    });
     let mut daemon = Daemon::start(config).unwrap();
     let mut guests = Vec::new();
     for index in 0..DISKS {
@@ -83,19 +86,23 @@ fn set_up(engine: EngineKind, delay_ms: Option<u32>) -> Setup {
         guests.push(Guest::new(&socket));
     }
     let setup = Setup { daemon, guests, _dir: dir };
-    let fill = BenchSpec {
-        block_bytes: 64 << 10,
-        read_percent: 0,
-        pattern: Pattern::Sequential,
-        stop: Stop::OnePass,
-        ..BenchSpec::default()
-    };
+    let fill = BenchSpec::default().with(|spec| {
+        spec.block_bytes = 64 << 10;
+        spec.read_percent = 0;
+        spec.pattern = Pattern::Sequential;
+        spec.stop = Stop::OnePass;
+    });
     setup.guests.iter().for_each(|guest| drop(guest.run(&fill, false, Hooks::default())));
     setup
 }
 
 fn load(queue_depth: u32, read_percent: u8, stop: Stop) -> BenchSpec {
-    BenchSpec { queue_depth, read_percent, pattern: Pattern::Random { seed: 7 }, stop, ..BenchSpec::default() }
+    BenchSpec::default().with(|spec| {
+        spec.queue_depth = queue_depth;
+        spec.read_percent = read_percent;
+        spec.pattern = Pattern::Random { seed: 7 };
+        spec.stop = stop;
+    })
 }
 
 impl Setup {
@@ -123,7 +130,14 @@ impl Setup {
                         }
                     };
                     let cancel = Some(Arc::clone(enough));
-                    guest.run(spec, odd, Hooks { progress: Some(&progress), cancel, ..Hooks::default() });
+                    guest.run(
+                        spec,
+                        odd,
+                        Hooks::default().with(|hooks| {
+                            hooks.progress = Some(&progress);
+                            hooks.cancel = cancel;
+                        }),
+                    );
                 });
             }
         });

@@ -57,20 +57,19 @@ impl EngineOpener {
 }
 
 fn open_options(disk: &DiskOptions) -> OpenOptions {
-    OpenOptions {
-        engine: disk.engine,
-        cache: disk.cache,
-        sync: disk.sync,
-        sqpoll: disk.sqpoll,
-        ..OpenOptions::default()
-    }
+    OpenOptions::default().with(|options| {
+        options.engine = disk.engine;
+        options.cache = disk.cache;
+        options.sync = disk.sync;
+        options.sqpoll = disk.sqpoll;
+    })
 }
 
 impl Opener for EngineOpener {
     fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
         // Everything that is not written is locked against writers only, so overlays may share their base.
         let read_only = !matches!(role, Role::Writable);
-        let options = OpenOptions { read_only, ..self.options.clone() };
+        let options = self.options.clone().with(|options| options.read_only = read_only);
         let deadline = Instant::now() + LOCK_PATIENCE;
         loop {
             match open_by_name(name, &options) {
@@ -141,16 +140,15 @@ pub fn open_disk(options: &DiskOptions, allow_backing: BackingPolicy, listed: &[
         None => None,
     };
     let name = options.file.clone().unwrap_or_else(|| FileName::from(""));
-    let image_options = ImageOptions {
-        format,
-        read_only: options.read_only,
-        allow_backing,
-        listed: listed.to_vec(),
-        serial: options.serial.clone(),
-        volatile_cache: open_options(options).has_volatile_cache(),
-        table_cache_bytes: options.l2_cache_bytes,
-        ..ImageOptions::new(name)
-    };
+    let image_options = ImageOptions::new(name).with(|open| {
+        open.format = format;
+        open.read_only = options.read_only;
+        open.allow_backing = allow_backing;
+        open.listed = listed.to_vec();
+        open.serial = options.serial.clone();
+        open.volatile_cache = open_options(options).has_volatile_cache();
+        open.table_cache_bytes = options.l2_cache_bytes;
+    });
     let image = Arc::new(image::open(&image_options, &EngineOpener::of_disk(options))?);
     Ok(OpenedDisk { disk: delayed(Arc::clone(&image) as Arc<dyn Disk>, options), image: Some(image) })
 }

@@ -4,6 +4,7 @@ use block::{Error, ErrorKind, Result};
 
 /// How the driver attaches to a server.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct DriverOptions {
     /// Queues to set up: the i-th [`block::Disk::open_queue`] gets the i-th.
     pub queues: u16,
@@ -44,6 +45,13 @@ const MIN_QUEUE_SIZE: u16 = 4;
 const MAX_QUEUE_SIZE: u16 = 1024;
 
 impl DriverOptions {
+    /// Changes some of them: `DriverOptions::default().with(|options| options.queues = 4)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+
     pub(crate) fn check(&self) -> Result<()> {
         let bad = |message: String| Err(Error::new(ErrorKind::BadOption, message));
         if self.queues == 0 {

@@ -23,7 +23,11 @@ struct Setup {
 }
 
 fn small() -> DriverOptions {
-    DriverOptions { queue_size: 16, memory_bytes: 1 << 20, answer_timeout_ms: 20_000, ..DriverOptions::default() }
+    DriverOptions::default().with(|options| {
+        options.queue_size = 16;
+        options.memory_bytes = 1 << 20;
+        options.answer_timeout_ms = 20_000;
+    })
 }
 
 fn setup(character: Character, options: DriverOptions) -> Setup {
@@ -119,7 +123,13 @@ fn the_disk_is_what_the_configuration_space_says() {
 #[test]
 fn shared_memory_is_named_as_it_is_and_other_memory_is_copied() {
     for (indirect, event_idx) in [(true, true), (false, false)] {
-        let mut setup = setup(Character::default(), DriverOptions { indirect, event_idx, ..small() });
+        let mut setup = setup(
+            Character::default(),
+            small().with(|options| {
+                options.indirect = indirect;
+                options.event_idx = event_idx;
+            }),
+        );
         let (own, expected) = (pattern(200 << 10, 1), pattern(200 << 10, 1).whole().to_vec());
         let shared = setup.driver.alloc(200 << 10).unwrap();
         shared.whole().copy_from(0, &own.whole());
@@ -196,7 +206,7 @@ fn requests_are_cut_to_the_limits_of_the_device() {
 #[test]
 fn what_does_not_fit_waits_in_line_and_nothing_overtakes_a_flush() {
     // Without indirect descriptors sixteen entries hold five requests.
-    let mut setup = setup(Character::default(), DriverOptions { indirect: false, ..small() });
+    let mut setup = setup(Character::default(), small().with(|options| options.indirect = false));
     let bufs: Vec<_> = (0..20).map(|_| setup.driver.alloc(512).unwrap()).collect();
     for (tag, buf) in bufs.iter().enumerate() {
         setup.queue.submit(tag as u64, write(tag as u64 * 512, buf, false));
@@ -215,7 +225,7 @@ fn what_does_not_fit_waits_in_line_and_nothing_overtakes_a_flush() {
 
 #[test]
 fn bounce_buffers_run_out_and_come_back() {
-    let mut setup = setup(Character::default(), DriverOptions { bounce_bytes: 128 << 10, ..small() });
+    let mut setup = setup(Character::default(), small().with(|options| options.bounce_bytes = 128 << 10));
     let bufs: Vec<_> = (0..3).map(|seed| pattern(256 << 10, seed)).collect();
     for (tag, buf) in bufs.iter().enumerate() {
         setup.queue.submit(tag as u64, write((tag as u64) << 18, buf, false));
@@ -486,7 +496,7 @@ fn a_server_that_does_not_fit_is_refused_with_the_reason() {
         change(&mut character);
         character
     };
-    let two = DriverOptions { queues: 2, ..small() };
+    let two = small().with(|options| options.queues = 2);
     assert!(refused(Character::default(), two).contains("2 queues asked for, the server has 1"));
     let odd = with(|character| character.config.blk_size_bytes = 1000);
     assert!(refused(odd, small()).contains("blocks of 1000 bytes"));
@@ -506,7 +516,7 @@ fn a_server_that_does_not_answer_is_given_up() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("silent.sock");
     let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-    let options = DriverOptions { answer_timeout_ms: 50, ..small() };
+    let options = small().with(|options| options.answer_timeout_ms = 50);
     let error = Driver::connect(&path, options).unwrap_err().to_string();
     assert!(error.contains("no answer within 50 ms"), "{error}");
 }

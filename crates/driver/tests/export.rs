@@ -20,7 +20,7 @@ struct Files(OpenOptions);
 impl Opener for Files {
     fn open(&self, name: &FileName, role: Role) -> block::Result<Arc<dyn File>> {
         let read_only = !matches!(role, Role::Writable);
-        engine::open(name.path().unwrap(), &OpenOptions { read_only, ..self.0.clone() })
+        engine::open(name.path().unwrap(), &self.0.clone().with(|options| options.read_only = read_only))
     }
 }
 
@@ -50,7 +50,7 @@ impl Disk for Attached {
 }
 
 fn reactors(name: &str, count: usize) -> (Vec<Arc<dyn ReactorHandle>>, Vec<ReactorThread>) {
-    let config = || ReactorConfig { name: name.into(), ..ReactorConfig::default() };
+    let config = || ReactorConfig::default().with(|config| config.name = name.into());
     let threads: Vec<_> = (0..count).map(|_| Reactor::spawn(config()).unwrap()).collect();
     (threads.iter().map(ReactorThread::handle).collect(), threads)
 }
@@ -70,8 +70,12 @@ fn attach(
         _ => CreateOptions::Qcow2(format_qcow2::CreateOptions { size_bytes: SIZE, ..Default::default() }),
     };
     image::create(&engine::open(&path, &OpenOptions::default()).unwrap(), &new).unwrap();
-    let image = ImageOptions { format: Some(format), read_only, serial: "s-1".into(), ..ImageOptions::new(&path) };
-    let disk = image::open(&image, &Files(OpenOptions { lock: false, ..files.clone() })).unwrap();
+    let image = ImageOptions::new(&path).with(|options| {
+        options.format = Some(format);
+        options.read_only = read_only;
+        options.serial = "s-1".into();
+    });
+    let disk = image::open(&image, &Files(files.clone().with(|options| options.lock = false))).unwrap();
     let export = Export::listen(&socket, Arc::new(disk), server.to_vec(), ExportOptions::default()).unwrap();
     let driver = Driver::connect(&socket, options.clone()).unwrap();
     assert_eq!(driver.info().serial, "s-1");
@@ -81,7 +85,10 @@ fn attach(
 fn conforms(format: Format, files: OpenOptions, options: DriverOptions, seed: u64) {
     let (server, _server_threads) = reactors("server", 2);
     let (guest, _guest_threads) = reactors("guest", 2);
-    let options = DriverOptions { queues: 4, memory_bytes: 1 << 20, ..options };
+    let options = options.with(|options| {
+        options.queues = 4;
+        options.memory_bytes = 1 << 20;
+    });
     let mut make = |read_only| {
         let attached = attach(format, &files, read_only, &options, &server);
         Some(Arc::new(attached) as Arc<dyn Disk>)
@@ -99,14 +106,16 @@ fn a_raw_image_conforms_through_the_socket() {
 
 #[test]
 fn a_qcow2_image_conforms_through_a_small_ring_without_extras() {
-    let files = OpenOptions { engine: EngineKind::Threads, cache: CacheMode::Writeback, ..OpenOptions::default() };
-    let plain = DriverOptions {
-        queue_size: 8,
-        indirect: false,
-        event_idx: false,
-        bounce_bytes: 128 << 10,
-        ..DriverOptions::default()
-    };
+    let files = OpenOptions::default().with(|options| {
+        options.engine = EngineKind::Threads;
+        options.cache = CacheMode::Writeback;
+    });
+    let plain = DriverOptions::default().with(|options| {
+        options.queue_size = 8;
+        options.indirect = false;
+        options.event_idx = false;
+        options.bounce_bytes = 128 << 10;
+    });
     conforms(Format::Qcow2, files, plain, 2);
 }
 

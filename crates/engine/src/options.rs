@@ -115,6 +115,7 @@ fn unknown(key: &str, value: &str, names: &[&str]) -> Error {
 
 /// Options of [`crate::open`].
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OpenOptions {
     /// The engine.
     pub engine: EngineKind,
@@ -149,6 +150,13 @@ impl Default for OpenOptions {
 }
 
 impl OpenOptions {
+    /// Changes some of them: `OpenOptions::default().with(|options| options.read_only = true)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+
     /// Whether completed writes can be lost without a flush; what a guest is told about a volatile cache.
     #[must_use]
     pub fn has_volatile_cache(&self) -> bool {

@@ -46,6 +46,7 @@ const POLL_MAX_US: u32 = 100;
 
 /// What a reactor is to be.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ReactorConfig {
     /// For logs, metrics and the thread.
     pub name: String,
@@ -62,6 +63,15 @@ pub struct ReactorConfig {
 impl Default for ReactorConfig {
     fn default() -> Self {
         Self { name: "reactor".into(), poll_max_us: POLL_MAX_US, cpu: None, inline_bytes: 128 << 10 }
+    }
+}
+
+impl ReactorConfig {
+    /// Changes some of them: `ReactorConfig::default().with(|config| config.cpu = Some(2))`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
     }
 }
 

@@ -143,7 +143,14 @@ fn requests_allocate_nothing_after_warm_up() {
     for (engine, cache) in cases {
         let path = dir.path().join(format!("{engine}-{cache}"));
         std::fs::write(&path, vec![9; 1 << 20]).unwrap();
-        let file = ringdisk_engine::open(&path, &OpenOptions { engine, cache, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(
+            &path,
+            &OpenOptions::default().with(|options| {
+                options.engine = engine;
+                options.cache = cache;
+            }),
+        )
+        .unwrap();
         let count = allocations(file);
         assert_eq!(count, 0, "allocations in {MEASURED} requests, {engine}, cache={cache}");
     }

@@ -7,7 +7,15 @@ use std::rc::Rc;
 use std::sync::{Arc, mpsc};
 
 fn open(path: &Path, cache: CacheMode, read_only: bool) -> Arc<dyn File> {
-    ringdisk_engine::open(path, &OpenOptions { cache, read_only, lock: false, ..OpenOptions::default() }).unwrap()
+    ringdisk_engine::open(
+        path,
+        &OpenOptions::default().with(|options| {
+            options.cache = cache;
+            options.read_only = read_only;
+            options.lock = false;
+        }),
+    )
+    .unwrap()
 }
 
 fn range(source: &Arc<dyn File>, source_offset: u64, offset: u64, length_bytes: u64) -> CopyRange {
@@ -63,7 +71,11 @@ fn what_the_kernel_should_not_copy_is_refused_and_a_source_that_ends_early_is_an
     assert_eq!(copy(&target, range(&source, 4096, 0, 8192)).map_err(|error| error.kind()), Err(IoErrorKind::Io));
     let far = copy(&target, range(&source, 0, u64::MAX - 10, 4096));
     assert_eq!(far.map_err(|error| error.kind()), Err(IoErrorKind::OutOfRange));
-    let direct = OpenOptions { cache: CacheMode::None, read_only: true, lock: false, ..OpenOptions::default() };
+    let direct = OpenOptions::default().with(|options| {
+        options.cache = CacheMode::None;
+        options.read_only = true;
+        options.lock = false;
+    });
     if let Ok(direct) = ringdisk_engine::open(&from, &direct) {
         assert_eq!(refused(target, &direct), Err(IoErrorKind::Unsupported));
     }

@@ -21,7 +21,14 @@ fn what_goes_beyond_the_limit_fails_and_the_process_lives() {
         (EngineKind::Threads, CacheMode::Writeback),
         (EngineKind::LinuxAio, CacheMode::None),
     ] {
-        let file = ringdisk_engine::open(&path, &OpenOptions { engine, cache, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(
+            &path,
+            &OpenOptions::default().with(|options| {
+                options.engine = engine;
+                options.cache = cache;
+            }),
+        )
+        .unwrap();
         let reactor = reactor("limit");
         with_queue(&reactor, &file, move |queue| async move {
             let kind = |result: block::IoResult| result.unwrap_err().kind();

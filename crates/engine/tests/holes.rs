@@ -34,9 +34,13 @@ fn a_worker_begins_all_direct_writes_to_holes_and_waits_for_the_end_of_none() {
     {
         let path = dir.path().join(format!("{engine}-{fua}"));
         ringdisk_engine::create(&path, COUNT * STEP_BYTES).unwrap();
-        let Ok(file) =
-            ringdisk_engine::open(&path, &OpenOptions { engine, cache: CacheMode::None, ..OpenOptions::default() })
-        else {
+        let Ok(file) = ringdisk_engine::open(
+            &path,
+            &OpenOptions::default().with(|options| {
+                options.engine = engine;
+                options.cache = CacheMode::None;
+            }),
+        ) else {
             return common::skip("direct I/O, or an engine, is not to be had here");
         };
         if !file.info().engine.contains("direct I/O") || file.info().engine.contains("all goes to threads") {

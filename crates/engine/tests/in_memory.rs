@@ -133,7 +133,10 @@ fn a_task_with_much_to_copy_lets_others_come_between() {
 fn a_reactor_without_rings_may_make_long_copies_itself_and_needs_no_worker() {
     let Some((_dir, file)) = file_without_swap() else { return };
     for inline_bytes in [1 << 20, LONGEST_BYTES] {
-        let config = ReactorConfig { name: "job".into(), inline_bytes, ..ReactorConfig::default() };
+        let config = ReactorConfig::default().with(|config| {
+            config.name = "job".into();
+            config.inline_bytes = inline_bytes;
+        });
         let reactor = Reactor::spawn(config).unwrap();
         let made = with_queue(&reactor, &file, |queue| async move {
             let buf = IoBuf::zeroed(1 << 20);
@@ -169,7 +172,7 @@ fn sparse(length_bytes: u64) -> Option<(tempfile::TempDir, PathBuf, Arc<dyn bloc
 fn what_is_chosen_for_a_file_says_how_it_is_served() {
     let Some((dir, file)) = file_without_swap() else { return };
     let words = |path: &Path, engine| {
-        let options = OpenOptions { engine, ..OpenOptions::default() };
+        let options = OpenOptions::default().with(|options| options.engine = engine);
         ringdisk_engine::open(path, &options).unwrap().info().engine.clone()
     };
     assert!(file.info().engine.ends_with("through a mapping, where that can be"), "{}", file.info().engine);
@@ -375,7 +378,7 @@ fn the_times_of_a_file_tell_of_writes_once_they_were_flushed_or_the_file_is_clos
     assert!(age() > long_ago, "closed");
     // Guests of these send no flush, or none that reaches the file.
     for cache in [CacheMode::Unsafe, CacheMode::Writethrough] {
-        let file = ringdisk_engine::open(&path, &OpenOptions { cache, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(&path, &OpenOptions::default().with(|options| options.cache = cache)).unwrap();
         let reactor = common::reactor("memory");
         for _ in 0..20 {
             age();
@@ -394,7 +397,7 @@ fn the_times_of_a_file_tell_of_writes_once_they_were_flushed_or_the_file_is_clos
 #[test]
 fn a_file_that_is_open_for_reading_only_is_read_through_its_mapping_too() {
     let Some((dir, _)) = file_without_swap() else { return };
-    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let options = OpenOptions::default().with(|options| options.read_only = true);
     let file = ringdisk_engine::open(&dir.path().join("image"), &options).unwrap();
     let reactor = reactor("memory");
     with_queue(&reactor, &file, |queue| async move {

@@ -102,7 +102,12 @@ async fn work(queue: Rc<dyn FileQueue>, is_device: bool) {
 }
 
 fn open(path: &Path, engine: EngineKind, cache: CacheMode, sqpoll: bool) -> Option<Arc<dyn File>> {
-    let options = OpenOptions { engine, cache, sqpoll, write_behind: true, ..OpenOptions::default() };
+    let options = OpenOptions::default().with(|options| {
+        options.engine = engine;
+        options.cache = cache;
+        options.sqpoll = sqpoll;
+        options.write_behind = true;
+    });
     ringdisk_engine::open(path, &options).ok()
 }
 

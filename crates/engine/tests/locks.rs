@@ -14,7 +14,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 
 fn open(path: &Path, read_only: bool) -> block::Result<Arc<dyn File>> {
-    ringdisk_engine::open(path, &OpenOptions { read_only, ..OpenOptions::default() })
+    ringdisk_engine::open(path, &OpenOptions::default().with(|options| options.read_only = read_only))
 }
 
 fn has_qemu() -> bool {
@@ -78,7 +78,7 @@ fn a_writer_is_alone_and_readers_share() {
         let message = error.to_string();
         assert!(message.contains("image") && message.contains("in use"), "{message}");
     }
-    let unlocked = OpenOptions { lock: false, ..OpenOptions::default() };
+    let unlocked = OpenOptions::default().with(|options| options.lock = false);
     let unlocked = ringdisk_engine::open(&path, &unlocked).unwrap();
     assert_eq!((unlocked.info().locks, writer.info().locks), (Locks::NotWanted, Locks::Held));
     drop(unlocked);

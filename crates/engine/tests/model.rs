@@ -25,7 +25,10 @@ fn check_in(dir: &Path, engine: EngineKind, chosen: &str) {
         for (unit, rounds) in [(4096, 40), (1, 150)] {
             let path = dir.join(format!("{cache}-{unit}"));
             ringdisk_engine::create(&path, 300_000 / unit * unit).unwrap();
-            let options = OpenOptions { engine, cache, ..OpenOptions::default() };
+            let options = OpenOptions::default().with(|options| {
+                options.engine = engine;
+                options.cache = cache;
+            });
             let file = ringdisk_engine::open(&path, &options).unwrap();
             assert!(file.info().engine.starts_with(chosen), "{}", file.info().engine);
             let mut model = Model::new(number as u64, (300_000 / unit * unit) as usize, 1 << 20, false, unit);
@@ -79,7 +82,8 @@ fn files_whose_direct_io_takes_large_blocks_only_agree_with_the_model() {
     };
     let path = at.join("probe");
     ringdisk_engine::create(&path, 1 << 16).unwrap();
-    let file = ringdisk_engine::open(&path, &OpenOptions { cache: CacheMode::None, ..OpenOptions::default() }).unwrap();
+    let file =
+        ringdisk_engine::open(&path, &OpenOptions::default().with(|options| options.cache = CacheMode::None)).unwrap();
     assert_eq!(file.info().offset_alignment_bytes, 4096);
     for engine in [EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads] {
         let at = at.join(engine.to_string());

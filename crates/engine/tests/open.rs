@@ -30,11 +30,15 @@ fn what_is_no_disk_is_refused_by_name() {
     ];
     for (path, what) in cases {
         for read_only in [false, true] {
-            let error = refused(&path, &OpenOptions { read_only, ..OpenOptions::default() }).to_string();
+            let error =
+                refused(&path, &OpenOptions::default().with(|options| options.read_only = read_only)).to_string();
             assert!(error.contains(what) && error.contains(path.to_str().unwrap()), "{error}");
         }
     }
-    let contradiction = OpenOptions { sync: true, cache: CacheMode::Unsafe, ..OpenOptions::default() };
+    let contradiction = OpenOptions::default().with(|options| {
+        options.sync = true;
+        options.cache = CacheMode::Unsafe;
+    });
     assert_eq!(refused(dir.path(), &contradiction).kind(), ErrorKind::BadOption);
 }
 
@@ -43,10 +47,10 @@ fn linux_aio_is_refused_on_a_cached_file_and_replaced_under_auto() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     ringdisk_engine::create(&path, 1 << 20).unwrap();
-    let options = OpenOptions { engine: EngineKind::LinuxAio, ..OpenOptions::default() };
+    let options = OpenOptions::default().with(|options| options.engine = EngineKind::LinuxAio);
     assert!(refused(&path, &options).to_string().contains("cache=none"));
     for cache in CacheMode::NAMES {
-        let options = OpenOptions { cache: cache.parse().unwrap(), ..OpenOptions::default() };
+        let options = OpenOptions::default().with(|options| options.cache = cache.parse().unwrap());
         let file = ringdisk_engine::open(&path, &options).unwrap();
         let engine = &file.info().engine;
         assert!(engine.contains("because") && engine.contains(cache), "{engine}");
@@ -68,7 +72,7 @@ fn a_read_only_file_refuses_everything_that_writes() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     std::fs::write(&path, [5; 4096]).unwrap();
-    let file = ringdisk_engine::open(&path, &OpenOptions { read_only: true, ..OpenOptions::default() }).unwrap();
+    let file = ringdisk_engine::open(&path, &OpenOptions::default().with(|options| options.read_only = true)).unwrap();
     let reactor = reactor("read-only");
     common::with_queue(&reactor, &file, |queue| async move {
         let ops = [
@@ -94,7 +98,7 @@ fn blocking_queues_serve_any_alignment_too() {
     for cache in CacheMode::NAMES {
         let path = dir.path().join(cache);
         ringdisk_engine::create(&path, 1000).unwrap();
-        let options = OpenOptions { cache: cache.parse().unwrap(), ..OpenOptions::default() };
+        let options = OpenOptions::default().with(|options| options.cache = cache.parse().unwrap());
         let file = ringdisk_engine::open(&path, &options).unwrap();
         let queue = file.open_blocking().unwrap();
         let bytes = block::block_on(async {
@@ -129,7 +133,10 @@ fn block_devices_with_small_and_large_sectors_agree_with_the_model() {
                 if engine == EngineKind::LinuxAio && cache == CacheMode::Writeback {
                     continue;
                 }
-                let options = OpenOptions { engine, cache, ..OpenOptions::default() };
+                let options = OpenOptions::default().with(|options| {
+                    options.engine = engine;
+                    options.cache = cache;
+                });
                 let file = ringdisk_engine::open(device.path(), &options).unwrap();
                 check_device(&file, sector_bytes, cache);
                 let mut model = Model::new(seed as u64, BYTES, BYTES as u64, true, 1);
@@ -173,7 +180,10 @@ fn reading_does_not_change_when_a_file_was_read_last() {
     let times = std::fs::FileTimes::new().set_accessed(read_last);
     std::fs::File::options().write(true).open(&path).unwrap().set_times(times).unwrap();
     for cache in [CacheMode::Writeback, CacheMode::None] {
-        let options = OpenOptions { cache, engine: EngineKind::IoUring, ..OpenOptions::default() };
+        let options = OpenOptions::default().with(|options| {
+            options.cache = cache;
+            options.engine = EngineKind::IoUring;
+        });
         let file = ringdisk_engine::open(&path, &options).unwrap();
         let reactor = common::reactor("quiet");
         common::with_queue(&reactor, &file, |queue| async move {

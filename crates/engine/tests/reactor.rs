@@ -87,7 +87,8 @@ fn a_sleeping_reactor_is_woken_by_jobs_by_wakers_and_by_completions() {
     for engine in [EngineKind::IoUring, EngineKind::Threads] {
         let path = dir.path().join(engine.to_string());
         ringdisk_engine::create(&path, 1 << 16).unwrap();
-        let file = ringdisk_engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
+        let file =
+            ringdisk_engine::open(&path, &OpenOptions::default().with(|options| options.engine = engine)).unwrap();
         for round in 0..20 {
             if round % 10 == 0 {
                 wait_until_idle(&reactor);
@@ -174,7 +175,7 @@ fn a_panic_in_a_poller_ends_the_reactor_with_an_error_after_its_requests() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     ringdisk_engine::create(&path, 1 << 16).unwrap();
-    let options = OpenOptions { cache: ringdisk_engine::CacheMode::None, ..OpenOptions::default() };
+    let options = OpenOptions::default().with(|options| options.cache = ringdisk_engine::CacheMode::None);
     let file = ringdisk_engine::open(&path, &options).unwrap();
     let reactor = reactor("panics");
     let theirs = Arc::clone(&file);
@@ -196,7 +197,7 @@ fn a_blocking_queue_works_on_a_reactors_own_thread_beside_its_requests() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     ringdisk_engine::create(&path, 1 << 16).unwrap();
-    let options = OpenOptions { cache: ringdisk_engine::CacheMode::None, ..OpenOptions::default() };
+    let options = OpenOptions::default().with(|options| options.cache = ringdisk_engine::CacheMode::None);
     let file = ringdisk_engine::open(&path, &options).unwrap();
     let reactor = reactor("blocking");
     let bytes = run_task(&reactor, move |ctx| async move {
@@ -222,7 +223,10 @@ fn more_requests_at_once_than_the_rings_hold_all_end_and_go_in_few_calls() {
     for engine in [EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads] {
         let path = dir.path().join(engine.to_string());
         std::fs::write(&path, vec![9; 1 << 20]).unwrap();
-        let options = OpenOptions { engine, cache: ringdisk_engine::CacheMode::None, ..OpenOptions::default() };
+        let options = OpenOptions::default().with(|options| {
+            options.engine = engine;
+            options.cache = ringdisk_engine::CacheMode::None;
+        });
         let file = ringdisk_engine::open(&path, &options).unwrap();
         let reactor = reactor("flood");
         with_queue(&reactor, &file, |queue| async move {
@@ -310,7 +314,14 @@ fn a_turn_takes_one_system_call_at_most_whatever_a_poller_pushes() {
             Some(_) => ringdisk_engine::create(&path, 1 << 20).unwrap(),
             None => std::fs::write(&path, vec![9; 1 << 20]).unwrap(),
         }
-        let file = ringdisk_engine::open(&path, &OpenOptions { engine, cache, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(
+            &path,
+            &OpenOptions::default().with(|options| {
+                options.engine = engine;
+                options.cache = cache;
+            }),
+        )
+        .unwrap();
         let reactor = Arc::new(reactor("load"));
         let (done, ended) = mpsc::channel();
         let theirs = Arc::clone(&reactor);
@@ -343,7 +354,7 @@ fn under_cache_unsafe_a_flush_reaches_no_engine_and_elsewhere_it_does() {
     let path = dir.path().join("image");
     ringdisk_engine::create(&path, 1 << 16).unwrap();
     for cache in ringdisk_engine::CacheMode::NAMES {
-        let options = OpenOptions { cache: cache.parse().unwrap(), ..OpenOptions::default() };
+        let options = OpenOptions::default().with(|options| options.cache = cache.parse().unwrap());
         let file = ringdisk_engine::open(&path, &options).unwrap();
         let reactor = reactor("flush");
         with_queue(&reactor, &file, |queue| async move { queue.start(FileOp::Flush).await.unwrap() });
@@ -361,7 +372,10 @@ fn durable_writes_in_flight_at_once_share_syncs_and_one_alone_needs_none() {
     for (engine, sync) in engines.into_iter().flat_map(|engine| [(engine, true), (engine, false)]) {
         let path = dir.path().join(format!("{engine}-{sync}"));
         ringdisk_engine::create(&path, 1 << 20).unwrap();
-        let options = OpenOptions { engine, sync, ..OpenOptions::default() };
+        let options = OpenOptions::default().with(|options| {
+            options.engine = engine;
+            options.sync = sync;
+        });
         let file = ringdisk_engine::open(&path, &options).unwrap();
         let reactor = reactor("durable");
         let write = |offset, bytes: &[u8]| FileOp::Write {
@@ -402,7 +416,14 @@ fn writes_that_the_page_cache_takes_one_by_one_go_to_threads_and_the_file_says_s
     let file_system = rustix::fs::statfs(&path).unwrap().f_type;
     let takes_them = [XFS, BTRFS, TMPFS].contains(&(file_system as i64));
     for (engine, sqpoll) in [(EngineKind::Auto, false), (EngineKind::IoUring, false), (EngineKind::IoUring, true)] {
-        let file = ringdisk_engine::open(&path, &OpenOptions { engine, sqpoll, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(
+            &path,
+            &OpenOptions::default().with(|options| {
+                options.engine = engine;
+                options.sqpoll = sqpoll;
+            }),
+        )
+        .unwrap();
         let by_thread = file.info().engine.contains("; writes go to threads");
         let has_uring = file.info().engine.starts_with("io_uring") && !file.info().engine.contains("all goes to");
         let expected = has_uring && !takes_them;
@@ -429,10 +450,13 @@ fn a_thread_that_spins_or_sleeps_misses_no_request() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     ringdisk_engine::create(&path, 1 << 20).unwrap();
-    let options = OpenOptions { engine: EngineKind::Threads, ..OpenOptions::default() };
+    let options = OpenOptions::default().with(|options| options.engine = EngineKind::Threads);
     let file = ringdisk_engine::open(&path, &options).unwrap();
     for poll_max_us in [0, 20, 100] {
-        let config = ReactorConfig { name: "pauses".into(), poll_max_us, ..ReactorConfig::default() };
+        let config = ReactorConfig::default().with(|config| {
+            config.name = "pauses".into();
+            config.poll_max_us = poll_max_us;
+        });
         let reactor = Reactor::spawn(config).unwrap();
         with_queue(&reactor, &file, |queue| async move {
             for round in 0..2000_u64 {

@@ -32,7 +32,12 @@ fn for_each(engines: &[EngineKind], cache: CacheMode, test: impl Fn(EngineKind, 
         let Some(stalling) = StallingFile::mount() else {
             return common::skip("a FUSE file system cannot be mounted here (it takes root and /dev/fuse)");
         };
-        let options = OpenOptions { engine, cache, read_only: true, lock: false, ..OpenOptions::default() };
+        let options = OpenOptions::default().with(|options| {
+            options.engine = engine;
+            options.cache = cache;
+            options.read_only = true;
+            options.lock = false;
+        });
         let path = if cache == CacheMode::None { stalling.path() } else { stalling.mappable() };
         let file = ringdisk_engine::open(&path, &options).unwrap();
         let (told, takes_none) = (&file.info().engine, "takes nothing that must not wait");
@@ -225,7 +230,7 @@ struct Busy(Arc<AtomicBool>);
 
 impl Busy {
     fn with(reactor: &ReactorThread, path: &Path) -> Self {
-        let file = ringdisk_engine::open(path, &OpenOptions { lock: false, ..OpenOptions::default() }).unwrap();
+        let file = ringdisk_engine::open(path, &OpenOptions::default().with(|options| options.lock = false)).unwrap();
         let stop = Arc::new(AtomicBool::new(false));
         let theirs = Arc::clone(&stop);
         let job = move |ctx: &Rc<dyn ReactorCtx>| {
@@ -256,7 +261,8 @@ fn writes_that_have_ended_are_told_while_one_that_follows_them_in_turn_is_stalle
     // A reactor that sleeps, and one that another disk keeps busy.
     for (engine, is_busy) in [EngineKind::Threads, EngineKind::Auto].into_iter().flat_map(of) {
         std::fs::write(&path, vec![0; 1 << 20]).unwrap();
-        let file = ringdisk_engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }).unwrap();
+        let file =
+            ringdisk_engine::open(&path, &OpenOptions::default().with(|options| options.engine = engine)).unwrap();
         if engine == EngineKind::Auto && !file.info().engine.contains("go to threads") {
             continue;
         }
@@ -316,9 +322,13 @@ fn a_file_system_that_would_have_to_read_its_tables_first_holds_up_no_reactor() 
         let (Some(stalling), Some(mounted)) = (stalling, mounted) else {
             return common::skip("ext4 over FUSE cannot be had here (it takes root, /dev/fuse, losetup and mkfs.ext4)");
         };
-        let options = OpenOptions { cache, read_only: true, lock: false, ..OpenOptions::default() };
+        let options = OpenOptions::default().with(|options| {
+            options.cache = cache;
+            options.read_only = true;
+            options.lock = false;
+        });
         let cold = ringdisk_engine::open(&at.join("cold"), &options).unwrap();
-        let other = OpenOptions { cache: CacheMode::Writeback, ..options };
+        let other = options.with(|options| options.cache = CacheMode::Writeback);
         let warm = ringdisk_engine::open(&warm, &other).unwrap();
         assert!(cold.info().engine.starts_with("io_uring"));
         let reactor = reactor("cold");

@@ -90,7 +90,8 @@ fn on_a_host_with_swap_workers_carry_out_what_a_file_in_memory_is_asked_for_and_
         Err(reason) => return skip(&format!("a swap file cannot be turned on here (it takes root): {reason}")),
     };
     for engine in [EngineKind::Auto, EngineKind::IoUring, EngineKind::Threads] {
-        let Ok(file) = ringdisk_engine::open(&path, &OpenOptions { engine, ..OpenOptions::default() }) else {
+        let Ok(file) = ringdisk_engine::open(&path, &OpenOptions::default().with(|options| options.engine = engine))
+        else {
             continue;
         };
         let words = &file.info().engine;

@@ -54,7 +54,10 @@ fn race(reactors: [&ringdisk_engine::ReactorThread; 2], file: &Arc<dyn File>, pa
 
 fn open(path: &Path, engine: EngineKind) -> Option<Arc<dyn File>> {
     std::fs::write(path, vec![1; BLOCKS as usize * 4096]).unwrap();
-    let options = OpenOptions { engine, cache: CacheMode::None, ..OpenOptions::default() };
+    let options = OpenOptions::default().with(|options| {
+        options.engine = engine;
+        options.cache = CacheMode::None;
+    });
     let file = ringdisk_engine::open(path, &options).unwrap();
     if file.info().offset_alignment_bytes == 1 {
         common::skip("direct I/O on this file system takes any alignment");

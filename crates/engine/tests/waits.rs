@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// One that never spins: it sleeps, and each wake-up is a turn.
 fn sleeper() -> ReactorThread {
-    Reactor::spawn(ReactorConfig { poll_max_us: 0, ..ReactorConfig::default() }).unwrap()
+    Reactor::spawn(ReactorConfig::default().with(|config| config.poll_max_us = 0)).unwrap()
 }
 
 /// Keeps a reactor from sleeping.

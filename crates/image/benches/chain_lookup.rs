@@ -62,7 +62,10 @@ fn chain(layers: u64, holds: impl Fn(u64) -> u64) -> Image {
             qcow2.close(&io).await.expect("the end");
         });
     }
-    let options = ImageOptions { format: Some(Format::Qcow2), read_only: true, ..ImageOptions::new("layer0") };
+    let options = ImageOptions::new("layer0").with(|options| {
+        options.format = Some(Format::Qcow2);
+        options.read_only = true;
+    });
     ringdisk_image::open(&options, &Files(storage)).expect("the chain")
 }
 

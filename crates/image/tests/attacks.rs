@@ -30,7 +30,7 @@ fn headers() -> Vec<(&'static str, Vec<u8>)> {
 fn written(format: Option<Format>, request: Request) -> (Reply, Vec<u8>) {
     let storage = SimStorage::new(1);
     storage.create("disk", 64 << 10, SimFileOptions::default());
-    let options = ImageOptions { format, ..ImageOptions::new("disk") };
+    let options = ImageOptions::new("disk").with(|options| options.format = format);
     let disk: Arc<dyn Disk> = Arc::new(ringdisk_image::open(&options, &SimOpener(storage.clone())).unwrap());
     let mut harness = SimHarness::new(1, 1);
     let queue = harness.open(&disk, 0).unwrap();

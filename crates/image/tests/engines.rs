@@ -20,13 +20,17 @@ impl Opener for HostOpener {
         let read_only = role != Role::Writable;
         engine::open(
             name.path().unwrap(),
-            &OpenOptions { engine: self.0, cache: self.1, read_only, ..OpenOptions::default() },
+            &OpenOptions::default().with(|options| {
+                options.engine = self.0;
+                options.cache = self.1;
+                options.read_only = read_only;
+            }),
         )
     }
 }
 
 fn reactors(count: usize) -> Vec<ReactorThread> {
-    let config = |index| ReactorConfig { name: format!("test-{index}"), ..ReactorConfig::default() };
+    let config = |index| ReactorConfig::default().with(|config| config.name = format!("test-{index}"));
     (0..count).map(|index| Reactor::spawn(config(index)).unwrap()).collect()
 }
 
@@ -59,7 +63,10 @@ fn make(directory: &Path, number: usize, format: Format, size_bytes: u64) -> Pat
 }
 
 fn open(path: &Path, format: Format, read_only: bool, opener: &HostOpener) -> Result<Arc<Image>> {
-    let options = ImageOptions { format: Some(format), read_only, ..ImageOptions::new(path) };
+    let options = ImageOptions::new(path).with(|options| {
+        options.format = Some(format);
+        options.read_only = read_only;
+    });
     Ok(Arc::new(ringdisk_image::open(&options, opener)?))
 }
 

@@ -28,7 +28,7 @@ fn a_data_file_that_is_another_part_of_the_disk_is_refused() {
         }
         storage.create("data", 1 << 20, SimFileOptions::default());
         storage.create("other", 1 << 20, SimFileOptions::default());
-        let options = ImageOptions { allow_backing: BackingPolicy::Any, ..ImageOptions::new("top") };
+        let options = ImageOptions::new("top").with(|options| options.allow_backing = BackingPolicy::Any);
         let error = ringdisk_image::open(&options, &SimOpener(storage)).map(drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BadImage, "{error}");
         assert!(error.to_string().contains("data file"), "{error}");

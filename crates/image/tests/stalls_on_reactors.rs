@@ -147,8 +147,10 @@ struct SlowOpener(BTreeMap<&'static str, Arc<Gate>>);
 impl Opener for SlowOpener {
     fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
         let path = name.path().unwrap();
-        let options =
-            OpenOptions { cache: CacheMode::Writeback, read_only: role != Role::Writable, ..OpenOptions::default() };
+        let options = OpenOptions::default().with(|options| {
+            options.cache = CacheMode::Writeback;
+            options.read_only = role != Role::Writable;
+        });
         let inner = engine::open(path, &options)?;
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let gate = self.0.get(name).ok_or_else(|| Error::new(block::ErrorKind::Io, "no such file here"))?;
@@ -196,10 +198,10 @@ impl Setup {
     /// is sound.
     fn with_queues(&self, work: impl FnOnce(&Image, &mut ThreadHarness, &[u64])) {
         let path = self.directory.path().join("top");
-        let options = ImageOptions { format: Some(Format::Qcow2), ..ImageOptions::new(&path) };
+        let options = ImageOptions::new(&path).with(|options| options.format = Some(Format::Qcow2));
         let image: Arc<Image> = Arc::new(ringdisk_image::open(&options, &SlowOpener(self.gates.clone())).unwrap());
         let disk = Arc::clone(&image) as Arc<dyn Disk>;
-        let config = |index| ReactorConfig { name: format!("test-{index}"), ..ReactorConfig::default() };
+        let config = |index| ReactorConfig::default().with(|config| config.name = format!("test-{index}"));
         let reactors: Vec<_> = (0..2).map(|index| Reactor::spawn(config(index)).unwrap()).collect();
         let mut harness = ThreadHarness::new(reactors.iter().map(|reactor| reactor.handle()).collect());
         let queues: Vec<_> = (0..QUEUES as usize).map(|index| harness.open(&disk, index).unwrap()).collect();

@@ -12,7 +12,10 @@ const SIZE: u64 = 8 << 20;
 const CLUSTER: u64 = 4096;
 
 fn open(storage: &SimStorage, table_cache_bytes: Option<u64>) -> Arc<Image> {
-    let options = ImageOptions { format: Some(Format::Qcow2), table_cache_bytes, ..ImageOptions::new(&name(0)) };
+    let options = ImageOptions::new(&name(0)).with(|options| {
+        options.format = Some(Format::Qcow2);
+        options.table_cache_bytes = table_cache_bytes;
+    });
     Arc::new(ringdisk_image::open(&options, &SimOpener(storage.clone())).unwrap())
 }
 

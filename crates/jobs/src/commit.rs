@@ -29,6 +29,7 @@ const DEPTH: usize = 8;
 
 /// What to commit, and to which layer.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct CommitOptions {
     /// The overlay.
     pub top: PathBuf,
@@ -46,6 +47,30 @@ pub struct CommitOptions {
     pub rate: Option<u64>,
     /// Go on although internal snapshots of the layers above the base will show something else.
     pub change_snapshots: bool,
+}
+
+impl CommitOptions {
+    /// Options for the overlay `top`, with everything else at its default.
+    #[must_use]
+    pub fn new(top: impl Into<PathBuf>) -> Self {
+        Self {
+            top: top.into(),
+            format: None,
+            base: None,
+            keep: false,
+            allow_backing: BackingPolicy::default(),
+            listed: Vec::new(),
+            rate: None,
+            change_snapshots: false,
+        }
+    }
+
+    /// Changes some of them: `CommitOptions::new(top).with(|options| options.keep = true)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// Carries out a commit; everything is durable when it returns.

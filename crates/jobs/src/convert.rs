@@ -22,6 +22,7 @@ const GRAIN_BYTES: u64 = 4096;
 
 /// How to copy.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ConvertOptions {
     /// Runs of zeros of at least this length are not written as data. Zero: everything is written as data.
     pub sparse_bytes: u64,
@@ -63,6 +64,15 @@ impl Default for ConvertOptions {
             offload: false,
             salvage: None,
         }
+    }
+}
+
+impl ConvertOptions {
+    /// Changes some of them: `ConvertOptions::default().with(|options| options.compress = true)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
     }
 }
 

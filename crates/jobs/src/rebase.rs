@@ -27,6 +27,7 @@ const DEPTH: usize = 8;
 
 /// Which overlay gets which backing file, and how.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct RebaseOptions {
     /// The overlay.
     pub top: PathBuf,
@@ -45,6 +46,30 @@ pub struct RebaseOptions {
     pub listed: Vec<PathBuf>,
     /// Go on although the overlay's internal snapshots will show something else.
     pub change_snapshots: bool,
+}
+
+impl RebaseOptions {
+    /// Options for the overlay `top`, with everything else at its default.
+    #[must_use]
+    pub fn new(top: impl Into<PathBuf>) -> Self {
+        Self {
+            top: top.into(),
+            format: None,
+            backing: None,
+            name_only: false,
+            compress: false,
+            allow_backing: BackingPolicy::default(),
+            listed: Vec::new(),
+            change_snapshots: false,
+        }
+    }
+
+    /// Changes some of them: `RebaseOptions::new(top).with(|options| options.compress = true)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// Carries out a rebase; durable when it returns. `reading` opens the new backing file and what lies below it.

@@ -145,30 +145,26 @@ impl Case {
         let mut control = Control { cancel: &cancel, progress: &mut |_| reactor.run_until_idle() };
         match &self.job {
             Job::Commit { base, keep } => {
-                let options = CommitOptions {
-                    top: "top".into(),
-                    format: Some(Format::Qcow2),
-                    base: base.map(PathBuf::from),
-                    keep: *keep,
-                    allow_backing: BackingPolicy::Any,
-                    listed: Vec::new(),
-                    rate: None,
-                    change_snapshots: false,
-                };
+                let options = CommitOptions::new("top").with(|options| {
+                    options.format = Some(Format::Qcow2);
+                    options.base = base.map(PathBuf::from);
+                    options.keep = *keep;
+                    options.allow_backing = BackingPolicy::Any;
+                    options.rate = None;
+                    options.change_snapshots = false;
+                });
                 ringdisk_jobs::commit(&options, &opener, &[handle], &mut control)
             }
             Job::Rebase { to, compress } => {
                 let backing = |(file, format): (&str, &str)| Backing { file: file.into(), format: Some(format.into()) };
-                let options = RebaseOptions {
-                    top: "top".into(),
-                    format: Some(Format::Qcow2),
-                    backing: to.map(backing),
-                    name_only: false,
-                    compress: *compress,
-                    allow_backing: BackingPolicy::Any,
-                    listed: Vec::new(),
-                    change_snapshots: false,
-                };
+                let options = RebaseOptions::new("top").with(|options| {
+                    options.format = Some(Format::Qcow2);
+                    options.backing = to.map(backing);
+                    options.name_only = false;
+                    options.compress = *compress;
+                    options.allow_backing = BackingPolicy::Any;
+                    options.change_snapshots = false;
+                });
                 ringdisk_jobs::rebase(&options, &opener, &opener, &[handle], &mut control)
             }
         }
@@ -205,7 +201,7 @@ impl Case {
                 }
             }
             Job::Rebase { to, compress } => {
-                let options = ImageOptions { allow_backing: BackingPolicy::Any, ..ImageOptions::new("top") };
+                let options = ImageOptions::new("top").with(|options| options.allow_backing = BackingPolicy::Any);
                 let image = image::open(&options, &SimOpener(storage.clone())).map_err(|error| error.to_string())?;
                 let mut runs = image.extents().map_err(|error| error.to_string())?;
                 let compressed = runs.any(|run| run.is_ok_and(|run| run.depth == 0 && run.compressed));

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 /// What to fill and how.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct FillSpec {
     /// Where the range starts.
     pub offset_bytes: u64,
@@ -41,6 +42,15 @@ impl Default for FillSpec {
             seed: 1,
             drain_timeout: Duration::from_secs(60),
         }
+    }
+}
+
+impl FillSpec {
+    /// Changes some of them: `FillSpec::default().with(|fill| fill.queues = 2)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
     }
 }
 

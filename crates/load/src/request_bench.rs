@@ -13,6 +13,7 @@ const TICK: Duration = Duration::from_millis(50);
 
 /// Which requests.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct RequestBench {
     /// How many.
     pub count: u64,
@@ -32,6 +33,31 @@ pub struct RequestBench {
     pub flush_interval: u64,
     /// A flush waits for the writes before it, and those behind it for the flush.
     pub drain: bool,
+}
+
+impl Default for RequestBench {
+    fn default() -> Self {
+        Self {
+            count: 75_000,
+            depth: 64,
+            offset: 0,
+            size_bytes: 4096,
+            step_bytes: 4096,
+            write: false,
+            pattern: 0,
+            flush_interval: 0,
+            drain: true,
+        }
+    }
+}
+
+impl RequestBench {
+    /// Changes some of them: `RequestBench::default().with(|bench| bench.write = true)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// Carries the requests out on one reactor and returns the time that they took. Fails when a request fails, and soon after

@@ -53,6 +53,7 @@ pub struct Verify {
 
 /// A workload.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct BenchSpec {
     /// Requests in flight on each queue.
     pub queue_depth: u32,
@@ -124,6 +125,7 @@ pub struct Progress {
 
 /// What a caller may hook into a run.
 #[derive(Clone, Default)]
+#[non_exhaustive]
 pub struct Hooks<'a> {
     /// Where buffers come from (memory shared with the server, so that nothing is copied); `None`: own memory.
     pub alloc: Option<Alloc>,
@@ -133,6 +135,15 @@ pub struct Hooks<'a> {
     pub progress: Option<&'a dyn Fn(Progress)>,
     /// Set it to end the run early.
     pub cancel: Option<Arc<AtomicBool>>,
+}
+
+impl Hooks<'_> {
+    /// Changes some of them: `Hooks::default().with(|hooks| hooks.cancel = Some(flag))`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// The most blocks that a verified run tracks (12 bytes each).
@@ -148,6 +159,13 @@ fn bad(message: impl Into<String>) -> Error {
 const PAGE_BYTES: usize = 4096;
 
 impl BenchSpec {
+    /// Changes some of them: `BenchSpec::default().with(|spec| spec.queue_depth = 4)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+
     /// Shared memory that a run needs for the buffers of all its queues.
     pub fn buffers_bytes(&self) -> usize {
         let buffer = (self.block_bytes as usize).next_multiple_of(PAGE_BYTES);

@@ -149,22 +149,21 @@ struct Reactors {
 }
 
 fn reactors(count: usize) -> Reactors {
-    let config = || ReactorConfig { name: "bench".into(), ..ReactorConfig::default() };
+    let config = || ReactorConfig::default().with(|config| config.name = "bench".into());
     let threads: Vec<_> = (0..count).map(|_| Reactor::spawn(config()).unwrap()).collect();
     Reactors { handles: threads.iter().map(ReactorThread::handle).collect(), _threads: threads }
 }
 
 fn mixed(initial: Initial) -> BenchSpec {
-    BenchSpec {
-        queue_depth: 8,
-        queues: 2,
-        read_percent: 50,
-        pattern: Pattern::Random { seed: 7 },
-        stop: Stop::Requests(10_001),
-        flush_every: Some(20),
-        verify: Some(Verify { seed: 99, initial }),
-        ..BenchSpec::default()
-    }
+    BenchSpec::default().with(|spec| {
+        spec.queue_depth = 8;
+        spec.queues = 2;
+        spec.read_percent = 50;
+        spec.pattern = Pattern::Random { seed: 7 };
+        spec.stop = Stop::Requests(10_001);
+        spec.flush_every = Some(20);
+        spec.verify = Some(Verify { seed: 99, initial });
+    })
 }
 
 fn bench(disk: &RamDisk, spec: &BenchSpec) -> Outcome {
@@ -210,17 +209,16 @@ fn failed_requests_are_counted_and_the_run_goes_on() {
 fn what_a_flush_promised_is_asked_for_after_a_crash() {
     for (fault, kept) in [(Fault::None, true), (Fault::IgnoresFlush, false)] {
         let disk = RamDisk::new(fault);
-        let writes = BenchSpec { read_percent: 0, ..mixed(Initial::Zeros) };
+        let writes = mixed(Initial::Zeros).with(|spec| spec.read_percent = 0);
         let state = bench(&disk, &writes).state.unwrap().after_crash();
         assert!(state.blocks().iter().any(|block| block.durable > 0));
         disk.crash();
-        let look = BenchSpec {
-            read_percent: 100,
-            pattern: Pattern::Sequential,
-            stop: Stop::OnePass,
-            flush_every: None,
-            ..mixed(Initial::State(state))
-        };
+        let look = mixed(Initial::State(state)).with(|spec| {
+            spec.read_percent = 100;
+            spec.pattern = Pattern::Sequential;
+            spec.stop = Stop::OnePass;
+            spec.flush_every = None;
+        });
         let report = bench(&disk, &look).report;
         assert_eq!((report.mismatches == 0, report.reads), (kept, DISK_BYTES as u64 / 4096), "{fault:?}");
     }
@@ -228,17 +226,16 @@ fn what_a_flush_promised_is_asked_for_after_a_crash() {
 
 #[test]
 fn a_filled_range_is_compared_to_its_last_sector() {
-    let spec = FillSpec {
-        offset_bytes: 512,
-        length_bytes: Some(300 * 1024 + 512),
-        block_bytes: 16 << 10,
-        queue_depth: 4,
-        queues: 2,
-        ..FillSpec::default()
-    };
+    let spec = FillSpec::default().with(|fill| {
+        fill.offset_bytes = 512;
+        fill.length_bytes = Some(300 * 1024 + 512);
+        fill.block_bytes = 16 << 10;
+        fill.queue_depth = 4;
+        fill.queues = 2;
+    });
     let told = RefCell::new(Vec::new());
     let tell = |progress: Progress| told.borrow_mut().push(progress.fraction);
-    let hooks = Hooks { progress: Some(&tell), ..Hooks::default() };
+    let hooks = Hooks::default().with(|hooks| hooks.progress = Some(&tell));
     let ram = RamDisk::new(Fault::None);
     let disk: Arc<dyn Disk> = Arc::new(ram.clone());
     let report = fill_and_verify(&disk, &reactors(2).handles, &spec, &hooks).unwrap();
@@ -250,7 +247,7 @@ fn a_filled_range_is_compared_to_its_last_sector() {
     drop(state);
     assert!(told.borrow().is_sorted() && told.borrow().last().is_some_and(|last| *last > 0.9));
 
-    let small = FillSpec { block_bytes: 512, ..spec.clone() };
+    let small = spec.clone().with(|fill| fill.block_bytes = 512);
     let disk: Arc<dyn Disk> = Arc::new(RamDisk::new(Fault::Tears));
     let report = fill_and_verify(&disk, &reactors(2).handles, &small, &Hooks::default()).unwrap();
     assert!(report.mismatches > 0 && report.first_failure.is_some());
@@ -259,16 +256,19 @@ fn a_filled_range_is_compared_to_its_last_sector() {
 #[test]
 fn a_run_can_be_cancelled_and_a_dead_disk_does_not_hold_it_for_ever() {
     let cancel = Arc::new(AtomicBool::new(true));
-    let hooks = Hooks { cancel: Some(cancel), ..Hooks::default() };
-    let spec = BenchSpec { stop: Stop::Runtime(Duration::from_secs(1000)), ..BenchSpec::default() };
+    let hooks = Hooks::default().with(|hooks| hooks.cancel = Some(cancel));
+    let spec = BenchSpec::default().with(|spec| spec.stop = Stop::Runtime(Duration::from_secs(1000)));
     let disk: Arc<dyn Disk> = Arc::new(RamDisk::new(Fault::None));
     assert!(run(&disk, &reactors(1).handles, &spec, &hooks).unwrap().report.cancelled);
 
     let (ram, cancel) = (RamDisk::new(Fault::Swallows), Arc::new(AtomicBool::new(false)));
     let disk: Arc<dyn Disk> = Arc::new(ram.clone());
-    let spec = BenchSpec { drain_timeout: Duration::from_secs(2), ..spec };
+    let spec = spec.with(|spec| spec.drain_timeout = Duration::from_secs(2));
     let all_are_swallowed = |_| cancel.store(ram.requests.load(Ordering::Relaxed) == 32, Ordering::Relaxed);
-    let hooks = Hooks { progress: Some(&all_are_swallowed), cancel: Some(Arc::clone(&cancel)), ..Hooks::default() };
+    let hooks = Hooks::default().with(|hooks| {
+        hooks.progress = Some(&all_are_swallowed);
+        hooks.cancel = Some(Arc::clone(&cancel));
+    });
     let error = run(&disk, &reactors(1).handles, &spec, &hooks).unwrap_err().to_string();
     assert!(error.contains("32 requests did not complete"), "{error}");
 }
@@ -278,7 +278,7 @@ fn impossible_workloads_are_refused_with_the_reason() {
     let disk: Arc<dyn Disk> = Arc::new(RamDisk::new(Fault::None));
     let handles = reactors(1).handles;
     let refused = |change: fn(&mut BenchSpec)| {
-        let mut spec = BenchSpec { stop: Stop::Requests(1), ..BenchSpec::default() };
+        let mut spec = BenchSpec::default().with(|spec| spec.stop = Stop::Requests(1));
         change(&mut spec);
         run(&disk, &handles, &spec, &Hooks::default()).unwrap_err().to_string()
     };

@@ -61,7 +61,7 @@ impl Server {
     }
 
     fn attach(&self, options: DriverOptions) -> Arc<Driver> {
-        let options = DriverOptions { wait_for_socket_ms: 20_000, ..options };
+        let options = options.with(|options| options.wait_for_socket_ms = 20_000);
         let driver = Driver::connect(&self.socket, options).unwrap();
         // The server has a cache but says so only once it is switched on.
         driver.set_volatile_cache(true);
@@ -83,7 +83,7 @@ struct Reactors {
 }
 
 fn reactors(count: usize) -> Reactors {
-    let config = || ReactorConfig { name: "guest".into(), ..ReactorConfig::default() };
+    let config = || ReactorConfig::default().with(|config| config.name = "guest".into());
     let threads: Vec<_> = (0..count).map(|_| Reactor::spawn(config()).unwrap()).collect();
     Reactors { handles: threads.iter().map(ReactorThread::handle).collect(), _threads: threads }
 }
@@ -98,33 +98,35 @@ fn every_ring_layout_and_both_kinds_of_memory_carry_verified_data() {
     let Some(server) = Server::raw(32 << 20) else { return };
     for (turn, (indirect, event_idx)) in [(true, true), (true, false), (false, true), (false, false)].iter().enumerate()
     {
-        let options = DriverOptions {
-            queues: 2,
-            queue_size: 64,
-            indirect: *indirect,
-            event_idx: *event_idx,
-            ..DriverOptions::default()
-        };
+        let options = DriverOptions::default().with(|options| {
+            options.queues = 2;
+            options.queue_size = 64;
+            options.indirect = *indirect;
+            options.event_idx = *event_idx;
+        });
         let driver = server.attach(options);
         let info = driver.info();
         assert_eq!((info.size_bytes, info.serial.as_str(), info.volatile_cache), (32 << 20, "vhost_user_blk", true));
         let reactors = reactors(2);
         let disk: Arc<dyn Disk> = driver.clone();
         for alloc in [Some(shared(&driver)), None] {
-            let hooks = Hooks { alloc, ..Hooks::default() };
-            let fill = FillSpec { queues: 2, seed: turn as u64, queue_depth: 32, ..FillSpec::default() };
+            let hooks = Hooks::default().with(|hooks| hooks.alloc = alloc);
+            let fill = FillSpec::default().with(|fill| {
+                fill.queues = 2;
+                fill.seed = turn as u64;
+                fill.queue_depth = 32;
+            });
             let filled = fill_and_verify(&disk, &reactors.handles, &fill, &hooks).unwrap();
             assert_eq!((filled.errors, filled.mismatches), (0, 0), "{:?}", filled.first_failure);
-            let spec = BenchSpec {
-                queues: 2,
-                queue_depth: 48,
-                read_percent: 60,
-                stop: Stop::Requests(20_000),
-                flush_every: Some(100),
-                pattern: Pattern::Random { seed: turn as u64 },
-                verify: Some(Verify { seed: 1, initial: Initial::Unknown }),
-                ..BenchSpec::default()
-            };
+            let spec = BenchSpec::default().with(|spec| {
+                spec.queues = 2;
+                spec.queue_depth = 48;
+                spec.read_percent = 60;
+                spec.stop = Stop::Requests(20_000);
+                spec.flush_every = Some(100);
+                spec.pattern = Pattern::Random { seed: turn as u64 };
+                spec.verify = Some(Verify { seed: 1, initial: Initial::Unknown });
+            });
             let report = run(&disk, &reactors.handles, &spec, &hooks).unwrap().report;
             assert_eq!((report.errors, report.mismatches), (0, 0), "{:?}", report.first_mismatch);
             assert_eq!(report.requests, 20_000);
@@ -147,13 +149,12 @@ fn a_killed_server_ends_the_run_with_errors_and_not_with_a_wait() {
         }
         let _ = server.lock().unwrap().child.kill();
     };
-    let hooks = Hooks {
-        alloc: Some(shared(&driver)),
-        progress: Some(&kill),
-        cancel: Some(Arc::clone(&cancel)),
-        ..Hooks::default()
-    };
-    let spec = BenchSpec { stop: Stop::Runtime(Duration::from_secs(600)), ..BenchSpec::default() };
+    let hooks = Hooks::default().with(|hooks| {
+        hooks.alloc = Some(shared(&driver));
+        hooks.progress = Some(&kill);
+        hooks.cancel = Some(Arc::clone(&cancel));
+    });
+    let spec = BenchSpec::default().with(|spec| spec.stop = Stop::Runtime(Duration::from_secs(600)));
     let report = run(&disk, &reactors(1).handles, &spec, &hooks).unwrap().report;
     assert!(report.cancelled && report.errors > 0);
     assert!(driver.is_disconnected());
@@ -165,7 +166,7 @@ fn a_server_takes_the_next_client_after_one_disconnects() {
     for _ in 0..5 {
         let driver = server.attach(DriverOptions::default());
         let disk: Arc<dyn Disk> = driver.clone();
-        let spec = BenchSpec { stop: Stop::Requests(1000), ..BenchSpec::default() };
+        let spec = BenchSpec::default().with(|spec| spec.stop = Stop::Requests(1000));
         let report = run(&disk, &reactors(1).handles, &spec, &Hooks::default()).unwrap().report;
         assert_eq!((report.errors, report.requests), (0, 1000));
         driver.disconnect().unwrap();
@@ -189,13 +190,12 @@ fn discard_and_write_zeroes_leave_zeros() {
     })
     .unwrap();
     receiver.recv_timeout(Duration::from_secs(60)).unwrap();
-    let look = BenchSpec {
-        pattern: Pattern::Sequential,
-        stop: Stop::OnePass,
-        length_bytes: Some(4 << 20),
-        verify: Some(Verify { seed: 5, initial: Initial::Zeros }),
-        ..BenchSpec::default()
-    };
+    let look = BenchSpec::default().with(|spec| {
+        spec.pattern = Pattern::Sequential;
+        spec.stop = Stop::OnePass;
+        spec.length_bytes = Some(4 << 20);
+        spec.verify = Some(Verify { seed: 5, initial: Initial::Zeros });
+    });
     let report = run(&disk, handles, &look, &Hooks::default()).unwrap().report;
     assert_eq!((report.errors, report.mismatches, report.reads), (0, 0, 1024), "{:?}", report.first_mismatch);
 }

@@ -52,7 +52,7 @@ fn main() -> Result<()> {
     let image = tempfile::NamedTempFile::new()?;
     std::fs::write(image.path(), vec![0x5a; 1 << 20])?;
     let format = Some(image::Format::Raw);
-    let disk = image::open(&image::ImageOptions { format, ..image::ImageOptions::new(image.path()) }, &Files)?;
+    let disk = image::open(&image::ImageOptions::new(image.path()).with(|options| options.format = format), &Files)?;
 
     let (_file, mapping) = Mapping::anonymous_file(c"guest", 1 << 20)?;
     let mapping = Arc::new(mapping);

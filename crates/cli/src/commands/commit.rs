@@ -44,16 +44,14 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
     let opener = opener(&args.cache)?;
-    let options = CommitOptions {
-        top: path,
-        format,
-        base: args.base.clone(),
-        keep: args.keep || args.base.is_some(),
-        allow_backing: args.allow_backing.parse()?,
-        listed: args.base.iter().cloned().collect(),
-        change_snapshots: args.change_snapshots,
-        rate: args.rate.as_deref().map(parse_size).transpose()?,
-    };
+    let mut options = CommitOptions::new(path);
+    options.format = format;
+    options.base = args.base.clone();
+    options.keep = args.keep || args.base.is_some();
+    options.allow_backing = args.allow_backing.parse()?;
+    options.listed = args.base.iter().cloned().collect();
+    options.change_snapshots = args.change_snapshots;
+    options.rate = args.rate.as_deref().map(parse_size).transpose()?;
     let reactors = Reactors::start("commit")?;
     let mut watch = Watch::start(&args.progress)?;
     let done = watch.run(|control| jobs::commit(&options, &opener, &reactors.handles(), control));

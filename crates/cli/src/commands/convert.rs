@@ -248,17 +248,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // Before the target is emptied.
     args.target_cache.parse::<CacheMode>()?;
     let (paths, target) = args.sources_and_target()?;
-    let options = ConvertOptions {
-        sparse_bytes: args.sparse_bytes()?,
-        target_is_new: !args.no_create,
-        target_is_zero: args.target_is_zero || (!args.no_create && !holds_old_bytes(&target.path, target.format)),
-        top_only: target.backing.is_some(),
-        compress: args.compress,
-        depth: usize::from(args.requests),
-        rate: args.rate.as_deref().map(parse_size).transpose().context("Invalid rate limit specified")?,
-        offload: args.copy_offload,
-        salvage: args.salvage(paths),
-    };
+    let mut options = ConvertOptions::default();
+    options.sparse_bytes = args.sparse_bytes()?;
+    options.target_is_new = !args.no_create;
+    options.target_is_zero = args.target_is_zero || (!args.no_create && !holds_old_bytes(&target.path, target.format));
+    options.top_only = target.backing.is_some();
+    options.compress = args.compress;
+    options.depth = usize::from(args.requests);
+    options.rate = args.rate.as_deref().map(parse_size).transpose().context("Invalid rate limit specified")?;
+    options.offload = args.copy_offload;
+    options.salvage = args.salvage(paths);
     let sources = args.open_sources(paths)?;
     for source in &sources {
         refuse_same_file(source, &target.path)?;

@@ -72,16 +72,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let (writing, reading) = (opener(&args.cache)?, opener(&args.source_cache)?);
     let reading = if args.force_share { reading.without_locks() } else { reading };
-    let options = RebaseOptions {
-        top: path,
-        format,
-        backing,
-        name_only: args.unsafe_backing,
-        compress: args.compress,
-        allow_backing: args.allow_backing.parse()?,
-        listed: Vec::new(),
-        change_snapshots: args.change_snapshots,
-    };
+    let mut options = RebaseOptions::new(path);
+    options.format = format;
+    options.backing = backing;
+    options.name_only = args.unsafe_backing;
+    options.compress = args.compress;
+    options.allow_backing = args.allow_backing.parse()?;
+    options.change_snapshots = args.change_snapshots;
     let reactors = Reactors::start("rebase")?;
     let mut watch = Watch::start(&args.progress)?;
     let done = watch.run(|control| jobs::rebase(&options, &writing, &reading, &reactors.handles(), control));

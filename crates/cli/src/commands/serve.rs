@@ -58,12 +58,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let queues = drives.iter().map(|drive| usize::from(Daemon::queues_of(drive))).sum::<usize>();
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let named = drives.iter().filter_map(|drive| drive.disk.file.as_ref()?.path().map(PathBuf::from));
-    let mut daemon = Daemon::start(DaemonConfig {
-        reactors: args.reactors.map_or(cpus.min(queues), usize::from),
-        poll_max_us: Daemon::poll_max_us_of(&drives, args.poll_max_us),
-        allow_backing,
-        listed: named.chain(args.backing.iter().cloned()).collect(),
-    })?;
+    let mut daemon = Daemon::start(DaemonConfig::default().with(|config| {
+        config.reactors = args.reactors.map_or(cpus.min(queues), usize::from);
+        config.poll_max_us = Daemon::poll_max_us_of(&drives, args.poll_max_us);
+        config.allow_backing = allow_backing;
+        config.listed = named.chain(args.backing.iter().cloned()).collect();
+    }))?;
     for drive in &drives {
         daemon.add(drive)?;
     }

@@ -91,17 +91,17 @@ impl Args {
         }
         let size = parse_size(&self.size)?;
         let step = self.step.as_deref().map_or(Ok(0), parse_size)?;
-        Ok(RequestBench {
-            count: self.count,
-            depth: self.depth as usize,
-            offset: parse_size(&self.offset)?,
-            size_bytes: usize::try_from(size).map_err(|_| anyhow!("Invalid buffer size specified"))?,
-            step_bytes: if step == 0 { size } else { step },
-            write: self.write,
-            pattern: self.pattern,
-            flush_interval: self.flush_interval,
-            drain: !self.no_drain,
-        })
+        let mut bench = RequestBench::default();
+        bench.count = self.count;
+        bench.depth = self.depth as usize;
+        bench.offset = parse_size(&self.offset)?;
+        bench.size_bytes = usize::try_from(size).map_err(|_| anyhow!("Invalid buffer size specified"))?;
+        bench.step_bytes = if step == 0 { size } else { step };
+        bench.write = self.write;
+        bench.pattern = self.pattern;
+        bench.flush_interval = self.flush_interval;
+        bench.drain = !self.no_drain;
+        Ok(bench)
     }
 }
 
@@ -125,7 +125,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.write && args.force_share {
         bail!("-U (no locks) and -w (writing) cannot go together: another program may be using the image");
     }
-    let options = ImageOptions { format, read_only: !args.write, ..ImageOptions::new(&path) };
+    let options = ImageOptions::new(&path).with(|options| {
+        options.format = format;
+        options.read_only = !args.write;
+    });
     let opener = opener(&args.cache)?.with_engine(args.engine()?);
     let opener = if args.force_share { opener.without_locks() } else { opener };
     let image = Arc::new(image::open(&options, &opener)?);

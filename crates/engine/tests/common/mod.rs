@@ -14,7 +14,7 @@ use std::rc::Rc;
 use std::sync::{Arc, mpsc};
 
 pub(crate) fn reactor(name: &str) -> ReactorThread {
-    Reactor::spawn(ReactorConfig { name: name.into(), ..ReactorConfig::default() }).unwrap()
+    Reactor::spawn(ReactorConfig::default().with(|config| config.name = name.into())).unwrap()
 }
 
 /// Runs a task on the reactor and waits for what it returns.

@@ -19,6 +19,7 @@ pub const MAX_LAYERS: usize = 256;
 
 /// How to open an image.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ImageOptions {
     /// The image that the user named.
     pub name: FileName,
@@ -41,6 +42,13 @@ pub struct ImageOptions {
 }
 
 impl ImageOptions {
+    /// Changes some of them: `ImageOptions::new(path).with(|options| options.read_only = true)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+
     /// Options for the image `name` with everything else at its default. A path is taken as it is; for a name with a
     /// protocol see [`FileName::parse`].
     #[must_use]

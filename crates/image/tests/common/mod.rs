@@ -198,11 +198,10 @@ impl Chain {
 
     /// As [`Chain::open`], without some barriers.
     pub fn open_without(&self, storage: &SimStorage, barriers: &[Barrier]) -> Result<OpenedDisk> {
-        let options = ImageOptions {
-            format: Some(self.top().format()),
-            table_cache_bytes: self.table_cache_bytes,
-            ..ImageOptions::new(&name(0))
-        };
+        let options = ImageOptions::new(&name(0)).with(|options| {
+            options.format = Some(self.top().format());
+            options.table_cache_bytes = self.table_cache_bytes;
+        });
         open_with(storage, &options, barriers)
     }
 
@@ -282,7 +281,14 @@ pub fn open_as(
     read_only: bool,
     skipped: &[Barrier],
 ) -> Result<OpenedDisk> {
-    open_with(storage, &ImageOptions { format: Some(format), read_only, ..ImageOptions::new(&name(index)) }, skipped)
+    open_with(
+        storage,
+        &ImageOptions::new(&name(index)).with(|options| {
+            options.format = Some(format);
+            options.read_only = read_only;
+        }),
+        skipped,
+    )
 }
 
 fn open_with(storage: &SimStorage, options: &ImageOptions, skipped: &[Barrier]) -> Result<OpenedDisk> {

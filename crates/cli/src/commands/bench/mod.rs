@@ -320,17 +320,16 @@ fn spec(args: &Args) -> anyhow::Result<BenchSpec> {
     };
     let (time, warmup) = if args.is_series() { (SERIES_SECONDS, SERIES_SECONDS / 10.0) } else { (SINGLE_SECONDS, 0.0) };
     let runtime = Stop::Runtime(seconds("--time", args.time.unwrap_or(time))?);
-    Ok(BenchSpec {
-        queue_depth: args.depth,
-        queues: args.queues.into(),
-        block_bytes,
-        read_percent,
-        pattern: if random { Pattern::Random { seed: args.seed } } else { Pattern::Sequential },
-        length_bytes: args.size.as_deref().map(parse_size).transpose()?,
-        stop: args.count.map_or(runtime, Stop::Requests),
-        warmup: seconds("--warmup", args.warmup.unwrap_or(warmup))?,
-        flush_every: args.flush_every,
-        verify: args.verify.then_some(Verify { seed: args.seed, initial: Initial::Unknown }),
-        ..BenchSpec::default()
-    })
+    let mut spec = BenchSpec::default();
+    spec.queue_depth = args.depth;
+    spec.queues = args.queues.into();
+    spec.block_bytes = block_bytes;
+    spec.read_percent = read_percent;
+    spec.pattern = if random { Pattern::Random { seed: args.seed } } else { Pattern::Sequential };
+    spec.length_bytes = args.size.as_deref().map(parse_size).transpose()?;
+    spec.stop = args.count.map_or(runtime, Stop::Requests);
+    spec.warmup = seconds("--warmup", args.warmup.unwrap_or(warmup))?;
+    spec.flush_every = args.flush_every;
+    spec.verify = args.verify.then_some(Verify { seed: args.seed, initial: Initial::Unknown });
+    Ok(spec)
 }

@@ -43,7 +43,7 @@ impl Plan<'_> {
         let names: Vec<String> = self.targets.iter().map(|target| target.name.clone()).collect();
         let mut depths = Vec::new();
         for (index, depth) in self.depths.iter().enumerate() {
-            let spec = BenchSpec { queue_depth: *depth, ..self.spec.clone() };
+            let spec = self.spec.clone().with(|spec| spec.queue_depth = *depth);
             let mut rounds = Vec::new();
             for round in 0..self.rounds {
                 let done = (index as u32 * self.rounds + round) as f64;

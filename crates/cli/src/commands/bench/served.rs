@@ -9,7 +9,6 @@ use daemon::{Daemon, DaemonConfig};
 use drive::DriveOptions;
 use driver::{Driver, DriverOptions};
 use engine::ReactorStats;
-use image::BackingPolicy;
 use load::Hooks;
 use std::sync::Arc;
 use tempfile::TempDir;
@@ -31,19 +30,17 @@ impl Served {
         let socket = drive.export.socket.clone().unwrap_or_else(|| directory.path().join("disk.sock"));
         let queues = guest.queues;
         let queue_size = drive.export.queue_size.unwrap_or(guest.queue_size);
-        let config = DaemonConfig {
-            reactors: usize::from(queues),
-            poll_max_us: drive.export.poll_max_us,
-            allow_backing: BackingPolicy::default(),
-            listed: Vec::new(),
-        };
+        let config = DaemonConfig::default().with(|config| {
+            config.reactors = usize::from(queues);
+            config.poll_max_us = drive.export.poll_max_us;
+        });
         let mut daemon = Daemon::start(config)?;
         let mut drive = drive.clone();
         drive.export.queues = drive.export.queues.or(Some(queues));
         drive.export.queue_size = Some(queue_size);
         drive.export.socket = Some(socket.clone());
         daemon.add(&drive)?;
-        let driver = Driver::connect(&socket, DriverOptions { queue_size, ..guest })?;
+        let driver = Driver::connect(&socket, guest.with(|options| options.queue_size = queue_size))?;
         Ok(Self { daemon: Arc::new(daemon), driver: Arc::new(driver), _directory: directory })
     }
 
@@ -64,7 +61,7 @@ impl Served {
             all.extend(server_counters(&daemon));
             all
         };
-        Hooks { counters: Some(Arc::new(counters)), ..hooks }
+        hooks.with(|hooks| hooks.counters = Some(Arc::new(counters)))
     }
 
     pub(super) fn close(self) -> anyhow::Result<()> {

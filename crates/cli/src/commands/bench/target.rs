@@ -110,7 +110,7 @@ impl Target {
         cancel: &Arc<AtomicBool>,
         progress: &dyn Fn(f64),
     ) -> anyhow::Result<Measured> {
-        let spec = BenchSpec { server_pids: self.server_pids.clone(), ..spec.clone() };
+        let spec = spec.clone().with(|spec| spec.server_pids = self.server_pids.clone());
         let opened = Opened::open(&self.kind, &spec)?;
         let reactors = Arc::new(self.reactors(spec.queues)?);
         let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(ReactorThread::handle).collect();
@@ -122,7 +122,10 @@ impl Target {
                 stop.store(true, Ordering::Relaxed);
             }
         };
-        let hooks = Hooks { progress: Some(&tell), cancel: Some(Arc::clone(&stop)), ..opened.hooks(&reactors) };
+        let hooks = opened.hooks(&reactors).with(|hooks| {
+            hooks.progress = Some(&tell);
+            hooks.cancel = Some(Arc::clone(&stop));
+        });
         let measured = load::run(&opened.disk(), &handles, &spec, &hooks);
         drop(hooks);
         for reactor in Arc::into_inner(reactors).unwrap_or_default() {
@@ -142,7 +145,12 @@ impl Target {
             Kind::Drive(drive) => drive.export.poll_max_us.unwrap_or(self.poll_max_us),
             Kind::Socket(_) | Kind::Serve(_) => self.poll_max_us,
         };
-        let config = |index| ReactorConfig { name: format!("bench-{index}"), poll_max_us, ..defaults.clone() };
+        let config = |index| {
+            defaults.clone().with(|config| {
+                config.name = format!("bench-{index}");
+                config.poll_max_us = poll_max_us;
+            })
+        };
         (0..count).map(|index| Ok(Reactor::spawn(config(index))?)).collect()
     }
 }
@@ -172,11 +180,12 @@ enum Opened {
 
 impl Opened {
     fn open(kind: &Kind, spec: &BenchSpec) -> anyhow::Result<Self> {
-        let guest = || DriverOptions {
-            queues: spec.queues as u16,
-            queue_size: queue_size(spec.queue_depth),
-            memory_bytes: spec.buffers_bytes(),
-            ..DriverOptions::default()
+        let guest = || {
+            DriverOptions::default().with(|options| {
+                options.queues = spec.queues as u16;
+                options.queue_size = queue_size(spec.queue_depth);
+                options.memory_bytes = spec.buffers_bytes();
+            })
         };
         // A measurement that only reads leaves the file alone, and shares it with other readers.
         let for_load = |drive: &DriveOptions| {
@@ -224,7 +233,7 @@ impl Opened {
                     }
                     counters
                 };
-                Hooks { counters: Some(Arc::new(counters)), ..Hooks::default() }
+                Hooks::default().with(|hooks| hooks.counters = Some(Arc::new(counters)))
             }
         }
     }

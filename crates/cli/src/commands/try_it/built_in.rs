@@ -47,7 +47,10 @@ pub(super) fn run(plan: &Plan, bar: &Bar) -> anyhow::Result<String> {
 
 /// The driver on the socket.
 fn connect(socket: &Path) -> anyhow::Result<Driver> {
-    let options = DriverOptions { queues: 1, memory_bytes: BUFFERS_BYTES, ..DriverOptions::default() };
+    let options = DriverOptions::default().with(|options| {
+        options.queues = 1;
+        options.memory_bytes = BUFFERS_BYTES;
+    });
     Ok(Driver::connect(socket, options)?)
 }
 

@@ -57,16 +57,15 @@ pub(super) struct Part {
 impl Side<'_> {
     /// Bytes a second of `cell` on the first `size_bytes`.
     pub(super) fn rate(&self, cell: &Cell, size_bytes: u64, time: Duration) -> anyhow::Result<f64> {
-        let spec = BenchSpec {
-            queue_depth: cell.queue_depth,
-            block_bytes: cell.block_bytes,
-            read_percent: cell.read_percent,
-            pattern: if cell.random { Pattern::Random { seed: 1 } } else { Pattern::Sequential },
-            length_bytes: Some(size_bytes),
-            stop: Stop::Runtime(time),
-            warmup: time / 10,
-            ..BenchSpec::default()
-        };
+        let spec = BenchSpec::default().with(|spec| {
+            spec.queue_depth = cell.queue_depth;
+            spec.block_bytes = cell.block_bytes;
+            spec.read_percent = cell.read_percent;
+            spec.pattern = if cell.random { Pattern::Random { seed: 1 } } else { Pattern::Sequential };
+            spec.length_bytes = Some(size_bytes);
+            spec.stop = Stop::Runtime(time);
+            spec.warmup = time / 10;
+        });
         let Outcome { report, .. } = self.run(cell.label, &spec)?;
         Ok(report.bytes_per_second)
     }
@@ -87,23 +86,22 @@ impl Side<'_> {
 
     fn one_pass(&self, part: Part, read_percent: u8, verify: Verify) -> anyhow::Result<Option<VerifyState>> {
         let what = if read_percent == 0 { "writing patterned data" } else { "reading patterned data back" };
-        let spec = BenchSpec {
-            queue_depth: 16,
-            block_bytes: LARGEST_BLOCK_BYTES as u32,
-            read_percent,
-            pattern: Pattern::Sequential,
-            offset_bytes: part.offset_bytes,
-            length_bytes: Some(part.length_bytes),
-            stop: Stop::OnePass,
-            verify: Some(verify),
-            ..BenchSpec::default()
-        };
+        let spec = BenchSpec::default().with(|spec| {
+            spec.queue_depth = 16;
+            spec.block_bytes = LARGEST_BLOCK_BYTES as u32;
+            spec.read_percent = read_percent;
+            spec.pattern = Pattern::Sequential;
+            spec.offset_bytes = part.offset_bytes;
+            spec.length_bytes = Some(part.length_bytes);
+            spec.stop = Stop::OnePass;
+            spec.verify = Some(verify);
+        });
         Ok(self.run(what, &spec)?.state)
     }
 
     /// Any request that fails and any block that holds wrong data fails the run.
     fn run(&self, what: &str, spec: &BenchSpec) -> anyhow::Result<Outcome> {
-        let hooks = Hooks { cancel: Some(Arc::clone(&self.cancel)), ..self.hooks.clone() };
+        let hooks = self.hooks.clone().with(|hooks| hooks.cancel = Some(Arc::clone(&self.cancel)));
         let outcome = load::run(&self.disk, self.reactors, spec, &hooks)?;
         let report = &outcome.report;
         if report.cancelled {

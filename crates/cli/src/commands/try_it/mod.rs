@@ -138,7 +138,10 @@ impl Plan {
     }
 
     fn daemon_config(&self, reactors: usize) -> DaemonConfig {
-        DaemonConfig { reactors, poll_max_us: None, allow_backing: BackingPolicy::Deny, listed: Vec::new() }
+        DaemonConfig::default().with(|config| {
+            config.reactors = reactors;
+            config.allow_backing = BackingPolicy::Deny;
+        })
     }
 
     /// Fails if the user wants us to stop.
