@@ -2,7 +2,7 @@
 
 use crate::command::Program;
 use crate::counts::Counts;
-use crate::{arrows, documents, packages, tidy};
+use crate::{arrows, documents, folder_arrows, packages, tidy};
 use anyhow::{Result, bail};
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,11 @@ const STEPS: &[Step] = &[
     Step { name: "packages", about: "the Debian packages that the tests need", run: || list(packages::install()?) },
     Step { name: "format", about: "rustfmt has nothing to change", run: || cargo(&["fmt", "--all", "--check"]) },
     Step { name: "clippy", about: "no warning of the compiler or of clippy", run: clippy },
-    Step { name: "arrows", about: "dependencies between the rooms point down", run: || list(arrows::check()?) },
+    Step {
+        name: "arrows",
+        about: "dependencies between rooms, and between folders inside some, point down",
+        run: arrows,
+    },
     Step { name: "tidy", about: "rules of the house that no compiler checks", run: || list(tidy::check()?) },
     Step { name: "rustdoc", about: "the crates' documentation builds without a warning", run: rustdoc },
     Step { name: "tests", about: "every test but the slow ones", run: tests },
@@ -116,6 +120,12 @@ fn list(complaints: Vec<String>) -> Result<Counts> {
 /// A cargo command that passes or fails as a whole.
 fn cargo(arguments: &[&str]) -> Result<Counts> {
     Ok(Counts::one(Program::cargo().args(arguments).watch()?.success()))
+}
+
+fn arrows() -> Result<Counts> {
+    let mut complaints = arrows::check()?;
+    complaints.extend(folder_arrows::check()?);
+    list(complaints)
 }
 
 fn clippy() -> Result<Counts> {

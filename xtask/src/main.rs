@@ -9,6 +9,7 @@ mod ci;
 mod command;
 mod counts;
 mod documents;
+mod folder_arrows;
 mod packages;
 mod tidy;
 mod workspace;
