@@ -15,22 +15,23 @@ pub struct Topology {
     pub optimal_io_bytes: u32,
 }
 
-/// What a disk is. While it is served only `size_bytes` and `volatile_cache` may change; see [`Disk::subscribe`].
+/// The properties of a disk. Only `size_bytes` and `volatile_cache` may change while it is served; see
+/// [`Disk::subscribe`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DiskInfo {
-    /// Capacity, a multiple of 512. It may grow at any time: whoever keeps a copy subscribes to changes. A disk serves
-    /// requests up to its new end before it tells of it.
+    /// Capacity, a multiple of 512. It may grow at any time, so subscribe to changes if you keep a copy. A disk serves
+    /// requests up to its new end before it tells its listeners.
     pub size_bytes: u64,
     /// The smallest unit a guest may address (a power of two, at least 512).
     pub logical_block_bytes: u32,
-    /// What to align to.
+    /// Sizes to align to.
     pub topology: Topology,
     /// Writes fail with [`crate::IoErrorKind::ReadOnly`].
     pub read_only: bool,
     /// Whether completed writes can be lost without a flush: false for write-through disks, on which every completed
     /// write is durable.
     pub volatile_cache: bool,
-    /// Whether discard does something.
+    /// Whether discard has an effect.
     pub discard: bool,
     /// Best alignment and granularity of discard in bytes; zero where discard does nothing.
     pub discard_granularity_bytes: u32,
@@ -43,26 +44,26 @@ pub struct DiskInfo {
 /// The control plane of a disk.
 ///
 /// Contract: a disk serves any number of queues on any threads at once; a flush on one covers writes completed on all.
-/// Nothing that a guest submits may panic. Overlapping requests in flight at once may be carried out in any order. Two writes
-/// never tear a sector between them; a read that overlaps a write may see any part of it (the kernel's page cache copies
-/// without a lock).
+/// Nothing that a guest submits may panic. Overlapping requests in flight at once may be carried out in any order. Two
+/// writes never tear a sector between them; a read that overlaps a write may see any part of it (the kernel's page
+/// cache copies without a lock).
 pub trait Disk: Send + Sync {
-    /// What it is, now.
+    /// Its properties at this moment.
     fn info(&self) -> DiskInfo;
 
     /// Opens a queue; called on the thread of the reactor that `ctx` belongs to, and used only there.
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>>;
 
-    /// Changes whether completed writes may stay volatile (`false` makes every later write durable before it completes).
-    /// Disks that cannot switch ignore it; the next [`Disk::info`] tells.
+    /// Changes whether completed writes may stay volatile (`false` makes every later write durable before it
+    /// completes). Disks that cannot switch ignore it; the next [`Disk::info`] tells.
     fn set_volatile_cache(&self, volatile: bool) {
         let _ = volatile;
     }
 
-    /// Tells `listener` of every later change of [`Disk::info`], for as long as its owner keeps it. Ask [`Disk::info`]
-    /// after subscribing, so that no change falls between. A disk that never changes ignores this; others keep a
-    /// [`crate::Listeners`]. A filter passes the subscription to the disk below, and what it hears to its own listeners
-    /// where it tells another [`DiskInfo`].
+    /// Tells `listener` of every later change of [`Disk::info`], as long as the listener's owner keeps it. Ask
+    /// [`Disk::info`] after subscribing, so that no change is missed. A disk that never changes ignores this; others
+    /// keep a [`crate::Listeners`]. A filter passes the subscription on to the disk below. If its own [`DiskInfo`]
+    /// differs, it listens itself and tells its own listeners.
     fn subscribe(&self, listener: Weak<dyn DiskListener>) {
         let _ = listener;
     }
@@ -70,15 +71,15 @@ pub trait Disk: Send + Sync {
 
 /// The data plane of a disk on one thread.
 ///
-/// Dropping a queue with requests in flight is allowed: what was pushed to the storage still happens, memory stays
-/// alive until it has, and no completion is delivered.
+/// Dropping a queue with requests in flight is allowed. What was pushed to the storage still happens, and its memory
+/// stays alive until then. No completion is delivered.
 pub trait DiskQueue {
-    /// Takes one request. Only pushes: nothing waits, nothing reaches the kernel before the reactor's next submit (an
-    /// engine that serves resident data may complete at once). The completion comes through [`DiskQueue::harvest`],
-    /// also for requests that are refused.
+    /// Takes one request. This only pushes: nothing waits, and nothing reaches the kernel before the reactor's next
+    /// submit. An engine with resident data may complete the request at once. The completion comes through
+    /// [`DiskQueue::harvest`], also for requests that are refused.
     fn submit(&mut self, tag: Tag, op: Op);
 
-    /// Appends what has completed since the last call to `done` and returns how many that were.
+    /// Appends the completions since the last call to `done`, and returns their number.
     fn harvest(&mut self, done: &mut Vec<Completion>) -> usize;
 
     /// Requests submitted and not yet harvested.

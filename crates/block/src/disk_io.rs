@@ -8,7 +8,7 @@ use std::rc::{Rc, Weak};
 /// A queue of a disk on one reactor, shared by the reactor's tasks. It is closed when the last of them drops it.
 pub struct DiskIo {
     queue: RefCell<Box<dyn DiskQueue>>,
-    /// Who waits, by tag.
+    /// The tasks that wait, by tag.
     waiting: RefCell<Vec<Option<PoolRc<Waiter>>>>,
     ctx: Rc<dyn ReactorCtx>,
     poller: RefCell<Option<PollerId>>,
@@ -70,7 +70,8 @@ impl DiskIo {
     }
 }
 
-/// Takes the bytes back from a buffer whose operation has ended. They are copied if somebody else still holds the buffer.
+/// Takes the bytes back from a buffer whose operation has ended. They are copied if somebody else still holds the
+/// buffer.
 pub fn reclaim(buf: IoBuf) -> AlignedBuf {
     buf.into_aligned().unwrap_or_else(|shared| AlignedBuf::copy_of(&shared.whole().to_vec()))
 }

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
 const IDLE: u64 = u64::MAX;
-/// Epochs with operations in flight on one queue, for which there is room from the beginning.
+/// Room from the beginning, for epochs that have operations in flight on one queue.
 const ROOM: usize = 16;
 
 #[derive(Debug)]
@@ -36,11 +36,11 @@ impl Epochs {
         Participant { published, newest: 0, in_newest: 0, older: VecDeque::with_capacity(ROOM) }
     }
 
-    /// Call after unpublishing a mapping: what it pointed to may be reused once [`Epochs::is_over`] of the returned
-    /// epoch.
+    /// Call this after unpublishing a mapping. Its space may be used again once [`Epochs::is_over`] says so for the
+    /// returned epoch.
     pub fn retire(&self) -> u64 {
         let epoch = self.now.fetch_add(1, Ordering::SeqCst);
-        // Between the unpublishing and the look at the queues: the other half of the fence in `Participant::begin`.
+        // Orders the unpublishing before the look at the queues. The other half is the fence in `Participant::begin`.
         fence(Ordering::SeqCst);
         epoch
     }
@@ -56,8 +56,8 @@ impl Epochs {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ticket(u64);
 
-/// One queue's part. If it is dropped with operations in flight, those count as ended, so a queue that goes away before
-/// its operations leaves its part with their [`crate::Sink::keep`].
+/// One queue's part. If it is dropped with operations in flight, those count as ended. So a queue that goes away before
+/// its operations leaves its part in their sink ([`crate::Sink::keep`]).
 #[derive(Debug)]
 pub struct Participant {
     published: Arc<Published>,
@@ -94,7 +94,7 @@ impl Participant {
         self.newest = now;
     }
 
-    /// The operation ended: nothing of it is in flight any more.
+    /// The operation ended: no part of it is in flight any more.
     #[inline]
     pub fn end(&mut self, ticket: Ticket) {
         if ticket.0 == self.newest {

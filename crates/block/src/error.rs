@@ -3,7 +3,7 @@
 use std::fmt;
 use std::io;
 
-/// What kind of thing went wrong, so that callers can choose an exit code or a reaction without reading prose.
+/// The kind of an error, so that callers can choose an exit code or a reaction without reading the message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -81,7 +81,7 @@ impl fmt::Display for Error {
 // `source()` stays `None`: Display already tells the whole chain, and reporters would print it twice.
 impl std::error::Error for Error {}
 
-/// What kind of end a failed request has; a front end turns it into its protocol's status.
+/// How a request failed; a front end turns this into its protocol's status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum IoErrorKind {

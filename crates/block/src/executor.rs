@@ -1,10 +1,10 @@
 //! The reactor's own executor for slow work: metadata misses, copy-on-write, allocation, compression.
 //!
-//! Tasks stay on their thread; wakers may be used from any. Dropping the executor drops its tasks: the engine keeps
-//! whatever memory the kernel may still write.
+//! Tasks stay on their thread; wakers may be used from any thread. Dropping the executor drops its tasks. The engine
+//! keeps the memory that the kernel may still write.
 //!
-//! A task's memory comes from the pool ([`Task`]). What stays with the executor is a place for each task of its peak,
-//! with its waker: a few words.
+//! A task's memory comes from the pool ([`Task`]). The executor keeps a few words for each task of its peak: a place,
+//! and a waker.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -18,15 +18,15 @@ use std::thread::ThreadId;
 /// A task of the slow path.
 pub type Task = memory::PooledFuture;
 
-/// Tasks at once for which there is room from the beginning.
+/// Room for this many tasks at once, from the beginning.
 const ROOM: usize = 64;
 
 struct Shared {
     ready: Mutex<VecDeque<usize>>,
-    /// Something is ready: looked at each turn, so that the lock is taken only then.
+    /// Something is ready. Each turn looks at this flag first, and takes the lock only if it is set.
     has_ready: AtomicBool,
     home: ThreadId,
-    /// Called when a task becomes ready from another thread: gets a sleeping reactor out of its wait.
+    /// Called when another thread makes a task ready: wakes a sleeping reactor.
     notify: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -114,7 +114,7 @@ impl Executor {
                 let index = slots.len();
                 let waker = TaskWaker { index, queued: AtomicBool::new(false), shared: Arc::clone(&self.shared) };
                 slots.push(Slot { task: Some(task), waker: Arc::new(waker) });
-                // All may be ready, or ended, at once: later than now nothing is allocated for that.
+                // All tasks may be ready, or end, at once. Room for that is made here, so that nothing allocates later.
                 self.reserve(slots.len());
                 index
             }
@@ -159,7 +159,7 @@ impl Executor {
     }
 
     fn poll_task(&self, index: usize) {
-        // Out of the slot while it runs: the task may spawn others.
+        // The task leaves its slot while it runs, because it may spawn others.
         let mut slots = self.slots.borrow_mut();
         let slot = &mut slots[index];
         slot.waker.queued.store(false, Ordering::Release);

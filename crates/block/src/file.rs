@@ -16,14 +16,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-/// Whether other programs can tell that a file is in use, and we that they use it.
+/// Whether a file is locked, so that we and other programs see each other's use of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Locks {
     /// It is locked.
     Held,
-    /// It is not, because nobody asked for that.
+    /// It is not locked, because nobody asked for it.
     NotWanted,
-    /// It was to be locked, and its file system cannot do that.
+    /// It should be locked, but its file system has no locks.
     Lacking,
 }
 
@@ -51,10 +51,9 @@ pub struct FileInfo {
     pub block_device: bool,
     /// Whether writing past the end makes the file longer, with zeros between.
     pub can_grow: bool,
-    /// Whether others are kept from using it meanwhile.
+    /// Whether others are kept from using it.
     pub locks: Locks,
-    /// It lies in memory, and a reactor copies its bytes itself instead of waiting for somebody: requests in flight at
-    /// the same time gain nothing.
+    /// It lies in memory, and reactors copy its bytes themselves. Several requests in flight at once then gain nothing.
     pub in_memory: bool,
     /// One line: the engine, the cache mode, and why they were chosen.
     pub engine: String,
@@ -68,15 +67,15 @@ pub trait File: Send + Sync + Debug {
     /// Its length now, in bytes.
     fn length_bytes(&self) -> Result<u64>;
 
-    /// Whether the bytes from `offset` on are a hole (and so read as zeros), and for how many of at most `length` bytes
-    /// that is so. A file that cannot tell says that all of it is data.
+    /// Whether the bytes from `offset` on are a hole (and so read as zeros), and how many of at most `length` bytes
+    /// have the same answer. A file that cannot tell says that everything is data.
     fn hole_at(&self, offset: u64, length: u64) -> Result<(bool, u64)> {
         let _ = offset;
         Ok((false, length))
     }
 
-    /// As [`Self::hole_at`], for whoever counts granules of the file in which any byte is data: what follows data may be
-    /// called data too, up to the granule's end. Costs less where the host looks for the end of data page by page.
+    /// As [`Self::hole_at`], for counting granules of the file that hold any data. A hole behind data may count as data
+    /// up to the granule's end. This is cheaper where the host looks for the end of data page by page.
     fn hole_or_granule_at(&self, offset: u64, length: u64, granule_bytes: u64) -> Result<(bool, u64)> {
         let _ = granule_bytes;
         self.hole_at(offset, length)
@@ -85,10 +84,10 @@ pub trait File: Send + Sync + Debug {
     /// A queue for one reactor's thread. Cheap after the first on a reactor.
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>>;
 
-    /// A queue that carries out each push before it returns, on whatever thread: for opening images and for tools.
+    /// A queue that carries out each push before it returns, on any thread: for opening images and for tools.
     fn open_blocking(&self) -> Result<Rc<dyn FileQueue>>;
 
-    /// The descriptor from which the host can copy by itself; `None` where there is none, or none that it should.
+    /// The descriptor from which the host can copy by itself; `None` if it cannot or should not.
     fn copy_source(&self) -> Option<BorrowedFd<'_>> {
         None
     }
@@ -100,13 +99,13 @@ pub trait FileQueue {
     /// exactly once, perhaps before this returns. The operation's window is held until the kernel is done with it,
     /// whatever happens to the owner of `done`.
     ///
-    /// The queue guarantees: any offset and length works (see [`FileInfo::offset_alignment_bytes`]); short reads and
-    /// writes are resumed or failed, never reported as success.
+    /// Any offset and length works (see [`FileInfo::offset_alignment_bytes`]). Short reads and writes are resumed or
+    /// failed, never reported as success.
     fn push(&self, io: FileIo);
 
-    /// Lets the host copy from another file, without the bytes passing through our memory; a reflink where the file
-    /// system makes one. `done` is completed as for a push. Unsupported, or whatever the kernel says, where the host
-    /// does not: part of the range may have been written then, and the caller moves all of it itself.
+    /// Lets the host copy from another file, without the bytes passing through our memory. The file system may make a
+    /// reflink. `done` is completed as for a push. If the host does not copy, the error is Unsupported or the kernel's.
+    /// Part of the range may have been written then, and the caller moves all of it itself.
     fn copy_from(&self, copy: CopyRange, done: Done) {
         drop(copy);
         done.complete(Err(IoError::new(IoErrorKind::Unsupported)));
@@ -131,7 +130,7 @@ pub struct CopyRange {
 pub enum PastEnd {
     /// Zeros (a qcow2 cluster that was allocated but never written).
     Zeros,
-    /// An I/O error: the bytes ought to be there.
+    /// An I/O error, because the bytes should be there.
     Fails,
 }
 
@@ -181,19 +180,19 @@ pub enum FileOp {
     },
 }
 
-/// An operation and who wants to know its end.
+/// An operation, and the receiver of its end.
 #[derive(Debug)]
 pub struct FileIo {
     /// What to do.
     pub op: FileOp,
-    /// How urgent it is; of reads and writes only. An engine that has no way to say so leaves it out: one whose calls are
-    /// made by threads, which have a priority of their own.
+    /// How urgent it is; of reads and writes only. An engine that has no way to say so leaves it out: one whose calls
+    /// are made by threads, which have a priority of their own.
     pub priority: Priority,
     /// Told once, when it is done.
     pub done: Done,
 }
 
-/// Who is told about the end of an operation.
+/// The receiver of an operation's end.
 #[derive(Debug, Clone)]
 pub enum Done {
     /// A queue that drains its sink each turn.
@@ -249,8 +248,8 @@ impl Sink {
         self.done.borrow().is_empty()
     }
 
-    /// Keeps `value` until the sink goes: operations in flight hold their sink, so a queue that is dropped with some in
-    /// flight leaves here what must outlive them (its part in the image's epochs).
+    /// Keeps `value` until the sink is dropped. Operations in flight hold their sink. So a queue that is dropped before
+    /// them leaves here what must outlive them: its part in the image's epochs.
     pub fn keep(&self, value: Box<dyn Any>) {
         *self.keep.borrow_mut() = Some(value);
     }
@@ -264,8 +263,8 @@ impl Sink {
 
 room_for!(Waiter, "end of an operation that a task awaits");
 
-/// The end of one operation, awaited by a task. Dropping the future that waits is safe: the engine still holds the
-/// operation's memory, and this.
+/// The end of one operation, awaited by a task. Dropping the future that waits is safe: the engine still holds this and
+/// the operation's memory.
 #[derive(Debug, Default)]
 pub struct Waiter {
     result: Cell<Option<IoResult>>,
@@ -337,8 +336,8 @@ impl dyn FileQueue {
         self.start_with(op, priority, Waiter::new())
     }
 
-    /// As `start`, keeping `value` until the operation has ended, also if the future is dropped before: a write to space
-    /// that must not be used again meanwhile keeps its queue's part in the image's [`crate::Epochs`].
+    /// As `start`, keeping `value` until the operation has ended, also if the future is dropped before: a write to
+    /// space that must not be used again meanwhile keeps its queue's part in the image's [`crate::Epochs`].
     pub fn start_keeping(&self, op: FileOp, value: Rc<dyn Any>) -> impl Future<Output = IoResult> + use<> {
         self.start_keeping_at(op, Priority::NONE, value)
     }

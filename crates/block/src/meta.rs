@@ -1,7 +1,7 @@
 //! How formats read and write their tables: a file queue, awaited.
 //!
-//! Order is made by awaiting: a write that is awaited, then a [`MetaIo::flush`] that is awaited, is durable before
-//! whatever is started after. Nothing else orders.
+//! Awaiting makes the order: await a write, then await a [`MetaIo::flush`], and the write is durable before everything
+//! that is started later. Nothing else orders operations.
 
 use crate::{FileOp, FileQueue, IoResult, PastEnd};
 use memory::{AlignedBuf, IoBuf};
@@ -22,7 +22,7 @@ impl MetaIo {
         Self { queue, data: None }
     }
 
-    /// The same, of an image whose guest data lie in a file of their own: that has to be flushed too.
+    /// The same, for an image whose guest data lie in a file of their own, which must be flushed too.
     #[must_use]
     pub fn with_data(self, data: Rc<dyn FileQueue>) -> Self {
         Self { data: Some(data), ..self }
@@ -74,7 +74,7 @@ impl MetaIo {
     }
 }
 
-/// The bytes back from a buffer whose operation is complete: a copy where the engine still holds a handle.
+/// Takes the bytes back from a buffer whose operation is complete. They are copied if the engine still holds a handle.
 fn reclaim(buf: IoBuf) -> AlignedBuf {
     buf.into_aligned().unwrap_or_else(|shared| AlignedBuf::copy_of(&shared.whole().to_vec()))
 }

@@ -6,7 +6,7 @@ use memory::Window;
 /// The unit of virtio-blk's and most formats' addresses.
 pub const SECTOR_BYTES: u64 = 512;
 
-/// Chosen by whoever submits; comes back with the completion. A front end uses the descriptor head.
+/// Chosen by the submitter; comes back with the completion. A front end uses the descriptor head.
 pub type Tag = u64;
 
 /// One request. It owns (or pins) the memory it touches until its completion.
@@ -37,14 +37,14 @@ pub enum Op {
     },
     /// Makes every write that completed before this was submitted, on any queue of the disk, durable.
     Flush,
-    /// The contents are no longer needed: they may read as anything old, or zero, from then on.
+    /// The contents are no longer needed. From then on they may read as any old contents, or as zeros.
     Discard {
         /// First byte.
         offset: u64,
         /// Bytes.
         length: u64,
     },
-    /// Reads as zeros from then on.
+    /// The range reads as zeros from then on.
     WriteZeroes {
         /// First byte.
         offset: u64,

@@ -7,7 +7,7 @@ use crate::WaitList;
 use crate::sync::{Mutex, PoisonError};
 use std::ops::Range;
 
-/// Room for so many ranges is there from the first on.
+/// Room for this many ranges, from the beginning.
 const ROOM: usize = 64;
 
 /// Ranges held now.

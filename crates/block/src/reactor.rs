@@ -1,8 +1,11 @@
 //! What lives on a reactor's thread, and how other threads reach it.
 //!
-//! A turn of a reactor: every [`Poller`] is polled (rings are popped and requests pushed, completions harvested), ready
-//! tasks run, the engines submit once, their completions are routed. What a poller pushes in a turn is a batch. While nothing happens for a while, pollers are
-//! armed and the thread sleeps until a wake descriptor, an engine or another thread has something.
+//! In each turn of a reactor, every [`Poller`] is polled: it pops rings, pushes requests and harvests completions.
+//! Ready tasks run. Then the engines submit once, and their completions are routed. What a poller pushes in one turn is
+//! a batch.
+//!
+//! When nothing has happened for a while, pollers are armed and the thread sleeps. A wake descriptor, an engine or
+//! another thread wakes it.
 
 use crate::{Readiness, Result, Task, Timers, WatchId};
 use memory::GuestMemory;
@@ -21,13 +24,13 @@ pub trait Poller {
     /// One turn: takes new work, harvests what has completed. Returns whether it did anything. Never waits.
     fn poll(&mut self) -> bool;
 
-    /// The reactor would like to sleep: asks the other side for notifications, then looks once more. Returns true if
-    /// there is work, so that the reactor goes on.
+    /// The reactor wants to sleep: ask the other side for notifications, then look once more. Returns true if there is
+    /// work; the reactor then goes on.
     fn arm(&mut self) -> bool {
         false
     }
 
-    /// The reactor is awake again: notifications are not needed while it looks by itself.
+    /// The reactor is awake again and looks by itself, so notifications are not needed.
     fn disarm(&mut self) {}
 
     /// Becomes readable when the armed poller has work. Watched for edges, so nobody needs to read it. Must stay the
@@ -37,9 +40,10 @@ pub trait Poller {
     }
 }
 
-/// Raised on a reactor while requests are pushed, when the storage has less to do than waits to be submitted: it had better
-/// begin. A poller looks after each request that it pushes, ends its batch there, and goes on in the next turn. So a batch is
-/// small while the storage is idle and grows with what it has, and each is submitted by one call.
+/// Tells pollers to end their batch. An engine raises it when more requests wait to be submitted than the storage has
+/// in hand, so that the storage begins. A poller looks at it after each request that it pushes, ends its batch there,
+/// and goes on in the next turn. So batches are small while the storage is idle and grow with its load. Each takes one
+/// system call.
 #[derive(Debug, Clone, Default)]
 pub struct BatchEnd(Rc<Cell<bool>>);
 
@@ -72,8 +76,8 @@ pub trait ReactorCtx {
     /// The reactor's timers; see `sleep_until` and `timer` for short ways to use them.
     fn timers(&self) -> &Rc<Timers>;
 
-    /// Watches a descriptor and raises `readiness` when it becomes ready; for [`crate::Watch`]. The reactor looks before
-    /// it sleeps, while it sleeps, and now and then while it is busy. Fails where the reactor cannot watch any.
+    /// Watches a descriptor and raises `readiness` when it becomes ready; for [`crate::Watch`]. The reactor looks
+    /// before it sleeps, while it sleeps, and now and then while it is busy. Fails where the reactor cannot watch any.
     fn watch_fd(&self, fd: BorrowedFd<'_>, readiness: &Rc<Readiness>) -> Result<WatchId> {
         let _ = (fd, readiness);
         Err(crate::Error::new(crate::ErrorKind::Unsupported, "this reactor watches no descriptors"))
@@ -89,15 +93,15 @@ pub trait ReactorCtx {
         BatchEnd::default()
     }
 
-    /// Tells the engines that requests will come from this memory, so that they may prepare for it, for as long as the
-    /// result lives. It has to be dropped on this thread, when no request from that memory is in flight. The memory's
-    /// pages are pinned: whoever owns it must not exchange them meanwhile. Fails where no engine here can use it.
+    /// Registers memory with the engines, for requests that will come from it, as long as the result lives. Drop the
+    /// result on this thread, when no request from that memory is in flight. The memory's pages are pinned, so its
+    /// owner must not exchange them. Fails if no engine here can use it.
     fn register_memory(&self, memory: &Arc<GuestMemory>) -> Result<Box<dyn Any>> {
         let _ = memory;
         Err(crate::Error::new(crate::ErrorKind::Unsupported, "this reactor has no engine that registers memory"))
     }
 
-    /// The concrete reactor: an engine's files look for their own (and refuse a stranger's).
+    /// The concrete reactor. An engine's files look for their own kind, and refuse another.
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -106,9 +110,10 @@ pub type Job = Box<dyn FnOnce(&Rc<dyn ReactorCtx>) + Send>;
 
 /// Reaches a reactor from any thread.
 pub trait ReactorHandle: Send + Sync {
-    /// Runs `job` on the reactor's thread, soon, and wakes the reactor up for it. The jobs of one thread run in the order
-    /// in which it gave them, between the polls of a turn. Fails if the reactor has ended. A reactor that is being stopped
-    /// may drop a job that it took without running it: whoever waits has to notice that (see [`run_and_wait`]).
+    /// Runs `job` on the reactor's thread, soon, and wakes the reactor up for it. The jobs of one thread run in the
+    /// order in which it gave them, between the polls of a turn. Fails if the reactor has ended. A reactor that is
+    /// being stopped may drop a job that it took without running it: whoever waits has to notice that (see
+    /// [`run_and_wait`]).
     fn run(&self, job: Job) -> Result<()>;
 
     /// For logs and metrics.

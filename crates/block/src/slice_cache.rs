@@ -1,16 +1,16 @@
 //! A cache of tables of 64-bit entries, in slices, read without a lock.
 //!
 //! A slice is a part of a table that is cached together (4 KiB of a qcow2 image's L2 table), named by its place in the
-//! guest's address space. A lookup goes directory -> slot -> entry and takes nothing: each slot has a tag with the slice
-//! it holds and a generation. The writer (under its owner's mutex) changes the tag before it changes what the slot
-//! holds; the reader looks at the tag before and after (a seqlock). Entries of a slice that stays are replaced one at a
-//! time, each whole.
+//! guest's address space. A lookup goes directory -> slot -> entry and takes nothing: each slot has a tag with the
+//! slice it holds and a generation. The writer (under its owner's mutex) changes the tag before it changes what the
+//! slot holds; the reader looks at the tag before and after (a seqlock). Entries of a slice that stays are replaced one
+//! at a time, each whole.
 
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-/// However small the cache is to be: two operations get on, one after the other's flush.
+/// The fewest slots of a cache. With them two operations can go on, one after the other's flush.
 const SLOTS_MIN: u64 = 2;
 
 /// Directory entries that are allocated together.
@@ -25,7 +25,7 @@ const TAG_SLICE_MASK: u64 = (1 << TAG_SLICE_BITS) - 1;
 #[derive(Debug, Default)]
 struct Slot {
     tag: AtomicU64,
-    /// Looked at since the clock's hand passed.
+    /// Used since the clock's hand passed.
     used: AtomicBool,
     entries: OnceLock<Box<[AtomicU64]>>,
 }
@@ -40,7 +40,7 @@ pub struct SliceCache {
     evicted: AtomicU64,
 }
 
-/// What a cache holds and did so far.
+/// What a cache holds, and what it has done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CacheStats {
     /// Bytes of table in memory.
@@ -49,7 +49,7 @@ pub struct CacheStats {
     pub limit_bytes: u64,
     /// Slices put into memory.
     pub installed: u64,
-    /// Slices that had to go for others.
+    /// Slices that were removed to make room.
     pub evicted: u64,
 }
 
@@ -70,7 +70,7 @@ impl SliceView<'_> {
         Some(self.entries.get(index)?.load(Ordering::Acquire))
     }
 
-    /// Whether what was read so far was the slice's.
+    /// Whether everything read so far belonged to the slice.
     #[inline]
     #[must_use]
     pub fn is_valid(&self) -> bool {
@@ -94,7 +94,7 @@ impl SliceCache {
         }
     }
 
-    /// What it holds and did so far.
+    /// What it holds, and what it has done.
     #[must_use]
     pub fn stats(&self) -> CacheStats {
         let slice_bytes = (self.entries_per_slice as u64).saturating_mul(8);
@@ -167,7 +167,7 @@ impl SliceBook {
         slices
     }
 
-    /// Ends what [`SliceBook::begin_writing`] began; what failed is dirty again.
+    /// Ends what [`SliceBook::begin_writing`] began. Slices whose write failed are dirty again.
     pub fn end_writing(&mut self, written: bool) {
         let writing = std::mem::take(&mut self.writing);
         if !written {

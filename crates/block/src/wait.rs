@@ -5,8 +5,8 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
-/// Tasks that wait for a condition which lives elsewhere. Whoever changes the condition calls [`WaitList::wake_all`]
-/// after the change. For slow paths: waking wakes everybody.
+/// Tasks that wait for a condition which lives elsewhere. Call [`WaitList::wake_all`] after each change of the
+/// condition. For slow paths only, because it wakes all of them.
 #[derive(Debug, Default)]
 pub struct WaitList {
     lists: Mutex<Lists>,
@@ -19,7 +19,7 @@ struct Lists {
     spare: Vec<Waker>,
 }
 
-/// Room that a list has when it is first needed, so that it rarely grows.
+/// The room of a list when it is first needed, so that it rarely grows.
 const ROOM: usize = 64;
 
 impl WaitList {
