@@ -22,13 +22,12 @@ pub(crate) fn images() -> &'static [Vec<u8>] {
     IMAGES.get_or_init(|| {
         let ours = [(512, 3, 16), (4096, 3, 1), (512, 2, 16), (1024, 3, 64)];
         let ours = ours.into_iter().map(|(cluster_size, version, refcount_bits)| {
-            made(&CreateOptions {
-                size_bytes: SIZE_BYTES,
-                cluster_size,
-                version,
-                refcount_bits,
-                ..CreateOptions::default()
-            })
+            made(&CreateOptions::default().with(|options| {
+                options.size_bytes = SIZE_BYTES;
+                options.cluster_size = cluster_size;
+                options.version = version;
+                options.refcount_bits = refcount_bits;
+            }))
         });
         ours.chain(FOREIGN.into_iter().map(<[u8]>::to_vec)).collect()
     })

@@ -17,7 +17,7 @@ const SIZE_BYTES: u64 = 8 << 20;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn create(path: &Path, format: DriveFormat) -> DriveOptions {
-    let qcow2 = format_qcow2::CreateOptions { size_bytes: SIZE_BYTES, ..Default::default() };
+    let qcow2 = format_qcow2::CreateOptions::default().with(|options| options.size_bytes = SIZE_BYTES);
     let options = match format {
         DriveFormat::Qcow2 => CreateOptions::Qcow2(qcow2),
         _ => CreateOptions::Raw { size_bytes: SIZE_BYTES },
@@ -217,7 +217,7 @@ fn a_disk_whose_requests_hang_does_not_keep_the_others_from_being_closed() {
 fn tables_in_memory_have_room_for_the_whole_disk_up_to_a_limit_unless_the_drive_says_how_much() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("large");
-    let large = format_qcow2::CreateOptions { size_bytes: 1 << 40, ..Default::default() };
+    let large = format_qcow2::CreateOptions::default().with(|options| options.size_bytes = 1 << 40);
     engine::create(&path, 0).unwrap();
     let file = EngineOpener::default().open(&(&path).into(), Role::Writable).unwrap();
     image::create(&file, &CreateOptions::Qcow2(large)).unwrap();

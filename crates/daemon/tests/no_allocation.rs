@@ -136,7 +136,7 @@ impl Buffers {
 }
 
 fn create(path: &Path, format: DriveFormat) {
-    let qcow2 = format_qcow2::CreateOptions { size_bytes: SIZE_BYTES, ..Default::default() };
+    let qcow2 = format_qcow2::CreateOptions::default().with(|options| options.size_bytes = SIZE_BYTES);
     let options = match format {
         DriveFormat::Qcow2 => CreateOptions::Qcow2(qcow2),
         _ => CreateOptions::Raw { size_bytes: SIZE_BYTES },

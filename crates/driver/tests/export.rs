@@ -67,7 +67,7 @@ fn attach(
     engine::create(&path, 0).unwrap();
     let new = match format {
         Format::Raw => CreateOptions::Raw { size_bytes: SIZE },
-        _ => CreateOptions::Qcow2(format_qcow2::CreateOptions { size_bytes: SIZE, ..Default::default() }),
+        _ => CreateOptions::Qcow2(format_qcow2::CreateOptions::default().with(|options| options.size_bytes = SIZE)),
     };
     image::create(&engine::open(&path, &OpenOptions::default()).unwrap(), &new).unwrap();
     let image = ImageOptions::new(&path).with(|options| {

@@ -60,10 +60,19 @@ fn same(one: &(Header, Vec<u8>), other: &(Header, Vec<u8>)) -> bool {
 }
 
 fn cases() -> Vec<(CreateOptions, AmendOptions)> {
-    let plain = CreateOptions { size_bytes: 160 << 10, cluster_size: 4096, ..CreateOptions::default() };
-    let version_2 = CreateOptions { version: 2, ..plain.clone() };
-    let external = CreateOptions { data_file: Some(DATA.to_owned()), data_file_raw: true, ..plain.clone() };
-    let extended = CreateOptions { extended_l2: true, cluster_size: 32768, ..plain.clone() };
+    let plain = CreateOptions::default().with(|options| {
+        options.size_bytes = 160 << 10;
+        options.cluster_size = 4096;
+    });
+    let version_2 = plain.clone().with(|options| options.version = 2);
+    let external = plain.clone().with(|options| {
+        options.data_file = Some(DATA.to_owned());
+        options.data_file_raw = true;
+    });
+    let extended = plain.clone().with(|options| {
+        options.extended_l2 = true;
+        options.cluster_size = 32768;
+    });
     let nothing = AmendOptions::default;
     let size = |size_bytes, data_file_bytes| {
         let last_cluster = Vec::new();
@@ -154,13 +163,12 @@ fn a_power_cut_while_the_data_file_is_renamed_leaves_one_of_the_names() {
 #[test]
 fn a_power_cut_while_the_header_is_laid_out_twice_leaves_the_backing_files_name() {
     let backing = "a-name-of-a-backing-file-that-is-quite-long".repeat(8);
-    let create = CreateOptions {
-        size_bytes: 160 << 10,
-        cluster_size: 4096,
-        data_file: Some(DATA.to_owned()),
-        backing_file: Some(backing.clone()),
-        ..CreateOptions::default()
-    };
+    let create = CreateOptions::default().with(|options| {
+        options.size_bytes = 160 << 10;
+        options.cluster_size = 4096;
+        options.data_file = Some(DATA.to_owned());
+        options.backing_file = Some(backing.clone());
+    });
     let (storage, file) = created(&create, SimFileOptions::default());
     let io = blocking(&file);
     let add = [("bits".to_owned(), BitmapAction::Add { granularity_bytes: None })];
@@ -230,7 +238,10 @@ fn what_cannot_be_said_of_a_data_file_is_refused() {
 
 #[test]
 fn a_directory_of_bitmaps_that_is_not_valid_any_more_does_not_keep_an_image_from_becoming_version_2() {
-    let create = CreateOptions { size_bytes: 160 << 10, cluster_size: 4096, ..CreateOptions::default() };
+    let create = CreateOptions::default().with(|options| {
+        options.size_bytes = 160 << 10;
+        options.cluster_size = 4096;
+    });
     let (storage, file) = created(&create, SimFileOptions::default());
     let io = blocking(&file);
     let add = [("bits".to_owned(), BitmapAction::Add { granularity_bytes: None })];

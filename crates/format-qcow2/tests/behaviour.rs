@@ -15,7 +15,10 @@ use testkit::{Dice, OpKind, SimFile, SimFileOptions, SimReactor, SimStorage, fil
 const K: u64 = 1024;
 
 fn options(size_bytes: u64, cluster_size: u64) -> CreateOptions {
-    CreateOptions { size_bytes, cluster_size, ..CreateOptions::default() }
+    CreateOptions::default().with(|options| {
+        options.size_bytes = size_bytes;
+        options.cluster_size = cluster_size;
+    })
 }
 
 fn new_image(size_bytes: u64, cluster_size: u64) -> (SimStorage, Guest) {
@@ -36,7 +39,7 @@ fn fills(guest: &Guest, offset: u64, length: u64) -> (u64, u64, Fill, Fill) {
 }
 
 fn with_backing() -> (SimStorage, Guest) {
-    let overlay = CreateOptions { backing_file: Some("base".to_owned()), ..options(1 << 20, 64 * K) };
+    let overlay = options(1 << 20, 64 * K).with(|options| options.backing_file = Some("base".to_owned()));
     let (storage, file) = created(&overlay, SimFileOptions::default());
     let mut base = vec![0; 1 << 20];
     fill_seeded(5, &mut base);
@@ -67,7 +70,7 @@ fn what_a_write_leaves_of_its_clusters_is_filled_only_where_needed() {
 
 #[test]
 fn nothing_behind_the_end_of_the_disk_is_copied() {
-    let overlay = CreateOptions { backing_file: Some("base".to_owned()), ..options(100 * K, 64 * K) };
+    let overlay = options(100 * K, 64 * K).with(|options| options.backing_file = Some("base".to_owned()));
     let (_storage, file) = created(&overlay, SimFileOptions { fast_zeroes: false, ..SimFileOptions::default() });
     let guest = open(&file, Base::default());
     assert_eq!(fills(&guest, 90 * K, 10 * K), (64 * K, 64 * K, Fill::Copy, Fill::Zero));
@@ -229,7 +232,10 @@ fn a_guest_that_only_discards_ends_the_promises_of_others_before_anything_change
     for data_file_raw in [None, Some(false), Some(true)] {
         let data_file = data_file_raw.map(|_| DATA.to_owned());
         let data_file_raw = data_file_raw == Some(true);
-        let wanted = CreateOptions { data_file, data_file_raw, ..options(1 << 20, 64 * K) };
+        let wanted = options(1 << 20, 64 * K).with(|options| {
+            options.data_file = data_file;
+            options.data_file_raw = data_file_raw;
+        });
         let (original, file) = created(&wanted, SimFileOptions::default());
         let guest = open(&file, Base::default());
         block_on(guest.write(0, &stamped(1, 0, 256 << 10))).unwrap();
@@ -291,7 +297,7 @@ fn open_small_cache(file: &SimFile) -> Guest {
 #[test]
 fn a_cache_much_smaller_than_the_tables_only_costs_time() {
     // 256 tables of 64 entries; the smallest cache holds 64 of them, and 16 refcount blocks of 64 refcounts.
-    let wanted = CreateOptions { refcount_bits: 64, ..options(8 << 20, 512) };
+    let wanted = options(8 << 20, 512).with(|options| options.refcount_bits = 64);
     let (storage, file) = created(&wanted, SimFileOptions::default());
     let mut model = vec![0u8; 8 << 20];
     let mut dice = Dice::new(3);

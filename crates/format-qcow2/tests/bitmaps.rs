@@ -14,13 +14,12 @@ const SIZE_BYTES: u64 = 4 << 20;
 fn image(cluster_size: u64) -> SimStorage {
     let storage = SimStorage::new(1);
     let file = storage.create("disk", 0, SimFileOptions::default());
-    let options = CreateOptions {
-        size_bytes: SIZE_BYTES,
-        cluster_size,
-        backing_file: Some("a-name-of-a-backing-file-that-is-quite-long".repeat(4)),
-        backing_format: Some("raw".to_owned()),
-        ..CreateOptions::default()
-    };
+    let options = CreateOptions::default().with(|options| {
+        options.size_bytes = SIZE_BYTES;
+        options.cluster_size = cluster_size;
+        options.backing_file = Some("a-name-of-a-backing-file-that-is-quite-long".repeat(4));
+        options.backing_format = Some("raw".to_owned());
+    });
     block_on(ringdisk_format_qcow2::create(&io(&file), &options)).unwrap();
     storage.process_killed(0)
 }

@@ -237,7 +237,12 @@ fn cut_everywhere(storage: &SimStorage, base: &Base, plan: Plan, stride: u64) ->
 }
 
 fn options(cluster_size: u64, version: u32, refcount_bits: u32) -> CreateOptions {
-    CreateOptions { size_bytes: 160 << 10, cluster_size, version, refcount_bits, ..CreateOptions::default() }
+    CreateOptions::default().with(|options| {
+        options.size_bytes = 160 << 10;
+        options.cluster_size = cluster_size;
+        options.version = version;
+        options.refcount_bits = refcount_bits;
+    })
 }
 
 fn image(options: &CreateOptions, seed: u64) -> SimStorage {
@@ -279,7 +284,7 @@ fn compressed_writes_survive_power_cuts_packed_into_shared_clusters() {
     .enumerate()
     {
         let seed = seed as u64 + 1;
-        let options = CreateOptions { compression, ..options(clusters, 3, bits) };
+        let options = options(clusters, 3, bits).with(|options| options.compression = compression);
         let storage = image(&options, seed);
         let plan = Plan { seed, compress: clusters, most_bytes: 6 * clusters, ..PLAN };
         cut_everywhere(&storage, &Base::default(), plan, 3).unwrap();
@@ -295,7 +300,10 @@ fn a_refcount_table_that_moves_survives_a_power_cut() {
     for seed in 0..2 {
         // 64 refcounts a block and 64 blocks a table: it moves when the file passes 2 MiB.
         let lazy_refcounts = seed == 1;
-        let options = CreateOptions { size_bytes: 4 << 20, lazy_refcounts, ..options(512, 3, 64) };
+        let options = options(512, 3, 64).with(|options| {
+            options.size_bytes = 4 << 20;
+            options.lazy_refcounts = lazy_refcounts;
+        });
         let plan = Plan { seed, requests: 16, most_bytes: 128 << 10, only_writes: true, ..PLAN };
         let storage = image(&options, 1);
         let place = storage.bytes(NAME)[48..56].to_vec();
@@ -323,7 +331,7 @@ fn lazy_refcounts_survive_a_power_cut_and_are_repaired_when_the_image_is_opened_
     for seed in 0..12 {
         let clusters = [512, 4096, 1024, 16384][seed as usize % 4];
         let mut options =
-            CreateOptions { lazy_refcounts: true, ..options(clusters, 3, [16, 1, 64][seed as usize % 3]) };
+            options(clusters, 3, [16, 1, 64][seed as usize % 3]).with(|options| options.lazy_refcounts = true);
         options.extended_l2 = clusters == 16384;
         let mut base = Base::default();
         if seed % 3 == 1 {
@@ -342,7 +350,7 @@ fn leaving_a_barrier_of_a_lazy_image_out_is_found_by_a_power_cut() {
         let found = (0..60).find(|seed| {
             let seed = *seed;
             let plan = Plan { seed, skip: Some(barrier), ..PLAN };
-            let mut options = CreateOptions { lazy_refcounts: true, ..options(512, 3, 64) };
+            let mut options = options(512, 3, 64).with(|options| options.lazy_refcounts = true);
             options.backing_file = seed.is_multiple_of(2).then(|| "base.raw".to_owned());
             let base = if seed.is_multiple_of(2) { Arc::new(stamped(99, 0, 100 << 10)) } else { Base::default() };
             cut_everywhere(&image(&options, 1), &base, plan, 2).is_err()

@@ -157,7 +157,12 @@ fn check_after(before: &Everything, verb: &Verb, after: &Everything) {
 
 fn options(dice: &mut Dice, cluster_size: u64, version: u32) -> CreateOptions {
     let refcount_bits = if version == 2 { 16 } else { [8, 16, 32, 64][dice.below(4) as usize] };
-    CreateOptions { size_bytes: 160 << 10, cluster_size, version, refcount_bits, ..CreateOptions::default() }
+    CreateOptions::default().with(|options| {
+        options.size_bytes = 160 << 10;
+        options.cluster_size = cluster_size;
+        options.version = version;
+        options.refcount_bits = refcount_bits;
+    })
 }
 
 #[test]
@@ -401,7 +406,10 @@ fn a_snapshot_that_claims_an_impossible_size_is_refused() {
 #[test]
 fn deleting_a_snapshot_whose_data_lead_into_tables_is_refused_before_they_are_given_back() {
     const CLUSTER: u64 = 4096;
-    let options = CreateOptions { size_bytes: 4 << 20, cluster_size: CLUSTER, ..CreateOptions::default() };
+    let options = CreateOptions::default().with(|options| {
+        options.size_bytes = 4 << 20;
+        options.cluster_size = CLUSTER;
+    });
     let base = Base::default();
     let (storage, _) = created(&options, SimFileOptions::default());
     let write = |stamp| {
@@ -435,7 +443,10 @@ fn deleting_a_snapshot_whose_data_lead_into_tables_is_refused_before_they_are_gi
 /// refcount; and where the disk has those data.
 fn with_data_that_are_not_counted() -> (SimStorage, u64) {
     const CLUSTER: usize = 4096;
-    let options = CreateOptions { size_bytes: 4 << 20, cluster_size: CLUSTER as u64, ..CreateOptions::default() };
+    let options = CreateOptions::default().with(|options| {
+        options.size_bytes = 4 << 20;
+        options.cluster_size = CLUSTER as u64;
+    });
     let (storage, file) = created(&options, SimFileOptions::default());
     let base = Base::default();
     let change = |discarded: u64, written: &[u64]| {

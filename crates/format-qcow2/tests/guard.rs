@@ -15,7 +15,10 @@ const COPIED: u64 = 1 << 63;
 const TABLE_SPAN: u64 = (CLUSTER * CLUSTER / 8) as u64;
 
 fn options() -> CreateOptions {
-    CreateOptions { size_bytes: 4 * TABLE_SPAN, cluster_size: CLUSTER as u64, ..CreateOptions::default() }
+    CreateOptions::default().with(|options| {
+        options.size_bytes = 4 * TABLE_SPAN;
+        options.cluster_size = CLUSTER as u64;
+    })
 }
 
 /// A disk of several L2 tables, with data in the first two.

@@ -10,7 +10,10 @@ use testkit::{Dice, SimFileOptions, SimStorage, fill_seeded};
 
 /// A small image with data, zero clusters and holes.
 fn image() -> Vec<u8> {
-    let options = CreateOptions { size_bytes: 1 << 20, cluster_size: 4096, ..CreateOptions::default() };
+    let options = CreateOptions::default().with(|options| {
+        options.size_bytes = 1 << 20;
+        options.cluster_size = 4096;
+    });
     let (storage, file) = created(&options, SimFileOptions::default());
     let guest = open(&file, Base::default());
     let mut data = vec![0; 100_000];
@@ -203,7 +206,7 @@ fn entries_that_lead_into_tables_are_refused_and_the_tables_stay_whole() {
 fn data_that_do_not_lie_at_their_place_in_the_data_file_are_refused() {
     const CLUSTER: u64 = 16384;
     for extended_l2 in [false, true] {
-        let original = of_kind(CreateOptions { extended_l2, ..external() });
+        let original = of_kind(external().with(|options| options.extended_l2 = extended_l2));
         let image = original.bytes(NAME);
         let (_, l2) = tables(&image);
         let fourth = l2 + 4 * if extended_l2 { 16 } else { 8 };
@@ -232,7 +235,7 @@ fn data_that_do_not_lie_at_their_place_in_the_data_file_are_refused() {
 #[test]
 fn a_data_file_above_a_backing_file_is_not_raw_whatever_the_image_says() {
     let base: Base = vec![9; 1 << 20].into();
-    let options = CreateOptions { backing_file: Some("base.raw".to_owned()), ..external() };
+    let options = external().with(|options| options.backing_file = Some("base.raw".to_owned()));
     let (original, _) = created(&options, SimFileOptions::default());
     let storage = SimStorage::new(1);
     let bytes = patched(&original.bytes(NAME), &[(95, &[2])]);
@@ -251,7 +254,11 @@ fn a_data_file_above_a_backing_file_is_not_raw_whatever_the_image_says() {
 
 fn external() -> CreateOptions {
     let data_file = Some(DATA.to_owned());
-    CreateOptions { size_bytes: 1 << 20, cluster_size: 16384, data_file, ..CreateOptions::default() }
+    CreateOptions::default().with(|options| {
+        options.size_bytes = 1 << 20;
+        options.cluster_size = 16384;
+        options.data_file = data_file;
+    })
 }
 
 /// An image of another kind, with data, zeros and holes.
@@ -270,7 +277,10 @@ fn of_kind(options: CreateOptions) -> SimStorage {
 
 #[test]
 fn no_damage_to_tables_makes_anything_panic() {
-    let extended = CreateOptions { data_file: None, extended_l2: true, ..external() };
+    let extended = external().with(|options| {
+        options.data_file = None;
+        options.extended_l2 = true;
+    });
     let kinds = [of_kind(extended).bytes(NAME), of_kind(external()).bytes(NAME)];
     for (image, times) in std::iter::once((image(), 1500)).chain(kinds.map(|image| (image, 500))) {
         damage(&image, times);

@@ -46,7 +46,10 @@ impl FileQueue for Counting {
 fn nearly_full() -> SimStorage {
     let storage = SimStorage::new(1);
     let small = storage.create("small", 0, SimFileOptions::default());
-    let options = CreateOptions { size_bytes: SIZE, cluster_size: CLUSTER, ..CreateOptions::default() };
+    let options = CreateOptions::default().with(|options| {
+        options.size_bytes = SIZE;
+        options.cluster_size = CLUSTER;
+    });
     block_on(create(&MetaIo::new(small.open_blocking().unwrap()), &options)).unwrap();
     let head = storage.bytes("small");
     let field = |at: usize| u64::from_be_bytes(head[at..at + 8].try_into().unwrap());

@@ -16,7 +16,11 @@ const CLUSTER: u64 = 4096;
 const SIZE: u64 = 512 << 10;
 
 fn lazy() -> CreateOptions {
-    CreateOptions { size_bytes: SIZE, cluster_size: CLUSTER, lazy_refcounts: true, ..CreateOptions::default() }
+    CreateOptions::default().with(|options| {
+        options.size_bytes = SIZE;
+        options.cluster_size = CLUSTER;
+        options.lazy_refcounts = true;
+    })
 }
 
 fn is_dirty(storage: &SimStorage) -> bool {
@@ -69,7 +73,10 @@ fn assert_repaired(storage: &SimStorage, what: &str) {
 fn flushes_of_a_lazy_image_take_one_barrier_and_write_no_refcounts() {
     let mut counted = Vec::new();
     for lazy_refcounts in [false, true] {
-        let options = CreateOptions { size_bytes: 16 << 20, lazy_refcounts, ..CreateOptions::default() };
+        let options = CreateOptions::default().with(|options| {
+            options.size_bytes = 16 << 20;
+            options.lazy_refcounts = lazy_refcounts;
+        });
         let (storage, file) = created(&options, SimFileOptions::default());
         let guest = open(&file, Base::default());
         let before = [OpKind::Flush, OpKind::Write].map(|kind| storage.pushed(NAME, kind));
@@ -246,12 +253,11 @@ fn what_refcounts_alone_do_not_explain_is_refused_and_left_as_it_was() {
 fn more_wrong_flags_than_are_repaired_at_open_are_refused_and_left_as_they_were() {
     // One table that L1 names again and again: each time each of its entries claims to be the only one.
     const TABLES: u64 = (1 << 20) / (CLUSTER / 8) + 1;
-    let options = CreateOptions {
-        size_bytes: TABLES * (CLUSTER / 8) * CLUSTER,
-        cluster_size: CLUSTER,
-        refcount_bits: 64,
-        ..CreateOptions::default()
-    };
+    let options = CreateOptions::default().with(|options| {
+        options.size_bytes = TABLES * (CLUSTER / 8) * CLUSTER;
+        options.cluster_size = CLUSTER;
+        options.refcount_bits = 64;
+    });
     let (storage, file) = created(&options, SimFileOptions::default());
     let guest = open(&file, Base::default());
     block_on(guest.write(0, &stamped(1, 0, CLUSTER as usize))).unwrap();
@@ -310,13 +316,12 @@ fn a_dirty_image_with_an_external_data_file_is_repaired_like_any_other() {
     let directory = tempfile::tempdir().unwrap();
     let data_path = directory.path().join(DATA);
     for extended_l2 in [false, true] {
-        let options = CreateOptions {
-            size_bytes: SIZE,
-            cluster_size: 16384,
-            extended_l2,
-            data_file: Some(data_path.display().to_string()),
-            ..CreateOptions::default()
-        };
+        let options = CreateOptions::default().with(|options| {
+            options.size_bytes = SIZE;
+            options.cluster_size = 16384;
+            options.extended_l2 = extended_l2;
+            options.data_file = Some(data_path.display().to_string());
+        });
         let (storage, file) = created(&options, SimFileOptions::default());
         let guest = open(&file, Base::default());
         block_on(async {

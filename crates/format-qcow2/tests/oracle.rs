@@ -44,7 +44,12 @@ fn exercise(guest: &Guest, model: &mut Model, dice: &mut Dice, requests: usize) 
 }
 
 fn options(cluster_size: u64, version: u32, refcount_bits: u32) -> CreateOptions {
-    CreateOptions { size_bytes: 3 << 20, cluster_size, version, refcount_bits, ..CreateOptions::default() }
+    CreateOptions::default().with(|options| {
+        options.size_bytes = 3 << 20;
+        options.cluster_size = cluster_size;
+        options.version = version;
+        options.refcount_bits = refcount_bits;
+    })
 }
 
 #[test]
@@ -81,7 +86,7 @@ fn clusters_in_parts_read_back_and_qemu_agrees() {
     for (seed, cluster_bits) in [14, 15, 16, 18, 21].into_iter().enumerate() {
         let seed = seed as u64;
         let mut dice = Dice::new(seed);
-        let wanted = CreateOptions { extended_l2: true, ..options(1 << cluster_bits, 3, 16) };
+        let wanted = options(1 << cluster_bits, 3, 16).with(|options| options.extended_l2 = true);
         let (storage, file) = created(&wanted, sim_options(seed));
         let mut model = Model(vec![0; 3 << 20]);
         for _ in 0..2 {
@@ -122,7 +127,7 @@ fn every_width_and_size_of_new_image_checks_clean_and_says_what_was_asked() {
             // With the smallest clusters the L1 table alone needs many refcount blocks.
             let size_bytes = if cluster_bits < 12 { 1 << 30 } else { 5 << 40 };
             let mut wanted = options(1 << cluster_bits, 3, 1 << order);
-            wanted = CreateOptions { size_bytes, ..wanted };
+            wanted = wanted.with(|options| options.size_bytes = size_bytes);
             if order == 3 {
                 wanted.compression = Compression::Zstd;
                 wanted.lazy_refcounts = true;
@@ -160,7 +165,7 @@ fn compressed_writes_among_others_read_back_and_qemu_agrees() {
     {
         for compression in [Compression::Zlib, Compression::Zstd] {
             let mut dice = Dice::new(seed as u64);
-            let wanted = CreateOptions { compression, ..options(1 << cluster_bits, 3, refcount_bits) };
+            let wanted = options(1 << cluster_bits, 3, refcount_bits).with(|options| options.compression = compression);
             let (storage, file) = created(&wanted, sim_options(seed as u64));
             let mut model = Model(vec![0; 3 << 20]);
             for _ in 0..2 {

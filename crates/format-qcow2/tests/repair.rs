@@ -14,7 +14,11 @@ use testkit::{Fault, FaultAction, OpKind, SimFileOptions, SimStorage, fill_seede
 const COPIED: u64 = 1 << 63;
 
 fn image(cluster_size: u64, refcount_bits: u32) -> Vec<u8> {
-    let options = CreateOptions { size_bytes: 512 << 10, cluster_size, refcount_bits, ..CreateOptions::default() };
+    let options = CreateOptions::default().with(|options| {
+        options.size_bytes = 512 << 10;
+        options.cluster_size = cluster_size;
+        options.refcount_bits = refcount_bits;
+    });
     let (storage, file) = created(&options, SimFileOptions::default());
     let guest = open(&file, Base::default());
     let mut data = vec![0; 90 << 10];
@@ -229,7 +233,10 @@ fn a_refcount_block_far_behind_the_file_is_dropped_and_the_file_stays_short() {
 fn data_that_an_l1_entry_takes_for_a_table_is_not_repaired() {
     for fill in [0x25, 0x80] {
         for active in [false, true] {
-            let options = CreateOptions { size_bytes: 4 << 20, cluster_size: 4096, ..CreateOptions::default() };
+            let options = CreateOptions::default().with(|options| {
+                options.size_bytes = 4 << 20;
+                options.cluster_size = 4096;
+            });
             let (storage, file) = created(&options, SimFileOptions::default());
             let guest = open(&file, Base::default());
             block_on(guest.write(0, &[fill; 64 << 10])).unwrap();

@@ -35,15 +35,14 @@ const CLUSTER: u64 = 32768;
 const HOW: [GrowBy; 5] = [GrowBy::Nothing, GrowBy::Nothing, GrowBy::Tables, GrowBy::Space, GrowBy::Zeros];
 
 fn made(kind: Kind, directory: &Path) -> (SimStorage, Base) {
-    let options = CreateOptions {
-        size_bytes: (150 << 10) + 512,
-        cluster_size: CLUSTER,
-        extended_l2: kind.extended,
-        data_file: kind.data_file.map(|_| directory.join(DATA).display().to_string()),
-        data_file_raw: kind.data_file == Some(true),
-        backing_file: kind.backing.then(|| "base.raw".to_owned()),
-        ..CreateOptions::default()
-    };
+    let options = CreateOptions::default().with(|options| {
+        options.size_bytes = (150 << 10) + 512;
+        options.cluster_size = CLUSTER;
+        options.extended_l2 = kind.extended;
+        options.data_file = kind.data_file.map(|_| directory.join(DATA).display().to_string());
+        options.data_file_raw = kind.data_file == Some(true);
+        options.backing_file = kind.backing.then(|| "base.raw".to_owned());
+    });
     let (storage, file) = created(&options, SimFileOptions::default());
     if kind.data_file == Some(true) {
         let (io, watch) = (blocking(&file), &mut |_: u64, _: u64| true);
@@ -227,7 +226,11 @@ fn a_failed_operation_on_either_file_leaves_the_disk_before_or_the_disk_after() 
 #[test]
 fn the_file_of_a_disk_that_became_shorter_ends_behind_what_is_left() {
     for (extended_l2, cluster_size) in [(false, 4096), (true, 16384)] {
-        let options = CreateOptions { size_bytes: 4 << 20, cluster_size, extended_l2, ..CreateOptions::default() };
+        let options = CreateOptions::default().with(|options| {
+            options.size_bytes = 4 << 20;
+            options.cluster_size = cluster_size;
+            options.extended_l2 = extended_l2;
+        });
         let (storage, file) = created(&options, SimFileOptions::default());
         let data = stamped(1, 0, 4 << 20);
         block_on(async {
@@ -249,7 +252,10 @@ const WHOLE: u64 = 512 << 10;
 
 /// A disk of 512 KiB that is full, and whose file can only end where a half of it does once tables have moved.
 fn full() -> SimStorage {
-    let options = CreateOptions { size_bytes: WHOLE, cluster_size: 512, ..CreateOptions::default() };
+    let options = CreateOptions::default().with(|options| {
+        options.size_bytes = WHOLE;
+        options.cluster_size = 512;
+    });
     let (storage, file) = created(&options, SimFileOptions::default());
     let guest = open(&file, Base::default());
     block_on(async {

@@ -54,7 +54,11 @@ fn autoclear(storage: &SimStorage) -> u8 {
 /// An image with data in its first half, and with bitmaps: two that are enabled, one of which has bits, and one that is
 /// not.
 fn image(size_bytes: u64, cluster_size: u64, extended_l2: bool) -> SimStorage {
-    image_of(&CreateOptions { size_bytes, cluster_size, extended_l2, ..CreateOptions::default() })
+    image_of(&CreateOptions::default().with(|options| {
+        options.size_bytes = size_bytes;
+        options.cluster_size = cluster_size;
+        options.extended_l2 = extended_l2;
+    }))
 }
 
 fn image_of(options: &CreateOptions) -> SimStorage {
@@ -285,14 +289,13 @@ fn a_lazy_image_with_bitmaps_survives_a_power_cut_at_any_moment_and_qemu_agrees(
     let path = directory.path().join("cut.qcow2");
     let (mut dirty, mut judged) = (0, 0);
     for seed in 0..6 {
-        let storage = image_of(&CreateOptions {
-            size_bytes: 96 << 10,
-            cluster_size: [512, 4096, 16384][seed as usize % 3],
-            refcount_bits: [16, 1, 64, 16, 64, 16][seed as usize],
-            extended_l2: seed == 5,
-            lazy_refcounts: true,
-            ..CreateOptions::default()
-        });
+        let storage = image_of(&CreateOptions::default().with(|options| {
+            options.size_bytes = 96 << 10;
+            options.cluster_size = [512, 4096, 16384][seed as usize % 3];
+            options.refcount_bits = [16, 1, 64, 16, 64, 16][seed as usize];
+            options.extended_l2 = seed == 5;
+            options.lazy_refcounts = true;
+        }));
         let mut judge = |cut: &SimStorage| {
             if !qcow2_check(&cut.bytes(NAME)).unwrap().dirty {
                 return;
@@ -328,12 +331,11 @@ fn is_dirty(storage: &SimStorage) -> bool {
 
 #[test]
 fn space_for_bitmaps_leaves_a_lazy_image_clean_at_every_moment_of_its_close_whatever_fails() {
-    let original = image_of(&CreateOptions {
-        size_bytes: 96 << 10,
-        cluster_size: 1024,
-        lazy_refcounts: true,
-        ..CreateOptions::default()
-    });
+    let original = image_of(&CreateOptions::default().with(|options| {
+        options.size_bytes = 96 << 10;
+        options.cluster_size = 1024;
+        options.lazy_refcounts = true;
+    }));
     // In place, so that bits are all that needs space.
     let overwritten = |storage: &SimStorage| {
         let guest = guest(storage);
@@ -390,8 +392,12 @@ fn a_refcount_table_that_moves_for_the_bits_of_a_bitmap_leaves_nothing_behind() 
         // 64 refcounts a block and 64 blocks a table: it moves when the file passes 2 MiB. Bits for 2 MiB of the disk fill
         // a cluster.
         let (size_bytes, cluster_size, refcount_bits) = (PARTS << 21, 512, 64);
-        let options =
-            CreateOptions { size_bytes, cluster_size, refcount_bits, lazy_refcounts, ..CreateOptions::default() };
+        let options = CreateOptions::default().with(|options| {
+            options.size_bytes = size_bytes;
+            options.cluster_size = cluster_size;
+            options.refcount_bits = refcount_bits;
+            options.lazy_refcounts = lazy_refcounts;
+        });
         let (storage, _) = created(&options, SimFileOptions::default());
         let write = |guest: &Guest, byte: u8| {
             (0..PARTS).for_each(|part| block_on(guest.write(part << 21, &[byte; 512])).unwrap());
@@ -504,7 +510,7 @@ fn what_a_damaged_image_calls_a_bitmap_is_not_written_over_and_its_disk_goes_on(
 
 #[test]
 fn an_image_with_more_enabled_bitmaps_than_a_write_can_be_noted_in_is_refused_for_writing() {
-    let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+    let options = CreateOptions::default().with(|options| options.size_bytes = 1 << 20);
     let (storage, file) = created(&options, SimFileOptions::default());
     let names: Vec<String> = (0..65).map(|number| format!("b{number}")).collect();
     edit(&storage, names.iter().map(|name| (name.as_str(), add(65536))).collect());
@@ -538,7 +544,7 @@ fn bitmaps_whose_directory_is_damaged_are_given_up_by_the_first_write() {
 
 #[test]
 fn bitmaps_that_take_too_much_memory_keep_an_image_from_being_written_not_from_being_read() {
-    let options = CreateOptions { size_bytes: 600 << 30, ..CreateOptions::default() };
+    let options = CreateOptions::default().with(|options| options.size_bytes = 600 << 30);
     let (storage, _) = created(&options, SimFileOptions::default());
     edit(&storage, vec![("some", add(1 << 20))]);
     let storage = with_bytes(&storage, |bytes| {

@@ -42,13 +42,12 @@ fn chain(layers: u64, holds: impl Fn(u64) -> u64) -> Image {
     for layer in (0..layers).rev() {
         let file = storage.create(&format!("layer{layer}"), 0, SimFileOptions::default());
         let below = (layer + 1 < layers).then(|| format!("layer{}", layer + 1));
-        let options = CreateOptions {
-            size_bytes: CLUSTERS * CLUSTER,
-            cluster_size: CLUSTER,
-            backing_format: below.as_ref().map(|_| "qcow2".to_owned()),
-            backing_file: below,
-            ..CreateOptions::default()
-        };
+        let options = CreateOptions::default().with(|options| {
+            options.size_bytes = CLUSTERS * CLUSTER;
+            options.cluster_size = CLUSTER;
+            options.backing_format = below.as_ref().map(|_| "qcow2".to_owned());
+            options.backing_file = below;
+        });
         let io = MetaIo::new(file.open_blocking().expect("a queue"));
         block_on(async {
             format_qcow2::create(&io, &options).await.expect("an image");

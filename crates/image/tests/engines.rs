@@ -48,13 +48,12 @@ fn make(directory: &Path, number: usize, format: Format, size_bytes: u64) -> Pat
             let base = directory.join(format!("base{number}"));
             let bytes: Vec<u8> = (0..size_bytes / 2).map(|at| (at / 512 % 251) as u8).collect();
             std::fs::write(base, bytes).unwrap();
-            CreateOptions::Qcow2(Qcow2Options {
-                size_bytes,
-                cluster_size: 1024,
-                backing_file: Some(format!("base{number}")),
-                backing_format: Some("raw".to_owned()),
-                ..Qcow2Options::default()
-            })
+            CreateOptions::Qcow2(Qcow2Options::default().with(|options| {
+                options.size_bytes = size_bytes;
+                options.cluster_size = 1024;
+                options.backing_file = Some(format!("base{number}"));
+                options.backing_format = Some("raw".to_owned());
+            }))
         }
     };
     engine::create(&path, 0).unwrap();

@@ -17,13 +17,12 @@ fn a_data_file_that_is_another_part_of_the_disk_is_refused() {
         for (image, data, backing) in [("base", base_data, None), ("top", top_data, Some("base"))] {
             let file: Arc<dyn File> = storage.create(image, 0, SimFileOptions::default());
             let scratch: Arc<dyn File> = storage.create(&format!("{image}.scratch"), 0, SimFileOptions::default());
-            let options = Qcow2Options {
-                size_bytes: 1 << 20,
-                data_file: Some(data.to_owned()),
-                backing_file: backing.map(str::to_owned),
-                backing_format: backing.map(|_| "qcow2".to_owned()),
-                ..Qcow2Options::default()
-            };
+            let options = Qcow2Options::default().with(|options| {
+                options.size_bytes = 1 << 20;
+                options.data_file = Some(data.to_owned());
+                options.backing_file = backing.map(str::to_owned);
+                options.backing_format = backing.map(|_| "qcow2".to_owned());
+            });
             ringdisk_image::create_with_data(&file, Some(&scratch), &CreateOptions::Qcow2(options)).unwrap();
         }
         storage.create("data", 1 << 20, SimFileOptions::default());

@@ -161,13 +161,12 @@ impl Opener for SlowOpener {
 /// An image over a base full of data, with some clusters of its own in each table.
 fn make(directory: &Path) {
     std::fs::write(directory.join("base"), stamped(1, 0, SIZE as usize)).unwrap();
-    let options = Qcow2Options {
-        size_bytes: SIZE,
-        cluster_size: CLUSTER,
-        backing_file: Some("base".to_owned()),
-        backing_format: Some("raw".to_owned()),
-        ..Qcow2Options::default()
-    };
+    let options = Qcow2Options::default().with(|options| {
+        options.size_bytes = SIZE;
+        options.cluster_size = CLUSTER;
+        options.backing_file = Some("base".to_owned());
+        options.backing_format = Some("raw".to_owned());
+    });
     let top = directory.join("top");
     engine::create(&top, 0).unwrap();
     ringdisk_image::create(&engine::open(&top, &OpenOptions::default()).unwrap(), &CreateOptions::Qcow2(options))

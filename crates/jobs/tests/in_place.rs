@@ -66,16 +66,15 @@ impl Layer {
             return;
         }
         let file: Arc<dyn File> = storage.create(self.name, 0, SimFileOptions::default());
-        let options = Qcow2Options {
-            size_bytes: self.size_bytes,
-            cluster_size: self.cluster_size,
-            version: self.version,
-            backing_file: self.backing.map(|(name, _)| name.to_owned()),
-            backing_format: self.backing.map(|(_, format)| format.to_owned()),
-            extended_l2: self.extended_l2,
-            data_file: self.external.then(|| data_name(self.name)),
-            ..Qcow2Options::default()
-        };
+        let options = Qcow2Options::default().with(|options| {
+            options.size_bytes = self.size_bytes;
+            options.cluster_size = self.cluster_size;
+            options.version = self.version;
+            options.backing_file = self.backing.map(|(name, _)| name.to_owned());
+            options.backing_format = self.backing.map(|(_, format)| format.to_owned());
+            options.extended_l2 = self.extended_l2;
+            options.data_file = self.external.then(|| data_name(self.name));
+        });
         let new_data = || storage.create(&data_name(self.name), 0, SimFileOptions::default()) as Arc<dyn File>;
         let data = self.external.then(new_data);
         image::create_with_data(&file, data.as_ref(), &CreateOptions::Qcow2(options)).unwrap();
@@ -415,12 +414,11 @@ fn a_commit_gives_no_other_formats_header_to_a_base_that_was_only_guessed_to_be_
         let storage = SimStorage::new(1);
         RAW.make(&storage);
         let file: Arc<dyn File> = storage.create("top", 0, SimFileOptions::default());
-        let options = Qcow2Options {
-            size_bytes: RAW.size_bytes,
-            backing_file: Some("base".to_owned()),
-            backing_format: format.map(str::to_owned),
-            ..Qcow2Options::default()
-        };
+        let options = Qcow2Options::default().with(|options| {
+            options.size_bytes = RAW.size_bytes;
+            options.backing_file = Some("base".to_owned());
+            options.backing_format = format.map(str::to_owned);
+        });
         image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
         let header = storage.bytes("top")[..512].to_vec();
         // A guest may do this: its disk is qcow2.

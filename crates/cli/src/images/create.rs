@@ -156,20 +156,22 @@ impl NewImage {
         let size_bytes = size.next_multiple_of(SECTOR_BYTES);
         Ok(match self.format {
             Format::Raw => CreateOptions::Raw { size_bytes },
-            Format::Qcow2 => CreateOptions::Qcow2(format_qcow2::CreateOptions {
-                size_bytes,
-                version: self.version,
-                cluster_size: 1 << self.cluster_bits,
-                refcount_bits: self.refcount_bits,
-                compression: self.compression,
-                lazy_refcounts: self.lazy_refcounts.is_on,
-                extended_l2: self.extended_l2.is_on,
-                data_file: self.data_file.clone(),
-                data_file_raw: self.data_file_raw.is_on,
-                preallocation: self.preallocation()?,
-                backing_file: self.backing_file.clone(),
-                backing_format: self.backing_format.clone(),
-            }),
+            Format::Qcow2 => {
+                let mut options = format_qcow2::CreateOptions::default();
+                options.size_bytes = size_bytes;
+                options.version = self.version;
+                options.cluster_size = 1 << self.cluster_bits;
+                options.refcount_bits = self.refcount_bits;
+                options.compression = self.compression;
+                options.lazy_refcounts = self.lazy_refcounts.is_on;
+                options.extended_l2 = self.extended_l2.is_on;
+                options.data_file = self.data_file.clone();
+                options.data_file_raw = self.data_file_raw.is_on;
+                options.preallocation = self.preallocation()?;
+                options.backing_file = self.backing_file.clone();
+                options.backing_format = self.backing_format.clone();
+                CreateOptions::Qcow2(options)
+            }
         })
     }
 

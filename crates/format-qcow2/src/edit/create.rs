@@ -28,6 +28,7 @@ const FEATURES: [(u8, u8, &str); 8] = [
 
 /// What to make.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CreateOptions {
     /// Size of the disk; rounded up to whole sectors.
     pub size_bytes: u64,
@@ -79,6 +80,13 @@ fn bad(what: impl Into<String>) -> Error {
 }
 
 impl CreateOptions {
+    /// Changes some of them: `CreateOptions::default().with(|options| options.size_bytes = 1 << 30)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+
     /// What does not go together, in qemu's words.
     fn check_combinations(&self) -> Result<()> {
         if self.data_file.as_ref().is_some_and(|name| name.is_empty() || name.len() > 1023 || name.contains('\0')) {

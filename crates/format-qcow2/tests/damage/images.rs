@@ -196,15 +196,14 @@ impl Image {
 fn written(shape: Shape) -> (SimStorage, u64) {
     let entry_bytes = if shape.extended_l2 { 16 } else { 8 };
     let l2_span = shape.cluster_size / entry_bytes * shape.cluster_size;
-    let options = CreateOptions {
-        size_bytes: 2 * l2_span + 20 * shape.cluster_size,
-        cluster_size: shape.cluster_size,
-        version: shape.version,
-        refcount_bits: shape.refcount_bits,
-        extended_l2: shape.extended_l2,
-        data_file: shape.data_file.then(|| crate::common::DATA.to_owned()),
-        ..CreateOptions::default()
-    };
+    let options = CreateOptions::default().with(|options| {
+        options.size_bytes = 2 * l2_span + 20 * shape.cluster_size;
+        options.cluster_size = shape.cluster_size;
+        options.version = shape.version;
+        options.refcount_bits = shape.refcount_bits;
+        options.extended_l2 = shape.extended_l2;
+        options.data_file = shape.data_file.then(|| crate::common::DATA.to_owned());
+    });
     let (storage, _) = created(&options, SimFileOptions::default());
     let cluster = shape.cluster_size;
     let fill = |guest: &Guest, index: u64, count: u64| {

@@ -175,12 +175,11 @@ impl World {
         let storage = SimStorage::new(seed);
         let file = storage.create(NAME, 0, SimFileOptions::default());
         let io = MetaIo::new(file.open_blocking().unwrap());
-        let options = CreateOptions {
-            size_bytes: shape.size_bytes,
-            cluster_size: shape.cluster_bytes(),
-            extended_l2: shape.extended,
-            ..CreateOptions::default()
-        };
+        let options = CreateOptions::default().with(|options| {
+            options.size_bytes = shape.size_bytes;
+            options.cluster_size = shape.cluster_bytes();
+            options.extended_l2 = shape.extended;
+        });
         let qcow2 = block_on(async {
             create(&io, &options).await.unwrap();
             let file = storage.file(NAME).unwrap();

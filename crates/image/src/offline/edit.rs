@@ -48,6 +48,7 @@ pub fn edit(
 
 /// Other options for an image that exists; what is `None` stays.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Amend {
     /// 2 (compat=0.10) or 3 (compat=1.1).
     pub version: Option<u32>,

@@ -70,16 +70,29 @@ impl Layer {
     fn create_options(&self) -> Qcow2Options {
         match *self {
             Self::Qcow2 { size_bytes, cluster_size, version, refcount_bits } => {
-                Qcow2Options { size_bytes, cluster_size, version, refcount_bits, ..Qcow2Options::default() }
+                Qcow2Options::default().with(|options| {
+                    options.size_bytes = size_bytes;
+                    options.cluster_size = cluster_size;
+                    options.version = version;
+                    options.refcount_bits = refcount_bits;
+                })
             }
-            Self::Extended { size_bytes, cluster_size } => {
-                Qcow2Options { size_bytes, cluster_size, extended_l2: true, ..Qcow2Options::default() }
-            }
+            Self::Extended { size_bytes, cluster_size } => Qcow2Options::default().with(|options| {
+                options.size_bytes = size_bytes;
+                options.cluster_size = cluster_size;
+                options.extended_l2 = true;
+            }),
             Self::External { size_bytes, cluster_size, raw, extended } => {
-                let options = Qcow2Options { size_bytes, cluster_size, ..Qcow2Options::default() };
-                Qcow2Options { data_file_raw: raw, extended_l2: extended, ..options }
+                let options = Qcow2Options::default().with(|options| {
+                    options.size_bytes = size_bytes;
+                    options.cluster_size = cluster_size;
+                });
+                options.with(|options| {
+                    options.data_file_raw = raw;
+                    options.extended_l2 = extended;
+                })
             }
-            Self::Raw(size_bytes) => Qcow2Options { size_bytes, ..Qcow2Options::default() },
+            Self::Raw(size_bytes) => Qcow2Options::default().with(|options| options.size_bytes = size_bytes),
         }
     }
 
@@ -152,12 +165,11 @@ impl Chain {
                 let length = self.device_bytes.filter(|_| index == 0).unwrap_or(0);
                 let file: Arc<dyn File> = storage.create(&name(index), length, options);
                 let below = self.layers.get(index + 1);
-                let options = Qcow2Options {
-                    backing_file: below.map(|_| name(index + 1)),
-                    backing_format: below.map(|layer| layer.format().to_string()),
-                    data_file: layer.is_external().then(|| data_name(index)),
-                    ..layer.create_options()
-                };
+                let options = layer.create_options().with(|options| {
+                    options.backing_file = below.map(|_| name(index + 1));
+                    options.backing_format = below.map(|layer| layer.format().to_string());
+                    options.data_file = layer.is_external().then(|| data_name(index));
+                });
                 let data =
                     layer.is_external().then(|| storage.create(&data_name(index), 0, data_options) as Arc<dyn File>);
                 ringdisk_image::create_with_data(&file, data.as_ref(), &CreateOptions::Qcow2(options)).unwrap();

@@ -112,7 +112,8 @@ impl Plan {
         let cancel = signals::interrupted()?;
         let scratch = Scratch::new(args.dir.as_deref())?;
         let (qcow2, raw) = (scratch.file("disk.qcow2"), scratch.file("host.raw"));
-        let options = format_qcow2::CreateOptions { size_bytes: plan_disk_bytes(size_bytes), ..Default::default() };
+        let options =
+            format_qcow2::CreateOptions::default().with(|options| options.size_bytes = plan_disk_bytes(size_bytes));
         create(&qcow2, &CreateOptions::Qcow2(options))?;
         create(&raw, &CreateOptions::Raw { size_bytes })?;
         let cache = args.cache.map_or_else(|| default_cache(&raw, args.engine), Ok)?;
