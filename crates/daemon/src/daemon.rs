@@ -1,14 +1,16 @@
 //! The daemon: reactors' threads, the disks that they serve, and the sockets at which guests come in.
 
 use crate::attach::{Attachment, absolute};
-use block::{DiskInfo, Error, ErrorKind, Result};
-use drive::{DriveOptions, OpenedDisk, open_disk};
+use crate::status::{DiskStatus, ExportId, ExportStatus, NodeId};
+use crate::table::{Found, Table};
+use block::{Error, ErrorKind, Result};
+use drive::{DiskOptions, DriveOptions, ExportOptions, open_disk, socket_beside};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
-use export_vhost_user::{Export, ExportOptions, RingStats};
+use export_vhost_user::{Export, ExportOptions as VhostUserOptions};
 use image::{BackingPolicy, TableCacheStats};
 use memory::PoolStats;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::ScopedJoinHandle;
 
 /// How to start a daemon.
@@ -40,47 +42,20 @@ impl DaemonConfig {
     }
 }
 
-/// Names a disk as long as the daemon runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct DiskId(pub u64);
-
-/// What a served disk is and how it is doing.
-#[derive(Debug, Clone)]
-pub struct DiskStatus {
-    /// Its name in this daemon.
-    pub id: DiskId,
-    /// The file's name, or what stands for it.
-    pub name: String,
-    /// Size, flags, serial.
-    pub info: DiskInfo,
-    /// One line a layer: format, file, engine and why.
-    pub layers: Vec<String>,
-    /// What a monitor has to know.
-    pub attachment: Attachment,
-    /// Counters of each of its rings.
-    pub rings: Vec<RingStats>,
-    /// The tables in memory of an image that has some.
-    pub tables: Option<TableCacheStats>,
-}
-
-struct Served {
-    id: DiskId,
-    name: String,
-    file: Option<PathBuf>,
-    opened: OpenedDisk,
-    attachment: Attachment,
-    export: Export,
-}
-
-/// Reactors, disks and exports. Dropping it without [`Daemon::shutdown`] shuts it down too, but only logs errors.
+/// Reactors, disks and exports of disks.
+///
+/// Disks and exports come and go while others run. Each call may be made by any thread, at any time: what takes long
+/// (opening, awaiting requests, closing) holds up nobody but its caller, and no reactor. A disk can have several exports,
+/// each at a socket of its own.
+///
+/// Dropping a daemon without [`Daemon::shutdown`] shuts it down too, but only logs errors.
 pub struct Daemon {
     config: DaemonConfig,
     reactors: Vec<ReactorThread>,
-    disks: Vec<Served>,
-    next_id: u64,
+    table: Table,
 }
 
-/// Queues that a disk offers where nobody says how many: one a CPU, within reason.
+/// Queues that an export offers where nobody says how many: one a CPU, within reason.
 const DEFAULT_QUEUES_MAX: usize = 16;
 
 impl Daemon {
@@ -92,19 +67,19 @@ impl Daemon {
             let poll_max_us = config.poll_max_us.unwrap_or(defaults.poll_max_us);
             reactors.push(Reactor::spawn(defaults.with(|config| config.poll_max_us = poll_max_us))?);
         }
-        Ok(Self { config, reactors, disks: Vec::new(), next_id: 0 })
+        Ok(Self { config, reactors, table: Table::default() })
     }
 
-    /// How many queues a drive offers: what it says, or one a CPU.
+    /// How many queues an export offers: what it says, or one a CPU.
     #[must_use]
-    pub fn queues_of(drive: &DriveOptions) -> u16 {
+    pub fn queues_of(export: &ExportOptions) -> u16 {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-        drive.export.queues.unwrap_or(cpus.min(DEFAULT_QUEUES_MAX) as u16)
+        export.queues.unwrap_or(cpus.min(DEFAULT_QUEUES_MAX) as u16)
     }
 
     /// The polling limit of reactors that are to serve `drives`; `otherwise` is what drives have that do not say.
     ///
-    /// A disk's queues are spread over all reactors, so the longest limit holds for all of them. It is set when the
+    /// An export's queues are spread over all reactors, so the longest limit holds for all of them. It is set when the
     /// daemon starts.
     #[must_use]
     pub fn poll_max_us_of(drives: &[DriveOptions], otherwise: Option<u32>) -> Option<u32> {
@@ -112,61 +87,120 @@ impl Daemon {
         drives.iter().map(|drive| drive.export.poll_max_us.unwrap_or(otherwise)).max()
     }
 
-    /// Opens a drive and serves it. When this returns, its socket can be connected to.
-    pub fn add(&mut self, drive: &DriveOptions) -> Result<DiskId> {
-        let socket = drive.socket().ok_or_else(|| {
-            Error::new(
-                ErrorKind::BadOption,
-                format!("{} has no path to put a socket beside: give --socket PATH", drive.disk.display_name()),
-            )
-        })?;
-        let in_context = |error: Error| error.in_context(drive.disk.display_name());
-        let opened = open_disk(&drive.disk, self.config.allow_backing.clone(), &self.config.listed)
-            .map_err(|error| self.explain_lock(drive, error))?;
-        let id = DiskId(self.next_id);
-        let mut options = ExportOptions::default();
-        options.name = format!("disk{}", id.0);
-        options.max_queues = Self::queues_of(drive);
-        options.queue_size = drive.export.queue_size.unwrap_or(options.queue_size);
-        // Each disk begins with another reactor, so that disks of one queue spread too.
-        options.first_reactor = usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1);
-        options.fixed_buffers = drive.export.fixed_buffers;
-        let (queues, queue_size) = (options.max_queues, options.queue_size);
-        let reactors = self.reactors.iter().map(ReactorThread::handle).collect();
-        let export = Export::listen(&socket, Arc::clone(&opened.disk), reactors, options).map_err(in_context)?;
-        self.next_id += 1;
-        let attachment = Attachment { socket: absolute(&socket), queues, queue_size };
-        let (name, file) = (drive.disk.display_name(), path_of(drive));
-        self.disks.push(Served { id, name, file, opened, attachment, export });
-        Ok(id)
-    }
-
-    /// An image that is in use may be so by ourselves.
-    fn explain_lock(&self, drive: &DriveOptions, error: Error) -> Error {
-        let canonical = |path: &PathBuf| path.canonicalize().ok();
-        let wanted = path_of(drive).as_ref().and_then(canonical);
-        let is_ours = |disk: &Served| wanted.is_some() && disk.file.as_ref().and_then(canonical) == wanted;
-        match self.disks.iter().find(|disk| is_ours(disk)) {
-            Some(disk) if error.kind() == ErrorKind::Locked => {
-                let message = format!("'{}' is served by this daemon already, as disk {}", disk.name, disk.id.0);
-                Error::new(ErrorKind::Locked, message)
+    /// Opens a drive's disk and serves it. When this returns, its socket can be connected to.
+    pub fn add(&self, drive: &DriveOptions) -> Result<(NodeId, ExportId)> {
+        // Before the image is opened, which a wrong option should not need.
+        let socket = drive.socket().ok_or_else(|| no_socket(&drive.disk.display_name()))?;
+        let node = self.add_disk(&drive.disk)?;
+        let mut export = drive.export.clone();
+        export.socket = Some(socket);
+        match self.add_export(node, &export) {
+            Ok(export) => Ok((node, export)),
+            Err(error) => {
+                // The caller has to know why it is not served.
+                if let Err(error) = self.remove_disk(node, true) {
+                    tracing::error!("{error}");
+                }
+                Err(error)
             }
-            _ => error,
         }
     }
 
-    /// Stops serving a disk: its guest is disconnected, what is in flight ends, the image is flushed and closed.
-    pub fn remove(&mut self, id: DiskId) -> Result<()> {
-        let Some(index) = self.disks.iter().position(|disk| disk.id == id) else {
-            return Err(Error::new(ErrorKind::BadOption, format!("there is no disk {}", id.0)));
-        };
-        self.disks.remove(index).end()
+    /// Opens a disk. It is served as soon as it gets an export. A name that another disk has is refused.
+    pub fn add_disk(&self, options: &DiskOptions) -> Result<NodeId> {
+        let id = self.table.reserve_node(options)?;
+        match open_disk(options, self.config.allow_backing.clone(), &self.config.listed) {
+            Ok(opened) => {
+                self.table.node_is_here(id, opened);
+                Ok(id)
+            }
+            Err(error) => {
+                self.table.forget_node(id);
+                Err(self.explain_lock(options, error))
+            }
+        }
+    }
+
+    /// Serves a disk at a socket: beside its image where `options` name none. When this returns, the socket can be
+    /// connected to. A disk can have any number of exports, for writing too: what guests do to each other's data then is
+    /// their affair.
+    pub fn add_export(&self, node: NodeId, options: &ExportOptions) -> Result<ExportId> {
+        let found = self.table.find(node)?;
+        let socket = options.socket.clone().or_else(|| found.path.as_deref().map(socket_beside));
+        let socket = socket.ok_or_else(|| no_socket(&found.file))?;
+        let mut vhost = VhostUserOptions::default();
+        vhost.max_queues = Self::queues_of(options);
+        vhost.queue_size = options.queue_size.unwrap_or(vhost.queue_size);
+        vhost.read_only = options.read_only;
+        vhost.fixed_buffers = options.fixed_buffers;
+        let attachment =
+            Attachment { socket: absolute(&socket), queues: vhost.max_queues, queue_size: vhost.queue_size };
+        let read_only = options.read_only || found.disk.disk.info().read_only;
+        let (id, has_others) = self.table.reserve_export(node, read_only, attachment)?;
+        vhost.name = if has_others { format!("{}.{id}", found.name) } else { found.name };
+        // Each begins with another reactor, so that exports of one queue spread too.
+        vhost.first_reactor = usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1);
+        let reactors = self.reactors.iter().map(ReactorThread::handle).collect();
+        let begun = Export::listen(&socket, Arc::clone(&found.disk.disk), reactors, vhost);
+        let begun = begun.map_err(|error| error.in_context(&found.file)).and_then(|export| {
+            self.table.export_is_here(id, export).map_err(|export| {
+                export.stop();
+                Error::new(ErrorKind::Locked, format!("the disk of '{}' was removed meanwhile", found.file))
+            })
+        });
+        if begun.is_err() {
+            self.table.forget_export(id);
+        }
+        begun.map(|()| id)
+    }
+
+    /// Stops serving at one socket: its guest is disconnected when its requests in flight have ended. The disk stays, and
+    /// so do its other exports.
+    pub fn remove_export(&self, id: ExportId) -> Result<()> {
+        self.table.take_export(id)?.stop();
+        self.table.forget_export(id);
+        Ok(())
+    }
+
+    /// Flushes and closes a disk. One that has exports is refused, unless `force` says that they are to be removed first.
+    pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
+        let (found, exports) = self.table.take_node(id, force)?;
+        for (export, running) in exports {
+            running.stop();
+            self.table.forget_export(export);
+        }
+        self.table.wait_until_unused(id);
+        let closed = close(&found);
+        // Its locks go with it: whoever finds the name free finds the image free, too.
+        drop(found);
+        self.table.forget_node(id);
+        closed
+    }
+
+    /// The number of the disk of this name.
+    #[must_use]
+    pub fn disk_named(&self, name: &str) -> Option<NodeId> {
+        self.table.id_of(name)
     }
 
     /// The disks, in the order in which they were added.
     #[must_use]
     pub fn disks(&self) -> Vec<DiskStatus> {
-        self.disks.iter().map(Served::status).collect()
+        let status = |Found { id, name, file, disk, .. }| DiskStatus {
+            id,
+            name,
+            file,
+            info: disk.disk.info(),
+            layers: disk.layers(),
+            tables: disk.table_cache_stats(),
+        };
+        self.table.nodes().into_iter().map(status).collect()
+    }
+
+    /// The exports of all disks, in the order in which they were added.
+    #[must_use]
+    pub fn exports(&self) -> Vec<ExportStatus> {
+        self.table.exports()
     }
 
     /// Counters of each reactor, with its name.
@@ -189,7 +223,7 @@ impl Daemon {
     }
 
     fn end(&mut self) -> Result<()> {
-        let mut first = end_all(self.disks.drain(..).collect());
+        let mut first = self.end_disks();
         for reactor in self.reactors.drain(..) {
             first = first.and(reactor.stop());
         }
@@ -197,32 +231,43 @@ impl Daemon {
         memory::trim_pools();
         first
     }
-}
 
-/// The path of a drive's image.
-fn path_of(drive: &DriveOptions) -> Option<PathBuf> {
-    drive.disk.file.as_ref()?.path().map(Path::to_owned)
-}
+    /// Ends disks side by side: one whose storage hangs must not keep the others from being closed. Failures are logged at
+    /// once, because the last disk may never end.
+    fn end_disks(&self) -> Result<()> {
+        // Not the disks themselves: whoever holds one keeps its file locked.
+        let nodes: Vec<NodeId> = self.table.nodes().iter().map(|node| node.id).collect();
+        let end = |id: NodeId| self.remove_disk(id, true).inspect_err(|error| tracing::error!("{error}"));
+        let panicked = |_| Err(Error::new(ErrorKind::Io, "the end of a disk panicked: look at its image with check"));
+        std::thread::scope(|scope| {
+            let spawn = |id: &NodeId| {
+                let id = *id;
+                std::thread::Builder::new().name("closing".into()).spawn_scoped(scope, move || end(id))
+            };
+            let threads: Vec<_> = nodes.iter().map(spawn).collect();
+            // Where no thread could be had, this one does it.
+            let ended = |(thread, id): (std::io::Result<ScopedJoinHandle<'_, _>>, &NodeId)| match thread {
+                Ok(thread) => thread.join().unwrap_or_else(panicked),
+                Err(_) => end(*id),
+            };
+            threads.into_iter().zip(&nodes).map(ended).fold(Ok(()), Result::and)
+        })
+    }
 
-/// Ends disks side by side: one whose storage hangs must not keep the others from being closed. What fails is logged at
-/// once, because the last may never end.
-fn end_all(disks: Vec<Served>) -> Result<()> {
-    let disks: Vec<Mutex<Option<Served>>> = disks.into_iter().map(|disk| Mutex::new(Some(disk))).collect();
-    let end = |disk: &Mutex<Option<Served>>| {
-        let disk = disk.lock().unwrap_or_else(PoisonError::into_inner).take();
-        disk.map_or(Ok(()), Served::end).inspect_err(|error| tracing::error!("{error}"))
-    };
-    let panicked = |_| Err(Error::new(ErrorKind::Io, "the end of a disk panicked: look at its image with check"));
-    std::thread::scope(|scope| {
-        let spawn = |disk| std::thread::Builder::new().name("closing".into()).spawn_scoped(scope, move || end(disk));
-        let threads: Vec<_> = disks.iter().map(spawn).collect();
-        // Where no thread could be had, this one does it.
-        let ended = |(thread, disk): (std::io::Result<ScopedJoinHandle<'_, _>>, _)| match thread {
-            Ok(thread) => thread.join().unwrap_or_else(panicked),
-            Err(_) => end(disk),
-        };
-        threads.into_iter().zip(&disks).map(ended).fold(Ok(()), Result::and)
-    })
+    /// An image that is in use may be so by this daemon.
+    fn explain_lock(&self, options: &DiskOptions, error: Error) -> Error {
+        let canonical = |path: &Path| path.canonicalize().ok();
+        let path = options.file.as_ref().and_then(|file| file.path()).filter(|_| error.kind() == ErrorKind::Locked);
+        let Some((path, wanted)) = path.and_then(|path| Some((path, canonical(path)?))) else { return error };
+        let open = self.table.open_paths();
+        match open.iter().find(|(_, path)| canonical(path).as_ref() == Some(&wanted)) {
+            Some((name, _)) => {
+                let message = format!("'{}' is served by this daemon already, as '{name}'", path.display());
+                Error::new(ErrorKind::Locked, message)
+            }
+            None => error,
+        }
+    }
 }
 
 impl Drop for Daemon {
@@ -232,27 +277,15 @@ impl Drop for Daemon {
     }
 }
 
-impl Served {
-    fn status(&self) -> DiskStatus {
-        DiskStatus {
-            id: self.id,
-            name: self.name.clone(),
-            info: self.opened.disk.info(),
-            layers: self.opened.layers(),
-            attachment: self.attachment.clone(),
-            rings: self.export.stats(),
-            tables: self.opened.table_cache_stats(),
-        }
+fn close(found: &Found) -> Result<()> {
+    let Found { file, disk, .. } = found;
+    if let Some(TableCacheStats { hits, misses, evictions, used_bytes, limit_bytes }) = disk.table_cache_stats() {
+        tracing::info!(hits, misses, evictions, used_bytes, limit_bytes, "tables in memory of '{file}'");
     }
+    disk.close()
+}
 
-    fn end(self) -> Result<()> {
-        self.export.stop();
-        if let Some(TableCacheStats { hits, misses, evictions, used_bytes, limit_bytes }) =
-            self.opened.table_cache_stats()
-        {
-            let name = &self.name;
-            tracing::info!(hits, misses, evictions, used_bytes, limit_bytes, "tables in memory of '{name}'");
-        }
-        self.opened.close()
-    }
+fn no_socket(file: &str) -> Error {
+    let message = format!("{file} has no path to put a socket beside: give --socket PATH");
+    Error::new(ErrorKind::BadOption, message)
 }

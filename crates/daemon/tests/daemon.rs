@@ -1,97 +1,25 @@
 //! Disks come and go while a daemon runs. When a disk is gone, all that was written is in its image.
 
-use block::{Disk, ReactorHandle};
+mod common;
+
+use common::{Client, PATIENCE, assert_clean, at_socket, connect, create, start};
 use drive::{DriveFormat, DriveOptions, EngineOpener, open_disk};
-use driver::{Driver, DriverOptions};
-use engine::{CacheMode, EngineKind, Reactor, ReactorConfig};
+use engine::{CacheMode, EngineKind};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
-use load::{BenchReport, BenchSpec, Hooks, Initial, Pattern, Stop, Verify, VerifyState, run};
-use ringdisk_daemon::{Daemon, DaemonConfig};
-use std::path::Path;
+use load::{BenchSpec, Hooks, Initial, Stop, run};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-const SIZE_BYTES: u64 = 8 << 20;
-/// Whatever takes longer than this hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
-
-fn create(path: &Path, format: DriveFormat) -> DriveOptions {
-    let qcow2 = format_qcow2::CreateOptions::default().with(|options| options.size_bytes = SIZE_BYTES);
-    let options = match format {
-        DriveFormat::Qcow2 => CreateOptions::Qcow2(qcow2),
-        _ => CreateOptions::Raw { size_bytes: SIZE_BYTES },
-    };
-    engine::create(path, 0).unwrap();
-    image::create(&EngineOpener::default().open(&path.into(), Role::Writable).unwrap(), &options).unwrap();
-    let mut drive = DriveOptions::of_file(path);
-    (drive.disk.format, drive.export.queues) = (Some(format), Some(2));
-    drive
-}
-
-fn at_socket(mut drive: DriveOptions, socket: &Path) -> DriveOptions {
-    drive.export.socket = Some(socket.to_owned());
-    drive
-}
-
-fn start(reactors: usize) -> Daemon {
-    let (allow_backing, listed) = (BackingPolicy::Deny, Vec::new());
-    Daemon::start(DaemonConfig::default().with(|config| {
-        config.reactors = reactors;
-        config.allow_backing = allow_backing;
-        config.listed = listed;
-    }))
-    .unwrap()
-}
-
-/// Threads for the guests' side.
-struct Client {
-    _threads: Vec<engine::ReactorThread>,
-    handles: Vec<Arc<dyn ReactorHandle>>,
-}
-
-impl Client {
-    fn new(queues: usize) -> Self {
-        let config = |index| ReactorConfig::default().with(|config| config.name = format!("guest-{index}"));
-        let threads: Vec<_> = (0..queues).map(|index| Reactor::spawn(config(index)).unwrap()).collect();
-        let handles = threads.iter().map(engine::ReactorThread::handle).collect();
-        Self { _threads: threads, handles }
-    }
-
-    /// One pass of patterned writes, or of reads that are compared.
-    fn pass(&self, disk: &Arc<dyn Disk>, read_percent: u8, initial: Initial) -> (BenchReport, VerifyState) {
-        let spec = BenchSpec::default().with(|spec| {
-            spec.queue_depth = 8;
-            spec.queues = self.handles.len() as u32;
-            spec.block_bytes = 16 << 10;
-            spec.read_percent = read_percent;
-            spec.pattern = Pattern::Sequential;
-            spec.stop = Stop::OnePass;
-            spec.verify = Some(Verify { seed: 3, initial });
-        });
-        let outcome = run(disk, &self.handles, &spec, &Hooks::default()).unwrap();
-        (outcome.report, outcome.state.unwrap())
-    }
-}
-
-fn connect(socket: &Path, queues: u16) -> Arc<dyn Disk> {
-    Arc::new(Driver::connect(socket, DriverOptions::default().with(|options| options.queues = queues)).unwrap())
-}
-
-fn assert_clean(report: &BenchReport) {
-    assert_eq!((report.errors, report.mismatches), (0, 0), "{:?} {:?}", report.first_error, report.first_mismatch);
-    assert!(report.requests > 0);
-}
-
 #[test]
 fn a_disk_can_go_while_another_is_used_and_leaves_everything_in_its_image() {
     let dir = tempfile::tempdir().unwrap();
-    let mut daemon = start(2);
+    let daemon = start(2);
     let going = create(&dir.path().join("going.qcow2"), DriveFormat::Qcow2);
-    let going_id = daemon.add(&going).unwrap();
+    let (going_id, _) = daemon.add(&going).unwrap();
     let staying_socket = dir.path().join("null.sock");
     let staying = at_socket(DriveOptions::null(1 << 30), &staying_socket);
-    let staying_id = daemon.add(&staying).unwrap();
+    let (staying_id, _) = daemon.add(&staying).unwrap();
 
     let stop = Arc::new(AtomicBool::new(false));
     let cancel = Arc::clone(&stop);
@@ -104,14 +32,15 @@ fn a_disk_can_go_while_another_is_used_and_leaves_everything_in_its_image() {
     let (client, disk) = (Client::new(2), connect(&dir.path().join("going.qcow2.sock"), 2));
     let (written, state) = client.pass(&disk, 0, Initial::Zeros);
     assert_clean(&written);
-    let rings = &daemon.disks()[0].rings;
+    let rings = &daemon.exports()[0].rings;
     assert!(rings.iter().all(|ring| ring.requests > 0), "both queues were used: {rings:?}");
-    daemon.remove(going_id).unwrap();
+    assert!(daemon.remove_disk(going_id, false).unwrap_err().to_string().contains("export 0"));
+    daemon.remove_disk(going_id, true).unwrap();
     assert!(!dir.path().join("going.qcow2.sock").exists());
-    assert!(daemon.remove(going_id).is_err());
+    assert!(daemon.remove_disk(going_id, true).is_err());
     assert_eq!(daemon.disks().iter().map(|disk| disk.id).collect::<Vec<_>>(), [staying_id]);
 
-    let again = daemon.add(&going).unwrap();
+    let (again, _) = daemon.add(&going).unwrap();
     assert_ne!(again, going_id);
     let disk = connect(&dir.path().join("going.qcow2.sock"), 2);
     assert_clean(&client.pass(&disk, 100, Initial::State(state)).0);
@@ -138,7 +67,7 @@ fn every_engine_and_cache_mode_keeps_the_data() {
             let image = dir.path().join(format!("{engine}-{cache}"));
             let mut drive = create(&image, format);
             (drive.disk.engine, drive.disk.cache) = (engine, cache);
-            let mut daemon = start(2);
+            let daemon = start(2);
             daemon.add(&drive).unwrap();
             let told = daemon.disks()[0].info.volatile_cache;
             assert_eq!(told, cache.has_volatile_cache(), "what a guest is told under cache={cache}");
@@ -157,7 +86,7 @@ fn every_engine_and_cache_mode_keeps_the_data() {
 #[test]
 fn a_disk_that_cannot_be_served_says_why_and_leaves_the_daemon_as_it_was() {
     let dir = tempfile::tempdir().unwrap();
-    let mut daemon = start(1);
+    let daemon = start(1);
     let drive = create(&dir.path().join("disk.raw"), DriveFormat::Raw);
     daemon.add(&drive).unwrap();
     let twice = at_socket(drive.clone(), &dir.path().join("other.sock"));
@@ -180,7 +109,7 @@ fn a_disk_that_cannot_be_served_says_why_and_leaves_the_daemon_as_it_was() {
 #[test]
 fn a_disk_whose_requests_hang_does_not_keep_the_others_from_being_closed() {
     let dir = tempfile::tempdir().unwrap();
-    let mut daemon = start(1);
+    let daemon = start(1);
     let socket = dir.path().join("hanging.sock");
     // Nothing that was sent to it ends while this test runs.
     let mut hanging = at_socket(DriveOptions::null(1 << 20), &socket);
@@ -192,7 +121,7 @@ fn a_disk_whose_requests_hang_does_not_keep_the_others_from_being_closed() {
         let (client, disk) = (Client::new(1), connect(&socket, 1));
         run(&disk, &client.handles, &BenchSpec::default(), &Hooks::default()).map(|_| ())
     });
-    while daemon.disks()[0].rings.iter().all(|ring| ring.requests == 0) {
+    while daemon.exports()[0].rings.iter().all(|ring| ring.requests == 0) {
         std::thread::yield_now();
     }
     let client = Client::new(2);
@@ -227,7 +156,7 @@ fn tables_in_memory_have_room_for_the_whole_disk_up_to_a_limit_unless_the_drive_
     let mut large = DriveOptions::of_file(&path);
     large.disk.format = Some(DriveFormat::Qcow2);
     let limit_of = |drive: DriveOptions| {
-        let mut daemon = start(1);
+        let daemon = start(1);
         daemon.add(&at_socket(drive, &dir.path().join("s"))).unwrap();
         let limit = daemon.disks()[0].tables.unwrap().limit_bytes;
         daemon.shutdown().unwrap();

@@ -117,7 +117,7 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         config.reactors = 2;
         config.allow_backing = BackingPolicy::Deny;
     });
-    let mut daemon = Daemon::start(config).unwrap();
+    let daemon = Daemon::start(config).unwrap();
     let mut guests = Vec::new();
     for (index, (format, engine, cache)) in drives.into_iter().enumerate() {
         let directory = if index == copied { &in_memory } else { &dir };
@@ -130,7 +130,7 @@ fn an_idle_daemon_with_guests_attached_never_wakes_up() {
         daemon.add(&drive).unwrap();
         guests.push(Guest::attach(&socket));
     }
-    let have_all_worked = || daemon.disks().iter().all(|disk| disk.rings.iter().all(|ring| ring.requests > 0));
+    let have_all_worked = || daemon.exports().iter().all(|export| export.rings.iter().all(|ring| ring.requests > 0));
     for _ in 0..100 {
         // On a loaded machine one of a guest's queues may have done all before the other has begun.
         if have_all_worked() {

@@ -268,7 +268,7 @@ fn check(dir: &Path, format: DriveFormat, way: Way) -> Vec<String> {
         config.reactors = 1;
         config.allow_backing = BackingPolicy::Deny;
     });
-    let mut daemon = Daemon::start(config).unwrap();
+    let daemon = Daemon::start(config).unwrap();
     daemon.add(&drive).unwrap();
     let guest = Guest::new(&socket);
     guest.fill();

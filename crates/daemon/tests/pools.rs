@@ -71,7 +71,7 @@ fn set_up(engine: EngineKind, delay_ms: Option<u32>) -> Setup {
         config.reactors = DISKS;
         config.allow_backing = BackingPolicy::Deny;
     });
-    let mut daemon = Daemon::start(config).unwrap();
+    let daemon = Daemon::start(config).unwrap();
     let mut guests = Vec::new();
     for index in 0..DISKS {
         let (path, socket) = (dir.path().join(index.to_string()), dir.path().join(format!("{index}.sock")));

@@ -17,6 +17,6 @@ mod options;
 mod size;
 
 pub use keyval::{KeyValue, asks_for_help, escape, parse as parse_key_values, parse_options, unknown};
-pub use opener::{EngineOpener, OpenedDisk, open_disk};
-pub use options::{DiskOptions, DriveFormat, DriveOptions, ExportOptions, ParsedDrive};
+pub use opener::{EngineOpener, OpenedDisk, open_disk, open_disk_with};
+pub use options::{DiskOptions, DriveFormat, DriveOptions, ExportOptions, ParsedDrive, socket_beside};
 pub use size::{human_size, parse_integer, parse_size};

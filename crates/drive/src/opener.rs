@@ -4,8 +4,9 @@ use crate::options::{DiskOptions, DriveFormat};
 use block::{Disk, Error, ErrorKind, File, Result};
 use engine::{CacheMode, EngineKind, OpenOptions};
 use image::{BackingPolicy, DelayDisk, FileName, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,13 +19,14 @@ const LOCK_RETRY: Duration = Duration::from_millis(10);
 #[derive(Debug, Clone, Default)]
 pub struct EngineOpener {
     options: OpenOptions,
+    descriptor: Option<Arc<OwnedFd>>,
 }
 
 impl EngineOpener {
     /// Files as `disk` asks for them.
     #[must_use]
     pub fn of_disk(disk: &DiskOptions) -> Self {
-        Self { options: open_options(disk) }
+        Self { options: open_options(disk), descriptor: None }
     }
 
     /// With another cache mode.
@@ -39,6 +41,35 @@ impl EngineOpener {
     pub fn with_engine(mut self, engine: EngineKind) -> Self {
         self.options.engine = engine;
         self
+    }
+
+    /// With an open file that the caller has: the descriptor's number names it, as in `fd:3`.
+    #[must_use]
+    pub fn with_descriptor(mut self, descriptor: OwnedFd) -> Self {
+        self.descriptor = Some(Arc::new(descriptor));
+        self
+    }
+
+    /// Each protocol's way to a file.
+    fn open_by_name(&self, name: &FileName, options: &OpenOptions) -> Result<Arc<dyn File>> {
+        match name {
+            FileName::File(path) => engine::open(path, options),
+            FileName::HostDevice(path) => {
+                check_is_device(path)?;
+                engine::open(path, options)
+            }
+            FileName::Descriptor(number) => match self.descriptor.as_ref().filter(|own| own.as_raw_fd() == *number) {
+                Some(own) => {
+                    let copy = own.try_clone();
+                    let copy = copy.map_err(|error| Error::io(format!("cannot duplicate '{name}'"), error))?;
+                    engine::open_fd(copy, &name.to_string(), options)
+                }
+                None => engine::open_inherited(*number, options),
+            },
+            _ => {
+                Err(Error::new(ErrorKind::Unsupported, format!("'{name}': no file with this protocol is opened here")))
+            }
+        }
     }
 
     /// Without locks: to look at an image that somebody else is writing.
@@ -72,7 +103,7 @@ impl Opener for EngineOpener {
         let options = self.options.clone().with(|options| options.read_only = read_only);
         let deadline = Instant::now() + LOCK_PATIENCE;
         loop {
-            match open_by_name(name, &options) {
+            match self.open_by_name(name, &options) {
                 Err(error) if error.kind() == ErrorKind::Locked && Instant::now() < deadline => {
                     std::thread::sleep(LOCK_RETRY);
                 }
@@ -82,21 +113,15 @@ impl Opener for EngineOpener {
     }
 }
 
-/// Each protocol's way to a file.
-fn open_by_name(name: &FileName, options: &OpenOptions) -> Result<Arc<dyn File>> {
-    match name {
-        FileName::File(path) => engine::open(path, options),
-        FileName::HostDevice(path) => {
-            let is_device = std::fs::metadata(path).map(|meta| meta.file_type().is_block_device());
-            if let Ok(false) = is_device {
-                let message =
-                    format!("'host_device:{name}' is no block device: a file is named without 'host_device:'");
-                return Err(Error::new(ErrorKind::BadOption, message));
-            }
-            engine::open(path, options)
+fn check_is_device(path: &Path) -> Result<()> {
+    match std::fs::metadata(path) {
+        Ok(meta) if !meta.file_type().is_block_device() => {
+            let path = path.display();
+            let message = format!("'host_device:{path}' is no block device: name a file without 'host_device:'");
+            Err(Error::new(ErrorKind::BadOption, message))
         }
-        FileName::Descriptor(number) => engine::open_inherited(*number, options),
-        _ => Err(Error::new(ErrorKind::Unsupported, format!("'{name}': files with that protocol are not opened here"))),
+        // What cannot be looked at cannot be opened either.
+        _ => Ok(()),
     }
 }
 
@@ -130,6 +155,16 @@ impl OpenedDisk {
 
 /// Opens what `options` describes. `listed` are other files that the user named, which images may use as backing files.
 pub fn open_disk(options: &DiskOptions, allow_backing: BackingPolicy, listed: &[PathBuf]) -> Result<OpenedDisk> {
+    open_disk_with(&EngineOpener::of_disk(options), options, allow_backing, listed)
+}
+
+/// As [`open_disk`], with files from `opener`.
+pub fn open_disk_with(
+    opener: &dyn Opener,
+    options: &DiskOptions,
+    allow_backing: BackingPolicy,
+    listed: &[PathBuf],
+) -> Result<OpenedDisk> {
     let format = match options.format {
         Some(DriveFormat::Null) => {
             let disk = NullDisk::new(options.size_bytes.unwrap_or(0), options.serial.clone());
@@ -149,7 +184,7 @@ pub fn open_disk(options: &DiskOptions, allow_backing: BackingPolicy, listed: &[
         open.volatile_cache = open_options(options).has_volatile_cache();
         open.table_cache_bytes = options.l2_cache_bytes;
     });
-    let image = Arc::new(image::open(&image_options, &EngineOpener::of_disk(options))?);
+    let image = Arc::new(image::open(&image_options, opener)?);
     Ok(OpenedDisk { disk: delayed(Arc::clone(&image) as Arc<dyn Disk>, options), image: Some(image) })
 }
 

@@ -4,7 +4,7 @@ use crate::keyval::{self, KeyValue};
 use crate::size::parse_size;
 use block::{Error, ErrorKind, Result};
 use engine::{CacheMode, EngineKind};
-use image::FileName;
+use image::{FileName, Format};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -17,6 +17,15 @@ pub enum DriveFormat {
     Qcow2,
     /// No file at all: reads give zeros, writes go nowhere. For measurements.
     Null,
+}
+
+impl From<Format> for DriveFormat {
+    fn from(format: Format) -> Self {
+        match format {
+            Format::Raw => Self::Raw,
+            Format::Qcow2 => Self::Qcow2,
+        }
+    }
 }
 
 /// One drive, as asked for: a disk, and the export that it gets at once.
@@ -33,6 +42,8 @@ pub struct DriveOptions {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct DiskOptions {
+    /// What a daemon calls it; `disk0`, `disk1`... where not given.
+    pub name: Option<String>,
     /// The image; `None` for a null disk only.
     pub file: Option<FileName>,
     /// Its format; guessed from its contents where not given.
@@ -61,6 +72,8 @@ pub struct DiskOptions {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ExportOptions {
+    /// Guests of this export cannot write, whoever else can.
+    pub read_only: bool,
     /// Where the guest's monitor connects.
     pub socket: Option<PathBuf>,
     /// Request queues offered to the guest.
@@ -76,6 +89,8 @@ pub struct ExportOptions {
 
 /// What GET_ID can carry (virtio 1.3, 5.2.6).
 const SERIAL_MAX_BYTES: usize = 20;
+/// Longer names make no log more readable.
+const NAME_MAX_BYTES: usize = 32;
 /// More queues than any guest has CPUs for.
 const QUEUES_MAX: u16 = 256;
 /// The largest ring that exports serve.
@@ -85,7 +100,8 @@ const POLL_MAX_US: u32 = 1_000_000;
 /// Guests give a request up after half a minute.
 const DELAY_MAX_MS: u32 = 10_000;
 
-const KEYS: [&str; 16] = [
+const KEYS: [&str; 17] = [
+    "name",
     "file",
     "format",
     "engine",
@@ -192,6 +208,7 @@ impl DriveOptions {
     fn set(&mut self, KeyValue { key, value }: &KeyValue) -> Result<()> {
         let Self { disk, export } = self;
         match key.as_str() {
+            "name" | "id" => disk.name = Some(name(key, value, disk.name.as_deref())?),
             "file" => disk.file = Some(FileName::parse(non_empty_path(key, value)?)?),
             "format" => disk.format = Some(one_of(key, value, &FORMATS)?),
             "engine" => disk.engine = parsed(key, value, &EngineKind::NAMES)?,
@@ -254,7 +271,9 @@ impl DriveOptions {
     }
 }
 
-fn socket_beside(image: &Path) -> PathBuf {
+/// Where the socket of an image is if nobody says otherwise.
+#[must_use]
+pub fn socket_beside(image: &Path) -> PathBuf {
     let mut name = image.as_os_str().to_owned();
     name.push(".sock");
     PathBuf::from(name)
@@ -301,6 +320,18 @@ fn non_empty_path(key: &str, value: &str) -> Result<PathBuf> {
         "" => Err(bad(format!("{key}= needs a path"))),
         path => Ok(PathBuf::from(path)),
     }
+}
+
+/// A name that can stand in a command line, a log and a path.
+fn name(key: &str, value: &str, said: Option<&str>) -> Result<String> {
+    let is_plain = |char: char| char.is_ascii_alphanumeric() || "-_.".contains(char);
+    if said.is_some() {
+        return Err(bad("a drive has one name: give name= or id=, which mean the same".to_owned()));
+    }
+    if value.is_empty() || value.len() > NAME_MAX_BYTES || !value.chars().all(is_plain) {
+        return Err(bad(format!("{key}={value}: a name has 1 to {NAME_MAX_BYTES} letters, digits, '-', '_' and '.'")));
+    }
+    Ok(value.to_owned())
 }
 
 fn serial(value: &str) -> Result<String> {
@@ -364,12 +395,13 @@ mod tests {
     #[test]
     fn every_key_is_read() {
         let read = drive(
-            "file=a,,b.img,format=qcow2,engine=io_uring,cache=none,serial=disk 1,readonly=on,sync=on,\
+            "name=root.0,file=a,,b.img,format=qcow2,engine=io_uring,cache=none,serial=disk 1,readonly=on,sync=on,\
              sqpoll=on,fixed-buffers=on,\
              queues=4,queue-size=256,poll-max-us=0,delay-ms=3,l2-cache-size=1.5M,socket=/run/a.sock",
         );
         let expected = DriveOptions {
             disk: DiskOptions {
+                name: Some("root.0".to_owned()),
                 file: Some("a,b.img".into()),
                 format: Some(DriveFormat::Qcow2),
                 engine: EngineKind::IoUring,
@@ -383,6 +415,7 @@ mod tests {
                 l2_cache_bytes: Some(1536 << 10),
             },
             export: ExportOptions {
+                read_only: false,
                 socket: Some(PathBuf::from("/run/a.sock")),
                 queues: Some(4),
                 queue_size: Some(256),
@@ -435,6 +468,9 @@ mod tests {
             "format=null,size=1000",
             "file=",
             "file=nbd:localhost",
+            "file=x,name=",
+            "file=x,name=a/b",
+            "file=x,name=a,id=b",
             "file=fd:three",
             "file=x,serial=123456789012345678901",
             "file=x,queues=0",

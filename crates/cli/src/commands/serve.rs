@@ -2,7 +2,7 @@
 
 use crate::output::{self, usage};
 use crate::signals;
-use daemon::{Attachment, Daemon, DaemonConfig, DiskStatus, Pidfile};
+use daemon::{Attachment, Daemon, DaemonConfig, Pidfile};
 use drive::{DriveOptions, ParsedDrive};
 use image::{BackingPolicy, FileName};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -55,10 +55,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // From here on a signal means an orderly end, so that no socket stays behind.
     let mut signals = signals::orderly()?;
     allow_all_descriptors();
-    let queues = drives.iter().map(|drive| usize::from(Daemon::queues_of(drive))).sum::<usize>();
+    let queues = drives.iter().map(|drive| usize::from(Daemon::queues_of(&drive.export))).sum::<usize>();
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let named = drives.iter().filter_map(|drive| drive.disk.file.as_ref()?.path().map(PathBuf::from));
-    let mut daemon = Daemon::start(DaemonConfig::default().with(|config| {
+    let daemon = Daemon::start(DaemonConfig::default().with(|config| {
         config.reactors = args.reactors.map_or(cpus.min(queues), usize::from);
         config.poll_max_us = Daemon::poll_max_us_of(&drives, args.poll_max_us);
         config.allow_backing = allow_backing;
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         daemon.add(drive)?;
     }
     let pidfile = args.pidfile.as_deref().map(Pidfile::create).transpose()?;
-    output::print(&announcement(&daemon.disks()))?;
+    output::print(&announcement(&daemon))?;
     daemon::notify("READY=1");
     let signal = signals.forever().next();
     tracing::info!(signal, "stopping");
@@ -121,18 +121,19 @@ fn drives(args: &Args) -> anyhow::Result<Asked> {
     Ok(Asked::Drives(drives))
 }
 
-fn announcement(disks: &[DiskStatus]) -> String {
+fn announcement(daemon: &Daemon) -> String {
+    let (disks, exports) = (daemon.disks(), daemon.exports());
     let mut text = String::new();
-    for disk in disks {
+    for export in &exports {
+        let Some(disk) = disks.iter().find(|disk| disk.id == export.node) else { continue };
         let size = drive::human_size(disk.info.size_bytes);
-        let mode = if disk.info.read_only { ", read-only" } else { "" };
-        let socket = disk.attachment.socket.display();
-        let _ = writeln!(text, "serving {} ({size}{mode}) at {socket}", disk.name);
+        let mode = if export.read_only { ", read-only" } else { "" };
+        let _ = writeln!(text, "serving {} ({size}{mode}) at {}", disk.file, export.attachment.socket.display());
         for layer in &disk.layers {
             let _ = writeln!(text, "  {layer}");
         }
     }
-    let attachments: Vec<Attachment> = disks.iter().map(|disk| disk.attachment.clone()).collect();
+    let attachments: Vec<Attachment> = exports.into_iter().map(|export| export.attachment).collect();
     let _ = writeln!(text, "ready\n\nAttach with:\n{}", daemon::attach_flags(&attachments));
     text
 }

@@ -34,7 +34,7 @@ impl Served {
             config.reactors = usize::from(queues);
             config.poll_max_us = drive.export.poll_max_us;
         });
-        let mut daemon = Daemon::start(config)?;
+        let daemon = Daemon::start(config)?;
         let mut drive = drive.clone();
         drive.export.queues = drive.export.queues.or(Some(queues));
         drive.export.queue_size = Some(queue_size);
@@ -72,9 +72,9 @@ impl Served {
 }
 
 fn server_counters(daemon: &Daemon) -> Vec<(&'static str, u64)> {
-    let (reactors, disks) = (daemon.reactors(), daemon.disks());
+    let (reactors, disks, exports) = (daemon.reactors(), daemon.disks(), daemon.exports());
     let of_reactors = |count: fn(&ReactorStats) -> u64| reactors.iter().map(|(_, stats)| count(stats)).sum();
-    let rings = || disks.iter().flat_map(|disk| &disk.rings);
+    let rings = || exports.iter().flat_map(|export| &export.rings);
     let mut counters = vec![
         ("server_batches", rings().map(|ring| ring.batches).sum()),
         ("server_system_calls", of_reactors(|stats| stats.system_calls)),

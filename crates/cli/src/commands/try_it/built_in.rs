@@ -68,7 +68,7 @@ fn measured_by_driver(
     reactors: &[Arc<dyn ReactorHandle>],
     bar: &Bar,
 ) -> anyhow::Result<(Vec<Row>, Vec<String>, VerifyState)> {
-    let mut daemon = Daemon::start(plan.daemon_config(1))?;
+    let daemon = Daemon::start(plan.daemon_config(1))?;
     let mut drive = plan.guest_drive.clone();
     drive.export.queues = Some(1);
     daemon.add(&drive)?;

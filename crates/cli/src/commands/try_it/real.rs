@@ -80,7 +80,7 @@ fn served_to(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<GuestRep
         measure_mib: (plan.size_bytes >> 20) as u32,
         fio_mib: FIO_MIB,
     };
-    let mut daemon = Daemon::start(plan.daemon_config(options.queues.min(2) as usize))?;
+    let daemon = Daemon::start(plan.daemon_config(options.queues.min(2) as usize))?;
     let mut drive = plan.guest_drive.clone();
     drive.export.queues = Some(options.queues as u16);
     daemon.add(&drive)?;

@@ -1,0 +1,245 @@
+//! Which disks and exports there are, who comes and who goes, and which export keeps which disk.
+//!
+//! Nothing here takes long: disks are opened and closed, exports begun and ended by the caller, without the lock.
+//! Meanwhile their entries say so, and keep the names.
+
+use crate::attach::Attachment;
+use crate::status::{ExportId, ExportStatus, NodeId};
+use block::{Error, ErrorKind, Result};
+use drive::{DiskOptions, OpenedDisk};
+use export_vhost_user::Export;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// The table. Every method returns at once, except [`Table::wait_until_unused`].
+#[derive(Default)]
+pub(crate) struct Table {
+    state: Mutex<State>,
+    /// An export has gone.
+    gone: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    nodes: BTreeMap<NodeId, Node>,
+    exports: BTreeMap<ExportId, Exported>,
+    next_node: u64,
+    next_export: u64,
+}
+
+/// Where something is in its life.
+enum Phase<T> {
+    /// Its name is taken, and somebody is making it.
+    Coming,
+    Here(T),
+    /// Somebody is ending it.
+    Going,
+}
+
+struct Node {
+    name: String,
+    /// The file's name, or what stands for it.
+    file: String,
+    path: Option<PathBuf>,
+    disk: Phase<Arc<OpenedDisk>>,
+}
+
+struct Exported {
+    node: NodeId,
+    read_only: bool,
+    attachment: Attachment,
+    export: Phase<Export>,
+}
+
+/// A disk that is there.
+pub(crate) struct Found {
+    pub(crate) id: NodeId,
+    pub(crate) name: String,
+    pub(crate) file: String,
+    pub(crate) path: Option<PathBuf>,
+    pub(crate) disk: Arc<OpenedDisk>,
+}
+
+impl<T> Phase<T> {
+    /// Takes out what is there; from then on it is going.
+    fn take(&mut self) -> Option<T> {
+        match std::mem::replace(self, Self::Going) {
+            Self::Here(value) => Some(value),
+            Self::Going => None,
+            Self::Coming => {
+                *self = Self::Coming;
+                None
+            }
+        }
+    }
+}
+
+impl Table {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a name for a disk that is going to be opened.
+    pub(crate) fn reserve_node(&self, options: &DiskOptions) -> Result<NodeId> {
+        let mut state = self.lock();
+        let id = NodeId(state.next_node);
+        let is_taken = |name: &str| state.nodes.values().any(|node| node.name == name);
+        let name = match &options.name {
+            Some(name) if is_taken(name) => return Err(bad(format!("there is a disk '{name}' already"))),
+            Some(name) => name.clone(),
+            None => (id.0..).map(|number| format!("disk{number}")).find(|name| !is_taken(name)).unwrap_or_default(),
+        };
+        let path = options.file.as_ref().and_then(|file| file.path()).map(Path::to_owned);
+        state.next_node += 1;
+        state.nodes.insert(id, Node { name, file: options.display_name(), path, disk: Phase::Coming });
+        Ok(id)
+    }
+
+    /// The disk is open.
+    pub(crate) fn node_is_here(&self, id: NodeId, disk: OpenedDisk) {
+        if let Some(node) = self.lock().nodes.get_mut(&id) {
+            node.disk = Phase::Here(Arc::new(disk));
+        }
+    }
+
+    /// The disk could not be opened, or is closed.
+    pub(crate) fn forget_node(&self, id: NodeId) {
+        self.lock().nodes.remove(&id);
+    }
+
+    /// Names and paths of the disks that are open or being closed.
+    pub(crate) fn open_paths(&self) -> Vec<(String, PathBuf)> {
+        let is_open = |node: &&Node| !matches!(node.disk, Phase::Coming);
+        let name_and_path = |node: &Node| Some((node.name.clone(), node.path.clone()?));
+        self.lock().nodes.values().filter(is_open).filter_map(name_and_path).collect()
+    }
+
+    /// The disk of this number, if it is there.
+    pub(crate) fn find(&self, id: NodeId) -> Result<Found> {
+        let state = self.lock();
+        let node = state.nodes.get(&id).ok_or_else(|| no_disk(id))?;
+        node.found(id).ok_or_else(|| node.not_now())
+    }
+
+    /// The number of the disk of this name.
+    pub(crate) fn id_of(&self, name: &str) -> Option<NodeId> {
+        self.lock().nodes.iter().find(|(_, node)| node.name == name).map(|(id, _)| *id)
+    }
+
+    /// The disks that are there, in the order in which they came.
+    pub(crate) fn nodes(&self) -> Vec<Found> {
+        self.lock().nodes.iter().filter_map(|(id, node)| node.found(*id)).collect()
+    }
+
+    /// Makes room for an export of a disk; the disk stays as long as it is there. Returns its number, and whether the disk
+    /// has others.
+    pub(crate) fn reserve_export(
+        &self,
+        node: NodeId,
+        read_only: bool,
+        attachment: Attachment,
+    ) -> Result<(ExportId, bool)> {
+        let mut state = self.lock();
+        let found = state.nodes.get(&node).ok_or_else(|| no_disk(node))?;
+        if !matches!(found.disk, Phase::Here(_)) {
+            return Err(found.not_now());
+        }
+        let has_others = state.exports.values().any(|other| other.node == node);
+        let id = ExportId(state.next_export);
+        state.next_export += 1;
+        state.exports.insert(id, Exported { node, read_only, attachment, export: Phase::Coming });
+        Ok((id, has_others))
+    }
+
+    /// The export serves. It is given back if its disk is going meanwhile: then the caller ends it.
+    pub(crate) fn export_is_here(&self, id: ExportId, export: Export) -> Result<(), Export> {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        match state.exports.get_mut(&id) {
+            Some(entry) if state.nodes.get(&entry.node).is_some_and(|node| matches!(node.disk, Phase::Here(_))) => {
+                entry.export = Phase::Here(export);
+                Ok(())
+            }
+            _ => Err(export),
+        }
+    }
+
+    /// Takes an export out to be ended; [`Table::forget_export`] comes when it has.
+    pub(crate) fn take_export(&self, id: ExportId) -> Result<Export> {
+        let mut state = self.lock();
+        let entry = state.exports.get_mut(&id).ok_or_else(|| bad(format!("there is no export {id}")))?;
+        entry.export.take().ok_or_else(|| bad(format!("export {id} is being added or removed just now")))
+    }
+
+    /// The export could not begin, or has ended.
+    pub(crate) fn forget_export(&self, id: ExportId) {
+        self.lock().exports.remove(&id);
+        self.gone.notify_all();
+    }
+
+    /// The exports that are there, in the order in which they came.
+    pub(crate) fn exports(&self) -> Vec<ExportStatus> {
+        let status = |(id, entry): (&ExportId, &Exported)| match &entry.export {
+            Phase::Here(export) => Some(ExportStatus {
+                id: *id,
+                node: entry.node,
+                read_only: entry.read_only,
+                attachment: entry.attachment.clone(),
+                rings: export.stats(),
+            }),
+            Phase::Coming | Phase::Going => None,
+        };
+        self.lock().exports.iter().filter_map(status).collect()
+    }
+
+    /// Takes a disk out to be closed, with its exports, which have to end before. Without `force` a disk that has exports
+    /// stays. No export of it can come any more; [`Table::wait_until_unused`] and [`Table::forget_node`] come next.
+    pub(crate) fn take_node(&self, id: NodeId, force: bool) -> Result<(Found, Vec<(ExportId, Export)>)> {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let node = state.nodes.get_mut(&id).ok_or_else(|| no_disk(id))?;
+        let found = node.found(id).ok_or_else(|| node.not_now())?;
+        let users = state.exports.iter_mut().filter(|(_, entry)| entry.node == id);
+        if force {
+            node.disk = Phase::Going;
+            let taken = users.filter_map(|(id, entry)| Some((*id, entry.export.take()?))).collect();
+            return Ok((found, taken));
+        }
+        let users: Vec<String> =
+            users.map(|(id, entry)| format!("export {id} at '{}'", entry.attachment.socket.display())).collect();
+        if !users.is_empty() {
+            let message = format!("the disk '{}' is used by {}: remove that first", found.name, users.join(", "));
+            return Err(Error::new(ErrorKind::Locked, message));
+        }
+        node.disk = Phase::Going;
+        Ok((found, Vec::new()))
+    }
+
+    /// Waits until a disk that was taken out has no export left: some may be ended by others.
+    pub(crate) fn wait_until_unused(&self, id: NodeId) {
+        let is_used = |state: &mut State| state.exports.values().any(|entry| entry.node == id);
+        drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl Node {
+    fn found(&self, id: NodeId) -> Option<Found> {
+        let Phase::Here(disk) = &self.disk else { return None };
+        let (name, file, path) = (self.name.clone(), self.file.clone(), self.path.clone());
+        Some(Found { id, name, file, path, disk: Arc::clone(disk) })
+    }
+
+    fn not_now(&self) -> Error {
+        let what = if matches!(self.disk, Phase::Coming) { "added" } else { "removed" };
+        Error::new(ErrorKind::Locked, format!("the disk '{}' is being {what} just now", self.name))
+    }
+}
+
+fn no_disk(id: NodeId) -> Error {
+    bad(format!("there is no disk {id}"))
+}
+
+fn bad(message: String) -> Error {
+    Error::new(ErrorKind::BadOption, message)
+}

@@ -1,0 +1,86 @@
+//! A daemon, its disks, and a guest for them.
+
+// Each test program uses some of this.
+#![allow(dead_code)]
+
+use block::{Disk, ReactorHandle};
+use drive::{DriveFormat, DriveOptions, EngineOpener};
+use driver::{Driver, DriverOptions};
+use engine::{Reactor, ReactorConfig};
+use image::{BackingPolicy, CreateOptions, Opener, Role};
+use load::{BenchReport, BenchSpec, Hooks, Initial, Pattern, Stop, Verify, VerifyState, run};
+use ringdisk_daemon::{Daemon, DaemonConfig};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub(crate) const SIZE_BYTES: u64 = 8 << 20;
+/// Whatever takes longer than this hangs.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(crate) fn create(path: &Path, format: DriveFormat) -> DriveOptions {
+    let qcow2 = format_qcow2::CreateOptions::default().with(|options| options.size_bytes = SIZE_BYTES);
+    let options = match format {
+        DriveFormat::Qcow2 => CreateOptions::Qcow2(qcow2),
+        _ => CreateOptions::Raw { size_bytes: SIZE_BYTES },
+    };
+    engine::create(path, 0).unwrap();
+    image::create(&EngineOpener::default().open(&path.into(), Role::Writable).unwrap(), &options).unwrap();
+    let mut drive = DriveOptions::of_file(path);
+    (drive.disk.format, drive.export.queues) = (Some(format), Some(2));
+    drive
+}
+
+pub(crate) fn at_socket(mut drive: DriveOptions, socket: &Path) -> DriveOptions {
+    drive.export.socket = Some(socket.to_owned());
+    drive
+}
+
+pub(crate) fn start(reactors: usize) -> Daemon {
+    let (allow_backing, listed) = (BackingPolicy::Deny, Vec::new());
+    Daemon::start(DaemonConfig::default().with(|config| {
+        config.reactors = reactors;
+        config.allow_backing = allow_backing;
+        config.listed = listed;
+    }))
+    .unwrap()
+}
+
+/// Threads for the guests' side.
+pub(crate) struct Client {
+    _threads: Vec<engine::ReactorThread>,
+    pub(crate) handles: Vec<Arc<dyn ReactorHandle>>,
+}
+
+impl Client {
+    pub(crate) fn new(queues: usize) -> Self {
+        let config = |index| ReactorConfig::default().with(|config| config.name = format!("guest-{index}"));
+        let threads: Vec<_> = (0..queues).map(|index| Reactor::spawn(config(index)).unwrap()).collect();
+        let handles = threads.iter().map(engine::ReactorThread::handle).collect();
+        Self { _threads: threads, handles }
+    }
+
+    /// One pass of patterned writes, or of reads that are compared.
+    pub(crate) fn pass(&self, disk: &Arc<dyn Disk>, read_percent: u8, initial: Initial) -> (BenchReport, VerifyState) {
+        let spec = BenchSpec::default().with(|spec| {
+            spec.queue_depth = 8;
+            spec.queues = self.handles.len() as u32;
+            spec.block_bytes = 16 << 10;
+            spec.read_percent = read_percent;
+            spec.pattern = Pattern::Sequential;
+            spec.stop = Stop::OnePass;
+            spec.verify = Some(Verify { seed: 3, initial });
+        });
+        let outcome = run(disk, &self.handles, &spec, &Hooks::default()).unwrap();
+        (outcome.report, outcome.state.unwrap())
+    }
+}
+
+pub(crate) fn connect(socket: &Path, queues: u16) -> Arc<dyn Disk> {
+    Arc::new(Driver::connect(socket, DriverOptions::default().with(|options| options.queues = queues)).unwrap())
+}
+
+pub(crate) fn assert_clean(report: &BenchReport) {
+    assert_eq!((report.errors, report.mismatches), (0, 0), "{:?} {:?}", report.first_error, report.first_mismatch);
+    assert!(report.requests > 0);
+}

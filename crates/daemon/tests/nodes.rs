@@ -1,0 +1,193 @@
+//! Disks and their exports are apart: a disk has as many exports as wanted, and each comes and goes while others serve.
+
+mod common;
+
+use block::Disk;
+use common::{Client, PATIENCE, SIZE_BYTES, assert_clean, connect, create, start};
+use drive::{DiskOptions, DriveFormat, DriveOptions, ExportOptions, open_disk};
+use image::BackingPolicy;
+use load::{BenchReport, BenchSpec, Hooks, Initial, Pattern, Stop, Verify, VerifyState, run};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+
+const HALF_BYTES: u64 = SIZE_BYTES / 2;
+
+fn at(socket: &Path) -> ExportOptions {
+    let mut export = ExportOptions::default();
+    (export.socket, export.queues) = (Some(socket.to_owned()), Some(1));
+    export
+}
+
+fn spec(half: u64, verify: Initial) -> BenchSpec {
+    BenchSpec::default().with(|spec| {
+        spec.queue_depth = 8;
+        spec.offset_bytes = half * HALF_BYTES;
+        spec.length_bytes = Some(HALF_BYTES);
+        spec.verify = Some(Verify { seed: half, initial: verify });
+        spec.stop = Stop::Runtime(PATIENCE * 10);
+    })
+}
+
+/// A guest that writes its half of a disk and compares what it reads, until it is told to stop.
+struct Guest {
+    disk: Arc<dyn Disk>,
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<(BenchReport, VerifyState)>,
+}
+
+impl Guest {
+    fn load(socket: &Path, half: u64) -> Self {
+        let (disk, stop) = (connect(socket, 1), Arc::new(AtomicBool::new(false)));
+        let (loaded, cancel) = (Arc::clone(&disk), Arc::clone(&stop));
+        let thread = std::thread::spawn(move || {
+            let client = Client::new(1);
+            let spec = spec(half, Initial::Zeros).with(|spec| {
+                spec.read_percent = 50;
+                spec.pattern = Pattern::Random { seed: half };
+                spec.flush_every = Some(64);
+            });
+            let hooks = Hooks::default().with(|hooks| hooks.cancel = Some(cancel));
+            let outcome = run(&loaded, &client.handles, &spec, &hooks).unwrap();
+            (outcome.report, outcome.state.unwrap())
+        });
+        Self { disk, stop, thread }
+    }
+
+    /// What it has written; every request and every comparison went well.
+    fn stop(self) -> (Arc<dyn Disk>, VerifyState) {
+        self.stop.store(true, Ordering::Relaxed);
+        let (report, state) = self.thread.join().unwrap();
+        assert_clean(&report);
+        (self.disk, state)
+    }
+}
+
+fn assert_holds(disk: &Arc<dyn Disk>, half: u64, state: VerifyState) {
+    let spec = spec(half, Initial::State(state)).with(|spec| {
+        (spec.read_percent, spec.pattern, spec.stop) = (100, Pattern::Sequential, Stop::OnePass);
+    });
+    assert_clean(&run(disk, &Client::new(1).handles, &spec, &Hooks::default()).unwrap().report);
+}
+
+#[test]
+fn two_guests_of_one_disk_are_undisturbed_while_exports_and_disks_come_and_go() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = |name: &str| dir.path().join(name);
+    let daemon = start(2);
+    let options = create(&socket("disk.qcow2"), DriveFormat::Qcow2).disk;
+    let disk = daemon.add_disk(&options).unwrap();
+    daemon.add_export(disk, &at(&socket("one"))).unwrap();
+    let second = daemon.add_export(disk, &at(&socket("two"))).unwrap();
+    let (one, two) = (Guest::load(&socket("one"), 0), Guest::load(&socket("two"), 1));
+    for round in 0..50 {
+        let other = daemon.add_disk(&DiskOptions::null(1 << 20)).unwrap();
+        let of_other = daemon.add_export(other, &at(&socket("other"))).unwrap();
+        let mut third = at(&socket("three"));
+        third.read_only = round % 2 == 0;
+        let of_disk = daemon.add_export(disk, &third).unwrap();
+        if round % 10 == 0 {
+            let guests = (connect(&socket("other"), 1), connect(&socket("three"), 1));
+            assert_eq!(guests.1.info().read_only, third.read_only);
+        }
+        assert_eq!(daemon.exports().len(), 4);
+        daemon.remove_export(of_disk).unwrap();
+        daemon.remove_export(of_other).unwrap();
+        daemon.remove_disk(other, false).unwrap();
+    }
+    let (disk_of_two, second_half) = two.stop();
+    daemon.remove_export(second).unwrap();
+    drop(disk_of_two);
+    let (disk_of_one, first_half) = one.stop();
+    // What the other guest wrote is in the one disk that both have.
+    assert_holds(&disk_of_one, 1, second_half.clone());
+    drop(disk_of_one);
+    daemon.shutdown().unwrap();
+    let opened = open_disk(&options, BackingPolicy::Deny, &[]).unwrap();
+    assert_holds(&opened.disk, 0, first_half);
+    assert_holds(&opened.disk, 1, second_half);
+    opened.close().unwrap();
+}
+
+#[test]
+fn status_lists_disks_and_the_exports_of_each() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(1);
+    let mut named = create(&dir.path().join("image"), DriveFormat::Raw).disk;
+    named.name = Some("root".to_owned());
+    let root = daemon.add_disk(&named).unwrap();
+    let mut guest = at(&dir.path().join("a"));
+    guest.read_only = true;
+    let exports =
+        [daemon.add_export(root, &guest).unwrap(), daemon.add_export(root, &ExportOptions::default()).unwrap()];
+    let mut scratch = DriveOptions::null(1 << 20);
+    scratch.export = at(&dir.path().join("b"));
+    let (scratch, _) = daemon.add(&scratch).unwrap();
+    let names: Vec<_> = daemon.disks().into_iter().map(|disk| (disk.id, disk.name)).collect();
+    assert_eq!(names, [(root, "root".to_owned()), (scratch, "disk1".to_owned())]);
+    assert_eq!(daemon.disk_named("root"), Some(root));
+    let listed = daemon.exports();
+    let of_root: Vec<_> = listed.iter().filter(|export| export.node == root).collect();
+    assert_eq!(of_root.iter().map(|export| export.id).collect::<Vec<_>>(), exports);
+    assert_eq!(of_root.iter().map(|export| export.read_only).collect::<Vec<_>>(), [true, false]);
+    assert_eq!(of_root[1].attachment.socket, dir.path().join("image.sock"), "beside the image");
+    daemon.shutdown().unwrap();
+}
+
+#[test]
+fn a_disk_in_use_is_removed_by_force_only_and_a_name_is_taken_until_its_disk_is_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(1);
+    let mut options = create(&dir.path().join("image"), DriveFormat::Raw).disk;
+    options.name = Some("root".to_owned());
+    let disk = daemon.add_disk(&options).unwrap();
+    let message = daemon.add_disk(&options).unwrap_err().to_string();
+    assert!(message.contains("'root' already"), "{message}");
+    let mut again = options.clone();
+    again.name = None;
+    let message = daemon.add_disk(&again).unwrap_err().to_string();
+    assert!(message.contains("by this daemon already, as 'root'"), "{message}");
+
+    let socket = dir.path().join("s");
+    let export = daemon.add_export(disk, &at(&socket)).unwrap();
+    let message = daemon.remove_disk(disk, false).unwrap_err().to_string();
+    assert!(message.contains("root") && message.contains(&*socket.to_string_lossy()), "{message}");
+    let _guest = connect(&socket, 1);
+    daemon.remove_disk(disk, true).unwrap();
+    assert!(!socket.exists() && daemon.disks().is_empty() && daemon.exports().is_empty());
+    for gone in [daemon.remove_export(export), daemon.add_export(disk, &at(&socket)).map(drop)] {
+        assert!(gone.unwrap_err().to_string().contains("there is no"));
+    }
+    let next = daemon.add_disk(&options).unwrap();
+    assert_ne!(next, disk);
+    daemon.remove_disk(next, false).unwrap();
+    daemon.shutdown().unwrap();
+}
+
+#[test]
+fn threads_that_add_and_remove_at_once_leave_a_daemon_that_works() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(2);
+    let shared = daemon.add_disk(&DiskOptions::null(1 << 20)).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let (daemon, socket) = (&daemon, dir.path().join(thread.to_string()));
+            scope.spawn(move || {
+                for _ in 0..25 {
+                    let export = daemon.add_export(shared, &at(&socket)).unwrap();
+                    let own = daemon.add_disk(&DiskOptions::null(1 << 20)).unwrap();
+                    drop(daemon.disks());
+                    daemon.remove_export(export).unwrap();
+                    daemon.remove_disk(own, true).unwrap();
+                }
+            });
+        }
+        // Whoever looks while others change sees whole entries only.
+        for _ in 0..100 {
+            assert!(daemon.exports().iter().all(|export| export.node == shared));
+        }
+    });
+    assert_eq!((daemon.disks().len(), daemon.exports().len()), (1, 0));
+    daemon.shutdown().unwrap();
+}
