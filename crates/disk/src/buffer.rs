@@ -1,0 +1,44 @@
+//! The memory of an operation.
+
+use memory::AlignedBuf;
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+
+/// Bytes at an alignment that direct I/O takes, so that they go to the storage and come from it without a copy.
+///
+/// A write takes a slice too, and copies it into a buffer.
+pub struct Buffer(pub(crate) AlignedBuf);
+
+impl Buffer {
+    /// A buffer of so many zeros.
+    #[must_use]
+    pub fn zeroed(length_bytes: usize) -> Self {
+        Self(AlignedBuf::zeroed(length_bytes))
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+impl From<&[u8]> for Buffer {
+    fn from(bytes: &[u8]) -> Self {
+        Self(AlignedBuf::copy_of(bytes))
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buffer({} bytes)", self.len())
+    }
+}
