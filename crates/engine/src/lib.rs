@@ -6,54 +6,34 @@
 //! completions back. [`open`] gives a file whose queues ([`block::FileQueue`]) push to the engine that its options, or
 //! the kernel's abilities, chose.
 //!
+//! Rooms, from the ground up; each uses those before it only:
+//!
+//! * `base`: one call of the kernel, the interfaces of Linux AIO, options, counters.
+//! * `file`: an open file, shared by all reactors.
+//! * `request`: an action on a file with its memory, and what results mean for it.
+//! * `route`: who carries a request out. Nobody else decides that.
+//! * `workers`, `aio`, `uring`: the engines.
+//! * `queue`: turns a file's operations into requests.
+//! * `open`: opening and making files.
+//! * `reactor`: the thread that drives it all.
+//!
 //! What a queue promises above what the kernel does: any alignment works, short transfers are resumed, nothing that the
 //! kernel may still write to is ever freed.
 
 mod aio;
-mod aio_abi;
-mod alarm;
-mod align;
-mod blocking;
-mod engines;
-mod fd_watch;
+mod base;
 mod file;
-mod fixed_buffers;
-mod given;
-mod group;
-mod group_sync;
-mod host_file;
-mod inflight;
-mod inherited;
-mod inline;
-mod job_queue;
-mod layout;
-mod lock;
-mod nowait;
 mod open;
-mod options;
-mod poll;
-mod probe;
 mod queue;
 mod reactor;
-mod ring_entry;
-mod ring_setup;
-mod stats;
-mod storage;
-mod sys;
-mod tables;
-mod target;
-mod threads;
-mod together;
-mod tracking;
-mod upkeep;
+mod request;
+mod route;
 mod uring;
-mod wakeup;
-mod worker_pool;
-mod zeroes;
+mod workers;
 
-pub use inherited::open_inherited;
-pub use layout::{disable_copy_on_write, set_extent_size_hint};
-pub use open::{create, forget_cached, open, open_fd};
-pub use options::{CacheMode, EngineKind, OpenOptions};
+pub use base::options::{CacheMode, EngineKind, OpenOptions};
+pub use base::stats::ReactorStats;
+pub use file::fs_hints::{disable_copy_on_write, set_extent_size_hint};
+pub use open::inherited::open_inherited;
+pub use open::open::{create, forget_cached, open, open_fd};
 pub use reactor::{Reactor, ReactorConfig, ReactorThread};
-pub use stats::ReactorStats;

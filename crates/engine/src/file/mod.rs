@@ -1,3 +1,12 @@
-//! What is known of an open file, and what it takes to move bytes to and from it.
+//! An open file, shared by all reactors: what it is, what its file system can do, and who changes which range of it.
 
+pub(crate) mod alignment;
+pub(crate) mod extent_preload;
+pub(crate) mod fs_hints;
+pub(crate) mod holes;
+pub(crate) mod image_lock;
 pub(crate) mod mapped;
+pub(crate) mod open_file;
+pub(crate) mod rmw_lock;
+pub(crate) mod storage;
+pub(crate) mod write_behind;

@@ -21,7 +21,7 @@
 
 mod pages;
 
-use crate::inflight::Buffers;
+use crate::base::call::Buffers;
 use memory::{Mapping, PAGE_BYTES};
 use pages::{
     PAGE, REGION_BYTES, REGION_PAGES, Region, all_regions, clear, covered_by, groups, groups_of, has, mask, set,

@@ -1,0 +1,3 @@
+//! The Linux AIO engine.
+
+pub(crate) mod context;

@@ -1,0 +1,30 @@
+//! Writing what the page cache has taken before a flush asks for it: for a file that is filled at once.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// How much was written since the kernel was last asked to begin with it.
+#[derive(Debug, Default)]
+pub(crate) struct WriteBehind {
+    bytes: AtomicU64,
+    asking: AtomicBool,
+}
+
+impl WriteBehind {
+    /// So much at a time.
+    const STEP_BYTES: u64 = 16 << 20;
+
+    /// Counts a write. Whether to ask the kernel now; then [`WriteBehind::asked`] is called afterwards.
+    pub(crate) fn note(&self, length_bytes: usize) -> bool {
+        let length = length_bytes as u64;
+        let waiting = self.bytes.fetch_add(length, Ordering::Relaxed).saturating_add(length);
+        let is_due = waiting >= Self::STEP_BYTES && !self.asking.swap(true, Ordering::Relaxed);
+        if is_due {
+            self.bytes.store(0, Ordering::Relaxed);
+        }
+        is_due
+    }
+
+    pub(crate) fn asked(&self) {
+        self.asking.store(false, Ordering::Relaxed);
+    }
+}

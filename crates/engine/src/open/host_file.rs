@@ -1,0 +1,72 @@
+//! A file of the host, behind the interface that images see.
+
+use crate::file::holes;
+use crate::file::open_file::OpenFile;
+use crate::queue::engines::Engines;
+use crate::queue::host_queue::HostQueue;
+use block::{Error, ErrorKind, File, FileInfo, FileQueue, ReactorCtx, Result};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// A call for each smaller granule would take longer than to walk over its pages.
+const GRANULE_BYTES_MIN: u64 = 32 << 10;
+
+/// An open file or block device. See [`crate::open`].
+#[derive(Debug)]
+pub(crate) struct HostFile {
+    file: Arc<OpenFile>,
+}
+
+impl HostFile {
+    pub(crate) fn new(file: OpenFile) -> Self {
+        Self { file: Arc::new(file) }
+    }
+}
+
+impl File for HostFile {
+    fn info(&self) -> &FileInfo {
+        &self.file.info
+    }
+
+    fn length_bytes(&self) -> Result<u64> {
+        let length = holes::length_of(&self.file.fd, self.file.info.block_device);
+        length.map_err(|error| Error::io(format!("cannot learn the length of '{}'", self.file.info.name), error))
+    }
+
+    fn hole_at(&self, offset: u64, length: u64) -> Result<(bool, u64)> {
+        let found = holes::hole_at(&self.file.fd, self.file.info.block_device, offset, length);
+        found.map_err(|error| Error::io(format!("cannot look for holes in '{}'", self.file.info.name), error))
+    }
+
+    fn hole_or_granule_at(&self, offset: u64, length: u64, granule_bytes: u64) -> Result<(bool, u64)> {
+        if !self.file.walks_to_holes || granule_bytes < GRANULE_BYTES_MIN {
+            return self.hole_at(offset, length);
+        }
+        let found = holes::hole_or_granule_at(&self.file.fd, offset, length, granule_bytes);
+        found.map_err(|error| Error::io(format!("cannot look for holes in '{}'", self.file.info.name), error))
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
+        let name = &self.file.info.name;
+        let Some(engines) = ctx.as_any().downcast_ref::<Engines>() else {
+            let message = format!("'{name}' is a file of the host: it works on the engine's own reactors only");
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        };
+        let (engine, target) = engines.attach(&self.file).map_err(|error| error.in_context(format!("'{name}'")))?;
+        if !self.file.alignment.is_none() && !self.file.info.read_only {
+            self.file.rmw_lock.opened_on(engines.reactor());
+        }
+        self.file.extents.start(&self.file.fd, engines.processors());
+        Ok(Rc::new(HostQueue::on_reactor(engine, target, Rc::clone(engines.tasks()))))
+    }
+
+    fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
+        Ok(Rc::new(HostQueue::blocking(Arc::clone(&self.file))))
+    }
+
+    fn copy_source(&self) -> Option<BorrowedFd<'_>> {
+        // The kernel would copy by way of the page cache, past which this file was opened.
+        (self.file.page_cached && !self.file.info.block_device).then(|| self.file.fd.as_fd())
+    }
+}

@@ -1,0 +1,287 @@
+//! One reactor's engines, made when they are first needed.
+
+use crate::aio::context::Aio;
+use crate::base::options::EngineKind;
+use crate::base::stats::Counters;
+use crate::base::wakeup::Wakeup;
+use crate::file::open_file::OpenFile;
+use crate::request::queue_file::QueueFile;
+use crate::request::request::Request;
+use crate::uring::registration::Registered;
+use crate::uring::ring::Uring;
+use crate::workers::workers::Workers;
+use block::{BatchEnd, Error, ErrorKind, Executor, ReactorHandle, Result};
+use memory::GuestMemory;
+use rustix::thread::CpuSet;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// An engine, as a file's queue sees it.
+#[derive(Clone)]
+pub(crate) enum Engine {
+    Uring(Rc<Uring>),
+    Aio(Rc<Aio>),
+    Threads(Rc<Workers>),
+}
+
+impl Engine {
+    /// Takes a request; nothing reaches the kernel before the reactor's next submit.
+    pub(crate) fn push(&self, request: Request) {
+        match self {
+            Self::Uring(uring) => uring.push(request),
+            Self::Aio(aio) => aio.push(request),
+            Self::Threads(workers) => workers.push(request),
+        }
+    }
+}
+
+/// Polls of the engines' own tasks in one turn at most.
+const TASK_POLLS_PER_TURN: usize = 256;
+
+thread_local! {
+    static CURRENT: RefCell<Weak<Engines>> = const { RefCell::new(Weak::new()) };
+}
+
+/// The engines of one reactor, and the files that are open on it.
+pub(crate) struct Engines {
+    /// The engines' own tasks. They end by themselves and are never dropped before: they hold range locks for
+    /// requests in flight.
+    tasks: Rc<Executor>,
+    reactor: Arc<dyn ReactorHandle>,
+    counters: Arc<Counters>,
+    wakeup: Arc<Wakeup>,
+    workers: Rc<Workers>,
+    processors: Option<CpuSet>,
+    uring: RefCell<Option<Rc<Uring>>>,
+    /// The ring with a submission thread of the kernel's, for files that ask for it.
+    sqpoll: RefCell<Option<Rc<Uring>>>,
+    /// Guests' memory that is registered with the rings.
+    registered: RefCell<Vec<Weak<Registered>>>,
+    aio: RefCell<Option<Rc<Aio>>>,
+    files: RefCell<HashMap<u64, Weak<QueueFile>>>,
+    batch_end: BatchEnd,
+}
+
+impl Engines {
+    /// `processors` is where workers may run, `inline_bytes` the longest copy that the reactor makes itself.
+    pub(crate) fn new(
+        reactor: Arc<dyn ReactorHandle>,
+        wakeup: Arc<Wakeup>,
+        counters: Arc<Counters>,
+        processors: Option<CpuSet>,
+        inline_bytes: usize,
+        spin_limit: Duration,
+    ) -> Self {
+        let workers = Workers::new(Arc::clone(&wakeup), Arc::clone(&counters), processors, inline_bytes, spin_limit);
+        Self {
+            tasks: Rc::new(Executor::new(wakeup.waker())),
+            reactor,
+            counters,
+            wakeup,
+            workers: Rc::new(workers),
+            processors,
+            uring: RefCell::default(),
+            sqpoll: RefCell::default(),
+            registered: RefCell::default(),
+            aio: RefCell::default(),
+            files: RefCell::default(),
+            batch_end: BatchEnd::default(),
+        }
+    }
+
+    /// Those of the reactor whose thread this is.
+    pub(crate) fn current() -> Option<Rc<Self>> {
+        CURRENT.with_borrow(Weak::upgrade)
+    }
+
+    /// The calling thread is the reactor's.
+    pub(crate) fn become_current(self: &Rc<Self>) {
+        CURRENT.set(Rc::downgrade(self));
+    }
+
+    /// How other threads reach the reactor.
+    pub(crate) fn reactor(&self) -> &Arc<dyn ReactorHandle> {
+        &self.reactor
+    }
+
+    pub(crate) fn tasks(&self) -> &Rc<Executor> {
+        &self.tasks
+    }
+
+    /// Runs the engines' own tasks; returns whether there were any.
+    pub(crate) fn run_tasks(&self) -> bool {
+        self.tasks.run_ready(TASK_POLLS_PER_TURN) > 0
+    }
+
+    /// What goes on while a blocking queue waits on the reactor's thread.
+    pub(crate) fn advance(&self) {
+        if self.run_tasks() | self.submit() | (self.harvest() > 0) {
+            return;
+        }
+        // Looks also for what was not signalled yet.
+        if !self.has_work() {
+            std::thread::yield_now();
+        }
+    }
+
+    pub(crate) fn batch_end(&self) -> BatchEnd {
+        self.batch_end.clone()
+    }
+
+    /// Where threads beside the reactor may run, if it is bound to a processor.
+    pub(crate) fn processors(&self) -> Option<CpuSet> {
+        self.processors
+    }
+
+    /// The engine that serves `file`, and the file's part on this reactor.
+    pub(crate) fn attach(&self, file: &Arc<OpenFile>) -> Result<(Engine, Rc<QueueFile>)> {
+        let engine = match file.traits.engine {
+            EngineKind::IoUring | EngineKind::Auto => self.uring(file.sqpoll).map(Engine::Uring),
+            EngineKind::LinuxAio => self.aio().map(Engine::Aio),
+            EngineKind::Threads => Ok(Engine::Threads(Rc::clone(&self.workers))),
+        };
+        let engine = match engine {
+            Err(error) if file.chosen_freely => {
+                tracing::warn!("'{}' is served by threads on this reactor: {error}", file.info.name);
+                Engine::Threads(Rc::clone(&self.workers))
+            }
+            other => other?,
+        };
+        let mut files = self.files.borrow_mut();
+        if let Some(target) = files.get(&file.id).and_then(Weak::upgrade) {
+            return Ok((engine, target));
+        }
+        files.retain(|_, target| target.strong_count() > 0);
+        let fixed = match &engine {
+            Engine::Uring(uring) => uring.register_file(file.raw_fd()),
+            Engine::Aio(_) | Engine::Threads(_) => None,
+        };
+        let target = Rc::new(QueueFile::on_reactor(Arc::clone(file), fixed));
+        files.insert(file.id, Rc::downgrade(&target));
+        Ok((engine, target))
+    }
+
+    fn uring(&self, sqpoll: bool) -> Result<Rc<Uring>> {
+        let mut slot = if sqpoll { self.sqpoll.borrow_mut() } else { self.uring.borrow_mut() };
+        if let Some(uring) = &*slot {
+            return Ok(Rc::clone(uring));
+        }
+        let (workers, counters) = (Rc::clone(&self.workers), Arc::clone(&self.counters));
+        let made = Uring::new(sqpoll, workers, &self.wakeup, counters, self.batch_end());
+        let uring = Rc::new(made.map_err(|error| {
+            let message = "cannot set io_uring up on this reactor; engine=threads works without it";
+            Error::with_source(ErrorKind::Unsupported, message, error)
+        })?);
+        Ok(Rc::clone(slot.insert(uring)))
+    }
+
+    /// Registers a guest's memory with the rings that are there, for as long as somebody holds what this returns. Says
+    /// also whether it is new: then somebody has to see that it is done.
+    pub(crate) fn register_memory(&self, memory: &Arc<GuestMemory>) -> Result<(Rc<Registered>, bool)> {
+        let mut all = self.registered.borrow_mut();
+        all.retain(|registered| registered.strong_count() > 0);
+        if let Some(registered) = all.iter().filter_map(Weak::upgrade).find(|registered| registered.is_of(memory)) {
+            return Ok((registered, false));
+        }
+        let rings: Vec<_> = [&self.uring, &self.sqpoll].iter().filter_map(|slot| slot.borrow().clone()).collect();
+        if rings.is_empty() {
+            let message = "memory is registered with io_uring only, and this reactor does not use it";
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        let registered = Registered::new(Arc::clone(memory), rings);
+        all.push(Rc::downgrade(&registered));
+        Ok((registered, true))
+    }
+
+    fn aio(&self) -> Result<Rc<Aio>> {
+        let mut slot = self.aio.borrow_mut();
+        if let Some(aio) = &*slot {
+            return Ok(Rc::clone(aio));
+        }
+        let (workers, wakeup) = (Rc::clone(&self.workers), Arc::clone(&self.wakeup));
+        let made = Aio::new(workers, wakeup, Arc::clone(&self.counters), self.batch_end());
+        let aio = made.map_err(|error| {
+            let message = "cannot set Linux AIO up on this reactor; raise the sysctl fs.aio-max-nr, or use engine=io_uring or engine=threads";
+            Error::with_source(ErrorKind::Unsupported, message, error)
+        })?;
+        Ok(Rc::clone(slot.insert(Rc::new(aio))))
+    }
+
+    fn with_aio<T: Default>(&self, call: impl FnOnce(&Aio) -> T) -> T {
+        let aio = self.aio.borrow().clone();
+        aio.map_or_else(T::default, |aio| call(&aio))
+    }
+
+    fn with_uring<T: Default>(&self, call: impl FnOnce(&Uring) -> T) -> T {
+        // Cloned, so that ending a request may open a queue.
+        let uring = self.uring.borrow().clone();
+        uring.map_or_else(T::default, |uring| call(&uring))
+    }
+
+    fn with_sqpoll<T: Default>(&self, call: impl FnOnce(&Uring) -> T) -> T {
+        let uring = self.sqpoll.borrow().clone();
+        uring.map_or_else(T::default, |uring| call(&uring))
+    }
+
+    /// Submits what was pushed: once an engine. Returns whether there was anything.
+    pub(crate) fn submit(&self) -> bool {
+        let _ = self.batch_end.take();
+        // The workers last: the others send them what they cannot do.
+        self.with_uring(Uring::submit)
+            | self.with_sqpoll(Uring::submit)
+            | self.with_aio(Aio::submit)
+            | self.workers.submit()
+    }
+
+    /// Takes completions. Returns how many requests moved.
+    pub(crate) fn harvest(&self) -> usize {
+        self.with_uring(Uring::harvest)
+            + self.with_sqpoll(Uring::harvest)
+            + self.with_aio(Aio::harvest)
+            + self.workers.harvest()
+    }
+
+    /// The reactor is about to sleep, or awake again: whether engines shall signal its event descriptor.
+    pub(crate) fn signal(&self, on: bool) {
+        self.with_uring(|uring| uring.signal(on));
+        self.with_sqpoll(|uring| uring.signal(on));
+    }
+
+    /// Whether a reactor that sleeps is to look now and then for what is not signalled at once.
+    pub(crate) fn may_be_unsignalled(&self) -> bool {
+        self.workers.may_be_unsignalled()
+    }
+
+    /// What is found is taken with the next harvest.
+    pub(crate) fn look_for_unsignalled(&self) {
+        self.workers.look_for_unsignalled();
+    }
+
+    /// Whether there is something to submit or to take.
+    pub(crate) fn has_work(&self) -> bool {
+        self.with_uring(Uring::has_work)
+            || self.with_sqpoll(Uring::has_work)
+            || self.with_aio(Aio::has_work)
+            || self.workers.has_work()
+    }
+
+    /// Requests taken and not ended.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.with_uring(Uring::in_flight)
+            + self.with_sqpoll(Uring::in_flight)
+            + self.with_aio(Aio::in_flight)
+            + self.workers.in_flight()
+    }
+
+    /// Waits for every request. Later pushes fail.
+    pub(crate) fn shut_down(&self) {
+        // The workers last: the others send them what they cannot do.
+        self.with_uring(Uring::shut_down);
+        self.with_sqpoll(Uring::shut_down);
+        self.with_aio(Aio::shut_down);
+        self.workers.shut_down();
+    }
+}

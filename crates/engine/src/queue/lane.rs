@@ -1,0 +1,66 @@
+//! Where primitive requests on one file go.
+
+use super::engines::Engine;
+use crate::base::call::Action;
+use crate::request::carry_out;
+use crate::request::queue_file::QueueFile;
+use crate::request::request::Request;
+use block::{Done, IoResult, Priority, Waiter};
+use memory::Window;
+use std::future::Future;
+use std::rc::Rc;
+
+/// Where requests on one file go: an engine, or the calling thread.
+#[derive(Clone)]
+pub(crate) struct Lane {
+    pub(super) engine: Option<Engine>,
+    pub(crate) target: Rc<QueueFile>,
+    /// Of what is pushed through this lane.
+    pub(super) priority: Priority,
+}
+
+impl Lane {
+    /// The same for transfers of another priority.
+    pub(super) fn at(&self, priority: Priority) -> Self {
+        Self { priority, ..self.clone() }
+    }
+
+    /// Pushes one primitive request.
+    pub(crate) fn push(&self, action: Action, offset: u64, window: Window, done: Done) {
+        self.push_request(action, offset, window, self.priority, done, false);
+    }
+
+    /// `counted`: it is one of the file's untracked changes, which count already.
+    pub(super) fn push_request(
+        &self,
+        action: Action,
+        offset: u64,
+        window: Window,
+        priority: Priority,
+        done: Done,
+        counted: bool,
+    ) {
+        match action {
+            Action::Truncate => self.target.file.length_changes(offset),
+            Action::Fallocate { mode, length } if mode & libc::FALLOC_FL_PUNCH_HOLE != 0 => {
+                self.target.file.punch_begins(offset, length);
+            }
+            _ => {}
+        }
+        let target = Rc::clone(&self.target);
+        let request = Request { target, action, offset, window, progress: 0, counted, priority, done };
+        match &self.engine {
+            Some(engine) => engine.push(request),
+            None => {
+                carry_out::run(request);
+            }
+        }
+    }
+
+    /// Pushes one and returns the future of its end.
+    pub(crate) fn start(&self, action: Action, offset: u64, window: Window) -> impl Future<Output = IoResult> + use<> {
+        let waiter = Waiter::new();
+        self.push(action, offset, window, Done::Waiter(waiter.clone()));
+        Waiter::wait(&waiter)
+    }
+}

@@ -1,0 +1,65 @@
+//! Memory that the load of late does not need goes back to the system when a reactor has time: before it sleeps.
+
+use std::time::{Duration, Instant};
+
+/// How often a reactor that works and sleeps in turns looks.
+const PERIOD: Duration = Duration::from_millis(100);
+
+/// When to look at the pools.
+#[derive(Debug, Default)]
+pub(crate) struct PoolTrim {
+    looked: Option<Instant>,
+    worked_since: bool,
+    /// There will be more to give back.
+    again: bool,
+}
+
+impl PoolTrim {
+    /// The reactor had work.
+    pub(crate) fn worked(&mut self) {
+        self.worked_since = true;
+    }
+
+    /// The reactor is about to sleep: gives back what it can. Returns how long it may sleep at most: with nothing to be
+    /// given back later, for ever.
+    pub(crate) fn before_sleep(&mut self, now: Instant) -> Option<Duration> {
+        let ago = self.looked.map_or(PERIOD, |looked| now.saturating_duration_since(looked));
+        let due = if self.worked_since { PERIOD } else { memory::DECAY_PERIOD };
+        if ago < due {
+            return (self.worked_since || self.again).then(|| due.saturating_sub(ago));
+        }
+        if self.worked_since || self.again {
+            self.again = memory::maintain_pools();
+        }
+        self.looked = Some(now);
+        self.worked_since = false;
+        self.again.then_some(memory::DECAY_PERIOD)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One test: the pools are the whole process's.
+    #[test]
+    fn a_reactor_is_woken_for_memory_only_where_there_is_some_to_give_back() {
+        let (mut trim, start) = (PoolTrim::default(), Instant::now());
+        assert_eq!(trim.before_sleep(start), None, "nothing was done yet");
+        trim.worked();
+        assert_eq!(trim.before_sleep(start), None, "it has looked, and there is nothing");
+        trim.worked();
+        let soon = trim.before_sleep(start + PERIOD / 4);
+        assert_eq!(soon, Some(PERIOD - PERIOD / 4), "work came since the last look");
+        assert_eq!(trim.before_sleep(start + PERIOD), None);
+        assert_eq!(trim.before_sleep(start + memory::DECAY_PERIOD * 2), None);
+
+        let mut now = start + memory::DECAY_PERIOD * 2 + PERIOD;
+        let buffers: Vec<_> = (0..200).map(|_| memory::IoBuf::from_pool(16 << 10)).collect();
+        trim.worked();
+        drop(buffers);
+        assert_eq!(trim.before_sleep(now), Some(memory::DECAY_PERIOD), "much will be surplus");
+        now += memory::DECAY_PERIOD / 2;
+        assert_eq!(trim.before_sleep(now), Some(memory::DECAY_PERIOD / 2), "woken too early: nothing happens");
+    }
+}

@@ -1,0 +1,543 @@
+//! The reactor: one thread that polls, runs tasks, submits once an engine and turn, and harvests.
+
+use super::alarm::Alarm;
+use super::fd_watch::FdWatches;
+use super::pollers::Pollers;
+use super::pool_trim::PoolTrim;
+use crate::base::pace::Paces;
+use crate::base::stats::{Counters, ReactorStats};
+use crate::base::wakeup::Wakeup;
+use crate::queue::engines::Engines;
+use crate::uring::registration::Registrar;
+use block::{
+    BatchEnd, Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Readiness, Result, Task,
+    Timers, WatchId,
+};
+use memory::GuestMemory;
+use rustix::event::{Timespec, epoll};
+use rustix::thread::CpuSet;
+use std::any::Any;
+use std::cell::RefCell;
+use std::fmt;
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::rc::{Rc, Weak};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Polls of tasks in one turn at most, so that rings and engines come round.
+const TASK_POLLS_PER_TURN: usize = 256;
+/// How often an idle reactor looks at its rings before it looks at everything else again.
+const POLLS_BETWEEN_TURNS: usize = 8;
+/// How long a reactor sleeps at most before it looks for results that workers have not signalled; twice as long each time
+/// that there are none, so that what has ended is found after twice the time that it took.
+const LOOK_AGAIN: Duration = Duration::from_micros(250);
+const LOOK_AGAIN_MAX: Duration = Duration::from_secs(1);
+/// A reactor that does not sleep looks once in so many turns: what a worker is about to signal, it should not take before.
+const LOOK_TURNS: u64 = 64;
+/// How long tasks that are still at work when the reactor is stopped may go on.
+const STOP_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a stopping reactor sleeps at most before it looks again.
+const STOP_NAP: Duration = Duration::from_millis(20);
+
+/// A single request to a fast disk takes 50 to 100 us, a batch of thirty some 250: long enough to catch the one, too short to
+/// spin through the other, which gains little for twice the processor time.
+const POLL_MAX_US: u32 = 100;
+
+/// What a reactor is to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ReactorConfig {
+    /// For logs, metrics and the thread.
+    pub name: String,
+    /// How long an idle reactor spins at most before it sleeps; it adapts below this. Zero never spins. Its workers spin
+    /// no longer than that either.
+    pub poll_max_us: u32,
+    /// The processor it is bound to, if it is.
+    pub cpu: Option<usize>,
+    /// The longest transfer, in bytes, that it carries out itself where a file lies in memory. Longer ones it leaves to a
+    /// worker, so that others need not wait: rings, above all. A reactor without rings loses by that.
+    pub inline_bytes: usize,
+}
+
+impl Default for ReactorConfig {
+    fn default() -> Self {
+        Self { name: "reactor".into(), poll_max_us: POLL_MAX_US, cpu: None, inline_bytes: 128 << 10 }
+    }
+}
+
+impl ReactorConfig {
+    /// Changes some of them: `ReactorConfig::default().with(|config| config.cpu = Some(2))`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+}
+
+/// Makes reactors.
+#[derive(Debug)]
+pub struct Reactor;
+
+impl Reactor {
+    /// Starts a reactor on a thread of its own.
+    pub fn spawn(config: ReactorConfig) -> Result<ReactorThread> {
+        let fails = |error| Error::io(format!("cannot start reactor '{}'", config.name), error);
+        let shared = Arc::new(Shared {
+            name: config.name.clone(),
+            jobs: Mutex::default(),
+            has_jobs: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            wakeup: Arc::new(Wakeup::new().map_err(fails)?),
+            counters: Arc::default(),
+        });
+        let theirs = Arc::clone(&shared);
+        let (sender, started) = std::sync::mpsc::sync_channel(1);
+        let limit = Duration::from_micros(u64::from(config.poll_max_us));
+        let thread = std::thread::Builder::new().name(config.name.clone()).spawn(move || {
+            let _end = CloseOnExit(Arc::clone(&theirs));
+            let processors = config.cpu.and_then(|cpu| bind_to(cpu, &theirs.name));
+            match Local::new(theirs, processors, config.inline_bytes, limit) {
+                Ok(local) => {
+                    CURRENT.set(Rc::downgrade(&local));
+                    local.engines.become_current();
+                    let _ = sender.send(Ok(()));
+                    local.run(Paces::new(limit));
+                }
+                Err(error) => {
+                    let _ = sender.send(Err(error));
+                }
+            }
+        });
+        let thread = thread.map_err(|error| Error::io(format!("cannot start reactor '{}'", shared.name), error))?;
+        let gone = |_| Error::new(ErrorKind::Io, format!("reactor '{}' ended while it started", shared.name));
+        started.recv().map_err(gone)??;
+        Ok(ReactorThread { shared, thread: Some(thread) })
+    }
+}
+
+/// Binds the calling thread to one processor; returns where it was allowed to run before.
+fn bind_to(cpu: usize, name: &str) -> Option<CpuSet> {
+    let before = rustix::thread::sched_getaffinity(None).ok();
+    let mut set = CpuSet::new();
+    if cpu < CpuSet::MAX_CPU {
+        set.set(cpu);
+    }
+    match rustix::thread::sched_setaffinity(None, &set) {
+        Ok(()) => before,
+        Err(error) => {
+            tracing::warn!(%error, "cannot bind reactor '{name}' to processor {cpu}; it runs on any");
+            None
+        }
+    }
+}
+
+/// A running reactor. Dropping it stops the reactor, as [`ReactorThread::stop`] does.
+pub struct ReactorThread {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ReactorThread {
+    /// Reaches the reactor from any thread, for as long as anybody likes.
+    #[must_use]
+    pub fn handle(&self) -> Arc<dyn ReactorHandle> {
+        Arc::clone(&self.shared) as _
+    }
+
+    /// What it has done so far.
+    #[must_use]
+    pub fn stats(&self) -> ReactorStats {
+        self.shared.counters.snapshot()
+    }
+
+    /// Stops the reactor and waits for its end: jobs given before are run, pollers dropped, tasks at work given a few
+    /// seconds to end (those that only wait for a time or a descriptor are dropped), and every request in an engine's hands is waited for, so that no memory goes that the kernel may still
+    /// write. Must not be called on the reactor's own thread.
+    pub fn stop(mut self) -> Result<()> {
+        self.join()
+    }
+
+    fn join(&mut self) -> Result<()> {
+        let Some(thread) = self.thread.take() else {
+            return Ok(());
+        };
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.wakeup.wake();
+        thread.join().map_err(|_| {
+            Error::new(ErrorKind::Io, format!("reactor '{}' panicked; its requests were waited for", self.shared.name))
+        })
+    }
+}
+
+impl Drop for ReactorThread {
+    fn drop(&mut self) {
+        if let Err(error) = self.join() {
+            tracing::error!("{error}");
+        }
+    }
+}
+
+impl fmt::Debug for ReactorThread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ReactorThread({})", self.shared.name)
+    }
+}
+
+#[derive(Default)]
+struct Jobs {
+    waiting: Vec<Job>,
+    closed: bool,
+}
+
+/// What other threads see of a reactor.
+#[derive(Debug)]
+struct Shared {
+    name: String,
+    jobs: Mutex<Jobs>,
+    /// Looked at each turn, so that the lock is taken only when there is something.
+    has_jobs: AtomicBool,
+    stop: AtomicBool,
+    wakeup: Arc<Wakeup>,
+    counters: Arc<Counters>,
+}
+
+impl Shared {
+    fn jobs(&self) -> MutexGuard<'_, Jobs> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Jobs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Jobs({} waiting)", self.waiting.len())
+    }
+}
+
+impl ReactorHandle for Shared {
+    fn run(&self, job: Job) -> Result<()> {
+        let mut jobs = self.jobs();
+        if jobs.closed {
+            return Err(Error::new(ErrorKind::Io, format!("reactor '{}' has ended", self.name)));
+        }
+        jobs.waiting.push(job);
+        drop(jobs);
+        self.has_jobs.store(true, Ordering::Release);
+        self.wakeup.wake();
+        Ok(())
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+/// However the thread ends: nobody waits for a job that never runs.
+struct CloseOnExit(Arc<Shared>);
+
+impl Drop for CloseOnExit {
+    fn drop(&mut self) {
+        let mut jobs = self.0.jobs();
+        jobs.closed = true;
+        let left = std::mem::take(&mut jobs.waiting);
+        drop(jobs);
+        drop(left);
+    }
+}
+
+thread_local! {
+    static CURRENT: RefCell<Weak<Local>> = const { RefCell::new(Weak::new()) };
+}
+
+/// A reactor, on its own thread.
+struct Local {
+    shared: Arc<Shared>,
+    epoll: OwnedFd,
+    pollers: Pollers,
+    /// `None` when the reactor has stopped: tasks that come later are dropped.
+    tasks: RefCell<Option<Rc<Executor>>>,
+    engines: Rc<Engines>,
+    timers: Rc<Timers>,
+    alarm: Alarm,
+    fd_watches: FdWatches,
+}
+
+impl ReactorCtx for Local {
+    fn spawn(&self, task: Task) {
+        let tasks = self.tasks.borrow().clone();
+        if let Some(tasks) = tasks {
+            tasks.spawn(task);
+        }
+    }
+
+    fn add_poller(&self, poller: Rc<RefCell<dyn Poller>>) -> Result<PollerId> {
+        self.pollers.add(poller, |fd| self.watch(fd))
+    }
+
+    fn remove_poller(&self, id: PollerId) {
+        if let Some(fd) = self.pollers.remove(id) {
+            // SAFETY: the poller, and with it the descriptor, lives until the turn's sweep.
+            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+            let _ = epoll::delete(&self.epoll, fd);
+        }
+    }
+
+    fn timers(&self) -> &Rc<Timers> {
+        &self.timers
+    }
+
+    fn watch_fd(&self, fd: BorrowedFd<'_>, readiness: &Rc<Readiness>) -> Result<WatchId> {
+        self.fd_watches.add(&self.epoll, fd, readiness)
+    }
+
+    fn unwatch_fd(&self, id: WatchId, fd: BorrowedFd<'_>) {
+        self.fd_watches.remove(&self.epoll, id, fd);
+    }
+
+    fn batch_end(&self) -> BatchEnd {
+        self.engines.batch_end()
+    }
+
+    fn register_memory(&self, memory: &Arc<GuestMemory>) -> Result<Box<dyn Any>> {
+        let (registered, is_new) = self.engines.register_memory(memory)?;
+        if is_new {
+            let remove = |id| {
+                if let Some(reactor) = Self::current() {
+                    reactor.remove_poller(id);
+                }
+            };
+            let registrar = Rc::new(RefCell::new(Registrar::new(&registered, Box::new(remove))));
+            let id = self.add_poller(Rc::clone(&registrar) as _)?;
+            registrar.borrow_mut().set_id(id);
+        }
+        Ok(Box::new(registered))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        &*self.engines
+    }
+}
+
+impl Local {
+    fn new(
+        shared: Arc<Shared>,
+        processors: Option<CpuSet>,
+        inline_bytes: usize,
+        spin_limit: Duration,
+    ) -> Result<Rc<Self>> {
+        let fails = |error: rustix::io::Errno| Error::io("cannot set a reactor's epoll up", error.into());
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(fails)?;
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&epoll, shared.wakeup.fd(), epoll::EventData::new_u64(0), flags).map_err(fails)?;
+        let handle = Arc::clone(&shared) as Arc<dyn ReactorHandle>;
+        let engines = Engines::new(
+            handle,
+            Arc::clone(&shared.wakeup),
+            Arc::clone(&shared.counters),
+            processors,
+            inline_bytes,
+            spin_limit,
+        );
+        Ok(Rc::new(Self {
+            epoll,
+            pollers: Pollers::default(),
+            tasks: RefCell::new(Some(Rc::new(Executor::new(shared.wakeup.waker())))),
+            engines: Rc::new(engines),
+            timers: Timers::new(),
+            alarm: Alarm::default(),
+            fd_watches: FdWatches::default(),
+            shared,
+        }))
+    }
+
+    /// The reactor whose thread this is.
+    fn current() -> Option<Rc<Self>> {
+        CURRENT.with_borrow(Weak::upgrade)
+    }
+
+    /// Watches for edges, so that nobody needs to read the descriptor.
+    fn watch(&self, fd: RawFd) -> Result<()> {
+        // SAFETY: the caller's poller owns the descriptor and is alive.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        let added = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(0), flags);
+        added.map_err(|error| Error::io("cannot watch a wake-up descriptor with epoll", error.into()))
+    }
+
+    fn run(self: &Rc<Self>, mut paces: Paces) {
+        let ctx: Rc<dyn ReactorCtx> = Rc::clone(self) as _;
+        // Also when a poller panics: the engines' requests are waited for while the thread unwinds.
+        let guard = Teardown(self);
+        let mut pool_trim = PoolTrim::default();
+        let mut look_again = LOOK_AGAIN;
+        while !self.shared.stop.load(Ordering::Acquire) {
+            if let Some(submitted) = self.turn(&ctx, false) {
+                paces.busy(submitted);
+                pool_trim.worked();
+                look_again = LOOK_AGAIN;
+                continue;
+            }
+            if self.engines.in_flight() > 0 {
+                // What is in flight may need this very processor: a kernel worker, a thread of ours.
+                self.shared.counters.yields.add(1);
+                std::thread::yield_now();
+            } else if self.look_for_requests() {
+                paces.busy(self.turn(&ctx, true) == Some(true));
+                continue;
+            }
+            let now = Instant::now();
+            if paces.is_time_to_sleep(now) {
+                let mut limit = pool_trim.before_sleep(now);
+                if self.engines.may_be_unsignalled() {
+                    limit = Some(limit.map_or(look_again, |limit| limit.min(look_again)));
+                    look_again = (look_again * 2).min(LOOK_AGAIN_MAX);
+                }
+                if self.sleep(limit) {
+                    paces.slept();
+                }
+            }
+        }
+        self.wind_down(&ctx);
+        drop(guard);
+    }
+
+    /// One turn; if anything happened, returns whether an engine was given requests. The pollers may
+    /// have been polled already.
+    fn turn(&self, ctx: &Rc<dyn ReactorCtx>, polled: bool) -> Option<bool> {
+        self.shared.counters.turns.add(1);
+        // A poller finds its timer due in the same turn.
+        let mut woken = self.timers.fire() > 0;
+        if !self.fd_watches.is_empty() && self.shared.counters.turns.get().is_multiple_of(LOOK_TURNS) {
+            woken |= self.wait(Some(Duration::ZERO)) > 0;
+        }
+        let jobs = self.run_jobs(ctx);
+        let polled = polled || self.pollers.poll();
+        let tasks = self.run_tasks();
+        let submitted = self.engines.submit();
+        if self.engines.may_be_unsignalled() && self.shared.counters.turns.get().is_multiple_of(LOOK_TURNS) {
+            self.engines.look_for_unsignalled();
+        }
+        let harvested = self.engines.harvest() > 0;
+        self.pollers.sweep();
+        (woken | jobs | polled | tasks | submitted | harvested).then_some(submitted)
+    }
+
+    /// Only the guests can bring something soon: looks at them a few times in close succession.
+    fn look_for_requests(&self) -> bool {
+        let spin = || {
+            std::hint::spin_loop();
+            self.pollers.poll()
+        };
+        (0..POLLS_BETWEEN_TURNS).any(|_| spin())
+    }
+
+    fn run_jobs(&self, ctx: &Rc<dyn ReactorCtx>) -> bool {
+        if !self.shared.has_jobs.load(Ordering::Acquire) {
+            return false;
+        }
+        self.shared.has_jobs.store(false, Ordering::Relaxed);
+        let jobs = std::mem::take(&mut self.shared.jobs().waiting);
+        let any = !jobs.is_empty();
+        for job in jobs {
+            job(ctx);
+        }
+        any
+    }
+
+    fn run_tasks(&self) -> bool {
+        let tasks = self.tasks.borrow().clone();
+        let polls = tasks.map_or(0, |tasks| tasks.run_ready(TASK_POLLS_PER_TURN));
+        self.engines.run_tasks() | (polls > 0)
+    }
+
+    /// Sleeps until something happens, if nothing has happened already. Returns whether it slept.
+    fn sleep(&self, limit: Option<Duration>) -> bool {
+        let slept = !self.pollers.arm() && {
+            self.shared.wakeup.about_to_sleep();
+            self.engines.signal(true);
+            // As in `Wakeup`: the kernel posts a completion, then looks whether to signal.
+            fence(Ordering::SeqCst);
+            let idle = !self.has_work();
+            if idle {
+                self.shared.counters.sleeps.add(1);
+                let alarm_limit = self.alarm.set(&self.epoll, self.timers.next_due());
+                self.wait(limit.into_iter().chain(alarm_limit).min());
+            }
+            self.engines.signal(false);
+            self.shared.wakeup.awake();
+            idle
+        };
+        self.pollers.disarm();
+        slept
+    }
+
+    fn has_work(&self) -> bool {
+        self.shared.has_jobs.load(Ordering::Acquire)
+            || self.shared.stop.load(Ordering::Acquire)
+            || self.tasks.borrow().as_ref().is_some_and(|tasks| tasks.has_ready())
+            || self.engines.tasks().has_ready()
+            || self.timers.has_due()
+            || self.engines.has_work()
+    }
+
+    /// Waits for events and tells those who watch for them. Returns how many came.
+    fn wait(&self, limit: Option<Duration>) -> usize {
+        let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
+        let limit =
+            limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) });
+        // An interrupted wait is a spurious wake-up: the turn that follows finds nothing, and sleeps again.
+        let count = epoll::wait(&self.epoll, &mut events, limit.as_ref()).unwrap_or(0);
+        events.iter().take(count).for_each(|event| self.fd_watches.route(*event));
+        count
+    }
+
+    /// Everything that was asked for before the stop comes to its end.
+    fn wind_down(&self, ctx: &Rc<dyn ReactorCtx>) {
+        self.run_jobs(ctx);
+        self.pollers.clear();
+        let deadline = Instant::now() + STOP_PATIENCE;
+        loop {
+            self.run_jobs(ctx);
+            self.timers.fire();
+            let worked = self.run_tasks() | self.engines.submit() | (self.engines.harvest() > 0);
+            self.pollers.clear();
+            // Looks also for what was not signalled yet.
+            let ready = self.has_pending() || worked;
+            let tasks_may_go_on = Instant::now() < deadline;
+            if !tasks_may_go_on {
+                // From here on only the engine's own tasks run, and they end with their requests.
+                drop(self.tasks.take());
+            }
+            if !ready && self.engines.in_flight() == 0 && self.engines.tasks().live() == 0 {
+                return;
+            }
+            if !worked {
+                self.wait(Some(STOP_NAP));
+            }
+        }
+    }
+
+    fn has_pending(&self) -> bool {
+        self.tasks.borrow().as_ref().is_some_and(|tasks| tasks.has_ready())
+            || self.engines.tasks().has_ready()
+            || self.engines.has_work()
+    }
+}
+
+/// Ends what the reactor holds, in the order that keeps memory alive for the kernel.
+struct Teardown<'a>(&'a Local);
+
+impl Drop for Teardown<'_> {
+    fn drop(&mut self) {
+        self.0.pollers.clear();
+        drop(self.0.tasks.take());
+        self.0.engines.shut_down();
+    }
+}
+
+impl fmt::Debug for Local {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Reactor({})", self.shared.name)
+    }
+}

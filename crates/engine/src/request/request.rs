@@ -1,0 +1,189 @@
+//! One request: what it is, and how a result of the kernel moves it on.
+
+use super::queue_file::QueueFile;
+use crate::base::call::{Action, Buffers, Call};
+use block::{Done, IoError, IoErrorKind, IoResult, Priority};
+use memory::Window;
+use std::rc::Rc;
+use std::sync::atomic::Ordering;
+
+/// Whether an action's success says that data are durable.
+fn makes_durable(action: Action) -> bool {
+    matches!(action, Action::Sync | Action::Write { durable: true })
+}
+
+/// Whether failing with `error` means that data which the page cache took may be lost.
+fn loses_data(action: Action, error: IoError) -> bool {
+    match action {
+        Action::Sync => true,
+        // Out of space is the write's own failure: the caller knows what was not stored. So is memory that cannot be
+        // read: a guest's monitor can take it away at any time.
+        Action::Write { durable } => durable && error.kind() == IoErrorKind::Io && error.errno() != libc::EFAULT,
+        _ => false,
+    }
+}
+
+/// One action in an engine's hands.
+#[derive(Debug)]
+pub(crate) struct Request {
+    pub(crate) target: Rc<QueueFile>,
+    pub(crate) action: Action,
+    pub(crate) offset: u64,
+    pub(crate) window: Window,
+    /// Bytes moved so far.
+    pub(crate) progress: usize,
+    /// Counted among the file's untracked changes.
+    pub(crate) counted: bool,
+    /// Of transfers that the kernel carries out; a worker's calls have the priority of its thread.
+    pub(crate) priority: Priority,
+    pub(crate) done: Done,
+}
+
+/// What a result means for its request.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// It is over.
+    Finished(IoResult),
+    /// Submit what is left.
+    Again,
+    /// The kernel would have to block: let a worker do the rest.
+    ToWorker,
+}
+
+const EINTR: i32 = libc::EINTR;
+const EAGAIN: i32 = libc::EAGAIN;
+const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE;
+
+impl Request {
+    /// Bytes still to move.
+    pub(crate) fn left_bytes(&self) -> usize {
+        self.window.length_bytes() - self.progress
+    }
+
+    /// Where the rest starts in the file.
+    pub(crate) fn file_offset(&self) -> u64 {
+        self.offset + self.progress as u64
+    }
+
+    /// The call that moves what is left, in memory that `buffers` names.
+    pub(crate) fn call(&self, buffers: Buffers) -> Call {
+        Call { fd: self.target.file.raw_fd(), action: self.action, offset: self.file_offset(), buffers }
+    }
+
+    /// Whether what must not wait was refused for that, in other words than `EAGAIN`: a worker may wait.
+    pub(crate) fn needs_to_wait(&self, result: i32) -> bool {
+        match result.wrapping_neg() {
+            // What a sync tells it may tell only once.
+            _ if !self.action.is_transfer() => return false,
+            // The file takes no `RWF_NOWAIT`: from now on workers carry all out.
+            libc::EOPNOTSUPP => self.target.file.nowait_was_refused(),
+            // There may be some for who may wait for it. (Some kernels say so of a page cache where they mean `EAGAIN`.)
+            libc::ENOMEM => {}
+            _ => return false,
+        }
+        true
+    }
+
+    /// Takes the kernel's result: a count of bytes, or a negated error number.
+    pub(crate) fn advance(&mut self, result: i32) -> Step {
+        match result {
+            _ if result == -EINTR => return Step::Again,
+            _ if result == -EAGAIN => return Step::ToWorker,
+            _ if result < 0 => return Step::Finished(Err(IoError::from_errno(result.wrapping_neg()))),
+            _ => {}
+        }
+        let moved = result as usize;
+        match self.action {
+            Action::Fallocate { mode, length } => {
+                if let Some(mapped) = self.target.file.mapped.as_ref().filter(|_| mode & PUNCH_HOLE != 0) {
+                    mapped.was_punched(self.offset, length);
+                }
+                Step::Finished(Ok(()))
+            }
+            Action::Sync
+            | Action::Truncate
+            | Action::DiscardBlocks { .. }
+            | Action::BeginWriteback
+            | Action::CopyFrom { .. } => Step::Finished(Ok(())),
+            Action::Read { need_bytes } => self.advance_read(moved, need_bytes),
+            Action::Write { .. } => self.advance_write(moved),
+        }
+    }
+
+    fn advance_read(&mut self, moved: usize, need_bytes: usize) -> Step {
+        if moved > self.left_bytes() {
+            return Step::Finished(Err(IoError::EIO));
+        }
+        if let Some(mapped) = &self.target.file.mapped {
+            mapped.was_read(self.file_offset(), moved as u64);
+        }
+        self.progress += moved;
+        if self.left_bytes() == 0 {
+            return Step::Finished(Ok(()));
+        }
+        let unit = self.target.file.alignment.offset_bytes as usize;
+        let excess = self.progress % unit.max(1);
+        if moved > 0 && excess == 0 {
+            return Step::Again;
+        }
+        // Nothing, or not whole units of direct I/O: this is the end of the file, unless the kernel merely gave up
+        // half-way through a unit, which then is read again from its start.
+        if moved > 0 && !self.target.file.ends_by(self.file_offset()) {
+            self.progress -= excess;
+            return if moved > excess { Step::Again } else { Step::ToWorker };
+        }
+        if self.progress < need_bytes {
+            return Step::Finished(Err(IoError::EIO));
+        }
+        self.window.slice(self.progress, self.left_bytes()).fill(0);
+        Step::Finished(Ok(()))
+    }
+
+    fn advance_write(&mut self, moved: usize) -> Step {
+        if moved > self.left_bytes() {
+            return Step::Finished(Err(IoError::EIO));
+        }
+        if let Some(mapped) = &self.target.file.mapped {
+            mapped.was_written(self.file_offset(), moved as u64);
+        }
+        self.progress += moved;
+        if self.left_bytes() == 0 {
+            return Step::Finished(Ok(()));
+        }
+        if moved == 0 {
+            // A write that moves nothing and names no error will not get further by repeating it.
+            return Step::Finished(Err(IoError::new(IoErrorKind::NoSpace)));
+        }
+        let unit = self.target.file.alignment.offset_bytes as usize;
+        let excess = self.progress % unit.max(1);
+        self.progress -= excess;
+        if moved > excess { Step::Again } else { Step::Finished(Err(IoError::EIO)) }
+    }
+
+    /// Tells the owner. The memory, the file and the sink are let go of here.
+    pub(crate) fn finish(self, result: IoResult) {
+        let Self { target, window, done, counted, action, .. } = self;
+        drop(window);
+        let lost = makes_durable(action) && target.file.page_cached && target.file.sync_lost.load(Ordering::Relaxed);
+        // The kernel tells of a page that it could not write once; another sync may have been told.
+        let result = if lost && result.is_ok() { Err(IoError::EIO) } else { result };
+        if let Err(error) = result
+            && loses_data(action, error)
+            && target.file.page_cached
+            && !target.file.sync_lost.swap(true, Ordering::Relaxed)
+        {
+            let name = &target.file.info.name;
+            tracing::error!(
+                "'{name}': making data durable failed ({error}); flushes fail until the file is opened anew"
+            );
+        }
+        done.complete(result);
+        if counted {
+            target.untracked.change_ended();
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "request_tests.rs"]
+mod tests;

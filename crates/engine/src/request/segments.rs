@@ -1,0 +1,79 @@
+//! The memory of a request, in the form that one call of the kernel takes.
+
+use super::request::Request;
+use crate::base::call::{Buffers, MAX_CALL_BYTES, MAX_SEGMENTS};
+use memory::{PoolBox, PoolContext, pooled};
+
+/// Room for the lists of segments of one call, short ones and such as few requests need.
+pub(super) struct Segments<const ROOM: usize>(Vec<libc::iovec>);
+
+// SAFETY: between requests the list is empty, and a list of pointers is as good on any thread.
+unsafe impl<const ROOM: usize> Send for Segments<ROOM> {}
+
+impl<const ROOM: usize> PoolContext for Segments<ROOM> {
+    const HELD_BYTES: usize = ROOM * size_of::<libc::iovec>();
+
+    fn create() -> Self {
+        Self(Vec::with_capacity(ROOM))
+    }
+
+    fn reset(&mut self) {
+        self.0.clear();
+    }
+}
+
+const FEW_SEGMENTS: usize = 64;
+
+pooled!(Segments<FEW_SEGMENTS>, "list of up to 64 segments");
+pooled!(Segments<MAX_SEGMENTS>, "list of up to 1024 segments");
+
+/// Scratch for a request whose segments must be cut.
+pub(super) enum Scratch {
+    None,
+    Few(PoolBox<Segments<FEW_SEGMENTS>>),
+    Many(PoolBox<Segments<MAX_SEGMENTS>>),
+}
+
+impl Scratch {
+    /// A list with room for `count` segments (what is left of a request has no more than it had before).
+    pub(super) fn list(&mut self, count: usize) -> &mut Vec<libc::iovec> {
+        if matches!(self, Self::None) {
+            *self = if count <= FEW_SEGMENTS { Self::Few(PoolBox::take()) } else { Self::Many(PoolBox::take()) };
+        }
+        match self {
+            Self::Many(list) => &mut list.0,
+            Self::Few(list) => &mut list.0,
+            Self::None => unreachable!("was taken above"),
+        }
+    }
+}
+
+/// The memory that is left to move. Its list, where one is needed, is put into `iovecs`.
+pub(crate) fn buffers_of(request: &Request, iovecs: &mut Vec<libc::iovec>) -> Buffers {
+    listed(request).unwrap_or_else(|| cut(request, iovecs))
+}
+
+/// The memory as the buffer itself lists it, where that is all of it.
+pub(super) fn listed(request: &Request) -> Option<Buffers> {
+    if request.progress > 0 {
+        return None;
+    }
+    if let Some(segment) = request.window.single_segment() {
+        let length_bytes = segment.length_bytes().min(MAX_CALL_BYTES);
+        return Some(Buffers::Single { ptr: segment.as_ptr(), length_bytes });
+    }
+    let segments = request.window.whole_segments().filter(|segments| segments.len() <= MAX_SEGMENTS)?;
+    // `Segment` has the layout of an iovec.
+    Some(Buffers::Vector { ptr: segments.as_ptr().cast(), count: segments.len() })
+}
+
+/// A list of what is left of the memory, as far as one call takes it.
+pub(super) fn cut(request: &Request, iovecs: &mut Vec<libc::iovec>) -> Buffers {
+    iovecs.clear();
+    request.window.slice(request.progress, request.left_bytes()).for_each_segment(|segment| {
+        if iovecs.len() < MAX_SEGMENTS && segment.length_bytes() > 0 {
+            iovecs.push(segment.as_iovec());
+        }
+    });
+    Buffers::Vector { ptr: iovecs.as_ptr(), count: iovecs.len() }
+}

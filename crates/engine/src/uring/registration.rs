@@ -1,0 +1,121 @@
+//! Registers a guest's memory with a reactor's rings.
+//!
+//! A guest's memory is registered piece by piece, one a turn, so that nobody waits long for it; until a piece is
+//! registered, or where that fails, requests name their memory the plain way. Registered pages stay in memory, and stay
+//! the same pages, until they are given back: a guest that returns memory to its host and takes it back (a balloon) would
+//! find other pages there than the kernel writes to. That is why somebody has to ask for it.
+
+use super::ring::Uring;
+use block::{Poller, PollerId};
+use memory::GuestMemory;
+use std::cell::RefCell;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+
+/// The most bytes registered at a time.
+const PIECE_BYTES: usize = 64 << 20;
+
+/// A guest's memory on one reactor: registered with its rings for as long as somebody holds this.
+pub(crate) struct Registered {
+    memory: Arc<GuestMemory>,
+    rings: Vec<Rc<Uring>>,
+    /// By index into `rings`.
+    slots: RefCell<Vec<(usize, u16)>>,
+}
+
+impl Registered {
+    pub(crate) fn new(memory: Arc<GuestMemory>, rings: Vec<Rc<Uring>>) -> Rc<Self> {
+        Rc::new(Self { memory, rings, slots: RefCell::default() })
+    }
+
+    pub(crate) fn is_of(&self, memory: &Arc<GuestMemory>) -> bool {
+        Arc::ptr_eq(&self.memory, memory)
+    }
+
+    /// All pieces in order, as the rings are to have them.
+    fn pieces(&self) -> Vec<(usize, *mut u8, usize)> {
+        let mut pieces = Vec::new();
+        for region in self.memory.regions() {
+            let (start, length_bytes) = region.host_range();
+            for skip in (0..length_bytes).step_by(PIECE_BYTES) {
+                let ptr = start.as_ptr().wrapping_add(skip);
+                let piece = PIECE_BYTES.min(length_bytes - skip);
+                pieces.extend((0..self.rings.len()).map(|ring| (ring, ptr, piece)));
+            }
+        }
+        pieces
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        for (ring, slot) in self.slots.take() {
+            self.rings[ring].unregister_buffer(slot);
+        }
+    }
+}
+
+/// Registers one piece a turn, then goes.
+pub(crate) struct Registrar {
+    registered: Weak<Registered>,
+    pieces: std::vec::IntoIter<(usize, *mut u8, usize)>,
+    done_bytes: usize,
+    /// How it leaves its reactor's round.
+    remove: Box<dyn Fn(PollerId)>,
+    id: Option<PollerId>,
+}
+
+impl Registrar {
+    pub(crate) fn new(registered: &Rc<Registered>, remove: Box<dyn Fn(PollerId)>) -> Self {
+        let pieces = registered.pieces().into_iter();
+        Self { registered: Rc::downgrade(registered), pieces, done_bytes: 0, remove, id: None }
+    }
+
+    pub(crate) fn set_id(&mut self, id: PollerId) {
+        self.id = Some(id);
+    }
+
+    /// Registers the next piece; returns false when there is no more to do.
+    fn step(&mut self) -> bool {
+        let Some(registered) = self.registered.upgrade() else { return false };
+        let Some((ring, ptr, length_bytes)) = self.pieces.next() else {
+            tracing::info!("fixed-buffers=on: {} MiB of guest memory are registered", self.done_bytes >> 20);
+            return false;
+        };
+        match registered.rings[ring].register_buffer(ptr, length_bytes) {
+            Ok(slot) => {
+                registered.slots.borrow_mut().push((ring, slot));
+                self.done_bytes += length_bytes;
+                true
+            }
+            Err(error) => {
+                let hint = match error.raw_os_error() {
+                    Some(libc::ENOMEM) => " (the limit of locked memory, ulimit -l, is used up)",
+                    Some(libc::EOPNOTSUPP) => " (the kernel registers anonymous, shared and huge memory only)",
+                    Some(libc::EINVAL) => " (Linux 5.19 is needed)",
+                    _ => "",
+                };
+                let done_mib = self.done_bytes >> 20;
+                tracing::warn!(
+                    "fixed-buffers=on: guest memory cannot be registered{hint}: {error}; {done_mib} MiB are, the rest \
+                     is served without"
+                );
+                false
+            }
+        }
+    }
+}
+
+impl Poller for Registrar {
+    fn poll(&mut self) -> bool {
+        let more = self.step();
+        if !more && let Some(id) = self.id.take() {
+            (self.remove)(id);
+        }
+        more
+    }
+
+    fn arm(&mut self) -> bool {
+        self.id.is_some()
+    }
+}

@@ -1,0 +1,447 @@
+//! The io_uring engine: one ring a reactor, submitted once a turn.
+//!
+//! When a disk has less to do than waits in the queue, the ring asks for the end of the batch ([`BatchEnd`]): the disk works
+//! while the next is prepared. A busy disk gets long batches. Either way a turn takes one system call at most, which submits
+//! and fetches.
+//!
+//! The ring belongs to one thread and runs its completions only when that thread enters the kernel to fetch them
+//! (deferred task work): nothing interrupts the reactor. The kernel raises a flag in the shared ring when there is
+//! something to fetch, so a turn without work costs two loads.
+//!
+//! With a submission thread (`sqpoll=on`) the kernel looks into the ring by itself, and is called only to wake that
+//! thread.
+
+use super::entry::entry_of;
+use super::fixed_buffers::{FixedBuffers, SLOTS};
+use super::setup::{self, Setup};
+use crate::base::harvest::Harvest;
+use crate::base::stats::Counters;
+use crate::base::wakeup::Wakeup;
+use crate::file::open_file::Storage;
+use crate::request::queue_file::{FileTable, FixedFile};
+use crate::request::request::{Request, Step};
+use crate::request::slab::Slab;
+use crate::route::{Now, Route, route};
+use crate::workers::workers::Workers;
+use block::{BatchEnd, IoError};
+use io_uring::{IoUring, opcode};
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::rc::Rc;
+use std::sync::Arc;
+
+const SUBMISSION_ENTRIES: u32 = 256;
+/// Also the most requests in the kernel at once: the completion ring never overflows.
+const COMPLETION_ENTRIES: u32 = 4096;
+const FIXED_FILES: u32 = 1024;
+
+const ENTER_GETEVENTS: u32 = 1;
+const ENTER_SQ_WAKEUP: u32 = 2;
+
+/// Beside the index in the name that the kernel gives back: the slot of registered memory that the request names, and
+/// that it names one.
+const FIXED: u64 = 1 << 63;
+const SLOT_SHIFT: u32 = 32;
+
+struct State {
+    ring: IoUring,
+    setup: Setup,
+    slab: Slab,
+    /// Taken, but not yet in the submission queue because that or the kernel is full.
+    waiting: VecDeque<u32>,
+    /// In the submission queue or in the kernel.
+    entered: usize,
+    /// Something was put into the submission queue since it was last looked whether the kernel sees it.
+    pushed: bool,
+    fixed_buffers: FixedBuffers,
+    /// Places in the table of registered files that are free.
+    fixed_free: Vec<u32>,
+    /// Whether a vector may lie in registered memory (Linux 6.15).
+    has_fixed_vectors: bool,
+}
+
+/// One reactor's ring.
+pub(crate) struct Uring {
+    /// `None` once it was shut down.
+    state: RefCell<Option<State>>,
+    harvested: RefCell<Harvest<(u64, i32)>>,
+    workers: Rc<Workers>,
+    counters: Arc<Counters>,
+    batch_end: BatchEnd,
+    broken: Cell<bool>,
+}
+
+impl FileTable for Uring {
+    fn give_back(&self, index: u32) {
+        if let Some(state) = self.state.borrow_mut().as_mut()
+            && state.ring.submitter().register_files_update(index, &[-1]).is_ok()
+        {
+            state.fixed_free.push(index);
+        }
+    }
+}
+
+impl Uring {
+    /// A ring for the calling thread, with a submission thread of the kernel's where that is wanted and to be had.
+    pub(crate) fn new(
+        submission_thread: bool,
+        workers: Rc<Workers>,
+        wakeup: &Wakeup,
+        counters: Arc<Counters>,
+        batch_end: BatchEnd,
+    ) -> io::Result<Self> {
+        let ring = setup::build(submission_thread, SUBMISSION_ENTRIES, COMPLETION_ENTRIES)?;
+        Self::with_ring(ring, workers, wakeup, counters, batch_end)
+    }
+
+    fn with_ring(
+        (mut ring, setup): (IoUring, Setup),
+        workers: Rc<Workers>,
+        wakeup: &Wakeup,
+        counters: Arc<Counters>,
+        batch_end: BatchEnd,
+    ) -> io::Result<Self> {
+        // Not the ring's own descriptor: with deferred task work its poll does not tell of work to be run.
+        ring.submitter().register_eventfd(wakeup.fd().as_raw_fd())?;
+        ring.completion().disable_eventfd();
+        let mut probe = io_uring::Probe::new();
+        let probed = ring.submitter().register_probe(&mut probe).is_ok();
+        let supports = |code| probed && probe.is_supported(code);
+        let has_fixed_vectors = supports(opcode::ReadvFixed::CODE) && supports(opcode::WritevFixed::CODE);
+        let fixed = ring.submitter().register_files_sparse(FIXED_FILES).is_ok();
+        let files = if fixed { "registered files" } else { "no registered files: they need Linux 5.19" };
+        tracing::info!("io_uring on this reactor: {}, {files}", setup.words());
+        let state = State {
+            ring,
+            setup,
+            slab: Slab::with_capacity(SUBMISSION_ENTRIES as usize),
+            waiting: VecDeque::with_capacity(SUBMISSION_ENTRIES as usize),
+            entered: 0,
+            pushed: false,
+            fixed_buffers: FixedBuffers::default(),
+            fixed_free: if fixed { (0..FIXED_FILES).rev().collect() } else { Vec::new() },
+            has_fixed_vectors,
+        };
+        Ok(Self {
+            state: RefCell::new(Some(state)),
+            harvested: RefCell::new(Harvest::with_capacity(COMPLETION_ENTRIES as usize)),
+            workers,
+            counters,
+            batch_end,
+            broken: Cell::new(false),
+        })
+    }
+
+    /// Registers a file, so that the kernel need not look it up for each request. `None` where there is no place.
+    pub(crate) fn register_file(self: &Rc<Self>, fd: RawFd) -> Option<FixedFile> {
+        let mut state = self.state.borrow_mut();
+        let state = state.as_mut()?;
+        let index = state.fixed_free.pop()?;
+        match state.ring.submitter().register_files_update(index, &[fd]) {
+            Ok(_) => Some(FixedFile::new(Rc::clone(self) as Rc<dyn FileTable>, index)),
+            Err(_) => {
+                state.fixed_free.push(index);
+                None
+            }
+        }
+    }
+
+    /// Registers memory, so that requests in it need not look its pages up. It has to stay mapped until it is
+    /// unregistered; its pages stay in memory.
+    pub(crate) fn register_buffer(&self, ptr: *mut u8, length_bytes: usize) -> io::Result<u16> {
+        let mut state = self.state.borrow_mut();
+        let State { ring, fixed_buffers, .. } =
+            state.as_mut().ok_or_else(|| io::Error::other("the ring is shut down"))?;
+        let submitter = ring.submitter();
+        let slot = fixed_buffers.take_slot(|| submitter.register_buffers_sparse(u32::from(SLOTS)))?;
+        let iovec = libc::iovec { iov_base: ptr.cast(), iov_len: length_bytes };
+        // SAFETY: the kernel takes hold of the pages themselves, which live as long as it holds them, mapped or not.
+        match unsafe { submitter.register_buffers_update(u32::from(slot), &[iovec], None) } {
+            Ok(()) => {
+                fixed_buffers.add(ptr.addr(), length_bytes, slot);
+                Ok(slot)
+            }
+            Err(error) => {
+                fixed_buffers.free_slot(slot);
+                Err(error)
+            }
+        }
+    }
+
+    /// Gives memory back. Requests in the kernel keep what they use; those that it has not seen yet go the plain way
+    /// (see [`Uring::complete`]).
+    pub(crate) fn unregister_buffer(&self, slot: u16) {
+        let mut state = self.state.borrow_mut();
+        let Some(State { ring, fixed_buffers, .. }) = state.as_mut() else { return };
+        fixed_buffers.forget(slot);
+        let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        // SAFETY: an empty buffer names no memory.
+        match unsafe { ring.submitter().register_buffers_update(u32::from(slot), &[none], None) } {
+            Ok(()) => fixed_buffers.free_slot(slot),
+            // The place is lost, and with it the pages until the ring goes.
+            Err(error) => tracing::warn!(%error, "cannot unregister memory from io_uring"),
+        }
+    }
+
+    /// Takes a request; it reaches the kernel with the next [`Uring::submit`] at the latest.
+    pub(crate) fn push(&self, request: Request) {
+        let target = &*request.target;
+        if route(target.traits, request.action, request.left_bytes(), Now::of(target)) != Route::Engine {
+            return self.workers.push(request);
+        }
+        let mut state = self.state.borrow_mut();
+        match state.as_mut() {
+            Some(state) if !self.broken.get() => {
+                self.counters.requests.add(1);
+                let is_direct = target.traits.storage == Storage::Direct;
+                let waits_for_storage = is_direct && state.setup != Setup::SubmissionThread;
+                let index = state.slab.insert(request);
+                if state.slab.peak() > state.waiting.capacity() {
+                    // All of them may have to wait at once.
+                    state.waiting.reserve(state.slab.peak());
+                }
+                state.enqueue(index);
+                if waits_for_storage && state.kernel_has_less_than_queue() {
+                    self.batch_end.raise();
+                }
+            }
+            _ => {
+                drop(state);
+                request.finish(Err(IoError::EIO));
+            }
+        }
+    }
+
+    /// Gives the kernel all that was queued and fits, and lets it post completions: one system call, none without work.
+    /// Returns whether anything was given or fetched.
+    pub(crate) fn submit(&self) -> bool {
+        match self.state.borrow_mut().as_mut() {
+            Some(state) if state.setup == Setup::SubmissionThread => self.look_after_thread(state, 0),
+            Some(state) => self.enter(state, 0),
+            None => false,
+        }
+    }
+
+    /// With a submission thread: sees that it is awake if it has something to do. Waits for `want` completions.
+    fn look_after_thread(&self, state: &mut State, want: u32) -> bool {
+        state.refill();
+        let pushed = std::mem::take(&mut state.pushed);
+        let queue = state.ring.submission();
+        // Who puts something in looks at the flag after, the thread raises the flag first and looks into the queue after:
+        // one of the two sees the other (the crate has the fence). So looking once after each push is enough.
+        let wake = if pushed && queue.need_wakeup() { ENTER_SQ_WAKEUP } else { 0 };
+        let fetch = if queue.cq_overflow() || want > 0 { ENTER_GETEVENTS } else { 0 };
+        drop(queue);
+        if wake | fetch != 0 {
+            self.counters.system_calls.add(1);
+            // SAFETY: no argument is passed; for the entries in the queue see `State::put`.
+            let entered = unsafe { state.ring.submitter().enter::<libc::sigset_t>(0, want, wake | fetch, None) };
+            match entered.map_err(|error| error.raw_os_error()) {
+                Ok(_) => {}
+                // To be tried again: the flag is looked at again.
+                Err(Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => state.pushed = true,
+                Err(error) => {
+                    let error = error.map(io::Error::from_raw_os_error);
+                    tracing::error!(?error, "io_uring_enter failed; the reactor's io_uring engine stops");
+                    self.broken.set(true);
+                }
+            }
+        }
+        pushed
+    }
+
+    fn enter(&self, state: &mut State, want: u32) -> bool {
+        state.refill();
+        let queue = state.ring.submission();
+        let (queued, fetch) = (queue.len(), queue.taskrun() || queue.cq_overflow());
+        drop(queue);
+        if queued == 0 && !fetch && want == 0 {
+            return false;
+        }
+        self.counters.system_calls.add(1);
+        // SAFETY: no argument is passed; every entry in the queue names memory and descriptors that its slot keeps.
+        let entered =
+            unsafe { state.ring.submitter().enter::<libc::sigset_t>(queued as u32, want, ENTER_GETEVENTS, None) };
+        match entered.map_err(|error| error.raw_os_error()) {
+            // Interrupted, out of memory, or completions to take first: what is left is submitted next turn.
+            Ok(_) | Err(Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => true,
+            Err(error) => {
+                let error = error.map(io::Error::from_raw_os_error);
+                tracing::error!(?error, "io_uring_enter failed; the reactor's io_uring engine stops");
+                self.broken.set(true);
+                false
+            }
+        }
+    }
+
+    /// Takes completions from the shared ring, without a system call. Returns how many requests moved.
+    pub(crate) fn harvest(&self) -> usize {
+        let Ok(mut harvested) = self.harvested.try_borrow_mut() else {
+            return 0;
+        };
+        if let Some(state) = self.state.borrow_mut().as_mut() {
+            let (entries, results) = (state.ring.completion(), harvested.list());
+            let before = results.len();
+            results.extend(entries.map(|entry| (entry.user_data(), entry.result())));
+            state.entered = state.entered.saturating_sub(results.len() - before);
+        }
+        let count = harvested.waiting().len();
+        if count > 0 {
+            self.counters.harvests.add(1);
+            let fixed = harvested.waiting().iter().filter(|(name, _)| name & FIXED != 0).count();
+            self.counters.fixed.add(fixed as u64);
+        }
+        while let Some((name, result)) = harvested.next() {
+            self.complete(name, result);
+        }
+        count
+    }
+
+    /// One completion. The state is not borrowed while the request ends: dropping it may drop a file or a queue.
+    fn complete(&self, name: u64, result: i32) {
+        let index = name as u32;
+        let mut borrowed = self.state.borrow_mut();
+        let Some(state) = borrowed.as_mut() else { return };
+        if name & FIXED != 0 && result == -libc::EFAULT {
+            // The registered memory was given back between the push and the kernel's look. Without the piece the
+            // request names its memory the plain way.
+            state.fixed_buffers.forget((name >> SLOT_SHIFT) as u16 & (SLOTS - 1));
+            return state.enqueue(index);
+        }
+        let Some(request) = state.slab.get_mut(index) else {
+            return;
+        };
+        let step = if request.needs_to_wait(result) { Step::ToWorker } else { request.advance(result) };
+        match step {
+            Step::Again => state.enqueue(index),
+            Step::ToWorker => {
+                let request = state.slab.remove(index);
+                drop(borrowed);
+                if let Some(request) = request {
+                    self.workers.take_over(request);
+                }
+            }
+            Step::Finished(result) => {
+                let request = state.slab.remove(index);
+                drop(borrowed);
+                self.counters.completions.add(1);
+                if let Some(request) = request {
+                    request.finish(result);
+                }
+            }
+        }
+    }
+
+    /// Whether there is something to submit or to take, so that the reactor must not sleep.
+    pub(crate) fn has_work(&self) -> bool {
+        let mut state = self.state.borrow_mut();
+        let Some(state) = state.as_mut() else {
+            return false;
+        };
+        let has_room = !state.waiting.is_empty() && !state.is_full();
+        let queue = state.ring.submission();
+        let queued = match state.setup {
+            // What is in the queue is the thread's business.
+            Setup::SubmissionThread => state.pushed,
+            _ => !queue.is_empty() || queue.taskrun(),
+        };
+        let waiting = has_room || queued || queue.cq_overflow();
+        drop(queue);
+        waiting || !state.ring.completion().is_empty()
+    }
+
+    /// Requests taken and not ended.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.state.borrow().as_ref().map_or(0, |state| state.slab.live())
+    }
+
+    /// Whether the kernel shall signal the reactor's event descriptor when there is something to fetch. Only while the
+    /// reactor is about to sleep; it looks for work after switching this on.
+    pub(crate) fn signal(&self, on: bool) {
+        if let Some(state) = self.state.borrow_mut().as_mut() {
+            let entries = state.ring.completion();
+            if on { entries.enable_eventfd() } else { entries.disable_eventfd() }
+        }
+    }
+
+    /// Waits for everything in the kernel, then closes the ring. Later pushes fail.
+    pub(crate) fn shut_down(&self) {
+        while self.in_flight() > 0 && !self.broken.get() {
+            if let Some(state) = self.state.borrow_mut().as_mut()
+                && state.slab.live() > 0
+            {
+                match state.setup {
+                    Setup::SubmissionThread => self.look_after_thread(state, 1),
+                    _ => self.enter(state, 1),
+                };
+            }
+            self.harvest();
+        }
+        let Some(state) = self.state.borrow_mut().take() else {
+            return;
+        };
+        if state.slab.live() > 0 {
+            // The kernel may still write to this memory, and nobody can be asked: it stays allocated.
+            std::mem::forget(state.slab);
+            return;
+        }
+        // The files are closed (and unlocked) now, not when the kernel gets round to the ring.
+        let _ = state.ring.submitter().unregister_files();
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        self.shut_down();
+    }
+}
+
+impl State {
+    fn is_full(&self) -> bool {
+        self.entered >= COMPLETION_ENTRIES as usize
+    }
+
+    /// Batches that an idle disk is given double this way.
+    fn kernel_has_less_than_queue(&mut self) -> bool {
+        let queued = self.ring.submission().len();
+        queued >= self.entered.saturating_sub(queued).max(1)
+    }
+
+    /// Into the submission queue if there is room and nobody waits before it.
+    fn enqueue(&mut self, index: u32) {
+        if !self.waiting.is_empty() || self.is_full() || !self.put(index) {
+            self.waiting.push_back(index);
+        }
+    }
+
+    fn refill(&mut self) {
+        while let Some(&index) = self.waiting.front() {
+            if self.is_full() || !self.put(index) {
+                return;
+            }
+            self.waiting.pop_front();
+        }
+    }
+
+    fn put(&mut self, index: u32) -> bool {
+        let buffers = self.slab.buffers(index);
+        let Some(request) = self.slab.get(index) else {
+            return true;
+        };
+        let slot = self.fixed_buffers.slot_of(buffers, self.has_fixed_vectors);
+        let name = slot.map_or(0, |slot| FIXED | u64::from(slot) << SLOT_SHIFT) | u64::from(index);
+        let entry = entry_of(request, buffers, slot).user_data(name);
+        // SAFETY: the slot keeps the request, and with it the file and the memory that the entry names, until the
+        // completion with this index has been taken; see `Slab::buffers` for the list of segments.
+        let pushed = unsafe { self.ring.submission().push(&entry) }.is_ok();
+        self.entered += usize::from(pushed);
+        self.pushed |= pushed;
+        pushed
+    }
+}
+
+#[cfg(test)]
+#[path = "ring_tests.rs"]
+mod tests;

@@ -1,0 +1,376 @@
+//! A reactor's worker threads, and what passes between them and the reactor.
+
+use super::batch::Batch;
+use super::job::Job;
+use super::job_queue::{Queue, Spinner};
+use crate::base::io_submit::IoSubmit;
+use crate::base::pace::Pace;
+use crate::base::wakeup::Wakeup;
+use crate::route::How;
+use rustix::thread::CpuSet;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The most workers of one reactor.
+const MAX_WORKERS: usize = 64;
+/// How long a worker without work stays.
+const IDLE_LIMIT: Duration = Duration::from_secs(10);
+/// How long one spins at most: what comes later is worth a wake-up, whatever the reactor may do.
+const SPIN_MAX: Duration = Duration::from_micros(100);
+/// A worker only calls the kernel.
+const STACK_BYTES: usize = 128 << 10;
+/// Room for what workers have begun, and for what they have given to the kernel in batches.
+const BEGUN: u32 = 1024;
+const BATCHED: u32 = 256;
+/// The result of what the kernel has not carried out with others, and a worker shall by a call of its own.
+pub(crate) const ALONE: i32 = i32::MIN;
+
+/// Looked at again and again: on a cache line of its own, so that what is written beside it does not take it away.
+#[derive(Default)]
+#[repr(align(64))]
+struct Polled<T>(T);
+
+/// What the reactor and its workers share.
+pub(crate) struct Pool {
+    queue: Mutex<Queue>,
+    /// Signalled when there are jobs or the pool stops.
+    more: Condvar,
+    /// Grows when a spinning worker has something to look for.
+    batches: Polled<AtomicU64>,
+    done: Mutex<Results>,
+    /// The reactor is to look into `done`.
+    has_done: Polled<AtomicBool>,
+    /// With `done`: a result came in. The reactor waits on it only while it shuts down.
+    progress: Condvar,
+    /// With `queue`: a worker ended because the pool stops.
+    stopped: Condvar,
+    /// What workers only begin, and what one call carries out of the page cache's. Made when they are first needed;
+    /// `None` where they cannot be had.
+    begun: OnceLock<Option<IoSubmit>>,
+    batched: OnceLock<Option<IoSubmit>>,
+    /// Calls that workers have made.
+    calls: AtomicU64,
+    wakeup: Arc<Wakeup>,
+    /// How long a worker without work spins at most; as the reactor, it adapts below this.
+    spin_limit: Duration,
+    /// Where workers may run: a reactor that is bound to one processor does not bind them.
+    processors: Option<CpuSet>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What workers have carried out.
+#[derive(Default)]
+struct Results {
+    all: Vec<(u32, i32)>,
+    /// Somebody waits on `progress`.
+    awaited: bool,
+}
+
+impl Pool {
+    pub(crate) fn new(wakeup: Arc<Wakeup>, processors: Option<CpuSet>, spin_limit: Duration) -> Self {
+        Self {
+            queue: Mutex::default(),
+            more: Condvar::new(),
+            batches: Polled::default(),
+            done: Mutex::default(),
+            has_done: Polled::default(),
+            progress: Condvar::new(),
+            stopped: Condvar::new(),
+            begun: OnceLock::new(),
+            batched: OnceLock::new(),
+            calls: AtomicU64::new(0),
+            wakeup,
+            spin_limit: spin_limit.min(SPIN_MAX),
+            processors,
+        }
+    }
+}
+
+/// The reactor's side.
+impl Pool {
+    /// All lists are to hold `count` requests.
+    pub(crate) fn make_room(&self, count: usize) {
+        let all = &mut locked(&self.done).all;
+        all.reserve(count.saturating_sub(all.len()));
+        locked(&self.queue).make_room(count);
+    }
+
+    /// Hands a batch to the workers, starting as many as are needed.
+    pub(crate) fn give(this: &Arc<Self>, batch: impl Iterator<Item = Job>) {
+        let wanted = locked(&this.queue).add_batch(batch, MAX_WORKERS);
+        if wanted.spinner {
+            // It had seen no batch of this number under the lock.
+            this.batches.0.fetch_add(1, Ordering::Relaxed);
+        }
+        for _ in 0..wanted.to_wake {
+            this.more.notify_one();
+        }
+        for _ in 0..wanted.to_start {
+            Self::start_worker(this);
+        }
+    }
+
+    fn start_worker(this: &Arc<Self>) {
+        if let Err(error) = spawn(Arc::clone(this)) {
+            let mut queue = locked(&this.queue);
+            queue.threads -= 1;
+            if queue.threads > 0 {
+                return;
+            }
+            drop(queue);
+            // Nobody else is there to do it: slow is better than never.
+            tracing::warn!(%error, "cannot start an I/O worker; the reactor does the work itself");
+            this.drain_queue();
+        }
+    }
+
+    fn drain_queue(&self) {
+        let mut batch = Batch::default();
+        while locked(&self.queue).take(&mut batch) {
+            self.carry_out(&mut batch);
+        }
+    }
+
+    /// Calls that workers have made so far.
+    pub(crate) fn calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
+    }
+
+    /// Whether there are results, of those that are signalled.
+    pub(crate) fn has_signalled(&self) -> bool {
+        self.has_done.0.load(Ordering::Acquire) || self.io_submit(How::Begin).is_some_and(IoSubmit::has_events)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn has_been_signalled(&self) -> bool {
+        self.has_done.0.load(Ordering::Acquire)
+    }
+
+    /// Takes what was signalled, and whatever else has ended then. `results` has room.
+    pub(crate) fn take_results(&self, results: &mut Vec<(u32, i32)>) {
+        let mut batched = None;
+        // A worker that signals after this finds the flag cleared, and sets it again for what it has just ended.
+        if self.has_done.0.load(Ordering::Relaxed) && self.has_done.0.swap(false, Ordering::AcqRel) {
+            let all = &mut locked(&self.done).all;
+            if results.is_empty() {
+                std::mem::swap(results, all)
+            } else {
+                results.append(all)
+            }
+            batched = self.io_submit(How::Batch);
+        }
+        for ended in self.io_submit(How::Begin).into_iter().chain(batched) {
+            // A call of its own is repeated.
+            ended.take(|index, result| results.push((index, if result == -libc::EAGAIN { ALONE } else { result })));
+        }
+    }
+
+    /// Whether there are results, signalled or not; then they count as signalled.
+    pub(crate) fn look_for_results(&self) -> bool {
+        let some = self.has_signalled() || self.has_unsignalled(&locked(&self.done));
+        if some {
+            self.has_done.0.store(true, Ordering::Relaxed);
+        }
+        some
+    }
+
+    fn has_unsignalled(&self, done: &Results) -> bool {
+        !done.all.is_empty() || self.io_submit(How::Batch).is_some_and(IoSubmit::has_events)
+    }
+
+    /// Until there are results, or for a while.
+    pub(crate) fn wait_for_results(&self) {
+        let mut done = locked(&self.done);
+        done.awaited = true;
+        // What the kernel was given may end without a word here.
+        let is_given = self.io_submit(How::Begin).or(self.io_submit(How::Batch)).is_some();
+        let limit = if is_given { Duration::from_millis(1) } else { IDLE_LIMIT };
+        drop(self.progress.wait_timeout_while(done, limit, |done| !self.has_unsignalled(done)));
+        self.look_for_results();
+    }
+
+    /// Waits for every worker.
+    pub(crate) fn stop(&self) {
+        let mut queue = locked(&self.queue);
+        queue.stop = true;
+        self.more.notify_all();
+        while queue.threads > 0 {
+            queue = self.stopped.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The context of what workers carry out so, if there is one. Its ends are only for the reactor.
+    fn io_submit(&self, how: How) -> Option<&IoSubmit> {
+        match how {
+            How::Call => None,
+            How::Batch => self.batched.get()?.as_ref(),
+            How::Begin => self.begun.get()?.as_ref(),
+        }
+    }
+
+    /// Sees to it that workers can carry jobs out so. Returns whether they can.
+    pub(crate) fn prepare(&self, how: How) -> bool {
+        match how {
+            How::Call => true,
+            How::Batch => self.batched.get_or_init(|| IoSubmit::new(BATCHED)).is_some(),
+            How::Begin => self.begun.get_or_init(|| IoSubmit::new(BEGUN)).is_some(),
+        }
+    }
+}
+
+/// The workers' side.
+impl Pool {
+    fn work(&self) {
+        if let Some(processors) = &self.processors {
+            // Fails where fewer are allowed by now; then the worker runs where the reactor does.
+            let _ = rustix::thread::sched_setaffinity(None, processors);
+        }
+        let mut pace = Pace::new(self.spin_limit);
+        let mut batch = Batch::default();
+        while self.next(&mut pace, &mut batch) {
+            pace.busy();
+            self.carry_out(&mut batch);
+        }
+    }
+
+    /// Takes what is next; nothing when this worker shall end, and then it is no longer counted.
+    fn next(&self, pace: &mut Pace, batch: &mut Batch) -> bool {
+        let mut queue = locked(&self.queue);
+        loop {
+            if queue.take(batch) {
+                return true;
+            }
+            if queue.stop {
+                break;
+            }
+            // One is enough: it takes what the reactor gives next, without being woken for it.
+            let may_spin = queue.spinner == Spinner::None;
+            if may_spin && !pace.is_time_to_sleep(Instant::now()) {
+                queue.spinner = Spinner::Looks;
+                let batches = self.batches.0.load(Ordering::Relaxed);
+                drop(queue);
+                self.spin(batches, pace);
+                queue = locked(&self.queue);
+                queue.spinner = Spinner::None;
+                continue;
+            }
+            queue.idle += 1;
+            let (woken, waited) = self.more.wait_timeout(queue, IDLE_LIMIT).unwrap_or_else(PoisonError::into_inner);
+            queue = woken;
+            queue.idle -= 1;
+            if may_spin {
+                pace.slept();
+            }
+            if waited.timed_out() && queue.ready() == 0 {
+                break;
+            }
+        }
+        queue.threads -= 1;
+        if queue.stop {
+            self.stopped.notify_all();
+        }
+        false
+    }
+
+    /// Until another batch was given or spinning does not pay.
+    fn spin(&self, batches: u64, pace: &mut Pace) {
+        while self.batches.0.load(Ordering::Relaxed) == batches && !pace.is_time_to_sleep(Instant::now()) {
+            // The reactor may need this very processor.
+            std::thread::yield_now();
+        }
+    }
+
+    /// Carries out what was taken, and what follows it on the same file.
+    fn carry_out(&self, batch: &mut Batch) {
+        while let Some(&first) = batch.first() {
+            let before_call = || _ = self.calls.fetch_add(1, Ordering::Relaxed);
+            let awaited = match (first.how, self.io_submit(first.how)) {
+                (How::Begin, Some(begun)) => {
+                    // An end that comes signals by itself; what was refused does not wait for what is begun after it.
+                    let alone = |at| batch.jobs().nth(at).into_iter().for_each(|job| self.signal(self.call_for(job)));
+                    // SAFETY: the slab's requests keep memory and files until their results have come.
+                    unsafe { begun.submit(batch.calls(), Some(&self.wakeup), before_call, alone) };
+                    self.take_after(&first, batch);
+                    continue;
+                }
+                (_, Some(batched)) if batch.len() > 1 => {
+                    let alone = |at| batch.jobs().nth(at).into_iter().for_each(|job| _ = self.call_for(job));
+                    // SAFETY: as above.
+                    unsafe { batched.submit(batch.calls(), None, before_call, alone) };
+                    locked(&self.done).awaited
+                }
+                _ => batch.jobs().fold(false, |_, job| self.call_for(job)),
+            };
+            self.take_after(&first, batch);
+            self.signal(awaited);
+        }
+    }
+
+    /// Returns whether the reactor waits for results.
+    fn call_for(&self, job: &Job) -> bool {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let result = job.run();
+        let mut done = locked(&self.done);
+        done.all.push((job.index, result));
+        done.awaited
+    }
+
+    /// Takes what the same worker goes on with, which may be nothing.
+    fn take_after(&self, job: &Job, batch: &mut Batch) {
+        let mut queue = locked(&self.queue);
+        if !job.serialized {
+            queue.ended(job);
+        }
+        if !job.serialized || !queue.take_next_serialized(job, batch) {
+            batch.become_one(None);
+        }
+    }
+
+    fn signal(&self, awaited: bool) {
+        self.has_done.0.store(true, Ordering::Release);
+        self.wakeup.wake();
+        if awaited {
+            self.progress.notify_all();
+        }
+    }
+}
+
+/// Starts a worker. Not by `std::thread`: a busy machine may need more workers at any time, and handles, names and
+/// results that nobody asks for would be allocated each time. The C library maps a stack, or takes one that it has kept.
+fn spawn(pool: Arc<Pool>) -> io::Result<()> {
+    extern "C" fn enter(pool: *mut libc::c_void) -> *mut libc::c_void {
+        // SAFETY: `spawn` gave this thread a reference of its own.
+        let pool = unsafe { Arc::from_raw(pool.cast_const().cast::<Pool>()) };
+        // SAFETY: names the calling thread; the name is a string of less than 16 bytes.
+        unsafe { libc::pthread_setname_np(libc::pthread_self(), c"io-worker".as_ptr()) };
+        pool.work();
+        std::ptr::null_mut()
+    }
+    let pool = Arc::into_raw(pool);
+    // SAFETY: the attributes are initialised before they are used, and destroyed after; the thread takes over `pool`.
+    let error = unsafe {
+        let (mut attributes, mut thread) = (std::mem::zeroed(), std::mem::zeroed());
+        match libc::pthread_attr_init(&raw mut attributes) {
+            0 => {
+                libc::pthread_attr_setstacksize(&raw mut attributes, STACK_BYTES);
+                libc::pthread_attr_setdetachstate(&raw mut attributes, libc::PTHREAD_CREATE_DETACHED);
+                let argument = pool.cast_mut().cast();
+                let error = libc::pthread_create(&raw mut thread, &raw const attributes, enter, argument);
+                libc::pthread_attr_destroy(&raw mut attributes);
+                error
+            }
+            error => error,
+        }
+    };
+    if error == 0 {
+        return Ok(());
+    }
+    // SAFETY: there is no thread that would have taken it over.
+    drop(unsafe { Arc::from_raw(pool) });
+    Err(io::Error::from_raw_os_error(error))
+}
