@@ -192,6 +192,45 @@ fn a_panic_in_a_poller_ends_the_reactor_with_an_error_after_its_requests() {
     assert_eq!(std::fs::read(&path).unwrap()[..4096], [7; 4096]);
 }
 
+/// What an owner drops when it is told may panic: with it go the owner's own affairs, not those of the other requests that
+/// ended in the same turn.
+#[test]
+fn a_panic_of_who_is_told_of_an_end_ends_the_reactor_and_no_request_is_waited_for_in_vain() {
+    struct Panics;
+    impl Drop for Panics {
+        fn drop(&mut self) {
+            panic!("as the test wants it")
+        }
+    }
+    for (engine, cache) in [
+        (EngineKind::IoUring, ringdisk_engine::CacheMode::None),
+        (EngineKind::LinuxAio, ringdisk_engine::CacheMode::None),
+        (EngineKind::Threads, ringdisk_engine::CacheMode::Writeback),
+    ] {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = dir.path().join("image");
+        std::fs::write(&path, vec![7; 1 << 16]).unwrap();
+        let options = OpenOptions::default().with(|options| (options.engine, options.cache) = (engine, cache));
+        let Ok(file) = ringdisk_engine::open(&path, &options) else { continue };
+        let reactor = reactor("panics");
+        let add = move |ctx: &Rc<dyn ReactorCtx>| {
+            let queue = file.open_queue(ctx).unwrap();
+            for index in 0..16 {
+                let data = memory::IoBuf::from_aligned(memory::AlignedBuf::zeroed(4096)).whole();
+                let write = FileOp::Write { offset: index * 4096, data, fua: false };
+                match index {
+                    // Nobody awaits it, so what it keeps is dropped with its end.
+                    0 => drop(queue.start_keeping(write, Rc::new(Panics))),
+                    _ => drop(queue.start(write)),
+                }
+            }
+        };
+        run_and_wait(&*reactor.handle(), add).unwrap();
+        assert!(reactor.stop().is_err(), "{engine}");
+        assert_eq!(std::fs::read(&path).unwrap(), vec![0; 1 << 16], "{engine}");
+    }
+}
+
 #[test]
 fn a_blocking_queue_works_on_a_reactors_own_thread_beside_its_requests() {
     let dir = tempfile::tempdir().unwrap();
