@@ -2,11 +2,14 @@
 
 mod common;
 
+use block::{DiskIo, IoErrorKind, Op, ReactorCtx, Task, run_and_wait};
 use common::{Client, PATIENCE, assert_clean, at_socket, connect, create, start};
-use drive::{DriveFormat, DriveOptions, EngineOpener, open_disk};
+use drive::{DriveFormat, DriveOptions, EngineOpener, FilterOptions, open_disk};
 use engine::{CacheMode, EngineKind};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
 use load::{BenchSpec, Hooks, Initial, Stop, run};
+use memory::AlignedBuf;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -139,6 +142,42 @@ fn a_disk_whose_requests_hang_does_not_keep_the_others_from_being_closed() {
     assert!(!ending.is_finished(), "the other one does not hang");
     assert_clean(&client.pass(&opened.disk, 100, Initial::State(state)).0);
     opened.close().unwrap();
+}
+
+#[test]
+fn what_a_filter_fails_is_an_io_error_to_the_guest_and_nothing_else_is_disturbed() {
+    const BLOCK: usize = 4096;
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(1);
+    let mut drive = create(&dir.path().join("disk.qcow2"), DriveFormat::Qcow2);
+    drive.disk.filters = ["error:kinds=write:every=3:errno=ENOSPC", "delay:us=200"]
+        .map(|text| FilterOptions::parse(text).unwrap())
+        .into();
+    daemon.add(&drive).unwrap();
+    let (client, disk) = (Client::new(1), connect(&drive.socket().unwrap(), 1));
+    let (sender, ended) = std::sync::mpsc::channel();
+    let job = move |ctx: &Rc<dyn ReactorCtx>| {
+        let io = DiskIo::open(&*disk, ctx).unwrap();
+        ctx.spawn(Task::new(async move {
+            let mut failed = Vec::new();
+            for index in 0..9 {
+                let mut bytes = AlignedBuf::copy_of(&[index as u8 + 1; BLOCK]);
+                if let Err(error) = io.write(index * BLOCK as u64, &mut bytes, 0..BLOCK).await {
+                    failed.push((index, error.kind()));
+                }
+            }
+            io.run(Op::Flush).await.unwrap();
+            let mut bytes = AlignedBuf::zeroed(9 * BLOCK);
+            io.read(0, &mut bytes, 9 * BLOCK).await.unwrap();
+            let found: Vec<_> = bytes.chunks(BLOCK).map(|block| (block[0], block[BLOCK - 1])).collect();
+            sender.send((failed, found)).unwrap();
+        }));
+    };
+    run_and_wait(&*client.handles[0], job).unwrap();
+    let (failed, found) = ended.recv().unwrap();
+    assert_eq!(failed, [2, 5, 8].map(|index| (index, IoErrorKind::Io)));
+    assert_eq!(found, [1, 2, 0, 4, 5, 0, 7, 8, 0].map(|byte| (byte, byte)));
+    daemon.shutdown().unwrap();
 }
 
 /// As in QEMU: enough for all tables, up to 32 MiB; or what the drive says.

@@ -13,6 +13,11 @@ pub struct KeyValue {
 
 /// Splits an option string. A key without a value, an empty key and a key given twice are errors.
 pub fn parse(text: &str) -> Result<Vec<KeyValue>> {
+    parse_with_repeats(text, &[])
+}
+
+/// As [`parse`], where some keys may be given several times.
+pub(crate) fn parse_with_repeats(text: &str, repeats: &[&str]) -> Result<Vec<KeyValue>> {
     let mut pairs: Vec<KeyValue> = Vec::new();
     for part in split_at_single_commas(text) {
         let Some((key, value)) = part.split_once('=') else {
@@ -21,7 +26,7 @@ pub fn parse(text: &str) -> Result<Vec<KeyValue>> {
         if key.is_empty() {
             return Err(bad(format!("'{part}' has no key before its '='")));
         }
-        if pairs.iter().any(|pair| pair.key == key) {
+        if !repeats.contains(&key) && pairs.iter().any(|pair| pair.key == key) {
             return Err(bad(format!("'{key}' is given twice")));
         }
         pairs.push(KeyValue { key: key.to_owned(), value: value.to_owned() });

@@ -1,9 +1,12 @@
 //! Files and disks from what a user said: the one place where formats' and engines' names meet.
 
+use crate::filters::FilterOptions;
 use crate::options::{DiskOptions, DriveFormat};
 use block::{Disk, Error, ErrorKind, File, Result};
 use engine::{CacheMode, EngineKind, OpenOptions};
-use image::{BackingPolicy, DelayDisk, FileName, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats};
+use image::{
+    BackingPolicy, DelayOptions, FileName, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats,
+};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -168,7 +171,7 @@ pub fn open_disk_with(
     let format = match options.format {
         Some(DriveFormat::Null) => {
             let disk = NullDisk::new(options.size_bytes.unwrap_or(0), options.serial.clone());
-            return Ok(OpenedDisk { disk: delayed(Arc::new(disk), options), image: None });
+            return Ok(OpenedDisk { disk: filtered(Arc::new(disk), options), image: None });
         }
         Some(DriveFormat::Raw) => Some(Format::Raw),
         Some(DriveFormat::Qcow2) => Some(Format::Qcow2),
@@ -185,12 +188,16 @@ pub fn open_disk_with(
         open.table_cache_bytes = options.l2_cache_bytes;
     });
     let image = Arc::new(image::open(&image_options, opener)?);
-    Ok(OpenedDisk { disk: delayed(Arc::clone(&image) as Arc<dyn Disk>, options), image: Some(image) })
+    Ok(OpenedDisk { disk: filtered(Arc::clone(&image) as Arc<dyn Disk>, options), image: Some(image) })
 }
 
-fn delayed(disk: Arc<dyn Disk>, options: &DiskOptions) -> Arc<dyn Disk> {
+/// The disk, seen through its filters.
+fn filtered(disk: Arc<dyn Disk>, options: &DiskOptions) -> Arc<dyn Disk> {
+    let disk = options.filters.iter().rev().fold(disk, |disk, filter| filter.over(disk));
     match options.delay_ms {
-        Some(delay_ms) if delay_ms > 0 => Arc::new(DelayDisk::new(disk, Duration::from_millis(u64::from(delay_ms)))),
+        Some(delay_ms) if delay_ms > 0 => {
+            FilterOptions::Delay(DelayOptions::of(Duration::from_millis(u64::from(delay_ms)))).over(disk)
+        }
         _ => disk,
     }
 }

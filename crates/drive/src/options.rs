@@ -1,5 +1,6 @@
 //! What a user says about one drive: `file=disk.qcow2,format=qcow2,engine=io_uring,cache=none,...`.
 
+use crate::filters::{DELAY_MAX_MS, FilterOptions};
 use crate::keyval::{self, KeyValue};
 use crate::size::parse_size;
 use block::{Error, ErrorKind, Result};
@@ -62,8 +63,11 @@ pub struct DiskOptions {
     pub serial: String,
     /// Size of a null disk.
     pub size_bytes: Option<u64>,
-    /// Every request waits so long before it begins: for tests and measurements.
+    /// Every request waits so long before it begins: for tests and measurements. The same as a filter `delay` above all
+    /// others.
     pub delay_ms: Option<u32>,
+    /// What happens to requests before they get to the image or null disk. The first is the nearest to the guest.
+    pub filters: Vec<FilterOptions>,
     /// Memory for an image's tables, over all layers of its chain.
     pub l2_cache_bytes: Option<u64>,
 }
@@ -97,10 +101,8 @@ const QUEUES_MAX: u16 = 256;
 const QUEUE_SIZE_MAX: u16 = 1024;
 /// A second: whoever wants more wants a reactor that never sleeps.
 const POLL_MAX_US: u32 = 1_000_000;
-/// Guests give a request up after half a minute.
-const DELAY_MAX_MS: u32 = 10_000;
 
-const KEYS: [&str; 17] = [
+const KEYS: [&str; 18] = [
     "name",
     "file",
     "format",
@@ -116,6 +118,7 @@ const KEYS: [&str; 17] = [
     "queue-size",
     "poll-max-us",
     "delay-ms",
+    "filter",
     "l2-cache-size",
     "socket",
 ];
@@ -193,11 +196,14 @@ impl DriveOptions {
             return Ok(ParsedDrive::Help(format!("Keys of a drive: {}", KEYS.join(", "))));
         }
         let mut drive = Self::default();
-        for pair in keyval::parse(text)? {
+        for pair in keyval::parse_with_repeats(text, &["filter"])? {
             if is_question(&pair.value)
                 && let Some(values) = values_of(&pair.key)
             {
                 return Ok(ParsedDrive::Help(format!("Values of '{}': {}", pair.key, values.join(", "))));
+            }
+            if is_question(&pair.value) && pair.key == "filter" {
+                return Ok(ParsedDrive::Help(format!("Values of 'filter': {}", FilterOptions::help())));
             }
             drive.set(&pair)?;
         }
@@ -222,6 +228,7 @@ impl DriveOptions {
             "queues" => export.queues = Some(count(key, value, QUEUES_MAX)?),
             "poll-max-us" => export.poll_max_us = Some(poll_max_us(key, value)?),
             "delay-ms" => disk.delay_ms = Some(delay_ms(key, value)?),
+            "filter" => disk.filters.push(FilterOptions::parse(value)?),
             "l2-cache-size" => {
                 disk.l2_cache_bytes = Some(parse_size(value).map_err(|error| error.in_context(key.as_str()))?);
             }
@@ -397,7 +404,8 @@ mod tests {
         let read = drive(
             "name=root.0,file=a,,b.img,format=qcow2,engine=io_uring,cache=none,serial=disk 1,readonly=on,sync=on,\
              sqpoll=on,fixed-buffers=on,\
-             queues=4,queue-size=256,poll-max-us=0,delay-ms=3,l2-cache-size=1.5M,socket=/run/a.sock",
+             queues=4,queue-size=256,poll-max-us=0,delay-ms=3,filter=error:every=9,filter=delay:ms=1,\
+             l2-cache-size=1.5M,socket=/run/a.sock",
         );
         let expected = DriveOptions {
             disk: DiskOptions {
@@ -412,6 +420,7 @@ mod tests {
                 serial: "disk 1".to_owned(),
                 size_bytes: None,
                 delay_ms: Some(3),
+                filters: ["error:every=9", "delay:ms=1"].map(|text| FilterOptions::parse(text).unwrap()).to_vec(),
                 l2_cache_bytes: Some(1536 << 10),
             },
             export: ExportOptions {
@@ -447,8 +456,12 @@ mod tests {
 
     #[test]
     fn a_question_mark_lists_what_a_key_takes() {
-        for (text, part) in [("format=?", "raw, qcow2, null"), ("file=x,cache=help", "directsync"), ("?", "queue-size")]
-        {
+        for (text, part) in [
+            ("format=?", "raw, qcow2, null"),
+            ("file=x,cache=help", "directsync"),
+            ("filter=?", "bandwidth"),
+            ("?", "queue-size"),
+        ] {
             match DriveOptions::parse(text).unwrap() {
                 ParsedDrive::Help(help) => assert!(help.contains(part), "{help}"),
                 ParsedDrive::Drive(drive) => panic!("{drive:?}"),

@@ -14,7 +14,7 @@
 )]
 
 mod chain;
-mod delay;
+mod filters;
 mod null;
 mod offline;
 mod open;
@@ -24,7 +24,9 @@ pub use chain::copy_offload::CopyOffload;
 pub use chain::extents::{Extents, Run};
 pub use chain::image::Image;
 pub use chain::table_cache::TableCacheStats;
-pub use delay::DelayDisk;
+pub use filters::delay::{Delay, DelayOptions};
+pub use filters::error::{ErrorOptions, Errors, RequestKind};
+pub use filters::{Filter, FilterDisk};
 pub use format_qcow2::{Backing, CheckEvent, CheckReport, Compressor, PackedCluster, Repair};
 pub use format_qcow2::{GrowBy, NewSnapshot, Snapshot, SnapshotName};
 pub use null::NullDisk;

@@ -1,0 +1,78 @@
+//! Filters: disks over disks, each with one thing that it does to requests. They can be stacked in any order.
+//!
+//! A filter says what its queue does and, where it changes that, what the disk looks like from above ([`Filter`]).
+//! [`FilterDisk`] makes a disk of the two and passes all else through.
+
+pub(crate) mod delay;
+pub(crate) mod error;
+
+use block::{Disk, DiskInfo, DiskListener, DiskQueue, Listeners, ReactorCtx, Result};
+use std::fmt;
+use std::rc::Rc;
+use std::sync::{Arc, Weak};
+
+/// What a filter does.
+pub trait Filter: fmt::Debug + Send + Sync + 'static {
+    /// A queue over a queue of the disk below, on the reactor's thread.
+    fn open_queue(&self, below: Box<dyn DiskQueue>, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>>;
+
+    /// How the disk looks from above.
+    fn info(&self, below: DiskInfo) -> DiskInfo {
+        below
+    }
+}
+
+/// A disk seen through a filter.
+pub struct FilterDisk<F> {
+    below: Arc<dyn Disk>,
+    filter: Arc<F>,
+    relay: Arc<Relay<F>>,
+}
+
+/// Hears of changes below, and tells of what they look like from above.
+struct Relay<F> {
+    filter: Arc<F>,
+    listeners: Listeners,
+}
+
+impl<F: Filter> DiskListener for Relay<F> {
+    fn info_changed(&self, info: &DiskInfo) {
+        self.listeners.notify(|| self.filter.info(info.clone()));
+    }
+}
+
+impl<F: Filter> FilterDisk<F> {
+    /// `below`, seen through `filter`.
+    #[must_use]
+    pub fn new(below: Arc<dyn Disk>, filter: F) -> Self {
+        let filter = Arc::new(filter);
+        let relay = Arc::new(Relay { filter: Arc::clone(&filter), listeners: Listeners::default() });
+        let listener: Arc<dyn DiskListener> = Arc::clone(&relay) as _;
+        below.subscribe(Arc::downgrade(&listener));
+        Self { below, filter, relay }
+    }
+}
+
+impl<F: Filter> Disk for FilterDisk<F> {
+    fn info(&self) -> DiskInfo {
+        self.filter.info(self.below.info())
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+        self.filter.open_queue(self.below.open_queue(ctx)?, ctx)
+    }
+
+    fn set_volatile_cache(&self, volatile: bool) {
+        self.below.set_volatile_cache(volatile);
+    }
+
+    fn subscribe(&self, listener: Weak<dyn DiskListener>) {
+        self.relay.listeners.subscribe(listener);
+    }
+}
+
+impl<F: Filter> fmt::Debug for FilterDisk<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FilterDisk({:?})", self.filter)
+    }
+}
