@@ -125,7 +125,13 @@ impl Export {
             failed_starts: (0..options.max_queues).map(|_| Counter::default()).collect(),
         };
         socket.listener.set_nonblocking(true).map_err(|error| Error::io("cannot set the socket up", error))?;
-        let server = Server { socket, served: Arc::new(served), shared: Arc::clone(&shared) };
+        let server = Server {
+            socket,
+            served: Arc::new(served),
+            shared: Arc::clone(&shared),
+            sessions: Counter::default(),
+            failed_sessions: Counter::default(),
+        };
         let thread = std::thread::Builder::new()
             // The standard library panics on a zero byte here.
             .name(format!("vu-{}", options.name.replace('\0', "")))
@@ -194,6 +200,9 @@ struct Server {
     socket: ListenSocket,
     served: Arc<ServedDevice>,
     shared: Arc<Shared>,
+    /// For the log: a peer that comes again and again cannot fill it.
+    sessions: Counter,
+    failed_sessions: Counter,
 }
 
 impl Server {
@@ -207,10 +216,18 @@ impl Server {
             }
             match self.socket.listener.accept() {
                 Ok((stream, _)) => {
-                    tracing::info!(disk = %name, "a peer connected");
+                    let times = self.sessions.add_to_log();
+                    if let Some(times) = times {
+                        tracing::info!(disk = %name, times, "a peer connected");
+                    }
                     match self.serve_peer(stream) {
-                        Ok(()) => tracing::info!(disk = %name, "the peer disconnected"),
-                        Err(error) => tracing::warn!(disk = %name, "the session ended: {error}"),
+                        Ok(()) if times.is_some() => tracing::info!(disk = %name, "the peer disconnected"),
+                        Ok(()) => {}
+                        Err(error) => {
+                            if let Some(times) = self.failed_sessions.add_to_log() {
+                                tracing::warn!(disk = %name, times, "the session ended: {error}");
+                            }
+                        }
                     }
                     self.shared.set_peer(None);
                 }

@@ -2,11 +2,16 @@
 
 use block::{Error, ErrorKind, Result};
 use memory::{GuestMemory, GuestRegion, RegionSpec};
+use rustix::fs::{FileType, fstat};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 /// Most regions of one peer. Each is a mapping of ours.
 pub(crate) const MAX_REGIONS: usize = 256;
+
+/// Most memory of one peer, by address space: several peers together must not use up what there is for all, so one may have
+/// an eighth.
+const MAX_BYTES: u64 = 8 << 40;
 
 /// The regions as the peer names them, and the address space made of them.
 #[derive(Debug, Default)]
@@ -21,24 +26,43 @@ fn same(one: &RegionSpec, other: &RegionSpec) -> bool {
 }
 
 fn map(spec: RegionSpec, file: &OwnedFd) -> Result<(RegionSpec, GuestRegion)> {
-    let region = GuestRegion::map(spec, file.as_fd()).map_err(|error| {
-        let place = format!("{:#x}+{:#x}", spec.guest_address, spec.length_bytes);
-        Error::io(format!("cannot map the peer's memory region {place} at file offset {:#x}", spec.file_offset), error)
-    })?;
+    check_file(&spec, file)?;
+    let region = GuestRegion::map(spec, file.as_fd())
+        .map_err(|error| Error::io(format!("cannot map the peer's memory region {}", place(&spec)), error))?;
     Ok((spec, region))
+}
+
+fn place(spec: &RegionSpec) -> String {
+    format!("{:#x}+{:#x} at file offset {:#x}", spec.guest_address, spec.length_bytes, spec.file_offset)
+}
+
+/// Memory lies in a file that has it all, or in a device. Other things can be mapped, too, but may keep alive what they
+/// hold: an io_uring, say, in which the peer has registered its end of this session.
+fn check_file(spec: &RegionSpec, file: &OwnedFd) -> Result<()> {
+    let stat = fstat(file).map_err(|error| Error::io("cannot look at a memory file of the peer's", error.into()))?;
+    let end = spec.file_offset.checked_add(spec.length_bytes);
+    let why = match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile if end.is_some_and(|end| u64::try_from(stat.st_size).is_ok_and(|size| end <= size)) => {
+            return Ok(());
+        }
+        FileType::RegularFile => format!("is longer than its file of {:#x} bytes", stat.st_size),
+        FileType::CharacterDevice => return Ok(()),
+        _ => "does not lie in a file".into(),
+    };
+    Err(Error::new(ErrorKind::Protocol, format!("the peer's memory region {} {why}", place(spec))))
 }
 
 impl MemoryTable {
     /// The table that replaces this one: all of it is mapped, or nothing changes.
     pub(crate) fn of(regions: Vec<(RegionSpec, OwnedFd)>) -> Result<Self> {
-        check_count(regions.len())?;
+        check_limits(regions.iter().map(|(spec, _)| spec))?;
         let regions = regions.into_iter().map(|(spec, file)| map(spec, &file)).collect::<Result<_>>()?;
         Ok(Self { regions })
     }
 
     /// This table with one region more.
     pub(crate) fn with(&self, spec: RegionSpec, file: &OwnedFd) -> Result<Self> {
-        check_count(self.regions.len().saturating_add(1))?;
+        check_limits(self.regions.iter().map(|(spec, _)| spec).chain([&spec]))?;
         let mut regions = self.regions.clone();
         regions.push(map(spec, file)?);
         Ok(Self { regions })
@@ -66,12 +90,66 @@ impl MemoryTable {
     }
 }
 
-fn check_count(count: usize) -> Result<()> {
-    match count <= MAX_REGIONS {
-        true => Ok(()),
-        false => Err(Error::new(
-            ErrorKind::Protocol,
-            format!("the peer shares {count} memory regions, {MAX_REGIONS} are served"),
-        )),
+fn check_limits<'a>(regions: impl Iterator<Item = &'a RegionSpec>) -> Result<()> {
+    let (mut count, mut bytes) = (0_usize, 0_u64);
+    for region in regions {
+        count = count.saturating_add(1);
+        bytes = bytes.saturating_add(region.length_bytes);
+    }
+    let refused = |message: String| Err(Error::new(ErrorKind::Protocol, message));
+    match (count, bytes) {
+        (..=MAX_REGIONS, ..=MAX_BYTES) => Ok(()),
+        (..=MAX_REGIONS, _) => {
+            refused(format!("the peer shares {bytes:#x} bytes of memory, {MAX_BYTES:#x} are served"))
+        }
+        _ => refused(format!("the peer shares {count} memory regions, {MAX_REGIONS} are served")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memory::Mapping;
+
+    const FILE_BYTES: u64 = 1 << 20;
+
+    fn table(specs: &[RegionSpec], file: &OwnedFd) -> Result<MemoryTable> {
+        MemoryTable::of(specs.iter().map(|spec| (*spec, file.try_clone().unwrap())).collect())
+    }
+
+    fn region(index: u64, length_bytes: u64, file_offset: u64) -> RegionSpec {
+        RegionSpec { guest_address: index << 44, length_bytes, user_address: index << 44, file_offset }
+    }
+
+    #[test]
+    fn a_region_has_to_lie_in_its_file() {
+        let (file, _mapping) = Mapping::anonymous_file(c"guest", FILE_BYTES as usize).unwrap();
+        assert!(table(&[region(0, FILE_BYTES, 0), region(1, 4096, FILE_BYTES - 4096)], &file).is_ok());
+        for (length_bytes, offset) in [(FILE_BYTES + 1, 0), (8192, FILE_BYTES - 4096), (4096, u64::MAX)] {
+            let refused = table(&[region(0, length_bytes, offset)], &file).unwrap_err();
+            assert!(refused.to_string().contains("longer than its file"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_file_is_no_memory() {
+        let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        for fd in [epoll, OwnedFd::from(socket)] {
+            let refused = table(&[region(0, 4096, 0)], &fd).unwrap_err();
+            assert!(refused.to_string().contains("does not lie in a file"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn one_peer_gets_only_its_share_of_the_address_space() {
+        let (file, _mapping) = Mapping::anonymous_file(c"guest", FILE_BYTES as usize).unwrap();
+        rustix::fs::ftruncate(&file, MAX_BYTES).unwrap();
+        assert!(table(&[region(0, MAX_BYTES + 4096, 0)], &file).is_err());
+        let half = table(&[region(0, MAX_BYTES / 2, 0)], &file).unwrap();
+        let whole = half.with(region(1, MAX_BYTES / 2, 0), &file).unwrap();
+        let refused = whole.with(region(2, 4096, 0), &file).unwrap_err();
+        assert!(refused.to_string().contains("bytes of memory"), "{refused}");
+        assert!(whole.without(&region(1, MAX_BYTES / 2, 0)).unwrap().with(region(2, 4096, 0), &file).is_ok());
     }
 }

@@ -9,6 +9,7 @@ use rustix::net::sockopt::{socket_domain, socket_type};
 use rustix::net::{AddressFamily, SendFlags, SocketType, send};
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::{SocketAddr, UnixStream};
 
 /// What the kernel calls an event descriptor.
 const EVENT_DESCRIPTOR: &CStr = c"anon_inode:[eventfd]";
@@ -25,8 +26,8 @@ pub(crate) enum Purpose {
 }
 
 /// Refuses what is neither an event descriptor nor (where we write) a pipe, nor (for calls, where User Mode Linux passes
-/// one) a Unix stream socket. Writing to anything else, watching it, or closing it may wait for somebody, and the peer can
-/// be that itself. Nobody reads kicks, which an event descriptor adds up: a pipe would be full one day, and its guest wait.
+/// one) a socket of a pair. To write to anything else, to watch it, or to close it may wait for somebody, and the peer can
+/// be that somebody. Nobody reads kicks, which an event descriptor adds up: a pipe would be full one day, and its guest wait.
 pub(crate) fn check_kind(purpose: Purpose, fd: Option<&OwnedFd>) -> Result<()> {
     let Some(fd) = fd else { return Ok(()) };
     // Only this name tells event descriptors from the kernel's other files without a type.
@@ -40,10 +41,11 @@ fn check_named(purpose: Purpose, fd: &OwnedFd, name: Option<&CStr>) -> Result<()
         (_, Some(name)) if name == EVENT_DESCRIPTOR => return Ok(()),
         (FileType::Fifo, _) if purpose == Purpose::Kick => "a pipe".into(),
         (FileType::Fifo, _) => return Ok(()),
-        (FileType::Socket, _) => match is_unix_stream(fd) {
-            true if purpose == Purpose::Call => return Ok(()),
-            true => "a Unix socket".into(),
-            false => "a socket that is no Unix stream socket".into(),
+        (FileType::Socket, _) => match (is_unix_stream(fd), is_of_pair(fd)) {
+            (true, true) if purpose == Purpose::Call => return Ok(()),
+            (true, true) => "a Unix socket".into(),
+            (true, false) => "a Unix socket that is not of a pair".into(),
+            (false, _) => "a socket that is no Unix stream socket".into(),
         },
         (FileType::RegularFile, _) => "a file".into(),
         (FileType::Directory, _) => "a directory".into(),
@@ -63,6 +65,22 @@ fn check_named(purpose: Purpose, fd: &OwnedFd, name: Option<&CStr>) -> Result<()
 
 fn is_unix_stream(fd: &OwnedFd) -> bool {
     socket_domain(fd) == Ok(AddressFamily::UNIX) && socket_type(fd) == Ok(SocketType::STREAM)
+}
+
+/// Refuses a channel for our own messages that is anything but a socket of a pair.
+pub(crate) fn check_channel(fd: &OwnedFd) -> Result<()> {
+    match is_unix_stream(fd) && is_of_pair(fd) {
+        true => Ok(()),
+        false => Err(Error::new(ErrorKind::Protocol, "the peer's channel is not a Unix stream socket of a pair")),
+    }
+}
+
+/// Whether a Unix socket is connected, and neither end has a name. A socket with a name may be the peer's own end of a
+/// session: while we keep it open, that session never ends, also when the peer is gone.
+fn is_of_pair(fd: &OwnedFd) -> bool {
+    let Ok(socket) = fd.try_clone().map(UnixStream::from) else { return false };
+    let ends = [socket.local_addr(), socket.peer_addr()];
+    ends.iter().all(|end| end.as_ref().is_ok_and(SocketAddr::is_unnamed))
 }
 
 /// How a descriptor is told something without waiting for the peer.
@@ -137,7 +155,7 @@ mod tests {
     use super::*;
     use rustix::event::{EventfdFlags, epoll, eventfd};
     use std::net::{TcpListener, UdpSocket};
-    use std::os::unix::net::{UnixDatagram, UnixStream};
+    use std::os::unix::net::{UnixDatagram, UnixListener};
 
     const ALL: [Purpose; 3] = [Purpose::Kick, Purpose::Call, Purpose::Err];
 
@@ -202,6 +220,21 @@ mod tests {
         check_kind(Purpose::Call, Some(&socket)).unwrap();
         assert!(refusal(Purpose::Kick, &socket).contains("a Unix socket for kicks"));
         assert!(refusal(Purpose::Err, &socket).contains("a Unix socket for errors"));
+    }
+
+    #[test]
+    fn a_socket_that_is_connected_by_name_or_not_at_all_is_taken_for_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let client = UnixStream::connect(&path).unwrap();
+        let (server, _) = listener.accept().unwrap();
+        for fd in [OwnedFd::from(client), OwnedFd::from(server), OwnedFd::from(listener)] {
+            assert!(refusal(Purpose::Call, &fd).contains("not of a pair"));
+            assert!(check_channel(&fd).is_err());
+        }
+        let (socket, _other) = UnixStream::pair().unwrap();
+        assert!(check_channel(&socket.into()).is_ok());
     }
 
     #[test]

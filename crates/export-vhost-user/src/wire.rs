@@ -1,6 +1,7 @@
 //! The protocol's messages. The only file that names the `vhost` crate, whose interface changes often: everything else
 //! sees [`Backend`] and [`Connection`].
 
+use crate::notifier::check_channel;
 use crate::own_messages::{self, Content, OwnMessage};
 use block::{Error, ErrorKind, Result};
 use memory::RegionSpec;
@@ -113,11 +114,10 @@ impl<B: Backend> Connection<B> {
         let kind = message.kind();
         let taken = match message.content {
             Content::Memory(regions) => adaptor.backend.set_memory(regions),
-            Content::PeerChannel(channel) => {
+            Content::PeerChannel(channel) => check_channel(&channel).map(|()| {
                 adaptor.peer_channel = Some(channel);
                 adaptor.tell_of_config();
-                Ok(())
-            }
+            }),
         };
         if replies {
             OwnMessage::reply(kind, stream, taken.is_ok())?;

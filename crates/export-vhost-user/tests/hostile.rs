@@ -7,11 +7,17 @@ mod support;
 
 use model::Guest;
 use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use support::disk::MemDisk;
 use support::{Client, PATIENCE_SECONDS, Server};
 use vhost::VhostBackend;
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use virtio::blk::request_type as kind;
 
 const OK: u8 = 0;
@@ -55,4 +61,36 @@ fn a_peer_that_makes_its_notifications_wait_does_not_hold_up_the_reactor() {
     let mut client = Client::connect(&server, 0);
     client.share(&fresh);
     assert_eq!(client.queue(&fresh, 0).request(kind::FLUSH, 0, &[], 0).0, OK);
+}
+
+/// SET_VRING_CALL of ring 0 with a socket, which the front end would not send.
+fn set_call_to(client: &Client, socket: &UnixStream) {
+    let words = [13_u32, 1, 8, 0, 0];
+    let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_ne_bytes).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [socket.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    sendmsg(&client.stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).unwrap();
+}
+
+/// A client that passes its own end of the session as a descriptor and then goes.
+fn leaves_a_ghost(pass: impl FnOnce(&mut Client, &UnixStream)) {
+    let server = Server::start(MemDisk::new());
+    let mut client = Client::connect(&server, 0);
+    let own = client.stream.try_clone().unwrap();
+    pass(&mut client, &own);
+    drop((client, own));
+    let next = UnixStream::connect(&server.socket).unwrap();
+    next.set_read_timeout(Some(PATIENCE)).unwrap();
+    let frontend = Frontend::from_stream(next, 1);
+    assert!(frontend.get_features().is_ok(), "the socket is busy with a peer that has gone");
+}
+
+#[test]
+fn a_peer_that_passes_its_own_socket_and_goes_is_gone() {
+    leaves_a_ghost(|client, own| {
+        assert!(client.frontend.set_backend_request_fd(own).is_err());
+    });
+    leaves_a_ghost(|client, own| set_call_to(client, own));
 }

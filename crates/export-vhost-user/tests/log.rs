@@ -6,6 +6,7 @@ mod model;
 mod support;
 
 use model::Guest;
+use std::io::{Read, Write};
 use std::sync::Mutex;
 use support::disk::MemDisk;
 use support::{Client, Server, addresses};
@@ -66,7 +67,7 @@ fn lines_with(text: &str) -> usize {
 #[test]
 fn what_a_guest_repeats_is_logged_each_time_that_its_number_has_doubled() {
     tracing::subscriber::set_global_default(Log).unwrap();
-    let server = Server::start(MemDisk::new());
+    let mut server = Server::start(MemDisk::new());
     let guest = Guest::new();
     let mut client = Client::connect(&server, 0);
     client.share(&guest);
@@ -79,4 +80,14 @@ fn what_a_guest_repeats_is_logged_each_time_that_its_number_has_doubled() {
     }
     assert_eq!(lines_with("the queue cannot start"), LINES);
     assert_eq!(lines_with("the guest switched"), LINES);
+    drop(client);
+    for _ in 1..TIMES {
+        let mut peer = std::os::unix::net::UnixStream::connect(&server.socket).unwrap();
+        // No message of the protocol.
+        peer.write_all(&[0xff; 64]).unwrap();
+        while peer.read(&mut [0; 64]).is_ok_and(|length| length > 0) {}
+    }
+    server.export.take().unwrap().stop();
+    assert_eq!(lines_with("a peer connected"), LINES);
+    assert_eq!(lines_with("the session ended"), LINES);
 }

@@ -11,8 +11,11 @@ use block::{
     BatchEnd, Completion, DiskQueue, IoErrorKind, IoResult, Op, OpFlags, Poller, Priority, ReactorCtx, Result, Tag,
 };
 use memory::Window;
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+};
 use std::any::Any;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
@@ -34,6 +37,9 @@ const BATCH_BYTES: usize = 128 << 10;
 /// So long is a batch for a disk that completes at once: a driver that looks by itself goes on with it while the next is
 /// served, instead of taking turns with us.
 const STEP: usize = 16;
+
+/// A driver that does not say when it has something is asked so often while nothing comes.
+const LOOK_PERIOD: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
 
 /// Everything that a queue needs to begin.
 #[derive(Debug)]
@@ -99,6 +105,8 @@ pub struct DeviceQueue<T> {
     /// Told once no request is in flight.
     on_drained: Option<SyncSender<StoppedQueue>>,
     transport: T,
+    /// Wakes the reactor to look, where the driver has nothing to wake it by.
+    look_timer: Option<OwnedFd>,
     counters: Arc<RingCounters>,
     /// Keeps the memory registered with the engines. The queue goes when nothing is in flight.
     _registered: Option<Box<dyn Any>>,
@@ -109,6 +117,10 @@ impl<T: Transport> DeviceQueue<T> {
     pub fn new(ctx: &Rc<dyn ReactorCtx>, setup: QueueSetup<T>) -> Result<Self> {
         let QueueSetup { device, index, areas, features, next_available, register_memory, transport } = setup;
         let (memory, size) = (Arc::clone(areas.memory()), usize::from(areas.size()));
+        let look_timer = match transport.kick_fd() {
+            Some(_) => None,
+            None => Some(look_timer()?),
+        };
         let disk = device.disk().open_queue(ctx)?;
         let counters = device.counters(index);
         let refused = |error: &block::Error| {
@@ -133,6 +145,7 @@ impl<T: Transport> DeviceQueue<T> {
             halt: None,
             on_drained: None,
             transport,
+            look_timer,
             counters,
             _registered: registered,
             device,
@@ -347,6 +360,17 @@ impl<T: Transport> DeviceQueue<T> {
     }
 }
 
+fn look_timer() -> Result<OwnedFd> {
+    timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC)
+        .map_err(|error| block::Error::io("cannot make a timer for a queue without kicks", error.into()))
+}
+
+/// Wakes the reactor after a while. Returns whether it will.
+fn look_later(timer: &OwnedFd) -> bool {
+    let once = Itimerspec { it_interval: Timespec::default(), it_value: LOOK_PERIOD };
+    timerfd_settime(timer, TimerfdTimerFlags::empty(), &once).is_ok()
+}
+
 /// What the guest is told of an operation that failed.
 fn failure(result: IoResult) -> Option<Status> {
     match result {
@@ -390,8 +414,7 @@ impl<T: Transport> Poller for DeviceQueue<T> {
         if self.look_for_poison() {
             return false;
         }
-        // Without a descriptor to be woken by, the driver expects us to look all the time.
-        more || self.transport.kick_fd().is_none()
+        more || self.look_timer.as_ref().is_some_and(|timer| !look_later(timer))
     }
 
     fn disarm(&mut self) {
@@ -401,6 +424,6 @@ impl<T: Transport> Poller for DeviceQueue<T> {
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.transport.kick_fd()
+        self.transport.kick_fd().or(self.look_timer.as_ref().map(AsFd::as_fd))
     }
 }

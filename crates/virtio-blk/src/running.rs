@@ -69,12 +69,16 @@ pub struct StoppingQueue<T> {
 }
 
 impl<T: Transport> StoppingQueue<T> {
-    /// Waits until no request is in flight, and takes the queue off its reactor: it touches the guest's memory no more.
-    /// `None` if the reactor ended before.
+    /// Waits until no request is in flight, and takes the queue off its reactor. When this returns, the reactor holds the
+    /// guest's memory and the transport no more: whoever drops the last handle to the memory unmaps it, and that takes
+    /// long. `None` if the reactor ended before.
     pub fn wait(self) -> Option<StoppedQueue> {
         let stopped = self.drained.recv().ok();
-        let key = self.queue.key;
-        let _ = run_and_wait(self.queue.reactor.as_ref(), move |ctx| remove(ctx, key));
+        let (reactor, key) = (self.queue.reactor.as_ref(), self.queue.key);
+        if run_and_wait(reactor, move |ctx| remove(ctx, key)).is_ok() {
+            // The reactor lets go of it at the end of a turn.
+            while let Ok(false) = run_and_wait(reactor, move |_| forget::<T>(key)) {}
+        }
         stopped
     }
 }
@@ -96,8 +100,21 @@ fn with<T: Transport>(key: u64, change: impl FnOnce(&mut DeviceQueue<T>)) {
 }
 
 fn remove(ctx: &Rc<dyn ReactorCtx>, key: u64) {
-    let entry = QUEUES.with_borrow_mut(|queues| queues.remove(&key));
-    if let Some(entry) = entry {
-        ctx.remove_poller(entry.id);
+    let id = QUEUES.with_borrow(|queues| queues.get(&key).map(|entry| entry.id));
+    if let Some(id) = id {
+        ctx.remove_poller(id);
     }
+}
+
+/// Forgets a queue if it is gone; returns whether it is.
+fn forget<T: Transport>(key: u64) -> bool {
+    let is_there =
+        |entry: &Entry| entry.queue.downcast_ref::<WeakQueue<T>>().is_some_and(|queue| queue.strong_count() > 0);
+    QUEUES.with_borrow_mut(|queues| {
+        let gone = !queues.get(&key).is_some_and(is_there);
+        if gone {
+            queues.remove(&key);
+        }
+        gone
+    })
 }

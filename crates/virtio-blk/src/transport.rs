@@ -9,8 +9,8 @@ pub trait Transport: Send + 'static {
     /// Requests have ended and the driver wants to be told: raises its interrupt. Returns false if nobody can be told.
     fn notify(&self) -> bool;
 
-    /// Becomes readable when the driver has kicked. A queue without it is looked at all the time. Watched for edges, so
-    /// nobody has to read it; it must stay the same while the queue runs.
+    /// Becomes readable when the driver has kicked. A queue without it is looked at every millisecond while nothing comes.
+    /// Watched for edges, so nobody has to read it; it must stay the same while the queue runs.
     fn kick_fd(&self) -> Option<BorrowedFd<'_>>;
 
     /// The queue takes nothing more, because of `fault`.
