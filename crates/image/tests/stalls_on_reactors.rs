@@ -385,12 +385,11 @@ fn reads_and_overwrites_of_what_is_allocated_end_while_somebody_holds_the_image_
         let (over, is_over) = mpsc::channel();
         std::thread::scope(|scope| {
             let holder = scope.spawn(move || {
-                let held = image.hold_lock_for_test().unwrap();
-                begun.send(()).unwrap();
-                // Let go in the end also where all wait for it.
-                let in_time = is_over.recv_timeout(Duration::from_secs(20)).is_ok();
-                drop(held);
-                in_time
+                image.hold_lock_for_test(|| {
+                    begun.send(()).unwrap();
+                    // Let go in the end also where all wait for it.
+                    is_over.recv_timeout(Duration::from_secs(20)).is_ok()
+                })
             });
             has_begun.recv().unwrap();
             for fua in [false, true] {

@@ -130,7 +130,7 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
     let mut reading = open_options(options, &(&options.top).into(), options.format, false);
     reading.read_only = true;
     let chain = image::open(&reading, opener)?;
-    let layers: Vec<(&FileName, Option<&FileName>)> = chain.layer_file_names().collect();
+    let layers: Vec<(FileName, Option<FileName>)> = chain.layer_file_names().collect();
     if layers.len() < 2 {
         return Err(Error::new(ErrorKind::BadOption, "Image does not have a backing file"));
     }
@@ -143,7 +143,7 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
             named.or_else(same).map(|index| index + 1)
         }
     };
-    let at = |depth: usize| Some((depth, chain.said_image_names().nth(depth)?, layers.get(depth)?.1));
+    let at = |depth: usize| Some((depth, chain.said_image_names().nth(depth)?, layers.get(depth)?.1.clone()));
     let found = depth.and_then(at);
     let Some((depth, name, data_file)) = found else {
         let name = options.base.as_deref().unwrap_or(Path::new(""));
@@ -152,12 +152,11 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
     };
     if !options.change_snapshots {
         for (layer, format) in chain.said_image_names().zip(chain.formats()).take(depth) {
-            let description = image::inspect(layer.clone(), &opener.open(layer, Role::ReadOnly)?, Some(format))?;
+            let description = image::inspect(layer.clone(), &opener.open(&layer, Role::ReadOnly)?, Some(format))?;
             keep_snapshots(layer, &description.snapshots)?;
         }
     }
     let said_format = chain.said_formats().nth(depth).flatten();
-    let (name, data_file) = (name.clone(), data_file.cloned());
     Ok(Found { name, data_file, said_format, top_format: chain.format(), depth })
 }
 

@@ -109,7 +109,7 @@ pub fn compare(
 }
 
 fn name_of(image: &Image) -> String {
-    image.said_file_names().next().map(ToString::to_string).unwrap_or_default()
+    image.said_file_names().next().map(|name| name.to_string()).unwrap_or_default()
 }
 
 /// Hands out what has to be read. Returns where a strict comparison found different allocation.

@@ -218,9 +218,8 @@ fn walk(
     pipeline: &Pipeline<Range<u64>>,
     control: &mut Control<'_>,
 ) -> Result<()> {
-    let data_names = |image: &Image| -> Vec<FileName> {
-        image.layer_file_names().map(|(own, data)| data.unwrap_or(own).to_owned()).collect()
-    };
+    let data_names =
+        |image: &Image| -> Vec<FileName> { image.layer_file_names().map(|(own, data)| data.unwrap_or(own)).collect() };
     let new_names = below.map(|below| data_names(below)).unwrap_or_default();
     let old_names = data_names(top);
     let mut new = below.map(|below| below.extents().map(Cursor::new)).transpose()?;

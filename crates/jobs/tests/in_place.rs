@@ -207,7 +207,7 @@ impl Case {
                 if compressed != *compress {
                     return Err(format!("compressed clusters in the overlay: {compressed}"));
                 }
-                let below = image.file_names().nth(1).map(ToString::to_string);
+                let below = image.file_names().nth(1).map(|name| name.to_string());
                 match below.as_deref() == to.map(|(name, _)| name) {
                     true => Ok(()),
                     false => Err(format!("the backing file is {below:?}")),

@@ -219,7 +219,7 @@ impl Args {
             options.allow_backing = self.open.allow_backing.parse()?;
             options.listed = sources.to_vec();
             let below = image::open(&options, &EngineOpener::default())?;
-            listed.extend(below.file_names().filter_map(FileName::path).map(Path::to_owned));
+            listed.extend(below.file_names().filter_map(|name| name.path().map(Path::to_owned)));
         }
         listed.push(path);
         Ok(listed)
@@ -311,7 +311,8 @@ fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[P
         bail!("output file is smaller than input file");
     }
     let (own, data) = image.layer_file_names().next().unzip();
-    for path in own.into_iter().chain(data.flatten()).filter_map(FileName::path) {
+    let names: Vec<_> = own.into_iter().chain(data.flatten()).collect();
+    for path in names.iter().filter_map(FileName::path) {
         sources.iter().try_for_each(|source| refuse_same_file(source, path))?;
     }
     if let Some(first) = sources.first().filter(|_| args.bitmaps) {

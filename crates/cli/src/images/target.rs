@@ -3,7 +3,7 @@
 use super::file_id::FileId;
 use anyhow::{Context, bail};
 use engine::CacheMode;
-use image::{FileName, Format, Image};
+use image::{Format, Image};
 use rustix::io::Errno;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
@@ -23,7 +23,8 @@ pub(crate) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<
         return Ok(());
     }
     let target_id = FileId::of(target).with_context(|| format!("cannot find '{}'", target.display()))?;
-    if source.file_names().filter_map(FileName::path).any(|path| FileId::of(path).is_ok_and(|id| id == target_id)) {
+    if source.file_names().any(|name| name.path().is_some_and(|path| FileId::of(path).is_ok_and(|id| id == target_id)))
+    {
         bail!("'{}' is the source, or a file that it rests on", target.display());
     }
     Ok(())

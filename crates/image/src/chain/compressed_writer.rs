@@ -1,6 +1,8 @@
 //! Writing compressed clusters: for jobs that fill an image, off the path of requests.
 
-use crate::chain::image::{Chain, Image};
+use crate::chain::exchange::board::Pin;
+use crate::chain::image::Image;
+use crate::chain::layers::Chain;
 use crate::chain::mapping::Mapping;
 use block::{
     Epochs, Error, ErrorKind, FileOp, FileQueue, IoError, IoResult, MetaIo, Participant, ReactorCtx, Result, Ticket,
@@ -18,17 +20,18 @@ pub struct CompressedWriter {
     file: Rc<dyn FileQueue>,
     meta: MetaIo,
     participant: Rc<RefCell<Participant>>,
+    _pin: Pin,
 }
 
 impl Image {
     /// A writer of compressed clusters for a reactor; called on its thread. Unsupported where the format has none.
     pub fn compressed_writer(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<CompressedWriter> {
-        let chain = Arc::clone(&self.chain);
+        let (chain, pin) = self.board.pin()?;
         let top = chain.layers.first().ok_or_else(unsupported)?;
         let epochs = top.mapping.epochs().filter(|_| top.mapping.can_compress()).ok_or_else(unsupported)?;
         let (file, meta) = top.open_queues(ctx)?;
         let participant = Rc::new(RefCell::new(epochs.join()));
-        Ok(CompressedWriter { chain, file, meta, participant })
+        Ok(CompressedWriter { chain, file, meta, participant, _pin: pin })
     }
 }
 

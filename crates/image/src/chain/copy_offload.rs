@@ -2,7 +2,9 @@
 //! image, off the path of requests.
 
 use crate::chain::compressed_writer::Begun;
-use crate::chain::image::{Chain, Image};
+use crate::chain::exchange::board::Pin;
+use crate::chain::image::Image;
+use crate::chain::layers::Chain;
 use crate::chain::mapping::{Fill, Mapping, Prepared};
 use block::{CopyRange, Error, ErrorKind, Extent, File, FileQueue, IoResult, MetaIo, Participant, ReactorCtx, Result};
 use std::any::Any;
@@ -19,6 +21,7 @@ pub struct CopyOffload {
     meta: MetaIo,
     /// Where the target has epochs.
     participant: Option<Rc<RefCell<Participant>>>,
+    _pin: Pin,
 }
 
 /// Bytes of a file that are to go into the target.
@@ -39,13 +42,14 @@ impl Found<'_> {
 impl Image {
     /// Copies from `source` to this image; called on the reactor's thread.
     pub fn copy_offload(&self, source: &Self, ctx: &Rc<dyn ReactorCtx>) -> Result<CopyOffload> {
-        let metas = source.chain.layers.iter().map(|layer| layer.open_queues(ctx).map(|(_, meta)| meta));
+        let source = source.chain();
+        let metas = source.layers.iter().map(|layer| layer.open_queues(ctx).map(|(_, meta)| meta));
         let source_metas = metas.collect::<Result<_>>()?;
-        let target = Arc::clone(&self.chain);
+        let (target, pin) = self.board.pin()?;
         let top = target.top().map_err(|error| Error::with_source(ErrorKind::Io, "an image without layers", error))?;
         let (file, meta) = top.open_queues(ctx)?;
         let participant = top.mapping.epochs().map(|epochs| Rc::new(RefCell::new(epochs.join())));
-        Ok(CopyOffload { source: Arc::clone(&source.chain), source_metas, target, file, meta, participant })
+        Ok(CopyOffload { source, source_metas, target, file, meta, participant, _pin: pin })
     }
 }
 

@@ -1,7 +1,8 @@
 //! What lies where in a whole chain: for tools, off the path of requests.
 
-use crate::chain::image::{Chain, Image};
+use crate::chain::image::Image;
 use crate::chain::layer::Layer;
+use crate::chain::layers::Chain;
 use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Result, block_on};
 use std::ops::Range;
 use std::sync::Arc;
@@ -68,7 +69,7 @@ pub struct Extents {
 impl Image {
     /// What lies where, through the whole chain.
     pub fn extents(&self) -> Result<Extents> {
-        self.extents_of(self.chain.layers.len())
+        self.extents_of(usize::MAX)
     }
 
     /// As [`Self::extents`], for whoever counts granules of the disk in which any byte is data: what follows data in a
@@ -90,9 +91,10 @@ impl Image {
     }
 
     fn extents_of(&self, layers: usize) -> Result<Extents> {
-        let asked = self.chain.layers.iter().take(layers);
-        let metas = asked.map(Layer::open_blocking).collect::<Result<_>>()?;
-        let chain = Arc::clone(&self.chain);
+        let chain = self.chain();
+        let layers = layers.min(chain.layers.len());
+        let asked = chain.layers.iter().take(layers);
+        let metas = asked.map(|layer| layer.open_blocking()).collect::<Result<_>>()?;
         Ok(Extents { chain, metas, layers, granule_bytes: None, at: 0, pending: None, failed_at: None })
     }
 }

@@ -3,7 +3,7 @@
 use super::mapping::Mapping;
 use crate::open::file_name::FileName;
 use crate::open::guess::Format;
-use block::{File, FileInfo, FileQueue, MetaIo, ReactorCtx, Result};
+use block::{Error, ErrorKind, File, FileInfo, FileQueue, IoError, MetaIo, ReactorCtx, Result};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -22,6 +22,8 @@ pub(crate) struct Layer {
     pub(crate) name: FileName,
     /// As the user or the layer above named it, for tools that show it.
     pub(crate) said: FileName,
+    /// The files were opened for writing: the layer is the top one, was it, or may be again.
+    pub(crate) writable: bool,
     /// The format was not said by anybody.
     pub(crate) guessed: bool,
     pub(crate) file: Arc<dyn File>,
@@ -31,6 +33,47 @@ pub(crate) struct Layer {
 }
 
 impl Layer {
+    /// The same files with another mapping.
+    pub(crate) fn with_mapping(&self, mapping: Mapping) -> Self {
+        let data = self.data.as_ref();
+        let data = data.map(|DataFile { name, said, file }| DataFile {
+            name: name.clone(),
+            said: said.clone(),
+            file: Arc::clone(file),
+        });
+        Self {
+            name: self.name.clone(),
+            said: self.said.clone(),
+            writable: self.writable,
+            guessed: self.guessed,
+            file: Arc::clone(&self.file),
+            data,
+            size_bytes: mapping.size_bytes(),
+            mapping,
+        }
+    }
+
+    /// One line: format, file and what serves it.
+    pub(crate) fn describe(&self) -> String {
+        format!("{} '{}': {}", self.format(), self.name, self.file_info().engine)
+    }
+
+    /// The error for something that failed with this layer.
+    pub(crate) fn failed(&self, what: &str, error: IoError) -> Error {
+        Error::with_source(ErrorKind::Io, format!("'{}': {what}", self.name), error)
+    }
+
+    /// Writes what is still in memory and flushes, by calls that block. Nobody writes to the layer meanwhile.
+    pub(crate) async fn close(&self) -> Result<()> {
+        let what = if self.mapping.has_tables() { "cannot write its tables" } else { "cannot flush it" };
+        self.mapping.close(&self.open_blocking()?).await.map_err(|error| self.failed(what, error))
+    }
+
+    /// Makes what was written durable, by calls that block.
+    pub(crate) async fn flush(&self) -> Result<()> {
+        self.mapping.flush(&self.open_blocking()?).await.map_err(|error| self.failed("cannot flush it", error))
+    }
+
     pub(crate) fn format(&self) -> Format {
         self.mapping.format()
     }

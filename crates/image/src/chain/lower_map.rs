@@ -5,7 +5,7 @@
 //! read without a lock, changed under a mutex that nobody waits for. What has no single answer for a whole granule
 //! (compressed clusters, a layer that ends inside) is noted as such, and asked for each time.
 
-use crate::chain::image::Place;
+use crate::chain::layers::Place;
 use block::sync::{Mutex, PoisonError};
 use block::{CacheStats, Extent, SliceBook, SliceCache};
 

@@ -8,7 +8,9 @@ use block::{
     CacheStats, CompressedExtent, Epochs, Error, ErrorKind, File, FileInfo, IoError, IoResult, Mapped, MetaIo, PastEnd,
     Result, block_on,
 };
-use format_qcow2::{Barrier, Compressor, Header, OpenOptions, PackedAllocation, PackedCluster, Qcow2, SnapshotName};
+use format_qcow2::{
+    Barrier, Compressor, Header, OpenOptions, PackedAllocation, PackedCluster, Qcow2, ResizeOptions, SnapshotName,
+};
 use format_raw::Raw;
 use memory::AlignedBuf;
 use std::ops::Range;
@@ -266,6 +268,28 @@ impl Mapping {
                 Ok(Vec::new())
             }
             Self::Qcow2(qcow2) => Ok(qcow2.write_zeroes(io, offset, length_bytes, may_unmap).await?.by_writing),
+        }
+    }
+
+    /// Changes the size of an image that is closed and that nobody uses; to be opened again afterwards, also where this
+    /// fails.
+    pub(crate) async fn resize_closed(
+        &self,
+        io: &MetaIo,
+        file: &dyn File,
+        name: &str,
+        options: &ResizeOptions,
+    ) -> Result<()> {
+        match self {
+            Self::Raw(_) if file.info().block_device => {
+                Err(Error::new(ErrorKind::Unsupported, format!("'{name}': a block device cannot be resized")))
+            }
+            Self::Raw(_) => {
+                let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot resize '{name}'"), error);
+                io.set_length(options.size_bytes).await.map_err(failed)?;
+                io.flush().await.map_err(failed)
+            }
+            Self::Qcow2(_) => format_qcow2::resize(io, file, name, options, &mut |_, _| true).await,
         }
     }
 

@@ -1,10 +1,13 @@
-//! An open chain of layers, and the queues that serve it: where a range lies, splitting, copy-on-write.
+//! An open chain of layers, and the queues that serve it: where a range lies, splitting, copy-on-write, exchanging the
+//! chain while it is served.
 
 pub(crate) mod compressed_writer;
 pub(crate) mod copy_offload;
+pub(crate) mod exchange;
 pub(crate) mod extents;
 pub(crate) mod image;
 pub(crate) mod layer;
+pub(crate) mod layers;
 mod lower_map;
 pub(crate) mod mapping;
 mod queue;

@@ -4,7 +4,10 @@
 //! in the slot and tells the queue's sink at its end; the last one completes the request. All pieces of a request carry
 //! the same token, so the fast path allocates nothing and looks nothing up.
 
-use crate::chain::image::{Chain, Place};
+use crate::chain::exchange::attendant::attend;
+use crate::chain::exchange::board::{Attendance, Board, Hold, Lease};
+use crate::chain::layer::Layer;
+use crate::chain::layers::{Chain, Place};
 use crate::chain::mapping::Overwrite;
 use crate::chain::slow_path::Slow;
 use crate::open::guess::{PROBE_BYTES, forms_a_header};
@@ -14,6 +17,7 @@ use block::{
     OpFlags, Participant, Priority, ReactorCtx, Result, Sink, Tag, Task, Ticket,
 };
 use memory::{IoBuf, Window};
+use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -29,7 +33,7 @@ pub(crate) const FILL_BYTES: usize = 256 << 10;
 /// Pieces for which lists have room at least.
 const LEAST_ROOM: usize = 64;
 
-/// What the queue and its tasks share.
+/// A chain as it is open on this reactor; what the queue and its tasks share.
 pub(crate) struct Shared {
     pub(crate) chain: Arc<Chain>,
     /// One a layer: where the guest's data lie.
@@ -39,18 +43,84 @@ pub(crate) struct Shared {
     pub(crate) sink: Rc<Sink>,
 }
 
+/// A layer's files on this reactor.
+type OpenFiles = (Rc<dyn FileQueue>, MetaIo);
+
+impl Shared {
+    fn open(chain: &Arc<Chain>, ctx: &Rc<dyn ReactorCtx>) -> Result<Self> {
+        let queues = chain.layers.iter().map(|layer| layer.open_queues(ctx)).collect::<Result<Vec<_>>>()?;
+        Ok(Self::of(chain, queues, Sink::new()))
+    }
+
+    /// A chain for calls that block.
+    pub(crate) fn blocking(chain: &Arc<Chain>) -> Result<Self> {
+        let open = |layer: &Arc<Layer>| {
+            let meta = layer.open_blocking()?;
+            Ok((Rc::clone(meta.data().unwrap_or(meta.queue())), meta))
+        };
+        let queues = chain.layers.iter().map(open).collect::<Result<Vec<_>>>()?;
+        Ok(Self::of(chain, queues, Sink::new()))
+    }
+
+    fn of(chain: &Arc<Chain>, queues: Vec<OpenFiles>, sink: Rc<Sink>) -> Self {
+        let (files, metas) = queues.into_iter().unzip();
+        Self { chain: Arc::clone(chain), files, metas, sink }
+    }
+
+    /// What is open here of a layer: it may have another mapping there.
+    fn find(&self, layer: &Layer) -> Option<OpenFiles> {
+        let mine = self.chain.layers.iter().zip(self.files.iter().zip(&self.metas));
+        let (_, (file, meta)) = mine.into_iter().find(|(mine, _)| Arc::ptr_eq(&mine.file, &layer.file))?;
+        Some((Rc::clone(file), meta.clone()))
+    }
+
+    /// Another chain, all of whose files are open here or among the prepared ones.
+    fn next(&self, chain: &Arc<Chain>, prepared: Option<&(Arc<Layer>, OpenFiles)>) -> Self {
+        let find = |layer: &Arc<Layer>| {
+            let new = prepared.filter(|(prepared, _)| Arc::ptr_eq(prepared, layer));
+            self.find(layer).or_else(|| new.map(|(_, (file, meta))| (Rc::clone(file), meta.clone())))
+        };
+        match chain.layers.iter().map(find).collect::<Option<Vec<_>>>() {
+            Some(queues) => Self::of(chain, queues, Rc::clone(&self.sink)),
+            None => {
+                tracing::error!("a queue was told of a chain that it has not prepared for: its requests fail");
+                let dead = Chain::dead(self.chain.layers.clone(), &self.chain.disk);
+                let mine = self.files.iter().cloned().zip(self.metas.iter().cloned()).collect();
+                Self::of(&Arc::new(dead), mine, Rc::clone(&self.sink))
+            }
+        }
+    }
+
+    fn join_epochs(&self) -> Option<Participant> {
+        self.chain.layers.first().and_then(|top| top.mapping.epochs()).map(block::Epochs::join)
+    }
+}
+
 #[derive(Clone, Copy)]
 struct Slot {
     tag: Tag,
     /// Pieces and tasks that have not ended, and one while the request is being split.
     pending: u32,
+    /// Which of the queue's chains the request began on.
+    generation: u32,
     /// The first error wins.
     result: IoResult,
     ticket: Option<Ticket>,
 }
 
+/// A chain that was exchanged, and on which requests of this queue are still in flight.
+struct Former {
+    generation: u32,
+    in_flight: usize,
+    participant: Option<Participant>,
+    _lease: Option<Arc<Lease>>,
+}
+
 /// A queue of an [`crate::Image`].
-pub(crate) struct ImageQueue {
+pub(crate) struct ImageQueue(Rc<RefCell<Core>>);
+
+/// The queue itself. An attendant on the same reactor reaches it, too, for exchanges of the chain.
+pub(crate) struct Core {
     shared: Rc<Shared>,
     ctx: Rc<dyn ReactorCtx>,
     slots: Vec<Slot>,
@@ -65,27 +135,142 @@ pub(crate) struct ImageQueue {
     room: usize,
     /// Requests that ended without the sink.
     ready: Vec<Completion>,
+    generation: u32,
+    /// While a queue may have requests on its chain.
+    lease: Option<Arc<Lease>>,
+    formers: Vec<Former>,
+    /// New requests wait for the next chain.
+    holds: bool,
+    held: Vec<(Tag, Op)>,
+    /// The lease goes when nothing is in flight.
+    until_quiet: bool,
+    prepared: Option<(Arc<Layer>, OpenFiles)>,
+    /// Dropped with the queue, which its attendant hears of.
+    attendance: Option<Attendance>,
 }
 
 impl ImageQueue {
-    pub(crate) fn open(chain: &Arc<Chain>, ctx: &Rc<dyn ReactorCtx>) -> Result<Self> {
-        let queues = chain.layers.iter().map(|layer| layer.open_queues(ctx)).collect::<Result<Vec<_>>>()?;
-        let (files, metas) = queues.into_iter().unzip();
-        let participant = chain.layers.first().and_then(|top| top.mapping.epochs()).map(block::Epochs::join);
-        let shared = Shared { chain: Arc::clone(chain), files, metas, sink: Sink::new() };
-        Ok(Self {
-            shared: Rc::new(shared),
+    pub(crate) fn open(board: &Arc<Board>, ctx: &Rc<dyn ReactorCtx>) -> Result<Self> {
+        loop {
+            let glance = board.glance();
+            let mut core = Core::new(Shared::open(&glance.chain, ctx)?, ctx);
+            core.lease.clone_from(&glance.lease);
+            if let Some((layer, hold)) = &glance.pending {
+                core.prepare(layer.as_ref(), *hold)?;
+            }
+            // What was announced meanwhile, this queue has not heard of: it looks again.
+            let Some(attendance) = board.join(&glance) else { continue };
+            let seat = Arc::clone(&attendance.seat);
+            core.attendance = Some(attendance);
+            let core = Rc::new(RefCell::new(core));
+            let attendant = attend(Rc::downgrade(&core), Arc::downgrade(board), board.bell(), seat, glance.number);
+            ctx.spawn(Task::new(attendant));
+            return Ok(Self(core));
+        }
+    }
+}
+
+/// What exchanges do with a queue; see [`super::exchange`].
+impl Core {
+    /// Opens the files of a layer that the next chain has and this one not, and holds requests from now on if it is to.
+    pub(crate) fn prepare(&mut self, layer: Option<&Arc<Layer>>, hold: Hold) -> Result<()> {
+        self.prepared = match layer {
+            Some(layer) => Some((Arc::clone(layer), layer.open_queues(&self.ctx)?)),
+            None => None,
+        };
+        self.holds = hold != Hold::No;
+        self.until_quiet = hold == Hold::UntilQuiet;
+        self.look_whether_quiet();
+        Ok(())
+    }
+
+    /// Begins all requests from now on on another chain, those that were held first.
+    pub(crate) fn adopt(&mut self, chain: &Arc<Chain>, lease: &Arc<Lease>) {
+        let shared = self.shared.next(chain, self.prepared.take().as_ref());
+        let participant = std::mem::replace(&mut self.participant, shared.join_epochs());
+        let _lease = self.lease.replace(Arc::clone(lease));
+        let in_flight = self.in_flight_here();
+        if in_flight > 0 {
+            self.formers.push(Former { generation: self.generation, in_flight, participant, _lease });
+        }
+        self.generation = self.generation.wrapping_add(1);
+        self.shared = Rc::new(shared);
+        self.release();
+    }
+
+    /// Goes on with the chain that the queue has.
+    pub(crate) fn resume(&mut self, lease: &Arc<Lease>) {
+        self.lease = Some(Arc::clone(lease));
+        self.prepared = None;
+        self.release();
+    }
+
+    fn release(&mut self) {
+        (self.holds, self.until_quiet) = (false, false);
+        for (tag, op) in std::mem::take(&mut self.held) {
+            self.begin(tag, op);
+        }
+    }
+
+    /// Nobody tells this queue anything any more: it begins nothing.
+    pub(crate) fn orphan(&mut self) {
+        (self.holds, self.until_quiet) = (true, true);
+        self.look_whether_quiet();
+    }
+
+    /// Requests on the present chain that have not ended.
+    fn in_flight_here(&self) -> usize {
+        let elsewhere: usize = self.formers.iter().map(|former| former.in_flight).sum();
+        self.slots.len().saturating_sub(self.free.len()).saturating_sub(elsewhere)
+    }
+
+    fn look_whether_quiet(&mut self) {
+        if self.until_quiet && self.in_flight_here() == 0 {
+            self.lease = None;
+        }
+    }
+
+    /// A request has ended that began on a chain that was exchanged.
+    #[cold]
+    fn end_former(&mut self, slot: &Slot) {
+        let Some(former) = self.formers.iter_mut().find(|former| former.generation == slot.generation) else { return };
+        if let (Some(participant), Some(ticket)) = (&mut former.participant, slot.ticket) {
+            participant.end(ticket);
+        }
+        former.in_flight = former.in_flight.saturating_sub(1);
+        self.formers.retain(|former| former.in_flight > 0);
+    }
+}
+
+impl Core {
+    fn new(shared: Shared, ctx: &Rc<dyn ReactorCtx>) -> Self {
+        Self {
             ctx: Rc::clone(ctx),
             slots: Vec::new(),
             free: Vec::new(),
             in_flight: 0,
-            participant,
-            hits: chain.hits.join(),
+            participant: shared.join_epochs(),
+            hits: shared.chain.disk.hits.join(),
             scratch: Vec::new(),
             on_the_way: 0,
             room: 0,
             ready: Vec::new(),
-        })
+            generation: 0,
+            lease: None,
+            formers: Vec::new(),
+            holds: false,
+            held: Vec::new(),
+            until_quiet: false,
+            prepared: None,
+            attendance: None,
+            shared: Rc::new(shared),
+        }
+    }
+
+    fn begin(&mut self, tag: Tag, op: Op) {
+        let index = self.take_slot(tag);
+        let result = self.start(index, op);
+        self.piece_ended(index, result);
     }
 
     /// Makes the lists of what has ended longer when more is in flight than ever before, not when the machine happens
@@ -112,7 +297,7 @@ impl ImageQueue {
             (Some(participant), Some(epochs)) => Some(participant.begin(epochs)),
             _ => None,
         };
-        let slot = Slot { tag, pending: 1, result: Ok(()), ticket };
+        let slot = Slot { tag, pending: 1, generation: self.generation, result: Ok(()), ticket };
         self.in_flight = self.in_flight.saturating_add(1);
         match self.free.pop() {
             Some(index) => {
@@ -154,7 +339,9 @@ impl ImageQueue {
             return;
         }
         let slot = *slot;
-        if let (Some(participant), Some(ticket)) = (&mut self.participant, slot.ticket) {
+        if slot.generation != self.generation {
+            self.end_former(&slot);
+        } else if let (Some(participant), Some(ticket)) = (&mut self.participant, slot.ticket) {
             participant.end(ticket);
         }
         self.free.push(index);
@@ -181,9 +368,9 @@ impl ImageQueue {
     fn start(&mut self, index: usize, op: Op) -> IoResult {
         if let Some((offset, length)) = op.range() {
             self.shared.chain.check_range(offset, length)?;
-        }
-        if op.is_write() && self.shared.chain.read_only {
-            return Err(IoError::new(IoErrorKind::ReadOnly));
+            if self.shared.chain.looks_at_writes && op.is_write() {
+                self.shared.chain.look_at_write(offset, length)?;
+            }
         }
         match op {
             Op::Read { offset, data, priority } => {
@@ -205,7 +392,7 @@ impl ImageQueue {
                     true => None,
                     false => top.mapping.begin_overwrite(offset, data.length_bytes() as u64),
                 };
-                match place.filter(|_| !fua || top.mapping.is_mapping_durable()) {
+                match place.filter(|_| !fua || chain.is_durable_in_place()) {
                     Some(offset) => {
                         self.note_hit();
                         self.push(index, 0, FileOp::Write { offset, data, fua }, priority)
@@ -224,7 +411,7 @@ impl ImageQueue {
     /// What is left to do of a write's flags: without a volatile cache all writes are durable, and no flush is needed.
     #[inline]
     fn needed(&self, flags: OpFlags) -> OpFlags {
-        if self.shared.chain.volatile_cache.load(Ordering::Acquire) { flags } else { OpFlags::FUA }
+        if self.shared.chain.disk.volatile_cache.load(Ordering::Acquire) { flags } else { OpFlags::FUA }
     }
 
     fn read(&mut self, index: usize, offset: u64, data: &Window, priority: Priority) -> IoResult {
@@ -276,7 +463,7 @@ impl ImageQueue {
             let is_quick = |length_bytes| match fua {
                 false => count < MAX_PIECES,
                 // In one piece it is durable by itself, where the tables that lead there are; several share a flush.
-                true => length_bytes == data.length_bytes() as u64 && top.mapping.is_mapping_durable(),
+                true => length_bytes == data.length_bytes() as u64 && chain.is_durable_in_place(),
             };
             match place {
                 Overwrite::InPlace { offset, length_bytes } if is_quick(length_bytes) => {
@@ -295,7 +482,7 @@ impl ImageQueue {
     }
 
     fn flush(&mut self, index: usize) -> IoResult {
-        if self.shared.chain.read_only {
+        if self.shared.chain.disk.read_only {
             return Ok(());
         }
         if self.shared.chain.top()?.mapping.has_tables() {
@@ -339,11 +526,24 @@ impl ImageQueue {
 
 impl DiskQueue for ImageQueue {
     fn submit(&mut self, tag: Tag, op: Op) {
-        let index = self.take_slot(tag);
-        let result = self.start(index, op);
-        self.piece_ended(index, result);
+        let mut core = self.0.borrow_mut();
+        match core.holds {
+            false => core.begin(tag, op),
+            true => core.held.push((tag, op)),
+        }
     }
 
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        self.0.borrow_mut().harvest(done)
+    }
+
+    fn in_flight(&self) -> usize {
+        let core = self.0.borrow();
+        core.in_flight.saturating_add(core.held.len())
+    }
+}
+
+impl Core {
     fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
         if !self.shared.sink.is_empty() {
             let mut scratch = std::mem::take(&mut self.scratch);
@@ -359,20 +559,18 @@ impl DiskQueue for ImageQueue {
         let count = self.ready.len();
         done.append(&mut self.ready);
         self.in_flight = self.in_flight.saturating_sub(count);
+        if self.until_quiet {
+            self.look_whether_quiet();
+        }
         count
-    }
-
-    fn in_flight(&self) -> usize {
-        self.in_flight
     }
 }
 
-impl Drop for ImageQueue {
+impl Drop for Core {
     fn drop(&mut self) {
-        // What is still in flight holds the sink: its place in the image's epochs lives as long.
-        if let Some(participant) = self.participant.take() {
-            self.shared.sink.keep(Box::new(participant));
-        }
+        // What is still in flight holds the sink: its places in the images' epochs, and on its chains, live as long.
+        let formers = std::mem::take(&mut self.formers);
+        self.shared.sink.keep(Box::new((self.participant.take(), self.lease.take(), formers)));
     }
 }
 

@@ -4,7 +4,7 @@
 //! the first and last cluster are written, the format *commits* (mapping published). A task that is dropped in between
 //! gives the space back.
 
-use crate::chain::image::Place;
+use crate::chain::layers::Place;
 use crate::chain::mapping::{Allocation, Fill, Mapping, Overwrite, Prepared};
 use crate::chain::queue::{FILL_BYTES, Shared};
 use block::{Extent, FileOp, IoError, IoResult, OpFlags, Priority};
@@ -29,7 +29,7 @@ impl Slow {
             Self::Write { offset, data, flags, priority } => {
                 shared.flush_if(flags.is_preflush()).await?;
                 match shared.write(offset, data, priority).await? {
-                    Written::InPlace if flags.is_fua() => shared.flush_data().await,
+                    Written::InPlace if flags.is_fua() && !shared.chain.is_handing_over() => shared.flush_data().await,
                     _ => shared.flush_if(flags.is_fua()).await,
                 }
             }
@@ -46,7 +46,7 @@ impl Slow {
 
 /// What a write needs to be durable.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Written {
+pub(crate) enum Written {
     /// Its data: all tables that lead there are durable.
     InPlace,
     /// Perhaps tables, too.
@@ -83,7 +83,7 @@ impl Shared {
         Ok(())
     }
 
-    async fn read_extent(&self, place: Place, data: Window, priority: Priority) -> IoResult {
+    pub(crate) async fn read_extent(&self, place: Place, data: Window, priority: Priority) -> IoResult {
         match place.extent {
             Extent::Zero | Extent::Backing => {
                 fill_in_steps(&data).await;
@@ -108,7 +108,7 @@ impl Shared {
     }
 
     /// Writes `data` to the disk, allocating as needed; durable only after a flush.
-    async fn write(&self, offset: u64, data: Window, priority: Priority) -> IoResult<Written> {
+    pub(crate) async fn write(&self, offset: u64, data: Window, priority: Priority) -> IoResult<Written> {
         let mapping = &self.chain.top()?.mapping;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
         mapping.pad(meta, offset.saturating_add(data.length_bytes() as u64)).await?;
@@ -167,6 +167,10 @@ impl Shared {
         let tail_bytes = room.saturating_sub(length as u64);
         let tail_at = at.saturating_add(length as u64);
 
+        let copies = |fill, bytes| fill == Fill::Copy && bytes > 0;
+        if copies(allocation.head, head_bytes) || copies(allocation.tail, tail_bytes) {
+            self.chain.below_is_quiet().await;
+        }
         let data = data.slice(0, length);
         let (offset, data) = match self.laid_over(&allocation, head_bytes, &data).await {
             Some(whole) => (allocation.file_offset, whole),
@@ -277,8 +281,11 @@ impl Shared {
         if !wanted {
             return Ok(());
         }
-        let meta = self.metas.first().ok_or(IoError::EIO)?;
-        self.chain.top()?.mapping.flush(meta).await
+        let count = if self.chain.is_handing_over() { 2 } else { 1 };
+        for (layer, meta) in self.chain.layers.iter().zip(&self.metas).take(count).rev() {
+            layer.mapping.flush(meta).await?;
+        }
+        Ok(())
     }
 
     async fn discard(&self, offset: u64, length: u64) -> IoResult {
@@ -286,7 +293,7 @@ impl Shared {
         self.chain.top()?.mapping.discard(meta, offset, length).await
     }
 
-    async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool) -> IoResult {
+    pub(crate) async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool) -> IoResult {
         let meta = self.metas.first().ok_or(IoError::EIO)?;
         for range in self.chain.top()?.mapping.write_zeroes(meta, offset, length, may_unmap).await? {
             self.zero_by_writing(range.start, range.end).await?;

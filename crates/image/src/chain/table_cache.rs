@@ -5,8 +5,8 @@
 //! rest each to the top layer and to that map; what one of them does not need is left to the others. A slice (4 KiB) or
 //! two each layer has in any case.
 
-use crate::chain::image::Chain;
 use crate::chain::layer::Layer;
+use crate::chain::layers::Chain;
 use crate::chain::lower_map::LowerMap;
 use block::CacheStats;
 use block::sync::{AtomicU64, Mutex, Ordering, PoisonError};
@@ -91,34 +91,52 @@ impl Shares {
     }
 }
 
-/// Gives each layer of a chain that is being opened its share, and makes the merged map where there is one.
-pub(crate) fn share_out(layers: &mut [Layer], size_bytes: u64, budget: Option<u64>) -> Option<LowerMap> {
+/// How the memory for tables is divided over these layers, and the granule of the merged map if there is to be one.
+fn divide(layers: &[&Layer], budget: Option<u64>) -> (Shares, Option<u32>) {
+    let size_bytes = layers.first().map_or(0, |top| top.size_bytes);
     let lower = layers.get(1..).unwrap_or_default();
     let granules = || lower.iter().filter_map(|layer| layer.mapping.granule_bits());
-    let bits = granules().min().unwrap_or(0);
-    let merged = granules().count() >= MERGED_LAYERS_MIN;
-    let wanted = |layer: &Layer| layer.mapping.mapping_bytes();
+    let bits = granules().min().filter(|_| granules().count() >= MERGED_LAYERS_MIN);
+    let wanted = |layer: &&Layer| layer.mapping.mapping_bytes();
     let shares = Shares {
         top: layers.first().map_or(0, wanted),
-        map: if merged { LowerMap::wanted_bytes(size_bytes, bits) } else { 0 },
+        map: bits.map_or(0, |bits| LowerMap::wanted_bytes(size_bytes, bits)),
         lower: lower.iter().map(wanted).collect(),
     };
-    let shares = shares.divide(budget.unwrap_or(DEFAULT_LIMIT_BYTES));
+    (shares.divide(budget.unwrap_or(DEFAULT_LIMIT_BYTES)), bits)
+}
+
+/// Gives each layer of a chain that is being opened its share.
+pub(crate) fn share_out(layers: &mut [Layer], budget: Option<u64>) {
+    let (shares, _) = divide(&layers.iter().collect::<Vec<_>>(), budget);
     for (layer, bytes) in layers.iter_mut().zip(std::iter::once(shares.top).chain(shares.lower)) {
         layer.mapping.set_cache_bytes(bytes);
     }
-    merged.then(|| LowerMap::new(size_bytes, bits, shares.map))
+}
+
+/// What a layer gets that is put on top of others, which keep what they have.
+pub(crate) fn share_of_top(top: &mut Layer, below: &[Arc<Layer>], budget: Option<u64>) {
+    let layers: Vec<&Layer> = std::iter::once(&*top).chain(below.iter().map(|layer| &**layer)).collect();
+    let (shares, _) = divide(&layers, budget);
+    top.mapping.set_cache_bytes(shares.top);
+}
+
+/// The merged map of a chain, where it is to have one.
+pub(crate) fn lower_map(layers: &[Arc<Layer>], budget: Option<u64>) -> Option<LowerMap> {
+    let (shares, bits) = divide(&layers.iter().map(|layer| &**layer).collect::<Vec<_>>(), budget);
+    let size_bytes = layers.first().map_or(0, |top| top.size_bytes);
+    bits.map(|bits| LowerMap::new(size_bytes, bits, shares.map))
 }
 
 impl Chain {
     pub(crate) fn cache_stats(&self) -> TableCacheStats {
-        let mut stats = TableCacheStats { hits: self.hits.sum(), ..TableCacheStats::default() };
+        let mut stats = TableCacheStats { hits: self.disk.hits.sum(), ..TableCacheStats::default() };
         let mut add = |cache: CacheStats| {
             stats.evictions = stats.evictions.saturating_add(cache.evicted);
             stats.used_bytes = stats.used_bytes.saturating_add(cache.used_bytes);
             stats.limit_bytes = stats.limit_bytes.saturating_add(cache.limit_bytes);
         };
-        self.below.iter().for_each(|below| add(below.stats()));
+        self.lower_map().into_iter().for_each(|below| add(below.stats()));
         self.layers.iter().filter_map(|layer| layer.mapping.cache_stats()).for_each(add);
         stats.misses = self.layers.iter().map(|layer| layer.mapping.slices_read()).sum();
         stats

@@ -27,7 +27,7 @@ pub fn bitmaps(file: &Arc<dyn File>, format: Format) -> Result<Vec<Bitmap>> {
 impl Image {
     /// The bitmaps of the top layer, as they are in its file.
     pub fn bitmaps(&self) -> Result<Vec<Bitmap>> {
-        match self.chain.layers.first() {
+        match self.chain().layers.first() {
             Some(top) => bitmaps(&top.file, top.format()),
             None => Ok(Vec::new()),
         }
@@ -35,8 +35,8 @@ impl Image {
 
     /// The bits of one bitmap of the top layer.
     pub fn read_bitmap(&self, bitmap: &str) -> Result<BitmapBits> {
-        let top = self.chain.layers.first();
-        let top = top.ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+        let chain = self.chain();
+        let top = chain.layers.first().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
         read_bitmap(&top.file, top.format(), bitmap)
     }
 }

@@ -3,11 +3,12 @@
 use super::file_name::FileName;
 use super::gate::{BackingPolicy, Gate, Opener, Role};
 use super::guess::{Format, PROBE_BYTES, guess_format};
-use crate::chain::image::{Chain, Image};
+use crate::chain::image::Image;
 use crate::chain::layer::{DataFile, Layer};
+use crate::chain::layers::{Chain, Constants};
 use crate::chain::mapping::Mapping;
 use crate::chain::table_cache::{Hits, share_out};
-use block::{Error, ErrorKind, File, FileInfo, Listeners, MetaIo, PastEnd, Result, block_on};
+use block::{Error, ErrorKind, File, FileInfo, MetaIo, PastEnd, Result, block_on};
 use format_qcow2::SnapshotName;
 use std::fmt;
 use std::path::PathBuf;
@@ -72,7 +73,6 @@ impl ImageOptions {
 pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     let gate = Gate::new(&options.allow_backing, &options.name, &options.listed, opener)?;
     let mut layers: Vec<Layer> = Vec::new();
-    let mut guessed_raw = false;
     let mut next = Some((gate.top.clone(), options.name.clone(), options.format));
     while let Some((name, said, format)) = next.take() {
         refuse_loop(&layers, &name)?;
@@ -84,9 +84,6 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         };
         let file = opener.open(&name, role)?;
         let (format, guessed) = format_of(&name, file.as_ref(), format)?;
-        if layers.is_empty() {
-            guessed_raw = guessed && format == Format::Raw;
-        }
         let snapshot = options.snapshot.as_ref().filter(|_| layers.is_empty());
         let mut layer = open_layer(&name, file, format, role, snapshot)?;
         if let Some((backing, backing_format)) = backing_of(&layer)? {
@@ -104,20 +101,16 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         layer.guessed = guessed;
         layers.push(layer);
     }
-    let size_bytes = layers.first().map_or(0, |top| top.size_bytes);
-    let below = share_out(&mut layers, size_bytes, options.table_cache_bytes);
-    let chain = Chain {
-        layers,
-        size_bytes,
+    share_out(&mut layers, options.table_cache_bytes);
+    let constants = Constants {
         read_only: options.read_only || options.snapshot.is_some(),
-        guessed_raw,
-        refused_headers: AtomicU64::new(0),
-        volatile_cache: AtomicBool::new(options.volatile_cache),
         serial: options.serial.clone(),
-        below,
+        volatile_cache: AtomicBool::new(options.volatile_cache),
+        table_cache_bytes: options.table_cache_bytes,
+        refused_headers: AtomicU64::new(0),
         hits: Hits::default(),
     };
-    Ok(Image { chain: Arc::new(chain), listeners: Listeners::default() })
+    Ok(Image::new(Chain::new(layers.into_iter().map(Arc::new).collect(), &Arc::new(constants))))
 }
 
 /// A data file holds what one guest wrote: were it also an image of the chain, its guest would write that image's tables.
@@ -181,8 +174,8 @@ pub(crate) fn open_layer(
     let info = FileInfo { length_bytes: file.length_bytes()?, ..file.info().clone() };
     let mapping = Mapping::open(name.to_string(), &*file, &info, format, read_only, snapshot)?;
     let size_bytes = mapping.size_bytes();
-    let (name, said) = (name.clone(), name.clone());
-    Ok(Layer { name, said, guessed: false, file, data: None, mapping, size_bytes })
+    let (name, said, writable) = (name.clone(), name.clone(), !read_only);
+    Ok(Layer { name, said, writable, guessed: false, file, data: None, mapping, size_bytes })
 }
 
 /// The backing file that a layer names, and the format it gives it.

@@ -1,0 +1,362 @@
+//! What a disk's queues and those who exchange its chain have in common: the chain of now, the order of now, and who has
+//! carried it out.
+
+use crate::chain::layer::Layer;
+use crate::chain::layers::Chain;
+use block::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
+use block::{Error, ErrorKind, Result, WaitList};
+use std::any::Any;
+use std::sync::Arc;
+
+/// The end of all requests that began on a chain.
+#[derive(Default)]
+pub(crate) struct Over {
+    done: AtomicBool,
+    waiting: WaitList,
+    /// The same for an earlier lease of the same chain.
+    before: Option<Arc<Over>>,
+}
+
+impl Over {
+    /// An end that has come.
+    #[cfg(all(test, feature = "explore"))]
+    pub(crate) fn past() -> Self {
+        Self { done: AtomicBool::new(true), ..Self::default() }
+    }
+
+    fn is_done(&self) -> bool {
+        self.done.load(Ordering::Acquire)
+    }
+
+    pub(crate) async fn wait(&self) {
+        let mut next = Some(self);
+        while let Some(over) = next {
+            over.waiting.until(|| over.is_done().then_some(())).await;
+            next = over.before.as_deref();
+        }
+    }
+}
+
+/// Kept by each queue for as long as it may have requests on a chain. Where a queue is dropped before its requests have
+/// ended, they keep it.
+pub(crate) struct Lease(Arc<Over>);
+
+impl Lease {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self(Arc::default()))
+    }
+
+    /// Another lease of the same chain: requests of the former one are waited for, too.
+    fn renewed(former: &Arc<Over>) -> Arc<Self> {
+        let before = Some(Arc::clone(former));
+        Arc::new(Self(Arc::new(Over { before, ..Over::default() })))
+    }
+
+    pub(crate) fn over(&self) -> Arc<Over> {
+        Arc::clone(&self.0)
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.0.done.store(true, Ordering::Release);
+        self.0.waiting.wake_all();
+    }
+}
+
+/// What queues do with new requests until they are told of the next chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Hold {
+    /// They begin them on the chain that they have.
+    No,
+    /// They keep them.
+    Requests,
+    /// They keep them, and let go of their chain when nothing is in flight any more.
+    UntilQuiet,
+}
+
+/// What all queues of a disk are told.
+#[derive(Clone)]
+pub(crate) enum Order {
+    /// Open what the next chain needs and this one has not; this may fail.
+    Prepare { layer: Option<Arc<Layer>>, hold: Hold },
+    /// Begin what comes, and what was kept, on this chain; this cannot fail.
+    Adopt(Arc<Chain>, Arc<Lease>),
+    /// Go on with the chain that there is.
+    Resume(Arc<Lease>),
+}
+
+/// Wakes those who wait for orders, and those who wait for them to be carried out.
+#[derive(Default)]
+pub(crate) struct Bell {
+    number: AtomicU64,
+    announced: WaitList,
+    answered: WaitList,
+}
+
+/// A queue's place on the board.
+#[derive(Default)]
+pub(crate) struct Seat {
+    answered: AtomicU64,
+    error: Mutex<Option<Error>>,
+    is_gone: AtomicBool,
+}
+
+struct State {
+    chain: Arc<Chain>,
+    /// For queues that are opened; `None` where they may not begin anything on this chain any more.
+    lease: Option<Arc<Lease>>,
+    over: Arc<Over>,
+    number: u64,
+    /// What queues have prepared for and are not told yet.
+    pending: Option<(Option<Arc<Layer>>, Hold)>,
+    order: Option<Order>,
+    seats: Vec<Arc<Seat>>,
+    is_taken: bool,
+    /// Those who write to the top layer past the queues.
+    writers: usize,
+}
+
+/// See the module's documentation.
+pub(crate) struct Board {
+    bell: Arc<Bell>,
+    state: Mutex<State>,
+    freed: WaitList,
+    /// Things that could not be brought to an end, kept as long as the disk.
+    kept: Mutex<Vec<Box<dyn Any + Send>>>,
+    #[cfg(all(test, feature = "explore"))]
+    pub(crate) mutant: super::explored::Mutant,
+}
+
+/// The board as a queue finds it that is being opened.
+pub(crate) struct Glance {
+    pub(crate) chain: Arc<Chain>,
+    pub(crate) lease: Option<Arc<Lease>>,
+    pub(crate) pending: Option<(Option<Arc<Layer>>, Hold)>,
+    pub(crate) number: u64,
+}
+
+impl Board {
+    pub(crate) fn new(chain: Chain) -> Arc<Self> {
+        let lease = Lease::new();
+        let over = lease.over();
+        let state = State {
+            chain: Arc::new(chain),
+            lease: Some(lease),
+            over,
+            number: 0,
+            pending: None,
+            order: None,
+            seats: Vec::new(),
+            is_taken: false,
+            writers: 0,
+        };
+        Arc::new(Self {
+            bell: Arc::default(),
+            state: Mutex::new(state),
+            freed: WaitList::default(),
+            kept: Mutex::default(),
+            #[cfg(all(test, feature = "explore"))]
+            mutant: super::explored::Mutant::default(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The chain of now.
+    pub(crate) fn chain(&self) -> Arc<Chain> {
+        Arc::clone(&self.lock().chain)
+    }
+
+    /// The end of all requests that began on the chain of now, once another one has been adopted.
+    pub(crate) fn over(&self) -> Arc<Over> {
+        Arc::clone(&self.lock().over)
+    }
+
+    pub(crate) fn bell(&self) -> Arc<Bell> {
+        Arc::clone(&self.bell)
+    }
+}
+
+/// The queues' side.
+impl Board {
+    pub(crate) fn glance(&self) -> Glance {
+        let state = self.lock();
+        Glance {
+            chain: Arc::clone(&state.chain),
+            lease: state.lease.clone(),
+            pending: state.pending.clone(),
+            number: state.number,
+        }
+    }
+
+    /// Takes a seat, if nothing was announced since `glance`.
+    pub(crate) fn join(&self, glance: &Glance) -> Option<Attendance> {
+        let mut state = self.lock();
+        if state.number != glance.number {
+            return None;
+        }
+        let seat = Arc::new(Seat { answered: AtomicU64::new(glance.number), ..Seat::default() });
+        state.seats.push(Arc::clone(&seat));
+        Some(Attendance { seat, bell: self.bell() })
+    }
+
+    /// The last order and its number.
+    pub(crate) fn order(&self) -> (u64, Option<Order>) {
+        let state = self.lock();
+        (state.number, state.order.clone())
+    }
+}
+
+impl Bell {
+    /// Waits until there is an order after `seen`, or the queue is gone.
+    pub(crate) async fn next(&self, seen: u64, seat: &Seat) {
+        let news = || self.number.load(Ordering::Acquire) != seen || seat.is_gone.load(Ordering::Acquire);
+        self.announced.until(|| news().then_some(())).await;
+    }
+
+    /// The queue takes part no more.
+    pub(crate) fn leave(&self, seat: &Seat) {
+        seat.is_gone.store(true, Ordering::Release);
+        self.answered.wake_all();
+        self.announced.wake_all();
+    }
+
+    /// The queue has carried out an order, or could not.
+    pub(crate) fn answer(&self, seat: &Seat, number: u64, result: Result<()>) {
+        if let Err(error) = result {
+            seat.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        }
+        seat.answered.store(number, Ordering::Release);
+        self.answered.wake_all();
+    }
+}
+
+/// A queue takes part for as long as it has this.
+pub(crate) struct Attendance {
+    pub(crate) seat: Arc<Seat>,
+    bell: Arc<Bell>,
+}
+
+impl Drop for Attendance {
+    fn drop(&mut self) {
+        self.bell.leave(&self.seat);
+    }
+}
+
+/// The side of those who exchange the chain.
+impl Board {
+    /// Gives the queues an order; its number.
+    pub(crate) fn announce(&self, order: Order) -> u64 {
+        let mut state = self.lock();
+        // Dropped when the lock is not held any more: its end wakes others.
+        let mut former = None;
+        match &order {
+            Order::Prepare { layer, hold } => {
+                state.pending = Some((layer.clone(), *hold));
+                if *hold == Hold::UntilQuiet {
+                    former = state.lease.take();
+                }
+            }
+            Order::Adopt(chain, lease) => {
+                state.pending = None;
+                state.chain = Arc::clone(chain);
+                state.over = lease.over();
+                former = state.lease.replace(Arc::clone(lease));
+            }
+            Order::Resume(lease) => {
+                state.pending = None;
+                state.over = lease.over();
+                former = state.lease.replace(Arc::clone(lease));
+            }
+        }
+        let stale = state.order.replace(order);
+        state.number = state.number.saturating_add(1);
+        let number = state.number;
+        self.bell.number.store(number, Ordering::Release);
+        drop(state);
+        drop((former, stale));
+        self.bell.announced.wake_all();
+        number
+    }
+
+    /// Keeps something for as long as the disk is open.
+    pub(crate) fn keep(&self, value: Box<dyn Any + Send>) {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(value);
+    }
+
+    /// A lease with which queues may go on with the chain that there is.
+    pub(crate) fn renewed_lease(&self) -> Arc<Lease> {
+        Lease::renewed(&self.lock().over)
+    }
+
+    /// Waits until all queues have carried out the order with this number; the first error of one that could not.
+    pub(crate) async fn answered(&self, number: u64) -> Result<()> {
+        self.bell.answered.until(|| self.look(number)).await
+    }
+
+    fn look(&self, number: u64) -> Option<Result<()>> {
+        let mut state = self.lock();
+        state.seats.retain(|seat| !seat.is_gone.load(Ordering::Acquire));
+        if state.seats.iter().any(|seat| seat.answered.load(Ordering::Acquire) < number) {
+            return None;
+        }
+        let error = |seat: &Arc<Seat>| seat.error.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match state.seats.iter().rev().find_map(error) {
+            Some(error) => Some(Err(error)),
+            None => Some(Ok(())),
+        }
+    }
+
+    /// Takes the right to exchange the chain. Refused while somebody else has it, or writes past the queues.
+    pub(crate) fn try_turn(self: &Arc<Self>) -> Result<Turn> {
+        let mut state = self.lock();
+        let name = state.chain.layers.first().map(|top| top.name.to_string()).unwrap_or_default();
+        let busy = |what: &str| Err(Error::new(ErrorKind::Locked, format!("'{name}': {what}; try again later")));
+        if state.is_taken {
+            return busy("the chain of this disk is being changed already");
+        }
+        if state.writers > 0 {
+            return busy("a job is writing to this disk past its queues");
+        }
+        state.is_taken = true;
+        Ok(Turn(Arc::clone(self)))
+    }
+
+    /// As `try_turn`, waiting for others, and whoever writes past the queues.
+    pub(crate) async fn turn(self: &Arc<Self>) -> Turn {
+        self.freed.until(|| (!std::mem::replace(&mut self.lock().is_taken, true)).then(|| Turn(Arc::clone(self)))).await
+    }
+
+    /// The chain of now, for somebody who writes to its top layer past the queues. Refused while it is being exchanged.
+    pub(crate) fn pin(self: &Arc<Self>) -> Result<(Arc<Chain>, Pin)> {
+        let mut state = self.lock();
+        if state.is_taken {
+            return Err(Error::new(ErrorKind::Locked, "the chain of this disk is being changed; try again later"));
+        }
+        state.writers = state.writers.saturating_add(1);
+        Ok((Arc::clone(&state.chain), Pin(Arc::clone(self))))
+    }
+}
+
+/// The right to exchange the chain, until it is dropped.
+pub(crate) struct Turn(Arc<Board>);
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.0.lock().is_taken = false;
+        self.0.freed.wake_all();
+    }
+}
+
+/// Keeps the chain from being exchanged.
+pub(crate) struct Pin(Arc<Board>);
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        state.writers = state.writers.saturating_sub(1);
+    }
+}

@@ -1,0 +1,171 @@
+//! A new, empty layer on top of running disks.
+
+use super::board::{Board, Hold, Over, Turn};
+use super::{Barrier, go_over};
+use crate::MAX_LAYERS;
+use crate::chain::image::Image;
+use crate::chain::layer::Layer;
+use crate::chain::layers::Chain;
+use crate::chain::table_cache::share_of_top;
+use crate::open::file_name::FileName;
+use crate::open::gate::Role;
+use crate::open::guess::Format;
+use crate::open::layers::open_layer;
+use block::{Error, ErrorKind, Extent, File, Participant, Result, Ticket, block_on};
+use std::sync::Arc;
+
+/// An overlay that is open for writing, and not in use.
+pub struct OpenedOverlay {
+    layer: Layer,
+}
+
+impl OpenedOverlay {
+    /// Opens a new qcow2 image that was created over the image that it is to rest on, durably, and that holds nothing.
+    /// `file` was opened for writing. What the image names as its backing file is not opened, and not looked at.
+    pub fn open(name: &FileName, file: Arc<dyn File>) -> Result<Self> {
+        let layer = open_layer(name, file, Format::Qcow2, Role::Writable, None)?;
+        let refuse = |what: &str| {
+            Err(Error::new(ErrorKind::BadOption, format!("'{name}' cannot be put on top of a disk: {what}")))
+        };
+        if layer.file.info().read_only {
+            return refuse("it is open for reading only");
+        }
+        if layer.mapping.backing().is_none() {
+            return refuse("it names no backing file");
+        }
+        if layer.mapping.data_file().is_some() {
+            return refuse("it has an external data file");
+        }
+        match block_on(is_empty(&layer))? {
+            true => Ok(Self { layer }),
+            false => refuse("it holds data"),
+        }
+    }
+}
+
+async fn is_empty(layer: &Layer) -> Result<bool> {
+    let io = layer.open_blocking()?;
+    let mut at = 0;
+    while at < layer.size_bytes {
+        let left = layer.size_bytes.saturating_sub(at);
+        let mapped = layer.mapping.resolve(&io, at, left).await;
+        let mapped = mapped.map_err(|error| layer.failed("cannot read its tables", error))?;
+        if mapped.extent != Extent::Backing {
+            return Ok(false);
+        }
+        at = at.saturating_add(mapped.length_bytes.max(1));
+    }
+    Ok(true)
+}
+
+/// Puts a new layer on top of each of these disks while guests use them. All disks pass one barrier: what is submitted to
+/// any of them after a write to any of them was acknowledged on the new layers goes to the new layers.
+///
+/// When all requests are held, `commit` is called: whoever keeps a record of what a disk consists of makes it durable
+/// there, because nothing has been written to a new layer before. If it fails, or a queue cannot open a new layer, all goes
+/// on as before, and so says the error.
+///
+/// Returns when the former tops are closed: no byte of theirs changes any more. The results say, disk by disk, whether
+/// that has succeeded. Where it has not, the new layer is in place all the same; every flush of the guest tries again to
+/// make the former top durable, and fails as long as that does. Blocks; not to be called on a reactor's thread.
+pub fn put_overlay(
+    disks: Vec<(Arc<Image>, OpenedOverlay)>,
+    commit: impl FnOnce() -> Result<()>,
+) -> Result<Vec<Result<()>>> {
+    block_on(put_overlay_async(disks, commit))
+}
+
+/// As [`put_overlay`], as a future that makes calls that block.
+#[doc(hidden)]
+pub async fn put_overlay_async(
+    disks: Vec<(Arc<Image>, OpenedOverlay)>,
+    commit: impl FnOnce() -> Result<()>,
+) -> Result<Vec<Result<()>>> {
+    let mut exchanges = disks.into_iter().map(|(image, new)| Exchange::new(&image, new)).collect::<Result<Vec<_>>>()?;
+    let prepared = exchanges.iter().map(|disk| (Arc::clone(&disk.board), disk.layers.first().cloned()));
+    let barrier = Barrier::prepare(prepared.collect(), Hold::Requests).await?;
+    if let Err(error) = commit() {
+        barrier.give_up().await;
+        return Err(error);
+    }
+    barrier.release(exchanges.iter_mut().map(Exchange::handing_over).collect()).await;
+    let mut results = Vec::new();
+    for disk in exchanges {
+        results.push(disk.settle().await);
+    }
+    Ok(results)
+}
+
+/// What is done to one disk.
+struct Exchange {
+    board: Arc<Board>,
+    former: Arc<Chain>,
+    /// The end of the former chain.
+    over: Arc<Over>,
+    /// Those of the next chain.
+    layers: Vec<Arc<Layer>>,
+    /// Keeps the former top from using space again that it frees.
+    in_epochs: Option<(Participant, Ticket)>,
+    _turn: Turn,
+}
+
+impl Exchange {
+    fn new(image: &Image, OpenedOverlay { mut layer }: OpenedOverlay) -> Result<Self> {
+        let board = Arc::clone(&image.board);
+        let turn = board.try_turn()?;
+        let former = board.chain();
+        let name = layer.name.to_string();
+        let refuse = |what: String| Err(Error::new(ErrorKind::BadOption, format!("'{name}': {what}")));
+        if former.disk.read_only {
+            return refuse("the disk below is read-only".to_owned());
+        }
+        if former.is_handing_over() {
+            return refuse("the disk has a former top layer that could not be made durable".to_owned());
+        }
+        if layer.size_bytes != former.size_bytes {
+            return refuse(format!("it has {} bytes, the disk below {}", layer.size_bytes, former.size_bytes));
+        }
+        if former.layers.len() >= MAX_LAYERS {
+            return refuse(format!("the chain below has {MAX_LAYERS} layers already"));
+        }
+        if former.layers.iter().any(|below| below.name == layer.name || Arc::ptr_eq(&below.file, &layer.file)) {
+            return refuse("it is part of the chain below".to_owned());
+        }
+        share_of_top(&mut layer, &former.layers, former.disk.table_cache_bytes);
+        let layers = std::iter::once(Arc::new(layer)).chain(former.layers.iter().cloned()).collect();
+        Ok(Self { over: board.over(), board, former, layers, in_epochs: None, _turn: turn })
+    }
+
+    /// The chain that is used until the former one is over.
+    fn handing_over(&mut self) -> Arc<Chain> {
+        let epochs = self.former.layers.first().and_then(|top| top.mapping.epochs());
+        self.in_epochs = epochs.map(|epochs| {
+            let mut participant = epochs.join();
+            let ticket = participant.begin(epochs);
+            (participant, ticket)
+        });
+        let over = Arc::clone(&self.over);
+        #[cfg(all(test, feature = "explore"))]
+        let over = self.board.mutant.hurry(over);
+        Arc::new(Chain::handing_over(self.layers.clone(), &self.former.disk, over))
+    }
+
+    /// Waits for the end of the former chain, and closes its top.
+    async fn settle(mut self) -> Result<()> {
+        self.over.wait().await;
+        let former_top = self.former.layers.first().cloned();
+        let Some(former_top) = former_top else { return Ok(()) };
+        let result = match former_top.flush().await {
+            Ok(()) => go_over(&self.board, Chain::new(self.layers.clone(), &self.former.disk)).await,
+            Err(error) => Err(error),
+        };
+        let in_epochs = self.in_epochs.take();
+        if result.is_err() {
+            // Both layers are flushed from now on, and read as before.
+            self.board.keep(Box::new(in_epochs));
+            return result;
+        }
+        drop(in_epochs);
+        former_top.close().await
+    }
+}

@@ -1,0 +1,519 @@
+//! Chains that are exchanged while guests use the disk: the conformance suite and power cuts with a new top layer put on
+//! and taken back over and over, on simulated and on real reactors; several disks behind one barrier; more room.
+
+mod common;
+
+use block::{
+    Completion, Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, File, FileInfo, FileQueue, Op, ReactorCtx,
+    Result, Tag, Task,
+};
+use common::{Chain, Layer, SimOpener, name};
+use format_qcow2::CreateOptions as Qcow2Options;
+use ringdisk_image::{Backing, CreateOptions, Format, Image, ImageOptions, OpenedOverlay};
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use testkit::conformance::{Subject, run};
+use testkit::{
+    Harness, OpenedDisk, PowerCutTest, Request, SimFileOptions, SimHarness, SimStorage, Workload, mix, qcow2_check,
+    stamped,
+};
+
+/// A file that names the top of the chain, as whoever serves disks keeps it.
+const RECORD: &str = "record";
+const SIZE: u64 = 1 << 20;
+
+fn overlay_name(index: usize) -> String {
+    format!("overlay{index}")
+}
+
+/// Empty overlays to put on top, and a record of what is the top.
+fn add_overlays(storage: &SimStorage, count: usize, size_bytes: u64, cluster_size: u64) {
+    for index in 0..count {
+        let file: Arc<dyn File> = storage.create(&overlay_name(index), 0, SimFileOptions::default());
+        let backing_file = Some(name(0));
+        let options = Qcow2Options::default().with(|options| {
+            options.size_bytes = size_bytes;
+            options.cluster_size = cluster_size;
+            options.backing_file = backing_file;
+        });
+        ringdisk_image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
+    }
+    storage.create(RECORD, 512, SimFileOptions::default());
+    record(storage, &name(0)).unwrap();
+}
+
+fn record(storage: &SimStorage, top: &str) -> Result<()> {
+    let mut sector = top.as_bytes().to_vec();
+    sector.resize(512, 0);
+    let io = block::MetaIo::new(storage.file(RECORD).unwrap().open_blocking()?);
+    let failed = |error| Error::with_source(ErrorKind::Io, "cannot record", error);
+    block::block_on(io.write(0, memory::AlignedBuf::copy_of(&sector))).map_err(failed)?;
+    block::block_on(io.flush()).map_err(failed)
+}
+
+fn recorded(storage: &SimStorage) -> String {
+    let sector = storage.bytes(RECORD);
+    String::from_utf8(sector.into_iter().take_while(|byte| *byte != 0).collect()).unwrap()
+}
+
+fn open_overlay(storage: &SimStorage, overlay: &str, below: &str, format: Format) -> OpenedOverlay {
+    let file: Arc<dyn File> = storage.file(overlay).unwrap();
+    let backing = Backing { file: below.to_owned(), format: Some(format.to_string()) };
+    ringdisk_image::set_backing(&file, Format::Qcow2, Some(&backing)).unwrap();
+    OpenedOverlay::open(&overlay.into(), file).unwrap()
+}
+
+/// What is done to a disk while it is used.
+struct Changes {
+    storage: SimStorage,
+    image: Arc<Image>,
+    /// The layers' names, top first, as far down as they can be taken back.
+    stack: Mutex<Vec<(String, Format)>>,
+    unused: Mutex<Vec<String>>,
+    most: usize,
+    every: u64,
+    grow_to: Option<u64>,
+    requests: AtomicU64,
+    is_running: AtomicBool,
+    done: Arc<AtomicU64>,
+}
+
+impl Changes {
+    async fn next(&self) {
+        if let Some(size_bytes) = self.grow_to.filter(|size_bytes| self.image.info().size_bytes < *size_bytes) {
+            self.image.grow_async(size_bytes).await.unwrap();
+            self.done.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+        let dice = mix(self.done.load(Ordering::Relaxed), self.requests.load(Ordering::Relaxed));
+        let stack = self.stack.lock().unwrap().clone();
+        let unused = if stack.len() == 1 || (stack.len() <= self.most && dice.is_multiple_of(2)) {
+            self.unused.lock().unwrap().pop()
+        } else {
+            None
+        };
+        match unused {
+            Some(overlay) => {
+                let (below, format) = &stack[0];
+                let opened = open_overlay(&self.storage, &overlay, below, *format);
+                let commit = || record(&self.storage, &overlay);
+                let results = ringdisk_image::put_overlay_async(vec![(Arc::clone(&self.image), opened)], commit).await;
+                results.unwrap().into_iter().for_each(Result::unwrap);
+                self.stack.lock().unwrap().insert(0, (overlay, Format::Qcow2));
+            }
+            None if stack.len() > 1 => {
+                let commit = || record(&self.storage, &stack[1].0);
+                ringdisk_image::take_back_async(&self.image, commit).await.unwrap();
+                self.stack.lock().unwrap().remove(0);
+            }
+            None => return,
+        }
+        self.done.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// A disk whose chain is exchanged while requests come in. Its guest goes on with the size that it knows.
+struct Exchanging(Arc<Changes>, u64);
+
+impl Disk for Exchanging {
+    fn info(&self) -> DiskInfo {
+        DiskInfo { size_bytes: self.1, ..self.0.image.info() }
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+        let queue = self.0.image.open_queue(ctx)?;
+        Ok(Box::new(ExchangingQueue { queue, ctx: Rc::clone(ctx), changes: Arc::clone(&self.0) }))
+    }
+}
+
+struct ExchangingQueue {
+    queue: Box<dyn DiskQueue>,
+    ctx: Rc<dyn ReactorCtx>,
+    changes: Arc<Changes>,
+}
+
+impl DiskQueue for ExchangingQueue {
+    fn submit(&mut self, tag: Tag, op: Op) {
+        let requests = self.changes.requests.fetch_add(1, Ordering::Relaxed);
+        self.queue.submit(tag, op);
+        if requests % self.changes.every == 3 && !self.changes.is_running.swap(true, Ordering::Relaxed) {
+            let changes = Arc::clone(&self.changes);
+            self.ctx.spawn(Task::new(async move {
+                changes.next().await;
+                changes.is_running.store(false, Ordering::Relaxed);
+            }));
+        }
+    }
+
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        self.queue.harvest(done)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.queue.in_flight()
+    }
+}
+
+/// What a test wants of the exchanges.
+#[derive(Clone, Copy)]
+struct Pace {
+    overlays: usize,
+    most: usize,
+    every: u64,
+    grow_to: Option<u64>,
+}
+
+fn format_of(chain: &Chain, top: &str) -> Format {
+    match chain.top() {
+        Layer::Raw(_) if top == name(0) => Format::Raw,
+        _ => Format::Qcow2,
+    }
+}
+
+fn open_exchanging(chain: &Chain, storage: &SimStorage, pace: Pace, done: &Arc<AtomicU64>) -> Result<OpenedDisk> {
+    let top = recorded(storage);
+    let format = format_of(chain, &top);
+    let table_cache_bytes = chain.table_cache_bytes;
+    let options = ImageOptions::new(&top).with(|options| {
+        options.format = Some(format);
+        options.table_cache_bytes = table_cache_bytes;
+    });
+    let image = Arc::new(ringdisk_image::open(&options, &SimOpener(storage.clone()))?);
+    if format == Format::Qcow2
+        && let Some(size_bytes) = pace.grow_to
+    {
+        // The old size or the new one, and nothing comes to light in between.
+        let old_bytes = chain.top().size_bytes();
+        assert!([old_bytes, size_bytes].contains(&image.info().size_bytes));
+        let added = image.extents()?.map(Result::unwrap).filter(|run| run.start >= old_bytes.next_multiple_of(4096));
+        added.for_each(|run| assert!(run.zero, "{run:?}"));
+    }
+    let unused = (0..pace.overlays).map(overlay_name).filter(|overlay| *overlay > top || top == name(0));
+    let changes = Changes {
+        storage: storage.clone(),
+        image: Arc::clone(&image),
+        stack: Mutex::new(vec![(top.clone(), format)]),
+        unused: Mutex::new(unused.rev().collect()),
+        most: pace.most,
+        every: pace.every,
+        grow_to: pace.grow_to,
+        requests: AtomicU64::new(0),
+        is_running: AtomicBool::new(false),
+        done: Arc::clone(done),
+    };
+    Ok(OpenedDisk {
+        disk: Arc::new(Exchanging(Arc::new(changes), chain.top().size_bytes())),
+        close: Box::new(move || image.close()),
+    })
+}
+
+fn conforms(chain: &Chain, cluster_size: u64) {
+    for seed in common::seeds(1) {
+        let done = Arc::new(AtomicU64::new(0));
+        let pace = Pace { overlays: 60, most: 3, every: 4, grow_to: None };
+        let mut make = |read_only: bool| {
+            let storage = Chain { seed, ..chain.clone() }.storage();
+            add_overlays(&storage, pace.overlays, chain.top().size_bytes(), cluster_size);
+            let opened = open_exchanging(chain, &storage, pace, &done);
+            (!read_only).then(|| opened.unwrap_or_else(|error| panic!("{chain:?}: {error}")).disk)
+        };
+        let mut subject = Subject { make: &mut make, keeps_data: true, seed };
+        let report = run(&mut SimHarness::new(seed, 3), &mut subject);
+        assert!(report.failures.is_empty(), "RINGDISK_SEED={seed} {chain:?}: {:#?}", report.failures);
+        let done = done.load(Ordering::Relaxed);
+        eprintln!("{done} exchanges");
+        assert!(done > 30, "only {done} exchanges");
+    }
+}
+
+#[test]
+fn a_raw_disk_conforms_while_its_chain_is_exchanged() {
+    conforms(&Chain::of(vec![Layer::Raw(SIZE)]), 4096);
+    conforms(&Chain::of(vec![Layer::Raw(SIZE + 100)]), 512);
+}
+
+#[test]
+fn a_qcow2_disk_conforms_while_its_chain_is_exchanged() {
+    conforms(&Chain::of(vec![Layer::qcow2(SIZE, 4096)]), 65536);
+    conforms(&Chain::of(vec![Layer::qcow2(SIZE, 65536)]), 4096);
+    conforms(&Chain::of(vec![Layer::Extended { size_bytes: SIZE + 1536, cluster_size: 16384 }]), 1024);
+}
+
+#[test]
+fn a_chain_conforms_while_it_is_exchanged() {
+    conforms(&Chain::of(vec![Layer::qcow2(SIZE, 4096), Layer::qcow2(SIZE / 2, 65536), Layer::Raw(SIZE)]), 8192);
+    let external = Layer::External { size_bytes: SIZE + 1536, cluster_size: 16384, raw: false, extended: false };
+    conforms(&Chain::of(vec![external, Layer::Raw(SIZE / 2 + 100)]), 4096);
+    let tiny = Chain::of(vec![Layer::qcow2(SIZE, 512), Layer::qcow2(SIZE / 2 + 512, 4096)]);
+    conforms(&Chain { table_cache_bytes: Some(0), ..tiny }, 1024);
+}
+
+const EXCHANGES: Pace = Pace { overlays: 6, most: 2, every: 9, grow_to: None };
+
+fn survives(chain: Chain, cluster_size: u64, pace: Pace, seeds: u64) {
+    for seed in common::seeds(seeds) {
+        let chain = Chain { seed, used: seed.is_multiple_of(2), ..chain.clone() };
+        let storage = chain.storage();
+        add_overlays(&storage, pace.overlays, chain.top().size_bytes(), cluster_size);
+        let storage = storage.process_killed(0);
+        let done = Arc::new(AtomicU64::new(0));
+        let summary = PowerCutTest {
+            storage,
+            open: &|storage| open_exchanging(&chain, storage, pace, &done),
+            check: &|storage| {
+                let top = recorded(storage);
+                match format_of(&chain, &top) {
+                    Format::Raw => Ok(()),
+                    Format::Qcow2 => qcow2_check(&storage.bytes(&top))?.sound(),
+                }
+            },
+            workload: Workload {
+                read_percent: 5,
+                flush_percent: 20,
+                ..Workload::new(seed, 60, chain.top().size_bytes(), chain.top().granule_bytes())
+            },
+            queues: 2,
+            outcomes: 2,
+            stride: 1,
+        }
+        .run();
+        let summary = summary.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", chain.layers));
+        eprintln!("the power was cut at {} moments, {} exchanges", summary.moments, done.load(Ordering::Relaxed));
+        assert!(done.load(Ordering::Relaxed) > 3 || pace.grow_to.is_some_and(|_| done.load(Ordering::Relaxed) > 0));
+    }
+}
+
+#[test]
+fn the_power_may_be_cut_while_the_chain_is_exchanged() {
+    survives(Chain::of(vec![Layer::qcow2(256 << 10, 4096)]), 16384, EXCHANGES, 2);
+    survives(Chain::of(vec![Layer::Raw(256 << 10)]), 4096, EXCHANGES, 2);
+    survives(Chain::of(vec![Layer::qcow2(256 << 10, 65536), Layer::Raw(200 << 10)]), 4096, EXCHANGES, 1);
+}
+
+#[test]
+fn the_power_may_be_cut_while_the_disk_grows() {
+    let pace = Pace { overlays: 0, most: 0, every: 12, grow_to: Some(5 << 20) };
+    survives(Chain::of(vec![Layer::qcow2(100 << 10, 512)]), 512, pace, 2);
+    survives(Chain::of(vec![Layer::qcow2((100 << 10) + 512, 4096), Layer::Raw(6 << 20)]), 4096, pace, 2);
+    let file = SimFileOptions { grows_with_zeros: true, ..SimFileOptions::default() };
+    survives(Chain { file, ..Chain::of(vec![Layer::Raw(100 << 10)]) }, 4096, pace, 1);
+}
+
+fn image_of(storage: &SimStorage, file: &str, format: Format) -> Arc<Image> {
+    let options = ImageOptions::new(file).with(|options| options.format = Some(format));
+    Arc::new(ringdisk_image::open(&options, &SimOpener(storage.clone())).unwrap())
+}
+
+/// Writes a number to one disk after the other, each when the one before was acknowledged, on queues of all reactors. The
+/// former tops of all disks are one moment: one that has a number has all before it.
+#[test]
+fn several_disks_pass_one_barrier() {
+    const WRITERS: usize = 3;
+    for seed in common::seeds(20) {
+        let storage = SimStorage::new(seed);
+        let disks: Vec<Arc<Image>> = (0..2)
+            .map(|index| {
+                storage.create(&name(index), 64 << 10, SimFileOptions::default());
+                image_of(&storage, &name(index), Format::Raw)
+            })
+            .collect();
+        add_overlays(&storage, 2, 64 << 10, 4096);
+        let mut harness = SimHarness::new(seed, WRITERS);
+        let mut open =
+            |disk: &Arc<Image>, reactor| harness.open(&(Arc::clone(disk) as Arc<dyn Disk>), reactor).unwrap();
+        // A writer's queue of the second disk is on another reactor than its queue of the first.
+        let queues: Vec<[u64; 2]> =
+            (0..WRITERS).map(|writer| [open(&disks[0], writer), open(&disks[1], (writer + 1) % WRITERS)]).collect();
+        let write = |writer: usize, number: u64| {
+            let mut sector = vec![0; 512];
+            sector[..8].copy_from_slice(&number.to_le_bytes());
+            Request::write(writer as u64 * 4096, sector)
+        };
+        let mut numbers = [1u64; WRITERS];
+        for (writer, queues) in queues.iter().enumerate() {
+            harness.submit(queues[1], vec![(writer as u64, write(writer, 1))]);
+        }
+        let finished = Arc::new(AtomicBool::new(false));
+        for turn in 0.. {
+            if turn == 40 + seed {
+                let overlays = disks.iter().enumerate().map(|(index, disk)| {
+                    (Arc::clone(disk), open_overlay(&storage, &overlay_name(index), &name(index), Format::Raw))
+                });
+                let (overlays, finished) = (overlays.collect(), Arc::clone(&finished));
+                harness.reactor().ctx().spawn(Task::new(async move {
+                    let results = ringdisk_image::put_overlay_async(overlays, || Ok(())).await.unwrap();
+                    results.into_iter().for_each(Result::unwrap);
+                    finished.store(true, Ordering::Relaxed);
+                }));
+            }
+            for (_, reply) in harness.turn().replies {
+                reply.result.unwrap();
+                let writer = reply.tag as usize;
+                numbers[writer] += 1;
+                let disk = (numbers[writer] % 2) as usize;
+                harness.submit(queues[writer][disk], vec![(reply.tag, write(writer, numbers[writer]))]);
+            }
+            if finished.load(Ordering::Relaxed) {
+                break;
+            }
+            assert!(turn < 100_000, "the exchange does not end");
+        }
+        for (writer, last) in numbers.iter().enumerate() {
+            let found = |disk: usize| {
+                let bytes = storage.bytes(&name(disk));
+                u64::from_le_bytes(bytes[writer * 4096..][..8].try_into().unwrap())
+            };
+            let (even, odd) = (found(0), found(1));
+            assert!(even.abs_diff(odd) == 1, "seed {seed}: writer {writer} has {even} on one disk, {odd} on the other");
+            assert!(even.max(odd) < *last, "seed {seed}: nothing went to the new layers");
+        }
+    }
+}
+
+/// A file that cannot be opened on more reactors than one.
+#[derive(Debug)]
+struct OpensOnce(Arc<dyn File>, AtomicBool);
+
+impl File for OpensOnce {
+    fn info(&self) -> &FileInfo {
+        self.0.info()
+    }
+
+    fn length_bytes(&self) -> Result<u64> {
+        self.0.length_bytes()
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
+        match self.1.swap(true, Ordering::Relaxed) {
+            false => self.0.open_queue(ctx),
+            true => Err(Error::new(ErrorKind::Io, "no more reactors")),
+        }
+    }
+
+    fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
+        self.0.open_blocking()
+    }
+}
+
+#[test]
+fn where_a_queue_cannot_open_the_new_layer_or_nobody_can_record_it_all_goes_on_as_before() {
+    let storage = SimStorage::new(1);
+    storage.create_with(&name(0), &stamped(1, 0, 64 << 10), SimFileOptions::default());
+    add_overlays(&storage, 2, 64 << 10, 4096);
+    let image = image_of(&storage, &name(0), Format::Raw);
+    let disk: Arc<dyn Disk> = Arc::clone(&image) as _;
+    let mut harness = SimHarness::new(1, 2);
+    let queues = [harness.open(&disk, 0).unwrap(), harness.open(&disk, 1).unwrap()];
+    for case in 0..2 {
+        let mut overlay = open_overlay(&storage, &overlay_name(case), &name(0), Format::Raw);
+        if case == 0 {
+            let file = Arc::new(OpensOnce(storage.file(&overlay_name(0)).unwrap(), AtomicBool::new(false)));
+            overlay = OpenedOverlay::open(&"overlay".into(), file).unwrap();
+        }
+        let commit = move || match case {
+            0 => panic!("recorded, though a queue could not open the layer"),
+            _ => Err(Error::new(ErrorKind::Io, "the record cannot be written")),
+        };
+        let reactor = Rc::clone(harness.reactor());
+        // Requests come in while the queues hold.
+        let write = Request::write(0, stamped(2, 0, 4096));
+        harness.submit(queues[1], vec![(1, write)]);
+        let result = reactor.run(ringdisk_image::put_overlay_async(vec![(Arc::clone(&image), overlay)], commit));
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains(["no more reactors", "cannot be written"][case]), "{error}");
+        harness.settle();
+        let replies = harness.turn().replies;
+        assert!(replies.len() <= 1 && harness.in_flight(queues[1]) == 0);
+        assert_eq!(image.formats().count(), 1);
+        assert_eq!(storage.bytes(&name(0))[..4096], stamped(2, 0, 4096));
+    }
+}
+
+struct Hears(AtomicU64);
+
+impl DiskListener for Hears {
+    fn info_changed(&self, info: &DiskInfo) {
+        self.0.store(info.size_bytes, Ordering::Relaxed);
+    }
+}
+
+/// Runs a task to its end while the queues are looked at.
+fn while_served(harness: &mut SimHarness, task: impl Future<Output = ()> + 'static) {
+    let finished = Rc::new(Cell::new(false));
+    let its = Rc::clone(&finished);
+    harness.reactor().ctx().spawn(Task::new(async move {
+        task.await;
+        its.set(true);
+    }));
+    for turn in 0.. {
+        if finished.get() {
+            return;
+        }
+        harness.turn();
+        assert!(turn < 100_000, "the task does not end");
+    }
+}
+
+fn call(harness: &mut SimHarness, queue: u64, request: Request) -> std::result::Result<Vec<u8>, block::IoError> {
+    harness.submit(queue, vec![(7, request)]);
+    loop {
+        let turn = harness.turn();
+        if let Some((_, reply)) = turn.replies.into_iter().find(|(_, reply)| reply.tag == 7) {
+            return reply.result.map(|()| reply.data);
+        }
+        assert!(!turn.idle, "a request was lost");
+    }
+}
+
+#[test]
+fn a_disk_grows_while_it_is_used_and_what_is_added_is_zero_whatever_lies_below() {
+    const OLD: u64 = (100 << 10) + 512;
+    const NEW: u64 = 3 << 20;
+    let longer = Layer::Raw(NEW * 2);
+    for layers in [
+        vec![Layer::Raw(OLD)],
+        vec![Layer::qcow2(OLD, 512)],
+        vec![Layer::qcow2(OLD, 4096), longer.clone()],
+        vec![Layer::Extended { size_bytes: OLD, cluster_size: 16384 }, longer.clone()],
+        vec![Layer::External { size_bytes: OLD, cluster_size: 16384, raw: false, extended: false }, longer],
+    ] {
+        let file = SimFileOptions { grows_with_zeros: matches!(layers[0], Layer::Raw(_)), ..SimFileOptions::default() };
+        let chain = Chain { used: true, file, ..Chain::of(layers) };
+        let storage = chain.storage();
+        let original = storage.process_killed(0);
+        let image = image_of(&storage, &name(0), format_of(&chain, &name(0)));
+        let hears = Arc::new(Hears(AtomicU64::new(0)));
+        image.subscribe(Arc::downgrade(&hears) as Weak<dyn DiskListener>);
+        let disk: Arc<dyn Disk> = Arc::clone(&image) as _;
+        let mut harness = SimHarness::new(1, 2);
+        let queues = [harness.open(&disk, 0).unwrap(), harness.open(&disk, 1).unwrap()];
+        let before = call(&mut harness, queues[0], Request::read(0, OLD as usize)).unwrap();
+        let data = stamped(9, OLD - 512, 512);
+        harness.submit(queues[1], vec![(1, Request::write(OLD - 512, &data[..]))]);
+        call(&mut harness, queues[0], Request::read(OLD, 512)).unwrap_err();
+        let grown = Arc::clone(&image);
+        while_served(&mut harness, async move { grown.grow_async(NEW).await.unwrap() });
+        harness.settle();
+        assert_eq!((image.info().size_bytes, hears.0.load(Ordering::Relaxed)), (NEW, NEW), "{chain:?}");
+        for queue in queues {
+            let all = call(&mut harness, queue, Request::read(0, NEW as usize)).unwrap();
+            assert_eq!(all[..OLD as usize - 512], before[..OLD as usize - 512], "{chain:?}");
+            assert_eq!(all[OLD as usize - 512..][..512], data, "{chain:?}");
+            assert!(all[OLD as usize..].iter().all(|byte| *byte == 0), "{chain:?}: something lies behind the old end");
+        }
+        let end = stamped(10, NEW - 1024, 1024);
+        call(&mut harness, queues[1], Request::write(NEW - 1024, &end[..])).unwrap();
+        assert_eq!(call(&mut harness, queues[0], Request::read(NEW - 1024, 1024)).unwrap(), end);
+        let error = image.grow(OLD).unwrap_err().to_string();
+        assert!(error.contains("cannot be made smaller"), "{error}");
+        queues.into_iter().for_each(|queue| harness.close(queue));
+        harness.settle();
+        image.close().unwrap();
+        let after = storage.process_killed(0);
+        let image = image_of(&after, &name(0), format_of(&chain, &name(0)));
+        assert_eq!(image.info().size_bytes, NEW);
+        chain.check(&after, &original).unwrap();
+    }
+}
