@@ -19,6 +19,8 @@ struct House {
     folders: &'static [Folder],
     /// Modules at the top that are for tests only.
     for_tests: &'static [&'static str],
+    /// Folders in which no module names another one.
+    apart: &'static [&'static str],
 }
 
 const HOUSES: &[House] = &[
@@ -31,6 +33,7 @@ const HOUSES: &[House] = &[
             Folder { name: "layout", below: &[] },
         ],
         for_tests: &["fixture"],
+        apart: &[],
     },
     House {
         name: "engine",
@@ -47,6 +50,26 @@ const HOUSES: &[House] = &[
             Folder { name: "base", below: &[] },
         ],
         for_tests: &[],
+        apart: &[],
+    },
+    House {
+        name: "cli",
+        folders: &[
+            Folder { name: "qemu_img", below: &["commands", "images", "output", "compat", "threads", "arguments"] },
+            Folder {
+                name: "commands",
+                below: &["images", "output", "compat", "threads", "scratch", "signals", "arguments"],
+            },
+            Folder { name: "images", below: &["output"] },
+            Folder { name: "output", below: &["signals"] },
+            Folder { name: "compat", below: &[] },
+            Folder { name: "threads", below: &[] },
+            Folder { name: "scratch", below: &[] },
+            Folder { name: "signals", below: &[] },
+            Folder { name: "arguments", below: &[] },
+        ],
+        for_tests: &[],
+        apart: &["commands"],
     },
 ];
 
@@ -82,11 +105,11 @@ fn rust_files(folder: &Path) -> Result<Vec<std::path::PathBuf>> {
     Ok(files)
 }
 
-/// The module that a file below `src` is: `live/load.rs` is `live::load`, `live/mod.rs` is `live`, `lib.rs` the root.
+/// The module that a file below `src` is: `live/load.rs` is `live::load`, `live/mod.rs` is `live`, `lib.rs` and `main.rs` are the root.
 fn module_of(file: &Path) -> Vec<String> {
     let names = file.with_extension("");
     let mut module: Vec<String> = names.iter().map(|name| name.to_string_lossy().into_owned()).collect();
-    if module.last().is_some_and(|last| last == "mod" || module.len() == 1 && last == "lib") {
+    if module.last().is_some_and(|last| last == "mod" || module.len() == 1 && (last == "lib" || last == "main")) {
         module.pop();
     }
     module
@@ -102,7 +125,13 @@ fn complaints_of(house: &House, module: &[String], text: &str) -> impl Iterator<
             complaints.push(format!("1: {from} is in no row of the table of folders"));
         }
         (Some(from), Some(row)) => {
-            for Named { line, name } in names_in(text, module) {
+            for Named { line, name, inside } in names_in(text, module) {
+                let own = module.get(1);
+                let is_sibling = own.is_some() && inside.is_some() && own != inside.as_ref();
+                if name == *from && is_sibling && house.apart.contains(&row.name) {
+                    let [own, other] = [own, inside.as_ref()].map(|name| name.map_or("", String::as_str));
+                    complaints.push(format!("{line}: {own} names {other}: what both need lies beneath {from}"));
+                }
                 if name == *from || row.below.contains(&name.as_str()) {
                     continue;
                 }
@@ -117,11 +146,12 @@ fn complaints_of(house: &House, module: &[String], text: &str) -> impl Iterator<
     complaints.into_iter()
 }
 
-/// The first part of a path, seen from the crate's root.
+/// The first part of a path, seen from the crate's root, and the second one.
 #[derive(Debug, PartialEq, Eq)]
 struct Named {
     line: usize,
     name: String,
+    inside: Option<String>,
 }
 
 /// What the code in a module names by paths that begin with `crate::` or `super::`.
@@ -326,7 +356,9 @@ impl Reader<'_> {
         }
         let name = self.text(0).to_owned();
         self.at += 1;
-        let first = base.first().cloned().or_else(|| (!matches!(name.as_str(), "*" | "self")).then(|| name.clone()));
+        let is_name = !matches!(name.as_str(), "*" | "self");
+        let mut parts = base.iter().cloned().chain(is_name.then(|| name.clone()));
+        let (first, inside) = (parts.next(), parts.next());
         if self.text(0) == "::" {
             self.at += 1;
             if self.text(0) != "<" {
@@ -336,7 +368,7 @@ impl Reader<'_> {
         if self.text(0) == "as" {
             self.at += 2;
         }
-        self.found.extend(first.map(|name| Named { line, name }));
+        self.found.extend(first.map(|name| Named { line, name, inside }));
     }
 }
 
@@ -410,6 +442,25 @@ mod tests {
         assert_eq!(complaints("check/repair.rs", "#[cfg(test)]\nuse crate::live::x;\nuse crate::live::y;").len(), 1);
         assert_eq!(complaints("check/repair.rs", "#[cfg(not(test))]\nuse crate::live::x;").len(), 1);
         assert_eq!(complaints("fixture.rs", "use crate::live::x;"), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_command_that_names_another_one_is_found() {
+        let of = |file: &str, text: &str| -> Vec<String> {
+            complaints_of(house("cli"), &module_of(Path::new(file)), text).collect()
+        };
+        let complaint = ["1: dd names convert: what both need lies beneath commands"];
+        for text in ["use super::convert::copy;", "fn f() { crate::commands::convert::copy() }"] {
+            assert_eq!(of("commands/dd.rs", text), complaint, "{text}");
+        }
+        for (file, text) in [
+            ("commands/dd.rs", "use crate::images::target;"),
+            ("commands/mod.rs", "use crate::commands::convert::Args;"),
+            ("commands/bench/text.rs", "use super::series::Series;"),
+            ("main.rs", "use crate::commands::convert::Args;"),
+        ] {
+            assert_eq!(of(file, text), Vec::<String>::new(), "{file}: {text}");
+        }
     }
 
     #[test]
