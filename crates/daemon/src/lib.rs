@@ -5,6 +5,18 @@
 //!
 //! * [`Daemon`]: reactors, disks and exports; disks come and go while it runs.
 //! * [`attach_flags`], [`Pidfile`], [`notify`]: what a program that serves tells the world.
+//!
+//! ```no_run
+//! # use {block as ringdisk_block, drive as ringdisk_drive};
+//! use ringdisk_daemon::{Daemon, DaemonConfig};
+//! use ringdisk_drive::DriveOptions;
+//!
+//! let daemon = Daemon::start(DaemonConfig::default())?;
+//! daemon.add(&DriveOptions::of_file("disk.qcow2"))?;
+//! // Guests come in at disk.qcow2.sock until somebody asks for the end.
+//! daemon.shutdown()?;
+//! # Ok::<(), ringdisk_block::Error>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

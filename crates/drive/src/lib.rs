@@ -9,6 +9,17 @@
 //! * [`open_disk`]: the disk that the options describe. [`EngineOpener`]: how images get their files, with an engine, a
 //!   cache mode and QEMU's locks.
 //! * [`parse_key_values`], [`parse_size`] and their like: how values are written, for all commands.
+//!
+//! ```no_run
+//! # use {block as ringdisk_block, image as ringdisk_image};
+//! use ringdisk_drive::{DiskOptions, open_disk};
+//! use ringdisk_image::BackingPolicy;
+//!
+//! let opened = open_disk(&DiskOptions::of_file("disk.qcow2"), BackingPolicy::SameDir, &[])?;
+//! println!("{} bytes, in {}", opened.disk.info().size_bytes, opened.layers().join(" over "));
+//! opened.close()?;
+//! # Ok::<(), ringdisk_block::Error>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

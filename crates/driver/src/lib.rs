@@ -5,6 +5,19 @@
 //! thread. The load generator and `ringdisk try` reach servers through it, Ringdisk's own and others alike.
 //!
 //! Memory from [`Driver::alloc`] is shared with the device, so operations on it are not copied.
+//!
+//! ```no_run
+//! # use block as ringdisk_block;
+//! use ringdisk_block::Disk;
+//! use ringdisk_driver::{Driver, DriverOptions};
+//! use std::path::Path;
+//!
+//! let options = DriverOptions::default().with(|options| options.queues = 4);
+//! let driver = Driver::connect(Path::new("/run/disk.sock"), options)?;
+//! println!("{} bytes", driver.info().size_bytes);
+//! driver.disconnect()?;
+//! # Ok::<(), ringdisk_block::Error>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

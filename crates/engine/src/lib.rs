@@ -19,6 +19,33 @@
 //!
 //! What a queue promises above what the kernel does: any alignment works, short transfers are resumed, nothing that the
 //! kernel may still write to is ever freed.
+//!
+//! ```
+//! # use block as ringdisk_block;
+//! use ringdisk_block::{FileOp, run_and_wait};
+//! use ringdisk_engine::{OpenOptions, Reactor, ReactorConfig};
+//!
+//! let directory = tempfile::tempdir()?;
+//! let path = directory.path().join("disk.raw");
+//! ringdisk_engine::create(&path, 0)?;
+//! let file = ringdisk_engine::open(&path, &OpenOptions::default())?;
+//!
+//! let reactor = Reactor::spawn(ReactorConfig::default())?;
+//! let (sender, done) = std::sync::mpsc::channel();
+//! let growing = file.clone();
+//! run_and_wait(reactor.handle().as_ref(), move |ctx| {
+//!     let queue = growing.open_queue(ctx)?;
+//!     ctx.spawn(ringdisk_block::Task::new(async move {
+//!         let grown = queue.start(FileOp::SetLength { length: 1 << 20 }).await;
+//!         let _ = sender.send(grown.is_ok());
+//!     }));
+//!     Ok::<(), ringdisk_block::Error>(())
+//! })??;
+//! assert!(done.recv()?);
+//! assert_eq!(file.length_bytes()?, 1 << 20);
+//! reactor.stop()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod aio;
 mod base;

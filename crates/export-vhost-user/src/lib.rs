@@ -7,6 +7,20 @@
 //!   are those that the crate does not do).
 //! * `queue_fds`: the descriptors through which a queue and its peer tell each other something; `notifier` writes to them,
 //!   `watched_call` sees to it that this does not wait.
+//!
+//! ```no_run
+//! # use block as ringdisk_block;
+//! use ringdisk_block::{Disk, ReactorHandle, Result};
+//! use ringdisk_export_vhost_user::{Export, ExportOptions};
+//! use std::path::Path;
+//! use std::sync::Arc;
+//!
+//! fn serve(disk: Arc<dyn Disk>, reactors: Vec<Arc<dyn ReactorHandle>>) -> Result<Export> {
+//!     let mut options = ExportOptions::default();
+//!     options.max_queues = 4;
+//!     Export::listen(Path::new("/run/disk.sock"), disk, reactors, options)
+//! }
+//! ```
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -5,6 +5,19 @@
 //! queue resolves a guest range through the layers (a loop, not a recursion) and pushes each extent to the file it lies
 //! in, from guest memory, without a copy. What cannot be resolved at once (a table to load, a cluster to allocate, to
 //! copy or to decompress) goes on as a task on the same reactor.
+//!
+//! ```no_run
+//! # use block as ringdisk_block;
+//! use ringdisk_block::{Disk, Result};
+//! use ringdisk_image::{ImageOptions, Opener};
+//!
+//! /// `opener` gives the files; `ringdisk-drive` has one for the host's files.
+//! fn size_of(path: &str, opener: &dyn Opener) -> Result<u64> {
+//!     let options = ImageOptions::new(path).with(|options| options.read_only = true);
+//!     let image = ringdisk_image::open(&options, opener)?;
+//!     Ok(image.info().size_bytes)
+//! }
+//! ```
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -1,14 +1,33 @@
 //! Long work on images, with progress and cancel.
 //!
+//! No guest's request passes through here: jobs stand beside the path, above [`image`]. A job is a function that is called on
+//! a thread of its own. Bytes are moved on the reactors that the job is given.
+//!
 //! * [`map`]: what lies where in a disk.
 //! * [`compare`]: whether two disks hold the same.
 //! * [`check`]: whether an image's tables agree.
-//! * [`convert`]: copying disks into another image, and [`measure`]: how large that would become.
-//! * [`commit`]: what an overlay holds into a layer below, and [`rebase`]: another backing file.
-//! * [`create`]: new images; [`resize_raw`], [`resize_qcow2`]: more or less room; [`edit`]: internal snapshots; [`amend`]:
-//!   other options.
+//! * [`convert`]: copies disks into another image. [`measure`]: how large that image would become.
+//! * [`commit`]: writes what an overlay holds into a layer below. [`rebase`]: gives an overlay another backing file.
+//! * [`create`]: new images. [`resize_raw`], [`resize_qcow2`]: more or less room. [`edit`]: internal snapshots. [`amend`]: other
+//!   options.
 //!
-//! Jobs are called on a thread of their own; what moves bytes runs on the reactors that they are given.
+//! ```no_run
+//! # use {block as ringdisk_block, image as ringdisk_image};
+//! use ringdisk_block::Result;
+//! use ringdisk_image::Image;
+//! use ringdisk_jobs::Control;
+//! use std::sync::atomic::AtomicBool;
+//!
+//! fn allocated_bytes(image: &Image, cancel: &AtomicBool) -> Result<u64> {
+//!     let mut control = Control { cancel, progress: &mut |progress| eprintln!("{} bytes", progress.done_bytes) };
+//!     let mut allocated = 0;
+//!     ringdisk_jobs::map(image, &mut control, |run| {
+//!         allocated += if run.data { run.length_bytes } else { 0 };
+//!         Ok(())
+//!     })?;
+//!     Ok(allocated)
+//! }
+//! ```
 
 #![forbid(unsafe_code)]
 

@@ -10,6 +10,24 @@
 //! * [`driver_hooks`]: lets a run use the driver's shared memory and report its counters.
 //!
 //! All of them wait on the caller's thread, tell their progress there, and can be cancelled.
+//!
+//! ```no_run
+//! # use {block as ringdisk_block, driver as ringdisk_driver, engine as ringdisk_engine};
+//! use ringdisk_block::Disk;
+//! use ringdisk_driver::{Driver, DriverOptions};
+//! use ringdisk_engine::{Reactor, ReactorConfig};
+//! use ringdisk_load::{BenchSpec, driver_hooks, run};
+//! use std::path::Path;
+//! use std::sync::Arc;
+//!
+//! let driver = Arc::new(Driver::connect(Path::new("/run/disk.sock"), DriverOptions::default())?);
+//! let disk: Arc<dyn Disk> = driver.clone();
+//! let reactor = Reactor::spawn(ReactorConfig::default())?;
+//! let spec = BenchSpec::default().with(|spec| spec.queue_depth = 64);
+//! let outcome = run(&disk, &[reactor.handle()], &spec, &driver_hooks(&driver))?;
+//! println!("{:.0} requests a second", outcome.report.iops);
+//! # Ok::<(), ringdisk_block::Error>(())
+//! ```
 
 #![forbid(unsafe_code)]
 
