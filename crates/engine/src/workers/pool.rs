@@ -17,17 +17,17 @@ use std::time::{Duration, Instant};
 const MAX_WORKERS: usize = 64;
 /// How long a worker without work stays.
 const IDLE_LIMIT: Duration = Duration::from_secs(10);
-/// How long one spins at most: what comes later is worth a wake-up, whatever the reactor may do.
+/// How long a worker spins at most. A job that comes later is worth a wake-up.
 const SPIN_MAX: Duration = Duration::from_micros(100);
 /// A worker only calls the kernel.
 const STACK_BYTES: usize = 128 << 10;
 /// Room for what workers have begun, and for what they have given to the kernel in batches.
 const BEGUN: u32 = 1024;
 const BATCHED: u32 = 256;
-/// The result of what the kernel has not carried out with others, and a worker shall by a call of its own.
+/// The result of a job that the kernel did not carry out in a batch: it is to be tried by a call of its own.
 pub(crate) const ALONE: i32 = i32::MIN;
 
-/// Looked at again and again: on a cache line of its own, so that what is written beside it does not take it away.
+/// Looked at again and again: on a cache line of its own, so that writing what lies beside it does not take the line away.
 #[derive(Default)]
 #[repr(align(64))]
 struct Polled<T>(T);
@@ -37,10 +37,12 @@ pub(crate) struct Pool {
     queue: Mutex<Queue>,
     /// Signalled when there are jobs or the pool stops.
     more: Condvar,
-    /// Grows when a spinning worker has something to look for.
+    /// Grows when a spinning worker has something to look for. Written after the queue, with release: who sees the new
+    /// number finds the jobs.
     batches: Polled<AtomicU64>,
     done: Mutex<Results>,
-    /// The reactor is to look into `done`.
+    /// The reactor is to look into `done`. Set with release after a result was added; cleared, with acquire, before results
+    /// are taken. So a result that is not taken then leaves the flag set.
     has_done: Polled<AtomicBool>,
     /// With `done`: a result came in. The reactor waits on it only while it shuts down.
     progress: Condvar,
@@ -105,7 +107,7 @@ impl Pool {
         let wanted = locked(&this.queue).add_batch(batch, MAX_WORKERS);
         if wanted.spinner {
             // It had seen no batch of this number under the lock.
-            this.batches.0.fetch_add(1, Ordering::Relaxed);
+            this.batches.0.fetch_add(1, Ordering::Release);
         }
         for _ in 0..wanted.to_wake {
             this.more.notify_one();
@@ -154,13 +156,12 @@ impl Pool {
     /// Takes what was signalled, and whatever else has ended then. `results` has room.
     pub(crate) fn take_results(&self, results: &mut Vec<(u32, i32)>) {
         let mut batched = None;
-        // A worker that signals after this finds the flag cleared, and sets it again for what it has just ended.
         if self.has_done.0.load(Ordering::Relaxed) && self.has_done.0.swap(false, Ordering::AcqRel) {
             let all = &mut locked(&self.done).all;
-            if results.is_empty() {
-                std::mem::swap(results, all)
-            } else {
-                results.append(all)
+            match results.is_empty() {
+                // Both lists keep their room.
+                true => std::mem::swap(results, all),
+                false => results.append(all),
             }
             batched = self.io_submit(How::Batch);
         }
@@ -187,7 +188,7 @@ impl Pool {
     pub(crate) fn wait_for_results(&self) {
         let mut done = locked(&self.done);
         done.awaited = true;
-        // What the kernel was given may end without a word here.
+        // What the kernel was given ends without telling this condition.
         let is_given = self.io_submit(How::Begin).or(self.io_submit(How::Batch)).is_some();
         let limit = if is_given { Duration::from_millis(1) } else { IDLE_LIMIT };
         drop(self.progress.wait_timeout_while(done, limit, |done| !self.has_unsignalled(done)));
@@ -279,7 +280,7 @@ impl Pool {
 
     /// Until another batch was given or spinning does not pay.
     fn spin(&self, batches: u64, pace: &mut Pace) {
-        while self.batches.0.load(Ordering::Relaxed) == batches && !pace.is_time_to_sleep(Instant::now()) {
+        while self.batches.0.load(Ordering::Acquire) == batches && !pace.is_time_to_sleep(Instant::now()) {
             // The reactor may need this very processor.
             std::thread::yield_now();
         }

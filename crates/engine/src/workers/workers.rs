@@ -268,9 +268,17 @@ impl Workers {
         if self.pool.has_signalled() {
             self.take_results(harvested.list());
         }
-        harvested.list().append(&mut self.inline.borrow_mut().done);
+        {
+            let mut inline = self.inline.borrow_mut();
+            if !inline.done.is_empty() {
+                harvested.list().append(&mut inline.done);
+            }
+        }
         let count = harvested.waiting().len();
-        self.counters.harvests.add(u64::from(count > 0));
+        if count == 0 {
+            return 0;
+        }
+        self.counters.harvests.add(1);
         while let Some((index, result)) = harvested.next() {
             self.complete(index, result);
         }
