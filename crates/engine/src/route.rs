@@ -30,11 +30,11 @@ pub(crate) struct Now {
     pub(crate) takes_nowait: bool,
     /// The file system needs no tables of its own to find the file's blocks.
     pub(crate) extents_ready: bool,
-    /// The engine has refused it, or was passed over.
+    /// The engine has refused it, or is not to be asked.
     pub(crate) declined: bool,
     /// The longest transfer of a file in memory that the reactor carries out itself.
     pub(crate) inline_bytes: usize,
-    /// It is not to be had without a call, for which workers that change the file in memory make it wait.
+    /// It needs a call, and that would wait for workers that change the file in memory.
     pub(crate) waits_for_workers: bool,
     /// Workers may give requests to the kernel by `io_submit`.
     pub(crate) io_submit: bool,

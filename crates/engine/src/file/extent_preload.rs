@@ -42,11 +42,11 @@ impl ExtentPreload {
                     let _ = rustix::thread::sched_setaffinity(None, &processors);
                 }
                 let (mut at, is_open) = (Some(0), || Arc::strong_count(&ready) > 1);
-                // Some at a time: whoever changes the file meanwhile waits for one step at most.
+                // Step by step: a change of the file waits for one step at most.
                 while let Some(start) = at.filter(|_| is_open()) {
                     at = look_up_extents(file.as_fd(), start);
                 }
-                // What could not be read shows in the requests that need it.
+                // An extent that could not be read shows in the requests that need it.
                 ready.store(true, Ordering::Relaxed);
             };
             std::thread::Builder::new().name("tables".to_owned()).spawn(load)
@@ -85,8 +85,8 @@ struct Fiemap {
     extents: [FiemapExtent; EXTENTS],
 }
 
-/// Has the file system look some extents up, from `start` on: what it has to read for that it keeps in memory. Returns where
-/// the next begin; `None` at the end, or where it cannot say.
+/// Has the file system look up some extents, from `start` on. It keeps in memory what it reads for that. Returns where the
+/// next begin; `None` at the end, or where it cannot say.
 fn look_up_extents(fd: BorrowedFd<'_>, start: u64) -> Option<u64> {
     /// `_IOWR('f', 11, struct fiemap)`, without the extents.
     const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660b_u32 as libc::Ioctl;

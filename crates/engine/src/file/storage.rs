@@ -129,21 +129,20 @@ pub(crate) fn takes_writes_without_waiting(fd: &OwnedFd) -> bool {
 /// Of ext2, ext3 and ext4.
 const EXT_MAGIC: Magic = 0xef53;
 
-/// Whether a read of what the page cache does not hold ends later, and nobody waits for it meanwhile.
+/// Whether a read of what the page cache lacks is begun without waiting, and ends later.
 pub(crate) fn reads_later(fd: &OwnedFd) -> bool {
     file_system(fd).is_some_and(|magic| magic == EXT_MAGIC || NOWAIT_MAGICS.contains(&magic))
 }
 
-/// Whether the file takes requests that must not wait. Asked for what lies behind the end of all files, of which nothing is
-/// read.
+/// Whether the file takes requests that must not wait: tries one far behind the end of any file, which reads nothing.
 pub(crate) fn takes_nowait(fd: &OwnedFd) -> bool {
     let (mut byte, flags) = ([0; 1], rustix::io::ReadWriteFlags::NOWAIT);
     let read = rustix::io::preadv2(fd, &mut [io::IoSliceMut::new(&mut byte)], i64::MAX as u64 - 1, flags);
     read != Err(rustix::io::Errno::OPNOTSUPP)
 }
 
-/// Whether whoever has a read or write begun waits where the file system must read its own tables for that, however it
-/// was asked, and they can be read before.
+/// Whether beginning a read or write waits while the file system reads its own tables, even one that must not wait; and
+/// whether the tables can be read before.
 pub(crate) fn waits_for_tables(fd: &OwnedFd) -> bool {
     file_system(fd) == Some(EXT_MAGIC)
 }

@@ -224,8 +224,8 @@ fn set_flags(fd: &OwnedFd, name: &str, options: &OpenOptions) -> Result<()> {
     }
     let mut wanted = flags - OFlags::NONBLOCK;
     wanted.set(OFlags::DIRECT, options.cache.is_direct());
-    // When it was read last would be written to the file system's journal by whoever reads: on a disk that is written to,
-    // again and again. Only the owner may leave it out.
+    // Each read would have the file system note its time in the journal, again and again on a disk that is written to.
+    // Only the file's owner may leave that out.
     let quiet = wanted | OFlags::NOATIME;
     match rustix::fs::fcntl_setfl(fd, quiet) {
         Err(Errno::PERM) if wanted == flags => Ok(()),
@@ -234,8 +234,8 @@ fn set_flags(fd: &OwnedFd, name: &str, options: &OpenOptions) -> Result<()> {
     }
 }
 
-/// Takes the pages of a file out of the page cache, those that are durable. What the kernel thinks of it is its own
-/// affair: it is a wish, and one that others' pages of the file are part of.
+/// Asks the kernel to take a file's durable pages out of the page cache, those that other programs have brought in, too. It
+/// may not do so.
 pub fn forget_cached(path: &Path) -> Result<()> {
     let fails =
         |errno: Errno| Error::io(format!("cannot take '{}' out of the page cache", path.display()), errno.into());

@@ -21,7 +21,8 @@ fn length_of(range: &Range<u64>) -> usize {
     (range.end - range.start) as usize
 }
 
-/// What of `step` lies in the request at `offset`: where it starts in the step, and in the request, and how long it is.
+/// The part of the request at `offset` that lies in `step`: where it starts in the step and in the request, and how long
+/// it is.
 fn overlap(step: &Range<u64>, offset: u64, length: u64) -> (usize, usize, usize) {
     let (start, end) = (step.start.max(offset), step.end.min(offset + length));
     ((start - step.start) as usize, (start - offset) as usize, end.saturating_sub(start) as usize)

@@ -51,7 +51,7 @@ fn check_range(offset: u64, length: u64) -> IoResult {
     }
 }
 
-/// What ends before it reaches an engine: the operation's result, where it has one already.
+/// The result of an operation that needs no engine.
 fn decided(op: &FileOp, file: &OpenFile) -> Option<IoResult> {
     if file.info.read_only
         && let Some(error) = op.refused_when_read_only()
@@ -112,7 +112,7 @@ impl HostQueue {
 }
 
 impl HostQueue {
-    /// What was written before goes on to the storage, if it is time for it.
+    /// Has the kernel write what it was given so far, once that is much.
     fn write_behind(&self, length_bytes: usize) {
         let Some(behind) = &self.lane.target.file.write_behind else { return };
         let Some(tasks) = self.tasks.as_ref().filter(|_| behind.note(length_bytes)) else { return };

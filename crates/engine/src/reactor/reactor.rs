@@ -34,7 +34,7 @@ const POLLS_BETWEEN_TURNS: usize = 8;
 /// that there are none, so that what has ended is found after twice the time that it took.
 const LOOK_AGAIN: Duration = Duration::from_micros(250);
 const LOOK_AGAIN_MAX: Duration = Duration::from_secs(1);
-/// A reactor that does not sleep looks once in so many turns: what a worker is about to signal, it should not take before.
+/// A busy reactor looks for unsignalled results once in this many turns: mostly the worker is about to signal them.
 const LOOK_TURNS: u64 = 64;
 /// How long tasks that are still at work when the reactor is stopped may go on.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
@@ -379,7 +379,7 @@ impl Local {
                 continue;
             }
             if self.engines.in_flight() > 0 {
-                // What is in flight may need this very processor: a kernel worker, a thread of ours.
+                // A request in flight may need this very processor, for one of our threads or the kernel's.
                 self.shared.counters.yields.add(1);
                 std::thread::yield_now();
             } else if self.look_for_requests() {
@@ -423,7 +423,7 @@ impl Local {
         (woken | jobs | polled | tasks | submitted | harvested).then_some(submitted)
     }
 
-    /// Only the guests can bring something soon: looks at them a few times in close succession.
+    /// Only guests can bring work soon: looks at their rings a few times in close succession.
     fn look_for_requests(&self) -> bool {
         let spin = || {
             std::hint::spin_loop();
@@ -492,7 +492,7 @@ impl Local {
         count
     }
 
-    /// Everything that was asked for before the stop comes to its end.
+    /// Ends everything that was asked for before the stop.
     fn wind_down(&self, ctx: &Rc<dyn ReactorCtx>) {
         self.run_jobs(ctx);
         self.pollers.clear();

@@ -1,10 +1,10 @@
 //! Durable writes through the page cache, several at a time: they share their syncs.
 //!
-//! Of several, the kernel would carry out one after the other, each with a sync of its own. So they are written plainly, all
-//! at once, and those that have been written when a sync begins are made durable by it together; those that are written
-//! meanwhile wait for the next. One alone is one request (`RWF_DSYNC`), but only where all writes of the file are durable:
-//! the kernel tells one sync that data were lost, and a write that fails, for lack of space say, would take that from the
-//! flush that answers for the others.
+//! The kernel would carry out several of them one after the other, each with a sync of its own. So they are written plainly,
+//! all at once. A sync makes durable all that were written before it began; those that are written meanwhile wait for the
+//! next. A single one is one request (`RWF_DSYNC`), but only where all writes of the file are durable. The kernel tells only
+//! one sync that data were lost: where a plain write's data were lost, a durable write could take that news from the flush
+//! that answers for the plain one.
 
 use block::{IoResult, WaitList};
 use std::cell::Cell;

@@ -70,14 +70,14 @@ impl Request {
         Call { fd: self.target.file.raw_fd(), action: self.action, offset: self.file_offset(), buffers }
     }
 
-    /// Whether what must not wait was refused for that, in other words than `EAGAIN`: a worker may wait.
+    /// Whether a request that must not wait was refused for that reason, by another error than `EAGAIN`: a worker can wait.
     pub(crate) fn needs_to_wait(&self, result: i32) -> bool {
         match result.wrapping_neg() {
-            // What a sync tells it may tell only once.
+            // A sync may tell of lost data only once: it is not repeated.
             _ if !self.action.is_transfer() => return false,
             // The file takes no `RWF_NOWAIT`: from now on workers carry all out.
             libc::EOPNOTSUPP => self.target.file.nowait_was_refused(),
-            // There may be some for who may wait for it. (Some kernels say so of a page cache where they mean `EAGAIN`.)
+            // There may be memory for a caller that can wait. (Some kernels say this of a page cache and mean `EAGAIN`.)
             libc::ENOMEM => {}
             _ => return false,
         }
@@ -160,7 +160,7 @@ impl Request {
         if moved > excess { Step::Again } else { Step::Finished(Err(IoError::EIO)) }
     }
 
-    /// Tells the owner. The memory, the file and the sink are let go of here.
+    /// Tells the owner, and drops the memory, the file and the sink.
     pub(crate) fn finish(self, result: IoResult) {
         let Self { target, window, done, counted, action, .. } = self;
         drop(window);

@@ -32,8 +32,8 @@ impl Slab {
         self.slots.len() - self.free.len()
     }
 
-    /// The most requests owned at once so far: lists of them have room for so many, so that they grow now and not when
-    /// the machine happens to end many at once.
+    /// The most requests owned at once so far. Lists of requests have room for as many: they grow when the load does, not
+    /// when the machine happens to end many at once.
     pub(crate) fn peak(&self) -> usize {
         self.slots.len()
     }

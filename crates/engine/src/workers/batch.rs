@@ -1,4 +1,4 @@
-//! What a worker takes at a time.
+//! The jobs that a worker takes at a time.
 
 use super::job::Job;
 use crate::base::call::Call;
@@ -6,7 +6,7 @@ use crate::base::io_submit::MOST;
 use crate::route::How;
 use std::collections::VecDeque;
 
-/// How much a batch's jobs move before no other is added: as much as a ring's batch.
+/// No job is added to a batch that moves this much: as with a ring's batch.
 const MOST_BYTES: usize = 128 << 10;
 
 /// A job, or several of one kind that one call gives to the kernel. It lies on its worker's stack: workers start at any
@@ -27,7 +27,7 @@ impl Batch {
         self.jobs.iter().take(self.count).flatten()
     }
 
-    /// What there is to say of all of them.
+    /// The first, which is like all the others but for its place.
     pub(crate) fn first(&self) -> Option<&Job> {
         self.jobs().next()
     }
@@ -55,7 +55,8 @@ impl Batch {
         self.count > 0
     }
 
-    /// Becomes the first of those that wait, with what follows it and goes with it. Returns whether there is any.
+    /// Becomes the first of those that wait, with those behind it that are carried out in the same way, as far as there is
+    /// room. Returns whether there is any.
     pub(crate) fn become_next(&mut self, waiting: &mut VecDeque<Job>) -> bool {
         self.become_one(waiting.pop_front());
         let Some(&Job { how, length_bytes, .. }) = self.first() else { return false };

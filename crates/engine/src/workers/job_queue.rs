@@ -24,9 +24,9 @@ impl Lane {
 pub(crate) enum Spinner {
     #[default]
     None,
-    /// For any job that comes.
+    /// It takes any job that comes.
     Looks,
-    /// One has come, which it is about to take: the next is another's.
+    /// A job has come, which it is about to take: the next needs another worker.
     HasWork,
 }
 
@@ -41,9 +41,9 @@ pub(crate) struct Wanted {
     pub(crate) to_start: usize,
 }
 
-/// The most jobs of a kind that are carried out at once beside the serialized ones: reads and writes, or syncs and the like. The
-/// other workers are left for the other kind, so that a disk whose storage is slow, or hangs, does not keep other disks from
-/// their flushes, nor a disk that flushes all the time others from their reads.
+/// The most jobs of a kind (reads and writes, or syncs and the like) that are carried out at once beside the serialized
+/// ones. The other workers are left for the other kind: a disk whose storage is slow, or hangs, does not keep other disks
+/// from their flushes, nor does a disk that flushes all the time keep others from their reads.
 const MOST_OF_A_KIND: usize = 48;
 
 /// Jobs of a kind.
@@ -89,7 +89,7 @@ impl Queue {
         }
     }
 
-    /// Adds a job; a file's first gets a list with room for as many as the others have.
+    /// Adds a job. A file's first makes a list with as much room as the others have.
     pub(crate) fn add(&mut self, job: Job) {
         if !job.serialized {
             return self.kind_of(&job).waiting.push_back(job);
@@ -107,7 +107,7 @@ impl Queue {
         lane.jobs.push_back(job);
     }
 
-    /// Adds a batch. Those that it wants started are counted already.
+    /// Adds jobs, and says who is needed for them. New workers are counted already.
     pub(crate) fn add_batch(&mut self, batch: impl Iterator<Item = Job>, most_threads: usize) -> Wanted {
         let ready_before = self.ready();
         batch.for_each(|job| self.add(job));
@@ -133,7 +133,7 @@ impl Queue {
         batch.become_one(self.others.take().or_else(|| self.transfers.take()))
     }
 
-    /// One that was not serialized has ended; the worker looks for the next job itself.
+    /// A job that was not serialized has ended. Its worker looks for the next one itself.
     pub(crate) fn ended(&mut self, job: &Job) {
         self.kind_of(job).at_work -= 1;
     }

@@ -1,4 +1,4 @@
-//! A reactor's worker threads, and what passes between them and the reactor.
+//! A reactor's worker threads, and how jobs and results pass between them and the reactor.
 
 use super::batch::Batch;
 use super::job::Job;
@@ -125,7 +125,7 @@ impl Pool {
                 return;
             }
             drop(queue);
-            // Nobody else is there to do it: slow is better than never.
+            // There is no worker at all: slow is better than never.
             tracing::warn!(%error, "cannot start an I/O worker; the reactor does the work itself");
             this.drain_queue();
         }
@@ -239,7 +239,7 @@ impl Pool {
         }
     }
 
-    /// Takes what is next; nothing when this worker shall end, and then it is no longer counted.
+    /// Takes the next jobs; false when this worker shall end, and then it no longer counts.
     fn next(&self, pace: &mut Pace, batch: &mut Batch) -> bool {
         let mut queue = locked(&self.queue);
         loop {
@@ -249,7 +249,7 @@ impl Pool {
             if queue.stop {
                 break;
             }
-            // One is enough: it takes what the reactor gives next, without being woken for it.
+            // One spinning worker is enough: it takes the reactor's next job without being woken.
             let may_spin = queue.spinner == Spinner::None;
             if may_spin && !pace.is_time_to_sleep(Instant::now()) {
                 queue.spinner = Spinner::Looks;
@@ -321,7 +321,7 @@ impl Pool {
         done.awaited
     }
 
-    /// Takes what the same worker goes on with, which may be nothing.
+    /// Takes what the same worker goes on with, if anything.
     fn take_after(&self, job: &Job, batch: &mut Batch) {
         let mut queue = locked(&self.queue);
         if !job.serialized {
