@@ -27,7 +27,8 @@ mod layout;
 mod live;
 
 pub use check::repair::{Repair, repair};
-pub use check::walk::{CheckEvent, CheckReport, CheckWatch, check};
+pub use check::report::{CheckEvent, CheckReport, CheckWatch};
+pub use check::walk::check;
 pub use edit::EditWatch;
 pub use edit::amend::{AmendOptions, amend};
 pub use edit::bitmaps::{BitmapAction, edit_bitmaps};
@@ -40,7 +41,7 @@ pub use layout::bitmap::{Bitmap, BitmapBits, bitmaps, read_bitmap};
 pub use layout::header::{Compression, Header, probe};
 pub use layout::snapshot::{Snapshot, SnapshotName, snapshots};
 pub use live::compress::Compressor;
-pub use live::flush::Barrier;
+pub use live::flush_queue::Barrier;
 pub use live::image::{OpenOptions, Overwrite, Qcow2};
 pub use live::lookup::Plain;
 pub use live::packing::{PackedAllocation, PackedCluster};

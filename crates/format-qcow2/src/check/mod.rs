@@ -4,8 +4,10 @@
 //! trusts what an open image keeps in memory.
 
 mod compare;
+mod flags;
 mod rebuild;
 mod references;
 pub(crate) mod repair;
 pub(crate) mod repair_at_open;
+pub(crate) mod report;
 pub(crate) mod walk;

@@ -11,9 +11,11 @@
 //! 3. Entries get the flag where it is missing.
 //! 4. The header is said to be clean.
 
+use crate::check::flags::WrongFlag;
 use crate::check::rebuild::Rebuilt;
 use crate::check::references::Kinds;
-use crate::check::walk::{CheckReport, CheckWatch, Mismatch, Walk, WrongFlag, header_to_check};
+use crate::check::report::{CheckReport, CheckWatch};
+use crate::check::walk::{Mismatch, Walk, header_to_check};
 use crate::layout::entry::COPIED;
 use crate::layout::header::{
     HEADER_SECTOR_BYTES, Header, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_DIRTY, OFFSET_AUTOCLEAR, OFFSET_INCOMPATIBLE,

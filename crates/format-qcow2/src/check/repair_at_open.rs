@@ -5,7 +5,8 @@
 //! all that is wrong.
 
 use crate::check::repair::Job;
-use crate::check::walk::{CheckEvent, CheckReport, CheckWatch, Walk, header_to_check};
+use crate::check::report::{CheckEvent, CheckReport, CheckWatch};
+use crate::check::walk::{Walk, header_to_check};
 use crate::layout::header::Header;
 use crate::layout::header::read_first_cluster;
 use block::{Error, ErrorKind, File, Locks, MetaIo, Result};

@@ -5,6 +5,7 @@
 //! about what it finds is `repair`'s.
 
 use crate::check::references::{Kind, Kinds, References};
+use crate::check::report::{CheckEvent, CheckReport, CheckWatch};
 use crate::layout::entry::entries;
 use crate::layout::entry::{COPIED, ZERO};
 use crate::layout::extended_entry::{ALL_DATA, ALL_ZERO};
@@ -16,11 +17,11 @@ use block::{Error, ErrorKind, IoResult, MetaIo, PastEnd, Result};
 use memory::AlignedBuf;
 use std::collections::{BTreeMap, BTreeSet};
 
-const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+pub(super) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
 const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
 pub(crate) const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
-const COMPRESSED: u64 = 1 << 62;
+pub(super) const COMPRESSED: u64 = 1 << 62;
 const MAX_L1_BYTES: u64 = 32 << 20;
 /// The feature bits 0 to 7 of a version 3 header.
 const LAST_BYTE_OF_INCOMPATIBLE: usize = 79;
@@ -34,43 +35,6 @@ pub(crate) const MISMATCHES_MAX: usize = 1 << 20;
 /// The fixed part of a row of the snapshot table, and the most that its optional part may have.
 const SNAPSHOT_ROW_BYTES: usize = 40;
 const SNAPSHOT_EXTRA_MAX: u64 = 1024;
-
-/// What a check found.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct CheckReport {
-    /// What may cost data.
-    pub corruptions: u64,
-    /// Clusters that are counted more often than they are referred to.
-    pub leaks: u64,
-    /// What could not be checked.
-    pub check_errors: u64,
-    /// Guest clusters of the disk.
-    pub total_clusters: u64,
-    /// Guest clusters that have host clusters.
-    pub allocated_clusters: u64,
-    /// Those that do not follow the one before.
-    pub fragmented_clusters: u64,
-    /// Those that are compressed.
-    pub compressed_clusters: u64,
-    /// The end of the last host cluster in use.
-    pub image_end_offset: u64,
-    /// What a repair has set right of what may cost data.
-    pub corruptions_fixed: u64,
-    /// Leaked clusters that a repair has freed.
-    pub leaks_fixed: u64,
-}
-
-/// Told while a check goes on.
-#[derive(Debug)]
-pub enum CheckEvent {
-    /// Something is wrong.
-    Finding(String),
-    /// Steps done, and in all.
-    Progress(u64, u64),
-}
-
-/// Told of events; returns false to stop the check.
-pub type CheckWatch<'a> = dyn FnMut(CheckEvent) -> bool + 'a;
 
 /// Checks the image in a file of `file_bytes`. Fails if it is none, or cannot be read, or if `watch` stopped it.
 pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWatch<'_>) -> Result<CheckReport> {
@@ -106,15 +70,6 @@ pub(crate) struct Mismatch {
     pub(crate) cluster: u64,
     pub(crate) refcount: u64,
     pub(crate) references: u64,
-}
-
-/// An entry whose flag "refcount is exactly one" is wrong.
-#[derive(Debug)]
-pub(crate) struct WrongFlag {
-    /// Where the entry is in the file.
-    pub(crate) at: u64,
-    pub(crate) entry: u64,
-    pub(crate) what: String,
 }
 
 pub(crate) struct Walk<'a, 'w> {
@@ -518,66 +473,5 @@ impl<'a, 'w> Walk<'a, 'w> {
             self.corrupt(format!("refcount block {index} refcount={references}"));
         }
         references != 1
-    }
-
-    /// Entries of the active tables whose flag "refcount is exactly one" is wrong; or will be once all refcounts are what
-    /// the references say (`predict`). Not many more than `most`: an L2 table's at most.
-    pub(crate) async fn wrong_flags(&mut self, predict: bool, most: usize) -> IoResult<Vec<WrongFlag>> {
-        let header = self.header;
-        let mut wrong = Vec::new();
-        let l1 = self.read(header.l1_offset, u64::from(header.l1_entries).saturating_mul(8)).await?;
-        for (index, entry) in entries(&l1).enumerate() {
-            let l2_offset = entry & OFFSET_MASK;
-            if l2_offset == 0 || self.stopped {
-                continue;
-            }
-            if wrong.len() >= most {
-                break;
-            }
-            let Some(refcount) = self.refcount_for_flag(l2_offset, predict).await else { continue };
-            if (refcount == 1) != (entry & COPIED != 0) {
-                let at = header.l1_offset.saturating_add((index as u64).saturating_mul(8));
-                let what = format!("OFLAG_COPIED L2 cluster: l1_index={index} l1_entry={entry:x} refcount={refcount}");
-                wrong.push(WrongFlag { at, entry, what });
-            }
-            let l2 = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
-            for (index, entry) in entries(&l2).enumerate().step_by(self.geometry.entry_words()) {
-                let at = l2_offset.saturating_add((index as u64).saturating_mul(8));
-                let entry = self.new_entries.get(&at).copied().unwrap_or(entry);
-                let offset = entry & OFFSET_MASK;
-                if entry & COMPRESSED != 0 || offset == 0 {
-                    continue;
-                }
-                let refcount = match self.geometry.data_file {
-                    // Clusters of an external data file are not counted: each has one owner.
-                    true => Some(1),
-                    false => self.refcount_for_flag(offset, predict).await,
-                };
-                let Some(refcount) = refcount else { continue };
-                if (refcount == 1) != (entry & COPIED != 0) {
-                    let kind = if entry & ZERO == 0 { "data" } else { "zero" };
-                    let what = format!("OFLAG_COPIED {kind} cluster: l2_entry={entry:x} refcount={refcount}");
-                    wrong.push(WrongFlag { at, entry, what });
-                }
-            }
-        }
-        Ok(wrong)
-    }
-
-    async fn refcount_for_flag(&mut self, offset: u64, predict: bool) -> Option<u64> {
-        let cluster = self.geometry.cluster_of(offset);
-        // Its refcount tells less than there is, and the flag would let guests write over what else lies there.
-        if self.repairs && self.overcounted.contains(&cluster) {
-            return None;
-        }
-        if !predict {
-            return match self.refcount_in_memory(cluster) {
-                None => self.refcount(cluster).await,
-                known => known,
-            };
-        }
-        // New refcounts leave the place of the old ones.
-        let leaving = if self.needs_rebuild { self.own_references.get(cluster) } else { 0 };
-        Some(self.references.get(cluster).saturating_sub(leaving))
     }
 }

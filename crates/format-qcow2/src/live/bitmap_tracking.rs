@@ -1,28 +1,12 @@
-//! Persistent bitmaps of an image that is being written to: loaded, and said to be in use, before the first write; marked
-//! by every change of the disk; brought back to the file when the image is closed (specification, "Bitmaps").
-//!
-//! Nobody believes a bitmap that the file says is in use. That is durable before anything is written, and taken back
-//! only when the file has every bit: however we end, no bitmap that missed a write is ever believed. The order at the
-//! end: bits and refcounts, durable; tables that lead to new clusters, durable; flags, durable. Bits are overwritten
-//! where they lie, and nothing of a bitmap is freed. Refcounts are not postponed here, also where the image allows it, so
-//! an image that is being closed does not become dirty again. What the refcounts themselves leave behind (a table that
-//! moved, space of a bitmap that is lost) is freed last.
+//! The persistent bitmaps of an open image: which ones note each write, and what is known of each.
 
-use crate::layout::bitmap::{
-    AUTOCLEAR_BITMAPS, Bitmap, TABLE_ALL_ONES, data_offset, directory, flags_byte, is_damaged_table,
-};
-use crate::layout::entry::entries;
-use crate::layout::geometry::clusters_of;
+use crate::layout::bitmap::{AUTOCLEAR_BITMAPS, Bitmap, directory, flags_byte};
 use crate::layout::header::Header;
-use crate::live::dirty_bits::DirtyBits;
-use crate::live::flush::{Barrier, write_all};
-use crate::live::metadata_map::Owner;
+use crate::live::bitmap_bits::DirtyBits;
 use crate::live::refcounts::Piece;
-use crate::live::state::{Freed, Inner, Need, State};
-use block::sync::{Mutex, MutexGuard, Ordering, PoisonError};
-use block::{Error, ErrorKind, IoError, IoErrorKind, IoResult, MetaIo, PastEnd, Result};
+use block::sync::{Mutex, MutexGuard, PoisonError};
+use block::{Error, ErrorKind, MetaIo, Result};
 use std::collections::BTreeSet;
-use std::ops::Range;
 use std::sync::OnceLock;
 
 /// The most memory that the bits of one image take.
@@ -30,8 +14,6 @@ const MEMORY_BYTES_MAX: u64 = 64 << 20;
 
 /// The most bitmaps in which each write is noted: a request takes so many steps.
 const TRACKED_MAX: usize = 64;
-/// Parts of a bitmap that are written at once.
-const PARTS_AT_ONCE: usize = 16;
 /// Names in a message.
 const NAMES_MAX: usize = 8;
 const SECTOR_BYTES: usize = 512;
@@ -39,49 +21,49 @@ const IN_USE: u8 = 1;
 
 /// The bitmaps of an image that is open for writing.
 #[derive(Debug)]
-pub(crate) struct Tracking {
-    directory_offset: u64,
+pub(crate) struct BitmapTracking {
+    pub(super) directory_offset: u64,
     /// As the file had it at open, when no bitmap that is tracked was in use.
-    directory: Vec<u8>,
-    tracked: Vec<Tracked>,
+    pub(super) directory: Vec<u8>,
+    pub(super) tracked: Vec<Tracked>,
     /// Tables of bitmaps that stay as they are: offset and bytes.
-    others: Vec<(u64, u64)>,
+    pub(super) others: Vec<(u64, u64)>,
     /// Whether the bitmaps are kept: nothing else lies where their directory does. Known before the first write.
-    kept: OnceLock<bool>,
+    pub(super) kept: OnceLock<bool>,
 }
 
 /// A bitmap in which writes are noted.
 #[derive(Debug)]
-struct Tracked {
-    bitmap: Bitmap,
+pub(crate) struct Tracked {
+    pub(super) bitmap: Bitmap,
     /// Where the directory has the byte of its flags that says so if it is in use.
     flags_at: usize,
     /// There before the first write; `None` if they could not be had: then it stays in use.
-    bits: OnceLock<Option<DirtyBits>>,
+    pub(super) bits: OnceLock<Option<DirtyBits>>,
     table: Mutex<Table>,
 }
 
 /// The table of a bitmap: where its parts lie.
 #[derive(Debug, Default)]
-struct Table {
-    entries: Vec<u64>,
+pub(crate) struct Table {
+    pub(super) entries: Vec<u64>,
     /// Parts whose new clusters the file does not name, and was never told to.
-    fresh: Vec<usize>,
+    pub(super) fresh: Vec<usize>,
     /// The file may have another table.
-    differs: bool,
+    pub(super) differs: bool,
 }
 
 impl Tracked {
-    fn table(&self) -> MutexGuard<'_, Table> {
+    pub(super) fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn bits(&self) -> Option<&DirtyBits> {
+    pub(super) fn bits(&self) -> Option<&DirtyBits> {
         self.bits.get()?.as_ref()
     }
 }
 
-impl Tracking {
+impl BitmapTracking {
     /// What an image that is opened for writing says about its bitmaps; `None` where there are none to be kept.
     pub(crate) async fn open(io: &MetaIo, header: &Header, cluster: &[u8], name: &str) -> Result<Option<Box<Self>>> {
         if header.autoclear_features & AUTOCLEAR_BITMAPS == 0 {
@@ -152,7 +134,7 @@ impl Tracking {
     }
 
     /// The sectors of the directory with flags of tracked bitmaps.
-    fn flags(&self, in_use: impl Fn(&Tracked) -> bool) -> Vec<Piece> {
+    pub(super) fn flags(&self, in_use: impl Fn(&Tracked) -> bool) -> Vec<Piece> {
         let mut bytes = self.directory.clone();
         let mut sectors = BTreeSet::new();
         for tracked in &self.tracked {
@@ -170,267 +152,5 @@ impl Tracking {
             })
         };
         sectors.into_iter().filter_map(piece).collect()
-    }
-}
-
-impl Inner {
-    /// Notes a change of the disk that is about to be made. The image has been made ready for writing.
-    #[inline]
-    pub(crate) fn mark_changed(&self, offset: u64, length: u64) {
-        if let Some(tracking) = &self.tracking {
-            tracking.mark(offset, length);
-        }
-    }
-
-    /// As [`Inner::mark_changed`], making the image ready.
-    pub(crate) async fn begin_change(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
-        if self.tracking.is_none() && !self.geometry.data_file {
-            // Whatever changes the image makes it ready; a discard of nothing is no change.
-            return Ok(());
-        }
-        // A data file changes without its image: what the header says of it must not outlive that.
-        self.make_ready(io).await?;
-        self.mark_changed(offset, length);
-        Ok(())
-    }
-
-    /// Makes the image ready for changes: see [`Need::HeaderReady`].
-    pub(crate) async fn make_ready(&self, io: &MetaIo) -> IoResult {
-        while !self.header_ready.load(Ordering::Acquire) {
-            self.refuse_if_stopped()?;
-            self.satisfy(io, Need::HeaderReady).await?;
-        }
-        Ok(())
-    }
-
-    /// Loads the bitmaps and says durably that they are in use. By whoever makes the image ready for writing. Returns
-    /// whether the image keeps bitmaps.
-    pub(crate) async fn begin_tracking(&self, io: &MetaIo) -> IoResult<bool> {
-        let Some(tracking) = &self.tracking else { return Ok(false) };
-        if !*tracking.kept.get_or_init(|| self.claim_directory(tracking)) {
-            return Ok(false);
-        }
-        for tracked in tracking.tracked.iter().filter(|tracked| tracked.bits.get().is_none()) {
-            let bits = match self.read_bits(io, tracked).await {
-                Ok(bits) => Some(bits),
-                Err(why) => {
-                    tracing::error!(
-                        "'{}': bitmap '{}' {why}. It is marked as inconsistent; remove it (bitmap --remove)",
-                        self.name,
-                        tracked.bitmap.name.escape_debug()
-                    );
-                    None
-                }
-            };
-            let _ = tracked.bits.set(bits);
-        }
-        self.write_flags(io, tracking, Barrier::InUse, |_| true).await?;
-        Ok(true)
-    }
-
-    fn claim_directory(&self, tracking: &Tracking) -> bool {
-        let free = self.claim(clusters_of(&self.geometry, tracking.directory_offset, tracking.directory.len() as u64));
-        if !free {
-            tracing::warn!("'{}': its bitmaps are given up: another table lies in their directory", self.name);
-        }
-        for (offset, bytes) in tracking.others.iter().filter(|_| free) {
-            // Where something else lies too it is guarded already.
-            let _ = self.claim(clusters_of(&self.geometry, *offset, *bytes));
-        }
-        free
-    }
-
-    /// Makes clusters the bitmaps', if no other table lies there, another bitmap's neither.
-    fn claim(&self, clusters: Range<u64>) -> bool {
-        let mut state = self.lock();
-        let free = self.tables(&mut state).stranger(None, clusters.clone()).is_none();
-        if free {
-            self.add_tables(&mut state, Owner::Bitmap, clusters);
-        }
-        free
-    }
-
-    async fn read_bits(&self, io: &MetaIo, tracked: &Tracked) -> std::result::Result<DirtyBits, String> {
-        let (geometry, bitmap) = (&self.geometry, &tracked.bitmap);
-        let cannot_read = |error: IoError| format!("cannot be read ({error})");
-        let length = usize::try_from(bitmap.table_bytes()).map_err(|_| "has too large a table")?;
-        let table = match length {
-            0 => Vec::new(),
-            _ => {
-                let read = io.read(bitmap.table_offset, length, PastEnd::Fails).await;
-                entries(&read.map_err(cannot_read)?).collect()
-            }
-        };
-        let parts = geometry.clusters_for(bitmap.bits_bytes(geometry.size_bytes));
-        if is_damaged_table(&table, geometry) || (table.len() as u64) < parts {
-            return Err("has a damaged table".to_owned());
-        }
-        let bits = DirtyBits::new(bitmap.granularity_bits, geometry);
-        let cluster_bytes = usize::try_from(geometry.cluster_bytes()).unwrap_or(0);
-        let mut places = vec![clusters_of(geometry, bitmap.table_offset, bitmap.table_bytes())];
-        for (part, entry) in table.iter().take(bits.parts()).enumerate() {
-            match data_offset(*entry) {
-                Some(offset) => {
-                    let bytes = io.read(offset, cluster_bytes, PastEnd::Zeros).await.map_err(cannot_read)?;
-                    let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
-                    bits.load_part(part, bytes.chunks_exact(8).map(word));
-                    places.push(clusters_of(geometry, offset, 1));
-                }
-                None if entry & TABLE_ALL_ONES != 0 => bits.load_part(part, std::iter::repeat(u64::MAX)),
-                None => {}
-            }
-        }
-        if !places.into_iter().all(|clusters| self.claim(clusters)) {
-            return Err("lies where another table does".to_owned());
-        }
-        tracked.table().entries = table;
-        Ok(bits)
-    }
-
-    /// Says in the directory which tracked bitmaps are in use, durably.
-    async fn write_flags(
-        &self,
-        io: &MetaIo,
-        tracking: &Tracking,
-        barrier: Barrier,
-        in_use: impl Fn(&Tracked) -> bool,
-    ) -> IoResult {
-        let pieces = tracking.flags(in_use);
-        if pieces.is_empty() {
-            return Ok(());
-        }
-        self.guard_pieces(Owner::Bitmap, &pieces)?;
-        write_all(&self.table_writes, io, pieces).await?;
-        self.barrier(io, barrier).await
-    }
-
-    /// Brings the bitmaps to the file and says that they are not in use any more. What cannot be written stays in use: it
-    /// is lost, and nothing else. All else is durable, and no operation may be in flight. Fails where refcounts that were
-    /// changed for it cannot be brought to the file.
-    pub(crate) async fn store_bitmaps(&self, io: &MetaIo) -> IoResult {
-        let Some(tracking) = &self.tracking else { return Ok(()) };
-        if tracking.tracked.is_empty() || tracking.kept.get() != Some(&true) {
-            return Ok(());
-        }
-        let Some(_making_ready) = self.begin(Need::HeaderReady).await else { return Ok(()) };
-        if !self.header_ready.load(Ordering::Acquire) {
-            // Nothing was written, or the guard has stopped the image.
-            return Ok(());
-        }
-        // The next write has to say first that they are in use.
-        self.header_ready.store(false, Ordering::Release);
-        let mut stored = Vec::new();
-        for tracked in tracking.tracked.iter().filter(|tracked| tracked.bits().is_some()) {
-            match self.store_bits(io, tracked).await {
-                Ok(()) => stored.push(tracked),
-                Err(error) => {
-                    self.give_back(tracked);
-                    self.tell_lost(tracked, error);
-                }
-            }
-        }
-        if !stored.is_empty() {
-            match self.publish_bits(io, tracking, &stored).await {
-                Ok(()) => stored.iter().filter_map(|tracked| tracked.bits()).for_each(DirtyBits::all_stored),
-                Err(error) => stored.iter().for_each(|tracked| self.tell_lost(tracked, error)),
-            }
-        }
-        // Space that was taken for nothing is free again, and so is the old place of a refcount table that has moved.
-        let is_settled = self.lock().is_all_written();
-        if is_settled { Ok(()) } else { self.settle(io).await }
-    }
-
-    fn tell_lost(&self, tracked: &Tracked, error: IoError) {
-        tracing::error!(
-            "'{}': bitmap '{}' could not be written: {error}. The disk is whole; the bitmap stays marked as \
-             inconsistent, remove it (bitmap --remove) and make it anew",
-            self.name,
-            tracked.bitmap.name.escape_debug()
-        );
-    }
-
-    /// Writes the parts that have changed, those that had no cluster to new ones.
-    async fn store_bits(&self, io: &MetaIo, tracked: &Tracked) -> IoResult {
-        let Some(bits) = tracked.bits() else { return Ok(()) };
-        for parts in bits.changed_parts().chunks(PARTS_AT_ONCE) {
-            let mut pieces = Vec::new();
-            for part in parts {
-                let offset = self.place_of(io, tracked, *part).await?;
-                pieces.push(Piece { offset, bytes: bits.part_bytes(*part) });
-            }
-            self.guard_pieces(Owner::Bitmap, &pieces)?;
-            write_all(&self.table_writes, io, pieces).await?;
-        }
-        Ok(())
-    }
-
-    async fn place_of(&self, io: &MetaIo, tracked: &Tracked, part: usize) -> IoResult<u64> {
-        let entry = tracked.table().entries.get(part).copied().ok_or(IoError::EIO)?;
-        if let Some(offset) = data_offset(entry) {
-            let cluster = self.geometry.cluster_of(offset);
-            return match self.run(io, |state| self.refcount_in_use(state, cluster)).await? {
-                1 => Ok(offset),
-                // Somebody else's too.
-                _ => Err(IoError::new(IoErrorKind::Corrupt)),
-            };
-        }
-        let allocate = |state: &mut State| {
-            let run = self.allocate_in_order(state, 1)?;
-            self.add_tables(state, Owner::Bitmap, run.first..run.end());
-            Ok(self.geometry.start_of(run.first))
-        };
-        let offset = self.run(io, allocate).await?;
-        let mut table = tracked.table();
-        if let Some(entry) = table.entries.get_mut(part) {
-            *entry = offset;
-        }
-        table.fresh.push(part);
-        table.differs = true;
-        Ok(offset)
-    }
-
-    /// New clusters of a bitmap that is lost are free again.
-    fn give_back(&self, tracked: &Tracked) {
-        let mut table = tracked.table();
-        if table.fresh.is_empty() {
-            return;
-        }
-        let mut state = self.lock();
-        let epoch = self.epochs.retire();
-        for part in std::mem::take(&mut table.fresh) {
-            let Some(entry) = table.entries.get_mut(part) else { continue };
-            let clusters = clusters_of(&self.geometry, std::mem::take(entry), 1);
-            self.remove_tables(&mut state, Owner::Bitmap, clusters.clone());
-            state.retired.push(Freed { clusters, epoch, table: None });
-        }
-    }
-
-    async fn publish_bits(&self, io: &MetaIo, tracking: &Tracking, stored: &[&Tracked]) -> IoResult {
-        if !self.skips(Barrier::Bits) {
-            self.stop_postponing();
-            self.flush(io).await?;
-        }
-        let mut wrote_tables = false;
-        for tracked in stored {
-            let bytes: Vec<u8> = {
-                let mut table = tracked.table();
-                // From now on the file may name them.
-                table.fresh.clear();
-                match table.differs {
-                    true => table.entries.iter().flat_map(|entry| entry.to_be_bytes()).collect(),
-                    false => continue,
-                }
-            };
-            let pieces = vec![Piece { offset: tracked.bitmap.table_offset, bytes }];
-            self.guard_pieces(Owner::Bitmap, &pieces)?;
-            write_all(&self.table_writes, io, pieces).await?;
-            wrote_tables = true;
-        }
-        if wrote_tables {
-            self.barrier(io, Barrier::Bits).await?;
-            stored.iter().for_each(|tracked| tracked.table().differs = false);
-        }
-        let in_use = |tracked: &Tracked| !stored.iter().any(|stored| std::ptr::eq(*stored, tracked));
-        self.write_flags(io, tracking, Barrier::End, in_use).await
     }
 }

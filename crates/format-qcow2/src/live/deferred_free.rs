@@ -3,7 +3,7 @@
 //!
 //! The decrements reach the disk with a later flush. Lost in a power cut they leave leaks, which are harmless.
 
-use crate::live::flush::Barrier;
+use crate::live::flush_queue::Barrier;
 use crate::live::free_runs::Run;
 use crate::live::refcounts::Absent;
 use crate::live::state::{Freed, Inner, State};

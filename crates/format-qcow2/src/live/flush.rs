@@ -5,7 +5,7 @@
 //! 2. Where refcount blocks are new or the refcount table has moved: its entries, or the header; barrier.
 //! 3. L2 entries and L1 entries; barrier.
 //!
-//! Where refcounts are postponed (see `dirty`) they are in none of these, and 1 and 3 are one step where what the tables
+//! Where refcounts are postponed (see `lazy_refcounts`) they are in none of these, and 1 and 3 are one step where what the tables
 //! lead to reads as zeros until it is written, as it did before.
 //!
 //! What step 3 unlinked is decremented only afterwards. So whatever a power cut leaves, refcounts are never too low.
@@ -13,68 +13,20 @@
 //! time, and those who come meanwhile share the next.
 
 use crate::layout::header::OFFSET_REFCOUNT_TABLE;
-use crate::live::in_flight_ops::Tail;
+use crate::live::flush_queue::{Barrier, Outcome};
+use crate::live::in_flight_ops::InFlightOps;
 use crate::live::metadata_map::Owner;
 use crate::live::refcounts::{Piece, RefcountWrites, sectors};
 use crate::live::state::{Freed, FreshTable, Inner, State};
 use block::sync::Ordering;
 use block::{FileOp, IoError, IoResult, MetaIo, PastEnd};
 use memory::IoBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 /// Neighbouring pieces are joined up to this size.
 const JOINED_BYTES_MAX: usize = 1 << 20;
 /// Writes in flight at once.
 const BATCH: usize = 32;
-
-/// An ordering that a flush keeps, for tests that leave it out.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Barrier {
-    /// Refcounts, new tables and data before whatever leads to them.
-    BeforeMapping,
-    /// Refcount table entries before L2 entries that rely on them.
-    BeforeRelying,
-    /// Everything before the flush is reported done.
-    End,
-    /// Unlinking durable before the space is used again.
-    Reuse,
-    /// Whatever was resolved before a free ended before the space is used again.
-    Epoch,
-    /// Zeros at the end of the file before anything is mapped there that is not durable itself.
-    Extension,
-    /// That bitmaps are in use before anything is written.
-    InUse,
-    /// All of a bitmap before it is said not to be in use.
-    Bits,
-    /// Tables that lead to a place before what is written there is called durable by itself.
-    Overwrite,
-}
-
-impl Barrier {
-    pub(crate) fn bit(self) -> u32 {
-        match self {
-            Self::BeforeMapping => 1,
-            Self::BeforeRelying => 2,
-            Self::End => 4,
-            Self::Reuse => 8,
-            Self::Epoch => 16,
-            Self::Extension => 32,
-            Self::InUse => 64,
-            Self::Bits => 128,
-            Self::Overwrite => 256,
-        }
-    }
-}
-
-/// The end of one flush; `None` inside if nobody brought it to its end.
-type Outcome = Arc<OnceLock<Option<IoResult>>>;
-
-/// One flush runs, the next collects those who want one.
-#[derive(Debug, Default)]
-pub(crate) struct FlushQueue {
-    running: bool,
-    next: Outcome,
-}
 
 enum Turn {
     Over(Option<IoResult>),
@@ -438,7 +390,7 @@ fn push_joined(pieces: &mut Vec<Piece>, piece: Piece) {
 }
 
 /// Writes all pieces, several at a time. After an error some may have been written.
-pub(crate) async fn write_all(tail: &Arc<Tail>, io: &MetaIo, pieces: Vec<Piece>) -> IoResult {
+pub(crate) async fn write_all(tail: &Arc<InFlightOps>, io: &MetaIo, pieces: Vec<Piece>) -> IoResult {
     for batch in pieces.chunks(BATCH) {
         let start = |piece: &Piece| {
             let data = IoBuf::from_pool(piece.bytes.len()).whole();

@@ -1,28 +1,17 @@
-//! The image as others see it: opening it, and what its queues ask.
+//! The image as others see it: what its queues ask.
 
-use crate::check::repair_at_open::repair_at_open;
-use crate::layout::entry::entries;
-use crate::layout::entry::{BadEntry, Cluster, more_than_data};
-use crate::layout::header::{HEADER_SECTOR_BYTES, Header, probe, read_first_cluster};
-use crate::layout::snapshot::{SnapshotName, of_snapshot};
-use crate::live::bitmap_tracking::Tracking;
-use crate::live::dirty::DirtyBit;
-use crate::live::flush::{Barrier, FlushQueue};
-use crate::live::metadata_map::TableBits;
-use crate::live::refcounts::Refcounts;
-use crate::live::state::{Inner, Need, Space, State, Stop};
-use block::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering};
-use block::{CacheStats, CompressedExtent, Epochs, Error, ErrorKind, FileInfo, IoError, IoErrorKind, IoResult, Mapped};
-use block::{MetaIo, PastEnd, Result, SliceBook, WaitList};
+use crate::layout::entry::{BadEntry, Cluster};
+use crate::layout::header::Header;
+use crate::layout::snapshot::SnapshotName;
+use crate::live::flush_queue::Barrier;
+use crate::live::state::{Inner, Need, Stop};
+use block::sync::Ordering;
+use block::{CacheStats, CompressedExtent, Epochs, FileInfo, IoError, IoErrorKind, IoResult, Mapped, MetaIo, Result};
 use memory::AlignedBuf;
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 /// The L2 tables of a whole disk are kept in memory as long as they fit this (qemu's default).
 const TABLE_CACHE_BYTES: u64 = 32 << 20;
-
-/// The header of version 3 without what was added to it later.
-const HEADER_BYTES_MIN: u64 = 104;
 
 /// An open qcow2 image, shared by all queues on all reactors.
 #[derive(Debug)]
@@ -75,110 +64,6 @@ impl Qcow2 {
     #[doc(hidden)]
     pub async fn open_with_cache(io: &MetaIo, file: &FileInfo, options: OpenOptions, cache: u64) -> Result<Self> {
         Self::open_part(io, file, options, None, cache).await
-    }
-
-    async fn open_part(
-        io: &MetaIo,
-        file: &FileInfo,
-        options: OpenOptions,
-        snapshot: Option<&SnapshotName>,
-        cache: u64,
-    ) -> Result<Self> {
-        let name = options.name;
-        let read_only = options.read_only || file.read_only;
-        let (cluster, mut header, file_bytes) = read_header(io, file, &name, read_only).await?;
-        let failed = |what: &str, end: u64, error: IoError| match end > file_bytes {
-            true => {
-                let what = format!(
-                    "'{name}': its {what} ends at byte {end}, the file at {file_bytes}: it was cut off or is damaged"
-                );
-                Error::new(ErrorKind::BadImage, what)
-            }
-            false => Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the {what}"), error),
-        };
-        if let Some(which) = snapshot {
-            header = of_snapshot(io, header, &name, which).await?;
-        }
-        let geometry = header.geometry();
-        let l1_bytes = (header.l1_entries as usize).saturating_mul(8);
-        let l1 = match l1_bytes {
-            0 => AlignedBuf::zeroed(0),
-            _ => {
-                let end = header.l1_offset.saturating_add(l1_bytes as u64);
-                let read = io.read(header.l1_offset, l1_bytes, PastEnd::Fails).await;
-                read.map_err(|error| failed("L1 table", end, error))?
-            }
-        };
-        let missing = geometry.l1_entries().saturating_sub(u64::from(header.l1_entries));
-        let padding = std::iter::repeat_n(0, usize::try_from(missing).unwrap_or(0));
-        let table = match read_only {
-            true => Vec::new(),
-            false => {
-                let length = geometry.start_of(u64::from(header.refcount_table_clusters));
-                let end = header.refcount_table_offset.saturating_add(length);
-                let length = usize::try_from(length).unwrap_or(0);
-                let read = io.read(header.refcount_table_offset, length, PastEnd::Fails).await;
-                entries(&read.map_err(|error| failed("refcount table", end, error))?).collect()
-            }
-        };
-        let tracking = match read_only {
-            true => None,
-            false => Tracking::open(io, &header, &cluster, &name).await?,
-        };
-        let sector = cluster.get(..HEADER_SECTOR_BYTES).and_then(|bytes| bytes.try_into().ok());
-        let refcounts = Refcounts::new(geometry, table, header.refcount_table_offset, cache / 8);
-        let space = space_at_open(file, file_bytes, &geometry, &refcounts);
-        let state = State {
-            book: SliceBook::default(),
-            l1_dirty: BTreeSet::new(),
-            l1_writing: BTreeSet::new(),
-            fresh_tables: HashMap::new(),
-            refcounts,
-            space,
-            in_flight: BTreeMap::new(),
-            busy: HashSet::new(),
-            unlinked: Vec::new(),
-            unlinked_clusters: 0,
-            retired: Vec::new(),
-            flushes: FlushQueue::default(),
-            dirty: DirtyBit::default(),
-            needs_order: false,
-            header_sector: sector.unwrap_or([0; HEADER_SECTOR_BYTES]),
-            tables: None,
-            snapshots_known: false,
-        };
-        let inner = Inner {
-            read_only,
-            lazy: !read_only && header.may_postpone_refcounts(),
-            geometry,
-            can_grow: file.can_grow && !file.block_device,
-            can_discard: file.can_discard,
-            discard_zeroes: file.discard_zeroes && !file.block_device,
-            file_clusters: geometry.cluster_of(file_bytes),
-            // A snapshot of a shorter disk has fewer.
-            l1: entries(&l1).chain(padding).map(AtomicU64::new).collect(),
-            slices: geometry.slice_cache(cache),
-            more_than_data: more_than_data(&geometry),
-            slices_read: AtomicU64::new(0),
-            epochs: Epochs::default(),
-            state: Mutex::new(state),
-            loaded: WaitList::default(),
-            idle: WaitList::default(),
-            flushed: WaitList::default(),
-            table_writes: Arc::default(),
-            extensions: Arc::default(),
-            tracking,
-            header_ready: AtomicBool::new(false),
-            stopped: AtomicBool::new(false),
-            marked: AtomicBool::new(false),
-            table_bits: TableBits::for_clusters(if read_only { 0 } else { geometry.cluster_of(file_bytes) }),
-            mapping_is_durable: AtomicBool::new(false),
-            complained: AtomicBool::new(false),
-            skipped_barriers: AtomicU32::new(0),
-            header,
-            name,
-        };
-        Ok(Self { inner: Arc::new(inner) })
     }
 
     /// What the header said at open.
@@ -352,49 +237,6 @@ impl Qcow2 {
     #[doc(hidden)]
     pub fn hold_lock_for_test(&self) -> impl Drop + '_ {
         self.inner.lock()
-    }
-}
-
-/// The first cluster, the header in it, and how long the file is. An image that was left dirty is repaired before it is
-/// written to.
-async fn read_header(io: &MetaIo, file: &FileInfo, name: &str, read_only: bool) -> Result<(AlignedBuf, Header, u64)> {
-    let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
-    let cluster = read_first_cluster(io).await.map_err(failed)?;
-    let header = Header::parse(&cluster, name, false).map_err(|error| match file.length_bytes {
-        length @ 4..HEADER_BYTES_MIN if probe(&cluster) => {
-            let what = format!("'{name}': not a valid qcow2 image: the file has {length} bytes, not even a header");
-            Error::new(ErrorKind::BadImage, what)
-        }
-        _ => error,
-    })?;
-    if read_only || !header.is_dirty() {
-        return Ok((cluster, header, file.length_bytes));
-    }
-    let file_bytes = repair_at_open(io, file.locks, file.length_bytes, name).await?;
-    let cluster = read_first_cluster(io).await.map_err(failed)?;
-    let header = Header::parse(&cluster, name, true)?;
-    Ok((cluster, header, file_bytes))
-}
-
-/// Where space comes from at first. In a file that grows: behind its end. In one that cannot: behind what any refcount
-/// block counts, and in what the scan finds.
-fn space_at_open(
-    file: &FileInfo,
-    file_bytes: u64,
-    geometry: &crate::layout::geometry::Geometry,
-    refcounts: &Refcounts,
-) -> Space {
-    let grows = file.can_grow && !file.block_device;
-    let frontier = match grows {
-        true => geometry.clusters_for(file_bytes),
-        false => refcounts.last_block().map_or(0, |block| geometry.block_end(block)),
-    };
-    let frontier = frontier.max(1);
-    Space {
-        frontier,
-        scan_limit: frontier.min(geometry.cluster_of(file_bytes)),
-        can_extend: grows && file.fast_zeroes,
-        ..Space::default()
     }
 }
 

@@ -11,13 +11,13 @@ use std::sync::Arc;
 
 /// Counts them.
 #[derive(Debug, Default)]
-pub(crate) struct Tail {
+pub(crate) struct InFlightOps {
     count: AtomicUsize,
     ended: WaitList,
 }
 
 /// One of them; kept by the operation itself.
-struct Counted(Arc<Tail>);
+struct Counted(Arc<InFlightOps>);
 
 impl Drop for Counted {
     fn drop(&mut self) {
@@ -26,7 +26,7 @@ impl Drop for Counted {
     }
 }
 
-impl Tail {
+impl InFlightOps {
     /// Pushes `op` now; it counts until it has ended, awaited or not.
     pub(crate) fn start(self: &Arc<Self>, io: &MetaIo, op: FileOp) -> impl Future<Output = IoResult> + use<> {
         self.count.fetch_add(1, Ordering::AcqRel);

@@ -8,7 +8,7 @@ use crate::layout::entry::entries;
 use crate::layout::extended_entry::never_changing;
 use crate::layout::geometry::MAX_FILE_BYTES;
 use crate::layout::header::OFFSET_AUTOCLEAR;
-use crate::live::flush::Barrier;
+use crate::live::flush_queue::Barrier;
 use crate::live::state::{FreshTable, Inner, Need};
 use block::sync::Ordering;
 use block::{FileOp, IoError, IoErrorKind, IoResult, MetaIo, PastEnd};

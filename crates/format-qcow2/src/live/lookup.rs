@@ -1,7 +1,7 @@
 //! Where a range lies, from the tables in memory: without a lock, without waiting.
 
 use crate::layout::entry::{BadEntry, COPIED, Cluster, Table, data_only};
-use crate::live::flush::Barrier;
+use crate::live::flush_queue::Barrier;
 use crate::live::image::{Overwrite, Qcow2};
 use crate::live::state::Inner;
 use block::sync::Ordering;

@@ -3,9 +3,6 @@
 //! Collected from header, refcount table, L1 and snapshots before an image is first written to, and kept up to date. Who
 //! asks under the mutex gets an exact answer; the lock-free path asks [`TableBits`], which errs towards "perhaps".
 
-use crate::layout::entry::decode_l1;
-use crate::layout::geometry::clusters_of;
-use crate::live::state::{Inner, State};
 use block::sync::{AtomicU64, Ordering};
 use foldhash::{HashMap, HashMapExt};
 use std::fmt;
@@ -70,7 +67,7 @@ const TWICE: u16 = 1 << 15;
 
 /// Host clusters that hold tables, and whose.
 #[derive(Debug, Default)]
-pub(crate) struct Tables {
+pub(crate) struct MetadataMap {
     /// Hashed quickly: a large image has tens of thousands, all of which are collected before its first write. An image
     /// decides where its tables lie, but does not know the seed.
     owners: HashMap<u64, u16>,
@@ -78,7 +75,15 @@ pub(crate) struct Tables {
     has_far: bool,
 }
 
-impl Tables {
+impl MetadataMap {
+    pub(crate) fn with_capacity(clusters: usize) -> Self {
+        Self { owners: HashMap::with_capacity(clusters), has_far: false }
+    }
+
+    pub(crate) fn holds_table(&self, cluster: u64) -> bool {
+        self.owners.contains_key(&cluster)
+    }
+
     pub(crate) fn add(&mut self, bits: &TableBits, owner: Owner, clusters: Range<u64>) {
         for cluster in clusters {
             let found = self.owners.entry(cluster).or_default();
@@ -164,49 +169,6 @@ impl TableBits {
     }
 }
 
-impl Inner {
-    fn collect_tables(&self, state: &State) -> Tables {
-        let geometry = &self.geometry;
-        // A terabyte has thousands: counted first, so that the map does not grow step by step.
-        let used = self.l1.iter().filter(|entry| entry.load(Ordering::Relaxed) != 0).count();
-        let expected = used.saturating_add(state.refcounts.block_offsets().count());
-        let mut tables = Tables { owners: HashMap::with_capacity(expected), has_far: false };
-        let mut add = |owner, offset, length| {
-            tables.add(&self.table_bits, owner, clusters_of(geometry, offset, length));
-        };
-        add(Owner::Header, 0, 1);
-        add(Owner::L1, self.header.l1_offset, u64::from(self.header.l1_entries).saturating_mul(8));
-        let refcount_table_bytes = state.refcounts.table_entries().saturating_mul(8);
-        add(Owner::RefcountTable, state.refcounts.table_offset(), refcount_table_bytes);
-        state.refcounts.block_offsets().for_each(|offset| add(Owner::RefcountBlock, offset, 1));
-        for entry in &self.l1 {
-            if let Ok(Some(table)) = decode_l1(entry.load(Ordering::Relaxed), geometry) {
-                add(Owner::L2, table.offset, 1);
-            }
-        }
-        tables
-    }
-
-    pub(crate) fn tables<'s>(&self, state: &'s mut State) -> &'s mut Tables {
-        if state.tables.is_none() {
-            state.tables = Some(self.collect_tables(state));
-        }
-        state.tables.get_or_insert_default()
-    }
-
-    pub(crate) fn is_table(&self, state: &mut State, cluster: u64) -> bool {
-        self.tables(state).owners.contains_key(&cluster)
-    }
-
-    pub(crate) fn add_tables(&self, state: &mut State, owner: Owner, clusters: Range<u64>) {
-        self.tables(state).add(&self.table_bits, owner, clusters);
-    }
-
-    pub(crate) fn remove_tables(&self, state: &mut State, owner: Owner, clusters: Range<u64>) {
-        self.tables(state).remove(&self.table_bits, owner, clusters);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -214,7 +176,7 @@ mod tests {
     #[test]
     fn a_cluster_is_its_owners_alone_unless_another_table_lies_there_or_it_is_claimed_twice() {
         let bits = TableBits::for_clusters(10);
-        let mut tables = Tables::default();
+        let mut tables = MetadataMap::default();
         tables.add(&bits, Owner::L2, 5..6);
         tables.add(&bits, Owner::RefcountBlock, 7..9);
         assert_eq!(tables.stranger(Some(Owner::L2), 4..7), None);
@@ -237,7 +199,7 @@ mod tests {
     fn a_table_that_goes_leaves_the_bit_that_one_far_behind_it_shares() {
         for far_comes_first in [false, true] {
             let bits = TableBits::for_clusters(10);
-            let mut tables = Tables::default();
+            let mut tables = MetadataMap::default();
             let far = 7 + BITS_MIN;
             if far_comes_first {
                 tables.add(&bits, Owner::RefcountBlock, far..far + 1);

@@ -4,18 +4,21 @@
 //! mapping under the mutex of `state`; `allocator` finds them space; `flush` makes it all durable in order.
 
 mod allocator;
+mod bitmap_bits;
+mod bitmap_storing;
 mod bitmap_tracking;
 pub(crate) mod compress;
 mod deferred_free;
-mod dirty;
-mod dirty_bits;
-pub(crate) mod flush;
+mod flush;
+pub(crate) mod flush_queue;
 mod free_runs;
 pub(crate) mod image;
 mod in_flight_ops;
+mod lazy_refcounts;
 mod load;
 pub(crate) mod lookup;
 mod metadata_map;
+mod open;
 mod overlap_guard;
 pub(crate) mod packing;
 mod part_write;

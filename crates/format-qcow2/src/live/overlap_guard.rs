@@ -10,7 +10,7 @@ use crate::layout::entry::{Cluster, decode_l1};
 use crate::layout::geometry::clusters_of;
 use crate::layout::header::{HEADER_SECTOR_BYTES, INCOMPATIBLE_CORRUPT, OFFSET_INCOMPATIBLE};
 use crate::live::free_runs::Run;
-use crate::live::metadata_map::Owner;
+use crate::live::metadata_map::{MetadataMap, Owner};
 use crate::live::refcounts::Piece;
 use crate::live::state::{Inner, State, Step};
 use block::sync::Ordering;
@@ -172,5 +172,48 @@ impl Inner {
             }
         }
         Ok(())
+    }
+}
+
+impl Inner {
+    fn collect_tables(&self, state: &State) -> MetadataMap {
+        let geometry = &self.geometry;
+        // A terabyte has thousands: counted first, so that the map does not grow step by step.
+        let used = self.l1.iter().filter(|entry| entry.load(Ordering::Relaxed) != 0).count();
+        let expected = used.saturating_add(state.refcounts.block_offsets().count());
+        let mut tables = MetadataMap::with_capacity(expected);
+        let mut add = |owner, offset, length| {
+            tables.add(&self.table_bits, owner, clusters_of(geometry, offset, length));
+        };
+        add(Owner::Header, 0, 1);
+        add(Owner::L1, self.header.l1_offset, u64::from(self.header.l1_entries).saturating_mul(8));
+        let refcount_table_bytes = state.refcounts.table_entries().saturating_mul(8);
+        add(Owner::RefcountTable, state.refcounts.table_offset(), refcount_table_bytes);
+        state.refcounts.block_offsets().for_each(|offset| add(Owner::RefcountBlock, offset, 1));
+        for entry in &self.l1 {
+            if let Ok(Some(table)) = decode_l1(entry.load(Ordering::Relaxed), geometry) {
+                add(Owner::L2, table.offset, 1);
+            }
+        }
+        tables
+    }
+
+    pub(crate) fn tables<'s>(&self, state: &'s mut State) -> &'s mut MetadataMap {
+        if state.tables.is_none() {
+            state.tables = Some(self.collect_tables(state));
+        }
+        state.tables.get_or_insert_default()
+    }
+
+    pub(crate) fn is_table(&self, state: &mut State, cluster: u64) -> bool {
+        self.tables(state).holds_table(cluster)
+    }
+
+    pub(crate) fn add_tables(&self, state: &mut State, owner: Owner, clusters: Range<u64>) {
+        self.tables(state).add(&self.table_bits, owner, clusters);
+    }
+
+    pub(crate) fn remove_tables(&self, state: &mut State, owner: Owner, clusters: Range<u64>) {
+        self.tables(state).remove(&self.table_bits, owner, clusters);
     }
 }

@@ -7,12 +7,11 @@
 use crate::layout::entry::{BadEntry, Table, decode_l1};
 use crate::layout::geometry::Geometry;
 use crate::layout::header::{HEADER_SECTOR_BYTES, Header};
-use crate::live::bitmap_tracking::Tracking;
-use crate::live::dirty::DirtyBit;
-use crate::live::flush::FlushQueue;
+use crate::live::bitmap_tracking::BitmapTracking;
+use crate::live::flush_queue::FlushQueue;
 use crate::live::free_runs::{FreeRuns, Run};
-use crate::live::in_flight_ops::Tail;
-use crate::live::metadata_map::{Owner, TableBits, Tables};
+use crate::live::in_flight_ops::InFlightOps;
+use crate::live::metadata_map::{MetadataMap, Owner, TableBits};
 use crate::live::refcounts::{Absent, Refcounts};
 use block::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
 use block::{Epochs, IoError, IoErrorKind, IoResult, MetaIo, SliceBook, SliceCache, WaitList};
@@ -128,6 +127,15 @@ impl Space {
     }
 }
 
+/// The dirty bit of an image with lazy refcounts.
+#[derive(Debug, Default)]
+pub(crate) struct DirtyBit {
+    /// It is set in the file, durably, and stays so until `wanted` is taken back.
+    pub(super) set: bool,
+    /// Refcounts may be postponed once it is set.
+    pub(super) wanted: bool,
+}
+
 /// What the mutex guards.
 #[derive(Debug)]
 pub(crate) struct State {
@@ -154,7 +162,7 @@ pub(crate) struct State {
     pub(crate) needs_order: bool,
     pub(crate) header_sector: [u8; HEADER_SECTOR_BYTES],
     /// Where the tables lie; collected on first use.
-    pub(crate) tables: Option<Tables>,
+    pub(crate) tables: Option<MetadataMap>,
     /// Those of snapshots are among them.
     pub(crate) snapshots_known: bool,
 }
@@ -222,11 +230,11 @@ pub(crate) struct Inner {
     /// Woken when a flush ends.
     pub(crate) flushed: WaitList,
     /// Writes to tables and the header that are in flight.
-    pub(crate) table_writes: Arc<Tail>,
+    pub(crate) table_writes: Arc<InFlightOps>,
     /// Operations that make the file longer and are in flight.
-    pub(crate) extensions: Arc<Tail>,
+    pub(crate) extensions: Arc<InFlightOps>,
     /// Bitmaps that are kept up to date, if the image is open for writing and has any.
-    pub(crate) tracking: Option<Box<Tracking>>,
+    pub(crate) tracking: Option<Box<BitmapTracking>>,
     /// Set while the header needs no change before the image is written to, and all tables are known.
     pub(crate) header_ready: AtomicBool,
     /// All that the tables in memory lead to, the file leads to, durably. Taken back before an entry changes, and set by a

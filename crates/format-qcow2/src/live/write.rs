@@ -1,7 +1,7 @@
 //! Writes to new space, in two steps: *prepare* reserves it, *commit* publishes it.
 
 use crate::layout::entry::{BadEntry, COPIED, Cluster};
-use crate::live::flush::Barrier;
+use crate::live::flush_queue::Barrier;
 use crate::live::image::Qcow2;
 use crate::live::metadata_map::Owner;
 use crate::live::state::{Freed, FreshTable, Inner, Need, State, Step, Stop};

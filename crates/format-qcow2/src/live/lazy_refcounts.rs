@@ -7,21 +7,12 @@
 
 use crate::layout::entry::Cluster;
 use crate::layout::header::{INCOMPATIBLE_DIRTY, OFFSET_INCOMPATIBLE};
-use crate::live::flush::Barrier;
+use crate::live::flush_queue::Barrier;
 use crate::live::metadata_map::Owner;
 use crate::live::refcounts::Piece;
 use crate::live::state::{Inner, Need, State, Step, Stop};
 use block::{FileOp, IoResult, MetaIo};
 use memory::{AlignedBuf, IoBuf};
-
-/// The bit of an image with lazy refcounts.
-#[derive(Debug, Default)]
-pub(crate) struct DirtyBit {
-    /// It is set in the file, durably, and stays so until `wanted` is taken back.
-    set: bool,
-    /// Refcounts may be postponed once it is set.
-    wanted: bool,
-}
 
 impl Inner {
     /// Whether a flush leaves the refcounts out. Not if too many wait; and not if their table moves: its old place must not
