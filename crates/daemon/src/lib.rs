@@ -28,7 +28,7 @@ mod status;
 mod table;
 
 pub use self::daemon::{Daemon, DaemonConfig};
-pub use attach::{Attachment, absolute, attach_flags, qemu as qemu_flags, quote};
+pub use attach::{Attachment, absolute, attach_flags, quote};
 pub use notify::notify;
 pub use pidfile::Pidfile;
 pub use status::{DiskStatus, ExportId, ExportStatus, NodeId};

@@ -92,28 +92,10 @@ fn bad(message: String) -> Error {
 /// The word of `valid` that somebody who typed `word` most likely meant.
 fn closest<'a>(word: &str, valid: &[&'a str]) -> Option<&'a str> {
     let lower = word.to_lowercase().replace('-', "_");
-    let scored = valid.iter().map(|name| (distance(&lower, &name.replace('-', "_")), *name));
+    let scored = valid.iter().map(|name| (strsim::osa_distance(&lower, &name.replace('-', "_")), *name));
     let (edits, name) = scored.min_by_key(|(edits, _)| *edits)?;
     let close = edits <= 2 && edits * 2 < name.len().max(2) || !lower.is_empty() && name.starts_with(&lower);
     close.then_some(name)
-}
-
-/// How many letters to insert, delete, replace or exchange with their neighbour to make `left` into `right`.
-fn distance(left: &str, right: &str) -> usize {
-    let (left, right): (Vec<char>, Vec<char>) = (left.chars().collect(), right.chars().collect());
-    let mut rows = vec![(0..=right.len()).collect::<Vec<_>>()];
-    for (i, l) in left.iter().enumerate() {
-        let mut row = vec![i + 1];
-        for (j, r) in right.iter().enumerate() {
-            let mut best = (rows[i][j + 1] + 1).min(row[j] + 1).min(rows[i][j] + usize::from(l != r));
-            if i > 0 && j > 0 && *l == right[j - 1] && left[i - 1] == *r {
-                best = best.min(rows[i - 1][j - 1] + 1);
-            }
-            row.push(best);
-        }
-        rows.push(row);
-    }
-    rows[left.len()][right.len()]
 }
 
 #[cfg(test)]
