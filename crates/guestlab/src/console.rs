@@ -4,7 +4,7 @@ use crate::options::GuestOptions;
 use crate::report::{GuestReport, Reader};
 use crate::tools;
 use anyhow::{Context, Result, anyhow};
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -19,11 +19,27 @@ use std::time::{Duration, Instant};
 const QUOTED_LINES: usize = 30;
 /// How long a guest that said its last word may take to power off.
 const POWER_OFF: Duration = Duration::from_secs(20);
-/// How often we look whether somebody wants us to stop.
+/// How long we read on after a guest's process has ended: others may hold its console open.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+/// What QEMU says when the host's KVM gives up: the machine stands still from then on, and its process stays.
+const KVM_FAILURES: [&str; 2] = ["KVM internal error", "kvm run failed"];
+/// How often we look whether somebody wants us to stop, and whether the guest's process has ended.
 const GLANCE: Duration = Duration::from_millis(100);
 
 /// What the thread that starts a guest does first, to be inherited by it.
 pub(crate) type Prepare = fn() -> Result<()>;
+
+/// QEMU stopped the machine since the host's KVM failed.
+#[derive(Debug)]
+pub(crate) struct KvmFailed;
+
+impl std::fmt::Display for KvmFailed {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("KVM failed on this host and QEMU stopped the guest")
+    }
+}
+
+impl std::error::Error for KvmFailed {}
 
 /// A command that becomes `program`, killed by the kernel when the thread that starts it ends, however that comes about:
 /// util-linux' setpriv sees to it. Without setpriv (every Debian has it) a guest outlives us if we are killed ourselves.
@@ -51,7 +67,7 @@ pub(crate) fn run(
     let lines = guest.lines();
     let mut reader = Reader::default();
     let mut quoted = VecDeque::new();
-    let ended = watch(options, start + options.time_limit, &lines, |line| {
+    let ended = watch(options, start + options.time_limit, &lines, &guest, |line| {
         if let Some(log) = &mut log {
             writeln!(log, "{line}").context("cannot write the log")?;
         }
@@ -59,6 +75,9 @@ pub(crate) fn run(
             quoted.pop_front();
         }
         quoted.push_back(line.to_owned());
+        if KVM_FAILURES.iter().any(|failure| line.contains(failure)) {
+            return Err(KvmFailed.into());
+        }
         if let Some(step) = reader.line(line)? {
             progress(&step);
         }
@@ -71,15 +90,18 @@ pub(crate) fn run(
     })
 }
 
-/// Gives each line to `line` until the console is closed. `line` says when nothing but the power-off is to come.
+/// Gives each line to `line` until the console is closed or the guest has died. `line` says when nothing but the power-off is
+/// to come.
 fn watch(
     options: &GuestOptions,
     end: Instant,
     lines: &Receiver<String>,
+    guest: &Guest,
     mut line: impl FnMut(&str) -> Result<bool>,
 ) -> Result<()> {
     let mut end = end;
     let mut complete = false;
+    let mut died: Option<Instant> = None;
     loop {
         match lines.recv_timeout(GLANCE) {
             Ok(text) => {
@@ -90,6 +112,12 @@ fn watch(
             }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+        if died.is_none() && guest.has_ended() {
+            died = Some(Instant::now());
+        }
+        if died.is_some_and(|died| died.elapsed() > LAST_WORDS) {
+            return Ok(());
         }
         if options.stop.load(Ordering::Relaxed) {
             return Err(anyhow!("stopped"));
@@ -124,6 +152,12 @@ impl Guest {
         Ok(Self { child, _starter: starter })
     }
 
+    /// Whether its first process has ended. That one is not waited for yet, so its number stays the group's.
+    fn has_ended(&self) -> bool {
+        let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        matches!(waitid(WaitId::Pid(Pid::from_child(&self.child)), look), Ok(Some(_)))
+    }
+
     /// What it prints from now on, on both outputs.
     fn lines(&mut self) -> Receiver<String> {
         let (sender, receiver) = sync_channel(1024);
@@ -151,10 +185,8 @@ fn read_lines(stream: Box<dyn Read + Send>, sender: &SyncSender<String>) {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        if !matches!(self.child.try_wait(), Ok(Some(_))) {
-            // The group is the guest's own, and lives as long as its first process is not waited for.
-            let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
-            let _ = self.child.wait();
-        }
+        // The group is the guest's own, and lives as long as its first process is not waited for.
+        let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
+        let _ = self.child.wait();
     }
 }

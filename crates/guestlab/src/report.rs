@@ -16,6 +16,8 @@ pub struct GuestReport {
     pub disks: Vec<DiskReport>,
     /// From the start to the power-off, on the host's clock.
     pub time: Duration,
+    /// The host's KVM failed under the guest, which then ran without it.
+    pub kvm_failed: bool,
 }
 
 /// One disk as the guest saw it.

@@ -54,6 +54,9 @@ fn counted(number: u32, what: &str) -> String {
 fn summary(report: &GuestReport) -> String {
     let (cpus, seconds) = (counted(report.cpus, "CPU"), report.time.as_secs_f64());
     let mut text = format!("guest: Linux {} with {cpus}, up for {seconds:.1} s\n", report.kernel);
+    if report.kvm_failed {
+        text += "KVM failed on this host: the guest ran without it, by translation, which is slow\n";
+    }
     for disk in &report.disks {
         let fio = disk.fio.as_ref().map_or(0, |fio| fio.written_bytes);
         text += &format!(
