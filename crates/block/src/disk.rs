@@ -1,6 +1,6 @@
 //! A disk: its control plane ([`Disk`], shared) and its data plane ([`DiskQueue`], one thread each).
 
-use crate::{Completion, DiskListener, Op, ReactorCtx, Result, Tag};
+use crate::{Completion, DiskListener, Op, ReactorCtx, Result, Run, Runs, Tag};
 use std::rc::Rc;
 use std::sync::Weak;
 
@@ -58,6 +58,17 @@ pub trait Disk: Send + Sync {
     /// completes). Disks that cannot switch ignore it; the next [`Disk::info`] tells.
     fn set_volatile_cache(&self, volatile: bool) {
         let _ = volatile;
+    }
+
+    /// What lies where in `length_bytes` from `offset` on; what is behind the end of the disk is left out. A disk that
+    /// cannot tell says that all of it is data.
+    ///
+    /// This blocks while tables are read, so it is for threads of jobs and sessions: a reactor may have to go on for it to
+    /// end. What is written meanwhile may show or not. Neighbouring runs may be alike.
+    fn block_status(&self, offset: u64, length_bytes: u64) -> Result<Runs<'_>> {
+        let end = offset.saturating_add(length_bytes).min(self.info().size_bytes);
+        let length_bytes = end.saturating_sub(offset);
+        Ok(Box::new((length_bytes > 0).then_some(Ok(Run::of_data(offset, length_bytes))).into_iter()))
     }
 
     /// Tells `listener` of every later change of [`Disk::info`], as long as the listener's owner keeps it. Ask

@@ -2,6 +2,7 @@
 //!
 //! * [`Disk`] and [`DiskQueue`]: what front ends (vhost-user, NBD, the driver's tests) see of a disk.
 //! * [`DiskListener`]: who hears of a disk's changes.
+//! * [`Run`]: what lies where in a disk.
 //! * [`Op`] and [`Completion`]: one request and its end. Operations own their buffers. [`OpFlags`] and [`Priority`] say
 //!   how durable and how urgent.
 //! * [`File`] and [`FileQueue`]: what images see of an open file; engines and the simulator implement them. Pushing an
@@ -18,6 +19,7 @@
 
 #![forbid(unsafe_code)]
 
+mod block_status;
 mod disk;
 mod disk_io;
 mod epoch;
@@ -38,6 +40,7 @@ mod timers;
 mod wait;
 mod watch;
 
+pub use block_status::{Run, Runs};
 pub use disk::{Disk, DiskInfo, DiskQueue, Topology};
 pub use disk_io::{DiskIo, reclaim};
 pub use epoch::{Epochs, Participant, Ticket};

@@ -32,11 +32,12 @@ mod null;
 mod offline;
 mod open;
 
+pub use block::Run;
 pub use chain::compressed_writer::CompressedWriter;
 pub use chain::copy_offload::CopyOffload;
 pub use chain::exchange::overlay::{OpenedOverlay, put_overlay, put_overlay_async};
 pub use chain::exchange::take_back::{take_back, take_back_async};
-pub use chain::extents::{Extents, Run};
+pub use chain::extents::Extents;
 pub use chain::image::Image;
 pub use chain::table_cache::TableCacheStats;
 pub use filters::delay::{Delay, DelayOptions};

@@ -1,8 +1,8 @@
 //! The null disk, for measurements: reads give zeros, writes go nowhere, nothing waits.
 
 use block::{
-    Completion, Disk, DiskInfo, DiskQueue, IoError, IoErrorKind, IoResult, Op, ReactorCtx, Result, SECTOR_BYTES, Tag,
-    Topology,
+    Completion, Disk, DiskInfo, DiskQueue, IoError, IoErrorKind, IoResult, Op, ReactorCtx, Result, Run, Runs,
+    SECTOR_BYTES, Tag, Topology,
 };
 use std::rc::Rc;
 
@@ -35,6 +35,12 @@ impl Disk for NullDisk {
             write_zeroes: true,
             serial: self.serial.clone(),
         }
+    }
+
+    fn block_status(&self, offset: u64, length_bytes: u64) -> Result<Runs<'_>> {
+        let end = offset.saturating_add(length_bytes).min(self.size_bytes);
+        let length_bytes = end.saturating_sub(offset);
+        Ok(Box::new((length_bytes > 0).then_some(Ok(Run::of_nothing(offset, length_bytes))).into_iter()))
     }
 
     fn open_queue(&self, _ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {

@@ -27,15 +27,11 @@ fn filtered(disk: Arc<dyn Disk>, filter: impl Filter) -> Arc<dyn Disk> {
 }
 
 fn slow() -> DelayOptions {
-    let mut options = DelayOptions::of(Duration::from_micros(300));
-    options.bytes_per_second = Some(100 << 20);
-    options
+    DelayOptions::of(Duration::from_micros(300)).with(|options| options.bytes_per_second = Some(100 << 20))
 }
 
 fn errors(change: impl FnOnce(&mut ErrorOptions)) -> Errors {
-    let mut options = ErrorOptions::default();
-    change(&mut options);
-    Errors::new(options)
+    Errors::new(ErrorOptions::default().with(change))
 }
 
 /// What no request gets to.

@@ -1,16 +1,15 @@
 //! What lies where in a disk.
 
 use crate::Control;
-use block::{Disk, Result};
-use image::{Image, Run};
+use block::{Disk, Result, Run};
 
 /// How many runs are shown between two looks at the caller's wishes.
 const RUNS_PER_LOOK: usize = 256;
 
 /// Shows every run of the disk to `visit`, in order.
-pub fn map(image: &Image, control: &mut Control<'_>, mut visit: impl FnMut(Run) -> Result<()>) -> Result<()> {
-    let total = image.info().size_bytes;
-    for (index, run) in image.extents()?.enumerate() {
+pub fn map(disk: &dyn Disk, control: &mut Control<'_>, mut visit: impl FnMut(Run) -> Result<()>) -> Result<()> {
+    let total = disk.info().size_bytes;
+    for (index, run) in disk.block_status(0, total)?.enumerate() {
         let run = run?;
         visit(run)?;
         if index % RUNS_PER_LOOK == 0 {

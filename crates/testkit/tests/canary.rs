@@ -2,7 +2,7 @@
 
 use block::{
     Completion, Disk, DiskInfo, DiskQueue, Done, File, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Op,
-    PastEnd, ReactorCtx, Result, Sink, Tag, Topology,
+    PastEnd, ReactorCtx, Result, Run, Runs, Sink, Tag, Topology,
 };
 use ringdisk_testkit::conformance::{self, Report, Subject};
 use ringdisk_testkit::{
@@ -47,6 +47,10 @@ enum Defect {
     CachesPerQueue,
     /// Writes rewrite the sector before them with what it was when they began.
     TouchesNeighbours,
+    /// The block status knows of no data.
+    HidesData,
+    /// The block status ends early.
+    ForgetsTheEnd,
 }
 
 #[derive(Debug)]
@@ -70,6 +74,16 @@ impl Disk for PlainDisk {
             write_zeroes: !self.read_only,
             serial: String::new(),
         }
+    }
+
+    fn block_status(&self, offset: u64, length_bytes: u64) -> Result<Runs<'_>> {
+        let lost = if self.defect == Defect::ForgetsTheEnd { 512 } else { 0 };
+        let length_bytes = offset.saturating_add(length_bytes).min(SIZE - lost).saturating_sub(offset);
+        let run = match self.defect {
+            Defect::HidesData => Run::of_nothing(offset, length_bytes),
+            _ => Run::of_data(offset, length_bytes),
+        };
+        Ok(Box::new((length_bytes > 0).then_some(Ok(run)).into_iter()))
     }
 
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
@@ -297,6 +311,8 @@ fn the_suite_notices_each_defect_that_a_guest_could_see() {
         Defect::Miscounts,
         Defect::CachesPerQueue,
         Defect::TouchesNeighbours,
+        Defect::HidesData,
+        Defect::ForgetsTheEnd,
     ] {
         assert!(!conform(defect).failures.is_empty(), "{defect:?} passed");
     }

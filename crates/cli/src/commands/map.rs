@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         writeln!(out, "{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to")?;
     }
     watch.run(|control| {
-        jobs::map(&image, control, |run| {
+        jobs::map(&*image, control, |run| {
             let Some(run) = within(run, &window) else { return Ok(()) };
             let done = match args.output {
                 Output::Json => {

@@ -3,51 +3,22 @@
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
-use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Result, block_on};
+use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Result, Run, block_on};
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Looked at in one step: steps that find little do not each walk all of the rest.
 const LOOK_BYTES: u64 = 256 << 20;
 
-/// Neighbouring bytes of a disk that are alike.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Run {
-    /// First byte of the disk.
-    pub start: u64,
-    /// Bytes, at least 1.
-    pub length_bytes: u64,
-    /// The layer that decides what they are, 0 for the top.
-    pub depth: usize,
-    /// That layer says something about them itself; where not, nothing in the chain does.
-    pub present: bool,
-    /// They read as zeros.
-    pub zero: bool,
-    /// They take a read.
-    pub data: bool,
-    /// They lie in compressed clusters.
-    pub compressed: bool,
-    /// Where they lie in that layer's file.
-    pub offset: Option<u64>,
-}
-
-impl Run {
-    /// The first byte behind it.
-    #[must_use]
-    pub fn end(&self) -> u64 {
-        self.start.saturating_add(self.length_bytes)
-    }
-
-    /// Whether `next` goes on where this ends, in the same way.
-    fn is_continued_by(&self, next: &Self) -> bool {
-        let in_file = match (self.offset, next.offset) {
-            (Some(offset), Some(after)) => offset.checked_add(self.length_bytes) == Some(after),
-            (None, None) => true,
-            _ => false,
-        };
-        let kind = |run: &Self| (run.depth, run.present, run.zero, run.data, run.compressed);
-        in_file && kind(self) == kind(next)
-    }
+/// Whether `next` goes on where `run` ends, in the same way.
+fn is_continued_by(run: &Run, next: &Run) -> bool {
+    let in_file = match (run.offset, next.offset) {
+        (Some(offset), Some(after)) => offset.checked_add(run.length_bytes) == Some(after),
+        (None, None) => true,
+        _ => false,
+    };
+    let kind = |run: &Run| (run.depth, run.present, run.zero, run.data, run.compressed);
+    in_file && kind(run) == kind(next)
 }
 
 /// The runs of a disk, in order, each as long as it goes. Reads tables with blocking calls, so it belongs on a thread
@@ -61,6 +32,8 @@ pub struct Extents {
     /// then.
     granule_bytes: Option<u64>,
     at: u64,
+    /// Where the walk ends.
+    end: u64,
     pending: Option<Run>,
     /// Where the walk ended with an error.
     failed_at: Option<u64>,
@@ -95,23 +68,30 @@ impl Image {
         let layers = layers.min(chain.layers.len());
         let asked = chain.layers.iter().take(layers);
         let metas = asked.map(|layer| layer.open_blocking()).collect::<Result<_>>()?;
-        Ok(Extents { chain, metas, layers, granule_bytes: None, at: 0, pending: None, failed_at: None })
+        let end = chain.size_bytes;
+        Ok(Extents { chain, metas, layers, granule_bytes: None, at: 0, end, pending: None, failed_at: None })
     }
 }
 
 impl Extents {
+    /// The part of the walk that lies in a range.
+    pub(crate) fn within(self, offset: u64, length_bytes: u64) -> Self {
+        let end = offset.saturating_add(length_bytes).min(self.end);
+        Self { at: offset.min(end), end, ..self }
+    }
+
     /// After an error: lets the walk go on behind the next multiple of `step_bytes`. Returns the part that is left out,
     /// about which nothing is known.
     pub fn step_over(&mut self, step_bytes: u64) -> Option<Range<u64>> {
         let start = self.failed_at.take()?;
         let next = start.checked_div(step_bytes)?.saturating_add(1).saturating_mul(step_bytes);
-        self.at = next.min(self.chain.size_bytes);
+        self.at = next.min(self.end);
         Some(start..self.at)
     }
 
     /// The run at `self.at`, perhaps not all of it.
     fn look(&self) -> Result<Run> {
-        let mut left = self.chain.size_bytes.saturating_sub(self.at);
+        let mut left = self.end.saturating_sub(self.at);
         for (depth, layer) in self.chain.layers.iter().take(self.layers).enumerate() {
             let inside = layer.size_bytes.saturating_sub(self.at).min(left);
             let found = self.look_in(depth, layer, inside)?;
@@ -180,7 +160,7 @@ impl Iterator for Extents {
     type Item = Result<Run>;
 
     fn next(&mut self) -> Option<Result<Run>> {
-        while self.at < self.chain.size_bytes {
+        while self.at < self.end {
             let run = match self.look() {
                 Ok(run) => run,
                 Err(error) => {
@@ -189,14 +169,14 @@ impl Iterator for Extents {
                         return Some(Ok(done));
                     }
                     self.failed_at = Some(self.at);
-                    self.at = self.chain.size_bytes;
+                    self.at = self.end;
                     return Some(Err(error));
                 }
             };
             self.at = run.end();
             let may_end = self.granule_bytes.is_some();
             match &mut self.pending {
-                Some(pending) if pending.is_continued_by(&run) && !(may_end && pending.length_bytes >= LOOK_BYTES) => {
+                Some(pending) if is_continued_by(pending, &run) && !(may_end && pending.length_bytes >= LOOK_BYTES) => {
                     pending.length_bytes = pending.length_bytes.saturating_add(run.length_bytes);
                 }
                 pending => {

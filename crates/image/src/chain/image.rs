@@ -7,8 +7,8 @@ use super::table_cache::TableCacheStats;
 use crate::open::file_name::FileName;
 use crate::open::guess::Format;
 use block::{
-    Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, Listeners, MetaIo, ReactorCtx, Result, Topology,
-    block_on,
+    Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, Listeners, MetaIo, ReactorCtx, Result, Runs,
+    Topology, block_on,
 };
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
@@ -249,6 +249,10 @@ impl Disk for Image {
         if chain.disk.volatile_cache.swap(volatile, Ordering::AcqRel) != volatile {
             self.listeners.notify(|| self.info());
         }
+    }
+
+    fn block_status(&self, offset: u64, length_bytes: u64) -> Result<Runs<'_>> {
+        Ok(Box::new(self.extents()?.within(offset, length_bytes)))
     }
 
     fn subscribe(&self, listener: Weak<dyn DiskListener>) {

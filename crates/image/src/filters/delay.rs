@@ -29,6 +29,13 @@ impl DelayOptions {
     pub fn of(delay: Duration) -> Self {
         Self { delay, ..Self::default() }
     }
+
+    /// Changes some of them: `DelayOptions::default().with(|options| ...)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// See the module.

@@ -66,6 +66,15 @@ pub struct ErrorOptions {
     pub error: IoError,
 }
 
+impl ErrorOptions {
+    /// Changes some of them: `ErrorOptions::default().with(|options| ...)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+}
+
 impl Default for ErrorOptions {
     /// Everything fails, with an I/O error.
     fn default() -> Self {

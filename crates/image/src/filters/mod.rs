@@ -6,7 +6,7 @@
 pub(crate) mod delay;
 pub(crate) mod error;
 
-use block::{Disk, DiskInfo, DiskListener, DiskQueue, Listeners, ReactorCtx, Result};
+use block::{Disk, DiskInfo, DiskListener, DiskQueue, Listeners, ReactorCtx, Result, Runs};
 use std::fmt;
 use std::rc::Rc;
 use std::sync::{Arc, Weak};
@@ -64,6 +64,10 @@ impl<F: Filter> Disk for FilterDisk<F> {
 
     fn set_volatile_cache(&self, volatile: bool) {
         self.below.set_volatile_cache(volatile);
+    }
+
+    fn block_status(&self, offset: u64, length_bytes: u64) -> Result<Runs<'_>> {
+        self.below.block_status(offset, length_bytes)
     }
 
     fn subscribe(&self, listener: Weak<dyn DiskListener>) {

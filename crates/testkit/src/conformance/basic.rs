@@ -3,7 +3,7 @@
 use super::Guest;
 use crate::model::stamped;
 use crate::request::Request;
-use block::{DiskInfo, DiskListener, IoErrorKind, OpFlags};
+use block::{DiskInfo, DiskListener, IoErrorKind, OpFlags, Run};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The ways to write. The last has both flags.
@@ -235,6 +235,55 @@ pub(super) fn writes_zeroes_exactly(guest: &mut Guest<'_>) -> Result<(), String>
             guest.ok(0, Request::write(offset, &again[..]))?;
             image[offset as usize..][..again.len()].copy_from_slice(&again);
             guest.expect(0, 0, &image, "after a write into zeroes")?;
+        }
+    }
+    Ok(())
+}
+
+/// What the disk says of a range: a run for each stretch, checked to cover the range in order.
+fn status_of(guest: &Guest<'_>, offset: u64, length: u64) -> Result<Vec<Run>, String> {
+    let failed = |error| format!("block status of {offset}+{length}: {error}");
+    let runs = guest.disk.block_status(offset, length).map_err(failed)?;
+    let runs = runs.collect::<block::Result<Vec<_>>>().map_err(failed)?;
+    let end = offset.saturating_add(length).min(guest.info().size_bytes);
+    let mut at = offset;
+    for run in &runs {
+        if run.start != at || run.length_bytes == 0 || run.end() > end {
+            return Err(format!("block status of {offset}+{length}: {run:?} does not go on at {at}"));
+        }
+        at = run.end();
+    }
+    if at < end {
+        return Err(format!("block status of {offset}+{length} ends at {at}, not at {end}"));
+    }
+    Ok(runs)
+}
+
+pub(super) fn block_status_tells_the_truth(guest: &mut Guest<'_>) -> Result<(), String> {
+    let (block, size) = (guest.block(), guest.info().size_bytes);
+    let span = playground(guest);
+    let blocks = span / block;
+    let (written, zeroed) = (blocks / 8 * block, blocks / 2 * block);
+    guest.ok(0, Request::Discard { offset: 0, length: span }).or_else(|how| {
+        // A disk without discard may refuse it.
+        if guest.info().discard { Err(how) } else { Ok(Vec::new()) }
+    })?;
+    guest.ok(0, Request::write(written, stamped(1, written, 3 * block as usize)))?;
+    guest.ok(0, Request::WriteZeroes { offset: zeroed, length: 5 * block, may_unmap: true, flags: OpFlags::NONE })?;
+    guest.ok(0, Request::Flush)?;
+    let contents = guest.read(0, 0, span as usize)?;
+    let ranges =
+        [(0, size), (0, u64::MAX), (written + block, block), (written - block, 2 * block), (size - block, size)];
+    for (offset, length) in ranges.into_iter().chain([(0, 0), (size, block), (u64::MAX, 1)]) {
+        for run in status_of(guest, offset, length)? {
+            let range = run.start.min(span) as usize..run.end().min(span) as usize;
+            let bytes = &contents[range];
+            if run.zero && bytes.iter().any(|byte| *byte != 0) {
+                return Err(format!("{run:?} does not read as zeros"));
+            }
+            if !run.zero && !run.data {
+                return Err(format!("{run:?} is neither zeros nor data"));
+            }
         }
     }
     Ok(())

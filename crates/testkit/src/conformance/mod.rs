@@ -60,6 +60,7 @@ const CHECKS: &[(&str, bool, bool, Check)] = &[
     ("flushes and writes through", true, false, basic::flushes_and_writes_through),
     ("discards no more than asked", true, false, basic::discards_no_more_than_asked),
     ("writes zeroes exactly", true, false, basic::writes_zeroes_exactly),
+    ("block status tells the truth", true, false, basic::block_status_tells_the_truth),
     ("serves large requests", true, false, basic::serves_large_requests),
     ("a read-only disk refuses writes", false, true, basic::a_read_only_disk_refuses_writes),
     ("delivers only what completed", false, false, basic::delivers_only_what_completed),
