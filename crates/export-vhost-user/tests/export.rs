@@ -5,6 +5,7 @@
 mod model;
 mod support;
 
+use block::Priority;
 use model::{Desc, Guest, NEXT};
 use ringdisk_export_vhost_user::{Export, ExportOptions};
 use std::sync::atomic::Ordering;
@@ -93,6 +94,24 @@ fn a_read_only_disk_says_so_and_refuses_writes() {
     assert_eq!(queue.request(kind::OUT, 0, &[1; 512], 0).0, IOERR);
     assert_eq!(queue.request(kind::IN, 0, &[], 512).0, OK);
     assert_eq!(queue.request(kind::WRITE_ZEROES, 0, &[0; 16], 0).0, UNSUPP);
+}
+
+#[test]
+fn a_request_has_the_priority_of_its_header_as_far_as_a_guest_may_choose_it() {
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    let real_time = 1 << 13 | 3;
+    for word in [0, 2 << 13 | 6, real_time, 0xffff_ffff] {
+        queue.priority = word;
+        assert_eq!(queue.request(kind::OUT, 0, &[1; 512], 0).0, OK);
+        assert_eq!(queue.request(kind::IN, 0, &[], 512).0, OK);
+    }
+    let best_effort = Priority::best_effort;
+    let expected = [Priority::NONE, best_effort(6), best_effort(0), Priority::NONE];
+    assert_eq!(*server.disk.priorities.lock().unwrap(), expected.map(|priority| [priority; 2]).concat());
 }
 
 #[test]

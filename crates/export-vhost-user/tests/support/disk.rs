@@ -1,8 +1,8 @@
 //! A disk in memory that can hold its completions back and remembers what it was asked.
 
 use block::{
-    Completion, Disk, DiskInfo, DiskListener, DiskQueue, IoError, IoErrorKind, IoResult, Listeners, Op, ReactorCtx,
-    Result, Tag, Topology,
+    Completion, Disk, DiskInfo, DiskListener, DiskQueue, IoError, IoErrorKind, IoResult, Listeners, Op, Priority,
+    ReactorCtx, Result, Tag, Topology,
 };
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -27,6 +27,8 @@ pub struct MemDisk {
     listeners: Listeners,
     pub bytes: Mutex<Vec<u8>>,
     pub asked: Mutex<Vec<Asked>>,
+    /// Those of reads and writes.
+    pub priorities: Mutex<Vec<Priority>>,
     /// Nothing completes while set.
     pub hold: AtomicBool,
     /// Requests submitted, held ones included.
@@ -58,6 +60,7 @@ impl MemDisk {
             listeners: Listeners::default(),
             bytes: Mutex::new(vec![0; DISK_BYTES as usize]),
             asked: Mutex::default(),
+            priorities: Mutex::default(),
             hold: AtomicBool::new(false),
             submitted: AtomicUsize::new(0),
             threads: Mutex::default(),
@@ -138,6 +141,9 @@ fn carry_out(disk: &MemDisk, op: Op) -> IoResult {
         return Err(IoError::new(IoErrorKind::ReadOnly));
     }
     let mut asked = disk.asked.lock().unwrap();
+    if let Op::Read { priority, .. } | Op::Write { priority, .. } = op {
+        disk.priorities.lock().unwrap().push(priority);
+    }
     match op {
         Op::Read { offset, data, .. } => {
             asked.push(Asked::Read(offset));

@@ -88,6 +88,8 @@ pub struct Queue<'a> {
     pub kick: EventFd,
     pub call: EventFd,
     pub err: EventFd,
+    /// What the headers of its requests say.
+    pub priority: u32,
     buffers: u64,
 }
 
@@ -145,6 +147,7 @@ impl Client {
             kick: event(),
             call: event(),
             err: event(),
+            priority: 0,
             buffers: quarter + 0x1_0000,
         };
         self.start(&queue, 0);
@@ -206,7 +209,7 @@ impl Queue<'_> {
     pub fn send(&mut self, slot: u16, kind: u32, sector: u64, out: &[u8], in_bytes: u32) {
         let guest = self.driver.guest;
         let page = self.page(slot);
-        guest.write(page, &RequestHeader { kind, priority: 0, sector }.to_bytes());
+        guest.write(page, &RequestHeader { kind, priority: self.priority, sector }.to_bytes());
         guest.write(page + 16, &[0xff]);
         guest.write(page + 0x1000, out);
         let mut buffers = vec![(page, 16, false)];
