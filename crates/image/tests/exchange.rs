@@ -8,8 +8,8 @@ use block::{
     Result, Tag, Task,
 };
 use common::{Chain, Layer, SimOpener, name};
-use format_qcow2::CreateOptions as Qcow2Options;
-use ringdisk_image::{Backing, CreateOptions, Format, Image, ImageOptions, OpenedOverlay};
+use format_qcow2::{BitmapAction, CreateOptions as Qcow2Options};
+use ringdisk_image::{Backing, CreateOptions, FileName, Format, Image, ImageOptions, OpenedOverlay};
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -516,4 +516,94 @@ fn a_disk_grows_while_it_is_used_and_what_is_added_is_zero_whatever_lies_below()
         assert_eq!(image.info().size_bytes, NEW);
         chain.check(&after, &original).unwrap();
     }
+}
+
+/// The bits of the one bitmap of an image, which has to be in good order.
+fn marked(storage: &SimStorage) -> Vec<bool> {
+    let file: Arc<dyn File> = storage.process_killed(0).file(&name(0)).unwrap();
+    let bitmaps = ringdisk_image::bitmaps(&file, Format::Qcow2).unwrap();
+    assert!(!bitmaps[0].in_use && bitmaps[0].enabled);
+    let bits = ringdisk_image::read_bitmap(&file, Format::Qcow2, "changes").unwrap();
+    (0..8).map(|granule| bits.is_set(granule * 65536)).collect()
+}
+
+#[test]
+fn bitmaps_stay_in_the_former_top_in_good_order_and_go_on_when_it_is_the_top_again() {
+    const GRANULE: u64 = 65536;
+    let chain = Chain::of(vec![Layer::qcow2(8 * GRANULE, 65536)]);
+    let storage = chain.storage();
+    let file: Arc<dyn File> = storage.file(&name(0)).unwrap();
+    let add = BitmapAction::Add { granularity_bytes: Some(GRANULE) };
+    ringdisk_image::edit_bitmaps(&file, Format::Qcow2, &[("changes".to_owned(), add)], &mut |_, _| true).unwrap();
+    drop(file);
+    let storage = storage.process_killed(0);
+    add_overlays(&storage, 1, 8 * GRANULE, 65536);
+    let image = image_of(&storage, &name(0), Format::Qcow2);
+    let mut harness = SimHarness::new(1, 2);
+    let queue = harness.open(&(Arc::clone(&image) as Arc<dyn Disk>), 0).unwrap();
+    let write =
+        |harness: &mut SimHarness, granule: u64| call(harness, queue, Request::write(granule * GRANULE, vec![1; 512]));
+    write(&mut harness, 2).unwrap();
+    let overlay = open_overlay(&storage, &overlay_name(0), &name(0), Format::Qcow2);
+    let its = Arc::clone(&image);
+    while_served(&mut harness, async move {
+        let results = ringdisk_image::put_overlay_async(vec![(its, overlay)], || Ok(())).await.unwrap();
+        results.into_iter().for_each(Result::unwrap);
+    });
+    let is_marked = |granules: &[u64]| (0..8).map(|granule| granules.contains(&granule)).collect::<Vec<_>>();
+    assert_eq!(marked(&storage), is_marked(&[2]));
+    write(&mut harness, 5).unwrap();
+    call(&mut harness, queue, Request::Flush).unwrap();
+    assert_eq!(marked(&storage), is_marked(&[2]), "the former top is only read");
+    let its = Arc::clone(&image);
+    while_served(&mut harness, async move { ringdisk_image::take_back_async(&its, || Ok(())).await.unwrap() });
+    write(&mut harness, 7).unwrap();
+    harness.close(queue);
+    harness.settle();
+    image.close().unwrap();
+    assert_eq!(marked(&storage), is_marked(&[2, 5, 7]));
+}
+
+#[test]
+fn what_cannot_be_put_on_top_or_taken_back_is_refused_and_an_overlay_that_has_grown_is_taken_back_into_a_larger_layer()
+{
+    let chain = Chain::of(vec![Layer::qcow2(SIZE, 4096), Layer::qcow2(SIZE, 4096)]);
+    let storage = chain.storage();
+    add_overlays(&storage, 2, SIZE, 4096);
+    let image = image_of(&storage, &name(0), Format::Qcow2);
+    let put = |overlay: OpenedOverlay| {
+        let results = ringdisk_image::put_overlay(vec![(Arc::clone(&image), overlay)], || Ok(()));
+        results.map(|results| results.into_iter().for_each(Result::unwrap)).map_err(|error| error.to_string())
+    };
+    let refused = ringdisk_image::take_back(&image, || Ok(())).unwrap_err().to_string();
+    assert!(refused.contains("open for reading only"), "{refused}");
+    let own = OpenedOverlay::open(&FileName::from(&name(0)), storage.file(&name(0)).unwrap());
+    assert!(own.is_ok_and(|own| put(own).is_err()), "it is part of the chain");
+    storage.create(&name(9), 0, SimFileOptions::default());
+    let small = Qcow2Options::default().with(|options| {
+        options.size_bytes = SIZE / 2;
+        options.backing_file = Some(name(0));
+    });
+    let file: Arc<dyn File> = storage.file(&name(9)).unwrap();
+    ringdisk_image::create(&file, &CreateOptions::Qcow2(small)).unwrap();
+    let error = put(OpenedOverlay::open(&FileName::from(&name(9)), file).unwrap()).unwrap_err();
+    assert!(error.contains("bytes"), "{error}");
+
+    put(open_overlay(&storage, &overlay_name(0), &name(0), Format::Qcow2)).unwrap();
+    image.grow(3 * SIZE).unwrap();
+    let mut harness = SimHarness::new(1, 2);
+    let queue = harness.open(&(Arc::clone(&image) as Arc<dyn Disk>), 0).unwrap();
+    let data = stamped(4, 3 * SIZE - 8192, 8192);
+    call(&mut harness, queue, Request::write(3 * SIZE - 8192, &data[..])).unwrap();
+    let its = Arc::clone(&image);
+    while_served(&mut harness, async move { ringdisk_image::take_back_async(&its, || Ok(())).await.unwrap() });
+    assert_eq!((image.info().size_bytes, image.formats().count()), (3 * SIZE, 2));
+    assert_eq!(call(&mut harness, queue, Request::read(3 * SIZE - 8192, 8192)).unwrap(), data);
+    harness.close(queue);
+    harness.settle();
+    image.close().unwrap();
+    let after = storage.process_killed(0);
+    qcow2_check(&after.bytes(&name(0))).unwrap().sound().unwrap();
+    let again = image_of(&after, &name(0), Format::Qcow2);
+    assert_eq!(again.info().size_bytes, 3 * SIZE);
 }

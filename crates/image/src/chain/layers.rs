@@ -59,7 +59,7 @@ impl Chain {
     }
 
     /// The same without a memory of what the layers below say.
-    fn plain(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>) -> Self {
+    pub(crate) fn plain(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>) -> Self {
         let top = layers.first();
         let size_bytes = top.map_or(0, |top| top.size_bytes);
         // Also of a layer that may be the top again: what is on top of it goes there then.

@@ -10,7 +10,7 @@ use crate::{CreateOptions, FileName, Format, ImageOptions, Opener, Role};
 use block::sync::{AtomicBool, Ordering};
 use block::{
     Completion, Disk, Executor, File, FileInfo, FileIo, FileQueue, Op, OpFlags, Poller, PollerId, Priority, ReactorCtx,
-    Result, Tag, Task,
+    Result, Tag, Task, Timers,
 };
 use memory::{IoBuf, Window};
 use shuttle::future::block_on;
@@ -59,6 +59,7 @@ const STEPS: u64 = 8;
 /// A reactor of a thread: tasks, and operations that were pushed and not carried out.
 struct Here {
     executor: Executor,
+    timers: Rc<Timers>,
     later: Rc<RefCell<Vec<(Rc<dyn FileQueue>, FileIo)>>>,
 }
 
@@ -72,6 +73,10 @@ impl ReactorCtx for Here {
     }
 
     fn remove_poller(&self, _id: PollerId) {}
+
+    fn timers(&self) -> &Rc<Timers> {
+        &self.timers
+    }
 
     fn as_any(&self) -> &dyn Any {
         self
@@ -256,7 +261,8 @@ impl World {
 
     fn work(&self, thread: u64) {
         let mut dice = Dice::new(mix(self.seed, thread));
-        let here = Rc::new(Here { executor: Executor::new(Box::new(|| {})), later: Rc::default() });
+        let timers = Timers::with_virtual_time(std::time::Instant::now());
+        let here = Rc::new(Here { executor: Executor::new(Box::new(|| {})), timers, later: Rc::default() });
         let ctx: Rc<dyn ReactorCtx> = Rc::clone(&here) as _;
         let mut queue = self.image.open_queue(&ctx).unwrap();
         let mut flying: BTreeMap<Tag, Flying> = BTreeMap::new();

@@ -147,7 +147,7 @@ impl<'a> Copying<'a> {
     fn new(layers: &'a [Arc<Layer>], lower: &Arc<Chain>) -> Result<Self> {
         let nothing = || Error::new(ErrorKind::Io, "an image without layers");
         let top = layers.first().ok_or_else(nothing)?;
-        let chain = Arc::new(Chain::new(layers.to_vec(), &lower.disk));
+        let chain = Arc::new(Chain::plain(layers.to_vec(), &lower.disk));
         let epochs = lower.layers.first().and_then(|below| below.mapping.epochs());
         let in_below = epochs.map(|epochs| {
             let mut participant = epochs.join();
