@@ -68,7 +68,8 @@ fn open_anew(number: RawFd, options: &OpenOptions) -> Option<OwnedFd> {
 }
 
 /// Files whose open file description is shared with whoever passed it: (device, inode), and the file as long as it lives.
-static SHARED: Mutex<Vec<((u64, u64), Weak<dyn File>)>> = Mutex::new(Vec::new());
+static SHARED: Mutex<Vec<Shared>> = Mutex::new(Vec::new());
+type Shared = ((u64, u64), Weak<dyn File>);
 
 /// Uses the passed open file description. Its locks are the same for all who share it, so they cannot keep this program
 /// from using one descriptor twice: a list does.

@@ -4,6 +4,16 @@
 pub(crate) mod batch;
 pub(crate) mod job;
 pub(crate) mod job_queue;
+mod mailbox;
 pub(crate) mod pool;
 #[allow(clippy::module_inception, reason = "the folder is about this file")]
 pub(crate) mod workers;
+
+/// The lock and the flag of the mailbox, which loom's take the place of when it is explored.
+mod parts {
+    pub(super) use std::sync::atomic::{AtomicBool, Ordering};
+    pub(super) use std::sync::{Mutex, MutexGuard, PoisonError};
+}
+
+#[cfg(test)]
+mod mailbox_model_tests;

@@ -3,13 +3,14 @@
 use super::batch::Batch;
 use super::job::Job;
 use super::job_queue::{Queue, Spinner};
+use super::mailbox::{Mailbox, Results};
 use crate::base::io_submit::IoSubmit;
 use crate::base::pace::Pace;
 use crate::base::wakeup::Wakeup;
 use crate::route::How;
 use rustix::thread::CpuSet;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -27,10 +28,10 @@ const BATCHED: u32 = 256;
 /// The result of a job that the kernel did not carry out in a batch: it is to be tried by a call of its own.
 pub(crate) const ALONE: i32 = i32::MIN;
 
-/// Looked at again and again: on a cache line of its own, so that writing what lies beside it does not take the line away.
+/// Looked at again and again: on a cache line of its own, as the mailbox's flag.
 #[derive(Default)]
 #[repr(align(64))]
-struct Polled<T>(T);
+struct Polled(AtomicU64);
 
 /// What the reactor and its workers share.
 pub(crate) struct Pool {
@@ -39,11 +40,8 @@ pub(crate) struct Pool {
     more: Condvar,
     /// Grows when a spinning worker has something to look for. Written after the queue, with release: who sees the new
     /// number finds the jobs.
-    batches: Polled<AtomicU64>,
-    done: Mutex<Results>,
-    /// The reactor is to look into `done`. Set with release after a result was added; cleared, with acquire, before results
-    /// are taken. So a result that is not taken then leaves the flag set.
-    has_done: Polled<AtomicBool>,
+    batches: Polled,
+    done: Mailbox,
     /// With `done`: a result came in. The reactor waits on it only while it shuts down.
     progress: Condvar,
     /// With `queue`: a worker ended because the pool stops.
@@ -65,22 +63,13 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What workers have carried out.
-#[derive(Default)]
-struct Results {
-    all: Vec<(u32, i32)>,
-    /// Somebody waits on `progress`.
-    awaited: bool,
-}
-
 impl Pool {
     pub(crate) fn new(wakeup: Arc<Wakeup>, processors: Option<CpuSet>, spin_limit: Duration) -> Self {
         Self {
             queue: Mutex::default(),
             more: Condvar::new(),
             batches: Polled::default(),
-            done: Mutex::default(),
-            has_done: Polled::default(),
+            done: Mailbox::default(),
             progress: Condvar::new(),
             stopped: Condvar::new(),
             begun: OnceLock::new(),
@@ -97,7 +86,7 @@ impl Pool {
 impl Pool {
     /// All lists are to hold `count` requests.
     pub(crate) fn make_room(&self, count: usize) {
-        let all = &mut locked(&self.done).all;
+        let all = &mut self.done.results().all;
         all.reserve(count.saturating_sub(all.len()));
         locked(&self.queue).make_room(count);
     }
@@ -145,19 +134,19 @@ impl Pool {
 
     /// Whether there are results, of those that are signalled.
     pub(crate) fn has_signalled(&self) -> bool {
-        self.has_done.0.load(Ordering::Acquire) || self.io_submit(How::Begin).is_some_and(IoSubmit::has_events)
+        self.done.has_signal() || self.io_submit(How::Begin).is_some_and(IoSubmit::has_events)
     }
 
     #[cfg(test)]
     pub(crate) fn has_been_signalled(&self) -> bool {
-        self.has_done.0.load(Ordering::Acquire)
+        self.done.has_signal()
     }
 
     /// Takes what was signalled, and whatever else has ended then. `results` has room.
     pub(crate) fn take_results(&self, results: &mut Vec<(u32, i32)>) {
         let mut batched = None;
-        if self.has_done.0.load(Ordering::Relaxed) && self.has_done.0.swap(false, Ordering::AcqRel) {
-            let all = &mut locked(&self.done).all;
+        if self.done.take_signal() {
+            let all = &mut self.done.results().all;
             match results.is_empty() {
                 // Both lists keep their room.
                 true => std::mem::swap(results, all),
@@ -173,9 +162,9 @@ impl Pool {
 
     /// Whether there are results, signalled or not; then they count as signalled.
     pub(crate) fn look_for_results(&self) -> bool {
-        let some = self.has_signalled() || self.has_unsignalled(&locked(&self.done));
+        let some = self.has_signalled() || self.has_unsignalled(&self.done.results());
         if some {
-            self.has_done.0.store(true, Ordering::Relaxed);
+            self.done.signal();
         }
         some
     }
@@ -186,7 +175,7 @@ impl Pool {
 
     /// Until there are results, or for a while.
     pub(crate) fn wait_for_results(&self) {
-        let mut done = locked(&self.done);
+        let mut done = self.done.results();
         done.awaited = true;
         // What the kernel was given ends without telling this condition.
         let is_given = self.io_submit(How::Begin).or(self.io_submit(How::Batch)).is_some();
@@ -303,7 +292,7 @@ impl Pool {
                     let alone = |at| batch.jobs().nth(at).into_iter().for_each(|job| _ = self.call_for(job));
                     // SAFETY: as above.
                     unsafe { batched.submit(batch.calls(), None, before_call, alone) };
-                    locked(&self.done).awaited
+                    self.done.results().awaited
                 }
                 _ => batch.jobs().fold(false, |_, job| self.call_for(job)),
             };
@@ -316,7 +305,7 @@ impl Pool {
     fn call_for(&self, job: &Job) -> bool {
         self.calls.fetch_add(1, Ordering::Relaxed);
         let result = job.run();
-        let mut done = locked(&self.done);
+        let mut done = self.done.results();
         done.all.push((job.index, result));
         done.awaited
     }
@@ -333,7 +322,7 @@ impl Pool {
     }
 
     fn signal(&self, awaited: bool) {
-        self.has_done.0.store(true, Ordering::Release);
+        self.done.signal();
         self.wakeup.wake();
         if awaited {
             self.progress.notify_all();
