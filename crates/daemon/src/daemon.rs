@@ -52,7 +52,7 @@ impl DaemonConfig {
 pub struct Daemon {
     config: DaemonConfig,
     reactors: Vec<ReactorThread>,
-    table: Table,
+    pub(crate) table: Table,
 }
 
 /// Queues that an export offers where nobody says how many: one a CPU, within reason.

@@ -21,6 +21,7 @@
 #![forbid(unsafe_code)]
 
 mod attach;
+mod change;
 mod daemon;
 mod notify;
 mod pidfile;

@@ -8,6 +8,7 @@ use crate::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, OpenedDisk};
 use export_vhost_user::Export;
+use image::FileName;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,7 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 #[derive(Default)]
 pub(crate) struct Table {
     state: Mutex<State>,
-    /// An export has gone.
+    /// An export has gone, or a work has ended.
     gone: Condvar,
 }
 
@@ -24,6 +25,8 @@ pub(crate) struct Table {
 struct State {
     nodes: BTreeMap<NodeId, Node>,
     exports: BTreeMap<ExportId, Exported>,
+    /// What is being done to which disk.
+    works: Vec<(NodeId, &'static str)>,
     next_node: u64,
     next_export: u64,
 }
@@ -42,6 +45,7 @@ struct Node {
     /// The file's name, or what stands for it.
     file: String,
     path: Option<PathBuf>,
+    options: DiskOptions,
     disk: Phase<Arc<OpenedDisk>>,
 }
 
@@ -58,7 +62,25 @@ pub(crate) struct Found {
     pub(crate) name: String,
     pub(crate) file: String,
     pub(crate) path: Option<PathBuf>,
+    pub(crate) options: DiskOptions,
     pub(crate) disk: Arc<OpenedDisk>,
+}
+
+/// Something that is being done to a disk, which stays as long as this lives.
+pub(crate) struct Work<'a> {
+    table: &'a Table,
+    work: (NodeId, &'static str),
+}
+
+impl Drop for Work<'_> {
+    fn drop(&mut self) {
+        let mut state = self.table.lock();
+        if let Some(index) = state.works.iter().position(|work| *work == self.work) {
+            state.works.remove(index);
+        }
+        drop(state);
+        self.table.gone.notify_all();
+    }
 }
 
 impl<T> Phase<T> {
@@ -92,7 +114,8 @@ impl Table {
         };
         let path = options.file.as_ref().and_then(|file| file.path()).map(Path::to_owned);
         state.next_node += 1;
-        state.nodes.insert(id, Node { name, file: options.display_name(), path, disk: Phase::Coming });
+        let (file, options) = (options.display_name(), options.clone());
+        state.nodes.insert(id, Node { name, file, path, options, disk: Phase::Coming });
         Ok(id)
     }
 
@@ -130,6 +153,24 @@ impl Table {
     /// The disks that are there, in the order in which they came.
     pub(crate) fn nodes(&self) -> Vec<Found> {
         self.lock().nodes.iter().filter_map(|(id, node)| node.found(*id)).collect()
+    }
+
+    /// Keeps a disk for what is going to be done to it.
+    pub(crate) fn begin_work(&self, node: NodeId, what: &'static str) -> Result<Work<'_>> {
+        let mut state = self.lock();
+        let found = state.nodes.get(&node).ok_or_else(|| no_disk(node))?;
+        if !matches!(found.disk, Phase::Here(_)) {
+            return Err(found.not_now());
+        }
+        state.works.push((node, what));
+        Ok(Work { table: self, work: (node, what) })
+    }
+
+    /// The disk has another top layer.
+    pub(crate) fn has_new_top(&self, id: NodeId, top: Option<FileName>) {
+        if let (Some(node), Some(top)) = (self.lock().nodes.get_mut(&id), top) {
+            (node.file, node.path) = (top.to_string(), top.path().map(Path::to_owned));
+        }
     }
 
     /// Makes room for an export of a disk; the disk stays as long as it is there. Returns its number, and whether the disk
@@ -206,19 +247,22 @@ impl Table {
             let taken = users.filter_map(|(id, entry)| Some((*id, entry.export.take()?))).collect();
             return Ok((found, taken));
         }
-        let users: Vec<String> =
-            users.map(|(id, entry)| format!("export {id} at '{}'", entry.attachment.socket.display())).collect();
+        let exports = users.map(|(id, entry)| format!("export {id} at '{}'", entry.attachment.socket.display()));
+        let works = state.works.iter().filter(|(node, _)| *node == id).map(|(_, what)| (*what).to_owned());
+        let users: Vec<String> = exports.chain(works).collect();
         if !users.is_empty() {
-            let message = format!("the disk '{}' is used by {}: remove that first", found.name, users.join(", "));
+            let message = format!("the disk '{}' is used by {}: end that first", found.name, users.join(", "));
             return Err(Error::new(ErrorKind::Locked, message));
         }
         node.disk = Phase::Going;
         Ok((found, Vec::new()))
     }
 
-    /// Waits until a disk that was taken out has no export left: some may be ended by others.
+    /// Waits until a disk that was taken out has no export and no work left: others may be ending some.
     pub(crate) fn wait_until_unused(&self, id: NodeId) {
-        let is_used = |state: &mut State| state.exports.values().any(|entry| entry.node == id);
+        let is_used = |state: &mut State| {
+            state.exports.values().any(|entry| entry.node == id) || state.works.iter().any(|(node, _)| *node == id)
+        };
         drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner));
     }
 }
@@ -227,7 +271,7 @@ impl Node {
     fn found(&self, id: NodeId) -> Option<Found> {
         let Phase::Here(disk) = &self.disk else { return None };
         let (name, file, path) = (self.name.clone(), self.file.clone(), self.path.clone());
-        Some(Found { id, name, file, path, disk: Arc::clone(disk) })
+        Some(Found { id, name, file, path, options: self.options.clone(), disk: Arc::clone(disk) })
     }
 
     fn not_now(&self) -> Error {

@@ -191,3 +191,39 @@ fn threads_that_add_and_remove_at_once_leave_a_daemon_that_works() {
     assert_eq!((daemon.disks().len(), daemon.exports().len()), (1, 0));
     daemon.shutdown().unwrap();
 }
+
+#[test]
+fn a_running_disk_takes_an_overlay_gives_it_back_and_grows_while_its_guest_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(2);
+    let options = create(&dir.path().join("disk.qcow2"), DriveFormat::Qcow2).disk;
+    let disk = daemon.add_disk(&options).unwrap();
+    let other = daemon.add_disk(&create(&dir.path().join("other.raw"), DriveFormat::Raw).disk).unwrap();
+    daemon.add_export(disk, &at(&dir.path().join("s"))).unwrap();
+    let guest = Guest::load(&dir.path().join("s"), 0);
+    let (overlay, of_other) = (dir.path().join("overlay.qcow2"), dir.path().join("other.qcow2"));
+    for _ in 0..3 {
+        daemon.put_overlays(&[(disk, &*overlay), (other, &*of_other)]).unwrap();
+        let files: Vec<_> = daemon.disks().into_iter().map(|disk| disk.file).collect();
+        assert!(files[0].ends_with("overlay.qcow2") && files[1].ends_with("other.qcow2"), "{files:?}");
+        assert!(daemon.put_overlays(&[(disk, &*overlay)]).is_err(), "the file exists");
+        assert!(overlay.exists(), "and is in use");
+        daemon.take_overlay_back(disk).unwrap();
+        daemon.take_overlay_back(other).unwrap();
+        std::fs::remove_file(&overlay).unwrap();
+        std::fs::remove_file(&of_other).unwrap();
+    }
+    daemon.resize(disk, SIZE_BYTES * 2).unwrap();
+    assert!(daemon.resize(disk, SIZE_BYTES).unwrap_err().to_string().contains("smaller"));
+    assert_eq!(daemon.disks()[0].info.size_bytes, SIZE_BYTES * 2);
+    let (guests_disk, state) = guest.stop();
+    assert_holds(&guests_disk, 0, state.clone());
+    drop(guests_disk);
+    let null = daemon.add_disk(&DiskOptions::null(1 << 20)).unwrap();
+    assert!(daemon.resize(null, 2 << 20).unwrap_err().to_string().contains("not an image"));
+    daemon.shutdown().unwrap();
+    let opened = open_disk(&options, BackingPolicy::Deny, &[]).unwrap();
+    assert_eq!(opened.disk.info().size_bytes, SIZE_BYTES * 2);
+    assert_holds(&opened.disk, 0, state);
+    opened.close().unwrap();
+}

@@ -1,0 +1,107 @@
+//! Changes of disks that guests are using: their size, and the layers that they consist of.
+
+use crate::daemon::Daemon;
+use crate::status::NodeId;
+use crate::table::{Found, Work};
+use block::{Disk, Error, ErrorKind, File, Result};
+use drive::EngineOpener;
+use image::{CreateOptions, FileName, Image, OpenedOverlay, Opener, Role, put_overlay, take_back};
+use std::path::Path;
+use std::sync::Arc;
+
+impl Daemon {
+    /// Makes a disk larger; its guests are told. What is added reads as zeros. A disk in use never becomes smaller. Guests
+    /// wait for as long as their requests in flight and a few changes of tables take.
+    pub fn resize(&self, node: NodeId, size_bytes: u64) -> Result<()> {
+        let (_work, _, image) = self.image_for("its resize", node)?;
+        image.grow(size_bytes)
+    }
+
+    /// Puts a new, empty qcow2 image on top of each of these disks. All go over at one moment: together, the former tops are
+    /// what the guests had written by then, and nothing of them changes any more. The files are made here and must not
+    /// exist; they name what they rest on by its absolute path. Guests go on meanwhile.
+    ///
+    /// On an error that concerns one disk only, after all went over, the others' former tops are safe; the error says so.
+    pub fn put_overlays(&self, overlays: &[(NodeId, &Path)]) -> Result<()> {
+        let mut made = Made::default();
+        let mut disks = Vec::new();
+        let mut works = Vec::new();
+        for (node, path) in overlays {
+            let (work, found, image) = self.image_for("a new overlay", *node)?;
+            let overlay = made.overlay(&found, &image, path)?;
+            disks.push((image, overlay));
+            works.push((work, *node));
+        }
+        let images: Vec<Arc<Image>> = disks.iter().map(|(image, _)| Arc::clone(image)).collect();
+        // From here on the new files may hold guests' data.
+        let results = put_overlay(disks, || Ok(()));
+        if results.is_ok() {
+            made.keep();
+            works.iter().zip(&images).for_each(|((_, node), image)| self.table.has_new_top(*node, top_of(image)));
+        }
+        results?.into_iter().fold(Ok(()), Result::and)
+    }
+
+    /// Copies what the top layer of a disk holds into the layer below, which was the top before, and takes the top layer
+    /// off. Guests go on meanwhile. The file that was taken off is left where it is, and is of no use to anybody.
+    pub fn take_overlay_back(&self, node: NodeId) -> Result<()> {
+        let (_work, _, image) = self.image_for("its overlay's commit", node)?;
+        take_back(&image, || Ok(()))?;
+        self.table.has_new_top(node, top_of(&image));
+        Ok(())
+    }
+
+    /// A disk's image, with a claim that keeps the disk.
+    fn image_for(&self, what: &'static str, node: NodeId) -> Result<(Work<'_>, Found, Arc<Image>)> {
+        let work = self.table.begin_work(node, what)?;
+        let found = self.table.find(node)?;
+        let image = found.disk.image.clone().ok_or_else(|| {
+            let message = format!("the disk '{}' is not an image: it has no layers and one size", found.name);
+            Error::new(ErrorKind::Unsupported, message)
+        })?;
+        Ok((work, found, image))
+    }
+}
+
+fn top_of(image: &Image) -> Option<FileName> {
+    image.file_names().into_iter().next()
+}
+
+/// Files that were made and are removed again unless they come to be used.
+#[derive(Default)]
+struct Made(Vec<std::path::PathBuf>);
+
+impl Made {
+    fn overlay(&mut self, found: &Found, image: &Image, path: &Path) -> Result<OpenedOverlay> {
+        let top = top_of(image);
+        let Some(below) = top.as_ref().and_then(|top| top.path()?.to_str()) else {
+            let message = format!("the disk '{}' has no path that an image could name", found.name);
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        };
+        let options = format_qcow2::CreateOptions::default().with(|options| {
+            options.size_bytes = image.info().size_bytes;
+            options.backing_file = Some(below.to_owned());
+            options.backing_format = image.format().map(|format| format.to_string());
+        });
+        engine::create(path, 0)?;
+        self.0.push(path.to_owned());
+        let name = FileName::from(path);
+        let file: Arc<dyn File> = EngineOpener::of_disk(&found.options).open(&name, Role::Writable)?;
+        image::create(&file, &CreateOptions::Qcow2(options))?;
+        OpenedOverlay::open(&name, file)
+    }
+
+    fn keep(&mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        for path in &self.0 {
+            if let Err(error) = std::fs::remove_file(path) {
+                tracing::warn!("cannot remove '{}', which is not used: {error}", path.display());
+            }
+        }
+    }
+}
