@@ -5,6 +5,7 @@
 mod model;
 mod support;
 
+use block::{IoError, IoErrorKind};
 use model::Guest;
 use std::io::{Read, Write};
 use std::sync::Mutex;
@@ -16,6 +17,7 @@ use tracing::{Event, Level, Metadata, Subscriber};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserConfigFlags;
+use virtio::blk::request_type as kind;
 
 const TIMES: usize = 100;
 /// 1, 2, 4, ... 64.
@@ -64,9 +66,36 @@ fn lines_with(text: &str) -> usize {
     LOG.lock().unwrap().iter().filter(|line| line.contains(text)).count()
 }
 
+fn keep_log() {
+    // The other tests of this process may have been first.
+    let _ = tracing::subscriber::set_global_default(Log);
+}
+
+#[test]
+fn failures_of_the_storage_are_logged_with_their_place_and_a_full_disk_by_its_name() {
+    keep_log();
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    let mut fail = |error: IoError, kind, times| {
+        *server.disk.fail.lock().unwrap() = Some(error);
+        for _ in 0..times {
+            queue.request(kind, 3, &[0; 512], 0);
+        }
+    };
+    fail(IoError::EIO, kind::OUT, TIMES);
+    assert_eq!(lines_with("the guest's write at byte 1536 failed: Input/output error"), LINES);
+    fail(IoError::new(IoErrorKind::NoSpace), kind::OUT, 1);
+    assert_eq!(lines_with("the storage is full: the guest's write at byte 1536 failed: No space left"), 1);
+    fail(IoError::new(IoErrorKind::Unsupported), kind::OUT, TIMES);
+    assert_eq!(lines_with("the guest's write"), LINES + 1, "what is not supported is no failure");
+}
+
 #[test]
 fn what_a_guest_repeats_is_logged_each_time_that_its_number_has_doubled() {
-    tracing::subscriber::set_global_default(Log).unwrap();
+    keep_log();
     let mut server = Server::start(MemDisk::new());
     let guest = Guest::new();
     let mut client = Client::connect(&server, 0);

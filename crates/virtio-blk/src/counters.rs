@@ -35,6 +35,9 @@ pub(crate) struct RingCounters {
     pub(crate) notifications_avoided: Counter,
     pub(crate) failed: Counter,
     pub(crate) faults: Counter,
+    /// Requests that the storage failed, and those of them for which there was no space.
+    pub(crate) io_errors: Counter,
+    pub(crate) no_space: Counter,
     /// Times that the guest's memory could not be registered.
     pub(crate) unregistered: Counter,
 }

@@ -8,7 +8,7 @@ use crate::counters::RingCounters;
 use crate::device::Device;
 use crate::transport::Transport;
 use block::{
-    BatchEnd, Completion, DiskQueue, IoErrorKind, IoResult, Op, OpFlags, Poller, Priority, ReactorCtx, Result, Tag,
+    BatchEnd, Completion, DiskQueue, IoError, IoErrorKind, Op, OpFlags, Poller, Priority, ReactorCtx, Result, Tag,
 };
 use memory::Window;
 use rustix::time::{
@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
-use virtio::blk::{RangeSegment, SECTOR_SHIFT, Status};
+use virtio::blk::{RangeSegment, RequestHeader, SECTOR_SHIFT, Status, request_type};
 use virtio::ring_access::SplitAreas;
 use virtio::{BlkQueue, DeviceRing, FaultReason, Request, RingFault, RingFeatures, SplitDeviceRing};
 
@@ -292,12 +292,31 @@ impl<T: Transport> DeviceQueue<T> {
             return;
         }
         pending.operations = pending.operations.saturating_sub(1);
-        if let Some(status) = failure(completion.result) {
-            pending.failed.get_or_insert(status);
+        if let Err(error) = completion.result {
+            pending.failed.get_or_insert(status_of(error));
         }
-        if pending.operations == 0 {
-            let status = pending.failed.unwrap_or(Status::Ok);
+        let (last, status) = (pending.operations == 0, pending.failed.unwrap_or(Status::Ok));
+        if let Err(error) = completion.result {
+            self.log_failure(head, error);
+        }
+        if last {
             self.end(head, status);
+        }
+    }
+
+    /// The first failure is logged, then each by which their number has doubled; a full disk counts for itself. What the
+    /// disk does not support is no failure.
+    #[cold]
+    fn log_failure(&self, head: u16, error: IoError) {
+        let (counter, what) = match error.kind() {
+            IoErrorKind::Unsupported => return,
+            IoErrorKind::NoSpace => (&self.counters.no_space, "the storage is full: the guest's "),
+            _ => (&self.counters.io_errors, "the guest's "),
+        };
+        if let Some(times) = counter.add_to_log() {
+            let request = name_of(self.queue.header(head));
+            let (disk, queue) = (self.device.name(), self.index);
+            tracing::warn!(disk, queue, times, errno = error.errno(), "{what}{request} failed: {error}");
         }
     }
 
@@ -372,17 +391,29 @@ fn look_later(timer: &OwnedFd) -> bool {
 }
 
 /// What the guest is told of an operation that failed.
-fn failure(result: IoResult) -> Option<Status> {
-    match result {
-        Ok(()) => None,
-        Err(error) if error.kind() == IoErrorKind::Unsupported => Some(Status::Unsupported),
-        Err(_) => Some(Status::IoErr),
+fn status_of(error: IoError) -> Status {
+    match error.kind() {
+        IoErrorKind::Unsupported => Status::Unsupported,
+        _ => Status::IoErr,
     }
 }
 
 /// The priority in a request's header, as far as a guest may choose it.
 fn priority_of(header_word: u32) -> Priority {
     u16::try_from(header_word).map_or(Priority::NONE, Priority::from_ioprio)
+}
+
+/// A request, for a person.
+fn name_of(header: RequestHeader) -> String {
+    let byte = u128::from(header.sector) << SECTOR_SHIFT;
+    match header.kind {
+        request_type::IN => format!("read at byte {byte}"),
+        request_type::OUT => format!("write at byte {byte}"),
+        request_type::FLUSH | request_type::FLUSH_OUT => "flush".into(),
+        request_type::DISCARD => "discard".into(),
+        request_type::WRITE_ZEROES => "write of zeros".into(),
+        kind => format!("request of type {kind}"),
+    }
 }
 
 impl<T: Transport> Poller for DeviceQueue<T> {

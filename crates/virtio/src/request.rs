@@ -64,6 +64,7 @@ struct Context {
     /// end.
     written_bytes: u32,
     written_bytes_on_failure: u32,
+    header: RequestHeader,
     ranges: Vec<RangeSegment>,
 }
 
@@ -138,6 +139,9 @@ impl<R: DeviceRing> BlkQueue<R> {
         let in_bytes = writable_bytes.saturating_sub(1);
         let alone = u32::from(writable_bytes == 1);
         self.set_written(head, alone, alone);
+        if let Some(context) = self.contexts.get_mut(usize::from(head)) {
+            context.header = header;
+        }
         let request = match header.kind {
             request_type::IN if is_whole_sectors(in_bytes) => {
                 self.set_written(head, writable_bytes, 0);
@@ -197,6 +201,12 @@ impl<R: DeviceRing> BlkQueue<R> {
             true => Request::Refused(Status::IoErr),
             false => served,
         }
+    }
+
+    /// The header of a request in flight, as it was taken.
+    #[must_use]
+    pub fn header(&self, head: u16) -> RequestHeader {
+        self.contexts.get(usize::from(head)).map_or_else(RequestHeader::default, |context| context.header)
     }
 
     /// The ranges of a discard or write-zeroes in flight.

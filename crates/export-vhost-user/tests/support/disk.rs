@@ -29,6 +29,8 @@ pub struct MemDisk {
     pub asked: Mutex<Vec<Asked>>,
     /// Those of reads and writes.
     pub priorities: Mutex<Vec<Priority>>,
+    /// All that is carried out fails with it.
+    pub fail: Mutex<Option<IoError>>,
     /// Nothing completes while set.
     pub hold: AtomicBool,
     /// Requests submitted, held ones included.
@@ -61,6 +63,7 @@ impl MemDisk {
             bytes: Mutex::new(vec![0; DISK_BYTES as usize]),
             asked: Mutex::default(),
             priorities: Mutex::default(),
+            fail: Mutex::default(),
             hold: AtomicBool::new(false),
             submitted: AtomicUsize::new(0),
             threads: Mutex::default(),
@@ -139,6 +142,9 @@ fn carry_out(disk: &MemDisk, op: Op) -> IoResult {
     }
     if op.is_write() && disk.info.lock().unwrap().read_only {
         return Err(IoError::new(IoErrorKind::ReadOnly));
+    }
+    if let Some(error) = *disk.fail.lock().unwrap() {
+        return Err(error);
     }
     let mut asked = disk.asked.lock().unwrap();
     if let Op::Read { priority, .. } | Op::Write { priority, .. } = op {
