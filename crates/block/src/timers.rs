@@ -261,9 +261,12 @@ impl dyn ReactorCtx {
         Sleep(timer)
     }
 
-    /// Ends after `duration`.
+    /// Ends after `duration`; never, where that is later than the clock can tell.
     pub fn sleep(&self, duration: Duration) -> Sleep {
-        self.sleep_until(self.now() + duration)
+        match self.now().checked_add(duration) {
+            Some(due) => self.sleep_until(due),
+            None => Sleep(self.timer()),
+        }
     }
 }
 
