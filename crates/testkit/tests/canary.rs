@@ -11,7 +11,7 @@ use ringdisk_testkit::{
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const SIZE: u64 = 1 << 18;
 
@@ -47,6 +47,8 @@ enum Defect {
     CachesPerQueue,
     /// Writes rewrite the sector before them with what it was when they began.
     TouchesNeighbours,
+    /// Its cache can be switched, and nobody hears of it.
+    KeepsNews,
     /// The block status knows of no data.
     HidesData,
     /// The block status ends early.
@@ -58,6 +60,7 @@ struct PlainDisk {
     file: Arc<dyn File>,
     defect: Defect,
     read_only: bool,
+    is_durable: AtomicBool,
     submitted: Arc<AtomicU64>,
 }
 
@@ -68,11 +71,17 @@ impl Disk for PlainDisk {
             logical_block_bytes: 512,
             topology: Topology::default(),
             read_only: self.read_only,
-            volatile_cache: true,
+            volatile_cache: !self.is_durable.load(Ordering::Relaxed),
             discard: !self.read_only,
             discard_granularity_bytes: 512,
             write_zeroes: !self.read_only,
             serial: String::new(),
+        }
+    }
+
+    fn set_volatile_cache(&self, volatile: bool) {
+        if self.defect == Defect::KeepsNews {
+            self.is_durable.store(!volatile, Ordering::Relaxed);
         }
     }
 
@@ -231,7 +240,7 @@ impl DiskQueue for PlainQueue {
 
 fn open(storage: &SimStorage, defect: Defect, read_only: bool) -> Arc<dyn Disk> {
     let file = storage.file("disk").unwrap();
-    Arc::new(PlainDisk { file, defect, read_only, submitted: Arc::default() })
+    Arc::new(PlainDisk { file, defect, read_only, is_durable: AtomicBool::new(false), submitted: Arc::default() })
 }
 
 fn storage() -> SimStorage {
@@ -311,6 +320,7 @@ fn the_suite_notices_each_defect_that_a_guest_could_see() {
         Defect::Miscounts,
         Defect::CachesPerQueue,
         Defect::TouchesNeighbours,
+        Defect::KeepsNews,
         Defect::HidesData,
         Defect::ForgetsTheEnd,
     ] {
