@@ -58,6 +58,11 @@ fn recorded(storage: &SimStorage) -> String {
     String::from_utf8(sector.into_iter().take_while(|byte| *byte != 0).collect()).unwrap()
 }
 
+fn is_unused(storage: &SimStorage, overlay: &str) -> bool {
+    let opened = OpenedOverlay::open(&overlay.into(), storage.file(overlay).unwrap());
+    opened.map_err(|error| error.to_string()).inspect_err(|error| assert!(error.contains("holds data"))).is_ok()
+}
+
 fn open_overlay(storage: &SimStorage, overlay: &str, below: &str, format: Format) -> OpenedOverlay {
     let file: Arc<dyn File> = storage.file(overlay).unwrap();
     let backing = Backing { file: below.to_owned(), format: Some(format.to_string()) };
@@ -90,7 +95,9 @@ impl Changes {
         let dice = mix(self.done.load(Ordering::Relaxed), self.requests.load(Ordering::Relaxed));
         let stack = self.stack.lock().unwrap().clone();
         let unused = if stack.len() == 1 || (stack.len() <= self.most && dice.is_multiple_of(2)) {
-            self.unused.lock().unwrap().pop()
+            // Those that were on top before a power cut hold data.
+            let mut unused = self.unused.lock().unwrap();
+            std::iter::from_fn(|| unused.pop()).find(|overlay| is_unused(&self.storage, overlay))
         } else {
             None
         };
