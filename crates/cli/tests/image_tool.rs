@@ -537,6 +537,28 @@ fn assert_check_agrees(image: &Path, what: &str) {
 }
 
 #[test]
+fn an_image_that_cannot_be_read_was_not_checked_as_qemu_img_says() {
+    let dir = directory();
+    let image = at(&dir, "image.qcow2");
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&image), "1M"]);
+    let good = std::fs::read(&image).unwrap();
+    // Encrypted, and with a feature that nobody knows.
+    for (place, value) in [(35, 1), (35, 2), (74, 1)] {
+        let mut bytes = good.clone();
+        bytes[place] = value;
+        std::fs::write(&image, &bytes).unwrap();
+        for format in [&["-f", "qcow2"][..], &[]] {
+            run_fails(1, &[&["check"], format, &[path_str(&image)]].concat());
+            run_fails(1, &[&["check", "-r", "all"], format, &[path_str(&image)]].concat());
+        }
+        assert!(std::fs::read(&image).unwrap() == bytes, "untouched");
+        if has_tool("qemu-img") && place != 35 {
+            assert_eq!(tool("qemu-img", &["check", path_str(&image)]).status.code(), Some(1));
+        }
+    }
+}
+
+#[test]
 fn check_finds_what_qemu_img_finds_in_healthy_and_damaged_images() {
     if !has_tool("qemu-img") {
         return;

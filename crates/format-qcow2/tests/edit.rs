@@ -483,21 +483,58 @@ fn data_of_the_disk_that_have_no_refcount_are_not_cut_off() {
     let base = Base::default();
     let data = stamped(7, 0, 4096);
     let held = |storage: &SimStorage, at| block_on(open(&storage.file(NAME).unwrap(), Base::default()).read(at, 4096));
-    // Flags are to follow the refcounts, which lie.
-    let (storage, at) = with_data_that_are_not_counted();
-    let bytes = storage.bytes(NAME);
-    let error = carry_out(&storage, &Verb::Delete("one".to_owned()), &base).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::BadImage, "{error}");
-    assert!(storage.bytes(NAME) == bytes, "the image has changed");
-    assert!(held(&storage, at).unwrap() == data);
-    // Who needs none of these refcounts does not see it.
-    let file = storage.file(NAME).unwrap();
-    let remove = [("bits".to_owned(), BitmapAction::Remove)];
-    block_on(edit_bitmaps(&blocking(&file), &*file, NAME, &remove, &mut |_, _| true)).unwrap();
-    assert!(held(&storage, at).unwrap() == data, "a bitmap was removed, and data were cut off");
-    for verb in [Verb::Resize(1 << 20, GrowBy::Nothing), amended(3, 64, false)] {
+    let delete = Verb::Delete("one".to_owned());
+    for verb in [delete, Verb::Resize(1 << 20, GrowBy::Nothing), amended(3, 64, false)] {
         let (storage, at) = with_data_that_are_not_counted();
-        carry_out(&storage, &verb, &base).unwrap();
-        assert!(held(&storage, at).unwrap() == data, "{verb:?} cut data off");
+        let bytes = storage.bytes(NAME);
+        let error = carry_out(&storage, &verb, &base).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BadImage, "{verb:?}: {error}");
+        assert!(storage.bytes(NAME) == bytes, "{verb:?}: the image has changed");
+        assert!(held(&storage, at).unwrap() == data, "{verb:?}");
+    }
+}
+
+#[test]
+fn an_edit_of_an_image_whose_refcounts_deny_data_is_refused_and_changes_nothing() {
+    let options = CreateOptions::default().with(|options| {
+        options.size_bytes = 256 << 10;
+        options.cluster_size = 4096;
+    });
+    let (storage, _) = created(&options, SimFileOptions::default());
+    let base = Base::default();
+    carry_out(&storage, &Verb::Create("old".to_owned()), &base).unwrap();
+    let guest = open(&storage.file(NAME).unwrap(), Arc::clone(&base));
+    block_on(guest.write(0, &[7; 40 << 10])).unwrap();
+    block_on(guest.close()).unwrap();
+    drop(guest);
+    let good = storage.bytes(NAME);
+    let word = |at: usize| u64::from_be_bytes(good[at..at + 8].try_into().unwrap()) as usize;
+    let offset = |at: usize| word(at) & 0x00ff_ffff_ffff_fe00;
+    let (l2, block) = (offset(offset(40)), word(word(48)));
+    for entry in 0..10 {
+        let mut bytes = good.clone();
+        let refcount = block + offset(l2 + entry * 8) / 4096 * 2;
+        bytes[refcount..refcount + 2].fill(0);
+        let storage = SimStorage::new(9);
+        storage.create_with(NAME, &bytes, SimFileOptions::default());
+        let verbs = [
+            Verb::Create("new".to_owned()),
+            Verb::Apply("old".to_owned()),
+            Verb::Delete("old".to_owned()),
+            Verb::Resize(512 << 10, GrowBy::Nothing),
+            Verb::Resize(64 << 10, GrowBy::Nothing),
+            Verb::Amend(AmendOptions { lazy_refcounts: Some(true), ..AmendOptions::default() }),
+        ];
+        for verb in verbs {
+            let error = carry_out(&storage, &verb, &base).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::BadImage, "{verb:?}: {error}");
+            assert!(error.to_string().contains("check -r all"), "{verb:?}: {error}");
+            assert!(storage.bytes(NAME) == bytes, "{verb:?}: refused and untouched");
+        }
+        let file = storage.file(NAME).unwrap();
+        let add = ("bits".to_owned(), BitmapAction::Add { granularity_bytes: None });
+        let error = block_on(edit_bitmaps(&blocking(&file), file.as_ref(), NAME, &[add], &mut |_, _| true));
+        assert_eq!(error.unwrap_err().kind(), ErrorKind::BadImage);
+        assert!(storage.bytes(NAME) == bytes, "refused and untouched");
     }
 }

@@ -30,7 +30,7 @@ async fn move_to_start(
     freed: Vec<Range<u64>>,
     watch: &mut EditWatch<'_>,
 ) -> Result<()> {
-    let mut edit = Edit::open(io, file, name, watch).await?;
+    let mut edit = Edit::open_again(io, file, name, watch).await?;
     edit.nobodys = freed;
     let moved = edit.move_tables().await;
     let prepared = match moved {

@@ -13,6 +13,7 @@ mod data_file;
 pub(crate) mod header_edit;
 mod header_layout;
 mod last_cluster;
+mod look_first;
 pub(crate) mod preallocate;
 pub(crate) mod refcounts;
 pub(crate) mod resize;
@@ -76,8 +77,21 @@ pub(crate) struct Edit<'a, 'w> {
 }
 
 impl<'a, 'w> Edit<'a, 'w> {
-    /// Reads what every change needs. Writes nothing, unless the image's refcounts have to be repaired first (dirty bit).
+    /// Reads what every change needs, and looks at all references first. Writes nothing, unless the image's refcounts have
+    /// to be repaired (dirty bit).
     pub(crate) async fn open(
+        io: &'a MetaIo,
+        file: &'a dyn File,
+        name: &'a str,
+        watch: &'a mut EditWatch<'w>,
+    ) -> Result<Self> {
+        let edit = Self::open_again(io, file, name, watch).await?;
+        edit.look_first().await?;
+        Ok(edit)
+    }
+
+    /// As [`Edit::open`], after an edit that has looked.
+    pub(crate) async fn open_again(
         io: &'a MetaIo,
         file: &'a dyn File,
         name: &'a str,

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Checks one file, which was opened for reading, or for writing where it is to be repaired; blocks. Formats without tables
-/// are Unsupported.
+/// are Unsupported; an image that cannot be read, because it is encrypted for instance, is a BadImage.
 pub fn check(
     path: &Path,
     file: &Arc<dyn File>,
@@ -22,8 +22,13 @@ pub fn check(
     }
     let io = MetaIo::new(file.open_blocking()?);
     let (length, name) = (file.length_bytes()?, path.display().to_string());
-    match repair {
+    let checked = match repair {
         None => block_on(format_qcow2::check(&io, length, &name, watch)),
         Some(what) => block_on(format_qcow2::repair(&io, length, &name, what, watch)),
-    }
+    };
+    // Unsupported is for formats that have nothing to check. This one has, and could not be read.
+    checked.map_err(|error| match error.kind() {
+        ErrorKind::Unsupported => Error::new(ErrorKind::BadImage, error.to_string()),
+        _ => error,
+    })
 }
