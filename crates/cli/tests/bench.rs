@@ -45,9 +45,53 @@ fn compare_measures_each_target_in_each_round_and_divides_the_first_by_the_other
     };
     let median = ratios[0]["figures"]["iops"]["median"].as_f64().unwrap();
     assert!((0..3).any(|round| (divided(round) - median).abs() < 1e-9), "{median}");
-    let table = run_ok(&["bench", "--compare", NULL, NULL, "--pairs", "1", "--count", "100"]);
-    for part in ["A: drive:format=null", "B: drive", "A/B (min-max)", "IOPS", "completions/harvest"] {
-        assert!(table.contains(part), "'{part}' is missing in:\n{table}");
+    let compare = ["bench", "--compare", NULL, NULL, "--pairs", "1", "--count", "100"];
+    let (short, whole) = (run_ok(&compare), run_ok(&[&compare[..], &["--verbose"]].concat()));
+    for part in ["A: drive:format=null", "B: drive", "A/B (min-max)", "IOPS", "latency p99"] {
+        assert!(short.contains(part) && whole.contains(part), "'{part}' is missing in:\n{short}\n{whole}");
+    }
+    for part in ["completions/harvest", "latency mean", "system"] {
+        assert!(!short.contains(part) && whole.contains(part), "'{part}' is for --verbose:\n{short}\n{whole}");
+    }
+    assert!(!short.contains("different"), "{short}");
+}
+
+#[test]
+fn compare_says_in_which_options_the_targets_differ() {
+    let dir = directory();
+    let raw = at(&dir, "disk.raw");
+    run_ok(&["create", "-q", path_str(&raw), "1M"]);
+    let threads = format!("drive:file={},format=raw,engine=threads,cache=writeback,readonly=on", raw.display());
+    let synced = format!("{threads},sync=on");
+    let compare = |one: &str, other: &str| {
+        run_ok(&["bench", "--compare", one, other, "--pairs", "1", "--count", "50", "--warmup", "0"])
+    };
+    let said = compare(&threads, &synced);
+    assert!(said.contains("sync: A off, B on") && !said.contains("engine:") && !said.contains("cache:"), "{said}");
+    let server = Server::start(&["--drive", "format=null,size=1M", "--socket", path_str(&at(&dir, "s"))]);
+    let said = compare(&format!("socket:{}", at(&dir, "s").display()), &threads);
+    server.stop();
+    assert!(said.contains("engine: A not known (the server's), B threads"), "{said}");
+}
+
+#[test]
+fn what_would_be_overwritten_asks_for_destroy() {
+    let dir = directory();
+    let [raw, qcow2] = ["disk.raw", "disk.qcow2"].map(|name| at(&dir, name));
+    run_ok(&["create", "-q", path_str(&raw), "1M"]);
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&qcow2), "1M"]);
+    for (kind, file) in [("--host", &raw), ("--image", &qcow2)] {
+        let write = ["bench", kind, path_str(file), "--rw", "write", "--count", "4", "--bs", "64k"];
+        // What is empty is lost to nobody.
+        run_ok(&write);
+        let before = std::fs::read(file).unwrap();
+        let said = run_fails(2, &write);
+        assert!(said.contains("--destroy") && said.contains(path_str(file)), "{said}");
+        let target = format!("{}:{}", &kind[2..], file.display());
+        run_fails(2, &["bench", "--compare", NULL, &target, "--rw", "randrw", "--pairs", "1", "--count", "4"]);
+        assert!(std::fs::read(file).unwrap() == before, "{kind} was written");
+        run_ok(&["bench", kind, path_str(file), "--rw", "read", "--count", "4"]);
+        run_ok(&[&write[..], &["--destroy"]].concat());
     }
 }
 
@@ -91,7 +135,8 @@ fn a_server_is_measured_with_its_process() {
         }
         assert_eq!(depth["sides"][1]["figures"]["server_us_per_request"], Value::Null);
     }
-    let said = run_ok(&["bench", "--socket", path_str(&socket), "--count", "1000", "--server-pid", &pid]);
+    let socket = path_str(&socket);
+    let said = run_ok(&["bench", "--verbose", "--socket", socket, "--count", "1000", "--server-pid", &pid]);
     for part in ["voluntary context switches", "kicks", "wakeups", "completions a harvest"] {
         assert!(said.contains(part), "'{part}' is missing in:\n{said}");
     }
@@ -150,7 +195,7 @@ fn writes_to_the_page_cache_take_one_call_a_batch() {
     std::fs::write(&raw, vec![7; 4 << 20]).unwrap();
     let served = format!("serve:file={},format=raw", raw.display());
     let sides = ["--compare", &served, &served];
-    let load = ["--rw", "randwrite", "--pairs", "3", "--count", "30000", "--depths", "1,32,128"];
+    let load = ["--rw", "randwrite", "--destroy", "--pairs", "3", "--count", "30000", "--depths", "1,32,128"];
     let report = json(&[&sides[..], &load].concat());
     for depth in report["depths"].as_array().unwrap() {
         let figure = |name: &str| per_request(depth, 0, name);

@@ -150,7 +150,7 @@ fn a_bench_that_fails_closes_its_image_and_bitmaps_stay_believed() {
     assert_eq!(flags(&image), before);
     assert!(marked_as_qemu_sees(dir.path(), &image, "b").contains(&(0..4096)));
 
-    let bench = ["bench", "--rw", "write", "--depth", "1", "--count", "20", "--image", path_str(&image)];
+    let bench = ["bench", "--rw", "write", "--destroy", "--depth", "1", "--count", "20", "--image", path_str(&image)];
     let said = common::run_fails(1, &bench);
     assert!(said.contains("requests failed"), "{said}");
     assert_eq!(flags(&image), before);

@@ -1,6 +1,8 @@
 //! `ringdisk bench`: the load generator, on any server's socket, on an image, or on the host's own file; once, over
 //! depths, or on several targets in turn.
 
+mod differences;
+mod overwrite;
 mod series;
 mod served;
 mod target;
@@ -32,7 +34,8 @@ const PLOT_DEPTHS: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 const TARGETS_MAX: usize = 8;
 const NAMES: [&str; TARGETS_MAX] = ["A", "B", "C", "D", "E", "F", "G", "H"];
 
-/// Measure a disk: requests a second, latency, CPU. Writing modes destroy what is on it.
+/// Measure a disk: requests a second, latency, CPU. Writing modes destroy what is on it, and ask for --destroy first where
+/// that can be seen.
 ///
 /// One target is measured once, or at each of several depths (--depths, --plot). With --compare several targets are
 /// measured in turn, under the same load.
@@ -102,6 +105,9 @@ pub(crate) struct Args {
     /// Flush after each N writes of a queue.
     #[arg(long, value_name = "N")]
     flush_every: Option<u32>,
+    /// Let a writing mode overwrite what is on a device or in a file that holds data.
+    #[arg(long)]
+    destroy: bool,
     /// Write a pattern, and check what is read against what was written before.
     #[arg(long)]
     verify: bool,
@@ -116,6 +122,9 @@ pub(crate) struct Args {
     /// looks. For --drive, what the drive says of poll-max-us goes before this; for --serve that is the server's.
     #[arg(long, value_name = "US", default_value_t = ReactorConfig::default().poll_max_us)]
     poll_max_us: u32,
+    /// Show all figures, not only rates, latencies and CPU time.
+    #[arg(short, long)]
+    verbose: bool,
     /// How to print.
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
@@ -173,6 +182,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     assign_servers(args, &mut targets)?;
     if let Some(plot) = &args.plot {
         check_plot(plot)?;
+    }
+    if spec.read_percent < 100 && !args.destroy {
+        overwrite::refuse(&targets)?;
     }
     let cancel = signals::interrupted()?;
     match targets.as_slice() {
@@ -249,7 +261,7 @@ fn run_single(args: &Args, target: &Target, spec: &BenchSpec, cancel: &Arc<Atomi
     bar.finish();
     let target::Measured { report, server_gone } = measured?;
     match args.output {
-        Output::Human => output::print(&text::single(&report))?,
+        Output::Human => output::print(&text::single(&report, args.verbose))?,
         Output::Json => print_json(&report)?,
     }
     if server_gone {
@@ -273,7 +285,7 @@ fn run_series(args: &Args, targets: &[Target], spec: &BenchSpec, cancel: &Arc<At
         std::fs::write(path, svg).with_context(|| format!("cannot write the plot to {}", path.display()))?;
     }
     match args.output {
-        Output::Human => output::print(&text::series(&series)),
+        Output::Human => output::print(&text::series(&series, args.verbose)),
         Output::Json => print_json(&series),
     }
 }

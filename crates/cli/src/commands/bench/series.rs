@@ -1,5 +1,6 @@
 //! Several measurements that belong together: each depth, and at each depth each target, in turn.
 
+use super::differences::differences;
 use super::target::{Measured, Target};
 use crate::output::Bar;
 use anyhow::{Context, bail};
@@ -30,6 +31,8 @@ pub(super) struct Named {
 #[derive(Debug, Serialize)]
 pub(super) struct Series {
     pub(super) targets: Vec<Named>,
+    /// In which options they differ.
+    pub(super) differences: Vec<String>,
     /// One a depth.
     pub(super) depths: Vec<Comparison>,
     /// A signal ended it early: what is here was measured before.
@@ -68,7 +71,8 @@ impl Plan<'_> {
             target: target.text.clone(),
             server_pids: target.server_pids.clone(),
         };
-        Ok(Series { targets: self.targets.iter().map(named).collect(), depths, interrupted })
+        let differences = differences(self.targets);
+        Ok(Series { targets: self.targets.iter().map(named).collect(), differences, depths, interrupted })
     }
 
     /// One measurement of each target; nothing if it was interrupted.

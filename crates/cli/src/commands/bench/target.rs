@@ -3,7 +3,7 @@
 use super::served::Served;
 use crate::output::usage;
 use block::{Disk, ReactorHandle};
-use drive::{DriveFormat, DriveOptions, OpenedDisk, ParsedDrive, open_disk};
+use drive::{DiskOptions, DriveFormat, DriveOptions, OpenedDisk, ParsedDrive, open_disk};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use image::BackingPolicy;
@@ -92,6 +92,14 @@ impl Target {
             poll_max_us: ReactorConfig::default().poll_max_us,
             kind: kind_of_target,
         }))
+    }
+
+    /// The disk that this process opens; `None` for a server's.
+    pub(super) fn disk_options(&self) -> Option<&DiskOptions> {
+        match &self.kind {
+            Kind::Socket(_) => None,
+            Kind::Drive(drive) | Kind::Serve(drive) => Some(&drive.disk),
+        }
     }
 
     /// Adds a process of its server's.
@@ -273,7 +281,7 @@ mod tests {
             ("socket:/a=b.sock", "A", "socket:/a=b.sock"),
             ("qemu=socket:/a=b.sock", "qemu", "socket:/a=b.sock"),
             ("drive:format=null,size=1M", "A", "drive:format=null,size=1M"),
-            ("x=drive:file=host:y", "x", "drive:file=host:y"),
+            ("x=drive:file=./host:y", "x", "drive:file=./host:y"),
         ] {
             let target = target(text);
             assert_eq!((target.name.as_str(), target.text.as_str()), (name, rest), "{text}");

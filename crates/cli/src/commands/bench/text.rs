@@ -17,8 +17,12 @@ pub(super) fn workload(report: &BenchReport) -> String {
     format!("{size} {} {what}{queues}", report.pattern)
 }
 
+/// The figures that are shown without --verbose.
+const FIRST_FIGURES: [&str; 6] =
+    ["iops", "mib_per_second", "p50_us", "p99_us", "client_us_per_request", "server_us_per_request"];
+
 /// One run.
-pub(super) fn single(report: &BenchReport) -> String {
+pub(super) fn single(report: &BenchReport, verbose: bool) -> String {
     let mib = report.bytes_per_second / f64::from(1 << 20);
     let mut text = format!(
         "{} {} bytes, {}% reads, depth {} x {} queues: {:.0} IOPS, {mib:.1} MiB/s ({} requests in {:.2} s)\n",
@@ -51,7 +55,18 @@ pub(super) fn single(report: &BenchReport) -> String {
             server.pid, server.us_per_request, server.voluntary_switches, server.voluntary_switches_per_request
         );
     }
-    let batches = &report.batches;
+    if verbose {
+        text.push_str(&details(report));
+    }
+    if report.cancelled {
+        text.push_str("interrupted: the figures are of the time until then\n");
+    }
+    text
+}
+
+/// How requests were batched, and what was counted.
+fn details(report: &BenchReport) -> String {
+    let (mut text, batches) = (String::new(), &report.batches);
     let _ = writeln!(
         text,
         "completions a harvest: mean {:.1}, median {}, max {} ({} harvests)",
@@ -61,14 +76,11 @@ pub(super) fn single(report: &BenchReport) -> String {
         let name = counter.name.replace('_', " ");
         let _ = writeln!(text, "{name}: {} ({:.4} a request)", counter.total, counter.per_request);
     }
-    if report.cancelled {
-        text.push_str("interrupted: the figures are of the time until then\n");
-    }
     text
 }
 
 /// Several targets: a table a depth; one target: a line a depth.
-pub(super) fn series(series: &Series) -> String {
+pub(super) fn series(series: &Series, verbose: bool) -> String {
     let mut text = String::new();
     let first = series.depths.first().and_then(|depth| depth.sides.first());
     if let Some((side, report)) = first.and_then(|side| Some((side, side.runs.first()?))) {
@@ -79,13 +91,16 @@ pub(super) fn series(series: &Series) -> String {
         let _ = writeln!(text, "{}{runs}", workload(report));
     }
     if let [target] = series.targets.as_slice() {
-        let _ = writeln!(text, "{}\n{}", target.target, over_depths(&series.depths));
+        let _ = writeln!(text, "{}\n{}", target.target, over_depths(&series.depths, verbose));
     } else {
         for target in &series.targets {
             let _ = writeln!(text, "{}: {}", target.name, target.target);
         }
+        if !series.differences.is_empty() {
+            let _ = writeln!(text, "different:\n  {}", series.differences.join("\n  "));
+        }
         for depth in &series.depths {
-            let _ = writeln!(text, "\ndepth {}\n{}", depth.queue_depth, side_by_side(depth));
+            let _ = writeln!(text, "\ndepth {}\n{}", depth.queue_depth, side_by_side(depth, verbose));
         }
     }
     if series.interrupted {
@@ -108,11 +123,11 @@ fn finish(mut table: Table) -> Table {
 }
 
 /// Figures down, targets and ratios across.
-fn side_by_side(depth: &Comparison) -> Table {
+fn side_by_side(depth: &Comparison, verbose: bool) -> Table {
     let names = depth.sides.iter().map(|side| side.name.clone());
     let ratios = depth.ratios.iter().map(|ratios| format!("{}/{} (min-max)", ratios.of, ratios.to));
     let mut table = table(std::iter::once(String::new()).chain(names).chain(ratios).collect());
-    for FigureSpread { name, label, .. } in labels(&depth.sides) {
+    for FigureSpread { name, label, .. } in labels(&depth.sides, verbose) {
         let values =
             depth.sides.iter().map(|side| side.figure(name).map_or("-".to_owned(), |value| short(value.median)));
         let ratios = depth.ratios.iter().map(|ratios| ratios.figure(name).map_or("-".to_owned(), ratio));
@@ -122,9 +137,9 @@ fn side_by_side(depth: &Comparison) -> Table {
 }
 
 /// Depths down, figures across.
-fn over_depths(depths: &[Comparison]) -> Table {
+fn over_depths(depths: &[Comparison], verbose: bool) -> Table {
     let sides = || depths.iter().filter_map(|depth| Some((depth.queue_depth, depth.sides.first()?)));
-    let labels = depths.first().map(|depth| labels(&depth.sides)).unwrap_or_default();
+    let labels = depths.first().map(|depth| labels(&depth.sides, verbose)).unwrap_or_default();
     // A word a line, or the table would be wider than a terminal.
     let head = |label: &str| label.replace(", ", "\n").replace(' ', "\n").replace("/request", "\n/request");
     let heads = labels.iter().map(|figure| head(&figure.label).replace("/harvest", "\n/harvest"));
@@ -137,10 +152,11 @@ fn over_depths(depths: &[Comparison]) -> Table {
     finish(table)
 }
 
-/// The figures that any side has, each once.
-fn labels(sides: &[Side]) -> Vec<&FigureSpread> {
+/// The figures that any side has, each once; without `verbose` only the first ones.
+fn labels(sides: &[Side], verbose: bool) -> Vec<&FigureSpread> {
     let mut found: Vec<&FigureSpread> = Vec::new();
-    for figure in sides.iter().flat_map(|side| &side.figures) {
+    let is_shown = |figure: &&FigureSpread| verbose || FIRST_FIGURES.contains(&figure.name.as_str());
+    for figure in sides.iter().flat_map(|side| &side.figures).filter(is_shown) {
         if !found.iter().any(|known| known.name == figure.name) {
             found.push(figure);
         }

@@ -1,0 +1,33 @@
+//! What is on a disk is not overwritten unless the user says so.
+
+use super::target::Target;
+use crate::output::usage;
+use drive::{DiskOptions, open_disk};
+use image::BackingPolicy;
+use std::os::unix::fs::FileTypeExt;
+
+/// Refuses targets that a writing load would destroy something on: block devices, and files that hold data. What a server
+/// serves cannot be asked.
+pub(super) fn refuse(targets: &[Target]) -> anyhow::Result<()> {
+    for disk in targets.iter().filter_map(Target::disk_options) {
+        let Some(file) = disk.file.as_ref().filter(|_| !disk.read_only) else { continue };
+        let is_device = file.path().and_then(|path| std::fs::metadata(path).ok());
+        let what = match is_device.is_some_and(|meta| meta.file_type().is_block_device()) {
+            true => "is a device, and what is on it would be overwritten",
+            false if holds_data(disk) => "holds data that would be overwritten",
+            false => continue,
+        };
+        return Err(usage(format!("'{file}' {what}: give --destroy if that may be lost, or another disk")));
+    }
+    Ok(())
+}
+
+/// Whether any byte of a disk is data. What cannot be opened is told when it is measured.
+fn holds_data(disk: &DiskOptions) -> bool {
+    let mut disk = disk.clone();
+    disk.read_only = true;
+    let Ok(opened) = open_disk(&disk, BackingPolicy::default(), &[]) else { return false };
+    let Some(Ok(mut runs)) = opened.image.as_ref().map(|image| image.extents()) else { return false };
+    // What cannot be found out may be data.
+    runs.any(|run| run.map_or(true, |run| run.data))
+}
