@@ -1,6 +1,6 @@
 //! Files that this program was given as open descriptors, by whoever started it.
 
-use super::open::open_fd;
+use super::opening::open_fd;
 use crate::base::options::OpenOptions;
 use crate::file::storage;
 use block::{Error, ErrorKind, File, Result};

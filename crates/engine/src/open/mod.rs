@@ -2,6 +2,5 @@
 
 mod host_file;
 pub(crate) mod inherited;
-#[allow(clippy::module_inception, reason = "the folder is about this file")]
-pub(crate) mod open;
+pub(crate) mod opening;
 mod probe;

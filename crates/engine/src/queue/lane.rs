@@ -3,8 +3,8 @@
 use super::engines::Engine;
 use crate::base::call::Action;
 use crate::request::carry_out;
+use crate::request::progress::Request;
 use crate::request::queue_file::QueueFile;
-use crate::request::request::Request;
 use block::{Done, IoResult, Priority, Waiter};
 use memory::Window;
 use std::future::Future;

@@ -1,10 +1,9 @@
 //! The reactor: one thread that polls, runs tasks, submits once an engine and turn, and harvests.
 
 mod alarm;
+mod event_loop;
 mod fd_watch;
 mod pollers;
 mod pool_trim;
-#[allow(clippy::module_inception, reason = "the folder is about this file")]
-mod reactor;
 
-pub use reactor::{Reactor, ReactorConfig, ReactorThread};
+pub use event_loop::{Reactor, ReactorConfig, ReactorThread};

@@ -1,6 +1,6 @@
 //! Carries a request out on the calling thread: for opening images, for tools, and for a reactor where nothing waits.
 
-use super::request::{Request, Step};
+use super::progress::{Request, Step};
 use super::segments::buffers_of;
 use block::IoError;
 

@@ -2,8 +2,7 @@
 
 pub(crate) mod carry_out;
 pub(crate) mod group_commit;
+pub(crate) mod progress;
 pub(crate) mod queue_file;
-#[allow(clippy::module_inception, reason = "the folder is about this file")]
-pub(crate) mod request;
 pub(crate) mod segments;
 pub(crate) mod slab;

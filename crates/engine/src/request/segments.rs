@@ -1,6 +1,6 @@
 //! The memory of a request, in the form that one call of the kernel takes.
 
-use super::request::Request;
+use super::progress::Request;
 use crate::base::call::{Buffers, MAX_CALL_BYTES, MAX_SEGMENTS};
 use memory::{PoolBox, PoolContext, pooled};
 

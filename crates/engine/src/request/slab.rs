@@ -1,7 +1,7 @@
 //! The slab that owns the requests in an engine's hands, and with them their memory, until the kernel is done. Their
 //! contexts come from the pool.
 
-use super::request::Request;
+use super::progress::Request;
 use super::segments::{Scratch, cut, listed};
 use crate::base::call::Buffers;
 use memory::{Placed, room_for};

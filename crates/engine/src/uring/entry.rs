@@ -1,8 +1,8 @@
 //! A request in the form that goes into a ring.
 
 use crate::base::call::{Action, Buffers};
+use crate::request::progress::Request;
 use crate::request::queue_file::QueueFile;
-use crate::request::request::Request;
 use crate::route::ring_flags;
 use io_uring::{opcode, squeue, types};
 

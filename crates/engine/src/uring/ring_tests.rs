@@ -30,7 +30,7 @@ fn file_in_place() -> crate::file::open_file::OpenFile {
     file.sync_all().unwrap();
     let engine = crate::base::options::EngineKind::IoUring;
     let options = OpenOptions { lock: false, engine, cache: CacheMode::None, ..OpenOptions::default() };
-    let mut file = crate::open::open::open_file(file.into(), "test", &options).unwrap();
+    let mut file = crate::open::opening::open_file(file.into(), "test", &options).unwrap();
     file.extents = crate::file::extent_preload::ExtentPreload::new(false);
     file
 }

@@ -6,8 +6,7 @@ pub(crate) mod job;
 pub(crate) mod job_queue;
 mod mailbox;
 pub(crate) mod pool;
-#[allow(clippy::module_inception, reason = "the folder is about this file")]
-pub(crate) mod workers;
+pub(crate) mod thread_pool;
 
 /// The lock and the flag of the mailbox, which loom's take the place of when it is explored.
 mod parts {

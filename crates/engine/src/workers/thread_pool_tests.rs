@@ -17,7 +17,7 @@ fn workers(spin_limit: Duration) -> Workers {
 
 fn target() -> Rc<QueueFile> {
     let options = OpenOptions { lock: false, engine: EngineKind::Threads, ..OpenOptions::default() };
-    let file = crate::open::open::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
+    let file = crate::open::opening::open_file(tempfile::tempfile().unwrap().into(), "test", &options).unwrap();
     Rc::new(QueueFile::blocking(Arc::new(file)))
 }
 
@@ -193,7 +193,7 @@ impl InMemory {
         std::fs::write(&path, vec![7; 1 << 20]).unwrap();
         let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
         let file =
-            crate::open::open::open_file(file.into(), "test", &OpenOptions { lock: false, ..Default::default() });
+            crate::open::opening::open_file(file.into(), "test", &OpenOptions { lock: false, ..Default::default() });
         let file = Arc::new(file.unwrap());
         let reactors = [(); 2].map(|()| {
             let wakeup = Arc::new(Wakeup::new().unwrap());

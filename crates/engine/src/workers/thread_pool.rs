@@ -19,7 +19,7 @@ use crate::base::stats::Counters;
 use crate::base::wakeup::Wakeup;
 use crate::file::open_file::Storage;
 use crate::request::carry_out;
-use crate::request::request::{Request, Step};
+use crate::request::progress::{Request, Step};
 use crate::request::slab::Slab;
 use crate::route::{How, Now, Route, ends_in_turn, route};
 use block::{Done, IoError};
@@ -397,5 +397,5 @@ fn carry_out_batch(batch: &mut Batch, io_submit: &OnceCell<Option<IoSubmit>>, do
 }
 
 #[cfg(test)]
-#[path = "workers_tests.rs"]
+#[path = "thread_pool_tests.rs"]
 mod tests;

@@ -13,7 +13,7 @@ fn request(cache: CacheMode, action: Action, length: usize) -> Request {
     let mut file = tempfile::tempfile().unwrap();
     file.write_all(&[1; 5000]).unwrap();
     let options = OpenOptions { engine: EngineKind::Threads, cache, lock: false, ..OpenOptions::default() };
-    let file = crate::open::open::open_file(file.into(), "test", &options).unwrap();
+    let file = crate::open::opening::open_file(file.into(), "test", &options).unwrap();
     let memory = IoBuf::zeroed(length).whole();
     memory.fill(0xee);
     let window = IoBuf::gather(vec![memory.slice(0, 700), memory.slice(700, length - 700)]).whole();

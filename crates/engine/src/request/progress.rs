@@ -185,5 +185,5 @@ impl Request {
 }
 
 #[cfg(test)]
-#[path = "request_tests.rs"]
+#[path = "progress_tests.rs"]
 mod tests;
