@@ -14,7 +14,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-/// An open image, shared by its queues. Its chain of layers may be exchanged while it is served: see [`crate::exchange`].
+/// An open image, shared by its queues. Its chain of layers may be exchanged while it is served: see [`crate::put_overlay`].
 pub struct Image {
     pub(crate) board: Arc<Board>,
     pub(crate) listeners: Listeners,

@@ -364,6 +364,74 @@ fn reopened(storage: &SimStorage, names: &[FileName]) -> Arc<Image> {
     Arc::new(crate::open(&options, &LaterOpener(storage.clone())).unwrap())
 }
 
+/// Writes numbers to two disks in turn, each when the one before was acknowledged, until a layer was put on both.
+fn count_up(disks: &[World], unit: u64, is_over: &AtomicBool) {
+    let mut dice = Dice::new(mix(disks[0].seed, unit));
+    let timers = Timers::with_virtual_time(std::time::Instant::now());
+    let here = Rc::new(Here { executor: Executor::new(Box::new(|| {})), timers, later: Rc::default() });
+    let ctx: Rc<dyn ReactorCtx> = Rc::clone(&here) as _;
+    let mut queues: Vec<_> = disks.iter().map(|disk| disk.image.open_queue(&ctx).unwrap()).collect();
+    let (mut number, mut done) = (1u64, vec![Completion { tag: 0, result: Ok(()) }]);
+    while !is_over.load(Ordering::Acquire) || done.is_empty() {
+        if done.pop().is_some() {
+            let write = Op::Write {
+                offset: unit * UNIT as u64,
+                data: data_of(number),
+                flags: OpFlags::NONE,
+                priority: Priority::NONE,
+            };
+            queues[number as usize % 2].submit(number, write);
+            number += 1;
+        }
+        here.executor.run_ready(20);
+        let count = here.later.borrow().len();
+        if count > 0 {
+            let (now, io) = here.later.borrow_mut().swap_remove(dice.index(count));
+            now.push(io);
+        }
+        for queue in &mut queues {
+            queue.harvest(&mut done);
+        }
+        thread::yield_now();
+    }
+    drop(queues);
+    here.executor.run_ready(100);
+}
+
+/// The former tops are one moment of both disks: one that has a number has all before it.
+fn two_disks(seed: u64, fault: Fault, verdict: &Verdict) {
+    let disks: Vec<_> = (0..2).map(|disk| World::new(mix(seed, disk), fault, verdict)).collect();
+    let formers: Vec<_> = disks.iter().map(|disk| disk.image.chain()).collect();
+    let is_over = Arc::new(AtomicBool::new(false));
+    let units = [0, 9];
+    let count = |unit| {
+        let (disks, is_over) = (disks.clone(), Arc::clone(&is_over));
+        thread::spawn(move || count_up(&disks, unit, &is_over))
+    };
+    let threads = units.map(count);
+    let name = FileName::from("overlay0");
+    let overlays = disks.iter().map(|disk| {
+        let file = LaterOpener(disk.storage.clone()).open(&name, Role::Writable).unwrap();
+        (Arc::clone(&disk.image), OpenedOverlay::open(&name, file).unwrap())
+    });
+    let put = put_overlay_async(overlays.collect(), || Ok(()));
+    block_on(put).unwrap().into_iter().for_each(Result::unwrap);
+    is_over.store(true, Ordering::Release);
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    for unit in units {
+        let read = |former: &Arc<crate::chain::layers::Chain>| {
+            let data = IoBuf::zeroed(UNIT).whole();
+            let shared = crate::chain::queue::Shared::blocking(former).unwrap();
+            block_on(shared.read(unit * UNIT as u64, data.clone(), Priority::NONE)).unwrap();
+            value_of(&data)
+        };
+        let (even, odd) = (read(&formers[0]), read(&formers[1]));
+        if even.abs_diff(odd) > 1 {
+            verdict.fail(format!("unit {unit}: one former top has number {even}, the other {odd}"));
+        }
+    }
+}
+
 fn run(limit: u64, fault: Fault) -> std::result::Result<(), String> {
     explore(seed(), limit, LONG, move |seed, verdict| execution(seed, fault, verdict))
 }
@@ -381,4 +449,15 @@ fn a_queue_that_adopts_the_next_chain_late_is_found() {
 #[test]
 fn a_copy_that_does_not_wait_for_what_is_in_flight_below_is_found() {
     println!("{}", run(20_000, Fault::Impatient).unwrap_err());
+}
+
+#[test]
+fn two_disks_pass_one_barrier() {
+    explore(seed(), schedules(300), LONG, |seed, verdict| two_disks(seed, Fault::None, verdict)).unwrap();
+}
+
+#[test]
+fn a_queue_of_one_of_two_disks_that_adopts_late_is_found() {
+    let found = explore(seed(), 20_000, LONG, |seed, verdict| two_disks(seed, Fault::Late, verdict));
+    println!("{}", found.unwrap_err());
 }
