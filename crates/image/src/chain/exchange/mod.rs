@@ -1,44 +1,45 @@
 //! Exchanging a disk's chain of layers while guests use it.
 //!
-//! A chain ([`super::layers::Chain`]) never changes. What is put in its place is another one that shares layers with it,
-//! and the queues go over to that by a barrier:
+//! A chain ([`super::layers::Chain`]) never changes. Another chain, which shares layers with it, takes its place. The
+//! queues go over to it by a barrier:
 //!
-//! 1. **Prepare.** Every queue, on its own reactor, opens the files that the next chain has and its own has not. From then
-//!    on it begins no request any more, but keeps what is submitted. Requests in flight go on. Each queue says when it is
-//!    that far, or that it could not open a file. One that cannot is enough: all go on with the chain that they have.
-//! 2. **Adopt.** When all queues of all disks that take part hold, all are told of the next chain. Each begins what it
-//!    has kept on that one. Nothing can fail here: all files are open.
+//! 1. **Prepare.** Every queue, on its own reactor, opens the files of the next chain that its own chain does not have.
+//! From then on it begins no request, but keeps what is submitted. Requests in flight go on. Each queue answers that it
+//! is ready, or that it could not open a file. If one could not, all go on with the chain that they have.
+//! 2. **Adopt.** When all queues of all disks that take part hold, all are told of the next chain. Each begins there
+//! what it has kept. Nothing can fail here: all files are open.
 //!
-//! So no request begins on the former chain once one has begun on the next. Nothing is drained: a request ends on the chain
-//! that it began with, for the queue keeps that chain's files, its place in the epochs of its top layer, and a *lease*
-//! ([`board::Lease`]) until its last request there has ended. The last lease's end says that the former chain is over.
+//! So no request begins on the former chain once one has begun on the next. Nothing is drained: a request ends on the
+//! chain that it began with. Until its last request there has ended, a queue keeps that chain's files, its place in the
+//! epochs of the top layer, and a *lease* ([`board::Lease`]). When the last lease ends, the former chain is over.
 //!
-//! A queue is told through a task of its own on its reactor ([`attendant`]), which sleeps until something is announced: so
-//! idle queues on sleeping reactors are reached, and requests pay for nothing but a look at a flag of their queue. A queue
-//! that is opened meanwhile takes its seat only if nothing was announced since it looked, and holds if the others do; one
-//! that is dropped leaves its seat, and what it has in flight keeps its lease.
+//! A queue is told by a task of its own on its reactor ([`attendant`]), which sleeps until something is announced. So
+//! idle queues on sleeping reactors are reached, and a request pays only for a look at a flag of its queue. A queue
+//! that is opened during an exchange takes its seat only if nothing was announced since it looked, and holds if the
+//! others do. A queue that is dropped leaves its seat; its requests in flight keep its lease.
 //!
 //! **A new top layer** ([`overlay`]). Requests in flight may still write to the former top while others run on the next
-//! chain. Four things could go wrong, so the next chain is *handing over* until the former one is over:
+//! chain. Four things could go wrong. So the next chain is *handing over* until the former one is over:
 //!
-//! * A write to a part of a cluster copies the rest from below. If a write in flight landed below after that, its data
-//!   would be hidden, although it is acknowledged. So such copies wait until the former chain is over. Reads, and writes of
-//!   whole clusters, wait for nothing: a write in flight that they overlap has not been acknowledged.
-//! * What is remembered of the layers below could become wrong. So there is no merged map.
-//! * A flush covers what was acknowledged on the former chain. So it flushes both layers; and so does a durable write,
-//!   because one takes along what was not flushed when the guest chose write-through.
+//! * A write to a part of a cluster copies the rest from below. If a write in flight landed below after that, its
+//!   data would be hidden, although it is acknowledged. So such copies wait until the former chain is over. Reads, and
+//!   writes of whole clusters, do not wait: a write in flight that they overlap has not been acknowledged.
+//! * A memory of what lies below could become wrong. So there is no merged map.
+//! * A flush covers what was acknowledged on the former chain. So it flushes both layers. So does a durable write,
+//!   because it takes along what was not flushed when the guest chose write-through.
 //! * Space that is freed in the former top could be used again, or be given back to the host, below a read that was
-//!   resolved on the next chain. So whoever exchanges has a place in the former top's epochs, until all of these have ended.
+//!   resolved on the next chain. So the exchange holds a place in the former top's epochs until all such reads have
+//!   ended.
 //!
-//! When the former chain is over, its top is flushed, the queues go over to a chain of the same layers that is not handing
-//! over (without holding anything: the two may be used at once), and when that has happened everywhere the former top is
-//! closed: refcounts, dirty bit, persistent bitmaps, which stay in it. From then on it is only read.
+//! When the former chain is over, its top is flushed, the queues go over to a chain of the same layers that is not
+//! handing over (without holding anything: the two may be used at once), and when that has happened everywhere the
+//! former top is closed: refcounts, dirty bit, persistent bitmaps, which stay in it. From then on it is only read.
 //!
-//! **Taking the top layer back** ([`take_back`]). Where the top layer holds data, nobody sees what the layer below has. So
-//! the data are copied down while guests go on; what they write meanwhile is noted by a chain that notes ranges before
-//! writes begin ([`change_log`]). Going over to a chain with a new log, and waiting until the former is over, gives a log
-//! that is complete, whose ranges are copied once more. The last round is made while all requests are held and none is in
-//! flight. Then the layer below is flushed and becomes the top.
+//! **Taking the top layer back** ([`take_back`]). Where the top layer holds data, nobody sees what the layer below has.
+//! So the data are copied down while guests go on. Meanwhile the chain has a log ([`change_log`]), which notes ranges
+//! before writes to them begin. To get a complete log, the queues go over to a chain with a new log, until the former
+//! chain is over. The ranges of the complete log are copied again. The last round is made while all requests are held
+//! and none is in flight. Then the layer below is flushed and becomes the top.
 //!
 //! **More room** ([`grow`]) is a barrier too, with the format's own offline resize while nothing is in flight.
 
