@@ -397,7 +397,7 @@ fn external_data_files_are_qemu_imgs() {
 }
 
 #[test]
-fn snapshots_are_read_in_the_size_that_qemu_img_gives_them() {
+fn snapshots_are_followed_by_zeros_on_a_disk_that_has_grown_since() {
     agree(SNAPSHOT_SIZES);
 }
 

@@ -112,7 +112,7 @@ fn the_same_words_do_the_same_to_images_as_qemu_img_does() {
                 assert_eq!(mine.status.success(), theirs.status.success(), "{said}: -l {name}");
                 if mine.status.success() {
                     let (mine, theirs) = (std::fs::read(&raw).unwrap(), std::fs::read(&judge).unwrap());
-                    // We give a snapshot the size that it had; qemu-img the one that the disk has now.
+                    // qemu-img cuts a snapshot off where the disk is smaller now.
                     let both = mine.len().min(theirs.len());
                     assert!(mine[..both] == theirs[..both], "{said}: -l {name}");
                 }

@@ -50,7 +50,10 @@ fn everything(storage: &SimStorage, base: &Base) -> Everything {
         let which = SnapshotName::Exactly { id: Some(snapshot.id.clone()), name: Some(snapshot.name.clone()) };
         let qcow2 = block_on(Qcow2::open_snapshot(&io, file.info(), open_options(true), &which)).unwrap();
         let guest = common::Guest { qcow2: Arc::new(qcow2), io: io.clone(), base: Arc::clone(base) };
-        block_on(guest.read_all()).unwrap()
+        let mut then = block_on(guest.read_all()).unwrap();
+        // Zeros follow where the disk has grown since.
+        then.truncate(snapshot.disk_bytes as usize);
+        then
     };
     let snapshots = list.iter().map(|snapshot| (snapshot.clone(), contents(snapshot))).collect();
     Everything { disk, snapshots }

@@ -21,9 +21,9 @@ Beside the flags:
   a backing file outside of its image's directory is opened only with --allow-backing any, or RINGDISK_ALLOW_BACKING=any in
   the environment; --image-opts and json: know driver, file.driver and file.filename; protocols other than file: and
   host_device: are refused. A backing file that is named with one of these is recorded without it. snapshot -a marks enabled
-  bitmaps wholly, where qemu-img refuses. convert -l copies a snapshot in the size that the disk had then, where qemu-img cuts
-  it off, or fills it up, to the size that the disk has now. commit and rebase refuse an overlay whose internal snapshots
-  would show something else afterwards, unless --change-snapshots is given.
+  bitmaps wholly, where qemu-img refuses. convert -l copies a snapshot whole that is larger than the
+  disk is now, where qemu-img cuts it off. commit and rebase refuse an overlay whose internal snapshots would show something
+  else afterwards, unless --change-snapshots is given.
 ";
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

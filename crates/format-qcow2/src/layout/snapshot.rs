@@ -181,22 +181,27 @@ pub enum SnapshotName {
     },
 }
 
-/// The header of the disk as it was when a snapshot was taken, in the size that it had then.
+/// The header of the disk as it was when a snapshot was taken. Where the disk is larger today, zeros follow, as with
+/// qemu-img; where it is smaller, nothing is cut off.
 pub(crate) async fn of_snapshot(io: &MetaIo, header: Header, name: &str, which: &SnapshotName) -> Result<Header> {
     let (rows, _) = read_rows(io, &header, name).await?;
     let found = find(&rows, which).and_then(|index| rows.get(index));
     let Some(row) = found else {
         return Err(Error::new(ErrorKind::BadOption, format!("'{name}': Can't find snapshot")));
     };
-    let disk_bytes = row.snapshot.disk_bytes;
+    let (disk_bytes, now_bytes) = (row.snapshot.disk_bytes, header.size_bytes);
     let then = Header { l1_offset: row.l1_offset, l1_entries: row.l1_entries, size_bytes: disk_bytes, ..header };
     let needed = then.geometry().l1_entries();
     if needed > u64::from(row.l1_entries) {
         let what = format!("'{name}': the snapshot's L1 table is too small for its disk of {disk_bytes} bytes");
         return Err(Error::new(ErrorKind::BadImage, what));
     }
-    // What follows the snapshot's own disk in its table is the state of a virtual machine: not part of the disk.
-    Ok(then)
+    if now_bytes <= disk_bytes {
+        return Ok(then);
+    }
+    // What follows the snapshot's own disk in its table is the state of a virtual machine.
+    let l1_entries = u32::try_from(needed).unwrap_or(row.l1_entries);
+    Ok(Header { l1_entries, size_bytes: now_bytes, ..then })
 }
 
 /// Finds a snapshot.

@@ -38,7 +38,7 @@ pub struct ImageOptions {
     pub volatile_cache: bool,
     /// The memory for tables, over all layers; by default what covers the whole disk, up to 32 MiB.
     pub table_cache_bytes: Option<u64>,
-    /// The disk as it was when this internal snapshot was taken, in the size that it had; read-only.
+    /// The disk as it was when this internal snapshot was taken, at least in the size that it had; read-only.
     pub snapshot: Option<SnapshotName>,
 }
 
