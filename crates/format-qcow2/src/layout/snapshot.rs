@@ -181,7 +181,7 @@ pub enum SnapshotName {
     },
 }
 
-/// The header of the disk as it was when a snapshot was taken. Where the disk is larger today, zeros follow, as with
+/// The header of the disk as it was when a snapshot was taken. Where the disk is larger by now, zeros follow, as with
 /// qemu-img; where it is smaller, nothing is cut off.
 pub(crate) async fn of_snapshot(io: &MetaIo, header: Header, name: &str, which: &SnapshotName) -> Result<Header> {
     let (rows, _) = read_rows(io, &header, name).await?;

@@ -4,10 +4,10 @@
 //! queues go over to it by a barrier:
 //!
 //! 1. **Prepare.** Every queue, on its own reactor, opens the files of the next chain that its own chain does not have.
-//! From then on it begins no request, but keeps what is submitted. Requests in flight go on. Each queue answers that it
-//! is ready, or that it could not open a file. If one could not, all go on with the chain that they have.
+//!    From then on it begins no request, but keeps what is submitted. Requests in flight go on. Each queue answers that
+//!    it is ready, or that it could not open a file. If one could not, all go on with the chain that they have.
 //! 2. **Adopt.** When all queues of all disks that take part hold, all are told of the next chain. Each begins there
-//! what it has kept. Nothing can fail here: all files are open.
+//!    what it has kept. Nothing can fail here: all files are open.
 //!
 //! So no request begins on the former chain once one has begun on the next. Nothing is drained: a request ends on the
 //! chain that it began with. Until its last request there has ended, a queue keeps that chain's files, its place in the
