@@ -64,7 +64,7 @@ impl Daemon {
 }
 
 fn top_of(image: &Image) -> Option<FileName> {
-    image.file_names().into_iter().next()
+    image.file_names().next()
 }
 
 /// Files that were made and are removed again unless they come to be used.
