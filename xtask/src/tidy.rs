@@ -129,7 +129,8 @@ fn check_sources(lock: &str) -> Vec<String> {
 }
 
 fn check_page(name: &str, text: &str) -> Option<String> {
-    let (_, most) = PAGES.iter().find(|(page, _)| name.starts_with(page))?;
+    // A list of pages is not read at one sitting.
+    let (_, most) = PAGES.iter().find(|(page, _)| name.starts_with(page) && !name.ends_with("/README.md"))?;
     let lines = text.lines().count();
     (lines > *most).then(|| format!("{name}: {lines} lines; a page has at most {most}"))
 }
@@ -248,6 +249,7 @@ mod tests {
         assert!(check_page("ARCHITECTURE.md", &"x\n".repeat(250)).is_none());
         assert!(check_page("ARCHITECTURE.md", &"x\n".repeat(251)).is_some());
         assert!(check_page("docs/decisions/0001-a.md", &"x\n".repeat(81)).is_some());
+        assert!(check_page("docs/decisions/README.md", &"x\n".repeat(81)).is_none());
         assert!(check_page("CONTRIBUTING.md", &"x\n".repeat(500)).is_none());
     }
 
