@@ -21,6 +21,8 @@ pub enum ErrorKind {
     Io,
     /// A peer broke the protocol.
     Protocol,
+    /// Somebody stopped it before its end.
+    Cancelled,
 }
 
 /// An error with a message a person can act on: what failed, on which file, key or offset, and what to do.

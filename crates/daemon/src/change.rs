@@ -2,10 +2,10 @@
 
 use crate::daemon::Daemon;
 use crate::status::NodeId;
-use crate::table::{Found, Work};
+use crate::table::{Found, Table, Work};
 use block::{Disk, Error, ErrorKind, File, Result};
 use drive::EngineOpener;
-use image::{CreateOptions, FileName, Image, OpenedOverlay, Opener, Role, put_overlay, take_back};
+use image::{CopyWatch, CreateOptions, FileName, Image, OpenedOverlay, Opener, Role, put_overlay};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ impl Daemon {
     /// Makes a disk larger; its guests are told. What is added reads as zeros. A disk in use never becomes smaller. Guests
     /// wait for as long as their requests in flight and a few changes of tables take.
     pub fn resize(&self, node: NodeId, size_bytes: u64) -> Result<()> {
-        let (_work, _, image) = self.image_for("its resize", node)?;
+        let (_work, _, image) = self.image_for("its resize".to_owned(), node, None)?;
         image.grow(size_bytes)
     }
 
@@ -27,7 +27,7 @@ impl Daemon {
         let mut disks = Vec::new();
         let mut works = Vec::new();
         for (node, path) in overlays {
-            let (work, found, image) = self.image_for("a new overlay", *node)?;
+            let (work, found, image) = self.image_for("a new overlay".to_owned(), *node, None)?;
             let overlay = made.overlay(&found, &image, path)?;
             disks.push((image, overlay));
             works.push((work, *node));
@@ -42,18 +42,19 @@ impl Daemon {
         results?.into_iter().fold(Ok(()), Result::and)
     }
 
-    /// Copies what the top layer of a disk holds into the layer below, which was the top before, and takes the top layer
-    /// off. Guests go on meanwhile. The file that was taken off is left where it is, and is of no use to anybody.
+    /// Takes the top layer of a disk back, by a job of its own ([`Daemon::start_take_overlay_back`]), and waits for its end.
     pub fn take_overlay_back(&self, node: NodeId) -> Result<()> {
-        let (_work, _, image) = self.image_for("its overlay's commit", node)?;
-        take_back(&image, || Ok(()))?;
-        self.table.has_new_top(node, top_of(&image));
-        Ok(())
+        self.wait_job(self.start_take_overlay_back(node)?)
     }
 
-    /// A disk's image, with a claim that keeps the disk.
-    fn image_for(&self, what: &'static str, node: NodeId) -> Result<(Work<'_>, Found, Arc<Image>)> {
-        let work = self.table.begin_work(node, what)?;
+    /// A disk's image, with a claim that keeps the disk. Whoever removes the disk by force cancels the `watch`.
+    pub(crate) fn image_for(
+        &self,
+        what: String,
+        node: NodeId,
+        watch: Option<Arc<CopyWatch>>,
+    ) -> Result<(Work, Found, Arc<Image>)> {
+        let work = Table::begin_work(&self.table, node, what, watch)?;
         let found = self.table.find(node)?;
         let image = found.disk.image.clone().ok_or_else(|| {
             let message = format!("the disk '{}' is not an image: it has no layers and one size", found.name);
@@ -63,7 +64,7 @@ impl Daemon {
     }
 }
 
-fn top_of(image: &Image) -> Option<FileName> {
+pub(crate) fn top_of(image: &Image) -> Option<FileName> {
     image.file_names().next()
 }
 

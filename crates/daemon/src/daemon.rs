@@ -1,6 +1,7 @@
 //! The daemon: reactors' threads, the disks that they serve, and the sockets at which guests come in.
 
 use crate::attach::{Attachment, absolute};
+use crate::jobs::Jobs;
 use crate::status::{DiskStatus, ExportId, ExportStatus, NodeId};
 use crate::table::{Found, Table};
 use block::{Error, ErrorKind, Result};
@@ -42,9 +43,9 @@ impl DaemonConfig {
     }
 }
 
-/// Reactors, disks and exports of disks.
+/// Reactors, disks, exports of disks, and jobs on disks.
 ///
-/// Disks and exports come and go while others run. Each call may be made by any thread, at any time: what takes long
+/// Disks, exports and jobs come and go while others run. Each call may be made by any thread, at any time: what takes long
 /// (opening, awaiting requests, closing) holds up nobody but its caller, and no reactor. A disk can have several exports,
 /// each at a socket of its own.
 ///
@@ -52,7 +53,8 @@ impl DaemonConfig {
 pub struct Daemon {
     config: DaemonConfig,
     reactors: Vec<ReactorThread>,
-    pub(crate) table: Table,
+    pub(crate) table: Arc<Table>,
+    pub(crate) jobs: Arc<Jobs>,
 }
 
 /// Queues that an export offers where nobody says how many: one a CPU, within reason.
@@ -67,7 +69,7 @@ impl Daemon {
             let poll_max_us = config.poll_max_us.unwrap_or(defaults.poll_max_us);
             reactors.push(Reactor::spawn(defaults.with(|config| config.poll_max_us = poll_max_us))?);
         }
-        Ok(Self { config, reactors, table: Table::default() })
+        Ok(Self { config, reactors, table: Arc::default(), jobs: Arc::default() })
     }
 
     /// How many queues an export offers: what it says, or one a CPU.
@@ -162,7 +164,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Flushes and closes a disk. One that has exports is refused, unless `force` says that they are to be removed first.
+    /// Flushes and closes a disk. One that has exports or jobs is refused, unless `force` says that exports are
+    /// to be removed and jobs to be cancelled first.
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
         for (export, running) in exports {
@@ -170,6 +173,7 @@ impl Daemon {
             self.table.forget_export(export);
         }
         self.table.wait_until_unused(id);
+        self.jobs.wait_for_all_of(id);
         let closed = close(&found);
         // Its locks go with it: whoever finds the name free finds the image free, too.
         drop(found);
@@ -216,7 +220,7 @@ impl Daemon {
         memory::pools()
     }
 
-    /// Stops accepting, lets requests in flight end, flushes and closes the images, removes the sockets, ends the
+    /// Stops accepting, cancels jobs, lets requests in flight end, flushes and closes the images, removes the sockets, ends the
     /// threads. Goes on after an error and returns that of the disk that was added first.
     pub fn shutdown(mut self) -> Result<()> {
         self.end()

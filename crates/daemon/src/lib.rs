@@ -1,10 +1,10 @@
-//! What ringdisk serves: disks, their exports, and the reactors' threads that they live on.
+//! What ringdisk serves: disks, their exports, jobs on disks, and the reactors' threads that they live on.
 //!
 //! No request passes through here. The daemon opens disks by their drive options, hands each with some reactors to an
 //! export, and takes all of it down again in the right order.
 //!
-//! * [`Daemon`]: reactors, disks and exports; disks come and go while it runs.
-//! * [`attach_flags`], [`Pidfile`], [`notify`]: what a program that serves tells the world.
+//! * [`Daemon`]: reactors, disks, exports and jobs; all but reactors come and go while it runs.
+//! * [`attach_flags`], [`Pidfile`], [`notify()`]: what a program that serves tells the world.
 //!
 //! ```no_run
 //! # use {block as ringdisk_block, drive as ringdisk_drive};
@@ -23,6 +23,7 @@
 mod attach;
 mod change;
 mod daemon;
+mod jobs;
 mod notify;
 mod pidfile;
 mod status;
@@ -32,4 +33,4 @@ pub use self::daemon::{Daemon, DaemonConfig};
 pub use attach::{Attachment, absolute, attach_flags, quote};
 pub use notify::notify;
 pub use pidfile::Pidfile;
-pub use status::{DiskStatus, ExportId, ExportStatus, NodeId};
+pub use status::{DiskStatus, ExportId, ExportStatus, JobId, JobKind, JobState, JobStatus, NodeId};

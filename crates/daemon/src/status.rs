@@ -1,4 +1,4 @@
-//! What a daemon tells about its disks and exports.
+//! What a daemon tells about its disks, exports and jobs.
 
 use crate::attach::Attachment;
 use block::DiskInfo;
@@ -14,6 +14,10 @@ pub struct NodeId(pub(crate) u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ExportId(pub(crate) u64);
 
+/// Names a job of a daemon, also after it is forgotten: no number is used twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct JobId(pub(crate) u64);
+
 impl fmt::Display for NodeId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
@@ -21,6 +25,12 @@ impl fmt::Display for NodeId {
 }
 
 impl fmt::Display for ExportId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Display for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
@@ -58,4 +68,55 @@ pub struct ExportStatus {
     pub attachment: Attachment,
     /// Counters of each of its rings.
     pub rings: Vec<RingStats>,
+}
+
+/// What a job does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum JobKind {
+    /// It copies what the top layer of a disk holds into the layer below, and takes the top layer off.
+    TakeOverlayBack,
+}
+
+impl fmt::Display for JobKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TakeOverlayBack => f.write_str("taking its overlay back"),
+        }
+    }
+}
+
+/// Where a job is in its life.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum JobState {
+    /// It goes on.
+    Running,
+    /// It has done all that it was to do.
+    Done,
+    /// It could not go on, because of this. The disk keeps its layers.
+    Failed(String),
+    /// Somebody stopped it. The disk keeps its layers.
+    Cancelled,
+}
+
+/// What a job is and how far it has come.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct JobStatus {
+    /// The number that names it in calls.
+    pub id: JobId,
+    /// What it does.
+    pub kind: JobKind,
+    /// The disk that it works on, which may be gone when the job has ended.
+    pub node: NodeId,
+    /// That disk's name.
+    pub disk: String,
+    /// Whether it goes on, or how it ended.
+    pub state: JobState,
+    /// Bytes that it has dealt with. Rises only.
+    pub done_bytes: u64,
+    /// Bytes to deal with: the disk's, plus those that guests write meanwhile. Rises only; a job that is done has dealt
+    /// with all.
+    pub total_bytes: u64,
 }

@@ -8,7 +8,7 @@ use crate::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, OpenedDisk};
 use export_vhost_user::Export;
-use image::FileName;
+use image::{CopyWatch, FileName};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -25,10 +25,11 @@ pub(crate) struct Table {
 struct State {
     nodes: BTreeMap<NodeId, Node>,
     exports: BTreeMap<ExportId, Exported>,
-    /// What is being done to which disk.
-    works: Vec<(NodeId, &'static str)>,
+    /// What is being done to disks.
+    works: BTreeMap<u64, Working>,
     next_node: u64,
     next_export: u64,
+    next_work: u64,
 }
 
 /// Where something is in its life.
@@ -66,19 +67,22 @@ pub(crate) struct Found {
     pub(crate) disk: Arc<OpenedDisk>,
 }
 
-/// Something that is being done to a disk, which stays as long as this lives.
-pub(crate) struct Work<'a> {
-    table: &'a Table,
-    work: (NodeId, &'static str),
+struct Working {
+    node: NodeId,
+    what: String,
+    /// How to stop it, where it takes long.
+    watch: Option<Arc<CopyWatch>>,
 }
 
-impl Drop for Work<'_> {
+/// Something that is being done to a disk, which stays as long as this lives.
+pub(crate) struct Work {
+    table: Arc<Table>,
+    number: u64,
+}
+
+impl Drop for Work {
     fn drop(&mut self) {
-        let mut state = self.table.lock();
-        if let Some(index) = state.works.iter().position(|work| *work == self.work) {
-            state.works.remove(index);
-        }
-        drop(state);
+        self.table.lock().works.remove(&self.number);
         self.table.gone.notify_all();
     }
 }
@@ -155,15 +159,22 @@ impl Table {
         self.lock().nodes.iter().filter_map(|(id, node)| node.found(*id)).collect()
     }
 
-    /// Keeps a disk for what is going to be done to it.
-    pub(crate) fn begin_work(&self, node: NodeId, what: &'static str) -> Result<Work<'_>> {
-        let mut state = self.lock();
+    /// Keeps a disk for what is going to be done to it. The `watch` is cancelled when the disk is taken out by force.
+    pub(crate) fn begin_work(
+        table: &Arc<Self>,
+        node: NodeId,
+        what: String,
+        watch: Option<Arc<CopyWatch>>,
+    ) -> Result<Work> {
+        let mut state = table.lock();
         let found = state.nodes.get(&node).ok_or_else(|| no_disk(node))?;
         if !matches!(found.disk, Phase::Here(_)) {
             return Err(found.not_now());
         }
-        state.works.push((node, what));
-        Ok(Work { table: self, work: (node, what) })
+        let number = state.next_work;
+        state.next_work += 1;
+        state.works.insert(number, Working { node, what, watch });
+        Ok(Work { table: Arc::clone(table), number })
     }
 
     /// The disk has another top layer.
@@ -235,21 +246,22 @@ impl Table {
     }
 
     /// Takes a disk out to be closed, with its exports, which have to end before. Without `force` a disk that has exports
-    /// stays. No export of it can come any more; [`Table::wait_until_unused`] and [`Table::forget_node`] come next.
+    /// or works stays; with it, works that can be cancelled are. No export of it can come any more; [`Table::wait_until_unused`] and [`Table::forget_node`] come next.
     pub(crate) fn take_node(&self, id: NodeId, force: bool) -> Result<(Found, Vec<(ExportId, Export)>)> {
         let mut guard = self.lock();
         let state = &mut *guard;
         let node = state.nodes.get_mut(&id).ok_or_else(|| no_disk(id))?;
         let found = node.found(id).ok_or_else(|| node.not_now())?;
         let users = state.exports.iter_mut().filter(|(_, entry)| entry.node == id);
+        let works = state.works.values().filter(|work| work.node == id);
         if force {
             node.disk = Phase::Going;
+            works.filter_map(|work| work.watch.as_ref()).for_each(|watch| watch.cancel());
             let taken = users.filter_map(|(id, entry)| Some((*id, entry.export.take()?))).collect();
             return Ok((found, taken));
         }
         let exports = users.map(|(id, entry)| format!("export {id} at '{}'", entry.attachment.socket.display()));
-        let works = state.works.iter().filter(|(node, _)| *node == id).map(|(_, what)| (*what).to_owned());
-        let users: Vec<String> = exports.chain(works).collect();
+        let users: Vec<String> = exports.chain(works.map(|work| work.what.clone())).collect();
         if !users.is_empty() {
             let message = format!("the disk '{}' is used by {}: end that first", found.name, users.join(", "));
             return Err(Error::new(ErrorKind::Locked, message));
@@ -261,7 +273,7 @@ impl Table {
     /// Waits until a disk that was taken out has no export and no work left: others may be ending some.
     pub(crate) fn wait_until_unused(&self, id: NodeId) {
         let is_used = |state: &mut State| {
-            state.exports.values().any(|entry| entry.node == id) || state.works.iter().any(|(node, _)| *node == id)
+            state.exports.values().any(|entry| entry.node == id) || state.works.values().any(|work| work.node == id)
         };
         drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner));
     }

@@ -2,74 +2,9 @@
 
 mod common;
 
-use block::Disk;
-use common::{Client, PATIENCE, SIZE_BYTES, assert_clean, connect, create, start};
+use common::{Guest, SIZE_BYTES, assert_holds, at, connect, create, start};
 use drive::{DiskOptions, DriveFormat, DriveOptions, ExportOptions, open_disk};
 use image::BackingPolicy;
-use load::{BenchReport, BenchSpec, Hooks, Initial, Pattern, Stop, Verify, VerifyState, run};
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
-
-const HALF_BYTES: u64 = SIZE_BYTES / 2;
-
-fn at(socket: &Path) -> ExportOptions {
-    let mut export = ExportOptions::default();
-    (export.socket, export.queues) = (Some(socket.to_owned()), Some(1));
-    export
-}
-
-fn spec(half: u64, verify: Initial) -> BenchSpec {
-    BenchSpec::default().with(|spec| {
-        spec.queue_depth = 8;
-        spec.offset_bytes = half * HALF_BYTES;
-        spec.length_bytes = Some(HALF_BYTES);
-        spec.verify = Some(Verify { seed: half, initial: verify });
-        spec.stop = Stop::Runtime(PATIENCE * 10);
-    })
-}
-
-/// A guest that writes its half of a disk and compares what it reads, until it is told to stop.
-struct Guest {
-    disk: Arc<dyn Disk>,
-    stop: Arc<AtomicBool>,
-    thread: JoinHandle<(BenchReport, VerifyState)>,
-}
-
-impl Guest {
-    fn load(socket: &Path, half: u64) -> Self {
-        let (disk, stop) = (connect(socket, 1), Arc::new(AtomicBool::new(false)));
-        let (loaded, cancel) = (Arc::clone(&disk), Arc::clone(&stop));
-        let thread = std::thread::spawn(move || {
-            let client = Client::new(1);
-            let spec = spec(half, Initial::Zeros).with(|spec| {
-                spec.read_percent = 50;
-                spec.pattern = Pattern::Random { seed: half };
-                spec.flush_every = Some(64);
-            });
-            let hooks = Hooks::default().with(|hooks| hooks.cancel = Some(cancel));
-            let outcome = run(&loaded, &client.handles, &spec, &hooks).unwrap();
-            (outcome.report, outcome.state.unwrap())
-        });
-        Self { disk, stop, thread }
-    }
-
-    /// What it has written; every request and every comparison went well.
-    fn stop(self) -> (Arc<dyn Disk>, VerifyState) {
-        self.stop.store(true, Ordering::Relaxed);
-        let (report, state) = self.thread.join().unwrap();
-        assert_clean(&report);
-        (self.disk, state)
-    }
-}
-
-fn assert_holds(disk: &Arc<dyn Disk>, half: u64, state: VerifyState) {
-    let spec = spec(half, Initial::State(state)).with(|spec| {
-        (spec.read_percent, spec.pattern, spec.stop) = (100, Pattern::Sequential, Stop::OnePass);
-    });
-    assert_clean(&run(disk, &Client::new(1).handles, &spec, &Hooks::default()).unwrap().report);
-}
 
 #[test]
 fn two_guests_of_one_disk_are_undisturbed_while_exports_and_disks_come_and_go() {

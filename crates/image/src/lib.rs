@@ -37,6 +37,7 @@ pub use chain::compressed_writer::CompressedWriter;
 pub use chain::copy_offload::CopyOffload;
 pub use chain::exchange::overlay::{OpenedOverlay, put_overlay, put_overlay_async};
 pub use chain::exchange::take_back::{take_back, take_back_async};
+pub use chain::exchange::watch::CopyWatch;
 pub use chain::extents::Extents;
 pub use chain::image::Image;
 pub use chain::table_cache::TableCacheStats;

@@ -9,7 +9,7 @@ use block::{
 };
 use common::{Chain, Layer, SimOpener, name};
 use format_qcow2::{BitmapAction, CreateOptions as Qcow2Options};
-use ringdisk_image::{Backing, CreateOptions, FileName, Format, Image, ImageOptions, OpenedOverlay};
+use ringdisk_image::{Backing, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, OpenedOverlay};
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -112,7 +112,16 @@ impl Changes {
             }
             None if stack.len() > 1 => {
                 let commit = || record(&self.storage, &stack[1].0);
-                ringdisk_image::take_back_async(&self.image, commit).await.unwrap();
+                let watch = CopyWatch::default();
+                if dice.is_multiple_of(5) {
+                    watch.cancel();
+                    let cancelled = ringdisk_image::take_back_async(&self.image, &watch, commit).await.unwrap_err();
+                    assert_eq!(cancelled.kind(), ErrorKind::Cancelled, "{cancelled}");
+                    return;
+                }
+                ringdisk_image::take_back_async(&self.image, &watch, commit).await.unwrap();
+                assert!(watch.total_bytes() > 0);
+                assert_eq!(watch.done_bytes(), watch.total_bytes());
                 self.stack.lock().unwrap().remove(0);
             }
             None => return,
@@ -563,7 +572,9 @@ fn bitmaps_stay_in_the_former_top_in_good_order_and_go_on_when_it_is_the_top_aga
     call(&mut harness, queue, Request::Flush).unwrap();
     assert_eq!(marked(&storage), is_marked(&[2]), "the former top is only read");
     let its = Arc::clone(&image);
-    while_served(&mut harness, async move { ringdisk_image::take_back_async(&its, || Ok(())).await.unwrap() });
+    while_served(&mut harness, async move {
+        ringdisk_image::take_back_async(&its, &CopyWatch::default(), || Ok(())).await.unwrap()
+    });
     write(&mut harness, 7).unwrap();
     harness.close(queue);
     harness.settle();
@@ -582,7 +593,7 @@ fn what_cannot_be_put_on_top_or_taken_back_is_refused_and_an_overlay_that_has_gr
         let results = ringdisk_image::put_overlay(vec![(Arc::clone(&image), overlay)], || Ok(()));
         results.map(|results| results.into_iter().for_each(Result::unwrap)).map_err(|error| error.to_string())
     };
-    let refused = ringdisk_image::take_back(&image, || Ok(())).unwrap_err().to_string();
+    let refused = ringdisk_image::take_back(&image, &CopyWatch::default(), || Ok(())).unwrap_err().to_string();
     assert!(refused.contains("open for reading only"), "{refused}");
     let own = OpenedOverlay::open(&FileName::from(&name(0)), storage.file(&name(0)).unwrap());
     assert!(own.is_ok_and(|own| put(own).is_err()), "it is part of the chain");
@@ -603,7 +614,9 @@ fn what_cannot_be_put_on_top_or_taken_back_is_refused_and_an_overlay_that_has_gr
     let data = stamped(4, 3 * SIZE - 8192, 8192);
     call(&mut harness, queue, Request::write(3 * SIZE - 8192, &data[..])).unwrap();
     let its = Arc::clone(&image);
-    while_served(&mut harness, async move { ringdisk_image::take_back_async(&its, || Ok(())).await.unwrap() });
+    while_served(&mut harness, async move {
+        ringdisk_image::take_back_async(&its, &CopyWatch::default(), || Ok(())).await.unwrap()
+    });
     assert_eq!((image.info().size_bytes, image.formats().count()), (3 * SIZE, 2));
     assert_eq!(call(&mut harness, queue, Request::read(3 * SIZE - 8192, 8192)).unwrap(), data);
     harness.close(queue);

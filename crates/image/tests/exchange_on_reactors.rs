@@ -3,7 +3,7 @@
 use block::{Disk, File, ReactorHandle, Result};
 use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use format_qcow2::CreateOptions as Qcow2Options;
-use ringdisk_image::{CreateOptions, FileName, Format, Image, ImageOptions, OpenedOverlay, Opener, Role};
+use ringdisk_image::{CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, OpenedOverlay, Opener, Role};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -76,7 +76,7 @@ impl Exchanges {
                 let opened = OpenedOverlay::open(&FileName::from(&overlay), file).unwrap();
                 let results = ringdisk_image::put_overlay(vec![(Arc::clone(&image), opened)], || Ok(())).unwrap();
                 results.into_iter().for_each(Result::unwrap);
-                ringdisk_image::take_back(&image, || Ok(())).unwrap();
+                ringdisk_image::take_back(&image, &CopyWatch::default(), || Ok(())).unwrap();
                 std::fs::remove_file(overlay).unwrap();
                 done.fetch_add(1, Ordering::Relaxed);
             }

@@ -29,7 +29,7 @@ impl Control<'_> {
     pub(crate) fn check(&self) -> Result<()> {
         match self.cancel.load(Ordering::Relaxed) {
             false => Ok(()),
-            true => Err(Error::new(ErrorKind::Io, "interrupted")),
+            true => Err(Error::new(ErrorKind::Cancelled, "interrupted")),
         }
     }
 }

@@ -4,7 +4,7 @@
 #![allow(dead_code)]
 
 use block::{Disk, ReactorHandle};
-use drive::{DriveFormat, DriveOptions, EngineOpener};
+use drive::{DriveFormat, DriveOptions, EngineOpener, ExportOptions};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
@@ -12,6 +12,8 @@ use load::{BenchReport, BenchSpec, Hooks, Initial, Pattern, Stop, Verify, Verify
 use ringdisk_daemon::{Daemon, DaemonConfig};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 pub(crate) const SIZE_BYTES: u64 = 8 << 20;
@@ -83,4 +85,63 @@ pub(crate) fn connect(socket: &Path, queues: u16) -> Arc<dyn Disk> {
 pub(crate) fn assert_clean(report: &BenchReport) {
     assert_eq!((report.errors, report.mismatches), (0, 0), "{:?} {:?}", report.first_error, report.first_mismatch);
     assert!(report.requests > 0);
+}
+
+const HALF_BYTES: u64 = SIZE_BYTES / 2;
+
+pub(crate) fn at(socket: &Path) -> ExportOptions {
+    let mut export = ExportOptions::default();
+    (export.socket, export.queues) = (Some(socket.to_owned()), Some(1));
+    export
+}
+
+pub(crate) fn spec(half: u64, verify: Initial) -> BenchSpec {
+    BenchSpec::default().with(|spec| {
+        spec.queue_depth = 8;
+        spec.offset_bytes = half * HALF_BYTES;
+        spec.length_bytes = Some(HALF_BYTES);
+        spec.verify = Some(Verify { seed: half, initial: verify });
+        spec.stop = Stop::Runtime(PATIENCE * 10);
+    })
+}
+
+/// A guest that writes its half of a disk and compares what it reads, until it is told to stop.
+pub(crate) struct Guest {
+    disk: Arc<dyn Disk>,
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<(BenchReport, VerifyState)>,
+}
+
+impl Guest {
+    pub(crate) fn load(socket: &Path, half: u64) -> Self {
+        let (disk, stop) = (connect(socket, 1), Arc::new(AtomicBool::new(false)));
+        let (loaded, cancel) = (Arc::clone(&disk), Arc::clone(&stop));
+        let thread = std::thread::spawn(move || {
+            let client = Client::new(1);
+            let spec = spec(half, Initial::Zeros).with(|spec| {
+                spec.read_percent = 50;
+                spec.pattern = Pattern::Random { seed: half };
+                spec.flush_every = Some(64);
+            });
+            let hooks = Hooks::default().with(|hooks| hooks.cancel = Some(cancel));
+            let outcome = run(&loaded, &client.handles, &spec, &hooks).unwrap();
+            (outcome.report, outcome.state.unwrap())
+        });
+        Self { disk, stop, thread }
+    }
+
+    /// What it has written; every request and every comparison went well.
+    pub(crate) fn stop(self) -> (Arc<dyn Disk>, VerifyState) {
+        self.stop.store(true, Ordering::Relaxed);
+        let (report, state) = self.thread.join().unwrap();
+        assert_clean(&report);
+        (self.disk, state)
+    }
+}
+
+pub(crate) fn assert_holds(disk: &Arc<dyn Disk>, half: u64, state: VerifyState) {
+    let spec = spec(half, Initial::State(state)).with(|spec| {
+        (spec.read_percent, spec.pattern, spec.stop) = (100, Pattern::Sequential, Stop::OnePass);
+    });
+    assert_clean(&run(disk, &Client::new(1).handles, &spec, &Hooks::default()).unwrap().report);
 }

@@ -5,6 +5,7 @@
 use super::board::Over;
 use super::overlay::{OpenedOverlay, put_overlay_async};
 use super::take_back::take_back_async;
+use super::watch::CopyWatch;
 use crate::chain::image::Image;
 use crate::{CreateOptions, FileName, Format, ImageOptions, Opener, Role};
 use block::sync::{AtomicBool, Ordering};
@@ -252,7 +253,7 @@ impl World {
             let put = put_overlay_async(vec![(Arc::clone(&self.image), overlay)], || Ok(()));
             block_on(put).unwrap().into_iter().for_each(Result::unwrap);
             if dice.chance(50) {
-                block_on(take_back_async(&self.image, || Ok(()))).unwrap();
+                block_on(take_back_async(&self.image, &CopyWatch::default(), || Ok(()))).unwrap();
             }
         }
         block_on(self.image.grow_async(SIZE * 2)).unwrap();

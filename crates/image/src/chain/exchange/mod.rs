@@ -40,6 +40,7 @@
 //! before writes to them begin. To get a complete log, the queues go over to a chain with a new log, until the former
 //! chain is over. The ranges of the complete log are copied again. The last round is made while all requests are held
 //! and none is in flight. Then the layer below is flushed and becomes the top.
+//! Others see how far the copy has come, and can cancel it ([`watch`]).
 //!
 //! **More room** ([`grow`]) is a barrier too, with the format's own offline resize while nothing is in flight.
 
@@ -51,6 +52,7 @@ pub(crate) mod explored;
 pub(crate) mod grow;
 pub(crate) mod overlay;
 pub(crate) mod take_back;
+pub(crate) mod watch;
 
 use super::layer::Layer;
 use super::layers::Chain;

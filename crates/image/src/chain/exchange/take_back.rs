@@ -2,6 +2,7 @@
 
 use super::change_log::ChangeLog;
 use super::grow::Grown;
+use super::watch::CopyWatch;
 use super::{Barrier, go_over, hold_quiet};
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
@@ -25,19 +26,20 @@ const LAST_ROUND_BYTES: u64 = 4 << 20;
 /// Guests are held at the end for as long as their requests in flight take, what they wrote in the last round (mostly a few
 /// MiB) is copied, and the layer below is flushed. Then `commit` is called: whoever keeps a record of what the disk consists
 /// of makes it durable there. From then on the layer that was taken off is of no use to anybody: it rests on a layer that
-/// changes. On an error the disk stays as it is. Blocks; not to be called on a reactor's thread.
-pub fn take_back(image: &Image, commit: impl FnOnce() -> Result<()>) -> Result<()> {
-    block_on(take_back_async(image, commit))
+/// changes. On an error the disk stays as it is; so it does when the `watch` cancels, which is an error of the kind
+/// [`ErrorKind::Cancelled`]. Blocks; not to be called on a reactor's thread.
+pub fn take_back(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
+    block_on(take_back_async(image, watch, commit))
 }
 
 /// As [`take_back`], as a future that makes calls that block.
 #[doc(hidden)]
-pub async fn take_back_async(image: &Image, commit: impl FnOnce() -> Result<()>) -> Result<()> {
+pub async fn take_back_async(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
     let _turn = image.board.try_turn()?;
     let chain = image.chain();
     check(&chain)?;
     let layers = below_made_as_large(image, &chain).await?;
-    let result = take_back_to(image, &chain, &layers, commit).await;
+    let result = take_back_to(image, &chain, &layers, watch, commit).await;
     if result.is_err() {
         // Both layers hold the data now, as far as they were copied. Nothing is noted any more.
         go_over(&image.board, Chain::new(layers.clone(), &chain.disk)).await?;
@@ -89,11 +91,12 @@ async fn take_back_to(
     image: &Image,
     chain: &Chain,
     layers: &[Arc<Layer>],
+    watch: &CopyWatch,
     commit: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
     let Some(below) = layers.get(1) else { return Ok(()) };
     let lower = Arc::new(Chain::new(layers.get(1..).unwrap_or_default().to_vec(), &chain.disk));
-    let mut copying = Copying::new(layers, &lower)?;
+    let mut copying = Copying::new(layers, &lower, watch)?;
     let noting = || Chain::noting(layers.to_vec(), &chain.disk);
     // What was begun before is not noted, so it has to be over.
     go_over(&image.board, noting()).await?;
@@ -110,6 +113,7 @@ async fn take_back_to(
     }
     copying.copy(&ranges).await?;
     below.flush().await?;
+    watch.check()?;
     let noted = image.chain();
     let barrier = hold_quiet(&image.board).await?;
     let ranges = noted.log.as_ref().map(|log: &ChangeLog| log.ranges(chain.size_bytes)).unwrap_or_default();
@@ -135,6 +139,7 @@ fn total(ranges: &[Range<u64>]) -> u64 {
 /// Copies from the top layer to the one below, by calls that block.
 struct Copying<'a> {
     top: &'a Layer,
+    watch: &'a CopyWatch,
     top_meta: MetaIo,
     from: Shared,
     to: Shared,
@@ -144,7 +149,7 @@ struct Copying<'a> {
 }
 
 impl<'a> Copying<'a> {
-    fn new(layers: &'a [Arc<Layer>], lower: &Arc<Chain>) -> Result<Self> {
+    fn new(layers: &'a [Arc<Layer>], lower: &Arc<Chain>, watch: &'a CopyWatch) -> Result<Self> {
         let nothing = || Error::new(ErrorKind::Io, "an image without layers");
         let top = layers.first().ok_or_else(nothing)?;
         let chain = Arc::new(Chain::plain(layers.to_vec(), &lower.disk));
@@ -156,6 +161,7 @@ impl<'a> Copying<'a> {
         });
         Ok(Self {
             top,
+            watch,
             top_meta: top.open_blocking()?,
             from: Shared::blocking(&chain)?,
             to: Shared::blocking(lower)?,
@@ -165,9 +171,11 @@ impl<'a> Copying<'a> {
     }
 
     async fn copy(&mut self, ranges: &[Range<u64>]) -> Result<()> {
+        self.watch.more(total(ranges));
         for range in ranges {
             let mut at = range.start;
             while at < range.end {
+                self.watch.check()?;
                 let ticket = match (&mut self.in_top, self.top.mapping.epochs()) {
                     (Some(participant), Some(epochs)) => Some(participant.begin(epochs)),
                     _ => None,
@@ -179,6 +187,7 @@ impl<'a> Copying<'a> {
                 let copied =
                     copied.map_err(|error| self.top.failed(&format!("cannot copy from byte {at} on"), error))?;
                 at = at.saturating_add(copied);
+                self.watch.done(copied);
             }
         }
         Ok(())
