@@ -1,6 +1,6 @@
-//! Fuzzers for what parses images: outside all rooms, above all of them, linked by nobody.
+//! Fuzzers for what parses images and rings: outside all rooms, above all of them, linked by nobody.
 //!
-//! An input is not an image but a recipe: which golden image to start from, which fields of which tables to change, and
+//! For images, an input is not an image but a recipe: which golden image to start from, which fields of which tables to change, and
 //! what to ask of the result. So nearly every input gets past the magic, and a byte of it means something. What must hold
 //! whatever the image says: no panic, nothing stuck, a file that was opened only to be read is not written, and no byte
 //! that a guest writes lands in a table.
@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod chains;
 mod disk;
 mod golden;
 mod mutate;

@@ -5,7 +5,6 @@ use crate::mutate::Tables;
 use arbitrary::{Result, Unstructured};
 use block::IoResult;
 use image::{Edit, Format, NewSnapshot, SnapshotName};
-use std::path::Path;
 use testkit::{Request, SimStorage};
 
 const STEPS_MAX: usize = 5;
@@ -25,7 +24,10 @@ fn edit(u: &mut Unstructured<'_>) -> Result<Edit> {
     // Those of the golden image, and those that are taken here.
     let which = |u: &mut Unstructured<'_>| Ok(SnapshotName::Any((*u.choose(&["1", "2", "3", "new", ""])?).to_owned()));
     Ok(match u.int_in_range(0..=2)? {
-        0 => Edit::CreateSnapshot(NewSnapshot { name: "new".to_owned(), date_seconds: 1, date_nanoseconds: 2 }),
+        0 => Edit::CreateSnapshot(NewSnapshot::new("new".to_owned()).with(|options| {
+            options.date_seconds = 1;
+            options.date_nanoseconds = 2;
+        })),
         1 => Edit::ApplySnapshot(which(u)?),
         _ => Edit::DeleteSnapshot(which(u)?),
     })
@@ -39,7 +41,7 @@ fn step(storage: &SimStorage, edit: &Edit) {
         told += 1;
         told < TOLD_MAX
     };
-    let done = image::edit(Path::new("image"), &file_of(storage), Some(Format::Qcow2), edit, &mut watch);
+    let done = image::edit("image", &file_of(storage), Some(Format::Qcow2), edit, &mut watch);
     let after = storage.bytes("image");
     if done.is_err() && !is_dirty(&before) {
         for table in Tables::of(&before).all() {
@@ -76,7 +78,7 @@ pub(crate) fn is_clean(storage: &SimStorage) -> bool {
         told += 1;
         told < TOLD_MAX
     };
-    let report = image::check(Path::new("image"), &file_of(storage), Some(Format::Qcow2), None, &mut watch);
+    let report = image::check("image", &file_of(storage), Some(Format::Qcow2), None, &mut watch);
     report.is_ok_and(|report| (report.corruptions, report.leaks, report.check_errors) == (0, 0, 0))
 }
 
@@ -87,7 +89,7 @@ pub(crate) fn is_dirty(bytes: &[u8]) -> bool {
 
 /// How many snapshots there are.
 fn list(storage: &SimStorage) -> Option<usize> {
-    let found = image::inspect(Path::new("image"), &file_of(storage), Some(Format::Qcow2));
+    let found = image::inspect("image", &file_of(storage), Some(Format::Qcow2));
     found.ok().map(|description| description.snapshots.len())
 }
 

@@ -1,4 +1,4 @@
-//! What is asked of a damaged image, and what must hold.
+//! What is asked of a damaged image, and what must hold. Rings are in `chains`.
 
 use crate::disk::{Disk, MARK, file_of, storage_of};
 use crate::golden;
@@ -8,7 +8,6 @@ use arbitrary::{Result, Unstructured};
 use block::OpFlags;
 use image::{CheckEvent, Format, Repair};
 use std::ops::Range;
-use std::path::Path;
 use testkit::Request;
 
 /// Requests of one input at most.
@@ -28,11 +27,13 @@ pub enum Target {
     Check,
     /// Taking, applying, deleting and listing snapshots.
     Snapshot,
+    /// Descriptor chains of a ring, split or packed.
+    Chains,
 }
 
 impl Target {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Open, Self::Read, Self::Write, Self::Check, Self::Snapshot];
+    pub const ALL: [Self; 6] = [Self::Open, Self::Read, Self::Write, Self::Check, Self::Snapshot, Self::Chains];
 
     /// Its name on a command line.
     #[must_use]
@@ -43,6 +44,7 @@ impl Target {
             Self::Write => "write",
             Self::Check => "check",
             Self::Snapshot => "snapshot",
+            Self::Chains => "chains",
         }
     }
 
@@ -63,6 +65,9 @@ impl Target {
     }
 
     fn try_run(self, u: &mut Unstructured<'_>) -> Result<()> {
+        if self == Self::Chains {
+            return crate::chains::chains(u);
+        }
         let mut bytes = u.choose(golden::images())?.clone();
         damage(&mut bytes, u)?;
         match self {
@@ -71,6 +76,7 @@ impl Target {
             Self::Write => write(&bytes, u)?,
             Self::Check => check(&bytes),
             Self::Snapshot => crate::snapshot::snapshot(&bytes, u)?,
+            Self::Chains => {}
         }
         Ok(())
     }
@@ -97,7 +103,7 @@ fn open(bytes: &[u8]) {
         }
     }
     let storage = storage_of(bytes);
-    drop(image::inspect(Path::new("image"), &file_of(&storage), None));
+    drop(image::inspect("image", &file_of(&storage), None));
 }
 
 /// An offset and a length, in sectors, near what there is.
@@ -165,12 +171,12 @@ fn check(bytes: &[u8]) {
     let file = file_of(&storage);
     // A table can claim a great deal; whoever watches may stop it.
     let mut events = 0u32;
-    drop(image::check(Path::new("image"), &file, Some(Format::Qcow2), None, &mut |event| {
+    drop(image::check("image", &file, Some(Format::Qcow2), None, &mut |event| {
         events += u32::from(matches!(event, CheckEvent::Finding(_)));
         events < 10_000
     }));
     assert!(storage.bytes("image") == bytes, "checking has changed the file");
-    let repair = || image::check(Path::new("image"), &file, Some(Format::Qcow2), Some(Repair::All), &mut |_| true);
+    let repair = || image::check("image", &file, Some(Format::Qcow2), Some(Repair::All), &mut |_| true);
     // What says that all is well has left nothing to do.
     if let Ok(first) = repair()
         && (first.corruptions, first.leaks, first.check_errors) == (0, 0, 0)

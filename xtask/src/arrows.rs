@@ -29,10 +29,14 @@ const UNDER_DAEMON: &[&str] = &[
 
 /// Top to bottom, as a request travels. The program, which is not listed below, may name them all.
 const ROOMS: &[Room] = &[
+    Room {
+        name: "control",
+        below: &["daemon", "drive", "load", "driver", "export-vhost-user", "image", "format-qcow2", "block"],
+    },
     Room { name: "daemon", below: UNDER_DAEMON },
     Room { name: "guestlab", below: &["drive", "load"] },
     Room { name: "disk", below: &["drive", "image", "engine", "block"] },
-    Room { name: "drive", below: &["image", "engine", "block"] },
+    Room { name: "drive", below: &["driver", "image", "engine", "block"] },
     Room { name: "load", below: &["driver", "image", "block"] },
     Room { name: "jobs", below: &["image", "block"] },
     Room { name: "export-vhost-user", below: &["virtio-blk", "virtio", "block"] },

@@ -65,7 +65,7 @@ fn broken_links(path: &Path, text: &str) -> Vec<String> {
 }
 
 /// Folders of the tree: a name in code letters that begins with one of them is a file or a folder.
-const FOLDERS: &[&str] = &["crates/", "docs/", "fuzz/", "tests/", "xtask/"];
+const FOLDERS: &[&str] = &["crates/", "dist/", "docs/", "fuzz/", "tests/", "xtask/"];
 
 fn missing_files(path: &Path, text: &str) -> Vec<String> {
     text.split('`')

@@ -1,5 +1,5 @@
-//! The project's own commands, run as `cargo xtask`: `ci` is the only definition of the tests, `bench`
-//! compares Ringdisk with its peers.
+//! The project's own commands, run as `cargo xtask`: `ci` is the only definition of the tests, `bench` compares Ringdisk
+//! with its peers, `deb` builds the Debian package.
 
 #![forbid(unsafe_code)]
 
@@ -11,6 +11,7 @@ mod counts;
 mod documents;
 mod folder_arrows;
 mod packages;
+mod packaging;
 mod tidy;
 mod workspace;
 
@@ -29,11 +30,14 @@ enum Subcommands {
     Ci(ci::CiArguments),
     /// Ringdisk beside qemu-storage-daemon and fio, in one run; writes docs/benchmarks-fast-path.md.
     Bench(bench::BenchArguments),
+    /// The Debian package: the program, its manual pages, the completion for shells, the units of systemd.
+    Deb,
 }
 
 fn main() -> anyhow::Result<()> {
     match Arguments::parse().command {
         Subcommands::Ci(arguments) => ci::run(&arguments),
         Subcommands::Bench(arguments) => bench::run(&arguments),
+        Subcommands::Deb => packaging::deb(),
     }
 }

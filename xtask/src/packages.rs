@@ -18,6 +18,8 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("debugfs", "e2fsprogs"),
     ("fio", "fio"),
     ("fincore", "util-linux-extra"),
+    ("systemd-analyze", "systemd"),
+    ("systemd-socket-activate", "systemd"),
 ];
 
 /// What Debian's archive is signed with.

@@ -1,6 +1,6 @@
 //! A disk: its control plane ([`Disk`], shared) and its data plane ([`DiskQueue`], one thread each).
 
-use crate::{Completion, DiskListener, Op, ReactorCtx, Result, Run, Runs, Tag};
+use crate::{Completion, DiskListener, Op, ReactorCtx, Result, Run, Runs, StatusQuery, Tag};
 use std::rc::Rc;
 use std::sync::Weak;
 
@@ -60,15 +60,12 @@ pub trait Disk: Send + Sync {
         let _ = volatile;
     }
 
-    /// What lies where in `length_bytes` from `offset` on; what is behind the end of the disk is left out. A disk that
-    /// cannot tell says that all of it is data.
+    /// What lies where in a range. A disk that cannot tell says that all of it is data.
     ///
     /// This blocks while tables are read, so it is for threads of jobs and sessions: a reactor may have to go on for it to
     /// end. What is written meanwhile may show or not. Neighbouring runs may be alike.
-    fn block_status(&self, offset: u64, length_bytes: u64) -> Result<Runs<'_>> {
-        let end = offset.saturating_add(length_bytes).min(self.info().size_bytes);
-        let length_bytes = end.saturating_sub(offset);
-        Ok(Box::new((length_bytes > 0).then_some(Ok(Run::of_data(offset, length_bytes))).into_iter()))
+    fn block_status(&self, query: &StatusQuery) -> Result<Runs<'_>> {
+        Ok(query.answered_with(self.info().size_bytes, Run::of_data))
     }
 
     /// Tells `listener` of every later change of [`Disk::info`], as long as the listener's owner keeps it. Ask

@@ -118,6 +118,7 @@ const EOPNOTSUPP: i32 = 95;
 const ENOSYS: i32 = 38;
 const EROFS: i32 = 30;
 const EIO: i32 = 5;
+const ENOMEM: i32 = 12;
 
 impl IoError {
     /// An I/O error without more to say.
@@ -179,5 +180,11 @@ impl std::error::Error for IoError {}
 impl From<io::Error> for IoError {
     fn from(error: io::Error) -> Self {
         Self::from_errno(error.raw_os_error().unwrap_or(EIO))
+    }
+}
+
+impl From<memory::OutOfMemory> for IoError {
+    fn from(_: memory::OutOfMemory) -> Self {
+        Self::from_errno(ENOMEM)
     }
 }

@@ -6,6 +6,7 @@
 //! A task's memory comes from the pool ([`Task`]). The executor keeps a few words for each task of its peak: a place,
 //! and a waker.
 
+use crate::turn;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::Future;
@@ -14,9 +15,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::ThreadId;
+use std::time::{Duration, Instant};
 
 /// A task of the slow path.
 pub type Task = memory::PooledFuture;
+
+/// Polls between two looks at the clock.
+const POLLS_PER_LOOK: usize = 4;
 
 /// Room for this many tasks at once, from the beginning.
 const ROOM: usize = 64;
@@ -147,13 +152,31 @@ impl Executor {
     }
 
     /// Polls tasks until none is ready; returns how many polls that took. Tasks made ready meanwhile run too, at most
-    /// `limit` polls in all, so that a task that wakes itself cannot starve the rings.
+    /// `limit` polls in all, so that a task that wakes itself cannot starve the rings. It ends earlier if tasks have moved
+    /// enough bytes by themselves (see [`turn`]).
     pub fn run_ready(&self, limit: usize) -> usize {
+        turn::begin();
         let mut polls = 0;
-        while polls < limit {
+        while polls < limit && !turn::has_moved_enough() {
             let Some(index) = self.shared.pop() else { break };
             self.poll_task(index);
             polls += 1;
+        }
+        polls
+    }
+
+    /// As [`Executor::run_ready`], and for about as long as `time`. The clock is asked after each few polls, so not at all
+    /// where few tasks are ready.
+    pub fn run_for(&self, limit: usize, time: Duration) -> usize {
+        turn::begin();
+        let (mut polls, mut begun) = (0, None);
+        while polls < limit && !turn::has_moved_enough() {
+            let Some(index) = self.shared.pop() else { break };
+            self.poll_task(index);
+            polls += 1;
+            if polls.is_multiple_of(POLLS_PER_LOOK) && begun.get_or_insert_with(Instant::now).elapsed() >= time {
+                break;
+            }
         }
         polls
     }
@@ -243,5 +266,37 @@ mod tests {
             Poll::Pending
         })));
         assert_eq!(executor.run_ready(10), 10);
+        assert_eq!(executor.run_for(10, Duration::MAX), 10);
+    }
+
+    #[test]
+    fn many_tasks_that_are_ready_do_not_all_run_where_there_is_no_time() {
+        let executor = Executor::new(Box::new(|| {}));
+        (0..30).for_each(|_| executor.spawn(Task::new(async {})));
+        assert_eq!(executor.run_for(100, Duration::ZERO), POLLS_PER_LOOK);
+        assert_eq!(executor.run_for(100, Duration::MAX), 30 - POLLS_PER_LOOK);
+        assert_eq!(executor.run_for(100, Duration::MAX), 0);
+    }
+
+    #[test]
+    fn tasks_that_move_much_take_several_turns_and_let_others_come_between() {
+        let executor = Executor::new(Box::new(|| {}));
+        let moved = Rc::new(Cell::new(0));
+        for _ in 0..2 {
+            let moved = Rc::clone(&moved);
+            executor.spawn(Task::new(async move {
+                for _ in 0..32 {
+                    moved.set(moved.get() + turn::STEP_BYTES);
+                    turn::moved(turn::STEP_BYTES).await;
+                }
+            }));
+        }
+        let (mut turns, mut before) = (0, 0);
+        while executor.run_ready(1000) > 0 {
+            assert!(moved.get() - before <= 2 << 20, "{} bytes in a turn", moved.get() - before);
+            (turns, before) = (turns + 1, moved.get());
+        }
+        assert!(moved.get() == 64 * turn::STEP_BYTES && turns >= 8, "{turns}");
+        assert_eq!(executor.live(), 0);
     }
 }

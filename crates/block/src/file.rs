@@ -4,8 +4,9 @@
 //! same thread, through its [`Done`]: either into a [`Sink`] that its owner drains (the fast path), or to a [`Waiter`]
 //! that a task awaits (the slow path).
 
+use crate::aside::{Work, aside};
 use crate::{IoError, IoErrorKind, IoResult, Priority, ReactorCtx, Result};
-use memory::{PoolRc, Window, room_for};
+use memory::{BufferAccount, PoolRc, Window, room_for};
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::fmt::Debug;
@@ -67,6 +68,11 @@ pub trait File: Send + Sync + Debug {
     /// Its length now, in bytes.
     fn length_bytes(&self) -> Result<u64>;
 
+    /// How much space its contents take on the storage, in bytes. `None` if it cannot tell.
+    fn allocated_bytes(&self) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
     /// Whether the bytes from `offset` on are a hole (and so read as zeros), and how many of at most `length` bytes
     /// have the same answer. A file that cannot tell says that everything is data.
     fn hole_at(&self, offset: u64, length: u64) -> Result<(bool, u64)> {
@@ -86,6 +92,11 @@ pub trait File: Send + Sync + Debug {
 
     /// A queue that carries out each push before it returns, on any thread: for opening images and for tools.
     fn open_blocking(&self) -> Result<Rc<dyn FileQueue>>;
+
+    /// Whose part of the memory for buffers its requests use, and those of the disk that lies in it.
+    fn buffers(&self) -> &BufferAccount {
+        &BufferAccount::UNLIMITED
+    }
 
     /// The descriptor from which the host can copy by itself; `None` if it cannot or should not.
     fn copy_source(&self) -> Option<BorrowedFd<'_>> {
@@ -109,6 +120,12 @@ pub trait FileQueue {
     fn copy_from(&self, copy: CopyRange, done: Done) {
         drop(copy);
         done.complete(Err(IoError::new(IoErrorKind::Unsupported)));
+    }
+
+    /// Runs `work` for a request of this file where it does not hold the thread's reactor up, files in turn. A queue
+    /// without such a place runs it at once.
+    fn run_aside(&self, work: Work) {
+        work();
     }
 }
 
@@ -357,6 +374,17 @@ impl dyn FileQueue {
         let waiter = Waiter::keeping(value);
         self.copy_from(copy, Done::Waiter(waiter.clone()));
         WaitForIo(waiter)
+    }
+
+    /// Computes something for a request beside the reactor; an error if that was given up.
+    pub fn compute<T, F>(&self, compute: F) -> impl Future<Output = IoResult<T>> + use<T, F>
+    where
+        T: Send + 'static,
+        F: FnOnce() -> T + Send + 'static,
+    {
+        let (work, value) = aside(compute);
+        self.run_aside(work);
+        value
     }
 
     fn start_with(

@@ -12,13 +12,14 @@
 //! * [`Mapped`] and [`Extent`]: a format's answer to *where*.
 //! * [`ReactorCtx`], [`ReactorHandle`], [`Poller`]: a reactor, from its own thread and from others.
 //! * [`Timers`], [`Watch`]: waiting for a time, and for a descriptor.
-//! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on.
+//! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on. [`turn`]: how much they move.
 //! * [`Epochs`]: when a freed host cluster may be used again.
 //! * [`SliceCache`]: tables of 64-bit entries in memory, read without a lock.
 //! * [`Error`] (for a person) and [`IoError`] (for a guest).
 
 #![forbid(unsafe_code)]
 
+mod aside;
 mod block_status;
 mod disk;
 mod disk_io;
@@ -37,10 +38,12 @@ mod slice_cache;
 #[doc(hidden)]
 pub mod sync;
 mod timers;
+pub mod turn;
 mod wait;
 mod watch;
 
-pub use block_status::{Run, Runs};
+pub use aside::Work;
+pub use block_status::{Run, Runs, StatusQuery};
 pub use disk::{Disk, DiskInfo, DiskQueue, Topology};
 pub use disk_io::{DiskIo, reclaim};
 pub use epoch::{Epochs, Participant, Ticket};
@@ -56,5 +59,5 @@ pub use range_lock::{RangeGuard, RangeLocks};
 pub use reactor::{BatchEnd, Job, Poller, PollerId, ReactorCtx, ReactorHandle, run_and_wait};
 pub use slice_cache::{CacheStats, SliceBook, SliceCache, SliceView};
 pub use timers::{Sleep, Timer, Timers};
-pub use wait::{Wait, WaitList};
+pub use wait::{Wait, WaitList, yield_now};
 pub use watch::{Interest, Readiness, Watch, WatchId};

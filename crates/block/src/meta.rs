@@ -3,7 +3,7 @@
 //! Awaiting makes the order: await a write, then await a [`MetaIo::flush`], and the write is durable before everything
 //! that is started later. Nothing else orders operations.
 
-use crate::{FileOp, FileQueue, IoResult, PastEnd};
+use crate::{File, FileOp, FileQueue, IoResult, PastEnd, Result};
 use memory::{AlignedBuf, IoBuf};
 use std::rc::Rc;
 
@@ -13,13 +13,25 @@ pub struct MetaIo {
     queue: Rc<dyn FileQueue>,
     /// Where guest data lie, if not in the same file.
     data: Option<Rc<dyn FileQueue>>,
+    content_bytes: Option<u64>,
 }
 
 impl MetaIo {
     /// Metadata I/O through `queue`.
     #[must_use]
     pub fn new(queue: Rc<dyn FileQueue>) -> Self {
-        Self { queue, data: None }
+        Self { queue, data: None, content_bytes: None }
+    }
+
+    /// Blocking metadata I/O on a file, which is asked how much it holds.
+    pub fn of_file(file: &dyn File) -> Result<Self> {
+        Ok(Self { content_bytes: file.allocated_bytes()?, ..Self::new(file.open_blocking()?) })
+    }
+
+    /// How many bytes of the file are no holes, as far as that is known: a hint of how much there can be to read.
+    #[must_use]
+    pub fn content_bytes(&self) -> Option<u64> {
+        self.content_bytes
     }
 
     /// The same, for an image whose guest data lie in a file of their own, which must be flushed too.
@@ -42,7 +54,7 @@ impl MetaIo {
 
     /// Reads exactly `length_bytes` at `offset`. The caller has capped the length.
     pub async fn read(&self, offset: u64, length_bytes: usize, past_end: PastEnd) -> IoResult<AlignedBuf> {
-        let buf = IoBuf::zeroed(length_bytes);
+        let buf = IoBuf::try_zeroed(length_bytes)?;
         self.queue.start(FileOp::Read { offset, data: buf.whole(), past_end }).await?;
         Ok(reclaim(buf))
     }

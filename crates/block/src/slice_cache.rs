@@ -154,6 +154,18 @@ impl SliceBook {
         self.dirty.insert(slice, ());
     }
 
+    /// Whether the slice does.
+    #[must_use]
+    pub fn is_dirty(&self, slice: u64) -> bool {
+        self.dirty.contains_key(&slice)
+    }
+
+    /// How many do.
+    #[must_use]
+    pub fn dirty_count(&self) -> usize {
+        self.dirty.len()
+    }
+
     /// Whether any slice does.
     #[must_use]
     pub fn has_dirty(&self) -> bool {

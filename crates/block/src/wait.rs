@@ -1,4 +1,4 @@
-//! Waiting, in a task, for something that another task (perhaps on another thread) does.
+//! Waiting, in a task, for something that another task (perhaps on another thread) does; and letting others go first.
 
 use crate::sync::{Mutex, MutexGuard, PoisonError};
 use std::future::Future;
@@ -15,6 +15,8 @@ pub struct WaitList {
 #[derive(Debug, Default)]
 struct Lists {
     waiting: Vec<Waker>,
+    /// How often those who waited were woken.
+    rounds: u64,
     /// The list that was woken last, empty: it is used again.
     spare: Vec<Waker>,
 }
@@ -31,6 +33,7 @@ impl WaitList {
         }
         let spare = std::mem::take(&mut lists.spare);
         let mut waiting = std::mem::replace(&mut lists.waiting, spare);
+        lists.rounds = lists.rounds.wrapping_add(1);
         drop(lists);
         for waker in waiting.drain(..) {
             waker.wake();
@@ -48,7 +51,7 @@ impl WaitList {
     /// Waits until `ready` gives a value. It is asked again after each [`WaitList::wake_all`], and never between
     /// being asked and being on the list, so no wake-up is lost.
     pub fn until<T, F: FnMut() -> Option<T> + Unpin>(&self, ready: F) -> Wait<'_, F> {
-        Wait { list: self, ready }
+        Wait { list: self, ready, place: None }
     }
 }
 
@@ -57,6 +60,8 @@ impl WaitList {
 pub struct Wait<'a, F> {
     list: &'a WaitList,
     ready: F,
+    /// Where this one stands on the list, and in which round.
+    place: Option<(u64, usize)>,
 }
 
 impl<T, F: FnMut() -> Option<T> + Unpin> Future for Wait<'_, F> {
@@ -66,21 +71,71 @@ impl<T, F: FnMut() -> Option<T> + Unpin> Future for Wait<'_, F> {
         if let Some(value) = (self.ready)() {
             return Poll::Ready(value);
         }
+        let mut place = self.place;
         {
-            let Lists { waiting, spare } = &mut *self.list.lock();
+            let Lists { waiting, rounds, spare } = &mut *self.list.lock();
             for list in [&mut *waiting, spare] {
                 if list.capacity() == 0 {
                     list.reserve_exact(ROOM);
                 }
             }
-            if !waiting.iter().any(|waker| waker.will_wake(context.waker())) {
-                waiting.push(context.waker().clone());
+            // Many may wait, so nobody looks through the list for itself.
+            let own = self.place.filter(|(round, _)| round == rounds).and_then(|(_, index)| waiting.get_mut(index));
+            match own {
+                Some(waker) => waker.clone_from(context.waker()),
+                None => {
+                    place = Some((*rounds, waiting.len()));
+                    waiting.push(context.waker().clone());
+                }
             }
         }
+        self.place = place;
         // The change may have come between the first look and the list.
         match (self.ready)() {
             Some(value) => Poll::Ready(value),
             None => Poll::Pending,
         }
+    }
+}
+
+/// Lets other work of the thread come between two steps of a task that takes long without waiting for anything. Whoever
+/// walks tables for a guest does so after each bounded step.
+pub async fn yield_now() {
+    let mut has_yielded = false;
+    std::future::poll_fn(|context| match std::mem::replace(&mut has_yielded, true) {
+        true => Poll::Ready(()),
+        false => {
+            context.waker().wake_by_ref();
+            Poll::Pending
+        }
+    })
+    .await;
+}
+
+#[cfg(all(test, not(feature = "explore")))]
+mod tests {
+    use super::*;
+    use std::pin::pin;
+
+    #[test]
+    fn a_task_that_looks_again_unasked_stands_on_the_list_once() {
+        let list = WaitList::default();
+        let mut context = Context::from_waker(Waker::noop());
+        let mut waits: Vec<_> = (0..3).map(|_| Box::pin(list.until(|| None::<()>))).collect();
+        for round in 0..3 {
+            for _ in 0..2 {
+                waits.iter_mut().for_each(|wait| assert!(wait.as_mut().poll(&mut context).is_pending()));
+            }
+            assert_eq!(list.lock().waiting.len(), 3, "round {round}");
+            list.wake_all();
+        }
+    }
+
+    #[test]
+    fn yielding_gives_way_once_and_asks_to_go_on() {
+        let mut context = Context::from_waker(Waker::noop());
+        let mut yields = pin!(yield_now());
+        assert!(yields.as_mut().poll(&mut context).is_pending());
+        assert!(yields.as_mut().poll(&mut context).is_ready());
     }
 }

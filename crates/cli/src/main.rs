@@ -1,6 +1,6 @@
 //! `ringdisk`: gives virtual machines their disks. The commands are thin; the work is in the rooms below.
 //!
-//! Exit codes: 0 done, 1 failed, 2 wrong usage. Called by the name `qemu-img` it is that program, with its exit codes.
+//! Exit codes: 0 done, 1 failed, 2 wrong usage. A command that is interrupted ends by the signal. Called by the name `qemu-img` it is that program, with its exit codes.
 
 #![forbid(unsafe_code)]
 
@@ -14,7 +14,7 @@ mod scratch;
 mod signals;
 mod threads;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use output::{logging, program};
 use std::process::ExitCode;
 
@@ -25,6 +25,11 @@ struct Cli {
     /// What to log to standard error: off, error, warn, info, debug, trace, or a filter as in RUST_LOG.
     #[arg(long, global = true, value_name = "LEVEL")]
     log_level: Option<String>,
+    /// How long to wait for an image that no living process is seen to have in use: one that was killed keeps its lock
+    /// until its last write has landed. In seconds [default: 30 for what is served, 5 for the other commands].
+    #[arg(long, global = true, value_name = "SECONDS", env = images::LOCK_TIMEOUT_VARIABLE)]
+    #[arg(value_parser = arguments::integer::<u32>(0..=u64::from(drive::LOCK_TIMEOUT_MAX_S)))]
+    lock_timeout_s: Option<u32>,
     #[command(subcommand)]
     command: Command,
 }
@@ -34,9 +39,12 @@ enum Command {
     #[command(flatten)]
     Image(commands::ImageVerb),
     Serve(commands::serve::Args),
+    Ctl(commands::ctl::Args),
     Try(commands::try_it::Args),
     Bench(commands::bench::Args),
     ImgCompat(commands::img_compat::Args),
+    #[command(hide = true)]
+    Generate(commands::generate::Args),
 }
 
 fn main() -> ExitCode {
@@ -45,6 +53,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             output::error(&error);
+            signals::end_if_interrupted();
             output::exit_code(&error)
         }
     }
@@ -53,11 +62,14 @@ fn main() -> ExitCode {
 fn ringdisk() -> anyhow::Result<()> {
     let cli = Cli::parse();
     logging::start(cli.log_level.as_deref(), logging::DEFAULT_FILTER)?;
+    cli.lock_timeout_s.into_iter().for_each(images::set_lock_timeout);
     match cli.command {
         Command::Image(verb) => verb.run(),
-        Command::Serve(args) => commands::serve::run(&args),
+        Command::Serve(args) => commands::serve::run(&args, cli.lock_timeout_s),
+        Command::Ctl(args) => commands::ctl::run(&args),
         Command::Try(args) => commands::try_it::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::ImgCompat(args) => commands::img_compat::run(&args),
+        Command::Generate(args) => commands::generate::run(&args, Cli::command()),
     }
 }

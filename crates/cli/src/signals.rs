@@ -1,11 +1,17 @@
 //! SIGINT, SIGTERM and SIGHUP: the first asks for an orderly end; a second SIGINT or SIGTERM ends the program at once.
 //! SIGUSR1 asks how far it is.
+//!
+//! A command that was interrupted ends by the signal, once all is tidied up: a shell then knows not to go on. A daemon that
+//! was told to stop has done what it should, and ends with 0.
 
 use anyhow::Context;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// The signal that interrupted the command, zero before.
+static INTERRUPTED_BY: AtomicUsize = AtomicUsize::new(0);
 
 /// A flag that SIGINT, SIGTERM and SIGHUP set; a second SIGINT or SIGTERM ends the program at once.
 pub(crate) fn interrupted() -> anyhow::Result<Arc<AtomicBool>> {
@@ -14,13 +20,32 @@ pub(crate) fn interrupted() -> anyhow::Result<Arc<AtomicBool>> {
         // A terminal that goes sends several SIGHUPs, a service manager one after its SIGTERM: none is somebody's impatience.
         if signal != SIGHUP {
             // In this order: the first signal finds the flag unset and sets it, the second finds it set.
-            signal_hook::flag::register_conditional_shutdown(signal, 1, Arc::clone(&asked_before))
+            signal_hook::flag::register_conditional_default(signal, Arc::clone(&asked_before))
                 .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&asked_before)))
-                .context("cannot install a signal handler")?;
+                .context(CANNOT_INSTALL)?;
         }
-        signal_hook::flag::register(signal, Arc::clone(&flag)).context("cannot install a signal handler")?;
+        // In this order: who sees the flag knows by which signal.
+        let number = usize::try_from(signal).unwrap_or_default();
+        signal_hook::flag::register_usize(signal, &INTERRUPTED_BY, number)
+            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&flag)))
+            .context(CANNOT_INSTALL)?;
     }
     Ok(flag)
+}
+
+const CANNOT_INSTALL: &str = "cannot install a signal handler";
+
+/// Whether the command was interrupted.
+pub(crate) fn has_interrupted() -> bool {
+    INTERRUPTED_BY.load(Ordering::SeqCst) != 0
+}
+
+/// Ends the program by the signal that interrupted it, if one did. Call it when everything is closed.
+pub(crate) fn end_if_interrupted() {
+    if let Ok(signal @ 1..) = i32::try_from(INTERRUPTED_BY.load(Ordering::SeqCst)) {
+        // It fails for signals that have no default only.
+        let _ = signal_hook::low_level::emulate_default_handler(signal);
+    }
 }
 
 /// The signals that ask for the end. One that was ignored from the start (nohup) goes on being ignored.
@@ -39,12 +64,19 @@ fn is_ignored(signal: i32) -> bool {
 /// A flag that SIGUSR1 sets: somebody asks how far the job is.
 pub(crate) fn asked() -> anyhow::Result<Arc<AtomicBool>> {
     let flag = Arc::new(AtomicBool::new(false));
-    signal_hook::flag::register(SIGUSR1, Arc::clone(&flag)).context("cannot install a signal handler")?;
+    signal_hook::flag::register(SIGUSR1, Arc::clone(&flag)).context(CANNOT_INSTALL)?;
     Ok(flag)
 }
 
-/// The same as `interrupted`, for a program that has nothing to do but to wait for the end.
+/// The signals that ask a daemon for its end. A second SIGINT or SIGTERM ends it at once, as a failure: it has not closed
+/// its disks.
 pub(crate) fn orderly() -> anyhow::Result<Signals> {
-    interrupted()?;
-    Signals::new(ending()).context("cannot install a signal handler")
+    let asked_before = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // In this order: the first signal finds the flag unset and sets it, the second finds it set.
+        signal_hook::flag::register_conditional_shutdown(signal, 1, Arc::clone(&asked_before))
+            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&asked_before)))
+            .context(CANNOT_INSTALL)?;
+    }
+    Signals::new(ending()).context(CANNOT_INSTALL)
 }

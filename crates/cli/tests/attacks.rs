@@ -54,7 +54,7 @@ fn backed_by(name: &str) -> Vec<u8> {
     image(0, 0, &[(BACKING_FORMAT, b"raw")], name)
 }
 
-/// Runs the program. Whoever opens a named pipe hangs, and is ended.
+/// Runs the program. A program that opens a named pipe hangs, and is killed.
 fn run(arguments: &[&str]) -> Output {
     let mut command = Command::new("timeout");
     command.args(["-s", "KILL", "60"]).arg(ringdisk().get_program()).args(arguments);
@@ -64,7 +64,7 @@ fn run(arguments: &[&str]) -> Output {
     output
 }
 
-/// Every verb that reads what the guest sees refuses, and leaves nothing of the secret behind.
+/// Every verb that reads what the guest sees refuses, and leaves no trace of the secret.
 fn assert_refused(image: &Path, policy: &str, what: &str) {
     let (name, copy) = (path_str(image), image.with_extension("copy"));
     let other = image.with_extension("other");
@@ -146,7 +146,7 @@ fn protocol_and_json_names_are_followed_under_no_policy_and_info_opens_no_file_b
         assert!(text(&chain.stderr).contains("not followed"), "{name}: {chain:?}");
         assert_refused(&image, "any", name);
     }
-    // Whoever opened it would hang.
+    // A program that opened it would hang.
     std::fs::write(&image, backed_by(pipe)).unwrap();
     assert!(run(&["info", path_str(&image)]).status.success());
     assert!(run(&["check", path_str(&image)]).status.success());
@@ -164,7 +164,7 @@ fn protocol_and_json_names_are_followed_under_no_policy_and_info_opens_no_file_b
     }
 }
 
-/// A target that exists was written by a guest, too, and so was what a new one is to rest on.
+/// A guest wrote a target that exists, and also the files that a new target will rest on.
 #[test]
 fn a_target_and_its_backing_file_are_opened_under_the_policy_too() {
     let (dir, outside) = (directory(), directory());

@@ -5,7 +5,7 @@ mod common;
 use common::{Server, at, directory, path_str, run_fails, run_ok};
 use serde_json::Value;
 
-/// Short measurements of null disks: what is tested is not how fast they are.
+/// Short measurements of null disks. These tests do not ask how fast they are.
 const NULL: &str = "drive:format=null,size=1M";
 
 fn json(arguments: &[&str]) -> Value {
@@ -82,7 +82,7 @@ fn what_would_be_overwritten_asks_for_destroy() {
     run_ok(&["create", "-q", "-f", "qcow2", path_str(&qcow2), "1M"]);
     for (kind, file) in [("--host", &raw), ("--image", &qcow2)] {
         let write = ["bench", kind, path_str(file), "--rw", "write", "--count", "4", "--bs", "64k"];
-        // What is empty is lost to nobody.
+        // Nobody loses anything in an empty image.
         run_ok(&write);
         let before = std::fs::read(file).unwrap();
         let said = run_fails(2, &write);
@@ -153,7 +153,7 @@ fn per_request(depth: &Value, side: usize, name: &str) -> f64 {
 fn a_disk_that_is_served_to_ones_own_guest_tells_what_its_server_does_for_a_batch() {
     let dir = directory();
     let raw = at(&dir, "disk.raw");
-    // Data, which the page cache has; or a file in memory, whose pages are copied.
+    // Data in the page cache, or in a file in memory whose pages are copied.
     std::fs::write(&raw, vec![7; 4 << 20]).unwrap();
     let served = format!("serve:file={},format=raw", raw.display());
     let null = "null=serve:format=null,size=4M";
@@ -166,19 +166,19 @@ fn a_disk_that_is_served_to_ones_own_guest_tells_what_its_server_does_for_a_batc
         assert_eq!(figure(1, "server_system_calls"), 0.0, "a null disk asks the kernel for nothing");
         for side in [0, 1, 2] {
             let batches = figure(side, "server_batches");
-            // In a turn requests are taken, or what has ended, or both.
+            // A turn takes requests, or completions, or both.
             let turns = batches + figure(side, "server_harvests");
             assert!(batches > 0.0 && figure(side, "server_notifications") <= turns, "{depth}");
             assert!(figure(side, "server_system_calls") <= turns, "{depth}");
         }
-        // What goes in two parts is the exception.
+        // It is an exception that a request goes in two parts.
         let (calls, batches) = (figure(0, "server_system_calls"), figure(0, "server_batches"));
         assert!(calls <= batches * 1.5 && figure(0, "server_worker_calls") == 0.0, "{depth}");
         assert!(depth["queue_depth"] == 1 || batches <= 0.5, "{depth}");
     }
 }
 
-/// Whether writes to a file's page cache are known to end in the call that many of them share.
+/// Whether a write to a file's page cache is known to end in the system call that many writes share.
 fn writes_end_in_one_call(directory: &std::path::Path) -> bool {
     let words = std::process::Command::new("stat").args(["-f", "-c", "%T"]).arg(directory).output().unwrap();
     ["ext2/ext3", "xfs", "btrfs", "f2fs", "tmpfs"].contains(&String::from_utf8_lossy(&words.stdout).trim())
@@ -200,7 +200,7 @@ fn writes_to_the_page_cache_take_one_call_a_batch() {
     for depth in report["depths"].as_array().unwrap() {
         let figure = |name: &str| per_request(depth, 0, name);
         let (batches, turns) = (figure("server_batches"), figure("server_batches") + figure("server_harvests"));
-        // A worker's, or the reactor's where the file system takes writes that must not wait.
+        // A worker thread writes, or the reactor if the file system takes writes that must not wait.
         let calls = figure("server_worker_calls") + figure("server_system_calls");
         assert!(calls <= turns && figure("server_worker_calls") <= batches * 1.1, "{depth}");
         assert!(depth["queue_depth"] == 1 || batches <= 0.5, "{depth}");

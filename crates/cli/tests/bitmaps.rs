@@ -21,7 +21,7 @@ fn has_tools() -> bool {
     ["qemu-img", "qemu-io", "qemu-nbd"].into_iter().all(has_tool)
 }
 
-/// An image of QEMU's with bitmaps that it has noted writes in, and one that is disabled.
+/// An image of QEMU's with bitmaps in which QEMU has noted writes, and one that is disabled.
 fn prepare(image: &Path) {
     let image = path_str(image);
     tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", image, "64M"]);
@@ -141,7 +141,7 @@ fn a_bench_that_fails_closes_its_image_and_bitmaps_stay_believed() {
     std::fs::write(&image, common::with_an_unreadable_cluster()).unwrap();
     tool_ok("qemu-img", &["bitmap", "--add", "-g", "4k", path_str(&image), "b"]);
     let before = flags(&image);
-    // The second request meets a cluster of which it would have to keep a part.
+    // The second request meets a cluster of which it must keep a part.
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_ringdisk"), &link).unwrap();
     let bench = ["bench", "-w", "-f", "qcow2", "-c", "3", "-d", "1", "-S", "64k"];
     let failed = Command::new(&link).args(bench).arg(&image).output().unwrap();

@@ -5,10 +5,10 @@
 
 mod common;
 
-use common::{Server, path_str, tool_ok};
+use common::{Server, path_str, run_ok, tool_ok};
 use guestlab::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, verify_image};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 const DISK_BYTES: u64 = 768 << 20;
 const BACKING_BYTES: usize = 96 << 20;
@@ -18,6 +18,9 @@ const SERIAL: &str = "a-disk-for-a-guest";
 struct Served {
     server: Server,
     sockets: Vec<PathBuf>,
+    arguments: Vec<String>,
+    /// The drives offer packed rings.
+    packed: bool,
 }
 
 impl Served {
@@ -31,13 +34,22 @@ impl Served {
             arguments.extend(["--socket".to_owned(), path_str(&socket).to_owned()]);
             sockets.push(socket);
         }
-        Self { server: Server::start(&arguments), sockets }
+        let packed = drives.iter().any(|drive| drive.contains("packed=on"));
+        Self { server: Server::start(&arguments), sockets, arguments, packed }
     }
 
-    /// Runs a guest on all disks; where it fails, what the server said is worth as much as what the guest did.
+    /// Ends it as an administrator would, and starts it again for whoever was connected.
+    fn restart(self) -> Self {
+        let Self { server, sockets, arguments, packed } = self;
+        server.stop();
+        Self { server: Server::start(&arguments), sockets, arguments, packed }
+    }
+
+    /// Runs a guest on all disks. If it fails, what the server said is shown, too.
     fn run_guest(self, kind: GuestKind, work: Option<GuestWork>) -> (Self, GuestReport) {
         let mut options = GuestOptions::new(kind, self.sockets.clone());
         options.work = work.unwrap_or(options.work);
+        options.packed = self.packed;
         let start = Instant::now();
         let run = || {
             let mut has_begun = false;
@@ -128,8 +140,8 @@ fn assert_filled(kind: GuestKind, report: &GuestReport) {
     }
 }
 
-/// A guest fills the disks; a second guest finds all files on the running server, a third on a restarted one; then the
-/// images are judged by others' tools, before and after.
+/// A guest fills the disks. A second guest finds all files on the running server, a third one on a restarted server.
+/// Then tools of others judge the images, before and after.
 fn fill_restart_check(kind: GuestKind, images: &[(&TestImage, &str)]) {
     let directory = tempfile::tempdir().unwrap();
     let drives: Vec<String> = images.iter().map(|(image, options)| image.drive(options)).collect();
@@ -137,6 +149,7 @@ fn fill_restart_check(kind: GuestKind, images: &[(&TestImage, &str)]) {
     let served = Served::start(directory.path(), &drives);
     let (served, report) = served.run_guest(kind, None);
     assert_eq!(report.disks.len(), images.len());
+    assert!(report.disks.iter().all(|disk| disk.packed == served.packed), "{report:?}");
     assert_filled(kind, &report);
     let (served, _) = served.run_guest(GuestKind::Uml, Some(GuestWork::CheckAgain));
     served.stop();
@@ -147,6 +160,14 @@ fn fill_restart_check(kind: GuestKind, images: &[(&TestImage, &str)]) {
     assert!(report.disks.iter().all(|disk| disk.checks == 1 && disk.files == 200), "{report:?}");
     served.stop();
     images.iter().for_each(|(image, _)| image.assert_clean());
+}
+
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn uml_on_the_smallest_disk_that_try_measures() {
+    let said =
+        run_ok(&["try", "--guest", "uml", "--size", "8M", "--seconds", "1", "--dir", env!("CARGO_TARGET_TMPDIR")]);
+    assert!(said.contains("clean afterwards") && said.contains("guest/host"), "{said}");
 }
 
 #[test]
@@ -190,4 +211,52 @@ fn qemu_with_four_queues_on_qcow2_with_a_backing_file_over_io_uring() {
 #[ignore = "boots a guest; run by cargo xtask ci"]
 fn qemu_with_four_queues_on_qcow2_with_a_backing_file_over_linux_aio() {
     fill_restart_check(GuestKind::Qemu, &[(&TestImage::qcow2_with_backing(), "engine=linux-aio,cache=none")]);
+}
+
+/// What the attach lines promise: a guest with their flags just goes on over an end in order and a new start. It works all
+/// the time, and checks all that it reads.
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn qemu_with_reconnect_goes_on_when_the_daemon_is_ended_and_started_again() {
+    let (raw, qcow2) = (TestImage::raw(), TestImage::qcow2_with_backing());
+    let directory = tempfile::tempdir().unwrap();
+    let served = Served::start(directory.path(), &[raw.drive("cache=none"), qcow2.drive("cache=writeback")]);
+    let mut options = GuestOptions::new(GuestKind::Qemu, served.sockets.clone());
+    // As printed.
+    options.reconnect_ms = Some(1000);
+    options.work = GuestWork::Fill { measure_seconds: 0, measure_mib: 0, fio_mib: 64 };
+    let (begin, begun) = std::sync::mpsc::channel();
+    let mut served = Some(served);
+    let report = std::thread::scope(|scope| {
+        let guest = scope.spawn(|| {
+            let report = guestlab::run(&options, &mut |step| {
+                eprintln!("{step}");
+                let _ = begin.send(step.contains("writing"));
+            });
+            drop(begin);
+            report
+        });
+        let mut restarts = 0;
+        // Each time that it begins to write something: files, and with fio, on two disks.
+        while let Ok(writes) = begun.recv() {
+            if writes {
+                std::thread::sleep(Duration::from_millis(1500));
+                served = served.take().map(Served::restart);
+                restarts += usize::from(!guest.is_finished());
+            }
+        }
+        let report = guest.join().unwrap().unwrap();
+        assert!(restarts >= 2, "the guest was done before the daemon was ended");
+        report
+    });
+    assert!(report.disks.iter().all(|disk| disk.files == 200 && disk.checks == 2 && disk.fio.is_some()), "{report:?}");
+    served.into_iter().for_each(Served::stop);
+    raw.assert_clean();
+    qcow2.assert_clean();
+}
+
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn qemu_with_four_packed_queues_on_raw_over_io_uring() {
+    fill_restart_check(GuestKind::Qemu, &[(&TestImage::raw(), "engine=io_uring,cache=writeback,packed=on")]);
 }

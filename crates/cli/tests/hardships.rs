@@ -1,5 +1,5 @@
-//! What happens around a server, and not in its disks: standard error that takes nothing more, a terminal that goes,
-//! few descriptors.
+//! What happens around a server rather than in its disks: a standard error that takes nothing more, a terminal that
+//! goes away, few descriptors.
 
 mod common;
 
@@ -31,7 +31,7 @@ fn a_log_that_cannot_be_written_stops_neither_reactors_nor_sessions() {
         run_ok(&["create", "-q", "-f", "raw", path_str(&image), "1M"]);
         format!("file={},format=raw,engine=io_uring,socket={}", image.display(), sockets[index].display())
     });
-    // The reactor has something to say once the first ring has come; of broken rings it would speak in the same way.
+    // The reactor speaks when the first ring comes. It would speak of broken rings in the same way.
     let server = start_after(
         "exec 2>/dev/full;",
         &["--log-level=warn,ringdisk_engine::uring=info", "--reactors=1", "--drive", &drives[0], "--drive", &drives[1]],

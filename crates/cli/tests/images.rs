@@ -68,7 +68,8 @@ fn the_same_line_makes_and_says_the_same() {
     let image = at(&dir, "disk.qcow2");
     let (data, base) = (at(&dir, "data.raw"), at(&dir, "base.raw"));
     run_ok(&["create", "-q", path_str(&base), "3M"]);
-    // qemu-img looks for a data file from where it is called, we from where the image is: said in full, it is the same.
+    // qemu-img looks for a data file from its working directory, we look from the image's directory. A full path is the
+    // same for both.
     let (data_raw, data_falloc, data_base) = (
         format!("data_file={},data_file_raw=on", path_str(&data)),
         format!("data_file={},preallocation=falloc,extended_l2=on,nocow=off", path_str(&data)),
@@ -111,7 +112,7 @@ fn the_same_line_makes_and_says_the_same() {
     }
     for (options, reason) in [
         ("extended_l2=on,cluster_size=4k", "16384"),
-        ("extended_l2=on,compat=0.10", "compat=1.1"),
+        ("extended_l2=on,compat=0.10", "compatibility level 1.1"),
         ("data_file_raw=on", "data-file-raw requires data-file"),
         ("data_file=x,data_file_raw=on,backing_file=base.raw,backing_fmt=raw", "cannot be used at the same time"),
         ("preallocation=metadata,backing_file=base.raw,backing_fmt=raw", "if extended_l2 is on"),

@@ -24,7 +24,7 @@ const PART_BYTES: u64 = 8 << 20;
 const BLOCK_BYTES: u32 = 4096;
 /// A killed server has lived at most this long under load.
 const LONGEST_LIFE_MS: u64 = 400;
-/// Where no flush was acknowledged in any of the planned lives: lives of more moments, one after the other.
+/// If no flush was acknowledged in any of the planned lives, more lives follow, up to this many.
 const MORE_LIVES_MS: [u64; 4] = [1000, 2000, 4000, 8000];
 const SEED: u64 = 20;
 
@@ -49,7 +49,7 @@ fn durable(state: &VerifyState) -> u64 {
     state.blocks().iter().map(|block| u64::from(block.durable)).sum()
 }
 
-/// One image and what is known of each part of it.
+/// One image, and what is known of each part of it.
 struct Patient {
     image: PathBuf,
     socket: PathBuf,
@@ -81,7 +81,7 @@ impl Patient {
             spec.block_bytes = BLOCK_BYTES;
             spec.offset_bytes = part * PART_BYTES;
             spec.length_bytes = Some(PART_BYTES);
-            spec.verify = Some(Verify { seed: self.seed, initial });
+            spec.verify = Some(Verify::new(self.seed, initial));
         })
     }
 
@@ -95,7 +95,7 @@ impl Patient {
         value
     }
 
-    /// Loads the server and kills it after `life` under load; what is known of the part then.
+    /// Loads the server and kills it after `life` under load. Returns what is known of the part then.
     fn kill_under_load(&self, part: u64, initial: Initial, life: Duration) -> VerifyState {
         let arguments = ["--drive", &self.options, "--socket", path_str(&self.socket), "--reactors", "1"];
         let server = Server::start(&arguments);
@@ -134,7 +134,7 @@ impl Patient {
         state.expect("a verified run").after_crash()
     }
 
-    /// Everything that is known of every part is so.
+    /// Checks everything that is known of every part.
     fn check(&mut self) {
         for part in 0..self.parts.len() {
             let spec = self.spec(part as u64, Initial::State(self.parts[part].clone())).with(|spec| {
@@ -163,7 +163,7 @@ impl Patient {
             flushed |= durable(&state) > durable_before;
             self.parts.push(state);
             info_after_kill(&self.image);
-            // With lazy refcounts they are stale now, and in order once it has been opened for writing.
+            // With lazy refcounts they are stale. They are in order once the image has been opened for writing.
             if self.format == DriveFormat::Qcow2 && !self.lazy {
                 assert_valid(&self.image, true);
             }
@@ -200,7 +200,7 @@ fn qcow2(moments: u64) {
     patient.survive(moments, |_| Initial::Zeros);
 }
 
-/// Refcounts are written at the end only, which never comes.
+/// Refcounts are written only at the end, which never comes.
 fn lazy(moments: u64) {
     if !has_tool("qemu-img") {
         return;
@@ -226,7 +226,7 @@ fn overlay(moments: u64) {
             spec.read_percent = 0;
             spec.pattern = Pattern::Sequential;
             spec.stop = Stop::OnePass;
-            // So that they count as promised: later states are cut back to that.
+            // They count as promised from here on, because later states are cut back to what was promised.
             spec.flush_every = Some(64);
         });
         let fill = |disk: &Arc<dyn Disk>| run(disk, &patient.handles(), &spec, &Hooks::default()).unwrap();

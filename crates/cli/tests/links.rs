@@ -10,8 +10,8 @@ use tempfile::TempDir;
 
 const DISK_BYTES: usize = 1 << 20;
 
-/// Two directories with raw files of the same names that hold something else (a file of `filled` holds its number in
-/// `pool`, and ten more in `store`), and in `pool` a link to where `store` has an image, or is going to have one.
+/// Two directories with raw files of the same names but other contents: a file in `pool` holds its number, one in
+/// `store` its number and ten. In `pool` there is also a link to an image in `store`, or to where one will be.
 fn pool_and_store(dir: &TempDir, filled: &[(&str, u8)]) -> [PathBuf; 2] {
     let [pool, store] = ["pool", "store"].map(|name| at(dir, name));
     for (place, more) in [(&pool, 0), (&store, 10)] {
@@ -68,7 +68,7 @@ fn the_data_file_that_is_written_is_the_one_that_was_made() {
     run_ok(&["convert", "-O", "qcow2", "-o", "data_file=d.raw", "-f", "raw", path_str(&source), path_str(&link)]);
     assert!(std::fs::read(&other).unwrap() == vec![13; DISK_BYTES]);
     assert!(std::fs::read(&mine).unwrap() == vec![4; DISK_BYTES]);
-    // qemu-img would look for it from where it is called.
+    // qemu-img would look for it from its working directory.
     let compare = ["compare", "-f", "qcow2", "-F", "raw", path_str(&link), path_str(&source)];
     assert_eq!(run_ok(&compare), "Images are identical.\n");
 }

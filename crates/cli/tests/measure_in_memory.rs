@@ -1,4 +1,4 @@
-//! `measure` of files in memory, which looks once a cluster of the target, with qemu-img as judge.
+//! `measure` of files in memory, which looks once for each cluster of the target, with qemu-img as judge.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! What the program says to wrong usage, and where it lists what is right.
+//! What the program says to wrong usage, and that it lists what is right.
 
 mod common;
 
@@ -31,6 +31,8 @@ fn wrong_arguments_exit_with_2_and_missing_files_with_1() {
         &["serve", "x.img", "--socket", "a", "--socket", "b"],
         &["serve", "--drive", "format=null,size=1M"],
         &["serve", "--allow-backing", "some", "--drive", "format=null,size=1M"],
+        &["serve", "--buffer-memory", "64k", "--drive", "format=null,size=1M,socket=s"],
+        &["serve", "--buffer-memory", "much", "--drive", "format=null,size=1M,socket=s"],
         &["--log-level", "=x=", "info", "x"],
         &["create", "-f", "vmdk", "x", "1M"],
         &["create", "-f", "qcow2", "-o", "cluster_size=3k", "x", "1M"],

@@ -62,6 +62,6 @@ fn an_overlay_that_exists_is_zeroed_behind_the_end_of_its_backing_file() {
         run_ok(&["convert", "-O", "raw", path_str(image), path_str(&copy)]);
         std::fs::read(copy).unwrap()
     };
-    // As with qemu-img, what the top layer leaves is left as far as it leaves it in one piece with what lies below.
+    // As with qemu-img, what the top layer leaves out stays out only as far as the layers below it are alike there.
     assert!(raw(&target)[3 << 20..] == raw(&top)[3 << 20..]);
 }

@@ -6,7 +6,7 @@ use common::{has_tool, path_str, run, run_ok, text, tool_ok};
 use std::path::Path;
 
 const BYTES: usize = 6 << 20;
-/// What the page cache holds is the kernel's choice in the end, above all where memory is short.
+/// In the end the kernel decides what the page cache holds, above all if memory is short.
 const TRIES: u32 = 5;
 
 /// How many bytes of a file are in the page cache.
@@ -34,7 +34,7 @@ fn copying_and_comparing_past_the_page_cache_leave_nothing_in_it_and_throw_nothi
     }
     let mut complaints = Vec::new();
     for _ in 0..TRIES {
-        // Where the build lies rather than where temporary files do: those may have no direct I/O.
+        // This is where the build lies. Directories of temporary files may have no direct I/O.
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         match past_the_page_cache(dir.path()) {
             Ok(()) => return,
@@ -44,7 +44,7 @@ fn copying_and_comparing_past_the_page_cache_leave_nothing_in_it_and_throw_nothi
     panic!("something in every one of {TRIES} tries:\n{}", complaints.join("\n"));
 }
 
-/// In an empty directory. Only what is in the page cache is a complaint; all else has to be right at once.
+/// Runs it in an empty directory. Only the page cache may be wrong at first; everything else must be right at once.
 fn past_the_page_cache(dir: &Path) -> Result<(), String> {
     let at = |name: &str| dir.join(name);
     let raw = at("s.raw");
@@ -91,7 +91,7 @@ fn past_the_page_cache(dir: &Path) -> Result<(), String> {
     assert!(convert(&direct, &raw, "qcow2", &qcow2).status.success());
     cached(&raw, |after| after * 2 >= before)?;
     cached(&qcow2, |bytes| bytes == 0)?;
-    // The test can tell: the page cache takes part where nothing else was said.
+    // The test can tell the difference: without the option, the page cache takes part.
     forget(&raw);
     assert!(convert(&[], &raw, "qcow2", &qcow2).status.success());
     for path in [&raw, &qcow2] {

@@ -39,7 +39,7 @@ impl World {
     }
 }
 
-/// Output without what no two runs have in common.
+/// Output without what differs from run to run.
 fn comparable(line: &str, output: &[u8]) -> String {
     let said = text(output);
     if let Ok(mut value) = serde_json::from_str::<Value>(&said) {
@@ -55,7 +55,7 @@ fn comparable(line: &str, output: &[u8]) -> String {
     kept.collect::<Vec<_>>().join("\n")
 }
 
-/// `info` without what newer versions tell of the file that an image is in.
+/// `info` without what newer versions say of the file that holds the image.
 fn without_files(said: &str) -> impl Iterator<Item = &str> {
     let mut is_file = false;
     said.lines().filter(move |line| {
@@ -70,7 +70,7 @@ fn without_progress(said: &str) -> String {
     parts.collect::<String>().trim().to_owned()
 }
 
-/// Allocation is the file system's affair; newer versions tell more.
+/// The file system decides about allocation. Newer versions tell more.
 fn forget(value: &mut Value) {
     match value {
         Value::Object(map) => {
@@ -84,8 +84,8 @@ fn forget(value: &mut Value) {
     }
 }
 
-/// A map without the places in the files, which are in no particular order where several tasks copied: what differed in
-/// them only is one run.
+/// A map without the places in the files. If several tasks copied, the places are in no particular order. Runs that
+/// differ only in their places are joined.
 fn without_places(said: &str) -> Option<String> {
     let Ok(Value::Array(runs)) = serde_json::from_str::<Value>(said) else { return None };
     let mut merged: Vec<(u64, Value)> = Vec::new();
@@ -167,12 +167,12 @@ fn agree_with(files: &[(&str, Vec<u8>)], script: &[&str], places: bool) {
 fn same_image(ours: &Path, theirs: &Path) {
     let format = ours.extension().and_then(|extension| extension.to_str()).unwrap_or("raw");
     if format == "external" {
-        // qemu-img looks for the data file from where it is called; that file is compared by itself.
+        // qemu-img looks for the data file from its working directory. That file is compared by itself.
         return;
     }
     let [ours, theirs] = [ours, theirs].map(common::path_str);
     let said = tool("qemu-img", &["compare", "-s", "-f", format, "-F", format, ours, theirs]);
-    // Not strict where only allocation differs: it is the file system's affair, or better than it was.
+    // Not strict if only allocation differs: the file system decides about it, or it has become better.
     let said = match said.status.code() {
         Some(1) => tool("qemu-img", &["compare", "-f", format, "-F", format, ours, theirs]),
         _ => said,
@@ -267,7 +267,7 @@ fn salvage_takes_what_cannot_be_read_for_zeros_as_qemu_img_does() {
     expected[65536..131_072].fill(0);
     expected.resize(300_032, 0);
     assert!(std::fs::read(&target).unwrap() == expected);
-    // A table that leads nowhere takes with it what it leads to, and nothing else.
+    // A table that leads nowhere takes along what it leads to, and nothing else.
     let mut bytes = bad;
     let l1 = u64::from_be_bytes(bytes[40..48].try_into().unwrap()) as usize;
     bytes[l1..l1 + 8].copy_from_slice(&(1u64 << 40 | 1 << 63).to_be_bytes());
@@ -315,7 +315,7 @@ fn measure_takes_the_options_that_create_takes_as_qemu_img_does() {
     agree_on(&[("s.raw", source)], &lines.iter().map(String::as_str).collect::<Vec<_>>());
 }
 
-/// The options of a format out of its help: the heading, and each line's key with what it takes.
+/// Reads the options of a format from its help: the heading, and each line's key with what it takes.
 fn listed(said: &str) -> (String, Vec<String>) {
     let mut lines = said.lines();
     let heading = lines.next().unwrap_or_default().to_owned();
@@ -438,7 +438,7 @@ fn agree_on_bitmaps(script: &[&str], image: &str, names: &[&str]) {
 
 #[test]
 fn bitmaps_that_each_program_writes_are_what_the_other_reads() {
-    // What QEMU notes while it writes comes through our merge, clear and copy, and QEMU goes on with it.
+    // Bitmaps that QEMU fills while it writes pass through our merge, clear and copy. Then QEMU goes on with them.
     let script = [
         "create -q -f qcow2 a.qcow2 64M",
         "bitmap --add -g 512 a.qcow2 fine",
@@ -474,4 +474,53 @@ fn bitmaps_follow_the_disk_through_resize_amend_and_commit_as_qemu_imgs_do() {
         "check a.qcow2",
     ];
     agree_on_bitmaps(&script, "a.qcow2", &["on", "off"]);
+}
+
+/// As qemu-img makes them; `{secret}` is what their key is named by.
+const ENCRYPTED: &[&str] = &[
+    "-f qcow2 -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10 luks.qcow2 1M",
+    "-f qcow2 -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv,encrypt.ivgen-hash-alg=sha256 essiv.qcow2 1M",
+    "-f qcow2 -o encrypt.format=aes,encrypt.key-secret=s aes.qcow2 1M",
+];
+
+#[test]
+fn info_shows_an_encrypted_image_as_qemu_img_does_and_everything_else_refuses_it() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let [ours, theirs] = worlds(&dir);
+    let without_version =
+        |said: &str| said.lines().filter(|line| !line.contains("detached")).collect::<Vec<_>>().join("\n");
+    for line in ENCRYPTED {
+        let name = line.split(' ').rev().nth(1).unwrap();
+        assert!(theirs.run(&format!("create -q --object secret,id=s,data=abc {line}")).status.success(), "{line}");
+        std::fs::copy(theirs.directory.join(name), ours.directory.join(name)).unwrap();
+        for form in ["info", "info --output=json"] {
+            let (own, judge) = (ours.run(&format!("{form} {name}")), theirs.run(&format!("{form} {name}")));
+            assert_eq!(own.status.code(), Some(0), "{}", text(&own.stderr));
+            let [shown, expected] = [&own, &judge].map(|output| without_version(&comparable(form, &output.stdout)));
+            assert_eq!(
+                shown.replace("\"detached-header\":false,", ""),
+                expected.replace("\"detached-header\":false,", "")
+            );
+        }
+        for verb in ["check", "map", "measure", "snapshot -l", "amend -o size=2M", "convert -O raw"] {
+            let target = if verb.starts_with("convert") { " never.raw" } else { "" };
+            let output = ours.run(&format!("{verb} {name}{target}"));
+            let said = text(&output.stderr);
+            assert!(output.status.code() == Some(1) && said.contains("encrypted"), "{verb} {name}: {said}");
+        }
+    }
+}
+
+#[test]
+fn amend_takes_a_size_of_zero_for_the_size_that_is_there() {
+    agree(&[
+        "create -q -f qcow2 a.qcow2 1M",
+        "io qcow2 a.qcow2 write -P 1 0 1M",
+        "amend -o size=0 a.qcow2",
+        "amend -o size=0,lazy_refcounts=on a.qcow2",
+        "info a.qcow2",
+    ]);
 }

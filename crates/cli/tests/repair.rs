@@ -38,7 +38,7 @@ fn images(dir: &Path) -> Vec<(&'static str, PathBuf)> {
     made.into()
 }
 
-/// What is done to an image: at which offsets, which words.
+/// What is done to an image: which words go to which offsets.
 fn harm(good: &[u8]) -> Vec<(&'static str, Vec<(u64, u64)>)> {
     let (l1, table) = (u64_at(good, 40), u64_at(good, 48));
     let (l2, block) = (u64_at(good, l1) & MASK, u64_at(good, table));
@@ -122,7 +122,7 @@ fn check_repairs_what_qemu_img_repairs_with_the_same_counts_and_the_same_guest_d
             for (at, value) in changes {
                 bytes[at as usize..at as usize + 8].copy_from_slice(&value.to_be_bytes());
             }
-            // Each with both, one told to a person and one to a program.
+            // Both programs run on each, once with output for people and once with output for programs.
             for (how, form) in [("leaks", index % 2 == 0), ("all", index % 2 == 1)] {
                 if how == "leaks" && !["plain", "lazy"].contains(&name) {
                     continue;
@@ -135,7 +135,7 @@ fn check_repairs_what_qemu_img_repairs_with_the_same_counts_and_the_same_guest_d
                     |outcome: &Outcome| format!("{}{}", text(&outcome.output.stdout), text(&outcome.output.stderr));
                 let what = format!("{name}: {harm}, -r {how}\nours: {}\ntheirs: {}", said(&ours), said(&theirs));
                 if !theirs.output.status.success() && ours.output.status.success() {
-                    // It does not always get to the end of what it can repair.
+                    // qemu-img does not always get to the end of what it can repair.
                     assert_eq!(ours.after.0, Some(0), "{what}");
                     assert!(
                         theirs.data.is_none() || ours.data == theirs.data,

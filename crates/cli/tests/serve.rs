@@ -4,10 +4,10 @@ mod common;
 
 use common::{
     PATIENCE, Server, assert_valid, at, directory, has_tool, info_after_kill, path_str, ringdisk, run_fails, run_ok,
-    text, tool,
+    text, tool, tool_ok,
 };
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -56,7 +56,7 @@ fn several_disks_are_connectable_when_ready_and_leave_nothing_behind() {
     }
 }
 
-/// Ends a server with these signals while a guest writes: the image is clean then.
+/// Ends a server with these signals while a guest writes. The image is clean then.
 fn ends_cleanly_under_load(signals: &[&str]) {
     if !has_tool("qemu-img") {
         return;
@@ -134,6 +134,25 @@ fn the_service_manager_is_told_when_it_is_ready_and_when_it_stops() {
 }
 
 #[test]
+fn a_service_manager_that_watches_is_told_again_and_again() {
+    let dir = directory();
+    let notify = at(&dir, "notify");
+    let manager = UnixDatagram::bind(&notify).unwrap();
+    manager.set_read_timeout(Some(PATIENCE)).unwrap();
+    let receive = || {
+        let mut buf = [0; 64];
+        let length = manager.recv(&mut buf).unwrap();
+        text(&buf[..length])
+    };
+    let mut command = ringdisk();
+    command.args(["serve", "--drive", "format=null,size=1M", "--socket", path_str(&at(&dir, "s"))]);
+    command.env("NOTIFY_SOCKET", &notify).env("WATCHDOG_USEC", "100000");
+    let server = Server::start_command(command);
+    assert_eq!([receive(), receive(), receive()], ["READY=1", "WATCHDOG=1", "WATCHDOG=1"]);
+    server.stop();
+}
+
+#[test]
 fn an_image_in_use_is_refused_by_qemu_img_and_by_us() {
     if !has_tool("qemu-img") {
         return;
@@ -143,7 +162,7 @@ fn an_image_in_use_is_refused_by_qemu_img_and_by_us() {
         let image = at(&dir, format);
         create(&image, format, "1M");
         let server = Server::start(&["--drive", &format!("file={},format={format}", image.display())]);
-        // qemu-img reads a raw image that somebody else has open, whoever that is; a qcow2 image it doesn't.
+        // qemu-img reads a raw image that somebody else has open. It does not read a qcow2 image then.
         let name = path_str(&image);
         let refused: &[&[&str]] = match format {
             "raw" => &[&["resize", "-f", "raw", name, "2M"]],
@@ -241,6 +260,64 @@ fn a_backing_file_elsewhere_is_opened_only_if_the_user_named_it() {
         Server::start(&[&[path_str(&image)], more].concat()).stop();
     }
     run_fails(1, &["serve", path_str(&image), "--backing", path_str(&base), "--allow-backing", "deny"]);
+}
+
+#[test]
+fn a_socket_has_the_mode_and_the_group_that_its_drive_asks_for() {
+    let dir = directory();
+    let group = std::fs::metadata(dir.path()).unwrap().gid();
+    for (options, mode) in [
+        (format!("socket-group={group}"), 0o660),
+        (format!("socket-group={group},socket-mode=0666"), 0o666),
+        ("socket-mode=0640".to_owned(), 0o640),
+    ] {
+        let socket = at(&dir, "s");
+        let drive = format!("format=null,size=1M,socket={},{options}", socket.display());
+        let server = Server::start(&["--drive", &drive]);
+        let metadata = std::fs::metadata(&socket).unwrap();
+        assert_eq!((metadata.permissions().mode() & 0o777, metadata.gid()), (mode, group), "{options}");
+        server.stop();
+    }
+}
+
+#[test]
+fn a_journal_gets_no_flags_to_copy() {
+    let dir = directory();
+    let drive = format!("format=null,size=1M,socket={}", at(&dir, "s").display());
+    let (mut reader, writer) = std::io::pipe().unwrap();
+    let stat = rustix::fs::fstat(&writer).unwrap();
+    for (journal, has_flags) in [(format!("{}:{}", stat.st_dev, stat.st_ino), false), ("1:2".to_owned(), true)] {
+        let mut command = ringdisk();
+        command.args(["serve", "--drive", &drive]).env("JOURNAL_STREAM", journal);
+        let mut server = command.stdout(writer.try_clone().unwrap()).spawn().unwrap();
+        let mut said = String::new();
+        while !said.contains("ready\n") || has_flags && !said.contains("virtio_uml") {
+            let mut bytes = [0; 4096];
+            let count = reader.read(&mut bytes).unwrap();
+            said += &text(&bytes[..count]);
+        }
+        tool_ok("kill", &["-TERM", &server.id().to_string()]);
+        assert!(server.wait().unwrap().success());
+        assert_eq!(said.contains("Attach"), has_flags, "{said}");
+    }
+}
+
+#[test]
+fn logs_call_a_disk_by_what_its_user_knows_it_by() {
+    let dir = directory();
+    let image = at(&dir, "disk.raw");
+    create(&image, "raw", "1M");
+    for (options, name) in [("", path_str(&image)), (",serial=a-serial", "a-serial"), (",serial=x,name=root", "root")] {
+        let server = Server::start(&["--drive", &format!("file={},format=raw{options}", image.display())]);
+        // What is no message ends the session, and the log says so.
+        let mut peer = UnixStream::connect(at(&dir, "disk.raw.sock")).unwrap();
+        peer.set_read_timeout(Some(PATIENCE)).unwrap();
+        peer.write_all(&[0xff; 64]).unwrap();
+        let _ = peer.read(&mut [0; 64]);
+        let (status, said) = server.terminate();
+        assert!(status.success(), "{status}");
+        assert!(said.contains(&format!("disk={name}")), "{name} is not in: {said}");
+    }
 }
 
 /// Serves `fd:3`, which is `image` opened by somebody else.

@@ -1,5 +1,5 @@
-//! `snapshot`, `resize`, `amend` and `convert -l`: the same words to qemu-img and to this program, on images that one
-//! made, the other made, or both in turns.
+//! `snapshot`, `resize`, `amend` and `convert -l`: the same words to qemu-img and to this program. One of them made the
+//! image, the other one did, or both in turns.
 
 mod common;
 
@@ -9,7 +9,7 @@ use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-/// What is done to an image, in this order; `FILE` is the image. Between two of them its disk is written to.
+/// What is done to an image, in this order. `FILE` is the image. Its disk is written to between two steps.
 const HISTORY: [&[&str]; 29] = [
     &["snapshot", "-l", "FILE"],
     &["snapshot", "-c", "one", "FILE"],
@@ -46,7 +46,7 @@ fn with_file<'a>(arguments: &[&'a str], file: &'a Path) -> Vec<&'a str> {
     arguments.iter().map(|word| if *word == "FILE" { path_str(file) } else { word }).collect()
 }
 
-/// The output without what depends on the moment or on the version.
+/// The output without what depends on the time or the version.
 fn comparable(output: &Output) -> String {
     text(&output.stdout).lines().map(common::without_columns).collect::<Vec<_>>().join("\n")
 }
@@ -82,7 +82,7 @@ fn the_same_words_do_the_same_to_images_as_qemu_img_does() {
         for (number, words) in HISTORY.iter().enumerate() {
             scribble(&ours, number);
             scribble(&theirs, number);
-            // Every third step on our image is qemu-img's, so that each goes on where the other stopped.
+            // qemu-img does every third step on our image, so each program goes on where the other stopped.
             let mine = match number % 3 {
                 2 => tool("qemu-img", &with_file(words, &ours)),
                 _ => run(&with_file(words, &ours)),
@@ -91,7 +91,7 @@ fn the_same_words_do_the_same_to_images_as_qemu_img_does() {
             let said = format!("{options}, {words:?}: {}{}", text(&mine.stderr), text(&judge.stderr));
             assert_eq!(mine.status.success(), judge.status.success(), "{said}");
             assert_eq!(comparable(&mine), comparable(&judge), "{said}");
-            // Newer ones list where they are told nothing.
+            // Newer versions list the snapshots if they are told nothing.
             let [named, asked] =
                 [&["snapshot", "FILE"][..], &["snapshot", "-l", "FILE"]].map(|words| run_ok(&with_file(words, &ours)));
             assert_eq!(named, asked, "{said}");
@@ -100,7 +100,7 @@ fn the_same_words_do_the_same_to_images_as_qemu_img_does() {
             let info = ["info", "--output=json"];
             let mine = snapshots(&run(&[&info[..], &[path_str(&ours)]].concat()));
             assert_eq!(mine, snapshots(&tool("qemu-img", &[&info[..], &[path_str(&theirs)]].concat())), "{said}");
-            // Copies take the longest: now and then.
+            // Copies take the longest, so they are made only now and then.
             let names = if number % 7 == 4 { 5 } else { 0 };
             for name in ["one", "snapshot.name=large", "snapshot.id=3,snapshot.name=one", "snapshot.id=77", "3"]
                 .into_iter()
@@ -112,7 +112,7 @@ fn the_same_words_do_the_same_to_images_as_qemu_img_does() {
                 assert_eq!(mine.status.success(), theirs.status.success(), "{said}: -l {name}");
                 if mine.status.success() {
                     let (mine, theirs) = (std::fs::read(&raw).unwrap(), std::fs::read(&judge).unwrap());
-                    // qemu-img cuts a snapshot off where the disk is smaller now.
+                    // qemu-img cuts a snapshot off if the disk is smaller at that time.
                     let both = mine.len().min(theirs.len());
                     assert!(mine[..both] == theirs[..both], "{said}: -l {name}");
                 }
@@ -121,7 +121,7 @@ fn the_same_words_do_the_same_to_images_as_qemu_img_does() {
     }
 }
 
-/// Lets qemu's monitor do something to the disk in a machine without anything else.
+/// Has the monitor of QEMU do something to the disk, in a machine without anything else.
 fn monitor(image: &Path, commands: &str) -> String {
     let drive = format!("if=none,file={},id=disk", path_str(image));
     let mut qemu = Command::new("qemu-system-x86_64")

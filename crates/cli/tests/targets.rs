@@ -1,5 +1,5 @@
-//! What becomes of the files that a command writes to: ended by Ctrl-C, told to overwrite their source, or asked for what
-//! does not fit.
+//! What happens to the files that a command writes to: if Ctrl-C ends it, if it is told to overwrite its source, or if
+//! what it is asked for does not fit.
 
 mod common;
 
@@ -7,9 +7,12 @@ use common::{at, directory, path_str, run_fails, run_ok, text, tool_ok};
 use std::fs::{File, hard_link};
 use std::io::Read;
 use std::os::unix::fs::symlink;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
+
+const SIGINT: i32 = 2;
 
 /// Sends SIGINT once `image` has a header; returns what was said.
 fn interrupted(arguments: &[&str], image: &Path) -> String {
@@ -28,7 +31,8 @@ fn interrupted(arguments: &[&str], image: &Path) -> String {
     tool_ok("kill", &["-INT", &child.id().to_string()]);
     let output = child.wait_with_output().unwrap();
     let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {said}");
+    assert_eq!(output.status.signal(), Some(SIGINT), "{arguments:?}: {said}");
+    assert_eq!(said.matches("interrupted").count(), 1, "{said}");
     said
 }
 
@@ -36,7 +40,7 @@ fn interrupted(arguments: &[&str], image: &Path) -> String {
 fn an_interrupted_preallocation_removes_what_is_new_and_says_what_is_left() {
     let dir = directory();
     let [source, target, data] = ["source.raw", "target.qcow2", "target.data"].map(|name| at(&dir, name));
-    // So large that the tables alone take long.
+    // It is so large that the tables alone take long.
     File::create(&source).and_then(|file| file.set_len(1 << 42)).unwrap();
     let external = "preallocation=metadata,data_file=target.data";
     let create = ["create", "-f", "qcow2", "-o", external, path_str(&target), "4T"];
@@ -48,7 +52,7 @@ fn an_interrupted_preallocation_removes_what_is_new_and_says_what_is_left() {
         assert!(said.contains(&removed(&target)) && said.contains("interrupted"), "{line:?}: {said}");
         assert!(!target.exists() && !data.exists(), "{line:?}");
     }
-    // One that was there is not another's to remove.
+    // A file that was there before is not removed.
     std::fs::write(&target, "old").unwrap();
     let said = interrupted(&create, &target);
     assert!(said.contains(&format!("'{}' is incomplete", target.display())), "{said}");
@@ -65,7 +69,7 @@ fn a_link_to_a_file_that_is_not_there_makes_that_file_and_half_of_it_is_removed_
     run_ok(&["create", "-q", "-f", "qcow2", path_str(&link), "1M"]);
     assert!(link.is_symlink() && !file.is_symlink() && file.is_file());
     run_ok(&["create", "-q", "-f", "qcow2", path_str(&bad), "1M"]);
-    // An L1 entry that leads nowhere: found only when the copy gets there.
+    // An L1 entry that leads nowhere. It is found only when the copy gets there.
     let mut bytes = std::fs::read(&bad).unwrap();
     let l1 = u64::from_be_bytes(bytes[40..48].try_into().unwrap()) as usize;
     bytes[l1..l1 + 8].copy_from_slice(&(1u64 << 40 | 1 << 63).to_be_bytes());
@@ -102,10 +106,10 @@ fn an_image_whose_data_file_is_the_source_by_any_name_is_not_written() {
     run_ok(&["create", "-q", "-f", "qcow2", "-b", "hard.raw", "-F", "raw", path_str(&over)]);
     let before = std::fs::read(&target).unwrap();
     for (source, format) in [(&data, "raw"), (&hard, "raw"), (&soft, "raw"), (&over, "qcow2")] {
-        // No lock tells of it.
+        // No lock tells that it is the same file.
         let said =
             run_fails(1, &["convert", "-U", "-n", "-f", format, "-O", "qcow2", path_str(source), path_str(&target)]);
-        assert!(said.contains("is the source") && !said.contains("incomplete"), "{said}");
+        assert!(said.contains("the source") && !said.contains("incomplete"), "{said}");
         assert_eq!(std::fs::read(&data).unwrap(), [7; 65536]);
         assert_eq!(std::fs::read(&target).unwrap(), before);
     }
@@ -199,7 +203,7 @@ fn what_images_name_is_opened_through_the_gate_when_the_new_image_is_looked_for_
         |backing: &'static str, format: &'static str| ["create", "-q", "-f", "qcow2", "-b", backing, "-F", format];
     run_ok(&[&over("base.raw", "raw")[..], &[path_str(&middle)]].concat());
     run_ok(&[&over("../middle.qcow2", "qcow2")[..], &[path_str(&top)]].concat());
-    // That it is the same file only who opens the middle could know, and that lies elsewhere.
+    // That it is the same file is known only to a program that opens the middle layer, which lies elsewhere.
     hard_link(&base, &new).unwrap();
     let mut command = common::ringdisk();
     command.args([&over("top.qcow2", "qcow2")[..], &[path_str(&new)]].concat());

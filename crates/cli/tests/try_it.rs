@@ -70,7 +70,7 @@ fn bench_count(image: &Path, count: u32) -> Value {
 #[test]
 fn a_verified_run_that_reads_something_else_fails() {
     let dir = directory();
-    // A null disk forgets what is written: the generator has to notice.
+    // A null disk forgets what is written. The generator must notice.
     let output = run(&[
         "bench",
         "--drive",
@@ -105,7 +105,7 @@ fn what_is_written_through_several_served_disks_is_in_their_images_after_sigterm
     }
     let drives = names.map(|name| format!("file={},format={}", at(&dir, name).display(), &name[2..]));
     let server = Server::start(&["--drive", &drives[0], "--drive", &drives[1], "--reactors", "2"]);
-    // Both at once, one pass, without a flush: the orderly end has to do it.
+    // Both at once, one pass, without a flush: the orderly end must make the data durable.
     let benches = names.map(|name| {
         let socket = at(&dir, &format!("{name}.sock"));
         let mut command = ringdisk();

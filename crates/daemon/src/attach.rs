@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// What a monitor has to know about one served disk.
 #[derive(Debug, Clone)]
 pub struct Attachment {
-    /// Absolute path of the socket.
+    /// Absolute path of the socket; what stands for it where it was passed and has none.
     pub socket: PathBuf,
     /// Queues that the disk offers.
     pub queues: u16,
@@ -23,9 +23,13 @@ const CLOUD_HYPERVISOR_QUEUE_SIZE_MAX: u16 = 256;
 /// Writes one monitor's flags.
 type Flags = fn(&[Attachment]) -> String;
 
-/// The flags for every monitor we know, for all `disks` at once.
+/// The flags for every monitor we know, for all `disks` at once. Monitors connect to paths: a socket without one is left out.
 #[must_use]
 pub fn attach_flags(disks: &[Attachment]) -> String {
+    let disks: Vec<Attachment> = disks.iter().filter(|disk| disk.socket.is_absolute()).cloned().collect();
+    if disks.is_empty() {
+        return "(no socket has a path that a monitor could connect to)\n".to_owned();
+    }
     let sections: [(&str, Flags); 5] = [
         ("QEMU (size= is the guest's memory; before QEMU 9.2 write reconnect=1 for reconnect-ms=1000)", qemu),
         ("Cloud Hypervisor (num_queues= can be as much as --cpus boot=, and as the disk's queues)", cloud_hypervisor),
@@ -36,7 +40,7 @@ pub fn attach_flags(disks: &[Attachment]) -> String {
     let mut text = String::new();
     for (title, flags) in sections {
         let _ = writeln!(text, "{title}:");
-        for line in flags(disks).lines() {
+        for line in flags(&disks).lines() {
             let _ = writeln!(text, "  {line}");
         }
     }
@@ -222,6 +226,9 @@ mod tests {
         for (line, path) in firecracker(&disks()).lines().zip(SOCKETS) {
             let body: serde_json::Value = serde_json::from_str(line).unwrap();
             assert_eq!((body["socket"].as_str(), body["cache_type"].as_str()), (Some(path), Some("Writeback")));
+            // What belongs to a disk that is a file (`path_on_host`, `is_read_only`) is refused beside a socket.
+            let keys: Vec<&str> = body.as_object().unwrap().keys().map(String::as_str).collect();
+            assert_eq!(keys, ["cache_type", "drive_id", "is_root_device", "socket"]);
         }
     }
 
@@ -246,5 +253,7 @@ mod tests {
         }
         assert!(text.contains("path=/run/a.sock,reconnect-ms=1000 \\\n"), "no quotes without need: {text}");
         assert_eq!(quote(""), "''");
+        let abstract_name = Attachment { socket: PathBuf::from("@name"), queues: 4, queue_size: 1024 };
+        assert!(!attach_flags(&[abstract_name]).contains("@name"));
     }
 }

@@ -23,6 +23,12 @@ impl Daemon {
     ///
     /// On an error that concerns one disk only, after all went over, the others' former tops are safe; the error says so.
     pub fn put_overlays(&self, overlays: &[(NodeId, &Path)]) -> Result<()> {
+        self.put_overlays_with(overlays, || Ok(()))
+    }
+
+    /// As [`Daemon::put_overlays`]. Before anything is written to the new layers, `commit` is called, while guests are
+    /// held: whoever keeps a record of the disks makes it durable there. If it fails, all goes on as before.
+    pub fn put_overlays_with(&self, overlays: &[(NodeId, &Path)], commit: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut made = Made::default();
         let mut disks = Vec::new();
         let mut works = Vec::new();
@@ -34,7 +40,7 @@ impl Daemon {
         }
         let images: Vec<Arc<Image>> = disks.iter().map(|(image, _)| Arc::clone(image)).collect();
         // From here on the new files may hold guests' data.
-        let results = put_overlay(disks, || Ok(()));
+        let results = put_overlay(disks, commit);
         if results.is_ok() {
             made.keep();
             works.iter().zip(&images).for_each(|((_, node), image)| self.table.has_new_top(*node, top_of(image)));
@@ -87,7 +93,8 @@ impl Made {
         engine::create(path, 0)?;
         self.0.push(path.to_owned());
         let name = FileName::from(path);
-        let file: Arc<dyn File> = EngineOpener::of_disk(&found.options).open(&name, Role::Writable)?;
+        let file: Arc<dyn File> =
+            EngineOpener::of_disk(&found.options).with_buffers(image.buffers()).open(&name, Role::Writable)?;
         image::create(&file, &CreateOptions::Qcow2(options))?;
         OpenedOverlay::open(&name, file)
     }

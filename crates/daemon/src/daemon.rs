@@ -1,18 +1,21 @@
 //! The daemon: reactors' threads, the disks that they serve, and the sockets at which guests come in.
 
-use crate::attach::{Attachment, absolute};
+use crate::attach::Attachment;
+use crate::host_memory::default_buffer_memory;
 use crate::jobs::Jobs;
+use crate::place::Place;
 use crate::status::{DiskStatus, ExportId, ExportStatus, NodeId};
 use crate::table::{Found, Table};
 use block::{Error, ErrorKind, Result};
-use drive::{DiskOptions, DriveOptions, ExportOptions, open_disk, socket_beside};
+use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ShownOptions, open_disk_with};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
-use export_vhost_user::{Export, ExportOptions as VhostUserOptions};
-use image::{BackingPolicy, TableCacheStats};
-use memory::PoolStats;
+use export_vhost_user::{ExportOptions as VhostUserOptions, Geometry, Overrides};
+use image::{BackingPolicy, TableCacheStats, ThrottleMember};
+use memory::{BudgetStats, BufferBudget, PoolStats};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::ScopedJoinHandle;
+use std::time::{Duration, Instant};
 
 /// How to start a daemon.
 #[derive(Debug, Clone)]
@@ -26,11 +29,20 @@ pub struct DaemonConfig {
     pub allow_backing: BackingPolicy,
     /// Files that the user named, besides the disks themselves.
     pub listed: Vec<PathBuf>,
+    /// How much memory requests may take for buffers of their own, over all disks; where not given, a sixteenth of what the
+    /// host or the control group has, but at least 16 MiB and at most 256 MiB.
+    pub buffer_memory_bytes: Option<usize>,
 }
 
 impl Default for DaemonConfig {
     fn default() -> Self {
-        Self { reactors: 1, poll_max_us: None, allow_backing: BackingPolicy::default(), listed: Vec::new() }
+        Self {
+            reactors: 1,
+            poll_max_us: None,
+            allow_backing: BackingPolicy::default(),
+            listed: Vec::new(),
+            buffer_memory_bytes: None,
+        }
     }
 }
 
@@ -53,12 +65,15 @@ impl DaemonConfig {
 pub struct Daemon {
     config: DaemonConfig,
     reactors: Vec<ReactorThread>,
+    buffers: BufferBudget,
     pub(crate) table: Arc<Table>,
     pub(crate) jobs: Arc<Jobs>,
 }
 
 /// Queues that an export offers where nobody says how many: one a CPU, within reason.
 const DEFAULT_QUEUES_MAX: usize = 16;
+/// Permissions of a socket that has a group of its own, where nobody says otherwise.
+const GROUP_SOCKET_MODE: u32 = 0o660;
 
 impl Daemon {
     /// Starts the reactors' threads; serves nothing yet.
@@ -69,7 +84,8 @@ impl Daemon {
             let poll_max_us = config.poll_max_us.unwrap_or(defaults.poll_max_us);
             reactors.push(Reactor::spawn(defaults.with(|config| config.poll_max_us = poll_max_us))?);
         }
-        Ok(Self { config, reactors, table: Arc::default(), jobs: Arc::default() })
+        let buffers = BufferBudget::new(config.buffer_memory_bytes.unwrap_or_else(default_buffer_memory));
+        Ok(Self { config, reactors, buffers, table: Arc::default(), jobs: Arc::default() })
     }
 
     /// How many queues an export offers: what it says, or one a CPU.
@@ -84,19 +100,21 @@ impl Daemon {
     /// An export's queues are spread over all reactors, so the longest limit holds for all of them. It is set when the
     /// daemon starts.
     #[must_use]
-    pub fn poll_max_us_of(drives: &[DriveOptions], otherwise: Option<u32>) -> Option<u32> {
+    pub fn poll_max_us_of<'a>(
+        drives: impl IntoIterator<Item = &'a DriveOptions>,
+        otherwise: Option<u32>,
+    ) -> Option<u32> {
         let otherwise = otherwise.unwrap_or(ReactorConfig::default().poll_max_us);
-        drives.iter().map(|drive| drive.export.poll_max_us.unwrap_or(otherwise)).max()
+        drives.into_iter().map(|drive| drive.export.poll_max_us.unwrap_or(otherwise)).max()
     }
 
     /// Opens a drive's disk and serves it. When this returns, its socket can be connected to.
     pub fn add(&self, drive: &DriveOptions) -> Result<(NodeId, ExportId)> {
         // Before the image is opened, which a wrong option should not need.
-        let socket = drive.socket().ok_or_else(|| no_socket(&drive.disk.display_name()))?;
+        let image = drive.disk.file.as_ref().and_then(|file| file.path());
+        let place = Place::of(&drive.export, image, &drive.disk.display_name())?;
         let node = self.add_disk(&drive.disk)?;
-        let mut export = drive.export.clone();
-        export.socket = Some(socket);
-        match self.add_export(node, &export) {
+        match self.table.find(node).and_then(|found| self.export_at(place, &found, &drive.export)) {
             Ok(export) => Ok((node, export)),
             Err(error) => {
                 // The caller has to know why it is not served.
@@ -111,7 +129,8 @@ impl Daemon {
     /// Opens a disk. It is served as soon as it gets an export. A name that another disk has is refused.
     pub fn add_disk(&self, options: &DiskOptions) -> Result<NodeId> {
         let id = self.table.reserve_node(options)?;
-        match open_disk(options, self.config.allow_backing.clone(), &self.config.listed) {
+        let opener = EngineOpener::of_disk(options).with_buffers(self.buffers.account());
+        match open_disk_with(&opener, options, self.config.allow_backing.clone(), &self.config.listed) {
             Ok(opened) => {
                 self.table.node_is_here(id, opened);
                 Ok(id)
@@ -128,22 +147,31 @@ impl Daemon {
     /// their affair.
     pub fn add_export(&self, node: NodeId, options: &ExportOptions) -> Result<ExportId> {
         let found = self.table.find(node)?;
-        let socket = options.socket.clone().or_else(|| found.path.as_deref().map(socket_beside));
-        let socket = socket.ok_or_else(|| no_socket(&found.file))?;
+        let place = Place::of(options, found.path.as_deref(), &found.file)?;
+        self.export_at(place, &found, options)
+    }
+
+    fn export_at(&self, place: Place, found: &Found, options: &ExportOptions) -> Result<ExportId> {
         let mut vhost = VhostUserOptions::default();
         vhost.max_queues = Self::queues_of(options);
         vhost.queue_size = options.queue_size.unwrap_or(vhost.queue_size);
         vhost.read_only = options.read_only;
+        vhost.packed = options.packed;
+        vhost.overrides = overrides(&options.shown);
         vhost.fixed_buffers = options.fixed_buffers;
-        let attachment =
-            Attachment { socket: absolute(&socket), queues: vhost.max_queues, queue_size: vhost.queue_size };
+        vhost.group = options.socket_group;
+        // A group of its own without permissions for it would be of no use.
+        let mode = if vhost.group.is_some() { GROUP_SOCKET_MODE } else { vhost.mode };
+        vhost.mode = options.socket_mode.unwrap_or(mode);
+        let attachment = Attachment { socket: place.shown(), queues: vhost.max_queues, queue_size: vhost.queue_size };
         let read_only = options.read_only || found.disk.disk.info().read_only;
-        let (id, has_others) = self.table.reserve_export(node, read_only, attachment)?;
-        vhost.name = if has_others { format!("{}.{id}", found.name) } else { found.name };
+        let (id, has_others) = self.table.reserve_export(found.id, read_only, attachment, place.inode())?;
+        let name = found.name_in_logs();
+        vhost.name = if has_others { format!("{name}.{id}") } else { name };
         // Each begins with another reactor, so that exports of one queue spread too.
         vhost.first_reactor = usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1);
         let reactors = self.reactors.iter().map(ReactorThread::handle).collect();
-        let begun = Export::listen(&socket, Arc::clone(&found.disk.disk), reactors, vhost);
+        let begun = place.serve(Arc::clone(&found.disk.disk), reactors, vhost);
         let begun = begun.map_err(|error| error.in_context(&found.file)).and_then(|export| {
             self.table.export_is_here(id, export).map_err(|export| {
                 export.stop();
@@ -197,8 +225,14 @@ impl Daemon {
             info: disk.disk.info(),
             layers: disk.layers(),
             tables: disk.table_cache_stats(),
+            throttled: disk.throttles.iter().map(|throttle| throttle.waited()).sum(),
         };
         self.table.nodes().into_iter().map(status).collect()
+    }
+
+    /// The filters `throttle` of a disk, the nearest to the guest first.
+    pub fn throttles(&self, node: NodeId) -> Result<Vec<Arc<ThrottleMember>>> {
+        Ok(self.table.find(node)?.disk.throttles.clone())
     }
 
     /// The exports of all disks, in the order in which they were added.
@@ -211,6 +245,33 @@ impl Daemon {
     #[must_use]
     pub fn reactors(&self) -> Vec<(String, ReactorStats)> {
         self.reactors.iter().map(|reactor| (reactor.handle().name().to_owned(), reactor.stats())).collect()
+    }
+
+    /// Names of the reactors that do not answer within `time`: one that is stuck serves no guest any more. Waits as long.
+    #[must_use]
+    pub fn stuck_reactors(&self, time: Duration) -> Vec<String> {
+        let deadline = Instant::now() + time;
+        let asked = self.reactors.iter().map(|reactor| {
+            let (sender, answer) = std::sync::mpsc::sync_channel(1);
+            // Whoever asked may be gone when a late answer comes.
+            let begun = reactor.handle().run(Box::new(move |_| sender.send(()).unwrap_or(())));
+            (reactor.handle(), begun.map(|()| answer))
+        });
+        let asked: Vec<_> = asked.collect();
+        let has_answered = |answer: &std::sync::mpsc::Receiver<()>| {
+            answer.recv_timeout(deadline.saturating_duration_since(Instant::now())).is_ok()
+        };
+        let stuck = asked.into_iter().filter_map(|(reactor, begun)| match begun {
+            Ok(answer) if has_answered(&answer) => None,
+            _ => Some(reactor.name().to_owned()),
+        });
+        stuck.collect()
+    }
+
+    /// The memory that requests of all disks take for buffers of their own.
+    #[must_use]
+    pub fn buffer_stats(&self) -> BudgetStats {
+        self.buffers.stats()
     }
 
     /// Counters of the pools that requests' contexts come from, by name. They are the whole process's: threads trade
@@ -289,7 +350,39 @@ fn close(found: &Found) -> Result<()> {
     disk.close()
 }
 
-fn no_socket(file: &str) -> Error {
-    let message = format!("{file} has no path to put a socket beside: give --socket PATH");
-    Error::new(ErrorKind::BadOption, message)
+/// What the user wants a guest to be told, in the device's words.
+fn overrides(shown: &ShownOptions) -> Overrides {
+    let mut overrides = Overrides::default();
+    // All three or none.
+    if let (Some(cylinders), Some(heads), Some(sectors)) = (shown.cylinders, shown.heads, shown.sectors) {
+        overrides.geometry = Some(Geometry { cylinders, heads, sectors });
+    }
+    overrides.logical_block_bytes = shown.logical_block_bytes;
+    overrides.physical_block_bytes = shown.physical_block_bytes;
+    overrides.alignment_offset_bytes = shown.alignment_offset_bytes;
+    overrides.minimum_io_bytes = shown.minimum_io_bytes;
+    overrides.optimal_io_bytes = shown.optimal_io_bytes;
+    overrides.discard_granularity_bytes = shown.discard_granularity_bytes;
+    overrides.size_max_bytes = shown.size_max_bytes;
+    overrides.seg_max = shown.seg_max;
+    overrides.write_cache = shown.write_cache;
+    overrides
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reactor_that_does_not_answer_is_named() {
+        let daemon = Daemon::start(DaemonConfig::default().with(|config| config.reactors = 2)).unwrap();
+        assert_eq!(daemon.stuck_reactors(Duration::from_secs(60)), Vec::<String>::new());
+        let (sender, release) = std::sync::mpsc::channel::<()>();
+        let held = daemon.reactors[1].handle();
+        held.run(Box::new(move |_| release.recv().unwrap_or(()))).unwrap();
+        assert_eq!(daemon.stuck_reactors(Duration::from_millis(100)), [held.name()]);
+        drop(sender);
+        assert_eq!(daemon.stuck_reactors(Duration::from_secs(60)), Vec::<String>::new());
+        daemon.shutdown().unwrap();
+    }
 }

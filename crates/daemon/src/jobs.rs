@@ -7,7 +7,7 @@ use crate::change::top_of;
 use crate::daemon::Daemon;
 use crate::status::{JobId, JobKind, JobState, JobStatus, NodeId};
 use block::{Error, ErrorKind, Result};
-use image::{CopyWatch, take_back};
+use image::{CopyWatch, FileName, take_back};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -121,6 +121,17 @@ impl Daemon {
     ///
     /// The disk cannot be removed meanwhile, except by force: that cancels the job first.
     pub fn start_take_overlay_back(&self, node: NodeId) -> Result<JobId> {
+        self.start_take_overlay_back_with(node, |_| Ok(()))
+    }
+
+    /// As [`Daemon::start_take_overlay_back`]. When the layer below holds everything and is durable, `commit` is called
+    /// with its name, while guests are held: whoever keeps a record of the disks makes it durable there. If it fails, the
+    /// disk keeps its layers.
+    pub fn start_take_overlay_back_with(
+        &self,
+        node: NodeId,
+        commit: impl FnOnce(Option<&FileName>) -> Result<()> + Send + 'static,
+    ) -> Result<JobId> {
         let (id, kind, watch) = (self.jobs.next_id(), JobKind::TakeOverlayBack, Arc::new(CopyWatch::default()));
         let claim = format!("job {id} ({kind})");
         let (work, found, image) = self.image_for(claim, node, Some(Arc::clone(&watch)))?;
@@ -129,7 +140,8 @@ impl Daemon {
         self.jobs.lock().jobs.insert(id, Arc::clone(&job));
         let (running, table) = (Running { jobs: Arc::clone(&self.jobs), job }, Arc::clone(&self.table));
         let run = move || {
-            let result = take_back(&image, &running.job.watch, || Ok(()));
+            let below = image.layer_file_names().nth(1).map(|(file, _)| file);
+            let result = take_back(&image, &running.job.watch, || commit(below.as_ref()));
             if result.is_ok() {
                 table.has_new_top(node, top_of(&image));
             }

@@ -23,14 +23,17 @@
 mod attach;
 mod change;
 mod daemon;
+mod host_memory;
 mod jobs;
 mod notify;
 mod pidfile;
+mod place;
 mod status;
 mod table;
 
 pub use self::daemon::{Daemon, DaemonConfig};
 pub use attach::{Attachment, absolute, attach_flags, quote};
-pub use notify::notify;
+pub use export_vhost_user::RingStats;
+pub use notify::{notify, watchdog_interval};
 pub use pidfile::Pidfile;
 pub use status::{DiskStatus, ExportId, ExportStatus, JobId, JobKind, JobState, JobStatus, NodeId};

@@ -5,6 +5,20 @@ use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::time::Duration;
+
+/// How long the service manager waits for "WATCHDOG=1" before it takes this process for dead; `None` if it does not watch
+/// (sd_watchdog_enabled(3)).
+#[must_use]
+pub fn watchdog_interval() -> Option<Duration> {
+    read_watchdog_interval(std::process::id(), |name| std::env::var(name).ok())
+}
+
+fn read_watchdog_interval(process: u32, variable: impl Fn(&str) -> Option<String>) -> Option<Duration> {
+    let is_ours = variable("WATCHDOG_PID").is_none_or(|watched| watched.parse() == Ok(process));
+    let microseconds = variable("WATCHDOG_USEC").filter(|_| is_ours)?.parse().ok()?;
+    (microseconds > 0).then_some(Duration::from_micros(microseconds))
+}
 
 /// Sends `state` ("READY=1", "STOPPING=1") if a service manager listens; otherwise does nothing.
 pub fn notify(state: &str) {
@@ -25,6 +39,22 @@ fn send(name: &OsStr, state: &str) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_the_process_that_is_watched_has_an_interval() {
+        let interval = |variables: &[(&str, &str)]| {
+            let value =
+                |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            read_watchdog_interval(77, value)
+        };
+        let seconds = Some(Duration::from_secs(3));
+        assert_eq!(interval(&[("WATCHDOG_USEC", "3000000")]), seconds);
+        assert_eq!(interval(&[("WATCHDOG_USEC", "3000000"), ("WATCHDOG_PID", "77")]), seconds);
+        for other in [&[] as &[(&str, &str)], &[("WATCHDOG_USEC", "0")], &[("WATCHDOG_USEC", "x")]] {
+            assert_eq!(interval(other), None);
+        }
+        assert_eq!(interval(&[("WATCHDOG_USEC", "3000000"), ("WATCHDOG_PID", "78")]), None);
+    }
 
     #[test]
     fn the_state_arrives_at_paths_and_abstract_names() {

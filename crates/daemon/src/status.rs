@@ -5,6 +5,7 @@ use block::DiskInfo;
 use export_vhost_user::RingStats;
 use image::TableCacheStats;
 use std::fmt;
+use std::time::Duration;
 
 /// Names a disk of a daemon, also after it is gone: no number is used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -18,15 +19,39 @@ pub struct ExportId(pub(crate) u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId(pub(crate) u64);
 
+impl NodeId {
+    /// The number alone, as it is shown.
+    #[must_use]
+    pub fn number(self) -> u64 {
+        self.0
+    }
+}
+
 impl fmt::Display for NodeId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
 }
 
+impl ExportId {
+    /// The number alone, as it is shown.
+    #[must_use]
+    pub fn number(self) -> u64 {
+        self.0
+    }
+}
+
 impl fmt::Display for ExportId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
+    }
+}
+
+impl JobId {
+    /// The number alone, as it is shown.
+    #[must_use]
+    pub fn number(self) -> u64 {
+        self.0
     }
 }
 
@@ -52,6 +77,8 @@ pub struct DiskStatus {
     pub layers: Vec<String>,
     /// The tables in memory of an image that has some.
     pub tables: Option<TableCacheStats>,
+    /// How long its requests have waited for its limits, all together.
+    pub throttled: Duration,
 }
 
 /// Where a disk is served and how that is going.

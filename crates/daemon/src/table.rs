@@ -54,6 +54,8 @@ struct Exported {
     node: NodeId,
     read_only: bool,
     attachment: Attachment,
+    /// Which socket was passed, where one was.
+    passed_inode: Option<u64>,
     export: Phase<Export>,
 }
 
@@ -191,16 +193,22 @@ impl Table {
         node: NodeId,
         read_only: bool,
         attachment: Attachment,
+        passed_inode: Option<u64>,
     ) -> Result<(ExportId, bool)> {
         let mut state = self.lock();
         let found = state.nodes.get(&node).ok_or_else(|| no_disk(node))?;
         if !matches!(found.disk, Phase::Here(_)) {
             return Err(found.not_now());
         }
+        // The kernel would give each guest to either of them.
+        if passed_inode.is_some() && state.exports.values().any(|other| other.passed_inode == passed_inode) {
+            let socket = attachment.socket.display();
+            return Err(bad(format!("the passed socket '{socket}' serves another disk already: pass one for each")));
+        }
         let has_others = state.exports.values().any(|other| other.node == node);
         let id = ExportId(state.next_export);
         state.next_export += 1;
-        state.exports.insert(id, Exported { node, read_only, attachment, export: Phase::Coming });
+        state.exports.insert(id, Exported { node, read_only, attachment, passed_inode, export: Phase::Coming });
         Ok((id, has_others))
     }
 
@@ -276,6 +284,15 @@ impl Table {
             state.exports.values().any(|entry| entry.node == id) || state.works.values().any(|work| work.node == id)
         };
         drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl Found {
+    /// What logs call it: the name or the serial that its user gave it, otherwise its file.
+    pub(crate) fn name_in_logs(&self) -> String {
+        let DiskOptions { name, serial, .. } = &self.options;
+        let serial = Some(serial).filter(|serial| !serial.is_empty());
+        name.as_ref().or(serial).unwrap_or(&self.file).escape_debug().to_string()
     }
 }
 

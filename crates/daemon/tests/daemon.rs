@@ -9,6 +9,7 @@ use engine::{CacheMode, EngineKind};
 use image::{BackingPolicy, CreateOptions, Opener, Role};
 use load::{BenchSpec, Hooks, Initial, Stop, run};
 use memory::AlignedBuf;
+use ringdisk_daemon::{Daemon, DaemonConfig};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -87,6 +88,26 @@ fn every_engine_and_cache_mode_keeps_the_data() {
 }
 
 #[test]
+fn buffers_of_a_disk_and_of_the_layers_that_it_gets_later_find_room_in_the_daemons_budget() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon =
+        Daemon::start(DaemonConfig::default().with(|config| config.buffer_memory_bytes = Some(1 << 20))).unwrap();
+    let drive = create(&dir.path().join("disk.qcow2"), DriveFormat::Qcow2);
+    let (node, _) = daemon.add(&drive).unwrap();
+    let (client, disk) = (Client::new(2), connect(&drive.socket().unwrap(), 2));
+    assert_clean(&client.pass(&disk, 0, Initial::Zeros).0);
+    daemon.put_overlays(&[(node, &*dir.path().join("overlay"))]).unwrap();
+    // Parts of clusters are written, so the rest is copied.
+    let (written, state) = client.pass(&disk, 0, Initial::Zeros);
+    assert_clean(&written);
+    let stats = daemon.buffer_stats();
+    assert!(stats.peak_bytes > 0 && stats.peak_bytes <= stats.total_bytes, "{stats:?}");
+    assert_eq!((stats.total_bytes, stats.used_bytes, stats.waiting), (1 << 20, 0, 0));
+    assert_clean(&client.pass(&disk, 100, Initial::State(state)).0);
+    daemon.shutdown().unwrap();
+}
+
+#[test]
 fn a_disk_that_cannot_be_served_says_why_and_leaves_the_daemon_as_it_was() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(1);
@@ -96,7 +117,7 @@ fn a_disk_that_cannot_be_served_says_why_and_leaves_the_daemon_as_it_was() {
     let message = daemon.add(&twice).unwrap_err().to_string();
     assert!(message.contains("by this daemon already"), "{message}");
     for (refused, part) in [
-        (DriveOptions::null(1 << 20), "--socket"),
+        (DriveOptions::null(1 << 20), "no path to put a socket beside"),
         (DriveOptions::of_file(dir.path().join("missing")), "missing"),
         (DriveOptions::of_file("/"), "/"),
     ] {

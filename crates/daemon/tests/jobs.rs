@@ -34,7 +34,7 @@ fn rest(initial: Initial) -> BenchSpec {
         spec.block_bytes = 64 << 10;
         spec.offset_bytes = common::SIZE_BYTES;
         spec.length_bytes = Some(LARGE_BYTES - common::SIZE_BYTES);
-        spec.verify = Some(Verify { seed: 9, initial });
+        spec.verify = Some(Verify::new(9, initial));
         spec.pattern = Pattern::Sequential;
         spec.stop = Stop::OnePass;
     })

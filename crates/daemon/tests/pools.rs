@@ -77,7 +77,7 @@ fn set_up(engine: EngineKind, delay_ms: Option<u32>) -> Setup {
         let (path, socket) = (dir.path().join(index.to_string()), dir.path().join(format!("{index}.sock")));
         engine::create(&path, 0).unwrap();
         let open = || EngineOpener::default().open(&(&path).into(), Role::Writable).unwrap();
-        image::create(&open(), &CreateOptions::Raw { size_bytes: SIZE_BYTES }).unwrap();
+        image::create(&open(), &CreateOptions::raw(SIZE_BYTES)).unwrap();
         let mut drive = DriveOptions::of_file(&path);
         (drive.disk.format, drive.disk.engine) = (Some(DriveFormat::Raw), engine);
         (drive.disk.cache, drive.disk.delay_ms) = (CacheMode::None, delay_ms);

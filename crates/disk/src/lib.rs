@@ -54,5 +54,6 @@ pub use block::{Error, ErrorKind, Result};
 pub use buffer::Buffer;
 pub use disk::Disk;
 pub use image::BackingPolicy;
+pub use memory::{BufferAccount, BufferBudget};
 pub use operation::Operation;
 pub use options::Options;

@@ -4,6 +4,7 @@ use crate::disk::Disk;
 use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ParsedDrive};
 use image::{BackingPolicy, FileName, Format};
+use memory::BufferAccount;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
@@ -26,11 +27,18 @@ pub struct Options {
     allow_backing: BackingPolicy,
     listed: Vec<PathBuf>,
     descriptor: Option<OwnedFd>,
+    buffers: BufferAccount,
 }
 
 impl Options {
     fn new(disk: DiskOptions) -> Self {
-        Self { disk, allow_backing: BackingPolicy::default(), listed: Vec::new(), descriptor: None }
+        Self {
+            disk,
+            allow_backing: BackingPolicy::default(),
+            listed: Vec::new(),
+            descriptor: None,
+            buffers: BufferAccount::default(),
+        }
     }
 
     /// The image at `path`.
@@ -83,9 +91,16 @@ impl Options {
         self
     }
 
+    /// Whose part of a [`BufferBudget`](crate::BufferBudget) the disk's requests use for buffers of their own. Without
+    /// limit otherwise.
+    pub fn buffers(mut self, account: BufferAccount) -> Self {
+        self.buffers = account;
+        self
+    }
+
     /// Opens the image and starts its thread. Blocks.
     pub fn open(self) -> Result<Disk> {
-        let mut opener = EngineOpener::of_disk(&self.disk);
+        let mut opener = EngineOpener::of_disk(&self.disk).with_buffers(self.buffers);
         if let Some(descriptor) = self.descriptor {
             opener = opener.with_descriptor(descriptor);
         }

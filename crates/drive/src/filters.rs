@@ -1,19 +1,22 @@
-//! Filters of a drive: `filter=NAME:key=value:key=value`, one key `filter` for each. The first of them is the nearest to
+//! Filters of a drive: `filter=NAME:key=value:key=value`, with one key `filter` for each. The first is the nearest to
 //! the guest, as with nbdkit.
 
 use crate::keyval;
 use crate::size::{human_size, parse_size};
+use crate::throttling::{THROTTLE_KEYS, ThrottleOptions};
 use block::{Disk, Error, ErrorKind, IoError, Result};
-use image::{Delay, DelayOptions, ErrorOptions, Errors, FilterDisk, RequestKind};
+use image::{Delay, DelayOptions, ErrorOptions, Errors, FilterDisk, RequestKind, Throttle, ThrottleMember};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A filter, and what it is told.
+/// A filter with its options.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FilterOptions {
     /// Makes requests late: `delay:ms=5`, `delay:us=200:bandwidth=100M`.
     Delay(DelayOptions),
+    /// Bounds the rate: `throttle:iops-total=500:bps-read=10M:group=web`.
+    Throttle(ThrottleOptions),
     /// Fails chosen requests: `error:kinds=write+flush:every=100:errno=ENOSPC`.
     Error(ErrorOptions),
 }
@@ -21,7 +24,7 @@ pub enum FilterOptions {
 /// Guests give a request up after half a minute.
 pub(crate) const DELAY_MAX_MS: u32 = 10_000;
 
-const NAMES: [&str; 2] = ["delay", "error"];
+const NAMES: [&str; 3] = ["delay", "error", "throttle"];
 const DELAY_KEYS: [&str; 3] = ["ms", "us", "bandwidth"];
 const ERROR_KEYS: [&str; 7] = ["kinds", "offset", "length", "after", "every", "count", "errno"];
 /// Error numbers that storage gives, by their names on Linux.
@@ -40,7 +43,7 @@ impl FilterOptions {
     /// What can stand behind `filter=`.
     pub(crate) fn help() -> String {
         let usage = |name: &str, keys: &[&str]| format!("{name}:KEY=VALUE:... ({})", keys.join(", "));
-        [usage("delay", &DELAY_KEYS), usage("error", &ERROR_KEYS)].join(", ")
+        [usage("delay", &DELAY_KEYS), usage("error", &ERROR_KEYS), usage("throttle", &THROTTLE_KEYS)].join(", ")
     }
 
     /// Reads `NAME:key=value:...`.
@@ -60,18 +63,25 @@ impl FilterOptions {
         match name {
             "delay" => delay(&pairs).map(Self::Delay),
             "error" => error(&pairs).map(Self::Error),
+            "throttle" => ThrottleOptions::parse(&pairs).map(Self::Throttle),
             _ => return Err(keyval::unknown("filter", name, &NAMES)),
         }
         .map_err(|error| error.in_context(format!("filter={text}")))
     }
 
-    /// `disk`, seen through this filter.
+    /// `disk`, seen through this filter. A throttle's place in its group comes along.
     #[must_use]
-    pub fn over(&self, disk: Arc<dyn Disk>) -> Arc<dyn Disk> {
-        match self {
+    pub fn over(&self, disk: Arc<dyn Disk>) -> (Arc<dyn Disk>, Option<Arc<ThrottleMember>>) {
+        let disk: Arc<dyn Disk> = match self {
             Self::Delay(options) => Arc::new(FilterDisk::new(disk, Delay::new(*options))),
             Self::Error(options) => Arc::new(FilterDisk::new(disk, Errors::new(options.clone()))),
-        }
+            Self::Throttle(options) => {
+                let throttle = Throttle::new(options.group());
+                let member = throttle.member();
+                return (Arc::new(FilterDisk::new(disk, throttle)), Some(member));
+            }
+        };
+        (disk, None)
     }
 }
 
@@ -94,7 +104,7 @@ fn delay(pairs: &[(&str, &str)]) -> Result<DelayOptions> {
     Ok(options)
 }
 
-/// The least bandwidth: a request of a mebibyte has to get through before its guest gives it up.
+/// The least bandwidth: a request of a mebibyte must get through before its guest gives up.
 const BANDWIDTH_MIN: u64 = 64 << 10;
 
 fn bandwidth(value: &str) -> Result<u64> {

@@ -34,8 +34,8 @@ pub(crate) fn parse_with_repeats(text: &str, repeats: &[&str]) -> Result<Vec<Key
     Ok(pairs)
 }
 
-/// Splits what stands behind `-o`: there a key alone means `on`, behind `no` it means `off`, and a key that is given again
-/// comes again: the last one counts.
+/// Splits what stands behind `-o`. A key alone means `on`; with `no` in front of it, it means `off`. A key may be given
+/// again; then both pairs are returned, and the last one counts.
 pub fn parse_options(text: &str) -> Result<Vec<KeyValue>> {
     let pair = |part: String| match part.split_once('=') {
         Some(("", _)) => Err(bad(format!("'{part}' has no key before its '='"))),

@@ -5,9 +5,11 @@
 //!
 //! * [`DriveOptions`]: `file=disk.qcow2,cache=none,queues=4`, in two parts: [`DiskOptions`] say what the disk is,
 //!   [`ExportOptions`] how guests reach it. Errors list what would have been right.
+//! * [`PassedDescriptors`]: images and sockets that a service manager opened, by its names.
 //! * [`FilterOptions`]: `filter=delay:ms=5`, as often as one likes: what happens to requests above the image.
+//! * [`ImageName`]: an image as the image tool's user names it.
 //! * [`open_disk`]: the disk that the options describe. [`EngineOpener`]: how images get their files, with an engine, a
-//!   cache mode and QEMU's locks.
+//!   cache mode and QEMU's locks, or from a vhost-user server.
 //! * [`parse_key_values`], [`parse_size`] and their like: how values are written, for all commands.
 //!
 //! ```no_run
@@ -24,13 +26,25 @@
 #![forbid(unsafe_code)]
 
 mod filters;
+mod help;
+mod image_name;
 mod keyval;
 mod opener;
 mod options;
+mod passed;
+mod shown;
 mod size;
+mod throttling;
+mod vhost_user;
 
 pub use filters::FilterOptions;
+pub use image_name::ImageName;
 pub use keyval::{KeyValue, asks_for_help, escape, parse as parse_key_values, parse_options, unknown};
-pub use opener::{EngineOpener, OpenedDisk, open_disk, open_disk_with};
-pub use options::{DiskOptions, DriveFormat, DriveOptions, ExportOptions, ParsedDrive, socket_beside};
-pub use size::{human_size, parse_integer, parse_size};
+pub use opener::{EngineOpener, LOCK_TIMEOUT_S, OpenedDisk, open_disk, open_disk_with};
+pub use options::{
+    DiskOptions, DriveFormat, DriveOptions, ExportOptions, LOCK_TIMEOUT_MAX_S, ParsedDrive, socket_beside,
+};
+pub use passed::PassedDescriptors;
+pub use shown::ShownOptions;
+pub use size::{human_size, is_size_out_of_range, parse_integer, parse_size};
+pub use throttling::ThrottleOptions;

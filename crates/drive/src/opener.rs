@@ -6,23 +6,29 @@ use block::{Disk, Error, ErrorKind, File, Result};
 use engine::{CacheMode, EngineKind, OpenOptions};
 use image::{
     BackingPolicy, DelayOptions, FileName, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats,
+    ThrottleMember,
 };
+use memory::BufferAccount;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// A process that was killed keeps its locks until the kernel has taken its io_uring down, a moment after it is gone:
-/// whoever starts us again at once should not be told that the image is in use.
-const LOCK_PATIENCE: Duration = Duration::from_secs(1);
-const LOCK_RETRY: Duration = Duration::from_millis(10);
+/// How long [`EngineOpener`] waits for the lock of a process that was killed, where nobody says otherwise.
+pub const LOCK_TIMEOUT_S: u32 = 30;
 
 /// Opens the files of an image with one engine and cache mode, under QEMU's locks.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct EngineOpener {
     options: OpenOptions,
     descriptor: Option<Arc<OwnedFd>>,
+}
+
+impl Default for EngineOpener {
+    fn default() -> Self {
+        Self::of_disk(&DiskOptions::default())
+    }
 }
 
 impl EngineOpener {
@@ -39,6 +45,13 @@ impl EngineOpener {
         self
     }
 
+    /// Waiting so long for locks that no living process is seen to hold.
+    #[must_use]
+    pub fn with_lock_timeout(mut self, timeout: Duration) -> Self {
+        self.options.lock_timeout = timeout;
+        self
+    }
+
     /// With another engine.
     #[must_use]
     pub fn with_engine(mut self, engine: EngineKind) -> Self {
@@ -46,10 +59,17 @@ impl EngineOpener {
         self
     }
 
-    /// With an open file that the caller has: the descriptor's number names it, as in `fd:3`.
+    /// With an open file that the caller has. The descriptor's number is its name, as in `fd:3`.
     #[must_use]
     pub fn with_descriptor(mut self, descriptor: OwnedFd) -> Self {
         self.descriptor = Some(Arc::new(descriptor));
+        self
+    }
+
+    /// Whose requests use that part of the memory for buffers. One opener is for one disk.
+    #[must_use]
+    pub fn with_buffers(mut self, buffers: BufferAccount) -> Self {
+        self.options.buffers = buffers;
         self
     }
 
@@ -69,6 +89,7 @@ impl EngineOpener {
                 }
                 None => engine::open_inherited(*number, options),
             },
+            FileName::VhostUser(socket) => crate::vhost_user::open(socket, options.read_only),
             _ => {
                 Err(Error::new(ErrorKind::Unsupported, format!("'{name}': no file with this protocol is opened here")))
             }
@@ -82,7 +103,7 @@ impl EngineOpener {
         self
     }
 
-    /// For files that are filled at once: the storage begins before the flush at their end.
+    /// For files that are filled in one go: the storage begins to write before the flush at their end.
     #[must_use]
     pub fn writing_behind(mut self) -> Self {
         self.options.write_behind = true;
@@ -96,23 +117,16 @@ fn open_options(disk: &DiskOptions) -> OpenOptions {
         options.cache = disk.cache;
         options.sync = disk.sync;
         options.sqpoll = disk.sqpoll;
+        options.lock_timeout = Duration::from_secs(disk.lock_timeout_s.unwrap_or(LOCK_TIMEOUT_S).into());
     })
 }
 
 impl Opener for EngineOpener {
     fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
-        // Everything that is not written is locked against writers only, so overlays may share their base.
+        // What is not written is locked only against writers, so overlays may share their base.
         let read_only = !matches!(role, Role::Writable);
         let options = self.options.clone().with(|options| options.read_only = read_only);
-        let deadline = Instant::now() + LOCK_PATIENCE;
-        loop {
-            match self.open_by_name(name, &options) {
-                Err(error) if error.kind() == ErrorKind::Locked && Instant::now() < deadline => {
-                    std::thread::sleep(LOCK_RETRY);
-                }
-                opened => return opened,
-            }
-        }
+        self.open_by_name(name, &options)
     }
 }
 
@@ -134,6 +148,8 @@ pub struct OpenedDisk {
     pub disk: Arc<dyn Disk>,
     /// The same as an image; `None` for a null disk.
     pub image: Option<Arc<Image>>,
+    /// Its filters `throttle`, the nearest to the guest first.
+    pub throttles: Vec<Arc<ThrottleMember>>,
 }
 
 impl OpenedDisk {
@@ -171,7 +187,8 @@ pub fn open_disk_with(
     let format = match options.format {
         Some(DriveFormat::Null) => {
             let disk = NullDisk::new(options.size_bytes.unwrap_or(0), options.serial.clone());
-            return Ok(OpenedDisk { disk: filtered(Arc::new(disk), options), image: None });
+            let (disk, throttles) = filtered(Arc::new(disk), options);
+            return Ok(OpenedDisk { disk, image: None, throttles });
         }
         Some(DriveFormat::Raw) => Some(Format::Raw),
         Some(DriveFormat::Qcow2) => Some(Format::Qcow2),
@@ -188,16 +205,20 @@ pub fn open_disk_with(
         open.table_cache_bytes = options.l2_cache_bytes;
     });
     let image = Arc::new(image::open(&image_options, opener)?);
-    Ok(OpenedDisk { disk: filtered(Arc::clone(&image) as Arc<dyn Disk>, options), image: Some(image) })
+    let (disk, throttles) = filtered(Arc::clone(&image) as Arc<dyn Disk>, options);
+    Ok(OpenedDisk { disk, image: Some(image), throttles })
 }
 
-/// The disk, seen through its filters.
-fn filtered(disk: Arc<dyn Disk>, options: &DiskOptions) -> Arc<dyn Disk> {
-    let disk = options.filters.iter().rev().fold(disk, |disk, filter| filter.over(disk));
-    match options.delay_ms {
-        Some(delay_ms) if delay_ms > 0 => {
-            FilterOptions::Delay(DelayOptions::of(Duration::from_millis(u64::from(delay_ms)))).over(disk)
-        }
-        _ => disk,
+/// The disk, seen through its filters, and its throttles, the nearest to the guest first.
+fn filtered(disk: Arc<dyn Disk>, options: &DiskOptions) -> (Arc<dyn Disk>, Vec<Arc<ThrottleMember>>) {
+    let late = options.delay_ms.filter(|delay_ms| *delay_ms > 0);
+    let late = late.map(|ms| FilterOptions::Delay(DelayOptions::of(Duration::from_millis(u64::from(ms)))));
+    let (mut disk, mut throttles) = (disk, Vec::new());
+    for filter in options.filters.iter().rev().chain(&late) {
+        let (above, throttle) = filter.over(disk);
+        disk = above;
+        throttles.extend(throttle);
     }
+    throttles.reverse();
+    (disk, throttles)
 }

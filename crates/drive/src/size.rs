@@ -2,6 +2,7 @@
 
 use block::{Error, ErrorKind, Result};
 
+const TOO_LARGE: &str = "it is larger than any disk can be";
 const UNITS: [char; 7] = ['b', 'k', 'm', 'g', 't', 'p', 'e'];
 
 /// Reads `512`, `64k`, `1.5G`: a number, perhaps with a decimal point, and a binary unit (b, k, M, G, T, P, E); or `0x1000`.
@@ -12,7 +13,7 @@ pub fn parse_size(text: &str) -> Result<u64> {
         let message = format!("'{text}' is not a size: {why} (examples: 512, 64k, 1.5G, 2T; units are binary)");
         Error::new(ErrorKind::BadOption, message)
     };
-    let too_large = || fail("it is larger than any disk can be");
+    let too_large = || fail(TOO_LARGE);
     // File offsets are signed in every system call.
     let possible = |bytes: &u64| *bytes <= i64::MAX as u64;
     if let Some(digits) = hexadecimal(said) {
@@ -20,6 +21,9 @@ pub fn parse_size(text: &str) -> Result<u64> {
             return Err(fail("it is no hexadecimal number (those have no unit)"));
         }
         return u64::from_str_radix(digits, 16).ok().filter(possible).ok_or_else(too_large);
+    }
+    if let Some(meant) = with_one_letter(said) {
+        return Err(fail(&format!("write {meant}")));
     }
     let (number, shift) = match said.char_indices().next_back() {
         Some((at, last)) if last.is_ascii_alphabetic() => {
@@ -45,7 +49,32 @@ pub fn parse_size(text: &str) -> Result<u64> {
     u64::try_from(bytes).ok().filter(possible).ok_or_else(too_large)
 }
 
-/// Reads a whole number whose base is its own affair, as C programs read them: `16`, `0x10`, and octal `020`.
+/// Whether this is a number, with a unit perhaps, but less than zero or more than any disk has.
+#[must_use]
+pub fn is_size_out_of_range(text: &str) -> bool {
+    let said = text.trim_start_matches(|char: char| char.is_ascii_whitespace());
+    match said.strip_prefix('-') {
+        Some(positive) => positive.starts_with(|char: char| char.is_ascii_digit()) && parse_size(positive).is_ok(),
+        None => parse_size(text).is_err_and(|error| error.to_string().contains(TOO_LARGE)),
+    }
+}
+
+/// `1GB`, `1GiB` and `1 G` are written `1G`.
+fn with_one_letter(text: &str) -> Option<String> {
+    let number = text.trim_end_matches(|char: char| char.is_ascii_alphabetic() || char == ' ');
+    let unit = text.get(number.len()..)?.trim_start();
+    let letter = unit.chars().next().filter(|letter| UNITS.contains(&letter.to_ascii_lowercase()))?;
+    let is_long = ["b", "ib"].contains(&unit.get(1..)?.to_ascii_lowercase().as_str()) && letter != 'b';
+    let is_apart = unit.len() == 1 && number.len() + 1 < text.len();
+    let letter = match letter.to_ascii_lowercase() {
+        small @ ('b' | 'k') => small,
+        other => other.to_ascii_uppercase(),
+    };
+    let meant = format!("{number}{letter}");
+    ((is_long || is_apart) && parse_size(&meant).is_ok()).then_some(meant)
+}
+
+/// Reads a whole number as C programs do: `16`, `0x10`, and octal `020`.
 pub fn parse_integer(text: &str) -> Result<u64> {
     let said = without_sign(text);
     let (digits, base) = match (hexadecimal(said), said.strip_prefix('0')) {
@@ -149,6 +178,26 @@ mod tests {
             "0xffffffffffffffff",
         ] {
             assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_unit_of_several_letters_is_answered_with_the_one_to_write() {
+        for (text, meant) in [("1GB", "1G"), ("64KiB", "64k"), ("1.5 T", "1.5T"), ("20gb", "20G"), ("1 MiB", "1M")] {
+            let message = parse_size(text).unwrap_err().to_string();
+            assert!(message.contains(&format!("write {meant} ")), "{text}: {message}");
+        }
+        for text in ["1Gx", "GB", "1QB", "1bb"] {
+            assert!(!parse_size(text).unwrap_err().to_string().contains("write"), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_at_all_is_not_out_of_range() {
+        for (text, out) in
+            [("-5", true), ("9E", true), ("99999999999999999999", true), ("foo", false), ("-x", false), ("1M", false)]
+        {
+            assert_eq!(is_size_out_of_range(text), out, "{text}");
         }
     }
 

@@ -20,6 +20,11 @@ pub(crate) struct Way {
     pub(crate) shared: (usize, usize),
 }
 
+/// Whether the device finds `segment` in the memory that it shares.
+pub(crate) fn is_shared(segment: &Segment, shared: (usize, usize)) -> bool {
+    shared_address(segment, shared).is_some()
+}
+
 /// Where the device finds `segment`, if it lies in the shared memory.
 fn shared_address(segment: &Segment, (start, length_bytes): (usize, usize)) -> Option<u64> {
     let skip = segment.as_ptr().addr().checked_sub(start)?;

@@ -1,6 +1,6 @@
 //! A thread that hears what the device says by itself: that its configuration, and so its size, has changed.
 
-use crate::driver::Inner;
+use crate::transport::Link;
 use block::{Error, Result};
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -21,13 +21,13 @@ pub(crate) struct News {
 }
 
 impl News {
-    /// Follows the device that `inner` is connected to.
-    pub(crate) fn start(channel: UnixStream, inner: Weak<Inner>) -> Result<Self> {
+    /// Tells `link` what it hears.
+    pub(crate) fn start(channel: UnixStream, link: Weak<Link>) -> Result<Self> {
         let read = channel.try_clone().map_err(|error| Error::io("cannot duplicate a socket", error))?;
         // Nobody joins it: it may be the one that drops the driver's last handle.
         std::thread::Builder::new()
             .name("driver-news".into())
-            .spawn(move || while let Ok(true) = hear(&read, &inner) {})
+            .spawn(move || while let Ok(true) = hear(&read, &link) {})
             .map_err(|error| Error::io("cannot start the driver's news thread", error))?;
         Ok(Self { channel })
     }
@@ -41,7 +41,7 @@ impl Drop for News {
 }
 
 /// Receives a message. Returns whether more can come.
-fn hear(mut channel: &UnixStream, inner: &Weak<Inner>) -> io::Result<bool> {
+fn hear(mut channel: &UnixStream, link: &Weak<Link>) -> io::Result<bool> {
     let mut header = [[0; 4]; 3];
     channel.read_exact(header.as_flattened_mut())?;
     let [kind, flags, length_bytes] = header.map(u32::from_ne_bytes);
@@ -49,10 +49,10 @@ fn hear(mut channel: &UnixStream, inner: &Weak<Inner>) -> io::Result<bool> {
         return Ok(false);
     }
     channel.read_exact(&mut vec![0; length_bytes as usize])?;
-    let Some(inner) = inner.upgrade() else { return Ok(false) };
+    let Some(link) = link.upgrade() else { return Ok(false) };
     let known = kind == CONFIG_CHANGE;
     if known {
-        inner.follow_config();
+        link.config_changed();
     }
     if flags & NEEDS_REPLY != 0 {
         let words = [kind, VERSION | IS_REPLY, 8, u32::from(!known), 0];

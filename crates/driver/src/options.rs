@@ -1,6 +1,37 @@
 //! What a caller chooses about a connection.
 
 use block::{Error, ErrorKind, Result};
+use std::str::FromStr;
+
+/// How requests get from a queue to the ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DriverPath {
+    /// Straight: each operation is in the ring when its submission returns. The least work for a fast device.
+    #[default]
+    Bio,
+    /// Queued until the reactor's turn ends, sorted, and merged with neighbours. Fewer requests for a slow device.
+    Request,
+}
+
+impl DriverPath {
+    /// Their names.
+    pub const NAMES: [&'static str; 2] = ["bio", "request"];
+}
+
+impl FromStr for DriverPath {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "bio" => Ok(Self::Bio),
+            "request" => Ok(Self::Request),
+            _ => {
+                let message = format!("'{text}' is no path of the driver: bio, request");
+                Err(Error::new(ErrorKind::BadOption, message))
+            }
+        }
+    }
+}
 
 /// How the driver attaches to a server.
 #[derive(Debug, Clone)]
@@ -14,14 +45,25 @@ pub struct DriverOptions {
     pub memory_bytes: usize,
     /// Bounce buffers of each queue, for requests whose memory is not shared.
     pub bounce_bytes: usize,
+    /// How requests get to the ring.
+    pub path: DriverPath,
+    /// Leave the device's calls on also while completions are being taken. This is slower; it is for measurements.
+    pub keep_callbacks: bool,
     /// Use EVENT_IDX where it is offered.
     pub event_idx: bool,
     /// Use indirect descriptors where they are offered.
     pub indirect: bool,
+    /// Do not ask for the serial number; the disk has none then.
+    pub without_serial: bool,
+    /// Features ([`virtio::blk::features`]) that are not used though they are offered. VERSION_1 is always used.
+    pub without_features: u64,
     /// How long to wait for the socket to appear and accept.
     pub wait_for_socket_ms: u64,
     /// How long the server may take to answer a message, requests in flight included where it waits for them.
     pub answer_timeout_ms: u64,
+    /// How long a queue may have requests in flight of which none ends, before the device counts as broken and they fail.
+    /// Zero waits for ever.
+    pub request_timeout_ms: u64,
 }
 
 impl Default for DriverOptions {
@@ -31,10 +73,15 @@ impl Default for DriverOptions {
             queue_size: 128,
             memory_bytes: 64 << 20,
             bounce_bytes: 4 << 20,
+            path: DriverPath::Bio,
+            keep_callbacks: false,
             event_idx: true,
             indirect: true,
+            without_serial: false,
+            without_features: 0,
             wait_for_socket_ms: 0,
             answer_timeout_ms: 10_000,
+            request_timeout_ms: 60_000,
         }
     }
 }

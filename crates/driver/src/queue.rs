@@ -1,13 +1,18 @@
-//! The plain path: each operation becomes one ring request, or several where the device's limits ask for it.
+//! The bio path: each operation becomes one ring request, or several where the device's limits ask for it. The request
+//! path (see `scheduler`) stands before it.
 //!
 //! Operations are issued in the order of submission. One that does not fit into the ring, or finds no bounce buffer,
 //! waits in line, and so does everything after it. Thus nothing overtakes a flush. Memory that the device shares is
 //! named in the request directly; other memory is copied through bounce buffers.
 
+use crate::DriverPath;
+use crate::cache::CacheMoment;
+use crate::control::Hold;
 use crate::driver::Inner;
 use crate::issue::{MAX_REQUEST_BYTES, Way, copy_bounced, issue_data, issue_range, issue_zeros, range_segment};
 use crate::layout::BOUNCE_BYTES;
 use crate::ring::{ORPHAN, Ring};
+use crate::scheduler::Scheduler;
 use block::{Completion, DiskQueue, IoError, IoErrorKind, IoResult, Op, OpFlags, Poller, PollerId, ReactorCtx, Tag};
 use memory::{IoBuf, Window};
 use std::cell::RefCell;
@@ -21,19 +26,21 @@ use virtio::driver_ring::AddError;
 
 /// An operation that was submitted and has not completed.
 #[derive(Debug)]
-struct Active {
+pub(crate) struct Active {
     tag: Tag,
-    op: Op,
+    pub(crate) op: Op,
     /// Bytes of it that were issued.
     issued: u64,
     /// Its requests in the ring.
     parts: u32,
     /// It has to be issued further: it is in line.
     waiting: bool,
-    /// A flush goes after the data (FUA on a device with a volatile cache).
+    /// It is to be durable (FUA): where its data may be lost, a flush goes after them.
     fua: bool,
     stage: Stage,
-    result: IoResult,
+    pub(crate) result: IoResult,
+    /// The cache when the data of a durable write, or a flush, were issued.
+    sent_at: CacheMoment,
 }
 
 /// Where an operation stands. The next stage begins when all requests of the one before have succeeded.
@@ -41,9 +48,9 @@ struct Active {
 enum Stage {
     /// The flush before its data.
     Preflush,
-    /// What it is about; a flush itself too.
+    /// What it is about.
     Data,
-    /// The flush after its data.
+    /// The flush after its data, or a flush itself.
     Flush,
 }
 
@@ -59,24 +66,35 @@ pub(crate) struct Rules {
 }
 
 /// A queue without its registration with the reactor.
-struct Core {
-    /// `None` once the queue was dropped.
-    ring: Option<Ring>,
-    inner: Arc<Inner>,
-    rules: Rules,
-    active: Vec<Active>,
-    free: Vec<u32>,
-    line: VecDeque<u32>,
+pub(crate) struct Core {
+    /// `None` once the queue was dropped, and while the driver holds all queues.
+    pub(crate) ring: Option<Ring>,
+    /// The ring while it only ends what it has; see `control`.
+    pub(crate) draining: Option<Ring>,
+    /// What the queue does at the driver's wish.
+    pub(crate) held: Hold,
+    pub(crate) index: usize,
+    pub(crate) inner: Arc<Inner>,
+    pub(crate) rules: Rules,
+    pub(crate) active: Vec<Active>,
+    pub(crate) free: Vec<u32>,
+    pub(crate) line: VecDeque<u32>,
+    /// On the request path only.
+    pub(crate) scheduler: Option<Box<Scheduler>>,
     /// Completed without the device.
-    immediate: Vec<Completion>,
-    in_flight: usize,
+    pub(crate) immediate: Vec<Completion>,
+    pub(crate) in_flight: usize,
     /// The bounce buffers, by index.
-    bounce: Vec<Window>,
+    pub(crate) bounce: Vec<Window>,
     /// First address of the shared memory, and its bytes.
-    shared: (usize, usize),
+    pub(crate) shared: (usize, usize),
     /// The device is gone or broke the ring: everything fails.
-    failed: bool,
+    pub(crate) failed: bool,
     armed: bool,
+    /// The ring was given back.
+    is_parked: bool,
+    /// Callbacks stay on also while the used ring is drained, for measurements.
+    keeps_callbacks: bool,
 }
 
 /// A queue of the driver.
@@ -95,17 +113,23 @@ impl Queue {
         let whole = area.whole();
         let slots = 0..whole.length_bytes() / BOUNCE_BYTES;
         let core = Core {
+            index: ring.index,
+            draining: None,
+            held: Hold::None,
             inner: Arc::clone(inner),
             rules: inner.rules(),
             active: Vec::new(),
             free: Vec::new(),
             line: VecDeque::new(),
+            scheduler: (inner.options.path == DriverPath::Request).then(Box::default),
             immediate: Vec::new(),
             in_flight: 0,
             bounce: slots.map(|index| whole.slice(index * BOUNCE_BYTES, BOUNCE_BYTES)).collect(),
             shared,
             failed: false,
             armed: false,
+            is_parked: false,
+            keeps_callbacks: inner.options.keep_callbacks,
             ring: Some(ring),
         };
         let core = Rc::new(RefCell::new(core));
@@ -129,6 +153,23 @@ impl DiskQueue for Queue {
     }
 }
 
+/// A queue whose operations the scheduler merges and sorts.
+pub(crate) struct RequestQueue(pub(crate) Queue);
+
+impl DiskQueue for RequestQueue {
+    fn submit(&mut self, tag: Tag, op: Op) {
+        self.0.core.borrow_mut().enqueue(tag, op);
+    }
+
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        self.0.harvest(done)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.0.in_flight()
+    }
+}
+
 impl Drop for Queue {
     fn drop(&mut self) {
         self.ctx.remove_poller(self.poller);
@@ -144,14 +185,18 @@ impl Drop for Core {
 
 impl Poller for Core {
     fn poll(&mut self) -> bool {
+        self.follow_hold();
+        self.dispatch();
         let published = self.ring.as_mut().is_some_and(Ring::publish);
         published || self.has_news()
     }
 
     fn arm(&mut self) -> bool {
-        let Some(ring) = &mut self.ring else { return false };
-        ring.publish();
+        self.follow_hold();
+        self.dispatch();
         self.armed = true;
+        let Some(ring) = self.ring.as_mut().or(self.draining.as_mut()) else { return self.has_news() };
+        ring.publish();
         ring.enable_callbacks() || self.has_news()
     }
 
@@ -160,53 +205,101 @@ impl Poller for Core {
             && let Some(ring) = &self.ring
         {
             ring.fds.wakeups.fetch_add(1, Ordering::Relaxed);
-            ring.disable_callbacks();
+            if !self.keeps_callbacks {
+                ring.disable_callbacks();
+            }
         }
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.ring.as_ref().map(|ring| ring.fds.call.as_fd())
+        // Also while the driver holds the ring: its descriptors stay.
+        self.inner.fds.get(self.index).map(|fds| fds.call.as_fd())
     }
 }
 
 impl Core {
     /// Whether harvesting would give something.
     fn has_news(&self) -> bool {
-        let used = self.ring.as_ref().is_some_and(Ring::has_used);
-        !self.immediate.is_empty() || (!self.failed && (used || (self.in_flight > 0 && self.is_over())))
+        let ring = self.ring.as_ref().or(self.draining.as_ref());
+        let used = ring.is_some_and(Ring::has_used);
+        !self.immediate.is_empty()
+            || (!self.failed && (used || (self.in_flight > 0 && (self.is_over() || self.is_stuck()))))
     }
 
-    fn is_over(&self) -> bool {
+    /// Something waits for memory or a place in the ring, and no completion is going to bring it.
+    fn is_stuck(&self) -> bool {
+        let waits = !self.line.is_empty() || self.scheduler.as_ref().is_some_and(|scheduler| scheduler.waits());
+        waits && self.ring.as_ref().is_some_and(|ring| ring.in_flight() == 0)
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
         let given_up = |ring: &Ring| ring.fds.given_up.load(Ordering::Relaxed);
-        self.inner.session.watch.is_gone() || self.ring.as_ref().is_none_or(given_up)
+        let ring = self.ring.as_ref().or(self.draining.as_ref());
+        self.inner.session.is_gone() || ring.is_some_and(given_up)
     }
 
     /// Gives the ring back to the driver; requests in flight go on without an owner.
     fn park(&mut self) {
-        let Some(mut ring) = self.ring.take() else { return };
-        ring.publish();
-        ring.disable_callbacks();
-        let orphans = ring.orphan_all();
-        // Before the operations' buffers are dropped: the device may still write to them.
-        self.inner.pool.add_orphans(orphans);
+        if self.is_parked {
+            return;
+        }
+        let ring = self.ring.take().or(self.draining.take());
+        let inner = Arc::clone(&self.inner);
+        inner.park(self.index, ring, |ring| {
+            ring.publish();
+            ring.disable_callbacks();
+            // Before the operations' buffers are dropped: the device may still write to them.
+            inner.pool.add_orphans(ring.orphan_all());
+        });
+        self.is_parked = true;
         self.active.clear();
         self.line.clear();
-        self.inner.park(ring);
+        self.scheduler = None;
     }
 
     fn submit(&mut self, tag: Tag, op: Op) {
+        let Some(index) = self.accept(tag, op) else { return };
+        if !self.line.is_empty() || !self.issue(index) {
+            return self.wait_in_line(index);
+        }
+        self.end_if_nothing_was_issued(index);
+    }
+
+    /// An operation that no ring could hold, or that has nothing to do, ends with the next harvest.
+    pub(crate) fn end_if_nothing_was_issued(&mut self, index: u32) {
+        if self.active.get(index as usize).is_some_and(|active| active.parts == 0) {
+            let mut done = std::mem::take(&mut self.immediate);
+            self.finish(index, &mut done);
+            self.immediate = done;
+        }
+    }
+
+    /// Finds a place for an operation; `None` if it has ended already.
+    #[inline]
+    pub(crate) fn accept(&mut self, tag: Tag, op: Op) -> Option<u32> {
         self.in_flight += 1;
         let result = if self.failed { Err(IoError::EIO) } else { self.admit(&op) };
-        match result {
-            Ok(true) => {}
-            Ok(false) => return self.immediate.push(Completion { tag, result: Ok(()) }),
-            Err(error) => return self.immediate.push(Completion { tag, result: Err(error) }),
+        let ended = match result {
+            Ok(true) => None,
+            Ok(false) => Some(Ok(())),
+            Err(error) => Some(Err(error)),
+        };
+        if let Some(result) = ended {
+            self.immediate.push(Completion { tag, result });
+            return None;
         }
-        let flags = if self.has_volatile_cache() { op.flags() } else { OpFlags::NONE };
-        let stage = if flags.is_preflush() { Stage::Preflush } else { Stage::Data };
-        let fua = flags.is_fua();
-        let active = Active { tag, op, issued: 0, parts: 0, waiting: false, fua, stage, result: Ok(()) };
-        let index = match self.free.pop() {
+        let flags = if self.rules.flush { op.flags() } else { OpFlags::NONE };
+        let stage = match op {
+            Op::Flush => Stage::Flush,
+            // What has ended before is durable already where there is nothing to flush.
+            _ if flags.is_preflush() && self.needs_flush() => Stage::Preflush,
+            _ => Stage::Data,
+        };
+        // Without data there is nothing to make durable.
+        let fua = flags.is_fua() && op.range().is_some_and(|(_, length)| length > 0);
+        let sent_at = CacheMoment::default();
+        let active = Active { tag, op, issued: 0, parts: 0, waiting: false, fua, stage, result: Ok(()), sent_at };
+        Some(match self.free.pop() {
             Some(index) => {
                 if let Some(place) = self.active.get_mut(index as usize) {
                     *place = active;
@@ -218,30 +311,25 @@ impl Core {
                 // Whatever ends or waits together later has room.
                 self.free.reserve(self.active.len());
                 self.line.reserve(self.active.len().saturating_sub(self.line.len()));
+                if let Some(scheduler) = &mut self.scheduler {
+                    scheduler.reserve(self.active.len());
+                }
                 // The number of operations at once is bounded by the submitter's memory.
                 (self.active.len() - 1) as u32
             }
-        };
-        if !self.line.is_empty() || !self.issue(index) {
-            return self.wait_in_line(index);
-        }
-        if self.active.get(index as usize).is_some_and(|active| active.parts == 0) {
-            // No ring could hold it: its end comes with the next harvest.
-            let mut done = std::mem::take(&mut self.immediate);
-            self.finish(index, &mut done);
-            self.immediate = done;
-        }
+        })
     }
 
-    fn wait_in_line(&mut self, index: u32) {
+    pub(crate) fn wait_in_line(&mut self, index: u32) {
         if let Some(active) = self.active.get_mut(index as usize) {
             active.waiting = true;
             self.line.push_back(index);
         }
     }
 
-    fn has_volatile_cache(&self) -> bool {
-        self.rules.flush && self.inner.volatile_cache.load(Ordering::Relaxed)
+    /// Whether a flush has anything to do.
+    fn needs_flush(&self) -> bool {
+        self.rules.flush && self.inner.cache.now().needs_flush()
     }
 
     /// Whether the operation has to go to the device; refused operations are an error.
@@ -250,7 +338,7 @@ impl Core {
             return Err(IoError::new(IoErrorKind::ReadOnly));
         }
         let Some((offset, length)) = op.range() else {
-            return Ok(self.has_volatile_cache());
+            return Ok(self.needs_flush());
         };
         let size_bytes = self.inner.size_bytes.load(Ordering::Relaxed);
         let inside = offset.checked_add(length).is_some_and(|end| end <= size_bytes);
@@ -259,25 +347,22 @@ impl Core {
         }
         match op {
             Op::Discard { .. } if self.rules.max_discard_sectors == 0 => Err(IoError::new(IoErrorKind::Unsupported)),
-            _ => Ok(length > 0 || (op.flags().is_preflush() && self.has_volatile_cache())),
+            _ => Ok(length > 0 || (op.flags().is_preflush() && self.needs_flush())),
         }
     }
 
     /// Issues what is left of an operation; false if something remains for later.
-    fn issue(&mut self, index: u32) -> bool {
-        let Some(ring) = &mut self.ring else { return true };
+    pub(crate) fn issue(&mut self, index: u32) -> bool {
+        let Some(ring) = &mut self.ring else { return false };
         let Some(active) = self.active.get_mut(index as usize) else { return true };
+        if active.stage != Stage::Data && !Self::skip_flush(active, &self.inner) {
+            return Self::issue_flush(active, ring, &self.inner, index);
+        }
+        if active.fua && active.issued == 0 {
+            active.sent_at = self.inner.cache.now();
+        }
         let length = active.op.range().map_or(0, |(_, length)| length);
         loop {
-            if active.stage != Stage::Data || matches!(active.op, Op::Flush) {
-                ring.begin();
-                let header = RequestHeader { kind: request_type::FLUSH, priority: 0, sector: 0 };
-                if ring.start(header, index, 0, 0).is_err() {
-                    return false;
-                }
-                active.parts += 1;
-                return true;
-            }
             if active.issued >= length || active.result.is_err() {
                 return true;
             }
@@ -322,8 +407,36 @@ impl Core {
         }
     }
 
+    /// Its turn has come, and there is nothing to flush any more: another flush came before it. The flush after durable
+    /// data was found necessary when they ended.
+    #[cold]
+    fn skip_flush(active: &mut Active, inner: &Inner) -> bool {
+        let skips = active.stage == Stage::Preflush && !inner.cache.now().needs_flush();
+        if skips {
+            active.stage = Stage::Data;
+        }
+        skips
+    }
+
+    #[cold]
+    fn issue_flush(active: &mut Active, ring: &mut Ring, inner: &Inner, index: u32) -> bool {
+        // A flush can settle what is owed only if no write is in flight that it does not cover.
+        let is_alone = ring.in_flight() == 0 && inner.fds.len() == 1;
+        ring.begin();
+        let header = RequestHeader { kind: request_type::FLUSH, priority: 0, sector: 0 };
+        if ring.start(header, index, 0, 0).is_err() {
+            return false;
+        }
+        active.sent_at = if is_alone { inner.cache.now() } else { CacheMoment::default() };
+        active.parts += 1;
+        true
+    }
+
     fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
         let before = done.len();
+        if self.draining.is_some() {
+            return self.harvest_draining(done);
+        }
         // Before the used ring, so that what the device completed before it went is seen.
         let over = !self.failed && self.is_over();
         if !self.failed {
@@ -338,12 +451,24 @@ impl Core {
         if !self.line.is_empty() {
             self.pump(done);
         }
+        if let Some(scheduler) = &mut self.scheduler {
+            scheduler.restart();
+        }
         let count = done.len() - before;
         self.in_flight -= count;
+        if let Some(ring) = &mut self.ring
+            && !self.failed
+            && ring.has_untold_ends()
+        {
+            ring.tell_progress();
+            if self.keeps_callbacks {
+                ring.enable_callbacks();
+            }
+        }
         count
     }
 
-    fn drain(&mut self, done: &mut Vec<Completion>) {
+    pub(crate) fn drain(&mut self, done: &mut Vec<Completion>) {
         loop {
             let Some(ring) = &mut self.ring else { return };
             match ring.pop() {
@@ -361,15 +486,11 @@ impl Core {
         let Some(ring) = &mut self.ring else { return };
         let Some(part) = ring.part(head) else { return };
         let index = part.owner;
-        if index == ORPHAN {
-            ring.free_bounce(head);
-            return self.inner.pool.orphan_done();
-        }
-        let Some(active) = self.active.get_mut(index as usize) else { return };
-        match status {
-            Status::Ok => {}
-            Status::Unsupported => active.result = Err(IoError::new(IoErrorKind::Unsupported)),
-            Status::IoErr => active.result = Err(IoError::EIO),
+        let Some(active) = self.active.get_mut(index as usize) else {
+            return self.end_of_no_single(head, index, status, done);
+        };
+        if status != Status::Ok {
+            active.result = result_of(status);
         }
         if !part.bounce.is_empty() {
             if let (Op::Read { data, .. }, Status::Ok) = (&active.op, status) {
@@ -386,10 +507,23 @@ impl Core {
         }
     }
 
+    /// A request whose queue was dropped, or one that several operations share.
+    #[cold]
+    fn end_of_no_single(&mut self, head: u16, owner: u32, status: Status, done: &mut Vec<Completion>) {
+        if owner != ORPHAN {
+            return self.end_group(head, owner, status, done);
+        }
+        if let Some(ring) = &mut self.ring {
+            ring.free_bounce(head);
+            ring.orphan_done();
+        }
+        self.inner.pool.orphan_done();
+    }
+
     /// Every request of the operation that was issued has ended, and nothing is left to issue.
-    fn finish(&mut self, index: u32, done: &mut Vec<Completion>) {
+    pub(crate) fn finish(&mut self, index: u32, done: &mut Vec<Completion>) {
         while self.next_stage(index) {
-            if !self.line.is_empty() || !self.issue(index) {
+            if !self.line.is_empty() || self.held != Hold::None || !self.issue(index) {
                 return self.wait_in_line(index);
             }
             if self.active.get(index as usize).is_none_or(|active| active.parts > 0) {
@@ -411,15 +545,22 @@ impl Core {
             return false;
         };
         active.stage = match active.stage {
-            Stage::Preflush => Stage::Data,
-            Stage::Data if active.fua => Stage::Flush,
-            Stage::Data | Stage::Flush => return false,
+            Stage::Data if active.fua && active.sent_at.may_lose(self.inner.cache.now()) => Stage::Flush,
+            Stage::Data => return false,
+            Stage::Preflush => {
+                self.inner.cache.flushed(active.sent_at);
+                Stage::Data
+            }
+            Stage::Flush => {
+                self.inner.cache.flushed(active.sent_at);
+                return false;
+            }
         };
         true
     }
 
     /// Issues what waits in line, as far as it goes.
-    fn pump(&mut self, done: &mut Vec<Completion>) {
+    pub(crate) fn pump(&mut self, done: &mut Vec<Completion>) {
         while let Some(index) = self.line.front().copied() {
             if !self.issue(index) {
                 return;
@@ -435,16 +576,24 @@ impl Core {
     }
 
     /// Nothing comes from the device any more: everything submitted fails, also in the future.
-    fn fail_all(&mut self, why: &str, done: &mut Vec<Completion>) {
+    pub(crate) fn fail_all(&mut self, why: &str, done: &mut Vec<Completion>) {
         self.failed = true;
-        let queue = self.ring.as_ref().map_or(0, |ring| ring.index);
         if self.in_flight > 0 {
-            tracing::error!(queue, in_flight = self.in_flight, "'{}': {why}", self.inner.session.path().display());
+            let (queue, in_flight) = (self.index, self.in_flight);
+            tracing::error!(queue, in_flight, "'{}': {why}", self.inner.session.name());
         }
+        self.end_all(done);
+    }
+
+    /// Everything that was submitted ends with an error. The device may go on writing to what it was given; see
+    /// `DmaPool`.
+    pub(crate) fn end_all(&mut self, done: &mut Vec<Completion>) {
         self.line.clear();
-        // The device may go on writing to what these name; see `DmaPool`.
-        let orphans = self.ring.as_mut().map_or(0, Ring::orphan_all);
-        self.inner.pool.add_orphans(orphans);
+        if let Some(scheduler) = &mut self.scheduler {
+            scheduler.clear();
+        }
+        let ring = self.ring.as_mut().or(self.draining.as_mut());
+        self.inner.pool.add_orphans(ring.map_or(0, Ring::orphan_all));
         let free = std::mem::take(&mut self.free);
         for (index, active) in self.active.iter_mut().enumerate() {
             active.op = Op::Flush;
@@ -453,5 +602,14 @@ impl Core {
             }
         }
         self.active.clear();
+    }
+}
+
+/// What a status means to the submitter.
+pub(crate) fn result_of(status: Status) -> IoResult {
+    match status {
+        Status::Ok => Ok(()),
+        Status::Unsupported => Err(IoError::new(IoErrorKind::Unsupported)),
+        Status::IoErr => Err(IoError::EIO),
     }
 }

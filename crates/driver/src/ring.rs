@@ -7,8 +7,8 @@ use block::{Error, ErrorKind, Result};
 use memory::GuestMemory;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use virtio::blk::{HEADER_BYTES, RANGE_SEGMENT_BYTES, RangeSegment, RequestHeader, Status};
-use virtio::driver_ring::{AddError, Buffer, DriverRing, IndirectLayout, RingError};
+use virtio::blk::{HEADER_BYTES, RANGE_SEGMENT_BYTES, RangeSegment, RequestHeader, Status, request_type};
+use virtio::driver_ring::{AddError, Buffer, IndirectLayout, RingError, SplitDriverRing};
 use virtio::ring_access::{LayoutError, SharedWords, SplitAreas};
 
 /// Stands for the owner of a request whose queue was dropped.
@@ -27,6 +27,8 @@ pub(crate) struct Part {
     /// Where in the operation's data this part begins, and its bytes.
     pub(crate) skip_bytes: usize,
     pub(crate) length_bytes: usize,
+    /// What the device writes if it succeeds: data of a read, and the status.
+    expected_bytes: u32,
     /// The bounce buffers it uses, in order.
     pub(crate) bounce: Vec<u16>,
 }
@@ -39,11 +41,10 @@ pub(crate) struct Ended {
 }
 
 /// See the module's documentation.
-#[derive(Debug)]
 pub(crate) struct Ring {
     pub(crate) index: usize,
     pub(crate) fds: Arc<QueueFds>,
-    ring: DriverRing,
+    ring: SplitDriverRing,
     slots: SharedWords,
     status: SharedWords,
     layout: QueueLayout,
@@ -55,6 +56,15 @@ pub(crate) struct Ring {
     pub(crate) max_segment_bytes: u32,
     /// The request being built: header, data, status.
     pub(crate) buffers: Vec<Buffer>,
+    /// Requests that have ended, and whether the watch does not know it yet.
+    ended: u64,
+    untold: bool,
+    /// Requests in flight without an owner.
+    orphans: usize,
+    pub(crate) event_idx: bool,
+    /// Stands for a lack of memory: whether the next attempt to start a request is refused.
+    #[cfg(test)]
+    pub(crate) refuse: Option<Box<dyn FnMut() -> bool + Send>>,
 }
 
 /// What the device said about requests.
@@ -73,21 +83,21 @@ pub(crate) fn prepare(
     layout: &QueueLayout,
     size: u16,
     event_idx: bool,
-) -> Result<DriverRing, LayoutError> {
+) -> Result<SplitDriverRing, LayoutError> {
     let areas = SplitAreas::at_guest_addresses(Arc::clone(memory), layout.ring(GUEST_BASE), size)?;
     let indirect = (layout.entries > 0).then(|| IndirectLayout {
         address: GUEST_BASE + (layout.slots + QueueLayout::table_in_slot()) as u64,
         stride_bytes: layout.slot_bytes,
         entries: layout.entries,
     });
-    DriverRing::new(areas, event_idx, indirect)
+    SplitDriverRing::new(areas, event_idx, indirect)
 }
 
 impl Ring {
     /// Puts the parts together. `ring` comes from [`prepare`], `fds` from starting it.
     pub(crate) fn new(
         index: usize,
-        ring: DriverRing,
+        ring: SplitDriverRing,
         fds: Arc<QueueFds>,
         memory: &Arc<GuestMemory>,
         layout: QueueLayout,
@@ -110,8 +120,40 @@ impl Ring {
             max_segments: most,
             max_segment_bytes: limits.max_segment_bytes,
             buffers: Vec::with_capacity(most + 2),
+            ended: 0,
+            untold: false,
+            orphans: 0,
+            event_idx: limits.event_idx,
+            #[cfg(test)]
+            refuse: None,
             ring,
         })
+    }
+
+    /// Goes on with a ring that begins anew. The device is done with the old one.
+    pub(crate) fn renew(&mut self, ring: SplitDriverRing) {
+        self.ring = ring;
+        self.parts.iter_mut().for_each(|part| *part = Part::default());
+        self.bounce_free = (0..self.layout.bounce_count).rev().collect();
+        self.buffers.clear();
+        self.tell_progress();
+    }
+
+    /// What the watch looks at.
+    pub(crate) fn tell_progress(&mut self) {
+        self.untold = false;
+        let progress = self.ended << 16 | u64::from(self.in_flight());
+        self.fds.progress.store(progress, Ordering::Relaxed);
+    }
+
+    /// Nobody waits for what is in flight.
+    pub(crate) fn tell_idle(&self) {
+        self.fds.progress.store(self.ended << 16, Ordering::Relaxed);
+    }
+
+    /// Whether requests have ended since progress was told.
+    pub(crate) fn has_untold_ends(&self) -> bool {
+        self.untold
     }
 
     /// Begins to build a request; data buffers are pushed to `buffers` next.
@@ -138,6 +180,10 @@ impl Ring {
         skip: usize,
         length: usize,
     ) -> Result<(), AddError> {
+        #[cfg(test)]
+        if self.refuse.as_mut().is_some_and(|refuse| refuse()) {
+            return Err(AddError::Full);
+        }
         let head = self.ring.next_head().ok_or(AddError::Full)?;
         let slot = usize::from(head) * self.layout.slot_bytes;
         let address = self.slots.address() + slot as u64;
@@ -155,6 +201,8 @@ impl Ring {
         }
         if let Some(part) = self.parts.get_mut(usize::from(head)) {
             (part.owner, part.skip_bytes, part.length_bytes) = (owner, skip, length);
+            // No request is longer than `MAX_REQUEST_BYTES`.
+            part.expected_bytes = 1 + if header.kind == request_type::IN { length as u32 } else { 0 };
         }
         if self.ring.unshown() >= SHOW_EVERY {
             self.ring.show();
@@ -199,6 +247,11 @@ impl Ring {
         }
     }
 
+    /// Bounce buffers that are free now.
+    pub(crate) fn bounce_left(&self) -> usize {
+        self.bounce_free.len()
+    }
+
     /// The bounce buffers of the request that starts next.
     pub(crate) fn next_bounce(&self) -> &[u16] {
         let part = self.ring.next_head().and_then(|head| self.parts.get(usize::from(head)));
@@ -223,10 +276,18 @@ impl Ring {
         }
     }
 
-    /// The next request that came back.
+    /// The next request that came back. A read of which the device says that it wrote another length than was
+    /// asked for has failed, whatever its status is: part of the buffer may be old (2.7.8.2).
     pub(crate) fn pop(&mut self) -> Result<Option<Ended>, RingError> {
         let Some(used) = self.ring.pop_used()? else { return Ok(None) };
-        let status = Status::from_byte(self.status.byte(usize::from(used.head)));
+        self.ended = self.ended.wrapping_add(1);
+        self.untold = true;
+        let expected = self.parts.get(usize::from(used.head)).map_or(0, |part| part.expected_bytes);
+        let mut status = Status::from_byte(self.status.byte(usize::from(used.head)));
+        if used.written_bytes != expected && expected > 1 && status == Status::Ok {
+            tracing::error!(written = used.written_bytes, expected, "the device says that it read another length");
+            status = Status::IoErr;
+        }
         Ok(Some(Ended { head: used.head, status }))
     }
 
@@ -239,6 +300,7 @@ impl Ring {
             crate::watch::notify(&self.fds.kick);
             self.fds.kicks.fetch_add(1, Ordering::Relaxed);
         }
+        self.tell_progress();
         true
     }
 
@@ -258,12 +320,31 @@ impl Ring {
         self.ring.disable_callbacks();
     }
 
-    /// The queue is dropped: requests in flight have no owner from now on. Returns how many there are.
+    /// The queue is dropped or has failed: requests in flight have no owner from now on. Returns how many of them had one.
     pub(crate) fn orphan_all(&mut self) -> usize {
         for part in &mut self.parts {
             part.owner = ORPHAN;
         }
-        usize::from(self.in_flight())
+        self.tell_idle();
+        let all = usize::from(self.in_flight());
+        let before = std::mem::replace(&mut self.orphans, all);
+        self.orphans.saturating_sub(before)
+    }
+
+    /// One of those has ended.
+    pub(crate) fn orphan_done(&mut self) {
+        self.orphans = self.orphans.saturating_sub(1);
+    }
+
+    /// The device is done with all of them. Returns how many there were.
+    pub(crate) fn forget_orphans(&mut self) -> usize {
+        std::mem::take(&mut self.orphans)
+    }
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "ring {}, {} in flight", self.index, self.in_flight())
     }
 }
 

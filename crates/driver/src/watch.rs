@@ -3,8 +3,11 @@
 //! The vhost crate waits for an answer without limit, so a deadline is kept here: when it passes, the socket is shut
 //! down and the wait ends with an error.
 
+use crate::transport::{Link, QueueEvents};
 use block::{Error, Result};
+use memory::duplicate_fd;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -12,6 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// One queue's descriptors: `kick` tells the device, `call` tells us, `error` says that the device gave the ring up.
 #[derive(Debug)]
@@ -19,22 +23,56 @@ pub(crate) struct QueueFds {
     pub(crate) kick: OwnedFd,
     pub(crate) call: OwnedFd,
     pub(crate) error: OwnedFd,
-    /// The device signalled `error`.
+    /// The same, as the device gets them.
+    events: [EventFd; 3],
+    /// The device signalled `error`, or was silent for too long.
     pub(crate) given_up: AtomicBool,
     /// Times that the device was kicked, and that the reactor slept and woke.
     pub(crate) kicks: AtomicU64,
     pub(crate) wakeups: AtomicU64,
+    /// Ends so far, and in the low 16 bits requests in flight. Told once a batch.
+    pub(crate) progress: AtomicU64,
 }
 
 impl QueueFds {
-    pub(crate) fn new(kick: OwnedFd, call: OwnedFd, error: OwnedFd) -> Arc<Self> {
-        let (given_up, kicks, wakeups) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
-        Arc::new(Self { kick, call, error, given_up, kicks, wakeups })
+    pub(crate) fn new() -> Result<Arc<Self>> {
+        let event = || {
+            let event = EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)?;
+            let fd = duplicate_fd(&event)?;
+            Ok((event, fd))
+        };
+        let no_event = |error: io::Error| Error::io("cannot make an event descriptor", error);
+        let (kick_event, kick) = event().map_err(no_event)?;
+        let (call_event, call) = event().map_err(no_event)?;
+        let (error_event, error) = event().map_err(no_event)?;
+        let (kicks, wakeups) = (AtomicU64::new(0), AtomicU64::new(0));
+        Ok(Arc::new(Self {
+            kick,
+            call,
+            error,
+            events: [kick_event, call_event, error_event],
+            given_up: AtomicBool::new(false),
+            kicks,
+            wakeups,
+            progress: AtomicU64::new(0),
+        }))
     }
 
     /// Wakes the reactor that sleeps on `call`, as the device would.
     pub(crate) fn wake(&self) {
         notify(&self.call);
+    }
+
+    /// What the device gets.
+    pub(crate) fn events(&self) -> QueueEvents<'_> {
+        let [kick, call, error] = &self.events;
+        QueueEvents { kick, call, error }
+    }
+
+    /// Nothing that the device does with the ring counts any more.
+    fn give_up(&self) {
+        self.given_up.store(true, Ordering::SeqCst);
+        self.wake();
     }
 }
 
@@ -43,16 +81,36 @@ pub(crate) fn notify(fd: &OwnedFd) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
+/// How long each queue has not moved though it has requests in flight.
+#[derive(Debug, Default)]
+struct Silence(Vec<(u64, Option<Instant>)>);
+
+impl Silence {
+    /// Whether queue `index` has been silent for `limit`.
+    fn lasts(&mut self, index: usize, progress: u64, limit: Duration) -> bool {
+        if self.0.len() <= index {
+            self.0.resize(index + 1, (0, None));
+        }
+        let Some((seen, since)) = self.0.get_mut(index) else { return false };
+        let waits = progress & 0xffff > 0;
+        if *seen != progress || !waits {
+            (*seen, *since) = (progress, None);
+        }
+        let now = Instant::now();
+        waits && now.saturating_duration_since(*since.get_or_insert(now)) >= limit
+    }
+}
+
 #[derive(Debug)]
 struct Shared {
     socket: UnixStream,
     poke: OwnedFd,
     stop: AtomicBool,
-    /// The connection is over, whoever ended it.
-    gone: AtomicBool,
     timed_out: AtomicBool,
     deadline: Mutex<Option<Instant>>,
-    queues: Mutex<Vec<Arc<QueueFds>>>,
+    /// How long a device may have requests and end none.
+    request_timeout: Option<Duration>,
+    link: Arc<Link>,
 }
 
 /// Dropping it ends the thread.
@@ -63,12 +121,12 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    pub(crate) fn start(socket: UnixStream) -> Result<Self> {
+    pub(crate) fn start(socket: UnixStream, link: Arc<Link>, request_timeout: Option<Duration>) -> Result<Self> {
         let poke = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| Error::io("cannot make an event descriptor", error.into()))?;
-        let (stop, gone, timed_out) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
-        let (deadline, queues) = (Mutex::default(), Mutex::default());
-        let shared = Arc::new(Shared { socket, poke, stop, gone, timed_out, deadline, queues });
+        let (stop, timed_out) = (AtomicBool::new(false), AtomicBool::new(false));
+        let deadline = Mutex::default();
+        let shared = Arc::new(Shared { socket, poke, stop, timed_out, deadline, request_timeout, link });
         let seen = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("driver-watch".into())
@@ -77,15 +135,8 @@ impl Watch {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Watches these queues from now on.
-    pub(crate) fn add(&self, queues: &[Arc<QueueFds>]) {
-        self.shared.queues.lock().unwrap_or_else(PoisonError::into_inner).extend(queues.iter().cloned());
-        notify(&self.shared.poke);
-    }
-
-    /// Whether the connection is over.
-    pub(crate) fn is_gone(&self) -> bool {
-        self.shared.gone.load(Ordering::Relaxed)
+    pub(crate) fn link(&self) -> &Arc<Link> {
+        &self.shared.link
     }
 
     /// Ends the connection: every queue fails what it has in flight.
@@ -127,17 +178,18 @@ impl Drop for Watch {
 
 impl Shared {
     fn hang_up(&self) {
-        self.gone.store(true, Ordering::SeqCst);
+        self.link.end();
         // Fails only if the peer has closed already.
         let _ = self.socket.shutdown(Shutdown::Both);
-        for queue in self.queues.lock().unwrap_or_else(PoisonError::into_inner).iter() {
-            queue.wake();
-        }
     }
 
     fn run(&self) {
+        let mut silence = Silence::default();
         while !self.stop.load(Ordering::Acquire) {
-            let queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let queues = self.link.queues();
+            if let Some(limit) = self.request_timeout {
+                self.give_up_silent(&queues, &mut silence, limit);
+            }
             let watched: Vec<_> = queues.iter().filter(|queue| !queue.given_up.load(Ordering::Relaxed)).collect();
             let deadline = *self.deadline.lock().unwrap_or_else(PoisonError::into_inner);
             if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
@@ -146,7 +198,7 @@ impl Shared {
             }
             let mut fds = vec![PollFd::new(&self.poke, PollFlags::IN), PollFd::new(&self.socket, PollFlags::RDHUP)];
             fds.extend(watched.iter().map(|queue| PollFd::from_borrowed_fd(queue.error.as_fd(), PollFlags::IN)));
-            if poll(&mut fds, timeout(deadline).as_ref()).is_err() {
+            if poll(&mut fds, self.patience(deadline).as_ref()).is_err() {
                 continue;
             }
             let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
@@ -158,14 +210,29 @@ impl Shared {
                 return self.hang_up();
             }
             for (queue, _) in watched.iter().zip(ready.iter().skip(2)).filter(|(_, ready)| **ready) {
-                queue.given_up.store(true, Ordering::SeqCst);
-                queue.wake();
+                queue.give_up();
             }
         }
     }
-}
 
-fn timeout(deadline: Option<Instant>) -> Option<Timespec> {
-    let left = deadline?.saturating_duration_since(Instant::now());
-    Timespec::try_from(left).ok()
+    /// A device that has requests and ends none is given up, queue by queue.
+    fn give_up_silent(&self, queues: &[Arc<QueueFds>], silence: &mut Silence, limit: Duration) {
+        for (index, queue) in queues.iter().enumerate() {
+            let progress = queue.progress.load(Ordering::Relaxed);
+            if silence.lasts(index, progress, limit) && !queue.given_up.load(Ordering::Relaxed) {
+                let in_flight = progress & 0xffff;
+                let waited_ms = limit.as_millis();
+                tracing::error!(index, in_flight, waited_ms, "the device ends no requests: its queue is given up");
+                queue.give_up();
+            }
+        }
+    }
+
+    /// How long to sleep: until a deadline, and a few times within the longest silence.
+    fn patience(&self, deadline: Option<Instant>) -> Option<Timespec> {
+        let until = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let look = self.request_timeout.map(|limit| limit / 4);
+        let first = until.into_iter().chain(look).min()?;
+        Timespec::try_from(first).ok()
+    }
 }

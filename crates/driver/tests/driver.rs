@@ -3,109 +3,12 @@
 
 mod common;
 
-use block::{Completion, Disk, DiskQueue, IoErrorKind, Op, OpFlags, Priority};
-use common::{Character, HandReactor, Server, Started};
+use block::{Disk, IoErrorKind, Op, OpFlags, Priority};
+use common::{Character, HandReactor, Server, pattern, read, setup, setup_dummy, small, write};
 use memory::IoBuf;
 use ringdisk_driver::{Driver, DriverOptions};
-use std::rc::Rc;
-use std::time::{Duration, Instant};
-use virtio::blk::{Status, features};
-use virtio::{BlkQueue, Request, SplitDeviceRing};
-
-struct Setup {
-    server: Server,
-    driver: Driver,
-    started: Started,
-    device: BlkQueue<SplitDeviceRing>,
-    reactor: Rc<HandReactor>,
-    queue: Box<dyn DiskQueue>,
-    done: Vec<Completion>,
-}
-
-fn small() -> DriverOptions {
-    DriverOptions::default().with(|options| {
-        options.queue_size = 16;
-        options.memory_bytes = 1 << 20;
-        options.answer_timeout_ms = 20_000;
-    })
-}
-
-fn setup(character: Character, options: DriverOptions) -> Setup {
-    let server = Server::new(character);
-    let driver = Driver::connect(&server.path, options).unwrap();
-    let started = server.ring();
-    let device = started.queue();
-    let (reactor, ctx) = HandReactor::new();
-    let queue = driver.open_queue(&ctx).unwrap();
-    Setup { server, driver, started, device, reactor, queue, done: Vec::new() }
-}
-
-impl Setup {
-    /// What the device sees now, completed by `answer`.
-    fn serve(&mut self, mut answer: impl FnMut(&Request) -> Status) -> Vec<String> {
-        self.reactor.turn();
-        let mut seen = Vec::new();
-        while let Some((head, request)) = self.device.pop().unwrap() {
-            let status = answer(&request);
-            seen.push(match &request {
-                Request::Read { sector, data, .. } => format!("read {sector}+{}", data.length_bytes()),
-                Request::Write { sector, data, .. } => format!("write {sector}+{}", data.length_bytes()),
-                Request::Discard | Request::WriteZeroes => {
-                    format!("{request:?} {:?}", self.device.ranges(head)[0]).to_lowercase()
-                }
-                other => format!("{other:?}").to_lowercase(),
-            });
-            drop(request);
-            self.device.complete(head, status);
-        }
-        self.device.publish();
-        self.queue.harvest(&mut self.done);
-        seen
-    }
-
-    fn serve_all(&mut self) -> Vec<String> {
-        let mut all = Vec::new();
-        loop {
-            let seen = self.serve(|_| Status::Ok);
-            if seen.is_empty() {
-                return all;
-            }
-            all.extend(seen);
-        }
-    }
-
-    fn results(&mut self) -> Vec<(u64, Result<(), IoErrorKind>)> {
-        self.queue.harvest(&mut self.done);
-        self.done.drain(..).map(|done| (done.tag, done.result.map_err(|error| error.kind()))).collect()
-    }
-
-    /// Turns until everything in flight has ended. For ends that another thread must notice first.
-    fn wait_for_end(&mut self) -> Vec<(u64, Result<(), IoErrorKind>)> {
-        let patience = Instant::now() + Duration::from_secs(20);
-        let mut results = Vec::new();
-        while self.queue.in_flight() > 0 {
-            assert!(Instant::now() < patience, "{} requests never ended", self.queue.in_flight());
-            self.reactor.turn();
-            results.extend(self.results());
-        }
-        results
-    }
-}
-
-fn read(offset: u64, buf: &IoBuf) -> Op {
-    Op::read(offset, buf.whole())
-}
-
-fn write(offset: u64, buf: &IoBuf, fua: bool) -> Op {
-    Op::write(offset, buf.whole(), OpFlags::from_fua(fua))
-}
-
-fn pattern(length: usize, seed: u8) -> IoBuf {
-    let buf = IoBuf::zeroed(length);
-    let bytes: Vec<u8> = (0..length).map(|index| (index % 251) as u8 ^ (index / 512) as u8 ^ seed).collect();
-    buf.whole().copy_from_slice(0, &bytes);
-    buf
-}
+use virtio::Request;
+use virtio::blk::{Geometry, Status, features};
 
 #[test]
 fn the_disk_is_what_the_configuration_space_says() {
@@ -245,7 +148,7 @@ fn bounce_buffers_run_out_and_come_back() {
 }
 
 #[test]
-fn fua_is_data_then_flush_where_the_cache_is_volatile_and_nothing_elsewhere() {
+fn fua_is_data_then_flush_where_the_cache_is_volatile() {
     let mut character = Character::default();
     character.features |= features::CONFIG_WCE;
     character.config.writeback = 1;
@@ -260,14 +163,6 @@ fn fua_is_data_then_flush_where_the_cache_is_volatile_and_nothing_elsewhere() {
     setup.queue.submit(2, Op::WriteZeroes { offset: 0, length: 512, may_unmap: false, flags: OpFlags::FUA });
     assert_eq!(setup.serve(|_| Status::IoErr).len(), 1);
     assert_eq!(setup.results(), [(2, Err(IoErrorKind::Io))], "no flush after data that failed");
-
-    setup.driver.set_volatile_cache(false);
-    assert!(!setup.driver.info().volatile_cache);
-    setup.queue.submit(3, write(0, &buf, true));
-    setup.queue.submit(4, Op::Flush);
-    assert_eq!(setup.serve_all(), ["write 0+512"]);
-    setup.done.sort_by_key(|done| done.tag);
-    assert_eq!(setup.results(), [(3, Ok(())), (4, Ok(()))]);
 }
 
 #[test]
@@ -293,10 +188,6 @@ fn preflush_is_flush_then_data_and_where_the_flush_fails_no_data_are_sent() {
     setup.queue.submit(3, Op::write(0, memory::Window::empty(), OpFlags::PREFLUSH));
     assert_eq!(setup.serve(|_| Status::Ok), ["flush"], "without data it is a flush alone");
     assert_eq!(setup.results(), [(3, Ok(()))]);
-
-    setup.driver.set_volatile_cache(false);
-    setup.queue.submit(4, Op::write(0, buf.whole(), both));
-    assert_eq!(setup.serve_all(), ["write 0+512"]);
 }
 
 #[test]
@@ -413,6 +304,131 @@ fn a_device_that_uses_what_it_was_not_given_fails_the_queue() {
 }
 
 #[test]
+fn a_read_that_the_device_gives_another_length_has_failed() {
+    for written in [0, 1, 512, 514, u32::MAX] {
+        let mut setup = setup(Character::default(), small());
+        let buf = setup.driver.alloc(512).unwrap();
+        setup.queue.submit(1, read(0, &buf));
+        setup.reactor.turn();
+        let (head, request) = setup.device.pop().unwrap().unwrap();
+        let areas = setup.started.areas();
+        // The status is good.
+        setup.device.complete(head, Status::Ok);
+        drop(request);
+        areas.set_used_entry(setup.started.next_avail, head.into(), written);
+        setup.device.publish();
+        assert_eq!(setup.results(), [(1, Err(IoErrorKind::Io))], "{written} bytes");
+        setup.queue.submit(2, write(0, &buf, false));
+        setup.serve(|_| Status::Ok);
+        assert_eq!(setup.results(), [(2, Ok(()))]);
+    }
+}
+
+#[test]
+fn a_status_that_was_not_written_is_an_error() {
+    let mut setup = setup(Character::default(), small());
+    setup.queue.submit(1, Op::Flush);
+    setup.reactor.turn();
+    let (areas, base) = (setup.started.areas(), setup.started.next_avail);
+    let head = areas.avail_entry(base);
+    areas.set_used_entry(base, head.into(), 1);
+    areas.publish_used_index(base.wrapping_add(1));
+    assert_eq!(setup.results(), [(1, Err(IoErrorKind::Io))]);
+}
+
+#[test]
+fn a_device_that_is_silent_for_too_long_is_given_up() {
+    let mut setup = setup(Character::default(), small().with(|options| options.request_timeout_ms = 100));
+    let buf = setup.driver.alloc(512).unwrap();
+    for tag in 0..20 {
+        setup.queue.submit(tag, read(0, &buf));
+    }
+    let results = setup.wait_for_end();
+    assert_eq!(results.len(), 20);
+    assert!(results.iter().all(|(_, result)| *result == Err(IoErrorKind::Io)));
+    assert!(!setup.driver.is_disconnected(), "only the queue is given up");
+}
+
+#[test]
+fn a_device_without_requests_may_be_silent_for_ever() {
+    let mut setup = setup(Character::default(), small().with(|options| options.request_timeout_ms = 40));
+    let pause = || std::thread::sleep(std::time::Duration::from_millis(120));
+    pause();
+    setup.queue.submit(1, Op::Flush);
+    assert_eq!(setup.serve_all(), ["flush"]);
+    assert_eq!(setup.results(), [(1, Ok(()))]);
+    pause();
+    // One that nobody waits for.
+    setup.queue.submit(2, Op::Flush);
+    setup.reactor.turn();
+    setup.queue = setup_dummy();
+    pause();
+    let (reactor, ctx) = HandReactor::new();
+    (setup.queue, setup.reactor) = (setup.driver.open_queue(&ctx).unwrap(), reactor);
+    setup.queue.submit(3, Op::Flush);
+    assert_eq!(setup.serve_all(), ["flush", "flush"]);
+    assert_eq!(setup.results(), [(3, Ok(()))]);
+}
+
+#[test]
+fn what_the_device_changes_later_but_may_not_is_not_believed() {
+    let mut character = Character::default();
+    character.features |= features::CONFIG_WCE;
+    character.config.writeback = 1;
+    let setup = setup(character, small());
+    let before = setup.driver.info();
+    setup.server.change(|character| {
+        character.config.blk_size_bytes = 0;
+        character.config.seg_max = 0;
+    });
+    // Reads the configuration anew.
+    setup.driver.set_volatile_cache(false);
+    let after = setup.driver.info();
+    assert_eq!(after, block::DiskInfo { volatile_cache: false, ..before });
+}
+
+#[test]
+fn facts_have_the_defaults_of_the_specification() {
+    let setup = setup(Character { features: 0, ..Character::default() }, small());
+    let facts = setup.driver.facts();
+    assert_eq!((facts.max_segments, facts.max_segment_bytes, facts.alignment_offset_bytes), (1, None, 0));
+    let Geometry { cylinders, heads, sectors } = facts.geometry;
+    assert_eq!((cylinders, heads, sectors), (8192 / (64 * 32), 64, 32));
+    drop(setup);
+
+    let mut character = Character::default();
+    character.features |= features::GEOMETRY | features::SIZE_MAX | features::TOPOLOGY;
+    character.config.geometry = Geometry { cylinders: 3, heads: 4, sectors: 5 };
+    character.config.size_max_bytes = 65536;
+    character.config.alignment_offset = 3;
+    let facts = common::setup(character, small()).driver.facts();
+    assert_eq!((facts.geometry.cylinders, facts.geometry.heads, facts.geometry.sectors), (3, 4, 5));
+    assert_eq!((facts.max_segments, facts.max_segment_bytes), (126, Some(65536)));
+    assert_eq!(facts.alignment_offset_bytes, 3 * 512);
+}
+
+#[test]
+fn callbacks_that_are_kept_come_while_the_driver_looks_by_itself() {
+    for event_idx in [true, false] {
+        for keep in [true, false] {
+            let options = small().with(|options| (options.keep_callbacks, options.event_idx) = (keep, event_idx));
+            let mut setup = setup(Character::default(), options);
+            let mut calls = 0;
+            for tag in 0..8 {
+                setup.queue.submit(tag, Op::Flush);
+                setup.reactor.turn();
+                let (head, _) = setup.device.pop().unwrap().unwrap();
+                setup.device.complete(head, Status::Ok);
+                calls += u32::from(setup.device.publish());
+                setup.results();
+            }
+            // A device that has just started calls once in any case.
+            assert!(if keep { calls >= 7 } else { calls <= 1 }, "keep {keep}, event_idx {event_idx}: {calls}");
+        }
+    }
+}
+
+#[test]
 fn requests_end_when_the_server_goes_or_gives_the_ring_up() {
     for goes in [true, false] {
         let mut setup = setup(Character::default(), small());
@@ -455,21 +471,6 @@ fn a_queue_dropped_in_flight_keeps_its_memory_and_its_ring() {
     assert_eq!(setup.serve(|_| Status::Ok), ["read 0+1048576", "flush"]);
     assert_eq!(setup.results(), [(2, Ok(()))], "nobody hears of the other");
     assert!(setup.driver.alloc(1 << 20).is_ok());
-}
-
-/// A queue that is nothing, to put in another's place.
-fn setup_dummy() -> Box<dyn DiskQueue> {
-    struct Nothing;
-    impl DiskQueue for Nothing {
-        fn submit(&mut self, _: u64, _: Op) {}
-        fn harvest(&mut self, _: &mut Vec<Completion>) -> usize {
-            0
-        }
-        fn in_flight(&self) -> usize {
-            0
-        }
-    }
-    Box::new(Nothing)
 }
 
 #[test]

@@ -66,7 +66,7 @@ fn attach(
     let (path, socket) = (directory.path().join("disk.img"), directory.path().join("disk.sock"));
     engine::create(&path, 0).unwrap();
     let new = match format {
-        Format::Raw => CreateOptions::Raw { size_bytes: SIZE },
+        Format::Raw => CreateOptions::raw(SIZE),
         _ => CreateOptions::Qcow2(format_qcow2::CreateOptions::default().with(|options| options.size_bytes = SIZE)),
     };
     image::create(&engine::open(&path, &OpenOptions::default()).unwrap(), &new).unwrap();

@@ -51,7 +51,7 @@ fn what_a_task_awaits_has_ended_when_it_looks_unless_it_takes_a_call_or_long() {
     let Some((_dir, file)) = file_without_swap() else { return };
     let reactor = reactor("memory");
     with_queue(&reactor, &file, |queue| async move {
-        let buf = IoBuf::from_pool(LONGEST_BYTES);
+        let buf = IoBuf::from_pool(LONGEST_BYTES).unwrap();
         let read = |data| queue.start(FileOp::Read { offset: 4096, data, past_end: PastEnd::Fails });
         // One call carries out what a turn has of those.
         assert_eq!(first_look(read(buf.whole())).await, (false, Ok(())));
@@ -115,7 +115,7 @@ fn a_task_with_much_to_copy_lets_others_come_between() {
     let Some((_dir, file)) = file_without_swap() else { return };
     let reactor = reactor("memory");
     let waits = with_queue(&reactor, &file, |queue| async move {
-        let buf = IoBuf::from_pool(LONGEST_BYTES);
+        let buf = IoBuf::from_pool(LONGEST_BYTES).unwrap();
         let mut waits = 0;
         for _ in 0..128 {
             let read = FileOp::Read { offset: 0, data: buf.whole(), past_end: PastEnd::Fails };

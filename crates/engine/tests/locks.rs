@@ -6,12 +6,13 @@
 mod common;
 
 use block::{ErrorKind, File, Locks};
-use common::fuse::StallingFile;
+use common::fuse::{STALL_FROM, StallingFile};
 use ringdisk_engine::OpenOptions;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 fn open(path: &Path, read_only: bool) -> block::Result<Arc<dyn File>> {
     ringdisk_engine::open(path, &OpenOptions::default().with(|options| options.read_only = read_only))
@@ -181,4 +182,72 @@ fn a_backing_file_is_shared_by_qemus_overlay_and_our_reader_but_not_with_a_write
     let reader = open(&base, true).unwrap();
     assert!(qemu_opens(&overlay, "qcow2", false));
     drop(reader);
+}
+
+/// Not a test by itself: the program that [`Holding`] starts. It opens the image that the environment names, and reads where
+/// the file system stalls.
+#[test]
+#[ignore = "a part of another test"]
+fn child_that_holds_an_image() {
+    let Some(path) = std::env::var_os("RINGDISK_TEST_IMAGE") else { return };
+    let file = open(Path::new(&path), true).unwrap();
+    println!("open");
+    let data = memory::IoBuf::zeroed(4096).whole();
+    let queue = file.open_blocking().unwrap();
+    let reading = queue.start(block::FileOp::Read { offset: STALL_FROM, data, past_end: block::PastEnd::Fails });
+    let _ = block::block_on(reading);
+}
+
+/// Another process that has an image open, and is in the middle of a request.
+struct Holding(Child);
+
+impl Holding {
+    fn start(file: &StallingFile) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "child_that_holds_an_image", "--ignored"]).env("RINGDISK_TEST_IMAGE", file.path());
+        let child = command.stdout(Stdio::null()).spawn().unwrap();
+        file.wait_for_stalled(1);
+        Self(child)
+    }
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        self.0.wait().unwrap();
+    }
+}
+
+fn open_within(path: &Path, timeout: Duration) -> block::Result<Arc<dyn File>> {
+    ringdisk_engine::open(path, &OpenOptions::default().with(|options| options.lock_timeout = timeout))
+}
+
+#[test]
+fn what_a_living_process_holds_is_refused_with_its_name_however_long_the_limit() {
+    let Some(file) = StallingFile::mount_with_locks() else {
+        return common::skip("a FUSE file system cannot be mounted here (it takes root and /dev/fuse)");
+    };
+    let holding = Holding::start(&file);
+    let message = open_within(&file.path(), Duration::from_secs(3600)).unwrap_err().to_string();
+    assert!(message.contains(&format!("pid {} (", holding.0.id())), "{message}");
+    file.release();
+}
+
+#[test]
+fn the_lock_of_a_killed_process_is_waited_for_until_its_last_request_has_ended() {
+    let Some(file) = StallingFile::mount_with_locks() else {
+        return common::skip("a FUSE file system cannot be mounted here (it takes root and /dev/fuse)");
+    };
+    let mut holding = Holding::start(&file);
+    holding.0.kill().unwrap();
+    let error = open_within(&file.path(), Duration::from_millis(1100)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Locked);
+    assert!(error.to_string().contains("no living process"), "{error}");
+    std::thread::scope(|scope| {
+        let opened = scope.spawn(|| open_within(&file.path(), Duration::from_secs(3600)).map(drop));
+        std::thread::sleep(Duration::from_millis(1300));
+        assert!(!opened.is_finished(), "the request has not ended");
+        file.release();
+        opened.join().unwrap().unwrap();
+    });
 }

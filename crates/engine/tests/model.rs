@@ -5,6 +5,7 @@ mod common;
 use common::loop_device::{LoopDevice, Mounted};
 use common::model::Model;
 use common::reactor;
+use memory::BufferBudget;
 use ringdisk_engine::{CacheMode, EngineKind, OpenOptions};
 use std::path::Path;
 
@@ -28,6 +29,8 @@ fn check_in(dir: &Path, engine: EngineKind, chosen: &str) {
             let options = OpenOptions::default().with(|options| {
                 options.engine = engine;
                 options.cache = cache;
+                // Bounce buffers wait for each other.
+                options.buffers = BufferBudget::new(256 << 10).account();
             });
             let file = ringdisk_engine::open(&path, &options).unwrap();
             assert!(file.info().engine.starts_with(chosen), "{}", file.info().engine);

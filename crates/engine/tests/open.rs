@@ -22,7 +22,7 @@ fn what_is_no_disk_is_refused_by_name() {
     let fifo = dir.path().join("fifo");
     assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
     let cases = [
-        (dir.path().join("missing"), "no such file"),
+        (dir.path().join("missing"), "No such file"),
         (dir.path().to_owned(), "a directory"),
         (PathBuf::from("/dev/null"), "a character device"),
         // Opening it would wait for its other end.

@@ -192,6 +192,43 @@ fn a_panic_in_a_poller_ends_the_reactor_with_an_error_after_its_requests() {
     assert_eq!(std::fs::read(&path).unwrap()[..4096], [7; 4096]);
 }
 
+/// Tasks keep others away from what they write, by locks for example: these must not go while a request is in flight.
+#[test]
+fn after_a_panic_tasks_are_dropped_only_when_their_requests_have_ended() {
+    struct Lock(Arc<AtomicBool>);
+    impl Drop for Lock {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+    let Some(storage) = common::fuse::StallingFile::mount() else {
+        return common::skip("a FUSE file system cannot be mounted here (it takes root and /dev/fuse)");
+    };
+    let file = ringdisk_engine::open(&storage.path(), &OpenOptions::default().with(|options| options.read_only = true));
+    let (file, reactor, is_free) = (file.unwrap(), reactor("panics"), Arc::new(AtomicBool::new(false)));
+    let lock = Lock(Arc::clone(&is_free));
+    let work = move |ctx: &Rc<dyn ReactorCtx>| {
+        let queue = file.open_queue(ctx).unwrap();
+        ctx.spawn(block::Task::new(async move {
+            let _lock = lock;
+            let data = memory::IoBuf::zeroed(4096).whole();
+            let offset = common::fuse::STALL_FROM;
+            let _ = queue.start(FileOp::Read { offset, data, past_end: block::PastEnd::Fails }).await;
+        }));
+    };
+    reactor.handle().run(Box::new(work)).unwrap();
+    storage.wait_for_stalled(1);
+    reactor.handle().run(Box::new(|_| panic!("as the test wants it"))).unwrap();
+    std::thread::scope(|scope| {
+        let stopping = scope.spawn(|| reactor.stop());
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(!is_free.load(Ordering::SeqCst), "the request is still in flight");
+        storage.release();
+        assert!(stopping.join().unwrap().is_err(), "it panicked");
+    });
+    assert!(is_free.load(Ordering::SeqCst));
+}
+
 /// What an owner drops when it is told may panic: with it go the owner's own affairs, not those of the other requests that
 /// ended in the same turn.
 #[test]

@@ -89,6 +89,57 @@ fn a_read_that_the_page_cache_has_to_wait_for_holds_up_no_other() {
     for_each(&[EngineKind::Auto, EngineKind::IoUring, EngineKind::Threads], CacheMode::Writeback, others_finish);
 }
 
+/// Pushes reads of the whole file that nobody waits for.
+fn push_reads(reactor: &ReactorThread, file: &Arc<dyn File>, count: u64) {
+    common::with_queue(reactor, file, move |queue| async move {
+        for index in 0..count {
+            drop(queue.start(read_op(index % 100 * 512, &IoBuf::zeroed(512))));
+        }
+    });
+}
+
+#[test]
+fn files_whose_reads_hang_leave_workers_for_others() {
+    let Some(stalling) = (0..3).map(|_| StallingFile::mount()).collect::<Option<Vec<_>>>() else {
+        return common::skip("a FUSE file system cannot be mounted here (it takes root and /dev/fuse)");
+    };
+    let options = OpenOptions::default().with(|options| {
+        (options.engine, options.read_only, options.lock) = (EngineKind::Threads, true, false);
+    });
+    let reactor = reactor("shared");
+    for mounted in &stalling {
+        let file = ringdisk_engine::open(&mounted.path(), &options).unwrap();
+        warm_up(&reactor, &file);
+        mounted.hold();
+        push_reads(&reactor, &file, 200);
+    }
+    // The first has all that is nobody's, the others what is theirs.
+    for (mounted, count) in stalling.iter().zip([40, 8, 8]) {
+        mounted.wait_for_stalled(count);
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("quick");
+    std::fs::write(&path, [7; 51_200]).unwrap();
+    let quick = ringdisk_engine::open(&path, &options).unwrap();
+    let (sender, ended) = mpsc::channel();
+    let read = move |ctx: &Rc<dyn ReactorCtx>| {
+        let queue = quick.open_queue(ctx).unwrap();
+        ctx.spawn(block::Task::new(async move {
+            let bufs: Vec<_> = (0..100).map(|_| IoBuf::zeroed(512)).collect();
+            let started = bufs.iter().enumerate().map(|(index, buf)| queue.start(read_op(index as u64 * 512, buf)));
+            for read in started.collect::<Vec<_>>() {
+                read.await.unwrap();
+            }
+            sender.send(queue.start(FileOp::Flush).await).unwrap();
+        }));
+    };
+    block::run_and_wait(&*reactor.handle(), read).unwrap();
+    let result = ended.recv_timeout(Duration::from_secs(60));
+    stalling.iter().for_each(StallingFile::release);
+    assert_eq!(result, Ok(Ok(())), "others wait for workers that a slow file has");
+    reactor.stop().unwrap();
+}
+
 fn others_finish(engine: EngineKind, stalling: &StallingFile, file: &Arc<dyn File>) {
     let reactor = reactor("parallel");
     warm_up(&reactor, file);

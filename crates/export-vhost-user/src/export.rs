@@ -1,17 +1,30 @@
 //! An export: a socket and a thread that serves one peer at a time, again and again.
 
+use crate::own_messages;
+use crate::running_rings::RunningRings;
 use crate::session::{Served as ServedDevice, Session, SessionEvents};
-use crate::socket::ListenSocket;
+use crate::socket::{Access, ListenSocket};
+use crate::takeover::{PeerWatch, QUIET};
 use crate::wire::{Connection, Served};
 use block::{Disk, Error, ErrorKind, ReactorHandle, Result};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use memory::MappingShare;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use virtio_blk::{Counter, Device, DeviceOptions, RingStats};
+use std::time::{Duration, Instant};
+use virtio_blk::{Counter, Device, DeviceOptions, Overrides, RingStats};
+
+/// How long a session's thread may take to end where it waits for no request: longer than any call that its peer cannot
+/// hold up.
+const END_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long a peer may take over the rest of a message, or to make room for an answer: it has a disk as long as it lives,
+/// so on a busy host it gets time.
+const MESSAGE_PATIENCE: Duration = Duration::from_secs(30);
 
 /// How a disk is exported.
 #[derive(Debug, Clone)]
@@ -27,8 +40,14 @@ pub struct ExportOptions {
     pub read_only: bool,
     /// The socket's permissions.
     pub mode: u32,
+    /// The number of the socket's group; that of this process where not given.
+    pub group: Option<u32>,
     /// The reactor of the first queue; the others follow round robin. Lets several exports share reactors evenly.
     pub first_reactor: usize,
+    /// Packed rings are offered, too.
+    pub packed: bool,
+    /// What the guest is told instead of what the disk says.
+    pub overrides: Overrides,
     /// Register the guest's memory with the engines that can, where that pays. Its pages are pinned then: the guest must
     /// not return memory to its host and take it back (a balloon, free page reporting).
     pub fixed_buffers: bool,
@@ -36,8 +55,9 @@ pub struct ExportOptions {
 
 impl Default for ExportOptions {
     fn default() -> Self {
-        let DeviceOptions { name, max_queues, queue_size, read_only, .. } = DeviceOptions::default();
-        Self { name, max_queues, queue_size, read_only, mode: 0o600, first_reactor: 0, fixed_buffers: false }
+        let DeviceOptions { name, max_queues, queue_size, read_only, packed, overrides, .. } = DeviceOptions::default();
+        let (mode, group, first_reactor, fixed_buffers) = (0o600, None, 0, false);
+        Self { name, max_queues, queue_size, read_only, packed, overrides, mode, group, first_reactor, fixed_buffers }
     }
 }
 
@@ -45,15 +65,17 @@ impl ExportOptions {
     fn device(&self) -> DeviceOptions {
         let mut device = DeviceOptions::default();
         device.name.clone_from(&self.name);
-        (device.max_queues, device.queue_size, device.read_only) = (self.max_queues, self.queue_size, self.read_only);
+        (device.max_queues, device.queue_size) = (self.max_queues, self.queue_size);
+        (device.read_only, device.packed, device.overrides) = (self.read_only, self.packed, self.overrides);
         device
     }
 }
 
 /// A disk on a socket. Dropping it stops it.
-#[derive(Debug)]
 pub struct Export {
     shared: Arc<Shared>,
+    served: Arc<ServedDevice>,
+    socket: Arc<ListenSocket>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -78,11 +100,11 @@ impl Export {
         options: ExportOptions,
     ) -> Result<Self> {
         let device = device(disk, &reactors, &options)?;
-        let socket = ListenSocket::bind(socket, options.mode)?;
+        let socket = ListenSocket::bind(socket, Access { mode: options.mode, group: options.group })?;
         Self::serve(socket, device, reactors, &options)
     }
 
-    /// Serves `disk` on a socket that somebody else made and listens on (a service manager).
+    /// Serves `disk` on a socket that somebody else made and listens on (a service manager). Its file is theirs, too.
     pub fn adopt(
         listener: OwnedFd,
         disk: Arc<dyn Disk>,
@@ -90,9 +112,7 @@ impl Export {
         options: ExportOptions,
     ) -> Result<Self> {
         let device = device(disk, &reactors, &options)?;
-        let listener = UnixListener::from(listener);
-        listener.local_addr().map_err(|error| Error::io("the descriptor passed in is not a Unix socket", error))?;
-        Self::serve(ListenSocket::adopt(listener), device, reactors, &options)
+        Self::serve(ListenSocket::adopt(listener)?, device, reactors, &options)
     }
 
     fn serve(
@@ -117,27 +137,30 @@ impl Export {
                 shared.wake();
             }
         });
-        let served = ServedDevice {
+        let share = MappingShare::new().map_err(|error| Error::io("cannot serve another disk", error))?;
+        let served = Arc::new(ServedDevice {
+            running: RunningRings::default(),
+            share,
             device,
             reactors,
             first_reactor: options.first_reactor,
             fixed_buffers: options.fixed_buffers,
             failed_starts: (0..options.max_queues).map(|_| Counter::default()).collect(),
-        };
+        });
+        let socket = Arc::new(socket);
         socket.listener.set_nonblocking(true).map_err(|error| Error::io("cannot set the socket up", error))?;
         let server = Server {
-            socket,
-            served: Arc::new(served),
+            socket: Arc::clone(&socket),
+            served: Arc::clone(&served),
             shared: Arc::clone(&shared),
             sessions: Counter::default(),
             failed_sessions: Counter::default(),
         };
         let thread = std::thread::Builder::new()
-            // The standard library panics on a zero byte here.
-            .name(format!("vu-{}", options.name.replace('\0', "")))
+            .name(thread_name(&options.name))
             .spawn(move || server.run())
             .map_err(|error| Error::io("cannot start the export's thread", error))?;
-        Ok(Self { shared, thread: Some(thread) })
+        Ok(Self { shared, served, socket, thread: Some(thread) })
     }
 
     /// What each ring has done.
@@ -158,9 +181,39 @@ impl Export {
         if let Some(peer) = self.shared.peer.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
             let _ = peer.shutdown(std::net::Shutdown::Both);
         }
-        if thread.join().is_err() {
-            tracing::error!(disk = %self.shared.device.name(), "the export's thread panicked");
+        let name = self.shared.device.name();
+        if !self.ends_by_itself(&thread) {
+            tracing::error!(
+                disk = %name,
+                "the session's thread is held up by a descriptor that its peer passed, and is left behind"
+            );
+            self.served.running.close();
+            self.shared.device.let_go();
+            return self.socket.remove();
         }
+        if thread.join().is_err() {
+            tracing::error!(disk = %name, "the export's thread panicked");
+        }
+    }
+
+    /// Waits until the thread has ended, or for so long that it never will. For requests in flight it may wait for ever.
+    fn ends_by_itself(&self, thread: &JoinHandle<()>) -> bool {
+        let mut since = Instant::now();
+        while !thread.is_finished() {
+            if self.served.running.is_stopping() {
+                since = Instant::now();
+            } else if since.elapsed() > END_PATIENCE {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        true
+    }
+}
+
+impl std::fmt::Debug for Export {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Export").field("device", &self.shared.device).finish_non_exhaustive()
     }
 }
 
@@ -168,6 +221,12 @@ impl Drop for Export {
     fn drop(&mut self) {
         self.end();
     }
+}
+
+/// The kernel keeps 15 bytes of it: of a path, the last part says the most. The standard library panics on a zero byte.
+fn thread_name(name: &str) -> String {
+    let name = name.trim_end_matches('/');
+    format!("vu-{}", name.rsplit('/').next().unwrap_or(name).replace('\0', ""))
 }
 
 fn device(disk: Arc<dyn Disk>, reactors: &[Arc<dyn ReactorHandle>], options: &ExportOptions) -> Result<Arc<Device>> {
@@ -197,7 +256,7 @@ impl Shared {
 
 /// The export's thread.
 struct Server {
-    socket: ListenSocket,
+    socket: Arc<ListenSocket>,
     served: Arc<ServedDevice>,
     shared: Arc<Shared>,
     /// For the log: a peer that comes again and again cannot fill it.
@@ -209,7 +268,7 @@ impl Server {
     fn run(self) {
         let name = self.shared.device.name();
         while !self.shared.is_stopping() {
-            wait_readable(&[self.socket.listener.as_fd(), self.shared.wake.as_fd()]);
+            wait_readable(&[self.socket.listener.as_fd(), self.shared.wake.as_fd()], None);
             self.shared.calm();
             if self.shared.is_stopping() {
                 return;
@@ -235,7 +294,7 @@ impl Server {
                 Err(error) => {
                     tracing::warn!(disk = %name, "cannot accept a peer: {error}");
                     // Out of descriptors, say: not a reason to spin.
-                    std::thread::sleep(std::time::Duration::from_millis(100));
+                    std::thread::sleep(Duration::from_millis(100));
                 }
             }
         }
@@ -244,6 +303,8 @@ impl Server {
     fn serve_peer(&self, stream: UnixStream) -> Result<()> {
         let setup = |error| Error::io("cannot set the connection up", error);
         stream.set_nonblocking(false).map_err(setup)?;
+        // A peer that does not read its answers keeps nobody waiting but itself.
+        stream.set_write_timeout(Some(MESSAGE_PATIENCE)).map_err(setup)?;
         let watched = stream.try_clone().map_err(setup)?;
         self.shared.set_peer(Some(stream.try_clone().map_err(setup)?));
         let events = Arc::new(SessionEvents::new()?);
@@ -260,8 +321,12 @@ impl Server {
         stream: BorrowedFd<'_>,
         events: &SessionEvents,
     ) -> Result<()> {
+        let listener = self.socket.listener.as_fd();
+        let mut peer = PeerWatch::of(stream, QUIET);
         loop {
-            let [message, ..] = wait_readable(&[stream, self.shared.wake.as_fd(), events.as_fd()]);
+            let (news, limit) = peer.news(listener);
+            let wanted = [Some(stream), Some(self.shared.wake.as_fd()), Some(events.as_fd()), news];
+            let [message, ..] = wait_readable(&wanted.into_iter().flatten().collect::<Vec<_>>(), limit);
             // Calm before looking: a wish that comes later wakes the next wait.
             self.shared.calm();
             if self.shared.is_stopping() {
@@ -271,18 +336,46 @@ impl Server {
             if self.shared.config_changed.swap(false, Ordering::AcqRel) {
                 connection.config_changed();
             }
-            if message && connection.serve_one(stream)? == Served::Disconnected {
-                return Ok(());
+            if message {
+                peer.heard();
+                self.wait_for_whole_message(stream, &peer)?;
+                if self.shared.is_stopping() || connection.serve_one(stream)? == Served::Disconnected {
+                    return Ok(());
+                }
+            } else if peer.look(listener, self.requests()) {
+                let why = "the process that connected has exited, its guest asks nothing, and another peer waits";
+                return Err(Error::new(ErrorKind::Protocol, why));
             }
         }
     }
+
+    /// What the guest has asked so far.
+    fn requests(&self) -> u64 {
+        self.shared.device.stats().iter().map(|ring| ring.requests).fold(0, u64::saturating_add)
+    }
+
+    /// Waits until the message that has begun is there as a whole, or nothing more can come, or the export stops. A part
+    /// of one is not received: its descriptors would be ours, and one of them may be the peer's own end of the session.
+    fn wait_for_whole_message(&self, stream: BorrowedFd<'_>, peer: &PeerWatch) -> Result<()> {
+        let begun = Instant::now();
+        while !own_messages::is_whole(stream) && !self.shared.is_stopping() {
+            if begun.elapsed() > MESSAGE_PATIENCE || peer.has_exited() {
+                return Err(Error::new(ErrorKind::Protocol, "the peer has begun a message and does not end it"));
+            }
+            // Rare: peers send their messages in one piece.
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
 }
 
-/// Waits until one of the descriptors is readable (or hung up) and says which are. After an interruption none is.
-fn wait_readable(fds: &[BorrowedFd<'_>]) -> [bool; 3] {
+/// Waits until one of the descriptors is readable (or hung up), for `limit` at most, and says which are. After an
+/// interruption none is.
+fn wait_readable(fds: &[BorrowedFd<'_>], limit: Option<Duration>) -> [bool; 4] {
     let mut polled: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
-    let _ = poll(&mut polled, None);
-    let mut ready = [false; 3];
+    let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
+    let _ = poll(&mut polled, limit.as_ref());
+    let mut ready = [false; 4];
     for (ready, fd) in ready.iter_mut().zip(&polled) {
         *ready = !fd.revents().is_empty();
     }

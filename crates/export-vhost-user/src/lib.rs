@@ -34,10 +34,14 @@ mod memory_table;
 mod notifier;
 mod own_messages;
 mod queue_fds;
+mod running_rings;
 mod session;
 mod socket;
+mod takeover;
 mod watched_call;
 mod wire;
 
 pub use export::{Export, ExportOptions};
-pub use virtio_blk::RingStats;
+pub use socket::ListenSocket;
+pub use virtio::blk::Geometry;
+pub use virtio_blk::{Overrides, RingStats};

@@ -1,7 +1,7 @@
 //! The peer's memory: regions added and removed by message, mapped into one address space that rings use.
 
 use block::{Error, ErrorKind, Result};
-use memory::{GuestMemory, GuestRegion, RegionSpec};
+use memory::{GuestMemory, GuestRegion, MappingShare, RegionSpec};
 use rustix::fs::{FileType, fstat};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -14,9 +14,10 @@ pub(crate) const MAX_REGIONS: usize = 256;
 const MAX_BYTES: u64 = 8 << 40;
 
 /// The regions as the peer names them, and the address space made of them.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct MemoryTable {
     regions: Vec<(RegionSpec, GuestRegion)>,
+    share: Arc<MappingShare>,
 }
 
 fn same(one: &RegionSpec, other: &RegionSpec) -> bool {
@@ -25,9 +26,9 @@ fn same(one: &RegionSpec, other: &RegionSpec) -> bool {
         == (other.guest_address, other.length_bytes, other.user_address)
 }
 
-fn map(spec: RegionSpec, file: &OwnedFd) -> Result<(RegionSpec, GuestRegion)> {
+fn map(share: &Arc<MappingShare>, spec: RegionSpec, file: &OwnedFd) -> Result<(RegionSpec, GuestRegion)> {
     check_file(&spec, file)?;
-    let region = GuestRegion::map(spec, file.as_fd())
+    let region = GuestRegion::map_in(share, spec, file.as_fd())
         .map_err(|error| Error::io(format!("cannot map the peer's memory region {}", place(&spec)), error))?;
     Ok((spec, region))
 }
@@ -53,19 +54,28 @@ fn check_file(spec: &RegionSpec, file: &OwnedFd) -> Result<()> {
 }
 
 impl MemoryTable {
+    /// No memory yet, and the share that it is going to come from.
+    pub(crate) fn new(share: &Arc<MappingShare>) -> Self {
+        Self { regions: Vec::new(), share: Arc::clone(share) }
+    }
+
     /// The table that replaces this one: all of it is mapped, or nothing changes.
-    pub(crate) fn of(regions: Vec<(RegionSpec, OwnedFd)>) -> Result<Self> {
+    pub(crate) fn replaced_by(&self, regions: Vec<(RegionSpec, OwnedFd)>) -> Result<Self> {
         check_limits(regions.iter().map(|(spec, _)| spec))?;
-        let regions = regions.into_iter().map(|(spec, file)| map(spec, &file)).collect::<Result<_>>()?;
-        Ok(Self { regions })
+        let regions = regions.into_iter().map(|(spec, file)| map(&self.share, spec, &file)).collect::<Result<_>>()?;
+        Ok(self.of(regions))
+    }
+
+    fn of(&self, regions: Vec<(RegionSpec, GuestRegion)>) -> Self {
+        Self { regions, share: Arc::clone(&self.share) }
     }
 
     /// This table with one region more.
     pub(crate) fn with(&self, spec: RegionSpec, file: &OwnedFd) -> Result<Self> {
         check_limits(self.regions.iter().map(|(spec, _)| spec).chain([&spec]))?;
         let mut regions = self.regions.clone();
-        regions.push(map(spec, file)?);
-        Ok(Self { regions })
+        regions.push(map(&self.share, spec, file)?);
+        Ok(self.of(regions))
     }
 
     /// This table without a region.
@@ -79,7 +89,7 @@ impl MemoryTable {
             ));
         };
         regions.swap_remove(index);
-        Ok(Self { regions })
+        Ok(self.of(regions))
     }
 
     /// The address space of all regions.
@@ -114,11 +124,12 @@ mod tests {
     const FILE_BYTES: u64 = 1 << 20;
 
     fn table(specs: &[RegionSpec], file: &OwnedFd) -> Result<MemoryTable> {
-        MemoryTable::of(specs.iter().map(|spec| (*spec, file.try_clone().unwrap())).collect())
+        let none = MemoryTable::new(&MappingShare::new().unwrap());
+        none.replaced_by(specs.iter().map(|spec| (*spec, file.try_clone().unwrap())).collect())
     }
 
     fn region(index: u64, length_bytes: u64, file_offset: u64) -> RegionSpec {
-        RegionSpec { guest_address: index << 44, length_bytes, user_address: index << 44, file_offset }
+        RegionSpec::new(index << 44, length_bytes).with(|region| region.file_offset = file_offset)
     }
 
     #[test]

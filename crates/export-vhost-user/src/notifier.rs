@@ -6,7 +6,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat, readlink};
 use rustix::io::{Errno, write};
 use rustix::net::sockopt::{socket_domain, socket_type};
-use rustix::net::{AddressFamily, SendFlags, SocketType, send};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketType, recv, send, shutdown};
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{SocketAddr, UnixStream};
@@ -73,6 +73,16 @@ pub(crate) fn check_channel(fd: &OwnedFd) -> Result<()> {
     match is_unix_stream(fd) && is_of_pair(fd) {
         true => Ok(()),
         false => Err(Error::new(ErrorKind::Protocol, "the peer's channel is not a Unix stream socket of a pair")),
+    }
+}
+
+/// Has a socket of the peer's receive nothing any more, and forgets what waits in it: that may be anything the peer has,
+/// its end of this session, too, which would stay open for as long as we keep the socket. We only send there.
+pub(crate) fn seal(fd: &OwnedFd) {
+    // Fails for what is no socket, and queues nothing.
+    if shutdown(fd, Shutdown::Read).is_ok() {
+        // Descriptors that come along are closed by the kernel, as there is no room for them.
+        while recv(fd, &mut [0; 4096][..], RecvFlags::DONTWAIT).is_ok_and(|(_, length)| length > 0) {}
     }
 }
 

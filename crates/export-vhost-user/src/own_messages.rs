@@ -8,7 +8,8 @@
 
 use block::{Error, ErrorKind, Result};
 use memory::RegionSpec;
-use rustix::io::IoSliceMut;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{IoSliceMut, ioctl_fionread};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recv, recvmsg, send};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -23,6 +24,8 @@ const NEEDS_REPLY: u32 = 8;
 const HEADER_BYTES: usize = 12;
 const COUNT_BYTES: usize = 8;
 const REGION_BYTES: usize = 32;
+/// A message as long as this, or longer, is none.
+const MESSAGE_BYTES_MAX: usize = 0x1001;
 /// Descriptors in one message at most.
 const MAX_FDS: usize = 32;
 
@@ -62,6 +65,31 @@ pub(crate) fn receive(stream: BorrowedFd<'_>) -> Result<Option<OwnMessage>> {
     Ok(Some(OwnMessage { kind, needs_reply: flags & NEEDS_REPLY != 0, content }))
 }
 
+/// Whether the next message can be received without waiting for the rest of it; true also where nothing more comes, and
+/// where its length is such that it is refused.
+pub(crate) fn is_whole(stream: BorrowedFd<'_>) -> bool {
+    if has_hung_up(stream) {
+        return true;
+    }
+    let mut header = [0; HEADER_BYTES];
+    let (Ok((_, peeked)), Ok(there)) = (recv(stream, &mut header[..], RecvFlags::PEEK), ioctl_fionread(stream)) else {
+        return true;
+    };
+    let length_bytes = u32_at(&header, 8) as usize;
+    let needed_bytes = match length_bytes {
+        // The crate refuses it without a look at the rest.
+        MESSAGE_BYTES_MAX.. => HEADER_BYTES,
+        _ => length_bytes.saturating_add(HEADER_BYTES),
+    };
+    // Descriptors cut what can be peeked at: a header with some in its middle is never whole.
+    peeked == 0 || (peeked == HEADER_BYTES && there >= needed_bytes as u64)
+}
+
+fn has_hung_up(stream: BorrowedFd<'_>) -> bool {
+    let mut polled = [PollFd::from_borrowed_fd(stream, PollFlags::RDHUP)];
+    matches!(poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(1))
+}
+
 fn is_long(length_bytes: usize, count: usize) -> bool {
     let needed_bytes = count.saturating_mul(REGION_BYTES).saturating_add(COUNT_BYTES);
     let longest_bytes = MAX_FDS.saturating_mul(REGION_BYTES).saturating_add(COUNT_BYTES);
@@ -98,12 +126,10 @@ fn receive_whole(stream: BorrowedFd<'_>, length_bytes: usize) -> Result<(Vec<u8>
 }
 
 fn region(bytes: &[u8]) -> RegionSpec {
-    RegionSpec {
-        guest_address: u64_at(bytes, 0),
-        length_bytes: u64_at(bytes, 8),
-        user_address: u64_at(bytes, 16),
-        file_offset: u64_at(bytes, 24),
-    }
+    RegionSpec::new(u64_at(bytes, 0), u64_at(bytes, 8)).with(|region| {
+        region.user_address = u64_at(bytes, 16);
+        region.file_offset = u64_at(bytes, 24);
+    })
 }
 
 impl OwnMessage {

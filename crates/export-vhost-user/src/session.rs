@@ -5,16 +5,18 @@
 //! flight are awaited, then the change is made and the ring goes on where it was.
 
 use crate::memory_table::{MAX_REGIONS, MemoryTable};
-use crate::notifier::{Blocked, Notifier, Purpose, check_kind};
+use crate::notifier::{Blocked, Notifier, Purpose, check_kind, seal};
 use crate::queue_fds::QueueFds;
+use crate::running_rings::RunningRings;
 use crate::wire::Backend;
 use block::{Error, ErrorKind, ReactorHandle, Result};
-use memory::{GuestMemory, RegionSpec};
+use memory::{GuestMemory, MappingShare, RegionSpec};
 use rustix::event::{EventfdFlags, eventfd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
-use virtio::ring_access::{RingAddresses, SplitAreas, check_size};
-use virtio_blk::{Counter, Device, Halt, QueueSetup, RunningQueue, StoppingQueue};
+use virtio::PackedDeviceRing;
+use virtio::ring_access::{RingAddresses, RingAreas, RingLayout, check_packed_size, check_size};
+use virtio_blk::{Counter, Device, Halt, QueueSetup, RunningQueue};
 
 /// Vhost-user's own bit among the virtio features: the peer may ask for protocol features.
 const PROTOCOL_FEATURES: u64 = 1 << 30;
@@ -76,7 +78,8 @@ impl SessionEvents {
 struct Ring {
     size: u16,
     addresses: Option<RingAddresses>,
-    base: u16,
+    /// Where it goes on; a new ring begins where rings of its layout do.
+    base: Option<u32>,
     kick: Option<OwnedFd>,
     call: Option<OwnedFd>,
     err: Option<OwnedFd>,
@@ -84,7 +87,6 @@ struct Ring {
     enabled: bool,
     /// Stopped by itself, or could not start.
     halt: Option<Halt>,
-    running: Option<RunningQueue<QueueFds>>,
 }
 
 impl Ring {
@@ -114,6 +116,10 @@ pub(crate) struct Served {
     pub(crate) first_reactor: usize,
     /// The peers' memory is to be registered with the engines.
     pub(crate) fixed_buffers: bool,
+    /// The rings that run.
+    pub(crate) running: RunningRings,
+    /// What the peers may map, one after the other.
+    pub(crate) share: Arc<MappingShare>,
     /// Times that each queue could not start.
     pub(crate) failed_starts: Vec<Counter>,
 }
@@ -131,7 +137,8 @@ pub(crate) struct Session {
 impl Session {
     pub(crate) fn new(served: Arc<Served>, events: Arc<SessionEvents>) -> Self {
         let rings = served.failed_starts.iter().map(|_| Ring::default()).collect();
-        Self { served, events, acked_features: 0, table: MemoryTable::default(), memory: Arc::default(), rings }
+        let table = MemoryTable::new(&served.share);
+        Self { served, events, acked_features: 0, table, memory: Arc::default(), rings }
     }
 
     fn ring(&mut self, index: u32) -> Result<&mut Ring> {
@@ -142,17 +149,9 @@ impl Session {
 
     /// Stops the rings that `which` names, all at once, and keeps where each goes on.
     fn stop_where(&mut self, which: impl Fn(usize) -> bool) {
-        let stopping: Vec<(usize, StoppingQueue<QueueFds>)> = self
-            .rings
-            .iter_mut()
-            .enumerate()
-            .filter(|(index, _)| which(*index))
-            .filter_map(|(index, ring)| ring.running.take().map(|running| (index, running.begin_stop())))
-            .collect();
-        for (index, stopping) in stopping {
-            let stopped = stopping.wait();
-            if let (Some(ring), Some(stopped)) = (self.rings.get_mut(index), stopped) {
-                ring.base = stopped.next_available;
+        for (index, stopped) in self.served.running.stop_where(which) {
+            if let Some(ring) = self.rings.get_mut(index) {
+                ring.base = Some(stopped.base);
                 ring.halt = ring.halt.or(stopped.halt);
             }
         }
@@ -190,10 +189,11 @@ impl Session {
         let served = Arc::clone(&self.served);
         let Some(ring) = self.rings.get_mut(index) else { return Ok(()) };
         let ready = ring.started && ring.enabled && ring.halt.is_none() && has_memory && ring.size > 0;
-        let (Some(addresses), true, None) = (ring.addresses, ready, &ring.running) else {
+        let (Some(addresses), true, false) = (ring.addresses, ready, served.running.contains(index)) else {
             return Ok(());
         };
-        let areas = SplitAreas::at_user_addresses(Arc::clone(&self.memory), addresses, ring.size)
+        let layout = RingLayout::from_bits(self.acked_features);
+        let areas = RingAreas::at_user_addresses(layout, Arc::clone(&self.memory), addresses, ring.size)
             .map_err(|error| Error::with_source(ErrorKind::Protocol, "the ring cannot be used", error))?;
         let kick = copy(&ring.kick, "a kick")?;
         let (call, err) = (notifier(&ring.call, "a call")?, notifier(&ring.err, "an error")?);
@@ -202,15 +202,14 @@ impl Session {
             index: u16::try_from(index).unwrap_or(u16::MAX),
             areas,
             features: self.acked_features,
-            next_available: ring.base,
+            base: ring.base.unwrap_or_else(|| new_base(layout)),
             register_memory: served.fixed_buffers,
             transport: QueueFds::new(kick, call, err, Arc::clone(&self.events)),
         };
         let turn = served.first_reactor.wrapping_add(index);
         let reactor = turn.checked_rem(served.reactors.len()).and_then(|turn| served.reactors.get(turn));
         let reactor = reactor.ok_or_else(|| Error::new(ErrorKind::BadOption, "the export has no reactor"))?;
-        ring.running = Some(RunningQueue::start(reactor, setup)?);
-        Ok(())
+        served.running.start(index, || RunningQueue::start(reactor, setup))
     }
 
     /// Moves all rings over to another memory map, when their requests in flight are done.
@@ -254,6 +253,10 @@ impl Backend for Session {
         self.served.device.negotiated(features);
         if features != self.acked_features {
             self.stop_where(|_| true);
+            if RingLayout::from_bits(features) != self.layout() {
+                // Where rings of the other layout went on means nothing to these.
+                self.rings.iter_mut().for_each(|ring| ring.base = None);
+            }
             self.acked_features = features;
         }
         // Without protocol features there is no message to enable a ring: all of them are.
@@ -265,7 +268,7 @@ impl Backend for Session {
     }
 
     fn set_memory(&mut self, regions: Vec<(RegionSpec, OwnedFd)>) -> Result<()> {
-        self.change_memory(MemoryTable::of(regions)?)
+        self.change_memory(self.table.replaced_by(regions)?)
     }
 
     fn add_memory(&mut self, region: RegionSpec, file: OwnedFd) -> Result<()> {
@@ -282,9 +285,12 @@ impl Backend for Session {
 
     fn set_ring_size(&mut self, ring: u32, size: u32) -> Result<()> {
         let limit = self.served.device.options().queue_size;
-        let checked = check_size(size).ok().filter(|size| *size <= limit);
-        let size = checked.ok_or_else(|| {
-            let message = format!("ring {ring} has {size} entries: a power of two up to {limit} is served");
+        let (checked, what) = match self.layout() {
+            RingLayout::Split => (check_size(size), "a power of two"),
+            RingLayout::Packed => (check_packed_size(size), "any number"),
+        };
+        let size = checked.ok().filter(|size| *size <= limit).ok_or_else(|| {
+            let message = format!("ring {ring} has {size} entries: {what} up to {limit} is served");
             Error::new(ErrorKind::Protocol, message)
         })?;
         self.set_up(ring, |ring| ring.size = size)
@@ -295,19 +301,24 @@ impl Backend for Session {
     }
 
     fn set_ring_base(&mut self, ring: u32, base: u32) -> Result<()> {
-        let base = u16::try_from(base)
-            .map_err(|_| Error::new(ErrorKind::Protocol, format!("ring {ring} cannot begin at entry {base}")))?;
-        if base != 0 {
+        let layout = self.layout();
+        if layout == RingLayout::Split && base > u32::from(u16::MAX) {
+            let message = format!("ring {ring} cannot begin at entry {base}");
+            return Err(Error::new(ErrorKind::Protocol, message));
+        }
+        // Of a packed ring the lower half says where it begins; some peers say no more.
+        if (base ^ new_base(layout)) & 0xffff != 0 {
             self.served.device.taken_over();
         }
-        self.set_up(ring, |ring| ring.base = base)
+        self.set_up(ring, |ring| ring.base = Some(base))
     }
 
-    fn stop_ring(&mut self, ring: u32) -> Result<u16> {
+    fn stop_ring(&mut self, ring: u32) -> Result<u32> {
         self.settle();
+        let layout = self.layout();
         let ring = self.stop_one(ring)?;
         ring.forget_start();
-        Ok(ring.base)
+        Ok(ring.base.unwrap_or_else(|| new_base(layout)))
     }
 
     fn set_ring_kick(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()> {
@@ -320,11 +331,14 @@ impl Backend for Session {
 
     fn set_ring_call(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()> {
         check_kind(Purpose::Call, fd.as_ref())?;
-        let ring = self.ring(ring)?;
-        if let Some(running) = &ring.running {
+        fd.iter().for_each(seal);
+        self.ring(ring)?;
+        let index = usize::try_from(ring).unwrap_or(usize::MAX);
+        if self.served.running.contains(index) {
             let call = notifier(&fd, "a call")?;
-            running.change_transport(|fds| fds.set_call(call));
+            self.served.running.change(index, |fds| fds.set_call(call));
         }
+        let ring = self.ring(ring)?;
         // Last, so that the reactor's copy of the old one is not the last: closing that may wait, for a socket that was
         // sent through this one, say.
         ring.call = fd;
@@ -333,12 +347,13 @@ impl Backend for Session {
 
     fn set_ring_err(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()> {
         check_kind(Purpose::Err, fd.as_ref())?;
-        let ring = self.ring(ring)?;
-        if let Some(running) = &ring.running {
+        self.ring(ring)?;
+        let index = usize::try_from(ring).unwrap_or(usize::MAX);
+        if self.served.running.contains(index) {
             let err = notifier(&fd, "an error")?;
-            running.change_transport(|fds| fds.set_err(err));
+            self.served.running.change(index, |fds| fds.set_err(err));
         }
-        ring.err = fd;
+        self.ring(ring)?.err = fd;
         Ok(())
     }
 
@@ -388,10 +403,22 @@ impl Backend for Session {
     }
 }
 
+/// Where a new ring begins.
+fn new_base(layout: RingLayout) -> u32 {
+    match layout {
+        RingLayout::Split => 0,
+        RingLayout::Packed => PackedDeviceRing::NEW,
+    }
+}
+
 impl Session {
+    fn layout(&self) -> RingLayout {
+        RingLayout::from_bits(self.acked_features)
+    }
+
     /// Once a ring has run, where rings go on tells nothing of programs before us.
     fn settle(&self) {
-        if self.rings.iter().any(|ring| ring.running.is_some()) {
+        if !self.served.running.is_empty() {
             self.served.device.settle();
         }
     }
@@ -401,7 +428,7 @@ impl Session {
         self.settle();
         self.stop_where(|_| true);
         self.rings.clear();
-        self.table = MemoryTable::default();
+        self.table = MemoryTable::new(&self.served.share);
         self.memory = Arc::default();
     }
 }

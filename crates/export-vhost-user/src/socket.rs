@@ -4,7 +4,10 @@
 use block::{Error, ErrorKind, Result};
 use rustix::fs::{FileType, Mode, chmod, stat};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with, sockopt,
+};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
@@ -14,9 +17,18 @@ const MAX_PATH_BYTES: usize = 107;
 /// Peers that may wait while one is served.
 const BACKLOG: i32 = 16;
 
+/// Who may connect to a socket.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Access {
+    /// The permissions of its file.
+    pub(crate) mode: u32,
+    /// The number of its file's group, if it is to be another than ours.
+    pub(crate) group: Option<u32>,
+}
+
 /// A listening socket, and its file if it is ours to remove.
 #[derive(Debug)]
-pub(crate) struct ListenSocket {
+pub struct ListenSocket {
     pub(crate) listener: UnixListener,
     file: Option<OwnFile>,
 }
@@ -29,8 +41,8 @@ struct OwnFile {
 }
 
 impl ListenSocket {
-    /// Creates the socket at `path` with `mode` and listens.
-    pub(crate) fn bind(path: &Path, mode: u32) -> Result<Self> {
+    /// Creates the socket at `path` for those that `access` names, and listens.
+    pub(crate) fn bind(path: &Path, access: Access) -> Result<Self> {
         let length = path.as_os_str().len();
         if length > MAX_PATH_BYTES {
             let message = format!(
@@ -47,31 +59,71 @@ impl ListenSocket {
         let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(|error| failed("make", error))?;
         bind(&fd, &address).map_err(|error| failed("create", error))?;
-        // Until it listens, connecting is refused: the mode is right before anybody gets in.
-        let listening = chmod(path, Mode::from_raw_mode(mode & 0o777))
-            .and_then(|()| listen(&fd, BACKLOG))
-            .and_then(|()| stat(path))
-            .map_err(|error| {
-                let _ = std::fs::remove_file(path);
-                failed("listen on", error)
-            })?;
+        // Until it listens, connecting is refused: group and mode are right before anybody gets in.
+        let listening = set_group(path, access.group).and_then(|()| {
+            chmod(path, Mode::from_raw_mode(access.mode & 0o777))
+                .and_then(|()| listen(&fd, BACKLOG))
+                .and_then(|()| stat(path))
+                .map_err(|error| failed("listen on", error))
+        });
+        let listening = listening.inspect_err(|_| drop(std::fs::remove_file(path)))?;
         let identity = (listening.st_dev, listening.st_ino);
         let file = Some(OwnFile { path: path.to_owned(), identity });
         Ok(Self { listener: UnixListener::from(fd), file })
     }
 
-    /// A socket that somebody else made and listens on already (a service manager).
-    pub(crate) fn adopt(listener: UnixListener) -> Self {
-        Self { listener, file: None }
+    /// As `bind`, with this mode and the group of this process.
+    pub fn of_mode(path: &Path, mode: u32) -> Result<Self> {
+        Self::bind(path, Access { mode, group: None })
+    }
+
+    /// What to accept from.
+    #[must_use]
+    pub fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
+    /// A socket that somebody else made and listens on already (a service manager). Every other kind is refused.
+    pub(crate) fn adopt(socket: OwnedFd) -> Result<Self> {
+        let no =
+            |why: &str| Error::new(ErrorKind::BadOption, format!("the socket that was passed cannot be used: {why}"));
+        let unreadable = |error: Errno| no(&format!("it does not say what it is: {error}"));
+        if sockopt::socket_domain(&socket).map_err(unreadable)? != AddressFamily::UNIX {
+            return Err(no("it is no Unix socket"));
+        }
+        if sockopt::socket_type(&socket).map_err(unreadable)? != SocketType::STREAM {
+            return Err(no("it is no stream socket"));
+        }
+        if !sockopt::socket_acceptconn(&socket).map_err(unreadable)? {
+            return Err(no("nobody listens on it; a socket unit of systemd needs Accept=no"));
+        }
+        Ok(Self { listener: UnixListener::from(socket), file: None })
+    }
+}
+
+/// Gives the socket's file to another group.
+fn set_group(path: &Path, group: Option<u32>) -> Result<()> {
+    let Some(group) = group else { return Ok(()) };
+    std::os::unix::fs::lchown(path, None, Some(group)).map_err(|error| {
+        let is_denied = error.kind() == std::io::ErrorKind::PermissionDenied;
+        let why = if is_denied { ", which only root and members of that group may" } else { "" };
+        Error::io(format!("cannot give the socket '{}' to group {group}{why}", path.display()), error)
+    })
+}
+
+impl ListenSocket {
+    /// Removes the file, if it is ours and still that of this socket.
+    pub(crate) fn remove(&self) {
+        let Some(file) = &self.file else { return };
+        if stat(&file.path).is_ok_and(|now| (now.st_dev, now.st_ino) == file.identity) {
+            let _ = std::fs::remove_file(&file.path);
+        }
     }
 }
 
 impl Drop for ListenSocket {
     fn drop(&mut self) {
-        let Some(file) = &self.file else { return };
-        if stat(&file.path).is_ok_and(|now| (now.st_dev, now.st_ino) == file.identity) {
-            let _ = std::fs::remove_file(&file.path);
-        }
+        self.remove();
     }
 }
 
@@ -102,20 +154,22 @@ fn remove_stale(path: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
+    const OURS: Access = Access { mode: 0o600, group: None };
 
     #[test]
     fn a_socket_in_use_is_refused_and_a_stale_one_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("disk.sock");
-        let first = ListenSocket::bind(&path, 0o600).unwrap();
+        let first = ListenSocket::bind(&path, OURS).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert_eq!(ListenSocket::bind(&path, 0o600).unwrap_err().kind(), ErrorKind::Locked);
+        assert_eq!(ListenSocket::bind(&path, OURS).unwrap_err().kind(), ErrorKind::Locked);
         drop(first);
         assert!(!path.exists());
         drop(UnixListener::bind(&path).unwrap());
         assert!(path.exists(), "the standard library leaves the file");
-        let second = ListenSocket::bind(&path, 0o600).unwrap();
+        let second = ListenSocket::bind(&path, OURS).unwrap();
         std::fs::remove_file(&path).unwrap();
         let _successor = UnixListener::bind(&path).unwrap();
         drop(second);
@@ -123,14 +177,56 @@ mod tests {
     }
 
     #[test]
+    fn a_socket_gets_the_mode_and_the_group_that_were_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk.sock");
+        let own = std::fs::metadata(dir.path()).unwrap().gid();
+        // Root can give it to any group, others only to their own.
+        let group = if rustix::process::geteuid().is_root() { own + 1 } else { own };
+        let socket = ListenSocket::bind(&path, Access { mode: 0o660, group: Some(group) }).unwrap();
+        let metadata = std::fs::metadata(&path).unwrap();
+        assert_eq!((metadata.permissions().mode() & 0o777, metadata.gid()), (0o660, group));
+        drop(socket);
+        if !rustix::process::geteuid().is_root() {
+            let error = ListenSocket::bind(&path, Access { mode: 0o660, group: Some(0) }).unwrap_err();
+            assert!(error.to_string().contains("members of that group"), "{error}");
+            assert!(!path.exists());
+        }
+    }
+
+    #[test]
+    fn a_passed_socket_is_used_if_somebody_listens_on_it_and_stays_where_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk.sock");
+        let passed = UnixListener::bind(&path).unwrap();
+        let adopted = ListenSocket::adopt(passed.try_clone().unwrap().into()).unwrap();
+        drop(adopted);
+        assert!(path.exists(), "its file belongs to whoever passed it");
+        let (connected, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let datagram = std::os::unix::net::UnixDatagram::unbound().unwrap();
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let no_socket = std::fs::File::open(dir.path()).unwrap();
+        let others: [(OwnedFd, &str); 4] = [
+            (connected.into(), "nobody listens"),
+            (datagram.into(), "stream"),
+            (tcp.into(), "Unix"),
+            (no_socket.into(), "what it is"),
+        ];
+        for (other, reason) in others {
+            let error = ListenSocket::adopt(other).unwrap_err();
+            assert!(error.to_string().contains(reason), "{reason}: {error}");
+        }
+    }
+
+    #[test]
     fn impossible_paths_say_why() {
         let dir = tempfile::tempdir().unwrap();
-        let long = ListenSocket::bind(&dir.path().join("x".repeat(120)), 0o600).unwrap_err();
+        let long = ListenSocket::bind(&dir.path().join("x".repeat(120)), OURS).unwrap_err();
         assert!(long.to_string().contains("107"), "{long}");
         let file = dir.path().join("image.raw");
         std::fs::write(&file, "data").unwrap();
-        assert_eq!(ListenSocket::bind(&file, 0o600).unwrap_err().kind(), ErrorKind::BadOption);
+        assert_eq!(ListenSocket::bind(&file, OURS).unwrap_err().kind(), ErrorKind::BadOption);
         assert_eq!(std::fs::read(&file).unwrap(), b"data");
-        assert!(ListenSocket::bind(&dir.path().join("none/x.sock"), 0o600).is_err());
+        assert!(ListenSocket::bind(&dir.path().join("none/x.sock"), OURS).is_err());
     }
 }

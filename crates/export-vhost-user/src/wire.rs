@@ -1,7 +1,7 @@
 //! The protocol's messages. The only file that names the `vhost` crate, whose interface changes often: everything else
 //! sees [`Backend`] and [`Connection`].
 
-use crate::notifier::check_channel;
+use crate::notifier::{check_channel, seal};
 use crate::own_messages::{self, Content, OwnMessage};
 use block::{Error, ErrorKind, Result};
 use memory::RegionSpec;
@@ -37,10 +37,10 @@ pub(crate) trait Backend {
     fn set_ring_size(&mut self, ring: u32, size: u32) -> Result<()>;
     /// Where a ring is, in the peer's address space.
     fn set_ring_addresses(&mut self, ring: u32, addresses: RingAddresses) -> Result<()>;
-    /// The available entry to begin with.
+    /// Where a ring begins. Of a split ring that is an entry of the available ring.
     fn set_ring_base(&mut self, ring: u32, base: u32) -> Result<()>;
-    /// Stops a ring; returns the available entry to go on with.
-    fn stop_ring(&mut self, ring: u32) -> Result<u16>;
+    /// Stops a ring; returns where it goes on.
+    fn stop_ring(&mut self, ring: u32) -> Result<u32>;
     /// The descriptor that tells of new requests, and starts the ring; without one, the ring is polled.
     fn set_ring_kick(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()>;
     /// The descriptor to tell of ended requests.
@@ -115,6 +115,7 @@ impl<B: Backend> Connection<B> {
         let taken = match message.content {
             Content::Memory(regions) => adaptor.backend.set_memory(regions),
             Content::PeerChannel(channel) => check_channel(&channel).map(|()| {
+                seal(&channel);
                 adaptor.peer_channel = Some(channel);
                 adaptor.tell_of_config();
             }),
@@ -177,12 +178,10 @@ impl<B: Backend> Adaptor<B> {
 }
 
 fn spec(region: &VhostUserMemoryRegion) -> RegionSpec {
-    RegionSpec {
-        guest_address: region.guest_phys_addr,
-        length_bytes: region.memory_size,
-        user_address: region.user_addr,
-        file_offset: region.mmap_offset,
-    }
+    RegionSpec::new(region.guest_phys_addr, region.memory_size).with(|spec| {
+        spec.user_address = region.user_addr;
+        spec.file_offset = region.mmap_offset;
+    })
 }
 
 fn not_offered<T>() -> WireResult<T> {
@@ -251,7 +250,7 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Adaptor<B> {
 
     fn get_vring_base(&mut self, index: u32) -> WireResult<VhostUserVringState> {
         let result = self.backend.stop_ring(index);
-        self.told(result).map(|base| VhostUserVringState::new(index, u32::from(base)))
+        self.told(result).map(|base| VhostUserVringState::new(index, base))
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> WireResult<()> {

@@ -5,13 +5,19 @@
 mod model;
 mod support;
 
+use block::run_and_wait;
 use model::Guest;
 use rustix::fs::{OFlags, fcntl_setfl};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use std::io::IoSlice;
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg,
+};
+use std::io::{IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use support::disk::MemDisk;
@@ -40,6 +46,9 @@ fn a_peer_that_makes_its_notifications_wait_does_not_hold_up_the_reactor() {
     client.share(&guest);
     let mut queue = client.queue(&guest, 0);
     assert_eq!(queue.request(kind::FLUSH, 0, &[], 0).0, OK);
+    // What ended is seen before it is told: nothing is told any more after a turn.
+    run_and_wait(server.reactors[0].handle().as_ref(), |_| {}).unwrap();
+    let _ = queue.call.read();
     // The flag is cleared only after the server has looked at it.
     fcntl_setfl(memory::duplicate_fd(&queue.call).unwrap(), OFlags::empty()).unwrap();
     queue.call.write(u64::MAX - 1).unwrap();
@@ -63,15 +72,35 @@ fn a_peer_that_makes_its_notifications_wait_does_not_hold_up_the_reactor() {
     assert_eq!(client.queue(&fresh, 0).request(kind::FLUSH, 0, &[], 0).0, OK);
 }
 
-/// SET_VRING_CALL of ring 0 with a socket, which the front end would not send.
-fn set_call_to(client: &Client, socket: &UnixStream) {
-    let words = [13_u32, 1, 8, 0, 0];
-    let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_ne_bytes).collect();
+/// Sends bytes with descriptors, which the front end would not send.
+fn send_with(stream: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    try_to_send_with(stream, bytes, fds).unwrap();
+}
+
+fn try_to_send_with(stream: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds = [socket.as_fd()];
-    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
-    sendmsg(&client.stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).unwrap();
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
+}
+
+fn words(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+/// SET_VRING_CALL of ring 0.
+fn set_call_to(client: &Client, socket: &UnixStream) {
+    send_with(&client.stream, &words(&[13, 1, 8, 0, 0]), &[socket.as_fd()]);
+}
+
+/// Fails unless somebody new is served.
+fn assert_free(server: &Server) {
+    let next = UnixStream::connect(&server.socket).unwrap();
+    next.set_read_timeout(Some(PATIENCE)).unwrap();
+    let frontend = Frontend::from_stream(next, 1);
+    assert!(frontend.get_features().is_ok(), "the socket is busy with a peer that has gone");
 }
 
 /// A client that passes its own end of the session as a descriptor and then goes.
@@ -81,10 +110,7 @@ fn leaves_a_ghost(pass: impl FnOnce(&mut Client, &UnixStream)) {
     let own = client.stream.try_clone().unwrap();
     pass(&mut client, &own);
     drop((client, own));
-    let next = UnixStream::connect(&server.socket).unwrap();
-    next.set_read_timeout(Some(PATIENCE)).unwrap();
-    let frontend = Frontend::from_stream(next, 1);
-    assert!(frontend.get_features().is_ok(), "the socket is busy with a peer that has gone");
+    assert_free(&server);
 }
 
 #[test]
@@ -93,4 +119,106 @@ fn a_peer_that_passes_its_own_socket_and_goes_is_gone() {
         assert!(client.frontend.set_backend_request_fd(own).is_err());
     });
     leaves_a_ghost(|client, own| set_call_to(client, own));
+}
+
+#[test]
+fn a_peer_that_hides_its_own_socket_in_the_queue_of_another_and_goes_is_gone() {
+    leaves_a_ghost(|client, own| {
+        let (near, far) = UnixStream::pair().unwrap();
+        send_with(&near, &[1], &[own.as_fd()]);
+        set_call_to(client, &far);
+    });
+    leaves_a_ghost(|client, own| {
+        let (near, far) = UnixStream::pair().unwrap();
+        send_with(&near, &[1], &[own.as_fd()]);
+        client.frontend.set_backend_request_fd(&far).unwrap();
+    });
+    leaves_a_ghost(|client, own| {
+        let (near, far) = UnixStream::pair().unwrap();
+        set_call_to(client, &far);
+        // Answered when the call is set.
+        client.frontend.get_features().unwrap();
+        let sent = try_to_send_with(&near, &[1], &[own.as_fd()]);
+        assert_eq!(sent, Err(Errno::PIPE), "what we only send to receives nothing");
+    });
+}
+
+const PEER: &str = "RINGDISK_TEST_PEER";
+const SOCKET: &str = "RINGDISK_TEST_SOCKET";
+
+/// Not a test, but a process that some below start: connects, does what it is told with its end, and exits.
+#[test]
+fn a_peer_of_another_test() {
+    let Ok(what) = std::env::var(PEER) else { return };
+    let stream = UnixStream::connect(std::env::var_os(SOCKET).unwrap()).unwrap();
+    match what.as_str() {
+        // A part of a message; what comes with it is this end.
+        "leave-a-part" => send_with(&stream, &words(&[13, 1, 8, 0]), &[stream.as_fd()]),
+        // To whoever reads our input, or does not.
+        "pass-on" => send_with(std::io::stdin(), &[1], &[stream.as_fd()]),
+        other => panic!("{other}?"),
+    }
+}
+
+fn run_peer(server: &Server, what: &str, input: UnixStream) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_peer_of_another_test"])
+        .env(PEER, what)
+        .env(SOCKET, &server.socket)
+        .stdin(OwnedFd::from(input))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn a_part_of_a_message_keeps_no_session_of_a_process_that_has_exited() {
+    let server = Server::start(MemDisk::new());
+    let (_near, far) = UnixStream::pair().unwrap();
+    run_peer(&server, "leave-a-part", far);
+    assert_free(&server);
+}
+
+#[test]
+fn a_peer_whose_process_has_exited_makes_room_for_another_wherever_its_socket_is() {
+    let server = Server::start(MemDisk::new());
+    // Its end stays in this socket's queue.
+    let (_unread, far) = UnixStream::pair().unwrap();
+    run_peer(&server, "pass-on", far);
+    assert_free(&server);
+}
+
+#[test]
+fn a_session_that_was_passed_on_stays_while_its_guest_makes_requests() {
+    let server = Server::start(MemDisk::new());
+    let (near, far) = UnixStream::pair().unwrap();
+    run_peer(&server, "pass-on", far);
+    let mut client = Client::over(receive(&near), 0);
+    let guest = Guest::new();
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    let newcomer = UnixStream::connect(&server.socket).unwrap();
+    newcomer.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+    send_with(&newcomer, &words(&[1, 1, 0]), &[]);
+    // For longer than a quiet guest would be left in peace.
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(7) {
+        assert_eq!(queue.request(kind::FLUSH, 0, &[], 0).0, OK);
+        assert!((&newcomer).read(&mut [0; 20]).is_err(), "two peers are served at once");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    newcomer.set_read_timeout(Some(PATIENCE)).unwrap();
+    assert!((&newcomer).read(&mut [0; 20]).is_ok_and(|length| length > 0), "nobody else is ever served");
+}
+
+fn receive(stream: &UnixStream) -> UnixStream {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    recvmsg(stream, &mut [IoSliceMut::new(&mut [0])], &mut control, RecvFlags::empty()).unwrap();
+    let fds = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    fds.unwrap().into()
 }

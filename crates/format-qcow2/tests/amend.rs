@@ -20,7 +20,7 @@ fn made(options: &CreateOptions) -> SimStorage {
         guest.write_zeroes(20_480, 20_480, false).await.unwrap();
         guest.close().await.unwrap();
         if options.data_file.is_none() {
-            let new = NewSnapshot { name: "one".to_owned(), ..NewSnapshot::default() };
+            let new = NewSnapshot::new("one");
             create_snapshot(&blocking(&file), &*file, NAME, &new, &mut |_, _| true).await.unwrap();
         }
         let guest = open(&file, Base::default());
@@ -76,19 +76,53 @@ fn cases() -> Vec<(CreateOptions, AmendOptions)> {
     let nothing = AmendOptions::default;
     let size = |size_bytes, data_file_bytes| {
         let last_cluster = Vec::new();
-        Some(ResizeOptions { size_bytes, shrink: true, data_file_bytes, last_cluster, ..ResizeOptions::default() })
+        Some(ResizeOptions::to(size_bytes).with(|options| {
+            options.shrink = true;
+            options.data_file_bytes = data_file_bytes;
+            options.last_cluster = last_cluster;
+        }))
     };
     vec![
-        (plain.clone(), AmendOptions { refcount_bits: Some(64), ..nothing() }),
-        (plain.clone(), AmendOptions { refcount_bits: Some(2), lazy_refcounts: Some(true), ..nothing() }),
-        (plain.clone(), AmendOptions { lazy_refcounts: Some(true), ..nothing() }),
-        (plain.clone(), AmendOptions { version: Some(2), ..nothing() }),
-        (plain, AmendOptions { resize: size(300 << 10, None), refcount_bits: Some(8), ..nothing() }),
-        (version_2, AmendOptions { version: Some(3), refcount_bits: Some(32), ..nothing() }),
-        (extended, AmendOptions { resize: size(70 << 10, None), refcount_bits: Some(8), ..nothing() }),
-        (external.clone(), AmendOptions { resize: size(300 << 10, Some(160 << 10)), ..nothing() }),
-        (external.clone(), AmendOptions { data_file: Some("elsewhere".to_owned()), ..nothing() }),
-        (external, AmendOptions { refcount_bits: Some(1), data_file_raw: Some(false), ..nothing() }),
+        (plain.clone(), nothing().with(|options| options.refcount_bits = Some(64))),
+        (
+            plain.clone(),
+            nothing().with(|options| {
+                options.refcount_bits = Some(2);
+                options.lazy_refcounts = Some(true);
+            }),
+        ),
+        (plain.clone(), nothing().with(|options| options.lazy_refcounts = Some(true))),
+        (plain.clone(), nothing().with(|options| options.version = Some(2))),
+        (
+            plain,
+            nothing().with(|options| {
+                options.resize = size(300 << 10, None);
+                options.refcount_bits = Some(8);
+            }),
+        ),
+        (
+            version_2,
+            nothing().with(|options| {
+                options.version = Some(3);
+                options.refcount_bits = Some(32);
+            }),
+        ),
+        (
+            extended,
+            nothing().with(|options| {
+                options.resize = size(70 << 10, None);
+                options.refcount_bits = Some(8);
+            }),
+        ),
+        (external.clone(), nothing().with(|options| options.resize = size(300 << 10, Some(160 << 10)))),
+        (external.clone(), nothing().with(|options| options.data_file = Some("elsewhere".to_owned()))),
+        (
+            external,
+            nothing().with(|options| {
+                options.refcount_bits = Some(1);
+                options.data_file_raw = Some(false);
+            }),
+        ),
     ]
 }
 
@@ -140,7 +174,7 @@ fn a_power_cut_while_the_data_file_is_renamed_leaves_one_of_the_names() {
     let (create, options) = cases().pop().unwrap();
     let original = made(&create);
     let name = Some("a-name-that-is-much-longer-than-the-one-before".to_owned());
-    let options = AmendOptions { data_file: name, ..options };
+    let options = options.with(|options| options.data_file = name);
     let before = seen(&original);
     let storage = copy(&original);
     storage.record();
@@ -182,8 +216,11 @@ fn a_power_cut_while_the_header_is_laid_out_twice_leaves_the_backing_files_name(
     let storage = copy(&storage);
     storage.record();
     // The bitmap needs another directory, and the data file another flag.
-    let resize = ResizeOptions { size_bytes: 300 << 10, data_file_bytes: Some(160 << 10), ..ResizeOptions::default() };
-    let options = AmendOptions { resize: Some(resize), data_file_raw: Some(false), ..AmendOptions::default() };
+    let resize = ResizeOptions::to(300 << 10).with(|options| options.data_file_bytes = Some(160 << 10));
+    let options = AmendOptions::default().with(|options| {
+        options.resize = Some(resize);
+        options.data_file_raw = Some(false);
+    });
     amended(&storage, &options).unwrap();
     let mut replay = storage.take_recording().replay();
     let mut seen = [0, 0];
@@ -203,8 +240,8 @@ fn a_power_cut_while_the_header_is_laid_out_twice_leaves_the_backing_files_name(
 fn what_cannot_be_said_of_a_data_file_is_refused() {
     let plain = made(&cases()[0].0);
     let external = made(&cases().pop().unwrap().0);
-    let named = |name: &str| AmendOptions { data_file: Some(name.to_owned()), ..AmendOptions::default() };
-    let raw = |raw| AmendOptions { data_file_raw: Some(raw), ..AmendOptions::default() };
+    let named = |name: &str| AmendOptions::default().with(|options| options.data_file = Some(name.to_owned()));
+    let raw = |raw| AmendOptions::default().with(|options| options.data_file_raw = Some(raw));
     for (storage, options, reason) in [
         (&plain, named("x"), "can only be set for images that use an external data file"),
         (&plain, raw(true), "cannot be set on existing images"),
@@ -218,10 +255,7 @@ fn what_cannot_be_said_of_a_data_file_is_refused() {
         assert!(storage.bytes(NAME) == bytes, "{error}: the image has changed");
     }
     // The data would be cut or kept in the file that the image is about to forget.
-    let both = AmendOptions {
-        resize: Some(ResizeOptions { size_bytes: 1 << 20, ..ResizeOptions::default() }),
-        ..named("elsewhere")
-    };
+    let both = named("elsewhere").with(|options| options.resize = Some(ResizeOptions::to(1 << 20)));
     let bytes = external.bytes(NAME);
     assert_eq!(amended(&external, &both).unwrap_err().kind(), ErrorKind::Unsupported);
     assert!(external.bytes(NAME) == bytes);
@@ -231,7 +265,7 @@ fn what_cannot_be_said_of_a_data_file_is_refused() {
     assert!(error.to_string().contains("cannot be set on existing images"), "{error}");
     // It has no snapshots, and gets none.
     let file = external.file(NAME).unwrap();
-    let new = NewSnapshot { name: "one".to_owned(), ..NewSnapshot::default() };
+    let new = NewSnapshot::new("one");
     let error = block_on(create_snapshot(&blocking(&file), &*file, NAME, &new, &mut |_, _| true)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
@@ -250,7 +284,7 @@ fn a_directory_of_bitmaps_that_is_not_valid_any_more_does_not_keep_an_image_from
     let mut header = storage.bytes(NAME)[..512].to_vec();
     header[88..96].fill(0);
     block_on(io.write(0, AlignedBuf::copy_of(&header))).unwrap();
-    amended(&storage, &AmendOptions { version: Some(2), ..AmendOptions::default() }).unwrap();
+    amended(&storage, &AmendOptions::default().with(|options| options.version = Some(2))).unwrap();
     assert_eq!(block_on(open(&file, Base::default()).read_all()).unwrap(), vec![0; 160 << 10]);
     assert_eq!(storage.bytes(NAME)[7], 2);
 }

@@ -134,10 +134,10 @@ enum Whole {
 fn change_whole(storage: &SimStorage, change: Whole) -> block::Result<()> {
     let file = storage.file("disk").unwrap();
     let (io, file, watch) = (io(&file), file.as_ref(), &mut |_, _| true);
-    let snapshot = NewSnapshot { name: "then".to_owned(), ..NewSnapshot::default() };
+    let snapshot = NewSnapshot::new("then");
     match change {
         Whole::Resize(size_bytes) => {
-            let options = ResizeOptions { size_bytes, shrink: true, ..ResizeOptions::default() };
+            let options = ResizeOptions::to(size_bytes).with(|options| options.shrink = true);
             block_on(resize(&io, file, "disk", &options, watch))
         }
         Whole::Snapshot => block_on(create_snapshot(&io, file, "disk", &snapshot, watch)),
@@ -220,7 +220,7 @@ fn a_new_backing_name_and_bitmaps_share_the_header_and_a_power_cut_leaves_the_ol
     let bitmaps = seen(&storage);
     let name = |storage: &SimStorage| {
         let file = storage.file("disk").unwrap();
-        let options = ringdisk_format_qcow2::OpenOptions { name: "disk".to_owned(), read_only: true };
+        let options = ringdisk_format_qcow2::OpenOptions::new("disk", true);
         let opened = block_on(ringdisk_format_qcow2::Qcow2::open(&io(&file), file.info(), options)).unwrap();
         opened.header().backing_file.clone()
     };

@@ -65,7 +65,10 @@ fn carry_out(storage: &SimStorage, verb: &Verb, base: &Base) -> Result<()> {
     let watch: &mut dyn FnMut(u64, u64) -> bool = &mut |_, _| true;
     match verb {
         Verb::Create(name) => {
-            let new = NewSnapshot { name: name.clone(), date_seconds: 1_800_000_000, date_nanoseconds: 5 };
+            let new = NewSnapshot::new(name.clone()).with(|new| {
+                new.date_seconds = 1_800_000_000;
+                new.date_nanoseconds = 5;
+            });
             block_on(create_snapshot(&io, file, NAME, &new, watch))
         }
         Verb::Apply(which) => block_on(apply_snapshot(&io, file, NAME, &SnapshotName::Any(which.clone()), watch)),
@@ -76,14 +79,13 @@ fn carry_out(storage: &SimStorage, verb: &Verb, base: &Base) -> Result<()> {
             let guest = open(&copy(storage).file(NAME).unwrap(), Arc::clone(base));
             let size = guest.qcow2.size_bytes();
             let rest = size % (1 << guest.qcow2.header().cluster_bits);
-            let options = ResizeOptions {
-                size_bytes: *size_bytes,
-                shrink: true,
-                preallocation: *preallocation,
-                backing_bytes: base.len() as u64,
-                last_cluster: block_on(guest.read(size - rest, rest as usize)).unwrap(),
-                data_file_bytes: None,
-            };
+            let options = ResizeOptions::to(*size_bytes).with(|options| {
+                options.shrink = true;
+                options.preallocation = *preallocation;
+                options.backing_bytes = base.len() as u64;
+                options.last_cluster = block_on(guest.read(size - rest, rest as usize)).unwrap();
+                options.data_file_bytes = None;
+            });
             block_on(resize(&io, file, NAME, &options, watch))
         }
     }
@@ -235,8 +237,14 @@ fn prepared(seed: u64, cluster_size: u64, base: &Base) -> (SimStorage, Vec<Verb>
         Verb::Resize(330 << 10, GrowBy::Nothing),
         Verb::Resize((200 << 10) + 512, GrowBy::Tables),
         Verb::Resize((90 << 10) + 512, GrowBy::Nothing),
-        Verb::Amend(AmendOptions { refcount_bits: Some(4), lazy_refcounts: Some(true), ..AmendOptions::default() }),
-        Verb::Amend(AmendOptions { refcount_bits: Some(16), version: Some(2), ..AmendOptions::default() }),
+        Verb::Amend(AmendOptions::default().with(|options| {
+            options.refcount_bits = Some(4);
+            options.lazy_refcounts = Some(true);
+        })),
+        Verb::Amend(AmendOptions::default().with(|options| {
+            options.refcount_bits = Some(16);
+            options.version = Some(2);
+        })),
     ];
     (storage, verbs)
 }
@@ -315,7 +323,7 @@ fn giving_up_leaves_the_image_as_it_was() {
             left -= 1;
             left >= 0
         };
-        let new = NewSnapshot { name: "three".to_owned(), ..NewSnapshot::default() };
+        let new = NewSnapshot::new("three");
         let error = block_on(create_snapshot(&blocking(&file), file.as_ref(), NAME, &new, watch)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Io);
         assert!(everything(&storage, &base) == before);
@@ -326,7 +334,11 @@ fn giving_up_leaves_the_image_as_it_was() {
 fn amended(version: u32, refcount_bits: u32, lazy_refcounts: bool) -> Verb {
     let lazy_refcounts = Some(lazy_refcounts);
     let (version, refcount_bits) = (Some(version), Some(refcount_bits));
-    Verb::Amend(AmendOptions { version, refcount_bits, lazy_refcounts, ..AmendOptions::default() })
+    Verb::Amend(AmendOptions::default().with(|options| {
+        options.version = version;
+        options.refcount_bits = refcount_bits;
+        options.lazy_refcounts = lazy_refcounts;
+    }))
 }
 
 #[test]
@@ -526,7 +538,7 @@ fn an_edit_of_an_image_whose_refcounts_deny_data_is_refused_and_changes_nothing(
             Verb::Delete("old".to_owned()),
             Verb::Resize(512 << 10, GrowBy::Nothing),
             Verb::Resize(64 << 10, GrowBy::Nothing),
-            Verb::Amend(AmendOptions { lazy_refcounts: Some(true), ..AmendOptions::default() }),
+            Verb::Amend(AmendOptions::default().with(|options| options.lazy_refcounts = Some(true))),
         ];
         for verb in verbs {
             let error = carry_out(&storage, &verb, &base).unwrap_err();

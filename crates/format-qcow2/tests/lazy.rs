@@ -289,7 +289,8 @@ fn without_locks_a_dirty_image_is_taken_for_one_in_use_until_check_has_repaired_
     let storage = unlocked(Locks::Lacking);
     let file = storage.file(NAME).unwrap();
     let amended = |file: &SimFile| {
-        let options = ringdisk_format_qcow2::AmendOptions { lazy_refcounts: Some(false), ..Default::default() };
+        let options =
+            ringdisk_format_qcow2::AmendOptions::default().with(|options| options.lazy_refcounts = Some(false));
         block_on(ringdisk_format_qcow2::amend(&blocking(file), file, NAME, &options, &mut |_, _| true))
     };
     let renamed = block_on(ringdisk_format_qcow2::set_backing(&blocking(&file), file.as_ref(), NAME, None));
@@ -361,7 +362,7 @@ fn verbs_that_change_an_image_repair_it_first() {
     let (storage, expected) = left_dirty();
     let file = storage.file(NAME).unwrap();
     let io = blocking(&file);
-    let options = ringdisk_format_qcow2::AmendOptions { lazy_refcounts: Some(false), ..Default::default() };
+    let options = ringdisk_format_qcow2::AmendOptions::default().with(|options| options.lazy_refcounts = Some(false));
     block_on(ringdisk_format_qcow2::amend(&io, file.as_ref(), NAME, &options, &mut |_, _| true)).unwrap();
     assert_repaired(&storage, "amended");
     assert!(contents(&storage) == expected);

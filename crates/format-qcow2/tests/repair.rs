@@ -241,7 +241,7 @@ fn data_that_an_l1_entry_takes_for_a_table_is_not_repaired() {
             let guest = open(&file, Base::default());
             block_on(guest.write(0, &[fill; 64 << 10])).unwrap();
             block_on(guest.close()).unwrap();
-            let new = NewSnapshot { name: "one".to_owned(), ..NewSnapshot::default() };
+            let new = NewSnapshot::new("one");
             block_on(create_snapshot(&blocking(&file), file.as_ref(), NAME, &new, &mut |_, _| true)).unwrap();
             let mut bytes = storage.bytes(NAME);
             let l1 = word(&bytes, if active { 40 } else { word(&bytes, 64) });
@@ -270,4 +270,38 @@ fn data_that_an_l1_entry_takes_for_a_table_is_not_repaired() {
 fn disk_start(bytes: &[u8]) -> Vec<u8> {
     let (_, guest) = common::open_bytes(bytes, Base::default());
     block_on(guest.read(0, 64 << 10)).unwrap()
+}
+
+#[test]
+fn an_absurd_number_of_snapshots_is_cut_down_to_those_that_are_some() {
+    for (snapshots, absurd) in [(0, u32::MAX), (2, 65_537), (2, 0x1000_0002)] {
+        let storage = SimStorage::new(1);
+        let file = storage.create_with(NAME, &image(4096, 16), SimFileOptions::default());
+        for number in 0..snapshots {
+            let new = NewSnapshot::new(format!("s{number}")).with(|new| new.date_seconds = 1);
+            let io = blocking(&file);
+            block_on(create_snapshot(&io, file.as_ref(), NAME, &new, &mut |_, _| true)).unwrap();
+        }
+        let good = storage.bytes(NAME);
+        let mut bytes = good.clone();
+        bytes[60..64].copy_from_slice(&absurd.to_be_bytes());
+        if snapshots == 0 {
+            // Where a table of the image lies, which is none of snapshots.
+            put(&mut bytes, 64, word(&good, 48));
+        }
+        let storage = SimStorage::new(1);
+        let file = storage.create_with(NAME, &bytes, SimFileOptions::default());
+        let length = file.length_bytes().unwrap();
+        let refused = block_on(check(&blocking(&file), length, NAME, &mut |_| true)).unwrap_err();
+        assert!(refused.to_string().contains("check -r all"), "{refused}");
+        let report = block_on(repair(&blocking(&file), length, NAME, Repair::All, &mut |_| true)).unwrap();
+        assert_eq!((report.corruptions, report.corruptions_fixed), (0, 1), "{report:?}");
+        let mut after = storage.bytes(NAME);
+        assert_eq!(after[60..64], (snapshots as u32).to_be_bytes());
+        after[64..72].copy_from_slice(&good[64..72]);
+        assert!(after == good, "{snapshots} snapshots, {absurd} claimed: something else has changed");
+        let length = file.length_bytes().unwrap();
+        let report = block_on(check(&blocking(&file), length, NAME, &mut |_| true)).unwrap();
+        assert_eq!((report.corruptions, report.leaks), (0, 0));
+    }
 }

@@ -88,14 +88,13 @@ fn resized(storage: &SimStorage, base: &Base, size_bytes: u64, preallocation: Gr
     let guest = open(&copy(storage).file(NAME).unwrap(), Arc::clone(base));
     let size = guest.qcow2.size_bytes();
     let rest = size % CLUSTER;
-    let options = ResizeOptions {
-        size_bytes,
-        shrink: true,
-        preallocation: if size_bytes > size { preallocation } else { GrowBy::Nothing },
-        backing_bytes: base.len() as u64,
-        last_cluster: block_on(guest.read(size - rest, rest as usize)).unwrap(),
-        data_file_bytes: storage.file(DATA).map(|file| file.length_bytes().unwrap()),
-    };
+    let options = ResizeOptions::to(size_bytes).with(|options| {
+        options.shrink = true;
+        options.preallocation = if size_bytes > size { preallocation } else { GrowBy::Nothing };
+        options.backing_bytes = base.len() as u64;
+        options.last_cluster = block_on(guest.read(size - rest, rest as usize)).unwrap();
+        options.data_file_bytes = storage.file(DATA).map(|file| file.length_bytes().unwrap());
+    });
     let file = storage.file(NAME).unwrap();
     block_on(resize(&blocking(&file), file.as_ref(), NAME, &options, &mut |_, _| true))
 }
@@ -239,7 +238,7 @@ fn the_file_of_a_disk_that_became_shorter_ends_behind_what_is_left() {
             guest.close().await.unwrap();
         });
         let size_bytes = 10 * cluster_size;
-        let options = ResizeOptions { size_bytes, shrink: true, ..ResizeOptions::default() };
+        let options = ResizeOptions::to(size_bytes).with(|options| options.shrink = true);
         block_on(resize(&blocking(&file), file.as_ref(), NAME, &options, &mut |_, _| true)).unwrap();
         sound_without_leaks(&storage, "shorter");
         assert!(disk(&storage, &Base::default()) == data[..size_bytes as usize]);
@@ -266,7 +265,7 @@ fn full() -> SimStorage {
 }
 
 fn halved(storage: &SimStorage, watch: &mut EditWatch<'_>) -> Result<()> {
-    let options = ResizeOptions { size_bytes: WHOLE / 2, shrink: true, ..ResizeOptions::default() };
+    let options = ResizeOptions::to(WHOLE / 2).with(|options| options.shrink = true);
     let file = storage.file(NAME).unwrap();
     block_on(resize(&blocking(&file), file.as_ref(), NAME, &options, watch))
 }

@@ -516,7 +516,7 @@ fn an_image_with_more_enabled_bitmaps_than_a_write_can_be_noted_in_is_refused_fo
     edit(&storage, names.iter().map(|name| (name.as_str(), add(65536))).collect());
     let opened = |read_only| {
         let io = blocking(&file);
-        block_on(Qcow2::open(&io, file.info(), ringdisk_format_qcow2::OpenOptions { name: NAME.to_owned(), read_only }))
+        block_on(Qcow2::open(&io, file.info(), ringdisk_format_qcow2::OpenOptions::new(NAME, read_only)))
     };
     let error = opened(false).map(|_| ()).unwrap_err();
     assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("--disable"), "{error}");

@@ -6,6 +6,8 @@
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 
+mod offline;
 mod raw;
 
+pub use offline::{NewSpace, create, resize};
 pub use raw::Raw;

@@ -46,8 +46,13 @@ pub struct GuestOptions {
     pub cpus: u32,
     /// Queues of each disk (User Mode Linux uses one).
     pub queues: u32,
+    /// Whether QEMU asks for packed rings (User Mode Linux takes them wherever they are offered).
+    pub packed: bool,
     /// Whether QEMU may use KVM where it is there; otherwise it translates.
     pub kvm: bool,
+    /// How long QEMU waits before it connects again to a socket whose server has gone; without it, it does not. It takes
+    /// QEMU 9.2, and User Mode Linux cannot do it.
+    pub reconnect_ms: Option<u32>,
     /// The guest is killed if it has not ended by then.
     pub time_limit: Duration,
     /// A file for all that the guest prints.
@@ -65,6 +70,7 @@ impl GuestOptions {
         };
         let work = GuestWork::Fill { measure_seconds: 0, measure_mib: 0, fio_mib: 16 };
         let stop = Arc::default();
-        Self { kind, sockets, work, memory_mib: 512, cpus, queues, kvm: false, time_limit, log: None, stop }
+        let (memory_mib, packed, kvm, reconnect_ms, log) = (512, false, false, None, None);
+        Self { kind, sockets, work, memory_mib, cpus, queues, packed, kvm, reconnect_ms, time_limit, log, stop }
     }
 }

@@ -55,10 +55,11 @@ pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
         .args(["-append", &format!("console=ttyS0 quiet panic=-1 {}", script::QUIET_WATCHDOGS.join(" "))]);
     for (number, socket) in options.sockets.iter().enumerate() {
         let socket = comma_doubled(&std::path::absolute(socket)?);
-        let queues = options.queues;
+        let (queues, packed) = (options.queues, if options.packed { "on" } else { "off" });
+        let reconnect = options.reconnect_ms.map(|ms| format!(",reconnect-ms={ms}")).unwrap_or_default();
         command
-            .args(["-chardev", &format!("socket,id=disk{number},path={socket}")])
-            .args(["-device", &format!("vhost-user-blk-pci,chardev=disk{number},num-queues={queues}")]);
+            .args(["-chardev", &format!("socket,id=disk{number},path={socket}{reconnect}")])
+            .args(["-device", &format!("vhost-user-blk-pci,chardev=disk{number},num-queues={queues},packed={packed}")]);
     }
     Ok(command)
 }

@@ -37,6 +37,8 @@ pub struct DiskReport {
     pub write_zeroes_max_bytes: u64,
     /// Whether the guest takes it for one with a volatile cache.
     pub volatile_cache: bool,
+    /// Whether its rings are packed.
+    pub packed: bool,
     /// What `GET_ID` gave.
     pub serial: String,
     /// How often all files were read back whole.
@@ -122,6 +124,7 @@ impl Reader {
                 discard_max_bytes: number(text("discard"))?,
                 write_zeroes_max_bytes: number(text("zeroes"))?,
                 volatile_cache: text("cache") == "write-back",
+                packed: text("packed") == "1",
                 serial: text("serial").to_owned(),
                 ..DiskReport::default()
             };

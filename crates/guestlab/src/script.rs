@@ -88,6 +88,7 @@ for disk in $disks; do
     say "disk name=$disk sectors=$($bb cat /sys/block/$disk/size) queues=$($bb ls /sys/block/$disk/mq | $bb wc -l)" \
         "block=$($bb cat $queue/logical_block_size) discard=$($bb cat $queue/discard_max_bytes)" \
         "zeroes=$($bb cat $queue/write_zeroes_max_bytes) cache=$($bb cat $queue/write_cache | $bb tr ' ' -)" \
+        "packed=$($bb cut -c35 /sys/block/$disk/device/features)" \
         "serial=$($bb cat /sys/block/$disk/serial)"
 done
 

@@ -51,7 +51,7 @@ fn chain(layers: u64, holds: impl Fn(u64) -> u64) -> Image {
         let io = MetaIo::new(file.open_blocking().expect("a queue"));
         block_on(async {
             format_qcow2::create(&io, &options).await.expect("an image");
-            let open = OpenOptions { name: "layer".to_owned(), read_only: false };
+            let open = OpenOptions::new("layer", false);
             let qcow2 = Qcow2::open(&io, file.info(), open).await.expect("the image");
             for cluster in (0..CLUSTERS).filter(|cluster| holds(*cluster) == layer) {
                 let prepared = qcow2.prepare_write(&io, cluster * CLUSTER, CLUSTER).await.expect("space");

@@ -2,7 +2,7 @@
 
 use block::{
     Completion, Disk, DiskInfo, DiskQueue, IoError, IoErrorKind, IoResult, Op, ReactorCtx, Result, Run, Runs,
-    SECTOR_BYTES, Tag, Topology,
+    SECTOR_BYTES, StatusQuery, Tag, Topology,
 };
 use std::rc::Rc;
 
@@ -37,10 +37,8 @@ impl Disk for NullDisk {
         }
     }
 
-    fn block_status(&self, offset: u64, length_bytes: u64) -> Result<Runs<'_>> {
-        let end = offset.saturating_add(length_bytes).min(self.size_bytes);
-        let length_bytes = end.saturating_sub(offset);
-        Ok(Box::new((length_bytes > 0).then_some(Ok(Run::of_nothing(offset, length_bytes))).into_iter()))
+    fn block_status(&self, query: &StatusQuery) -> Result<Runs<'_>> {
+        Ok(query.answered_with(self.size_bytes, Run::of_nothing))
     }
 
     fn open_queue(&self, _ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {

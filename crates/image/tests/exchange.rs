@@ -5,7 +5,7 @@ mod common;
 
 use block::{
     Completion, Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, File, FileInfo, FileQueue, Op, ReactorCtx,
-    Result, Tag, Task,
+    Result, StatusQuery, Tag, Task,
 };
 use common::{Chain, Layer, SimOpener, name};
 use format_qcow2::{BitmapAction, CreateOptions as Qcow2Options};
@@ -203,7 +203,8 @@ fn open_exchanging(chain: &Chain, storage: &SimStorage, pace: Pace, done: &Arc<A
         // The old size or the new one, and nothing comes to light in between.
         let old_bytes = chain.top().size_bytes();
         assert!([old_bytes, size_bytes].contains(&image.info().size_bytes));
-        let added = image.extents()?.map(Result::unwrap).filter(|run| run.start >= old_bytes.next_multiple_of(4096));
+        let runs = image.block_status(&StatusQuery::all())?.map(Result::unwrap);
+        let added = runs.filter(|run| run.start >= old_bytes.next_multiple_of(4096));
         added.for_each(|run| assert!(run.zero, "{run:?}"));
     }
     let unused = (0..pace.overlays).map(overlay_name).filter(|overlay| *overlay > top || top == name(0));

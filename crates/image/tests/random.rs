@@ -3,7 +3,13 @@
 mod common;
 
 use common::{Chain, Layer, made_by_qemu, name};
+use memory::{BufferAccount, BufferBudget};
 use testkit::{ModelDisk, Session, SimFileOptions, Workload, mix, qcow2_check};
+
+/// Room for a request or two.
+fn small_budget() -> BufferAccount {
+    BufferBudget::new(64 << 10).account()
+}
 
 /// A chain of one to four layers with anything that the formats allow.
 fn random_chain(seed: u64) -> Chain {
@@ -35,6 +41,8 @@ fn random_chain(seed: u64) -> Chain {
         discard_zeroes: pick(2, 4) > 0,
         fast_zeroes: pick(3, 2) > 0,
         grows_with_zeros: pick(4, 4) == 0,
+        // Copies wait for each other.
+        buffers: if pick(8, 2) == 0 { small_budget() } else { BufferAccount::default() },
         ..SimFileOptions::default()
     };
     let table_cache_bytes = (pick(6, 3) == 0).then_some(0);
@@ -84,7 +92,8 @@ fn random_requests_over_random_chains_read_as_the_model_says() {
 fn snapshots_and_compressed_clusters_of_qemu_survive_random_requests() {
     for chain in made_by_qemu() {
         for seed in common::seeds(5) {
-            let chain = Chain { seed, ..chain.clone() };
+            let file = SimFileOptions { buffers: small_budget(), ..SimFileOptions::default() };
+            let chain = Chain { seed, file, ..chain.clone() };
             play(&chain).unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", chain.layers));
         }
     }

@@ -127,3 +127,27 @@ fn a_second_write_into_a_cluster_that_is_being_allocated_waits_and_both_are_ther
     assert!(found[..512] == first && found[512..1536] == second);
     assert!(found[1536..] == below[1536..], "the rest comes from the layer below");
 }
+
+#[test]
+fn a_long_read_of_data_and_zeros_by_turns_zeroes_only_a_part_at_once() {
+    const LARGE: u64 = 16 << 10;
+    const CLUSTERS: u64 = 512;
+    let chain = Chain::of(vec![Layer::qcow2(CLUSTERS * LARGE, LARGE)]);
+    let storage = chain.storage();
+    let mut session = Session::open(&storage, &|storage: &_| chain.open(storage), 1, 1).unwrap();
+    for cluster in (0..CLUSTERS).step_by(2) {
+        session.call(Request::write(cluster * LARGE, stamped(1, cluster * LARGE, LARGE as usize))).unwrap();
+        // Space that reads as zeros.
+        let (offset, length) = ((cluster + 1) * LARGE, LARGE);
+        session.call(Request::WriteZeroes { offset, length, may_unmap: true, flags: OpFlags::NONE }).unwrap();
+    }
+    let before = session.call(Request::read(0, (CLUSTERS * LARGE) as usize)).unwrap();
+    let queue = session.queues[0];
+    session.harness.submit(queue, vec![(0, Request::read(0, (CLUSTERS * LARGE) as usize))]);
+    // All pieces of data that come before the zeros which are left to a task.
+    let at_once = session.harness.reactor().operations_in_flight();
+    assert!((8..=128).contains(&at_once), "{at_once} of 256 pieces of data");
+    assert_eq!(gather(&mut session), [0]);
+    assert_eq!(session.call(Request::read(0, (CLUSTERS * LARGE) as usize)).unwrap(), before);
+    session.close().unwrap();
+}

@@ -4,13 +4,13 @@
 //! that the layers above it hold. These layers go on hiding them until the base is durable. Then the top is emptied,
 //! and the disk shows the same. A commit that was broken off is simply run again.
 
-use crate::Control;
 use crate::closed::closed;
 use crate::kept_snapshots::keep_snapshots;
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::rate::RateLimit;
 use crate::shared_opener::SharedOpener;
-use block::{Disk, DiskIo, Error, ErrorKind, File, IoError, Op, OpFlags, ReactorHandle, Result};
+use crate::{Control, JobDisk};
+use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorHandle, Result, StatusQuery};
 use image::{BackingPolicy, FileName, Format, GrowBy, Image, ImageOptions, Opener, Role};
 use memory::AlignedBuf;
 use std::ops::Range;
@@ -32,7 +32,7 @@ const DEPTH: usize = 8;
 #[non_exhaustive]
 pub struct CommitOptions {
     /// The overlay.
-    pub top: PathBuf,
+    pub top: FileName,
     /// Its format, if the user named one.
     pub format: Option<Format>,
     /// The layer that takes its contents, as the user or the images name it; the one right below by default.
@@ -52,7 +52,7 @@ pub struct CommitOptions {
 impl CommitOptions {
     /// Options for the overlay `top`, with everything else at its default.
     #[must_use]
-    pub fn new(top: impl Into<PathBuf>) -> Self {
+    pub fn new(top: impl Into<FileName>) -> Self {
         Self {
             top: top.into(),
             format: None,
@@ -82,15 +82,15 @@ pub fn commit(
 ) -> Result<()> {
     let found = find_base(options, opener)?;
     let opener = SharedOpener::new(opener);
-    let base_file = opener.open(&found.name, Role::Writable)?;
+    opener.open(&found.name, Role::Writable)?;
     if let Some(data_file) = &found.data_file {
         opener.open(data_file, Role::Writable)?;
     }
-    let top = Arc::new(image::open(&open_options(options, &(&options.top).into(), found.top_format, false), &opener)?);
+    let top = Arc::new(image::open(&open_options(options, &options.top, found.top_format, false), &opener)?);
     let base_options = open_options(options, &found.name, found.said_format, true);
     let size = top.info().size_bytes;
     if image::open(&base_options, &opener)?.info().size_bytes < size {
-        let growth = Growth { top: &top, base: &base_options, file: &base_file, depth: found.depth };
+        let growth = Growth { top: &top, base: &base_options, depth: found.depth };
         grow(&growth, &opener, reactors, control)?;
     }
     let base = Arc::new(image::open(&base_options, &opener)?);
@@ -127,7 +127,7 @@ struct Found {
 }
 
 fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
-    let mut reading = open_options(options, &(&options.top).into(), options.format, false);
+    let mut reading = open_options(options, &options.top, options.format, false);
     reading.read_only = true;
     let chain = image::open(&reading, opener)?;
     let layers: Vec<(FileName, Option<FileName>)> = chain.layer_file_names().collect();
@@ -147,7 +147,7 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
     let found = depth.and_then(at);
     let Some((depth, name, data_file)) = found else {
         let name = options.base.as_deref().unwrap_or(Path::new(""));
-        let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top.display());
+        let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top);
         return Err(Error::new(ErrorKind::BadOption, what));
     };
     if !options.change_snapshots {
@@ -173,7 +173,6 @@ fn open_options(options: &CommitOptions, name: &FileName, format: Option<Format>
 struct Growth<'a> {
     top: &'a Arc<Image>,
     base: &'a ImageOptions,
-    file: &'a Arc<dyn File>,
     depth: usize,
 }
 
@@ -189,16 +188,13 @@ fn grow(
     let (old, rests_on_another) = (base.info().size_bytes, base.formats().count() > 1);
     let cancel = control.cancel;
     let watch = &mut |_: u64, _: u64| !cancel.load(Ordering::Relaxed);
-    match base.qcow2_header().map(|header| header.version) {
-        None => return image::grow_raw(growth.file, size),
-        // This version has no clusters that say zero.
-        Some(2) if rests_on_another => {}
+    if base.can_say_zero() || !rests_on_another {
         // In one step, with what lies below the base hidden.
-        Some(_) => return base.resize(size, false, GrowBy::Nothing, watch),
+        return base.resize(size, false, GrowBy::Nothing, watch);
     }
     // In the part by which the base grows, the layer below it would show. The top hides that part until it is zeros.
     let mut ranges = Vec::new();
-    for run in growth.top.extents_above(growth.depth)? {
+    for run in growth.top.block_status(&above(growth.depth))? {
         let run = run?;
         let range = run.start.max(old)..run.end();
         if !run.present && !range.is_empty() {
@@ -248,7 +244,7 @@ fn copy(
     // One task writes a whole cluster of the base.
     let piece = PIECE_BYTES.max(u64::from(base.info().topology.optimal_io_bytes));
     let pipeline = {
-        let spread = Spread::of_copies([top, base].into_iter());
+        let spread = Spread::of_copies([top, base].map(JobDisk::from).iter());
         let (top, base) = (Arc::clone(top), Arc::clone(base));
         Pipeline::start(reactors, spread, DEPTH, size, move |ctx| {
             Ok(Committer { top: DiskIo::open(top.as_ref(), ctx)?, base: DiskIo::open(base.as_ref(), ctx)?, piece })
@@ -260,7 +256,12 @@ fn copy(
     finished
 }
 
-/// What the layers above the base hold, cut where the base's clusters end.
+/// What the layers above the base hold.
+fn above(depth: usize) -> StatusQuery {
+    StatusQuery::all().with(|query| query.layers = depth)
+}
+
+/// Hands out what the layers above the base hold, cut where the base's clusters end.
 fn hand_out(
     top: &Image,
     depth: usize,
@@ -270,7 +271,7 @@ fn hand_out(
     control: &mut Control<'_>,
 ) -> Result<()> {
     let mut limit = RateLimit::new(rate);
-    for run in top.extents_above(depth)? {
+    for run in top.block_status(&above(depth))? {
         let run = run?;
         control.check()?;
         // A layer above the base that is shorter hides what the base holds behind that layer's end.

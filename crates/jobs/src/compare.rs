@@ -1,10 +1,9 @@
 //! Whether two disks hold the same, as their guests see them.
 
-use crate::Control;
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
-use block::{Disk, DiskIo, Error, ErrorKind, IoError, ReactorHandle, Result, SECTOR_BYTES};
-use image::{Image, Run};
+use crate::{Control, JobDisk};
+use block::{DiskIo, Error, ErrorKind, IoError, ReactorHandle, Result, Run, SECTOR_BYTES, StatusQuery};
 use memory::AlignedBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -72,8 +71,8 @@ struct Piece {
 ///
 /// What lies behind the end of the shorter disk counts as zeros.
 pub fn compare(
-    left: &Arc<Image>,
-    right: &Arc<Image>,
+    left: &JobDisk,
+    right: &JobDisk,
     strict: bool,
     reactors: &[Arc<dyn ReactorHandle>],
     control: &mut Control<'_>,
@@ -86,12 +85,12 @@ pub fn compare(
     }
     let mismatch = Arc::new(AtomicU64::new(NOWHERE));
     let pipeline = {
-        let (left, right, mismatch) = (Arc::clone(left), Arc::clone(right), Arc::clone(&mismatch));
+        let (left, right, mismatch) = (left.clone(), right.clone(), Arc::clone(&mismatch));
         Pipeline::start(reactors, Spread::All, DEPTH, left_bytes.max(right_bytes), move |ctx| {
             Ok(Comparer {
-                left: DiskIo::open(left.as_ref(), ctx)?,
-                right: DiskIo::open(right.as_ref(), ctx)?,
-                names: [name_of(&left), name_of(&right)],
+                left: left.open(ctx)?,
+                right: right.open(ctx)?,
+                names: [&left, &right].map(|disk| disk.name().to_owned()),
                 mismatch: Arc::clone(&mismatch),
             })
         })
@@ -108,21 +107,17 @@ pub fn compare(
     })
 }
 
-fn name_of(image: &Image) -> String {
-    image.said_file_names().next().map(|name| name.to_string()).unwrap_or_default()
-}
-
 /// Hands out what has to be read. Returns where a strict comparison found different allocation.
 fn walk(
-    left: &Image,
-    right: &Image,
+    left: &JobDisk,
+    right: &JobDisk,
     strict: bool,
     pipeline: &Pipeline<Piece>,
     mismatch: &AtomicU64,
     control: &mut Control<'_>,
 ) -> Result<Option<u64>> {
-    let mut left = Cursor::new(left.extents()?);
-    let mut right = Cursor::new(right.extents()?);
+    let mut left = Cursor::new(left.block_status(&StatusQuery::all())?);
+    let mut right = Cursor::new(right.block_status(&StatusQuery::all())?);
     let mut at = 0u64;
     loop {
         let (one, other) = (left.at(at)?, right.at(at)?);

@@ -13,6 +13,7 @@ pub struct Progress {
 }
 
 /// The caller's side of a job.
+#[non_exhaustive]
 pub struct Control<'a> {
     /// Set from anywhere to stop the job, which then fails.
     pub cancel: &'a AtomicBool,
@@ -20,7 +21,12 @@ pub struct Control<'a> {
     pub progress: &'a mut dyn FnMut(Progress),
 }
 
-impl Control<'_> {
+impl<'a> Control<'a> {
+    /// Progress goes to `progress`; setting `cancel` stops the job.
+    pub fn new(cancel: &'a AtomicBool, progress: &'a mut dyn FnMut(Progress)) -> Self {
+        Self { cancel, progress }
+    }
+
     pub(crate) fn tell(&mut self, done_bytes: u64, total_bytes: u64) {
         (self.progress)(Progress { done_bytes: done_bytes.min(total_bytes), total_bytes });
     }

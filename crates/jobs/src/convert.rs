@@ -1,13 +1,12 @@
 //! Copying disks into another image, keeping what is sparse sparse.
 
-use crate::Control;
-use crate::closed::closed;
 use crate::convert_plan::{Piece, Plan};
 use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::sources::{Salvage, Sources, places};
-use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorCtx, ReactorHandle, Result};
-use image::{CopyOffload, Format, Image};
+use crate::{Control, JobDisk};
+use block::{DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorCtx, ReactorHandle, Result};
+use image::CopyOffload;
 use memory::AlignedBuf;
 use std::cell::Cell;
 use std::ops::Range;
@@ -79,8 +78,8 @@ impl ConvertOptions {
 /// Copies `sources`, one behind the other, to the start of `target`, and makes it durable. No queue of the target may
 /// be open.
 pub fn convert(
-    sources: &[Arc<Image>],
-    target: &Arc<Image>,
+    sources: &[JobDisk],
+    target: &JobDisk,
     options: &ConvertOptions,
     reactors: &[Arc<dyn ReactorHandle>],
     control: &mut Control<'_>,
@@ -88,13 +87,10 @@ pub fn convert(
     let places = places(sources);
     let total = places.last().map_or(0, |last| last.end);
     if target.info().size_bytes < total {
-        return Err(Error::new(ErrorKind::BadOption, "output file is smaller than input file"));
+        return Err(Error::new(ErrorKind::Io, "output file is smaller than input file"));
     }
     // One task writes a cluster, and in one piece if possible.
-    let cluster = match target.format() {
-        Some(Format::Qcow2) => u64::from(target.info().topology.optimal_io_bytes),
-        _ => GRAIN_BYTES,
-    };
+    let cluster = target.unit_bytes();
     let alignment = cluster.max(GRAIN_BYTES);
     let shows_zeros_from = match target.backing_bytes() {
         Some(bytes) if options.target_is_new => bytes,
@@ -109,14 +105,14 @@ pub fn convert(
         false => Spread::of_copies(sources.iter().chain([target])),
     };
     let pipeline = {
-        let (sources, target, plan) = (sources.to_vec(), Arc::clone(target), plan.clone());
+        let (sources, target, plan) = (sources.to_vec(), target.clone(), plan.clone());
         let offloaded = Arc::clone(&offloaded);
         Pipeline::start(reactors, spread, options.depth.max(1), total, move |ctx| {
             let Plan { options, .. } = &plan;
             let offload = options.offload.then(|| Offload::open(&sources, &target, ctx, &offloaded)).transpose()?;
             Ok(Copier {
                 sources: Sources::open(&sources, ctx, options.salvage.clone())?,
-                target: DiskIo::open(target.as_ref(), ctx)?,
+                target: target.open(ctx)?,
                 packer: options.compress.then(|| Packer::open(&target, ctx, cluster)).transpose()?,
                 offload,
                 plan: plan.clone(),
@@ -126,13 +122,7 @@ pub fn convert(
     let pipeline = pipeline.limited(options.rate);
     let handed_out = plan.hand_out(sources, &places, &pipeline, control);
     let finished = pipeline.finish(control);
-    let done = handed_out.and(finished);
-    if options.target_is_new {
-        done?;
-        target.close_new()?;
-    } else {
-        closed(done, target)?;
-    }
+    target.finish(handed_out.and(finished), options.target_is_new, reactors, control)?;
     Ok(Converted { offloaded_bytes: offloaded.load(Ordering::Relaxed) })
 }
 
@@ -146,16 +136,16 @@ struct Copier {
 
 /// Has the host copy (`copy_file_range`), until it refuses once.
 struct Offload {
-    /// From each source.
-    from: Vec<CopyOffload>,
+    /// From each source, where that can be.
+    from: Vec<Option<CopyOffload>>,
     refused: Cell<bool>,
     offloaded: Arc<AtomicU64>,
 }
 
 impl Offload {
     fn open(
-        sources: &[Arc<Image>],
-        target: &Image,
+        sources: &[JobDisk],
+        target: &JobDisk,
         ctx: &Rc<dyn ReactorCtx>,
         offloaded: &Arc<AtomicU64>,
     ) -> Result<Self> {
@@ -166,10 +156,8 @@ impl Offload {
     /// Whether the host has copied this range of a source.
     async fn copy(&self, (index, from): (usize, u64), range: &Range<u64>) -> bool {
         let length = range.end - range.start;
-        if self.refused.get() {
-            return false;
-        }
-        match self.from[index].copy(from, range.start, length).await {
+        let Some(offload) = self.from[index].as_ref().filter(|_| !self.refused.get()) else { return false };
+        match offload.copy(from, range.start, length).await {
             Ok(true) => {
                 self.offloaded.fetch_add(length, Ordering::Relaxed);
                 true

@@ -1,11 +1,9 @@
 //! Which parts of a conversion's sources are copied, zeroed or left alone, and in which pieces.
 
 use crate::pipeline::Pipeline;
-use crate::{Control, ConvertOptions};
-use block::Result;
-use image::{Extents, Image, Run};
+use crate::{Control, ConvertOptions, JobDisk};
+use block::{Result, Run, Runs, StatusQuery};
 use std::ops::Range;
-use std::sync::Arc;
 
 /// How much is zeroed at once. Mostly metadata change.
 const ZERO_PIECE_BYTES: u64 = 64 << 20;
@@ -35,7 +33,7 @@ impl Plan {
     /// Copies are whole clusters (zeros beside the data are read with them); zeros are what is left.
     pub(crate) fn hand_out(
         &self,
-        sources: &[Arc<Image>],
+        sources: &[JobDisk],
         places: &[Range<u64>],
         pipeline: &Pipeline<Piece>,
         control: &mut Control<'_>,
@@ -64,15 +62,12 @@ impl Plan {
     }
 
     /// The runs of all sources, where they come to lie.
-    fn runs(&self, sources: &[Arc<Image>], places: &[Range<u64>]) -> impl Iterator<Item = Result<Run>> {
-        let runs_of = |source: &Arc<Image>, start: u64| -> Box<dyn Iterator<Item = Result<Run>>> {
-            let extents = if self.options.top_only { source.top_extents() } else { source.extents() };
-            let moved = move |run: Run| Run { start: run.start + start, ..run };
-            match (extents, self.options.salvage.is_some()) {
-                (Ok(extents), false) => Box::new(extents.map(move |run| run.map(moved))),
-                (Ok(extents), true) => Box::new(Salvaged(extents).map(move |run| run.map(moved))),
-                (Err(error), _) => Box::new(std::iter::once(Err(error))),
-            }
+    fn runs(&self, sources: &[JobDisk], places: &[Range<u64>]) -> impl Iterator<Item = Result<Run>> {
+        let layers = if self.options.top_only { 1 } else { usize::MAX };
+        let query = StatusQuery::all().with(|query| query.layers = layers);
+        let runs_of = |disk, start: u64| {
+            let runs = SourceRuns { disk, query, salvages: self.options.salvage.is_some(), runs: None };
+            runs.map(move |run| run.map(|run: Run| Run { start: run.start + start, ..run }))
         };
         let each: Vec<_> = sources.iter().zip(places).map(|(source, place)| runs_of(source, place.start)).collect();
         each.into_iter().flatten().flat_map(|run| {
@@ -94,26 +89,38 @@ impl Plan {
     }
 }
 
-/// The runs of a disk. A part that its tables do not describe is tried too.
-struct Salvaged(Extents);
+/// The runs of a disk. To salvage it, a part that its tables do not describe is tried too.
+struct SourceRuns<'a> {
+    disk: &'a JobDisk,
+    /// What is left of it.
+    query: StatusQuery,
+    salvages: bool,
+    runs: Option<Runs<'a>>,
+}
 
-impl Iterator for Salvaged {
+impl Iterator for SourceRuns<'_> {
     type Item = Result<Run>;
 
     fn next(&mut self) -> Option<Result<Run>> {
-        match self.0.next()? {
-            Ok(run) => Some(Ok(run)),
-            Err(error) => Some(self.0.step_over(SALVAGE_STEP_BYTES).ok_or(error).map(|Range { start, end }| Run {
-                start,
-                length_bytes: end - start,
-                depth: 0,
-                present: true,
-                zero: false,
-                data: true,
-                compressed: false,
-                offset: None,
-            })),
-        }
+        let runs = match self.runs.take() {
+            Some(runs) => runs,
+            None => match self.disk.block_status(&self.query) {
+                Ok(runs) => runs,
+                Err(error) => return Some(Err(error)),
+            },
+        };
+        let run = match self.runs.insert(runs).next()? {
+            Err(_) if self.salvages => {
+                self.runs = None;
+                let start = self.query.offset;
+                let end = (start / SALVAGE_STEP_BYTES + 1) * SALVAGE_STEP_BYTES;
+                Run::of_data(start, end.min(self.disk.info().size_bytes) - start)
+            }
+            Err(error) => return Some(Err(error)),
+            Ok(run) => run,
+        };
+        self.query.offset = run.end();
+        Some(Ok(run))
     }
 }
 

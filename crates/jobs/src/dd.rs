@@ -1,10 +1,8 @@
 //! Copying a part of a disk to the start of a new one.
 
-use crate::Control;
-use crate::closed::closed;
 use crate::pipeline::{Pipeline, Spread, Worker};
+use crate::{Control, JobDisk};
 use block::{DiskIo, Error, ErrorKind, IoError, ReactorHandle, Result};
-use image::Image;
 use memory::AlignedBuf;
 use std::ops::Range;
 use std::rc::Rc;
@@ -17,23 +15,22 @@ const DEPTH: usize = 8;
 /// Copies `part` of `source` to the start of `target`, and makes it durable. Zeros are left out if the target reads as
 /// zeros already (`target_is_zero`). No queue of the target may be open.
 pub fn dd(
-    source: &Arc<Image>,
+    source: &JobDisk,
     part: Range<u64>,
-    target: &Arc<Image>,
+    target: &JobDisk,
     target_is_zero: bool,
     reactors: &[Arc<dyn ReactorHandle>],
     control: &mut Control<'_>,
 ) -> Result<()> {
-    use block::Disk;
     let total = part.end.saturating_sub(part.start);
     if target.info().size_bytes < total {
-        return Err(Error::new(ErrorKind::BadOption, "output file is smaller than what is copied"));
+        return Err(Error::new(ErrorKind::Io, "output file is smaller than what is copied"));
     }
-    let piece = PIECE_BYTES.max(u64::from(target.info().topology.optimal_io_bytes));
+    let piece = PIECE_BYTES.max(target.unit_bytes());
     let pipeline = {
-        let (source, target, start) = (Arc::clone(source), Arc::clone(target), part.start);
+        let (source, target, start) = (source.clone(), target.clone(), part.start);
         Pipeline::start(reactors, Spread::All, DEPTH, total, move |ctx| {
-            let (source, target) = (DiskIo::open(source.as_ref(), ctx)?, DiskIo::open(target.as_ref(), ctx)?);
+            let (source, target) = (source.open(ctx)?, target.open(ctx)?);
             Ok(Copier { source, target, target_is_zero, start, piece: piece as usize })
         })
     };
@@ -45,7 +42,7 @@ pub fn dd(
         }
         at = end;
     }
-    closed(pipeline.finish(control), target)
+    target.finish(pipeline.finish(control), false, reactors, control)
 }
 
 struct Copier {

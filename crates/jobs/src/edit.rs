@@ -3,7 +3,6 @@
 use crate::Control;
 use block::{File, Result};
 use image::{Amend, CreateOptions, Edit, Format, GrowBy, Image};
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -21,18 +20,18 @@ pub fn create(
 /// Takes, applies or deletes an internal snapshot of the image in `file`, which was opened for writing. Cancelled, it
 /// leaves the image as it was.
 pub fn edit(
-    path: &Path,
+    name: &str,
     file: &Arc<dyn File>,
     format: Option<Format>,
     edit: &Edit,
     control: &mut Control<'_>,
 ) -> Result<()> {
-    image::edit(path, file, format, edit, &mut watch(control))
+    image::edit(name, file, format, edit, &mut watch(control))
 }
 
-/// Changes the size of a qcow2 image that was opened for writing. Cancelled, it leaves the image as it was; or, where the
-/// error says that a shorter disk has its new size already, its file longer than it has to be.
-pub fn resize_qcow2(
+/// Changes the size of an image that was opened for writing. Cancelled, it leaves the image as it was; or, where the error
+/// says that a shorter disk has its new size already, its file longer than it has to be.
+pub fn resize(
     image: Image,
     size_bytes: u64,
     shrink: bool,
@@ -42,8 +41,8 @@ pub fn resize_qcow2(
     image.resize(size_bytes, shrink, preallocation, &mut watch(control))
 }
 
-/// Changes options of a qcow2 image that was opened for writing. Cancelled, it leaves the image as it was; a size that
-/// becomes smaller is as with [`resize_qcow2`].
+/// Changes options of an image that was opened for writing. Cancelled, it leaves the image as it was; a size that
+/// becomes smaller is as with [`resize`].
 pub fn amend(image: Image, amend: &Amend, control: &mut Control<'_>) -> Result<()> {
     image.amend(amend, &mut watch(control))
 }

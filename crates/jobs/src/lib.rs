@@ -8,8 +8,7 @@
 //! * [`check`]: whether an image's tables agree.
 //! * [`convert`]: copies disks into another image. [`measure`]: how large that image would become.
 //! * [`commit`]: writes what an overlay holds into a layer below. [`rebase`]: gives an overlay another backing file.
-//! * [`create`]: new images. [`resize_raw`], [`resize_qcow2`]: more or less room. [`edit`]: internal snapshots. [`amend`]: other
-//!   options.
+//! * [`create`]: new images. [`resize`]: more or less room. [`edit`]: internal snapshots. [`amend`]: other options.
 //!
 //! ```no_run
 //! # use {block as ringdisk_block, image as ringdisk_image};
@@ -19,7 +18,8 @@
 //! use std::sync::atomic::AtomicBool;
 //!
 //! fn allocated_bytes(image: &Image, cancel: &AtomicBool) -> Result<u64> {
-//!     let mut control = Control { cancel, progress: &mut |progress| eprintln!("{} bytes", progress.done_bytes) };
+//!     let mut show = |progress: ringdisk_jobs::Progress| eprintln!("{} bytes", progress.done_bytes);
+//!     let mut control = Control::new(cancel, &mut show);
 //!     let mut allocated = 0;
 //!     ringdisk_jobs::map(image, &mut control, |run| {
 //!         allocated += if run.data { run.length_bytes } else { 0 };
@@ -39,6 +39,7 @@ mod control;
 mod convert;
 mod convert_plan;
 mod dd;
+mod disk;
 mod edit;
 mod kept_snapshots;
 mod map;
@@ -47,7 +48,6 @@ mod pack;
 mod pipeline;
 mod rate;
 mod rebase;
-mod resize;
 mod runs;
 mod shared_opener;
 mod sources;
@@ -59,9 +59,9 @@ pub use compare::{CompareError, Comparison, Difference, Stage, compare};
 pub use control::{Control, Progress};
 pub use convert::{ConvertOptions, Converted, convert};
 pub use dd::dd;
-pub use edit::{amend, create, edit, resize_qcow2};
+pub use disk::JobDisk;
+pub use edit::{amend, create, edit, resize};
 pub use map::map;
-pub use measure::{Measure, Target, measure, measure_size};
+pub use measure::measure;
 pub use rebase::{RebaseOptions, rebase};
-pub use resize::resize_raw;
 pub use sources::{Salvage, Unreadable};

@@ -1,7 +1,7 @@
 //! What lies where in a disk.
 
 use crate::Control;
-use block::{Disk, Result, Run};
+use block::{Disk, Result, Run, StatusQuery};
 
 /// How many runs are shown between two looks at the caller's wishes.
 const RUNS_PER_LOOK: usize = 256;
@@ -9,7 +9,7 @@ const RUNS_PER_LOOK: usize = 256;
 /// Shows every run of the disk to `visit`, in order.
 pub fn map(disk: &dyn Disk, control: &mut Control<'_>, mut visit: impl FnMut(Run) -> Result<()>) -> Result<()> {
     let total = disk.info().size_bytes;
-    for (index, run) in disk.block_status(0, total)?.enumerate() {
+    for (index, run) in disk.block_status(&StatusQuery::all())?.enumerate() {
         let run = run?;
         visit(run)?;
         if index % RUNS_PER_LOOK == 0 {

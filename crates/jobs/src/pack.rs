@@ -1,8 +1,9 @@
 //! Compressed clusters on their way into an image: compressed on the reactors' threads, several to a write.
 
+use crate::JobDisk;
 use crate::convert::failed;
-use block::{Disk, DiskIo, ReactorCtx, Result, reclaim};
-use image::{CompressedWriter, Compressor, Image, PackedCluster};
+use block::{DiskIo, ReactorCtx, Result, reclaim};
+use image::{CompressedWriter, Compressor, PackedCluster};
 use memory::{AlignedBuf, IoBuf};
 use std::ops::Range;
 use std::rc::Rc;
@@ -41,7 +42,7 @@ impl Packing {
 }
 
 impl Packer {
-    pub(crate) fn open(target: &Image, ctx: &Rc<dyn ReactorCtx>, cluster_bytes: u64) -> Result<Self> {
+    pub(crate) fn open(target: &JobDisk, ctx: &Rc<dyn ReactorCtx>, cluster_bytes: u64) -> Result<Self> {
         let (writer, size_bytes) = (target.compressed_writer(ctx)?, target.info().size_bytes);
         // An image that takes no compressed clusters is refused before anything is done.
         writer.compressor()?;

@@ -1,9 +1,8 @@
 //! Many pieces of work in flight at once: one thread hands them out, and tasks on reactors do them.
 
-use crate::Control;
 use crate::rate::RateLimit;
+use crate::{Control, JobDisk};
 use block::{Error, ErrorKind, ReactorCtx, ReactorHandle, Result, WaitList, run_and_wait};
-use image::Image;
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -167,9 +166,9 @@ pub(crate) enum Spread {
 }
 
 impl Spread {
-    /// Between images from which pieces pass unchanged to another.
-    pub(crate) fn of_copies<'a>(mut images: impl Iterator<Item = &'a Arc<Image>>) -> Self {
-        if images.all(|image| image.is_in_memory()) { Self::OneTaskEach } else { Self::First }
+    /// Between disks from which pieces pass unchanged to another.
+    pub(crate) fn of_copies<'a>(mut disks: impl Iterator<Item = &'a JobDisk>) -> Self {
+        if disks.all(JobDisk::is_in_memory) { Self::OneTaskEach } else { Self::First }
     }
 }
 
@@ -317,7 +316,8 @@ mod tests {
             // New ones each time: either may be the one that panics.
             let reactors: Vec<_> = (0..2).map(|_| Reactor::spawn(ReactorConfig::default()).unwrap()).collect();
             let handles: Vec<_> = reactors.iter().map(|reactor| reactor.handle()).collect();
-            let mut control = Control { cancel: &cancel, progress: &mut |_: Progress| () };
+            let mut silent = |_: Progress| ();
+            let mut control = Control::new(&cancel, &mut silent);
             let pipeline = Pipeline::start(&handles, spread, 1, 1000, |_| Ok(PanicsAt(3)));
             let pushed = (0..1000).take_while(|item| pipeline.push(*item, 1, &mut control)).count();
             assert!(pushed > 3, "nothing happened");

@@ -11,13 +11,14 @@ use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
 use crate::shared_opener::SharedOpener;
-use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorHandle, Result};
-use image::{Backing, BackingPolicy, FileName, Format, Image, ImageOptions, Opener, Role, Run};
+use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorHandle, Result, Run, StatusQuery};
+use image::{Backing, BackingPolicy, FileName, Format, Image, ImageOptions, Opener, Role};
 use memory::AlignedBuf;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// How much is compared at once.
 const PIECE_BYTES: u64 = 512 << 10;
@@ -30,7 +31,7 @@ const DEPTH: usize = 8;
 #[non_exhaustive]
 pub struct RebaseOptions {
     /// The overlay.
-    pub top: PathBuf,
+    pub top: FileName,
     /// Its format, if the user named one.
     pub format: Option<Format>,
     /// The new backing file; `None` for none.
@@ -51,7 +52,7 @@ pub struct RebaseOptions {
 impl RebaseOptions {
     /// Options for the overlay `top`, with everything else at its default.
     #[must_use]
-    pub fn new(top: impl Into<PathBuf>) -> Self {
+    pub fn new(top: impl Into<FileName>) -> Self {
         Self {
             top: top.into(),
             format: None,
@@ -81,19 +82,20 @@ pub fn rebase(
     control: &mut Control<'_>,
 ) -> Result<()> {
     let opener = SharedOpener::new(opener);
-    let file = opener.open(&(&options.top).into(), Role::Writable)?;
-    let description = image::inspect(&options.top, &file, options.format)?;
-    if description.format == Format::Raw {
-        let what = format!("'{}': a raw image cannot have a backing file", options.top.display());
+    let file = opener.open(&options.top, Role::Writable)?;
+    let description = image::inspect(options.top.clone(), &file, options.format)?;
+    if !description.format.can_have_backing() {
+        let what = format!("'{}': a {} image cannot have a backing file", options.top, description.format);
         return Err(Error::new(ErrorKind::Unsupported, what));
     }
     if !options.name_only {
         if !options.change_snapshots {
-            keep_snapshots(options.top.display(), &description.snapshots)?;
+            keep_snapshots(&options.top, &description.snapshots)?;
         }
-        // Before version 3 no entry can say that a cluster is zero.
-        let can_say_zero = description.qcow2.as_ref().is_some_and(|header| header.version >= 3);
-        copy_differences(options, can_say_zero, &opener, reading, reactors, control)?;
+        // What is copied goes to space that the refcounts call free.
+        let mut go_on = |_, _| !control.cancel.load(Ordering::Relaxed);
+        image::look_before_writing(&file, description.format, &mut go_on)?;
+        copy_differences(options, description.format, &opener, reading, reactors, control)?;
     }
     control.check()?;
     image::set_backing(&file, description.format, options.backing.as_ref())
@@ -101,21 +103,21 @@ pub fn rebase(
 
 fn copy_differences(
     options: &RebaseOptions,
-    can_say_zero: bool,
+    format: Format,
     opener: &SharedOpener<'_>,
     reading: &dyn Opener,
     reactors: &[Arc<dyn ReactorHandle>],
     control: &mut Control<'_>,
 ) -> Result<()> {
-    let mut open = ImageOptions::new(&options.top);
-    open.format = Some(Format::Qcow2);
+    let mut open = ImageOptions::new(options.top.clone());
+    open.format = Some(format);
     open.allow_backing = options.allow_backing.clone();
     open.listed.clone_from(&options.listed);
     let top = Arc::new(image::open(&open, opener)?);
     let below = match &options.backing {
         None => None,
         Some(backing) => {
-            let path = options.top.parent().unwrap_or(Path::new("")).join(&backing.file);
+            let path = image::backing_path(&options.top, &backing.file)?;
             Some(Arc::new(open_new(options, &path, backing, reading)?))
         }
     };
@@ -123,11 +125,11 @@ fn copy_differences(
         && let Some(own) = top.file_names().next()
         && below.file_names().any(|name| name == own)
     {
-        let what = format!("'{}' cannot be its own backing file", options.top.display());
+        let what = format!("'{}' cannot be its own backing file", options.top);
         return Err(Error::new(ErrorKind::BadOption, what));
     }
     // An image without a backing file need not say that a cluster is zero. Other data are packed.
-    let says_zero = top.formats().count() > 1 && (can_say_zero || !options.compress);
+    let says_zero = top.formats().count() > 1 && (top.can_say_zero() || !options.compress);
     closed(copy(&top, below.as_ref(), (options.compress, says_zero), reactors, control), &top)
 }
 
@@ -171,7 +173,7 @@ fn copy(
         Pipeline::start(reactors, Spread::All, DEPTH, size, move |ctx| {
             Ok(Rebaser {
                 top: DiskIo::open(top.as_ref(), ctx)?,
-                packer: compress.then(|| Packer::open(&top, ctx, cluster)).transpose()?,
+                packer: compress.then(|| Packer::open(&(&top).into(), ctx, cluster)).transpose()?,
                 below: below.as_ref().map(|below| DiskIo::open(below.as_ref(), ctx)).transpose()?,
                 below_bytes,
                 says_zero,
@@ -222,9 +224,9 @@ fn walk(
         |image: &Image| -> Vec<FileName> { image.layer_file_names().map(|(own, data)| data.unwrap_or(own)).collect() };
     let new_names = below.map(|below| data_names(below)).unwrap_or_default();
     let old_names = data_names(top);
-    let mut new = below.map(|below| below.extents().map(Cursor::new)).transpose()?;
+    let mut new = below.map(|below| below.block_status(&StatusQuery::all()).map(Cursor::new)).transpose()?;
     let mut at = 0;
-    for run in top.extents()? {
+    for run in top.block_status(&StatusQuery::all())? {
         let run = run?;
         while at < run.end() {
             control.check()?;

@@ -1,16 +1,15 @@
 //! Walking along the runs of a disk beside another one.
 
-use block::Result;
-use image::{Extents, Run};
+use block::{Result, Run, Runs};
 
 /// The runs of one disk, looked at from offsets that only grow.
-pub(crate) struct Cursor {
-    runs: Extents,
+pub(crate) struct Cursor<'a> {
+    runs: Runs<'a>,
     run: Option<Run>,
 }
 
-impl Cursor {
-    pub(crate) fn new(runs: Extents) -> Self {
+impl<'a> Cursor<'a> {
+    pub(crate) fn new(runs: Runs<'a>) -> Self {
         Self { runs, run: None }
     }
 

@@ -1,8 +1,8 @@
 //! Several disks, one behind the other, read as one.
 
+use crate::JobDisk;
 use crate::convert::failed;
-use block::{Disk, DiskIo, IoError, ReactorCtx, Result, SECTOR_BYTES};
-use image::Image;
+use block::{DiskIo, IoError, ReactorCtx, Result, SECTOR_BYTES};
 use memory::AlignedBuf;
 use std::fmt;
 use std::ops::Range;
@@ -32,15 +32,15 @@ impl fmt::Debug for Salvage {
     }
 }
 
-/// Where each of `images` begins, and where the last one ends.
-pub(crate) fn places(images: &[Arc<Image>]) -> Vec<Range<u64>> {
+/// Where each of `disks` begins, and where the last one ends.
+pub(crate) fn places(disks: &[JobDisk]) -> Vec<Range<u64>> {
     let mut end = 0;
-    let place = |image: &Arc<Image>| {
+    let place = |disk: &JobDisk| {
         let start = end;
-        end += image.info().size_bytes;
+        end += disk.info().size_bytes;
         start..end
     };
-    images.iter().map(place).collect()
+    disks.iter().map(place).collect()
 }
 
 /// A queue of each on one reactor.
@@ -61,9 +61,9 @@ struct Part {
 
 impl Sources {
     /// Called on the reactor's thread.
-    pub(crate) fn open(images: &[Arc<Image>], ctx: &Rc<dyn ReactorCtx>, salvage: Option<Salvage>) -> Result<Self> {
-        let disks = images.iter().map(|image| DiskIo::open(image.as_ref(), ctx)).collect::<Result<_>>()?;
-        Ok(Self { disks, places: places(images), salvage })
+    pub(crate) fn open(sources: &[JobDisk], ctx: &Rc<dyn ReactorCtx>, salvage: Option<Salvage>) -> Result<Self> {
+        let disks = sources.iter().map(|source| source.open(ctx)).collect::<Result<_>>()?;
+        Ok(Self { disks, places: places(sources), salvage })
     }
 
     /// The source that holds all of a range, and where in it.

@@ -1,7 +1,7 @@
 //! Commit and rebase change images where they lie: seen through the overlay the disk never changes, whatever breaks,
 //! and running the job again finishes it.
 
-use block::{Disk, Error, ErrorKind, File, IoError, OpFlags, Result};
+use block::{Disk, Error, ErrorKind, File, IoError, OpFlags, Result, StatusQuery};
 use format_qcow2::{BitmapAction, CreateOptions as Qcow2Options};
 use image::{Backing, BackingPolicy, CreateOptions, FileName, Format, GrowBy, ImageOptions, Opener, Role};
 use ringdisk_jobs::{CommitOptions, Control, RebaseOptions};
@@ -141,7 +141,8 @@ impl Case {
         let handle: Arc<dyn block::ReactorHandle> = SimHandle::new(&reactor);
         let opener = SimOpener(storage.clone());
         let cancel = AtomicBool::new(false);
-        let mut control = Control { cancel: &cancel, progress: &mut |_| reactor.run_until_idle() };
+        let mut step = |_| reactor.run_until_idle();
+        let mut control = Control::new(&cancel, &mut step);
         match &self.job {
             Job::Commit { base, keep } => {
                 let options = CommitOptions::new("top").with(|options| {
@@ -202,7 +203,7 @@ impl Case {
             Job::Rebase { to, compress } => {
                 let options = ImageOptions::new("top").with(|options| options.allow_backing = BackingPolicy::Any);
                 let image = image::open(&options, &SimOpener(storage.clone())).map_err(|error| error.to_string())?;
-                let mut runs = image.extents().map_err(|error| error.to_string())?;
+                let mut runs = image.block_status(&StatusQuery::all()).map_err(|error| error.to_string())?;
                 let compressed = runs.any(|run| run.is_ok_and(|run| run.depth == 0 && run.compressed));
                 if compressed != *compress {
                     return Err(format!("compressed clusters in the overlay: {compressed}"));
@@ -439,11 +440,11 @@ fn a_raw_image_for_which_there_is_no_space_and_one_whose_growth_is_given_up_keep
     let storage = SimStorage::new(1);
     RAW.make(&storage);
     let before = storage.bytes("base");
-    let file = storage.file("base").unwrap();
     let cancel = AtomicBool::new(false);
     let grow = |progress: &mut dyn FnMut(ringdisk_jobs::Progress)| {
-        let mut control = Control { cancel: &cancel, progress };
-        ringdisk_jobs::resize_raw(file.as_ref(), 5 << 20, false, GrowBy::Zeros, &mut control)
+        let image = image::open(&ImageOptions::new("base"), &SimOpener(storage.clone())).unwrap();
+        let mut control = Control::new(&cancel, progress);
+        ringdisk_jobs::resize(image, 5 << 20, false, GrowBy::Zeros, &mut control)
     };
     let no_space = FaultAction::Scatter(IoError::from_errno(28));
     storage.inject("base", Fault::nth(OpKind::Write, 1, no_space));

@@ -1,4 +1,4 @@
-//! Several targets under the same load, in turn: the figures that are compared, their medians, and ratios with spread.
+//! Several targets under the same load, one after the other: figures, their medians, and ratios with their spread.
 
 use crate::report::BenchReport;
 use serde::{Serialize, Serializer};
@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 pub struct Figure {
     /// As in JSON: `iops`, `p99_us`, `kicks_per_request`.
     pub name: String,
-    /// What stands beside it in a table: "p99, us".
+    /// Its heading in a table: "p99, us".
     pub label: String,
     /// The number.
     pub value: f64,
@@ -17,11 +17,11 @@ pub struct Figure {
 /// Measurements of one thing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Spread {
-    /// The middle one, or the mean of the middle two.
+    /// The median.
     pub median: f64,
-    /// The least.
+    /// The smallest.
     pub min: f64,
-    /// The most.
+    /// The largest.
     pub max: f64,
 }
 
@@ -52,21 +52,21 @@ pub struct FigureSpread {
 pub struct Side {
     /// What it is called in the tables.
     pub name: String,
-    /// What it did, each figure over all runs.
+    /// Each figure over all runs.
     #[serde(serialize_with = "by_name")]
     pub figures: Vec<FigureSpread>,
     /// The runs in order.
     pub runs: Vec<BenchReport>,
 }
 
-/// What the first target did by what another did, run by run.
+/// The figures of the first target divided by those of another, run by run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Ratios {
     /// The first target.
     pub of: String,
     /// The other.
     pub to: String,
-    /// One ratio a figure that both have: of each round's two runs, then over the rounds.
+    /// A ratio for each figure that both have. Each round gives one; here they are summed up.
     #[serde(serialize_with = "by_name")]
     pub figures: Vec<FigureSpread>,
 }
@@ -78,7 +78,7 @@ pub struct Comparison {
     pub queue_depth: u32,
     /// The targets, in the order given.
     pub sides: Vec<Side>,
-    /// The first by each other.
+    /// The first target divided by each of the others.
     pub ratios: Vec<Ratios>,
 }
 
@@ -139,7 +139,8 @@ impl BenchReport {
     }
 }
 
-/// Sums up `rounds` of one run of each target; `names` are the targets'. Rounds that lack a target are left out.
+/// Sums up `rounds`. A round is one run of each target; `names` are the targets' names. A round that lacks a target is
+/// left out.
 #[must_use]
 pub fn compare(names: &[String], rounds: &[Vec<BenchReport>]) -> Comparison {
     let rounds: Vec<&Vec<BenchReport>> = rounds.iter().filter(|round| round.len() == names.len()).collect();
@@ -169,7 +170,7 @@ fn value_of(figures: &[Figure], name: &str) -> Option<f64> {
     figures.iter().find(|figure| figure.name == name).map(|figure| figure.value)
 }
 
-/// Ratios where both sides have something to divide in every round.
+/// The ratios of figures that are not zero in any round.
 fn ratios(first: &Side, other: &Side) -> Ratios {
     let pairs: Vec<(Vec<Figure>, Vec<Figure>)> =
         first.runs.iter().zip(&other.runs).map(|(first, other)| (first.figures(), other.figures())).collect();

@@ -8,18 +8,18 @@ const NS_PER_SECOND: f64 = 1e9;
 /// Clock ticks a second in /proc/PID/stat: fixed for user space on Linux.
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// What a process has used by thread, as of one moment.
+/// What each thread of a process has used up to one moment.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct CpuSample {
     threads: HashMap<String, ThreadSample>,
-    /// From /proc/PID/stat, where the scheduler keeps no statistics of threads.
+    /// From /proc/PID/stat, for hosts that keep no scheduler statistics of threads.
     whole_seconds: f64,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct ThreadSample {
     cpu_ns: u64,
-    /// Times that it went to sleep by itself.
+    /// How often it went to sleep by itself.
     voluntary_switches: u64,
 }
 

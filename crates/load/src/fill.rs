@@ -17,7 +17,7 @@ use std::time::Duration;
 pub struct FillSpec {
     /// Where the range starts.
     pub offset_bytes: u64,
-    /// How long it is; `None`: to the end of the disk.
+    /// How long it is. `None` means up to the end of the disk.
     pub length_bytes: Option<u64>,
     /// Bytes a request.
     pub block_bytes: u32,
@@ -91,7 +91,7 @@ pub fn fill_and_verify(
             drain_timeout: spec.drain_timeout,
             ..BenchSpec::default()
         };
-        // Each pass is half of the way.
+        // Each of the two passes is half of the work.
         let from = if read_percent == 0 { 0.0 } else { 0.5 };
         let halved = |progress: Progress| {
             if let Some(tell) = hooks.progress {

@@ -1,6 +1,7 @@
-//! One queue's load: a poller that harvests what has completed and submits as much again.
+//! The load of one queue: a poller that harvests completions and submits as many new requests.
 //!
-//! The clock is read once a batch: completions of one harvest end at the same moment, and what replaces them begins at it.
+//! The clock is read once for each batch. Completions of one harvest end at the same moment, and the requests that
+//! replace them begin then.
 
 use crate::range::Range;
 use crate::report::{BatchCounts, Timings};
@@ -18,12 +19,12 @@ use std::time::Instant;
 #[derive(Debug, Default)]
 pub(crate) struct Conductor {
     phase: AtomicU8,
-    /// Of all queues; updated once a few thousand requests.
+    /// Completions of all queues. Updated after a few thousand requests.
     pub(crate) requests: AtomicU64,
     pub(crate) failures: AtomicU64,
 }
 
-/// In this order.
+/// They follow each other in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub(crate) enum Phase {
@@ -33,7 +34,7 @@ pub(crate) enum Phase {
     Measure,
     /// Nothing more is submitted.
     Drain,
-    /// What has not completed by now never will.
+    /// What has not completed by this time never will.
     Abandon,
 }
 
@@ -82,7 +83,7 @@ struct Slot {
     whole: Window,
     kind: Kind,
     block: u64,
-    /// How the block stood when the read of it began.
+    /// The history of the block when the read of it began.
     began: ReadBegan,
     since: Instant,
 }
@@ -109,18 +110,18 @@ pub(crate) struct Generator {
     done: Vec<Completion>,
     random: Words,
     next_block: u64,
-    /// Requests left to submit, where their number is given.
+    /// Requests left to submit, if their number is limited.
     left: Option<u64>,
     writes_until_flush: u32,
     phase: Phase,
     started: Instant,
-    /// Completed since the conductor was told.
+    /// Requests completed since the conductor was last told.
     untold: u64,
     result: Option<QueueResult>,
     scratch: Vec<u8>,
 }
 
-/// How many completions may go untold.
+/// How many completions the conductor may not know of.
 const TELL_EVERY: u64 = 1024;
 
 impl Generator {
@@ -185,7 +186,7 @@ impl Generator {
         }
     }
 
-    /// Follows the conductor; at the beginning of the measurement everything so far is forgotten.
+    /// Follows the conductor. When the measurement begins, everything so far is forgotten.
     fn follow(&mut self) {
         let phase = self.parts.conductor.phase();
         if phase == self.phase {
@@ -233,7 +234,8 @@ impl Generator {
             return (Kind::Read, block);
         }
         if let Some(tracker) = &self.parts.tracker {
-            // One write of a block at a time, or nobody could say which came last. There are more blocks than slots.
+            // A block has one write in flight at a time. Otherwise nobody could say which came last. There are more
+            // blocks than slots.
             while tracker.is_writing(block) {
                 block = if block + 1 == blocks.end { blocks.start } else { block + 1 };
             }
@@ -353,7 +355,7 @@ impl Generator {
         }
         result.abandoned = self.slots.len() - self.idle.len();
         result.blocks = self.parts.tracker.take().map(Tracker::into_blocks);
-        // The queue first: its disk may be used by others as soon as the result is there.
+        // The queue goes first: others may use its disk as soon as the result is there.
         self.queue = None;
         self.slots.clear();
         if let Some(poller) = self.poller.take() {

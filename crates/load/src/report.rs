@@ -27,7 +27,7 @@ pub struct Latency {
 pub struct Batches {
     /// Harvests that gave something.
     pub harvests: u64,
-    /// Times that the generator looked, with or without success.
+    /// How often the generator looked, with or without success.
     pub polls: u64,
     /// Mean completions a harvest.
     pub mean: f64,
@@ -37,10 +37,10 @@ pub struct Batches {
     pub max: u64,
 }
 
-/// What one process used over the run.
+/// What one process used during the run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ProcessCpu {
-    /// Which.
+    /// Its process id.
     pub pid: u32,
     /// CPU seconds, all threads.
     pub cpu_seconds: f64,
@@ -48,7 +48,7 @@ pub struct ProcessCpu {
     pub us_per_request: f64,
     /// Times that its threads went to sleep.
     pub voluntary_switches: u64,
-    /// The same, a request.
+    /// The same for each request.
     pub voluntary_switches_per_request: f64,
 }
 
@@ -59,7 +59,7 @@ pub struct CounterGrowth {
     pub name: String,
     /// By how much.
     pub total: u64,
-    /// The same, a request.
+    /// The same for each request.
     pub per_request: f64,
 }
 
@@ -80,9 +80,9 @@ pub struct BenchReport {
     pub elapsed_seconds: f64,
     /// Reads and writes completed.
     pub requests: u64,
-    /// Of these, reads.
+    /// How many of these are reads.
     pub reads: u64,
-    /// Of these, writes.
+    /// How many of these are writes.
     pub writes: u64,
     /// Flushes completed.
     pub flushes: u64,
@@ -130,7 +130,7 @@ pub(crate) struct Timings(Histogram<u64>);
 
 impl Timings {
     pub(crate) fn new() -> Self {
-        // The bounds and digits are valid constants; if the crate disagrees, an auto-resizing one does as well.
+        // The bounds and digits are valid constants. If the crate disagrees, a histogram that resizes itself will do.
         let histogram = Histogram::new_with_bounds(1, SLOWEST_NS, DIGITS)
             .or_else(|_| Histogram::new(DIGITS))
             .unwrap_or_else(|error| unreachable!("a histogram of {DIGITS} digits: {error}"));

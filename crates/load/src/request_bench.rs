@@ -19,19 +19,19 @@ pub struct RequestBench {
     pub count: u64,
     /// In flight at once.
     pub depth: usize,
-    /// Where the first goes.
+    /// The offset of the first.
     pub offset: u64,
     /// Bytes of each.
     pub size_bytes: usize,
     /// From one offset to the next; wraps at the end of the disk.
     pub step_bytes: u64,
-    /// Write instead of reading.
+    /// Writes instead of reads.
     pub write: bool,
     /// What is written.
     pub pattern: u8,
     /// A flush after every so many writes; zero for none.
     pub flush_interval: u64,
-    /// A flush waits for the writes before it, and those behind it for the flush.
+    /// A flush waits for the writes before it, and the writes behind it wait for the flush.
     pub drain: bool,
 }
 
@@ -60,8 +60,8 @@ impl RequestBench {
     }
 }
 
-/// Carries the requests out on one reactor and returns the time that they took. Fails when a request fails, and soon after
-/// somebody sets `cancel`. Waits for the end: do not call it on a reactor.
+/// Carries the requests out on one reactor, and returns the time that they took. Fails when a request fails, and soon
+/// after somebody sets `cancel`. It waits for the end, so do not call it on a reactor.
 pub fn request_bench(
     disk: &Arc<dyn Disk>,
     bench: &RequestBench,
@@ -110,7 +110,7 @@ struct Shared {
     flushing: Cell<bool>,
     calm: block::WaitList,
     outcome: Arc<Outcome>,
-    /// Dropped last, when the queue is closed: the calling thread waits for that.
+    /// Dropped last, when the queue is closed. The calling thread waits for that.
     _ended: Sender<()>,
 }
 
@@ -175,7 +175,7 @@ impl Shared {
         let bench = &self.bench;
         let at = u128::from(bench.offset) + u128::from(index) * u128::from(bench.step_bytes);
         let at = (at % u128::from(self.size_bytes)) as u64;
-        // What would reach over the end begins at the start.
+        // A request that would reach over the end begins at the start.
         if at + bench.size_bytes as u64 > self.size_bytes { 0 } else { at }
     }
 
@@ -185,7 +185,7 @@ impl Shared {
 
     async fn flush(&self) -> block::IoResult {
         if self.bench.drain {
-            // One flush at a time: another one that is due waits for it.
+            // One flush at a time: another one waits for it.
             self.calm.until(|| (!self.flushing.replace(true)).then_some(())).await;
             self.calm.until(|| (self.flying.get() == 0).then_some(())).await;
         }

@@ -44,7 +44,7 @@ pub fn run(
     }
     let (results, received) = channel();
     let mut run = Run { spec, hooks, range, reactors, conductor, received, finished: Vec::new(), cancelled: false };
-    // Taken before anything is submitted; taken again after the warm-up.
+    // Taken before anything is submitted, and again after the warm-up.
     let mut before = Sample::take(spec, hooks);
     let started = run.start(disk, &results);
     drop(results);
@@ -105,7 +105,7 @@ impl Run<'_> {
                 spec: Arc::clone(&spec),
                 range: self.range,
                 blocks: match (spec.pattern, &spec.verify) {
-                    // Without verification nobody minds who else writes a block.
+                    // Without verification it does not matter who else writes a block.
                     (Pattern::Random { .. }, None) => 0..self.range.blocks(),
                     _ => blocks,
                 },
@@ -129,11 +129,11 @@ impl Run<'_> {
         Some(Tracker::new(verify.seed, zeros, blocks.start, states))
     }
 
-    /// Tells the generators, also those whose reactor sleeps.
+    /// Tells the generators, even if their reactors sleep.
     fn enter(&self, phase: Phase) {
         self.conductor.set(phase);
         for reactor in self.reactors {
-            // One that has ended has nothing to be told.
+            // A generator that has ended need not be told.
             let _ = reactor.run(Box::new(|_| {}));
         }
     }

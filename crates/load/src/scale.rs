@@ -2,9 +2,9 @@
 
 /// About how many values of a linear axis are named.
 const LINEAR_TICKS: f64 = 5.0;
-/// More than these on an axis of logarithms, and only powers of ten are named.
+/// If there are more values on a logarithmic axis, only powers of ten are named.
 const LOG_TICKS_MAX: usize = 10;
-/// What stands for zero where it has no logarithm.
+/// Stands for zero, which has no logarithm.
 const LEAST: f64 = 1e-3;
 
 /// From a value to its place on an axis, 0 to 1.
@@ -21,7 +21,7 @@ impl Scale {
     pub(crate) fn from_zero(most: f64) -> Self {
         let most = if most > 0.0 { most } else { 1.0 };
         let step = round_step(most / LINEAR_TICKS);
-        // A value just above a step, by rounding, does not need another.
+        // A value that is just above a step because of rounding does not need another step.
         let count = (most / step - 1e-9).ceil().max(1.0) as u32;
         let ticks = (0..=count).map(|index| f64::from(index) * step).collect();
         Self { low: 0.0, high: f64::from(count) * step, is_logarithmic: false, ticks }
@@ -73,7 +73,7 @@ fn round_step(step: f64) -> f64 {
     digits.into_iter().map(|digit| digit * power).find(|round| *round >= step * (1.0 - 1e-9)).unwrap_or(power * 10.0)
 }
 
-/// A tick's name: no more digits than it has.
+/// The label of a tick: no more digits than the value has.
 pub(crate) fn number(value: f64) -> String {
     let text = format!("{value:.4}");
     match text.trim_end_matches('0').trim_end_matches('.') {

@@ -44,11 +44,20 @@ pub enum Initial {
 
 /// Writes carry a pattern, reads are checked against it.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Verify {
     /// Goes into every sector, so that data of another run is not mistaken for this one's.
     pub seed: u64,
     /// What is there already.
     pub initial: Initial,
+}
+
+impl Verify {
+    /// A pattern of this seed, over what is there already.
+    #[must_use]
+    pub fn new(seed: u64, initial: Initial) -> Self {
+        Self { seed, initial }
+    }
 }
 
 /// A workload.
@@ -67,7 +76,7 @@ pub struct BenchSpec {
     pub pattern: Pattern,
     /// Where the range starts.
     pub offset_bytes: u64,
-    /// How long it is; `None`: to the end of the disk.
+    /// How long it is. `None` means up to the end of the disk.
     pub length_bytes: Option<u64>,
     /// When to end.
     pub stop: Stop,
@@ -81,7 +90,7 @@ pub struct BenchSpec {
     pub verify: Option<Verify>,
     /// Processes whose CPU time is the server's.
     pub server_pids: Vec<u32>,
-    /// How long requests in flight may take to complete after the end, before the run is given up.
+    /// How long requests in flight may take after the end. Then the run is given up.
     pub drain_timeout: Duration,
 }
 
@@ -127,7 +136,7 @@ pub struct Progress {
 #[derive(Clone, Default)]
 #[non_exhaustive]
 pub struct Hooks<'a> {
-    /// Where buffers come from (memory shared with the server, so that nothing is copied); `None`: own memory.
+    /// Where buffers come from (memory shared with the server, so nothing is copied). `None`: the run's own memory.
     pub alloc: Option<Alloc>,
     /// Counters to report.
     pub counters: Option<Counters>,
@@ -220,7 +229,7 @@ impl BenchSpec {
         }
         let mut range = Range { offset_bytes: self.offset_bytes, length_bytes, block_bytes: self.block_bytes };
         if self.stop != Stop::OnePass {
-            // Only a whole pass is worth a short last block.
+            // A short last block is used only if the whole range is walked.
             range.length_bytes -= length_bytes % u64::from(self.block_bytes);
         }
         if let Some(verify) = &self.verify {

@@ -1,10 +1,10 @@
 //! Self-describing data: what each sector says about itself, and what may be found in it.
 //!
-//! Every 512-byte sector that a verified run writes names its offset, the generation of its block, the run's seed, and a
-//! checksum over all; the rest is derived from these. What a read may find is a range of generations: from the last one
-//! acknowledged before the read began up to the last one issued before it ended. Sectors are judged one by one, since
-//! only a sector is never torn; and not even that holds for a read that a write overlaps, since the kernel's page cache
-//! copies without a lock: then each byte must be of one of the generations.
+//! Every 512-byte sector that a verified run writes names its offset, the generation of its block and the run's seed,
+//! and carries a checksum. The rest follows from these. A read may find a range of generations: from the last one
+//! acknowledged before the read began to the last one issued before it ended. Sectors are judged one by one, because
+//! only a sector is never torn. If a write overlaps the read, not even that holds: the kernel's page cache copies
+//! without a lock. Then each byte must be of one of the generations.
 
 use crate::range::Range;
 use std::collections::VecDeque;
@@ -76,13 +76,13 @@ pub(crate) fn fill_block(block: &mut [u8], seed: u64, offset: u64, generation: u
 pub(crate) struct Expected {
     pub(crate) lowest: u32,
     pub(crate) highest: u32,
-    /// Whether generation 0 is known to be zeros; if not, anything stands for it.
+    /// Whether generation 0 is known to be zeros. If not, anything may stand for it.
     pub(crate) zeros: bool,
     /// A write overlapped the read.
     pub(crate) overlapped: bool,
 }
 
-/// Checks `block`, read from `offset`; tells the first thing that is wrong.
+/// Checks `block`, read from `offset`. Returns the first thing that is wrong.
 pub(crate) fn check_block(block: &[u8], seed: u64, offset: u64, expected: Expected) -> Result<(), String> {
     if expected.lowest == 0 && !expected.zeros {
         return Ok(());
@@ -187,7 +187,7 @@ impl VerifyState {
         &self.blocks
     }
 
-    /// After the server died: only what a flush promised must be there, and anything issued since may be.
+    /// After the server died: what a flush promised must be there, and anything issued since then may be.
     #[must_use]
     pub fn after_crash(mut self) -> Self {
         for block in &mut self.blocks {
@@ -197,7 +197,7 @@ impl VerifyState {
     }
 }
 
-/// How a block stood when a read of it began.
+/// The history of a block when a read of it began.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ReadBegan {
     lowest: u32,

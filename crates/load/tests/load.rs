@@ -162,7 +162,7 @@ fn mixed(initial: Initial) -> BenchSpec {
         spec.pattern = Pattern::Random { seed: 7 };
         spec.stop = Stop::Requests(10_001);
         spec.flush_every = Some(20);
-        spec.verify = Some(Verify { seed: 99, initial });
+        spec.verify = Some(Verify::new(99, initial));
     })
 }
 
@@ -291,7 +291,7 @@ fn impossible_workloads_are_refused_with_the_reason() {
     assert!(refused(|spec| spec.stop = Stop::OnePass).contains("sequential"));
     let cramped = |spec: &mut BenchSpec| {
         spec.length_bytes = Some(32 * 4096);
-        spec.verify = Some(Verify { seed: 1, initial: Initial::Zeros });
+        spec.verify = Some(Verify::new(1, Initial::Zeros));
     };
     assert!(refused(cramped).contains("more blocks a queue"));
 }

@@ -3,7 +3,7 @@
 //! Without `qemu-storage-daemon` these tests are skipped and say so; where `CI` is set, that is an error.
 
 use block::{Disk, DiskQueue, Op, OpFlags, Poller, ReactorHandle, run_and_wait};
-use driver::{Driver, DriverOptions};
+use driver::{Driver, DriverOptions, DriverPath};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use ringdisk_load::{
     Alloc, BenchSpec, FillSpec, Hooks, Initial, Pattern, Progress, Stop, Verify, fill_and_verify, run,
@@ -94,15 +94,16 @@ fn shared(driver: &Arc<Driver>) -> Alloc {
 }
 
 #[test]
-fn every_ring_layout_and_both_kinds_of_memory_carry_verified_data() {
+fn every_ring_layout_both_paths_and_both_kinds_of_memory_carry_verified_data() {
     let Some(server) = Server::raw(32 << 20) else { return };
-    for (turn, (indirect, event_idx)) in [(true, true), (true, false), (false, true), (false, false)].iter().enumerate()
-    {
+    let layouts = [(true, true), (true, true), (true, false), (true, false), (false, true), (false, true)];
+    for (turn, (indirect, event_idx)) in layouts.iter().chain(&[(false, false), (false, false)]).enumerate() {
         let options = DriverOptions::default().with(|options| {
             options.queues = 2;
             options.queue_size = 64;
             options.indirect = *indirect;
             options.event_idx = *event_idx;
+            options.path = if turn % 2 == 0 { DriverPath::Bio } else { DriverPath::Request };
         });
         let driver = server.attach(options);
         let info = driver.info();
@@ -125,7 +126,7 @@ fn every_ring_layout_and_both_kinds_of_memory_carry_verified_data() {
                 spec.stop = Stop::Requests(20_000);
                 spec.flush_every = Some(100);
                 spec.pattern = Pattern::Random { seed: turn as u64 };
-                spec.verify = Some(Verify { seed: 1, initial: Initial::Unknown });
+                spec.verify = Some(Verify::new(1, Initial::Unknown));
             });
             let report = run(&disk, &reactors.handles, &spec, &hooks).unwrap().report;
             assert_eq!((report.errors, report.mismatches), (0, 0), "{:?}", report.first_mismatch);
@@ -194,7 +195,7 @@ fn discard_and_write_zeroes_leave_zeros() {
         spec.pattern = Pattern::Sequential;
         spec.stop = Stop::OnePass;
         spec.length_bytes = Some(4 << 20);
-        spec.verify = Some(Verify { seed: 5, initial: Initial::Zeros });
+        spec.verify = Some(Verify::new(5, Initial::Zeros));
     });
     let report = run(&disk, handles, &look, &Hooks::default()).unwrap().report;
     assert_eq!((report.errors, report.mismatches, report.reads), (0, 0, 1024), "{:?}", report.first_mismatch);

@@ -3,9 +3,18 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use thiserror::Error;
 
 /// The page size assumed for alignment: every direct-I/O requirement seen so far divides it.
 pub const PAGE_BYTES: usize = 4096;
+
+/// The allocator has no memory for a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("out of memory: no buffer of {length_bytes} bytes")]
+pub struct OutOfMemory {
+    /// How long the buffer would be.
+    pub length_bytes: usize,
+}
 
 /// Zero-initialised memory, aligned to at least [`PAGE_BYTES`], freed on drop.
 pub struct AlignedBuf {
@@ -19,14 +28,19 @@ unsafe impl Send for AlignedBuf {}
 unsafe impl Sync for AlignedBuf {}
 
 impl AlignedBuf {
-    /// Allocates `length_bytes` zeroed bytes. A zero length allocates one byte, so that the pointer is always valid.
+    /// Allocates `length_bytes` zeroed bytes; ends the process where there is no memory. A zero length allocates one
+    /// byte, so that the pointer is always valid.
     #[must_use]
     pub fn zeroed(length_bytes: usize) -> Self {
-        let layout = Self::layout(length_bytes);
-        // SAFETY: `layout` has a non-zero size.
-        let raw = unsafe { alloc_zeroed(layout) };
-        let Some(ptr) = NonNull::new(raw) else { handle_alloc_error(layout) };
-        Self { ptr, length_bytes }
+        Self::try_zeroed(length_bytes).unwrap_or_else(|_| handle_alloc_error(Self::layout(length_bytes)))
+    }
+
+    /// As [`AlignedBuf::zeroed`], with an error where there is no memory: for what a guest's request needs.
+    pub fn try_zeroed(length_bytes: usize) -> Result<Self, OutOfMemory> {
+        // SAFETY: the layout has a non-zero size.
+        let raw = unsafe { alloc_zeroed(Self::layout(length_bytes)) };
+        let ptr = NonNull::new(raw).ok_or(OutOfMemory { length_bytes })?;
+        Ok(Self { ptr, length_bytes })
     }
 
     /// A copy of `bytes` at a direct-I/O alignment.

@@ -9,7 +9,7 @@
 //! borrowed as slices.
 
 use crate::pool::PooledPages;
-use crate::{AlignedBuf, Mapping, PoolRc, room_for};
+use crate::{AlignedBuf, BufferGrant, Mapping, OutOfMemory, PoolRc, room_for};
 use std::any::Any;
 use std::cell::Cell;
 use std::ptr::NonNull;
@@ -52,15 +52,19 @@ impl Segment {
     }
 }
 
-/// The memory of an owned buffer.
+/// What a buffer keeps alive as long as it lives. Most is kept only.
 #[derive(Default)]
-enum Owned {
+enum Kept {
     /// Somebody else keeps the segments mapped.
     #[default]
-    Not,
+    Nothing,
     Whole(AlignedBuf),
-    /// Kept only.
-    FromPool(#[allow(dead_code)] PooledPages),
+    /// With its part of a budget.
+    FromPool(#[allow(dead_code)] PooledPages, #[allow(dead_code)] BufferGrant),
+    /// The buffers whose memory a gathered list names.
+    Parts(#[allow(dead_code)] Vec<Window>),
+    /// The mapping that the segments lie in, and what its owner wants dropped with the last handle.
+    Mapped(#[allow(dead_code)] Arc<Mapping>, #[allow(dead_code)] Box<dyn Any>),
 }
 
 #[derive(Default)]
@@ -70,13 +74,7 @@ struct Inner {
     /// The list where `single` is none.
     segments: Vec<Segment>,
     length_bytes: usize,
-    owned: Owned,
-    /// Keeps the buffers whose memory a gathered list names.
-    #[allow(dead_code)]
-    parts: Vec<Window>,
-    /// Keeps the mapping that the segments lie in, and what its owner wants dropped with the last handle.
-    #[allow(dead_code)]
-    mapped: Option<(Arc<Mapping>, Box<dyn Any>)>,
+    kept: Kept,
     /// The list was filled again before: it keeps nothing but its segments.
     refilled: bool,
 }
@@ -117,24 +115,33 @@ impl IoBuf {
     #[must_use]
     pub fn from_aligned(buf: AlignedBuf) -> Self {
         let inner = Inner::in_one(buf.as_non_null(), buf.len());
-        Self { inner: PoolRc::new(Inner { owned: Owned::Whole(buf), ..inner }) }
+        Self { inner: PoolRc::new(Inner { kept: Kept::Whole(buf), ..inner }) }
     }
 
-    /// Page-aligned memory in one segment, from the pool, with its old contents. Bounce buffers are made this way. Up
-    /// to a mebibyte nothing is allocated once the pool is warm.
-    #[must_use]
-    pub fn from_pool(length_bytes: usize) -> Self {
-        let pages = PooledPages::take(length_bytes);
-        let inner = Inner::in_one(pages.as_non_null(), length_bytes);
-        Self { inner: PoolRc::new(Inner { owned: Owned::FromPool(pages), ..inner }) }
+    /// As [`IoBuf::zeroed`], with an error where there is no memory.
+    pub fn try_zeroed(length_bytes: usize) -> Result<Self, OutOfMemory> {
+        AlignedBuf::try_zeroed(length_bytes).map(Self::from_aligned)
+    }
+
+    /// Page-aligned memory in one segment, from the pool, with its old contents. Up to a mebibyte nothing is allocated
+    /// once the pool is warm. What a guest's request needs comes from a [`BufferGrant`] instead.
+    pub fn from_pool(length_bytes: usize) -> Result<Self, OutOfMemory> {
+        Self::from_pool_with(length_bytes, BufferGrant::default())
+    }
+
+    /// The buffer keeps `grant`.
+    pub(crate) fn from_pool_with(length_bytes: usize, grant: BufferGrant) -> Result<Self, OutOfMemory> {
+        let (pages, start) = PooledPages::take(length_bytes)?;
+        let inner = Inner::in_one(start, length_bytes);
+        Ok(Self { inner: PoolRc::new(Inner { kept: Kept::FromPool(pages, grant), ..inner }) })
     }
 
     /// Takes the owned memory back out, if this is the only handle and the buffer owns its memory.
     pub fn into_aligned(self) -> Result<AlignedBuf, Self> {
         match PoolRc::try_unwrap(self.inner) {
-            Ok(mut inner) => match std::mem::take(&mut inner.owned) {
-                Owned::Whole(buf) => Ok(buf),
-                other => Err(Self { inner: PoolRc::new(Inner { owned: other, ..inner }) }),
+            Ok(mut inner) => match std::mem::take(&mut inner.kept) {
+                Kept::Whole(buf) => Ok(buf),
+                kept => Err(Self { inner: PoolRc::new(Inner { kept, ..inner }) }),
             },
             Err(inner) => Err(Self { inner }),
         }
@@ -149,7 +156,30 @@ impl IoBuf {
             part.for_each_segment(|segment| segments.push(segment));
         }
         let length_bytes = parts.iter().map(Window::length_bytes).sum();
-        Self { inner: PoolRc::new(Inner { segments, length_bytes, parts, ..Inner::default() }) }
+        Self { inner: PoolRc::new(Inner { segments, length_bytes, kept: Kept::Parts(parts), ..Inner::default() }) }
+    }
+
+    /// Replaces the list in place by parts of other buffers, in order, keeping its capacity. The parts' buffers live until
+    /// the next change. Returns false, changing nothing, while another handle exists.
+    pub fn regather(&mut self, parts: impl Iterator<Item = Window>) -> bool {
+        let Some(inner) = PoolRc::get_mut(&mut self.inner) else {
+            return false;
+        };
+        let mut segments = std::mem::take(&mut inner.segments);
+        let mut kept = match std::mem::take(&mut inner.kept) {
+            Kept::Parts(parts) => parts,
+            _ => Vec::new(),
+        };
+        segments.clear();
+        kept.clear();
+        let mut length_bytes = 0;
+        for part in parts {
+            part.for_each_segment(|segment| segments.push(segment));
+            length_bytes += part.length_bytes();
+            kept.push(part);
+        }
+        *inner = Inner { segments, length_bytes, kept: Kept::Parts(kept), ..Inner::default() };
+        true
     }
 
     /// A part of a shared mapping, in one segment; `None` if it does not lie inside. The buffer keeps the mapping, and
@@ -166,8 +196,8 @@ impl IoBuf {
             return None;
         }
         let start = NonNull::new(mapping.as_ptr().as_ptr().wrapping_add(skip_bytes))?;
-        let mapped = Some((Arc::clone(mapping), keep));
-        Some(Self { inner: PoolRc::new(Inner { mapped, ..Inner::in_one(start, length_bytes) }) })
+        let kept = Kept::Mapped(Arc::clone(mapping), keep);
+        Some(Self { inner: PoolRc::new(Inner { kept, ..Inner::in_one(start, length_bytes) }) })
     }
 
     /// Replaces the list in place, keeping its capacity: what a front end calls for each request on the context that
@@ -458,6 +488,22 @@ mod tests {
         assert!(bytes[..110].iter().all(|byte| *byte == 0));
         assert!(bytes[110..400].iter().all(|byte| *byte == 7));
         assert!(bytes[400..].iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn a_list_is_gathered_anew_in_place_and_lets_its_parts_go() {
+        let (first, second) = (IoBuf::zeroed(32), IoBuf::zeroed(32));
+        first.whole().fill(1);
+        second.whole().fill(2);
+        let mut list = IoBuf::empty();
+        assert!(list.regather([second.whole().slice(0, 2), first.whole().slice(30, 2)].into_iter()));
+        let whole = list.whole();
+        assert_eq!(whole.to_vec(), [2, 2, 1, 1]);
+        assert!(!list.regather(std::iter::empty()), "another handle uses the list");
+        drop(whole);
+        assert!(!first.is_unique() && list.regather(std::iter::once(first.whole().slice(0, 1))));
+        assert_eq!((list.whole().to_vec(), second.is_unique()), (vec![1], true));
+        assert!(list.regather(std::iter::empty()) && first.is_unique() && list.length_bytes() == 0);
     }
 
     #[test]

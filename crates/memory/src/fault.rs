@@ -3,7 +3,14 @@
 //! Touching a mapping behind the end of its file raises SIGBUS. The handler looks for the address among the registered
 //! mappings. If it finds one, it covers the whole mapping with anonymous zero pages (only the one page, if the file is
 //! an image of our own). It marks the mapping as poisoned and returns, so that the access completes. Sessions look at
-//! the mark once a batch and hang up. Any other SIGBUS goes to the handler before us; by default the process ends.
+//! the mark once a batch and hang up. Any other fault goes to the handler before us; by default the process ends.
+//!
+//! The kernel may refuse to cover a whole mapping (limits of memory). Then a page of it is covered, if need be with what
+//! some spare memory is given up for. Only when there is nothing left, after dozens of pages, the process ends.
+//!
+//! A SIGBUS that another process sends is no fault. It is ignored: the default action would take the handler away.
+
+mod spares;
 
 use crate::PAGE_BYTES;
 use std::io;
@@ -11,8 +18,8 @@ use std::ptr::NonNull;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering, fence};
 
-/// How many mappings can be registered at once; one more is refused.
-pub const MAX_MAPPINGS: usize = 4096;
+/// How many mappings can be registered at once; one more is refused. Half of what a Linux process can have by default.
+pub const MAX_MAPPINGS: usize = 1 << 15;
 
 struct Slot {
     taken: AtomicBool,
@@ -22,6 +29,8 @@ struct Slot {
     /// Zero while the slot is free.
     start: AtomicUsize,
     length_bytes: AtomicUsize,
+    /// The unit in which the kernel maps the file: the least that can be covered.
+    page_bytes: AtomicUsize,
     /// Cover only the page that was touched. Nobody believes its contents, and there may be no room for more.
     page_only: AtomicBool,
     poisoned: AtomicBool,
@@ -33,6 +42,7 @@ static SLOTS: [Slot; MAX_MAPPINGS] = [const {
         changes: AtomicUsize::new(0),
         start: AtomicUsize::new(0),
         length_bytes: AtomicUsize::new(0),
+        page_bytes: AtomicUsize::new(PAGE_BYTES),
         page_only: AtomicBool::new(false),
         poisoned: AtomicBool::new(false),
     }
@@ -49,15 +59,22 @@ pub struct Registration {
     index: usize,
 }
 
-/// Registers a mapping, installing the handler the first time.
-pub(crate) fn register(start: NonNull<u8>, length_bytes: usize, page_only: bool) -> io::Result<Registration> {
+/// Registers a mapping of pages of this size, installing the handler the first time.
+pub(crate) fn register(
+    start: NonNull<u8>,
+    length_bytes: usize,
+    page_bytes: usize,
+    page_only: bool,
+) -> io::Result<Registration> {
     INSTALL.call_once(install_handler);
+    spares::refill();
     for (index, slot) in SLOTS.iter().enumerate() {
         if slot.taken.swap(true, Ordering::AcqRel) {
             continue;
         }
         slot.poisoned.store(false, Ordering::Relaxed);
         slot.page_only.store(page_only, Ordering::Relaxed);
+        slot.page_bytes.store(page_bytes, Ordering::Relaxed);
         slot.set_range(start.as_ptr().addr(), length_bytes);
         USED.fetch_max(index + 1, Ordering::AcqRel);
         return Ok(Registration { index });
@@ -116,13 +133,13 @@ fn install_handler() {
 
 extern "C" fn on_bus_error(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid `siginfo_t` to a SA_SIGINFO handler of SIGBUS.
-    let address = unsafe { (*info).si_addr() }.addr();
+    let (address, code) = unsafe { ((*info).si_addr().addr(), (*info).si_code) };
+    // Only the kernel's own signals have codes above zero, and an address.
+    if code <= 0 {
+        return;
+    }
     match slot_of(address) {
-        Some((slot, start, _)) if slot.page_only.load(Ordering::Relaxed) => {
-            let page = start + (address - start) / PAGE_BYTES * PAGE_BYTES;
-            cover_with_zeros(slot, page, PAGE_BYTES);
-        }
-        Some((slot, start, length_bytes)) => cover_with_zeros(slot, start, length_bytes),
+        Some((slot, start, length_bytes)) => slot.cover(address, start, length_bytes),
         None => hand_on(signal, info, context),
     }
 }
@@ -135,8 +152,30 @@ fn slot_of(address: usize) -> Option<(&'static Slot, usize, usize)> {
     })
 }
 
-fn cover_with_zeros(slot: &Slot, start: usize, length_bytes: usize) {
-    slot.poisoned.store(true, Ordering::Release);
+impl Slot {
+    /// Makes `address` valid in the mapping of this slot. Called by the handler: no locks, no allocation.
+    fn cover(&self, address: usize, start: usize, length_bytes: usize) {
+        self.poisoned.store(true, Ordering::Release);
+        let page_bytes = self.page_bytes.load(Ordering::Relaxed);
+        let page = start + (address - start) / page_bytes * page_bytes;
+        let whole = !self.page_only.load(Ordering::Relaxed);
+        // SAFETY: the calling thread's own.
+        let errno = unsafe { *libc::__errno_location() };
+        loop {
+            if (whole && cover_with_zeros(start, length_bytes)) || cover_with_zeros(page, page_bytes) {
+                break;
+            }
+            if !spares::give_up_one() {
+                die();
+            }
+        }
+        // SAFETY: as above. The interrupted code may be about to look at it.
+        unsafe { *libc::__errno_location() = errno };
+    }
+}
+
+/// Puts private zero pages over a part of a registered mapping; `false` if the kernel refuses.
+fn cover_with_zeros(start: usize, length_bytes: usize) -> bool {
     // SAFETY: the range is one of our own mappings (it is registered, and withdrawn before it is unmapped); replacing
     // its pages with private zeros keeps every address in it valid.
     let covered = unsafe {
@@ -149,9 +188,16 @@ fn cover_with_zeros(slot: &Slot, start: usize, length_bytes: usize) {
             0,
         )
     };
-    if covered == libc::MAP_FAILED {
-        // SAFETY: always allowed; nothing can be continued here.
-        unsafe { libc::abort() }
+    covered != libc::MAP_FAILED
+}
+
+/// Says why, and ends the process: returning would raise the same fault for ever.
+fn die() -> ! {
+    let message = b"ringdisk: a peer shrank its memory, and the kernel refuses even one page in its place\n";
+    // SAFETY: both calls are allowed in a handler, and the message is as long as that.
+    unsafe {
+        libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), message.len());
+        libc::abort()
     }
 }
 

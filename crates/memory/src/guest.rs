@@ -1,6 +1,7 @@
 //! A guest's memory: regions of its address space, mapped from files that its monitor (or driver) shares.
 
-use crate::{Mapping, Segment};
+use crate::share::ShareOfMapping;
+use crate::{Mapping, MappingShare, Segment};
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -30,6 +31,7 @@ pub enum MemoryError {
 
 /// What a peer says about one region.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct RegionSpec {
     /// Guest physical address of the first byte.
     pub guest_address: u64,
@@ -41,6 +43,21 @@ pub struct RegionSpec {
     pub file_offset: u64,
 }
 
+impl RegionSpec {
+    /// A region at the start of its file, which has the guest's addresses in the peer, too.
+    #[must_use]
+    pub fn new(guest_address: u64, length_bytes: u64) -> Self {
+        Self { guest_address, length_bytes, user_address: guest_address, file_offset: 0 }
+    }
+
+    /// Changes some of them: `RegionSpec::new(0, 1 << 20).with(|region| region.file_offset = 4096)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+}
+
 /// One mapped region.
 #[derive(Debug, Clone)]
 pub struct GuestRegion {
@@ -50,9 +67,17 @@ pub struct GuestRegion {
     /// Offset of the region in the mapping: the mapping starts at a page boundary of the file.
     skip_bytes: usize,
     mapping: Arc<Mapping>,
+    /// Behind the mapping: it is given back when that is gone.
+    _share: Option<Arc<ShareOfMapping>>,
 }
 
 impl GuestRegion {
+    /// As [`GuestRegion::map`], within what the peer may have.
+    pub fn map_in(share: &Arc<MappingShare>, spec: RegionSpec, file: BorrowedFd<'_>) -> io::Result<Self> {
+        let taken = share.take(spec.length_bytes)?;
+        Ok(Self { _share: Some(Arc::new(taken)), ..Self::map(spec, file)? })
+    }
+
     /// Maps what `spec` describes from `file`.
     pub fn map(spec: RegionSpec, file: BorrowedFd<'_>) -> io::Result<Self> {
         let page = crate::mapping::page_bytes_of(file)? as u64;
@@ -76,6 +101,7 @@ impl GuestRegion {
             length_bytes: spec.length_bytes,
             skip_bytes,
             mapping,
+            _share: None,
         })
     }
 
@@ -156,13 +182,20 @@ impl GuestMemory {
         length_bytes: u64,
         hint: &mut usize,
     ) -> Result<NonNull<u8>, MemoryError> {
-        for (index, region) in self.regions.iter().enumerate() {
-            if let Some(ptr) = region.at(region.guest_address, address, length_bytes) {
-                *hint = index;
-                return Ok(ptr);
-            }
-        }
-        Err(MemoryError::Outside { address, length_bytes })
+        let outside = MemoryError::Outside { address, length_bytes };
+        let (index, region) = self.region_at(address).ok_or_else(|| outside.clone())?;
+        let ptr = region.at(region.guest_address, address, length_bytes).ok_or(outside)?;
+        *hint = index;
+        Ok(ptr)
+    }
+
+    /// The region that holds the byte at guest physical `address`, and its index. A guest with hundreds of regions can
+    /// name another one with each descriptor, so this takes few steps however many there are.
+    #[must_use]
+    pub fn region_at(&self, address: u64) -> Option<(usize, &GuestRegion)> {
+        let index = self.regions.partition_point(|region| region.guest_address <= address).checked_sub(1)?;
+        let region = self.regions.get(index)?;
+        (address.wrapping_sub(region.guest_address) < region.length_bytes).then_some((index, region))
     }
 
     /// As [`GuestMemory::translate`], as a segment.
@@ -217,6 +250,32 @@ mod tests {
         }
         assert!(memory.translate_user(0x10000 + (1 << 40), 16).is_ok());
         assert!(memory.translate_user(0x10000, 16).is_err());
+    }
+
+    #[test]
+    fn among_many_regions_each_byte_is_found_in_its_own() {
+        let (_, mapping) = Mapping::anonymous_file(c"guest", 1 << 20).unwrap();
+        let mapping = Arc::new(mapping);
+        let spec = |index: u64| RegionSpec {
+            guest_address: index * 0x3000,
+            // Every third touches the next one.
+            length_bytes: if u64::is_multiple_of(index, 3) { 0x3000 } else { 0x1000 },
+            user_address: 0,
+            file_offset: 0,
+        };
+        let regions =
+            (0..256).rev().map(|index| GuestRegion::of_mapping(spec(index), Arc::clone(&mapping), 0).unwrap());
+        let memory = GuestMemory::new(regions.collect()).unwrap();
+        for address in (0..257 * 0x3000).step_by(0x400) {
+            let expected = (0..256).find(|index| {
+                let spec = spec(*index);
+                (spec.guest_address..spec.guest_address + spec.length_bytes).contains(&address)
+            });
+            assert_eq!(memory.region_at(address).map(|(index, _)| index as u64), expected, "{address:#x}");
+            let mut hint = 7;
+            assert_eq!(memory.translate(address, 0x400, &mut hint).is_ok(), expected.is_some(), "{address:#x}");
+            assert_eq!(hint as u64, expected.unwrap_or(7), "{address:#x}");
+        }
     }
 
     #[test]

@@ -2,28 +2,37 @@
 //!
 //! * [`IoBuf`] and [`Window`]: scattered memory an operation owns (or pins) while the kernel may touch it.
 //! * [`AlignedBuf`]: owned, aligned memory for metadata and bounce buffers.
+//! * [`BufferBudget`]: how much memory such buffers may take, and each disk's share of it.
 //! * [`GuestMemory`]: a guest's address space, mapped from the file descriptors that its monitor sent.
 //! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation; [`Placed`], [`PoolRc`]
 //!   and [`PooledFuture`] put what belongs to one thread into such memory.
+//! * [`MappingShare`]: what one peer may map, whatever others do.
 //! * [`fault`]: what happens when such a file shrinks under us.
 //! * [`InterruptHandle`]: gets a thread out of a system call in which a peer makes it wait.
+//! * [`peer_process`]: whether the process at the other end of a socket still lives.
 //!
 //! Nearly all `unsafe` of the project is here and in `engine`: the types are built so that code above them needs none.
 
 mod aligned;
+mod budget;
 mod buffer;
 pub mod fault;
 mod guest;
 mod interrupt;
 mod mapping;
+mod peer;
 mod pool;
+mod share;
 
-pub use aligned::{AlignedBuf, PAGE_BYTES};
+pub use aligned::{AlignedBuf, OutOfMemory, PAGE_BYTES};
+pub use budget::{BudgetStats, BufferAccount, BufferBudget, BufferGrant, BufferUse};
 pub use buffer::{IoBuf, Segment, Window};
 pub use guest::{GuestMemory, GuestRegion, MemoryError, RegionSpec};
 pub use interrupt::InterruptHandle;
 pub use mapping::{Mapping, duplicate_fd};
+pub use peer::{PeerProcess, peer_process};
 pub use pool::{
     DECAY_PERIOD, HasRoom, Placed, Pool, PoolBox, PoolContext, PoolRc, PoolStats, Pooled, PooledFuture, Room,
     ThreadList, maintain_pools, pools, trim_pools,
 };
+pub use share::MappingShare;

@@ -124,7 +124,7 @@ impl Mapping {
         let Some(ptr) = NonNull::new(raw.cast::<u8>()) else {
             return Err(invalid("the kernel mapped address zero"));
         };
-        let guard = fault::register(ptr, mapped_bytes, whose == Whose::Ours).inspect_err(|_| {
+        let guard = fault::register(ptr, mapped_bytes, page_bytes, whose == Whose::Ours).inspect_err(|_| {
             // SAFETY: the range was mapped above and nobody else knows it.
             unsafe { libc::munmap(ptr.as_ptr().cast(), mapped_bytes) };
         })?;

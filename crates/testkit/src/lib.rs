@@ -7,12 +7,15 @@
 //! * [`Workload`]: seeded requests over several queues, checked against the model as they complete.
 //! * [`PowerCutTest`], [`FaultTest`]: a workload, cut at every event, or with a fault at every operation.
 //! * [`qcow2_check`]: an independent checker of qcow2 images.
-//! * `schedules` (with the feature `explore`): the order in which shuttle lets threads run.
+//! * `schedules` and `histories` (with the feature `explore`): the order in which shuttle lets threads run, and what a
+//!   reader may see of what they wrote.
 
 #![forbid(unsafe_code)]
 
 pub mod conformance;
 mod dice;
+#[cfg(feature = "explore")]
+pub mod histories;
 #[cfg(feature = "explore")]
 pub mod schedules;
 

@@ -2,7 +2,7 @@
 
 use block::{
     Completion, Disk, DiskInfo, DiskQueue, Done, File, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Op,
-    PastEnd, ReactorCtx, Result, Run, Runs, Sink, Tag, Topology,
+    PastEnd, ReactorCtx, Result, Run, Runs, Sink, StatusQuery, Tag, Topology,
 };
 use ringdisk_testkit::conformance::{self, Report, Subject};
 use ringdisk_testkit::{
@@ -85,14 +85,10 @@ impl Disk for PlainDisk {
         }
     }
 
-    fn block_status(&self, offset: u64, length_bytes: u64) -> Result<Runs<'_>> {
+    fn block_status(&self, query: &StatusQuery) -> Result<Runs<'_>> {
         let lost = if self.defect == Defect::ForgetsTheEnd { 512 } else { 0 };
-        let length_bytes = offset.saturating_add(length_bytes).min(SIZE - lost).saturating_sub(offset);
-        let run = match self.defect {
-            Defect::HidesData => Run::of_nothing(offset, length_bytes),
-            _ => Run::of_data(offset, length_bytes),
-        };
-        Ok(Box::new((length_bytes > 0).then_some(Ok(run)).into_iter()))
+        let run = if self.defect == Defect::HidesData { Run::of_nothing } else { Run::of_data };
+        Ok(query.answered_with(SIZE - lost, run))
     }
 
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {

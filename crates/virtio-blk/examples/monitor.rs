@@ -43,8 +43,8 @@ fn serve(
     // What the guest takes of `features` comes back through the transport's registers; this one takes all.
     let features = device.features();
     device.negotiated(features);
-    let areas = SplitAreas::at_guest_addresses(Arc::clone(memory), ring, ENTRIES)?;
-    let setup = QueueSetup { device, index: 0, areas, features, next_available: 0, register_memory: false, transport };
+    let areas = SplitAreas::at_guest_addresses(Arc::clone(memory), ring, ENTRIES)?.into();
+    let setup = QueueSetup { device, index: 0, areas, features, base: 0, register_memory: false, transport };
     Ok(RunningQueue::start(reactor, setup)?)
 }
 
@@ -56,7 +56,7 @@ fn main() -> Result<()> {
 
     let (_file, mapping) = Mapping::anonymous_file(c"guest", 1 << 20)?;
     let mapping = Arc::new(mapping);
-    let spec = RegionSpec { guest_address: 0, length_bytes: 1 << 20, user_address: 0, file_offset: 0 };
+    let spec = RegionSpec::new(0, 1 << 20);
     let region = GuestRegion::of_mapping(spec, Arc::clone(&mapping), 0).ok_or("the region does not fit")?;
     let memory = Arc::new(GuestMemory::new(vec![region])?);
     let ring = RingAddresses { table: 0, avail: 0x1000, used: 0x2000 };

@@ -1,10 +1,11 @@
 //! A disk as virtio-blk shows it: the features on offer, the configuration space, and what a queue asks at each request.
 
 use crate::counters::{Counter, RingCounters, RingStats};
+use crate::shown::{Overrides, Shown, sectors};
 use crate::write_cache::WriteCache;
-use block::{Disk, DiskInfo, DiskListener, Error, ErrorKind, Result, SECTOR_BYTES};
+use block::{Disk, DiskInfo, DiskListener, Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use virtio::RequestLimits;
 use virtio::blk::{BlkConfig, CONFIG_WRITEBACK_OFFSET, SECTOR_SHIFT, features as f};
 
@@ -20,10 +21,6 @@ const MAX_RANGES: u32 = 16;
 /// Most sectors in a range: a gibibyte. Guests split what is longer.
 const MAX_RANGE_SECTORS: u32 = 1 << 21;
 
-/// Most data segments in a request. With header and status it fits a ring of 128 without indirect descriptors, the
-/// smallest that monitors choose by themselves.
-const SEG_MAX: u16 = 126;
-
 /// What a device offers of its disk.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -36,11 +33,23 @@ pub struct DeviceOptions {
     pub queue_size: u16,
     /// The driver may not write, whatever the disk allows.
     pub read_only: bool,
+    /// Packed rings are offered, too. Whoever passes the driver's features on must be able to set such rings up.
+    pub packed: bool,
+    /// What the driver is told instead of what the disk says.
+    pub overrides: Overrides,
 }
 
 impl Default for DeviceOptions {
     fn default() -> Self {
-        Self { name: "disk".into(), max_queues: 4, queue_size: MAX_QUEUE_SIZE, read_only: false }
+        let overrides = Overrides::default();
+        Self {
+            name: "disk".into(),
+            max_queues: 4,
+            queue_size: MAX_QUEUE_SIZE,
+            read_only: false,
+            packed: false,
+            overrides,
+        }
     }
 }
 
@@ -60,11 +69,13 @@ impl DeviceOptions {
 
 /// A virtio-blk device: what its queues and whoever configures them share. Queues read it at each request, without a lock.
 pub struct Device {
-    disk: Arc<dyn Disk>,
+    /// `None` once it was let go.
+    disk: Mutex<Option<Arc<dyn Disk>>>,
     options: DeviceOptions,
     /// What the disk was when the device was made. Only its size is followed.
     info: DiskInfo,
     read_only: bool,
+    shown: Shown,
     capacity_sectors: AtomicU64,
     /// Sectors in a logical block, less one.
     block_mask: u64,
@@ -84,28 +95,35 @@ impl std::fmt::Debug for Device {
 }
 
 impl Device {
-    /// A device over `disk`, whose size it follows. Fails if the options are out of range.
+    /// A device over `disk`, whose size it follows. Fails if the options are out of range, or if what the driver is to be
+    /// told contradicts itself or the disk.
     pub fn new(disk: Arc<dyn Disk>, options: DeviceOptions) -> Result<Arc<Self>> {
         options.check()?;
         let info = disk.info();
         let read_only = info.read_only || options.read_only;
-        let block_bytes = u64::from(info.logical_block_bytes.max(1).next_power_of_two()).max(SECTOR_BYTES);
+        let seen = DiskInfo { read_only, ..info.clone() };
+        let shown = Shown::of(&seen, options.queue_size, &options.overrides)?;
+        // A guest that cannot write has nothing to lose.
+        let volatile = info.volatile_cache && !read_only;
+        let begins_write_back = volatile && options.overrides.write_cache != Some(false);
         let device = Arc::new(Self {
-            disk,
+            disk: Mutex::new(Some(Arc::clone(&disk))),
             read_only,
             capacity_sectors: AtomicU64::new(info.size_bytes >> SECTOR_SHIFT),
-            block_mask: (block_bytes >> SECTOR_SHIFT).saturating_sub(1),
-            // A guest that cannot write has nothing to lose.
-            cache: WriteCache::new(info.volatile_cache && !read_only),
+            block_mask: u64::from(sectors(shown.block_bytes())).saturating_sub(1),
+            shown,
+            cache: WriteCache::new(volatile, begins_write_back),
             cache_switches: Counter::default(),
             on_config_change: OnceLock::new(),
             counters: (0..options.max_queues).map(|_| Arc::default()).collect(),
             info,
             options,
         });
-        device.disk.subscribe(Arc::downgrade(&device) as Weak<dyn DiskListener>);
-        // It may have changed before anybody listened.
-        device.info_changed(&device.disk.info());
+        disk.subscribe(Arc::downgrade(&device) as Weak<dyn DiskListener>);
+        // The disk may have changed before anybody listened. A listener's call that came first knows better.
+        let (told, now) = (device.info.size_bytes, disk.info().size_bytes);
+        let [told, now] = [told, now].map(|size_bytes| size_bytes >> SECTOR_SHIFT);
+        let _ = device.capacity_sectors.compare_exchange(told, now, Ordering::Relaxed, Ordering::Relaxed);
         Ok(device)
     }
 
@@ -137,9 +155,11 @@ impl Device {
     #[must_use]
     pub fn features(&self) -> u64 {
         let mut features = f::VERSION_1 | f::INDIRECT_DESC | f::EVENT_IDX;
-        features |= f::SEG_MAX | f::BLK_SIZE | f::TOPOLOGY | f::MQ;
+        features |= f::SEG_MAX | f::GEOMETRY | f::BLK_SIZE | f::TOPOLOGY | f::MQ;
         let mut offer = |feature, on: bool| features |= if on { feature } else { 0 };
         offer(f::RO, self.read_only);
+        offer(f::RING_PACKED, self.options.packed);
+        offer(f::SIZE_MAX, self.shown.size_max_bytes > 0);
         // CONFIG_WCE must not be offered without FLUSH (5.2.5.2), and FLUSH says that the cache is volatile.
         offer(f::FLUSH | f::CONFIG_WCE, self.cache.is_volatile());
         offer(f::DISCARD, self.serves_discard());
@@ -164,7 +184,7 @@ impl Device {
     }
 
     fn serves_discard(&self) -> bool {
-        self.info.discard && !self.read_only
+        self.shown.discard_bytes > 0 && !self.read_only
     }
 
     fn serves_write_zeroes(&self) -> bool {
@@ -184,26 +204,13 @@ impl Device {
     /// The configuration space, now.
     #[must_use]
     pub fn config(&self) -> BlkConfig {
-        let block_bytes = self.info.logical_block_bytes.max(SECTOR_BYTES as u32);
-        let blocks = |bytes: u32| bytes.checked_div(block_bytes).unwrap_or(0);
-        let topology = self.info.topology;
-        let physical_blocks = blocks(topology.physical_block_bytes).max(1);
-        let discard_bytes = self.info.discard_granularity_bytes.max(block_bytes);
-        let mut config = BlkConfig {
-            capacity_sectors: self.capacity_sectors.load(Ordering::Relaxed),
-            seg_max: u32::from(SEG_MAX.min(self.options.queue_size.saturating_sub(2)).max(1)),
-            blk_size_bytes: block_bytes,
-            physical_block_exp: physical_blocks.ilog2().min(u32::from(u8::MAX)) as u8,
-            min_io_blocks: u16::try_from(blocks(topology.minimum_io_bytes)).unwrap_or(u16::MAX),
-            opt_io_blocks: blocks(topology.optimal_io_bytes),
-            writeback: u8::from(self.cache.is_write_back()),
-            num_queues: self.options.max_queues,
-            ..BlkConfig::default()
-        };
+        let mut config = self.shown.config(self.capacity_sectors.load(Ordering::Relaxed));
+        config.writeback = u8::from(self.cache.is_write_back());
+        config.num_queues = self.options.max_queues;
         if self.serves_discard() {
             config.max_discard_sectors = MAX_RANGE_SECTORS;
             config.max_discard_seg = MAX_RANGES;
-            config.discard_sector_alignment = discard_bytes >> SECTOR_SHIFT;
+            config.discard_sector_alignment = sectors(self.shown.discard_bytes);
         }
         if self.serves_write_zeroes() {
             config.max_write_zeroes_sectors = MAX_RANGE_SECTORS;
@@ -269,11 +276,11 @@ impl Device {
         self.cache.write_through()
     }
 
-    /// Whether the next durable write has to take along what was written before; true once after each switch to
-    /// write-through.
+    /// How often durable writes have begun: what was completed before may be volatile until a flush has ended that began
+    /// later.
     #[inline]
-    pub(crate) fn take_owed_flush(&self) -> bool {
-        self.cache.take_owed_flush()
+    pub(crate) fn durable_writes_begun(&self) -> u32 {
+        self.cache.begun()
     }
 
     /// The guest sends a flush.
@@ -282,8 +289,15 @@ impl Device {
         self.cache.guest_flushes();
     }
 
-    pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
-        &self.disk
+    pub(crate) fn disk(&self) -> Result<Arc<dyn Disk>> {
+        let disk = self.disk.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        disk.ok_or_else(|| Error::new(ErrorKind::Io, "the disk is served no more"))
+    }
+
+    /// Gives the disk up, though somebody may keep the device: the disk can then be closed. No queue may run any more, and
+    /// none starts.
+    pub fn let_go(&self) {
+        self.disk.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
     /// What `GET_ID` answers.
@@ -316,8 +330,9 @@ impl DiskListener for Device {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use block::{DiskQueue, ReactorCtx, Topology};
+    use block::{DiskQueue, ReactorCtx, SECTOR_BYTES, Topology};
     use std::rc::Rc;
+    use std::sync::Mutex;
 
     struct Described(DiskInfo);
 
@@ -375,6 +390,42 @@ mod tests {
     fn a_disk_whose_writes_are_durable_offers_no_cache() {
         let device = device(DiskInfo { volatile_cache: false, ..info() }, false);
         assert_eq!(device.features() & (f::FLUSH | f::CONFIG_WCE), 0);
+    }
+
+    /// A disk that grows while it is looked at: whoever listens is told of the newest size before the caller of `info` has
+    /// got an older one.
+    #[derive(Default)]
+    struct Growing {
+        listener: Mutex<Option<Weak<dyn DiskListener>>>,
+        tells: bool,
+    }
+
+    impl Disk for Growing {
+        fn info(&self) -> DiskInfo {
+            let listener = self.listener.lock().unwrap().as_ref().and_then(Weak::upgrade);
+            let Some(listener) = listener else { return info() };
+            if self.tells {
+                listener.info_changed(&DiskInfo { size_bytes: 3 << 20, ..info() });
+            }
+            DiskInfo { size_bytes: 2 << 20, ..info() }
+        }
+
+        fn open_queue(&self, _: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+            Err(Error::new(ErrorKind::Unsupported, "no queue is opened here"))
+        }
+
+        fn subscribe(&self, listener: Weak<dyn DiskListener>) {
+            *self.listener.lock().unwrap() = Some(listener);
+        }
+    }
+
+    #[test]
+    fn a_disk_that_grows_while_its_device_is_made_has_its_newest_size() {
+        for (tells, size_bytes) in [(false, 2 << 20), (true, 3 << 20)] {
+            let disk = Growing { tells, ..Growing::default() };
+            let device = Device::new(Arc::new(disk), DeviceOptions::default()).unwrap();
+            assert_eq!(device.config().capacity_sectors, size_bytes / SECTOR_BYTES);
+        }
     }
 
     #[test]

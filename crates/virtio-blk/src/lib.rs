@@ -5,7 +5,7 @@
 //! at most one notification a batch`.
 //!
 //! * [`Device`]: a disk as its guest sees it: features, configuration space, cache type. Its queues share it.
-//! * [`DeviceQueue`]: one virtqueue on one reactor, the data path.
+//! * `DeviceQueue`: one virtqueue on one reactor, the data path; generic over the layout of the ring.
 //! * [`Transport`]: what a queue needs of whoever connects it with its driver.
 //! * [`RunningQueue`]: starts, changes and stops a queue from another thread than its reactor's.
 //!
@@ -22,11 +22,13 @@ mod counters;
 mod device;
 mod queue;
 mod running;
+mod shown;
 mod transport;
 mod write_cache;
 
 pub use counters::{Counter, RingStats};
 pub use device::{Device, DeviceOptions, MAX_QUEUE_SIZE, MAX_QUEUES};
-pub use queue::{DeviceQueue, Halt, QueueSetup, StoppedQueue};
+pub use queue::{Halt, QueueSetup, StoppedQueue, open_poller};
 pub use running::{RunningQueue, StoppingQueue};
+pub use shown::Overrides;
 pub use transport::Transport;

@@ -8,20 +8,22 @@ use crate::counters::RingCounters;
 use crate::device::Device;
 use crate::transport::Transport;
 use block::{
-    BatchEnd, Completion, DiskQueue, IoError, IoErrorKind, Op, OpFlags, Poller, Priority, ReactorCtx, Result, Tag,
+    BatchEnd, Completion, DiskQueue, Error, ErrorKind, IoError, IoErrorKind, Op, OpFlags, Poller, Priority, ReactorCtx,
+    Result, Tag,
 };
-use memory::Window;
+use memory::{GuestMemory, Window};
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 use std::any::Any;
+use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
-use virtio::blk::{RangeSegment, RequestHeader, SECTOR_SHIFT, Status, request_type};
-use virtio::ring_access::SplitAreas;
-use virtio::{BlkQueue, DeviceRing, FaultReason, Request, RingFault, RingFeatures, SplitDeviceRing};
+use virtio::blk::{RangeSegment, SECTOR_SHIFT, Status, request_type};
+use virtio::ring_access::RingAreas;
+use virtio::{BlkQueue, DeviceRing, FaultReason, PackedDeviceRing, Request, RingFault, RingFeatures, SplitDeviceRing};
 
 /// Most requests that one queue takes in a turn, so that the queues of a reactor share it fairly.
 const BATCH: usize = 128;
@@ -33,6 +35,10 @@ const WHOLE_BATCH: usize = 16;
 /// Bytes of data after which a queue takes no further request in a turn: data that is at hand is copied on the reactor's
 /// thread, while the other queues wait for it, and the guest for the first of it. Long requests come one by one.
 const BATCH_BYTES: usize = 128 << 10;
+
+/// Pieces of memory after which a queue takes no further request in a turn. A guest may cut a request into more than a
+/// thousand, each of which is looked up and listed.
+const BATCH_SEGMENTS: usize = 1024;
 
 /// So long is a batch for a disk that completes at once: a driver that looks by itself goes on with it while the next is
 /// served, instead of taking turns with us.
@@ -48,13 +54,13 @@ pub struct QueueSetup<T> {
     pub device: Arc<Device>,
     /// Which of the device's queues it is, from zero.
     pub index: u16,
-    /// The ring, and with it the guest's memory.
-    pub areas: SplitAreas,
+    /// The ring, split or packed as the driver chose, and with it the guest's memory.
+    pub areas: RingAreas,
     /// The features that the driver chose.
     pub features: u64,
-    /// The entry of the available ring to begin with: zero for a new ring, [`StoppedQueue::next_available`] for one that
-    /// goes on.
-    pub next_available: u16,
+    /// Where the ring begins ([`DeviceRing::base`]): zero for a new split ring, [`PackedDeviceRing::NEW`] for a new packed
+    /// one, [`StoppedQueue::base`] for one that goes on.
+    pub base: u32,
     /// Registers the guest's memory with the reactor's engines, where that pays. Its pages are pinned then.
     pub register_memory: bool,
     /// The way to the driver.
@@ -74,8 +80,8 @@ pub enum Halt {
 /// What is left of a queue that was stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoppedQueue {
-    /// The next available entry that nobody has taken.
-    pub next_available: u16,
+    /// Where the ring goes on ([`DeviceRing::base`]): nothing that it took is in flight.
+    pub base: u32,
     /// It had stopped by itself before.
     pub halt: Option<Halt>,
 }
@@ -84,19 +90,23 @@ pub struct StoppedQueue {
 /// range.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pending {
-    operations: u32,
+    operations: u16,
     failed: Option<Status>,
+    /// A flush is among them, which makes durable what was completed before durable writes began this time; zero if not.
+    settles: u32,
 }
 
-/// A virtqueue, polled by its reactor.
-pub struct DeviceQueue<T> {
+/// A virtqueue, polled by its reactor. `R` is the layout of its ring.
+pub(crate) struct DeviceQueue<T, R> {
     index: u16,
     device: Arc<Device>,
-    queue: BlkQueue<SplitDeviceRing>,
+    queue: BlkQueue<R>,
     disk: Box<dyn DiskQueue>,
     batch_end: BatchEnd,
     pending: Box<[Pending]>,
     harvested: Vec<Completion>,
+    /// What was completed before durable writes began this time is durable (see [`Device::durable_writes_begun`]).
+    settled: u32,
     /// Requests that ended since the used ring was published.
     ended: usize,
     /// Requests are taken.
@@ -112,16 +122,60 @@ pub struct DeviceQueue<T> {
     _registered: Option<Box<dyn Any>>,
 }
 
-impl<T: Transport> DeviceQueue<T> {
-    /// Begins on a ring; called on the reactor's thread, which then polls it ([`ReactorCtx::add_poller`]).
-    pub fn new(ctx: &Rc<dyn ReactorCtx>, setup: QueueSetup<T>) -> Result<Self> {
-        let QueueSetup { device, index, areas, features, next_available, register_memory, transport } = setup;
-        let (memory, size) = (Arc::clone(areas.memory()), usize::from(areas.size()));
+/// What others ask of a queue on its reactor, whatever the layout of its ring.
+pub(crate) trait QueueControl<T>: Poller {
+    /// The way to the driver, to change it while the queue runs.
+    fn transport_mut(&mut self) -> &mut T;
+
+    /// Takes no more requests; tells `on_drained` when those in flight have ended and are published.
+    fn stop(&mut self, on_drained: SyncSender<StoppedQueue>);
+}
+
+/// A queue for whoever polls it by hand; called on the reactor's thread. [`crate::RunningQueue`] is the usual way.
+pub fn open_poller<T: Transport>(ctx: &Rc<dyn ReactorCtx>, setup: QueueSetup<T>) -> Result<Rc<RefCell<dyn Poller>>> {
+    Ok(open_queue(ctx, setup)?)
+}
+
+/// Begins on a ring; called on the reactor's thread, which then polls it ([`ReactorCtx::add_poller`]).
+pub(crate) fn open_queue<T: Transport>(
+    ctx: &Rc<dyn ReactorCtx>,
+    setup: QueueSetup<T>,
+) -> Result<Rc<RefCell<dyn QueueControl<T>>>> {
+    let QueueSetup { device, index, areas, features, base, register_memory, transport } = setup;
+    let parts = Parts { device, index, register_memory, transport };
+    let features = RingFeatures::from_bits(features);
+    let memory = Arc::clone(areas.memory());
+    let bad_base = |error| Error::with_source(ErrorKind::Protocol, "the ring cannot be used", error);
+    Ok(match areas {
+        RingAreas::Split(areas) => {
+            // The truncation is the ring's own: its index has 16 bits.
+            let ring = SplitDeviceRing::new(areas, features, base as u16);
+            Rc::new(RefCell::new(DeviceQueue::new(ctx, ring, memory, parts)?))
+        }
+        RingAreas::Packed(areas) => {
+            let ring = PackedDeviceRing::new(areas, features, base).map_err(bad_base)?;
+            Rc::new(RefCell::new(DeviceQueue::new(ctx, ring, memory, parts)?))
+        }
+    })
+}
+
+/// What a queue needs beside its ring.
+struct Parts<T> {
+    device: Arc<Device>,
+    index: u16,
+    register_memory: bool,
+    transport: T,
+}
+
+impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
+    fn new(ctx: &Rc<dyn ReactorCtx>, ring: R, memory: Arc<GuestMemory>, parts: Parts<T>) -> Result<Self> {
+        let Parts { device, index, register_memory, transport } = parts;
+        let size = usize::from(ring.size());
         let look_timer = match transport.kick_fd() {
             Some(_) => None,
             None => Some(look_timer()?),
         };
-        let disk = device.disk().open_queue(ctx)?;
+        let disk = device.disk()?.open_queue(ctx)?;
         let counters = device.counters(index);
         let refused = |error: &block::Error| {
             if let Some(times) = counters.unregistered.add_to_log() {
@@ -130,7 +184,6 @@ impl<T: Transport> DeviceQueue<T> {
         };
         let register = || ctx.register_memory(&memory).inspect_err(refused).ok();
         let registered = if register_memory { register() } else { None };
-        let ring = SplitDeviceRing::new(areas, RingFeatures::from_bits(features), next_available);
         let mut queue = BlkQueue::new(ring, memory, device.limits());
         queue.ring_mut().disable_notifications();
         Ok(Self {
@@ -140,6 +193,7 @@ impl<T: Transport> DeviceQueue<T> {
             batch_end: ctx.batch_end(),
             pending: vec![Pending::default(); size].into_boxed_slice(),
             harvested: Vec::with_capacity(size),
+            settled: 0,
             ended: 0,
             taking: true,
             halt: None,
@@ -152,23 +206,11 @@ impl<T: Transport> DeviceQueue<T> {
         })
     }
 
-    /// The way to the driver, to change it while the queue runs.
-    pub fn transport_mut(&mut self) -> &mut T {
-        &mut self.transport
-    }
-
-    /// Takes no more requests; tells `on_drained` when those in flight have ended and are published.
-    pub(crate) fn stop(&mut self, on_drained: SyncSender<StoppedQueue>) {
-        self.taking = false;
-        self.on_drained = Some(on_drained);
-        self.tell_if_drained();
-    }
-
     fn tell_if_drained(&mut self) {
         if self.on_drained.is_none() || self.queue.ring().in_flight() > 0 {
             return;
         }
-        let stopped = StoppedQueue { next_available: self.queue.ring().next_available(), halt: self.halt };
+        let stopped = StoppedQueue { base: self.queue.ring().base(), halt: self.halt };
         if let Some(on_drained) = self.on_drained.take() {
             // Whoever waited may have gone; the queue is as stopped as before.
             let _ = on_drained.send(stopped);
@@ -177,9 +219,9 @@ impl<T: Transport> DeviceQueue<T> {
 
     /// Takes a batch and submits it. Returns how many requests that were.
     fn take_batch(&mut self) -> usize {
-        let (mut taken, mut bytes) = (0_usize, 0_usize);
+        let (mut taken, mut bytes, mut segments) = (0_usize, 0_usize, 0_usize);
         let mut most = BATCH;
-        while self.taking && taken < most && bytes < BATCH_BYTES {
+        while self.taking && taken < most && bytes < BATCH_BYTES && segments < BATCH_SEGMENTS {
             match self.queue.pop() {
                 Ok(Some((head, request))) => {
                     if taken == 0 {
@@ -188,6 +230,7 @@ impl<T: Transport> DeviceQueue<T> {
                     if let Request::Read { data, .. } | Request::Write { data, .. } = &request {
                         bytes = bytes.saturating_add(data.length_bytes());
                     }
+                    segments = segments.saturating_add(self.queue.segment_count());
                     self.start(head, request);
                     taken = taken.saturating_add(1);
                     if self.batch_end.take() || (taken.is_multiple_of(STEP) && self.harvest() > 0) {
@@ -209,7 +252,11 @@ impl<T: Transport> DeviceQueue<T> {
             },
             Request::Write { sector, data, priority } => match self.device.offset(sector, data.length_bytes() as u64) {
                 Some(offset) if !self.device.is_read_only() => {
-                    self.start_write(head, offset, data, priority_of(priority))
+                    let priority = priority_of(priority);
+                    match self.device.write_through() {
+                        false => self.submit(head, Op::Write { offset, data, flags: OpFlags::NONE, priority }),
+                        true => self.start_durable_write(head, offset, data, priority),
+                    }
                 }
                 _ => self.end(head, Status::IoErr),
             },
@@ -223,11 +270,18 @@ impl<T: Transport> DeviceQueue<T> {
             }
             Request::Discard => self.start_ranges(head, |offset, length, _| Op::Discard { offset, length }),
             Request::WriteZeroes => {
-                let flags = OpFlags::from_fua(self.device.write_through());
+                let fua = self.device.write_through();
                 self.start_ranges(head, |offset, length, range| {
                     let may_unmap = range.flags & RangeSegment::UNMAP != 0;
-                    Op::WriteZeroes { offset, length, may_unmap, flags }
+                    Op::WriteZeroes { offset, length, may_unmap, flags: OpFlags::from_fua(fua) }
                 });
+                let has_begun = self.pending.get(usize::from(head)).is_some_and(|pending| pending.operations > 0);
+                if fua && has_begun {
+                    match self.owed_flush(head) {
+                        0 => {}
+                        settles => self.ends_with_flush(head, settles),
+                    }
+                }
             }
             Request::Refused(status) => self.end(head, status),
         }
@@ -235,20 +289,35 @@ impl<T: Transport> DeviceQueue<T> {
 
     fn submit(&mut self, head: u16, op: Op) {
         if let Some(pending) = self.pending.get_mut(usize::from(head)) {
-            *pending = Pending { operations: 1, failed: None };
+            *pending = Pending { operations: 1, ..Pending::default() };
         }
         self.disk.submit(Tag::from(head), op);
     }
 
-    fn start_write(&mut self, head: u16, offset: u64, data: Window, priority: Priority) {
-        let fua = self.device.write_through();
-        let takes_flush_along = fua && self.device.take_owed_flush();
-        if takes_flush_along {
-            self.disk.submit(Tag::from(head), Op::Flush);
+    #[cold]
+    fn start_durable_write(&mut self, head: u16, offset: u64, data: Window, priority: Priority) {
+        let settles = self.owed_flush(head);
+        self.submit(head, Op::Write { offset, data, flags: OpFlags::FUA, priority });
+        if settles != 0 {
+            self.ends_with_flush(head, settles);
         }
-        self.submit(head, Op::Write { offset, data, flags: OpFlags::from_fua(fua), priority });
-        if takes_flush_along && let Some(pending) = self.pending.get_mut(usize::from(head)) {
-            pending.operations = 2;
+    }
+
+    /// Submits a flush that goes with a durable write, if one is owed. Until a flush of this queue has made durable what
+    /// was completed before durable writes began, on whatever queue, each of them ends with one: the guest relies on that
+    /// from the first one that ends. Returns which beginning it settles.
+    fn owed_flush(&mut self, head: u16) -> u32 {
+        let begun = self.device.durable_writes_begun();
+        if begun == self.settled {
+            return 0;
+        }
+        self.disk.submit(Tag::from(head), Op::Flush);
+        begun
+    }
+
+    fn ends_with_flush(&mut self, head: u16, settles: u32) {
+        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
+            (pending.operations, pending.settles) = (pending.operations.saturating_add(1), settles);
         }
     }
 
@@ -262,7 +331,7 @@ impl<T: Transport> DeviceQueue<T> {
         if device.is_read_only() || ranges.iter().any(|range| place(range).is_none()) {
             return self.end(head, Status::IoErr);
         }
-        let mut operations: u32 = 0;
+        let mut operations: u16 = 0;
         for range in ranges.iter().filter(|range| range.sector_count > 0) {
             if let Some((offset, length)) = place(range) {
                 self.disk.submit(Tag::from(head), op(offset, length, range));
@@ -270,7 +339,7 @@ impl<T: Transport> DeviceQueue<T> {
             }
         }
         match self.pending.get_mut(usize::from(head)) {
-            Some(pending) if operations > 0 => *pending = Pending { operations, failed: None },
+            Some(pending) if operations > 0 => *pending = Pending { operations, ..Pending::default() },
             _ => self.end(head, Status::Ok),
         }
     }
@@ -296,6 +365,9 @@ impl<T: Transport> DeviceQueue<T> {
             pending.failed.get_or_insert(status_of(error));
         }
         let (last, status) = (pending.operations == 0, pending.failed.unwrap_or(Status::Ok));
+        if last && pending.settles != 0 && status == Status::Ok {
+            self.settled = pending.settles;
+        }
         if let Err(error) = completion.result {
             self.log_failure(head, error);
         }
@@ -314,12 +386,13 @@ impl<T: Transport> DeviceQueue<T> {
             _ => (&self.counters.io_errors, "the guest's "),
         };
         if let Some(times) = counter.add_to_log() {
-            let request = name_of(self.queue.header(head));
+            let request = name_of(self.queue.kind_and_sector(head));
             let (disk, queue) = (self.device.name(), self.index);
             tracing::warn!(disk, queue, times, errno = error.errno(), "{what}{request} failed: {error}");
         }
     }
 
+    #[inline]
     fn end(&mut self, head: u16, status: Status) {
         if status != Status::Ok {
             self.counters.failed.add(1);
@@ -399,14 +472,18 @@ fn status_of(error: IoError) -> Status {
 }
 
 /// The priority in a request's header, as far as a guest may choose it.
+#[inline]
 fn priority_of(header_word: u32) -> Priority {
-    u16::try_from(header_word).map_or(Priority::NONE, Priority::from_ioprio)
+    match header_word {
+        0 => Priority::NONE,
+        word => u16::try_from(word).map_or(Priority::NONE, Priority::from_ioprio),
+    }
 }
 
 /// A request, for a person.
-fn name_of(header: RequestHeader) -> String {
-    let byte = u128::from(header.sector) << SECTOR_SHIFT;
-    match header.kind {
+fn name_of((kind, sector): (u32, u64)) -> String {
+    let byte = u128::from(sector) << SECTOR_SHIFT;
+    match kind {
         request_type::IN => format!("read at byte {byte}"),
         request_type::OUT => format!("write at byte {byte}"),
         request_type::FLUSH | request_type::FLUSH_OUT => "flush".into(),
@@ -416,7 +493,19 @@ fn name_of(header: RequestHeader) -> String {
     }
 }
 
-impl<T: Transport> Poller for DeviceQueue<T> {
+impl<T: Transport, R: DeviceRing + 'static> QueueControl<T> for DeviceQueue<T, R> {
+    fn transport_mut(&mut self) -> &mut T {
+        &mut self.transport
+    }
+
+    fn stop(&mut self, on_drained: SyncSender<StoppedQueue>) {
+        self.taking = false;
+        self.on_drained = Some(on_drained);
+        self.tell_if_drained();
+    }
+}
+
+impl<T: Transport, R: DeviceRing + 'static> Poller for DeviceQueue<T, R> {
     fn poll(&mut self) -> bool {
         let mut harvested = self.harvest();
         self.publish();

@@ -2,7 +2,7 @@
 //!
 //! Queues stay on their thread; others know them by a key, which jobs on that thread look up.
 
-use crate::queue::{DeviceQueue, QueueSetup, StoppedQueue};
+use crate::queue::{QueueControl, QueueSetup, StoppedQueue, open_queue};
 use crate::transport::Transport;
 use block::{Poller, PollerId, ReactorCtx, ReactorHandle, Result, run_and_wait};
 use std::any::Any;
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 
 /// The reactor keeps the queue: it goes when its reactor does.
-type WeakQueue<T> = Weak<RefCell<DeviceQueue<T>>>;
+type WeakQueue<T> = Weak<RefCell<dyn QueueControl<T>>>;
 
 struct Entry {
     /// A [`WeakQueue`].
@@ -84,18 +84,18 @@ impl<T: Transport> StoppingQueue<T> {
 }
 
 fn add<T: Transport>(ctx: &Rc<dyn ReactorCtx>, key: u64, setup: QueueSetup<T>) -> Result<()> {
-    let queue = Rc::new(RefCell::new(DeviceQueue::new(ctx, setup)?));
+    let queue = open_queue(ctx, setup)?;
     let id = ctx.add_poller(Rc::clone(&queue) as Rc<RefCell<dyn Poller>>)?;
     let queue: WeakQueue<T> = Rc::downgrade(&queue);
     QUEUES.with_borrow_mut(|queues| queues.insert(key, Entry { queue: Box::new(queue), id }));
     Ok(())
 }
 
-fn with<T: Transport>(key: u64, change: impl FnOnce(&mut DeviceQueue<T>)) {
+fn with<T: Transport>(key: u64, change: impl FnOnce(&mut dyn QueueControl<T>)) {
     let find = |entry: &Entry| entry.queue.downcast_ref::<WeakQueue<T>>().and_then(Weak::upgrade);
     let queue = QUEUES.with_borrow(|queues| queues.get(&key).and_then(find));
     if let Some(queue) = queue {
-        change(&mut queue.borrow_mut());
+        change(&mut *queue.borrow_mut());
     }
 }
 

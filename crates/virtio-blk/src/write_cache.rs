@@ -2,7 +2,7 @@
 //!
 //! It belongs to one device. Another device over the same disk has its own, and neither changes the other's.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use virtio::blk::features as f;
 
 /// One device's cache type, and what its guest said of it.
@@ -23,21 +23,24 @@ pub(crate) struct WriteCache {
     settled: AtomicBool,
     /// Each write has to be durable before it completes.
     write_through: AtomicBool,
-    /// What was written in write-back may be volatile still, though the guest switched to write-through since.
-    owes_flush: AtomicBool,
+    /// Times that durable writes began, whatever was written before: that may be volatile until a flush has ended which
+    /// began later. Each queue sees to that for itself.
+    begun: AtomicU32,
 }
 
 impl WriteCache {
-    pub(crate) fn new(volatile: bool) -> Self {
+    /// A cache that is volatile or not, and how it begins.
+    pub(crate) fn new(volatile: bool, write_back: bool) -> Self {
         Self {
             volatile,
             acked: AtomicU64::new(0),
-            write_back: AtomicBool::new(volatile),
-            last_word: AtomicBool::new(volatile),
+            write_back: AtomicBool::new(write_back),
+            last_word: AtomicBool::new(write_back),
             unknown_guest: AtomicBool::new(false),
             settled: AtomicBool::new(false),
-            write_through: AtomicBool::new(false),
-            owes_flush: AtomicBool::new(false),
+            // Nothing was written yet, so nothing is owed when it stays so.
+            write_through: AtomicBool::new(volatile),
+            begun: AtomicU32::new(0),
         }
     }
 
@@ -59,18 +62,17 @@ impl WriteCache {
 
     /// What the guest writes to the `writeback` byte.
     pub(crate) fn set_write_back(&self, write_back: bool) {
-        if self.write_back.swap(write_back, Ordering::Relaxed) && !write_back {
-            self.owes_flush.store(true, Ordering::Relaxed);
-        }
+        self.write_back.store(write_back, Ordering::Relaxed);
         self.last_word.store(write_back, Ordering::Relaxed);
         self.guest_is_known();
         self.apply();
     }
 
-    /// Whether a flush has to go with the next durable write; true once after each switch to write-through.
+    /// How often durable writes have begun. As long as a queue has ended no flush that it began after the last time, each
+    /// durable write of it takes a flush along: the guest relies on what was completed before, on all queues.
     #[inline]
-    pub(crate) fn take_owed_flush(&self) -> bool {
-        self.owes_flush.load(Ordering::Relaxed) && self.owes_flush.swap(false, Ordering::Relaxed)
+    pub(crate) fn begun(&self) -> u32 {
+        self.begun.load(Ordering::Acquire)
     }
 
     /// What was negotiated just now decides how the cache begins (it may begin either way, 5.2.5): as the guest left it,
@@ -87,6 +89,7 @@ impl WriteCache {
     pub(crate) fn taken_over(&self) {
         let may_choose = self.acked.load(Ordering::Relaxed) & f::CONFIG_WCE != 0;
         if may_choose && self.volatile && !self.settled.load(Ordering::Relaxed) {
+            self.begun.fetch_add(1, Ordering::Release);
             self.unknown_guest.store(true, Ordering::Relaxed);
         }
     }
@@ -117,7 +120,11 @@ impl WriteCache {
             true => self.is_write_back(),
             false => acked & f::FLUSH != 0,
         };
-        self.write_through.store(self.volatile && !write_back, Ordering::Relaxed);
+        let write_through = self.volatile && !write_back;
+        if write_through && !self.write_through.load(Ordering::Relaxed) {
+            self.begun.fetch_add(1, Ordering::Release);
+        }
+        self.write_through.store(write_through, Ordering::Relaxed);
     }
 }
 
@@ -129,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_cannot_flush_gets_durable_writes() {
-        let cache = WriteCache::new(true);
+        let cache = WriteCache::new(true, true);
         let through = |acked| {
             cache.negotiated(acked);
             cache.write_through()
@@ -145,15 +152,26 @@ mod tests {
         assert!(!through(BOTH));
         assert!(through(f::CONFIG_WCE) && !cache.is_write_back(), "it could choose, but not flush");
         assert!(!through(BOTH) && cache.is_write_back(), "the next driver can");
-        let durable = WriteCache::new(false);
+        let durable = WriteCache::new(false, false);
         durable.negotiated(0);
         assert!(!durable.write_through());
     }
 
     #[test]
+    fn a_cache_may_begin_write_through_and_be_switched() {
+        let cache = WriteCache::new(true, false);
+        cache.negotiated(BOTH);
+        assert!(cache.write_through() && !cache.is_write_back());
+        cache.set_write_back(true);
+        assert!(!cache.write_through());
+        cache.negotiated(f::FLUSH);
+        assert!(!cache.write_through(), "a guest that cannot read the byte flushes itself");
+    }
+
+    #[test]
     fn a_guest_from_before_gets_durable_writes_until_it_shows_what_it_expects() {
         let taken_over = |acked| {
-            let cache = WriteCache::new(true);
+            let cache = WriteCache::new(true, true);
             cache.negotiated(acked);
             cache.taken_over();
             cache
@@ -170,7 +188,7 @@ mod tests {
         told.set_write_back(false);
         told.guest_flushes();
         assert!(told.write_through(), "what it said holds, whatever it sends");
-        let stopped = WriteCache::new(true);
+        let stopped = WriteCache::new(true, true);
         stopped.negotiated(BOTH);
         stopped.settle();
         stopped.taken_over();

@@ -6,14 +6,16 @@ mod model;
 #[path = "../../export-vhost-user/tests/support/reactor.rs"]
 mod reactor;
 
-use block::{Poller, run_and_wait};
+use block::{Completion, Disk, DiskInfo, DiskQueue, IoError, Op, Poller, ReactorCtx, Tag, run_and_wait};
 use model::{Driver, Guest};
 use reactor::TestReactor;
-use ringdisk_virtio_blk::{Device, DeviceOptions, DeviceQueue, QueueSetup, RunningQueue, StoppedQueue, Transport};
+use ringdisk_virtio_blk::{Device, DeviceOptions, QueueSetup, RunningQueue, StoppedQueue, Transport, open_poller};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::rc::Rc;
 use std::sync::Arc;
-use virtio::blk::{RequestHeader, request_type};
+use virtio::blk::{RangeSegment, RequestHeader, features, request_type};
 use virtio::ring_access::{RingAddresses, SplitAreas};
 
 const SIZE: u16 = 16;
@@ -42,9 +44,9 @@ fn setup(guest: &Guest, kick: Option<OwnedFd>) -> QueueSetup<Wires> {
     QueueSetup {
         device: Device::new(disk, DeviceOptions::default()).unwrap(),
         index: 0,
-        areas: SplitAreas::at_guest_addresses(Arc::clone(&guest.memory), at, SIZE).unwrap(),
+        areas: SplitAreas::at_guest_addresses(Arc::clone(&guest.memory), at, SIZE).unwrap().into(),
         features: 0,
-        next_available: 0,
+        base: 0,
         register_memory: false,
         transport: Wires { kick },
     }
@@ -59,7 +61,7 @@ fn when_a_queue_has_stopped_its_reactor_holds_the_guests_memory_no_more() {
     assert!(Arc::strong_count(&guest.memory) > 1);
     let stopped = queue.begin_stop().wait();
     assert_eq!(Arc::strong_count(&guest.memory), 1, "the reactor would have to unmap it");
-    assert_eq!(stopped, Some(StoppedQueue { next_available: 0, halt: None }));
+    assert_eq!(stopped, Some(StoppedQueue { base: 0, halt: None }));
 }
 
 #[test]
@@ -68,7 +70,8 @@ fn a_queue_without_kicks_lets_its_reactor_sleep_and_wakes_it_to_look() {
     let guest = Arc::new(Guest::new());
     let theirs = Arc::clone(&guest);
     let test = move |ctx: &_| {
-        let mut queue = DeviceQueue::new(ctx, setup(&theirs, None)).unwrap();
+        let queue = open_poller(ctx, setup(&theirs, None)).unwrap();
+        let mut queue = queue.borrow_mut();
         for turn in 0..3 {
             assert!(!queue.poll(), "there is nothing to do");
             assert!(!queue.arm(), "turn {turn}: the reactor must not sleep");
@@ -85,6 +88,199 @@ fn a_queue_without_kicks_lets_its_reactor_sleep_and_wakes_it_to_look() {
         driver.publish();
         assert!(queue.poll());
         assert_eq!(driver.take_used(), [(0, 1)]);
+    };
+    run_and_wait(reactor.handle().as_ref(), test).unwrap();
+}
+
+/// A disk that ends nothing by itself.
+struct Held;
+
+thread_local! {
+    /// Its queues, in the order in which they were opened.
+    static QUEUES: RefCell<Vec<Rc<RefCell<HeldOps>>>> = RefCell::default();
+}
+
+#[derive(Default)]
+struct HeldOps {
+    held: Vec<(Tag, Op)>,
+    ended: Vec<Completion>,
+}
+
+struct HeldQueue(Rc<RefCell<HeldOps>>);
+
+impl Disk for Held {
+    fn info(&self) -> DiskInfo {
+        DiskInfo { volatile_cache: true, write_zeroes: true, ..image::NullDisk::new(1 << 20, String::new()).info() }
+    }
+
+    fn open_queue(&self, _: &Rc<dyn ReactorCtx>) -> block::Result<Box<dyn DiskQueue>> {
+        let ops = Rc::default();
+        QUEUES.with_borrow_mut(|all| all.push(Rc::clone(&ops)));
+        Ok(Box::new(HeldQueue(ops)))
+    }
+}
+
+impl DiskQueue for HeldQueue {
+    fn submit(&mut self, tag: Tag, op: Op) {
+        self.0.borrow_mut().held.push((tag, op));
+    }
+
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        let ended = &mut self.0.borrow_mut().ended;
+        let count = ended.len();
+        done.append(ended);
+        count
+    }
+
+    fn in_flight(&self) -> usize {
+        self.0.borrow().held.len()
+    }
+}
+
+/// Which of a queue's operations are held.
+fn held(queue: usize) -> String {
+    let letter = |op: &Op| match op {
+        Op::Flush => 'f',
+        Op::Write { flags, .. } | Op::WriteZeroes { flags, .. } if flags.is_fua() => 'W',
+        Op::Write { .. } | Op::WriteZeroes { .. } => 'w',
+        _ => '?',
+    };
+    QUEUES.with_borrow(|all| all[queue].borrow().held.iter().map(|(_, op)| letter(op)).collect())
+}
+
+/// Ends the held operations of a queue for which `which` says so.
+fn end(queue: usize, result: Result<(), IoError>, which: impl Fn(&Op) -> bool) {
+    QUEUES.with_borrow(|all| {
+        let mut ops = all[queue].borrow_mut();
+        let (ends, held) = std::mem::take(&mut ops.held).into_iter().partition::<Vec<_>, _>(|(_, op)| which(op));
+        ops.held = held;
+        ops.ended.extend(ends.into_iter().map(|(tag, _)| Completion { tag, result }));
+    });
+}
+
+/// A queue over the held disk, and its guest's driver.
+struct Served<'a> {
+    queue: Rc<RefCell<dyn Poller>>,
+    driver: Driver<'a>,
+    next_head: u16,
+}
+
+impl<'a> Served<'a> {
+    fn new(ctx: &Rc<dyn ReactorCtx>, guest: &'a Guest, device: &Arc<Device>, index: u16) -> Self {
+        let setup = QueueSetup { device: Arc::clone(device), index, ..setup(guest, None) };
+        Self { queue: open_poller(ctx, setup).unwrap(), driver: Driver::new(guest, SIZE), next_head: 0 }
+    }
+
+    /// Sends a write of a sector, or of zeros.
+    fn send(&mut self, kind: u32) {
+        let (header, data) = (0x2_0000, 0x3_0000);
+        let guest = self.driver.guest;
+        guest.write(header, &RequestHeader { kind, priority: 0, sector: 0 }.to_bytes());
+        guest.write(data, &[0; 512]);
+        let range_bytes = match kind {
+            request_type::WRITE_ZEROES => {
+                guest.write(data, &RangeSegment { sector: 0, sector_count: 1, flags: 0 }.to_bytes());
+                virtio::blk::RANGE_SEGMENT_BYTES as u32
+            }
+            _ => 512,
+        };
+        let head = self.next_head;
+        self.next_head = (head + 3) % (SIZE - 1);
+        let indices = [head, head + 1, head + 2];
+        let chain = [(header, 16, false), (data, range_bytes, false), (0x2_0010, 1, true)];
+        self.driver.put_chain(&indices, &chain);
+        self.driver.offer(head);
+        self.driver.publish();
+        self.queue.borrow_mut().poll();
+    }
+
+    fn ended(&mut self) -> usize {
+        self.queue.borrow_mut().poll();
+        self.driver.take_used().len()
+    }
+}
+
+/// A guest in write-through takes each completed write for a promise that all before it is durable, too. What was written
+/// before the switch may lie in a cache; each queue makes that good before its first write ends, whatever others do.
+#[test]
+fn after_a_switch_to_write_through_no_write_of_any_queue_ends_before_a_flush_has() {
+    let reactor = TestReactor::start("reactor");
+    let test = move |ctx: &_| {
+        let (one, two) = (Guest::new(), Guest::new());
+        let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+        device.negotiated(features::FLUSH | features::CONFIG_WCE);
+        let mut queues = [Served::new(ctx, &one, &device, 0), Served::new(ctx, &two, &device, 1)];
+        queues[0].send(request_type::OUT);
+        assert_eq!(held(0), "w", "write-back");
+        end(0, Ok(()), |_| true);
+        assert_eq!(queues[0].ended(), 1);
+        device.write_config(32, &[0]).unwrap();
+        let is_flush = |op: &Op| matches!(op, Op::Flush);
+        for (number, queue) in queues.iter_mut().enumerate() {
+            queue.send(request_type::OUT);
+            queue.send(request_type::OUT);
+            queue.send(request_type::WRITE_ZEROES);
+            assert_eq!(held(number), "fWfWWf", "queue {number}");
+            end(number, Ok(()), |op| !is_flush(op));
+            assert_eq!(queue.ended(), 0, "queue {number}: nothing is durable yet");
+        }
+        // A flush that failed settles nothing.
+        end(0, Err(IoError::EIO), is_flush);
+        assert_eq!(queues[0].ended(), 3);
+        queues[0].send(request_type::OUT);
+        assert_eq!(held(0), "fW");
+        end(0, Ok(()), |_| true);
+        assert_eq!(queues[0].ended(), 1);
+        queues[0].send(request_type::OUT);
+        assert_eq!(held(0), "W", "it is settled");
+        queues[1].send(request_type::OUT);
+        assert_eq!(held(1), "ffffW", "not on this queue");
+        end(1, Ok(()), |_| true);
+        assert_eq!(queues[1].ended(), 4);
+        // The same again after the next switch, and where a driver comes that cannot flush.
+        device.write_config(32, &[1]).unwrap();
+        device.write_config(32, &[0]).unwrap();
+        queues[1].send(request_type::OUT);
+        assert_eq!(held(1), "fW");
+        device.write_config(32, &[1]).unwrap();
+        device.negotiated(0);
+        queues[1].send(request_type::OUT);
+        assert_eq!(held(1), "fWfW");
+    };
+    run_and_wait(reactor.handle().as_ref(), test).unwrap();
+}
+
+#[test]
+fn a_turn_takes_a_bounded_number_of_pieces_of_memory() {
+    let reactor = TestReactor::start("reactor");
+    let guest = Arc::new(Guest::new());
+    let theirs = Arc::clone(&guest);
+    let test = move |ctx: &_| {
+        let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let setup = QueueSetup { features: features::INDIRECT_DESC, ..setup(&theirs, Some(kick)) };
+        let queue = open_poller(ctx, setup).unwrap();
+        let mut queue = queue.borrow_mut();
+        let mut driver = Driver::new(&theirs, SIZE);
+        let header = RequestHeader { kind: request_type::IN, priority: 0, sector: 0 };
+        theirs.write(0x2_0000, &header.to_bytes());
+        for (pieces, a_turn) in [(1024_u64, 1), (600, 2), (5, 15)] {
+            // All but the last two pieces of data have one byte.
+            let mut buffers = vec![(0x2_0000, 16, false)];
+            buffers.extend((0..pieces - 3).map(|piece| (0x3_0000 + piece, 1, true)));
+            buffers.push((0x4_0000, (1024 - (pieces as u32 - 3)).max(1), true));
+            buffers.push((0x2_0010, 1, true));
+            driver.put_indirect(0, 0x5_0000, &buffers);
+            let entry = theirs.read(driver.table, 16);
+            for head in 0..15 {
+                theirs.write(driver.table + 16 * head, &entry);
+                driver.offer(head as u16);
+            }
+            driver.publish();
+            assert!(queue.poll());
+            assert_eq!(driver.take_used().len(), a_turn, "requests of {pieces} pieces in a turn");
+            while queue.poll() {}
+            assert_eq!(driver.take_used().len(), 15 - a_turn);
+        }
     };
     run_and_wait(reactor.handle().as_ref(), test).unwrap();
 }

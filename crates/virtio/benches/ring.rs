@@ -1,5 +1,6 @@
 //! What the device's half costs: a read of three descriptors, taken, filled in by nobody, and given back, in batches of
-//! 32; beside it `virtio-queue` with the same ring. Run with `cargo bench -p ringdisk-virtio`.
+//! 32; beside it `virtio-queue` with the same ring. Then both halves together, split and packed. Run with
+//! `cargo bench -p ringdisk-virtio`.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 #[path = "../tests/model/mod.rs"]
@@ -7,8 +8,9 @@ mod model;
 
 use model::{Driver, GUEST_BYTES, Guest};
 use ringdisk_virtio::blk::{RequestHeader, Status, request_type};
-use ringdisk_virtio::ring_access::{RingAddresses, SplitAreas};
-use ringdisk_virtio::{BlkQueue, DeviceRing, RequestLimits, RingFeatures, SplitDeviceRing};
+use ringdisk_virtio::driver_ring::{Buffer, DriverRing, IndirectLayout};
+use ringdisk_virtio::ring_access::{PackedAreas, RingAddresses, RingAreas, RingLayout, SplitAreas};
+use ringdisk_virtio::{BlkQueue, DeviceRing, PackedDeviceRing, RequestLimits, RingFeatures, SplitDeviceRing};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use virtio_queue::{Queue, QueueT};
@@ -47,6 +49,68 @@ fn report(name: &str, mut costs: Vec<Duration>) {
     println!("{name}: {:.1} ns a request (least {:.1}, most {:.1})", each(costs[10]), each(costs[0]), each(costs[19]));
 }
 
+const FEATURES: RingFeatures = RingFeatures { indirect: true, event_idx: true };
+const LIMITS: RequestLimits =
+    RequestLimits { discard: true, write_zeroes: true, max_ranges: 16, max_range_sectors: 1 << 21 };
+
+/// A driver and a device in one thread: a batch added, published, served, published and popped.
+fn both_halves(layout: RingLayout, indirect: bool) -> Vec<Duration> {
+    let guest = Guest::new();
+    let at = RingAddresses { table: 0, avail: 0x4000, used: 0x5000 };
+    let memory = || Arc::clone(&guest.memory);
+    let areas = RingAreas::at_guest_addresses(layout, memory(), at, SIZE).unwrap();
+    let tables = IndirectLayout { address: 0x8000, stride_bytes: 64, entries: 3 };
+    let mut driver = DriverRing::new(areas, true, indirect.then_some(tables)).unwrap();
+    match layout {
+        RingLayout::Split => {
+            let areas = SplitAreas::at_guest_addresses(memory(), at, SIZE).unwrap();
+            let ring = SplitDeviceRing::new(areas, FEATURES, 0);
+            pass_batches(&guest, &mut driver, BlkQueue::new(ring, memory(), LIMITS))
+        }
+        RingLayout::Packed => {
+            let areas = PackedAreas::at_guest_addresses(memory(), at, SIZE).unwrap();
+            let ring = PackedDeviceRing::new(areas, FEATURES, PackedDeviceRing::NEW).unwrap();
+            pass_batches(&guest, &mut driver, BlkQueue::new(ring, memory(), LIMITS))
+        }
+    }
+}
+
+fn pass_batches<R: DeviceRing>(guest: &Guest, driver: &mut DriverRing, mut queue: BlkQueue<R>) -> Vec<Duration> {
+    let requests: Vec<_> = (0..u64::from(BATCH))
+        .map(|request| {
+            let at = 0x2_0000 + request * 0x2000;
+            guest.write(at, &RequestHeader { kind: request_type::IN, priority: 0, sector: 8 }.to_bytes());
+            let buffer = |address, length_bytes, device_writes| Buffer { address, length_bytes, device_writes };
+            [buffer(at, 16, false), buffer(at + 0x1000, 4096, true), buffer(at + 16, 1, true)]
+        })
+        .collect();
+    let mut heads = Vec::with_capacity(usize::from(BATCH));
+    (0..20)
+        .map(|_| {
+            let begun = Instant::now();
+            for _ in 0..ROUNDS / 20 {
+                for request in &requests {
+                    driver.add(request).unwrap();
+                }
+                std::hint::black_box(driver.publish());
+                while let Some((head, request)) = queue.pop().unwrap() {
+                    drop(std::hint::black_box(request));
+                    heads.push(head);
+                }
+                for head in heads.drain(..) {
+                    queue.complete(head, Status::Ok);
+                }
+                std::hint::black_box(queue.publish());
+                while let Some(used) = driver.pop_used().unwrap() {
+                    std::hint::black_box(used);
+                }
+                assert_eq!(driver.in_flight(), 0);
+            }
+            begun.elapsed()
+        })
+        .collect()
+}
+
 fn ours(indirect: bool) -> Vec<Duration> {
     let guest = Guest::new();
     let mut driver = Driver::new(&guest, SIZE);
@@ -54,9 +118,7 @@ fn ours(indirect: bool) -> Vec<Duration> {
     driver.avail_index = 0;
     let at = RingAddresses { table: driver.table, avail: driver.avail, used: driver.used };
     let areas = SplitAreas::at_guest_addresses(Arc::clone(&guest.memory), at, SIZE).unwrap();
-    let features = RingFeatures { indirect: true, event_idx: true };
-    let limits = RequestLimits { discard: true, write_zeroes: true, max_ranges: 16, max_range_sectors: 1 << 21 };
-    let mut queue = BlkQueue::new(SplitDeviceRing::new(areas, features, 0), Arc::clone(&guest.memory), limits);
+    let mut queue = BlkQueue::new(SplitDeviceRing::new(areas, FEATURES, 0), Arc::clone(&guest.memory), LIMITS);
     let mut heads = Vec::with_capacity(usize::from(BATCH));
     (0..20)
         .map(|_| {
@@ -122,6 +184,10 @@ fn theirs(indirect: bool) -> Vec<Duration> {
 fn main() {
     report("ours, direct          ", ours(false));
     report("ours, indirect        ", ours(true));
+    report("both, split, direct   ", both_halves(RingLayout::Split, false));
+    report("both, split, indirect ", both_halves(RingLayout::Split, true));
+    report("both, packed, direct  ", both_halves(RingLayout::Packed, false));
+    report("both, packed, indirect", both_halves(RingLayout::Packed, true));
     report("virtio-queue, direct  ", theirs(false));
     report("virtio-queue, indirect", theirs(true));
 }

@@ -5,7 +5,7 @@
 use crate::fault::{FaultReason, RingFault};
 use crate::ring_access::{
     AVAIL_NO_INTERRUPT, ChainMemory, Descriptor, MAX_CHAIN_SEGMENTS, SplitAreas, USED_NO_NOTIFY, crossed_event,
-    descriptor_flags, full_fence,
+    descriptor_flags, full_fence, indirect_table,
 };
 
 /// What queue code needs of a ring, whatever its layout.
@@ -33,8 +33,10 @@ pub trait DeviceRing {
     /// The device looks by itself: notifications are not needed.
     fn disable_notifications(&mut self);
 
-    /// Where taking goes on: what a front end hands to the next owner of the ring.
-    fn next_available(&self) -> u16;
+    /// Where the ring goes on: what a front end hands to the next owner of the ring. As vhost-user words it: of a split
+    /// ring the index of the next entry to take; of a packed one fifteen bits of the next descriptor to take and its wrap
+    /// counter, and in the upper half the same of the next descriptor to use.
+    fn base(&self) -> u32;
 
     /// Chains taken and not given back.
     fn in_flight(&self) -> u16;
@@ -53,7 +55,7 @@ pub struct RingFeatures {
 }
 
 impl RingFeatures {
-    /// Picks them out of the negotiated feature bits.
+    /// Picks them out of the negotiated feature bits. The layout is [`crate::ring_access::RingLayout`].
     #[must_use]
     pub fn from_bits(bits: u64) -> Self {
         use crate::blk::features::{EVENT_IDX, INDIRECT_DESC};
@@ -171,7 +173,7 @@ impl SplitDeviceRing {
             return Err(FaultReason::IndirectWithNext);
         }
         let count = indirect_count(table.length_bytes)?;
-        let table = self.areas.indirect_table(table.address, count, &mut self.table_hint)?;
+        let table = indirect_table(self.areas.memory(), table.address, count, &mut self.table_hint)?;
         let mut index = 0;
         for _ in 0..count {
             let Some(descriptor) = table.descriptor(index) else { break };
@@ -192,7 +194,8 @@ impl SplitDeviceRing {
     }
 }
 
-fn indirect_count(length_bytes: u32) -> Result<u16, FaultReason> {
+/// Descriptors in an indirect table of `length_bytes`.
+pub(crate) fn indirect_count(length_bytes: u32) -> Result<u16, FaultReason> {
     let limit = MAX_CHAIN_SEGMENTS as u32;
     let possible = length_bytes != 0 && length_bytes.is_multiple_of(16) && length_bytes >> 4 <= limit;
     match u16::try_from(length_bytes >> 4) {
@@ -273,8 +276,8 @@ impl DeviceRing for SplitDeviceRing {
         }
     }
 
-    fn next_available(&self) -> u16 {
-        self.next_avail
+    fn base(&self) -> u32 {
+        u32::from(self.next_avail)
     }
 
     fn in_flight(&self) -> u16 {

@@ -1,18 +1,23 @@
-//! The driver's half of a split ring (virtio 1.2, 2.7): descriptors out, used entries in.
+//! The driver's half of a ring, split or packed: descriptors out, used entries in.
 //!
-//! Requests are added, then published together with one index store; [`DriverRing::publish`] says whether the device
+//! Requests are added, then published together; [`DriverRing::publish`] says whether the device
 //! wants to be kicked for them. Used entries are popped without a system call. Callbacks are off from the start: a
 //! driver that is about to sleep turns them on and looks once more ([`DriverRing::enable_callbacks`]), so that nothing
 //! is missed and nobody is interrupted while it polls.
 //!
-//! Every descriptor head has a place of its own in an optional area of indirect tables, so an indirect request costs
+//! Every head has a place of its own in an optional area of indirect tables, so an indirect request costs
 //! one descriptor of the ring and no allocation. The device is not trusted: an entry that it cannot have used breaks
 //! the ring for good, with the reason.
 
-use crate::ring_access::{
-    AVAIL_NO_INTERRUPT, Descriptor, LayoutError, SharedWords, SplitAreas, USED_NO_NOTIFY, crossed_event,
-    descriptor_flags, full_fence,
-};
+mod packed;
+mod split;
+
+pub use packed::PackedDriverRing;
+pub use split::SplitDriverRing;
+
+use crate::ring_access::{LayoutError, RingAreas, SharedWords};
+use memory::GuestMemory;
+use std::sync::Arc;
 use thiserror::Error;
 
 /// One buffer of a request, by guest physical address. Those that the device reads come before those that it writes.
@@ -50,7 +55,7 @@ pub enum RingError {
         /// What it could have used.
         in_flight: u16,
     },
-    /// The used entry names no descriptor.
+    /// The used entry names no descriptor (no buffer, in a packed ring).
     #[error("the device used descriptor {id} of a ring with {size}")]
     UsedId {
         /// What it named.
@@ -85,292 +90,146 @@ pub enum AddError {
 /// A request that the device is done with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Used {
-    /// Its head, as [`DriverRing::add`] returned it.
+    /// Its head, as [`DriverRing::add`] returned it. In a packed ring it is the buffer's id.
     pub head: u16,
     /// How many bytes the device says that it wrote.
     pub written_bytes: u32,
 }
 
-/// What is known of a descriptor as a head.
-#[derive(Debug, Clone, Copy, Default)]
-struct Head {
-    /// Descriptors of the ring that its chain holds; zero while it heads nothing.
-    descriptors: u16,
-    /// How many requests had been added before it.
-    position: u64,
-    /// The length its indirect table was last announced with: the descriptor is rewritten only if that changes.
-    table_bytes: u32,
-}
-
+/// The area of indirect tables.
 #[derive(Debug)]
 struct Indirect {
     words: SharedWords,
     layout: IndirectLayout,
 }
 
-/// See the module's documentation.
+impl Indirect {
+    fn find(memory: &Arc<GuestMemory>, layout: Option<IndirectLayout>, size: u16) -> Result<Option<Self>, LayoutError> {
+        let Some(layout) = layout else { return Ok(None) };
+        let length_bytes = layout.stride_bytes.saturating_mul(usize::from(size));
+        let words = SharedWords::at_guest_address(Arc::clone(memory), layout.address, length_bytes)?;
+        Ok(Some(Self { words, layout }))
+    }
+
+    /// Where the table of `head` begins.
+    fn start(&self, head: u16) -> usize {
+        self.layout.stride_bytes.wrapping_mul(usize::from(head))
+    }
+}
+
+/// The driver's half of a ring. One look at its layout for each call.
 #[derive(Debug)]
-pub struct DriverRing {
-    areas: SplitAreas,
-    indirect: Option<Indirect>,
-    event_idx: bool,
-    /// Free descriptors, the next one last.
-    free: Vec<u16>,
-    heads: Vec<Head>,
-    /// Our own copy of the chains' links: the table belongs to memory that the device can write.
-    links: Vec<u16>,
-    /// Requests ever added, shown to the device, weighed for a kick, popped. The ring's indices are their low 16 bits;
-    /// a request may stay in flight while the indices go round.
-    added: u64,
-    shown: u64,
-    published: u64,
-    popped: u64,
-    /// The used index when it was last looked at.
-    seen_used: u16,
-    broken: Option<RingError>,
+pub enum DriverRing {
+    /// Split.
+    Split(SplitDriverRing),
+    /// Packed.
+    Packed(PackedDriverRing),
+}
+
+macro_rules! either {
+    ($self:expr, $ring:ident => $call:expr) => {
+        match $self {
+            DriverRing::Split($ring) => $call,
+            DriverRing::Packed($ring) => $call,
+        }
+    };
 }
 
 impl DriverRing {
-    /// A ring over areas that nobody uses yet: positions begin at zero, callbacks are off.
-    pub fn new(areas: SplitAreas, event_idx: bool, indirect: Option<IndirectLayout>) -> Result<Self, LayoutError> {
-        let size = areas.size();
-        let indirect = match indirect {
-            Some(layout) => {
-                let length_bytes = layout.stride_bytes.saturating_mul(usize::from(size));
-                let memory = areas.memory().clone();
-                let words = SharedWords::at_guest_address(memory, layout.address, length_bytes)?;
-                Some(Indirect { words, layout })
-            }
-            None => None,
-        };
-        areas.publish_avail_index(0);
-        areas.publish_used_index(0);
-        areas.set_used_flags(0);
-        let ring = Self {
-            areas,
-            indirect,
-            event_idx,
-            free: (0..size).rev().collect(),
-            heads: vec![Head::default(); usize::from(size)],
-            links: vec![0; usize::from(size)],
-            added: 0,
-            shown: 0,
-            published: 0,
-            popped: 0,
-            seen_used: 0,
-            broken: None,
-        };
-        ring.disable_callbacks();
-        Ok(ring)
+    /// A ring over areas that nobody uses yet: positions begin anew, callbacks are off.
+    pub fn new(
+        areas: impl Into<RingAreas>,
+        event_idx: bool,
+        indirect: Option<IndirectLayout>,
+    ) -> Result<Self, LayoutError> {
+        match areas.into() {
+            RingAreas::Split(areas) => SplitDriverRing::new(areas, event_idx, indirect).map(Self::Split),
+            RingAreas::Packed(areas) => PackedDriverRing::new(areas, event_idx, indirect).map(Self::Packed),
+        }
     }
 
     /// Entries.
     #[must_use]
     pub fn size(&self) -> u16 {
-        self.areas.size()
+        either!(self, ring => ring.size())
     }
 
     /// The most buffers that a request may have.
     #[must_use]
     pub fn max_buffers(&self) -> u16 {
-        // 2.7.5.3.1: a chain, also an indirect one, is never longer than the queue.
-        self.indirect.as_ref().map_or(self.size(), |indirect| indirect.layout.entries.min(self.size()))
+        either!(self, ring => ring.max_buffers())
     }
 
     /// The head that the next successful [`DriverRing::add`] returns.
+    #[inline]
     #[must_use]
     pub fn next_head(&self) -> Option<u16> {
-        self.free.last().copied()
+        either!(self, ring => ring.next_head())
     }
 
     /// Requests added and not popped.
     #[must_use]
     pub fn in_flight(&self) -> u16 {
-        low(self.added.wrapping_sub(self.popped))
+        either!(self, ring => ring.in_flight())
     }
 
     /// What broke the ring, if something has.
     #[must_use]
     pub fn broken(&self) -> Option<RingError> {
-        self.broken
+        either!(self, ring => ring.broken())
     }
 
     /// Adds a request; the device sees it with the next [`DriverRing::publish`].
+    #[inline]
     pub fn add(&mut self, buffers: &[Buffer]) -> Result<u16, AddError> {
-        let most = self.max_buffers();
-        let count = match u16::try_from(buffers.len()) {
-            Ok(count) if (1..=most).contains(&count) => count,
-            _ => return Err(AddError::TooLong { buffers: buffers.len(), most }),
-        };
-        let descriptors = if self.indirect.is_some() { 1 } else { count };
-        if self.free.len() < usize::from(descriptors) {
-            return Err(AddError::Full);
-        }
-        let head = self.next_head().ok_or(AddError::Full)?;
-        match &self.indirect {
-            Some(_) => self.fill_table(head, buffers),
-            None => self.fill_chain(buffers),
-        }
-        let position = self.added;
-        if let Some(state) = self.heads.get_mut(usize::from(head)) {
-            state.descriptors = descriptors;
-            state.position = position;
-        }
-        self.areas.set_avail_entry(low(position), head);
-        self.added = position.wrapping_add(1);
-        Ok(head)
-    }
-
-    fn fill_table(&mut self, head: u16, buffers: &[Buffer]) {
-        self.free.pop();
-        let Some(Indirect { words, layout }) = &self.indirect else { return };
-        let start = layout.stride_bytes.wrapping_mul(usize::from(head));
-        let mut next = 0u16;
-        for buffer in buffers {
-            let offset = start.wrapping_add(usize::from(next).wrapping_mul(16));
-            next = next.wrapping_add(1);
-            let last = usize::from(next) == buffers.len();
-            words.set_descriptor(offset, descriptor(buffer, (!last).then_some(next)));
-        }
-        // No chain is longer than the ring, whose size is a `u16`: the product fits.
-        let table_bytes = u32::from(next).wrapping_mul(16);
-        if let Some(state) = self.heads.get_mut(usize::from(head))
-            && state.table_bytes != table_bytes
-        {
-            state.table_bytes = table_bytes;
-            let address = words.address().wrapping_add(start as u64);
-            let flags = descriptor_flags::INDIRECT;
-            self.areas.set_descriptor(head, Descriptor { address, length_bytes: table_bytes, flags, next: 0 });
-        }
-    }
-
-    fn fill_chain(&mut self, buffers: &[Buffer]) {
-        for (index, buffer) in buffers.iter().enumerate() {
-            let Some(at) = self.free.pop() else { return };
-            let last = index.wrapping_add(1) == buffers.len();
-            let next = if last { None } else { self.free.last().copied() };
-            if let Some(link) = self.links.get_mut(usize::from(at)) {
-                *link = next.unwrap_or(at);
-            }
-            self.areas.set_descriptor(at, descriptor(buffer, next));
-        }
+        either!(self, ring => ring.add(buffers))
     }
 
     /// Requests added since the device was last shown any.
     #[must_use]
     pub fn unshown(&self) -> u16 {
-        low(self.added.wrapping_sub(self.shown))
+        either!(self, ring => ring.unshown())
     }
 
     /// Lets a device that polls see what was added so far, in the middle of a batch: no barrier and no kick, both of
     /// which come with [`DriverRing::publish`] at its end.
     pub fn show(&mut self) {
-        self.areas.publish_avail_index(low(self.added));
-        self.shown = self.added;
+        either!(self, ring => ring.show());
     }
 
     /// Whether something was added since the last [`DriverRing::publish`].
     #[must_use]
     pub fn is_unpublished(&self) -> bool {
-        self.published != self.added
+        either!(self, ring => ring.is_unpublished())
     }
 
     /// Shows the device what was added. Returns whether it must be kicked for it.
     pub fn publish(&mut self) -> bool {
-        if !self.is_unpublished() {
-            return false;
-        }
-        let (old, new) = (low(self.published), low(self.added));
-        self.show();
-        self.published = self.added;
-        // 2.7.13.4.1: the index is visible before we look whether the device waits for it.
-        full_fence();
-        match self.event_idx {
-            true => crossed_event(self.areas.avail_event(), old, new),
-            false => self.areas.used_flags() & USED_NO_NOTIFY == 0,
-        }
+        either!(self, ring => ring.publish())
     }
 
     /// Whether the device has used something that was not popped yet.
+    #[inline]
     #[must_use]
     pub fn has_used(&self) -> bool {
-        self.areas.used_index() != low(self.popped)
+        either!(self, ring => ring.has_used())
     }
 
     /// Takes the next request that the device is done with. After an error the ring stays broken.
+    #[inline]
     pub fn pop_used(&mut self) -> Result<Option<Used>, RingError> {
-        if let Some(error) = self.broken {
-            return Err(error);
-        }
-        let position = low(self.popped);
-        if position == self.seen_used && !self.look_at_used_index()? {
-            return Ok(None);
-        }
-        let (id, written_bytes) = self.areas.used_entry(position);
-        let size = self.size();
-        let head = match u16::try_from(id) {
-            Ok(head) if head < size => head,
-            _ => return Err(self.break_with(RingError::UsedId { id, size })),
-        };
-        // Announced, and not used since: the device cannot know what was only added.
-        let state = self.heads.get(usize::from(head));
-        let known = state.is_some_and(|state| state.descriptors > 0 && state.position < self.shown);
-        if !known {
-            return Err(self.break_with(RingError::NotInFlight { head }));
-        }
-        self.popped = self.popped.wrapping_add(1);
-        self.release(head);
-        Ok(Some(Used { head, written_bytes }))
-    }
-
-    fn look_at_used_index(&mut self) -> Result<bool, RingError> {
-        let (from, to) = (low(self.popped), self.areas.used_index());
-        let in_flight = low(self.shown.wrapping_sub(self.popped));
-        if to.wrapping_sub(from) > in_flight {
-            return Err(self.break_with(RingError::UsedIndex { from, to, in_flight }));
-        }
-        self.seen_used = to;
-        Ok(from != to)
-    }
-
-    fn break_with(&mut self, error: RingError) -> RingError {
-        self.broken = Some(error);
-        error
-    }
-
-    /// Gives the descriptors of `head`'s chain back, the head last, so that it is taken next while it is warm.
-    fn release(&mut self, head: u16) {
-        let Some(state) = self.heads.get_mut(usize::from(head)) else { return };
-        let count = std::mem::take(&mut state.descriptors);
-        let first = self.free.len();
-        let mut at = head;
-        for _ in 0..count {
-            self.free.push(at);
-            at = self.links.get(usize::from(at)).copied().unwrap_or(at);
-        }
-        if let Some(returned) = self.free.get_mut(first..) {
-            returned.reverse();
-        }
+        either!(self, ring => ring.pop_used())
     }
 
     /// Asks the device to call when it uses the next entry. Returns true if it has used one already; then the caller
     /// should go on instead of sleeping.
     pub fn enable_callbacks(&mut self) -> bool {
-        match self.event_idx {
-            true => self.areas.set_used_event(low(self.popped)),
-            false => self.areas.set_avail_flags(0),
-        }
-        // 2.7.14: the wish is visible before the second look.
-        full_fence();
-        self.has_used()
+        either!(self, ring => ring.enable_callbacks())
     }
 
-    /// The device need not call: the driver looks by itself. (It may still do so once in 65536 entries.)
+    /// The device need not call: the driver looks by itself.
     pub fn disable_callbacks(&self) {
-        match self.event_idx {
-            true => self.areas.set_used_event(low(self.popped).wrapping_sub(1)),
-            false => self.areas.set_avail_flags(AVAIL_NO_INTERRUPT),
-        }
+        either!(self, ring => ring.disable_callbacks());
     }
 }
 
@@ -379,15 +238,3 @@ fn low(counter: u64) -> u16 {
     // The truncation is the ring's own: its indices are free-running 16-bit numbers.
     counter as u16
 }
-
-fn descriptor(buffer: &Buffer, next: Option<u16>) -> Descriptor {
-    let mut flags = if buffer.device_writes { descriptor_flags::WRITE } else { 0 };
-    if next.is_some() {
-        flags |= descriptor_flags::NEXT;
-    }
-    Descriptor { address: buffer.address, length_bytes: buffer.length_bytes, flags, next: next.unwrap_or(0) }
-}
-
-#[cfg(test)]
-#[path = "driver_ring_tests.rs"]
-mod tests;

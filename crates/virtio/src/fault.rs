@@ -43,6 +43,20 @@ pub enum FaultReason {
         /// Entries.
         size: u16,
     },
+    /// The id of a buffer in a packed ring is too large for what the ring can hold.
+    #[error("the buffer id {id} is not below the ring's {size} descriptors")]
+    IdOutside {
+        /// The id.
+        id: u16,
+        /// Descriptors.
+        size: u16,
+    },
+    /// More descriptors of a packed ring were made available than it has, with those that the device has not given back.
+    #[error("more descriptors are available than the ring's {size}")]
+    TooManyInFlight {
+        /// Descriptors.
+        size: u16,
+    },
     /// The head was made available again before it was used.
     #[error("the head is in flight already")]
     HeadInFlight,

@@ -57,15 +57,16 @@ pub struct RequestLimits {
     pub max_range_sectors: u32,
 }
 
-/// What is kept of a request until its end.
-#[derive(Debug, Default)]
+/// What is kept of a request until its end. Four of them share a cache line.
+#[derive(Debug, Default, Clone, Copy)]
 struct Context {
-    /// For the used ring: how many bytes at the front of the writable part are written after success, and after any
-    /// end.
+    /// From the header, to name the request if it fails.
+    sector: u64,
+    /// From the header.
+    kind: u32,
+    /// For the used ring: how many bytes at the front of the writable part are written after success. Where that is
+    /// one byte, it is the status, which is written after a failure as well.
     written_bytes: u32,
-    written_bytes_on_failure: u32,
-    header: RequestHeader,
-    ranges: Vec<RangeSegment>,
 }
 
 /// A ring that speaks virtio-blk.
@@ -74,6 +75,8 @@ pub struct BlkQueue<R> {
     ring: R,
     chain: ChainMemory,
     contexts: Box<[Context]>,
+    /// The ranges of each discard or write-zeroes in flight, by head.
+    ranges: Box<[Vec<RangeSegment>]>,
     limits: RequestLimits,
 }
 
@@ -81,9 +84,10 @@ impl<R: DeviceRing> BlkQueue<R> {
     /// Requests from `ring`, whose buffers lie in `memory`.
     #[must_use]
     pub fn new(ring: R, memory: Arc<GuestMemory>, limits: RequestLimits) -> Self {
-        let contexts = std::iter::repeat_with(Context::default).take(usize::from(ring.size())).collect();
+        let contexts = vec![Context::default(); usize::from(ring.size())].into_boxed_slice();
+        let ranges = vec![Vec::new(); usize::from(ring.size())].into_boxed_slice();
         let chain = ChainMemory::new(memory, ring.size());
-        Self { ring, chain, contexts, limits }
+        Self { ring, chain, contexts, ranges, limits }
     }
 
     /// The ring.
@@ -118,6 +122,13 @@ impl<R: DeviceRing> BlkQueue<R> {
         }
     }
 
+    /// Into how many pieces of memory the request taken last was cut: what it costs besides its bytes.
+    #[inline]
+    #[must_use]
+    pub fn segment_count(&self) -> usize {
+        self.chain.segment_count()
+    }
+
     /// A chain without room for header or status: nothing can be said to its driver, so it stays with the device.
     #[cold]
     fn stopped_at(&mut self, head: u16) {
@@ -137,14 +148,13 @@ impl<R: DeviceRing> BlkQueue<R> {
         let (readable_bytes, writable_bytes) = (self.chain.readable_bytes(), self.chain.writable_bytes());
         let out_bytes = readable_bytes.saturating_sub(HEADER_BYTES as u32);
         let in_bytes = writable_bytes.saturating_sub(1);
-        let alone = u32::from(writable_bytes == 1);
-        self.set_written(head, alone, alone);
         if let Some(context) = self.contexts.get_mut(usize::from(head)) {
-            context.header = header;
+            let written_bytes = u32::from(writable_bytes == 1);
+            *context = Context { sector: header.sector, kind: header.kind, written_bytes };
         }
         let request = match header.kind {
             request_type::IN if is_whole_sectors(in_bytes) => {
-                self.set_written(head, writable_bytes, 0);
+                self.set_written(head, writable_bytes);
                 self.chain.keep_writable_without_status(head);
                 Request::Read { sector: header.sector, data: self.chain.data(head), priority: header.priority }
             }
@@ -168,19 +178,18 @@ impl<R: DeviceRing> BlkQueue<R> {
     }
 
     #[inline]
-    fn set_written(&mut self, head: u16, on_success: u32, on_failure: u32) {
+    fn set_written(&mut self, head: u16, written_bytes: u32) {
         if let Some(context) = self.contexts.get_mut(usize::from(head)) {
-            context.written_bytes = on_success;
-            context.written_bytes_on_failure = on_failure;
+            context.written_bytes = written_bytes;
         }
     }
 
     /// Copies the ranges out of guest memory, once, and checks them (5.2.6.2).
     fn parse_ranges(&mut self, head: u16, length_bytes: u32, allowed_flags: u32, served: Request) -> Request {
-        let Some(context) = self.contexts.get_mut(usize::from(head)) else {
+        let Some(ranges) = self.ranges.get_mut(usize::from(head)) else {
             return Request::Refused(Status::IoErr);
         };
-        context.ranges.clear();
+        ranges.clear();
         let count = length_bytes >> RANGE_SEGMENT_BYTES.ilog2();
         let whole = length_bytes.is_multiple_of(RANGE_SEGMENT_BYTES as u32);
         if count == 0 || !whole || count > self.limits.max_ranges {
@@ -191,28 +200,28 @@ impl<R: DeviceRing> BlkQueue<R> {
         for index in 0..count as usize {
             let mut bytes = [0; RANGE_SEGMENT_BYTES];
             data.copy_to_slice(index.saturating_mul(RANGE_SEGMENT_BYTES), &mut bytes);
-            context.ranges.push(RangeSegment::from_bytes(bytes));
+            ranges.push(RangeSegment::from_bytes(bytes));
         }
-        if context.ranges.iter().any(|range| range.flags & !allowed_flags != 0) {
+        if ranges.iter().any(|range| range.flags & !allowed_flags != 0) {
             return Request::Refused(Status::Unsupported);
         }
         let limit = self.limits.max_range_sectors;
-        match context.ranges.iter().any(|range| range.sector_count > limit) {
+        match ranges.iter().any(|range| range.sector_count > limit) {
             true => Request::Refused(Status::IoErr),
             false => served,
         }
     }
 
-    /// The header of a request in flight, as it was taken.
+    /// The type and the first sector of a request in flight, as its header had them.
     #[must_use]
-    pub fn header(&self, head: u16) -> RequestHeader {
-        self.contexts.get(usize::from(head)).map_or_else(RequestHeader::default, |context| context.header)
+    pub fn kind_and_sector(&self, head: u16) -> (u32, u64) {
+        self.contexts.get(usize::from(head)).map_or((0, 0), |context| (context.kind, context.sector))
     }
 
     /// The ranges of a discard or write-zeroes in flight.
     #[must_use]
     pub fn ranges(&self, head: u16) -> &[RangeSegment] {
-        self.contexts.get(usize::from(head)).map_or(&[], |context| &context.ranges)
+        self.ranges.get(usize::from(head)).map_or(&[], Vec::as_slice)
     }
 
     /// Ends a request: writes its status and gives the chain back. Visible with the next [`BlkQueue::publish`].
@@ -221,7 +230,7 @@ impl<R: DeviceRing> BlkQueue<R> {
         let Some(context) = self.contexts.get(usize::from(head)) else { return };
         let written_bytes = match status {
             Status::Ok => context.written_bytes,
-            Status::IoErr | Status::Unsupported => context.written_bytes_on_failure,
+            Status::IoErr | Status::Unsupported => u32::from(context.written_bytes == 1),
         };
         self.chain.write_status(head, status as u8);
         self.ring.put_used(head, written_bytes);
@@ -239,7 +248,7 @@ impl<R: DeviceRing> BlkQueue<R> {
         let status = u32::from(copied == data.length_bytes());
         drop(data);
         let written = u32::try_from(copied).unwrap_or(u32::MAX).saturating_add(status);
-        self.set_written(head, written, 0);
+        self.set_written(head, written);
         self.complete(head, Status::Ok);
     }
 

@@ -1,7 +1,7 @@
 //! Access to ring memory that another process changes at the same time: the only module of this crate with `unsafe`.
 //!
-//! [`SplitAreas`] resolves a split ring's three areas once and keeps the pointers. Every access is an atomic of the
-//! field's own size, because the other side may write at any moment; indices into the areas are masked by the queue
+//! [`SplitAreas`] and [`PackedAreas`] resolve a ring's three areas once and keep the pointers. Every access is an atomic
+//! of the field's own size, because the other side may write at any moment; indices into the areas are masked by the queue
 //! size, so no value that the other side chooses leads outside. Loads and stores are relaxed except where the
 //! specification orders them: an index is loaded with acquire before the entries that it announces are read, and stored
 //! with release after they were written (virtio 1.2, 2.7.13). [`full_fence`] is the barrier between "publish" and "does
@@ -11,9 +11,15 @@
 //!
 //! Safe to use from safe code: whatever is built here holds its [`GuestMemory`], so the mapping outlives the pointers.
 
+mod areas;
 mod chain;
+mod packed;
 
+pub use areas::{RingAreas, RingLayout};
 pub use chain::{ChainMemory, MAX_CHAIN_BYTES, MAX_CHAIN_SEGMENTS};
+pub use packed::{
+    EventWish, MAX_PACKED_SIZE, PackedAreas, PackedDescriptor, PackedPosition, check_packed_size, written_flag,
+};
 
 use memory::{GuestMemory, MemoryError};
 use std::marker::PhantomData;
@@ -99,13 +105,27 @@ pub fn full_fence() {
 /// Why a ring's areas cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum LayoutError {
-    /// Not a power of two, zero, or too large.
+    /// Not a power of two, zero, or too large for a split ring.
     #[error("a queue of {size} entries: it must be a power of two, at most {MAX_SPLIT_SIZE}")]
     Size {
         /// Entries asked for.
         size: u32,
     },
-    /// An area is not aligned as 2.7 demands.
+    /// Zero, or too large for a packed ring.
+    #[error("a packed queue of {size} entries: it must have 1 to {MAX_PACKED_SIZE}")]
+    PackedSize {
+        /// Entries asked for.
+        size: u32,
+    },
+    /// A packed ring cannot go on where its front end says.
+    #[error("a packed ring of {size} descriptors cannot go on at {base:#x}")]
+    Base {
+        /// As in vhost-user's messages.
+        base: u32,
+        /// Descriptors.
+        size: u16,
+    },
+    /// An area is not aligned as 2.7 or 2.8 demands.
     #[error("the ring's {area} at {address:#x} is not aligned to {alignment_bytes} bytes")]
     Alignment {
         /// Which one.
@@ -128,11 +148,11 @@ pub enum LayoutError {
 /// Where a ring's areas are, in the address space that the constructor names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RingAddresses {
-    /// Descriptor table.
+    /// Descriptor table, or the ring of a packed one.
     pub table: u64,
-    /// Available ring (driver area).
+    /// Driver area: available ring, or a packed ring's driver event structure.
     pub avail: u64,
-    /// Used ring (device area).
+    /// Device area: used ring, or a packed ring's device event structure.
     pub used: u64,
 }
 
@@ -172,6 +192,22 @@ pub fn check_size(size: u32) -> Result<u16, LayoutError> {
     }
 }
 
+/// Finds an area, given its name and alignment.
+fn resolve_area(
+    find: impl Fn(u64, u64) -> Result<NonNull<u8>, MemoryError>,
+    (area, alignment): (&'static str, usize),
+    address: u64,
+    length_bytes: usize,
+) -> Result<NonNull<u8>, LayoutError> {
+    let ptr = find(address, length_bytes as u64).map_err(|source| LayoutError::Memory { area, source })?;
+    // Both addresses: ours for the atomics, theirs because the specification says so and ours follows only where the
+    // file offsets are aligned too.
+    match ptr.as_ptr().addr().is_multiple_of(alignment) && address.is_multiple_of(alignment as u64) {
+        true => Ok(ptr),
+        false => Err(LayoutError::Alignment { area, address, alignment_bytes: alignment as u64 }),
+    }
+}
+
 impl SplitAreas {
     /// A ring whose areas are named in the peer's own address space (vhost-user).
     pub fn at_user_addresses(memory: Arc<GuestMemory>, at: RingAddresses, size: u16) -> Result<Self, LayoutError> {
@@ -194,24 +230,11 @@ impl SplitAreas {
     ) -> Result<[NonNull<u8>; 3], LayoutError> {
         check_size(u32::from(size))?;
         let (table_bytes, avail_bytes, used_bytes) = area_bytes(size);
-        let area = |(area, alignment): (&'static str, usize), address: u64, length: usize| {
-            let ptr = find(address, length as u64).map_err(|source| LayoutError::Memory { area, source })?;
-            // Both addresses: ours for the atomics, theirs because the specification says so and ours follows only
-            // where the file offsets are aligned too.
-            match ptr.as_ptr().addr().is_multiple_of(alignment) && address.is_multiple_of(alignment as u64) {
-                true => Ok(ptr),
-                false => Err(LayoutError::Alignment { area, address, alignment_bytes: alignment as u64 }),
-            }
-        };
-        Ok([area(TABLE, at.table, table_bytes)?, area(AVAIL, at.avail, avail_bytes)?, area(USED, at.used, used_bytes)?])
-    }
-
-    /// A table of descriptors elsewhere in guest memory. `hint` is the region found last.
-    #[inline]
-    pub fn indirect_table(&self, address: u64, count: u16, hint: &mut usize) -> Result<IndirectTable<'_>, MemoryError> {
-        let length_bytes = u64::from(count).wrapping_mul(DESCRIPTOR_BYTES as u64);
-        let ptr = self.memory.translate(address, length_bytes, hint)?;
-        Ok(IndirectTable { ptr, count, memory: PhantomData })
+        Ok([
+            resolve_area(&find, TABLE, at.table, table_bytes)?,
+            resolve_area(&find, AVAIL, at.avail, avail_bytes)?,
+            resolve_area(&find, USED, at.used, used_bytes)?,
+        ])
     }
 
     /// Entries.
@@ -385,6 +408,19 @@ impl SplitAreas {
     }
 }
 
+/// The table at guest physical `address` that an indirect descriptor names. `hint` is the region found last.
+#[inline]
+pub fn indirect_table<'a>(
+    memory: &'a GuestMemory,
+    address: u64,
+    count: u16,
+    hint: &mut usize,
+) -> Result<IndirectTable<'a>, MemoryError> {
+    let length_bytes = u64::from(count).wrapping_mul(DESCRIPTOR_BYTES as u64);
+    let ptr = memory.translate(address, length_bytes, hint)?;
+    Ok(IndirectTable { ptr, count, memory: PhantomData })
+}
+
 /// A table that an indirect descriptor names, resolved.
 #[derive(Debug, Clone, Copy)]
 pub struct IndirectTable<'a> {
@@ -395,10 +431,22 @@ pub struct IndirectTable<'a> {
 }
 
 impl IndirectTable<'_> {
-    /// Copies a descriptor out; `None` behind the end. The table may lie at any address.
+    /// Copies a descriptor of a split ring out; `None` behind the end. The table may lie at any address.
     #[inline]
     #[must_use]
     pub fn descriptor(&self, index: u16) -> Option<Descriptor> {
+        self.words(index).map(|[first, second]| Descriptor::from_words(first, second))
+    }
+
+    /// Copies a descriptor of a packed ring out; `None` behind the end.
+    #[inline]
+    #[must_use]
+    pub fn packed_descriptor(&self, index: u16) -> Option<PackedDescriptor> {
+        self.words(index).map(|[first, second]| PackedDescriptor::from_words(first, second))
+    }
+
+    #[inline]
+    fn words(&self, index: u16) -> Option<[u64; 2]> {
         if index >= self.count {
             return None;
         }
@@ -407,8 +455,7 @@ impl IndirectTable<'_> {
         // SAFETY: the index is below the count, so the sixteen bytes lie in the table, which is mapped while `'a`
         // lasts. A driver that writes meanwhile changes only what is copied.
         unsafe { std::ptr::copy_nonoverlapping(self.ptr.as_ptr().add(offset), words.as_mut_ptr().cast(), 16) }
-        let [first, second] = words;
-        Some(Descriptor::from_words(u64::from_le(first), u64::from_le(second)))
+        Some(words.map(u64::from_le))
     }
 }
 
@@ -468,6 +515,13 @@ impl SharedWords {
         self.set_word(offset_bytes.wrapping_add(8), descriptor.second_word());
     }
 
+    /// Writes a descriptor of a packed ring's indirect table at `offset_bytes` (a multiple of 8).
+    #[inline]
+    pub fn set_packed_descriptor(&self, offset_bytes: usize, descriptor: PackedDescriptor) {
+        self.set_word(offset_bytes, descriptor.address);
+        self.set_word(offset_bytes.wrapping_add(8), descriptor.second_word());
+    }
+
     fn shared_byte(&self, offset_bytes: usize) -> Option<&AtomicU8> {
         // SAFETY: the offset lies in the range that was translated, which stays mapped while `_memory` lives.
         (offset_bytes < self.length_bytes)
@@ -500,8 +554,7 @@ mod tests {
     fn memory(length_bytes: usize) -> (Arc<GuestMemory>, Arc<Mapping>) {
         let (_, mapping) = Mapping::anonymous_file(c"ring", length_bytes).unwrap();
         let mapping = Arc::new(mapping);
-        let spec =
-            RegionSpec { guest_address: BASE, length_bytes: length_bytes as u64, user_address: 0x7000, file_offset: 0 };
+        let spec = RegionSpec::new(BASE, length_bytes as u64).with(|region| region.user_address = 0x7000);
         let region = GuestRegion::of_mapping(spec, Arc::clone(&mapping), 0).unwrap();
         (Arc::new(GuestMemory::new(vec![region]).unwrap()), mapping)
     }

@@ -130,6 +130,53 @@ fn wrong_requests_are_refused_without_stopping_the_queue() {
     assert_eq!(refused(request_type::DISCARD, &[header, (DATA, 5 * 16, false), status]), Status::IoErr);
 }
 
+/// The legacy layout: header, command and data out are read; data in, sense, a header of errors and residual, and the
+/// status are written.
+#[test]
+fn a_packet_command_is_unsupported_and_nothing_but_its_status_is_written() {
+    const COMMAND: u64 = DATA + 0x1000;
+    const IN_DATA: u64 = DATA + 0x2000;
+    const SENSE: u64 = DATA + 0x3000;
+    const IN_HEADER: u64 = DATA + 0x4000;
+    let (header, command, out_data) = ((HEADER, 16, false), (COMMAND, 10, false), (DATA, 512, false));
+    let (in_data, sense, in_header) = ((IN_DATA, 36, true), (SENSE, 96, true), (IN_HEADER, 16, true));
+    let (status, together) = ((STATUS, 1, true), (IN_HEADER, 17, true));
+    let layouts: [&[(u64, u32, bool)]; 5] = [
+        &[header, command, in_data, sense, in_header, status],
+        &[header, command, out_data, sense, in_header, status],
+        &[header, command, sense, in_header, status],
+        &[header, command, in_data, sense, together],
+        &[header, status],
+    ];
+    for kind in [request_type::SCSI_CMD, request_type::SCSI_CMD_OUT] {
+        for buffers in layouts {
+            let guest = Guest::new();
+            for page in [HEADER, STATUS] {
+                guest.write(page, &[0xaa; 0x1000]);
+            }
+            guest.write(DATA, &[0xaa; 0x6000]);
+            put_header(&guest, kind, 0x1234);
+            let mut driver = Driver::new(&guest, SIZE);
+            driver.put_chain(&(0..SIZE).collect::<Vec<_>>(), buffers);
+            driver.offer(0);
+            driver.publish();
+            let mut queue = device(&driver, BOTH);
+            let Ok(Some((0, Request::Refused(answer)))) = queue.pop() else { panic!("{buffers:?}") };
+            queue.complete(0, answer);
+            queue.publish();
+            let (at, length, _) = buffers[buffers.len() - 1];
+            let status_at = at + u64::from(length) - 1;
+            assert_eq!(guest.read(status_at, 1), [2]);
+            guest.write(status_at, &[0xaa]);
+            assert_eq!(
+                (guest.read(DATA, 0x6000), guest.read(STATUS, 0x1000)),
+                (vec![0xaa; 0x6000], vec![0xaa; 0x1000])
+            );
+            assert_eq!(driver.take_used(), [(0, u32::from(buffers.len() == 2))], "no length that is not true");
+        }
+    }
+}
+
 #[test]
 fn ranges_are_copied_once_and_checked() {
     let guest = Guest::new();
@@ -308,7 +355,7 @@ fn a_chain_that_stops_the_queue_is_found_again_by_the_next_owner() {
     let mut queue = device(&driver, BOTH);
     assert!(matches!(queue.pop(), Ok(Some((0, _)))));
     assert!(queue.pop().is_err());
-    assert_eq!((queue.ring().next_available(), queue.ring().in_flight()), (1, 1));
+    assert_eq!((queue.ring().base(), queue.ring().in_flight()), (1, 1));
     queue.complete(0, Status::Ok);
     queue.complete(3, Status::Ok);
     queue.publish();

@@ -8,6 +8,7 @@
 mod before;
 mod cells;
 mod contexts;
+mod driver;
 mod files;
 mod half_full;
 mod images;
@@ -56,6 +57,9 @@ pub(crate) struct BenchArguments {
     /// with each.
     #[arg(long, conflicts_with_all = ["images", "profile", "list", "filter", "resume", "output", "ringdisk", "size_mib", "directory"])]
     contexts: bool,
+    /// Measure the driver's paths and callbacks instead, each beside the driver without them.
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "resume", "output", "size_mib", "directory", "before"])]
+    driver: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
     size_mib: Option<u64>,
@@ -110,6 +114,10 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     if arguments.contexts {
         ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
         return contexts::run(arguments);
+    }
+    if arguments.driver {
+        ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
+        return driver::run(&ringdisk_of(arguments)?, arguments);
     }
     let is_chosen =
         |name: &str| arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()));

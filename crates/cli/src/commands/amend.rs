@@ -1,14 +1,16 @@
 //! `ringdisk amend`: other options for an image that exists, with qemu-img's output and exit codes.
 
-use crate::images::{ImageName, asks_for_help, opener, parse_format, switch};
+use crate::images::{asks_for_help, image_name, opener, parse_format, switch};
 use crate::output::{self, ProgressArgs, Watch};
 use anyhow::bail;
-use drive::{parse_integer, parse_options, parse_size};
+use drive::{ImageName, parse_integer, parse_options, parse_size};
 use image::{Amend, Format, ImageOptions};
 use std::path::PathBuf;
 
-/// Change options of a disk that nobody uses: compat, data_file, data_file_raw, lazy_refcounts, refcount_bits, size. A
-/// power cut leaves the image before or the image after.
+/// Change options of a disk that nobody uses.
+///
+/// These are compat, data_file, data_file_raw, lazy_refcounts, refcount_bits and size. A power cut leaves the image
+/// before or the image after.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image; guessed from its contents where not given.
@@ -67,8 +69,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return help(Some(format));
     }
     let Some(file) = &args.file else { return Err(output::usage("Expecting one image file name")) };
-    let ImageName { path, format } = ImageName::of(file, args.format.as_deref(), args.image_opts)?;
-    let mut options = ImageOptions::new(&path);
+    let ImageName { file, format } = image_name(file, args.format.as_deref(), args.image_opts)?;
+    let mut options = ImageOptions::new(file);
     options.format = format;
     options.allow_backing = args.allow_backing.parse()?;
     let image = image::open(&options, &opener(&args.cache)?)?;
@@ -105,7 +107,8 @@ fn parse(options: &[String]) -> anyhow::Result<Amend> {
                     _ => bail!("Parameter 'refcount_bits' expects a number"),
                 },
                 "lazy_refcounts" => amend.lazy_refcounts = Some(switch(key, value)?),
-                "size" => amend.size_bytes = Some(parse_size(value)?),
+                // As in qemu-img, zero means that the size stays.
+                "size" => amend.size_bytes = Some(parse_size(value)?).filter(|bytes| *bytes > 0),
                 "backing_file" | "backing_fmt" => {
                     bail!("Cannot amend the backing file\nYou can use 'qemu-img rebase' instead.")
                 }

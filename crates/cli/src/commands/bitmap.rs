@@ -1,16 +1,18 @@
 //! `ringdisk bitmap`: persistent dirty bitmaps, in qemu-img's words.
 
-use crate::images::{ImageName, parse_format};
+use crate::images::{files, image_name};
 use anyhow::{Context, bail};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
-use drive::{EngineOpener, parse_size};
+use drive::{EngineOpener, ImageName, parse_size};
 use format_qcow2::BitmapAction;
 use image::{Opener, Role, inspect};
 use std::path::PathBuf;
 
-/// Make, change and remove persistent dirty bitmaps of an image that nobody uses. All of --add, --remove, --clear,
-/// --enable, --disable and --merge that are given are carried out in their order; after an error none of them is.
+/// Make, change and remove persistent dirty bitmaps of an image that nobody uses.
+///
+/// All of --add, --remove, --clear, --enable, --disable and --merge that are given are carried out in their order. After
+/// an error, none of them is.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -124,9 +126,9 @@ impl Args {
             Word::Merge(source) => match &self.source_file {
                 None => BitmapAction::MergeOwn(source.clone()),
                 Some(path) => {
-                    let file = opener.open(&path.into(), Role::ReadOnly)?;
-                    let format = parse_format(self.source_format.as_deref())?;
-                    let format = inspect(path, &file, format)?.format;
+                    let ImageName { file: name, format } = image_name(path, self.source_format.as_deref(), false)?;
+                    let file = opener.open(&name, Role::ReadOnly)?;
+                    let format = inspect(name, &file, format)?.format;
                     let failed = || format!("Operation merge on bitmap {} failed", self.bitmap);
                     BitmapAction::Merge(image::read_bitmap(&file, format, source).with_context(failed)?)
                 }
@@ -137,10 +139,10 @@ impl Args {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     args.check()?;
-    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
-    let opener = EngineOpener::default();
-    let file = opener.open(&(&path).into(), Role::Writable)?;
-    let format = inspect(&path, &file, format)?.format;
+    let ImageName { file: name, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
+    let opener = files();
+    let file = opener.open(&name, Role::Writable)?;
+    let format = inspect(name, &file, format)?.format;
     let action = |word| Ok((args.bitmap.clone(), args.action(word, &opener)?));
     let actions: Vec<(String, BitmapAction)> = args.actions.0.iter().map(action).collect::<anyhow::Result<_>>()?;
     Ok(image::edit_bitmaps(&file, format, &actions, &mut |_, _| true)?)

@@ -1,16 +1,19 @@
 //! `ringdisk check`: whether an image's tables agree, with qemu-img's counts, output and exit codes.
 
-use crate::images::{ImageName, opener};
+use crate::images::{image_name, name_force_share, opener};
 use crate::output::{self, ProgressArgs, Watch};
 use anyhow::bail;
 use block::ErrorKind;
+use drive::ImageName;
 use image::{CheckReport, Format, Opener, Repair, Role};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-/// Check that an image's tables agree; changes nothing without -r. Exit codes: 0 good, 1 not checked, 2 damaged, 3 leaks only, 63
-/// the format has nothing to check.
+/// Check that an image's tables agree, and repair them with -r.
+///
+/// Changes nothing without -r. Exit codes: 0 good, 1 not checked, 2 damaged, 3 leaks only, 63 the format has nothing to
+/// check.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image; guessed from its contents where not given.
@@ -58,17 +61,21 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if repair.is_some() && args.force_share {
         bail!("check: -U and -r contradict each other: what is repaired must be nobody else's");
     }
-    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let ImageName { file: name, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
     let opener = opener(&args.source_cache)?;
     let opener = if args.force_share { opener.without_locks() } else { opener };
-    let file = opener.open(&(&path).into(), if repair.is_some() { Role::Writable } else { Role::ReadOnly })?;
+    let file = match repair {
+        Some(_) => opener.open(&name, Role::Writable)?,
+        None => opener.open(&name, Role::ReadOnly).map_err(name_force_share)?,
+    };
+    let name = name.to_string();
     let mut finding = |text: &str| {
         if !args.progress.quiet {
             eprintln!("{text}");
         }
     };
     let mut watch = Watch::start(&args.progress)?;
-    let mut checked = watch.run(|control| jobs::check(&path, &file, format, repair, control, &mut finding));
+    let mut checked = watch.run(|control| jobs::check(&name, &file, format, repair, control, &mut finding));
     if let Ok(CheckReport { leaks_fixed, corruptions_fixed, .. }) = checked
         && (leaks_fixed, corruptions_fixed) != (0, 0)
     {
@@ -78,7 +85,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                  {corruptions_fixed} corruptions\n\nDouble checking the fixed image now...\n"
             ))?;
         }
-        let again = watch.run(|control| jobs::check(&path, &file, format, None, control, &mut finding));
+        let again = watch.run(|control| jobs::check(&name, &file, format, None, control, &mut finding));
         checked = again.map(|report| CheckReport { leaks_fixed, corruptions_fixed, ..report });
     }
     drop(file);

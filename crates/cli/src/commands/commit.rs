@@ -1,14 +1,15 @@
 //! `ringdisk commit`: what an overlay holds goes into the image below it, in qemu-img's words.
 
-use crate::images::{ImageName, opener};
+use crate::images::{image_name, opener};
 use crate::output::{self, ProgressArgs, Watch};
 use crate::threads::Reactors;
-use drive::parse_size;
+use drive::{ImageName, parse_size};
 use jobs::CommitOptions;
 use std::path::PathBuf;
 
-/// Write what an overlay holds to its backing file, then empty the overlay. What the overlay shows does not change, at
-/// no moment; a commit that was broken off is run again.
+/// Write what an overlay holds to its backing file, then empty the overlay.
+///
+/// What the overlay shows never changes. A commit that was broken off is run again.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the overlay; guessed from its contents where not given.
@@ -42,9 +43,9 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let ImageName { file, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
     let opener = opener(&args.cache)?;
-    let mut options = CommitOptions::new(path);
+    let mut options = CommitOptions::new(file);
     options.format = format;
     options.base = args.base.clone();
     options.keep = args.keep || args.base.is_some();

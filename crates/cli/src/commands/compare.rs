@@ -4,11 +4,12 @@ use crate::images::OpenArgs;
 use crate::output::{self, ProgressArgs, Watch};
 use crate::threads::Reactors;
 use block::Disk;
-use jobs::{Comparison, Difference, Stage};
+use jobs::{Comparison, Difference, JobDisk, Stage};
 use std::path::PathBuf;
 
-/// Compare what guests see of two images. Exit codes: 0 the same, 1 different, 2 cannot open, 3 cannot find out what is
-/// allocated, 4 cannot read.
+/// Compare what guests see of two images.
+///
+/// Exit codes: 0 the same, 1 different, 2 cannot open, 3 cannot find out what is allocated, 4 cannot read.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the first image; guessed from its contents where not given.
@@ -48,7 +49,8 @@ fn compare(args: &Args) -> Result<i32, (i32, anyhow::Error)> {
     let second = args.open.open(&args.second, args.second_format.as_deref(), &listed).map_err(cannot_open)?;
     let reactors = Reactors::start("compare").map_err(cannot_open)?;
     let mut watch = Watch::start(&args.progress).map_err(cannot_open)?;
-    let compared = watch.run(|control| jobs::compare(&first, &second, args.strict, &reactors.handles(), control));
+    let [left, right] = [&first, &second].map(JobDisk::from);
+    let compared = watch.run(|control| jobs::compare(&left, &right, args.strict, &reactors.handles(), control));
     reactors.stop().map_err(cannot_open)?;
     let found = match compared {
         Ok(found) => found,

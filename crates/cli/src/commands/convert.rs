@@ -2,23 +2,25 @@
 
 use crate::arguments::integer;
 use crate::images::{
-    ImageName, OpenArgs, asks_for_help, backing_name, copy_bitmaps, create_target, file_name, holds_old_bytes,
-    leave_page_cache, open_writable, options_help, parse_format, refuse_misfits, refuse_same_file,
-    refuse_without_bitmaps, remove_target, sync_directory,
+    OpenArgs, asks_for_help, backing_name, copy_bitmaps, create_target, file_name, files, holds_old_bytes, image_name,
+    leave_page_cache, open_writable, opened_name, options_help, parse_format, path_of, refuse_misfits,
+    refuse_same_file, refuse_without_bitmaps, remove_target, sync_directory,
 };
 use crate::output::{self, ProgressArgs, Watch, usage};
 use crate::threads::Reactors;
 use anyhow::{Context, bail};
 use block::{Disk, SECTOR_BYTES};
-use drive::{EngineOpener, escape, parse_options, parse_size};
+use drive::{ImageName, escape, parse_options, parse_size};
 use engine::CacheMode;
 use image::{FileName, Format, Image, ImageOptions};
-use jobs::{ConvertOptions, Salvage, Unreadable};
+use jobs::{ConvertOptions, JobDisk, Salvage, Unreadable};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Copy a disk, or several one behind the other, into a new image, sparse where they are sparse. A target that exists is
-/// overwritten; half a target is removed.
+/// Copy a disk into a new image.
+///
+/// Several sources are copied one behind the other. What is sparse stays sparse. A target that exists is overwritten.
+/// Half a target is removed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the source; guessed from its contents where not given.
@@ -106,7 +108,7 @@ struct Target {
 }
 
 impl Target {
-    fn new(args: &Args, name: ImageName) -> anyhow::Result<Self> {
+    fn new(args: &Args, path: PathBuf, format: Option<Format>) -> anyhow::Result<Self> {
         let (mut options, mut backing, mut backing_format, mut preallocated) = (Vec::new(), None, None, false);
         for text in &args.options {
             for pair in parse_options(text).map_err(|error| error.in_context(format!("-o {text}")))? {
@@ -123,8 +125,8 @@ impl Target {
         }
         let backing_format = args.backing_format.clone().or(backing_format);
         Ok(Self {
-            path: name.path,
-            format: name.format,
+            path,
+            format,
             options,
             backing: args.backing.clone().or(backing),
             backing_format: parse_format(backing_format.as_deref())?,
@@ -164,18 +166,20 @@ impl Args {
             Some((target, sources)) if !sources.is_empty() => (target, sources),
             _ => return Err(usage("Must specify image file name: one source or more, and the target")),
         };
-        let name = match self.target_image_opts {
-            true => ImageName::of(target, self.output_format.as_deref(), true)?,
-            false => ImageName {
-                path: file_name(target)?,
-                format: Some(self.output_format.as_deref().unwrap_or("raw").parse()?),
-            },
+        let target = match self.target_image_opts {
+            true => {
+                let ImageName { file, format } = image_name(target, self.output_format.as_deref(), true)?;
+                Target::new(self, path_of(&file)?, format)?
+            }
+            false => {
+                let format = self.output_format.as_deref().unwrap_or("raw").parse()?;
+                Target::new(self, file_name(target)?, Some(format))?
+            }
         };
-        let target = Target::new(self, name)?;
         if sources.len() > 1 && target.backing.is_some() {
             bail!("Having a backing file for the target makes no sense when concatenating multiple input images");
         }
-        if self.compress && target.format == Some(Format::Raw) {
+        if self.compress && target.format.is_some_and(|format| !format.can_compress()) {
             bail!("Compression not supported for this file format");
         }
         if self.compress && target.preallocated {
@@ -209,7 +213,7 @@ impl Args {
     fn listed(&self, target: &Target, sources: &[PathBuf]) -> anyhow::Result<Vec<PathBuf>> {
         let mut listed = target.data_files();
         let Some(backing) = &target.backing else { return Ok(listed) };
-        let name = backing_name(&target.path, backing, true)?;
+        let name = backing_name(Some(&target.path), backing, true)?;
         let path = target.path.parent().unwrap_or(Path::new("")).join(name);
         // Without its format no image is made.
         if let Some(format) = target.backing_format.filter(|_| !self.no_create) {
@@ -218,7 +222,7 @@ impl Args {
             options.read_only = true;
             options.allow_backing = self.open.allow_backing.parse()?;
             options.listed = sources.to_vec();
-            let below = image::open(&options, &EngineOpener::default())?;
+            let below = image::open(&options, &files())?;
             listed.extend(below.file_names().filter_map(|name| name.path().map(Path::to_owned)));
         }
         listed.push(path);
@@ -306,7 +310,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
     // A new target names what the user named; that and what lies below has passed the gate.
     let allow = if args.no_create { &args.open.allow_backing } else { "listed" };
-    let image = open_writable(&target.path, target.format, &args.target_cache, allow, listed)?;
+    let image = open_writable(opened_name(&target.path), target.format, &args.target_cache, allow, listed)?;
     if image.info().size_bytes < sources.iter().map(|source| source.info().size_bytes).sum::<u64>() {
         bail!("output file is smaller than input file");
     }
@@ -330,7 +334,8 @@ fn copy(
     watch: &mut Watch,
 ) -> anyhow::Result<()> {
     let reactors = Reactors::start("convert")?;
-    let done = watch.run(|control| jobs::convert(sources, &image, options, &reactors.handles(), control));
+    let disks: Vec<_> = sources.iter().map(JobDisk::from).collect();
+    let done = watch.run(|control| jobs::convert(&disks, &(&image).into(), options, &reactors.handles(), control));
     reactors.stop()?;
     let done = done?;
     if args.copy_offload {

@@ -8,8 +8,9 @@ use image::Format;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-/// Create an image. A file that exists is overwritten, unless somebody uses it. Ctrl-C ends it with the files that are new
-/// removed.
+/// Create an image.
+///
+/// A file that exists is overwritten, unless somebody uses it. Ctrl-C removes the files that are new.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the new image: raw or qcow2.

@@ -1,8 +1,8 @@
 //! `ringdisk dd`: a part of a disk copied into a new image, in qemu-img's words.
 
 use crate::images::{
-    ImageName, OpenArgs, create_target, file_name, holds_old_bytes, leave_page_cache, open_writable, refuse_same_file,
-    remove_target, sync_directory,
+    OpenArgs, create_target, file_name, holds_old_bytes, image_name, leave_page_cache, open_writable, opened_name,
+    refuse_same_file, remove_target, sync_directory,
 };
 use crate::output::{self, ProgressArgs, Watch};
 use crate::threads::Reactors;
@@ -15,7 +15,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Copy blocks of a disk into a new image: bs=SIZE count=BLOCKS skip=BLOCKS if=FILE of=FILE.
+/// Copy blocks of a disk into a new image.
+///
+/// Takes bs=SIZE count=BLOCKS skip=BLOCKS if=FILE of=FILE.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the source; guessed from its contents where not given.
@@ -84,11 +86,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     args.target_cache.parse::<CacheMode>()?;
     let format: Format = args.output_format.parse()?;
     let source = args.open.open(&operands.source, args.format.as_deref(), &[])?;
-    let named = ImageName::of(&operands.source, args.format.as_deref(), args.open.image_opts)?;
+    let named = image_name(&operands.source, args.format.as_deref(), args.open.image_opts)?;
     refuse_same_file(&source, &operands.target)?;
     let part = operands.part(source.info().size_bytes);
     if part.is_none() {
-        output::warn(&format!("{}: cannot skip to specified offset", named.path.display()));
+        output::warn(&format!("{}: cannot skip to specified offset", named.file));
     }
     let part = part.unwrap_or(0..0);
     let size = (part.end - part.start).next_multiple_of(SECTOR_BYTES);
@@ -109,9 +111,10 @@ fn copy(
     watch: &mut Watch,
 ) -> anyhow::Result<()> {
     let target_is_zero = !holds_old_bytes(target, Some(format));
-    let image = open_writable(target, Some(format), &args.target_cache, "deny", &[])?;
+    let image = open_writable(opened_name(target), Some(format), &args.target_cache, "deny", &[])?;
     let reactors = Reactors::start("dd")?;
-    let done = watch.run(|control| jobs::dd(source, part, &image, target_is_zero, &reactors.handles(), control));
+    let (from, handles) = (source.into(), reactors.handles());
+    let done = watch.run(|control| jobs::dd(&from, part, &(&image).into(), target_is_zero, &handles, control));
     reactors.stop()?;
     done?;
     drop(image);

@@ -1,11 +1,12 @@
 //! `ringdisk img-compat`: what differs from qemu-img.
 
-use crate::compat::{Difference, FLAGS, VERSION, difference};
+use crate::compat::{Difference, FLAGS, ON_PURPOSE, Purpose, VERSION, difference};
 use crate::output;
 use std::fmt::Write as _;
 
-/// List the flags of qemu-img that are not the same here. Called by the name qemu-img (a link will do), this program is
-/// that one, but for these.
+/// List the flags of qemu-img that are not the same here.
+///
+/// Called by the name qemu-img (a link will do), this program is that one, but for these.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// List every flag.
@@ -15,16 +16,6 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
 }
-
-const BESIDE_FLAGS: &str = "
-Beside the flags:
-  a backing file outside of its image's directory is opened only with --allow-backing any, or RINGDISK_ALLOW_BACKING=any in
-  the environment; --image-opts and json: know driver, file.driver and file.filename; protocols other than file: and
-  host_device: are refused. A backing file that is named with one of these is recorded without it. snapshot -a marks enabled
-  bitmaps wholly, where qemu-img refuses. convert -l copies a snapshot whole that is larger than the
-  disk is now, where qemu-img cuts it off. commit and rebase refuse an overlay whose internal snapshots would show something
-  else afterwards, unless --change-snapshots is given.
-";
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Output {
@@ -38,12 +29,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let rows: Vec<_> = rows.filter(|(.., other)| args.all || other.is_some()).collect();
     let mut text = String::new();
     match args.output {
-        Output::Human if rows.is_empty() => text.push_str("Every flag is as in qemu-img.\n"),
         Output::Human => {
             for (verb, flag, other) in rows {
                 let _ = writeln!(text, "{verb:<9} {flag:<20} {}", other.map_or("identical", |other| other.why));
             }
-            text.push_str(BESIDE_FLAGS);
+            text.push_str("\nBeside the flags:\n");
+            for purpose in ON_PURPOSE {
+                let _ = writeln!(text, "{}", paragraph(purpose.why));
+            }
             let _ = writeln!(text, "\nThe flags are those that the --help of qemu-img {VERSION} shows.");
         }
         Output::Json => {
@@ -55,9 +48,34 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                     "difference": other.map(|other| other.why),
                 })
             };
-            let values: Vec<_> = rows.into_iter().map(row).collect();
+            let beside = |purpose: &Purpose| {
+                serde_json::json!({
+                    "verb": null,
+                    "flag": null,
+                    "topic": purpose.topic,
+                    "identical": false,
+                    "difference": purpose.why,
+                })
+            };
+            let values: Vec<_> = rows.into_iter().map(row).chain(ON_PURPOSE.iter().map(beside)).collect();
             text = format!("{}\n", serde_json::to_string_pretty(&values)?);
         }
     }
     output::print(&text)
+}
+
+/// An item of a list, in lines that fit a terminal.
+fn paragraph(why: &str) -> String {
+    const WIDTH: usize = 100;
+    let (mut text, mut length) = ("  *".to_owned(), 3);
+    for word in why.split_whitespace() {
+        if length + 1 + word.len() > WIDTH {
+            text.push_str("\n   ");
+            length = 3;
+        }
+        text.push(' ');
+        text.push_str(word);
+        length += 1 + word.len();
+    }
+    text
 }

@@ -1,15 +1,18 @@
 //! `ringdisk rebase`: an overlay gets another backing file, in qemu-img's words.
 
-use crate::images::{ImageName, backing_name, check_backing_format, opener};
+use crate::images::{backing_name, check_backing_format, image_name, opener};
 use crate::output::{ProgressArgs, Watch};
 use crate::threads::Reactors;
 use anyhow::bail;
+use drive::ImageName;
 use image::Backing;
 use jobs::RebaseOptions;
 use std::path::PathBuf;
 
-/// Give an overlay another backing file. What the overlay shows does not change, at no moment: what the new file holds
-/// differently is copied into the overlay first. A rebase that was broken off is run again.
+/// Give an overlay another backing file.
+///
+/// What the overlay shows never changes: what the new file holds differently is copied into the overlay first. A rebase
+/// that was broken off is run again.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the overlay; guessed from its contents where not given.
@@ -55,7 +58,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.backing.is_none() && !args.unsafe_backing {
         bail!("Must specify backing file (-b) or use unsafe mode (-u)");
     }
-    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let ImageName { file, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
     let backing = match args.backing.as_deref().unwrap_or_default() {
         "" => None,
         name => {
@@ -67,12 +70,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 // A format that is not served is told of before anything is copied.
                 false => drop(format.parse::<image::Format>()?),
             }
-            Some(Backing { file: backing_name(&path, name, !args.unsafe_backing)?, format: Some(format.clone()) })
+            Some(Backing { file: backing_name(file.path(), name, !args.unsafe_backing)?, format: Some(format.clone()) })
         }
     };
     let (writing, reading) = (opener(&args.cache)?, opener(&args.source_cache)?);
     let reading = if args.force_share { reading.without_locks() } else { reading };
-    let mut options = RebaseOptions::new(path);
+    let mut options = RebaseOptions::new(file);
     options.format = format;
     options.backing = backing;
     options.name_only = args.unsafe_backing;

@@ -1,15 +1,16 @@
 //! `ringdisk resize`: more or less room on a disk that nobody uses.
 
-use crate::images::ImageName;
+use crate::images::{files, image_name};
 use crate::output::{self, ProgressArgs, Watch};
 use anyhow::{Context, bail};
 use block::Disk;
-use drive::{EngineOpener, parse_size};
-use image::{Format, GrowBy, ImageOptions, Opener, Role};
+use drive::{ImageName, parse_size};
+use image::{GrowBy, ImageOptions};
 use std::path::PathBuf;
 
-/// Change the size of a disk that nobody uses. Growing adds zeros; --shrink allows to cut data off. A power cut leaves
-/// the disk before or the disk after.
+/// Change the size of a disk that nobody uses.
+///
+/// Growing adds zeros; --shrink allows to cut data off. A power cut leaves the disk before or the disk after.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image; guessed from its contents where not given.
@@ -44,25 +45,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         "full" => GrowBy::Zeros,
         other => bail!("Invalid preallocation mode '{other}'"),
     };
-    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
-    let mut options = ImageOptions::new(&path);
+    let ImageName { file, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
+    let mut options = ImageOptions::new(file);
     options.format = format;
     options.allow_backing = args.allow_backing.parse()?;
-    let opener = EngineOpener::default();
-    let image = image::open(&options, &opener)?;
+    let image = image::open(&options, &files())?;
     let size = new_size(&args.size, image.info().size_bytes)?;
     let mut watch = Watch::start(&args.progress)?;
-    let done = match image.format() {
-        Some(Format::Qcow2) => {
-            watch.run(|control| jobs::resize_qcow2(image, size, args.shrink, preallocation, control))
-        }
-        _ => {
-            drop(image);
-            let file = opener.open(&(&path).into(), Role::Writable)?;
-            watch.run(|control| jobs::resize_raw(file.as_ref(), size, args.shrink, preallocation, control))
-        }
-    };
-    done?;
+    watch.run(|control| jobs::resize(image, size, args.shrink, preallocation, control))?;
     if args.progress.quiet { Ok(()) } else { output::print("Image resized.\n") }
 }
 

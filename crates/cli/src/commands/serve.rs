@@ -1,81 +1,168 @@
 //! `ringdisk serve`: disks at vhost-user sockets, until a signal says stop.
 
-use crate::output::{self, usage};
+mod announcement;
+mod drives;
+
+use self::drives::{Asked, drives};
+use crate::output;
 use crate::signals;
-use daemon::{Attachment, Daemon, DaemonConfig, Pidfile};
-use drive::{DriveOptions, ParsedDrive};
-use image::{BackingPolicy, FileName};
+use anyhow::Context as _;
+use control::{ControlServer, Manager};
+use daemon::{Daemon, DaemonConfig, Pidfile};
+use image::BackingPolicy;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use std::fmt::Write as _;
+use signal_hook::iterator::Signals;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
 
 /// Serve disks to virtual machines at vhost-user sockets.
+///
+/// SIGTERM, SIGINT and SIGHUP end it in order: requests in flight end, images are flushed and closed, sockets removed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Images to serve with every option at its default.
     #[arg(value_name = "IMAGE")]
     images: Vec<PathBuf>,
-    /// A disk with options: file=PATH,format=qcow2,engine=auto,cache=none,... ("help" lists the keys, key=? the values;
-    /// a comma in a value is written ",,"). May be repeated.
+    /// A disk with options, for example file=disk.qcow2,cache=none. "help" lists the options, and format=? the values of one.
+    /// May be repeated.
     #[arg(long, value_name = "OPTIONS")]
     drive: Vec<String>,
-    /// Socket of a disk, one each: the first for the first IMAGE, and so on, then for each --drive without socket=.
-    /// By default IMAGE.sock.
+    /// The socket of a disk, instead of IMAGE.sock: first for each IMAGE in order, then for each --drive without one. May be
+    /// repeated. A socket that a service manager passes belongs to the disk of its name.
     #[arg(long, value_name = "PATH")]
     socket: Vec<PathBuf>,
-    /// Threads that serve requests [default: one a CPU, at most one a queue].
+    /// Threads that serve requests [default: one for each CPU, at most one for each queue].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     reactors: Option<u16>,
-    /// Request queues that each disk offers its guest [default: one a CPU, at most 16].
+    /// Request queues that each disk offers its guest [default: one for each CPU, at most 16].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: Option<u16>,
-    /// How long an idle thread goes on looking for work at most before it sleeps, in microseconds; 0 never [default: 100].
-    /// It looks less where that gains nothing. A disk can have its own with --drive poll-max-us=US; as every thread
-    /// serves queues of all disks, the longest of all disks holds for all threads.
+    /// How long an idle thread looks for work before it sleeps, in microseconds; 0 means not at all [default: 100]. It
+    /// looks for less where that gains nothing. A disk can set its own (poll-max-us=). Each thread serves queues of all
+    /// disks, so the longest of all holds.
     #[arg(long, value_name = "US")]
     poll_max_us: Option<u32>,
-    /// Write the process id to PATH once ready; removed at the end.
+    /// Memory that requests may take for buffers of their own, over all disks: where direct I/O does not take the guest's,
+    /// for clusters that are copied or decompressed. Requests wait for room; each disk has a fair share [default: a 16th of
+    /// the memory of the host or control group, at most 256M].
+    #[arg(long, value_name = "SIZE", value_parser = buffer_memory)]
+    buffer_memory: Option<usize>,
+    /// Write the process id to PATH once ready. The file is removed at the end.
     #[arg(long, value_name = "PATH")]
     pidfile: Option<PathBuf>,
-    /// Which backing files images may make us open: deny, same-dir (the image's directory, below it, and files named
-    /// here), listed (files named here), any.
+    /// Which backing files an image may have us open: deny (none), same-dir (in the image's directory or below it, and files
+    /// named here), listed (only files named here), any.
     #[arg(long, value_name = "POLICY", default_value = "same-dir")]
     allow_backing: String,
     /// A file that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
+    /// What to print once the sockets accept connections: human ends with how to attach each monitor, json is one line.
+    #[arg(long, value_enum, default_value = "human")]
+    output: Output,
+    /// Take commands at this Unix socket, from this user only ("ringdisk ctl", or HTTP and JSON). Disks can be added there,
+    /// so none needs to be named here.
+    #[arg(long, value_name = "SOCKET")]
+    control: Option<PathBuf>,
+    /// Keep a record of what is served in this directory. A daemon that is started with it again serves the same disks, with
+    /// the layers that they have by then, those that were added by commands included.
+    #[arg(long, value_name = "DIRECTORY")]
+    state_dir: Option<PathBuf>,
 }
 
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let drives = match drives(args)? {
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    Human,
+    Json,
+}
+
+pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()> {
+    let mut drives = match drives(args)? {
         Asked::Drives(drives) => drives,
         Asked::Help(help) => return output::print(&format!("{help}\n")),
     };
+    for disk in drives.iter_mut().map(|given| &mut given.drive.disk).filter(|disk| disk.file.is_some()) {
+        disk.lock_timeout_s = disk.lock_timeout_s.or(lock_timeout_s);
+    }
     let allow_backing: BackingPolicy = args.allow_backing.parse()?;
     // From here on a signal means an orderly end, so that no socket stays behind.
     let mut signals = signals::orderly()?;
     allow_all_descriptors();
-    let queues = drives.iter().map(|drive| usize::from(Daemon::queues_of(&drive.export))).sum::<usize>();
+    let queues = drives.iter().map(|given| usize::from(Daemon::queues_of(&given.drive.export))).sum::<usize>();
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let named = drives.iter().filter_map(|drive| drive.disk.file.as_ref()?.path().map(PathBuf::from));
-    let daemon = Daemon::start(DaemonConfig::default().with(|config| {
+    let named = drives.iter().filter_map(|given| given.drive.disk.file.as_ref()?.path().map(PathBuf::from));
+    let config = DaemonConfig::default().with(|config| {
+        // Disks that come later bring queues of their own.
+        let queues = if args.control.is_some() || args.state_dir.is_some() { cpus } else { queues };
         config.reactors = args.reactors.map_or(cpus.min(queues), usize::from);
-        config.poll_max_us = Daemon::poll_max_us_of(&drives, args.poll_max_us);
+        config.poll_max_us = Daemon::poll_max_us_of(drives.iter().map(|given| &given.drive), args.poll_max_us);
         config.allow_backing = allow_backing;
+        config.buffer_memory_bytes = args.buffer_memory;
         config.listed = named.chain(args.backing.iter().cloned()).collect();
-    }))?;
-    for drive in &drives {
-        daemon.add(drive)?;
-    }
+    });
+    let manager = Arc::new(Manager::start(config, args.state_dir.as_deref())?);
+    manager.restore(&drives)?;
+    let server = args.control.as_deref().map(|socket| ControlServer::listen(socket, Arc::clone(&manager)));
+    let server = server.transpose()?;
     let pidfile = args.pidfile.as_deref().map(Pidfile::create).transpose()?;
-    output::print(&announcement(&daemon))?;
+    output::print(&match args.output {
+        Output::Human => announcement::human(manager.daemon()),
+        Output::Json => announcement::json(manager.daemon()),
+    })?;
     daemon::notify("READY=1");
-    let signal = signals.forever().next();
+    let signal = wait_for_the_end(&manager, &mut signals);
     tracing::info!(signal, "stopping");
     daemon::notify("STOPPING=1");
-    daemon.shutdown()?;
+    server.map_or(Ok(()), ControlServer::stop)?;
+    let last = "the control interface has ended, and nobody else has the manager";
+    Arc::into_inner(manager).context(last)?.shutdown()?;
     drop(pidfile);
     Ok(())
+}
+
+/// Waits for a signal, or for a command that asks for the end; returns the signal. Meanwhile a service manager that watches
+/// is told that all reactors answer, as long as they do.
+fn wait_for_the_end(manager: &Manager, signals: &mut Signals) -> Option<i32> {
+    let (stop, stopped) = std::sync::mpsc::channel::<()>();
+    let handle = signals.handle();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            manager.wait_until_asked_to_end();
+            handle.close();
+        });
+        if let Some(interval) = daemon::watchdog_interval() {
+            scope.spawn(move || watchdog(manager.daemon(), interval, &stopped));
+        }
+        let signal = signals.forever().next();
+        drop(stop);
+        manager.ask_to_end();
+        signal
+    })
+}
+
+/// With less than that, one large request would fill it.
+const BUFFER_MEMORY_MIN: u64 = 1 << 20;
+
+fn buffer_memory(text: &str) -> Result<usize, String> {
+    let bytes = drive::parse_size(text).map_err(|error| error.to_string())?;
+    match usize::try_from(bytes) {
+        Ok(size) if bytes >= BUFFER_MEMORY_MIN => Ok(size),
+        _ => Err("it is less than 1M, which one request may need".to_owned()),
+    }
+}
+
+fn watchdog(daemon: &Daemon, interval: Duration, stopped: &Receiver<()>) {
+    // Asked and answered within three quarters of the time.
+    while stopped.recv_timeout(interval / 2) == Err(RecvTimeoutError::Timeout) {
+        match daemon.stuck_reactors(interval / 4).as_slice() {
+            [] => daemon::notify("WATCHDOG=1"),
+            stuck => {
+                tracing::error!("no answer from {}: the service manager is not told that we live", stuck.join(", "));
+            }
+        }
+    }
 }
 
 /// Each queue of a guest takes half a dozen descriptors, and its peer passes more: a few disks use up the usual soft limit,
@@ -85,55 +172,4 @@ fn allow_all_descriptors() {
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
         tracing::warn!("cannot raise the limit of open descriptors ({:?}): {error}", limit.current);
     }
-}
-
-enum Asked {
-    Drives(Vec<DriveOptions>),
-    Help(String),
-}
-
-/// The disks in the order of the command line, each with its socket and queues.
-fn drives(args: &Args) -> anyhow::Result<Asked> {
-    let named = args.images.iter().map(|image| Ok(DriveOptions::of_file(FileName::parse(image)?)));
-    let mut drives = named.collect::<block::Result<Vec<DriveOptions>>>()?;
-    for text in &args.drive {
-        match DriveOptions::parse(text).map_err(|error| error.in_context(format!("--drive {text}")))? {
-            ParsedDrive::Drive(drive) => drives.push(*drive),
-            ParsedDrive::Help(help) => return Ok(Asked::Help(help)),
-        }
-    }
-    if drives.is_empty() {
-        return Err(usage("nothing to serve: name an IMAGE or give --drive file=PATH,..."));
-    }
-    let mut sockets = args.socket.iter();
-    for drive in &mut drives {
-        drive.export.queues = drive.export.queues.or(args.queues);
-        if drive.export.socket.is_none() {
-            drive.export.socket = sockets.next().cloned().or_else(|| drive.disk.default_socket());
-        }
-    }
-    if let Some(left_over) = sockets.next() {
-        return Err(usage(format!(
-            "--socket {} belongs to no disk: there are more sockets than disks",
-            left_over.display()
-        )));
-    }
-    Ok(Asked::Drives(drives))
-}
-
-fn announcement(daemon: &Daemon) -> String {
-    let (disks, exports) = (daemon.disks(), daemon.exports());
-    let mut text = String::new();
-    for export in &exports {
-        let Some(disk) = disks.iter().find(|disk| disk.id == export.node) else { continue };
-        let size = drive::human_size(disk.info.size_bytes);
-        let mode = if export.read_only { ", read-only" } else { "" };
-        let _ = writeln!(text, "serving {} ({size}{mode}) at {}", disk.file, export.attachment.socket.display());
-        for layer in &disk.layers {
-            let _ = writeln!(text, "  {layer}");
-        }
-    }
-    let attachments: Vec<Attachment> = exports.into_iter().map(|export| export.attachment).collect();
-    let _ = writeln!(text, "ready\n\nAttach with:\n{}", daemon::attach_flags(&attachments));
-    text
 }

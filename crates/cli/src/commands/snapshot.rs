@@ -1,14 +1,16 @@
 //! `ringdisk snapshot`: internal snapshots of a disk that nobody uses, with qemu-img's output and exit codes.
 
-use crate::images::ImageName;
+use crate::images::{files, image_name, name_force_share};
 use crate::output::{self, ProgressArgs, Watch, snapshot_table};
 use anyhow::{Context, bail};
-use drive::EngineOpener;
+use drive::ImageName;
 use image::{Edit, NewSnapshot, Opener, Role, SnapshotName, inspect};
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// List, take, apply or delete snapshots inside an image. A power cut leaves the image before or the image after.
+/// List, take, apply or delete snapshots inside an image.
+///
+/// A power cut leaves the image before or the image after.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// List the snapshots; so does naming the image only.
@@ -43,16 +45,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if named.iter().map(|names| names.len()).sum::<usize>() + usize::from(args.list) > 1 {
         return Err(output::usage("Cannot mix '-l', '-a', '-c', '-d'"));
     }
-    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let ImageName { file: name, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
     let named = named.map(|names| names.first());
     let reads_only = named.iter().all(|name| name.is_none());
     if args.force_share && !reads_only {
-        bail!("Could not open '{}': force-share=on can only be used with read-only images", path.display());
+        bail!("Could not open '{}': force-share=on can only be used with read-only images", name);
     }
-    let opener = EngineOpener::default();
+    let opener = files();
     let opener = if args.force_share { opener.without_locks() } else { opener };
     let role = if reads_only { Role::ReadOnly } else { Role::Writable };
-    let file = opener.open(&(&path).into(), role)?;
+    let file = opener.open(&name, role);
+    let file = file.map_err(|error| if reads_only { name_force_share(error) } else { error })?;
     let (edit, failed) = match named {
         [Some(name), ..] => (Edit::CreateSnapshot(new(name)?), format!("Could not create snapshot '{name}'")),
         [_, Some(which), _] => {
@@ -63,12 +66,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             (Edit::DeleteSnapshot(SnapshotName::named(name)), format!("Could not delete snapshot '{name}'"))
         }
         _ => {
-            let description = inspect(&path, &file, format)?;
+            let description = inspect(name, &file, format)?;
             return output::print(&snapshot_table(&description.snapshots));
         }
     };
     let mut watch = Watch::start(&args.progress)?;
-    let done = watch.run(|control| jobs::edit(&path, &file, format, &edit, control));
+    let done = watch.run(|control| jobs::edit(&name.to_string(), &file, format, &edit, control));
     done.map_err(anyhow::Error::from).with_context(|| match watch.was_interrupted() {
         true => format!("{failed} (the image is as it was)"),
         false => failed,
@@ -78,5 +81,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn new(name: &str) -> anyhow::Result<NewSnapshot> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is set before 1970")?;
     let date_seconds = u32::try_from(now.as_secs()).context("the clock is set behind 2106")?;
-    Ok(NewSnapshot { name: name.to_owned(), date_seconds, date_nanoseconds: now.subsec_nanos() })
+    Ok(NewSnapshot::new(name).with(|new| {
+        new.date_seconds = date_seconds;
+        new.date_nanoseconds = now.subsec_nanos();
+    }))
 }

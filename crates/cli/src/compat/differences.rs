@@ -24,6 +24,64 @@ impl Difference {
 pub(crate) const OTHERS: &[Difference] =
     &[refused("*", "--object", "refused: nothing here uses secrets or other objects")];
 
+/// What differs beside the flags, on purpose.
+pub(crate) struct Purpose {
+    /// What it is about: a name that stays.
+    pub(crate) topic: &'static str,
+    pub(crate) why: &'static str,
+}
+
+const fn purpose(topic: &'static str, why: &'static str) -> Purpose {
+    Purpose { topic, why }
+}
+
+/// All of them. The tests that compare the two programs over generated command lines know nothing else that differs.
+pub(crate) const ON_PURPOSE: &[Purpose] = &[
+    purpose(
+        "backing-policy",
+        "a backing file outside of its image's directory is opened only with --allow-backing any, or RINGDISK_ALLOW_BACKING=any in the environment",
+    ),
+    purpose("image-opts", "--image-opts and json: know driver, file.driver and file.filename"),
+    purpose(
+        "formats",
+        "raw and qcow2 only: bochs, cloop, dmg, luks, parallels, qcow, qed, vdi, vhdx, vmdk and vpc images are recognised, named and refused",
+    ),
+    purpose(
+        "protocols",
+        "files, block devices and passed descriptors only: blkdebug, ftp, ftps, gluster, http, https, iscsi, nbd, nfs, null-co, rbd, ssh and vvfat are refused by name",
+    ),
+    purpose("encryption", "encrypted images are shown by info and refused by everything else"),
+    purpose(
+        "file-lengths",
+        "a qcow2 file that was changed or compressed may be longer or shorter: where clusters are put, and when space at the end is given back, is each program's own affair",
+    ),
+    purpose("dd-zeros", "dd leaves zeros out of a qcow2 target, where qemu-img writes them"),
+    purpose("half-targets", "a new image that could not be finished is removed, where qemu-img leaves it"),
+    purpose("node-names", "errors do not name QEMU's nodes (#block123)"),
+    purpose(
+        "backing-not-opened",
+        "check, snapshot and bitmap look at the image only: a backing file that is missing does not keep them from it",
+    ),
+    purpose("compat-names", "measure takes compat=v2 and compat=v3, as create does"),
+    purpose("repair-lines", "check -r does not list each entry that it repairs, and counts them instead"),
+    purpose("first-block", "a new raw file is a hole, where qemu-img writes its first block: map and measure show it"),
+    purpose("directories", "what is no file is refused before it is opened, and in other words than the system's"),
+    purpose("same-file", "dd refuses to write into the disk that it reads"),
+    purpose(
+        "recorded-backing",
+        "a backing file that is named with file: or host_device: is recorded without it, and from where the image is",
+    ),
+    purpose("bitmaps-after-snapshot", "snapshot -a marks enabled bitmaps wholly, where qemu-img refuses"),
+    purpose(
+        "larger-snapshots",
+        "convert -l copies a snapshot whole that is larger than the disk is now, where qemu-img cuts it off",
+    ),
+    purpose(
+        "changed-snapshots",
+        "commit and rebase refuse an overlay whose internal snapshots would show something else afterwards, unless --change-snapshots is given",
+    ),
+];
+
 /// What is different about a flag of a verb; `None` where nothing is.
 pub(crate) fn difference(verb: &str, flag: &str) -> Option<&'static Difference> {
     OTHERS.iter().find(|other| other.is_about(verb, flag))

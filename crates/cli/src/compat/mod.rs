@@ -5,7 +5,7 @@ mod flags;
 
 #[cfg(test)]
 pub(crate) use differences::OTHERS;
-pub(crate) use differences::{Difference, difference};
+pub(crate) use differences::{Difference, ON_PURPOSE, Purpose, difference};
 pub(crate) use flags::FLAGS;
 #[cfg(test)]
 pub(crate) use flags::{Flag, Verb};

@@ -1,9 +1,10 @@
 //! Persistent bitmaps that are copied along with an image.
 
+use super::name::opened_name;
+use super::open::files;
 use crate::output;
 use anyhow::bail;
 use block::Disk;
-use drive::EngineOpener;
 use format_qcow2::{Bitmap, BitmapAction};
 use image::{Format, Image, Opener, Role};
 use std::path::Path;
@@ -13,8 +14,8 @@ pub(crate) fn refuse_without_bitmaps(source: &Image, target: Option<Format>, ski
     if source.qcow2_header().is_none_or(|header| header.version < 3) {
         bail!("Source lacks bitmap support");
     }
-    if target == Some(Format::Raw) {
-        bail!("Format driver 'raw' does not support bitmaps");
+    if let Some(format) = target.filter(|format| !format.has_bitmaps()) {
+        bail!("Format driver '{format}' does not support bitmaps");
     }
     match source.bitmaps()?.iter().find(|bitmap| bitmap.in_use && !skip_broken) {
         Some(bitmap) => bail!(
@@ -70,6 +71,6 @@ pub(crate) fn copy_bitmaps(source: &Image, target: &Path) -> anyhow::Result<()> 
     if actions.is_empty() {
         return Ok(());
     }
-    let file = EngineOpener::default().open(&target.into(), Role::Writable)?;
+    let file = files().open(&opened_name(target), Role::Writable)?;
     Ok(image::edit_bitmaps(&file, Format::Qcow2, &actions, &mut |_, _| true)?)
 }

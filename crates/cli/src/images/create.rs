@@ -1,13 +1,13 @@
 //! Makes new images, for `create` and for the commands that fill one.
 
-use super::name::{backing_name, parse_format};
+use super::name::{backing_name, is_socket, opened_name, parse_format};
 use super::new_image::{self, NewImage};
+use super::open::files;
 use super::own_backing;
 use super::target::behind_links;
 use crate::output::{self, Watch, usage};
-use anyhow::Context;
+use anyhow::{Context, bail};
 use block::{File, FileOp, SECTOR_BYTES, block_on};
-use drive::EngineOpener;
 use format_qcow2::Preallocation;
 use image::{CreateOptions, Format, GrowBy, Opener, Role, inspect};
 use std::path::{Path, PathBuf};
@@ -38,10 +38,12 @@ pub(crate) fn create(
     look_at_backing: bool,
     watch: &mut Watch,
 ) -> anyhow::Result<Option<PathBuf>> {
+    if is_socket(file) {
+        return check_served(file, wanted).map(|()| None);
+    }
     wanted.settle_backing(file, look_at_backing)?;
     let options = wanted.create_options()?;
     options.validate()?;
-    let raw_space = wanted.raw_space()?;
     let beside = |name: &String| file.parent().unwrap_or(Path::new("")).join(name);
     let data_path = wanted.data_file.as_ref().map(beside);
     if let Some(backing) = &wanted.backing_file {
@@ -61,12 +63,7 @@ pub(crate) fn create(
     let opened = empty(file.to_owned())?;
     let data = data_path.map(&mut empty).transpose();
     let made = data.and_then(|data| {
-        watch.run(|control| match &options {
-            CreateOptions::Raw { size_bytes } if raw_space != GrowBy::Nothing => {
-                jobs::resize_raw(opened.as_ref(), *size_bytes, false, raw_space, control)
-            }
-            options => jobs::create(&opened, data.as_ref(), options, control),
-        })?;
+        watch.run(|control| jobs::create(&opened, data.as_ref(), &options, control))?;
         Ok(())
     });
     if let Err(error) = made {
@@ -74,6 +71,21 @@ pub(crate) fn create(
         return Err(error.context(files.collect::<Vec<_>>().join(", ")));
     }
     Ok(emptied.into_iter().nth(1).filter(|(_, is_new)| *is_new).map(|(path, _)| path))
+}
+
+/// Nothing can be made at a server's socket. A raw image is there already, if the server's disk is long enough for it.
+fn check_served(socket: &Path, wanted: &NewImage) -> anyhow::Result<()> {
+    if wanted.format != Format::Raw {
+        let what = "no image can be created at a vhost-user socket: use -O raw, or -n for an image that it holds";
+        bail!("{}: {what}", socket.display());
+    }
+    let disk_bytes = files().open(&opened_name(socket), Role::ReadOnly)?.length_bytes()?;
+    match wanted.size_bytes {
+        Some(size_bytes) if size_bytes > disk_bytes => {
+            bail!("{}: the server's disk has {disk_bytes} bytes, the image {size_bytes}", socket.display())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Half an image is of no use: one that was not there before goes again, so that its name is free for the next attempt.
@@ -90,7 +102,7 @@ fn empty_file(path: &Path, is_new: bool) -> anyhow::Result<Arc<dyn File>> {
     if is_new {
         engine::create(path, 0)?;
     }
-    let file = EngineOpener::default().open(&path.into(), Role::Writable)?;
+    let file = files().open(&path.into(), Role::Writable)?;
     if !file.info().block_device {
         let queue = file.open_blocking()?;
         block_on(queue.start(FileOp::SetLength { length: 0 }))
@@ -109,10 +121,10 @@ impl NewImage {
                 None => Ok(()),
             };
         };
-        if self.format == Format::Raw {
+        if !self.format.can_have_backing() {
             return Err(usage("a raw image cannot have a backing file: use -f qcow2"));
         }
-        *name = backing_name(image, name, look)?;
+        *name = backing_name(Some(image), name, look)?;
         let name = &*name;
         if !look {
             let unsaid = || Err(usage("Backing file specified without backing format: add -F"));
@@ -120,7 +132,7 @@ impl NewImage {
         }
         let format = parse_format(self.backing_format.as_deref())?;
         let path = image.parent().unwrap_or(Path::new("")).join(name);
-        let file = EngineOpener::default().open(&(&path).into(), Role::Backing)?;
+        let file = files().open(&(&path).into(), Role::Backing)?;
         let below = inspect(&path, &file, format)?;
         if format.is_none() {
             return Err(usage(format!(
@@ -153,9 +165,23 @@ impl NewImage {
     fn create_options(&self) -> anyhow::Result<CreateOptions> {
         let size =
             self.size_bytes.ok_or_else(|| usage("the size of the image is missing: FILE SIZE, for example 20G"))?;
-        let size_bytes = size.next_multiple_of(SECTOR_BYTES);
+        self.options_of_size(size)
+    }
+
+    /// Options that make it with another size.
+    pub(crate) fn options_of_size(&self, size_bytes: u64) -> anyhow::Result<CreateOptions> {
+        let size_bytes = size_bytes.next_multiple_of(SECTOR_BYTES);
+        let preallocation = self.preallocation()?;
         Ok(match self.format {
-            Format::Raw => CreateOptions::Raw { size_bytes },
+            Format::Raw => {
+                let space = match preallocation {
+                    Preallocation::Off => GrowBy::Nothing,
+                    Preallocation::Metadata => GrowBy::Tables,
+                    Preallocation::Falloc => GrowBy::Space,
+                    Preallocation::Full => GrowBy::Zeros,
+                };
+                CreateOptions::Raw { size_bytes, space }
+            }
             Format::Qcow2 => {
                 let mut options = format_qcow2::CreateOptions::default();
                 options.size_bytes = size_bytes;
@@ -167,23 +193,10 @@ impl NewImage {
                 options.extended_l2 = self.extended_l2.is_on;
                 options.data_file = self.data_file.clone();
                 options.data_file_raw = self.data_file_raw.is_on;
-                options.preallocation = self.preallocation()?;
+                options.preallocation = preallocation;
                 options.backing_file = self.backing_file.clone();
                 options.backing_format = self.backing_format.clone();
                 CreateOptions::Qcow2(options)
-            }
-        })
-    }
-
-    /// The space that is made in advance for a raw image.
-    fn raw_space(&self) -> anyhow::Result<GrowBy> {
-        Ok(match self.preallocation()? {
-            _ if self.format != Format::Raw => GrowBy::Nothing,
-            Preallocation::Falloc => GrowBy::Space,
-            Preallocation::Full => GrowBy::Zeros,
-            Preallocation::Off => GrowBy::Nothing,
-            Preallocation::Metadata => {
-                return Err(usage("preallocation=metadata: a raw image has off, falloc and full"));
             }
         })
     }

@@ -1,36 +1,23 @@
-//! An image as the user names it: a file name, or with `--image-opts` a description, `driver=qcow2,file.filename=...`.
+//! Images and files as the user of a command names them.
 
 use anyhow::{Context, anyhow, bail};
-use drive::{KeyValue, parse_key_values};
+use drive::ImageName;
 use image::{FileName, Format};
 use std::path::{Path, PathBuf};
 
 /// The protocols that are a file or a block device.
 const FILE_DRIVERS: [&str; 2] = ["file", "host_device"];
 
-/// A file, and its format where the user said it.
-pub(crate) struct ImageName {
-    pub(crate) path: PathBuf,
-    pub(crate) format: Option<Format>,
-}
-
-impl ImageName {
-    pub(crate) fn of(text: &Path, format: Option<&str>, image_opts: bool) -> anyhow::Result<Self> {
-        if !image_opts {
-            let format = parse_format(format)?;
-            return match text.to_str().and_then(protocol) {
-                Some(("json", description)) => from_json(description, format),
-                Some(_) => Ok(Self { path: file_name(text)?, format }),
-                None => Ok(Self { path: text.to_owned(), format }),
-            };
-        }
-        if format.is_some() {
-            bail!("--image-opts and --format are mutually exclusive");
-        }
-        let text = text.to_str().ok_or_else(|| anyhow!("--image-opts takes text"))?;
-        let parse = || described(&parse_key_values(text)?);
-        parse().map_err(|error| error.context(format!("Could not open '{text}'")))
+/// An image that exists, as the user names it: with `--image-opts` the text is a description.
+pub(crate) fn image_name(text: &Path, format: Option<&str>, image_opts: bool) -> anyhow::Result<ImageName> {
+    if !image_opts {
+        return Ok(ImageName::parse(text, parse_format(format)?)?);
     }
+    if format.is_some() {
+        bail!("--image-opts and --format are mutually exclusive");
+    }
+    let text = text.to_str().ok_or_else(|| anyhow!("--image-opts takes text"))?;
+    Ok(ImageName::parse_description(text)?)
 }
 
 /// A protocol and what follows it. As in QEMU, a colon behind a slash is part of a file's name.
@@ -43,80 +30,56 @@ pub(crate) fn file_name(text: &Path) -> anyhow::Result<PathBuf> {
     if let Some(("json", _)) = text.to_str().and_then(protocol) {
         bail!("Could not open '{}': a description names no file to be written", text.display());
     }
-    let name = FileName::parse(text).with_context(|| format!("Could not open '{}'", text.display()))?;
-    let path = name.path().map(Path::to_owned);
-    path.ok_or_else(|| {
-        anyhow!("Could not open '{name}': only drives are passed as descriptors, files have a path here")
-    })
+    path_of(&FileName::parse(text).with_context(|| format!("Could not open '{}'", text.display()))?)
 }
 
-/// How the image at `overlay` is to name the backing file that the user calls `text`: without a protocol, because of what
-/// images say none is followed. As in QEMU, what stands behind a protocol lies where we are, not where the image is. If
-/// nobody is going to look at it, it may be anything else.
-pub(crate) fn backing_name(overlay: &Path, text: &str, look: bool) -> anyhow::Result<String> {
+/// Stands before the socket of a vhost-user server.
+const VHOST_USER: &str = "vhost-user:";
+
+/// Whether what a command calls its target's path is a vhost-user server's socket (see [`path_of`]).
+pub(crate) fn is_socket(path: &Path) -> bool {
+    path.to_str().is_some_and(|path| path.starts_with(VHOST_USER))
+}
+
+/// What a command calls its target's path, as the opener wants it.
+pub(crate) fn opened_name(path: &Path) -> FileName {
+    match path.to_str().and_then(|path| path.strip_prefix(VHOST_USER)) {
+        Some(socket) => FileName::VhostUser(PathBuf::from(socket)),
+        None => FileName::from(path),
+    }
+}
+
+/// The path of a file that is written to by name. A socket keeps its protocol; a file whose own name begins with that
+/// protocol gets another path.
+pub(crate) fn path_of(name: &FileName) -> anyhow::Result<PathBuf> {
+    match (name, name.path()) {
+        (FileName::VhostUser(_), _) => Ok(PathBuf::from(name.to_string())),
+        (_, Some(path)) if is_socket(path) => Ok(Path::new(".").join(path)),
+        (_, Some(path)) => Ok(path.to_owned()),
+        (_, None) => Err(anyhow!("Could not open '{name}': name a target by its path, not by a descriptor")),
+    }
+}
+
+/// How the image at `overlay` is to name the backing file that the user calls `text`. The name has no protocol, because
+/// protocols in images are not followed. As in QEMU, a name with a protocol is relative to the working directory, not to
+/// the image. If nobody is going to look at the backing file, the name may be anything else.
+pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> anyhow::Result<String> {
     let path = match protocol(text) {
         None => return Ok(text.to_owned()),
         Some((protocol, _)) if !look && !FILE_DRIVERS.contains(&protocol) => return Ok(text.to_owned()),
         Some(("json", _)) => {
             bail!("'{text}': an image names its backing file by the file's name, not by a description")
         }
+        Some(("vhost-user", _)) => bail!("'{text}': a backing file is a file, not the disk of a server"),
         Some(_) => file_name(Path::new(text))?,
     };
-    let is_here = overlay.parent().is_none_or(|directory| [Path::new(""), Path::new(".")].contains(&directory));
+    let is_here = |directory: &Path| [Path::new(""), Path::new(".")].contains(&directory);
+    let is_here = overlay.is_some_and(|overlay| overlay.parent().is_none_or(is_here));
     let path =
         if is_here { path } else { std::path::absolute(&path).with_context(|| format!("cannot find '{text}'"))? };
     let name = path.to_str().with_context(|| format!("'{}' is not text, as names in images are", path.display()))?;
     // A colon of its own would be taken for a protocol's.
     Ok(if protocol(name).is_some() { format!("./{name}") } else { name.to_owned() })
-}
-
-/// `json:` and an object, with objects in it, as QEMU writes them.
-fn from_json(text: &str, format: Option<Format>) -> anyhow::Result<ImageName> {
-    let parse = || -> anyhow::Result<ImageName> {
-        let mut pairs = Vec::new();
-        flatten("", &serde_json::from_str(text).context("Could not parse the JSON options")?, &mut pairs)?;
-        let name = described(&pairs)?;
-        if format.is_some() && name.format.is_some() && format != name.format {
-            bail!("the format is given twice");
-        }
-        Ok(ImageName { format: name.format.or(format), ..name })
-    };
-    parse().map_err(|error| error.context(format!("Could not open 'json:{text}'")))
-}
-
-/// `{"file": {"driver": "file"}}` is `file.driver=file`.
-fn flatten(key: &str, value: &serde_json::Value, pairs: &mut Vec<KeyValue>) -> anyhow::Result<()> {
-    match value {
-        serde_json::Value::Object(fields) => {
-            let dot = if key.is_empty() { "" } else { "." };
-            fields.iter().try_for_each(|(name, value)| flatten(&format!("{key}{dot}{name}"), value, pairs))
-        }
-        serde_json::Value::String(value) => {
-            pairs.push(KeyValue { key: key.to_owned(), value: value.clone() });
-            Ok(())
-        }
-        other => bail!("the option '{key}' cannot be {other} (driver, file.driver and file.filename are texts)"),
-    }
-}
-
-fn described(pairs: &[KeyValue]) -> anyhow::Result<ImageName> {
-    let value_of = |key: &str| pairs.iter().find(|pair| pair.key == key).map(|pair| pair.value.as_str());
-    let driver = value_of("driver");
-    // Without a format above it, a protocol's bytes are the disk's.
-    let is_file = driver.is_some_and(|driver| FILE_DRIVERS.contains(&driver));
-    let (file_key, driver_key) = if is_file { ("filename", "driver") } else { ("file.filename", "file.driver") };
-    for pair in pairs {
-        match pair.key.as_str() {
-            "driver" => {}
-            key if key == file_key => {}
-            key if key == driver_key && FILE_DRIVERS.contains(&pair.value.as_str()) => {}
-            key if key == driver_key => bail!("{key}={} is not supported (file and host_device are)", pair.value),
-            key => bail!("the option '{key}' is not supported (driver, file.driver and file.filename are)"),
-        }
-    }
-    let path = value_of(file_key).ok_or_else(|| anyhow!("A block device must be specified for \"file\""))?;
-    let format = if is_file { Some(Format::Raw) } else { parse_format(driver)? };
-    Ok(ImageName { path: PathBuf::from(path), format })
 }
 
 /// The format that the user gave, if any.
@@ -128,38 +91,9 @@ pub(crate) fn parse_format(format: Option<&str>) -> anyhow::Result<Option<Format
 mod tests {
     use super::*;
 
-    fn of(text: &str) -> Result<(String, Option<Format>), String> {
-        let name = ImageName::of(Path::new(text), None, true).map_err(|error| format!("{error:#}"))?;
-        Ok((name.path.display().to_string(), name.format))
-    }
-
-    #[test]
-    fn descriptions_name_a_file_and_its_format_and_anything_else_is_refused_by_name() {
-        let good = [
-            ("driver=qcow2,file.driver=file,file.filename=a,,b", "a,b", Some(Format::Qcow2)),
-            ("driver=raw,file.filename=a", "a", Some(Format::Raw)),
-            ("driver=file,filename=a", "a", Some(Format::Raw)),
-            ("file.filename=a", "a", None),
-        ];
-        for (text, path, format) in good {
-            assert_eq!(of(text), Ok((path.to_owned(), format)), "{text}");
-        }
-        for (text, named) in [
-            ("driver=qcow2,file.filename=a,backing.file.filename=b", "backing.file.filename"),
-            ("driver=qcow2,file.driver=nbd,file.filename=a", "file.driver=nbd"),
-            ("driver=luks,file.filename=a", "luks"),
-            ("driver=qcow2", "\"file\""),
-            ("a.qcow2", "a.qcow2"),
-        ] {
-            let said = of(text).expect_err(text);
-            assert!(said.contains(named), "{said}");
-        }
-        assert!(ImageName::of(Path::new("file.filename=a"), Some("raw"), true).is_err());
-    }
-
     #[test]
     fn a_backing_file_is_named_without_its_protocol_and_from_where_the_image_is() {
-        let name = |overlay: &str, text: &str, look| backing_name(Path::new(overlay), text, look).ok();
+        let name = |overlay: &str, text: &str, look| backing_name(Some(Path::new(overlay)), text, look).ok();
         let here = std::env::current_dir().unwrap();
         let absolute = here.join("b").display().to_string();
         for (overlay, text, expected) in [
@@ -174,44 +108,25 @@ mod tests {
             assert_eq!(name(overlay, text, true).as_deref(), Some(expected), "{text} of {overlay}");
             assert_eq!(name(overlay, text, false).as_deref(), Some(expected), "{text} of {overlay}");
         }
-        for text in ["nbd:b", r#"json:{"file.filename":"b"}"#] {
+        for text in ["nbd:b", "vhost-user:/run/s", r#"json:{"file.filename":"b"}"#] {
             assert_eq!(name("u", text, true), None, "{text}");
             assert_eq!(name("u", text, false).as_deref(), Some(text));
         }
     }
 
     #[test]
-    fn a_protocol_that_is_not_a_file_is_refused_by_name_and_never_taken_for_one() {
-        let of = |text: &str, format| {
-            let name = ImageName::of(Path::new(text), format, false).map_err(|error| format!("{error:#}"))?;
-            Ok((name.path.display().to_string(), name.format))
-        };
-        let json = r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"a"}}"#;
-        for (text, said, path, format) in [
-            ("a", None, "a", None),
-            ("file:a:b", Some("raw"), "a:b", Some(Format::Raw)),
-            ("host_device:/dev/sdb", None, "/dev/sdb", None),
-            ("./a:b", None, "./a:b", None),
-            ("/x/a:b", None, "/x/a:b", None),
-            (json, None, "a", Some(Format::Qcow2)),
-            (r#"json:{"file.filename":"a"}"#, Some("raw"), "a", Some(Format::Raw)),
+    fn a_file_to_be_made_has_a_path() {
+        assert_eq!(file_name(Path::new("file:a:b")).unwrap(), Path::new("a:b"));
+        for (text, opened) in [
+            ("vhost-user:/run/s", FileName::VhostUser("/run/s".into())),
+            ("file:vhost-user:s", FileName::File("./vhost-user:s".into())),
         ] {
-            assert_eq!(of(text, said), Ok((path.to_owned(), format)), "{text}");
+            assert_eq!(opened_name(&file_name(Path::new(text)).unwrap()), opened, "{text}");
         }
-        let refused = [
-            ("nbd:unix:/run/x.sock", "'nbd'"),
-            ("a:b", "'./a:b'"),
-            ("json:{", "JSON"),
-            (r#"json:{"driver":"nbd","server":{"type":"unix"}}"#, "server.type"),
-            (r#"json:{"driver":"raw","offset":512,"file":{"filename":"a"}}"#, "offset"),
-        ];
-        for (text, named) in refused {
-            let said: Result<(String, Option<Format>), String> = of(text, None);
-            let said = said.expect_err(text);
-            assert!(said.contains(named), "{said}");
-            let made = file_name(Path::new(text)).expect_err(text).to_string();
-            assert!(made.contains("Could not open"), "{made}");
+        for text in ["fd:3", "nbd:unix:/run/x.sock", "a:b", r#"json:{"file.filename":"a"}"#] {
+            let said = file_name(Path::new(text)).expect_err(text).to_string();
+            assert!(said.contains("Could not open"), "{said}");
         }
-        assert!(of(json, Some("raw")).is_err());
+        assert!(image_name(Path::new("file.filename=a"), Some("raw"), true).is_err());
     }
 }

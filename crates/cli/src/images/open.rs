@@ -1,11 +1,13 @@
 //! How the commands open the images that the user names.
 
-use super::name::ImageName;
+use super::name::image_name;
 use anyhow::bail;
-use drive::{EngineOpener, parse_key_values};
-use image::{BackingPolicy, Format, Image, ImageOptions, SnapshotName};
+use block::{Error, ErrorKind};
+use drive::{EngineOpener, ImageName, parse_key_values};
+use image::{BackingPolicy, FileName, Format, Image, ImageOptions, SnapshotName};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 /// How a named image is opened.
 #[derive(clap::Args, Clone)]
@@ -38,8 +40,8 @@ impl OpenArgs {
         listed: &[PathBuf],
         snapshot: Option<&str>,
     ) -> anyhow::Result<Arc<Image>> {
-        let ImageName { path, format } = ImageName::of(path, format, self.image_opts)?;
-        let mut options = ImageOptions::new(&path);
+        let ImageName { file, format } = image_name(path, format, self.image_opts)?;
+        let mut options = ImageOptions::new(file);
         options.format = format;
         options.read_only = true;
         options.snapshot = snapshot.map(snapshot_name).transpose()?;
@@ -47,7 +49,7 @@ impl OpenArgs {
         options.listed = listed.to_vec();
         let opener = opener(&self.source_cache)?;
         let opener = if self.force_share { opener.without_locks() } else { opener };
-        Ok(Arc::new(image::open(&options, &opener)?))
+        Ok(Arc::new(image::open(&options, &opener).map_err(name_force_share)?))
     }
 }
 
@@ -69,13 +71,13 @@ fn snapshot_name(text: &str) -> anyhow::Result<SnapshotName> {
 
 /// Opens an image to write it; it is nobody else's meanwhile. `listed` are other files that the user named.
 pub(crate) fn open_writable(
-    path: &Path,
+    file: impl Into<FileName>,
     format: Option<Format>,
     cache: &str,
     allow: &str,
     listed: &[PathBuf],
 ) -> anyhow::Result<Arc<Image>> {
-    let mut options = ImageOptions::new(path);
+    let mut options = ImageOptions::new(file);
     options.format = format;
     options.allow_backing = allow.parse::<BackingPolicy>()?;
     options.listed = listed.to_vec();
@@ -84,5 +86,34 @@ pub(crate) fn open_writable(
 
 /// Opens an image's files in this cache mode, with the engine that suits them.
 pub(crate) fn opener(cache: &str) -> anyhow::Result<EngineOpener> {
-    Ok(EngineOpener::default().with_cache(cache.parse()?))
+    Ok(files().with_cache(cache.parse()?))
+}
+
+/// Opens an image's files as every command does where the user says nothing else.
+pub(crate) fn files() -> EngineOpener {
+    EngineOpener::default().with_lock_timeout(*LOCK_TIMEOUT.get().unwrap_or(&LOCK_TIMEOUT_DEFAULT))
+}
+
+/// Sets it where there is no option for it.
+pub(crate) const LOCK_TIMEOUT_VARIABLE: &str = "RINGDISK_LOCK_TIMEOUT_S";
+
+/// A person waits for an answer: less than a service does.
+const LOCK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(5);
+static LOCK_TIMEOUT: OnceLock<Duration> = OnceLock::new();
+
+/// Sets once for the process how long commands wait for the lock of a process that was killed.
+pub(crate) fn set_lock_timeout(timeout_s: u32) {
+    // It is set in one place.
+    let _ = LOCK_TIMEOUT.set(Duration::from_secs(timeout_s.into()));
+}
+
+/// For commands that can read an image in use: says by which option, and what that means.
+pub(crate) fn name_force_share(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::Locked => {
+            let hint = "-U (--force-share) reads it all the same; what is read may then be old, or change meanwhile";
+            Error::new(ErrorKind::Locked, format!("{error}. {hint}"))
+        }
+        _ => error,
+    }
 }

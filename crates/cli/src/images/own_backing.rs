@@ -1,8 +1,8 @@
 //! A new image must not take the place of what it is going to rest on.
 
 use super::file_id::FileId;
+use super::open::files;
 use crate::output::usage;
-use drive::EngineOpener;
 use image::{BackingPolicy, Format, Opener, Role, inspect, pass_gate};
 use std::path::{Path, PathBuf};
 
@@ -19,15 +19,15 @@ pub(super) fn refuse(emptied: &[PathBuf], backing: &Path, format: Option<Format>
     let mut next = Some((backing.to_owned(), format)).filter(|_| look);
     for _ in 0..LAYERS_MAX {
         let Some((path, format)) = next.take() else { break };
-        let Ok(file) = EngineOpener::default().open(&(&path).into(), Role::Backing) else { break };
+        let Ok(file) = files().open(&(&path).into(), Role::Backing) else { break };
         let Ok(layer) = inspect(&path, &file, format) else { break };
-        let beside = |name: &str| path.parent().unwrap_or(Path::new("")).join(name);
+        let beside = |name: &str| path.parent().unwrap_or(Path::new("")).join(image::os_name(name));
         if let Some(name) = layer.qcow2.and_then(|header| header.data_file) {
             refuse_one(emptied, &beside(&name))?;
         }
         let Some(name) = layer.backing_file else { break };
         refuse_one(emptied, &beside(&name))?;
-        let opener = EngineOpener::default();
+        let opener = files();
         if pass_gate(&policy, backing, &[], &path, &name, &opener).is_err() {
             break;
         }

@@ -1,9 +1,10 @@
 //! A file that an image is written to: before anything is written, and after everything is.
 
 use super::file_id::FileId;
+use super::name::is_socket;
 use anyhow::{Context, bail};
 use engine::CacheMode;
-use image::{Format, Image};
+use image::{FileName, Format, Image};
 use rustix::io::Errno;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
@@ -14,7 +15,8 @@ const LINKS_MAX: usize = 40;
 
 /// A raw target that is a device shows what it held before wherever nothing is written.
 pub(crate) fn holds_old_bytes(target: &Path, format: Option<Format>) -> bool {
-    format == Some(Format::Raw) && std::fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device())
+    let is_device = || std::fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device());
+    format == Some(Format::Raw) && (is_socket(target) || is_device())
 }
 
 /// A source that is overwritten would be lost.
@@ -22,12 +24,19 @@ pub(crate) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<
     if !target.exists() {
         return Ok(());
     }
-    let target_id = FileId::of(target).with_context(|| format!("cannot find '{}'", target.display()))?;
-    if source.file_names().any(|name| name.path().is_some_and(|path| FileId::of(path).is_ok_and(|id| id == target_id)))
-    {
-        bail!("'{}' is the source, or a file that it rests on", target.display());
-    }
-    Ok(())
+    let target_id = FileId::of(target).with_context(|| format!("Could not open '{}'", target.display()))?;
+    let is_target = |name: &FileName| FileId::of(&name.look_at()).is_ok_and(|id| id == target_id);
+    let said = source.said_image_names().next().map(|name| name.to_string()).unwrap_or_default();
+    let what = match source.file_names().position(|name| is_target(&name)) {
+        None => return Ok(()),
+        Some(0) => format!("the source '{said}' itself"),
+        Some(_) => format!("a file that the source '{said}' rests on"),
+    };
+    let target = target.display();
+    bail!(
+        "Failed to get \"write\" lock\nIs another process using the image [{target}]?\nThe target '{target}' is {what}: \
+         nothing was written, choose another target"
+    )
 }
 
 /// What a name stands for that may be a symbolic link to a file that is not there yet.
@@ -65,6 +74,7 @@ pub(crate) fn leave_page_cache(path: &Path, cache: &str) -> anyhow::Result<()> {
 /// Makes the names in the directory of `path` durable, where that can be asked for.
 pub(crate) fn sync_directory(path: &Path) -> anyhow::Result<()> {
     let directory = match path.parent() {
+        _ if is_socket(path) => return Ok(()),
         Some(parent) if parent != Path::new("") => parent,
         _ => Path::new("."),
     };

@@ -1,6 +1,7 @@
 //! What the program prints, and with which code it ends.
 
 use super::program;
+use crate::signals;
 use block::{Error, ErrorKind};
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -20,14 +21,34 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
 /// Tells a person what went wrong.
 pub(crate) fn error(error: &anyhow::Error) {
     let program = program::name();
-    let message = format!("{error:#}").split('\n').map(printable).collect::<Vec<_>>().join("\n");
+    let message = if signals::has_interrupted() { interrupted(error) } else { format!("{error:#}") };
+    let message = message.split('\n').map(printable).collect::<Vec<_>>().join("\n");
     // Nobody can be told that standard error is gone.
     let _ = writeln!(io::stderr(), "{program}: {message}");
 }
 
+/// That it was interrupted comes first and once, whoever noticed it.
+fn interrupted(error: &anyhow::Error) -> String {
+    let parts = error.chain().map(ToString::to_string).filter(|part| part != INTERRUPTED);
+    let parts = parts.map(|part| part.trim_end_matches(": interrupted").to_owned());
+    std::iter::once(INTERRUPTED.to_owned()).chain(parts).collect::<Vec<_>>().join(": ")
+}
+
+/// What jobs and commands say that were broken off.
+const INTERRUPTED: &str = "interrupted";
+
+/// A name out of an image with the bytes in it that are no text, as `\xff`.
+pub(crate) fn with_bytes_shown(name: &str) -> String {
+    let show = |char: char| image::escaped_byte(char).map_or(char.to_string(), |byte| format!("\\x{byte:02x}"));
+    name.chars().map(show).collect()
+}
+
 /// Names come out of images: nothing in them may steer a terminal.
 pub(crate) fn printable(text: &str) -> String {
-    text.chars().flat_map(|char| if char.is_control() { char.escape_default().collect() } else { vec![char] }).collect()
+    with_bytes_shown(text)
+        .chars()
+        .flat_map(|char| if char.is_control() { char.escape_default().collect() } else { vec![char] })
+        .collect()
 }
 
 /// Tells a person what is strange.
@@ -47,7 +68,25 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     ExitCode::from(if is_usage { USAGE } else { FAILURE })
 }
 
-/// Ends the program with a code of its own. Call it when everything is closed.
+/// Ends the program with a code of its own, or by the signal that interrupted it. Call it when everything is closed.
 pub(crate) fn exit(code: i32) -> ! {
+    signals::end_if_interrupted();
     std::process::exit(code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_interruption_is_told_first_and_once() {
+        let cancelled = || anyhow::Error::from(Error::new(ErrorKind::Cancelled, "interrupted"));
+        assert_eq!(interrupted(&cancelled()), "interrupted");
+        let removed = cancelled().context("interrupted").context("'x' was removed again");
+        assert_eq!(interrupted(&removed), "interrupted: 'x' was removed again");
+        let nested = Error::new(ErrorKind::Cancelled, "interrupted").in_context("disk.qcow2");
+        assert_eq!(interrupted(&nested.into()), "interrupted: disk.qcow2");
+        let other = anyhow::anyhow!("no space").context("'x' is incomplete");
+        assert_eq!(interrupted(&other), "interrupted: 'x' is incomplete: no space");
+    }
 }

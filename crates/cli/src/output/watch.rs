@@ -82,7 +82,7 @@ impl Watch {
     /// Runs a job under this watch.
     pub(crate) fn run<T, E>(&mut self, job: impl FnOnce(&mut Control<'_>) -> Result<T, E>) -> Result<T, E> {
         let cancel = Arc::clone(&self.interrupted);
-        let done = job(&mut Control { cancel: &cancel, progress: &mut |progress| self.show(progress) });
+        let done = job(&mut Control::new(&cancel, &mut |progress| self.show(progress)));
         match &self.display {
             Display::Bar(bar) => bar.finish_and_clear(),
             Display::Percent if self.shown.is_some() => drop(text::print("\n")),

@@ -1,12 +1,12 @@
 //! `qemu-img bench`: a fixed number of requests, timed. `ringdisk bench` is another, larger thing.
 
 use crate::arguments::integer;
-use crate::images::{ImageName, opener};
+use crate::images::{image_name, opener};
 use crate::output::{self, ProgressArgs, Watch};
 use crate::threads::Reactors;
 use anyhow::{anyhow, bail};
 use block::Disk;
-use drive::parse_size;
+use drive::{ImageName, parse_size};
 use engine::EngineKind;
 use image::ImageOptions;
 use load::RequestBench;
@@ -121,11 +121,11 @@ fn announce(requests: &RequestBench) -> anyhow::Result<()> {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let requests = args.requests()?;
-    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let ImageName { file, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
     if args.write && args.force_share {
         bail!("-U (no locks) and -w (writing) cannot go together: another program may be using the image");
     }
-    let options = ImageOptions::new(&path).with(|options| {
+    let options = ImageOptions::new(file).with(|options| {
         options.format = format;
         options.read_only = !args.write;
     });

@@ -6,11 +6,13 @@
 mod bench;
 mod usage;
 
+use crate::arguments;
 use crate::commands::ImageVerb;
 use crate::compat::VERSION;
+use crate::images::{LOCK_TIMEOUT_VARIABLE, set_lock_timeout};
 use crate::output::program::QEMU_IMG;
 use crate::output::{self, logging};
-use anyhow::bail;
+use anyhow::{Context, bail};
 use clap::{CommandFactory, FromArgMatches, Parser};
 use std::ffi::OsString;
 
@@ -43,6 +45,10 @@ pub(crate) fn main() -> anyhow::Result<()> {
         Global::GoOn { trace } => trace,
     };
     logging::start(if trace { Some("trace") } else { None }, FILTER)?;
+    if let Ok(seconds) = std::env::var(LOCK_TIMEOUT_VARIABLE) {
+        let seconds = arguments::integer(0..=u64::from(drive::LOCK_TIMEOUT_MAX_S))(&seconds);
+        set_lock_timeout(seconds.context(LOCK_TIMEOUT_VARIABLE)?);
+    }
     let verb = arguments.first().map(|verb| verb.to_string_lossy().into_owned()).unwrap_or_default();
     if verb.is_empty() {
         return Err(usage::error("Not enough arguments"));

@@ -9,7 +9,7 @@ use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// Nothing that these tests wait for takes longer than this unless it hangs.
+/// Whatever these tests wait for takes less time than this, unless it hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The program under test.
@@ -38,8 +38,8 @@ pub(crate) fn run_fails(code: i32, arguments: &[&str]) -> String {
     text(&output.stderr)
 }
 
-/// What `ringdisk info` says of an image whose server was killed. The kernel lets the locks of such a process go only when
-/// it has taken its io_uring down: the program waits for that, but a loaded machine may need longer.
+/// What `ringdisk info` says of an image whose server was killed. The kernel lets the locks of such a process go only
+/// after it has taken down its io_uring. The program waits for that, but a loaded machine may need longer.
 pub(crate) fn info_after_kill(image: &Path) -> String {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -56,8 +56,8 @@ pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Whether a tool is there. In CI (where the packages step has installed it) a missing one is an error; by hand the
-/// caller skips its test.
+/// Whether a tool is there. In CI, where a step has installed it, a missing tool is an error. By hand, the caller skips
+/// its test.
 pub(crate) fn has_tool(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found = std::env::split_paths(&path).any(|directory| directory.join(name).is_file());
@@ -212,7 +212,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Does nothing where it has ended.
+        // This does nothing if the process has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -223,12 +223,12 @@ pub(crate) fn at(directory: &tempfile::TempDir, name: &str) -> PathBuf {
     directory.path().join(name)
 }
 
-/// Bytes that are not alike, and `length` of them.
+/// `length` bytes that are not alike.
 pub(crate) fn numbered(length: usize) -> Vec<u8> {
     (0..length).map(|index| (index / 512 % 251) as u8 + 1).collect()
 }
 
-/// An image whose second cluster, compressed, cannot be decompressed.
+/// An image whose second cluster is compressed and cannot be decompressed.
 pub(crate) fn with_an_unreadable_cluster() -> Vec<u8> {
     let dir = directory();
     let [raw, image] = ["s.raw", "s.qcow2"].map(|name| at(&dir, name));
@@ -241,13 +241,13 @@ pub(crate) fn with_an_unreadable_cluster() -> Vec<u8> {
     let l2 = (word(&bytes, l1) & 0x00ff_ffff_ffff_fe00) as usize;
     let entry = word(&bytes, l2 + 8);
     assert_eq!(entry >> 62, 1, "compressed");
-    // A block of a type that there is not.
+    // A block of a type that does not exist.
     bytes[(entry & ((1 << 54) - 1)) as usize] = 0xff;
     bytes
 }
 
-/// A line of a table of snapshots without dates, and without what newer versions of qemu-img write differently: columns
-/// are wider, the hours of a clock too, and what has no count of instructions says so. Other lines as they are.
+/// A line of a table of snapshots, without dates and without what newer versions of qemu-img write differently: the
+/// width of columns, the hours of a clock, and the count of instructions. Other lines stay as they are.
 pub(crate) fn without_columns(line: &str) -> String {
     if line.starts_with("ID ") && line.contains("ICOUNT") {
         return line.replace("VM SIZE", "VM_SIZE").replace("VM CLOCK", "VM_CLOCK").split_whitespace().collect();

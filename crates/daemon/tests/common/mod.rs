@@ -24,7 +24,7 @@ pub(crate) fn create(path: &Path, format: DriveFormat) -> DriveOptions {
     let qcow2 = format_qcow2::CreateOptions::default().with(|options| options.size_bytes = SIZE_BYTES);
     let options = match format {
         DriveFormat::Qcow2 => CreateOptions::Qcow2(qcow2),
-        _ => CreateOptions::Raw { size_bytes: SIZE_BYTES },
+        _ => CreateOptions::raw(SIZE_BYTES),
     };
     engine::create(path, 0).unwrap();
     image::create(&EngineOpener::default().open(&path.into(), Role::Writable).unwrap(), &options).unwrap();
@@ -71,7 +71,7 @@ impl Client {
             spec.read_percent = read_percent;
             spec.pattern = Pattern::Sequential;
             spec.stop = Stop::OnePass;
-            spec.verify = Some(Verify { seed: 3, initial });
+            spec.verify = Some(Verify::new(3, initial));
         });
         let outcome = run(disk, &self.handles, &spec, &Hooks::default()).unwrap();
         (outcome.report, outcome.state.unwrap())
@@ -100,7 +100,7 @@ pub(crate) fn spec(half: u64, verify: Initial) -> BenchSpec {
         spec.queue_depth = 8;
         spec.offset_bytes = half * HALF_BYTES;
         spec.length_bytes = Some(HALF_BYTES);
-        spec.verify = Some(Verify { seed: half, initial: verify });
+        spec.verify = Some(Verify::new(half, verify));
         spec.stop = Stop::Runtime(PATIENCE * 10);
     })
 }

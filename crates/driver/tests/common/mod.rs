@@ -2,7 +2,11 @@
 //!
 //! The handshake runs on a thread of its own and answers GET_ID; then the test takes the rings.
 
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, unused_imports)]
+
+mod setup;
+
+pub use setup::{Setup, pattern, read, setup, setup_dummy, small, write};
 
 use block::{Poller, PollerId, ReactorCtx, Task, Timers};
 use memory::{GuestMemory, GuestRegion, RegionSpec};
@@ -110,6 +114,7 @@ fn count(event: &File) -> u64 {
 pub struct Server {
     pub path: PathBuf,
     pub started: Receiver<Started>,
+    changed: Receiver<Arc<Mutex<Handler>>>,
     socket: Receiver<std::os::unix::net::UnixStream>,
     connection: RefCell<Option<std::os::unix::net::UnixStream>>,
     _directory: tempfile::TempDir,
@@ -122,19 +127,29 @@ impl Server {
         let listener = UnixListener::bind(&path).unwrap();
         let (sender, started) = channel();
         let (socket_sender, socket) = channel();
+        let (handler_sender, changed) = channel();
         std::thread::spawn(move || {
             let (stream, _) = listener.accept().unwrap();
             socket_sender.send(stream.try_clone().unwrap()).unwrap();
-            let handler = Handler { character, sender, memory: None, rings: BTreeMap::new(), features: 0 };
-            let mut session = BackendReqHandler::from_stream(stream, Arc::new(Mutex::new(handler)));
+            let (memory, rings) = (None, BTreeMap::new());
+            let handler = Handler { character, sender, memory, rings, features: 0, knows_serial: false };
+            let handler = Arc::new(Mutex::new(handler));
+            handler_sender.send(Arc::clone(&handler)).unwrap();
+            let mut session = BackendReqHandler::from_stream(stream, handler);
             while session.handle_request().is_ok() {}
         });
-        Self { path, started, socket, connection: RefCell::new(None), _directory: directory }
+        Self { path, started, changed, socket, connection: RefCell::new(None), _directory: directory }
     }
 
     /// The next ring that the driver started.
     pub fn ring(&self) -> Started {
         self.started.recv_timeout(Duration::from_secs(20)).expect("the driver starts a ring")
+    }
+
+    /// Makes the device another one, once.
+    pub fn change(&self, change: impl FnOnce(&mut Character)) {
+        let handler = self.changed.recv_timeout(Duration::from_secs(20)).expect("the driver connects");
+        change(&mut handler.lock().unwrap().character);
     }
 
     pub fn hang_up(&self) {
@@ -160,6 +175,8 @@ struct Handler {
     memory: Option<Arc<GuestMemory>>,
     rings: BTreeMap<u32, Ring>,
     features: u64,
+    /// The driver asks for the serial once.
+    knows_serial: bool,
 }
 
 const NO: Error = Error::InvalidOperation("not in this test");
@@ -215,12 +232,10 @@ impl VhostUserBackendReqHandlerMut for Handler {
         _: Option<bool>,
     ) -> Result<Option<Vec<u64>>> {
         let map = |(region, file): (&VhostUserMemoryRegion, &File)| {
-            let spec = RegionSpec {
-                guest_address: region.guest_phys_addr,
-                length_bytes: region.memory_size,
-                user_address: region.user_addr,
-                file_offset: region.mmap_offset,
-            };
+            let spec = RegionSpec::new(region.guest_phys_addr, region.memory_size).with(|spec| {
+                spec.user_address = region.user_addr;
+                spec.file_offset = region.mmap_offset;
+            });
             GuestRegion::map(spec, file.as_fd()).unwrap()
         };
         let regions = regions.iter().zip(&files).map(map).collect();
@@ -283,9 +298,10 @@ impl VhostUserBackendReqHandlerMut for Handler {
             error: ring.error.unwrap(),
         };
         let (serial, sender) = (self.character.serial.clone(), self.sender.clone());
+        let asks = index == 0 && !std::mem::replace(&mut self.knows_serial, true);
         // The driver asks for the serial on the first ring once the handshake is over.
         std::thread::spawn(move || {
-            if index == 0 {
+            if asks {
                 let mut queue = started.queue();
                 let head = loop {
                     match queue.pop().unwrap() {

@@ -81,6 +81,11 @@ impl Aio {
         })
     }
 
+    /// Where it sends what it cannot do without waiting.
+    pub(crate) fn workers(&self) -> &Workers {
+        &self.workers
+    }
+
     /// Takes a request; it reaches the kernel with the next [`Aio::submit`] at the latest.
     pub(crate) fn push(&self, request: Request) {
         let target = &*request.target;
@@ -193,24 +198,12 @@ impl Aio {
             }
             _ => request.advance(result),
         };
-        match step {
-            Step::Again => state.waiting.push_back(index),
-            Step::ToWorker => {
-                let request = state.slab.remove(index);
-                drop(borrowed);
-                if let Some(request) = request {
-                    self.workers.take_over(request);
-                }
-            }
-            Step::Finished(result) => {
-                let request = state.slab.remove(index);
-                drop(borrowed);
-                self.counters.completions.add(1);
-                if let Some(request) = request {
-                    request.finish(result);
-                }
-            }
+        if matches!(step, Step::Again) {
+            return state.waiting.push_back(index);
         }
+        let Some(request) = state.slab.remove(index) else { return };
+        drop(borrowed);
+        self.workers.take_back(request, step, &self.counters);
     }
 
     /// Whether there is something to submit or to take, so that the reactor must not sleep.

@@ -1,8 +1,10 @@
 //! How a file is to be opened: engine, cache mode, locks.
 
 use block::{Error, ErrorKind};
+use memory::BufferAccount;
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 /// Which engine carries out a file's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -133,6 +135,11 @@ pub struct OpenOptions {
     pub write_behind: bool,
     /// Take QEMU's image locks, so that other programs and this one refuse an image in use.
     pub lock: bool,
+    /// How long to wait for locks that no living process is seen to hold: those of a process that was killed stay until
+    /// its last write has landed. What a living process holds is waited for a second at most, as that may be ending.
+    pub lock_timeout: Duration,
+    /// Whose part of the memory for buffers the file's requests use. Without limit by default.
+    pub buffers: BufferAccount,
 }
 
 impl Default for OpenOptions {
@@ -145,6 +152,8 @@ impl Default for OpenOptions {
             sqpoll: false,
             write_behind: false,
             lock: true,
+            lock_timeout: Duration::ZERO,
+            buffers: BufferAccount::default(),
         }
     }
 }

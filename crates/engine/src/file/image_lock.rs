@@ -4,9 +4,11 @@
 //! to use it. Whoever opens an image locks its own bytes first, then looks whether an exclusive lock of the opposite
 //! bytes would be possible: if not, somebody else's use and ours contradict each other.
 
+use super::lock_holders::{self, Holder};
 use block::{Error, ErrorKind, Locks, Result};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::{Duration, Instant};
 
 const USED_BASE: i64 = 100;
 const UNSHARED_BASE: i64 = 200;
@@ -29,40 +31,102 @@ impl Role {
     const WRITER: Self = Self { uses: CONSISTENT_READ | WRITE | RESIZE, refuses: WRITE | RESIZE };
     /// A read-only image or a backing file: any number of readers, no writer.
     const READER: Self = Self { uses: CONSISTENT_READ, refuses: WRITE | RESIZE };
+
+    /// What it locks.
+    fn own_bytes(self) -> impl Iterator<Item = i64> {
+        bytes_of(self.uses, USED_BASE).chain(bytes_of(self.refuses, UNSHARED_BASE))
+    }
+
+    /// What nobody else may have locked.
+    fn opposite_bytes(self) -> impl Iterator<Item = i64> {
+        bytes_of(self.uses, UNSHARED_BASE).chain(bytes_of(self.refuses, USED_BASE))
+    }
+
+    /// Whether somebody's lock of these bytes contradicts it.
+    fn is_hindered(self, first: i64, last: i64, for_writing: bool) -> bool {
+        let touches = |byte: i64| (first..=last).contains(&byte);
+        self.opposite_bytes().any(touches) || (for_writing && self.own_bytes().any(touches))
+    }
 }
 
-/// Locks an image for as long as its open file description lives, if its file system can.
-pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool) -> Result<Locks> {
+fn bytes_of(bits: u8, base: i64) -> impl Iterator<Item = i64> {
+    (0..BITS).filter(move |bit| bits & (1 << bit) != 0).map(move |bit| base + i64::from(bit))
+}
+
+/// A program that is just ending gives its locks up so soon that nobody needs to hear of it.
+const HAND_OVER: Duration = Duration::from_secs(1);
+const RETRY_SOON: Duration = Duration::from_millis(10);
+const RETRY: Duration = Duration::from_millis(100);
+/// Looking through all processes takes longer than trying again.
+const TRIES_PER_LOOK: u32 = 10;
+
+/// How an attempt went.
+enum Attempt {
+    Held,
+    /// The file system has no locks.
+    Lacking,
+    /// A lock of somebody's contradicts ours.
+    Contradicted,
+}
+
+/// Locks an image for as long as its open file description lives, if its file system can. Waits up to `timeout` for locks
+/// that no living process is seen to hold, and a moment for the others.
+pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool, timeout: Duration) -> Result<Locks> {
     let role = if read_only { Role::READER } else { Role::WRITER };
-    for bit in 0..BITS {
-        for (base, bits) in [(USED_BASE, role.uses), (UNSHARED_BASE, role.refuses)] {
-            if bits & (1 << bit) == 0 {
-                continue;
+    let began = Instant::now();
+    let mut tries = 0_u32;
+    loop {
+        match attempt(fd, name, role)? {
+            Attempt::Held => return Ok(Locks::Held),
+            Attempt::Lacking => return Ok(Locks::Lacking),
+            Attempt::Contradicted => {}
+        }
+        let waited = began.elapsed();
+        let is_over = waited >= timeout;
+        if is_over || (waited >= HAND_OVER && tries.is_multiple_of(TRIES_PER_LOOK)) {
+            let holders =
+                lock_holders::living(fd, |first, last, for_writing| role.is_hindered(first, last, for_writing));
+            if is_over || !holders.is_empty() {
+                unlock(fd);
+                return Err(in_use(name, read_only, &holders, waited));
             }
-            match ofd_lock(fd, libc::F_OFD_SETLK, libc::F_RDLCK, base + i64::from(bit)) {
-                Ok(_) => {}
-                Err(error) if lacks_locks(&error) => {
-                    tracing::warn!(%error, "the file system cannot lock '{name}': nobody is kept from using it twice");
-                    return Ok(Locks::Lacking);
-                }
-                Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
-                    return Err(in_use(name, read_only));
-                }
-                Err(error) => return Err(Error::io(format!("cannot lock '{name}'"), error)),
+            if tries == 0 {
+                let limit_s = timeout.as_secs();
+                tracing::warn!(
+                    "waiting up to {limit_s} s for the lock of '{name}': no living process is seen to hold it. After a \
+                     kill it stays until the last write has landed"
+                );
             }
         }
+        tries = tries.wrapping_add(u32::from(waited >= HAND_OVER));
+        // Two who wait must not keep each other out.
+        unlock(fd);
+        let pause = if waited < HAND_OVER { RETRY_SOON } else { RETRY };
+        std::thread::sleep(pause.min(timeout.saturating_sub(waited)));
     }
-    for bit in 0..BITS {
-        for (base, bits) in [(UNSHARED_BASE, role.uses), (USED_BASE, role.refuses)] {
-            if bits & (1 << bit) != 0
-                && ofd_lock(fd, libc::F_OFD_GETLK, libc::F_WRLCK, base + i64::from(bit))
-                    .map_err(|error| Error::io(format!("cannot look at the locks of '{name}'"), error))?
-            {
-                return Err(in_use(name, read_only));
+}
+
+fn attempt(fd: BorrowedFd<'_>, name: &str, role: Role) -> Result<Attempt> {
+    for byte in role.own_bytes() {
+        match ofd_lock(fd, libc::F_OFD_SETLK, libc::F_RDLCK, byte) {
+            Ok(_) => {}
+            Err(error) if lacks_locks(&error) => {
+                tracing::warn!(%error, "the file system cannot lock '{name}': nobody is kept from using it twice");
+                return Ok(Attempt::Lacking);
             }
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
+                return Ok(Attempt::Contradicted);
+            }
+            Err(error) => return Err(Error::io(format!("cannot lock '{name}'"), error)),
         }
     }
-    Ok(Locks::Held)
+    for byte in role.opposite_bytes() {
+        let is_taken = ofd_lock(fd, libc::F_OFD_GETLK, libc::F_WRLCK, byte);
+        if is_taken.map_err(|error| Error::io(format!("cannot look at the locks of '{name}'"), error))? {
+            return Ok(Attempt::Contradicted);
+        }
+    }
+    Ok(Attempt::Held)
 }
 
 /// Gives all locks back.
@@ -73,19 +137,26 @@ pub(crate) fn unlock(fd: BorrowedFd<'_>) {
     }
 }
 
-fn in_use(name: &str, read_only: bool) -> Error {
-    let message = if read_only {
-        format!(
-            "'{name}' is in use: it is open for writing, in another program or a second time in this one. Stop what \
-             writes to it, or copy the image and open the copy"
-        )
-    } else {
-        format!(
-            "'{name}' is in use, in another program or a second time in this one, and an image that is written belongs \
-             to one alone. Stop what uses it, or open it read-only if that only reads it"
-        )
+/// Living processes are named: one of them has to end.
+fn in_use(name: &str, read_only: bool, holders: &[Holder], waited: Duration) -> Error {
+    let who = match holders {
+        [] => {
+            let message = format!(
+                "'{name}' is in use, but no living process is seen to hold its lock (waited {} s). A process that was \
+                 killed holds it until its last write has landed. So may another user, a container or another host",
+                waited.as_secs()
+            );
+            return Error::new(ErrorKind::Locked, message);
+        }
+        holders if holders.iter().any(Holder::is_this_program) => "a second time in this program".to_owned(),
+        holders => format!("by {}", holders.iter().map(Holder::to_string).collect::<Vec<_>>().join(" and ")),
     };
-    Error::new(ErrorKind::Locked, message)
+    let why = if read_only {
+        "it is open for writing there. Stop what writes to it"
+    } else {
+        "an image that is written belongs to one alone. Stop what uses it, or open it read-only if that only reads it"
+    };
+    Error::new(ErrorKind::Locked, format!("'{name}' is in use {who}: {why}"))
 }
 
 fn lacks_locks(error: &io::Error) -> bool {

@@ -5,6 +5,7 @@ pub(crate) mod extent_preload;
 pub(crate) mod fs_hints;
 pub(crate) mod holes;
 pub(crate) mod image_lock;
+pub(crate) mod lock_holders;
 pub(crate) mod mapped;
 pub(crate) mod open_file;
 pub(crate) mod rmw_lock;

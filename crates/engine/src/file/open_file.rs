@@ -8,6 +8,7 @@ use super::write_behind::WriteBehind;
 use crate::base::call::{Action, Call};
 use crate::base::options::EngineKind;
 use block::{FileInfo, IoError, IoResult};
+use memory::BufferAccount;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
@@ -77,6 +78,8 @@ pub(crate) struct OpenFile {
     pub(crate) write_behind: Option<WriteBehind>,
     pub(crate) rmw_lock: Arc<RmwLock>,
     pub(crate) extents: ExtentPreload,
+    /// Where buffers have to find room.
+    pub(crate) buffers: BufferAccount,
     /// Offsets and lengths of `fallocate` must be multiples of this (block devices).
     pub(crate) fallocate_unit_bytes: u32,
     /// The rung of `zeroes::Ladder` that is known to work.

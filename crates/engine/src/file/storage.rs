@@ -30,7 +30,7 @@ pub(crate) fn check_type(stat: &Stat, name: &str) -> Result<bool> {
         FileType::Socket => "a socket",
         _ => "a file of an unknown type",
     };
-    let message = format!("'{name}' is {what}; a disk is a regular file or a block device");
+    let message = format!("'file' driver requires '{name}' to be a regular file (or a block device), and it is {what}");
     Err(Error::new(ErrorKind::BadOption, message))
 }
 

@@ -5,6 +5,7 @@ use crate::file::open_file::OpenFile;
 use crate::queue::engines::Engines;
 use crate::queue::host_queue::HostQueue;
 use block::{Error, ErrorKind, File, FileInfo, FileQueue, ReactorCtx, Result};
+use memory::BufferAccount;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -32,6 +33,18 @@ impl File for HostFile {
     fn length_bytes(&self) -> Result<u64> {
         let length = holes::length_of(&self.file.fd, self.file.info.block_device);
         length.map_err(|error| Error::io(format!("cannot learn the length of '{}'", self.file.info.name), error))
+    }
+
+    fn allocated_bytes(&self) -> Result<Option<u64>> {
+        if self.file.info.block_device {
+            return Ok(None);
+        }
+        let stat = rustix::fs::fstat(&self.file.fd);
+        let stat =
+            stat.map_err(|errno| Error::io(format!("cannot look at '{}'", self.file.info.name), errno.into()))?;
+        // In units of 512 bytes. Some file systems say zero of a file that they keep elsewhere.
+        let blocks = u64::try_from(stat.st_blocks).unwrap_or(0);
+        Ok((blocks > 0).then(|| blocks.saturating_mul(512)))
     }
 
     fn hole_at(&self, offset: u64, length: u64) -> Result<(bool, u64)> {
@@ -63,6 +76,10 @@ impl File for HostFile {
 
     fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
         Ok(Rc::new(HostQueue::blocking(Arc::clone(&self.file))))
+    }
+
+    fn buffers(&self) -> &BufferAccount {
+        &self.file.buffers
     }
 
     fn copy_source(&self) -> Option<BorrowedFd<'_>> {

@@ -28,10 +28,16 @@ pub fn open_inherited(number: RawFd, options: &OpenOptions) -> Result<Arc<dyn Fi
     }
 }
 
+/// A descriptor of our own for what is open behind the descriptor `number`, which this program has had since it was started:
+/// a socket, say. The passed one stays open.
+pub fn duplicate_inherited(number: RawFd) -> Result<OwnedFd> {
+    duplicate(number, &format!("fd:{number}"))
+}
+
 /// A descriptor of our own for the same open file.
 fn duplicate(number: RawFd, name: &str) -> Result<OwnedFd> {
     let not_passed = |why: &str| {
-        let message = format!("there is no '{name}': {why}; pass the image as an open descriptor of that number");
+        let message = format!("there is no '{name}': {why}; it has to be open when this program starts");
         Error::new(ErrorKind::BadOption, message)
     };
     if number < 0 {

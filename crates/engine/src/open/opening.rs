@@ -39,17 +39,16 @@ pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<dyn File>> {
 
 fn cannot_open(name: &str, errno: Errno, options: &OpenOptions) -> Error {
     let hint = match errno {
-        Errno::NOENT => ": there is no such file; `create` makes one",
         Errno::ACCESS | Errno::PERM | Errno::ROFS if !options.read_only => {
-            ": it may not be written here; open it read-only, or change its permissions"
+            " for writing (open it read-only, or change its permissions)"
         }
-        Errno::ACCESS | Errno::PERM => ": it may not be read here; change its permissions",
         Errno::INVAL if options.cache.is_direct() => {
-            ": its file system has no direct I/O; use cache=writeback or cache=writethrough"
+            " with direct I/O, which its file system does not have (take a cache mode that uses the page cache: writeback, \
+             writethrough)"
         }
         _ => "",
     };
-    Error::io(format!("cannot open '{name}'{hint}"), errno.into())
+    Error::io(format!("Could not open '{name}'{hint}"), errno.into())
 }
 
 /// As [`open`], for a descriptor that is open already, with the access that `options` need; `name` stands for it in
@@ -96,6 +95,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         extents: ExtentPreload::new(waits_for_extents),
         fallocate_unit_bytes: abilities.fallocate_unit_bytes,
         zeroes_rung: AtomicU8::new(0),
+        buffers: options.buffers.clone(),
         fd,
     })
 }
@@ -125,8 +125,10 @@ impl Facts {
             rustix::fs::fstat(fd).map_err(|errno| Error::io(format!("cannot look at '{name}'"), errno.into()))?;
         let block_device = storage::check_type(&stat, name)?;
         set_flags(fd, name, options)?;
-        let locks =
-            if options.lock { image_lock::lock(fd.as_fd(), name, options.read_only)? } else { Locks::NotWanted };
+        let locks = match options.lock {
+            true => image_lock::lock(fd.as_fd(), name, options.read_only, options.lock_timeout)?,
+            false => Locks::NotWanted,
+        };
         let direct = options.cache.is_direct();
         let asked = if direct { storage::direct_alignment(fd, block_device, name)? } else { None };
         // A device node may lie on such a file system too. No engine but threads has anything to do there that waits.
@@ -255,7 +257,7 @@ pub fn create(path: &Path, length_bytes: u64) -> Result<()> {
                     format!("cannot create '{name}': the file exists; remove it first, or choose another name");
                 Error::new(ErrorKind::BadOption, message)
             }
-            _ => Error::io(format!("cannot create '{name}'"), errno.into()),
+            _ => Error::io(format!("Could not create '{name}'"), errno.into()),
         }
     };
     let flags = OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY;

@@ -1,20 +1,24 @@
 //! Direct I/O asks for aligned memory, offsets and lengths; a file's queue takes any. What lies between: bounce buffers
-//! and read-modify-write. The buffers come from the pool, in a few sizes.
+//! and read-modify-write. The buffers come from the pool, in a few sizes. Each finds room in the disk's part of the budget
+//! first. Who holds one waits for nothing but the storage: range locks are taken before.
 
 use super::lane::Lane;
 use crate::base::call::Action;
 use crate::file::rmw_lock;
-use block::IoResult;
-use memory::{IoBuf, Window};
+use block::{IoResult, turn};
+use memory::{BufferUse, Window};
 use std::ops::Range;
 
-/// What is bounced at once; longer requests go in several steps.
-const STEP_BYTES: usize = 1 << 20;
+/// Cuts an aligned range into steps, each as long as the disk's part of the budget lets bounce buffers be.
+fn steps(lane: &Lane, range: Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+    let step = lane.target.file.buffers.piece_bytes();
+    (range.start..range.end).step_by(step).map(move |start| start..(start + step as u64).min(range.end))
+}
 
-/// Cuts an aligned range into steps that a bounce buffer holds.
-fn steps(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
-    let step = STEP_BYTES as u64;
-    (range.start..range.end).step_by(STEP_BYTES).map(move |start| start..(start + step).min(range.end))
+/// A buffer for a step, as soon as there is room.
+async fn buffer_for(lane: &Lane, step: &Range<u64>) -> IoResult<Window> {
+    let buf = lane.target.file.buffers.buffer(BufferUse::Bounce, length_of(step)).await?;
+    Ok(buf.whole())
 }
 
 fn length_of(range: &Range<u64>) -> usize {
@@ -31,13 +35,14 @@ fn overlap(step: &Range<u64>, offset: u64, length: u64) -> (usize, usize, usize)
 /// A read that direct I/O does not take as it stands: through a bounce buffer.
 pub(crate) async fn read(lane: Lane, offset: u64, data: Window, need_bytes: usize) -> IoResult {
     let length = data.length_bytes() as u64;
-    for step in steps(lane.target.file.alignment.widen(offset, length)) {
+    for step in steps(&lane, lane.target.file.alignment.widen(offset, length)) {
         let (in_step, in_data, count) = overlap(&step, offset, length);
-        let window = IoBuf::from_pool(length_of(&step)).whole();
+        let window = buffer_for(&lane, &step).await?;
         // The file may end within the last unit, behind what was asked for.
         let need_bytes = if need_bytes == 0 { 0 } else { in_step + count };
         lane.start(Action::Read { need_bytes }, step.start, window.clone()).await?;
         window.slice(in_step, count).copy_to(&data.slice(in_data, count));
+        turn::note_moved(count);
     }
     Ok(())
 }
@@ -91,9 +96,9 @@ async fn read_modify_write(lane: &Lane, offset: u64, data: &Window, durable: boo
 async fn write_steps(lane: &Lane, offset: u64, data: &Window, durable: bool, file_length: u64) -> IoResult {
     let alignment = lane.target.file.alignment;
     let (length, unit) = (data.length_bytes() as u64, alignment.unit());
-    for step in steps(alignment.widen(offset, length)) {
+    for step in steps(lane, alignment.widen(offset, length)) {
         let (in_step, in_data, count) = overlap(&step, offset, length);
-        let window = IoBuf::from_pool(length_of(&step)).whole();
+        let window = buffer_for(lane, &step).await?;
         let last = step.end - unit;
         if in_step > 0 {
             fill_unit(lane, &window, &step, step.start, file_length).await?;
@@ -102,6 +107,7 @@ async fn write_steps(lane: &Lane, offset: u64, data: &Window, durable: bool, fil
             fill_unit(lane, &window, &step, last, file_length).await?;
         }
         data.slice(in_data, count).copy_to(&window.slice(in_step, count));
+        turn::note_moved(count);
         lane.start(Action::Write { durable }, step.start, window).await?;
     }
     Ok(())

@@ -36,10 +36,21 @@ impl Engine {
             Self::Threads(workers) => workers.push(request),
         }
     }
+
+    /// The reactor's workers.
+    pub(crate) fn workers(&self) -> &Workers {
+        match self {
+            Self::Uring(uring) => uring.workers(),
+            Self::Aio(aio) => aio.workers(),
+            Self::Threads(workers) => workers,
+        }
+    }
 }
 
 /// Polls of the engines' own tasks in one turn at most.
 const TASK_POLLS_PER_TURN: usize = 256;
+/// And how long they may take, about.
+const TASK_TIME_PER_TURN: Duration = Duration::from_micros(500);
 
 thread_local! {
     static CURRENT: RefCell<Weak<Engines>> = const { RefCell::new(Weak::new()) };
@@ -113,7 +124,7 @@ impl Engines {
 
     /// Runs the engines' own tasks; returns whether there were any.
     pub(crate) fn run_tasks(&self) -> bool {
-        self.tasks.run_ready(TASK_POLLS_PER_TURN) > 0
+        self.tasks.run_for(TASK_POLLS_PER_TURN, TASK_TIME_PER_TURN) > 0
     }
 
     /// What goes on while a blocking queue waits on the reactor's thread.
@@ -255,6 +266,11 @@ impl Engines {
         self.workers.may_be_unsignalled()
     }
 
+    /// Whether a ring has failed and is tried again now and then.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.with_uring(Uring::has_failed) || self.with_sqpoll(Uring::has_failed)
+    }
+
     /// What is found is taken with the next harvest.
     pub(crate) fn look_for_unsignalled(&self) {
         self.workers.look_for_unsignalled();
@@ -274,6 +290,11 @@ impl Engines {
             + self.with_sqpoll(Uring::in_flight)
             + self.with_aio(Aio::in_flight)
             + self.workers.in_flight()
+    }
+
+    /// Whether workers compute something.
+    pub(crate) fn is_computing(&self) -> bool {
+        self.workers.is_computing()
     }
 
     /// Waits for every request. Later pushes fail.

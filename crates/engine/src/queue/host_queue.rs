@@ -9,7 +9,7 @@ use crate::request::group_commit::DurableWrite;
 use crate::request::queue_file::QueueFile;
 use block::{
     CopyRange, Done, Executor, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, PastEnd, Priority, Task,
-    Waiter,
+    Waiter, Work,
 };
 use memory::Window;
 use std::future::Future;
@@ -144,6 +144,13 @@ impl FileQueue for HostQueue {
                 self.run_task(done, zeroes::write_zeroes(self.lane.clone(), offset, length, may_unmap));
             }
             FileOp::SetLength { length } => self.run_task(done, zeroes::set_length(self.lane.clone(), length)),
+        }
+    }
+
+    fn run_aside(&self, work: Work) {
+        match &self.lane.engine {
+            Some(engine) => engine.workers().run_aside(&self.lane.target.file, work),
+            None => work(),
         }
     }
 

@@ -28,6 +28,8 @@ use std::time::{Duration, Instant};
 
 /// Polls of tasks in one turn at most, so that rings and engines come round.
 const TASK_POLLS_PER_TURN: usize = 256;
+/// And about so long they may take: a task may walk tables, and a guest can make hundreds of tasks ready at once.
+const TASK_TIME_PER_TURN: Duration = Duration::from_micros(500);
 /// How often an idle reactor looks at its rings before it looks at everything else again.
 const POLLS_BETWEEN_TURNS: usize = 8;
 /// How long a reactor sleeps at most before it looks for results that workers have not signalled; twice as long each time
@@ -389,7 +391,7 @@ impl Local {
             let now = Instant::now();
             if paces.is_time_to_sleep(now) {
                 let mut limit = pool_trim.before_sleep(now);
-                if self.engines.may_be_unsignalled() {
+                if self.engines.may_be_unsignalled() || self.engines.has_failed() {
                     limit = Some(limit.map_or(look_again, |limit| limit.min(look_again)));
                     look_again = (look_again * 2).min(LOOK_AGAIN_MAX);
                 }
@@ -447,7 +449,7 @@ impl Local {
 
     fn run_tasks(&self) -> bool {
         let tasks = self.tasks.borrow().clone();
-        let polls = tasks.map_or(0, |tasks| tasks.run_ready(TASK_POLLS_PER_TURN));
+        let polls = tasks.map_or(0, |tasks| tasks.run_for(TASK_POLLS_PER_TURN, TASK_TIME_PER_TURN));
         self.engines.run_tasks() | (polls > 0)
     }
 
@@ -509,10 +511,22 @@ impl Local {
                 // From here on only the engine's own tasks run, and they end with their requests.
                 drop(self.tasks.take());
             }
-            if !ready && self.engines.in_flight() == 0 && self.engines.tasks().live() == 0 {
+            let at_work =
+                self.engines.in_flight() > 0 || self.engines.tasks().live() > 0 || self.engines.is_computing();
+            if !ready && !at_work {
                 return;
             }
             if !worked {
+                self.wait(Some(STOP_NAP));
+            }
+        }
+    }
+
+    /// Waits for every request in the engines' hands; runs no task and no poller.
+    fn drain(&self) {
+        while self.engines.in_flight() > 0 {
+            let worked = self.engines.submit() | (self.engines.harvest() > 0);
+            if !worked && !self.engines.has_work() {
                 self.wait(Some(STOP_NAP));
             }
         }
@@ -530,6 +544,9 @@ struct Teardown<'a>(&'a Local);
 
 impl Drop for Teardown<'_> {
     fn drop(&mut self) {
+        // After a panic requests may be in flight. Queues and tasks keep others away from what these write (ranges, places in
+        // the file), so they go only when the requests have ended: a late write would destroy a later one.
+        self.0.drain();
         self.0.pollers.clear();
         drop(self.0.tasks.take());
         self.0.engines.shut_down();

@@ -55,7 +55,7 @@ mod tests {
         assert_eq!(trim.before_sleep(start + memory::DECAY_PERIOD * 2), None);
 
         let mut now = start + memory::DECAY_PERIOD * 2 + PERIOD;
-        let buffers: Vec<_> = (0..200).map(|_| memory::IoBuf::from_pool(16 << 10)).collect();
+        let buffers: Vec<_> = (0..200).map(|_| memory::IoBuf::from_pool(16 << 10).unwrap()).collect();
         trim.worked();
         drop(buffers);
         assert_eq!(trim.before_sleep(now), Some(memory::DECAY_PERIOD), "much will be surplus");

@@ -5,6 +5,7 @@ use super::progress::Request;
 use super::segments::{Scratch, cut, listed};
 use crate::base::call::Buffers;
 use memory::{Placed, room_for};
+use std::rc::Rc;
 
 /// What a request in an engine's hands needs: its context, from the pool.
 struct InFlight {
@@ -65,6 +66,19 @@ impl Slab {
         let context = self.slots.get_mut(index as usize)?.take()?;
         self.free.push(index);
         Some(context.into_inner().request)
+    }
+
+    /// Takes all requests out of the hands of an engine that can tell no more about them. The kernel may still write to
+    /// their memory, so that stays as it is for ever, and with it the lists that the kernel was given.
+    pub(crate) fn abandon(&mut self) -> Vec<Request> {
+        self.free.clear();
+        let contexts = std::mem::take(&mut self.slots).into_iter().flatten();
+        let leak = |context: Placed<InFlight>| {
+            let InFlight { request, scratch } = context.into_inner();
+            std::mem::forget((scratch, request.window.clone(), Rc::clone(&request.target)));
+            request
+        };
+        contexts.map(leak).collect()
     }
 
     /// The memory that is left to move, for one call. The pointers stay valid until the slot is prepared again or its

@@ -14,6 +14,7 @@
 use super::entry::entry_of;
 use super::fixed_buffers::{FixedBuffers, SLOTS};
 use super::setup::{self, Setup};
+use crate::base::call::Action;
 use crate::base::harvest::Harvest;
 use crate::base::stats::Counters;
 use crate::base::wakeup::Wakeup;
@@ -31,11 +32,19 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 const SUBMISSION_ENTRIES: u32 = 256;
 /// Also the most requests in the kernel at once: the completion ring never overflows.
 const COMPLETION_ENTRIES: u32 = 4096;
 const FIXED_FILES: u32 = 1024;
+
+/// A ring that failed is asked again for so long. Then its requests fail: the kernel tells no more about them.
+const PATIENCE: Duration = Duration::from_secs(10);
+const TRY_AGAIN: Duration = Duration::from_millis(100);
+/// A reactor that ends looks so often whether a ring that failed works again.
+const NAP: Duration = Duration::from_millis(10);
 
 const ENTER_GETEVENTS: u32 = 1;
 const ENTER_SQ_WAKEUP: u32 = 2;
@@ -70,7 +79,15 @@ pub(crate) struct Uring {
     workers: Rc<Workers>,
     counters: Arc<Counters>,
     batch_end: BatchEnd,
-    broken: Cell<bool>,
+    failure: Cell<Option<Failure>>,
+    patience: Duration,
+}
+
+/// The kernel refuses the ring's calls.
+#[derive(Clone, Copy)]
+struct Failure {
+    since: Instant,
+    tried: Instant,
 }
 
 impl FileTable for Uring {
@@ -130,7 +147,8 @@ impl Uring {
             workers,
             counters,
             batch_end,
-            broken: Cell::new(false),
+            failure: Cell::new(None),
+            patience: PATIENCE,
         })
     }
 
@@ -185,6 +203,11 @@ impl Uring {
         }
     }
 
+    /// Where it sends what it cannot do without waiting.
+    pub(crate) fn workers(&self) -> &Workers {
+        &self.workers
+    }
+
     /// Takes a request; it reaches the kernel with the next [`Uring::submit`] at the latest.
     pub(crate) fn push(&self, request: Request) {
         let target = &*request.target;
@@ -193,7 +216,7 @@ impl Uring {
         }
         let mut state = self.state.borrow_mut();
         match state.as_mut() {
-            Some(state) if !self.broken.get() => {
+            Some(state) if self.failure.get().is_none() => {
                 self.counters.requests.add(1);
                 let is_direct = target.traits.storage == Storage::Direct;
                 let waits_for_storage = is_direct && state.setup != Setup::SubmissionThread;
@@ -217,6 +240,9 @@ impl Uring {
     /// Gives the kernel all that was queued and fits, and lets it post completions: one system call, none without work.
     /// Returns whether anything was given or fetched.
     pub(crate) fn submit(&self) -> bool {
+        if let Some(failure) = self.failure.get() {
+            return self.try_again(failure);
+        }
         match self.state.borrow_mut().as_mut() {
             Some(state) if state.setup == Setup::SubmissionThread => self.look_after_thread(state, 0),
             Some(state) => self.enter(state, 0),
@@ -242,11 +268,7 @@ impl Uring {
                 Ok(_) => {}
                 // To be tried again: the flag is looked at again.
                 Err(Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => state.pushed = true,
-                Err(error) => {
-                    let error = error.map(io::Error::from_raw_os_error);
-                    tracing::error!(?error, "io_uring_enter failed; the reactor's io_uring engine stops");
-                    self.broken.set(true);
-                }
+                Err(error) => self.fail(error),
             }
         }
         pushed
@@ -268,11 +290,71 @@ impl Uring {
             // Interrupted, out of memory, or completions to take first: what is left is submitted next turn.
             Ok(_) | Err(Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => true,
             Err(error) => {
-                let error = error.map(io::Error::from_raw_os_error);
-                tracing::error!(?error, "io_uring_enter failed; the reactor's io_uring engine stops");
-                self.broken.set(true);
+                self.fail(error);
                 false
             }
+        }
+    }
+
+    #[cold]
+    fn fail(&self, error: Option<i32>) {
+        let error = error.map(io::Error::from_raw_os_error);
+        tracing::error!(?error, "io_uring_enter failed; the reactor's io_uring takes no more requests until it works");
+        let now = Instant::now();
+        self.failure.set(Some(Failure { since: now, tried: now }));
+    }
+
+    /// Whether the kernel refuses its calls, so that its requests do not end by themselves.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failure.get().is_some()
+    }
+
+    /// Asks a ring that failed once more; after a while without success, gives its requests up.
+    #[cold]
+    fn try_again(&self, failure: Failure) -> bool {
+        if failure.tried.elapsed() < TRY_AGAIN.min(self.patience) {
+            return false;
+        }
+        if let Some(state) = self.state.borrow_mut().as_mut() {
+            state.refill();
+            let (queued, wake) = match state.setup {
+                Setup::SubmissionThread => (0, ENTER_SQ_WAKEUP),
+                _ => (state.ring.submission().len() as u32, 0),
+            };
+            self.counters.system_calls.add(1);
+            // SAFETY: as in `enter`.
+            let entered =
+                unsafe { state.ring.submitter().enter::<libc::sigset_t>(queued, 0, ENTER_GETEVENTS | wake, None) };
+            if entered.is_ok() {
+                tracing::warn!("the reactor's io_uring works again");
+                self.failure.set(None);
+                return true;
+            }
+        }
+        self.failure.set(Some(Failure { tried: Instant::now(), ..failure }));
+        if failure.since.elapsed() >= self.patience {
+            self.give_up();
+        }
+        true
+    }
+
+    /// Fails every request and closes the ring. What was being written may land later. So no flush of these files succeeds
+    /// any more, and nobody is told that they hold what was written.
+    fn give_up(&self) {
+        let Some(mut state) = self.state.borrow_mut().take() else { return };
+        let requests = state.slab.abandon();
+        tracing::error!(
+            requests = requests.len(),
+            "the reactor's io_uring failed for good: its requests fail, and its files cannot be flushed until they are \
+             opened anew"
+        );
+        drop(state);
+        for request in requests {
+            if !matches!(request.action, Action::Read { .. }) {
+                request.target.file.sync_lost.store(true, Ordering::Relaxed);
+            }
+            self.counters.completions.add(1);
+            request.finish(Err(IoError::EIO));
         }
     }
 
@@ -314,24 +396,12 @@ impl Uring {
             return;
         };
         let step = if request.needs_to_wait(result) { Step::ToWorker } else { request.advance(result) };
-        match step {
-            Step::Again => state.enqueue(index),
-            Step::ToWorker => {
-                let request = state.slab.remove(index);
-                drop(borrowed);
-                if let Some(request) = request {
-                    self.workers.take_over(request);
-                }
-            }
-            Step::Finished(result) => {
-                let request = state.slab.remove(index);
-                drop(borrowed);
-                self.counters.completions.add(1);
-                if let Some(request) = request {
-                    request.finish(result);
-                }
-            }
+        if matches!(step, Step::Again) {
+            return state.enqueue(index);
         }
+        let Some(request) = state.slab.remove(index) else { return };
+        drop(borrowed);
+        self.workers.take_back(request, step, &self.counters);
     }
 
     /// Whether there is something to submit or to take, so that the reactor must not sleep.
@@ -340,6 +410,9 @@ impl Uring {
         let Some(state) = state.as_mut() else {
             return false;
         };
+        if self.has_failed() {
+            return !state.ring.completion().is_empty();
+        }
         let has_room = !state.waiting.is_empty() && !state.is_full();
         let queue = state.ring.submission();
         let queued = match state.setup {
@@ -368,8 +441,11 @@ impl Uring {
 
     /// Waits for everything in the kernel, then closes the ring. Later pushes fail.
     pub(crate) fn shut_down(&self) {
-        while self.in_flight() > 0 && !self.broken.get() {
-            if let Some(state) = self.state.borrow_mut().as_mut()
+        while self.in_flight() > 0 {
+            if self.has_failed() {
+                std::thread::sleep(NAP);
+                self.submit();
+            } else if let Some(state) = self.state.borrow_mut().as_mut()
                 && state.slab.live() > 0
             {
                 match state.setup {
@@ -382,11 +458,6 @@ impl Uring {
         let Some(state) = self.state.borrow_mut().take() else {
             return;
         };
-        if state.slab.live() > 0 {
-            // The kernel may still write to this memory, and nobody can be asked: it stays allocated.
-            std::mem::forget(state.slab);
-            return;
-        }
         // The files are closed (and unlocked) now, not when the kernel gets round to the ring.
         let _ = state.ring.submitter().unregister_files();
     }

@@ -231,3 +231,48 @@ fn memory_that_cannot_be_registered_is_an_error_that_changes_nothing() {
     assert!((0..=SLOTS).all(|_| bench.uring.register_buffer(nowhere, 1 << 16).is_err()));
     write_and_read_back(&bench, || ());
 }
+
+/// Calls on the ring fail from here on, as if the kernel had lost it: another file takes the place of its descriptor.
+fn lose(bench: &Bench) {
+    let raw = bench.uring.state.borrow().as_ref().unwrap().ring.as_raw_fd();
+    let other = std::fs::File::open("/dev/null").unwrap();
+    // SAFETY: the call touches no memory. The ring's owner closes what is there then, once.
+    assert!(unsafe { libc::dup3(other.as_raw_fd(), raw, libc::O_CLOEXEC) } >= 0);
+}
+
+#[test]
+fn requests_of_a_ring_that_failed_for_good_fail_and_nothing_waits_for_them_for_ever() {
+    for ends_at_once in [false, true] {
+        let mut bench = Bench::new(Setup::Deferred);
+        bench.uring.patience = std::time::Duration::from_millis(50);
+        let write = |token: u64| {
+            bench.push(token, Action::Write { durable: false }, token * 512, IoBuf::zeroed(512).whole());
+        };
+        write(0);
+        bench.uring.submit();
+        lose(&bench);
+        // The kernel has the first, and never gets the second.
+        write(1);
+        assert!(!bench.uring.submit());
+        write(2);
+        match ends_at_once {
+            true => bench.uring.shut_down(),
+            false => {
+                while bench.uring.in_flight() > 0 {
+                    bench.uring.submit();
+                    bench.uring.harvest();
+                    std::thread::sleep(std::time::Duration::from_millis(1));
+                }
+                bench.uring.shut_down();
+            }
+        }
+        let mut ended = Vec::new();
+        bench.sink.take(&mut ended);
+        // The first may have gone to a worker: the kernel refuses what would have to wait.
+        ended.retain(|(token, _)| *token > 0);
+        ended.sort_by_key(|(token, _)| *token);
+        assert_eq!(ended, [(1, Err(IoError::EIO)), (2, Err(IoError::EIO))]);
+        assert_eq!(bench.uring.in_flight(), 0);
+        assert!(bench.target.file.sync_lost.load(Ordering::Relaxed), "a write may land later");
+    }
+}

@@ -4,6 +4,7 @@ use super::job::Job;
 use crate::base::call::Call;
 use crate::base::io_submit::MOST;
 use crate::route::How;
+use block::Work;
 use std::collections::VecDeque;
 
 /// No job is added to a batch that moves this much: as with a ring's batch.
@@ -14,11 +15,13 @@ const MOST_BYTES: usize = 128 << 10;
 pub(crate) struct Batch {
     jobs: [Option<Job>; MOST],
     count: usize,
+    /// A computation instead.
+    work: Option<Work>,
 }
 
 impl Default for Batch {
     fn default() -> Self {
-        Self { jobs: [const { None }; MOST], count: 0 }
+        Self { jobs: [const { None }; MOST], count: 0, work: None }
     }
 }
 
@@ -53,6 +56,18 @@ impl Batch {
         self.count = usize::from(job.is_some());
         self.jobs[0] = job;
         self.count > 0
+    }
+
+    /// Becomes a computation, or nothing. Returns whether there is any.
+    pub(crate) fn become_work(&mut self, work: Option<Work>) -> bool {
+        self.become_one(None);
+        self.work = work;
+        self.work.is_some()
+    }
+
+    /// Takes the computation out.
+    pub(crate) fn take_work(&mut self) -> Option<Work> {
+        self.work.take()
     }
 
     /// Becomes the first of those that wait, with those behind it that are carried out in the same way, as far as there is

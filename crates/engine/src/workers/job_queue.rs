@@ -1,7 +1,10 @@
 //! What waits for a worker.
 
 use super::batch::Batch;
+use super::computations::Computations;
 use super::job::Job;
+use super::job_list::{JobList, JobStore};
+use block::Work;
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
 
@@ -41,38 +44,47 @@ pub(crate) struct Wanted {
     pub(crate) to_start: usize,
 }
 
-/// The most jobs of a kind (reads and writes, or syncs and the like) that are carried out at once beside the serialized
-/// ones. The other workers are left for the other kind: a disk whose storage is slow, or hangs, does not keep other disks
-/// from their flushes, nor does a disk that flushes all the time keep others from their reads.
-const MOST_OF_A_KIND: usize = 48;
+/// Jobs of a kind (reads and writes, or syncs and the like) that may always be at work on each file. What a worker is
+/// needed for is started then, however many workers wait for the storage of others.
+const LEAST_OF_A_FILE: usize = 8;
+/// The most jobs beyond those, over all files: a file alone gets 48 workers for its reads, say. The next goes to the file
+/// that has the fewest.
+const MOST_BEYOND: usize = 40;
 
-/// Jobs of a kind.
+/// The jobs of a kind on one file.
 #[derive(Default)]
-struct Kind {
-    waiting: VecDeque<Job>,
+struct Flow {
+    fd: RawFd,
+    /// Reads and writes. Where two have as many at work, the others go first.
+    is_transfer: bool,
+    waiting: JobList,
     at_work: usize,
 }
 
-impl Kind {
-    fn ready(&self) -> usize {
-        self.waiting.len().min(MOST_OF_A_KIND.saturating_sub(self.at_work))
+impl Flow {
+    fn is_idle(&self) -> bool {
+        self.at_work == 0 && self.waiting.length == 0
     }
 
-    fn take(&mut self) -> Option<Job> {
-        let job = if self.ready() > 0 { self.waiting.pop_front() } else { None };
-        self.at_work += usize::from(job.is_some());
-        job
+    /// Jobs that may begin whatever other files do, and jobs that may where there is room beyond.
+    fn ready(&self) -> (usize, usize) {
+        let own = self.waiting.length.min(LEAST_OF_A_FILE.saturating_sub(self.at_work));
+        (own, self.waiting.length - own)
     }
 }
 
 /// The jobs, and the workers there are.
 #[derive(Default)]
 pub(crate) struct Queue {
-    /// Syncs and the like, which go first.
-    others: Kind,
-    /// Reads and writes.
-    transfers: Kind,
+    flows: Vec<Flow>,
+    /// All jobs that wait in flows.
+    store: JobStore,
+    /// Jobs at work beyond what their files may always have.
+    beyond: usize,
+    /// The flow at which the search for the next job begins.
+    next_flow: usize,
     lanes: Vec<Lane>,
+    pub(crate) computations: Computations,
     pub(crate) idle: usize,
     pub(crate) spinner: Spinner,
     pub(crate) threads: usize,
@@ -82,23 +94,23 @@ pub(crate) struct Queue {
 impl Queue {
     /// Room for `count` jobs of any kind, so that adding them does not allocate.
     pub(crate) fn make_room(&mut self, count: usize) {
-        let Self { others, transfers, lanes, .. } = self;
-        let lists = lanes.iter_mut().map(|lane| &mut lane.jobs);
-        for list in lists.chain([&mut others.waiting, &mut transfers.waiting]) {
-            list.reserve(count.saturating_sub(list.len()));
+        self.store.make_room(count);
+        for lane in &mut self.lanes {
+            lane.jobs.reserve(count.saturating_sub(lane.jobs.len()));
         }
     }
 
     /// Adds a job. A file's first makes a list with as much room as the others have.
     pub(crate) fn add(&mut self, job: Job) {
         if !job.serialized {
-            return self.kind_of(&job).waiting.push_back(job);
+            let flow = self.flow_for(&job);
+            return self.store.push(&mut self.flows[flow].waiting, job);
         }
         let fd = job.call.fd;
         let is_free = |lane: &Lane| !lane.busy && lane.jobs.is_empty();
         let place = self.lanes.iter().position(|lane| lane.fd == fd).or_else(|| self.lanes.iter().position(is_free));
         let place = place.unwrap_or_else(|| {
-            let jobs = VecDeque::with_capacity(self.others.waiting.capacity());
+            let jobs = VecDeque::with_capacity(self.store.room());
             self.lanes.push(Lane { fd, jobs, busy: false });
             self.lanes.len() - 1
         });
@@ -107,10 +119,38 @@ impl Queue {
         lane.jobs.push_back(job);
     }
 
+    /// The place of the job's flow, which may be new or have been another file's.
+    fn flow_for(&mut self, job: &Job) -> usize {
+        let place = self.flow_of(job).or_else(|| self.flows.iter().position(Flow::is_idle));
+        let place = place.unwrap_or_else(|| {
+            self.flows.push(Flow::default());
+            self.flows.len() - 1
+        });
+        let flow = &mut self.flows[place];
+        (flow.fd, flow.is_transfer) = (job.call.fd, job.call.action.is_transfer());
+        place
+    }
+
+    fn flow_of(&self, job: &Job) -> Option<usize> {
+        let (fd, is_transfer) = (job.call.fd, job.call.action.is_transfer());
+        self.flows.iter().position(|flow| flow.fd == fd && flow.is_transfer == is_transfer)
+    }
+
     /// Adds jobs, and says who is needed for them. New workers are counted already.
     pub(crate) fn add_batch(&mut self, batch: impl Iterator<Item = Job>, most_threads: usize) -> Wanted {
         let ready_before = self.ready();
         batch.for_each(|job| self.add(job));
+        self.wanted(ready_before, most_threads)
+    }
+
+    /// As [`Queue::add_batch`], of one computation for a file.
+    pub(crate) fn add_work(&mut self, fd: RawFd, work: Work, most_threads: usize) -> Wanted {
+        let ready_before = self.ready();
+        self.computations.add(fd, work);
+        self.wanted(ready_before, most_threads)
+    }
+
+    fn wanted(&mut self, ready_before: usize, most_threads: usize) -> Wanted {
         let ready = self.ready();
         let mut to_wake = ready.saturating_sub(ready_before);
         let spinner = to_wake > 0 && self.spinner == Spinner::Looks;
@@ -130,16 +170,34 @@ impl Queue {
             lane.busy = true;
             return batch.become_next(&mut lane.jobs);
         }
-        batch.become_one(self.others.take().or_else(|| self.transfers.take()))
+        batch.become_one(self.take_from_flow()) || batch.become_work(self.computations.take())
     }
 
-    /// A job that was not serialized has ended. Its worker looks for the next one itself.
+    /// Of the files that may begin one, the job of that which has the fewest at work.
+    fn take_from_flow(&mut self) -> Option<Job> {
+        let (has_room, count) = (self.beyond < MOST_BEYOND, self.flows.len());
+        let in_turn = (0..count).map(|step| (self.next_flow + step) % count);
+        let may_begin = |flow: &Flow| {
+            let (own, others) = flow.ready();
+            own > 0 || (others > 0 && has_room)
+        };
+        let place = in_turn
+            .filter(|place| may_begin(&self.flows[*place]))
+            .min_by_key(|place| (self.flows[*place].at_work, self.flows[*place].is_transfer))?;
+        self.next_flow = place + 1;
+        let flow = &mut self.flows[place];
+        self.beyond += usize::from(flow.at_work >= LEAST_OF_A_FILE);
+        flow.at_work += 1;
+        self.store.pop(&mut flow.waiting)
+    }
+
+    /// A job that was not serialized has ended. Its worker looks for the next one itself; there is one more at most.
     pub(crate) fn ended(&mut self, job: &Job) {
-        self.kind_of(job).at_work -= 1;
-    }
-
-    fn kind_of(&mut self, job: &Job) -> &mut Kind {
-        if job.call.action.is_transfer() { &mut self.transfers } else { &mut self.others }
+        if let Some(place) = self.flow_of(job) {
+            let flow = &mut self.flows[place];
+            self.beyond -= usize::from(flow.at_work > LEAST_OF_A_FILE);
+            flow.at_work -= 1;
+        }
     }
 
     /// Takes what follows serialized jobs on this file: nobody else is woken for it. Returns whether there was any.
@@ -151,7 +209,10 @@ impl Queue {
 
     /// Jobs that can be begun now.
     pub(crate) fn ready(&self) -> usize {
-        self.others.ready() + self.transfers.ready() + self.lanes.iter().filter(|lane| lane.is_ready()).count()
+        let ready = self.flows.iter().map(Flow::ready);
+        let (own, others) = ready.fold((0, 0), |sum, flow| (sum.0 + flow.0, sum.1 + flow.1));
+        let of_flows = own + others.min(MOST_BEYOND.saturating_sub(self.beyond));
+        of_flows + self.lanes.iter().filter(|lane| lane.is_ready()).count() + self.computations.ready()
     }
 }
 
@@ -190,35 +251,100 @@ pub(crate) mod tests {
         assert_eq!((give(&mut queue, 0), queue.spinner), ((false, 0, 0), Spinner::Looks));
     }
 
+    fn transfer(index: u32, fd: RawFd) -> Job {
+        let job = job(index, fd, false);
+        Job { call: Call { action: Action::Read { need_bytes: 0 }, ..job.call }, ..job }
+    }
+
+    fn sync(index: u32, fd: RawFd) -> Job {
+        job(index, fd, false)
+    }
+
+    fn all(queue: &mut Queue) -> Vec<u32> {
+        std::iter::from_fn(|| taken(queue)).collect()
+    }
+
     #[test]
     fn neither_reads_and_writes_nor_all_else_take_every_worker() {
-        const MOST: u32 = MOST_OF_A_KIND as u32;
-        let transfer = |index| {
-            let job = job(index, 1, false);
-            Job { call: Call { action: Action::Read { need_bytes: 0 }, ..job.call }, ..job }
-        };
-        let sync = |index| job(index, 2, false);
-        let all = |queue: &mut Queue| std::iter::from_fn(|| taken(queue)).collect::<Vec<_>>();
-        for (many, other) in [(&transfer as &dyn Fn(u32) -> Job, &sync as &dyn Fn(u32) -> Job), (&sync, &transfer)] {
+        const MOST: u32 = (LEAST_OF_A_FILE + MOST_BEYOND) as u32;
+        type Make = fn(u32, RawFd) -> Job;
+        for (many, other) in [(transfer as Make, sync as Make), (sync, transfer), (transfer, transfer), (sync, sync)] {
             let mut queue = Queue::default();
-            let wanted = queue.add_batch((0..60).map(many), 64);
-            assert_eq!((wanted.to_start, queue.ready()), (MOST_OF_A_KIND, MOST_OF_A_KIND));
-            queue.add(other(100));
+            let wanted = queue.add_batch((0..60).map(|index| many(index, 1)), 512);
+            assert_eq!((wanted.to_start, queue.ready()), (MOST as usize, MOST as usize));
+            queue.add(other(100, 2));
             let mut at_work = all(&mut queue);
             at_work.sort_unstable();
             assert!(at_work.into_iter().eq((0..MOST).chain([100])) && queue.ready() == 0);
-            queue.add(other(101));
-            assert_eq!(all(&mut queue), [101], "though as many as may be of the one kind are at work");
-            queue.ended(&many(0));
-            assert_eq!((queue.ready(), all(&mut queue)), (1, vec![MOST]));
-            queue.ended(&other(100));
-            assert_eq!(all(&mut queue), [0; 0]);
+            let wanted = queue.add_batch((101..120).map(|index| other(index, 2)), 512);
+            assert_eq!(wanted.to_start, LEAST_OF_A_FILE - 1, "though as many as may be of the other are at work");
+            assert_eq!(all(&mut queue), Vec::from_iter(101..108));
+            // Room beyond what is everybody's goes to the file that has less.
+            queue.ended(&many(0, 1));
+            assert_eq!((queue.ready(), all(&mut queue)), (1, vec![108]));
+            // Below that a file's own jobs follow each other.
+            queue.ended(&other(100, 2));
+            assert_eq!((queue.ready(), all(&mut queue)), (1, vec![109]));
         }
         let mut queue = Queue::default();
-        for job in [transfer(0), sync(1), transfer(2)] {
+        for job in [transfer(0, 1), sync(1, 2), transfer(2, 1)] {
             queue.add(job);
         }
         assert_eq!(all(&mut queue), [1, 0, 2], "syncs go first");
+    }
+
+    #[test]
+    fn however_many_files_hang_the_next_gets_its_workers() {
+        let mut queue = Queue::default();
+        for fd in 0..40 {
+            queue.add_batch((0..60).map(|index| transfer(index, fd)), 512);
+            all(&mut queue);
+        }
+        let wanted = queue.add_batch((0..3).map(|index| transfer(index, 40)), 512);
+        assert_eq!((wanted.to_start, all(&mut queue)), (3, vec![0, 1, 2]));
+    }
+
+    #[test]
+    fn random_jobs_begin_in_the_order_of_their_file_and_never_more_of_them_than_may() {
+        let mut seed = 3_u64;
+        let mut dice = move |below: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) % below
+        };
+        let mut queue = Queue::default();
+        let (mut added, mut begun, mut at_work) = ([0_u32; 5], [0_u32; 5], Vec::new());
+        for round in 0..20_000 {
+            let fd = dice(5) as usize;
+            match dice(2) {
+                0 if round < 15_000 => {
+                    queue.add(transfer(added[fd], fd as RawFd));
+                    added[fd] += 1;
+                }
+                _ if at_work.is_empty() => {}
+                _ => queue.ended(&transfer(0, at_work.swap_remove(dice(at_work.len() as u64) as usize))),
+            }
+            let ready = queue.ready();
+            let mut batch = Batch::default();
+            if dice(3) > 0 && queue.take(&mut batch) {
+                let call = batch.first().map(|job| (job.index, job.call.fd)).unwrap();
+                assert_eq!((begun[call.1 as usize], queue.ready() < ready), (call.0, true));
+                begun[call.1 as usize] += 1;
+                at_work.push(call.1);
+            }
+            let of = |fd: RawFd| at_work.iter().filter(|other| **other == fd).count();
+            let beyond: usize = (0..5).map(|fd| of(fd).saturating_sub(LEAST_OF_A_FILE)).sum();
+            assert!(beyond == queue.beyond && beyond <= MOST_BEYOND);
+        }
+        while let Some(fd) = at_work.pop() {
+            queue.ended(&transfer(0, fd));
+            let mut batch = Batch::default();
+            while queue.take(&mut batch) {
+                let call = batch.first().map(|job| (job.index, job.call.fd)).unwrap();
+                begun[call.1 as usize] += 1;
+                at_work.push(call.1);
+            }
+        }
+        assert_eq!((begun, queue.ready(), queue.beyond), (added, 0, 0));
     }
 
     #[test]

@@ -2,7 +2,9 @@
 //! waiting.
 
 pub(crate) mod batch;
+mod computations;
 pub(crate) mod job;
+mod job_list;
 pub(crate) mod job_queue;
 mod mailbox;
 pub(crate) mod pool;

@@ -2,26 +2,30 @@
 
 use super::batch::Batch;
 use super::job::Job;
-use super::job_queue::{Queue, Spinner};
+use super::job_queue::{Queue, Spinner, Wanted};
 use super::mailbox::{Mailbox, Results};
 use crate::base::io_submit::IoSubmit;
 use crate::base::pace::Pace;
 use crate::base::wakeup::Wakeup;
 use crate::route::How;
+use block::Work;
 use rustix::thread::CpuSet;
 use std::io;
+use std::os::fd::RawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The most workers of one reactor.
-const MAX_WORKERS: usize = 64;
+/// The most workers of one reactor: what a few files take (see `job_queue`) is far below. Who comes later than that waits
+/// for a worker to be free.
+const MAX_WORKERS: usize = 512;
 /// How long a worker without work stays.
 const IDLE_LIMIT: Duration = Duration::from_secs(10);
 /// How long a worker spins at most. A job that comes later is worth a wake-up.
 const SPIN_MAX: Duration = Duration::from_micros(100);
-/// A worker only calls the kernel.
-const STACK_BYTES: usize = 128 << 10;
+/// A worker calls the kernel, and computes what needs little stack.
+const STACK_BYTES: usize = 256 << 10;
 /// Room for what workers have begun, and for what they have given to the kernel in batches.
 const BEGUN: u32 = 1024;
 const BATCHED: u32 = 256;
@@ -94,6 +98,21 @@ impl Pool {
     /// Hands a batch to the workers, starting as many as are needed.
     pub(crate) fn give(this: &Arc<Self>, batch: impl Iterator<Item = Job>) {
         let wanted = locked(&this.queue).add_batch(batch, MAX_WORKERS);
+        Self::see_to_workers(this, wanted);
+    }
+
+    /// Hands a computation for a file to a worker, at once.
+    pub(crate) fn give_work(this: &Arc<Self>, fd: RawFd, work: Work) {
+        let wanted = locked(&this.queue).add_work(fd, work, MAX_WORKERS);
+        Self::see_to_workers(this, wanted);
+    }
+
+    /// Computations that have not ended.
+    pub(crate) fn computations(&self) -> usize {
+        locked(&self.queue).computations.live()
+    }
+
+    fn see_to_workers(this: &Arc<Self>, wanted: Wanted) {
         if wanted.spinner {
             // It had seen no batch of this number under the lock.
             this.batches.0.fetch_add(1, Ordering::Release);
@@ -277,6 +296,13 @@ impl Pool {
 
     /// Carries out what was taken, and what follows it on the same file.
     fn carry_out(&self, batch: &mut Batch) {
+        if let Some(work) = batch.take_work() {
+            // Who waits for a computation that panicked hears of it: what it was to send is dropped.
+            if catch_unwind(AssertUnwindSafe(work)).is_err() {
+                tracing::error!("a computation on an I/O worker panicked");
+            }
+            return locked(&self.queue).computations.ended();
+        }
         while let Some(&first) = batch.first() {
             let before_call = || _ = self.calls.fetch_add(1, Ordering::Relaxed);
             let awaited = match (first.how, self.io_submit(first.how)) {

@@ -17,12 +17,12 @@ use crate::base::harvest::Harvest;
 use crate::base::io_submit::{IoSubmit, MOST};
 use crate::base::stats::Counters;
 use crate::base::wakeup::Wakeup;
-use crate::file::open_file::Storage;
+use crate::file::open_file::{OpenFile, Storage};
 use crate::request::carry_out;
 use crate::request::progress::{Request, Step};
 use crate::request::slab::Slab;
 use crate::route::{How, Now, Route, ends_in_turn, route};
-use block::{Done, IoError};
+use block::{Done, IoError, Work};
 use rustix::thread::CpuSet;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::sync::Arc;
@@ -141,6 +141,18 @@ impl Workers {
     fn now(&self, request: &Request, needs_call: bool) -> Now {
         let waits_for_workers = needs_call && request.target.file.is_changed_by_workers();
         Now { declined: true, inline_bytes: self.inline_bytes, waits_for_workers, ..Now::of(&request.target) }
+    }
+
+    /// Takes over a request that the kernel of another engine gave back, or ends it.
+    #[inline]
+    pub(crate) fn take_back(&self, request: Request, step: Step, counters: &Counters) {
+        match step {
+            Step::Finished(result) => {
+                counters.completions.add(1);
+                request.finish(result);
+            }
+            Step::Again | Step::ToWorker => self.take_over(request),
+        }
     }
 
     /// As [`Workers::push`], for a request that another engine has counted.
@@ -342,6 +354,18 @@ impl Workers {
     /// Requests taken and not ended.
     pub(crate) fn in_flight(&self) -> usize {
         self.slab.borrow().live()
+    }
+
+    /// Has a worker compute something for a file. When the workers have ended, nobody does.
+    pub(crate) fn run_aside(&self, file: &OpenFile, work: Work) {
+        if !self.closed.get() {
+            Pool::give_work(&self.pool, file.raw_fd(), work);
+        }
+    }
+
+    /// Whether workers compute something.
+    pub(crate) fn is_computing(&self) -> bool {
+        self.pool.computations() > 0
     }
 
     /// Waits for every job, then for every worker. Later pushes fail.

@@ -34,6 +34,8 @@ struct Stalled {
 struct Server {
     device: File,
     bytes: Vec<u8>,
+    /// The kernel keeps locks by itself.
+    locks: bool,
     stalled: Mutex<Stalled>,
     changed: Condvar,
 }
@@ -55,8 +57,17 @@ impl StallingFile {
         Self::mount_of((0..FILE_BYTES).map(content).collect(), STALL_FROM)
     }
 
+    /// As [`StallingFile::mount`], with locks.
+    pub(crate) fn mount_with_locks() -> Option<Self> {
+        Self::mount_as((0..FILE_BYTES).map(content).collect(), STALL_FROM, true)
+    }
+
     /// As [`StallingFile::mount`], of a file of these bytes whose reads stall from this offset on.
     pub(crate) fn mount_of(bytes: Vec<u8>, from: u64) -> Option<Self> {
+        Self::mount_as(bytes, from, false)
+    }
+
+    fn mount_as(bytes: Vec<u8>, from: u64, locks: bool) -> Option<Self> {
         let device = File::options().read(true).write(true).open("/dev/fuse").ok()?;
         let dir = tempfile::tempdir().unwrap();
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0\0", device.as_raw_fd());
@@ -70,7 +81,7 @@ impl StallingFile {
             return None;
         }
         let stalled = Mutex::new(Stalled { reads: HashMap::new(), from });
-        let server = Arc::new(Server { device, bytes, stalled, changed: Condvar::new() });
+        let server = Arc::new(Server { device, bytes, locks, stalled, changed: Condvar::new() });
         let theirs = Arc::clone(&server);
         std::thread::spawn(move || theirs.serve());
         Some(Self { dir, server })
@@ -176,9 +187,10 @@ impl Server {
         let valid = 3600_u64.to_le_bytes();
         match opcode {
             INIT => {
-                // Asynchronous reads and direct I/O; locks are asked for here, and not known; 1024 requests at once.
+                // Asynchronous reads and direct I/O; locks, if asked for here, are not known; 1024 requests at once.
+                let flags = 1 | u32::from(!self.locks) << 1 | 1 << 15;
                 let mut out = Vec::new();
-                for word in [7_u32, 31, 0, 1 | 1 << 1 | 1 << 15, 1024 << 16 | 1024, 1 << 17, 1] {
+                for word in [7_u32, 31, 0, flags, 1024 << 16 | 1024, 1 << 17, 1] {
                     out.extend(word.to_le_bytes());
                 }
                 out.resize(64, 0);

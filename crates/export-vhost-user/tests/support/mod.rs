@@ -100,7 +100,11 @@ impl Client {
     }
 
     pub fn connect_to(socket: &Path, without: u64) -> Self {
-        let stream = UnixStream::connect(socket).unwrap();
+        Self::over(UnixStream::connect(socket).unwrap(), without)
+    }
+
+    /// The same over a connection that somebody else has made.
+    pub fn over(stream: UnixStream, without: u64) -> Self {
         let mut frontend = Frontend::from_stream(stream.try_clone().unwrap(), u64::from(QUEUES));
         frontend.set_owner().unwrap();
         let offered = frontend.get_features().unwrap();

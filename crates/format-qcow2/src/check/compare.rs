@@ -16,6 +16,7 @@ impl Walk<'_, '_> {
             return None;
         }
         if self.block.as_ref().is_none_or(|(loaded, _)| *loaded != number) {
+            self.charge(self.geometry.cluster_bytes());
             self.block = Some((number, self.read(offset, self.geometry.cluster_bytes()).await.ok()?));
         }
         self.refcount_in_memory(cluster)
@@ -55,8 +56,18 @@ impl Walk<'_, '_> {
                 }
             }
             self.tell(cluster, clusters);
-            cluster = end;
+            cluster = if counted || referred { end } else { end.max(self.next_piece(cluster).min(clusters)) };
         }
+    }
+
+    /// Where the next cluster may be that is counted or referred to: most of a sparse file is neither.
+    fn next_piece(&self, cluster: u64) -> u64 {
+        let referred = self.references.next_piece(cluster);
+        let block = usize::try_from(self.geometry.block_of(cluster)).unwrap_or(usize::MAX);
+        let later = self.table.iter().enumerate().skip(block.saturating_add(1));
+        let counted =
+            later.filter(|(_, offset)| **offset != 0).map(|(index, _)| self.geometry.block_start(index as u64)).next();
+        referred.into_iter().chain(counted).min().unwrap_or(u64::MAX)
     }
 
     /// The first cluster of a range whose refcount is not in memory or not the number of references: nearly all are
@@ -95,6 +106,7 @@ impl Walk<'_, '_> {
         match self.repairs && self.needs_rebuild {
             // All refcounts are written anew.
             true => self.mismatches = Vec::new(),
+            false if !self.keeps_mismatches => {}
             false => self.mismatches.push(Mismatch { cluster, refcount, references }),
         }
         if refcount < references {

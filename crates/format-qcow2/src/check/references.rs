@@ -7,20 +7,86 @@ use std::ops::Range;
 /// References are counted in pieces of this many clusters.
 const CHUNK_BITS: u32 = 12;
 
+/// A piece counts each of its clusters once it has so many in use; before that, it lists them.
+const LISTED_MAX: usize = 512;
+/// What a piece takes beside its counts, about.
+const CHUNK_BYTES: usize = 96;
+const ENTRY_BYTES: usize = size_of::<(u16, u32)>();
+const COUNTED_BYTES: usize = size_of::<u32>() << CHUNK_BITS;
+
+/// The counts of one piece. Tables may lead far apart: then most pieces have few clusters in use.
+#[derive(Debug)]
+enum Chunk {
+    /// Clusters in use, in order, and their counts.
+    Listed(Vec<(u16, u32)>),
+    /// A count for each.
+    Counted(Vec<u32>),
+}
+
+impl Chunk {
+    fn get(&self, index: usize) -> u32 {
+        match self {
+            Self::Listed(list) => {
+                let found = list.binary_search_by_key(&index, |(cluster, _)| usize::from(*cluster));
+                found.ok().and_then(|at| list.get(at)).map_or(0, |(_, count)| *count)
+            }
+            Self::Counted(counts) => counts.get(index).copied().unwrap_or(0),
+        }
+    }
+
+    /// The count of a cluster, and how many bytes more the piece takes.
+    fn count_mut(&mut self, index: usize) -> (Option<&mut u32>, usize) {
+        let mut more_bytes = 0usize;
+        if let Self::Listed(list) = self
+            && list.len() >= LISTED_MAX
+        {
+            let mut counts = vec![0; 1usize << CHUNK_BITS];
+            for (cluster, count) in list.iter() {
+                if let Some(counted) = counts.get_mut(usize::from(*cluster)) {
+                    *counted = *count;
+                }
+            }
+            *self = Self::Counted(counts);
+            more_bytes = COUNTED_BYTES.saturating_sub(LISTED_MAX.saturating_mul(ENTRY_BYTES));
+        }
+        match self {
+            Self::Counted(counts) => (counts.get_mut(index), more_bytes),
+            Self::Listed(list) => {
+                let at = match list.binary_search_by_key(&index, |(cluster, _)| usize::from(*cluster)) {
+                    Ok(at) => at,
+                    Err(at) => {
+                        list.insert(at, (index as u16, 0));
+                        more_bytes = ENTRY_BYTES;
+                        at
+                    }
+                };
+                (list.get_mut(at).map(|(_, count)| count), more_bytes)
+            }
+        }
+    }
+}
+
 /// Counts of references, by host cluster.
 #[derive(Debug)]
 pub(crate) struct References {
     /// Places in `counts`.
     chunks: BTreeMap<u64, usize>,
-    counts: Vec<Vec<u32>>,
-    chunks_max: usize,
+    counts: Vec<Chunk>,
+    used_bytes: usize,
+    bytes_max: usize,
     /// The chunk looked at last, and its place: neighbours follow each other.
     last: Cell<Option<(u64, usize)>>,
 }
 
 impl Default for References {
     fn default() -> Self {
-        Self { chunks: BTreeMap::new(), counts: Vec::new(), chunks_max: usize::MAX, last: Cell::new(None) }
+        Self {
+            chunks: BTreeMap::new(),
+            counts: Vec::new(),
+            used_bytes: 0,
+            bytes_max: usize::MAX,
+            last: Cell::new(None),
+        }
     }
 }
 
@@ -42,38 +108,53 @@ impl References {
 
     /// At most so much memory from now on: what does not fit is not counted.
     pub(crate) fn set_memory_bytes(&mut self, bytes: usize) {
-        // Four bytes a count.
-        self.chunks_max = bytes.wrapping_shr(CHUNK_BITS.saturating_add(2)).max(1);
+        self.bytes_max = bytes.max(1);
     }
 
     /// Whether something may not have been counted.
     pub(crate) fn is_full(&self) -> bool {
-        self.chunks.len() >= self.chunks_max
+        self.used_bytes >= self.bytes_max
     }
 
-    /// One more, but not more than `max`: false if that is so many already.
-    pub(crate) fn count(&mut self, cluster: u64, max: u32) -> bool {
+    /// How much memory it takes, about.
+    pub(crate) fn used_bytes(&self) -> usize {
+        self.used_bytes
+    }
+
+    /// So many more, but not more than `max` in all. Returns how many did not fit.
+    pub(crate) fn count(&mut self, cluster: u64, times: u32, max: u32) -> u32 {
         let chunk = cluster >> CHUNK_BITS;
+        if self.is_full() {
+            return 0;
+        }
         let place = match self.place_of(chunk) {
             Some(place) => place,
-            None if self.is_full() => return true,
             None => {
-                self.counts.push(vec![0; 1usize << CHUNK_BITS]);
+                self.counts.push(Chunk::Listed(Vec::new()));
                 let place = self.counts.len().saturating_sub(1);
                 self.chunks.insert(chunk, place);
+                self.used_bytes = self.used_bytes.saturating_add(CHUNK_BYTES);
                 place
             }
         };
-        match self.counts.get_mut(place).and_then(|counts| counts.get_mut(Self::index(cluster))) {
-            Some(count) if *count < max => *count = count.saturating_add(1),
-            _ => return false,
-        }
-        true
+        let Some(chunk) = self.counts.get_mut(place) else { return times };
+        let (count, more_bytes) = chunk.count_mut(Self::index(cluster));
+        self.used_bytes = self.used_bytes.saturating_add(more_bytes);
+        let Some(count) = count else { return times };
+        let fits = times.min(max.saturating_sub(*count));
+        *count = count.saturating_add(fits);
+        times.saturating_sub(fits)
     }
 
     pub(crate) fn get(&self, cluster: u64) -> u64 {
         let counts = self.place_of(cluster >> CHUNK_BITS).and_then(|place| self.counts.get(place));
-        counts.and_then(|counts| counts.get(Self::index(cluster))).map_or(0, |count| u64::from(*count))
+        counts.map_or(0, |counts| u64::from(counts.get(Self::index(cluster))))
+    }
+
+    /// The first cluster of the first piece behind that of `cluster` in which anything is counted.
+    pub(crate) fn next_piece(&self, cluster: u64) -> Option<u64> {
+        let next = self.chunks.range((cluster >> CHUNK_BITS).saturating_add(1)..).next();
+        next.map(|(chunk, _)| chunk.wrapping_shl(CHUNK_BITS))
     }
 
     /// The end of the piece that `cluster` is counted in, and whether anything in it is.
@@ -88,8 +169,15 @@ impl References {
         let chunks = self.chunks.range(range.start >> CHUNK_BITS..=last);
         let all = chunks.flat_map(|(chunk, place)| {
             let first = chunk << CHUNK_BITS;
-            let counts = self.counts.get(*place).map_or(&[][..], Vec::as_slice);
-            counts.iter().enumerate().map(move |(index, count)| (first.saturating_add(index as u64), u64::from(*count)))
+            let counted = move |(index, count): (u64, u32)| (first.saturating_add(index), u64::from(count));
+            let (listed, counts) = match self.counts.get(*place) {
+                Some(Chunk::Listed(list)) => (list.as_slice(), &[][..]),
+                Some(Chunk::Counted(counts)) => (&[][..], counts.as_slice()),
+                None => (&[][..], &[][..]),
+            };
+            let listed = listed.iter().map(|(index, count)| (u64::from(*index), *count));
+            let counts = counts.iter().enumerate().map(|(index, count)| (index as u64, *count));
+            listed.chain(counts).map(counted)
         });
         all.filter(move |(cluster, count)| *count > 0 && range.contains(cluster))
     }
@@ -140,6 +228,11 @@ impl Kinds {
         self.0.len()
     }
 
+    /// How much memory they take, about.
+    pub(crate) fn used_bytes(&self) -> usize {
+        self.0.len().saturating_mul(32)
+    }
+
     /// Once all references are counted: finds the clusters that something else than tables leads to as well. A reference
     /// that could not be counted may have been to data.
     pub(crate) fn find_shared(&mut self, references: &References, uncounted: &BTreeSet<u64>) {
@@ -154,5 +247,40 @@ impl Kinds {
     /// everything takes it for an L2 table. A cluster that is data for somebody is never rewritten.
     pub(crate) fn may_change(&self, cluster: u64) -> bool {
         self.0.get(&cluster).is_some_and(|held| held.kinds == Kind::L1 as u8 || held.kinds == Kind::L2 as u8)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_counted_far_apart_takes_little_memory() {
+        let mut references = References::default();
+        let far = |index: u64| index << (CHUNK_BITS + 3);
+        for index in 0..10_000 {
+            assert_eq!(references.count(far(index), 3, u32::MAX), 0);
+        }
+        assert!(references.used_bytes() < 10_000 * 200, "{} bytes", references.used_bytes());
+        assert_eq!((references.get(far(9)), references.get(far(9) + 1)), (3, 0));
+        assert_eq!(references.next_piece(far(9)), Some(far(10)));
+    }
+
+    #[test]
+    fn a_piece_counts_the_same_however_full_it_is() {
+        let mut references = References::default();
+        let clusters = 1 << CHUNK_BITS;
+        // Every cluster, far from in order.
+        let all = (0..clusters).map(|index| index * 1021 % clusters);
+        for (done, cluster) in all.enumerate() {
+            let times = cluster as u32 % 5 + 1;
+            assert_eq!(references.count(cluster, times, 3), times.saturating_sub(3), "cluster {cluster}");
+            if done.is_power_of_two() {
+                let used = references.used(0..clusters).collect::<Vec<_>>();
+                assert_eq!(used.len(), done + 1);
+                assert!(used.is_sorted() && used.contains(&(cluster, u64::from(times.min(3)))));
+            }
+        }
+        assert!((0..clusters).all(|cluster| references.get(cluster) == (cluster % 5 + 1).min(3)));
     }
 }

@@ -15,11 +15,11 @@ use crate::check::flags::WrongFlag;
 use crate::check::rebuild::Rebuilt;
 use crate::check::references::Kinds;
 use crate::check::report::{CheckReport, CheckWatch};
-use crate::check::walk::{Mismatch, Walk, header_to_check};
+use crate::check::walk::{Mismatch, Walk, header_to_repair};
 use crate::layout::entry::COPIED;
 use crate::layout::header::{
     HEADER_SECTOR_BYTES, Header, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_DIRTY, OFFSET_AUTOCLEAR, OFFSET_INCOMPATIBLE,
-    OFFSET_REFCOUNT_TABLE,
+    OFFSET_REFCOUNT_TABLE, OFFSET_SNAPSHOTS,
 };
 use crate::layout::refcount_entry::write_entry;
 use block::{Error, ErrorKind, FileOp, IoResult, MetaIo, PastEnd, Result};
@@ -49,10 +49,14 @@ pub async fn repair(
 ) -> Result<CheckReport> {
     let failed =
         |error| Error::with_source(ErrorKind::Io, format!("'{name}': the repair did not get to its end"), error);
-    let (header, bitmaps) = header_to_check(io, name).await?;
+    let (header, bitmaps, discarded) = header_to_repair(io, name, what == Repair::All).await?;
     let mut walk = Walk::begin(io, &header, file_bytes, watch).await.map_err(failed)?;
     walk.repairs = what == Repair::All;
     walk.bitmaps = bitmaps;
+    if discarded > 0 {
+        walk.find(format!("Discarding {discarded} overhanging snapshots"));
+        walk.report.corruptions_fixed = walk.report.corruptions_fixed.saturating_add(1);
+    }
     walk.count_all().await.map_err(failed)?;
     // What could not be read may lead anywhere: nothing that seems free is sure to be.
     if walk.report.check_errors > 0 {
@@ -63,12 +67,14 @@ pub async fn repair(
     }
     let counted = walk.report;
     walk.compare().await;
-    walk.go_on()?;
+    walk.go_on().map_err(|error| error.in_context(format!("'{name}'")))?;
+    walk.lift_limits();
     if walk.needs_rebuild && what == Repair::Leaks {
         let text = format!("'{name}': its refcounts must be rebuilt; 'check -r all' does it");
         return Err(Error::new(ErrorKind::BadImage, text));
     }
     let mut job = Job::new(walk, io, &header);
+    job.discards_snapshots = discarded > 0;
     match what {
         Repair::All => {
             let wrong = job.walk.wrong_flags(true, usize::MAX).await.map_err(failed)?;
@@ -86,11 +92,13 @@ pub(crate) struct Job<'a, 'w> {
     header: &'a Header,
     /// Something has been written.
     started: bool,
+    /// The header on disk claims snapshots that cannot be.
+    discards_snapshots: bool,
 }
 
 impl<'a, 'w> Job<'a, 'w> {
     pub(crate) fn new(walk: Walk<'a, 'w>, io: &'a MetaIo, header: &'a Header) -> Self {
-        Self { walk, io, header, started: false }
+        Self { walk, io, header, started: false, discards_snapshots: false }
     }
 
     async fn repair_leaks(&mut self, counted: CheckReport) -> IoResult {
@@ -121,6 +129,11 @@ impl<'a, 'w> Job<'a, 'w> {
 
     /// `wrong`: the flags that are wrong, or will be.
     pub(crate) async fn repair_all(&mut self, counted: CheckReport, wrong: Vec<WrongFlag>) -> IoResult {
+        if self.discards_snapshots {
+            self.begin_writing().await?;
+            let left = self.header.snapshots.to_be_bytes();
+            self.change_header(|sector| put(sector, OFFSET_SNAPSHOTS, &left)).await?;
+        }
         // What may not fit comes first: until something leads to it, nothing has changed.
         let rebuilt = if self.walk.needs_rebuild { Some(self.write_rebuilt().await?) } else { None };
         if rebuilt.is_none() && self.walk.outside_bytes > self.walk.file_bytes {
@@ -367,6 +380,7 @@ struct Recount {
 async fn recount(io: &MetaIo, header: &Header, file_bytes: u64, before: &Walk<'_, '_>) -> IoResult<Recount> {
     let mut silent = |_| true;
     let mut walk = Walk::begin(io, header, file_bytes, &mut silent).await?;
+    walk.lift_limits();
     walk.clusters = walk.clusters.max(before.clusters);
     walk.bitmaps.clone_from(&before.bitmaps);
     walk.count_all().await?;

@@ -96,7 +96,8 @@ async fn repair_dirty(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut Chec
     }
     let counted = walk.report;
     walk.compare().await;
-    walk.go_on()?;
+    walk.go_on().map_err(|error| hopeless(error.to_string()))?;
+    walk.lift_limits();
     let mut job = Job::new(walk, io, &header);
     let wrong = job.walk.wrong_flags(true, WRONG_FLAGS_MAX).await.map_err(failed)?;
     if let Some(place) = job.untouchable(&wrong) {

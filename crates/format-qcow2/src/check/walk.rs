@@ -9,10 +9,12 @@ use crate::check::report::{CheckEvent, CheckReport, CheckWatch};
 use crate::layout::entry::entries;
 use crate::layout::entry::{COPIED, ZERO};
 use crate::layout::extended_entry::{ALL_DATA, ALL_ZERO};
+use crate::layout::extensions::{field_u32, field_u64};
 use crate::layout::geometry::Geometry;
 use crate::layout::geometry::clusters_of;
 use crate::layout::header::read_first_cluster;
-use crate::layout::header::{Header, INCOMPATIBLE_CORRUPT, MAX_REFCOUNT_TABLE_BYTES};
+use crate::layout::header::{Header, INCOMPATIBLE_CORRUPT, MAX_REFCOUNT_TABLE_BYTES, MAX_SNAPSHOTS, OFFSET_SNAPSHOTS};
+use crate::layout::snapshot::{ROW_BYTES, RowHead, count_sane_rows};
 use block::{Error, ErrorKind, IoResult, MetaIo, PastEnd, Result};
 use memory::AlignedBuf;
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,9 +34,15 @@ const GROWTH_BYTES_MAX: u64 = 1 << 30;
 const CLAIMED_MAX: usize = 16;
 /// So many wrong refcounts are set right one by one (24 MiB of them); more are written anew, all of them.
 pub(crate) const MISMATCHES_MAX: usize = 1 << 20;
-/// The fixed part of a row of the snapshot table, and the most that its optional part may have.
-const SNAPSHOT_ROW_BYTES: usize = 40;
-const SNAPSHOT_EXTRA_MAX: u64 = 1024;
+/// A check reads and counts so many bytes of tables, and so many times what the file holds, and then gives up. Tables that
+/// a program wrote are read once or twice. Hostile ones lead to the same place as often as they like.
+const WORK_BYTES_MIN: u64 = 16 << 30;
+const WORK_TIMES: u64 = 64;
+/// To tell of a finding takes as long as reading so much, about.
+const FINDING_BYTES: u64 = 1 << 10;
+/// The same for the memory that counts take. Clusters in use lie together, or hold something.
+const COUNTS_BYTES_MIN: u64 = 512 << 20;
+const COUNTS_TIMES: u64 = 4;
 
 /// Checks the image in a file of `file_bytes`. Fails if it is none, or cannot be read, or if `watch` stopped it.
 pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWatch<'_>) -> Result<CheckReport> {
@@ -43,17 +51,39 @@ pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWa
     let mut walk = Walk::begin(io, &header, file_bytes, watch).await.map_err(failed)?;
     walk.bitmaps = bitmaps;
     walk.count_all().await.map_err(failed)?;
+    walk.keeps_mismatches = false;
     walk.compare().await;
     for wrong in walk.wrong_flags(false, usize::MAX).await.map_err(failed)? {
         walk.corrupt(wrong.what);
     }
-    walk.end()
+    walk.end().map_err(|error| error.in_context(format!("'{name}'")))
 }
 
 /// The header of an image that may be damaged (that is what checks are for), and the space of its bitmaps.
 pub(crate) async fn header_to_check(io: &MetaIo, name: &str) -> Result<(Header, Vec<(u64, u64)>)> {
+    let (header, bitmaps, _) = header_to_repair(io, name, false).await?;
+    Ok((header, bitmaps))
+}
+
+/// As [`header_to_check`]. An absurd number of snapshots can be cut down to those that may be some (`may_discard`); then also
+/// how many are left out.
+pub(crate) async fn header_to_repair(
+    io: &MetaIo,
+    name: &str,
+    may_discard: bool,
+) -> Result<(Header, Vec<(u64, u64)>, u32)> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the tables"), error);
     let mut cluster = read_first_cluster(io).await.map_err(failed)?;
+    let claimed = field_u32(&cluster, OFFSET_SNAPSHOTS);
+    let mut discarded = 0;
+    if may_discard && claimed > MAX_SNAPSHOTS && cluster.starts_with(b"QFI\xfb") {
+        let at = field_u64(&cluster, OFFSET_SNAPSHOTS.saturating_add(4));
+        let sane = count_sane_rows(io, at, cluster.len() as u64).await.map_err(failed)?;
+        if let Some(field) = cluster.get_mut(OFFSET_SNAPSHOTS..OFFSET_SNAPSHOTS.saturating_add(4)) {
+            field.copy_from_slice(&sane.to_be_bytes());
+            discarded = claimed.saturating_sub(sane);
+        }
+    }
     if cluster.starts_with(b"QFI\xfb\0\0\0\x03")
         && let Some(byte) = cluster.get_mut(LAST_BYTE_OF_INCOMPATIBLE)
     {
@@ -61,7 +91,7 @@ pub(crate) async fn header_to_check(io: &MetaIo, name: &str) -> Result<(Header, 
     }
     let header = Header::parse(&cluster, name, false)?;
     let bitmaps = crate::layout::bitmap::space(io, &header, &cluster, name).await?;
-    Ok((header, bitmaps))
+    Ok((header, bitmaps, discarded))
 }
 
 /// A refcount that is not the number of references.
@@ -108,6 +138,19 @@ pub(crate) struct Walk<'a, 'w> {
     pub(crate) overcounted: BTreeSet<u64>,
     /// Why it was given up.
     pub(crate) hopeless: Option<String>,
+    /// L2 tables of snapshots that have nothing wrong: how often they are to be counted once more.
+    again: BTreeMap<u64, u32>,
+    /// What was found so far.
+    findings: u64,
+    /// Something is compressed, in the disk or in a snapshot.
+    pub(crate) has_compressed: bool,
+    /// Of a check that only tells them, mismatches are not kept.
+    pub(crate) keeps_mismatches: bool,
+    /// How much may still be read and counted.
+    pub(crate) work_bytes: u64,
+    counts_bytes_max: u64,
+    exhausted: bool,
+    progress: (u64, u64),
     watch: &'a mut CheckWatch<'w>,
     pub(crate) stopped: bool,
 }
@@ -125,6 +168,8 @@ impl<'a, 'w> Walk<'a, 'w> {
             image_end_offset: geometry.cluster_bytes(),
             ..CheckReport::default()
         };
+        let content_bytes = io.content_bytes().unwrap_or(file_bytes).min(file_bytes);
+        let counts_bytes_max = content_bytes.saturating_mul(COUNTS_TIMES).saturating_add(COUNTS_BYTES_MIN);
         let mut walk = Self {
             io,
             geometry,
@@ -147,9 +192,18 @@ impl<'a, 'w> Walk<'a, 'w> {
             strict: false,
             overcounted: BTreeSet::new(),
             hopeless: None,
+            again: BTreeMap::new(),
+            findings: 0,
+            has_compressed: false,
+            keeps_mismatches: true,
+            work_bytes: content_bytes.saturating_mul(WORK_TIMES).saturating_add(WORK_BYTES_MIN),
+            counts_bytes_max,
+            exhausted: false,
+            progress: (0, 0),
             watch,
             stopped: false,
         };
+        walk.references.set_memory_bytes(usize::try_from(counts_bytes_max).unwrap_or(usize::MAX));
         let table = walk.read(header.refcount_table_offset, walk.table_bytes()).await?;
         walk.table = entries(&table).collect();
         Ok(walk)
@@ -164,7 +218,31 @@ impl<'a, 'w> Walk<'a, 'w> {
     }
 
     pub(crate) fn go_on(&self) -> Result<()> {
-        if self.stopped { Err(Error::new(ErrorKind::Io, "interrupted")) } else { Ok(()) }
+        match (self.stopped, self.exhausted) {
+            (_, true) => {
+                let what = "its tables lead to the same places over and over, or far apart, as no program writes them: \
+                            counting them all would take too long, or too much memory. Nothing was changed";
+                Err(Error::new(ErrorKind::BadImage, what))
+            }
+            (true, false) => Err(Error::new(ErrorKind::Io, "interrupted")),
+            (false, false) => Ok(()),
+        }
+    }
+
+    /// As much as is wanted, for what is known to come to its end.
+    pub(crate) fn lift_limits(&mut self) {
+        (self.work_bytes, self.counts_bytes_max) = (u64::MAX, u64::MAX);
+        self.references.set_memory_bytes(usize::MAX);
+    }
+
+    /// So much of the tables is read, or counted. Gives up where it becomes too much.
+    pub(crate) fn charge(&mut self, bytes: u64) {
+        let counts = self.references.used_bytes().saturating_add(self.kinds.used_bytes()) as u64;
+        match self.work_bytes.checked_sub(bytes) {
+            Some(left) if counts <= self.counts_bytes_max && !self.references.is_full() => self.work_bytes = left,
+            _ if self.strict => self.give_up("counting its references takes too long, or too much memory".to_owned()),
+            _ => (self.exhausted, self.stopped) = (true, true),
+        }
     }
 
     pub(crate) async fn read(&self, offset: u64, length: u64) -> IoResult<AlignedBuf> {
@@ -178,6 +256,8 @@ impl<'a, 'w> Walk<'a, 'w> {
     }
 
     pub(crate) fn find(&mut self, what: String) {
+        self.findings = self.findings.saturating_add(1);
+        self.charge(FINDING_BYTES);
         self.stopped |= !(self.watch)(CheckEvent::Finding(what));
     }
 
@@ -195,11 +275,18 @@ impl<'a, 'w> Walk<'a, 'w> {
     }
 
     pub(crate) fn tell(&mut self, done: u64, total: u64) {
+        self.progress = (done, total);
         self.stopped |= !(self.watch)(CheckEvent::Progress(done, total));
     }
 
-    /// Counts a reference to every cluster that the range touches.
-    fn refer(&mut self, offset: u64, length: u64) {
+    /// Asks whether to go on, without being farther.
+    fn ask(&mut self) {
+        let (done, total) = self.progress;
+        self.tell(done, total);
+    }
+
+    /// Counts so many references to every cluster that the range touches.
+    fn refer(&mut self, offset: u64, length: u64, times: u32) {
         let Some(last) = length.checked_sub(1) else { return };
         let end = offset.saturating_add(length);
         let last_cluster = self.geometry.cluster_of(offset.saturating_add(last));
@@ -213,17 +300,25 @@ impl<'a, 'w> Walk<'a, 'w> {
             ));
         }
         self.clusters = self.clusters.max(last_cluster.saturating_add(1));
-        touched.for_each(|cluster| self.count(cluster));
+        self.charge(last_cluster.saturating_sub(*touched.start()).saturating_mul(8));
+        for cluster in touched {
+            if self.stopped {
+                break;
+            }
+            self.count(cluster, times);
+        }
     }
 
-    /// Counts a reference to a cluster, as far as the width of refcounts goes.
-    pub(crate) fn count(&mut self, cluster: u64) {
+    /// Counts so many references to a cluster, as far as the width of refcounts goes.
+    pub(crate) fn count(&mut self, cluster: u64, times: u32) {
         let bits = 1u32.wrapping_shl(self.geometry.refcount_order);
         let max = u32::try_from(u64::MAX.wrapping_shr(64u32.saturating_sub(bits))).unwrap_or(u32::MAX);
-        if !self.references.count(cluster, max) {
+        let too_many = self.references.count(cluster, times, max);
+        if too_many > 0 {
             let offset = self.geometry.start_of(cluster);
             self.overcounted.insert(cluster);
             self.corrupt(format!("more references to the cluster at {offset:#x} than a refcount can count"));
+            self.report.corruptions = self.report.corruptions.saturating_add(u64::from(too_many.saturating_sub(1)));
         }
         if self.strict {
             self.limit_memory();
@@ -233,7 +328,7 @@ impl<'a, 'w> Walk<'a, 'w> {
     /// Counts references to what holds refcounts.
     fn refer_to_refcounts(&mut self, offset: u64, length: u64) {
         for cluster in clusters_of(&self.geometry, offset, length.min(MAX_REFCOUNT_TABLE_BYTES)) {
-            self.own_references.count(cluster, u32::MAX);
+            self.own_references.count(cluster, 1, u32::MAX);
         }
         self.refer_to_table(Kind::Other, offset, length);
     }
@@ -241,7 +336,7 @@ impl<'a, 'w> Walk<'a, 'w> {
     /// Counts references to what holds a table.
     fn refer_to_table(&mut self, kind: Kind, offset: u64, length: u64) {
         self.kinds.add(kind, clusters_of(&self.geometry, offset, length.min(MAX_L1_BYTES)));
-        self.refer(offset, length);
+        self.refer(offset, length, 1);
     }
 
     pub(crate) async fn count_all(&mut self) -> IoResult {
@@ -249,6 +344,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         let header = self.header;
         self.count_l1(header.l1_offset, u64::from(header.l1_entries), true).await?;
         self.count_snapshots().await?;
+        self.count_again().await?;
         // Whatever is wrong with the refcounts' own places can be repaired.
         let strict = std::mem::take(&mut self.strict);
         self.refer_to_refcounts(header.refcount_table_offset, self.table_bytes());
@@ -272,6 +368,7 @@ impl<'a, 'w> Walk<'a, 'w> {
 
     async fn count_l1(&mut self, offset: u64, l1_entries: u64, active: bool) -> IoResult {
         let bytes = l1_entries.saturating_mul(8);
+        self.charge(bytes);
         self.refer_to_table(if active { Kind::L1 } else { Kind::Other }, offset, bytes);
         let table = self.read(offset, bytes).await?;
         for (index, entry) in entries(&table).enumerate() {
@@ -292,12 +389,37 @@ impl<'a, 'w> Walk<'a, 'w> {
             if self.geometry.offset_in_cluster(l2_offset) != 0 {
                 self.corrupt(format!("l2_offset={l2_offset:x}: Table is not cluster aligned; L1 entry corrupted"));
             }
-            self.count_l2(l2_offset, active).await?;
+            // Snapshots share tables. One that has nothing wrong is read again once, for all of them.
+            if !active && let Some(times) = self.again.get_mut(&l2_offset) {
+                *times = times.saturating_add(1);
+                continue;
+            }
+            let findings = self.findings;
+            self.count_l2(l2_offset, active, 1).await?;
+            if self.findings == findings {
+                self.again.entry(l2_offset).or_insert(0);
+            }
         }
         Ok(())
     }
 
-    async fn count_l2(&mut self, l2_offset: u64, active: bool) -> IoResult {
+    /// What the tables lead to that snapshots share with the disk, or with each other.
+    async fn count_again(&mut self) -> IoResult {
+        for (l2_offset, times) in std::mem::take(&mut self.again) {
+            if times > 0 && !self.stopped {
+                self.count_l2(l2_offset, false, times).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts so many references to everything that an L2 table leads to.
+    async fn count_l2(&mut self, l2_offset: u64, active: bool, times: u32) -> IoResult {
+        self.charge(self.geometry.cluster_bytes());
+        self.ask();
+        if self.stopped {
+            return Ok(());
+        }
         let table = self.read(l2_offset, self.geometry.cluster_bytes()).await?;
         let mut expected = 0u64;
         let mut words = entries(&table).enumerate();
@@ -306,7 +428,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             let at = l2_offset.saturating_add((index as u64).saturating_mul(8));
             let entry = self.new_entries.get(&at).copied().unwrap_or(entry);
             if entry & COMPRESSED != 0 {
-                self.count_compressed(entry, bitmap, active);
+                self.count_compressed(entry, bitmap, active, times);
                 continue;
             }
             let offset = entry & OFFSET_MASK;
@@ -345,7 +467,7 @@ impl<'a, 'w> Walk<'a, 'w> {
                 expected = offset.saturating_add(self.geometry.cluster_bytes());
             }
             if !self.geometry.data_file {
-                self.refer(offset, self.geometry.cluster_bytes());
+                self.refer(offset, self.geometry.cluster_bytes(), times);
             }
         }
         Ok(())
@@ -362,7 +484,8 @@ impl<'a, 'w> Walk<'a, 'w> {
     }
 
     /// A compressed cluster: its sectors are known only roughly, all that it may touch is counted.
-    fn count_compressed(&mut self, entry: u64, bitmap: u64, active: bool) {
+    fn count_compressed(&mut self, entry: u64, bitmap: u64, active: bool, times: u32) {
+        self.has_compressed = true;
         let offset_bits = 62u32.saturating_sub(self.geometry.cluster_bits.saturating_sub(8));
         let offset = entry & 1u64.wrapping_shl(offset_bits).saturating_sub(1);
         let sectors = (entry & COMPRESSED.saturating_sub(1)).wrapping_shr(offset_bits).saturating_add(1);
@@ -376,7 +499,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             self.claimed.extend(clusters_of(&self.geometry, offset, length).take(CLAIMED_MAX));
             return self.corrupt(format!("compressed cluster {why}, entry={entry:#x}"));
         }
-        self.refer(offset, length);
+        self.refer(offset, length, times);
         if active {
             let report = &mut self.report;
             report.allocated_clusters = report.allocated_clusters.saturating_add(1);
@@ -392,26 +515,19 @@ impl<'a, 'w> Walk<'a, 'w> {
             if self.stopped {
                 return Ok(());
             }
-            let row = self.read(at, SNAPSHOT_ROW_BYTES as u64).await?;
-            let field = |from: usize, bytes: usize| {
-                let part = row.get(from..from.saturating_add(bytes)).unwrap_or_default();
-                part.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte))
-            };
-            let (l1_offset, l1_entries) = (field(0, 8), field(8, 4));
-            let (id_bytes, name_bytes, extra_bytes) = (field(12, 2), field(14, 2), field(36, 4));
-            if extra_bytes > SNAPSHOT_EXTRA_MAX {
+            let row = RowHead::parse(&self.read(at, ROW_BYTES as u64).await?);
+            let RowHead { l1_offset, l1_entries, extra_bytes, .. } = row;
+            if !row.has_sane_extra() {
                 self.report.check_errors = self.report.check_errors.saturating_add(1);
                 self.find(format!("ERROR snapshot {index} has {extra_bytes} bytes of extra data"));
                 return Ok(());
             }
-            let row_bytes = [SNAPSHOT_ROW_BYTES as u64, extra_bytes, id_bytes, name_bytes];
-            let row_bytes = row_bytes.into_iter().fold(0u64, u64::saturating_add);
-            at = at.saturating_add(row_bytes).next_multiple_of(8);
+            at = row.next_row(at);
             if self.geometry.offset_in_cluster(l1_offset) != 0 {
                 self.corrupt(format!("snapshot {index} l1_offset={l1_offset:#x}: L1 table is not cluster aligned"));
                 continue;
             }
-            if l1_entries.saturating_mul(8) > MAX_L1_BYTES {
+            if row.l1_bytes() > MAX_L1_BYTES {
                 self.corrupt(format!("snapshot {index} l1_size={l1_entries:#x}: L1 table is too large"));
                 continue;
             }
@@ -466,7 +582,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         self.report.corruptions_fixed = self.report.corruptions_fixed.saturating_add(1);
         self.clusters = self.clusters.max(cluster.saturating_add(1));
         self.outside_bytes = self.outside_bytes.max(offset.saturating_add(self.geometry.cluster_bytes()));
-        self.count(cluster);
+        self.count(cluster, 1);
         // Something else may lead just behind the end, too.
         let references = self.references.get(cluster);
         if references != 1 {

@@ -26,6 +26,7 @@ const MAX_DATA_FILE_NAME_BYTES: usize = 1023;
 
 /// What to change; what is `None` stays.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct AmendOptions {
     /// 2 (compat=0.10) or 3 (compat=1.1).
     pub version: Option<u32>,
@@ -39,6 +40,15 @@ pub struct AmendOptions {
     pub data_file: Option<String>,
     /// Whether the external data file can be read as a raw image: only `false` makes a difference.
     pub data_file_raw: Option<bool>,
+}
+
+impl AmendOptions {
+    /// Changes some of them: `AmendOptions::default().with(|options| options.version = Some(3))`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// Changes options of an image. Nobody else may use it. For a disk that becomes shorter see [`super::resize::resize`].
@@ -115,8 +125,11 @@ impl Edit<'_, '_> {
         if self.header.version < 3 {
             return Ok(());
         }
-        if self.header.compression != Compression::Zlib || self.header.incompatible_features != 0 {
-            return bad("Cannot downgrade an image with incompatible features set (such as compression_type=zstd)");
+        if self.header.incompatible_features & !INCOMPATIBLE_COMPRESSION != 0 {
+            return bad("Cannot downgrade an image with incompatible features set");
+        }
+        if self.header.compression != Compression::Zlib && self.has_compressed {
+            return bad("it holds clusters compressed with zstd, which compat=0.10 cannot say; convert it instead");
         }
         if self.has_bitmaps() {
             return bad("compat=0.10 has no persistent bitmaps; remove them first (bitmap --remove)");
@@ -154,7 +167,7 @@ impl Edit<'_, '_> {
     fn amend_data_file(&mut self, options: &AmendOptions) -> Result<()> {
         let no_longer_raw = options.data_file_raw == Some(false) && self.header.has_data_file();
         if !no_longer_raw && options.data_file.is_none() {
-            // And the header may have become one of version 2, which has less to read.
+            // The header may have become one of version 2, which says less.
             return Ok(());
         }
         let mut header = self.header_edit()?;
@@ -192,8 +205,8 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// Version 2 cannot say that a cluster reads as zeros. Where nothing lies below, one that is not allocated does;
-    /// above a backing file it takes zeros. One cluster of zeros serves many.
+    /// Version 2 cannot say that a cluster reads as zeros. If nothing lies below, a cluster that is not allocated reads
+    /// as zeros. Above a backing file, a cluster of zeros is needed. One such cluster serves many entries.
     async fn write_zeros_out(&mut self) -> Result<()> {
         let mut l1s = vec![(self.header.l1_offset, self.header.l1_entries)];
         l1s.extend(self.rows.iter().map(|row| (row.l1_offset, row.l1_entries)));
@@ -247,7 +260,7 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// An L2 table without flags that version 2 does not know; returns its place.
+    /// An L2 table without the flags that version 2 does not know. Returns its place.
     async fn without_zero_flags(&mut self, offset: u64, zeros: &mut Option<u64>) -> IoResult<u64> {
         let mut l2 = self.read_l2(offset).await?;
         let references = self.refs.get(self.geometry.cluster_of(offset)).await?;
@@ -272,7 +285,7 @@ impl Edit<'_, '_> {
         Ok(place)
     }
 
-    /// A cluster of zeros, with `references` more to it.
+    /// A cluster of zeros, with `references` more references to it.
     async fn zero_cluster(&mut self, references: u64, zeros: &mut Option<u64>) -> IoResult<u64> {
         if let Some(cluster) = *zeros {
             let count = self.refs.get(cluster).await?;

@@ -12,7 +12,7 @@ use block::{Error, ErrorKind, File, IoResult, MetaIo, Result};
 pub enum BitmapAction {
     /// Makes it, enabled and empty.
     Add {
-        /// Bytes of the disk a bit; by default the cluster size within 4 KiB and 64 KiB.
+        /// Bytes of the disk for each bit. The default is the cluster size, but at least 4 KiB and at most 64 KiB.
         granularity_bytes: Option<u64>,
     },
     /// Removes it.
@@ -42,7 +42,7 @@ impl BitmapAction {
     }
 }
 
-/// Carries out changes to bitmaps, each named, in order; either all of them are made or none. Nobody else may use the
+/// Carries out changes to bitmaps, each named, in order. Either all of them are made or none. Nobody else may use the
 /// image.
 pub async fn edit_bitmaps(
     io: &MetaIo,
@@ -59,7 +59,7 @@ pub async fn edit_bitmaps(
 /// A bitmap as it will be.
 struct Draft {
     bitmap: Bitmap,
-    /// Its bits, where they are not those that lie in the file.
+    /// Its bits, if they are not those in the file.
     bits: Option<BitmapBits>,
     /// What it has in the file now.
     old: Option<Bitmap>,
@@ -194,8 +194,8 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// Gives the bitmaps what a disk of another size, or one that is another all over, asks for. Those that are in use, and
-    /// mean nothing, stay as they are; so does a disabled one where only the contents change.
+    /// Adapts the bitmaps to a disk of another size, or with other contents. Bitmaps that are in use mean nothing, so
+    /// they stay as they are. A disabled bitmap stays as it is if only the contents change.
     pub(super) async fn fit_bitmaps(&mut self, size_bytes: u64, all_written: bool) -> Result<()> {
         if !self.has_bitmaps() {
             return Ok(());
@@ -227,7 +227,7 @@ impl Edit<'_, '_> {
         self.drop_table(found.offset, found.bytes).await.map_err(|error| self.failed(error))
     }
 
-    /// A bitmap that is in use has no bits that could go with another size.
+    /// The bits of a bitmap that is in use mean nothing, and do not go with another size.
     pub(super) async fn refuse_bitmaps_in_use(&self) -> Result<()> {
         let found = directory(self.io, &self.header, &self.first_cluster, self.name).await?;
         match found.bitmaps.iter().find(|bitmap| bitmap.in_use) {
@@ -254,10 +254,10 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// What a bitmap has in the file is no longer used.
+    /// Frees what a bitmap has in the file.
     async fn drop_bits(&mut self, bitmap: &Bitmap) -> Result<()> {
         let entries = match table(self.io, &self.geometry, bitmap, self.name).await {
-            // Where it leads nobody knows: what it led to has leaked.
+            // Nobody knows where its table leads, so that space has leaked.
             Err(error) if error.kind() == ErrorKind::BadImage => Vec::new(),
             read => read?,
         };
@@ -268,7 +268,7 @@ impl Edit<'_, '_> {
         self.drop_table(bitmap.table_offset, bitmap.table_bytes()).await.map_err(|error| self.failed(error))
     }
 
-    /// The header names a new directory; none where there are no bitmaps.
+    /// Has the header name a new directory, or none if there are no bitmaps.
     async fn set_directory(&mut self, rows: &[u8], count: usize) -> Result<()> {
         let extension = match count {
             0 => None,

@@ -1,15 +1,16 @@
-//! Tables at the end of a file that became emptier move to its start, so that the file can end before them.
+//! After a disk has become shorter: tables at the end of the file move to its start, so that the file can end before
+//! them.
 //!
-//! A change of its own after the one that made room: space counts as free only once the image says so. Data stay where
-//! they are, and so do the tables of snapshots.
+//! This is a change of its own, after the one that made room, because space counts as free only once the image says so.
+//! Data stay where they are, and so do the tables of snapshots.
 
 use super::{Edit, EditWatch};
 use block::{File, IoResult, MetaIo, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Makes the file as short as moving tables can make it, after the disk has become shorter. Nobody else may use the image;
-/// its contents do not change, whatever becomes of this. `freed` is what the change before has freed.
+/// Makes the file as short as moving tables can make it, after the disk has become shorter. Nobody else may use the
+/// image. The contents do not change, even if this fails. `freed` is what the change before has freed.
 pub(super) async fn compact(
     io: &MetaIo,
     file: &dyn File,
@@ -43,7 +44,7 @@ async fn move_to_start(
             edit.switch().await?;
             edit.give_back().await.map_err(|error| edit.failed(error))
         }
-        // Nothing is won: there was no room for all of them before.
+        // Nothing is won: there was no room for all of them in front.
         Ok(_) => {
             edit.undo().await;
             Ok(())
@@ -94,7 +95,7 @@ impl Edit<'_, '_> {
         self.move_l2(offset, &l2).await
     }
 
-    /// The refcount table moves with any of its blocks; where none has to, with the first.
+    /// If any refcount block moves, the refcount table moves too. If none must move, the table moves with the first.
     async fn move_refcounts(&mut self, tail: &Range<u64>) -> Result<()> {
         let mut table_moves = tail.contains(&self.geometry.cluster_of(self.header.refcount_table_offset));
         for block in 0..self.refs.table_entries() {
@@ -128,7 +129,7 @@ impl Edit<'_, '_> {
         Ok(tables)
     }
 
-    /// What lies behind the last cluster that is in use and does not move.
+    /// The end of the last cluster that is in use and does not move.
     async fn tail_of(&mut self, tables: &BTreeSet<u64>) -> Result<Range<u64>> {
         let mut start = self.geometry.clusters_for(self.file_bytes);
         let end = start;

@@ -1,6 +1,7 @@
 //! Making a new image, as `qemu-img create` does.
 
 use crate::edit::preallocate::Preallocation;
+use crate::layout::file_text::os_name;
 use crate::layout::geometry::{Geometry, MAX_FILE_BYTES};
 use crate::layout::header::{
     AUTOCLEAR_DATA_FILE_RAW, COMPATIBLE_LAZY_REFCOUNTS, Compression, EXTENDED_L2_CLUSTER_BITS_MIN,
@@ -10,6 +11,7 @@ use crate::layout::header::{
 use crate::live::refcounts::Refcounts;
 use block::{Error, ErrorKind, MetaIo, Result};
 use memory::AlignedBuf;
+use std::os::unix::ffi::OsStringExt;
 
 /// Header bytes of a version 3 image with the compression type.
 const HEADER_BYTES: u32 = 112;
@@ -104,7 +106,7 @@ impl CreateOptions {
         Ok(())
     }
 
-    /// What is preallocated: of a raw external data file every cluster has its place from the start.
+    /// What is preallocated. In a raw external data file every cluster has its place from the start.
     #[must_use]
     pub fn effective_preallocation(&self) -> Preallocation {
         match self.preallocation {
@@ -118,34 +120,43 @@ impl CreateOptions {
         self.check().map(drop)
     }
 
-    fn check(&self) -> Result<Geometry> {
-        if !self.cluster_size.is_power_of_two() || !(512..=2 << 20).contains(&self.cluster_size) {
-            return Err(bad(format!(
-                "cluster_size={} is not a power of two from 512 to 2097152 (2M)",
-                self.cluster_size
-            )));
+    /// Refuses what only version 3 has, in qemu's words.
+    fn needs_version_3(&self, is_wanted: bool, what: &str) -> Result<()> {
+        match is_wanted && self.version == 2 {
+            false => Ok(()),
+            true => Err(bad(format!("{what} compatibility level 1.1 and above (use version=v3 or greater)"))),
         }
+    }
+
+    /// What changes how large the file becomes.
+    pub(super) fn check_sizes(&self) -> Result<()> {
+        if !self.cluster_size.is_power_of_two() || !(512..=2 << 20).contains(&self.cluster_size) {
+            return Err(bad("Cluster size must be a power of two between 512 and 2048k"));
+        }
+        if !self.refcount_bits.is_power_of_two() || self.refcount_bits > 64 {
+            return Err(bad("Refcount width must be a power of two and may not exceed 64 bits"));
+        }
+        if self.version == 2 && self.refcount_bits != 16 {
+            let what = "Different refcount widths than 16 bits require compatibility level 1.1 or above (use version=v3 or \
+                        greater)";
+            return Err(bad(what));
+        }
+        if self.extended_l2 && self.cluster_size < 1 << EXTENDED_L2_CLUSTER_BITS_MIN {
+            return Err(bad("Extended L2 entries are only supported with cluster sizes of at least 16384 bytes"));
+        }
+        Ok(())
+    }
+
+    fn check(&self) -> Result<Geometry> {
         if !(2..=3).contains(&self.version) {
             return Err(bad(format!("qcow2 version {} does not exist: 2 and 3 do", self.version)));
         }
-        if !self.refcount_bits.is_power_of_two() || self.refcount_bits > 64 {
-            return Err(bad(format!("refcount_bits={} is not one of 1, 2, 4, 8, 16, 32, 64", self.refcount_bits)));
-        }
-        if self.version == 2 {
-            let needs_v3 = [
-                (self.refcount_bits != 16, "refcount_bits other than 16"),
-                (self.compression != Compression::Zlib, "compression_type=zstd"),
-                (self.lazy_refcounts, "lazy_refcounts=on"),
-                (self.extended_l2, "extended_l2=on"),
-                (self.data_file.is_some(), "data_file"),
-            ];
-            if let Some((_, what)) = needs_v3.iter().find(|(wanted, _)| *wanted) {
-                return Err(bad(format!("{what} needs compat=1.1 (version 3)")));
-            }
-        }
-        if self.extended_l2 && self.cluster_size < 1 << EXTENDED_L2_CLUSTER_BITS_MIN {
-            return Err(bad("extended_l2=on needs a cluster_size of at least 16384 bytes"));
-        }
+        self.check_sizes()?;
+        self.needs_version_3(self.extended_l2, "Extended L2 entries are only supported with")?;
+        self.needs_version_3(self.lazy_refcounts, "Lazy refcounts only supported with")?;
+        self.needs_version_3(self.data_file.is_some(), "External data files are only supported with")?;
+        let packs_otherwise = self.compression != Compression::Zlib;
+        self.needs_version_3(packs_otherwise, "Non-zlib compression type is only supported with")?;
         self.check_combinations()?;
         if self.backing_file.as_ref().is_some_and(|name| name.is_empty() || name.len() > 1023 || name.contains('\0')) {
             return Err(bad("the backing file's name must have 1 to 1023 bytes"));
@@ -165,10 +176,8 @@ impl CreateOptions {
             data_file: self.data_file.is_some(),
         };
         if size_bytes > i64::MAX as u64 || geometry.l1_entries() > 4 << 20 {
-            return Err(bad(format!(
-                "a disk of {size_bytes} bytes is too large for clusters of {} bytes; choose a larger cluster_size",
-                self.cluster_size
-            )));
+            let what = "The image size is too large for file format 'qcow2' (try using a larger cluster size)";
+            return Err(bad(what));
         }
         Ok(geometry)
     }
@@ -214,7 +223,7 @@ pub async fn create(io: &MetaIo, options: &CreateOptions) -> Result<()> {
     let geometry = options.check()?;
     let layout = Layout::of(&geometry);
     let header = header_cluster(options, &geometry, &layout)?;
-    // Whatever we write must be something that we would open.
+    // Make sure that we would open what we write.
     let mut whole = header.clone();
     whole.resize(usize::try_from(geometry.cluster_bytes()).unwrap_or(header.len()), 0);
     Header::parse(&whole, "the new image", true)?;
@@ -226,9 +235,15 @@ pub async fn create(io: &MetaIo, options: &CreateOptions) -> Result<()> {
     io.flush().await.map_err(failed)
 }
 
+/// What the L1 table takes, in whole sectors.
+fn l1_bytes(geometry: &Geometry) -> u64 {
+    geometry.l1_entries().saturating_mul(8).next_multiple_of(512)
+}
+
 async fn write_tables(io: &MetaIo, geometry: &Geometry, layout: &Layout) -> block::IoResult {
-    // The L1 table stays like this.
-    let (start, end) = (geometry.cluster_bytes(), geometry.start_of(layout.end()));
+    // The L1 table stays like this. As with qemu the file ends behind its last entry.
+    let l1_end = geometry.start_of(layout.l1()).saturating_add(l1_bytes(geometry));
+    let (start, end) = (geometry.cluster_bytes(), l1_end);
     io.write_zeroes(start, end.saturating_sub(start), true).await?;
     let entries = usize::try_from(geometry.start_of(layout.table_clusters) / 8).unwrap_or(0);
     let mut refcounts = Refcounts::new(*geometry, vec![0; entries], geometry.cluster_bytes(), 0);
@@ -247,7 +262,7 @@ async fn write_tables(io: &MetaIo, geometry: &Geometry, layout: &Layout) -> bloc
 }
 
 fn header_cluster(options: &CreateOptions, geometry: &Geometry, layout: &Layout) -> Result<Vec<u8>> {
-    let backing = options.backing_file.as_deref().unwrap_or("");
+    let backing = os_name(options.backing_file.as_deref().unwrap_or("")).into_vec();
     let names = feature_names();
     let cluster_bytes = usize::try_from(geometry.cluster_bytes()).unwrap_or(0);
     // The names are a courtesy: with small clusters they may not fit.
@@ -262,7 +277,7 @@ fn header_cluster(options: &CreateOptions, geometry: &Geometry, layout: &Layout)
         let backing_offset = if backing.is_empty() { 0 } else { backing_offset as u64 };
         let mut header = fields(options, geometry, layout, backing_offset);
         header.extend(extensions);
-        header.extend(backing.as_bytes());
+        header.extend(backing);
         return Ok(header);
     }
     Err(bad(format!("the backing file's name does not fit a cluster of {cluster_bytes} bytes")))
@@ -270,7 +285,7 @@ fn header_cluster(options: &CreateOptions, geometry: &Geometry, layout: &Layout)
 
 fn fields(options: &CreateOptions, geometry: &Geometry, layout: &Layout, backing_offset: u64) -> Vec<u8> {
     let mut header = Vec::new();
-    let backing_bytes = options.backing_file.as_ref().map_or(0, String::len) as u32;
+    let backing_bytes = options.backing_file.as_deref().map_or(0, |name| os_name(name).len()) as u32;
     header.extend(b"QFI\xfb");
     header.extend(options.version.to_be_bytes());
     header.extend(backing_offset.to_be_bytes());

@@ -1,7 +1,7 @@
-//! Giving the host what an edit has made free, and cutting off the end of the file.
+//! Gives back to the host what an edit has freed, and cuts off the end of the file.
 //!
-//! In a damaged image data may lie where the refcounts say that nothing does. So only that is cut off which edits have
-//! freed themselves, and what reads as zeros: that it does behind the end of the file, too.
+//! In a damaged image, data may lie where the refcounts say that nothing does. So only two things are cut off: what
+//! this edit has freed, and what reads as zeros, as the space behind the end of the file does.
 
 use super::Edit;
 use block::{IoError, IoResult, PastEnd};
@@ -24,8 +24,8 @@ fn joined(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
 }
 
 impl Edit<'_, '_> {
-    /// Gives the host what the image no longer uses. Tells whether the file ends where it can; space within it that the host
-    /// cannot take it keeps.
+    /// Gives back to the host what the image no longer uses. Returns whether the file ends where it can. Space within
+    /// the file that the host cannot take stays.
     pub(super) async fn give_back(&mut self) -> IoResult {
         let freed = self.refs.freed();
         if freed.is_empty() {
@@ -60,13 +60,13 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// Goes down from `end` over what can be cut off, as far as one refcount block counts. Returns where that leads, and
-    /// whether it is the end: of what has to stay, or of the file.
+    /// Goes down from `end` over what can be cut off, within what one refcount block counts. Returns where that leads,
+    /// and whether it is the end: of what must stay, or of the file.
     pub(super) async fn skip_unused(&mut self, end: u64) -> IoResult<(u64, bool)> {
         let (lower, is_found) = self.refs.skip_free(end).await?;
         let mut at = end;
         while at > lower {
-            // Where they are in order and apart, the last that starts in front of `at` is the one that may hold it.
+            // They are in order and apart, so the last one that starts in front of `at` is the one that may hold it.
             let count = self.nobodys.partition_point(|range| range.start < at);
             let last = count.checked_sub(1).and_then(|index| self.nobodys.get(index)).cloned().unwrap_or(0..0);
             if last.end >= at {

@@ -1,24 +1,24 @@
 //! The external data file of an image that changes its size.
 //!
-//! Each cluster has its place in it for good, so nothing is written beside anything. What it holds behind the disk's end
-//! is nobody's, though: it is made zeros, and as long as the disk will be, before the header changes over. What a shorter
-//! disk loses is cut off when that is durable.
+//! Each cluster has its place in that file for good, so nothing can be prepared beside it. But nobody uses what the
+//! file holds behind the end of the disk. That part is made zeros, as long as the disk will be, before the header
+//! changes. What a shorter disk loses is cut off after the new header is durable.
 
 use super::Edit;
 use super::resize::{GrowBy, ResizeOptions, Sizes};
 use block::{FileOp, IoResult, Result};
 
-/// What becomes of the file of an image's data.
+/// What becomes of the data file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct DataChange {
     /// Its length before it was changed, if it was.
     before: Option<u64>,
-    /// Its length once the change is the image.
+    /// Its length once the change is durable.
     after: Option<u64>,
 }
 
 impl Edit<'_, '_> {
-    /// A data file that can be read as a raw image holds what the guest sees: so its clusters have to be mapped.
+    /// A data file that can be read as a raw image holds what the guest sees, so its clusters must be mapped.
     pub(super) fn with_raw_data_mapped(&self, options: &ResizeOptions) -> ResizeOptions {
         let preallocation = match options.preallocation {
             GrowBy::Nothing if self.header.data_file_is_raw() => GrowBy::Tables,
@@ -50,7 +50,7 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// Before the header changes over.
+    /// Called before the header changes.
     pub(super) async fn flush_data_file(&self) -> IoResult {
         match (self.io.data(), self.data_change.before) {
             (Some(data), Some(_)) => data.start(FileOp::Flush).await,
@@ -58,7 +58,7 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// Once it has: a data file that cannot be cut off is only longer than it has to be.
+    /// Called after the header has changed. A data file that cannot be cut off is only longer than it has to be.
     pub(super) async fn cut_data_file(&self) {
         if let (Some(data), Some(length)) = (self.io.data(), self.data_change.after)
             && let Err(error) = data.start(FileOp::SetLength { length }).await
@@ -67,10 +67,10 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// The change was given up.
+    /// Called if the change is given up.
     pub(super) async fn undo_data_file(&self) {
         if let (Some(data), Some(length)) = (self.io.data(), self.data_change.before) {
-            // It is only space.
+            // Only space is lost.
             let _ = data.start(FileOp::SetLength { length }).await;
         }
     }

@@ -1,11 +1,12 @@
 //! Changing the header of an image that nobody has open: extensions, the backing file's name, single fields.
 //!
-//! The header and all its extensions are laid out in the first sector, which is the only thing that is overwritten:
-//! a power cut leaves the old header or the new one. What does not fit there (the backing file's name) goes to a place
-//! in the first cluster that the old header does not use, durably, before the first sector leads to it.
+//! The header and all its extensions are laid out in the first sector. Only that sector is overwritten, so a power cut
+//! leaves the old header or the new one. What does not fit (the backing file's name) goes to a place in the first
+//! cluster that the old header does not use. It is durable there before the first sector leads to it.
 
 use crate::check::repair_at_open::repair_if_dirty;
 use crate::layout::extensions::{OFFSET_BACKING, extensions, field_u32, field_u64, header_bytes};
+use crate::layout::file_text::os_name;
 use crate::layout::header::{
     AUTOCLEAR_DATA_FILE_RAW, EXTENSION_BACKING_FORMAT, EXTENSION_END, EXTENSION_FEATURE_NAMES, HEADER_SECTOR_BYTES,
     Header, INCOMPATIBLE_DATA_FILE, OFFSET_AUTOCLEAR, OFFSET_INCOMPATIBLE, read_first_cluster,
@@ -13,6 +14,7 @@ use crate::layout::header::{
 use block::{Error, ErrorKind, File, IoError, MetaIo, Result};
 use memory::AlignedBuf;
 use std::ops::Range;
+use std::os::unix::ffi::OsStringExt;
 
 const MAX_BACKING_NAME_BYTES: usize = 1023;
 /// Autoclear bits whose meaning does not depend on what is changed here: bitmaps, raw external data.
@@ -44,7 +46,7 @@ pub async fn set_backing(io: &MetaIo, file: &dyn File, name: &str, backing: Opti
     edit.write(io).await
 }
 
-/// A name outside the first sector: where, and whole sectors with it at their start.
+/// A name outside the first sector: its place, and whole sectors that begin with it.
 type FarName = (usize, Vec<u8>);
 
 /// A header taken apart.
@@ -55,7 +57,7 @@ pub(crate) struct HeaderEdit {
     fields: Vec<u8>,
     extensions: Vec<(u32, Vec<u8>)>,
     backing: Vec<u8>,
-    /// What of the first cluster the header on disk uses.
+    /// The part of the first cluster that the header on disk uses.
     in_use: Vec<Range<usize>>,
 }
 
@@ -91,30 +93,30 @@ impl HeaderEdit {
         })
     }
 
-    /// As [`HeaderEdit::of_cluster`], of a first cluster that was changed since it was read: the header on disk is the one
-    /// in `on_disk`, and what that uses stays.
+    /// As [`HeaderEdit::of_cluster`], for a first cluster that was changed since it was read. The header on disk is the
+    /// one in `on_disk`, and what that one uses stays.
     pub(crate) fn of_changed(cluster: &[u8], on_disk: &[u8], version: u32, name: &str) -> Result<Self> {
         let in_use = Self::of_cluster(on_disk, version, name)?.in_use;
         Ok(Self { in_use, ..Self::of_cluster(cluster, version, name)? })
     }
 
-    /// Puts an extension in the place of the one of its kind; `None` takes that away.
+    /// Replaces the extension of this kind. `None` removes it.
     pub(crate) fn set_extension(&mut self, kind: u32, data: Option<Vec<u8>>) {
         self.extensions.retain(|(other, _)| *other != kind);
         self.extensions.extend(data.map(|data| (kind, data)));
     }
 
     pub(crate) fn set_backing(&mut self, backing: Option<&Backing>) -> Result<()> {
-        let file = backing.map_or("", |backing| backing.file.as_str());
+        let file = os_name(backing.map_or("", |backing| backing.file.as_str())).into_vec();
         let format = backing.and_then(|backing| backing.format.as_deref());
         let bad = |what: &str| Err(Error::new(ErrorKind::BadOption, format!("'{}': {what}", self.name)));
-        if file.len() > MAX_BACKING_NAME_BYTES || file.contains('\0') {
+        if file.len() > MAX_BACKING_NAME_BYTES || file.contains(&0) {
             return bad("the backing file's name has to be text of at most 1023 bytes");
         }
         if format.is_some_and(|format| format.len() > 15) {
             return bad("the name of the backing format has at most 15 bytes");
         }
-        file.as_bytes().clone_into(&mut self.backing);
+        self.backing = file;
         self.set_extension(EXTENSION_BACKING_FORMAT, format.map(|format| format.as_bytes().to_vec()));
         Ok(())
     }
@@ -143,7 +145,7 @@ impl HeaderEdit {
         self.put(OFFSET_AUTOCLEAR, &bits.to_be_bytes());
     }
 
-    /// Puts the changes into a first cluster that is going to be written: what lies behind its first sector first.
+    /// Puts the changes into a first cluster that will be written: first what lies behind its first sector.
     pub(crate) fn put_into(mut self, cluster: &mut [u8]) -> Result<()> {
         let (sector, far_name) = self.lay_out()?;
         for (offset, bytes) in far_name.into_iter().chain([(0, sector)]) {
@@ -170,9 +172,9 @@ impl HeaderEdit {
         io.flush().await.map_err(failed)
     }
 
-    /// The new first sector, and the backing file's name with its place where it does not fit there.
+    /// The new first sector. If the backing file's name does not fit there, also the name and its place.
     fn lay_out(&mut self) -> Result<(Vec<u8>, Option<FarName>)> {
-        // The names of features are for people who see an image from the future; all else counts more.
+        // The names of features help people who see an image from the future. Everything else is more important.
         self.extensions.sort_by_key(|(kind, _)| *kind == EXTENSION_FEATURE_NAMES);
         let mut area = self.extension_area();
         if self.fields.len().saturating_add(area.len()) > HEADER_SECTOR_BYTES {

@@ -1,6 +1,6 @@
-//! The first cluster in another version: other fields, the extensions behind them, the backing file's name.
+//! The first cluster in another version: other fields, then the extensions, then the backing file's name.
 //!
-//! What lies behind the first sector is written before that sector is, so nothing there that the old header uses may
+//! What lies behind the first sector is written before that sector is. So nothing there that the old header uses may
 //! change.
 
 use crate::edit::create::feature_names;
@@ -34,8 +34,8 @@ fn extensions(cluster: &[u8], header_bytes: usize, end: usize) -> (Vec<u8>, usiz
     (kept, at)
 }
 
-/// The first cluster with `fields`, the whole fixed header, and then what the old one has; `None`
-/// where that needs space that the old header uses behind its first sector.
+/// The first cluster with `fields` as its whole fixed header, followed by what the old one has. `None` if that needs
+/// space behind the first sector that the old header uses.
 pub(super) fn relaid(old: &[u8], old_header_bytes: usize, fields: &[u8]) -> Option<Vec<u8>> {
     let name_at = number(old, OFFSET_BACKING, 8);
     let name = old.get(name_at..name_at.saturating_add(number(old, 16, 4))).filter(|_| name_at > 0).unwrap_or_default();
@@ -64,7 +64,7 @@ pub(super) fn relaid(old: &[u8], old_header_bytes: usize, fields: &[u8]) -> Opti
 }
 
 fn assembled(old: &[u8], header: &[u8], name: &[u8], place: usize) -> Option<Vec<u8>> {
-    // What neither uses stays as it is behind the first sector.
+    // Behind the first sector, what neither of them uses stays as it is.
     let mut cluster = old.to_vec();
     cluster.get_mut(..HEADER_SECTOR_BYTES)?.fill(0);
     cluster.get_mut(..header.len())?.copy_from_slice(header);
@@ -77,7 +77,7 @@ fn assembled(old: &[u8], header: &[u8], name: &[u8], place: usize) -> Option<Vec
     Some(cluster)
 }
 
-/// Whether all that the old header uses behind its first sector stays.
+/// Whether all that the old header uses behind its first sector stays the same.
 fn keeps(old: &[u8], new: &[u8], used: &Range<usize>) -> bool {
     let rest = HEADER_SECTOR_BYTES..used.end.max(HEADER_SECTOR_BYTES);
     old.get(rest.clone()) == new.get(rest)

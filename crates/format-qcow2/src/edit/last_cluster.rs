@@ -1,4 +1,5 @@
-//! A disk that grows and ended within a cluster: what follows its end there becomes part of it, and must be zeros.
+//! The last cluster of a disk that ended within it and grows. What follows the old end becomes part of the disk, and
+//! must be zeros.
 
 use super::Edit;
 use super::resize::{ResizeOptions, Sizes};
@@ -12,10 +13,11 @@ use memory::{AlignedBuf, IoBuf};
 /// What becomes of the cluster's entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Plan {
-    /// This.
+    /// It becomes this entry.
     Entry(Words),
-    /// The cluster is written once more, with zeros behind the disk's old end, and the entry leads there. In an external
-    /// data file it has its place, where only what is not there yet is written: from this byte of the cluster on.
+    /// The cluster is written once more, with zeros behind the disk's old end, and the entry leads there. In an
+    /// external data file the cluster has its place, so only what is missing is written: from this byte of the cluster
+    /// on.
     Rewritten { bitmap: u64, from: u64 },
 }
 
@@ -24,7 +26,7 @@ fn from_part(first: u32) -> u32 {
     if first >= PARTS { 0 } else { mask(first, PARTS) }
 }
 
-/// `rest`: how many bytes of the cluster belong to the disk. `shows`: the layer below has something behind that.
+/// `rest`: how many bytes of the cluster belong to the disk. `shows`: the layer below has data behind them.
 fn plan(geometry: &Geometry, old: Words, rest: u64, shows: bool) -> std::result::Result<Plan, BadEntry> {
     if geometry.extended_l2 {
         return plan_parts(geometry, old, rest, shows);
@@ -53,7 +55,7 @@ fn plan_parts(geometry: &Geometry, old: Words, rest: u64, shows: bool) -> std::r
         Part::Zero | Part::Compressed => false,
     };
     if !is_rewritten {
-        // Bytes behind the end that a shorter disk once left there are dropped with their parts.
+        // A disk that once became shorter may have left bytes behind its end. They are dropped with their parts.
         let hidden = if shows { behind } else { behind & entry.alloc };
         let new = Extended { alloc: entry.alloc & !behind, zero: entry.zero | hidden, ..entry };
         return Ok(Plan::Entry(Words { bitmap: new.bitmap(), ..old }));
@@ -110,7 +112,7 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// The same from the file, where it is all there.
+    /// The same, read from the file, if all of it is there.
     async fn read_kept(&self, old: Words, rest: u64) -> IoResult<Option<Vec<u8>>> {
         let geometry = &self.geometry;
         let Cluster::Data { host, .. } = self.decode(old.descriptor)? else { return Ok(None) };
@@ -132,7 +134,7 @@ impl Edit<'_, '_> {
         Ok(Some(bytes))
     }
 
-    /// In the image's own file: to new space. Returns the descriptor.
+    /// Writes it to new space in the image's own file. Returns the descriptor.
     async fn write_elsewhere(&mut self, old: Words, kept: &[u8]) -> IoResult<u64> {
         let place = self.add_table(kept, 1).await?;
         let hosts = self.decode(old.descriptor)?.host_clusters(&self.geometry);
@@ -140,7 +142,7 @@ impl Edit<'_, '_> {
         Ok(place | COPIED)
     }
 
-    /// In an external data file: where nothing leads to yet. What follows there was made zeros.
+    /// Writes it to an external data file, where nothing leads yet. What follows there was made zeros.
     async fn write_in_place(&self, cluster: u64, kept: &[u8], from: u64) -> IoResult<u64> {
         let place = self.geometry.start_of(cluster);
         let bytes = kept.get(usize::try_from(from).unwrap_or(usize::MAX)..).ok_or(CORRUPT)?;

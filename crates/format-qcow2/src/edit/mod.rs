@@ -13,7 +13,8 @@ mod data_file;
 pub(crate) mod header_edit;
 mod header_layout;
 mod last_cluster;
-mod look_first;
+pub(crate) mod look_first;
+pub(crate) mod measure;
 pub(crate) mod preallocate;
 pub(crate) mod refcounts;
 pub(crate) mod resize;
@@ -25,7 +26,7 @@ use crate::edit::header_edit::HeaderEdit;
 use crate::layout::entry::entries;
 use crate::layout::geometry::Geometry;
 use crate::layout::header::read_first_cluster;
-use crate::layout::header::{HEADER_SECTOR_BYTES, Header, OFFSET_AUTOCLEAR, OFFSET_REFCOUNT_TABLE};
+use crate::layout::header::{HEADER_SECTOR_BYTES, Header, OFFSET_AUTOCLEAR, OFFSET_REFCOUNT_TABLE, OFFSET_SNAPSHOTS};
 use crate::layout::snapshot::{Row, read_rows, rows_bytes};
 use block::{Error, ErrorKind, File, IoError, IoErrorKind, IoResult, MetaIo, PastEnd, Result};
 use data_file::DataChange;
@@ -36,17 +37,16 @@ use std::ops::Range;
 const OFFSET_SIZE: usize = 24;
 const OFFSET_L1_ENTRIES: usize = 36;
 const OFFSET_L1: usize = 40;
-const OFFSET_SNAPSHOTS: usize = 60;
 /// Persistent bitmaps are consistent.
 const AUTOCLEAR_BITMAPS: u64 = 1;
 /// The external data file reads as a raw image.
 const AUTOCLEAR_RAW_DATA: u64 = 2;
 
-/// Told of steps done and in all while an image is edited; returns false to give up, which leaves the image as it was, or,
-/// once a disk is shorter, only its file longer than it has to be.
+/// Told of steps done, and of how many there are. Returns false to give up. Then the image is as it was. If the disk
+/// has become shorter already, its file is only longer than it has to be.
 pub type EditWatch<'a> = dyn FnMut(u64, u64) -> bool + 'a;
 
-/// Before the change, or when it is complete but for the refcounts' own place.
+/// Before the change, or when all of it is there except the refcounts' own place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum When {
     Before,
@@ -71,8 +71,10 @@ pub(crate) struct Edit<'a, 'w> {
     can_discard: bool,
     data_change: DataChange,
     file: &'a dyn File,
-    /// Freed by edits, so that nothing leads there: clusters, in order and apart.
+    /// Clusters that edits have freed, so that nothing leads there: in order and apart.
     nobodys: Vec<Range<u64>>,
+    /// As the look at all references found it.
+    pub(crate) has_compressed: bool,
     watch: &'a mut EditWatch<'w>,
 }
 
@@ -85,12 +87,12 @@ impl<'a, 'w> Edit<'a, 'w> {
         name: &'a str,
         watch: &'a mut EditWatch<'w>,
     ) -> Result<Self> {
-        let edit = Self::open_again(io, file, name, watch).await?;
+        let mut edit = Self::open_again(io, file, name, watch).await?;
         edit.look_first().await?;
         Ok(edit)
     }
 
-    /// As [`Edit::open`], after an edit that has looked.
+    /// As [`Edit::open`], after an edit that has looked at all references.
     pub(crate) async fn open_again(
         io: &'a MetaIo,
         file: &'a dyn File,
@@ -139,6 +141,7 @@ impl<'a, 'w> Edit<'a, 'w> {
             data_change: DataChange::default(),
             file,
             nobodys: Vec::new(),
+            has_compressed: false,
             header,
             watch,
         };
@@ -167,8 +170,9 @@ impl<'a, 'w> Edit<'a, 'w> {
         Err(Error::new(kind, format!("'{}': {what}", self.name)))
     }
 
-    /// No table may lie in space that counts as free. Before the change new tables would be put there; after it, it would
-    /// be given back to the host with what fell free: the refcounts lie, or data lead into a table.
+    /// No table may lie in space that counts as free. Before the change, new tables would be put there. After it, the
+    /// space would be given back to the host with what became free. Such an image is damaged: the refcounts lie, or
+    /// data lead into a table.
     async fn check_tables(&mut self, when: When) -> Result<()> {
         let header = match when {
             When::Before => self.header.clone(),
@@ -203,7 +207,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         l1s.extend(self.rows.iter().map(|row| (row.l1_offset, row.l1_entries)));
         l1s.sort_unstable();
         l1s.dedup();
-        // One after the other: an image may claim many, and they may claim the same.
+        // One after the other: an image may claim many tables, and they may all be the same one.
         for (offset, count) in l1s {
             let mut tables = vec![clusters(offset, u64::from(count).saturating_mul(8))];
             let l1 = self.read_l1(offset, count).await?;
@@ -221,12 +225,13 @@ impl<'a, 'w> Edit<'a, 'w> {
                 When::Before => self.refs.require_used(range).await?,
                 When::After => self.refs.require_kept(range).await?,
             }
-            // Nothing is relieved of what has changed: blocks would find new places, and their old ones are among `tables`.
+            // Refcount changes are not undone here: blocks would find new places, and their old ones are among
+            // `tables`.
         }
         Ok(())
     }
 
-    /// What we don't know is not kept up to date (specification, "Feature bits").
+    /// We do not keep up to date what we do not know (specification, "Feature bits").
     fn clear_unknown_autoclear(&mut self) {
         if self.header.version >= 3 {
             let kept = self.header.autoclear_features & (AUTOCLEAR_BITMAPS | AUTOCLEAR_RAW_DATA);
@@ -252,7 +257,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         self.put(offset, &value.to_be_bytes());
     }
 
-    /// The first cluster as it will be, to change more than fields of it.
+    /// The first cluster as it will be, for changes that reach beyond its fields.
     pub(crate) fn header_edit(&self) -> Result<HeaderEdit> {
         HeaderEdit::of_changed(&self.first_cluster, &self.old_cluster, self.header.version, self.name)
     }
@@ -309,7 +314,8 @@ impl<'a, 'w> Edit<'a, 'w> {
         Ok(())
     }
 
-    /// Makes the change the image, durably, and gives back what it no longer uses: the clusters that are returned.
+    /// Makes the prepared change durable, and gives back what the image no longer uses. Returns the clusters that are
+    /// unused.
     pub(crate) async fn commit(mut self) -> Result<Vec<Range<u64>>> {
         let prepared = self.prepare().await;
         if let Err(error) = prepared {
@@ -318,12 +324,12 @@ impl<'a, 'w> Edit<'a, 'w> {
         }
         self.switch().await?;
         self.cut_data_file().await;
-        // It is only space.
+        // Only space is lost.
         let _ = self.give_back().await;
         Ok(self.nobodys)
     }
 
-    /// One sector, and the prepared image is the image.
+    /// Writes the one sector that makes the prepared image the image.
     async fn switch(&mut self) -> Result<()> {
         let failed = |error| {
             let what = format!("'{}': writing the header failed; the image is as before, or changed", self.name);
@@ -334,7 +340,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         self.io.flush().await.map_err(failed)
     }
 
-    /// Everything but the switch.
+    /// Writes everything but the sector that switches.
     async fn prepare(&mut self) -> Result<()> {
         self.check_tables(When::After).await?;
         let table = self.refs.finish().await.map_err(|error| self.failed(error))?;
@@ -342,7 +348,7 @@ impl<'a, 'w> Edit<'a, 'w> {
             self.put_u64(OFFSET_REFCOUNT_TABLE, table.offset);
             self.put_u32(OFFSET_REFCOUNT_TABLE.saturating_add(8), table.clusters);
         }
-        // What is switched to must be something that we would open.
+        // Make sure that we would open what we switch to.
         Header::parse(&self.first_cluster, self.name, true)?;
         let rest = (self.old_cluster.get(HEADER_SECTOR_BYTES..), self.first_cluster.get(HEADER_SECTOR_BYTES..));
         if let (Some(old), Some(new)) = rest
@@ -355,11 +361,11 @@ impl<'a, 'w> Edit<'a, 'w> {
         self.io.flush().await.map_err(|error| self.failed(error))
     }
 
-    /// Gives back what was written behind the file's end: the image is as it was.
+    /// Gives back what was written behind the file's end. The image is as it was.
     pub(crate) async fn undo(&self) {
         self.undo_data_file().await;
         if self.can_grow {
-            // It is only space.
+            // Only space is lost.
             let _ = self.io.set_length(self.file_bytes).await;
         }
     }

@@ -41,8 +41,8 @@ impl FromStr for Preallocation {
 /// Zeros that are written at once.
 const ZERO_BYTES: u64 = 1 << 20;
 
-/// Gives every cluster of a new image its place; durable when this returns. `file` is the image's as it is now. Given up
-/// by `watch`, which is told of bytes of the disk, it leaves half an image.
+/// Gives every cluster of a new image its place; durable when this returns. `file` is the image's file as it is now.
+/// `watch` is told of bytes of the disk. If it gives up, half an image is left.
 pub async fn preallocate(io: &MetaIo, file: &FileInfo, mode: Preallocation, watch: &mut EditWatch<'_>) -> Result<()> {
     if mode == Preallocation::Off {
         return Ok(());
@@ -65,7 +65,7 @@ async fn give_places(
     watch: &mut EditWatch<'_>,
 ) -> IoResult<bool> {
     let size = qcow2.size_bytes();
-    // What a device holds already would show; a data file may be one.
+    // A device would show what it held before. A data file may be one.
     let stale = file.block_device || io.data().is_some();
     let mut at = 0;
     while at < size {
@@ -82,7 +82,7 @@ async fn give_places(
         }
         at = allocation.guest_offset.saturating_add(length);
         qcow2.commit_write(io, allocation).await?;
-        // An allocation is small, so it is asked often enough.
+        // An allocation is small, so `watch` is asked often enough.
         if !watch(at.min(size), size) {
             return Ok(false);
         }

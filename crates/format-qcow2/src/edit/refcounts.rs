@@ -1,8 +1,8 @@
 //! The refcounts of an image that is being edited: what they were, and what they will be.
 //!
-//! Nothing of the old structure is written. A block that changes gets a new place, and so does the table; the header's
-//! switch makes them the image's. Space counts as free only if it was free before as well, so that the image before the
-//! switch stays whole.
+//! Nothing of the old structure is overwritten. A block that changes gets a new place, and so does the table. The
+//! switch of the header makes them the image's. Space counts as free only if it was also free before, so the image
+//! before the switch stays whole.
 
 use crate::layout::entry::decode_refcount_table;
 use crate::layout::geometry::{Geometry, MAX_FILE_BYTES};
@@ -15,10 +15,11 @@ use std::ops::Range;
 
 /// Changed blocks are kept in memory up to this size together, then written to their new places.
 const BLOCKS_BYTES: u64 = 64 << 20;
-/// Blocks of the old structure that are kept: the ones that are counted, and looked at for free space.
+/// How many blocks of the old structure are kept: the ones that counts are read from, and that are searched for free
+/// space.
 const OLD_BLOCKS: usize = 16;
-/// Blocks of the new structure that can be read again: so much of them is kept, a few in any case, and in between as much
-/// as has changed.
+/// How much of the new structure is kept that could be read again: this much, but at least a few blocks, and in between
+/// as much as has changed.
 const CLEAN_BYTES: u64 = 4 << 20;
 const CLEAN_BLOCKS_MIN: usize = 16;
 
@@ -36,7 +37,7 @@ pub(crate) struct NewTable {
 pub(crate) struct Refs<'a> {
     io: &'a MetaIo,
     old: Geometry,
-    /// As `old`, but perhaps for its refcounts' width.
+    /// As `old`, but the refcounts may have another width.
     new: Geometry,
     old_table: Vec<u64>,
     old_table_offset: u64,
@@ -45,31 +46,31 @@ pub(crate) struct Refs<'a> {
     blocks_bytes: u64,
     /// Blocks of the new structure in memory.
     blocks: BTreeMap<u64, Vec<u8>>,
-    /// How many were brought there since those were dropped that can be read again.
+    /// How many blocks were loaded since blocks that can be read again were last dropped.
     loaded: usize,
     /// See [`CLEAN_BYTES`].
     clean_bytes: u64,
-    /// Those that differ from the old structure.
+    /// Blocks that differ from the old structure.
     changed: BTreeSet<u64>,
     /// Those of them that have no new place yet.
     homeless: BTreeSet<u64>,
     /// Their new places.
     homes: BTreeMap<u64, u64>,
-    /// Those whose present contents lie in their new places.
+    /// Blocks whose present contents are in their new places.
     stored: BTreeSet<u64>,
-    /// Below these there is nothing free: single clusters, and runs.
+    /// Below these there is nothing free: for single clusters, and for runs.
     single_hint: u64,
     run_hint: u64,
-    /// Clusters that the file has; more only if it can grow.
+    /// Clusters that the file has. There can be more only if it can grow.
     file_clusters: u64,
     can_grow: bool,
-    /// A run that is being counted: taken, though not all its counts say so yet.
+    /// A run that is being counted: it is taken, but not all of its counts say so yet.
     reserved: Range<u64>,
     /// The end of what was given out.
     highest: u64,
-    /// Given out by this edit and dropped again: written, and so not as free as the rest.
+    /// Space that this edit gave out and dropped again. It was written to, so it is not as free as the rest.
     spent: HashSet<u64>,
-    /// What falls free with the switch.
+    /// What becomes free with the switch.
     freed: Vec<Range<u64>>,
 }
 
@@ -106,13 +107,13 @@ impl<'a> Refs<'a> {
         self.blocks_bytes = 0;
     }
 
-    /// New space only from within the file: it is a device.
+    /// New space comes only from within the file, because it is a device.
     pub(crate) fn within_the_file(&mut self, file_bytes: u64) {
         self.file_clusters = self.old.cluster_of(file_bytes);
         self.can_grow = false;
     }
 
-    /// Counts will have another width. Called before anything else is changed.
+    /// Counts will have another width. Call it before anything else is changed.
     pub(crate) fn change_width(&mut self, refcount_order: u32) {
         self.new.refcount_order = refcount_order;
     }
@@ -265,7 +266,7 @@ impl<'a> Refs<'a> {
         Ok(())
     }
 
-    /// Fails unless every cluster is in use: a table in space that counts as free would be overwritten.
+    /// Fails unless every cluster is in use. A table in space that counts as free would be overwritten.
     pub(crate) async fn require_used(&mut self, clusters: Range<u64>) -> IoResult {
         for cluster in clusters {
             if self.old_count(cluster).await? == 0 {
@@ -285,7 +286,7 @@ impl<'a> Refs<'a> {
         Ok(())
     }
 
-    /// Where the blocks of the old structure lie that have no new place.
+    /// Where blocks of the old structure lie that have no new place.
     pub(crate) fn blocks_in_place(&self) -> impl Iterator<Item = u64> {
         let stays = |(block, _): &(u64, &u64)| self.changes_width() || !self.homes.contains_key(block);
         (0u64..).zip(&self.old_table).filter(stays).map(|(_, raw)| *raw).filter(|raw| *raw != 0)
@@ -298,7 +299,7 @@ impl<'a> Refs<'a> {
         Ok(!self.changed.contains(&self.new.block_of(cluster)) || self.get(cluster).await? == 0)
     }
 
-    /// `count` clusters in a row that nobody uses, now used `references` times; returns the first.
+    /// Takes `count` clusters in a row that nobody uses, with `references` references each. Returns the first.
     pub(crate) async fn allocate(&mut self, count: u64, references: u64) -> IoResult<u64> {
         let hint = if count == 1 { self.single_hint } else { self.run_hint };
         let first = self.find_free(hint, count).await?;
@@ -314,7 +315,7 @@ impl<'a> Refs<'a> {
         Ok(first)
     }
 
-    /// As `allocate`, behind everything that is in the file: what is there reads as zeros.
+    /// As `allocate`, but behind everything that is in the file, where space reads as zeros.
     pub(crate) async fn allocate_at_end(&mut self, count: u64) -> IoResult<u64> {
         let first = self.find_free(self.file_clusters, count).await?;
         // Blocks find new places meanwhile, but not here.
@@ -347,7 +348,7 @@ impl<'a> Refs<'a> {
         Ok(first)
     }
 
-    /// Makes room in memory where much has changed. Called between steps.
+    /// Makes room in memory if much has changed. Called between steps.
     pub(crate) async fn relieve(&mut self) -> IoResult {
         let held = self.old.start_of(self.blocks.len() as u64);
         if held < self.blocks_bytes {
@@ -357,7 +358,7 @@ impl<'a> Refs<'a> {
         self.store().await
     }
 
-    /// A new place for every block that has changed; that changes blocks too.
+    /// Finds a new place for every block that has changed. That changes blocks, too.
     async fn find_homes(&mut self) -> IoResult {
         while let Some(block) = self.homeless.pop_first() {
             let home = self.allocate(1, 1).await?;
@@ -385,7 +386,7 @@ impl<'a> Refs<'a> {
         Ok(())
     }
 
-    /// All blocks are new ones, of another width.
+    /// Replaces all blocks by new ones of another width.
     async fn convert_all(&mut self) -> IoResult {
         let old_blocks: Vec<u64> = (0..self.old_table.len() as u64).collect();
         for old_block in old_blocks {
@@ -405,7 +406,7 @@ impl<'a> Refs<'a> {
         Ok(())
     }
 
-    /// Writes the new structure; `None` where nothing has changed. The image is still the old one.
+    /// Writes the new structure; `None` if nothing has changed. The image is still the old one.
     pub(crate) async fn finish(&mut self) -> IoResult<Option<NewTable>> {
         if self.changes_width() {
             self.convert_all().await?;
@@ -425,7 +426,7 @@ impl<'a> Refs<'a> {
             if needed <= clusters {
                 break;
             }
-            // Space found before is too small: it is given back, which nobody has seen.
+            // Space that was found before is too small. It is given back; nobody has seen it.
             for cluster in place..place.saturating_add(clusters) {
                 self.set(cluster, 0).await?;
             }
@@ -453,8 +454,8 @@ impl<'a> Refs<'a> {
         self.old_table.len() as u64
     }
 
-    /// A block in these clusters gets a new place, as if it had changed, and the table with it; `any`: wherever it lies.
-    /// Returns whether it does.
+    /// Gives a block that lies in these clusters a new place, as if it had changed, and the table too. With `any`, it
+    /// does so wherever the block lies. Returns whether it does.
     pub(crate) async fn move_block(&mut self, block: u64, clusters: &Range<u64>, any: bool) -> IoResult<bool> {
         let Some(offset) = self.old_block_offset(block)? else { return Ok(false) };
         let moves = any || clusters.contains(&self.old.cluster_of(offset));
@@ -476,8 +477,8 @@ impl<'a> Refs<'a> {
         self.highest > self.file_clusters
     }
 
-    /// Goes down from `end` over what nobody uses, as far as one block counts. Returns where that leads, and whether it
-    /// is the end: of what is in use, or of the file.
+    /// Goes down from `end` over what nobody uses, within what one block counts. Returns where that leads, and whether
+    /// it is the end: of what is in use, or of the file.
     pub(crate) async fn skip_free(&mut self, end: u64) -> IoResult<(u64, bool)> {
         let Some(last) = end.checked_sub(1) else { return Ok((0, true)) };
         let block = self.new.block_of(last);
@@ -496,7 +497,7 @@ impl<'a> Refs<'a> {
         Ok((end, false))
     }
 
-    /// What fell free, once.
+    /// What became free; empty when asked again.
     pub(crate) fn freed(&mut self) -> Vec<Range<u64>> {
         std::mem::take(&mut self.freed)
     }

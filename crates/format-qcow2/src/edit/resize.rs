@@ -33,6 +33,7 @@ pub enum GrowBy {
 
 /// How to change the size of a disk.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct ResizeOptions {
     /// The new size, rounded up to whole sectors.
     pub size_bytes: u64,
@@ -40,17 +41,33 @@ pub struct ResizeOptions {
     pub shrink: bool,
     /// For space that is added.
     pub preallocation: GrowBy,
-    /// Bytes that the layer below has: none of them may come to light behind the old end.
+    /// How many bytes the layer below has. None of them may come to light behind the old end.
     pub backing_bytes: u64,
-    /// What the disk holds in its last cluster, if it ends within one: from the cluster's start to the disk's end. Needed
-    /// where that is compressed, or the layer below shows.
+    /// What the disk holds in its last cluster, if it ends within one: from the cluster's start to the disk's end.
+    /// Needed if that cluster is compressed, or if the layer below shows in it.
     pub last_cluster: Vec<u8>,
     /// How long the external data file is, if there is one and its length can be changed.
     pub data_file_bytes: Option<u64>,
 }
 
-/// Changes the size of the disk; what is added reads as zeros. Nobody else may use the image. Where the disk becomes
-/// shorter and its file cannot be made as short as it could be, the disk has its new size all the same; the error says so.
+impl ResizeOptions {
+    /// To this size, with everything else at its default.
+    #[must_use]
+    pub fn to(size_bytes: u64) -> Self {
+        Self { size_bytes, ..Self::default() }
+    }
+
+    /// Changes some of them: `ResizeOptions::to(1 << 30).with(|options| options.shrink = true)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+}
+
+/// Changes the size of the disk; what is added reads as zeros. Nobody else may use the image. If the disk becomes
+/// shorter but its file cannot be made as short as it could be, the disk has its new size all the same, and the error
+/// says so.
 pub async fn resize(
     io: &MetaIo,
     file: &dyn File,
@@ -76,7 +93,7 @@ pub(super) struct Sizes {
 
 impl Edit<'_, '_> {
     pub(super) async fn resize(&mut self, options: &ResizeOptions) -> Result<()> {
-        let too_large = "the new size is too large for its cluster size: the L1 table would have more than 32 MiB";
+        let too_large = "Failed to grow the L1 table: File too large: the new size is too large for its cluster size, the L1 table would have more than 32 MiB";
         let size_bytes = options.size_bytes;
         if !size_bytes.is_multiple_of(SECTOR_BYTES) {
             return self.refuse(ErrorKind::BadOption, "The new size must be a multiple of 512");
@@ -127,8 +144,8 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// Drops all that maps guest clusters from `end` on: what a shorter disk loses, and the state of a virtual machine,
-    /// which lies behind the disk and must not become part of it.
+    /// Drops everything that maps guest clusters from `end` on. That is what a shorter disk loses, and the state of a
+    /// virtual machine, which lies behind the disk and must not become part of it.
     async fn drop_behind(&mut self, l1: &mut [u64], end: u64) -> Result<()> {
         let first = self.geometry.l1_index(end);
         let total = l1.len() as u64;
@@ -148,7 +165,7 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// Keeps the first entries of a table only; returns its L1 entry.
+    /// Keeps only the first entries of a table. Returns its L1 entry.
     async fn drop_part(&mut self, raw: u64, offset: u64, kept: usize) -> IoResult<u64> {
         let mut l2 = self.read_l2(offset).await?;
         let mut changed = false;
@@ -168,7 +185,7 @@ impl Edit<'_, '_> {
         self.move_l2(offset, &l2).await
     }
 
-    /// A changed table of the disk gets a new place; returns its L1 entry.
+    /// Gives a changed table of the disk a new place. Returns its L1 entry.
     pub(super) async fn move_l2(&mut self, old: u64, l2: &[u64]) -> IoResult<u64> {
         let place = self.add_l2(l2, 1).await?;
         self.refs.lower(self.cluster_at(old), 1).await?;
@@ -213,7 +230,7 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// Makes added space read as zeros where the layer below, or the last cluster's rest, holds something.
+    /// Makes added space read as zeros, if the layer below or the rest of the last cluster holds something there.
     async fn hide_what_is_below(&mut self, l1: &mut [u64], sizes: &Sizes, options: &ResizeOptions) -> Result<()> {
         let old_end = sizes.old.size_bytes;
         let shows = options.backing_bytes > old_end;
@@ -251,7 +268,7 @@ impl Edit<'_, '_> {
         };
         let (start, bytes) = (sizes.old.start_of(first), sizes.old.start_of(count));
         let place = |cluster: u64| start.saturating_add(sizes.old.start_of(cluster.saturating_sub(clusters.start)));
-        // Of which nothing is said, a part shows what lies below.
+        // A part of which the entry says nothing shows what lies below.
         let bitmap = match preallocation {
             _ if !self.geometry.extended_l2 || options.backing_bytes <= sizes.old.size_bytes => 0,
             GrowBy::Tables => ALL_ZERO,
@@ -267,13 +284,13 @@ impl Edit<'_, '_> {
             self.tell(sizes.old.start_of(at.saturating_sub(clusters.start)), bytes)?;
         }
         match self.geometry.data_file {
-            // It is as long as the disk already.
+            // The data file is as long as the disk already.
             true => Ok(()),
             false => self.fill(self.io.queue(), start..start.saturating_add(bytes), preallocation).await,
         }
     }
 
-    /// Zeros in a file that nothing leads to yet.
+    /// Writes zeros in a file where nothing leads yet.
     pub(super) async fn fill(
         &mut self,
         queue: &Rc<dyn FileQueue>,
@@ -290,7 +307,7 @@ impl Edit<'_, '_> {
                     let zeros = AlignedBuf::zeroed(usize::try_from(length).unwrap_or(0));
                     FileOp::Write { offset: at, data: IoBuf::from_aligned(zeros).whole(), fua: false }
                 }
-                // What a file grows by is zeros for good only once that was asked for.
+                // The zeros that a file grows by are durable only after this was asked for.
                 _ => FileOp::WriteZeroes { offset: at, length, may_unmap: preallocation == GrowBy::Tables },
             };
             queue.start(op).await.map_err(|error| self.failed(error))?;

@@ -10,11 +10,12 @@ use std::ops::Range;
 
 /// Longest name and id that a row can hold.
 const NAME_BYTES_MAX: usize = u16::MAX as usize;
-/// A row without its name, at most.
+/// The most bytes of a row without its name.
 const ROW_BYTES_MOST: usize = 128;
 
 /// What a new snapshot is called.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct NewSnapshot {
     /// Its name; need not be unique.
     pub name: String,
@@ -22,6 +23,21 @@ pub struct NewSnapshot {
     pub date_seconds: u32,
     /// And nanoseconds.
     pub date_nanoseconds: u32,
+}
+
+impl NewSnapshot {
+    /// A snapshot of this name, taken in 1970.
+    #[must_use]
+    pub fn new(name: impl Into<String>) -> Self {
+        Self { name: name.into(), ..Self::default() }
+    }
+
+    /// Changes some of them: `NewSnapshot::new("before").with(|new| new.date_seconds = 1_800_000_000)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// Takes a snapshot of the disk. Nobody else may use the image.
@@ -64,7 +80,7 @@ pub async fn delete_snapshot(
 }
 
 impl<'a, 'w> Edit<'a, 'w> {
-    /// As [`Edit::open`]. Clusters of an external data file have one place for good, so nothing can share them.
+    /// As [`Edit::open`]. Clusters of an external data file have one place for good, so snapshots cannot share them.
     async fn of_snapshots(
         io: &'a MetaIo,
         file: &'a dyn File,
@@ -162,11 +178,11 @@ impl Edit<'_, '_> {
         }
         l1.resize(l1.len().max(usize::try_from(needed).unwrap_or(0)), 0);
         let mut steps = Steps::new(old.len().saturating_add(l1.len().saturating_mul(2)));
-        // Up first: what both refer to must not seem free in between.
+        // Counts go up first: what both refer to must not seem free in between.
         self.count_tree(&l1, Direction::Up, &mut steps).await?;
         self.count_tree(&old, Direction::Down, &mut steps).await?;
         self.retag(&mut l1, 1, &mut steps).await?;
-        // Nobody knows which parts differ from those that were there.
+        // Nobody knows which parts differ from the former contents.
         self.fit_bitmaps(size_bytes, true).await?;
         self.set_size(size_bytes);
         self.set_l1(&l1).await.map_err(|error| self.failed(error))

@@ -1,7 +1,7 @@
-//! The tables of a disk, active or a snapshot's: all that they refer to, counted up or down, and the flags that follow.
+//! The tables of a disk, active or a snapshot's. What they refer to is counted up or down, and their flags follow.
 //!
-//! The flag "refcount is exactly one" (specification, "L1/L2 table entry") is kept true in the active tables only, as
-//! the specification has it. A table whose flags change gets a new place.
+//! The flag "refcount is exactly one" (specification, "L1/L2 table entry") is kept true only in the active tables, as
+//! the specification says. A table whose flags change gets a new place.
 
 use super::Edit;
 use crate::layout::entry::entries;
@@ -12,7 +12,7 @@ use std::ops::Range;
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const CORRUPT: IoError = IoError::new(IoErrorKind::Corrupt);
 
-/// An L2 entry as its table has it; the second word is there only where entries are extended.
+/// An L2 entry as its table has it. Only extended entries have the second word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Words {
     pub(super) descriptor: u64,
@@ -99,7 +99,7 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// Counts all that an L1 table leads to, tables and data.
+    /// Counts everything that an L1 table leads to: tables and data.
     pub(super) async fn count_tree(&mut self, l1: &[u64], direction: Direction, steps: &mut Steps) -> Result<()> {
         for raw in l1 {
             if let Some(offset) = self.l2_offset(*raw) {
@@ -115,7 +115,7 @@ impl Edit<'_, '_> {
         let l2 = self.read_l2(offset).await?;
         // Neighbours are counted together.
         let mut run = 0..0;
-        // Of an extended entry the first word says where.
+        // In an extended entry, the first word says where.
         for raw in l2.into_iter().step_by(self.geometry.entry_words()) {
             let hosts = self.decode(raw)?.host_clusters(&self.geometry);
             if hosts.start == run.end {
@@ -129,8 +129,8 @@ impl Edit<'_, '_> {
         self.refs.relieve().await
     }
 
-    /// Fails if something that an L1 table leads to counts as free: new tables would be put there. Called before the edit
-    /// writes anything.
+    /// Fails if an L1 table leads to something that counts as free: new tables would be put there. Call it before the
+    /// edit writes anything.
     pub(super) async fn require_counted(&mut self, l1: &[u64], steps: &mut Steps) -> Result<()> {
         for raw in l1 {
             if let Some(offset) = self.l2_offset(*raw) {
@@ -149,8 +149,8 @@ impl Edit<'_, '_> {
         self.refs.relieve().await
     }
 
-    /// Makes the flags of a tree follow the refcounts. What it leads to must not have fallen free. Tables that change move;
-    /// `sharers` is how many L1 tables (this one among them) will name them.
+    /// Makes the flags of a tree follow the refcounts. What it leads to must not have become free. Tables that change
+    /// move. `sharers` is how many L1 tables, this one included, will name them.
     pub(super) async fn retag(&mut self, l1: &mut [u64], sharers: u64, steps: &mut Steps) -> Result<()> {
         for raw in l1.iter_mut() {
             if let Some(offset) = self.l2_offset(*raw) {

@@ -1,5 +1,6 @@
 //! The header and its extensions, with everything checked before anything is believed.
 
+use crate::layout::file_text::name_text;
 use crate::layout::geometry::{Geometry, MAX_FILE_BYTES};
 use block::{Error, ErrorKind, IoError, IoResult, MetaIo, PastEnd, Result};
 use memory::AlignedBuf;
@@ -21,6 +22,8 @@ const MAX_EXTENSIONS: usize = 64;
 pub(crate) const EXTENSION_END: u32 = 0;
 pub(crate) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 pub(crate) const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
+/// Where the header of the encryption lies.
+const EXTENSION_ENCRYPTION: u32 = 0x0537_be77;
 pub(crate) const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 /// One row of the feature name table: type, bit, name.
 pub(crate) const FEATURE_ROW_BYTES: usize = 48;
@@ -38,6 +41,7 @@ pub(crate) const EXTENDED_L2_CLUSTER_BITS_MIN: u32 = 14;
 pub(crate) const COMPATIBLE_LAZY_REFCOUNTS: u64 = 1 << 0;
 
 pub(crate) const OFFSET_REFCOUNT_TABLE: usize = 48;
+pub(crate) const OFFSET_SNAPSHOTS: usize = 60;
 pub(crate) const OFFSET_INCOMPATIBLE: usize = 72;
 pub(crate) const OFFSET_AUTOCLEAR: usize = 88;
 
@@ -51,6 +55,18 @@ pub enum Compression {
     Zlib,
     /// Zstandard.
     Zstd,
+}
+
+/// How an image is encrypted: such images are described, and not opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Encryption {
+    /// The legacy method.
+    Aes,
+    /// LUKS, whose header lies here in the file.
+    Luks {
+        /// From the start of the file.
+        offset: u64,
+    },
 }
 
 /// What a checked header says.
@@ -67,12 +83,14 @@ pub struct Header {
     pub refcount_bits: u32,
     /// How compressed clusters are compressed.
     pub compression: Compression,
-    /// The layer below, as the image names it.
+    /// The layer below, as the image names it; [`crate::os_name`] makes a file's name of it.
     pub backing_file: Option<String>,
     /// Its format, where the image says.
     pub backing_format: Option<String>,
     /// The file that holds the guest's data, as the image names it, where that is not the image itself.
     pub data_file: Option<String>,
+    /// How its data are encrypted.
+    pub encryption: Option<Encryption>,
     /// Feature bits that a reader must know.
     pub incompatible_features: u64,
     /// Feature bits that may be ignored.
@@ -161,32 +179,49 @@ impl Checker<'_> {
 impl Header {
     /// Reads and checks the header in `cluster`, the first cluster of the file. `writable` refuses more.
     pub(crate) fn parse(cluster: &[u8], name: &str, writable: bool) -> Result<Self> {
+        let header = Self::parse_encrypted(cluster, name, writable)?;
+        let method = match header.encryption {
+            None => return Ok(header),
+            Some(Encryption::Aes) => "legacy AES",
+            Some(Encryption::Luks { .. }) => "LUKS",
+        };
+        Checker { name }.unsupported(format_args!(
+            "Parameter 'encrypt.key-secret' is required for cipher: it is encrypted ({method}), which is not supported"
+        ))
+    }
+
+    /// As [`Header::parse`], also of an image that is encrypted.
+    pub(crate) fn parse_encrypted(cluster: &[u8], name: &str, writable: bool) -> Result<Self> {
         let (check, fields) = (Checker { name }, Fields(cluster));
         if !probe(cluster) || cluster.len() < V2_HEADER_BYTES as usize {
-            return check.bad("it does not start with the magic bytes 'QFI\\xfb'");
+            let what = format!("'{name}': Image is not in qcow2 format (it does not start with 'QFI\\xfb')");
+            return Err(Error::new(ErrorKind::BadImage, what));
         }
         let version = fields.u32(4);
         if !(2..=3).contains(&version) {
-            return check.unsupported(format_args!("qcow2 version {version} is not supported (2 and 3 are)"));
+            return check.unsupported(format_args!("Unsupported qcow2 version {version} (2 and 3 are supported)"));
         }
         let cluster_bits = fields.u32(20);
         if !(9..=21).contains(&cluster_bits) {
-            return check.bad(format_args!("cluster_bits is {cluster_bits}, must be 9 to 21"));
+            return check.bad(format_args!("Unsupported cluster size: 2^{cluster_bits} (2^9 to 2^21 are possible)"));
         }
-        match fields.u32(32) {
-            0 => {}
-            1 => return check.unsupported("it is encrypted (legacy AES); encrypted images are not supported"),
-            2 => return check.unsupported("it is encrypted (LUKS); encrypted images are not supported"),
-            other => return check.unsupported(format_args!("unknown encryption method {other}")),
-        }
+        let encryption = match fields.u32(32) {
+            0 => None,
+            1 => Some(Encryption::Aes),
+            2 => Some(Encryption::Luks { offset: 0 }),
+            other => return check.unsupported(format_args!("Unsupported encryption method {other}")),
+        };
         let header_bytes = if version == 2 { V2_HEADER_BYTES } else { fields.u32(100) };
         if version == 3 && (header_bytes < V3_HEADER_BYTES || header_bytes % 8 != 0) {
-            return check.bad(format_args!("header_length is {header_bytes}, must be a multiple of 8 from 104 on"));
+            return check.bad(format_args!(
+                "qcow2 header too short: header_length is {header_bytes}, must be a multiple of 8 from 104 on"
+            ));
         }
         if u64::from(header_bytes) > cluster.len() as u64 {
             return check.bad(format_args!("header_length {header_bytes} is larger than the first cluster"));
         }
         let mut header = Self::of_fields(&fields, version, header_bytes);
+        header.encryption = encryption;
         let (backing_offset, backing_bytes) = (fields.u64(8), fields.u32(16));
         let backing = header.backing_name(&check, cluster, backing_offset, backing_bytes)?;
         let extensions_end = if backing.is_some() { backing_offset } else { cluster.len() as u64 };
@@ -210,6 +245,7 @@ impl Header {
             backing_file: None,
             backing_format: None,
             data_file: None,
+            encryption: None,
             incompatible_features: v3(fields.u64(OFFSET_INCOMPATIBLE)),
             compatible_features: v3(fields.u64(80)),
             autoclear_features: v3(fields.u64(OFFSET_AUTOCLEAR)),
@@ -228,6 +264,15 @@ impl Header {
     #[must_use]
     pub fn is_dirty(&self) -> bool {
         self.incompatible_features & INCOMPATIBLE_DIRTY != 0
+    }
+
+    /// An image that is marked corrupt is read, and not written to.
+    pub(crate) fn refuse_corrupt(&self, name: &str) -> Result<()> {
+        match self.incompatible_features & INCOMPATIBLE_CORRUPT {
+            0 => Ok(()),
+            _ => Checker { name }
+                .bad("qcow2: Image is corrupt; cannot be opened read/write: it is marked corrupt; repair it with 'check -r all'"),
+        }
     }
 
     /// Whether refcounts may be postponed. Not with an external data file: there is hardly anything to count.
@@ -279,9 +324,9 @@ impl Header {
         if length == 0 {
             return Ok(None);
         }
-        match std::str::from_utf8(bytes) {
-            Ok(text) if !text.contains('\0') => Ok(Some(text.to_owned())),
-            _ => check.bad("the backing file name is not valid UTF-8 text"),
+        match bytes.contains(&0) {
+            false => Ok(Some(name_text(bytes))),
+            true => check.bad("the backing file name has a zero byte in it"),
         }
     }
 
@@ -319,6 +364,9 @@ impl Header {
                     }
                     _ => return check.bad("the external data file's name is not text of at most 1023 bytes"),
                 },
+                EXTENSION_ENCRYPTION if matches!(self.encryption, Some(Encryption::Luks { .. })) => {
+                    self.encryption = Some(Encryption::Luks { offset: Fields(data).u64(0) });
+                }
                 EXTENSION_FEATURE_NAMES => names = incompatible_names(data),
                 _ => {}
             }
@@ -336,8 +384,8 @@ impl Header {
         writable: bool,
     ) -> Result<()> {
         let bits = self.incompatible_features;
-        if bits & INCOMPATIBLE_CORRUPT != 0 {
-            return check.bad("it is marked corrupt; repair it with 'check -r all' first");
+        if writable {
+            self.refuse_corrupt(check.name)?;
         }
         if self.has_data_file() && self.data_file.as_ref().is_none_or(String::is_empty) {
             return check.bad("it keeps its data in an external data file, but does not say in which");
@@ -348,10 +396,14 @@ impl Header {
         if bits & INCOMPATIBLE_EXTENDED_L2 != 0 && self.cluster_bits < EXTENDED_L2_CLUSTER_BITS_MIN {
             return check.bad("extended L2 entries need clusters of at least 16 KiB");
         }
-        let unknown =
-            bits & !(INCOMPATIBLE_DIRTY | INCOMPATIBLE_DATA_FILE | INCOMPATIBLE_COMPRESSION | INCOMPATIBLE_EXTENDED_L2);
+        let unknown = bits
+            & !(INCOMPATIBLE_DIRTY
+                | INCOMPATIBLE_CORRUPT
+                | INCOMPATIBLE_DATA_FILE
+                | INCOMPATIBLE_COMPRESSION
+                | INCOMPATIBLE_EXTENDED_L2);
         if unknown != 0 {
-            return check.unsupported(format_args!("unknown incompatible features: {}", describe_bits(unknown, names)));
+            return check.unsupported(format_args!("Unsupported qcow2 feature(s): {}", describe_bits(unknown, names)));
         }
         let compression = if header_bytes > V3_HEADER_BYTES { fields.array::<1>(104) } else { [0] };
         let flagged = bits & INCOMPATIBLE_COMPRESSION != 0;
@@ -359,7 +411,7 @@ impl Header {
             [0] if !flagged => {}
             [1] if flagged => {}
             [0 | 1] => return check.bad("compression_type and its incompatible feature bit contradict each other"),
-            [other] => return check.unsupported(format_args!("unknown compression type {other}")),
+            [other] => return check.unsupported(format_args!("qcow2: unknown compression type: {other}")),
         }
         if writable && bits & INCOMPATIBLE_DIRTY != 0 {
             return check.unsupported(
@@ -373,10 +425,13 @@ impl Header {
     fn check_tables(&self, check: &Checker<'_>) -> Result<()> {
         let geometry = self.geometry();
         if self.refcount_order > 6 {
-            return check.bad(format_args!("refcount_order is {}, at most 6 is allowed", self.refcount_order));
+            return check.bad(format_args!(
+                "Reference count entry width too large; may not exceed 64 bits (refcount_order is {})",
+                self.refcount_order
+            ));
         }
         if self.size_bytes > i64::MAX as u64 {
-            return check.bad(format_args!("the disk size {} is larger than any file", self.size_bytes));
+            return check.bad(format_args!("Image is too big: {} bytes", self.size_bytes));
         }
         let l1_bytes = u64::from(self.l1_entries).saturating_mul(8);
         if l1_bytes > MAX_L1_BYTES {
@@ -403,7 +458,11 @@ impl Header {
         }
         check.table("refcount table", self.refcount_table_offset, table_bytes, &geometry)?;
         if self.snapshots > MAX_SNAPSHOTS {
-            return check.bad(format_args!("it claims {} internal snapshots, at most 65536 are", self.snapshots));
+            return check.bad(format_args!(
+                "Snapshot table too large: it claims {} internal snapshots, at most 65536 are; 'check -r all' discards \
+                 those that cannot be",
+                self.snapshots
+            ));
         }
         if self.snapshots > 0 {
             // A snapshot's own row has at least 40 bytes.
@@ -425,11 +484,17 @@ fn incompatible_names(table: &[u8]) -> Vec<(u8, String)> {
     names
 }
 
+/// In qemu's words: the names that the image itself gives, and a mask of the bits that have none.
 fn describe_bits(bits: u64, names: &[(u8, String)]) -> String {
-    let set = (0u8..64).filter(|bit| bits & 1u64.wrapping_shl(u32::from(*bit)) != 0);
-    let words = set.map(|bit| match names.iter().find(|(named, _)| *named == bit) {
-        Some((_, name)) => format!("'{name}' (bit {bit})"),
-        None => format!("bit {bit}"),
-    });
-    words.collect::<Vec<_>>().join(", ")
+    let (mut words, mut unnamed) = (Vec::new(), 0u64);
+    for bit in (0u8..64).filter(|bit| bits & 1u64.wrapping_shl(u32::from(*bit)) != 0) {
+        match names.iter().find(|(named, _)| *named == bit) {
+            Some((_, name)) => words.push(name.clone()),
+            None => unnamed |= 1u64.wrapping_shl(u32::from(bit)),
+        }
+    }
+    if unnamed != 0 {
+        words.push(format!("Unknown incompatible feature: {unnamed:x}"));
+    }
+    words.join(", ")
 }

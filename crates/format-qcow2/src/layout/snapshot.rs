@@ -1,13 +1,13 @@
 //! The snapshot table (qcow2 specification, "Snapshots").
 
 use crate::layout::geometry::Geometry;
-use crate::layout::header::Header;
+use crate::layout::header::{Header, MAX_SNAPSHOTS};
 use block::{Error, ErrorKind, IoResult, MetaIo, PastEnd, Result};
 
 /// The fixed part of a row.
-const ROW_BYTES: usize = 40;
+pub(crate) const ROW_BYTES: usize = 40;
 /// The most that a row's optional part may have.
-const EXTRA_MAX: usize = 1024;
+const EXTRA_BYTES_MAX: u64 = 1024;
 /// The most that the table may have.
 pub(crate) const TABLE_BYTES_MAX: u64 = 64 << 20;
 const L1_BYTES_MAX: u64 = 32 << 20;
@@ -49,6 +49,48 @@ pub(crate) struct Row {
     pub(crate) more: Vec<u8>,
 }
 
+/// The fixed part of a row.
+pub(crate) struct RowHead {
+    pub(crate) l1_offset: u64,
+    pub(crate) l1_entries: u64,
+    pub(crate) extra_bytes: u64,
+    id_bytes: u64,
+    name_bytes: u64,
+}
+
+impl RowHead {
+    /// From the first [`ROW_BYTES`] of a row; what is missing counts as zeros.
+    pub(crate) fn parse(row: &[u8]) -> Self {
+        Self {
+            l1_offset: number(row, 0, 8),
+            l1_entries: number(row, 8, 4),
+            extra_bytes: number(row, 36, 4),
+            id_bytes: number(row, 12, 2),
+            name_bytes: number(row, 14, 2),
+        }
+    }
+
+    /// Whether the optional part is as short as it must be: else nobody knows where the next row begins.
+    pub(crate) fn has_sane_extra(&self) -> bool {
+        self.extra_bytes <= EXTRA_BYTES_MAX
+    }
+
+    /// Bytes of the row without the padding behind it.
+    pub(crate) fn row_bytes(&self) -> u64 {
+        let parts = [self.extra_bytes, self.id_bytes, self.name_bytes];
+        parts.into_iter().fold(ROW_BYTES as u64, u64::saturating_add)
+    }
+
+    /// Where the row behind this one begins, if this one begins at `start`.
+    pub(crate) fn next_row(&self, start: u64) -> u64 {
+        start.saturating_add(self.row_bytes()).next_multiple_of(8)
+    }
+
+    pub(crate) fn l1_bytes(&self) -> u64 {
+        self.l1_entries.saturating_mul(8)
+    }
+}
+
 /// The internal snapshots of the image in a file, oldest first.
 pub async fn snapshots(io: &MetaIo, header: &Header, name: &str) -> Result<Vec<Snapshot>> {
     Ok(read_rows(io, header, name).await?.0.into_iter().map(|row| row.snapshot).collect())
@@ -66,16 +108,13 @@ pub(crate) async fn read_rows(io: &MetaIo, header: &Header, name: &str) -> Resul
     let mut window = Window { io, start: at, bytes: Vec::new() };
     for index in 0..header.snapshots {
         let bad = |what: &str| Err(Error::new(ErrorKind::BadImage, format!("'{name}': snapshot {index} {what}")));
-        let fixed = window.get(at, ROW_BYTES).await.map_err(failed)?;
-        let (id_bytes, name_bytes) = (number(&fixed, 12, 2) as usize, number(&fixed, 14, 2) as usize);
-        let extra_bytes = number(&fixed, 36, 4) as usize;
-        if extra_bytes > EXTRA_MAX {
+        let head = RowHead::parse(&window.get(at, ROW_BYTES).await.map_err(failed)?);
+        if !head.has_sane_extra() {
             return bad("has more than 1024 bytes of extra data");
         }
-        let length = ROW_BYTES.saturating_add(extra_bytes).saturating_add(id_bytes).saturating_add(name_bytes);
-        let bytes = window.get(at, length).await.map_err(failed)?;
-        let row = parse_row(&bytes, extra_bytes, id_bytes, header.size_bytes);
-        let l1_bytes = u64::from(row.l1_entries).saturating_mul(8);
+        let bytes = window.get(at, head.row_bytes() as usize).await.map_err(failed)?;
+        let row = parse_row(&bytes, &head, header.size_bytes);
+        let l1_bytes = head.l1_bytes();
         let geometry: Geometry = header.geometry();
         if l1_bytes > L1_BYTES_MAX {
             return bad("has an L1 table that is too large");
@@ -84,12 +123,30 @@ pub(crate) async fn read_rows(io: &MetaIo, header: &Header, name: &str) -> Resul
             return bad("has an L1 table at an impossible place");
         }
         rows.push(row);
-        at = at.saturating_add(length as u64).next_multiple_of(8);
+        at = head.next_row(at);
         if at.saturating_sub(header.snapshots_offset) > TABLE_BYTES_MAX {
             return bad("lies behind the first 64 MiB of the snapshot table, which is the most that is read");
         }
     }
     Ok((rows, at.saturating_sub(header.snapshots_offset)))
+}
+
+/// How many rows at `offset` can be snapshots, before the first that cannot: for a header that claims too many.
+pub(crate) async fn count_sane_rows(io: &MetaIo, offset: u64, cluster_bytes: u64) -> IoResult<u32> {
+    let mut at = offset;
+    let mut window = Window { io, start: at, bytes: Vec::new() };
+    for index in 0..MAX_SNAPSHOTS {
+        let row = RowHead::parse(&window.get(at, ROW_BYTES).await?);
+        let is_aligned = row.l1_offset.is_multiple_of(cluster_bytes.max(1));
+        let has_l1 = row.l1_offset > 0 && is_aligned && row.l1_bytes() <= L1_BYTES_MAX;
+        at = row.next_row(at);
+        let fits = row.has_sane_extra() && at.saturating_sub(offset) <= TABLE_BYTES_MAX;
+        // Every snapshot has an id.
+        if row.id_bytes == 0 || !has_l1 || !fits {
+            return Ok(index);
+        }
+    }
+    Ok(MAX_SNAPSHOTS)
 }
 
 /// Reads the table in larger pieces than rows.
@@ -115,10 +172,10 @@ impl Window<'_> {
     }
 }
 
-fn parse_row(bytes: &[u8], extra_bytes: usize, id_bytes: usize, disk_bytes: u64) -> Row {
-    let has = |needed: usize| extra_bytes >= needed;
-    let strings = ROW_BYTES.saturating_add(extra_bytes);
-    let names = strings.saturating_add(id_bytes);
+fn parse_row(bytes: &[u8], head: &RowHead, disk_bytes: u64) -> Row {
+    let has = |needed: u64| head.extra_bytes >= needed;
+    let strings = ROW_BYTES.saturating_add(head.extra_bytes as usize);
+    let names = strings.saturating_add(head.id_bytes as usize);
     let id = bytes.get(strings..names).unwrap_or_default().to_vec();
     let name = bytes.get(names..).unwrap_or_default().to_vec();
     let snapshot = Snapshot {
@@ -132,8 +189,8 @@ fn parse_row(bytes: &[u8], extra_bytes: usize, id_bytes: usize, disk_bytes: u64)
         icount: has(24).then(|| number(bytes, 56, 8)).filter(|count| *count != u64::MAX),
     };
     Row {
-        l1_offset: number(bytes, 0, 8),
-        l1_entries: number(bytes, 8, 4) as u32,
+        l1_offset: head.l1_offset,
+        l1_entries: head.l1_entries as u32,
         snapshot,
         id,
         name,

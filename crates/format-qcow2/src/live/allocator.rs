@@ -1,8 +1,8 @@
 //! Finding space in the file.
 //!
-//! Free space is known from what was freed and from refcount blocks that were looked at, one step an allocation, never
-//! all at open; else the file grows. Whatever is handed out has refcount zero before and one after, in memory: a flush
-//! writes that before anything that points there.
+//! Free space is known from two sources: what was freed, and refcounts that were looked at. Each allocation looks at a
+//! few more of them; opening looks at none. Without free space the file grows. An allocation raises the refcount from
+//! zero to one in memory. A flush writes it before anything that points to the space.
 
 use crate::layout::geometry::MAX_FILE_BYTES;
 use crate::layout::header::MAX_REFCOUNT_TABLE_BYTES;
@@ -14,11 +14,12 @@ use block::{IoError, IoErrorKind};
 
 /// Refcounts looked at in one step of the scan.
 const SCAN_CLUSTERS: u64 = 1 << 16;
-/// Clusters handed out at the frontier between two steps: the blocks of a large image that is nearly full are not read
-/// one an allocation.
+/// So many clusters are handed out at the frontier between two steps. Otherwise each allocation in a large image that
+/// is nearly full would read a refcount block.
 const SCAN_EVERY_CLUSTERS: u64 = 256;
 
-/// Space that waits for a flush to be free is left alone up to this size, or up to this part of a larger disk.
+/// Space that the next flush will free may grow to this size, or to this part of a larger disk. Then an allocation
+/// flushes.
 const UNLINKED_BYTES: u64 = 64 << 20;
 const UNLINKED_PART_OF_DISK: u64 = 8;
 
@@ -31,8 +32,8 @@ impl Inner {
         self.allocate_in_order(state, want)
     }
 
-    /// As [`Inner::allocate`], for what nothing leads to before a flush has written the refcounts, which nobody postpones
-    /// meanwhile: they are never stale, so the header needs not say that they may be.
+    /// As [`Inner::allocate`], for space that nothing leads to until a flush has written its refcounts. Nobody
+    /// postpones them meanwhile, so they are never stale, and the header need not say that they may be.
     pub(crate) fn allocate_in_order(&self, state: &mut State, want: u64) -> Step<Run> {
         if state.refcounts.is_crowded() {
             return Err(Stop::Need(Need::Flush));
@@ -50,7 +51,7 @@ impl Inner {
         Ok((run, run.first >= unused && run.zeroed && run.end() <= state.space.blank_end))
     }
 
-    /// As [`Inner::allocate`], one cluster for an L2 table that holds nothing yet, or a copy of another.
+    /// As [`Inner::allocate`], but one cluster for a new L2 table: an empty one, or a copy of another.
     pub(crate) fn allocate_table(&self, state: &mut State, fresh: FreshTable) -> Step<u64> {
         let (run, blank) = self.allocate_blank(state, 1)?;
         // As long as it reads as zeros it says that nothing is mapped.
@@ -61,7 +62,7 @@ impl Inner {
 
     pub(crate) fn count_one(&self, state: &mut State, run: Run) -> Step<()> {
         for cluster in run.first..run.end() {
-            // Its block is in memory and one fits every width.
+            // This cannot fail: the block is in memory, and a count of one fits every width.
             state.refcounts.set(cluster, 1).map_err(|_| IoError::EIO)?;
         }
         Ok(())
@@ -85,7 +86,7 @@ impl Inner {
         }
     }
 
-    /// A guest that discards and writes and never flushes makes the file longer by this much at most, and then waits.
+    /// A guest that discards and writes and never flushes makes the file longer by at most this much. Then it waits.
     fn unlinked_clusters_max(&self) -> u64 {
         let part_of_disk = self.geometry.clusters_for(self.geometry.size_bytes) / UNLINKED_PART_OF_DISK;
         self.geometry.cluster_of(UNLINKED_BYTES).max(part_of_disk)
@@ -121,14 +122,14 @@ impl Inner {
         let block_end = self.geometry.block_end(self.geometry.block_of(from));
         let to = block_end.min(state.space.scan_limit).min(from.saturating_add(SCAN_CLUSTERS));
         match state.refcounts.free_runs(from, to) {
-            Ok(runs) => {
+            Ok((runs, looked_to)) => {
                 for run in runs {
                     state.space.found_free(run);
                 }
-                state.space.scanned_end = to;
+                state.space.scanned_end = looked_to;
             }
             Err(Absent::NotLoaded(block)) => return Err(Stop::Need(Need::Block(block))),
-            // Without a block nothing can be counted there: space is only taken behind the last one.
+            // Without a block nothing can be counted there, so space is taken only behind the last block.
             Err(_) => state.space.scanned_end = block_end,
         }
         Ok(())
@@ -180,8 +181,8 @@ impl Inner {
         if too_far { Err(NO_SPACE) } else { Ok(()) }
     }
 
-    /// Makes the refcount block that counts the cluster at the frontier, at the frontier: it counts itself. Where the
-    /// refcount table has no room for it, a larger table follows, and the blocks that count that.
+    /// Puts a new refcount block at the frontier. It counts the cluster that it lies in. If the refcount table has no
+    /// room for it, a larger table follows, with the blocks that count that table.
     fn add_blocks(&self, state: &mut State) -> Step<()> {
         let first = state.space.frontier;
         let block = self.geometry.block_of(first);
@@ -317,7 +318,7 @@ mod tests {
     fn free_space_is_handed_out_up_to_the_end_of_its_refcount_block_and_of_its_run_and_no_further() {
         let (qcow2, io) = full();
         let inner = &*qcow2.inner;
-        // Free are five clusters on each side of a border between two blocks; of the last two nobody knows.
+        // Five clusters are free on each side of a border between two blocks. Nobody knows of the last two.
         let border = 3 * BLOCK;
         let free = border - 5..border + 5;
         let load = |cluster: u64| {

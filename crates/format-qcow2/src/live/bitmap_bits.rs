@@ -12,7 +12,7 @@ pub(crate) struct DirtyBits {
     granularity_bits: u32,
     granules: u64,
     words: Box<[AtomicU64]>,
-    /// Parts, each what a cluster of the file holds, with bits that the file does not have yet.
+    /// Parts with bits that the file does not have yet. A part is what a cluster of the file holds.
     changed: Box<[AtomicBool]>,
     /// Words of a part, as a power of two.
     part_bits: u32,
@@ -35,8 +35,8 @@ impl DirtyBits {
         }
     }
 
-    /// Sets the bit of every granule that a range touches. Whoever reads them later has seen the end of whoever set them,
-    /// so no order is needed here.
+    /// Sets the bit of every granule that a range touches. Whoever reads the bits has waited for all who set them, so
+    /// no memory order is needed here.
     #[inline]
     pub(crate) fn mark(&self, offset: u64, length: u64) {
         let Some(last) = offset.saturating_add(length).checked_sub(1).filter(|last| *last >= offset) else { return };
@@ -64,7 +64,7 @@ impl DirtyBits {
         }
     }
 
-    /// Adds what the file has of a part.
+    /// Adds the bits that the file has for a part.
     pub(crate) fn load_part(&self, part: usize, words: impl Iterator<Item = u64>) {
         let first = part.wrapping_shl(self.part_bits);
         let count = 1usize.wrapping_shl(self.part_bits);

@@ -1,12 +1,13 @@
-//! Persistent bitmaps of an image that is being written to: loaded, and said to be in use, before the first write; marked
-//! by every change of the disk; brought back to the file when the image is closed (specification, "Bitmaps").
+//! Persistent bitmaps of an image that is being written to (specification, "Bitmaps"). Before the first write they are
+//! loaded, and the file says that they are in use. Every change of the disk marks them. Closing the image brings them
+//! back to the file.
 //!
-//! Nobody believes a bitmap that the file says is in use. That is durable before anything is written, and taken back
-//! only when the file has every bit: however we end, no bitmap that missed a write is ever believed. The order at the
-//! end: bits and refcounts, durable; tables that lead to new clusters, durable; flags, durable. Bits are overwritten
-//! where they lie, and nothing of a bitmap is freed. Refcounts are not postponed here, also where the image allows it, so
-//! an image that is being closed does not become dirty again. What the refcounts themselves leave behind (a table that
-//! moved, space of a bitmap that is lost) is freed last.
+//! Nobody believes a bitmap that is in use according to the file. We say so durably before anything is written, and
+//! take it back only when the file has every bit. So a bitmap that missed a write is never believed, however we end.
+//! The order at the end: bits and refcounts, durable; tables that lead to new clusters, durable; flags, durable. Bits
+//! are overwritten where they lie, and nothing of a bitmap is freed. Refcounts are not postponed here, even if the
+//! image allows it, so an image that is being closed does not become dirty again. Space that the refcounts leave behind
+//! (a table that moved, a bitmap that is lost) is freed last.
 
 use crate::layout::bitmap::{TABLE_ALL_ONES, data_offset, is_damaged_table};
 use crate::layout::entry::entries;
@@ -37,10 +38,10 @@ impl Inner {
     /// As [`Inner::mark_changed`], making the image ready.
     pub(crate) async fn begin_change(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
         if self.tracking.is_none() && !self.geometry.data_file {
-            // Whatever changes the image makes it ready; a discard of nothing is no change.
+            // Whatever changes the image makes it ready. A discard of nothing is no change.
             return Ok(());
         }
-        // A data file changes without its image: what the header says of it must not outlive that.
+        // A data file changes without its image. What the header says of it must not outlive the change.
         self.make_ready(io).await?;
         self.mark_changed(offset, length);
         Ok(())
@@ -55,8 +56,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Loads the bitmaps and says durably that they are in use. By whoever makes the image ready for writing. Returns
-    /// whether the image keeps bitmaps.
+    /// Loads the bitmaps, and says durably that they are in use. Called by whoever makes the image ready for writing.
+    /// Returns whether the image keeps bitmaps.
     pub(crate) async fn begin_tracking(&self, io: &MetaIo) -> IoResult<bool> {
         let Some(tracking) = &self.tracking else { return Ok(false) };
         if !*tracking.kept.get_or_init(|| self.claim_directory(tracking)) {
@@ -92,7 +93,7 @@ impl Inner {
         free
     }
 
-    /// Makes clusters the bitmaps', if no other table lies there, another bitmap's neither.
+    /// Reserves clusters for the bitmaps, if no other table lies there, nor another bitmap's.
     fn claim(&self, clusters: Range<u64>) -> bool {
         let mut state = self.lock();
         let free = self.tables(&mut state).stranger(None, clusters.clone()).is_none();
@@ -156,9 +157,9 @@ impl Inner {
         self.barrier(io, barrier).await
     }
 
-    /// Brings the bitmaps to the file and says that they are not in use any more. What cannot be written stays in use: it
-    /// is lost, and nothing else. All else is durable, and no operation may be in flight. Fails where refcounts that were
-    /// changed for it cannot be brought to the file.
+    /// Brings the bitmaps to the file, and says that they are not in use any more. A bitmap that cannot be written
+    /// stays in use: it is lost, and nothing else is. All else is durable, and no operation may be in flight. Fails if
+    /// refcounts that were changed for it cannot be brought to the file.
     pub(crate) async fn store_bitmaps(&self, io: &MetaIo) -> IoResult {
         let Some(tracking) = &self.tracking else { return Ok(()) };
         if tracking.tracked.is_empty() || tracking.kept.get() != Some(&true) {
@@ -201,7 +202,7 @@ impl Inner {
         );
     }
 
-    /// Writes the parts that have changed, those that had no cluster to new ones.
+    /// Writes the parts that have changed. Those that had no cluster get new ones.
     async fn store_bits(&self, io: &MetaIo, tracked: &Tracked) -> IoResult {
         let Some(bits) = tracked.bits() else { return Ok(()) };
         for parts in bits.changed_parts().chunks(PARTS_AT_ONCE) {
@@ -222,7 +223,7 @@ impl Inner {
             let cluster = self.geometry.cluster_of(offset);
             return match self.run(io, |state| self.refcount_in_use(state, cluster)).await? {
                 1 => Ok(offset),
-                // Somebody else's too.
+                // It is somebody else's too.
                 _ => Err(IoError::new(IoErrorKind::Corrupt)),
             };
         }

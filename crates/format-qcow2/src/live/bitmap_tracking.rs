@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 /// The most memory that the bits of one image take.
 const MEMORY_BYTES_MAX: u64 = 64 << 20;
 
-/// The most bitmaps in which each write is noted: a request takes so many steps.
+/// The most bitmaps in which each write is noted: a request takes a step for each.
 const TRACKED_MAX: usize = 64;
 /// Names in a message.
 const NAMES_MAX: usize = 8;
@@ -36,9 +36,9 @@ pub(crate) struct BitmapTracking {
 #[derive(Debug)]
 pub(crate) struct Tracked {
     pub(super) bitmap: Bitmap,
-    /// Where the directory has the byte of its flags that says so if it is in use.
+    /// Where in the directory the byte of flags lies that says whether it is in use.
     flags_at: usize,
-    /// There before the first write; `None` if they could not be had: then it stays in use.
+    /// Loaded before the first write. `None` if they could not be loaded: then the bitmap stays in use.
     pub(super) bits: OnceLock<Option<DirtyBits>>,
     table: Mutex<Table>,
 }
@@ -47,7 +47,7 @@ pub(crate) struct Tracked {
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     pub(super) entries: Vec<u64>,
-    /// Parts whose new clusters the file does not name, and was never told to.
+    /// Parts whose new clusters the file does not name, and never did.
     pub(super) fresh: Vec<usize>,
     /// The file may have another table.
     pub(super) differs: bool,
@@ -64,7 +64,7 @@ impl Tracked {
 }
 
 impl BitmapTracking {
-    /// What an image that is opened for writing says about its bitmaps; `None` where there are none to be kept.
+    /// What an image that is opened for writing says about its bitmaps; `None` if it has none to keep.
     pub(crate) async fn open(io: &MetaIo, header: &Header, cluster: &[u8], name: &str) -> Result<Option<Box<Self>>> {
         if header.autoclear_features & AUTOCLEAR_BITMAPS == 0 {
             return Ok(None);

@@ -11,7 +11,7 @@ use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 /// Largest window a zstd stream may ask for (16 MiB), as a power of two: bounds what a hostile image makes us allocate.
 const ZSTD_WINDOW_BITS_MAX: u32 = 24;
 
-/// A compressed cluster has at most so many sectors that this many clusters hold them.
+/// A compressed cluster lies in at most so many host clusters.
 const COMPRESSED_CLUSTERS_MAX: u64 = 2;
 
 /// The codecs' own defaults, which are qemu's too.
@@ -71,22 +71,30 @@ thread_local! {
 }
 
 impl Inner {
+    /// How many of a compressed cluster's bytes are read: no more than it may have.
+    fn input_bytes(&self, extent: &CompressedExtent) -> u64 {
+        let limit = self.geometry.cluster_bytes().saturating_mul(COMPRESSED_CLUSTERS_MAX);
+        u64::from(extent.length_bytes).min(limit)
+    }
+
+    /// How much memory it takes to read a compressed cluster.
+    pub(crate) fn decompress_bytes(&self, extent: &CompressedExtent) -> u64 {
+        self.input_bytes(extent).saturating_add(self.geometry.cluster_bytes())
+    }
+
+    /// Decompressing is left to the file's queue, which does not do it on the reactor.
     pub(crate) async fn read_compressed(&self, io: &MetaIo, extent: CompressedExtent) -> IoResult<AlignedBuf> {
-        let cluster_bytes = self.geometry.cluster_bytes();
-        let limit = cluster_bytes.saturating_mul(COMPRESSED_CLUSTERS_MAX);
-        let length = usize::try_from(u64::from(extent.length_bytes).min(limit)).map_err(|_| IoError::EIO)?;
-        let cluster_bytes = usize::try_from(cluster_bytes).map_err(|_| IoError::EIO)?;
+        let length = usize::try_from(self.input_bytes(&extent)).map_err(|_| IoError::EIO)?;
+        let cluster_bytes = usize::try_from(self.geometry.cluster_bytes()).map_err(|_| IoError::EIO)?;
         // The last sector may reach behind the end of the file.
         let input = io.read(extent.offset, length, PastEnd::Zeros).await?;
-        let mut output = AlignedBuf::zeroed(cluster_bytes);
-        let whole = match self.header.compression {
-            Compression::Zlib => inflate(&input, &mut output),
-            Compression::Zstd => unzstd(&input, &mut output),
+        let mut output = AlignedBuf::try_zeroed(cluster_bytes)?;
+        let decompress = match self.header.compression {
+            Compression::Zlib => inflate,
+            Compression::Zstd => unzstd,
         };
-        match whole {
-            Some(()) => Ok(output),
-            None => Err(self.corrupt(format_args!("the compressed cluster at {:#x} cannot be read", extent.offset))),
-        }
+        let whole = io.queue().compute(move || decompress(&input, &mut output).map(|()| output)).await?;
+        whole.ok_or_else(|| self.corrupt(format_args!("the compressed cluster at {:#x} cannot be read", extent.offset)))
     }
 }
 
@@ -101,7 +109,7 @@ fn unzstd(input: &[u8], output: &mut [u8]) -> Option<()> {
     unzstd_frame(input, output).or_else(|| unzstd_in_steps(input, output))
 }
 
-/// The usual case, without a window of its own to copy from: one frame, as long as the cluster.
+/// The usual case: one frame, as long as the cluster. It needs no window of its own.
 fn unzstd_frame(input: &[u8], output: &mut [u8]) -> Option<()> {
     let frame = input.get(..zstd::zstd_safe::find_frame_compressed_size(input).ok()?)?;
     let filled = ZSTD.try_with(|codec| {

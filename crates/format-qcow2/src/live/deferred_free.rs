@@ -1,16 +1,20 @@
-//! Giving space back: refcounts are decremented in memory once nothing on disk or in flight can still lead to the
-//! space; what becomes free is punched out of the file before anybody may have it.
+//! Giving space back. Refcounts are decremented in memory once nothing on disk or in flight can still lead to the
+//! space. What becomes free is punched out of the file before anybody may have it.
 //!
-//! The decrements reach the disk with a later flush. Lost in a power cut they leave leaks, which are harmless.
+//! The decrements reach the disk with a later flush. If a power cut loses them, clusters leak, which is harmless.
 
 use crate::live::flush_queue::Barrier;
 use crate::live::free_runs::Run;
 use crate::live::refcounts::Absent;
 use crate::live::state::{Freed, Inner, State};
-use block::{IoResult, MetaIo};
+use block::{IoResult, MetaIo, yield_now};
 
-/// Holes finer than this are not relied on: a file system may leave them as they are.
+/// A file system may not make holes that are smaller than this.
 const HOLE_BYTES: u64 = 4096;
+
+/// Clusters that are decremented at once, and entries that are looked at for it: others of the reactor go on in between.
+const STEP_CLUSTERS: u64 = 512;
+const STEP_LOOKS: usize = 1024;
 
 /// Puts back what was not decremented, should the task be dropped or a load fail.
 struct Unfinished<'a> {
@@ -24,8 +28,8 @@ impl Drop for Unfinished<'_> {
     }
 }
 
-/// Space that is free but not handed out yet, because it is being punched. Becomes available when dropped, but for a run
-/// whose punch is still in flight: that one stays aside until the image is opened again.
+/// Free space that is being punched, so it is not handed out yet. When this is dropped, the space becomes available. A
+/// run whose punch is still in flight stays aside until the image is opened again.
 struct Punching<'a> {
     inner: &'a Inner,
     runs: Vec<Run>,
@@ -46,63 +50,92 @@ impl Drop for Punching<'_> {
 }
 
 impl Inner {
-    /// Decrements what is due; `all`: without waiting for epochs, where nothing is in flight. As much as there is room for
-    /// changed refcounts, that is, which a flush makes.
+    /// Decrements what is due. With `all`, it does not wait for epochs, because nothing is in flight. It stops when
+    /// there is no room for more changed refcounts; a flush makes room.
     pub(crate) async fn reap(&self, io: &MetaIo, all: bool) -> IoResult {
-        let due = self.take_due(all);
-        if due.is_empty() {
-            return Ok(());
-        }
-        let mut punching = Punching { inner: self, runs: Vec::new(), in_flight: None };
-        let mut unfinished = Unfinished { inner: self, left: due };
-        'due: while let Some(mut freed) = unfinished.left.pop() {
-            while !freed.clusters.is_empty() {
-                if self.lock().refcounts.is_half_crowded() {
-                    unfinished.left.push(freed);
-                    break 'due;
+        let mut looked_at = 0;
+        while let Some(due) = self.take_due(all, &mut looked_at) {
+            let mut unfinished = Unfinished { inner: self, left: due };
+            while !unfinished.left.is_empty() {
+                let mut punching = Punching { inner: self, runs: Vec::new(), in_flight: None };
+                let has_room = self.decrement_step(io, &mut unfinished.left, &mut punching.runs).await?;
+                self.punch(io, &mut punching).await;
+                if !has_room {
+                    return Ok(());
                 }
-                let stopped = self.decrement_some(&mut freed, &mut punching.runs);
-                let Some(block) = stopped else { continue };
-                unfinished.left.push(freed.clone());
-                self.load_block(io, block).await?;
-                unfinished.left.pop();
+                yield_now().await;
             }
-        }
-        if self.can_discard {
-            for (index, run) in punching.runs.iter_mut().enumerate() {
-                punching.in_flight = Some(index);
-                let (offset, length) = (self.geometry.start_of(run.first), self.geometry.start_of(run.count));
-                // Best effort: what cannot be punched is free all the same.
-                let aligned = (offset | length) % HOLE_BYTES == 0;
-                run.zeroed = io.discard(offset, length).await.is_ok() && self.discard_zeroes && aligned;
-            }
-            punching.in_flight = None;
         }
         Ok(())
     }
 
-    fn take_due(&self, all: bool) -> Vec<Freed> {
+    /// Makes holes in the file where nothing is any more.
+    async fn punch(&self, io: &MetaIo, punching: &mut Punching<'_>) {
+        if !self.can_discard {
+            return;
+        }
+        for (index, run) in punching.runs.iter_mut().enumerate() {
+            punching.in_flight = Some(index);
+            let (offset, length) = (self.geometry.start_of(run.first), self.geometry.start_of(run.count));
+            // Best effort: what cannot be punched is free all the same.
+            let aligned = (offset | length) % HOLE_BYTES == 0;
+            run.zeroed = io.discard(offset, length).await.is_ok() && self.discard_zeroes && aligned;
+        }
+        punching.in_flight = None;
+    }
+
+    /// Some of what is due, of those behind the first `looked_at`, which then counts what was left; `None` when all were
+    /// looked at.
+    fn take_due(&self, all: bool, looked_at: &mut usize) -> Option<Vec<Freed>> {
         let mut state = self.lock();
-        let retired = std::mem::take(&mut state.retired);
+        if *looked_at >= state.retired.len() {
+            return None;
+        }
+        let mut due = Vec::new();
         let mut last = None;
-        let (due, waiting) = retired.into_iter().partition(|freed: &Freed| {
+        for _ in 0..STEP_LOOKS {
+            let Some(freed) = state.retired.get(*looked_at) else { break };
             // Neighbours mostly share an epoch; asking takes a lock.
             let over = match last {
                 Some((epoch, over)) if epoch == freed.epoch => over,
                 _ => all || self.skips(Barrier::Epoch) || self.epochs.is_over(freed.epoch),
             };
             last = Some((freed.epoch, over));
-            over
-        });
-        state.retired = waiting;
-        due
+            match over {
+                true => due.push(state.retired.swap_remove(*looked_at)),
+                false => *looked_at = looked_at.saturating_add(1),
+            }
+        }
+        Some(due)
     }
 
-    /// Decrements from the start of `freed` on; returns the block that has to be loaded first, if one has.
-    fn decrement_some(&self, freed: &mut Freed, runs: &mut Vec<Run>) -> Option<u64> {
+    /// Decrements a bounded number of clusters. False if there is no room for more before the next flush.
+    async fn decrement_step(&self, io: &MetaIo, due: &mut Vec<Freed>, runs: &mut Vec<Run>) -> IoResult<bool> {
+        let mut room = STEP_CLUSTERS;
+        while room > 0
+            && let Some(mut freed) = due.pop()
+        {
+            if self.lock().refcounts.is_half_crowded() {
+                due.push(freed);
+                return Ok(false);
+            }
+            let absent = self.decrement_some(&mut freed, &mut room, runs);
+            if !freed.clusters.is_empty() {
+                due.push(freed);
+            }
+            if let Some(block) = absent {
+                self.load_block(io, block).await?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Decrements from the start of `freed` on, as far as `room` goes; returns the block that has to be loaded first, if
+    /// one has.
+    fn decrement_some(&self, freed: &mut Freed, room: &mut u64, runs: &mut Vec<Run>) -> Option<u64> {
         let mut state = self.lock();
         let clusters = &mut freed.clusters;
-        while !clusters.is_empty() {
+        while !clusters.is_empty() && *room > 0 {
             let found = state.refcounts.get(clusters.start);
             if let Err(Absent::NotLoaded(block)) = found {
                 return Some(block);
@@ -120,6 +153,7 @@ impl Inner {
                 }
             }
             clusters.start = clusters.start.saturating_add(1);
+            *room = room.saturating_sub(1);
         }
         None
     }
@@ -131,7 +165,8 @@ impl Inner {
         }
         let run = Run { first: cluster, count: 1, zeroed: false };
         state.space.quarantine.add(run);
-        // It was in use, so it is not known there; if it were, it could be handed out while it is being punched.
+        // It was in use, so the list of free space does not have it. If it had, the cluster could be handed out while
+        // it is being punched.
         state.space.free.remove(run);
         match runs.last_mut() {
             Some(last) if last.end() == cluster => last.count = last.count.saturating_add(1),

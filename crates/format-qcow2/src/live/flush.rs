@@ -2,15 +2,15 @@
 //!
 //! 1. Refcount blocks and L2 tables that nothing on disk leads to yet; barrier. The barrier also makes guest data and
 //!    the copied or zeroed remainders of clusters durable before any mapping leads to them.
-//! 2. Where refcount blocks are new or the refcount table has moved: its entries, or the header; barrier.
+//! 2. If refcount blocks are new, the entries of the refcount table. If that table has moved, the header. Barrier.
 //! 3. L2 entries and L1 entries; barrier.
 //!
-//! Where refcounts are postponed (see `lazy_refcounts`) they are in none of these, and 1 and 3 are one step where what the tables
-//! lead to reads as zeros until it is written, as it did before.
+//! If refcounts are postponed (see `lazy_refcounts`), no step writes them. Then steps 1 and 3 are one step if
+//! everything that the tables lead to reads as zeros until it is written, as it did before.
 //!
-//! What step 3 unlinked is decremented only afterwards. So whatever a power cut leaves, refcounts are never too low.
-//! What is written is copied under the mutex in one moment, in which the tables are consistent; one flush runs at a
-//! time, and those who come meanwhile share the next.
+//! Refcounts of what step 3 unlinked are decremented only afterwards. So refcounts are never too low after a power cut.
+//! The bytes to write are copied under the mutex, all at one moment, so the tables agree. One flush runs at a time.
+//! Callers that come meanwhile share the next one.
 
 use crate::layout::header::OFFSET_REFCOUNT_TABLE;
 use crate::live::flush_queue::{Barrier, Outcome};
@@ -115,7 +115,7 @@ impl Inner {
     }
 
     async fn flush_now(&self, io: &MetaIo) -> IoResult {
-        // What a flush whose task was dropped has in flight is older than what is written now.
+        // A flush whose task was dropped may have writes in flight. They are older than what is written now.
         self.table_writes.over().await;
         if self.is_stopped() {
             self.mark_corrupt(io).await;
@@ -138,10 +138,10 @@ impl Inner {
     }
 
     async fn flush_tables(&self, io: &MetaIo) -> IoResult {
-        // What could not be decremented now is tried again by the next flush; nothing is lost but space.
+        // The next flush decrements what could not be decremented now. Only space is lost meanwhile.
         let _ = self.reap(io, false).await;
         let writing = Writing::begin(self)?;
-        // Guest data of their own file come first, whatever leads to them.
+        // Guest data in a file of their own are made durable before anything that leads to them.
         if let Some(data) = io.data()
             && !(writing.is_some() && self.skips(Barrier::BeforeMapping))
         {
@@ -265,7 +265,8 @@ struct FreshWrite {
     slices: Vec<(usize, Vec<u8>)>,
 }
 
-/// One moment of the dirty tables, on its way to the file. What has not been written when it is dropped is dirty again.
+/// A copy of the dirty tables at one moment, on its way to the file. What is not written when this is dropped is dirty
+/// again.
 struct Writing<'a> {
     inner: &'a Inner,
     refcounts: RefcountWrites,
@@ -276,7 +277,7 @@ struct Writing<'a> {
     mapping: Vec<Piece>,
     l1: Vec<Piece>,
     unlinked: Vec<Freed>,
-    /// What the mapping leads to has to be durable before it.
+    /// What the mapping leads to must be durable before the mapping is.
     ordered: bool,
     refcounts_written: bool,
     mapping_written: bool,
@@ -351,12 +352,16 @@ impl<'a> Writing<'a> {
         self.inner.lock().refcounts.end_writing(true, false);
     }
 
-    /// What was unlinked stays so: its references can go.
+    /// What was unlinked stays unlinked, so its references can go.
     fn all_is_written(&mut self) {
         self.mapping_written = true;
         let mut state = self.inner.lock();
         state.book.end_writing(true);
         state.l1_writing.clear();
+        if state.retired.len() < self.unlinked.len() {
+            // There may be a great many, and their order says nothing.
+            std::mem::swap(&mut state.retired, &mut self.unlinked);
+        }
         state.retired.append(&mut self.unlinked);
     }
 }
@@ -392,12 +397,13 @@ fn push_joined(pieces: &mut Vec<Piece>, piece: Piece) {
 /// Writes all pieces, several at a time. After an error some may have been written.
 pub(crate) async fn write_all(tail: &Arc<InFlightOps>, io: &MetaIo, pieces: Vec<Piece>) -> IoResult {
     for batch in pieces.chunks(BATCH) {
-        let start = |piece: &Piece| {
-            let data = IoBuf::from_pool(piece.bytes.len()).whole();
+        let copied = |piece: &Piece| {
+            let data = IoBuf::from_pool(piece.bytes.len())?.whole();
             data.copy_from_slice(0, &piece.bytes);
-            tail.start(io, FileOp::Write { offset: piece.offset, data, fua: false })
+            Ok(FileOp::Write { offset: piece.offset, data, fua: false })
         };
-        let started: Vec<_> = batch.iter().map(start).collect();
+        let writes = batch.iter().map(copied).collect::<IoResult<Vec<_>>>()?;
+        let started: Vec<_> = writes.into_iter().map(|write| tail.start(io, write)).collect();
         let mut result = Ok(());
         for write in started {
             result = result.and(write.await);

@@ -42,7 +42,7 @@ impl Barrier {
     }
 }
 
-/// The end of one flush; `None` inside if nobody brought it to its end.
+/// The end of one flush; `None` inside if its task was dropped.
 pub(crate) type Outcome = Arc<OnceLock<Option<IoResult>>>;
 
 /// One flush runs, the next collects those who want one.

@@ -21,6 +21,7 @@ pub struct Qcow2 {
 
 /// How to open an image.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct OpenOptions {
     /// For messages: the path.
     pub name: String,
@@ -28,10 +29,18 @@ pub struct OpenOptions {
     pub read_only: bool,
 }
 
+impl OpenOptions {
+    /// An image that messages call `name`.
+    #[must_use]
+    pub fn new(name: impl Into<String>, read_only: bool) -> Self {
+        Self { name: name.into(), read_only }
+    }
+}
+
 /// Whether a write can go straight to the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Overwrite {
-    /// The first part of the range is allocated, and nobody else's.
+    /// The first part of the range is allocated, and belongs to nobody else.
     InPlace {
         /// First byte in the file.
         offset: u64,
@@ -78,8 +87,8 @@ impl Qcow2 {
         self.inner.geometry.size_bytes
     }
 
-    /// Bounds the memory for L2 tables, before the image is shared and used; afterwards it changes nothing. Slices of
-    /// 4 KiB are kept, two at least; as much as an eighth may go to refcount blocks beside.
+    /// Bounds the memory for L2 tables. Call it before the image is shared and used; later calls change nothing. Slices
+    /// of 4 KiB are kept, at least two. Refcount blocks may take an eighth of this size on top.
     pub fn set_cache_bytes(&mut self, l2_bytes: u64) {
         let Some(inner) = Arc::get_mut(&mut self.inner) else { return };
         inner.slices = inner.geometry.slice_cache(l2_bytes);
@@ -138,7 +147,8 @@ impl Qcow2 {
                     inner.satisfy(io, Need::Slice(inner.geometry.slice_of(cluster))).await?;
                 }
                 Err(BadEntry) => {
-                    // The two words of an extended entry may be of two moments that look alike. Under the mutex there is one.
+                    // The two words of an extended entry may come from two moments that look alike. Under the mutex
+                    // they come from one.
                     let again = {
                         let _state = inner.lock();
                         inner.lookup(offset, length)
@@ -149,8 +159,8 @@ impl Qcow2 {
         }
     }
 
-    /// For a range that holds no data here (it reads as zeros, or as the layer below) and was just resolved: the space in
-    /// the file that its first part keeps all the same, and how long that part is.
+    /// For a range that was just resolved and holds no data here: the space in the file that its first part keeps all
+    /// the same, and the length of that part.
     #[must_use]
     pub fn empty_space(&self, offset: u64, length: u64) -> (Option<u64>, u64) {
         let geometry = &self.inner.geometry;
@@ -190,6 +200,12 @@ impl Qcow2 {
         place
     }
 
+    /// How much memory [`Qcow2::read_compressed`] takes, in bytes.
+    #[must_use]
+    pub fn decompress_bytes(&self, extent: &CompressedExtent) -> u64 {
+        self.inner.decompress_bytes(extent)
+    }
+
     /// The whole cluster that `extent` lies in, decompressed.
     pub async fn read_compressed(&self, io: &MetaIo, extent: CompressedExtent) -> IoResult<AlignedBuf> {
         self.inner.read_compressed(io, extent).await
@@ -201,9 +217,9 @@ impl Qcow2 {
         self.inner.flush(io).await
     }
 
-    /// Flushes, writes the refcounts of what was freed, and brings the persistent bitmaps in the file up to date. Bitmaps
-    /// that cannot be written are lost, which is logged, and not an error of the disk, unless refcounts were left to write
-    /// because of them. No operation may be in flight. The image stays usable.
+    /// Flushes, writes the refcounts of what was freed, and brings the persistent bitmaps in the file up to date. A
+    /// bitmap that cannot be written is lost. That is logged and is no error, unless refcounts that were changed for it
+    /// cannot be written. No operation may be in flight. The image stays usable.
     pub async fn close(&self, io: &MetaIo) -> IoResult {
         self.inner.close(io).await
     }

@@ -1,7 +1,7 @@
 //! Changes to metadata that are in flight, whatever became of the tasks that started them.
 //!
-//! A task may be dropped at any await (its reactor ends); what it pushed still happens, perhaps much later. Whoever takes
-//! over first waits for that, or an old table could land on a newer one, and an old punch in new data.
+//! A task may be dropped at any await (its reactor ends); what it pushed still happens, perhaps much later. Whoever
+//! takes over first waits for it. Otherwise an old table could land on a newer one, or an old punch in new data.
 
 use block::sync::{AtomicUsize, Ordering};
 use block::{FileOp, IoResult, MetaIo, WaitList};

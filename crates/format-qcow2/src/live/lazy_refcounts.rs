@@ -1,9 +1,10 @@
 //! The dirty bit: "the refcounts of this image are not to be believed" (qcow2 specification, incompatible features).
 //!
-//! Where an image allows it (lazy refcounts), we set it, durably, before the first refcount is postponed; from then on a
-//! flush writes mappings alone, and closing the image writes the refcounts and takes the bit away. What else a flush orders
-//! stays: data and copies before whatever leads to them, unlinking before reuse. Only a place that was never used and
-//! durably reads as zeros may be led to before it is filled, by an entry that read as zeros.
+//! If an image allows it (lazy refcounts), we set the bit, durably, before the first refcount is postponed. From then
+//! on a flush writes only mappings. Closing the image writes the refcounts and clears the bit. All other orders stay:
+//! data and copies before whatever leads to them, unlinking before reuse. There is one exception: an entry may lead to
+//! a place before that place is filled, if the place was never used and durably reads as zeros, and the entry read as
+//! zeros before.
 
 use crate::layout::entry::Cluster;
 use crate::layout::header::{INCOMPATIBLE_DIRTY, OFFSET_INCOMPATIBLE};
@@ -15,14 +16,14 @@ use block::{FileOp, IoResult, MetaIo};
 use memory::{AlignedBuf, IoBuf};
 
 impl Inner {
-    /// Whether a flush leaves the refcounts out. Not if too many wait; and not if their table moves: its old place must not
-    /// be used again while the header leads there.
+    /// Whether a flush leaves the refcounts out. It does not if too many wait, or if their table moves: the table's old
+    /// place must not be used again while the header leads there.
     pub(crate) fn postpones_refcounts(&self, state: &State) -> bool {
         let must_write = state.refcounts.is_half_crowded() || state.refcounts.has_moved();
         state.dirty.set && state.dirty.wanted && !must_write
     }
 
-    /// Before a refcount is raised: the header says that refcounts may be stale, where they may.
+    /// Called before a refcount is raised. If refcounts may become stale, the header must say so first.
     pub(crate) fn require_dirty_bit(&self, state: &State) -> Step<()> {
         match self.lazy && !(state.dirty.set && state.dirty.wanted) {
             true => Err(Stop::Need(Need::DirtyBit)),
@@ -30,7 +31,8 @@ impl Inner {
         }
     }
 
-    /// Has the next flush set the bit: only whoever leads a flush writes the header, and no two do at a time.
+    /// Asks the next flush to set the bit. Only the leader of a flush writes the header, and only one flush runs at a
+    /// time.
     pub(crate) async fn make_dirty(&self, io: &MetaIo) -> IoResult {
         self.lock().dirty.wanted = true;
         self.flush(io).await
@@ -41,7 +43,8 @@ impl Inner {
         self.lock().dirty.wanted = false;
     }
 
-    /// At the start of a flush, which postpones nothing yet. Whether the bit was written: it is set once the flush ends.
+    /// Called at the start of a flush, which postpones nothing yet. Returns whether the bit was written; it counts as
+    /// set when the flush has ended.
     pub(crate) async fn write_dirty_bit_if_wanted(&self, io: &MetaIo) -> IoResult<bool> {
         {
             let state = self.lock();
@@ -53,7 +56,7 @@ impl Inner {
         Ok(true)
     }
 
-    /// The flush that wrote it has ended.
+    /// The flush that wrote the bit has ended.
     pub(crate) fn dirty_bit_is_set(&self) {
         self.lock().dirty.set = true;
     }
@@ -66,7 +69,7 @@ impl Inner {
             if !self.lazy || !is_set || state.dirty.wanted || !state.is_all_written() {
                 return Ok(());
             }
-            // First: nothing is postponed from here on, whatever becomes of the write.
+            // This comes first: from here on nothing is postponed, even if the write fails.
             state.dirty.set = false;
         }
         self.write_dirty_bit(io, false).await?;
@@ -87,8 +90,8 @@ impl Inner {
         self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await
     }
 
-    /// An entry is going to lead to new space: unless that reads as zeros (`blank`), and the guest sees zeros there now, what
-    /// lies there has to be durable first.
+    /// An entry is going to lead to new space. What lies there must be durable first, unless the space reads as zeros
+    /// (`blank`) and the guest sees zeros there now.
     pub(crate) fn note_order(&self, state: &mut State, blank: bool, old: Cluster) {
         let reads_as_zeros = match old {
             Cluster::Unallocated => !self.geometry.has_backing,
@@ -99,5 +102,5 @@ impl Inner {
     }
 }
 
-/// Of the incompatible features.
+/// The last byte of the incompatible features.
 const LAST_BYTE: usize = OFFSET_INCOMPATIBLE.saturating_add(7);

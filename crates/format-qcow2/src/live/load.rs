@@ -1,7 +1,7 @@
 //! Getting what a step needs: tables from the file, zeroed space, a quiet range.
 //!
-//! Each load is done once; others that need the same wait for it. Whoever loads may be dropped at any await: the guard
-//! then lets the next one try.
+//! Each load is done once; others that need the same wait for it. A task that loads may be dropped at any await. Its
+//! guard then lets the next one try.
 
 use crate::layout::bitmap::AUTOCLEAR_BITMAPS;
 use crate::layout::entry::entries;
@@ -14,7 +14,7 @@ use block::sync::Ordering;
 use block::{FileOp, IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
 use memory::{AlignedBuf, IoBuf};
 
-/// The file is extended by its own length, between these: rare enough in a large file, little in a small one.
+/// The file grows by its own length, within these bounds: seldom in a large file, by little in a small one.
 const EXTENSION_BYTES_MIN: u64 = 256 << 10;
 const EXTENSION_BYTES_MAX: u64 = 16 << 20;
 
@@ -52,7 +52,7 @@ impl Inner {
         }
     }
 
-    /// Takes on a load; `None` if somebody else had it, and has finished.
+    /// Takes on a load. `None` if somebody else had it and has finished.
     pub(crate) async fn begin(&self, need: Need) -> Option<Loading<'_>> {
         if self.lock().busy.insert(need.clone()) {
             return Some(Loading { inner: self, need });
@@ -109,11 +109,11 @@ impl Inner {
         Ok(())
     }
 
-    /// Makes the file longer by space that reads as zeros even after a power cut: zeroed, so that nothing that lay there
-    /// before shows through. While this runs, nobody takes space at the end of the file.
+    /// Makes the file longer by space that reads as zeros even after a power cut. The space is zeroed, so nothing that
+    /// lay there before shows through. While this runs, nobody takes space at the end of the file.
     async fn extend(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::Extension).await else { return Ok(()) };
-        // What a task that was dropped has in flight would zero what is written there next.
+        // A task that was dropped may still be zeroing there, and would zero what is written next.
         self.extensions.over().await;
         self.settle_frontier(io).await?;
         let from = {
@@ -129,7 +129,7 @@ impl Inner {
         if end > MAX_FILE_BYTES {
             return Err(IoError::new(IoErrorKind::NoSpace));
         }
-        // Never by setting the length: that could also cut off.
+        // The length is never set directly: that could cut data off.
         let zeroes = FileOp::WriteZeroes { offset: start, length: end.saturating_sub(start), may_unmap: true };
         self.extensions.start(io, zeroes).await?;
         let mut state = self.lock();
@@ -140,8 +140,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Moves the frontier behind everything that has a refcount: clusters behind the end of the file may be in use all
-    /// the same, not written yet, and must be neither zeroed later nor cut off.
+    /// Moves the frontier behind everything that has a refcount. Clusters behind the end of the file may be in use
+    /// without being written yet. They must be neither zeroed later nor cut off.
     async fn settle_frontier(&self, io: &MetaIo) -> IoResult {
         let (mut block, first) = {
             let state = self.lock();
@@ -153,7 +153,7 @@ impl Inner {
         while let Some(number) = block.filter(|number| *number >= first) {
             self.load_block(io, number).await?;
             let mut state = self.lock();
-            // Somebody else may have had the load, and failed.
+            // Somebody else may have had the load, and may have failed.
             if !state.refcounts.is_loaded(number) && state.refcounts.block_offset(number).is_ok() {
                 continue;
             }
@@ -171,11 +171,11 @@ impl Inner {
         Ok(())
     }
 
-    /// Learns where all tables lie, those of snapshots too, says that the bitmaps are in use, and clears the autoclear bits
-    /// whose promise we do not keep, before anything else is written.
+    /// Prepares the image for its first write. Learns where all tables lie, those of snapshots included. Says that the
+    /// bitmaps are in use. Clears the autoclear bits whose promise we do not keep.
     async fn make_header_ready(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::HeaderReady).await else { return Ok(()) };
-        // What a close whose task was dropped has in flight may say that bitmaps are not in use.
+        // A close whose task was dropped may have a write in flight that says that bitmaps are not in use.
         self.table_writes.over().await;
         self.refuse_if_stopped()?;
         if self.header_ready.load(Ordering::Acquire) {
@@ -192,7 +192,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Clears the autoclear bits but for these, durably. Version 2 has none, and something else in their place.
+    /// Clears all autoclear bits but these, durably. Version 2 has none: something else lies in their place.
     async fn keep_autoclear(&self, io: &MetaIo, kept: u64) -> IoResult {
         let kept = self.header.autoclear_features & kept;
         if kept == self.header.autoclear_features {

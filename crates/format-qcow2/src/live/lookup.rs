@@ -7,6 +7,11 @@ use crate::live::state::Inner;
 use block::sync::Ordering;
 use block::{CompressedExtent, Extent, Mapped};
 
+/// How much one lookup joins, in tables that are not there, and what a slice with all its entries counts: a guest may ask
+/// for a gigabyte of tiny clusters.
+const LOOKUP_STEPS: u32 = 4096;
+const SLICE_STEPS: u32 = 64;
+
 /// What most lookups find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plain {
@@ -54,32 +59,35 @@ impl Qcow2 {
         self.inner.mapping_changes();
     }
 
-    /// Whether all that was looked up before this call is mapped durably: what is overwritten there is durable once it is
-    /// so itself.
+    /// Whether every mapping that was looked up before this call is durable. If so, what is overwritten there is
+    /// durable as soon as the data are.
     #[inline]
     #[must_use]
     pub fn is_mapping_durable(&self) -> bool {
-        // The entry was loaded with Acquire and changed after the flag was taken back: seeing it, this sees that too, or
-        // that a flush has made it durable since.
+        // A writer takes the flag back before it changes an entry, and the entry was loaded with Acquire. So whoever
+        // saw the new entry sees the flag taken back, or set again by a flush that made the entry durable.
         self.inner.mapping_is_durable.load(Ordering::Acquire) || self.inner.skips(Barrier::Overwrite)
     }
 }
 
 impl Inner {
-    /// Before an entry changes: whoever sees the new one sees that it is not durable yet.
+    /// Called before an entry changes. Whoever sees the new entry then also sees that it is not durable yet.
     pub(crate) fn mapping_changes(&self) {
         self.mapping_is_durable.store(false, Ordering::Relaxed);
     }
 
-    /// `Ok(None)`: not in memory. Joins what lies together.
+    /// `Ok(None)`: a table is not in memory. Parts that lie together are joined.
     pub(crate) fn lookup(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
         if self.check_range(offset, length).is_err() || self.is_stopped() {
             return Ok(None);
         }
         let Some(mut mapped) = self.lookup_in_slice(offset, length)? else { return Ok(None) };
-        while mapped.length_bytes < length {
+        let mut steps_left = LOOKUP_STEPS;
+        while mapped.length_bytes < length && steps_left > 0 {
             let next = offset.saturating_add(mapped.length_bytes);
             let left = length.saturating_sub(mapped.length_bytes);
+            let has_slice = self.slices.view(self.geometry.slice_of(self.geometry.cluster_of(next))).is_some();
+            steps_left = steps_left.saturating_sub(if has_slice { SLICE_STEPS } else { 1 });
             match self.lookup_in_slice(next, left) {
                 Ok(Some(more)) if follows(&mapped, &more) => {
                     mapped.length_bytes = mapped.length_bytes.saturating_add(more.length_bytes);
@@ -140,14 +148,14 @@ impl Inner {
         Ok(Some(Mapped { extent, length_bytes: bytes.min(length) }))
     }
 
-    /// Whether a table may lie where an L2 entry says that data do: never in a file that has none.
+    /// Whether a table may lie where an L2 entry says that data lie. If data have a file of their own, none does.
     #[inline]
     pub(crate) fn may_hold_table(&self, host: u64) -> bool {
         !self.geometry.data_file && self.table_bits.may_hold_table(self.geometry.cluster_of(host))
     }
 
-    /// The entry of the one cluster that a range lies in, and where it begins there. Zero also where there is no table.
-    /// `None` where entries take more than one look.
+    /// The entry of the one cluster that holds the range, and where the range begins in it. Zero if there is no table.
+    /// `None` if one look at an entry is not enough.
     #[inline]
     fn plain_entry(&self, offset: u64, length: u64) -> Option<(u64, u64)> {
         let geometry = &self.geometry;
@@ -165,7 +173,8 @@ impl Inner {
         view.is_valid().then_some((raw, in_cluster))
     }
 
-    /// The table of a cluster, if it is this disk's alone: one that a snapshot shares vouches for nothing.
+    /// The table of a cluster, if only this disk uses it. A table that a snapshot shares does not say what is the
+    /// disk's own.
     #[inline]
     fn own_table(&self, cluster: u64) -> Option<Table> {
         self.table(self.geometry.l1_index(cluster)).ok().flatten().filter(|table| table.copied)

@@ -1,7 +1,8 @@
 //! Where the image's own tables lie, so that nothing else is ever written there, whatever the image says.
 //!
-//! Collected from header, refcount table, L1 and snapshots before an image is first written to, and kept up to date. Who
-//! asks under the mutex gets an exact answer; the lock-free path asks [`TableBits`], which errs towards "perhaps".
+//! The places are collected from the header, the refcount table, L1 and the snapshots before the image is first written
+//! to, and kept up to date. Under the mutex the answer is exact. The path without a lock asks [`TableBits`], which may
+//! say "perhaps" too often.
 
 use block::sync::{AtomicU64, Ordering};
 use foldhash::{HashMap, HashMapExt};
@@ -65,13 +66,13 @@ impl fmt::Display for Owner {
 /// Two tables of one kind: neither may be changed.
 const TWICE: u16 = 1 << 15;
 
-/// Host clusters that hold tables, and whose.
+/// Host clusters that hold tables, and the owner of each.
 #[derive(Debug, Default)]
 pub(crate) struct MetadataMap {
-    /// Hashed quickly: a large image has tens of thousands, all of which are collected before its first write. An image
-    /// decides where its tables lie, but does not know the seed.
+    /// The hash is quick: a large image has tens of thousands of tables, and all are collected before its first write.
+    /// An image decides where its tables lie, but it does not know the seed.
     owners: HashMap<u64, u16>,
-    /// Some lie so far behind that they share their bits with others in front.
+    /// Some tables lie so far behind that they share bits with clusters in front.
     has_far: bool,
 }
 
@@ -121,8 +122,8 @@ impl MetadataMap {
     }
 }
 
-/// A bit a host cluster, and the same again for those behind the last bit: what the path without a lock asks before it
-/// overwrites data in place.
+/// One bit for each host cluster. Clusters behind the last bit share the bits of those in front. The path without a
+/// lock asks this before it overwrites data in place.
 #[derive(Debug)]
 pub(crate) struct TableBits {
     words: Box<[AtomicU64]>,

@@ -144,11 +144,15 @@ async fn read_header(io: &MetaIo, file: &FileInfo, name: &str, read_only: bool) 
     let cluster = read_first_cluster(io).await.map_err(failed)?;
     let header = Header::parse(&cluster, name, false).map_err(|error| match file.length_bytes {
         length @ 4..HEADER_BYTES_MIN if probe(&cluster) => {
-            let what = format!("'{name}': not a valid qcow2 image: the file has {length} bytes, not even a header");
+            let what =
+                format!("'{name}': not a valid qcow2 image: qcow2 header too short: the file has {length} bytes");
             Error::new(ErrorKind::BadImage, what)
         }
         _ => error,
     })?;
+    if !read_only {
+        header.refuse_corrupt(name)?;
+    }
     if read_only || !header.is_dirty() {
         return Ok((cluster, header, file.length_bytes));
     }
@@ -158,8 +162,8 @@ async fn read_header(io: &MetaIo, file: &FileInfo, name: &str, read_only: bool) 
     Ok((cluster, header, file_bytes))
 }
 
-/// Where space comes from at first. In a file that grows: behind its end. In one that cannot: behind what any refcount
-/// block counts, and in what the scan finds.
+/// Where space comes from at first. A file that can grow gives it behind its end. Another file gives it behind all that
+/// refcount blocks count, and where the scan finds some.
 fn space_at_open(file: &FileInfo, file_bytes: u64, geometry: &Geometry, refcounts: &Refcounts) -> Space {
     let grows = file.can_grow && !file.block_device;
     let frontier = match grows {

@@ -1,14 +1,16 @@
-//! The overlap guard: no write of ours lands in a table that is another's.
+//! The overlap guard: none of our writes lands in somebody else's table.
 //!
-//! Asked before space is handed out, before a table is changed, before data are overwritten in place, and once more for
-//! every piece of metadata on its way to the file. A *yes* means that the image contradicts itself and that going on would
-//! destroy it: the write is refused, both owners and offsets are logged, the corrupt bit is set, and from then on every
-//! request fails. What is damaged but harmless (an entry that breaks the specification) fails its own requests only.
+//! It is asked before space is handed out, before a table is changed, before data are overwritten in place, and once
+//! more for every piece of metadata on its way to the file. A *yes* means that the image contradicts itself, and that
+//! going on would destroy it. Then the write is refused, the log names both owners and their offsets, the corrupt bit
+//! is set, and every later request fails. Harmless damage (an entry that breaks the specification) fails only its own
+//! requests.
 
 use crate::layout::entry::entries;
 use crate::layout::entry::{Cluster, decode_l1};
 use crate::layout::geometry::clusters_of;
 use crate::layout::header::{HEADER_SECTOR_BYTES, INCOMPATIBLE_CORRUPT, OFFSET_INCOMPATIBLE};
+use crate::layout::snapshot::{ROW_BYTES, RowHead};
 use crate::live::free_runs::Run;
 use crate::live::metadata_map::{MetadataMap, Owner};
 use crate::live::refcounts::Piece;
@@ -20,9 +22,6 @@ use std::ops::Range;
 
 /// L1 tables of snapshots are read for the guard up to this many bytes in all.
 const SNAPSHOT_L1_BYTES_MAX: u64 = 64 << 20;
-/// The fixed part of a row of the snapshot table, and the most that its optional part may have.
-const SNAPSHOT_ROW_BYTES: usize = 40;
-const SNAPSHOT_EXTRA_MAX: u64 = 1024;
 
 const CORRUPT: IoError = IoError::new(IoErrorKind::Corrupt);
 
@@ -36,7 +35,8 @@ impl Inner {
         if self.is_stopped() { Err(CORRUPT) } else { Ok(()) }
     }
 
-    /// Refuses to write `writer`'s bytes (or, without a writer, data) where a table lies that is not the writer's alone.
+    /// Refuses to write where a table lies that does not belong to `writer` alone. Without a writer, the bytes are
+    /// data.
     pub(crate) fn guard(&self, state: &mut State, writer: Option<Owner>, clusters: Range<u64>) -> IoResult {
         self.refuse_if_stopped()?;
         let offset = self.geometry.start_of(clusters.start);
@@ -53,7 +53,7 @@ impl Inner {
             self.name
         );
         self.stopped.store(true, Ordering::Release);
-        // Whoever looks without a lock goes the slow way, and is refused there.
+        // Requests on the path without a lock go the slow way, and are refused there.
         self.header_ready.store(false, Ordering::Release);
         Err(CORRUPT)
     }
@@ -63,7 +63,7 @@ impl Inner {
         Ok(self.guard(state, None, run.first..run.end())?)
     }
 
-    /// Refuses to change an L2 table that lies where another table does.
+    /// Refuses to change an L2 table if another table lies in the same place.
     pub(crate) fn guard_l2(&self, state: &mut State, offset: u64) -> Step<()> {
         let cluster = self.geometry.cluster_of(offset);
         Ok(self.guard(state, Some(Owner::L2), cluster..cluster.saturating_add(1))?)
@@ -84,8 +84,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Sets the corrupt bit (version 3 has one) of an image that was stopped. By whoever leads a flush, so that no other
-    /// write to the header is on its way. What is in memory is not believed any more, so the sector is read again.
+    /// Sets the corrupt bit of an image that was stopped (version 3 has one). Only the leader of a flush calls this, so
+    /// no other write to the header is in flight. Memory is not trusted any more, so the sector is read again.
     pub(crate) async fn mark_corrupt(&self, io: &MetaIo) {
         if self.geometry.version < 3 || self.marked.swap(true, Ordering::AcqRel) {
             return;
@@ -123,25 +123,19 @@ impl Inner {
         let mut left = SNAPSHOT_L1_BYTES_MAX;
         let mut result = Ok(());
         for _ in 0..self.header.snapshots {
-            let row = match io.read(at, SNAPSHOT_ROW_BYTES, PastEnd::Fails).await {
-                Ok(row) => row,
+            let row = match io.read(at, ROW_BYTES, PastEnd::Fails).await {
+                Ok(row) => RowHead::parse(&row),
                 Err(error) => {
                     result = Err(error);
                     break;
                 }
             };
-            let field = |from: usize, bytes: usize| {
-                let part = row.get(from..from.saturating_add(bytes)).unwrap_or_default();
-                part.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte))
-            };
-            let extra_bytes = field(36, 4);
-            if extra_bytes > SNAPSHOT_EXTRA_MAX {
+            if !row.has_sane_extra() {
                 result = Err(CORRUPT);
                 break;
             }
-            let names = field(12, 2).saturating_add(field(14, 2)).saturating_add(SNAPSHOT_ROW_BYTES as u64);
-            at = at.saturating_add(names).saturating_add(extra_bytes).next_multiple_of(8);
-            let (offset, length) = (field(0, 8), field(8, 4).saturating_mul(8));
+            at = row.next_row(at);
+            let (offset, length) = (row.l1_offset, row.l1_bytes());
             if offset >= crate::layout::geometry::MAX_FILE_BYTES || length > left {
                 result = Err(CORRUPT);
                 continue;
@@ -178,7 +172,7 @@ impl Inner {
 impl Inner {
     fn collect_tables(&self, state: &State) -> MetadataMap {
         let geometry = &self.geometry;
-        // A terabyte has thousands: counted first, so that the map does not grow step by step.
+        // A disk of a terabyte has thousands. They are counted first, so that the map does not grow step by step.
         let used = self.l1.iter().filter(|entry| entry.load(Ordering::Relaxed) != 0).count();
         let expected = used.saturating_add(state.refcounts.block_offsets().count());
         let mut tables = MetadataMap::with_capacity(expected);

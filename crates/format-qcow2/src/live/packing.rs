@@ -1,8 +1,9 @@
-//! Writes of compressed clusters: packed byte to byte into host clusters, each of which counts as many references as
-//! compressed clusters touch it (qcow2 specification, "Compressed Clusters Descriptor").
+//! Writes of compressed clusters. They are packed without gaps into host clusters. A host cluster has one reference for
+//! each compressed cluster that touches it (qcow2 specification, "Compressed Clusters Descriptor").
 //!
-//! Two steps, as for any write: space is reserved, the data written by the caller, the entries published. The space
-//! behind the last compressed cluster stays open for the next one as long as its host cluster is in use.
+//! Like any write, this has two steps: space is reserved, and, when the caller has written the data, the entries are
+//! published. The space behind the last compressed cluster stays open for the next one as long as its host cluster is
+//! in use.
 
 use crate::layout::entry::encode_compressed;
 use crate::live::compress::Compressor;
@@ -13,7 +14,7 @@ use block::{Error, ErrorKind, IoError, IoErrorKind, IoResult, MetaIo, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// So much of the file is kept for compressed clusters at once, and no more than so many clusters.
+/// What is kept for compressed clusters at once: this part of the file, and at most so many clusters.
 const KEPT_SHARE: u64 = 64;
 const KEPT_CLUSTERS_MAX: u64 = 16;
 
@@ -72,8 +73,8 @@ impl Qcow2 {
         Compressor::new(self.inner.header.compression)
     }
 
-    /// Space for compressed clusters, which follow each other in the file where that can be. They are named in the order
-    /// of the disk, noted as written, and nobody else may write them until they are committed.
+    /// Reserves space for compressed clusters. They follow each other in the file if that is possible. They are given
+    /// in the order of the disk and noted as written. Nobody else may write them until they are committed.
     pub async fn prepare_compressed(&self, io: &MetaIo, clusters: &[PackedCluster]) -> IoResult<PackedAllocation> {
         let inner = &*self.inner;
         let (Some(first), Some(last)) = (clusters.first(), clusters.last()) else {
@@ -151,7 +152,8 @@ impl Inner {
         let mut start = end;
         if length > room {
             let run = self.allocate_packed(state)?;
-            // The block that counts the open cluster may have left memory meanwhile: then it is open no more.
+            // The block that counts the open cluster may have left memory meanwhile. Then the cluster is not open any
+            // more.
             let goes_on = run.first == host.saturating_add(1)
                 && references.take().is_some_and(|count| state.refcounts.set(host, count).is_ok());
             if !goes_on {
@@ -168,8 +170,8 @@ impl Inner {
         Ok((start, Placed { cluster: 0, raw, first_host, end_host }))
     }
 
-    /// One host cluster, out of a stretch that is kept for compressed clusters: what else is allocated meanwhile comes
-    /// behind it, so that they go on following each other.
+    /// Takes one host cluster from a stretch that is kept for compressed clusters. Other allocations come behind the
+    /// stretch, so compressed clusters go on following each other.
     fn allocate_packed(&self, state: &mut State) -> Step<Run> {
         if state.refcounts.is_crowded() {
             return Err(Stop::Need(Need::Flush));

@@ -10,7 +10,7 @@ use block::IoError;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Where new parts go: guest bytes in whole parts, and what of them is not the request's.
+/// Where new parts go: whole parts, of which the request may cover only some bytes.
 struct Room {
     start: u64,
     end: u64,
@@ -127,7 +127,7 @@ impl Inner {
         Ok(Room { start, end, host, clusters: first..cluster, fresh: false, zeroed: false, head, tail })
     }
 
-    /// New host clusters, with what of the old ones has to come along.
+    /// New host clusters, and what must be copied to them from the old ones.
     fn new_parts(&self, state: &mut State, slice: u64, offset: u64, request_end: u64, limit: u64) -> Step<Room> {
         let geometry = &self.geometry;
         let first = geometry.cluster_of(offset);
@@ -148,7 +148,7 @@ impl Inner {
         let end_part = self.parts_wanted(last, request_end).max(end_held(&last_entry));
         let start = geometry.start_of(first).saturating_add(geometry.part_start(start_part));
         let end_bytes = geometry.start_of(last).saturating_add(geometry.part_start(end_part));
-        // Where more than the request's own parts come along, they may be of any kind.
+        // If more is copied than the request's own parts, those may be of any kind.
         let head = match start_part < geometry.part_of(offset) {
             true => Fill::Copy,
             false => self.fill_part(slice, offset, zeroed)?,
@@ -204,7 +204,7 @@ impl Inner {
             let old = self.extended(slice, cluster)?;
             let first = if cluster == allocation.guest.start { geometry.part_of(skip) } else { 0 };
             let parts = mask(first, self.parts_wanted(cluster, end));
-            // What an old host cluster holds has come along.
+            // What the old host cluster holds has been copied.
             let alloc = if old.host() == Some(host) { old.alloc | parts } else { parts };
             let new = match allocation.without_data {
                 true => old,

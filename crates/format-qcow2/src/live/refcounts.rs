@@ -11,6 +11,9 @@ use std::ops::Range;
 
 const CACHED_BLOCKS_MIN: usize = 16;
 
+/// Runs of free clusters that are looked for at once.
+const FREE_RUNS_MAX: usize = 256;
+
 /// A block is written in parts of this size, so that a flush after a small write stays small.
 const PART_BYTES: usize = 4096;
 
@@ -63,7 +66,8 @@ pub(crate) struct Refcounts {
     clock: u64,
     /// Clean blocks beyond this many bytes are dropped.
     cache_bytes: u64,
-    /// Where the last compressed cluster ends: more may follow in the same host cluster. At a cluster's start: none.
+    /// Where the last compressed cluster ends: more may follow in the same host cluster, unless this is a cluster's
+    /// start.
     packed_end: u64,
 }
 
@@ -163,8 +167,8 @@ impl Refcounts {
         }
     }
 
-    /// The first free host cluster behind `cluster`, as far as its block, which is in memory, tells: else the first that the
-    /// next block counts.
+    /// The first free host cluster behind `cluster` that its block counts. If there is none, the first cluster that the
+    /// next block counts. The block is in memory.
     pub(crate) fn next_free(&self, cluster: u64) -> u64 {
         let number = self.geometry.block_of(cluster);
         let Some(block) = self.blocks.get(&number) else { return cluster.saturating_add(1) };
@@ -174,27 +178,30 @@ impl Refcounts {
         behind.find(|other| read_entry(&block.bytes, self.index_in_block(*other), order) == 0).unwrap_or(end)
     }
 
-    /// The runs of free host clusters between two clusters that one block counts.
-    pub(crate) fn free_runs(&mut self, from: u64, to: u64) -> Result<Vec<Range<u64>>, Absent> {
+    /// The runs of free host clusters between two clusters that one block counts, and how far was looked: where there are
+    /// very many, not to the end.
+    pub(crate) fn free_runs(&mut self, from: u64, to: u64) -> Result<(Vec<Range<u64>>, u64), Absent> {
         let mut runs: Vec<Range<u64>> = Vec::new();
         if from >= to {
-            return Ok(runs);
+            return Ok((runs, to));
         }
         self.get(from)?;
         let first = self.index_in_block(from);
         let order = self.geometry.refcount_order;
-        let Some(block) = self.blocks.get(&self.geometry.block_of(from)) else { return Ok(runs) };
+        let Some(block) = self.blocks.get(&self.geometry.block_of(from)) else { return Ok((runs, to)) };
         for cluster in from..to {
             let index = first.saturating_add(cluster.saturating_sub(from));
             if read_entry(&block.bytes, index, order) != 0 {
                 continue;
             }
+            let count = runs.len();
             match runs.last_mut() {
                 Some(last) if last.end == cluster => last.end = cluster.saturating_add(1),
+                _ if count == FREE_RUNS_MAX => return Ok((runs, cluster)),
                 _ => runs.push(cluster..cluster.saturating_add(1)),
             }
         }
-        Ok(runs)
+        Ok((runs, to))
     }
 
     /// The largest count that there is room for.
@@ -258,17 +265,17 @@ impl Refcounts {
         self.moved
     }
 
-    /// Whether so much waits for a flush that one should not be put off.
+    /// Whether so much waits for a flush that one should run soon.
     pub(crate) fn is_crowded(&self) -> bool {
         self.is_filled(1)
     }
 
-    /// Whether the rest of the room is for allocations: what falls free can wait.
+    /// Whether so much waits for a flush that only allocations should add more. Frees can wait.
     pub(crate) fn is_half_crowded(&self) -> bool {
         self.is_filled(2)
     }
 
-    /// Whether more than one part of `parts` is taken by what waits for a flush.
+    /// Whether what waits for a flush takes more than the room divided by `parts`.
     fn is_filled(&self, parts: u64) -> bool {
         let count = self.dirty_blocks.len() as u64;
         let dirty = count.saturating_mul(self.geometry.cluster_bytes());
@@ -401,8 +408,8 @@ mod tests {
         for cluster in [1024, 1030, 1031, 2047] {
             refcounts.set(cluster, 1).unwrap();
         }
-        assert_eq!(refcounts.free_runs(1024, 2048), Ok(vec![1025..1030, 1032..2047]));
-        assert_eq!(refcounts.free_runs(1028, 1033), Ok(vec![1028..1030, 1032..1033]));
+        assert_eq!(refcounts.free_runs(1024, 2048), Ok((vec![1025..1030, 1032..2047], 2048)));
+        assert_eq!(refcounts.free_runs(1028, 1033), Ok((vec![1028..1030, 1032..1033], 1033)));
         assert_eq!(refcounts.free_runs(2048, 2050), Err(Absent::NoBlock(2)));
         let next = [1023, 1024, 1027, 1029, 2045, 2046].map(|cluster| refcounts.next_free(cluster));
         assert_eq!(next, [1024, 1025, 1028, 1032, 2046, 2048]);

@@ -80,11 +80,12 @@ pub(crate) struct Space {
     pub(crate) free: FreeRuns,
     /// Free, but being punched out of the file: not to be handed out.
     pub(crate) quarantine: FreeRuns,
-    /// Host clusters from here on were never handed out. Only grows, but for what was kept and never used.
+    /// Host clusters from here on were never handed out. This only grows, unless space that was kept turns out not to
+    /// be used.
     pub(crate) frontier: u64,
     /// Host clusters from the frontier up to here read as zeros, also after a power cut.
     pub(crate) zeroed_end: u64,
-    /// As far as a flush since has made that durable.
+    /// Up to here, a flush has made that durable.
     pub(crate) blank_end: u64,
     /// Nothing at or behind the frontier has a refcount.
     pub(crate) settled: bool,
@@ -152,7 +153,7 @@ pub(crate) struct State {
     pub(crate) busy: HashSet<Need>,
     /// Waits for the flush that makes its unlinking durable.
     pub(crate) unlinked: Vec<Freed>,
-    /// How many clusters that were when they were added, since the last flush.
+    /// How many clusters were added to it since the last flush.
     pub(crate) unlinked_clusters: u64,
     /// Unlinked for good (or never linked): decremented once its epoch is over.
     pub(crate) retired: Vec<Freed>,
@@ -191,7 +192,7 @@ impl State {
         if *end <= range.start {
             return None;
         }
-        // Several may overlap: the one to wait for first is any of them.
+        // Several may overlap. It does not matter which one is waited for first.
         Some(*first..*end)
     }
 
@@ -237,9 +238,9 @@ pub(crate) struct Inner {
     pub(crate) tracking: Option<Box<BitmapTracking>>,
     /// Set while the header needs no change before the image is written to, and all tables are known.
     pub(crate) header_ready: AtomicBool,
-    /// All that the tables in memory lead to, the file leads to, durably. Taken back before an entry changes, and set by a
-    /// flush of ours: what an image says when it is opened may be only in the host's cache, left there by a process that
-    /// was killed.
+    /// The file durably says all that the tables in memory say of where data lie. Cleared before an entry changes, and
+    /// set only by our own flushes. It is not set at open: what the file says then may be only in the host's cache,
+    /// left there by a process that was killed.
     pub(crate) mapping_is_durable: AtomicBool,
     pub(crate) complained: AtomicBool,
     /// The guard has found that the image contradicts itself: every request fails from now on.

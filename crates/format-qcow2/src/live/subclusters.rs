@@ -12,7 +12,7 @@ use block::{CompressedExtent, Extent, Mapped, SliceView};
 /// A run of parts of one kind.
 struct Found {
     kind: Part,
-    /// Where it lies in the file: its first byte, or of a compressed cluster nothing.
+    /// Where it lies in the file: its first byte. Nothing for a compressed cluster.
     host: Option<u64>,
     cluster: Cluster,
     bytes: u64,

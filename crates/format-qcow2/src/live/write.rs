@@ -10,6 +10,9 @@ use block::{IoError, IoResult, MetaIo};
 use std::ops::Range;
 use std::sync::Arc;
 
+/// Slices that may differ from the file. A flush copies all of them in one moment, in which nobody else gets on.
+pub(crate) const DIRTY_SLICES_MAX: usize = 1024;
+
 /// The largest allocation for one write.
 pub(crate) const ALLOCATION_BYTES_MAX: u64 = 2 << 20;
 
@@ -54,9 +57,9 @@ pub struct Allocation {
     pub tail: Fill,
     /// The space reads as zeros: zeros need not be written to it.
     pub zeroed: bool,
-    /// That is durable, and it was never anything else.
+    /// The zeros are durable, and nothing else was ever there.
     pub(crate) blank: bool,
-    /// Only the place is published: where the format can say so, nothing is in it.
+    /// Only the place is published. If the format can say so, the entry says that nothing is in it.
     pub(crate) without_data: bool,
     pub(crate) guest: Range<u64>,
     /// Host clusters that go back if this is dropped uncommitted; empty where the guest's cluster kept its own.
@@ -227,7 +230,7 @@ impl Inner {
         }
     }
 
-    /// References that are gone from the tables in memory. Call it after the tables were changed.
+    /// Notes references that are gone from the tables in memory. Call it after the tables were changed.
     pub(crate) fn unlink(&self, state: &mut State, clusters: impl IntoIterator<Item = Range<u64>>) {
         self.unlink_from(state, clusters, None);
     }
@@ -286,6 +289,9 @@ impl Inner {
             Some(table) => self.guard_l2(state, table.offset)?,
         }
         let slice = self.geometry.slice_of(cluster);
+        if state.book.dirty_count() >= DIRTY_SLICES_MAX && !state.book.is_dirty(slice) {
+            return Err(Stop::Need(Need::Flush));
+        }
         match self.slices.view(slice) {
             Some(_) => Ok(slice),
             None => Err(Stop::Need(Need::Slice(slice))),

@@ -3,8 +3,11 @@
 use crate::layout::entry::{COPIED, Cluster, ZERO};
 use crate::live::image::Qcow2;
 use crate::live::state::{Inner, Need, State, Step, Stop};
-use block::{Extent, FileOp, IoResult, MetaIo};
+use block::{Extent, FileOp, IoResult, MetaIo, yield_now};
 use std::ops::Range;
+
+/// Tables that may be missing in a row before others get on.
+const TABLES_A_STEP: usize = 1024;
 
 /// What of a write-zeroes the tables could not do.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -16,7 +19,7 @@ pub struct ZeroOutcome {
 /// What becomes of a cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Goal {
-    /// Zeros, keeping the space where it is the cluster's alone.
+    /// Zeros. The space is kept if it belongs to this cluster alone.
     Zeroed,
     /// Zeros, and the space is given back.
     ZeroedAndFreed,
@@ -50,7 +53,7 @@ impl Qcow2 {
         if inner.geometry.extended_l2 {
             let goal = if may_unmap { Goal::ZeroedAndFreed } else { Goal::Zeroed };
             let parts = inner.change_whole_parts(io, offset..end, goal).await?;
-            // Of compressed clusters nothing can be changed in part.
+            // A compressed cluster cannot be changed in part.
             let first_end = inner.geometry.start_of(whole.start).clamp(parts.start, parts.end);
             let last_start = inner.geometry.start_of(whole.end).clamp(first_end, parts.end);
             ragged.extend([offset..parts.start, parts.start..first_end, last_start..parts.end, parts.end..end]);
@@ -71,8 +74,8 @@ impl Qcow2 {
         Ok(ZeroOutcome { by_writing })
     }
 
-    /// Gives the space of whole clusters of the range back; they read as zeros afterwards. Above a backing file in
-    /// version 2, which cannot say that, nothing is done: what the layer below holds would come back to life.
+    /// Gives the space of whole clusters of the range back; they read as zeros afterwards. Version 2 cannot say that
+    /// above a backing file, so nothing is done there: what the layer below holds would come back to life.
     pub async fn discard(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
         self.inner.check_write(offset, length)?;
         if self.inner.geometry.version < 3 && self.inner.geometry.has_backing {
@@ -135,14 +138,14 @@ impl Inner {
         first..last
     }
 
-    /// Gives back what an external data file holds of clusters, if it can. Before the tables are changed: afterwards the
-    /// next write may already be there.
+    /// Gives back the space of clusters in an external data file, if that can be done. This comes before the tables are
+    /// changed, because afterwards the next write may already be there.
     async fn discard_data(&self, io: &MetaIo, clusters: &Range<u64>) {
         let Some(data) = io.data().filter(|_| !clusters.is_empty()) else { return };
         let offset = self.geometry.start_of(clusters.start);
         let length = self.geometry.start_of(clusters.end).min(self.geometry.size_bytes).saturating_sub(offset);
-        // As zeros, not as a discard, which may leave anything there: until the tables are durable they say that these
-        // are data. Best effort: what cannot be given back stays where it is.
+        // Zeros are written, because a discard may leave anything there, and until the tables are durable they say that
+        // these are data. This is best effort: what cannot be given back stays where it is.
         let _ = data.start(FileOp::WriteZeroes { offset, length, may_unmap: true }).await;
     }
 
@@ -163,6 +166,9 @@ impl Inner {
         let mut at = range.start;
         while at < range.end {
             at = self.run(io, |state| self.change_parts(state, at..range.end, goal)).await?;
+            if at < range.end {
+                yield_now().await;
+            }
         }
         Ok(())
     }
@@ -171,6 +177,10 @@ impl Inner {
         let mut at = clusters.start;
         while at < clusters.end {
             at = self.run(io, |state| self.change_step(state, at..clusters.end, goal)).await?;
+            if at < clusters.end {
+                // A range has up to millions of clusters, and their tables may all be in memory.
+                yield_now().await;
+            }
         }
         Ok(())
     }
@@ -179,8 +189,11 @@ impl Inner {
     fn change_step(&self, state: &mut State, clusters: Range<u64>, goal: Goal) -> Step<u64> {
         let first = clusters.start;
         let shows_backing = self.geometry.has_backing && goal != Goal::Revealed;
-        if !shows_backing && self.table_or_complain(self.geometry.l1_index(first))?.is_none() {
-            return Ok(self.geometry.table_end(first).min(clusters.end));
+        if !shows_backing {
+            let end = self.end_of_missing_tables(&clusters)?;
+            if end > first {
+                return Ok(end);
+            }
         }
         let part = first..clusters.end.min(self.geometry.slice_end(first));
         if let Some(busy) = state.overlapping(&part) {
@@ -210,6 +223,18 @@ impl Inner {
         Ok(part.end)
     }
 
+    /// Where the first table of a range begins, as far as one step looks; nothing is mapped before.
+    fn end_of_missing_tables(&self, clusters: &Range<u64>) -> Step<u64> {
+        let mut at = clusters.start;
+        for _ in 0..TABLES_A_STEP {
+            if at >= clusters.end || self.table_or_complain(self.geometry.l1_index(at))?.is_some() {
+                break;
+            }
+            at = self.geometry.table_end(at).min(clusters.end);
+        }
+        Ok(at)
+    }
+
     /// The new entry, or `None` where the old one will do.
     fn changed_entry(&self, old: Cluster, goal: Goal) -> Option<u64> {
         let has_zero_flag = self.geometry.version >= 3;
@@ -225,5 +250,61 @@ impl Inner {
             (Cluster::Data { host, copied: true }, Goal::Zeroed) if has_zero_flag => Some(host | COPIED | ZERO),
             (Cluster::ZeroAllocated { .. } | Cluster::Data { .. } | Cluster::Compressed { .. }, _) => Some(gone),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::fixture::{self, CLUSTER};
+    use crate::live::write::DIRTY_SLICES_MAX;
+    use block::block_on;
+    use std::future::{Future, poll_fn};
+    use std::pin::pin;
+
+    /// How often a task comes up to its end: storage in memory never makes it wait.
+    fn turns<T>(task: impl Future<Output = T>) -> (T, u64) {
+        let (mut task, mut polls) = (pin!(task), 0);
+        let value = block_on(poll_fn(|context| {
+            polls += 1;
+            task.as_mut().poll(context)
+        }));
+        (value, polls)
+    }
+
+    #[test]
+    fn a_turn_of_a_discard_or_of_write_zeroes_changes_one_slice_and_gives_back_few_clusters() {
+        let (clusters_a_slice, slices) = (CLUSTER / 8, 64);
+        let size_bytes = slices * clusters_a_slice * CLUSTER;
+        for discards in [false, true] {
+            let (storage, io) = fixture::created(size_bytes);
+            let qcow2 = block_on(fixture::opened(&storage, &io));
+            block_on(fixture::fill(&qcow2, &io, 0..size_bytes));
+            block_on(qcow2.flush(&io)).unwrap();
+            let ((), polls) = turns(async {
+                match discards {
+                    true => qcow2.discard(&io, 0, size_bytes).await.unwrap(),
+                    false => assert!(qcow2.write_zeroes(&io, 0, size_bytes, true).await.unwrap().by_writing.is_empty()),
+                }
+            });
+            assert!(polls >= slices, "{polls} turns for {slices} slices");
+            let (flushed, polls) = turns(qcow2.flush(&io));
+            flushed.unwrap();
+            assert!(polls >= slices * clusters_a_slice / 512, "{polls} turns for {slices} slices that were given back");
+            block_on(qcow2.close(&io)).unwrap();
+        }
+    }
+
+    #[test]
+    fn only_so_many_tables_wait_for_a_flush_that_copies_all_of_them_at_once() {
+        let size_bytes = (DIRTY_SLICES_MAX as u64 + 100) * (CLUSTER / 8) * CLUSTER;
+        let (storage, io) = fixture::created(size_bytes);
+        let qcow2 = block_on(fixture::opened(&storage, &io));
+        let mut most = 0;
+        for start in (0..size_bytes).step_by(1 << 20) {
+            block_on(fixture::fill(&qcow2, &io, start..(start + (1 << 20)).min(size_bytes)));
+            most = most.max(qcow2.inner.lock().book.dirty_count());
+        }
+        assert!(most > DIRTY_SLICES_MAX / 2 && most <= DIRTY_SLICES_MAX, "{most}");
+        block_on(qcow2.close(&io)).unwrap();
     }
 }

@@ -28,7 +28,7 @@ pub(crate) struct Guest {
 }
 
 pub(crate) fn open_options(read_only: bool) -> OpenOptions {
-    OpenOptions { name: NAME.to_owned(), read_only }
+    OpenOptions::new(NAME, read_only)
 }
 
 pub(crate) fn blocking(file: &SimFile) -> MetaIo {

@@ -239,7 +239,7 @@ fn written(shape: Shape) -> (SimStorage, u64) {
     if shape.snapshots {
         for (name, again) in [("one", 0), ("two", 1)] {
             let file = storage.file(NAME).unwrap();
-            let new = NewSnapshot { name: name.to_owned(), ..NewSnapshot::default() };
+            let new = NewSnapshot::new(name);
             block_on(create_snapshot(&blocking(&file), file.as_ref(), NAME, &new, &mut |_, _| true)).unwrap();
             with_guest(&|guest| {
                 fill(guest, again, 2);

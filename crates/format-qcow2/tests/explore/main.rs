@@ -8,14 +8,14 @@
 mod common;
 mod shared;
 
-use block::{File, FileIo, FileQueue, MetaIo};
+use block::{File, MetaIo};
 use common::{Base, Guest, NAME, open_options};
 use ringdisk_format_qcow2::{Barrier, CreateOptions, Qcow2, create};
 use shuttle::future::block_on;
 use shuttle::thread;
-use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
+use testkit::histories::{History, Yielding};
 use testkit::schedules::{LONG, Verdict, explore, schedules, seed};
 use testkit::{Dice, SimFile, SimFileOptions, SimStorage, mix, qcow2_check};
 
@@ -79,70 +79,8 @@ impl Shape {
     }
 }
 
-/// Lets others run before and after each operation on the file.
-struct Yielding(Rc<dyn FileQueue>);
-
-impl FileQueue for Yielding {
-    fn push(&self, io: FileIo) {
-        thread::yield_now();
-        self.0.push(io);
-        thread::yield_now();
-    }
-}
-
 fn queue(file: &SimFile) -> MetaIo {
     MetaIo::new(Rc::new(Yielding(file.open_blocking().unwrap())))
-}
-
-/// One change of a guest unit, and when.
-struct Change {
-    value: u64,
-    begun: u64,
-    ended: Option<u64>,
-}
-
-/// All changes, by guest unit. Zero is the value of a unit that was never written, or discarded.
-#[derive(Default)]
-struct History {
-    clock: u64,
-    changes: BTreeMap<u64, Vec<Change>>,
-}
-
-impl History {
-    fn now(&mut self) -> u64 {
-        self.clock += 1;
-        self.clock
-    }
-
-    fn begin(&mut self, unit: u64, value: u64) -> usize {
-        let begun = self.now();
-        let changes = self.changes.entry(unit).or_default();
-        changes.push(Change { value, begun, ended: None });
-        changes.len() - 1
-    }
-
-    fn end(&mut self, unit: u64, index: usize) {
-        let ended = self.now();
-        self.changes.get_mut(&unit).unwrap()[index].ended = Some(ended);
-    }
-
-    /// Whether somebody who began to look at `since` may see this: not what was replaced before.
-    fn explains(&self, unit: u64, value: u64, since: u64) -> bool {
-        let changes = self.changes.get(&unit).map_or(&[][..], Vec::as_slice);
-        let outdated =
-            |ended: u64| changes.iter().any(|later| later.begun > ended && later.ended.is_some_and(|end| end < since));
-        let first = (value == 0).then_some(0);
-        let ends = changes.iter().filter(|change| change.value == value).map(|change| change.ended);
-        ends.chain(first.map(Some)).any(|ended| ended.is_none_or(|ended| !outdated(ended)))
-    }
-
-    /// Whether a power cut may leave this where the change with this index is durable: itself, or what had not ended when
-    /// it began.
-    fn may_outlive(&self, unit: u64, value: u64, index: usize) -> bool {
-        let changes = &self.changes[&unit];
-        let begun = changes[index].begun;
-        changes.iter().any(|change| change.value == value && change.ended.is_none_or(|ended| ended > begun))
-    }
 }
 
 /// What a unit's bytes say: who wrote them. Anything but one whole write is nobody's.

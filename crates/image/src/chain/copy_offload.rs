@@ -1,5 +1,5 @@
-//! Copies that the host makes by itself, from a layer's file to the top layer's of another image: for jobs that fill an
-//! image, off the path of requests.
+//! Copies by the host, from the file of a layer to the file of another image's top layer. Jobs that fill an image use
+//! them; they are not on the path of requests.
 
 use crate::chain::compressed_writer::Begun;
 use crate::chain::exchange::board::Pin;
@@ -19,12 +19,12 @@ pub struct CopyOffload {
     target: Arc<Chain>,
     file: Rc<dyn FileQueue>,
     meta: MetaIo,
-    /// Where the target has epochs.
+    /// If the target has epochs.
     participant: Option<Rc<RefCell<Participant>>>,
     _pin: Pin,
 }
 
-/// Bytes of a file that are to go into the target.
+/// Bytes of a file that will be copied into the target.
 struct Found<'a> {
     file: &'a Arc<dyn File>,
     offset: u64,
@@ -32,7 +32,7 @@ struct Found<'a> {
 }
 
 impl Found<'_> {
-    /// Whether the file goes as far: what is behind its end the kernel does not copy.
+    /// Whether the file reaches as far. The kernel does not copy what is behind its end.
     fn is_whole(&self) -> bool {
         let end = self.offset.saturating_add(self.length_bytes);
         self.file.length_bytes().is_ok_and(|length_bytes| end <= length_bytes)
@@ -54,14 +54,14 @@ impl Image {
 }
 
 impl CopyOffload {
-    /// Copies a range of the source to `to`, if it lies in files as it is and its place in the target takes it whole.
-    /// False: it does not, and part of it may have been copied. An error is the host's: it will not copy the next range
-    /// either. Nobody else may write there meanwhile.
+    /// Copies a range of the source to `to`. This works only if the range lies in files as it is, and its place in the
+    /// target takes all of it. If not, it returns false, and part of the range may have been copied. An error comes
+    /// from the host: it will not copy the next range either. Nobody else may write there meanwhile.
     pub async fn copy(&self, from: u64, to: u64, length_bytes: u64) -> IoResult<bool> {
         self.source.check_range(from, length_bytes)?;
         self.target.check_range(to, length_bytes)?;
         if self.target.guessed_raw {
-            // What is written there has to be looked at.
+            // What is written there must be inspected.
             return Ok(false);
         }
         let mut done = 0;
@@ -82,13 +82,13 @@ impl CopyOffload {
         Ok(true)
     }
 
-    /// Copies the start of what was found; returns how much.
+    /// Copies the start of what was found. Returns how many bytes.
     async fn copy_extent(&self, found: Found<'_>, to: u64) -> IoResult<u64> {
         let mapping = &self.target.top()?.mapping;
         if mapping.needs_padding(to.saturating_add(found.length_bytes)) {
             return Ok(0);
         }
-        // Should this task be dropped, the space stays taken until the copy has ended.
+        // If this task is dropped, the space stays taken until the copy has ended.
         let begun: Rc<dyn Any> = match (&self.participant, mapping.epochs()) {
             (Some(participant), Some(epochs)) => Rc::new(Begun::now(participant, epochs)),
             _ => Rc::new(()),

@@ -1,16 +1,15 @@
 //! What lies where in a whole chain: for tools, off the path of requests.
 
-use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
-use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Result, Run, block_on};
+use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Result, Run, StatusQuery, block_on};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Looked at in one step: steps that find little do not each walk all of the rest.
+/// The most that is looked at in one step, so that steps that find little do not each walk all the rest.
 const LOOK_BYTES: u64 = 256 << 20;
 
-/// Whether `next` goes on where `run` ends, in the same way.
+/// Whether `next` continues `run` in the same way.
 fn is_continued_by(run: &Run, next: &Run) -> bool {
     let in_file = match (run.offset, next.offset) {
         (Some(offset), Some(after)) => offset.checked_add(run.length_bytes) == Some(after),
@@ -23,70 +22,27 @@ fn is_continued_by(run: &Run, next: &Run) -> bool {
 
 /// The runs of a disk, in order, each as long as it goes. Reads tables with blocking calls, so it belongs on a thread
 /// of its own; what is written meanwhile may or may not show.
-pub struct Extents {
+pub(crate) struct Extents {
     chain: Arc<Chain>,
     metas: Vec<MetaIo>,
     /// How many layers are asked.
     layers: usize,
-    /// In raw files, what follows data may be called data up to the next multiple of this; long runs are told in parts
-    /// then.
+    /// If given, raw files may call what follows data also data, up to the next multiple of this. Long runs are then
+    /// told in parts.
     granule_bytes: Option<u64>,
     at: u64,
     /// Where the walk ends.
     end: u64,
     pending: Option<Run>,
-    /// Where the walk ended with an error.
-    failed_at: Option<u64>,
-}
-
-impl Image {
-    /// What lies where, through the whole chain.
-    pub fn extents(&self) -> Result<Extents> {
-        self.extents_of(usize::MAX)
-    }
-
-    /// As [`Self::extents`], for whoever counts granules of the disk in which any byte is data: what follows data in a
-    /// raw file may be called data too, up to the granule's end, and long runs are told in parts. Costs less where the
-    /// files lie in memory.
-    pub fn coarse_extents(&self, granule_bytes: u64) -> Result<Extents> {
-        Ok(Extents { granule_bytes: Some(granule_bytes), ..self.extents()? })
-    }
-
-    /// What lies where in the top layer; what it leaves to those below is neither present nor zero nor data.
-    pub fn top_extents(&self) -> Result<Extents> {
-        self.extents_of(1)
-    }
-
-    /// What lies where in the `count` layers from the top on; what they leave to those below is neither present nor zero
-    /// nor data.
-    pub fn extents_above(&self, count: usize) -> Result<Extents> {
-        self.extents_of(count)
-    }
-
-    fn extents_of(&self, layers: usize) -> Result<Extents> {
-        let chain = self.chain();
-        let layers = layers.min(chain.layers.len());
-        let asked = chain.layers.iter().take(layers);
-        let metas = asked.map(|layer| layer.open_blocking()).collect::<Result<_>>()?;
-        let end = chain.size_bytes;
-        Ok(Extents { chain, metas, layers, granule_bytes: None, at: 0, end, pending: None, failed_at: None })
-    }
 }
 
 impl Extents {
-    /// The part of the walk that lies in a range.
-    pub(crate) fn within(self, offset: u64, length_bytes: u64) -> Self {
-        let end = offset.saturating_add(length_bytes).min(self.end);
-        Self { at: offset.min(end), end, ..self }
-    }
-
-    /// After an error: lets the walk go on behind the next multiple of `step_bytes`. Returns the part that is left out,
-    /// about which nothing is known.
-    pub fn step_over(&mut self, step_bytes: u64) -> Option<Range<u64>> {
-        let start = self.failed_at.take()?;
-        let next = start.checked_div(step_bytes)?.saturating_add(1).saturating_mul(step_bytes);
-        self.at = next.min(self.end);
-        Some(start..self.at)
+    pub(crate) fn of(chain: Arc<Chain>, query: &StatusQuery) -> Result<Self> {
+        let layers = query.layers.min(chain.layers.len());
+        let asked = chain.layers.iter().take(layers);
+        let metas = asked.map(|layer| layer.open_blocking()).collect::<Result<_>>()?;
+        let Range { start: at, end } = query.range_in(chain.size_bytes);
+        Ok(Self { chain, metas, layers, granule_bytes: query.granule_bytes, at, end, pending: None })
     }
 
     /// The run at `self.at`, perhaps not all of it.
@@ -99,7 +55,7 @@ impl Extents {
             if found.present {
                 return Ok(found);
             }
-            // What no layer holds is the lowest layer's that reaches here, with the space that it keeps for it.
+            // What no layer holds belongs to the lowest layer that reaches here, with the space that it keeps for it.
             match self.chain.layers.get(depth.saturating_add(1)) {
                 None => return Ok(Run { zero: true, ..found }),
                 Some(below) if below.size_bytes <= self.at => return Ok(Run { zero: true, ..found }),
@@ -112,16 +68,7 @@ impl Extents {
 
     fn look_in(&self, depth: usize, layer: &Layer, length: u64) -> Result<Run> {
         let length = length.min(LOOK_BYTES);
-        let nothing = Run {
-            start: self.at,
-            length_bytes: length,
-            depth,
-            present: false,
-            zero: false,
-            data: false,
-            compressed: false,
-            offset: None,
-        };
+        let nothing = Run { depth, zero: false, ..Run::of_nothing(self.at, length) };
         if !layer.mapping.has_tables() {
             let (hole, length_bytes) = match self.granule_bytes {
                 Some(granule_bytes) => layer.file.hole_or_granule_at(self.at, length, granule_bytes)?,
@@ -164,11 +111,10 @@ impl Iterator for Extents {
             let run = match self.look() {
                 Ok(run) => run,
                 Err(error) => {
-                    // The walk ends with the error, which comes again if something is told before.
+                    // The walk ends with the error. If a run is told first, the error comes again after it.
                     if let Some(done) = self.pending.take() {
                         return Some(Ok(done));
                     }
-                    self.failed_at = Some(self.at);
                     self.at = self.end;
                     return Some(Err(error));
                 }

@@ -1,6 +1,7 @@
 //! An open image: its control plane.
 
 use super::exchange::board::Board;
+use super::extents::Extents;
 use super::layers::Chain;
 use super::queue::ImageQueue;
 use super::table_cache::TableCacheStats;
@@ -8,8 +9,9 @@ use crate::open::file_name::FileName;
 use crate::open::guess::Format;
 use block::{
     Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, Listeners, MetaIo, ReactorCtx, Result, Runs,
-    Topology, block_on,
+    StatusQuery, Topology, block_on,
 };
+use memory::BufferAccount;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -31,6 +33,12 @@ impl Image {
     /// The chain that requests begin on now.
     pub(crate) fn chain(&self) -> Arc<Chain> {
         self.board.chain()
+    }
+
+    /// Whose part of the memory for buffers its requests use: files of layers that are added later take the same.
+    #[must_use]
+    pub fn buffers(&self) -> BufferAccount {
+        self.chain().buffers().clone()
     }
 
     /// The names of the files of the chain, top first, external data files behind their images.
@@ -154,6 +162,12 @@ impl Image {
         self.chain().layers.get(1).map(|layer| layer.size_bytes)
     }
 
+    /// Whether a cluster of the top layer can be marked as zero: not before version 3 of qcow2.
+    #[must_use]
+    pub fn can_say_zero(&self) -> bool {
+        self.chain().layers.first().is_some_and(|top| top.mapping.can_say_zero())
+    }
+
     /// Whether the top layer can be emptied: it is of a format in which the layer below shows through.
     #[must_use]
     pub fn can_reveal(&self) -> bool {
@@ -251,8 +265,8 @@ impl Disk for Image {
         }
     }
 
-    fn block_status(&self, offset: u64, length_bytes: u64) -> Result<Runs<'_>> {
-        Ok(Box::new(self.extents()?.within(offset, length_bytes)))
+    fn block_status(&self, query: &StatusQuery) -> Result<Runs<'_>> {
+        Ok(Box::new(Extents::of(self.chain(), query)?))
     }
 
     fn subscribe(&self, listener: Weak<dyn DiskListener>) {

@@ -4,6 +4,7 @@ use super::mapping::Mapping;
 use crate::open::file_name::FileName;
 use crate::open::guess::Format;
 use block::{Error, ErrorKind, File, FileInfo, FileQueue, IoError, MetaIo, ReactorCtx, Result};
+use format_qcow2::{EditWatch, ResizeOptions};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -74,6 +75,12 @@ impl Layer {
         self.mapping.flush(&self.open_blocking()?).await.map_err(|error| self.failed("cannot flush it", error))
     }
 
+    /// Changes the size of the layer, which is closed and which nobody uses.
+    pub(crate) async fn resize_closed(&self, options: &ResizeOptions, watch: &mut EditWatch<'_>) -> Result<()> {
+        let io = self.open_blocking()?;
+        self.mapping.resize_closed(&io, self.file.as_ref(), &self.name.to_string(), options, watch).await
+    }
+
     pub(crate) fn format(&self) -> Format {
         self.mapping.format()
     }
@@ -99,7 +106,7 @@ impl Layer {
 
     /// The tables, for calls that block.
     pub(crate) fn open_blocking(&self) -> Result<MetaIo> {
-        let meta = MetaIo::new(self.file.open_blocking()?);
+        let meta = MetaIo::of_file(&*self.file)?;
         match &self.data {
             Some(data) => Ok(meta.with_data(data.file.open_blocking()?)),
             None => Ok(meta),

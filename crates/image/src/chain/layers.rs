@@ -7,6 +7,7 @@ use super::lower_map::{Known, LowerMap};
 use super::mapping::Plain;
 use super::table_cache::{Hits, lower_map};
 use block::{Extent, IoError, IoErrorKind, IoResult, Mapped, MetaIo, PastEnd};
+use memory::BufferAccount;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -95,6 +96,11 @@ impl Chain {
     /// A chain on which every request fails that touches data.
     pub(crate) fn dead(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>) -> Self {
         Self { limit_bytes: 0, ..Self::plain(layers, disk) }
+    }
+
+    /// Whose part of the memory for buffers requests use.
+    pub(crate) fn buffers(&self) -> &BufferAccount {
+        self.layers.first().map_or(&BufferAccount::UNLIMITED, |top| top.file.buffers())
     }
 
     /// Whether the layer below the top one may still change, and has to be flushed too.

@@ -1,9 +1,10 @@
-//! What the layers below the top one say, merged: a lookup in a chain of sixteen layers costs about what it costs in two.
+//! The merged answers of the layers below the top one. With it, a lookup in sixteen layers costs about as much as in
+//! two.
 //!
-//! Layers below the top are read-only, so their answer for a place never changes. It is worked out once, by asking them
-//! one after the other, and kept for each granule (their smallest cluster) in a cache of slices like those of L2 tables:
-//! read without a lock, changed under a mutex that nobody waits for. What has no single answer for a whole granule
-//! (compressed clusters, a layer that ends inside) is noted as such, and asked for each time.
+//! Layers below the top are read-only, so their answer for a place never changes. The layers are asked once, one after
+//! the other. The answer is kept for each granule (their smallest cluster) in a cache of slices like those of L2
+//! tables: read without a lock, changed under a mutex that nobody waits for. Some granules have no single answer,
+//! because of compressed clusters or a layer that ends inside. They are marked, and the layers are asked each time.
 
 use crate::chain::layers::Place;
 use block::sync::{Mutex, PoisonError};
@@ -12,12 +13,14 @@ use block::{CacheStats, Extent, SliceBook, SliceCache};
 /// Entries that are cached together, as a power of two: 4 KiB.
 const SLICE_BITS: u32 = 9;
 const SLICE_ENTRIES: usize = 1 << SLICE_BITS;
-/// Granules are no finer: the map of a disk with tiny clusters would be larger than what it replaces.
+/// Granules are at least this large: the map of a disk with tiny clusters would be larger than what it replaces.
 const GRANULE_BITS_MIN: u32 = 12;
-/// And no finer than that so many slices cover the disk: an image says how large it is, and finding slices takes memory.
+/// At most so many slices cover the disk, so granules of large disks are larger. An image says how large it is, and the
+/// index of slices takes memory.
 const SLICES_MAX: u64 = 1 << 24;
 
-/// An entry: a kind, the file of the layer, the offset in that file in its place, the layer. Zero: not known.
+/// An entry, from its low bits up: a kind, the layer's file, the offset in that file at its own place, the layer. Zero:
+/// not known.
 const KIND_MASK: u64 = 3;
 const KIND_ZERO: u64 = 1;
 const KIND_DATA: u64 = 2;
@@ -27,12 +30,12 @@ const FILE_MASK: u64 = 0x7f;
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const LAYER_SHIFT: u32 = 56;
 
-/// What is known of a place.
+/// What the map knows of a place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Known {
     /// Where it is.
     At(Place),
-    /// That the layers have to be asked.
+    /// The layers must be asked.
     Ask,
     /// Nothing yet.
     Nothing,
@@ -96,7 +99,7 @@ impl LowerMap {
         let Some(first) = view.get(index) else { return Known::Nothing };
         let skip = offset & self.granule_bytes().saturating_sub(1);
         let mut bytes = self.granule_bytes().saturating_sub(skip);
-        // The next granule goes on where this one ends if its entry is this, further on by as much.
+        // The next granule continues this one if its entry is the same, moved on by one granule.
         let step = if first & KIND_MASK == KIND_DATA { self.granule_bytes() } else { 0 };
         let mut expected = first;
         while bytes < length_bytes {
@@ -123,8 +126,8 @@ impl LowerMap {
         }
     }
 
-    /// The answer that most reads get, in few steps, for a range in one granule: the layer, and where in its file. `None`
-    /// says nothing.
+    /// The answer that most reads get, in few steps, for a range in one granule: the layer, and the place in its file.
+    /// `None` says nothing.
     #[inline]
     pub(crate) fn lookup_data(&self, offset: u64, length_bytes: u64) -> Option<(usize, u64)> {
         let skip = offset & self.granule_bytes().saturating_sub(1);
@@ -137,12 +140,12 @@ impl LowerMap {
         known.then_some((entry.wrapping_shr(LAYER_SHIFT) as usize, (entry & OFFSET_MASK).saturating_add(skip)))
     }
 
-    /// Notes what the layers say about the granule of `offset`; `ask` asks them for the first part of a range, and gives
-    /// `None` where a table has to be read first. If another queue is noting something, this one does not wait.
+    /// Notes what the layers say about the granule of `offset`. `ask` asks them for the first part of a range. It gives
+    /// `None` if a table must be read first. If another queue is noting something, this one does not wait.
     pub(crate) fn learn(&self, offset: u64, ask: impl FnOnce(u64, u64) -> Option<Place>) {
         let start = offset & !self.granule_bytes().saturating_sub(1);
         let length = self.granule_bytes();
-        // The disk may grow: what its end cuts short says nothing about then.
+        // The disk may grow. What its present end cuts short says nothing about the time after that.
         let whole = start.checked_add(length).is_some_and(|end| end <= self.size_bytes);
         let raw = match whole {
             false => KIND_ASK,
@@ -164,7 +167,7 @@ impl LowerMap {
     }
 }
 
-/// `None` for what an entry cannot say.
+/// `None` if an entry cannot say it.
 fn encode(place: &Place) -> Option<u64> {
     match place.extent {
         Extent::Zero | Extent::Backing => Some(KIND_ZERO),

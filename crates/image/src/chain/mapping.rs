@@ -9,9 +9,10 @@ use block::{
     Result, block_on,
 };
 use format_qcow2::{
-    Barrier, Compressor, Header, OpenOptions, PackedAllocation, PackedCluster, Qcow2, ResizeOptions, SnapshotName,
+    AmendOptions, Barrier, Compressor, EditWatch, GrowBy, Header, OpenOptions, PackedAllocation, PackedCluster, Qcow2,
+    ResizeOptions, Snapshot, SnapshotName,
 };
-use format_raw::Raw;
+use format_raw::{NewSpace, Raw};
 use memory::AlignedBuf;
 use std::ops::Range;
 
@@ -40,8 +41,8 @@ impl Mapping {
             }
             Format::Raw => Ok(Self::Raw(Raw::new(info.length_bytes))),
             Format::Qcow2 => {
-                let io = MetaIo::new(file.open_blocking()?);
-                let options = OpenOptions { name, read_only };
+                let io = MetaIo::of_file(file)?;
+                let options = OpenOptions::new(name, read_only);
                 let qcow2 = match snapshot {
                     None => block_on(Qcow2::open(&io, info, options))?,
                     Some(which) => block_on(Qcow2::open_snapshot(&io, info, options, which))?,
@@ -104,6 +105,19 @@ impl Mapping {
         }
     }
 
+    /// Whether a cluster can be marked as zero, so that it hides what lies below without data of its own.
+    pub(crate) fn can_say_zero(&self) -> bool {
+        self.header().is_none_or(|header| header.version >= 3)
+    }
+
+    /// The internal snapshots that the image has.
+    pub(crate) async fn snapshots(&self, io: &MetaIo, name: &str) -> Result<Vec<Snapshot>> {
+        match self {
+            Self::Raw(_) => Ok(Vec::new()),
+            Self::Qcow2(qcow2) => format_qcow2::snapshots(io, qcow2.header(), name).await,
+        }
+    }
+
     /// Whether the layer below shows where this one says nothing, so that this one can be emptied.
     pub(crate) fn can_reveal(&self) -> bool {
         self.has_tables()
@@ -163,6 +177,14 @@ impl Mapping {
         match self {
             Self::Raw(_) => (None, length_bytes),
             Self::Qcow2(qcow2) => qcow2.empty_space(offset, length_bytes),
+        }
+    }
+
+    /// How much memory it takes to read the cluster that `extent` lies in.
+    pub(crate) fn decompress_bytes(&self, extent: &CompressedExtent) -> u64 {
+        match self {
+            Self::Raw(_) => 0,
+            Self::Qcow2(qcow2) => qcow2.decompress_bytes(extent),
         }
     }
 
@@ -279,17 +301,31 @@ impl Mapping {
         file: &dyn File,
         name: &str,
         options: &ResizeOptions,
+        watch: &mut EditWatch<'_>,
     ) -> Result<()> {
         match self {
-            Self::Raw(_) if file.info().block_device => {
-                Err(Error::new(ErrorKind::Unsupported, format!("'{name}': a block device cannot be resized")))
-            }
             Self::Raw(_) => {
-                let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot resize '{name}'"), error);
-                io.set_length(options.size_bytes).await.map_err(failed)?;
-                io.flush().await.map_err(failed)
+                let space = raw_space(options.preallocation)?;
+                format_raw::resize(io, file, options.size_bytes, options.shrink, space, watch).await
             }
-            Self::Qcow2(_) => format_qcow2::resize(io, file, name, options, &mut |_, _| true).await,
+            Self::Qcow2(_) => format_qcow2::resize(io, file, name, options, watch).await,
+        }
+    }
+
+    /// Changes options of an image that is closed and that nobody uses.
+    pub(crate) async fn amend_closed(
+        &self,
+        io: &MetaIo,
+        file: &dyn File,
+        name: &str,
+        options: &AmendOptions,
+        watch: &mut EditWatch<'_>,
+    ) -> Result<()> {
+        match self {
+            Self::Raw(_) => {
+                Err(Error::new(ErrorKind::Unsupported, format!("'{name}': a raw image has no options to change")))
+            }
+            Self::Qcow2(_) => format_qcow2::amend(io, file, name, options, watch).await,
         }
     }
 
@@ -392,6 +428,19 @@ impl Mapping {
     /// How many parts of tables were read so far.
     pub(crate) fn slices_read(&self) -> u64 {
         self.qcow2().map_or(0, Qcow2::slices_read)
+    }
+}
+
+/// What becomes of space that is added to a raw image.
+pub(crate) fn raw_space(space: GrowBy) -> Result<NewSpace> {
+    match space {
+        GrowBy::Nothing => Ok(NewSpace::Hole),
+        GrowBy::Space => Ok(NewSpace::Allocated),
+        GrowBy::Zeros => Ok(NewSpace::Zeros),
+        GrowBy::Tables => {
+            let what = "a raw image has no metadata to preallocate; use off, falloc or full";
+            Err(Error::new(ErrorKind::BadOption, what))
+        }
     }
 }
 

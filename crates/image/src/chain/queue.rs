@@ -6,17 +6,18 @@
 
 use crate::chain::exchange::attendant::attend;
 use crate::chain::exchange::board::{Attendance, Board, Hold, Lease};
+use crate::chain::guessed_raw::checked_head;
 use crate::chain::layer::Layer;
 use crate::chain::layers::{Chain, Place};
 use crate::chain::mapping::Overwrite;
+use crate::chain::pieces::Pieces;
 use crate::chain::slow_path::Slow;
-use crate::open::guess::{PROBE_BYTES, forms_a_header};
 use block::sync::AtomicU64;
 use block::{
-    Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, MetaIo, Op,
-    OpFlags, Participant, Priority, ReactorCtx, Result, Sink, Tag, Task, Ticket,
+    Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, Op, OpFlags,
+    Participant, Priority, ReactorCtx, Result, Sink, Tag, Task, Ticket, turn,
 };
-use memory::{IoBuf, Window};
+use memory::Window;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -27,8 +28,12 @@ use std::sync::atomic::Ordering;
 /// engine's memory.
 const MAX_PIECES: usize = 128;
 
-/// Most bytes that are zeroed at once; longer runs are zeroed in a task, step by step.
-pub(crate) const FILL_BYTES: usize = 256 << 10;
+/// Most compressed clusters of one request that are read beside each other, so that several processors decompress.
+const MAX_COMPRESSED: usize = 8;
+
+/// Most bytes that one piece of a read is looked for in: a layer may say nothing about a gigabyte, entry by entry, each
+/// time that the one below is asked about a little of it.
+const LOOKUP_BYTES: u64 = 2 << 20;
 
 /// Pieces for which lists have room at least.
 const LEAST_ROOM: usize = 64;
@@ -418,10 +423,16 @@ impl Core {
         let shared = Rc::clone(&self.shared);
         let chain = &shared.chain;
         let mut pieces = Pieces::new(offset, data);
-        let mut count = 0_usize;
+        let (mut count, mut compressed) = (0_usize, 0_usize);
         while let Some((at, left)) = pieces.rest() {
-            let place = match chain.lookup(at, left) {
+            let place = match chain.lookup(at, left.min(LOOKUP_BYTES)) {
                 Some(place) if count < MAX_PIECES && is_quick(&place) => place,
+                Some(Place { extent: Extent::Compressed(_), length_bytes, .. }) if compressed < MAX_COMPRESSED => {
+                    compressed = compressed.saturating_add(1);
+                    let data = pieces.take(length_bytes);
+                    self.spawn(index, Slow::Read { offset: at, data, priority });
+                    continue;
+                }
                 _ => {
                     self.spawn(index, Slow::Read { offset: at, data: pieces.remaining(), priority });
                     return Ok(());
@@ -435,7 +446,10 @@ impl Core {
                     let past_end = chain.layer(place.layer)?.mapping.past_end(offset);
                     self.push(index, place.layer, FileOp::Read { offset, data: piece, past_end }, priority)?;
                 }
-                _ => piece.fill(0),
+                _ => {
+                    piece.fill(0);
+                    turn::note_moved(piece.length_bytes());
+                }
             }
         }
         Ok(())
@@ -578,76 +592,8 @@ impl Drop for Core {
 fn is_quick(place: &Place) -> bool {
     match place.extent {
         Extent::Data { .. } => true,
-        Extent::Zero | Extent::Backing => place.length_bytes <= FILL_BYTES as u64,
+        // Long runs are zeroed in a task, step by step.
+        Extent::Zero | Extent::Backing => place.length_bytes <= turn::STEP_BYTES as u64 && !turn::has_moved_enough(),
         Extent::Compressed(_) => false,
-    }
-}
-
-/// Cuts a request's window into pieces.
-struct Pieces<'a> {
-    offset: u64,
-    data: &'a Window,
-    taken: usize,
-}
-
-impl<'a> Pieces<'a> {
-    fn new(offset: u64, data: &'a Window) -> Self {
-        Self { offset, data, taken: 0 }
-    }
-
-    /// Where the rest starts and how long it is; `None` when nothing is left.
-    fn rest(&self) -> Option<(u64, u64)> {
-        let left = self.data.length_bytes().saturating_sub(self.taken);
-        (left > 0).then_some((self.offset.saturating_add(self.taken as u64), left as u64))
-    }
-
-    fn remaining(&self) -> Window {
-        self.data.slice(self.taken, self.data.length_bytes().saturating_sub(self.taken))
-    }
-
-    fn take(&mut self, length_bytes: u64) -> Window {
-        let left = self.data.length_bytes().saturating_sub(self.taken);
-        let length = usize::try_from(length_bytes).unwrap_or(left).min(left);
-        let skip = self.taken;
-        self.taken = self.taken.saturating_add(length);
-        match (skip, length == self.data.length_bytes()) {
-            (0, true) => self.data.clone(),
-            _ => self.data.slice(skip, length),
-        }
-    }
-}
-
-/// A guest of a disk that was only guessed to be raw must not give it a header: the next guess would believe it. What was
-/// looked at is what is written: the bytes that a guess looks at are taken out of the guest's reach.
-fn checked_head(offset: u64, data: &Window) -> IoResult<Option<Window>> {
-    let Some(room) = (PROBE_BYTES as u64).checked_sub(offset).filter(|room| *room > 0) else { return Ok(None) };
-    let length = usize::try_from(room).unwrap_or(PROBE_BYTES).min(data.length_bytes());
-    let copy = IoBuf::zeroed(length).whole();
-    data.slice(0, length).copy_to(&copy);
-    let mut head = [0u8; PROBE_BYTES];
-    let at = usize::try_from(offset).unwrap_or(PROBE_BYTES);
-    let got = head.get_mut(at..).map_or(0, |target| copy.copy_to_slice(0, target));
-    if forms_a_header(head.get(..at.saturating_add(got)).unwrap_or_default()) {
-        return Err(IoError::new(IoErrorKind::ReadOnly));
-    }
-    let rest = data.slice(length, data.length_bytes().saturating_sub(length));
-    Ok(Some(IoBuf::gather(vec![copy, rest]).whole()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_header_that_a_guest_puts_in_after_the_check_is_not_what_is_written() {
-        let memory = IoBuf::zeroed(4096).whole();
-        memory.fill(7);
-        let checked = checked_head(0, &memory).unwrap().unwrap();
-        memory.copy_from_slice(0, b"QFI\xfb");
-        memory.copy_from_slice(4000, &[9]);
-        let written = checked.to_vec();
-        assert_eq!((written.len(), &written[..4], written[4000]), (4096, &[7; 4][..], 9));
-        assert!(checked_head(0, &memory).is_err());
-        assert!(checked_head(512, &memory).unwrap().is_none());
     }
 }

@@ -6,12 +6,10 @@
 
 use crate::chain::layers::Place;
 use crate::chain::mapping::{Allocation, Fill, Mapping, Overwrite, Prepared};
-use crate::chain::queue::{FILL_BYTES, Shared};
-use block::{Extent, FileOp, IoError, IoResult, OpFlags, Priority};
-use memory::{IoBuf, Window};
-use std::future::poll_fn;
+use crate::chain::queue::Shared;
+use block::{Extent, FileOp, IoError, IoResult, OpFlags, Priority, turn, yield_now};
+use memory::{BufferGrant, BufferUse, IoBuf, Window};
 use std::rc::Rc;
-use std::task::Poll;
 
 /// The slow rest of a request.
 pub(crate) enum Slow {
@@ -62,23 +60,32 @@ const READ_THROUGH_BYTES: u64 = 128 << 10;
 /// Up to this size a write to new space is copied into what surrounds it.
 const LAID_OVER_BYTES: usize = 16 << 10;
 
+/// How much of a read is looked for at once.
+const RESOLVE_BYTES: u64 = 16 << 20;
+
 /// How much of a write of zeros goes to the file at once.
 const ZERO_WRITE_BYTES: u64 = 1 << 20;
 
 impl Shared {
     /// Reads a range of the disk into `data`, which has its length.
     pub(crate) async fn read(&self, offset: u64, data: Window, priority: Priority) -> IoResult {
-        let mut done = 0usize;
+        let (mut done, mut since_yield) = (0usize, 0usize);
         while done < data.length_bytes() {
+            if since_yield >= turn::STEP_BYTES {
+                // All of it may be at hand, and no extent have to be waited for.
+                since_yield = 0;
+                yield_now().await;
+            }
             let left = data.length_bytes().saturating_sub(done);
             let at = offset.saturating_add(done as u64);
-            let place = self.chain.resolve(&self.metas, at, left as u64).await?;
+            let place = self.chain.resolve(&self.metas, at, (left as u64).min(RESOLVE_BYTES)).await?;
             let length = usize::try_from(place.length_bytes).unwrap_or(left).min(left);
             if length == 0 {
                 return Err(IoError::EIO);
             }
             self.read_extent(place, data.slice(done, length), priority).await?;
             done = done.saturating_add(length);
+            since_yield = since_yield.saturating_add(length);
         }
         Ok(())
     }
@@ -97,12 +104,12 @@ impl Shared {
             Extent::Compressed(extent) => {
                 let mapping = &self.chain.layer(place.layer)?.mapping;
                 let meta = self.metas.get(place.layer).ok_or(IoError::EIO)?;
+                let needed = usize::try_from(mapping.decompress_bytes(&extent)).map_err(|_| IoError::EIO)?;
+                let _grant = self.chain.buffers().grant(BufferUse::Decompress, needed).await;
                 let cluster = mapping.read_compressed(meta, extent).await?;
                 let wanted = cluster.get(extent.skip_bytes as usize..).ok_or(IoError::EIO)?;
-                match data.copy_from_slice(0, wanted) == data.length_bytes() {
-                    true => Ok(()),
-                    false => Err(IoError::EIO),
-                }
+                copy_in_steps(&data, wanted.get(..data.length_bytes()).ok_or(IoError::EIO)?).await;
+                Ok(())
             }
         }
     }
@@ -171,27 +178,50 @@ impl Shared {
         if copies(allocation.head, head_bytes) || copies(allocation.tail, tail_bytes) {
             self.chain.below_is_quiet().await;
         }
+        let mut grant = self.grant_for_copies(&allocation, head_bytes, tail_bytes).await;
         let data = data.slice(0, length);
-        let (offset, data) = match self.laid_over(&allocation, head_bytes, &data).await {
+        let (offset, data) = match self.laid_over(&allocation, head_bytes, &data, &mut grant).await {
             Some(whole) => (allocation.file_offset, whole),
             None => {
-                let [head, tail] = self
-                    .surroundings(&allocation, (allocation.guest_offset, head_bytes), (tail_at, tail_bytes))
-                    .await?;
+                let (head, tail) = ((allocation.guest_offset, head_bytes), (tail_at, tail_bytes));
+                let [head, tail] = self.surroundings(&allocation, head, tail, &mut grant).await?;
                 let skip = if head.is_some() { 0 } else { head_bytes };
                 (allocation.file_offset.saturating_add(skip), joined(head, data, tail))
             }
         };
+        // The buffers keep what they need of it.
+        drop(grant);
         self.start_write(offset, data, priority).await?;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
         mapping.commit_write(meta, allocation).await?;
         Ok(length)
     }
 
+    /// Room for all that is copied around a write to new space, as soon as there is some. A buffer for one side while the
+    /// other waits could last for ever.
+    async fn grant_for_copies(&self, allocation: &Allocation, head_bytes: u64, tail_bytes: u64) -> BufferGrant {
+        let size = |bytes: u64| BufferGrant::size_of(usize::try_from(bytes).unwrap_or(usize::MAX));
+        let copied = |fill, bytes: u64| if fill == Fill::Copy && bytes > 0 { size(bytes) } else { 0 };
+        let apart = copied(allocation.head, head_bytes).saturating_add(copied(allocation.tail, tail_bytes));
+        let bytes = match allocation.length_bytes {
+            _ if apart == 0 => return BufferGrant::default(),
+            // Both sides may come from one read.
+            whole if whole <= READ_THROUGH_BYTES => apart.max(size(whole)),
+            _ => apart,
+        };
+        self.chain.buffers().grant(BufferUse::Copy, bytes).await
+    }
+
     /// The common case of a small write above data: what a whole allocation is to hold, from one read of the one place
     /// where all of it lies now, with the write laid over it. `None` where it is not so simple, or where the read fails:
     /// what lies under the write may be why, and is not needed.
-    async fn laid_over(&self, allocation: &Allocation, head_bytes: u64, data: &Window) -> Option<Window> {
+    async fn laid_over(
+        &self,
+        allocation: &Allocation,
+        head_bytes: u64,
+        data: &Window,
+        grant: &mut BufferGrant,
+    ) -> Option<Window> {
         let Allocation { guest_offset, length_bytes, head, tail, .. } = *allocation;
         let copies = head == Fill::Copy && tail == Fill::Copy;
         let inside = guest_offset.checked_add(length_bytes).is_some_and(|end| end <= self.chain.size_bytes);
@@ -202,7 +232,7 @@ impl Shared {
         if place.length_bytes < length_bytes || !matches!(place.extent, Extent::Data { .. }) {
             return None;
         }
-        let whole = IoBuf::from_pool(length_bytes as usize).whole();
+        let whole = grant.buffer(usize::try_from(length_bytes).ok()?).ok()?.whole();
         self.read_extent(place, whole.clone(), Priority::NONE).await.ok()?;
         let copied = whole.copy_from(head_bytes as usize, data);
         (copied == data.length_bytes()).then_some(whole)
@@ -215,6 +245,7 @@ impl Shared {
         allocation: &Allocation,
         head: (u64, u64),
         tail: (u64, u64),
+        grant: &mut BufferGrant,
     ) -> IoResult<[Option<Vec<Window>>; 2]> {
         let Allocation { zeroed, length_bytes, .. } = *allocation;
         let head_fill = self.without_zeros(allocation.head, zeroed, head).await?;
@@ -225,14 +256,15 @@ impl Shared {
         if copies(head_fill, head)
             && copies(tail_fill, tail)
             && length_bytes <= READ_THROUGH_BYTES
-            && let Ok(Some(mut parts)) = self.filling(Fill::Copy, head.0, length_bytes).await
+            && let Ok(Some(mut parts)) = self.filling(Fill::Copy, head.0, length_bytes, grant).await
         {
             let whole = parts.pop().ok_or(IoError::EIO)?;
             let (before, behind) = (head.1 as usize, tail.1 as usize);
             let tail = whole.slice(whole.length_bytes().saturating_sub(behind), behind);
             return Ok([Some(vec![whole.slice(0, before)]), Some(vec![tail])]);
         }
-        Ok([self.filling(head_fill, head.0, head.1).await?, self.filling(tail_fill, tail.0, tail.1).await?])
+        let head = self.filling(head_fill, head.0, head.1, grant).await?;
+        Ok([head, self.filling(tail_fill, tail.0, tail.1, grant).await?])
     }
 
     /// What is to be copied and reads as zeros needs no read, and in space that does so too no write.
@@ -254,14 +286,20 @@ impl Shared {
     }
 
     /// One such part.
-    async fn filling(&self, fill: Fill, at: u64, length_bytes: u64) -> IoResult<Option<Vec<Window>>> {
+    async fn filling(
+        &self,
+        fill: Fill,
+        at: u64,
+        length_bytes: u64,
+        grant: &mut BufferGrant,
+    ) -> IoResult<Option<Vec<Window>>> {
         let length = usize::try_from(length_bytes).map_err(|_| IoError::EIO)?;
         match fill {
             _ if length == 0 => Ok(None),
             Fill::None => Ok(None),
             Fill::Zero => Ok(Some(zeros(length))),
             Fill::Copy => {
-                let buf = IoBuf::from_pool(length).whole();
+                let buf = grant.buffer(length)?.whole();
                 let inside = self.chain.size_bytes.saturating_sub(at).min(length_bytes);
                 let inside = usize::try_from(inside).map_err(|_| IoError::EIO)?;
                 // What lies behind the end of the disk is zero.
@@ -326,21 +364,25 @@ fn joined(head: Option<Vec<Window>>, data: Window, tail: Option<Vec<Window>>) ->
 
 /// Zeroes `data`, letting other work of the reactor come between.
 async fn fill_in_steps(data: &Window) {
-    let mut done = 0usize;
-    while done < data.length_bytes() {
-        let length = data.length_bytes().saturating_sub(done).min(FILL_BYTES);
+    for (done, length) in steps(data.length_bytes()) {
         data.slice(done, length).fill(0);
-        done = done.saturating_add(length);
-        let mut waited = done == data.length_bytes();
-        poll_fn(|context| match std::mem::replace(&mut waited, true) {
-            true => Poll::Ready(()),
-            false => {
-                context.waker().wake_by_ref();
-                Poll::Pending
-            }
-        })
-        .await;
+        turn::moved(length).await;
     }
+}
+
+/// Fills `data` with as many bytes, in the same way.
+async fn copy_in_steps(data: &Window, bytes: &[u8]) {
+    for (done, length) in steps(data.length_bytes()) {
+        let part = bytes.get(done..done.saturating_add(length)).unwrap_or_default();
+        data.copy_from_slice(done, part);
+        turn::moved(length).await;
+    }
+}
+
+/// The steps in which so many bytes are moved: where each begins, and its length.
+fn steps(length_bytes: usize) -> impl Iterator<Item = (usize, usize)> {
+    let begins = (0..length_bytes).step_by(turn::STEP_BYTES);
+    begins.map(move |done| (done, length_bytes.saturating_sub(done).min(turn::STEP_BYTES)))
 }
 
 thread_local! {

@@ -1,9 +1,9 @@
 //! How the memory for tables is divided over a chain, and what the caches did.
 //!
-//! One budget for an image (`l2-cache-size`). By default it covers the tables of the whole chain, up to a limit. Where it
-//! does not, an eighth goes to the layers below the top one, whose tables are read to fill the merged map, half of the
-//! rest each to the top layer and to that map; what one of them does not need is left to the others. A slice (4 KiB) or
-//! two each layer has in any case.
+//! An image has one budget (`l2-cache-size`). By default it covers the tables of the whole chain, up to a limit. If it
+//! does not suffice, the layers below the top one get an eighth: their tables are read to fill the merged map. The top
+//! layer and that map get half of the rest each. What one of them does not need goes to the others. Each layer has at
+//! least two slices of 4 KiB.
 
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
@@ -12,11 +12,11 @@ use block::CacheStats;
 use block::sync::{AtomicU64, Mutex, Ordering, PoisonError};
 use std::sync::Arc;
 
-/// Where the user says nothing: QEMU's limit on Linux.
+/// The default: QEMU's limit on Linux.
 const DEFAULT_LIMIT_BYTES: u64 = 32 << 20;
-/// What each layer has in any case: two slices.
+/// What each layer has at least: two slices.
 const LEAST_BYTES: u64 = 8 << 10;
-/// From so many layers with tables below the top one on, their answers are merged.
+/// If so many layers with tables lie below the top one, their answers are merged.
 const MERGED_LAYERS_MIN: usize = 2;
 
 /// What the tables of an open image in memory are and did.
@@ -24,17 +24,17 @@ const MERGED_LAYERS_MIN: usize = 2;
 pub struct TableCacheStats {
     /// Lookups of requests that tables in memory answered.
     pub hits: u64,
-    /// Parts of tables that had to be read for one.
+    /// Parts of tables that had to be read for a lookup.
     pub misses: u64,
-    /// Parts that had to go for others.
+    /// Parts that made room for others.
     pub evictions: u64,
     /// Bytes in memory.
     pub used_bytes: u64,
-    /// The most that may be: the budget, or what the image needs.
+    /// The limit: the budget, or what the image needs.
     pub limit_bytes: u64,
 }
 
-/// Lookups of all queues. Each queue counts its own, so that they share nothing.
+/// Lookups of all queues. Each queue counts its own, so queues share nothing.
 #[derive(Debug, Default)]
 pub(crate) struct Hits {
     queues: Mutex<Vec<Arc<AtomicU64>>>,
@@ -43,7 +43,7 @@ pub(crate) struct Hits {
 impl Hits {
     pub(crate) fn join(&self) -> Arc<AtomicU64> {
         let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
-        // What queues that are gone have counted is kept in one place.
+        // The counts of queues that are gone are kept in one place.
         let gone: u64 = queues.extract_if(.., |count| Arc::strong_count(count) == 1).map(|count| total(&count)).sum();
         let mine = Arc::new(AtomicU64::new(0));
         queues.push(Arc::clone(&mine));
@@ -62,7 +62,7 @@ fn total(count: &AtomicU64) -> u64 {
     count.load(Ordering::Relaxed)
 }
 
-/// What each part wants, and then gets.
+/// What each part wants, and later what it gets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Shares {
     top: u64,
@@ -91,7 +91,7 @@ impl Shares {
     }
 }
 
-/// How the memory for tables is divided over these layers, and the granule of the merged map if there is to be one.
+/// Divides the memory for tables over these layers. Also gives the granule of the merged map, if there is one.
 fn divide(layers: &[&Layer], budget: Option<u64>) -> (Shares, Option<u32>) {
     let size_bytes = layers.first().map_or(0, |top| top.size_bytes);
     let lower = layers.get(1..).unwrap_or_default();
@@ -114,14 +114,14 @@ pub(crate) fn share_out(layers: &mut [Layer], budget: Option<u64>) {
     }
 }
 
-/// What a layer gets that is put on top of others, which keep what they have.
+/// The share of a layer that is put on top of others. The others keep what they have.
 pub(crate) fn share_of_top(top: &mut Layer, below: &[Arc<Layer>], budget: Option<u64>) {
     let layers: Vec<&Layer> = std::iter::once(&*top).chain(below.iter().map(|layer| &**layer)).collect();
     let (shares, _) = divide(&layers, budget);
     top.mapping.set_cache_bytes(shares.top);
 }
 
-/// The merged map of a chain, where it is to have one.
+/// The merged map of a chain, if it has one.
 pub(crate) fn lower_map(layers: &[Arc<Layer>], budget: Option<u64>) -> Option<LowerMap> {
     let (shares, bits) = divide(&layers.iter().map(|layer| &**layer).collect::<Vec<_>>(), budget);
     let size_bytes = layers.first().map_or(0, |top| top.size_bytes);

@@ -5,8 +5,9 @@
 
 pub(crate) mod delay;
 pub(crate) mod error;
+pub(crate) mod throttle;
 
-use block::{Disk, DiskInfo, DiskListener, DiskQueue, Listeners, ReactorCtx, Result, Runs};
+use block::{Disk, DiskInfo, DiskListener, DiskQueue, Listeners, ReactorCtx, Result, Runs, StatusQuery};
 use std::fmt;
 use std::rc::Rc;
 use std::sync::{Arc, Weak};
@@ -66,8 +67,8 @@ impl<F: Filter> Disk for FilterDisk<F> {
         self.below.set_volatile_cache(volatile);
     }
 
-    fn block_status(&self, offset: u64, length_bytes: u64) -> Result<Runs<'_>> {
-        self.below.block_status(offset, length_bytes)
+    fn block_status(&self, query: &StatusQuery) -> Result<Runs<'_>> {
+        self.below.block_status(query)
     }
 
     fn subscribe(&self, listener: Weak<dyn DiskListener>) {

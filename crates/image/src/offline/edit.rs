@@ -1,14 +1,11 @@
-//! Changes to an image that nobody uses: snapshots, another size.
+//! Changes to an image that nobody uses: snapshots, another size, other options.
 
+use super::formats;
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
-use crate::open::guess::Format;
-use crate::open::layers::format_of;
-use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
-use format_qcow2::{AmendOptions, GrowBy, NewSnapshot, ResizeOptions, SnapshotName};
-use std::path::Path;
-use std::sync::Arc;
+use block::{Error, ErrorKind, Result, block_on};
+use format_qcow2::{AmendOptions, Bitmap, BitmapBits, GrowBy, NewSnapshot, SnapshotName};
 
 pub use format_qcow2::EditWatch;
 
@@ -21,29 +18,6 @@ pub enum Edit {
     ApplySnapshot(SnapshotName),
     /// Delete this snapshot.
     DeleteSnapshot(SnapshotName),
-}
-
-/// Changes the image in a file that was opened for writing; blocks. Power cuts leave the image before or after.
-pub fn edit(
-    path: &Path,
-    file: &Arc<dyn File>,
-    format: Option<Format>,
-    edit: &Edit,
-    watch: &mut EditWatch<'_>,
-) -> Result<()> {
-    let name = path.display().to_string();
-    let (format, _) = format_of(path.display(), file.as_ref(), format)?;
-    if format == Format::Raw {
-        return Err(Error::new(ErrorKind::Unsupported, format!("'{name}': a raw image has no snapshots")));
-    }
-    let (io, file) = (MetaIo::new(file.open_blocking()?), file.as_ref());
-    block_on(async {
-        match edit {
-            Edit::CreateSnapshot(new) => format_qcow2::create_snapshot(&io, file, &name, new, watch).await,
-            Edit::ApplySnapshot(which) => format_qcow2::apply_snapshot(&io, file, &name, which, watch).await,
-            Edit::DeleteSnapshot(which) => format_qcow2::delete_snapshot(&io, file, &name, which, watch).await,
-        }
-    })
 }
 
 /// Other options for an image that exists; what is `None` stays.
@@ -65,50 +39,63 @@ pub struct Amend {
 }
 
 impl Image {
-    /// Changes the size of a qcow2 image that was opened for writing and that no queue uses; blocks. What is added reads
-    /// as zeros. The image is closed: what is in memory is out of date afterwards.
+    /// Changes the size of an image that was opened for writing and that no queue uses; blocks. What is added reads as
+    /// zeros. The image is closed: what is in memory is out of date afterwards.
     pub fn resize(self, size_bytes: u64, shrink: bool, preallocation: GrowBy, watch: &mut EditWatch<'_>) -> Result<()> {
         let chain = self.chain();
-        top_qcow2(&chain)?;
+        let top = top_of(&chain)?;
         let options = block_on(chain.resize_options(size_bytes, shrink, preallocation))?;
-        resize_by(&chain, &options, watch)
+        block_on(top.resize_closed(&options, watch))
     }
 
     /// As [`Image::resize`], to a larger size; but what the layer below holds there shows in what is added.
     pub fn resize_showing_below(self, size_bytes: u64, watch: &mut EditWatch<'_>) -> Result<()> {
         let chain = self.chain();
-        top_qcow2(&chain)?;
-        let options = block_on(chain.resize_options(size_bytes, false, GrowBy::Nothing))?;
-        resize_by(&chain, &ResizeOptions { backing_bytes: 0, ..options }, watch)
+        let top = top_of(&chain)?;
+        let mut options = block_on(chain.resize_options(size_bytes, false, GrowBy::Nothing))?;
+        options.backing_bytes = 0;
+        block_on(top.resize_closed(&options, watch))
     }
 
-    /// Changes options of a qcow2 image that was opened for writing and that no queue uses; blocks. The image is closed.
+    /// Changes options of an image that was opened for writing and that no queue uses; blocks. The image is closed.
     pub fn amend(self, amend: &Amend, watch: &mut EditWatch<'_>) -> Result<()> {
         let chain = self.chain();
-        let top = top_qcow2(&chain)?;
-        let resize = amend.size_bytes.map(|size| block_on(chain.resize_options(size, true, GrowBy::Nothing)));
-        let options = AmendOptions {
-            version: amend.version,
-            refcount_bits: amend.refcount_bits,
-            lazy_refcounts: amend.lazy_refcounts,
-            resize: resize.transpose()?,
-            data_file: amend.data_file.clone(),
-            data_file_raw: amend.data_file_raw,
-        };
-        let io = top.open_blocking()?;
-        block_on(format_qcow2::amend(&io, top.file.as_ref(), &top.name.to_string(), &options, watch))
+        let top = top_of(&chain)?;
+        let resize =
+            amend.size_bytes.map(|size| block_on(chain.resize_options(size, true, GrowBy::Nothing))).transpose()?;
+        let options = AmendOptions::default().with(|options| {
+            options.version = amend.version;
+            options.refcount_bits = amend.refcount_bits;
+            options.lazy_refcounts = amend.lazy_refcounts;
+            options.resize = resize;
+            options.data_file = amend.data_file.clone();
+            options.data_file_raw = amend.data_file_raw;
+        });
+        block_on(top.mapping.amend_closed(
+            &top.open_blocking()?,
+            top.file.as_ref(),
+            &top.name.to_string(),
+            &options,
+            watch,
+        ))
+    }
+
+    /// The bitmaps of the top layer, as they are in its file.
+    pub fn bitmaps(&self) -> Result<Vec<Bitmap>> {
+        let chain = self.chain();
+        let top = top_of(&chain)?;
+        formats::bitmaps(&top.file, top.format())
+    }
+
+    /// The bits of one bitmap of the top layer.
+    pub fn read_bitmap(&self, bitmap: &str) -> Result<BitmapBits> {
+        let chain = self.chain();
+        let top = top_of(&chain)?;
+        formats::read_bitmap(&top.file, top.format(), bitmap)
     }
 }
 
-/// The top layer, for what only qcow2 images can.
-fn top_qcow2(chain: &Chain) -> Result<&Layer> {
-    let top = chain.layers.first().filter(|top| top.mapping.qcow2().is_some());
-    let refused = || Error::new(ErrorKind::Unsupported, "only qcow2 images can be changed like this");
-    top.map(|top| &**top).ok_or_else(refused)
-}
-
-fn resize_by(chain: &Chain, options: &ResizeOptions, watch: &mut EditWatch<'_>) -> Result<()> {
-    let top = top_qcow2(chain)?;
-    let io = top.open_blocking()?;
-    block_on(format_qcow2::resize(&io, top.file.as_ref(), &top.name.to_string(), options, watch))
+fn top_of(chain: &Chain) -> Result<&Layer> {
+    let top = chain.layers.first().map(|top| &**top);
+    top.ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))
 }

@@ -5,6 +5,7 @@ use crate::open::gate::Role;
 use crate::open::guess::Format;
 use crate::open::layers::{format_of, open_layer};
 use block::{File, MetaIo, Result, block_on};
+use format_qcow2::Header;
 use std::sync::Arc;
 
 /// An image as `info` shows it.
@@ -22,7 +23,9 @@ pub struct Description {
     pub backing_format: Option<String>,
     /// The header, for qcow2.
     pub qcow2: Option<format_qcow2::Header>,
-    /// Its persistent bitmaps.
+    /// The header of its encryption, where that is LUKS.
+    pub luks: Option<format_qcow2::Luks>,
+    /// Its persistent bitmaps; not looked for where it is encrypted.
     pub bitmaps: Vec<format_qcow2::Bitmap>,
     /// Its internal snapshots.
     pub snapshots: Vec<format_qcow2::Snapshot>,
@@ -36,24 +39,56 @@ pub fn inspect(name: impl Into<FileName>, file: &Arc<dyn File>, format: Option<F
     let (format, guessed) = format_of(&name, file.as_ref(), format)?;
     let layer = open_layer(&name, Arc::clone(file), format, Role::ReadOnly, None)?;
     let qcow2 = layer.mapping.header().cloned();
-    let backing = qcow2.as_ref().and_then(|header| Some((header.backing_file.clone()?, header.backing_format.clone())));
-    let (backing_file, backing_format) = backing.unzip();
-    let snapshots = match &qcow2 {
-        None => Vec::new(),
-        Some(header) => {
-            let io = MetaIo::new(file.open_blocking()?);
-            block_on(format_qcow2::snapshots(&io, header, &name.to_string()))?
-        }
-    };
+    let (backing_file, backing_format) = backing_of(qcow2.as_ref());
+    let snapshots = block_on(layer.mapping.snapshots(&layer.open_blocking()?, &name.to_string()))?;
     Ok(Description {
+        luks: None,
         bitmaps: crate::bitmaps(file, format)?,
         format,
         guessed,
         virtual_size_bytes: layer.size_bytes,
         backing_file,
-        backing_format: backing_format.flatten(),
+        backing_format,
         qcow2,
         snapshots,
         engine: layer.file_info().engine.clone(),
+    })
+}
+
+fn backing_of(header: Option<&Header>) -> (Option<String>, Option<String>) {
+    let backing = header.and_then(|header| Some((header.backing_file.clone()?, header.backing_format.clone())));
+    let (file, format) = backing.unzip();
+    (file, format.flatten())
+}
+
+/// As [`inspect`], also at an image that is encrypted: what it says of itself without its key.
+pub fn inspect_encrypted(
+    name: impl Into<FileName>,
+    file: &Arc<dyn File>,
+    format: Option<Format>,
+) -> Result<Description> {
+    let name = name.into();
+    let (found, guessed) = format_of(&name, file.as_ref(), format)?;
+    if found != Format::Qcow2 {
+        return inspect(name, file, format);
+    }
+    let (io, said) = (MetaIo::new(file.open_blocking()?), name.to_string());
+    // What is wrong with an image that is not encrypted is told by whoever opens it.
+    let (header, luks) = match block_on(format_qcow2::describe(&io, &said)) {
+        Ok((header, luks)) if header.encryption.is_some() => (header, luks),
+        _ => return inspect(name, file, format),
+    };
+    let (backing_file, backing_format) = backing_of(Some(&header));
+    Ok(Description {
+        luks,
+        bitmaps: Vec::new(),
+        format: found,
+        guessed,
+        virtual_size_bytes: header.size_bytes,
+        backing_file,
+        backing_format,
+        snapshots: block_on(format_qcow2::snapshots(&io, &header, &said))?,
+        qcow2: Some(header),
+        engine: file.info().engine.clone(),
     })
 }

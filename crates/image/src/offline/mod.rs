@@ -1,9 +1,5 @@
-//! Work on image files that nobody serves: creating, editing, checking, describing them.
+//! What is done to images that nobody serves: create, look at, check, edit.
 
-pub(crate) mod bitmaps;
-pub(crate) mod check;
-pub(crate) mod create;
 pub(crate) mod edit;
-pub(crate) mod grow;
+pub(crate) mod formats;
 pub(crate) mod inspect;
-pub(crate) mod set_backing;

@@ -7,7 +7,7 @@ use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
 /// The name of a file that an image consists of, as its user gives it: `disk.qcow2`, `file:disk.qcow2`,
-/// `host_device:/dev/sdb`, `fd:3`.
+/// `host_device:/dev/sdb`, `fd:3`, `vhost-user:/run/disk.sock`.
 ///
 /// A name without a protocol is a path. As in QEMU, a colon behind a slash is part of the path, so `./a:b` is a file.
 /// Images name files by path only: see [`crate::BackingPolicy`].
@@ -20,11 +20,13 @@ pub enum FileName {
     HostDevice(PathBuf),
     /// A descriptor that this program was given when it was started.
     Descriptor(RawFd),
+    /// A disk that a vhost-user server offers at this socket.
+    VhostUser(PathBuf),
 }
 
 impl FileName {
     /// The protocols that can stand before a colon.
-    pub const PROTOCOLS: [&'static str; 3] = ["file", "host_device", "fd"];
+    pub const PROTOCOLS: [&'static str; 4] = ["file", "host_device", "fd", "vhost-user"];
 
     /// Reads a name that a user gave. (A path that is certainly one is turned into a name by `into()`.)
     pub fn parse(text: impl AsRef<OsStr>) -> Result<Self> {
@@ -33,6 +35,8 @@ impl FileName {
             None => Ok(Self::File(PathBuf::from(text))),
             Some(("file", path)) => Ok(Self::File(PathBuf::from(path))),
             Some(("host_device", path)) => Ok(Self::HostDevice(PathBuf::from(path))),
+            Some(("vhost-user", "")) => Err(bad("vhost-user: takes the path of a socket".to_owned())),
+            Some(("vhost-user", socket)) => Ok(Self::VhostUser(PathBuf::from(socket))),
             Some(("fd", number)) => {
                 let known = number.parse().ok().filter(|number| *number >= 0);
                 known.map(Self::Descriptor).ok_or_else(|| {
@@ -55,7 +59,17 @@ impl FileName {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::File(path) | Self::HostDevice(path) => Some(path),
-            Self::Descriptor(_) => None,
+            Self::Descriptor(_) | Self::VhostUser(_) => None,
+        }
+    }
+
+    /// Where this program can look at the file: its path, what stands for its descriptor under `/proc`, or its server's
+    /// socket.
+    #[must_use]
+    pub fn look_at(&self) -> PathBuf {
+        match self {
+            Self::File(path) | Self::HostDevice(path) | Self::VhostUser(path) => path.clone(),
+            Self::Descriptor(number) => PathBuf::from(format!("/proc/self/fd/{number}")),
         }
     }
 
@@ -64,7 +78,7 @@ impl FileName {
         Ok(match self {
             Self::File(path) => Self::File(change(path)?),
             Self::HostDevice(path) => Self::HostDevice(change(path)?),
-            Self::Descriptor(number) => Self::Descriptor(*number),
+            Self::Descriptor(_) | Self::VhostUser(_) => self.clone(),
         })
     }
 
@@ -93,6 +107,7 @@ impl fmt::Display for FileName {
         match self {
             Self::File(path) | Self::HostDevice(path) => path.display().fmt(f),
             Self::Descriptor(number) => write!(f, "fd:{number}"),
+            Self::VhostUser(socket) => write!(f, "vhost-user:{}", socket.display()),
         }
     }
 }
@@ -125,6 +140,7 @@ mod tests {
             ("/dev/disk/by-path/pci-0000:00", file("/dev/disk/by-path/pci-0000:00")),
             ("host_device:/dev/sdb", FileName::HostDevice("/dev/sdb".into())),
             ("fd:3", FileName::Descriptor(3)),
+            ("vhost-user:/run/a:b.sock", FileName::VhostUser("/run/a:b.sock".into())),
         ] {
             assert_eq!(FileName::parse(text).unwrap(), name, "{text}");
         }

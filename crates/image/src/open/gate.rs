@@ -5,6 +5,7 @@
 
 use super::file_name::FileName;
 use block::{Error, ErrorKind, File, Result};
+use format_qcow2::{escaped_byte, os_name};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -26,7 +27,7 @@ pub trait Opener {
 
     /// The one true form of a path: absolute, symbolic links followed. Two paths of a file are equal after this.
     fn canonical(&self, path: &Path) -> Result<PathBuf> {
-        std::fs::canonicalize(path).map_err(|error| Error::io(format!("cannot find '{}'", path.display()), error))
+        std::fs::canonicalize(path).map_err(|error| Error::io(format!("Could not open '{}'", path.display()), error))
     }
 }
 
@@ -61,10 +62,25 @@ impl std::str::FromStr for BackingPolicy {
     }
 }
 
+/// A name out of an image, for a person: nothing in it steers a terminal, and bytes that are no text show as `\xff`.
+fn show_name(name: &str) -> String {
+    let show = |char: char| match escaped_byte(char) {
+        Some(byte) => format!("\\x{byte:02x}"),
+        None => char.escape_debug().to_string(),
+    };
+    name.chars().map(show).collect()
+}
+
+/// The path of the backing file that the image at `overlay` names, or will name, as `name`. Refused if it is anything but a
+/// plain name. The policy is not asked.
+pub fn backing_path(overlay: &FileName, name: &str) -> Result<PathBuf> {
+    named_path(overlay, "backing file", name)
+}
+
 /// The name of a file (`what`: its backing file, its data file) as an image at `overlay` gives it, as a path; refused if
 /// it is anything but a plain name.
 pub(crate) fn named_path(overlay: &FileName, what: &str, name: &str) -> Result<PathBuf> {
-    let shown = name.escape_debug();
+    let shown = show_name(name);
     let first_part = name.split('/').next().unwrap_or_default();
     if first_part.contains(':') {
         let known = FileName::PROTOCOLS.join(", ");
@@ -78,8 +94,8 @@ pub(crate) fn named_path(overlay: &FileName, what: &str, name: &str) -> Result<P
         return Err(Error::new(ErrorKind::BadImage, format!("'{overlay}' has an impossible {what} name '{shown}'")));
     }
     match overlay.path() {
-        Some(path) => Ok(path.parent().unwrap_or(Path::new("")).join(name)),
-        None if Path::new(name).is_absolute() => Ok(PathBuf::from(name)),
+        Some(path) => Ok(path.parent().unwrap_or(Path::new("")).join(os_name(name))),
+        None if Path::new(name).is_absolute() => Ok(PathBuf::from(os_name(name))),
         None => {
             let message = format!(
                 "'{overlay}' names its {what} as '{shown}', which is relative to the image's directory, and an image \
@@ -138,7 +154,7 @@ impl<'a> Gate<'a> {
     /// As in QEMU it lies beside `overlay` as that was named: beside a symbolic link, not beside what the link leads to.
     pub(crate) fn pass(&self, overlay: &FileName, what: &str, name: &str) -> Result<(PathBuf, PathBuf)> {
         let said = named_path(overlay, what, name)?;
-        let in_context = |error: Error| error.in_context(format!("{what} of '{overlay}'"));
+        let in_context = |error: Error| error.in_context(format!("Could not open {what}"));
         let target = self.opener.canonical(&said).map_err(in_context)?;
         self.allow(what, &target)?;
         Ok((target, said))

@@ -41,18 +41,28 @@ impl FromStr for Format {
 /// How many bytes from the start of a file [`guess_format`] wants to see.
 pub(crate) const PROBE_BYTES: usize = 512;
 
+/// What the formats that QEMU knows begin with: where, with which bytes, and their names.
+const MAGICS: [(usize, &[u8], &str); 16] = [
+    (0, b"QFI\xfb\0\0\0\x01", "qcow"),
+    (0, b"QFI\xfb", "qcow2"),
+    (0, b"KDMV", "vmdk"),
+    (0, b"COWD", "vmdk"),
+    (0, b"# Disk DescriptorFile", "vmdk"),
+    (0, b"vhdxfile", "vhdx"),
+    (0x40, b"\x7f\x10\xda\xbe", "vdi"),
+    (0, b"conectix", "vpc"),
+    (0, b"LUKS\xba\xbe", "luks"),
+    (0, b"QED\0", "qed"),
+    (0, b"WithoutFreeSpace", "parallels"),
+    (0, b"WithouFreSpacExt", "parallels"),
+    (0, b"Bochs Virtual HD Image", "bochs"),
+    (0, b"#!/bin/sh\n#V2.0 Format\nmodprobe cloop", "cloop"),
+    (0, b"koly", "dmg"),
+    (0, b"encrcdsa", "dmg"),
+];
+
 /// What a header says: a format by name, served or not; `None` where nothing is recognised (raw, perhaps).
 fn name_of_header(head: &[u8]) -> Option<&'static str> {
-    const MAGICS: [(usize, &[u8], &str); 8] = [
-        (0, b"QFI\xfb", "qcow2"),
-        (0, b"KDMV", "vmdk"),
-        (0, b"COWD", "vmdk"),
-        (0, b"vhdxfile", "vhdx"),
-        (0x40, b"\x7f\x10\xda\xbe", "vdi"),
-        (0, b"conectix", "vpc"),
-        (0, b"LUKS\xba\xbe", "luks"),
-        (0, b"QED\0", "qed"),
-    ];
     let found = MAGICS.iter().find(|(at, magic, _)| head.get(*at..).is_some_and(|rest| rest.starts_with(magic)));
     found.map(|(_, _, name)| *name)
 }
@@ -66,8 +76,8 @@ pub fn guess_format(name: &str, head: &[u8]) -> Result<Option<Format>> {
         Some(other) => Err(Error::new(
             ErrorKind::Unsupported,
             format!(
-                "'{name}' looks like a {other} image, which is not supported; \
-                 say format=raw to serve its bytes as they are"
+                "'{name}': looks like a {other} image, which is not supported; say format=raw (in the image tool: -f raw) to \
+                 get its bytes as they are"
             ),
         )),
     }
@@ -87,7 +97,12 @@ mod tests {
         assert_eq!(guess_format("x", b"QFI\xfb\0\0\0\x03").unwrap(), Some(Format::Qcow2));
         assert_eq!(guess_format("x", &[0; 512]).unwrap(), None);
         assert_eq!(guess_format("x", b"QF").unwrap(), None);
-        let message = guess_format("x", b"KDMV....").unwrap_err().to_string();
-        assert!(message.contains("vmdk") && message.contains("format=raw"), "{message}");
+        for (_, magic, other) in MAGICS.iter().filter(|(at, ..)| *at == 0) {
+            match guess_format("x", magic) {
+                Ok(format) => assert_eq!((format, *other), (Some(Format::Qcow2), "qcow2")),
+                Err(error) => assert!(error.to_string().contains(&format!("looks like a {other} image")), "{error}"),
+            }
+        }
+        assert!(guess_format("x", b"QFI\xfb\0\0\0\x01").is_err(), "the first version of qcow is another format");
     }
 }

@@ -71,6 +71,25 @@ impl ImageOptions {
 /// Opens an image and the layers below it. Opens no file that the policy does not allow; on an error no file has been
 /// changed.
 pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
+    open_chain(options, opener).map_err(|error| {
+        let canonical = options.name.try_map_path(|path| opener.canonical(path));
+        let names: Vec<String> = canonical.iter().chain([&options.name]).map(FileName::to_string).collect();
+        could_not_open(&options.name, &names, &error)
+    })
+}
+
+/// Says which image could not be opened, once, by the name that its user gave it. `names` are all that it has.
+pub(crate) fn could_not_open(name: &FileName, names: &[String], error: &Error) -> Error {
+    let text = error.to_string();
+    let said = text.strip_prefix("Could not open ").unwrap_or(&text);
+    let is_own = |own: &String| said.strip_prefix(&format!("'{own}': "));
+    let reason = names.iter().find_map(is_own).unwrap_or(&text);
+    let reason =
+        names.iter().fold(reason.to_owned(), |reason, own| reason.replace(&format!("'{own}'"), &format!("'{name}'")));
+    Error::new(error.kind(), format!("Could not open '{name}': {reason}"))
+}
+
+fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     let gate = Gate::new(&options.allow_backing, &options.name, &options.listed, opener)?;
     let mut layers: Vec<Layer> = Vec::new();
     let mut next = Some((gate.top.clone(), options.name.clone(), options.format));
@@ -82,10 +101,14 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
             (true, true) => Role::ReadOnly,
             (false, _) => Role::Backing,
         };
-        let file = opener.open(&name, role)?;
-        let (format, guessed) = format_of(&name, file.as_ref(), format)?;
+        let in_context = |error: Error| match layers.is_empty() {
+            true => error,
+            false => error.in_context("Could not open backing file"),
+        };
+        let file = opener.open(&name, role).map_err(in_context)?;
+        let (format, guessed) = format_of(&name, file.as_ref(), format).map_err(in_context)?;
         let snapshot = options.snapshot.as_ref().filter(|_| layers.is_empty());
-        let mut layer = open_layer(&name, file, format, role, snapshot)?;
+        let mut layer = open_layer(&name, file, format, role, snapshot).map_err(in_context)?;
         if let Some((backing, backing_format)) = backing_of(&layer)? {
             let (target, backing) = gate.pass(&said, "backing file", &backing)?;
             next = Some((target.into(), backing.into(), backing_format));
@@ -157,7 +180,7 @@ pub(crate) fn format_of(name: impl fmt::Display, file: &dyn File, said: Option<F
     if guess.is_none() && !file.info().read_only {
         tracing::warn!(
             "the format of '{name}' was not given; it is taken for raw, and a guest may not write another format's header \
-             to it (format=raw allows it)"
+             to it (say that it is raw to allow that)"
         );
     }
     Ok((guess.unwrap_or(Format::Raw), true))

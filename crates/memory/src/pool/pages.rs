@@ -1,15 +1,19 @@
 //! Page-aligned memory of a few sizes: bounce buffers, and what copy-on-write reads.
 
 use super::{PoolBox, PoolContext};
-use crate::{AlignedBuf, pooled};
+use crate::{AlignedBuf, OutOfMemory, pooled};
 use std::ptr::NonNull;
 
-/// Page-aligned memory of `BYTES`.
-pub(crate) struct Pages<const BYTES: usize>(AlignedBuf);
+/// Page-aligned memory of `BYTES`; nothing where there was no memory when it was made.
+pub(crate) struct Pages<const BYTES: usize>(Option<AlignedBuf>);
 
 impl<const BYTES: usize> Pages<BYTES> {
-    fn as_non_null(&self) -> NonNull<u8> {
-        self.0.as_non_null()
+    /// Its memory, which it gets if it has none yet.
+    fn memory(&mut self) -> Result<NonNull<u8>, OutOfMemory> {
+        match &self.0 {
+            Some(memory) => Ok(memory.as_non_null()),
+            None => Ok(self.0.insert(AlignedBuf::try_zeroed(BYTES)?).as_non_null()),
+        }
     }
 }
 
@@ -17,7 +21,7 @@ impl<const BYTES: usize> PoolContext for Pages<BYTES> {
     const HELD_BYTES: usize = BYTES;
 
     fn create() -> Self {
-        Self(AlignedBuf::zeroed(BYTES))
+        Self(AlignedBuf::try_zeroed(BYTES).ok())
     }
 }
 
@@ -29,28 +33,33 @@ macro_rules! sizes {
         pub(crate) enum PooledPages {
             $(
                 /// From the pool.
-                $name(PoolBox<Pages<$bytes>>),
+                $name(#[allow(dead_code)] PoolBox<Pages<$bytes>>),
             )*
             /// Longer than the largest size of the pool.
-            Allocated(AlignedBuf),
+            Allocated(#[allow(dead_code)] AlignedBuf),
         }
 
         impl PooledPages {
-            /// At least `length_bytes`. The old contents are still there.
-            pub(crate) fn take(length_bytes: usize) -> Self {
+            /// At least `length_bytes`, and where they are. The old contents are still there.
+            pub(crate) fn take(length_bytes: usize) -> Result<(Self, NonNull<u8>), OutOfMemory> {
                 // In this crate's own unit tests the pool's atomics are the model checker's, which work in a model
                 // only.
                 $(if length_bytes <= $bytes && !cfg!(test) {
-                    return Self::$name(PoolBox::take());
+                    let mut pages = PoolBox::<Pages<$bytes>>::take();
+                    let start = pages.memory()?;
+                    return Ok((Self::$name(pages), start));
                 })*
-                Self::Allocated(AlignedBuf::zeroed(length_bytes))
+                let memory = AlignedBuf::try_zeroed(length_bytes)?;
+                let start = memory.as_non_null();
+                Ok((Self::Allocated(memory), start))
             }
 
-            pub(crate) fn as_non_null(&self) -> NonNull<u8> {
-                match self {
-                    $(Self::$name(pages) => pages.as_non_null(),)*
-                    Self::Allocated(buf) => buf.as_non_null(),
-                }
+            /// How much memory a buffer of `length_bytes` takes.
+            pub(crate) fn size_of(length_bytes: usize) -> usize {
+                $(if length_bytes <= $bytes {
+                    return $bytes;
+                })*
+                length_bytes
             }
         }
     };

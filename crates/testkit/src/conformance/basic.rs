@@ -3,7 +3,7 @@
 use super::Guest;
 use crate::model::stamped;
 use crate::request::Request;
-use block::{DiskInfo, DiskListener, IoErrorKind, OpFlags, Run};
+use block::{DiskInfo, DiskListener, IoErrorKind, OpFlags, Run, StatusQuery};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The ways to write. The last has both flags.
@@ -243,7 +243,7 @@ pub(super) fn writes_zeroes_exactly(guest: &mut Guest<'_>) -> Result<(), String>
 /// What the disk says of a range: a run for each stretch, checked to cover the range in order.
 fn status_of(guest: &Guest<'_>, offset: u64, length: u64) -> Result<Vec<Run>, String> {
     let failed = |error| format!("block status of {offset}+{length}: {error}");
-    let runs = guest.disk.block_status(offset, length).map_err(failed)?;
+    let runs = guest.disk.block_status(&StatusQuery::of(offset, length)).map_err(failed)?;
     let runs = runs.collect::<block::Result<Vec<_>>>().map_err(failed)?;
     let end = offset.saturating_add(length).min(guest.info().size_bytes);
     let mut at = offset;

@@ -6,6 +6,7 @@ use super::reactor::SimReactor;
 use super::state::{Effect, FileState, OpId};
 use crate::dice::{Dice, mix};
 use block::{Error, ErrorKind, File, FileInfo, FileOp, FileQueue, Locks, ReactorCtx, Result};
+use memory::BufferAccount;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,6 +33,8 @@ pub struct SimFileOptions {
     pub alignment_bytes: u32,
     /// What it tells about locks.
     pub locks: Locks,
+    /// Whose part of the memory for buffers requests use.
+    pub buffers: BufferAccount,
 }
 
 impl Default for SimFileOptions {
@@ -46,6 +49,7 @@ impl Default for SimFileOptions {
             max_length_bytes: 1 << 40,
             alignment_bytes: 1,
             locks: Locks::Held,
+            buffers: BufferAccount::default(),
         }
     }
 }
@@ -167,7 +171,8 @@ impl SimStorage {
             in_memory: false,
             engine: "simulated".to_owned(),
         };
-        Arc::new(SimFile { storage: self.clone(), index, info })
+        let buffers = options.buffers.clone();
+        Arc::new(SimFile { storage: self.clone(), index, info, buffers })
     }
 
     /// The whole contents of a file as they read now.
@@ -386,6 +391,7 @@ pub struct SimFile {
     storage: SimStorage,
     index: usize,
     info: FileInfo,
+    buffers: BufferAccount,
 }
 
 impl SimFile {
@@ -400,7 +406,8 @@ impl SimFile {
     }
 
     fn again(&self) -> Arc<Self> {
-        Arc::new(Self { storage: self.storage.clone(), index: self.index, info: self.info.clone() })
+        let (storage, info, buffers) = (self.storage.clone(), self.info.clone(), self.buffers.clone());
+        Arc::new(Self { storage, index: self.index, info, buffers })
     }
 }
 
@@ -417,6 +424,10 @@ impl File for SimFile {
 
     fn length_bytes(&self) -> Result<u64> {
         Ok(self.storage.lock().files[self.index].state.length())
+    }
+
+    fn buffers(&self) -> &BufferAccount {
+        &self.buffers
     }
 
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {

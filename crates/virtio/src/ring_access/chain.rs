@@ -105,10 +105,10 @@ impl ChainMemory {
         let outside = MemoryError::Outside { address, length_bytes: u64::from(length_bytes) };
         let (mut at, mut left) = (address, u64::from(length_bytes));
         while left > 0 {
-            let here = self.memory.regions().iter().find_map(|region| {
-                let skip = at.checked_sub(region.guest_address())?;
-                region.length_bytes().checked_sub(skip).filter(|rest| *rest > 0)
-            });
+            let here = self
+                .memory
+                .region_at(at)
+                .map(|(_, region)| region.length_bytes().saturating_sub(at.saturating_sub(region.guest_address())));
             let take = here.map_or(0, |rest| rest.min(left));
             let (Ok(length), Some(next)) = (u32::try_from(take), at.checked_add(take)) else {
                 return Err(outside.into());
@@ -121,6 +121,13 @@ impl ChainMemory {
             (at, left) = (next, left.saturating_sub(take));
         }
         Ok(())
+    }
+
+    /// Segments of the chain looked at last: at least one for each of its descriptors that is not a table.
+    #[inline]
+    #[must_use]
+    pub fn segment_count(&self) -> usize {
+        self.segments.len()
     }
 
     /// Bytes that the device may read.

@@ -1,6 +1,8 @@
 //! A guest and its driver, written from the specification alone: bytes at offsets, no code shared with the crate.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, missing_docs)]
 
+pub mod packed;
+
 use memory::{GuestMemory, GuestRegion, IoBuf, Mapping, RegionSpec, Window};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -28,7 +30,7 @@ impl Guest {
         let half = GUEST_BYTES / 2;
         let region = |start: usize| {
             let at = start as u64;
-            let spec = RegionSpec { guest_address: at, length_bytes: half as u64, user_address: at, file_offset: at };
+            let spec = RegionSpec::new(at, half as u64).with(|region| region.file_offset = at);
             GuestRegion::of_mapping(spec, Arc::clone(&mapping), start).unwrap()
         };
         let memory = Arc::new(GuestMemory::new(vec![region(0), region(half)]).unwrap());

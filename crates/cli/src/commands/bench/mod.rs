@@ -2,6 +2,7 @@
 //! depths, or on several targets in turn.
 
 mod differences;
+mod guest;
 mod overwrite;
 mod series;
 mod served;
@@ -13,6 +14,7 @@ use crate::signals;
 use anyhow::{Context, bail};
 use drive::parse_size;
 use engine::ReactorConfig;
+use guest::GuestOptions;
 use load::{BenchSpec, Initial, Pattern, Plot, Stop, Verify};
 use serde::Serialize;
 use series::{Plan, Series};
@@ -34,50 +36,50 @@ const PLOT_DEPTHS: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 const TARGETS_MAX: usize = 8;
 const NAMES: [&str; TARGETS_MAX] = ["A", "B", "C", "D", "E", "F", "G", "H"];
 
-/// Measure a disk: requests a second, latency, CPU. Writing modes destroy what is on it, and ask for --destroy first where
-/// that can be seen.
+/// Measure a disk: requests a second, latency and CPU time.
 ///
-/// One target is measured once, or at each of several depths (--depths, --plot). With --compare several targets are
-/// measured in turn, under the same load.
+/// A writing load overwrites the disk, and asks for --destroy if it sees data there.
+///
+/// One target is measured once, or at each of several depths (--depths, --plot). With --compare, several targets are
+/// measured in turn under the same load.
 #[derive(clap::Args)]
 #[command(group(clap::ArgGroup::new("target").required(true)))]
 pub(crate) struct Args {
-    /// A vhost-user-blk server's socket, ours or another's.
+    /// The socket of any vhost-user-blk server.
     #[arg(long, group = "target", value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// An image, opened in this process.
+    /// An image, opened by this process.
     #[arg(long, group = "target", value_name = "FILE")]
     image: Option<PathBuf>,
-    /// A file or block device of the host, as it is: the rate to compare with.
+    /// A file or block device of the host, whatever its format: the host's own rate.
     #[arg(long, group = "target", value_name = "FILE")]
     host: Option<PathBuf>,
-    /// A disk with options, opened in this process (see `ringdisk serve --drive`).
+    /// A disk with options, opened by this process (see `ringdisk serve --drive help`).
     #[arg(long, group = "target", value_name = "OPTIONS")]
     drive: Option<String>,
-    /// A disk with options, served by this process to a guest of its own over a vhost-user socket. Counts also what the
-    /// server does: batches, system calls that move requests (not those in which it sleeps, lets others have its processor,
-    /// wakes a worker or notifies), its workers' calls, harvests, sleeps, yields and notifications; of a qcow2 image also
-    /// how often its tables in memory were enough. The client's CPU time is that of both sides then.
+    /// A disk with options, which this process serves to a guest of its own over a vhost-user socket. The report also
+    /// counts the server's work: batches, system calls, calls of its workers, harvests, sleeps, yields and notifications.
+    /// For qcow2, it counts how often tables were found in memory. CPU time is that of both sides.
     #[arg(long, group = "target", value_name = "OPTIONS")]
     serve: Option<String>,
-    /// Two targets or more, each socket:PATH, image:FILE, host:FILE, drive:OPTIONS or serve:OPTIONS, called A, B, ... or
-    /// by a name that stands before it (NAME=socket:PATH). Prints medians, and the first by each other with spread: of
-    /// each round's runs, min-max over the rounds. Each target is opened for its turn only.
+    /// Two or more targets: socket:PATH, image:FILE, host:FILE, drive:OPTIONS or serve:OPTIONS. They are called A, B, ...,
+    /// or NAME in NAME=socket:PATH. The report has medians, and the ratio of the first target to each other with its
+    /// minimum and maximum over the rounds. A target is open only during its turn.
     #[arg(long, group = "target", value_name = "TARGET", num_args = 2..)]
     compare: Vec<String>,
-    /// Rounds of --compare: one run of each target, every other round in reverse order [default: 5].
+    /// Rounds of --compare. Each measures every target once; every other one in reverse order [default: 5].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pairs: Option<u32>,
-    /// What to do.
+    /// The load.
     #[arg(long, value_enum, default_value = "randread")]
     rw: Mode,
     /// Share of reads for randrw, in percent.
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(0..=100))]
     rwmixread: Option<u8>,
-    /// Bytes a request.
+    /// Bytes of each request.
     #[arg(long, value_name = "SIZE", default_value = "4k")]
     bs: String,
-    /// Requests in flight on each queue; of these at most 1024 reach a server (the longest ring it takes).
+    /// Requests in flight on each queue. A server's ring holds at most 1024 of them.
     #[arg(long, value_name = "N", default_value_t = 32)]
     depth: u32,
     /// Measure at each of these depths, one after the other.
@@ -114,18 +116,22 @@ pub(crate) struct Args {
     /// Seed of offsets and patterns.
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
-    /// Process of the server, for its CPU time and context switches; with --compare TARGET:PID, TARGET being A, B, ... or
-    /// its name. May be repeated.
+    /// The server's process id: the report then has its CPU time and context switches. With --compare, TARGET:PID, where
+    /// TARGET is A, B, ... or a name. May be repeated.
     #[arg(long, value_name = "PID")]
     server_pid: Vec<String>,
-    /// How long the client's idle threads go on looking for what has ended before they sleep, in microseconds; zero never
-    /// looks. For --drive, what the drive says of poll-max-us goes before this; for --serve that is the server's.
+    /// How long an idle thread of the client looks for completions before it sleeps, in microseconds; 0 means not at all.
+    /// With --drive, the drive's own poll-max-us= goes before it; with --serve, that one is the server's.
     #[arg(long, value_name = "US", default_value_t = ReactorConfig::default().poll_max_us)]
     poll_max_us: u32,
+    /// How the guest of a --socket or --serve works: path=bio|request, callbacks=suppressed|kept, event-idx=on|off,
+    /// indirect=on|off. A target of --compare may say the same for itself among its options: guest.path=request.
+    #[arg(long, value_name = "OPTIONS")]
+    guest: Option<String>,
     /// Show all figures, not only rates, latencies and CPU time.
     #[arg(short, long)]
     verbose: bool,
-    /// How to print.
+    /// Form of the report.
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
 }
@@ -168,11 +174,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.pairs.is_some() && args.compare.is_empty() {
         return Err(usage("--pairs is for --compare"));
     }
+    let guest = args.guest.as_deref().map(GuestOptions::parse).transpose()?.unwrap_or_default();
     let mut targets = Vec::new();
     for asked in targets_of(args) {
         match asked? {
             Parsed::Target(mut target) => {
                 target.poll_max_us = args.poll_max_us;
+                target.guest = std::mem::take(&mut target.guest).or(&guest);
                 targets.push(target);
             }
             Parsed::Help(help) => return output::print(&format!("{help}\n")),
@@ -187,10 +195,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         overwrite::refuse(&targets)?;
     }
     let cancel = signals::interrupted()?;
-    match targets.as_slice() {
+    let done = match targets.as_slice() {
         [target] if !args.is_series() => run_single(args, target, &spec, &cancel),
         targets => run_series(args, targets, &spec, &cancel),
+    };
+    if done.is_ok() {
+        // The figures say so already.
+        signals::end_if_interrupted();
     }
+    done
 }
 
 /// The targets as the command line names them.
@@ -342,6 +355,6 @@ fn spec(args: &Args) -> anyhow::Result<BenchSpec> {
     spec.stop = args.count.map_or(runtime, Stop::Requests);
     spec.warmup = seconds("--warmup", args.warmup.unwrap_or(warmup))?;
     spec.flush_every = args.flush_every;
-    spec.verify = args.verify.then_some(Verify { seed: args.seed, initial: Initial::Unknown });
+    spec.verify = args.verify.then_some(Verify::new(args.seed, Initial::Unknown));
     Ok(spec)
 }

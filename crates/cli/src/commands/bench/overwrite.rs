@@ -2,6 +2,7 @@
 
 use super::target::Target;
 use crate::output::usage;
+use block::StatusQuery;
 use drive::{DiskOptions, open_disk};
 use image::BackingPolicy;
 use std::os::unix::fs::FileTypeExt;
@@ -27,7 +28,7 @@ fn holds_data(disk: &DiskOptions) -> bool {
     let mut disk = disk.clone();
     disk.read_only = true;
     let Ok(opened) = open_disk(&disk, BackingPolicy::default(), &[]) else { return false };
-    let Some(Ok(mut runs)) = opened.image.as_ref().map(|image| image.extents()) else { return false };
+    let Ok(mut runs) = opened.disk.block_status(&StatusQuery::all()) else { return false };
     // What cannot be found out may be data.
     runs.any(|run| run.map_or(true, |run| run.data))
 }

@@ -64,7 +64,7 @@ impl Plan<'_> {
         }
         let interrupted = cancel.load(Ordering::Relaxed);
         if depths.is_empty() {
-            bail!("interrupted before every target was measured once");
+            bail!("not every target was measured once");
         }
         let named = |target: &Target| Named {
             name: target.name.clone(),

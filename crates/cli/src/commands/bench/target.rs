@@ -1,5 +1,6 @@
 //! What is measured: a server's socket, or a disk opened or served in this process; and one measurement of it.
 
+use super::guest::GuestOptions;
 use super::served::Served;
 use crate::output::usage;
 use block::{Disk, ReactorHandle};
@@ -29,6 +30,8 @@ pub(super) struct Target {
     pub(super) server_pids: Vec<u32>,
     /// How long idle threads of the client look before they sleep.
     pub(super) poll_max_us: u32,
+    /// How its guest works.
+    pub(super) guest: GuestOptions,
     kind: Kind,
 }
 
@@ -75,7 +78,13 @@ impl Target {
             drive
         };
         let text = value.to_string_lossy();
+        let has_guest = matches!(kind, "socket" | "serve") && text.contains("guest.");
+        let (text, guest) = match has_guest {
+            true => GuestOptions::split(&text).map(|(rest, guest)| (rest.into(), guest))?,
+            false => (text, GuestOptions::default()),
+        };
         let kind_of_target = match kind {
+            "socket" if has_guest => Kind::Socket(PathBuf::from(text.as_ref())),
             "socket" => Kind::Socket(PathBuf::from(value)),
             "image" => Kind::Drive(Box::new(file(None))),
             "host" => Kind::Drive(Box::new(file(Some(DriveFormat::Raw)))),
@@ -90,6 +99,7 @@ impl Target {
             text: format!("{kind}:{text}"),
             server_pids: Vec::new(),
             poll_max_us: ReactorConfig::default().poll_max_us,
+            guest,
             kind: kind_of_target,
         }))
     }
@@ -119,7 +129,7 @@ impl Target {
         progress: &dyn Fn(f64),
     ) -> anyhow::Result<Measured> {
         let spec = spec.clone().with(|spec| spec.server_pids = self.server_pids.clone());
-        let opened = Opened::open(&self.kind, &spec)?;
+        let opened = Opened::open(&self.kind, &spec, &self.guest)?;
         let reactors = Arc::new(self.reactors(spec.queues)?);
         let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(ReactorThread::handle).collect();
         // A connection that ends takes every request with it: what follows would measure errors.
@@ -187,12 +197,13 @@ enum Opened {
 }
 
 impl Opened {
-    fn open(kind: &Kind, spec: &BenchSpec) -> anyhow::Result<Self> {
+    fn open(kind: &Kind, spec: &BenchSpec, how: &GuestOptions) -> anyhow::Result<Self> {
         let guest = || {
             DriverOptions::default().with(|options| {
                 options.queues = spec.queues as u16;
                 options.queue_size = queue_size(spec.queue_depth);
                 options.memory_bytes = spec.buffers_bytes();
+                how.apply(options);
             })
         };
         // A measurement that only reads leaves the file alone, and shares it with other readers.

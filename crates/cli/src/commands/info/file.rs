@@ -4,38 +4,49 @@ use crate::output::printable;
 use drive::human_size;
 use serde_json::{Value, json};
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
 
 const SECTOR_BYTES: u64 = 512;
 
+/// As qemu-img says it where nobody knows.
+pub(super) fn human_disk_size(disk_bytes: Option<u64>) -> String {
+    disk_bytes.map_or_else(|| "unavailable".to_owned(), human_size)
+}
+
 pub(super) struct ImageFile {
-    path: PathBuf,
-    is_device: bool,
+    name: String,
+    protocol: &'static str,
     length_bytes: u64,
     /// What it takes on its file system.
-    disk_bytes: u64,
+    disk_bytes: Option<u64>,
 }
 
 impl ImageFile {
-    pub(super) fn new(path: &Path, meta: &std::fs::Metadata, length_bytes: u64, disk_bytes: u64) -> Self {
+    /// `meta` is none for what is no file of the host.
+    pub(super) fn new(
+        name: String,
+        meta: Option<&std::fs::Metadata>,
+        length_bytes: u64,
+        disk_bytes: Option<u64>,
+    ) -> Self {
         // QEMU counts in sectors.
         let length_bytes = length_bytes.next_multiple_of(SECTOR_BYTES);
-        Self { path: path.to_owned(), is_device: meta.file_type().is_block_device(), length_bytes, disk_bytes }
-    }
-
-    fn protocol(&self) -> &'static str {
-        if self.is_device { "host_device" } else { "file" }
+        let protocol = match meta {
+            None => "vhost-user",
+            Some(meta) if meta.file_type().is_block_device() => "host_device",
+            Some(_) => "file",
+        };
+        Self { name, protocol, length_bytes, disk_bytes }
     }
 
     pub(super) fn human(&self) -> String {
-        let Self { path, length_bytes, disk_bytes, .. } = self;
+        let Self { name, length_bytes, disk_bytes, .. } = self;
         format!(
             "Child node '/file':\n    filename: {}\n    protocol type: {}\n    file length: {} ({length_bytes} bytes)\n    \
              disk size: {}\n",
-            printable(&path.display().to_string()),
-            self.protocol(),
+            printable(name),
+            self.protocol,
             human_size(*length_bytes),
-            human_size(*disk_bytes)
+            human_disk_size(*disk_bytes)
         )
     }
 
@@ -45,10 +56,10 @@ impl ImageFile {
             "info": {
                 "children": [],
                 "virtual-size": self.length_bytes,
-                "filename": self.path.display().to_string(),
-                "format": self.protocol(),
-                "actual-size": self.disk_bytes,
-                "format-specific": { "type": self.protocol(), "data": {} },
+                "filename": self.name,
+                "format": self.protocol,
+                "actual-size": self.disk_bytes.unwrap_or_default(),
+                "format-specific": { "type": self.protocol, "data": {} },
                 "dirty-flag": false,
             },
         }])

@@ -1,21 +1,24 @@
 //! `ringdisk info`: what an image says about itself, as qemu-img shows it, and which engine would serve it.
 
+mod encryption;
 mod file;
 
-use crate::images::{ImageName, parse_format};
+use crate::images::{files, image_name, name_force_share, parse_format};
 use crate::output::program::is_qemu_img;
-use crate::output::{self, printable, snapshot_table};
+use crate::output::{self, printable, snapshot_table, with_bytes_shown};
 use anyhow::{Context, bail};
-use drive::{EngineOpener, human_size};
+use drive::{ImageName, human_size};
 use file::ImageFile;
 use format_qcow2::{Bitmap, Compression, Header};
-use image::{BackingPolicy, Description, Format, Opener, Role, inspect, pass_gate};
+use image::{BackingPolicy, Description, FileName, Format, Opener, Role, inspect_encrypted, pass_gate};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Show what an image is. Opens nothing but FILE, unless --backing-chain asks for the files below it.
+/// Show what an image is.
+///
+/// Opens nothing but FILE, unless --backing-chain asks for the files below it.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image.
@@ -48,20 +51,21 @@ enum Output {
 
 /// One layer, looked at.
 struct Layer {
-    path: PathBuf,
+    name: FileName,
     description: Description,
-    disk_bytes: u64,
+    /// What it takes on its file system; `None` where that is not known.
+    disk_bytes: Option<u64>,
     file: ImageFile,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let ImageName { path, format } = ImageName::of(&args.file, args.format.as_deref(), args.image_opts)?;
+    let ImageName { file, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
     let policy: BackingPolicy = args.allow_backing.parse()?;
-    let mut layers = vec![look(&path, format, args.force_share)?];
+    let mut layers = vec![look(file, format, args.force_share)?];
     while args.backing_chain
         && let Some((path, format)) = below(&layers, &policy)?
     {
-        layers.push(look(&path, format, args.force_share)?);
+        layers.push(look(path.into(), format, args.force_share)?);
     }
     match args.output {
         Output::Human => output::print(&layers.iter().map(human).collect::<Vec<_>>().join("\n")),
@@ -73,38 +77,40 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-fn look(path: &Path, format: Option<Format>, force_share: bool) -> anyhow::Result<Layer> {
-    let opener = EngineOpener::default();
+fn look(name: FileName, format: Option<Format>, force_share: bool) -> anyhow::Result<Layer> {
+    let opener = files();
     let opener = if force_share { opener.without_locks() } else { opener };
-    let file = opener.open(&path.into(), Role::ReadOnly)?;
-    let description = inspect(path, &file, format)?;
-    let meta = std::fs::metadata(path).with_context(|| format!("cannot look at '{}'", path.display()))?;
+    let file = opener.open(&name, Role::ReadOnly).map_err(name_force_share)?;
+    let description = inspect_encrypted(name.clone(), &file, format)?;
+    let look = || std::fs::metadata(name.look_at()).with_context(|| format!("cannot look at '{name}'"));
+    // A server's socket says nothing about its disk.
+    let meta = if matches!(name, FileName::VhostUser(_)) { None } else { Some(look()?) };
     // st_blocks counts units of 512 bytes, whatever the file system's block is.
-    let disk_bytes = meta.blocks() * 512;
-    let file = ImageFile::new(path, &meta, file.length_bytes()?, disk_bytes);
-    Ok(Layer { path: path.to_owned(), description, disk_bytes, file })
+    let disk_bytes = meta.as_ref().map(|meta| meta.blocks() * 512);
+    let file = ImageFile::new(name.to_string(), meta.as_ref(), file.length_bytes()?, disk_bytes);
+    Ok(Layer { name, description, disk_bytes, file })
 }
 
-/// The name of the backing file as a path: relative to the image that names it.
-fn backing_path(layer: &Layer) -> Option<PathBuf> {
+/// The name of the backing file as a path, in text: relative to the image that names it.
+fn backing_path(layer: &Layer) -> Option<String> {
     let name = layer.description.backing_file.as_ref()?;
-    Some(layer.path.parent().unwrap_or(Path::new("")).join(name))
+    Some(layer.name.path().and_then(Path::parent).unwrap_or(Path::new("")).join(name).display().to_string())
 }
 
 /// The layer below the last one.
 fn below(layers: &[Layer], policy: &BackingPolicy) -> anyhow::Result<Option<(PathBuf, Option<Format>)>> {
     let (Some(top), Some(last)) = (layers.first(), layers.last()) else { return Ok(None) };
-    let Some(path) = backing_path(last) else { return Ok(None) };
+    let Some(path) = backing_path(last).map(|path| PathBuf::from(image::os_name(&path))) else { return Ok(None) };
     let name = last.description.backing_file.as_deref().unwrap_or_default();
-    let target = pass_gate(policy, &top.path, &[], &last.path, name, &EngineOpener::default())?;
-    let canonical = |path: &Path| path.canonicalize().with_context(|| format!("cannot find '{}'", path.display()));
+    let target = pass_gate(policy, top.name.clone(), &[], last.name.clone(), name, &files())?;
     for layer in layers {
-        if canonical(&layer.path)? == target {
+        let canonical = layer.name.look_at().canonicalize();
+        if canonical.with_context(|| format!("cannot find '{}'", layer.name))? == target {
             bail!("the backing files form a loop: '{}' appears twice in its own chain", path.display());
         }
     }
     let format = parse_format(last.description.backing_format.as_deref());
-    Ok(Some((path, format.with_context(|| format!("backing format of '{}'", last.path.display()))?)))
+    Ok(Some((path, format.with_context(|| format!("backing format of '{}'", last.name))?)))
 }
 
 fn compat(header: &Header) -> &'static str {
@@ -138,25 +144,27 @@ impl Flags {
 }
 
 fn human(layer: &Layer) -> String {
-    let Layer { path, description, disk_bytes, file } = layer;
+    let Layer { name, description, disk_bytes, file } = layer;
     let size = description.virtual_size_bytes;
     let mut text = String::new();
     let mut line = |line: String| {
         let _ = writeln!(text, "{line}");
     };
-    line(format!("image: {}", printable(&path.display().to_string())));
+    line(format!("image: {}", printable(&name.to_string())));
     line(format!("file format: {}", description.format));
     line(format!("virtual size: {} ({size} bytes)", human_size(size)));
-    line(format!("disk size: {}", human_size(*disk_bytes)));
+    line(format!("disk size: {}", file::human_disk_size(*disk_bytes)));
     let flags = description.qcow2.as_ref().map(Flags::of);
-    if flags.as_ref().is_some_and(|flags| flags.dirty) {
-        line("cleanly shut down: no".to_owned());
+    if encryption::is_encrypted(description) {
+        line("encrypted: yes".to_owned());
     }
     if let Some(header) = &description.qcow2 {
         line(format!("cluster_size: {}", 1u64 << header.cluster_bits));
     }
+    if flags.as_ref().is_some_and(|flags| flags.dirty) {
+        line("cleanly shut down: no".to_owned());
+    }
     if let (Some(name), Some(full)) = (&description.backing_file, backing_path(layer)) {
-        let full = full.display().to_string();
         let actual = if full == *name { String::new() } else { format!(" (actual path: {full})") };
         line(format!("backing file: {}", printable(&format!("{name}{actual}"))));
     }
@@ -177,6 +185,9 @@ fn human(layer: &Layer) -> String {
             line(human_bitmaps(&description.bitmaps));
         }
         line(format!("    refcount bits: {}", header.refcount_bits));
+        if encryption::is_encrypted(description) {
+            line(encryption::human(description).trim_end().to_owned());
+        }
         if header.version >= 3 {
             if let Some(name) = &header.data_file {
                 line(format!("    data file: {}", printable(name)));
@@ -219,12 +230,12 @@ fn human_bitmaps(bitmaps: &[Bitmap]) -> String {
 
 /// The keys are qemu-img's, but for those under "ringdisk".
 fn machine(layer: &Layer) -> Value {
-    let Layer { path, description, disk_bytes, file } = layer;
+    let Layer { name, description, disk_bytes, file } = layer;
     let mut value = json!({
-        "filename": path.display().to_string(),
+        "filename": name.to_string(),
         "format": description.format.to_string(),
         "virtual-size": description.virtual_size_bytes,
-        "actual-size": disk_bytes,
+        "actual-size": disk_bytes.unwrap_or_default(),
         "dirty-flag": description.qcow2.as_ref().is_some_and(|header| Flags::of(header).dirty),
         "children": file.machine(),
     });
@@ -240,14 +251,18 @@ fn machine(layer: &Layer) -> Value {
     if let Some(header) = &description.qcow2 {
         value["cluster-size"] = json!(1u64 << header.cluster_bits);
         value["format-specific"] = json!({ "type": "qcow2", "data": qcow2_data(header) });
+        if let Some(encrypt) = encryption::machine(description) {
+            value["encrypted"] = json!(true);
+            value["format-specific"]["data"]["encrypt"] = encrypt;
+        }
         if !description.bitmaps.is_empty() {
             let bitmap = |bitmap: &Bitmap| json!({ "name": bitmap.name, "granularity": bitmap.granularity_bytes(), "flags": bitmap_flags(bitmap) });
             value["format-specific"]["data"]["bitmaps"] = description.bitmaps.iter().map(bitmap).collect();
         }
     }
     if let (Some(name), Some(full)) = (&description.backing_file, backing_path(layer)) {
-        value["backing-filename"] = json!(name);
-        value["full-backing-filename"] = json!(full.display().to_string());
+        value["backing-filename"] = json!(with_bytes_shown(name));
+        value["full-backing-filename"] = json!(with_bytes_shown(&full));
     }
     if let Some(format) = &description.backing_format {
         value["backing-filename-format"] = json!(format);

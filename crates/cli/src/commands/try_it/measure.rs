@@ -72,7 +72,7 @@ impl Side<'_> {
 
     /// Writes data that names its place over `part`; what it gives back finds it again.
     pub(super) fn write_pattern(&self, part: Part, seed: u64) -> anyhow::Result<VerifyState> {
-        let state = self.one_pass(part, 0, Verify { seed, initial: Initial::Unknown })?;
+        let state = self.one_pass(part, 0, Verify::new(seed, Initial::Unknown))?;
         match state {
             Some(state) => Ok(state),
             None => bail!("the {} side gave no record of what it wrote", self.name),
@@ -81,7 +81,7 @@ impl Side<'_> {
 
     /// Reads `part` and compares.
     pub(super) fn check_pattern(&self, part: Part, seed: u64, state: VerifyState) -> anyhow::Result<()> {
-        self.one_pass(part, 100, Verify { seed, initial: Initial::State(state) }).map(drop)
+        self.one_pass(part, 100, Verify::new(seed, Initial::State(state))).map(drop)
     }
 
     fn one_pass(&self, part: Part, read_percent: u8, verify: Verify) -> anyhow::Result<Option<VerifyState>> {

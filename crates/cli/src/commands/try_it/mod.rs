@@ -6,12 +6,13 @@ mod measure;
 mod real;
 mod table;
 
+use crate::images::files;
 use crate::output::{self, Bar, usage};
 use crate::scratch;
 use crate::signals;
 use anyhow::bail;
 use daemon::DaemonConfig;
-use drive::{DiskOptions, DriveFormat, DriveOptions, EngineOpener, open_disk, parse_size};
+use drive::{DiskOptions, DriveFormat, DriveOptions, open_disk, parse_size};
 use engine::{CacheMode, EngineKind};
 use guestlab::GuestKind;
 use image::{BackingPolicy, CreateOptions, Opener, Role};
@@ -20,7 +21,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tempfile::TempDir;
 
-/// Serve a temporary disk to a guest, verify it, measure it against the host's own storage.
+/// Serve a temporary disk to a guest, verify it and measure it.
+///
+/// The host's own storage is measured beside it, for comparison. Nothing stays behind.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// A real Linux guest instead of the built-in driver.
@@ -64,6 +67,9 @@ impl Guest {
 const MIN_SIZE_BYTES: u64 = 8 << 20;
 /// The generator verifies no less than this with its requests in flight.
 const KEPT_MIN_BYTES: u64 = 4 << 20;
+
+/// A real guest makes a file system and fills it with files and fio's data, however little is measured.
+const GUEST_DISK_MIN_BYTES: u64 = 192 << 20;
 
 /// What is to be done, on which files.
 struct Plan {
@@ -112,10 +118,11 @@ impl Plan {
         let cancel = signals::interrupted()?;
         let scratch = Scratch::new(args.dir.as_deref())?;
         let (qcow2, raw) = (scratch.file("disk.qcow2"), scratch.file("host.raw"));
-        let options =
-            format_qcow2::CreateOptions::default().with(|options| options.size_bytes = plan_disk_bytes(size_bytes));
+        let disk_bytes = size_bytes + kept_bytes(size_bytes);
+        let disk_bytes = if args.guest.is_some() { disk_bytes.max(GUEST_DISK_MIN_BYTES) } else { disk_bytes };
+        let options = format_qcow2::CreateOptions::default().with(|options| options.size_bytes = disk_bytes);
         create(&qcow2, &CreateOptions::Qcow2(options))?;
-        create(&raw, &CreateOptions::Raw { size_bytes })?;
+        create(&raw, &CreateOptions::raw(size_bytes))?;
         let cache = args.cache.map_or_else(|| default_cache(&raw, args.engine), Ok)?;
         let disk = |file: PathBuf, format| {
             let mut disk = DiskOptions::of_file(file);
@@ -154,12 +161,7 @@ impl Plan {
     }
 }
 
-/// The disk has room behind the measured part, for data that must survive a restart of the daemon.
-fn plan_disk_bytes(size_bytes: u64) -> u64 {
-    size_bytes + kept_bytes(size_bytes)
-}
-
-/// How much of the disk is written once and looked for again at the end.
+/// Behind the measured part: how much of the disk is written once and looked for again at the end.
 fn kept_bytes(size_bytes: u64) -> u64 {
     (size_bytes / 8).max(KEPT_MIN_BYTES).next_multiple_of(measure::LARGEST_BLOCK_BYTES)
 }
@@ -179,7 +181,7 @@ fn default_cache(file: &Path, engine: EngineKind) -> anyhow::Result<CacheMode> {
 
 fn create(path: &Path, options: &CreateOptions) -> anyhow::Result<()> {
     engine::create(path, 0)?;
-    let file = EngineOpener::default().open(&path.into(), Role::Writable)?;
+    let file = files().open(&path.into(), Role::Writable)?;
     Ok(image::create(&file, options)?)
 }
 

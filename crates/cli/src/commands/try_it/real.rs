@@ -88,8 +88,10 @@ fn served_to(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<GuestRep
     drive.export.queues = Some(options.queues as u16);
     daemon.add(&drive)?;
     bar.say("booting the guest");
-    let report = guestlab::run(&options, &mut |step| bar.say(step))?;
+    let ended = guestlab::run(&options, &mut |step| bar.say(step));
+    // Of a guest that was killed for it there is nothing to tell.
     plan.check_cancelled()?;
+    let report = ended?;
     daemon.shutdown()?;
     Ok(report)
 }

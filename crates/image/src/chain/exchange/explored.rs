@@ -21,6 +21,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
+use testkit::histories::{History, Yielding};
 use testkit::schedules::{LONG, Verdict, explore, schedules, seed};
 use testkit::{Dice, SimFile, SimFileOptions, SimStorage, mix};
 
@@ -96,17 +97,6 @@ impl FileQueue for LaterQueue {
     }
 }
 
-/// Lets others run before and after each operation on the file.
-struct Yielding(Rc<dyn FileQueue>);
-
-impl FileQueue for Yielding {
-    fn push(&self, io: FileIo) {
-        thread::yield_now();
-        self.0.push(io);
-        thread::yield_now();
-    }
-}
-
 #[derive(Debug)]
 struct LaterFile(Arc<SimFile>);
 
@@ -138,48 +128,6 @@ impl Opener for LaterOpener {
 
     fn canonical(&self, path: &std::path::Path) -> Result<std::path::PathBuf> {
         Ok(path.to_owned())
-    }
-}
-
-struct Change {
-    value: u64,
-    begun: u64,
-    ended: Option<u64>,
-}
-
-/// All writes, by unit; a unit that was never written is 0.
-#[derive(Default)]
-struct History {
-    clock: u64,
-    changes: BTreeMap<u64, Vec<Change>>,
-}
-
-impl History {
-    fn now(&mut self) -> u64 {
-        self.clock += 1;
-        self.clock
-    }
-
-    fn begin(&mut self, unit: u64, value: u64) -> usize {
-        let begun = self.now();
-        let changes = self.changes.entry(unit).or_default();
-        changes.push(Change { value, begun, ended: None });
-        changes.len() - 1
-    }
-
-    fn end(&mut self, unit: u64, index: usize) {
-        let ended = self.now();
-        self.changes.get_mut(&unit).unwrap()[index].ended = Some(ended);
-    }
-
-    /// Whether somebody who began to look at `since` may see this: not what was replaced before.
-    fn explains(&self, unit: u64, value: u64, since: u64) -> bool {
-        let changes = self.changes.get(&unit).map_or(&[][..], Vec::as_slice);
-        let is_outdated =
-            |ended: u64| changes.iter().any(|later| later.begun > ended && later.ended.is_some_and(|end| end < since));
-        let first = (value == 0).then_some(Some(0));
-        let ends = changes.iter().filter(|change| change.value == value).map(|change| change.ended).chain(first);
-        ends.into_iter().any(|ended| ended.is_none_or(|ended| !is_outdated(ended)))
     }
 }
 

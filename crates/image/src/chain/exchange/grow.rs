@@ -90,8 +90,7 @@ impl Chain {
 
     async fn grow_top(self: &Arc<Self>, top: &Arc<Layer>, size_bytes: u64) -> Result<()> {
         let options = self.resize_options(size_bytes, false, GrowBy::Nothing).await?;
-        let io = top.open_blocking()?;
-        top.mapping.resize_closed(&io, &*top.file, &top.name.to_string(), &options).await
+        top.resize_closed(&options, &mut |_, _| true).await
     }
 
     /// The layer with a mapping as the file has it now.
@@ -126,6 +125,12 @@ impl Chain {
         let data_file = top.data.as_ref().map(|data| &data.file);
         let data_file = data_file.filter(|file| file.info().can_grow && !file.info().block_device);
         let data_file_bytes = data_file.map(|file| file.length_bytes()).transpose()?;
-        Ok(ResizeOptions { size_bytes, shrink, preallocation, backing_bytes, last_cluster, data_file_bytes })
+        Ok(ResizeOptions::to(size_bytes).with(|options| {
+            options.shrink = shrink;
+            options.preallocation = preallocation;
+            options.backing_bytes = backing_bytes;
+            options.last_cluster = last_cluster;
+            options.data_file_bytes = data_file_bytes;
+        }))
     }
 }

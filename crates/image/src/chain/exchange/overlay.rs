@@ -23,7 +23,7 @@ impl OpenedOverlay {
     /// Opens a new qcow2 image that was created over the image that it is to rest on, durably, and that holds nothing.
     /// `file` was opened for writing. What the image names as its backing file is not opened, and not looked at.
     pub fn open(name: &FileName, file: Arc<dyn File>) -> Result<Self> {
-        let layer = open_layer(name, file, Format::Qcow2, Role::Writable, None)?;
+        let layer = open_layer(name, file, Format::OF_OVERLAYS, Role::Writable, None)?;
         let refuse = |what: &str| {
             Err(Error::new(ErrorKind::BadOption, format!("'{name}' cannot be put on top of a disk: {what}")))
         };

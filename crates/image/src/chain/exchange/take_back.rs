@@ -206,7 +206,7 @@ impl<'a> Copying<'a> {
             }
             extent @ (Extent::Data { .. } | Extent::Compressed(_)) => {
                 let length_bytes = length_bytes.min(PIECE_BYTES);
-                let data = IoBuf::zeroed(usize::try_from(length_bytes).map_err(|_| IoError::EIO)?).whole();
+                let data = IoBuf::try_zeroed(usize::try_from(length_bytes).map_err(|_| IoError::EIO)?)?.whole();
                 self.from.read_extent(Place { layer: 0, extent, length_bytes }, data.clone(), Priority::NONE).await?;
                 self.to.write(at, data, Priority::NONE).await?;
                 Ok(length_bytes)

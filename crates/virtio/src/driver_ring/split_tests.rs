@@ -11,7 +11,7 @@ const STRIDE: usize = 256;
 
 fn memory() -> Arc<GuestMemory> {
     let (_, mapping) = Mapping::anonymous_file(c"driver ring", 1 << 20).unwrap();
-    let spec = RegionSpec { guest_address: BASE, length_bytes: 1 << 20, user_address: 0x9000_0000, file_offset: 0 };
+    let spec = RegionSpec::new(BASE, 1 << 20).with(|region| region.user_address = 0x9000_0000);
     let region = GuestRegion::of_mapping(spec, Arc::new(mapping), 0).unwrap();
     Arc::new(GuestMemory::new(vec![region]).unwrap())
 }
@@ -73,12 +73,12 @@ impl Device {
     }
 }
 
-fn pair(size: u16, event_idx: bool, entries: Option<u16>) -> (DriverRing, Device) {
+fn pair(size: u16, event_idx: bool, entries: Option<u16>) -> (SplitDriverRing, Device) {
     let memory = memory();
     let at = RingAddresses { table: BASE, avail: BASE + 0x1000, used: BASE + 0x2000 };
     let areas = || SplitAreas::at_guest_addresses(memory.clone(), at, size).unwrap();
     let indirect = entries.map(|entries| IndirectLayout { address: TABLES, stride_bytes: STRIDE, entries });
-    let ring = DriverRing::new(areas(), event_idx, indirect).unwrap();
+    let ring = SplitDriverRing::new(areas(), event_idx, indirect).unwrap();
     (ring, Device { areas: areas(), memory, next_avail: 0, used: 0, event_idx })
 }
 

@@ -1,0 +1,49 @@
+//! How much of a turn tasks may spend on moving bytes by themselves.
+//!
+//! A task that zeroes or copies memory holds its reactor up: a mebibyte takes a tenth of a millisecond or more. Thousands of
+//! such tasks may be ready at once, so [`crate::Executor::run_ready`] ends when they have moved enough, and what one task has
+//! to move it moves in steps.
+
+use std::cell::Cell;
+use std::future::poll_fn;
+use std::task::Poll;
+
+/// What tasks move in a turn; the last of them may go beyond that by its step.
+const BYTES_PER_TURN: usize = 1 << 20;
+
+/// The longest step that a task should make between two calls of [`moved`].
+pub const STEP_BYTES: usize = 256 << 10;
+
+thread_local! {
+    static MOVED_BYTES: Cell<usize> = const { Cell::new(0) };
+}
+
+/// A new turn begins.
+pub(crate) fn begin() {
+    MOVED_BYTES.set(0);
+}
+
+/// Notes that the calling task has moved `bytes`.
+pub fn note_moved(bytes: usize) {
+    MOVED_BYTES.set(MOVED_BYTES.get().saturating_add(bytes));
+}
+
+/// Whether enough was moved in this turn: what remains is for the next.
+#[must_use]
+pub fn has_moved_enough() -> bool {
+    MOVED_BYTES.get() >= BYTES_PER_TURN
+}
+
+/// Notes that the calling task has moved `bytes`, and lets everybody else come first if that was enough for this turn.
+pub async fn moved(bytes: usize) {
+    note_moved(bytes);
+    let mut goes_on = !has_moved_enough();
+    poll_fn(|context| match std::mem::replace(&mut goes_on, true) {
+        true => Poll::Ready(()),
+        false => {
+            context.waker().wake_by_ref();
+            Poll::Pending
+        }
+    })
+    .await;
+}

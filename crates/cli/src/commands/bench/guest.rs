@@ -1,0 +1,100 @@
+//! How the guest of a socket works, which is the driver in this process: `path=request,callbacks=kept`, for all targets
+//! (`--guest`) or for one (`guest.path=request` among its options).
+
+use crate::output::usage;
+use drive::{KeyValue, parse_key_values, unknown};
+use driver::{DriverOptions, DriverPath};
+
+const KEYS: [&str; 4] = ["path", "callbacks", "event-idx", "indirect"];
+/// What stands before such a key among a target's options.
+const PREFIX: &str = "guest.";
+
+/// What was said; the rest is the driver's default.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct GuestOptions {
+    path: Option<DriverPath>,
+    keep_callbacks: Option<bool>,
+    event_idx: Option<bool>,
+    indirect: Option<bool>,
+}
+
+impl GuestOptions {
+    /// Reads `key=value,...`.
+    pub(super) fn parse(text: &str) -> anyhow::Result<Self> {
+        let mut options = Self::default();
+        for pair in parse_key_values(text)? {
+            options.set(&pair)?;
+        }
+        Ok(options)
+    }
+
+    /// Takes the guest's options out of a target's: `file=x,guest.path=bio` is `file=x`, and `path=bio`.
+    pub(super) fn split(text: &str) -> anyhow::Result<(String, Self)> {
+        let (own, rest): (Vec<&str>, Vec<&str>) = text.split(',').partition(|part| part.starts_with(PREFIX));
+        let own: Vec<_> = own.iter().filter_map(|part| part.strip_prefix(PREFIX)).collect();
+        let options = if own.is_empty() { Self::default() } else { Self::parse(&own.join(","))? };
+        Ok((rest.join(","), options))
+    }
+
+    /// What is said here, and what is said for all where nothing is.
+    pub(super) fn or(self, all: &Self) -> Self {
+        Self {
+            path: self.path.or(all.path),
+            keep_callbacks: self.keep_callbacks.or(all.keep_callbacks),
+            event_idx: self.event_idx.or(all.event_idx),
+            indirect: self.indirect.or(all.indirect),
+        }
+    }
+
+    pub(super) fn apply(&self, driver: &mut DriverOptions) {
+        driver.path = self.path.unwrap_or(driver.path);
+        driver.keep_callbacks = self.keep_callbacks.unwrap_or(driver.keep_callbacks);
+        driver.event_idx = self.event_idx.unwrap_or(driver.event_idx);
+        driver.indirect = self.indirect.unwrap_or(driver.indirect);
+    }
+
+    fn set(&mut self, KeyValue { key, value }: &KeyValue) -> anyhow::Result<()> {
+        match key.as_str() {
+            "path" => self.path = Some(value.parse()?),
+            "callbacks" => self.keep_callbacks = Some(one_of(key, value, ("kept", "suppressed"))?),
+            "event-idx" => self.event_idx = Some(one_of(key, value, ("on", "off"))?),
+            "indirect" => self.indirect = Some(one_of(key, value, ("on", "off"))?),
+            _ => return Err(unknown("guest's key", key, &KEYS).into()),
+        }
+        Ok(())
+    }
+}
+
+/// Whether it is the first of the two.
+fn one_of(key: &str, value: &str, (yes, no): (&str, &str)) -> anyhow::Result<bool> {
+    match value {
+        _ if value == yes => Ok(true),
+        _ if value == no => Ok(false),
+        _ => Err(usage(format!("{key}={value}: takes {yes} or {no}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_targets_guest_is_told_apart_from_its_drive() {
+        let (rest, own) = GuestOptions::split("file=a,,b,guest.path=request,cache=none,guest.callbacks=kept").unwrap();
+        assert_eq!(rest, "file=a,,b,cache=none");
+        let all = GuestOptions::parse("path=bio,event-idx=off,indirect=on").unwrap();
+        let mut driver = DriverOptions::default();
+        own.or(&all).apply(&mut driver);
+        assert_eq!((driver.path, driver.keep_callbacks), (DriverPath::Request, true));
+        assert_eq!((driver.event_idx, driver.indirect), (false, true));
+        assert_eq!(GuestOptions::split("/a=b.sock").unwrap(), ("/a=b.sock".to_owned(), GuestOptions::default()));
+    }
+
+    #[test]
+    fn what_a_guest_does_not_have_is_refused_by_name() {
+        for (text, named) in [("paths=bio", "path"), ("path=fast", "request"), ("callbacks=on", "suppressed")] {
+            let said = format!("{:#}", GuestOptions::parse(text).unwrap_err());
+            assert!(said.contains(named), "{text}: {said}");
+        }
+    }
+}

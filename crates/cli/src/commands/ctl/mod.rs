@@ -1,0 +1,284 @@
+//! `ringdisk ctl`: manage the disks of a running daemon.
+
+mod tables;
+mod top;
+
+use crate::output::{self, usage};
+use clap::Subcommand;
+use control::api::{
+    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Job, JobState, Jobs, Overlay, Resize,
+    Snapshot, Stats,
+};
+use control::{Client, Options};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Manage the disks of a running daemon (serve --control SOCKET).
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The daemon's control socket.
+    #[arg(long, value_name = "SOCKET", env = "RINGDISK_CONTROL")]
+    control: PathBuf,
+    /// How to print: for people, or as JSON for scripts.
+    #[arg(long, global = true, value_enum, value_name = "FORM", default_value_t = Output::Human)]
+    output: Output,
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    Human,
+    Json,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// List the disks.
+    List,
+    /// Show one disk, with its layers and exports.
+    Show {
+        /// The disk.
+        name: String,
+    },
+    /// Add a disk and serve it.
+    Add {
+        /// Options of a drive, as in serve --drive: file=PATH,cache=none,...
+        options: String,
+        /// Open the disk only; serve it with "ctl export".
+        #[arg(long)]
+        no_export: bool,
+    },
+    /// Remove a disk: flush and close it.
+    Remove {
+        /// The disk.
+        name: String,
+        /// Disconnect its guests and cancel its jobs first.
+        #[arg(long)]
+        force: bool,
+    },
+    /// Make a disk larger while it runs.
+    Resize {
+        /// The disk.
+        name: String,
+        /// The new size: 20G, or +5G to add to the present one.
+        size: String,
+    },
+    /// Change options of a disk while it runs.
+    Set {
+        /// The disk.
+        name: String,
+        /// Options and their new values.
+        #[arg(required = true, value_name = "KEY=VALUE")]
+        options: Vec<String>,
+    },
+    /// Put a new, empty qcow2 layer on top of a running disk; what is below does not change any more.
+    Snapshot {
+        /// The disk, and the file to make. More pairs are snapshots of more disks at the same moment.
+        #[arg(required = true, num_args = 2.., value_names = ["NAME", "OVERLAY-FILE"])]
+        pairs: Vec<String>,
+    },
+    /// Take the top layer of a running disk back into the layer below.
+    Commit {
+        /// The disk.
+        name: String,
+        /// Return when the job is started; do not wait for its end.
+        #[arg(long)]
+        no_wait: bool,
+    },
+    /// List the exports.
+    Exports,
+    /// Serve a disk at one more socket.
+    Export {
+        /// The disk.
+        name: String,
+        /// The vhost-user socket [default: beside the image].
+        #[arg(long, value_name = "PATH")]
+        socket: Option<PathBuf>,
+        /// Guests at this socket cannot write.
+        #[arg(long)]
+        read_only: bool,
+        /// Queues on offer [default: one a CPU, at most 16].
+        #[arg(long, value_name = "N")]
+        queues: Option<u16>,
+    },
+    /// Stop serving at one socket.
+    Unexport {
+        /// The export's number, as "ctl exports" lists it.
+        id: u64,
+    },
+    /// List the jobs.
+    Jobs,
+    /// Ask a job to stop.
+    Cancel {
+        /// The job's number, as "ctl jobs" lists it.
+        job: u64,
+    },
+    /// Show figures of disks and reactors.
+    Stats,
+    /// Show the disks' rates, again and again.
+    Top {
+        /// Seconds between two pictures.
+        #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
+        interval: f64,
+        /// End after so many pictures.
+        #[arg(long, value_name = "N")]
+        count: Option<u64>,
+    },
+    /// Print what happens, a line an event.
+    Watch {
+        /// End after so many events.
+        #[arg(long, value_name = "N")]
+        count: Option<u64>,
+    },
+    /// Print figures as Prometheus reads them.
+    Metrics,
+    /// End the daemon in order.
+    Shutdown,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let ctl = Ctl { client: Client::new(&args.control)?, output: args.output };
+    match &args.verb {
+        Verb::List => ctl.show(&ctl.client.get::<Disks>("/v1/disks")?, tables::disks),
+        Verb::Show { name } => ctl.show(&ctl.disk(name)?, tables::disk),
+        Verb::Add { options, no_export } => ctl.add(options, !no_export),
+        Verb::Remove { name, force } => {
+            Ok(ctl.client.delete(&format!("/v1/disks/{}?force={force}", path_segment(name)))?)
+        }
+        Verb::Resize { name, size } => ctl.resize(name, size),
+        Verb::Set { name, options } => ctl.set(name, options),
+        Verb::Snapshot { pairs } => ctl.snapshot(pairs),
+        Verb::Commit { name, no_wait } => ctl.commit(name, *no_wait),
+        Verb::Exports => {
+            ctl.show(&ctl.client.get::<Exports>("/v1/exports")?, |exports| tables::exports(&exports.exports))
+        }
+        Verb::Export { name, socket, read_only, queues } => {
+            let socket = socket.as_deref().map(daemon::absolute);
+            let (read_only, queues) = (*read_only, *queues);
+            let request = AddExport { disk: name.clone(), socket, read_only, queues, ..AddExport::default() };
+            let export: Export = ctl.client.post("/v1/exports", &request)?;
+            ctl.show(&export, |export| tables::exports(std::slice::from_ref(export)))
+        }
+        Verb::Unexport { id } => Ok(ctl.client.delete(&format!("/v1/exports/{id}"))?),
+        Verb::Jobs => ctl.show(&ctl.client.get::<Jobs>("/v1/jobs")?, |jobs| tables::jobs(&jobs.jobs)),
+        Verb::Cancel { job } => {
+            let job: Job = ctl.client.post_nothing(&format!("/v1/jobs/{job}/cancel"))?;
+            ctl.show(&job, |job| tables::jobs(std::slice::from_ref(job)))
+        }
+        Verb::Stats => ctl.show(&ctl.client.get::<Stats>("/v1/stats")?, tables::stats),
+        Verb::Top { interval, count } => top::run(&ctl.client, args.output, *interval, *count),
+        Verb::Watch { count } => ctl.watch(*count),
+        Verb::Metrics => output::print(&ctl.client.get_text("/metrics")?),
+        Verb::Shutdown => Ok(ctl.client.post_nothing::<()>("/v1/shutdown")?),
+    }
+}
+
+struct Ctl {
+    client: Client,
+    output: Output,
+}
+
+impl Ctl {
+    fn show<T: Serialize>(&self, answer: &T, table: impl FnOnce(&T) -> String) -> anyhow::Result<()> {
+        match self.output {
+            Output::Human => output::print(&table(answer)),
+            Output::Json => output::print(&format!("{}\n", serde_json::to_string_pretty(answer)?)),
+        }
+    }
+
+    fn disk(&self, name: &str) -> anyhow::Result<Disk> {
+        Ok(self.client.get(&format!("/v1/disks/{}", path_segment(name)))?)
+    }
+
+    fn add(&self, options: &str, export: bool) -> anyhow::Result<()> {
+        let mut options = Options::parse(options)?;
+        // The daemon has a working directory of its own.
+        for key in ["file", "socket"] {
+            let value = options.get(key).filter(|value| !value.is_empty()).map(str::to_owned);
+            let is_path = |value: &String| key == "socket" || !value.contains(':') || value.starts_with(['/', '.']);
+            if let Some(path) = value.filter(is_path) {
+                options.set(key, daemon::absolute(Path::new(&path)).to_string_lossy());
+            }
+        }
+        let disk: Disk = self.client.post("/v1/disks", &AddDisk { options, export })?;
+        self.show(&disk, tables::disk)
+    }
+
+    fn resize(&self, name: &str, size: &str) -> anyhow::Result<()> {
+        let size_bytes = match size.strip_prefix('+') {
+            Some(more) => {
+                let present = self.disk(name)?.size_bytes;
+                let sum = present.checked_add(drive::parse_size(more)?);
+                sum.ok_or_else(|| usage(format!("{size}: no disk is that large")))?
+            }
+            None => drive::parse_size(size)?,
+        };
+        let disk: Disk =
+            self.client.post(&format!("/v1/disks/{}/resize", path_segment(name)), &Resize { size_bytes })?;
+        self.show(&disk, tables::disk)
+    }
+
+    fn set(&self, name: &str, pairs: &[String]) -> anyhow::Result<()> {
+        let mut options = Options::default();
+        for pair in pairs {
+            let Some((key, value)) = pair.split_once('=') else {
+                return Err(usage(format!("'{pair}' is not of the form KEY=VALUE")));
+            };
+            options.set(key, value);
+        }
+        let disk: Disk = self.client.patch(&format!("/v1/disks/{}", path_segment(name)), &ChangeDisk { options })?;
+        self.show(&disk, tables::disk)
+    }
+
+    fn snapshot(&self, pairs: &[String]) -> anyhow::Result<()> {
+        let to_overlay = |pair: &[String]| match pair {
+            [disk, overlay] => Ok(Overlay { disk: disk.clone(), overlay: daemon::absolute(Path::new(overlay)) }),
+            _ => Err(usage("each disk needs the file of its overlay: NAME OVERLAY-FILE")),
+        };
+        let overlays = pairs.chunks(2).map(to_overlay).collect::<anyhow::Result<_>>()?;
+        let disks: Disks = self.client.post("/v1/snapshots", &Snapshot { overlays })?;
+        self.show(&disks, tables::disks)
+    }
+
+    fn commit(&self, name: &str, no_wait: bool) -> anyhow::Result<()> {
+        let mut job: Job = self.client.post_nothing(&format!("/v1/disks/{}/commit", path_segment(name)))?;
+        while !no_wait && job.state == JobState::Running {
+            std::thread::sleep(Duration::from_millis(100));
+            job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
+        }
+        self.show(&job, |job| tables::jobs(std::slice::from_ref(job)))?;
+        match (job.state, job.error) {
+            (JobState::Failed, error) => Err(anyhow::anyhow!("job {} failed: {}", job.id, error.unwrap_or_default())),
+            (JobState::Cancelled, _) => Err(anyhow::anyhow!("job {} was cancelled", job.id)),
+            _ => Ok(()),
+        }
+    }
+
+    fn watch(&self, count: Option<u64>) -> anyhow::Result<()> {
+        let (mut seen, mut failed) = (0, None);
+        self.client.watch(|event: Event| {
+            let line = match self.output {
+                Output::Human => tables::event(&event),
+                Output::Json => serde_json::to_string(&event).unwrap_or_default(),
+            };
+            if let Err(error) = output::print(&format!("{line}\n")) {
+                failed = Some(error);
+                return false;
+            }
+            seen += 1;
+            count.is_none_or(|count| seen < count)
+        })?;
+        failed.map_or(Ok(()), Err)
+    }
+}
+
+/// A name as part of a path. Names have plain characters only; a wrong one is for the daemon to refuse.
+fn path_segment(name: &str) -> String {
+    let escape = |byte: u8| match byte {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' => char::from(byte).to_string(),
+        other => format!("%{other:02X}"),
+    };
+    name.bytes().map(escape).collect()
+}

@@ -1,0 +1,130 @@
+//! Answers of a daemon, for people.
+
+use comfy_table::{CellAlignment, Table, presets};
+use control::api::{Counters, Disk, Disks, Event, Export, Job, Stats};
+use std::fmt::Write as _;
+
+fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>, numbers: std::ops::Range<usize>) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(header.to_vec());
+    for row in rows {
+        table.add_row(row);
+    }
+    for index in numbers {
+        if let Some(column) = table.column_mut(index) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.lines().map(|line| format!("{}\n", line.trim())).collect()
+}
+
+fn switch(on: bool) -> String {
+    if on { "yes" } else { "no" }.to_owned()
+}
+
+pub(super) fn disks(answer: &Disks) -> String {
+    let rows = answer.disks.iter().map(|disk| {
+        let sockets: Vec<String> = disk.exports.iter().map(|export| export.socket.display().to_string()).collect();
+        let size = drive::human_size(disk.size_bytes);
+        vec![disk.name.clone(), size, switch(disk.read_only), disk.file.clone(), sockets.join(" ")]
+    });
+    let mut text = table(&["name", "size", "read-only", "file", "sockets"], rows, 1..2);
+    for failed in &answer.failed {
+        let _ = writeln!(text, "{}: could not be opened: {}", failed.name, failed.error);
+    }
+    text
+}
+
+pub(super) fn disk(disk: &Disk) -> String {
+    let mut text = String::new();
+    let mut line = |what: &str, value: &str| {
+        let _ = writeln!(text, "{what}: {value}");
+    };
+    line("name", &disk.name);
+    line("size", &format!("{} ({} bytes)", drive::human_size(disk.size_bytes), disk.size_bytes));
+    line("read-only", &switch(disk.read_only));
+    if !disk.serial.is_empty() {
+        line("serial", &disk.serial);
+    }
+    line("options", &disk.options.to_text());
+    line("layers", "");
+    disk.layers.iter().for_each(|layer| line("  layer", layer));
+    for Export { id, socket, read_only, queues, .. } in &disk.exports {
+        let mode = if *read_only { ", read-only" } else { "" };
+        line(&format!("export {id}"), &format!("{} ({queues} queues{mode})", socket.display()));
+    }
+    text
+}
+
+pub(super) fn exports(exports: &[Export]) -> String {
+    let rows = exports.iter().map(|export| {
+        let socket = export.socket.display().to_string();
+        vec![
+            export.id.to_string(),
+            export.disk.clone(),
+            switch(export.read_only),
+            export.queues.to_string(),
+            export.counters.requests.to_string(),
+            socket,
+        ]
+    });
+    table(&["id", "disk", "read-only", "queues", "requests", "socket"], rows, 3..5)
+}
+
+pub(super) fn jobs(jobs: &[Job]) -> String {
+    let rows = jobs.iter().map(|job| {
+        let percent = match job.total_bytes {
+            0 => 0,
+            total => u128::from(job.done_bytes) * 100 / u128::from(total),
+        };
+        vec![
+            job.id.to_string(),
+            word(&job.kind),
+            job.disk.clone(),
+            word(&job.state),
+            format!("{percent}%"),
+            job.error.clone().unwrap_or_default(),
+        ]
+    });
+    table(&["id", "kind", "disk", "state", "done", "error"], rows, 4..5)
+}
+
+pub(super) fn stats(stats: &Stats) -> String {
+    let rows = stats.disks.iter().map(|disk| {
+        let Counters { requests, batches, notifications, failed, .. } = disk.counters;
+        let mut row = vec![disk.disk.clone()];
+        row.extend([requests, batches, notifications, failed].map(|figure| figure.to_string()));
+        row.push(disk.tables.map_or_else(String::new, |tables| drive::human_size(tables.used_bytes)));
+        row
+    });
+    let mut text = table(&["disk", "requests", "batches", "notifications", "failed", "tables"], rows, 1..6);
+    text.push('\n');
+    let rows = stats.reactors.iter().map(|reactor| {
+        let figures = [reactor.turns, reactor.sleeps, reactor.system_calls, reactor.worker_calls];
+        std::iter::once(reactor.name.clone()).chain(figures.map(|figure| figure.to_string())).collect()
+    });
+    text + &table(&["reactor", "turns", "sleeps", "system calls", "worker calls"], rows, 1..5)
+}
+
+/// One line.
+pub(super) fn event(event: &Event) -> String {
+    let seconds = i64::try_from(event.time_ms / 1000).unwrap_or(i64::MAX);
+    let time = chrono::DateTime::from_timestamp(seconds, 0).unwrap_or_default();
+    let mut line = format!("{} {}", time.format("%Y-%m-%dT%H:%M:%SZ"), word(&event.kind));
+    if let Some(disk) = &event.disk {
+        let _ = write!(line, " {disk}");
+    }
+    if let Some(id) = event.id {
+        let _ = write!(line, " {id}");
+    }
+    if let Some(message) = &event.message {
+        let _ = write!(line, ": {message}");
+    }
+    line
+}
+
+/// A word of the interface, as it stands in JSON.
+fn word(value: &impl serde::Serialize) -> String {
+    let value = serde_json::to_value(value).unwrap_or_default();
+    value.as_str().map(str::to_owned).unwrap_or_default()
+}

@@ -1,0 +1,406 @@
+//! `ringdisk serve --control` and `ringdisk ctl`, as an operator uses them: disks change while a guest works, and come back
+//! after `kill -9`.
+
+mod common;
+
+use block::{Disk, ReactorHandle};
+use common::{
+    Server, assert_valid, at, directory, has_tool, path_str, ringdisk, run, run_fails, run_ok, text, tool_ok,
+};
+use driver::{Driver, DriverOptions};
+use engine::{Reactor, ReactorConfig};
+use load::{BenchSpec, Hooks, Initial, Pattern, Stop, Verify};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tempfile::TempDir;
+
+struct Daemon {
+    dir: TempDir,
+    control: PathBuf,
+}
+
+impl Daemon {
+    fn new() -> Self {
+        let dir = directory();
+        let control = at(&dir, "control");
+        Self { dir, control }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        at(&self.dir, name)
+    }
+
+    fn image(&self, name: &str, size: &str) -> PathBuf {
+        let path = self.path(name);
+        run_ok(&["create", "-q", "-f", "qcow2", path_str(&path), size]);
+        path
+    }
+
+    fn start(&self, more: &[&str]) -> Server {
+        let control = path_str(&self.control);
+        let arguments = [&["--control", control, "--reactors", "1"], more].concat();
+        Server::start(&arguments)
+    }
+
+    fn arguments<'a>(&'a self, call: &[&'a str]) -> Vec<&'a str> {
+        [&["ctl", "--control", path_str(&self.control)], call].concat()
+    }
+
+    fn ctl(&self, call: &[&str]) -> String {
+        run_ok(&self.arguments(call))
+    }
+
+    fn json(&self, call: &[&str]) -> Value {
+        let said = self.ctl(&[call, &["--output=json"]].concat());
+        serde_json::from_str(&said).unwrap_or_else(|error| panic!("{call:?}: {error}\n{said}"))
+    }
+
+    fn names(&self) -> Vec<String> {
+        let list = self.json(&["list"]);
+        let disks = list["disks"].as_array().expect("a list").iter();
+        disks.map(|disk| disk["name"].as_str().expect("a name").to_owned()).collect()
+    }
+}
+
+const PART_BYTES: u64 = 16 << 20;
+
+/// A guest that writes, reads and checks what it reads until it is told to stop.
+struct Guest {
+    stop: Arc<AtomicBool>,
+    thread: std::thread::JoinHandle<()>,
+}
+
+impl Guest {
+    /// The guest works on a part of the disk, which holds zeros.
+    fn begin(socket: &Path, part: u64) -> Self {
+        let reactor = Reactor::spawn(ReactorConfig::default().with(|config| config.name = "client".into())).unwrap();
+        let disk: Arc<dyn Disk> = Arc::new(Driver::connect(socket, DriverOptions::default()).unwrap());
+        let stop = Arc::new(AtomicBool::new(false));
+        let cancel = Arc::clone(&stop);
+        let work = move || {
+            let handles: [Arc<dyn ReactorHandle>; 1] = [reactor.handle()];
+            let spec = BenchSpec::default().with(|spec| {
+                spec.queue_depth = 8;
+                spec.block_bytes = 4096;
+                spec.offset_bytes = part * PART_BYTES;
+                spec.length_bytes = Some(PART_BYTES);
+                spec.drain_timeout = common::PATIENCE;
+                spec.read_percent = 50;
+                spec.verify = Some(Verify::new(5, Initial::Zeros));
+                spec.pattern = Pattern::Random { seed: 6 };
+                spec.flush_every = Some(32);
+                spec.stop = Stop::Runtime(common::PATIENCE);
+            });
+            let hooks = Hooks::default().with(|hooks| hooks.cancel = Some(cancel));
+            let outcome = load::run(&disk, &handles, &spec, &hooks).unwrap();
+            assert_eq!((outcome.report.errors, outcome.report.mismatches), (0, 0));
+            assert!(outcome.report.cancelled, "the guest has worked until the end");
+        };
+        Self { stop, thread: std::thread::spawn(work) }
+    }
+
+    fn end(self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().expect("a guest without errors");
+    }
+}
+
+#[test]
+fn disks_are_managed_while_a_guest_works() {
+    let daemon = Daemon::new();
+    let image = daemon.image("root.qcow2", "64M");
+    let server = daemon.start(&["--drive", &format!("file={},name=root,queues=1", image.display())]);
+    assert_eq!(daemon.names(), ["root"]);
+    let guest = Guest::begin(&daemon.path("root.qcow2.sock"), 0);
+    for round in 0..5 {
+        let socket = daemon.path("more.sock");
+        daemon.ctl(&["add", &format!("format=null,size=1G,name=more,socket={}", socket.display())]);
+        assert_eq!(daemon.names(), ["root", "more"]);
+        daemon.ctl(&["remove", "more", "--force"]);
+        assert!(!socket.exists());
+        let size = (64 + round + 1) << 20;
+        daemon.ctl(&["resize", "root", "+1M"]);
+        assert_eq!(daemon.json(&["show", "root"])["size_bytes"], size);
+    }
+    let overlay = daemon.path("overlay.qcow2");
+    daemon.ctl(&["snapshot", "root", path_str(&overlay)]);
+    let shown = daemon.json(&["show", "root"]);
+    assert_eq!(shown["file"], path_str(&overlay));
+    assert_eq!(shown["layers"].as_array().unwrap().len(), 2);
+    assert_eq!(daemon.json(&["commit", "root"])["state"], "done");
+    assert_eq!(daemon.json(&["show", "root"])["file"], path_str(&image));
+    let second = daemon.json(&["export", "root", "--read-only", "--socket", path_str(&daemon.path("ro.sock"))]);
+    assert_eq!(daemon.json(&["exports"])["exports"].as_array().unwrap().len(), 2);
+    daemon.ctl(&["unexport", &second["id"].to_string()]);
+    assert!(daemon.ctl(&["stats"]).contains("reactor-0"));
+    assert!(daemon.ctl(&["metrics"]).contains("ringdisk_disk_requests_total{disk=\"root\"}"));
+    assert!(daemon.ctl(&["top", "--interval", "0.2", "--count", "1"]).contains("root"));
+    guest.end();
+    daemon.ctl(&["shutdown"]);
+    let mut server = server;
+    assert!(server.wait().success());
+    assert_valid(&image, false);
+}
+
+#[test]
+fn the_rate_of_a_running_disk_is_bounded_and_the_bound_comes_back() {
+    let daemon = Daemon::new();
+    let state = daemon.path("state");
+    let socket = daemon.path("a.sock");
+    let server = daemon.start(&["--state-dir", path_str(&state)]);
+    let image = daemon.image("a.qcow2", "32M");
+    daemon.ctl(&["add", &format!("file={},name=a,socket={},filter=throttle", image.display(), socket.display())]);
+    assert!(run_fails(1, &daemon.arguments(&["set", "a", "throttling.iops-toral=1"])).contains("iops-total"));
+    daemon.ctl(&["set", "a", "throttling.iops-total=200", "throttling.bps-write=10M"]);
+    let rate = |daemon: &Daemon, part: u64| {
+        let requests = |daemon: &Daemon| daemon.json(&["stats"])["disks"][0]["counters"]["requests"].as_u64().unwrap();
+        let guest = Guest::begin(&socket, part);
+        std::thread::sleep(Duration::from_millis(500));
+        let (before, begin) = (requests(daemon), std::time::Instant::now());
+        std::thread::sleep(Duration::from_secs(2));
+        let rate = (requests(daemon) - before) as f64 / begin.elapsed().as_secs_f64();
+        guest.end();
+        rate
+    };
+    let bounded = rate(&daemon, 0);
+    assert!((100.0..=300.0).contains(&bounded), "{bounded} requests a second");
+    assert!(daemon.json(&["stats"])["disks"][0]["throttled_us"].as_u64().unwrap() > 100_000);
+    server.kill();
+    let server = daemon.start(&["--state-dir", path_str(&state)]);
+    let shown = daemon.json(&["show", "a"])["options"]["filter"].as_str().unwrap().to_owned();
+    assert_eq!(shown, "throttle:iops-total=200:bps-write=10485760");
+    daemon.ctl(&["set", "a", "throttling.iops-total=0", "throttling.bps-write=0"]);
+    let free = rate(&daemon, 1);
+    assert!(free > 500.0, "{free} requests a second without a bound");
+    server.stop();
+}
+
+#[test]
+fn what_is_wrong_with_a_call_is_said() {
+    let daemon = Daemon::new();
+    let server = daemon.start(&[]);
+    assert!(run_fails(1, &daemon.arguments(&["show", "nothing"])).contains("there is no disk 'nothing'"));
+    assert!(run_fails(1, &daemon.arguments(&["remove", "nothing"])).contains("there is no disk 'nothing'"));
+    let missing = daemon.path("missing.qcow2");
+    let said = run_fails(1, &daemon.arguments(&["add", &format!("file={}", missing.display())]));
+    assert!(said.contains("missing.qcow2"), "{said}");
+    assert!(run_fails(2, &daemon.arguments(&["add", "format=null,sise=1G"])).contains("did you mean 'size'"));
+    daemon.ctl(&["add", &format!("format=null,size=1G,name=a,socket={}", daemon.path("a.sock").display())]);
+    assert!(run_fails(1, &daemon.arguments(&["remove", "a"])).contains("end that first"));
+    assert!(run_fails(1, &daemon.arguments(&["resize", "a", "2G"])).contains("not an image"));
+    assert!(run_fails(1, &daemon.arguments(&["set", "a", "cache=none"])).contains("cache"));
+    assert!(run_fails(2, &daemon.arguments(&["snapshot", "a"])).contains("OVERLAY-FILE"));
+    server.stop();
+    assert!(!daemon.control.exists());
+    assert!(run_fails(1, &daemon.arguments(&["list"])).contains("--control"));
+}
+
+#[test]
+fn other_users_are_refused() {
+    if !has_tool("setpriv") || !has_tool("curl") || !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let server = daemon.start(&[]);
+    let call = ["-sS", "--unix-socket", path_str(&daemon.control), "http://ringdisk/v1/version"];
+    assert!(tool_ok("curl", &call).contains("\"api\":1"));
+    // Even where the socket's mode would let them in.
+    for path in [daemon.control.as_path(), daemon.dir.path()] {
+        tool_ok("chmod", &["777", path_str(path)]);
+    }
+    let other = [&["--reuid=65534", "--regid=65534", "--clear-groups", "curl"][..], &call].concat();
+    let output = std::process::Command::new("setpriv").args(other).output().unwrap();
+    assert!(!output.status.success(), "{}", text(&output.stdout));
+    server.stop();
+}
+
+#[test]
+fn after_a_kill_the_same_disks_come_back_on_the_right_chain() {
+    let daemon = Daemon::new();
+    let (configured, added) = (daemon.image("configured.qcow2", "32M"), daemon.image("added.qcow2", "32M"));
+    let state = daemon.path("state");
+    let drive = format!("file={},name=root,queues=1", configured.display());
+    let arguments = ["--state-dir", path_str(&state), "--drive", &drive];
+    let server = daemon.start(&arguments);
+    daemon.ctl(&["add", &format!("file={},name=data,cache=none,serial=S1,queues=2", added.display())]);
+    daemon.ctl(&["export", "data", "--read-only", "--socket", path_str(&daemon.path("ro.sock"))]);
+    let elsewhere = daemon.path("elsewhere");
+    std::fs::create_dir(&elsewhere).unwrap();
+    let overlay = at(&daemon.dir, "elsewhere/overlay.qcow2");
+    daemon.ctl(&["snapshot", "root", path_str(&overlay)]);
+    let before = daemon.json(&["list"]);
+    server.kill();
+
+    let server = daemon.start(&arguments);
+    let mut after = daemon.json(&["list"]);
+    // Numbers of exports, and why an engine was chosen, are of one run.
+    let without_ids = |list: &mut Value| {
+        for disk in list["disks"].as_array_mut().unwrap() {
+            disk["layers"] = disk["layers"].as_array().unwrap().len().into();
+            disk["exports"].as_array_mut().unwrap().iter_mut().for_each(|export| export["id"] = Value::Null);
+        }
+        list["disks"].as_array_mut().unwrap().sort_by_key(|disk| disk["name"].to_string());
+    };
+    let mut before = before;
+    without_ids(&mut before);
+    without_ids(&mut after);
+    assert_eq!(before, after);
+    Guest::begin(&daemon.path("configured.qcow2.sock"), 0).end();
+    daemon.ctl(&["remove", "root", "--force"]);
+    server.kill();
+
+    let server = daemon.start(&arguments);
+    assert_eq!(daemon.names(), ["data"], "what was removed stays away");
+    server.stop();
+    assert_valid(&overlay, true);
+}
+
+#[test]
+fn a_disk_that_is_gone_keeps_no_other_from_coming_back() {
+    let daemon = Daemon::new();
+    let (one, two) = (daemon.image("one.qcow2", "1M"), daemon.image("two.qcow2", "1M"));
+    let state = daemon.path("state");
+    let server = daemon.start(&["--state-dir", path_str(&state)]);
+    for (name, image) in [("one", &one), ("two", &two)] {
+        daemon.ctl(&["add", &format!("file={},name={name}", image.display())]);
+    }
+    server.kill();
+    std::fs::remove_file(&one).unwrap();
+    let server = daemon.start(&["--state-dir", path_str(&state)]);
+    assert_eq!(daemon.names(), ["two"]);
+    let list = daemon.json(&["list"]);
+    assert_eq!(list["failed"][0]["name"], "one");
+    assert!(list["failed"][0]["error"].as_str().unwrap().contains("one.qcow2"), "{list}");
+    daemon.ctl(&["remove", "one"]);
+    assert_eq!(daemon.json(&["list"])["failed"], serde_json::json!([]));
+    server.stop();
+}
+
+/// Calls until the daemon is gone. Returns what was answered, call by call.
+fn calls_until_the_end(daemon: &Daemon, seed: u64) -> Vec<(Call, bool)> {
+    let mut dice = seed;
+    let mut answered = Vec::new();
+    let mut exists = [false; 3];
+    let mut overlays = 0;
+    loop {
+        dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let which = (dice >> 33) as usize % exists.len();
+        let name = format!("d{which}");
+        let call = match (exists[which], (dice >> 40) % 3) {
+            (false, _) => Call::Add(which),
+            (true, 0) => Call::Remove(which),
+            (true, _) => {
+                overlays += 1;
+                Call::Snapshot(which, daemon.path(&format!("o{seed}-{overlays}")))
+            }
+        };
+        let image = daemon.path(&format!("{name}.qcow2"));
+        let (options, overlay);
+        let arguments = match &call {
+            Call::Add(_) => {
+                options = format!("file={},name={name}", image.display());
+                vec!["add", &options]
+            }
+            Call::Remove(_) => vec!["remove", &name, "--force"],
+            Call::Snapshot(_, path) => {
+                overlay = path.clone();
+                vec!["snapshot", &name, path_str(&overlay)]
+            }
+        };
+        let output = run(&daemon.arguments(&arguments));
+        let done = output.status.success();
+        if done {
+            exists[which] = !matches!(call, Call::Remove(_));
+        }
+        answered.push((call, done));
+        if !done {
+            return answered;
+        }
+    }
+}
+
+#[derive(Debug)]
+enum Call {
+    Add(usize),
+    Remove(usize),
+    Snapshot(usize, PathBuf),
+}
+
+#[test]
+fn killed_at_any_moment_the_record_and_the_answers_agree() {
+    let rounds = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(4, |value| value.parse().expect("a number"));
+    for seed in 1..=rounds {
+        let daemon = Daemon::new();
+        for which in 0..3 {
+            daemon.image(&format!("d{which}.qcow2"), "16M");
+        }
+        let state = daemon.path("state");
+        let server = daemon.start(&["--state-dir", path_str(&state)]);
+        let killer = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(40 + seed * 97 % 700));
+            server.kill();
+        });
+        let answered = calls_until_the_end(&daemon, seed);
+        killer.join().unwrap();
+        // The last call was in flight: it may have happened or not.
+        let (mut tops, mut open) = (vec![None; 3], vec![None; 3]);
+        for (call, done) in &answered {
+            match call {
+                Call::Add(which) if *done => tops[*which] = Some(daemon.path(&format!("d{which}.qcow2"))),
+                Call::Remove(which) if *done => tops[*which] = None,
+                Call::Snapshot(which, overlay) if *done => tops[*which] = Some(overlay.clone()),
+                Call::Add(which) => open[*which] = Some(Some(daemon.path(&format!("d{which}.qcow2")))),
+                Call::Remove(which) => open[*which] = Some(None),
+                Call::Snapshot(which, overlay) => open[*which] = Some(Some(overlay.clone())),
+            }
+        }
+        let server = daemon.start(&["--state-dir", path_str(&state)]);
+        let list = daemon.json(&["list"]);
+        assert_eq!(list["failed"], serde_json::json!([]), "seed {seed}: {answered:?}");
+        for which in 0..3 {
+            let name = format!("d{which}");
+            let disk = list["disks"].as_array().unwrap().iter().find(|disk| disk["name"] == name.as_str());
+            let found = disk.map(|disk| PathBuf::from(disk["file"].as_str().unwrap()));
+            let agrees = found == tops[which] || open[which].as_ref().is_some_and(|other| *other == found);
+            assert!(agrees, "seed {seed}: {name} is {found:?}, {answered:?}");
+        }
+        server.stop();
+    }
+}
+
+#[test]
+fn events_are_told_as_they_happen() {
+    let daemon = Daemon::new();
+    let server = daemon.start(&[]);
+    let watcher = ringdisk()
+        .args(daemon.arguments(&["watch", "--count", "2", "--output=json"]))
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    // The watcher may not have begun yet: disks come until it has seen enough.
+    let (done, stop) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (waiting, asked) = (Arc::clone(&done), Arc::clone(&stop));
+    let output = std::thread::spawn(move || {
+        let output = watcher.wait_with_output().unwrap();
+        waiting.store(true, Ordering::Relaxed);
+        asked.store(true, Ordering::Relaxed);
+        output
+    });
+    let socket = daemon.path("a.sock");
+    while !done.load(Ordering::Relaxed) {
+        daemon.ctl(&["add", &format!("format=null,size=1G,name=a,socket={}", socket.display())]);
+        daemon.ctl(&["remove", "a", "--force"]);
+    }
+    let said = text(&output.join().unwrap().stdout);
+    let kinds: Vec<String> = said
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap()["kind"].as_str().unwrap().to_owned())
+        .collect();
+    assert_eq!(kinds.len(), 2, "{said}");
+    let known = ["disk-added", "export-added", "disk-removed"];
+    assert!(kinds.iter().all(|kind| known.contains(&kind.as_str())), "{said}");
+    server.stop();
+}

@@ -1,0 +1,414 @@
+//! What goes over the wire, as JSON. Requests with fields that are not listed here are refused.
+
+use crate::options::Options;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use utoipa::ToSchema;
+
+/// The version of the interface, which is also the first part of each path.
+pub const VERSION: u32 = 1;
+
+/// Which program answers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Version {
+    /// Name and version of the program.
+    pub program: String,
+    /// The version of the interface.
+    pub api: u32,
+    /// The process.
+    pub pid: u32,
+}
+
+/// Why a call failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ErrorBody {
+    /// The error.
+    pub error: ErrorDetail,
+}
+
+/// What went wrong.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ErrorDetail {
+    /// For programs: it does not change from one version to the next.
+    pub kind: ErrorKind,
+    /// For people.
+    pub message: String,
+    /// The part of the request that is wrong, where that can be said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub field: Option<String>,
+}
+
+/// Kinds of errors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The request is not of the form that the description asks for, or an option is unknown or impossible.
+    BadRequest,
+    /// There is no such path, disk, export or job.
+    NotFound,
+    /// Somebody else uses it.
+    InUse,
+    /// A policy forbids it.
+    Denied,
+    /// Valid, but not served.
+    Unsupported,
+    /// The image is damaged.
+    BadImage,
+    /// The host's storage or kernel failed.
+    Io,
+    /// Somebody stopped it.
+    Cancelled,
+    /// A fault of this program.
+    Internal,
+}
+
+/// All disks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Disks {
+    /// In the order in which they were added.
+    pub disks: Vec<Disk>,
+    /// Disks of the state directory that could not be opened.
+    pub failed: Vec<FailedDisk>,
+}
+
+/// A disk that was served before and could not be opened.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FailedDisk {
+    /// The disk.
+    pub name: String,
+    /// Why.
+    pub error: String,
+}
+
+/// A disk.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Disk {
+    /// What names it in calls.
+    pub name: String,
+    /// The file of its top layer, or what stands for it.
+    pub file: String,
+    /// Size in bytes.
+    pub size_bytes: u64,
+    /// Nobody writes it.
+    pub read_only: bool,
+    /// What guests read as its serial number.
+    pub serial: String,
+    /// Completed writes may be lost until they are flushed.
+    pub volatile_cache: bool,
+    /// The unit that guests address.
+    pub logical_block_bytes: u32,
+    /// One line a layer, the top first: format, file, engine.
+    pub layers: Vec<String>,
+    /// The options that it was added with; `file` follows its top layer.
+    #[schema(value_type = std::collections::BTreeMap<String, serde_json::Value>)]
+    pub options: Options,
+    /// Where guests reach it.
+    pub exports: Vec<Export>,
+}
+
+/// A disk to be added.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AddDisk {
+    /// The options of a drive, as `--drive` takes them: `{"file": "/images/a.qcow2", "cache": "none"}`.
+    #[schema(value_type = std::collections::BTreeMap<String, serde_json::Value>)]
+    pub options: Options,
+    /// Also serve it, at `socket`, or beside its image.
+    #[serde(default = "yes")]
+    pub export: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// Options to be changed while the disk runs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ChangeDisk {
+    /// Options and their new values.
+    #[schema(value_type = std::collections::BTreeMap<String, serde_json::Value>)]
+    pub options: Options,
+}
+
+/// A disk's new size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Resize {
+    /// Size in bytes, a multiple of 512.
+    pub size_bytes: u64,
+}
+
+/// New layers for disks, all put on at the same moment.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Snapshot {
+    /// Which disks, and their new tops.
+    pub overlays: Vec<Overlay>,
+}
+
+/// A new layer for one disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Overlay {
+    /// The disk.
+    pub disk: String,
+    /// The file that becomes the new top. It must not exist.
+    #[schema(value_type = String)]
+    pub overlay: PathBuf,
+}
+
+/// All exports.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Exports {
+    /// In the order in which they were added.
+    pub exports: Vec<Export>,
+}
+
+/// Where a disk is served.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Export {
+    /// What names it in calls.
+    pub id: u64,
+    /// The disk.
+    pub disk: String,
+    /// The vhost-user socket.
+    #[schema(value_type = String)]
+    pub socket: PathBuf,
+    /// Its guests cannot write.
+    pub read_only: bool,
+    /// Queues on offer.
+    pub queues: u16,
+    /// Largest ring that a guest may set up.
+    pub queue_size: u16,
+    /// What its queues have done, together.
+    pub counters: Counters,
+}
+
+/// What queues have done since the export was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Counters {
+    /// Requests taken.
+    pub requests: u64,
+    /// Turns in which requests were taken.
+    pub batches: u64,
+    /// Notifications sent to the guest.
+    pub notifications: u64,
+    /// Batches of completions that the guest did not want to be told of.
+    pub notifications_avoided: u64,
+    /// Requests that ended with an error.
+    pub failed: u64,
+    /// Times that a queue stopped because the guest broke its rules.
+    pub faults: u64,
+}
+
+impl Counters {
+    /// Both together.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            requests: self.requests.wrapping_add(other.requests),
+            batches: self.batches.wrapping_add(other.batches),
+            notifications: self.notifications.wrapping_add(other.notifications),
+            notifications_avoided: self.notifications_avoided.wrapping_add(other.notifications_avoided),
+            failed: self.failed.wrapping_add(other.failed),
+            faults: self.faults.wrapping_add(other.faults),
+        }
+    }
+}
+
+/// An export to be added.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AddExport {
+    /// The disk.
+    pub disk: String,
+    /// The vhost-user socket; beside the image where not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub socket: Option<PathBuf>,
+    /// Guests cannot write.
+    #[serde(default)]
+    pub read_only: bool,
+    /// Queues on offer; one a CPU where not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queues: Option<u16>,
+    /// Largest ring that a guest may set up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queue_size: Option<u16>,
+    /// The guest's memory is registered with io_uring, which pins it.
+    #[serde(default)]
+    pub fixed_buffers: bool,
+}
+
+/// All jobs that run, and the last that have ended.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Jobs {
+    /// In the order in which they were started.
+    pub jobs: Vec<Job>,
+}
+
+/// Long work on a disk.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Job {
+    /// What names it in calls.
+    pub id: u64,
+    /// What it does.
+    pub kind: JobKind,
+    /// The disk.
+    pub disk: String,
+    /// Whether it goes on.
+    pub state: JobState,
+    /// Why it failed, if it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Bytes that it has dealt with. Rises only.
+    pub done_bytes: u64,
+    /// Bytes to deal with. Rises only.
+    pub total_bytes: u64,
+}
+
+/// What a job does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum JobKind {
+    /// Copies the top layer into the layer below, and takes it off.
+    Commit,
+    /// One that this version of the interface has no name for.
+    Other,
+}
+
+/// Where a job is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum JobState {
+    /// It goes on.
+    Running,
+    /// It has done all that it was to do.
+    Done,
+    /// It could not go on. The disk keeps its layers.
+    Failed,
+    /// Somebody stopped it. The disk keeps its layers.
+    Cancelled,
+}
+
+/// Figures of the whole daemon.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Stats {
+    /// Disk by disk.
+    pub disks: Vec<DiskStats>,
+    /// Reactor by reactor.
+    pub reactors: Vec<ReactorStats>,
+}
+
+/// Figures of one disk.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DiskStats {
+    /// The disk.
+    pub disk: String,
+    /// What the queues of all its exports have done.
+    pub counters: Counters,
+    /// Microseconds that its requests have waited for its limits, all together.
+    pub throttled_us: u64,
+    /// The tables in memory of an image that has some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tables: Option<TableStats>,
+}
+
+/// The tables of an image that are in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TableStats {
+    /// Lookups that found their table in memory.
+    pub hits: u64,
+    /// Lookups that had to read it.
+    pub misses: u64,
+    /// Tables that made room for others.
+    pub evictions: u64,
+    /// Memory in use.
+    pub used_bytes: u64,
+    /// Memory that may be used.
+    pub limit_bytes: u64,
+}
+
+/// Figures of one reactor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ReactorStats {
+    /// Its thread's name.
+    pub name: String,
+    /// Turns of its loop.
+    pub turns: u64,
+    /// Times that it slept.
+    pub sleeps: u64,
+    /// System calls made to submit requests or to fetch completions.
+    pub system_calls: u64,
+    /// Calls that workers made for it.
+    pub worker_calls: u64,
+}
+
+/// Something happened.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Event {
+    /// One more than the last event's.
+    pub number: u64,
+    /// Milliseconds since 1970.
+    pub time_ms: u64,
+    /// What happened.
+    pub kind: EventKind,
+    /// The disk that it concerns.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<String>,
+    /// The export or job that it concerns.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<u64>,
+    /// More, for people.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
+}
+
+/// What happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum EventKind {
+    /// A disk was added.
+    DiskAdded,
+    /// A disk was removed.
+    DiskRemoved,
+    /// A disk has a new size.
+    DiskResized,
+    /// A disk's options were changed.
+    DiskChanged,
+    /// A disk has other layers.
+    LayersChanged,
+    /// A disk is served at one more socket.
+    ExportAdded,
+    /// A disk is no longer served at a socket.
+    ExportRemoved,
+    /// A job was started.
+    JobStarted,
+    /// A job has ended.
+    JobEnded,
+    /// The daemon ends.
+    ShuttingDown,
+    /// Events were left out, because they were not fetched fast enough.
+    EventsLost,
+}

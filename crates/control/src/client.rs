@@ -1,0 +1,168 @@
+//! A client of the control interface that blocks: for `ringdisk ctl`, for tests and for programs.
+
+use crate::api::{ErrorBody, ErrorDetail, Event};
+use block::{Error, ErrorKind, Result};
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::{Bytes, Incoming};
+use hyper::client::conn::http1;
+use hyper::{Method, Request, Response, header};
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use tokio::net::UnixStream;
+use tokio::runtime::Runtime;
+
+/// Why a call has no answer.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum CallError {
+    /// The daemon refused it, or could not carry it out.
+    Refused(ErrorDetail),
+    /// The daemon cannot be reached, or does not answer as it should.
+    NoAnswer(Error),
+}
+
+impl fmt::Display for CallError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(detail) => f.write_str(&detail.message),
+            Self::NoAnswer(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for CallError {}
+
+impl From<Error> for CallError {
+    fn from(error: Error) -> Self {
+        Self::NoAnswer(error)
+    }
+}
+
+/// Calls a daemon at its control socket.
+#[derive(Debug)]
+pub struct Client {
+    socket: PathBuf,
+    runtime: Runtime,
+}
+
+impl Client {
+    /// A client of the daemon at `socket`. Connects with each call.
+    pub fn new(socket: &Path) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.map_err(|error| Error::io("cannot start a client", error))?;
+        Ok(Self { socket: socket.to_owned(), runtime })
+    }
+
+    /// `GET path`.
+    pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, CallError> {
+        self.call(Method::GET, path, None::<&()>)
+    }
+
+    /// `GET path`, as text.
+    pub fn get_text(&self, path: &str) -> Result<String, CallError> {
+        self.runtime.block_on(async {
+            let bytes = self.send(Method::GET, path, Bytes::new()).await?;
+            Ok(String::from_utf8_lossy(&bytes).into_owned())
+        })
+    }
+
+    /// `POST path` with a body.
+    pub fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, CallError> {
+        self.call(Method::POST, path, Some(body))
+    }
+
+    /// `PATCH path` with a body.
+    pub fn patch<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, CallError> {
+        self.call(Method::PATCH, path, Some(body))
+    }
+
+    /// `POST path` without a body.
+    pub fn post_nothing<T: DeserializeOwned>(&self, path: &str) -> Result<T, CallError> {
+        self.call(Method::POST, path, None::<&()>)
+    }
+
+    /// `DELETE path`.
+    pub fn delete(&self, path: &str) -> Result<(), CallError> {
+        self.call(Method::DELETE, path, None::<&()>)
+    }
+
+    fn call<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&impl Serialize>,
+    ) -> Result<T, CallError> {
+        let body = body.map(serde_json::to_vec).transpose().map_err(|error| self.no_answer(error))?;
+        let bytes = self.runtime.block_on(self.send(method, path, Bytes::from(body.unwrap_or_default())))?;
+        let text: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
+        serde_json::from_slice(text).map_err(|error| self.no_answer(error))
+    }
+
+    /// Calls `each` with every event until it returns false or the daemon ends.
+    pub fn watch(&self, mut each: impl FnMut(Event) -> bool) -> Result<(), CallError> {
+        self.runtime.block_on(async {
+            let mut body = self.request(Method::GET, "/v1/events", Bytes::new()).await?.into_body();
+            let mut text = Vec::new();
+            while let Some(frame) = body.frame().await {
+                // The daemon's end ends the stream.
+                let Ok(frame) = frame else { break };
+                let Ok(data) = frame.into_data() else { continue };
+                text.extend_from_slice(&data);
+                while let Some(end) = text.iter().position(|byte| *byte == b'\n') {
+                    let line: Vec<u8> = text.drain(..=end).collect();
+                    let Some(data) = line.strip_prefix(b"data:") else { continue };
+                    let event = serde_json::from_slice(data).map_err(|error| self.no_answer(error))?;
+                    if !each(event) {
+                        return Ok(());
+                    }
+                }
+            }
+            Ok(())
+        })
+    }
+
+    async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, CallError> {
+        let response = self.request(method, path, body).await?;
+        let bytes = response.into_body().collect().await.map_err(|error| self.no_answer(error))?;
+        Ok(bytes.to_bytes())
+    }
+
+    /// The answer to a call; an error if the daemon refused it.
+    async fn request(&self, method: Method, path: &str, body: Bytes) -> Result<Response<Incoming>, CallError> {
+        let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
+            let what = format!("cannot reach a daemon at '{}' (is it served with --control?)", self.socket.display());
+            Error::io(what, error)
+        })?;
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(stream)).await.map_err(|error| self.no_answer(error))?;
+        tokio::spawn(async move {
+            // What is wrong with it the answer shows.
+            let _ = connection.await;
+        });
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(header::HOST, "ringdisk")
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(Full::new(body))
+            .map_err(|error| self.no_answer(error))?;
+        let response = sender.send_request(request).await.map_err(|error| self.no_answer(error))?;
+        if response.status().is_success() {
+            return Ok(response);
+        }
+        let status = response.status();
+        let bytes = response.into_body().collect().await.map_err(|error| self.no_answer(error))?.to_bytes();
+        match serde_json::from_slice::<ErrorBody>(&bytes) {
+            Ok(body) => Err(CallError::Refused(body.error)),
+            Err(_) => Err(self.no_answer(format!("status {status}"))),
+        }
+    }
+
+    fn no_answer(&self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> CallError {
+        let message = format!("the daemon at '{}' does not answer as it should", self.socket.display());
+        CallError::NoAnswer(Error::with_source(ErrorKind::Protocol, message, source))
+    }
+}

@@ -1,0 +1,28 @@
+//! The control interface of a daemon: HTTP and JSON over a Unix socket, the client for it, and the state directory.
+//!
+//! Whoever manages disks while guests use them comes in here. No request of a guest passes through: calls go to the
+//! [`daemon::Daemon`], which does its work beside the reactors.
+//!
+//! * [`Manager`]: a daemon with a record of what it serves. The record outlives the process if there is a state directory.
+//! * [`ControlServer`]: the socket, on a thread of its own. Its OpenAPI description is at `/v1/openapi.json`.
+//! * [`Client`]: calls a server, for `ringdisk ctl` and for programs.
+//! * [`api`]: what goes over the wire.
+
+#![forbid(unsafe_code)]
+
+pub mod api;
+mod client;
+mod events;
+mod failure;
+mod manager;
+mod metrics;
+mod options;
+mod record;
+mod routes;
+mod server;
+
+pub use client::{CallError, Client};
+pub use manager::{Configured, Manager};
+pub use options::Options;
+pub use routes::openapi;
+pub use server::ControlServer;

@@ -1,0 +1,574 @@
+//! A daemon and the record of what it serves: what calls of the control interface do.
+//!
+//! A change is answered when the record of it is durable. Where a change of the daemon cannot be recorded, it is undone.
+
+use crate::api::{
+    AddDisk, AddExport, ChangeDisk, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, Job, JobKind,
+    JobState, Overlay, ReactorStats, Stats, TableStats,
+};
+use crate::events::Events;
+use crate::failure::Failure;
+use crate::options::Options;
+use crate::record::{Record, RecordedDisk, Records};
+use block::{Error, ErrorKind, Result};
+use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, ExportStatus, JobId, JobStatus, NodeId, absolute};
+use drive::{DriveOptions, ExportOptions, ThrottleOptions};
+use image::FileName;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use tokio::sync::broadcast;
+
+/// What stands before a key of the filter `throttle` where a running disk is changed, as in QEMU's drive options.
+const THROTTLING: &str = "throttling.";
+
+/// A disk that the command line or a configuration file gives.
+#[derive(Debug, Clone)]
+pub struct Configured {
+    /// The disk and its export.
+    pub drive: DriveOptions,
+    /// The same as `key=value,...`. The record knows the disk by this text, from one start to the next.
+    pub text: String,
+}
+
+/// A daemon with a record of what it serves.
+///
+/// Each call may be made by any thread. Calls block for as long as opening, closing or growing a disk takes; they are not
+/// for a reactor's thread.
+pub struct Manager {
+    daemon: Daemon,
+    records: Arc<Records>,
+    /// How each export came to be: `None` for the one in the disk's own options.
+    exports: Mutex<BTreeMap<ExportId, Option<AddExport>>>,
+    /// Recorded disks that could not be opened, and why.
+    failed: Mutex<BTreeMap<String, String>>,
+    events: Arc<Events>,
+    ending: Mutex<bool>,
+    asked_to_end: Condvar,
+}
+
+impl std::fmt::Debug for Manager {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Manager").field("records", &self.records).finish_non_exhaustive()
+    }
+}
+
+impl Manager {
+    /// Starts a daemon that serves nothing yet. With a state directory, it remembers; disks that it remembers come back
+    /// with [`Manager::restore`].
+    pub fn start(mut config: DaemonConfig, state_directory: Option<&Path>) -> Result<Self> {
+        let records = state_directory.map_or_else(|| Ok(Records::default()), Records::in_directory)?;
+        // The user named them when they were added, or put a layer on them.
+        let recorded = records.current();
+        config.listed.extend(recorded.disks.iter().flat_map(RecordedDisk::files).map(PathBuf::from));
+        Ok(Self {
+            daemon: Daemon::start(config)?,
+            records: Arc::new(records),
+            exports: Mutex::default(),
+            failed: Mutex::default(),
+            events: Arc::default(),
+            ending: Mutex::new(false),
+            asked_to_end: Condvar::new(),
+        })
+    }
+
+    /// The daemon.
+    #[must_use]
+    pub fn daemon(&self) -> &Daemon {
+        &self.daemon
+    }
+
+    /// Serves the disks that the record names and those that `configured` gives: the command line's or a configuration
+    /// file's. A disk that is in both is served as the record says. One that is configured and was removed by a call stays
+    /// away; one that was configured and is no longer is forgotten.
+    ///
+    /// A recorded disk that cannot be opened keeps no other from being served: it is logged and listed as failed. A
+    /// configured one that cannot be opened is an error.
+    pub fn restore(&self, configured: &[Configured]) -> Result<()> {
+        let texts: Vec<String> = configured.iter().map(|given| given.text.clone()).collect();
+        self.records.change(|record| record.forget_unconfigured(&texts))?;
+        let record = self.records.current();
+        for disk in &record.disks {
+            let given = configured.iter().find(|given| disk.configured.as_ref() == Some(&given.text));
+            if let Err(error) = self.bring_back(disk, given) {
+                tracing::error!(disk = %disk.name, "a disk of the state directory is not served: {error}");
+                lock(&self.failed).insert(disk.name.clone(), error.to_string());
+            }
+        }
+        for Configured { drive, text } in configured {
+            if record.removed.contains(text) {
+                tracing::warn!("{text}: was removed while it was served, and stays away; 'ctl add' brings it back");
+            } else if !record.disks.iter().any(|disk| disk.configured.as_ref() == Some(text)) {
+                // What JSON cannot name is served, and not recorded: it is given again.
+                let options = Options::parse(text).and_then(absolute_file).ok();
+                self.add(drive, options, true, Some(text))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn bring_back(&self, disk: &RecordedDisk, given: Option<&Configured>) -> Result<()> {
+        let mut drive = disk.options.to_drive()?;
+        drive.disk.name = Some(disk.name.clone());
+        if let Some(given) = given {
+            // A socket may have been passed to this run.
+            drive.export.clone_from(&given.drive.export);
+        }
+        let node = self.daemon.add_disk(&drive.disk)?;
+        let exports = disk.own_export.then(|| (drive.export.clone(), None)).into_iter();
+        let exports = exports.chain(disk.exports.iter().map(|export| (export_options(export), Some(export.clone()))));
+        let added = exports.into_iter().try_for_each(|(options, recorded)| {
+            let id = self.daemon.add_export(node, &options)?;
+            lock(&self.exports).insert(id, recorded);
+            Ok(())
+        });
+        added.inspect_err(|_| self.undo_add(node))
+    }
+
+    /// Opens a disk and, unless `request` says otherwise, serves it.
+    pub fn add_disk(&self, request: AddDisk) -> Result<Disk> {
+        let options = absolute_file(request.options)?;
+        let drive = options.to_drive()?;
+        self.add(&drive, Some(options), request.export, None)
+    }
+
+    fn add(
+        &self,
+        drive: &DriveOptions,
+        options: Option<Options>,
+        export: bool,
+        configured: Option<&str>,
+    ) -> Result<Disk> {
+        let name = drive.disk.name.as_deref();
+        if let Some(name) = name.filter(|name| lock(&self.failed).contains_key(*name)) {
+            let message = format!("there is a disk '{name}' already, which could not be opened: remove it first");
+            return Err(Error::new(ErrorKind::Locked, message));
+        }
+        let may_come_back = !matches!(drive.disk.file, Some(FileName::Descriptor(_)));
+        if self.records.is_durable() && !may_come_back && configured.is_none() {
+            let message = "a passed descriptor (fd:N) cannot be served again after a restart: name a path, \
+                           or serve it without a state directory";
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        let (node, own_export) = match export {
+            true => self.daemon.add(drive).map(|(node, export)| (node, Some(export)))?,
+            false => (self.daemon.add_disk(&drive.disk)?, None),
+        };
+        let name = self.name_of(node)?;
+        if let Some(mut options) = options.filter(|_| may_come_back) {
+            if let Some(export) = self.daemon.exports().into_iter().find(|export| Some(export.id) == own_export) {
+                // The usual socket lies beside the top layer's file, which may become another.
+                options.set("socket", export.attachment.socket.to_string_lossy());
+            }
+            let recorded = RecordedDisk {
+                name: name.clone(),
+                options,
+                own_export: own_export.is_some(),
+                exports: Vec::new(),
+                former_tops: Vec::new(),
+                configured: configured.map(str::to_owned),
+            };
+            self.records.change(|record| record.disks.push(recorded)).inspect_err(|_| self.undo_add(node))?;
+        }
+        self.events.publish(EventKind::DiskAdded, Some(&name), None, None);
+        if let Some(id) = own_export {
+            lock(&self.exports).insert(id, None);
+            self.events.publish(EventKind::ExportAdded, Some(&name), Some(id.number()), None);
+        }
+        self.disk(&name)
+    }
+
+    fn undo_add(&self, node: NodeId) {
+        if let Err(error) = self.daemon.remove_disk(node, true) {
+            tracing::error!("{error}");
+        }
+    }
+
+    /// Closes a disk. One that has exports or jobs is refused, unless `force` says that they are to end first.
+    pub fn remove_disk(&self, name: &str, force: bool) -> Result<()> {
+        if lock(&self.failed).remove(name).is_none() {
+            self.daemon.remove_disk(self.node(name)?, force)?;
+        }
+        let forget = |record: &mut Record| {
+            let configured = record.disk(name).and_then(|disk| disk.configured.clone());
+            record.removed.extend(configured);
+            record.disks.retain(|disk| disk.name != name);
+        };
+        self.records.change(forget)?;
+        self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
+        Ok(())
+    }
+
+    /// Makes a disk larger; its guests are told.
+    pub fn resize(&self, name: &str, size_bytes: u64) -> Result<Disk> {
+        self.daemon.resize(self.node(name)?, size_bytes)?;
+        self.events.publish(EventKind::DiskResized, Some(name), None, Some(format!("{size_bytes} bytes")));
+        self.disk(name)
+    }
+
+    /// Changes options of a disk while it runs: the limits of its filter `throttle`, as `throttling.iops-total`.
+    pub fn change_disk(&self, name: &str, request: &ChangeDisk) -> Result<Disk> {
+        let throttles = self.daemon.throttles(self.node(name)?)?;
+        let mut changes = Vec::new();
+        for (key, value) in request.options.pairs() {
+            let Some(key) = key.strip_prefix(THROTTLING) else {
+                let message = format!(
+                    "{key}: cannot be changed while the disk runs (can: {THROTTLING}iops-total and the like); remove the \
+                     disk and add it anew"
+                );
+                return Err(Error::new(ErrorKind::Unsupported, message));
+            };
+            changes.push((key, value));
+        }
+        let Some((first, _)) = changes.first() else { return self.disk(name) };
+        let throttle = throttles.first().ok_or_else(|| {
+            let message = format!(
+                "{THROTTLING}{first}: the disk '{name}' has no filter that bounds its rate: add it with filter=throttle"
+            );
+            Error::new(ErrorKind::Unsupported, message)
+        })?;
+        let mut limits = ThrottleOptions::of_limits(throttle.group().limits());
+        changes.iter().try_for_each(|(key, value)| limits.set(key, value))?;
+        // Others of its group that are added or restored later bring their own words: these are the last.
+        self.records.change(|record| {
+            let Some(disk) = record.disk_mut(name) else { return };
+            let is_throttle = |text: &str| text == "throttle" || text.starts_with("throttle:");
+            let old = disk.options.pairs().find(|(key, value)| *key == "filter" && is_throttle(value));
+            let group = old.and_then(|(_, text)| text.split(':').find_map(|part| part.strip_prefix("group=")));
+            limits.group = group.map(str::to_owned);
+            disk.options.replace("filter", is_throttle, &limits.to_text());
+        })?;
+        throttle.group().set_limits(limits.limits);
+        self.events.publish(EventKind::DiskChanged, Some(name), None, Some(limits.to_text()));
+        self.disk(name)
+    }
+
+    /// Puts new, empty qcow2 layers on top of disks, all at one moment. The record names them before anything is written to
+    /// them.
+    pub fn snapshot(&self, overlays: &[Overlay]) -> Result<Vec<Disk>> {
+        let wanted = overlays.iter().map(|overlay| Ok((overlay.disk.as_str(), absolute(&overlay.overlay))));
+        let wanted = wanted.collect::<Result<Vec<(&str, PathBuf)>>>()?;
+        if wanted.is_empty() {
+            return Err(Error::new(ErrorKind::BadOption, "a snapshot needs at least one disk and its overlay"));
+        }
+        let nodes = wanted.iter().map(|(name, path)| Ok((self.node(name)?, path.as_path())));
+        let nodes = nodes.collect::<Result<Vec<(NodeId, &Path)>>>()?;
+        let before = self.records.current();
+        let put_on = |record: &mut Record| {
+            for (name, path) in &wanted {
+                if let Some(disk) = record.disk_mut(name) {
+                    disk.put_on(&path.to_string_lossy());
+                }
+            }
+        };
+        let result = self.daemon.put_overlays_with(&nodes, || self.records.change(put_on));
+        // Whether the layers are in place, the daemon knows: an error may concern a former top only.
+        let is_on_top =
+            |(name, path): &(&str, PathBuf)| self.disk(name).is_ok_and(|disk| Path::new(&disk.file) == path);
+        if result.is_err() && !wanted.iter().any(is_on_top) {
+            let undo = |record: &mut Record| {
+                for (name, _) in &wanted {
+                    if let (Some(disk), Some(old)) = (record.disk_mut(name), before.disk(name)) {
+                        disk.clone_from(old);
+                    }
+                }
+            };
+            self.records.change(undo)?;
+        }
+        result?;
+        let changed = |(name, path): &(&str, PathBuf)| {
+            let message = format!("'{}' is the new top", path.display());
+            self.events.publish(EventKind::LayersChanged, Some(name), None, Some(message));
+            self.disk(name)
+        };
+        wanted.iter().map(changed).collect()
+    }
+
+    /// Starts to take the top layer of a disk back into the one below.
+    pub fn commit(self: &Arc<Self>, name: &str) -> Result<Job> {
+        let node = self.node(name)?;
+        let (records, disk) = (Arc::clone(&self.records), name.to_owned());
+        let take_off = move |below: Option<&FileName>| {
+            let below = below.map(ToString::to_string).unwrap_or_default();
+            records.change(|record| {
+                if let Some(disk) = record.disk_mut(&disk) {
+                    disk.take_off(&below);
+                }
+            })
+        };
+        let id = self.daemon.start_take_overlay_back_with(node, take_off)?;
+        self.events.publish(EventKind::JobStarted, Some(name), Some(id.number()), None);
+        let (manager, disk) = (Arc::downgrade(self), name.to_owned());
+        let tell_end = move || {
+            // A manager that is going waits for its jobs itself.
+            let Some(manager) = manager.upgrade() else { return };
+            let message = match manager.daemon.wait_job(id) {
+                Ok(()) => {
+                    manager.events.publish(EventKind::LayersChanged, Some(&disk), None, None);
+                    None
+                }
+                Err(error) => Some(error.to_string()),
+            };
+            manager.events.publish(EventKind::JobEnded, Some(&disk), Some(id.number()), message);
+        };
+        if let Err(error) = std::thread::Builder::new().name(format!("job-{id}-end")).spawn(tell_end) {
+            tracing::warn!("nobody will be told of the end of job {id}: {error}");
+        }
+        self.job(id.number()).map_err(|failure| Error::new(ErrorKind::BadOption, failure.0.message))
+    }
+
+    /// Serves a disk at one more socket.
+    pub fn add_export(&self, request: AddExport) -> Result<Export> {
+        let node = self.node(&request.disk)?;
+        let mut request = request;
+        request.socket = request.socket.as_deref().map(absolute);
+        let id = self.daemon.add_export(node, &export_options(&request))?;
+        let record = |record: &mut Record| {
+            if let Some(disk) = record.disk_mut(&request.disk) {
+                disk.exports.push(request.clone());
+            }
+        };
+        self.records.change(record).inspect_err(|_| {
+            if let Err(error) = self.daemon.remove_export(id) {
+                tracing::error!("{error}");
+            }
+        })?;
+        self.events.publish(EventKind::ExportAdded, Some(&request.disk), Some(id.number()), None);
+        lock(&self.exports).insert(id, Some(request));
+        let gone = || Error::new(ErrorKind::Locked, "the export was removed meanwhile");
+        self.exports().into_iter().find(|export| export.id == id.number()).ok_or_else(gone)
+    }
+
+    /// Serves a disk at one socket less. The disk stays.
+    pub(crate) fn remove_export(&self, number: u64) -> Result<(), Failure> {
+        let found = self.daemon.exports().into_iter().find(|export| export.id.number() == number);
+        let export = found.ok_or_else(|| Failure::not_found(format!("there is no export {number}")))?;
+        let disk = self.name_of(export.node)?;
+        self.daemon.remove_export(export.id)?;
+        let how = lock(&self.exports).remove(&export.id).flatten();
+        self.records.change(|record| {
+            let Some(disk) = record.disk_mut(&disk) else { return };
+            match &how {
+                Some(how) => disk.exports.retain(|other| other != how),
+                None => disk.own_export = false,
+            }
+        })?;
+        self.events.publish(EventKind::ExportRemoved, Some(&disk), Some(number), None);
+        Ok(())
+    }
+
+    fn node(&self, name: &str) -> Result<NodeId> {
+        let none = || Error::new(ErrorKind::BadOption, format!("there is no disk '{name}'"));
+        self.daemon.disk_named(name).ok_or_else(none)
+    }
+
+    fn name_of(&self, node: NodeId) -> Result<String> {
+        let status = self.daemon.disks().into_iter().find(|disk| disk.id == node);
+        status.map(|disk| disk.name).ok_or_else(|| Error::new(ErrorKind::Locked, "the disk was removed meanwhile"))
+    }
+
+    /// Whether there is a disk of this name, one that could not be opened included.
+    pub(crate) fn knows(&self, name: &str) -> bool {
+        self.daemon.disk_named(name).is_some() || lock(&self.failed).contains_key(name)
+    }
+
+    /// The disk of this name.
+    pub fn disk(&self, name: &str) -> Result<Disk> {
+        let none = || Error::new(ErrorKind::BadOption, format!("there is no disk '{name}'"));
+        self.disks().into_iter().find(|disk| disk.name == name).ok_or_else(none)
+    }
+
+    /// All disks that are served, in the order in which they were added.
+    #[must_use]
+    pub fn disks(&self) -> Vec<Disk> {
+        let (record, exports) = (self.records.current(), self.exports());
+        self.daemon.disks().into_iter().map(|disk| to_disk(disk, &record, &exports)).collect()
+    }
+
+    /// Recorded disks that could not be opened.
+    #[must_use]
+    pub fn failed_disks(&self) -> Vec<FailedDisk> {
+        let to_failed = |(name, error): (&String, &String)| FailedDisk { name: name.clone(), error: error.clone() };
+        lock(&self.failed).iter().map(to_failed).collect()
+    }
+
+    /// All exports, in the order in which they were added.
+    #[must_use]
+    pub fn exports(&self) -> Vec<Export> {
+        let names: BTreeMap<NodeId, String> =
+            self.daemon.disks().into_iter().map(|disk| (disk.id, disk.name)).collect();
+        let name = |node| names.get(&node).cloned().unwrap_or_default();
+        self.daemon.exports().into_iter().map(|export| to_export(&export, name(export.node))).collect()
+    }
+
+    /// The jobs that run, and the last that have ended.
+    #[must_use]
+    pub fn jobs(&self) -> Vec<Job> {
+        self.daemon.jobs().into_iter().map(to_job).collect()
+    }
+
+    pub(crate) fn job(&self, number: u64) -> Result<Job, Failure> {
+        let found = self.jobs().into_iter().find(|job| job.id == number);
+        found.ok_or_else(|| Failure::not_found(format!("there is no job {number}")))
+    }
+
+    fn job_id(&self, number: u64) -> Result<JobId, Failure> {
+        let found = self.daemon.jobs().into_iter().find(|job| job.id.number() == number);
+        found.map(|job| job.id).ok_or_else(|| Failure::not_found(format!("there is no job {number}")))
+    }
+
+    /// Asks a job to stop.
+    pub(crate) fn cancel_job(&self, number: u64) -> Result<Job, Failure> {
+        self.daemon.cancel_job(self.job_id(number)?)?;
+        self.job(number)
+    }
+
+    /// Takes a job that has ended off the list.
+    pub(crate) fn forget_job(&self, number: u64) -> Result<(), Failure> {
+        Ok(self.daemon.forget_job(self.job_id(number)?)?)
+    }
+
+    /// Figures of everything.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let exports = self.daemon.exports();
+        let disks = self.daemon.disks().into_iter().map(|disk| {
+            let of_disk = exports.iter().filter(|export| export.node == disk.id);
+            let counters = of_disk.map(counters_of).fold(Counters::default(), Counters::plus);
+            let tables = disk.tables.map(|tables| TableStats {
+                hits: tables.hits,
+                misses: tables.misses,
+                evictions: tables.evictions,
+                used_bytes: tables.used_bytes,
+                limit_bytes: tables.limit_bytes,
+            });
+            let throttled = disk.throttled.as_micros();
+            let throttled_us = u64::try_from(throttled).unwrap_or(u64::MAX);
+            DiskStats { disk: disk.name, counters, throttled_us, tables }
+        });
+        let reactors = self.daemon.reactors().into_iter().map(|(name, stats)| ReactorStats {
+            name,
+            turns: stats.turns,
+            sleeps: stats.sleeps,
+            system_calls: stats.system_calls,
+            worker_calls: stats.worker_calls,
+        });
+        Stats { disks: disks.collect(), reactors: reactors.collect() }
+    }
+
+    /// What happens from here on.
+    pub(crate) fn events(&self) -> broadcast::Receiver<Event> {
+        self.events.subscribe()
+    }
+
+    /// Asks whoever waits in [`Manager::wait_until_asked_to_end`] to end the daemon.
+    pub fn ask_to_end(&self) {
+        *lock(&self.ending) = true;
+        self.events.publish(EventKind::ShuttingDown, None, None, None);
+        self.asked_to_end.notify_all();
+    }
+
+    /// Waits until somebody asks for the end.
+    pub fn wait_until_asked_to_end(&self) {
+        let ending = lock(&self.ending);
+        drop(self.asked_to_end.wait_while(ending, |ending| !*ending).unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Ends all disks and the daemon. The record stays: a manager with the same state directory serves them again.
+    pub fn shutdown(self) -> Result<()> {
+        self.daemon.shutdown()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Another run of the daemon may have another working directory.
+fn absolute_file(mut options: Options) -> Result<Options> {
+    if let Some(path) = options.get("file").map(FileName::parse).transpose()?.as_ref().and_then(FileName::path) {
+        let file = absolute(path);
+        let text = file.to_str().ok_or_else(|| {
+            let message = format!("the path '{}' is not UTF-8, which JSON cannot name", file.display());
+            Error::new(ErrorKind::BadOption, message)
+        })?;
+        options.set("file", text);
+    }
+    if let Some(socket) = options.get("socket").map(|socket| absolute(Path::new(socket))) {
+        options.set("socket", socket.to_string_lossy());
+    }
+    Ok(options)
+}
+
+fn export_options(request: &AddExport) -> ExportOptions {
+    let mut options = ExportOptions::default();
+    options.socket.clone_from(&request.socket);
+    options.read_only = request.read_only;
+    options.queues = request.queues;
+    options.queue_size = request.queue_size;
+    options.fixed_buffers = request.fixed_buffers;
+    options
+}
+
+fn to_disk(status: DiskStatus, record: &Record, exports: &[Export]) -> Disk {
+    let options = record.disk(&status.name).map(|disk| disk.options.clone()).unwrap_or_default();
+    Disk {
+        exports: exports.iter().filter(|export| export.disk == status.name).cloned().collect(),
+        name: status.name,
+        file: status.file,
+        size_bytes: status.info.size_bytes,
+        read_only: status.info.read_only,
+        serial: status.info.serial,
+        volatile_cache: status.info.volatile_cache,
+        logical_block_bytes: status.info.logical_block_bytes,
+        layers: status.layers,
+        options,
+    }
+}
+
+fn counters_of(export: &ExportStatus) -> Counters {
+    let to_counters = |ring: &daemon::RingStats| Counters {
+        requests: ring.requests,
+        batches: ring.batches,
+        notifications: ring.notifications,
+        notifications_avoided: ring.notifications_avoided,
+        failed: ring.failed,
+        faults: ring.faults,
+    };
+    export.rings.iter().map(to_counters).fold(Counters::default(), Counters::plus)
+}
+
+fn to_export(status: &ExportStatus, disk: String) -> Export {
+    Export {
+        id: status.id.number(),
+        disk,
+        socket: status.attachment.socket.clone(),
+        read_only: status.read_only,
+        queues: status.attachment.queues,
+        queue_size: status.attachment.queue_size,
+        counters: counters_of(status),
+    }
+}
+
+fn to_job(status: JobStatus) -> Job {
+    let (state, error) = match status.state {
+        daemon::JobState::Running => (JobState::Running, None),
+        daemon::JobState::Done => (JobState::Done, None),
+        daemon::JobState::Cancelled => (JobState::Cancelled, None),
+        daemon::JobState::Failed(error) => (JobState::Failed, Some(error)),
+        _ => (JobState::Running, None),
+    };
+    let kind = match status.kind {
+        daemon::JobKind::TakeOverlayBack => JobKind::Commit,
+        _ => JobKind::Other,
+    };
+    Job {
+        id: status.id.number(),
+        kind,
+        disk: status.disk,
+        state,
+        error,
+        done_bytes: status.done_bytes,
+        total_bytes: status.total_bytes,
+    }
+}

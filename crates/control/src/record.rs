@@ -1,0 +1,267 @@
+//! The record of what a daemon serves, and the directory that keeps it over restarts.
+//!
+//! The record is written before a call is answered, and durable then: a new file beside the old one, synced, renamed, and
+//! the directory synced. A power cut leaves the old record or the new one.
+
+use crate::api::AddExport;
+use crate::options::Options;
+use block::{Error, ErrorKind, Result};
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The version of the file's form.
+const VERSION: u32 = 1;
+const FILE: &str = "disks.json";
+const NEW_FILE: &str = "disks.json.new";
+const LOCK_FILE: &str = "lock";
+
+/// What is served.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Record {
+    version: u32,
+    pub(crate) disks: Vec<RecordedDisk>,
+    /// Disks of the command line or of the configuration file that were removed since, as they were given.
+    pub(crate) removed: Vec<String>,
+}
+
+/// A disk, as it is to come back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RecordedDisk {
+    pub(crate) name: String,
+    /// `file` and `format` are those of the top layer.
+    pub(crate) options: Options,
+    /// It has the export that its options describe.
+    pub(crate) own_export: bool,
+    /// Its other exports.
+    pub(crate) exports: Vec<AddExport>,
+    /// The tops before this one, the last on top: what `file` and `format` become when the top layer is taken off.
+    pub(crate) former_tops: Vec<Top>,
+    /// How the command line or the configuration file gave it, if it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) configured: Option<String>,
+}
+
+/// The file of a top layer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Top {
+    file: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    format: Option<String>,
+}
+
+impl Default for Record {
+    fn default() -> Self {
+        Self { version: VERSION, disks: Vec::new(), removed: Vec::new() }
+    }
+}
+
+impl Record {
+    pub(crate) fn disk(&self, name: &str) -> Option<&RecordedDisk> {
+        self.disks.iter().find(|disk| disk.name == name)
+    }
+
+    /// Drops what `configured` no longer gives.
+    pub(crate) fn forget_unconfigured(&mut self, configured: &[String]) {
+        self.disks.retain(|disk| disk.configured.as_ref().is_none_or(|text| configured.contains(text)));
+        self.removed.retain(|text| configured.contains(text));
+    }
+
+    pub(crate) fn disk_mut(&mut self, name: &str) -> Option<&mut RecordedDisk> {
+        self.disks.iter_mut().find(|disk| disk.name == name)
+    }
+}
+
+impl RecordedDisk {
+    /// The files of its tops, former ones included.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &str> {
+        self.options.get("file").into_iter().chain(self.former_tops.iter().map(|top| top.file.as_str()))
+    }
+
+    /// A new qcow2 layer lies on top.
+    pub(crate) fn put_on(&mut self, overlay: &str) {
+        let file = self.options.get("file").unwrap_or_default().to_owned();
+        self.former_tops.push(Top { file, format: self.options.get("format").map(str::to_owned) });
+        self.options.set("file", overlay);
+        self.options.set("format", "qcow2");
+    }
+
+    /// The top layer has been taken off; `below` is the top from here on.
+    pub(crate) fn take_off(&mut self, below: &str) {
+        let former = self.former_tops.pop().filter(|former| former.file == below);
+        self.options.set("file", below);
+        match former.and_then(|former| former.format) {
+            Some(format) => self.options.set("format", format),
+            None => self.options.remove(&["format"]),
+        }
+    }
+}
+
+/// The record, in memory and in its directory.
+#[derive(Debug, Default)]
+pub(crate) struct Records {
+    current: Mutex<Arc<Record>>,
+    /// Held while a new record is made and written. Readers do not wait for it.
+    changing: Mutex<()>,
+    directory: Option<StateDirectory>,
+}
+
+impl Records {
+    /// The record in a directory, which is made if it is not there. Two daemons cannot use one.
+    pub(crate) fn in_directory(path: &Path) -> Result<Self> {
+        let directory = StateDirectory::open(path)?;
+        let current = Mutex::new(Arc::new(directory.load()?));
+        Ok(Self { current, changing: Mutex::default(), directory: Some(directory) })
+    }
+
+    /// Whether it outlives the process.
+    pub(crate) fn is_durable(&self) -> bool {
+        self.directory.is_some()
+    }
+
+    pub(crate) fn current(&self) -> Arc<Record> {
+        Arc::clone(&lock(&self.current))
+    }
+
+    /// Changes the record. When this returns without an error, the change is durable.
+    pub(crate) fn change(&self, change: impl FnOnce(&mut Record)) -> Result<()> {
+        let _turn = lock(&self.changing);
+        let mut record = Record::clone(&self.current());
+        change(&mut record);
+        if record == *self.current() {
+            return Ok(());
+        }
+        if let Some(directory) = &self.directory {
+            directory.save(&record)?;
+        }
+        *lock(&self.current) = Arc::new(record);
+        Ok(())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[derive(Debug)]
+struct StateDirectory {
+    path: PathBuf,
+    /// For its syncs.
+    directory: File,
+    /// Locked as long as it is open.
+    _lock: File,
+}
+
+impl StateDirectory {
+    fn open(path: &Path) -> Result<Self> {
+        let failed =
+            |what: &str, error| Error::io(format!("cannot {what} the state directory '{}'", path.display()), error);
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|error| failed("make", error))?;
+        let lock_file =
+            OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path.join(LOCK_FILE));
+        let lock_file = lock_file.map_err(|error| failed("write in", error))?;
+        flock(&lock_file, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
+            let message =
+                format!("the state directory '{}' is used by another daemon: give each its own", path.display());
+            Error::new(ErrorKind::Locked, message)
+        })?;
+        let directory = File::open(path).map_err(|error| failed("open", error))?;
+        Ok(Self { path: path.to_owned(), directory, _lock: lock_file })
+    }
+
+    fn load(&self) -> Result<Record> {
+        let file = self.path.join(FILE);
+        let text = match std::fs::read(&file) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Record::default()),
+            Err(error) => return Err(Error::io(format!("cannot read '{}'", file.display()), error)),
+        };
+        let bad = |why: String| {
+            let message =
+                format!("'{}' is not a record of disks: {why}; move it away to begin with none", file.display());
+            Error::new(ErrorKind::BadOption, message)
+        };
+        let record: Record = serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))?;
+        match record.version {
+            VERSION => Ok(record),
+            other => Err(bad(format!("its version is {other}, this program reads version {VERSION}"))),
+        }
+    }
+
+    fn save(&self, record: &Record) -> Result<()> {
+        let (new, file) = (self.path.join(NEW_FILE), self.path.join(FILE));
+        let failed = |error| Error::io(format!("cannot write '{}'", new.display()), error);
+        let text = serde_json::to_vec_pretty(record).map_err(|error| failed(error.into()))?;
+        let mut options = OpenOptions::new();
+        let mut written = options.create(true).truncate(true).write(true).mode(0o600).open(&new).map_err(failed)?;
+        written.write_all(&text).and_then(|()| written.sync_all()).map_err(failed)?;
+        std::fs::rename(&new, &file).and_then(|()| self.directory.sync_all()).map_err(failed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(file: &str) -> RecordedDisk {
+        let options = Options::parse(&format!("file={file},format=raw")).unwrap();
+        RecordedDisk {
+            name: "a".into(),
+            options,
+            own_export: true,
+            exports: Vec::new(),
+            former_tops: Vec::new(),
+            configured: None,
+        }
+    }
+
+    #[test]
+    fn a_record_comes_back_and_only_one_daemon_has_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("state");
+        let records = Records::in_directory(&path).unwrap();
+        records.change(|record| record.disks.push(disk("/a.raw"))).unwrap();
+        let kept = records.current();
+        assert_eq!(Records::in_directory(&path).unwrap_err().kind(), ErrorKind::Locked);
+        drop(records);
+        assert_eq!(*Records::in_directory(&path).unwrap().current(), *kept);
+    }
+
+    #[test]
+    fn layers_go_on_and_come_off_with_their_formats() {
+        let mut disk = disk("/a.raw");
+        disk.put_on("/b.qcow2");
+        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2");
+        disk.put_on("/c.qcow2");
+        disk.take_off("/b.qcow2");
+        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2");
+        disk.take_off("/a.raw");
+        assert_eq!(disk.options.to_text(), "file=/a.raw,format=raw");
+    }
+
+    #[test]
+    fn a_record_that_is_none_is_refused_with_its_path() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(FILE), "{\"version\": 1}").unwrap();
+        let error = Records::in_directory(dir.path()).unwrap_err();
+        assert!(error.to_string().contains(FILE), "{error}");
+        std::fs::write(dir.path().join(FILE), r#"{"version": 2, "disks": [], "removed": []}"#).unwrap();
+        assert!(Records::in_directory(dir.path()).unwrap_err().to_string().contains("version is 2"));
+    }
+
+    #[test]
+    fn a_change_that_cannot_be_written_changes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::in_directory(dir.path()).unwrap();
+        std::fs::create_dir(dir.path().join(NEW_FILE)).unwrap();
+        assert!(records.change(|record| record.disks.push(disk("/a.raw"))).is_err());
+        assert!(records.current().disks.is_empty());
+    }
+}

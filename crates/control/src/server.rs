@@ -1,0 +1,133 @@
+//! The control socket, on a thread of its own.
+
+use crate::manager::Manager;
+use crate::routes::router;
+use axum::Router;
+use block::{Error, ErrorKind, Result};
+use export_vhost_user::ListenSocket;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use rustix::process::geteuid;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{Semaphore, oneshot};
+
+/// Only its owner connects.
+const SOCKET_MODE: u32 = 0o600;
+/// Connections at one time. Others wait to be accepted.
+const CONNECTIONS_MAX: usize = 64;
+/// Calls that are carried out at one time. Others wait.
+const CALLS_MAX: usize = 16;
+/// A client that sends its request slower than this is given up.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longer requests are refused.
+const HEADER_MAX_BYTES: usize = 64 << 10;
+/// Connections that are open when the server ends have so long to end.
+const END_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// A control socket that is served.
+#[derive(Debug)]
+pub struct ControlServer {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ControlServer {
+    /// Serves `manager` at the socket `path`. Only processes of this user, and root, are answered.
+    pub fn listen(path: &Path, manager: Arc<Manager>) -> Result<Self> {
+        let socket = ListenSocket::of_mode(path, SOCKET_MODE)?;
+        let failed = |error| Error::io(format!("cannot serve the control socket '{}'", path.display()), error);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(CALLS_MAX)
+            .thread_name("control-call")
+            .build()
+            .map_err(failed)?;
+        socket.listener().set_nonblocking(true).map_err(failed)?;
+        let listener = socket.listener().try_clone().map_err(failed)?;
+        let listener = {
+            let _inside = runtime.enter();
+            UnixListener::from_std(listener).map_err(failed)?
+        };
+        let (stop, stopped) = oneshot::channel();
+        let run = move || {
+            runtime.block_on(accept(listener, router(manager), stopped));
+            // Waits for calls that are being carried out.
+            drop(runtime);
+            drop(socket);
+        };
+        let thread = std::thread::Builder::new().name("control".into()).spawn(run).map_err(failed)?;
+        Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// Takes no more calls, and waits for those that are being carried out.
+    pub fn stop(mut self) -> Result<()> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<()> {
+        drop(self.stop.take());
+        let ended = self.thread.take().map_or(Ok(()), JoinHandle::join);
+        ended.map_err(|_| Error::new(ErrorKind::Io, "the control socket's thread panicked"))
+    }
+}
+
+impl Drop for ControlServer {
+    fn drop(&mut self) {
+        if let Err(error) = self.end() {
+            tracing::error!("{error}");
+        }
+    }
+}
+
+async fn accept(listener: UnixListener, router: Router, mut stopped: oneshot::Receiver<()>) {
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let mut connections = tokio::task::JoinSet::new();
+    loop {
+        while connections.try_join_next().is_some() {}
+        let place = tokio::select! {
+            _ = &mut stopped => break,
+            place = Arc::clone(&places).acquire_owned() => place,
+        };
+        let accepted = tokio::select! {
+            _ = &mut stopped => break,
+            accepted = listener.accept() => accepted,
+        };
+        match accepted {
+            Ok((stream, _)) if may_call(&stream) => {
+                let router = router.clone();
+                connections.spawn(async move {
+                    serve(stream, router).await;
+                    drop(place);
+                });
+            }
+            Ok(_) => tracing::warn!("a process of another user was refused at the control socket"),
+            Err(error) => {
+                tracing::warn!("cannot accept at the control socket: {error}");
+                // Out of descriptors, mostly: some time may bring some back.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+    let _ = tokio::time::timeout(END_TIMEOUT, async { while connections.join_next().await.is_some() {} }).await;
+}
+
+/// Whether the peer is this user, or root.
+fn may_call(stream: &UnixStream) -> bool {
+    let own = geteuid().as_raw();
+    stream.peer_cred().is_ok_and(|peer| peer.uid() == own || peer.uid() == 0)
+}
+
+async fn serve(stream: UnixStream, router: Router) {
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIMEOUT)
+        .max_buf_size(HEADER_MAX_BYTES)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    if let Err(error) = connection.await {
+        tracing::debug!("a control connection ended: {error}");
+    }
+}

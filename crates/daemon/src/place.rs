@@ -1,0 +1,85 @@
+//! Where an export listens: at a path of its own, or on a socket that was passed to this program.
+
+use crate::attach::absolute;
+use block::{Disk, Error, ErrorKind, ReactorHandle, Result};
+use drive::{ExportOptions, socket_beside};
+use export_vhost_user::{Export, ExportOptions as VhostUserOptions};
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Where an export is going to listen.
+pub(crate) enum Place {
+    /// Made here, and removed at the end.
+    Path(PathBuf),
+    /// Made by whoever started this program.
+    Passed {
+        socket: OwnedFd,
+        /// The path at which it listens, or what stands for one.
+        shown: PathBuf,
+        /// Tells it from other sockets, whatever its descriptors' numbers are.
+        inode: u64,
+    },
+}
+
+impl Place {
+    /// The place that `options` name; beside the image where they name none. `file` is what the image is called.
+    pub(crate) fn of(options: &ExportOptions, image: Option<&Path>, file: &str) -> Result<Self> {
+        if let Some(number) = options.socket_descriptor {
+            return Self::passed(engine::duplicate_inherited(number)?, number);
+        }
+        let socket = options.socket.clone().or_else(|| image.map(socket_beside));
+        let no_socket = || {
+            Error::new(
+                ErrorKind::BadOption,
+                format!("{file} has no path to put a socket beside: give socket=PATH in --drive, or --socket PATH"),
+            )
+        };
+        socket.map(Self::Path).ok_or_else(no_socket)
+    }
+
+    fn passed(socket: OwnedFd, number: i32) -> Result<Self> {
+        let failed = |error: std::io::Error| Error::io(format!("cannot use the socket 'fd:{number}'"), error);
+        let inode = rustix::fs::fstat(&socket).map_err(|errno| failed(errno.into()))?.st_ino;
+        let listener = UnixListener::from(socket);
+        // What is no Unix socket is refused when the export begins.
+        let address = listener.local_addr().ok();
+        let path = address.as_ref().and_then(|address| address.as_pathname()).map(absolute);
+        let name = address.as_ref().and_then(|address| address.as_abstract_name());
+        let name = name.map(|name| format!("@{}", std::ffi::OsStr::from_bytes(name).display()));
+        let shown = path.unwrap_or_else(|| name.unwrap_or_else(|| format!("fd:{number}")).into());
+        Ok(Self::Passed { socket: listener.into(), shown, inode })
+    }
+
+    /// What to tell of it.
+    pub(crate) fn shown(&self) -> PathBuf {
+        match self {
+            Self::Path(path) => absolute(path),
+            Self::Passed { shown, .. } => shown.clone(),
+        }
+    }
+
+    /// Which socket was passed.
+    pub(crate) fn inode(&self) -> Option<u64> {
+        match self {
+            Self::Path(_) => None,
+            Self::Passed { inode, .. } => Some(*inode),
+        }
+    }
+
+    /// Begins to serve `disk` here.
+    pub(crate) fn serve(
+        self,
+        disk: Arc<dyn Disk>,
+        reactors: Vec<Arc<dyn ReactorHandle>>,
+        options: VhostUserOptions,
+    ) -> Result<Export> {
+        match self {
+            Self::Path(path) => Export::listen(&path, disk, reactors, options),
+            Self::Passed { socket, .. } => Export::adopt(socket, disk, reactors, options),
+        }
+    }
+}

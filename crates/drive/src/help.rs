@@ -1,0 +1,127 @@
+//! The keys of a drive, and what each takes: the table of docs/drive-options.md, which a test compares.
+
+/// Each key, and what it takes.
+const KEYS: [(&str, &str); 36] = [
+    ("file", "the image: a path, `host_device:/dev/sdb`, or `fd:3` for a descriptor that the program was given"),
+    (
+        "format",
+        "`raw`, `qcow2`, or `null` (no file; needs `size`; reads give zeros, for measurements). Guessed if not given",
+    ),
+    ("name", "the name of the disk in the daemon; `id` means the same. By default `disk0`, `disk1`, ..."),
+    ("readonly", "`on`: the guest cannot write"),
+    ("serial", "the serial number that the guest reads, at most 20 bytes"),
+    (
+        "socket",
+        "where the monitor connects: a path, or `fd:4` for a socket that the program was given. By default the image's name with `.sock` behind it",
+    ),
+    ("socket-mode", "who may connect: permissions in octal. By default `0600`; with `socket-group`, `0660`"),
+    ("socket-group", "the group that the socket gets, by name or number"),
+    (
+        "fd",
+        "a descriptor that the program was given: an image or a listening socket, whichever it is. May be given for both",
+    ),
+    ("cache", "`writeback`, `none`, `writethrough`, `directsync`, `unsafe`, as in QEMU"),
+    ("sync", "`on`: every write is durable when it completes, through the page cache"),
+    (
+        "engine",
+        "`auto`, `io_uring`, `linux-aio`, `threads`: how bytes reach the storage. `auto` looks at the kernel and the file",
+    ),
+    (
+        "queues",
+        "how many request queues the guest may use. By default one for each CPU of the host, at most 16; `num-queues` means the same",
+    ),
+    ("queue-size", "how long a queue may be: a power of two up to 1024"),
+    (
+        "l2-cache-size",
+        "memory for the tables of an image and its whole chain (`1M`, `256k`). By default what covers the disk, up to 32 MiB",
+    ),
+    (
+        "lock-timeout-s",
+        "how long to wait for an image that no living process is seen to use, in seconds. 30 by default",
+    ),
+    (
+        "poll-max-us",
+        "how long an idle thread looks for work before it sleeps, in microseconds. 100 by default, 0 for never",
+    ),
+    ("sqpoll", "`on`: with io_uring, a thread of the kernel submits requests"),
+    ("fixed-buffers", "`on`: with io_uring, guest memory is registered with the kernel"),
+    ("filter", "changes what happens to requests above the image (see `filter=?`). May be given several times"),
+    ("delay-ms", "short for `filter=delay:ms=N` above all other filters"),
+    ("size", "the size of a null disk"),
+    ("packed", "`on`: packed rings are offered, too"),
+    ("write-cache", "`on`, `off`: whether the guest's cache begins as write-back. The guest can switch it"),
+    ("logical-block-size", "the smallest unit that the guest may address, in bytes"),
+    ("physical-block-size", "what the guest is told is a physical block, in bytes"),
+    ("alignment-offset", "where the guest is told that the first physical block begins, in bytes"),
+    ("min-io-size", "the smallest I/O that the guest is told is efficient"),
+    ("opt-io-size", "the I/O that the guest is told is best"),
+    ("discard-granularity", "alignment of discards; `0` offers none"),
+    ("size-max", "the longest data segment of a request"),
+    ("seg-max", "the most data segments of a request, at most `queue-size` less two"),
+    ("cyls", "cylinders of a geometry; needs `heads` and `secs`"),
+    ("heads", "heads of a geometry"),
+    ("secs", "sectors a track of a geometry"),
+    ("media", "`disk`, as QEMU has it"),
+];
+
+const TITLE: &str = "A drive is a list of key=value, separated by commas. A comma inside a value is written ',,'. format=? lists \
+                     the values of a key.";
+/// Terminals are at least this wide.
+const COLUMNS: usize = 80;
+/// Where the second column begins.
+const INDENT: usize = 23;
+
+/// The names of all keys.
+pub(crate) fn key_names() -> Vec<&'static str> {
+    KEYS.iter().map(|(key, _)| *key).collect()
+}
+
+/// The table for a terminal.
+pub(crate) fn of_keys() -> String {
+    let mut text = wrapped(TITLE, 0);
+    for (key, takes) in KEYS {
+        let cell = wrapped(&takes.replace('`', ""), INDENT);
+        text += &format!("\n  {key:width$}{}", cell.trim_start(), width = INDENT - 2);
+    }
+    text
+}
+
+/// `text` in lines of at most [`COLUMNS`], all of them `indent` columns in.
+fn wrapped(text: &str, indent: usize) -> String {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let last = lines.len() - 1;
+        if !lines[last].is_empty() && indent + lines[last].len() + 1 + word.len() > COLUMNS {
+            lines.push(word.to_owned());
+            continue;
+        }
+        let gap = if lines[last].is_empty() { "" } else { " " };
+        lines[last] += &format!("{gap}{word}");
+    }
+    let indented = lines.iter().map(|line| format!("{:indent$}{line}", ""));
+    indented.collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_document_has_the_same_table() {
+        let document = include_str!("../../../docs/drive-options.md");
+        let rows: Vec<&str> = document.lines().filter(|line| line.starts_with("| `")).collect();
+        let expected: Vec<String> = KEYS.iter().map(|(key, takes)| format!("| `{key}` | {takes} |")).collect();
+        let keys = rows.get(..KEYS.len()).unwrap_or(&rows);
+        assert_eq!(keys, expected);
+    }
+
+    #[test]
+    fn the_table_for_a_terminal_has_every_key_and_no_line_too_long() {
+        let text = of_keys();
+        for key in key_names() {
+            assert!(text.contains(&format!("\n  {key} ")), "{key}: {text}");
+        }
+        assert!(text.lines().all(|line| line.len() <= COLUMNS), "{text}");
+        assert!(!text.contains('`'), "{text}");
+    }
+}

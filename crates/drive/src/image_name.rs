@@ -1,0 +1,159 @@
+//! An image as a user names it: a file name, or a description such as `driver=qcow2,file.filename=...`.
+
+use crate::keyval::{KeyValue, parse as parse_key_values};
+use block::{Error, ErrorKind, Result};
+use image::{FileName, Format};
+use serde_json::Value;
+use std::ffi::OsStr;
+
+/// The protocols that are a file or a block device.
+const FILE_DRIVERS: [&str; 2] = ["file", "host_device"];
+
+/// A file, and its format if the user said it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageName {
+    /// The file.
+    pub file: FileName,
+    /// Its format; guessed from its contents if nobody said it.
+    pub format: Option<Format>,
+}
+
+impl ImageName {
+    /// Reads a file name (see [`FileName::parse`]), or `json:` and a description as QEMU writes it. `format` is what the user
+    /// said besides.
+    pub fn parse(text: impl AsRef<OsStr>, format: Option<Format>) -> Result<Self> {
+        let text = text.as_ref();
+        let parsed = match text.to_str().and_then(|text| text.strip_prefix("json:")) {
+            Some(description) => from_json(description, format),
+            None => FileName::parse(text).map(|file| Self { file, format }),
+        };
+        parsed.map_err(|error| error.in_context(format!("Could not open '{}'", text.display())))
+    }
+
+    /// Reads a description of the form `driver=FORMAT,file.filename=FILE`.
+    pub fn parse_description(text: &str) -> Result<Self> {
+        let parse = || described(&parse_key_values(text)?);
+        parse().map_err(|error| error.in_context(format!("Could not open '{text}'")))
+    }
+}
+
+fn bad(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::BadOption, message)
+}
+
+/// An object, with objects in it.
+fn from_json(text: &str, format: Option<Format>) -> Result<ImageName> {
+    let invalid = |error| bad(format!("Could not parse the JSON options: {error}"));
+    let mut pairs = Vec::new();
+    flatten("", &serde_json::from_str(text).map_err(invalid)?, &mut pairs)?;
+    let name = described(&pairs)?;
+    if format.is_some() && name.format.is_some() && format != name.format {
+        return Err(bad("the format is given twice"));
+    }
+    Ok(ImageName { format: name.format.or(format), ..name })
+}
+
+/// `{"file": {"driver": "file"}}` is `file.driver=file`.
+fn flatten(key: &str, value: &Value, pairs: &mut Vec<KeyValue>) -> Result<()> {
+    match value {
+        Value::Object(fields) => {
+            let dot = if key.is_empty() { "" } else { "." };
+            fields.iter().try_for_each(|(name, value)| flatten(&format!("{key}{dot}{name}"), value, pairs))
+        }
+        Value::String(value) => {
+            pairs.push(KeyValue { key: key.to_owned(), value: value.clone() });
+            Ok(())
+        }
+        other => {
+            Err(bad(format!("the option '{key}' cannot be {other} (driver, file.driver and file.filename are texts)")))
+        }
+    }
+}
+
+fn described(pairs: &[KeyValue]) -> Result<ImageName> {
+    let value_of = |key: &str| pairs.iter().find(|pair| pair.key == key).map(|pair| pair.value.as_str());
+    let driver = value_of("driver");
+    // Without a format above it, a protocol's bytes are the disk's.
+    let is_file = driver.is_some_and(|driver| FILE_DRIVERS.contains(&driver));
+    let (file_key, driver_key) = if is_file { ("filename", "driver") } else { ("file.filename", "file.driver") };
+    for KeyValue { key, value } in pairs {
+        match key.as_str() {
+            "driver" => {}
+            key if key == file_key => {}
+            key if key == driver_key && FILE_DRIVERS.contains(&value.as_str()) => {}
+            key if key == driver_key => {
+                return Err(bad(format!("{key}={value} is not supported (file and host_device are)")));
+            }
+            key => {
+                let what = format!("the option '{key}' is not supported (driver, file.driver and file.filename are)");
+                return Err(bad(what));
+            }
+        }
+    }
+    let path = value_of(file_key).ok_or_else(|| bad("A block device must be specified for \"file\""))?;
+    let format = if is_file { Some(Format::Raw) } else { driver.map(str::parse).transpose()? };
+    Ok(ImageName { file: path.into(), format })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Found = std::result::Result<(String, Option<Format>), String>;
+
+    fn found(name: Result<ImageName>) -> Found {
+        name.map(|name| (name.file.to_string(), name.format)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn descriptions_name_a_file_and_its_format_and_anything_else_is_refused_by_name() {
+        let of = |text: &str| found(ImageName::parse_description(text));
+        for (text, path, format) in [
+            ("driver=qcow2,file.driver=file,file.filename=a,,b", "a,b", Some(Format::Qcow2)),
+            ("driver=raw,file.filename=a", "a", Some(Format::Raw)),
+            ("driver=file,filename=a", "a", Some(Format::Raw)),
+            ("file.filename=a", "a", None),
+        ] {
+            assert_eq!(of(text), Ok((path.to_owned(), format)), "{text}");
+        }
+        for (text, named) in [
+            ("driver=qcow2,file.filename=a,backing.file.filename=b", "backing.file.filename"),
+            ("driver=qcow2,file.driver=nbd,file.filename=a", "file.driver=nbd"),
+            ("driver=luks,file.filename=a", "luks"),
+            ("driver=qcow2", "\"file\""),
+            ("a.qcow2", "a.qcow2"),
+        ] {
+            let said = of(text).expect_err(text);
+            assert!(said.contains(named), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_protocol_that_is_not_a_file_is_refused_by_name_and_never_taken_for_one() {
+        let of = |text: &str, format| found(ImageName::parse(text, format));
+        let json = r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"a"}}"#;
+        for (text, said, path, format) in [
+            ("a", None, "a", None),
+            ("file:a:b", Some(Format::Raw), "a:b", Some(Format::Raw)),
+            ("host_device:/dev/sdb", None, "/dev/sdb", None),
+            ("fd:3", None, "fd:3", None),
+            ("./a:b", None, "./a:b", None),
+            ("/x/a:b", None, "/x/a:b", None),
+            (json, None, "a", Some(Format::Qcow2)),
+            (r#"json:{"file.filename":"a"}"#, Some(Format::Raw), "a", Some(Format::Raw)),
+        ] {
+            assert_eq!(of(text, said), Ok((path.to_owned(), format)), "{text}");
+        }
+        for (text, named) in [
+            ("nbd:unix:/run/x.sock", "'nbd'"),
+            ("a:b", "'./a:b'"),
+            ("json:{", "JSON"),
+            (r#"json:{"driver":"nbd","server":{"type":"unix"}}"#, "server.type"),
+            (r#"json:{"driver":"raw","offset":512,"file":{"filename":"a"}}"#, "offset"),
+        ] {
+            let said = of(text, None).expect_err(text);
+            assert!(said.contains(named) && said.contains("Could not open"), "{said}");
+        }
+        assert!(of(json, Some(Format::Raw)).is_err());
+    }
+}

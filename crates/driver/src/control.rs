@@ -1,0 +1,278 @@
+//! Holding all queues: freezing and restoring a device, and resetting it.
+//!
+//! Rings live on their reactors' threads. A driver that wants them says so in one word, which each queue compares with its
+//! own once a turn. The queue then hands its ring over: at once for a reset, and when the device has ended what it has
+//! for a freeze. What is submitted meanwhile waits in line. When the word says so, queues take their rings back, which
+//! have begun anew, and go on with their lines.
+
+use crate::driver::Inner;
+use crate::queue::Core;
+use crate::ring::{Ring, prepare};
+use crate::transport::QueueSetup;
+use block::{Completion, Error, ErrorKind, Result};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What queues are to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(u8)]
+pub(crate) enum Hold {
+    /// Carry out requests.
+    #[default]
+    None,
+    /// End what the device has, and keep the rest.
+    Freeze,
+    /// End everything with an error.
+    Reset,
+}
+
+/// Rings that no queue has.
+#[derive(Debug, Default)]
+pub(crate) struct Rings {
+    /// Of queues that are not open.
+    pub(crate) parked: Vec<Ring>,
+    /// Of open queues, while the driver holds them.
+    held: Vec<Ring>,
+}
+
+/// What conducts the queues.
+#[derive(Debug, Default)]
+pub(crate) struct Control {
+    hold: AtomicU8,
+    rings: Mutex<Rings>,
+    handed_over: Condvar,
+    /// Whether the device is frozen. Locked by whoever changes that.
+    frozen: Mutex<bool>,
+}
+
+impl Control {
+    pub(crate) fn new(rings: Vec<Ring>) -> Self {
+        Self { rings: Mutex::new(Rings { parked: rings, held: Vec::new() }), ..Self::default() }
+    }
+
+    #[inline]
+    pub(crate) fn hold(&self) -> Hold {
+        match self.hold.load(Ordering::Acquire) {
+            0 => Hold::None,
+            1 => Hold::Freeze,
+            _ => Hold::Reset,
+        }
+    }
+
+    pub(crate) fn rings(&self) -> MutexGuard<'_, Rings> {
+        self.rings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn frozen(&self) -> MutexGuard<'_, bool> {
+        self.frozen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Rings {
+    fn all(&mut self) -> impl Iterator<Item = &mut Ring> {
+        self.parked.iter_mut().chain(&mut self.held)
+    }
+
+    fn take_held(&mut self, index: usize) -> Option<Ring> {
+        let at = self.held.iter().position(|ring| ring.index == index)?;
+        Some(self.held.swap_remove(at))
+    }
+}
+
+impl Inner {
+    fn set_hold(&self, hold: Hold) {
+        self.control.hold.store(hold as u8, Ordering::Release);
+        self.session.link.wake_all();
+    }
+
+    /// Whether the rings are stopped already.
+    pub(crate) fn is_frozen(&self) -> bool {
+        *self.control.frozen()
+    }
+
+    pub(crate) fn freeze(&self) -> Result<()> {
+        let mut frozen = self.control.frozen();
+        if !*frozen {
+            self.hold_queues(Hold::Freeze, true)?;
+            *frozen = true;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn restore(&self) -> Result<()> {
+        let mut frozen = self.control.frozen();
+        if *frozen {
+            self.restart_queues()?;
+            *frozen = false;
+        }
+        drop(frozen);
+        // Whatever the device said meanwhile.
+        self.follow_config();
+        Ok(())
+    }
+
+    pub(crate) fn reset(&self) -> Result<()> {
+        let mut frozen = self.control.frozen();
+        self.hold_queues(Hold::Reset, !*frozen)?;
+        self.restart_queues()?;
+        *frozen = false;
+        drop(frozen);
+        self.follow_config();
+        Ok(())
+    }
+
+    /// Takes all rings, and stops them if they run.
+    fn hold_queues(&self, hold: Hold, running: bool) -> Result<()> {
+        if self.session.is_gone() {
+            return Err(self.session.error("the connection is over".into()));
+        }
+        self.set_hold(hold);
+        let stopped = self.wait_for_rings().and_then(|()| {
+            let mut rings = (0..self.fds.len()).filter(|_| running);
+            rings.try_for_each(|index| self.session.stop_ring(index))
+        });
+        if stopped.is_err() {
+            self.set_hold(Hold::None);
+            return stopped;
+        }
+        // The device touches no memory of ours any more.
+        for ring in self.control.rings().all() {
+            (0..ring.forget_orphans()).for_each(|_| self.pool.orphan_done());
+        }
+        Ok(())
+    }
+
+    fn wait_for_rings(&self) -> Result<()> {
+        let timeout = Duration::from_millis(self.options.answer_timeout_ms);
+        let until = Instant::now() + timeout;
+        let mut rings = self.control.rings();
+        while rings.parked.len() + rings.held.len() < self.fds.len() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || self.session.is_gone() {
+                let waited_ms = timeout.as_millis();
+                let what = format!("requests in flight did not end within {waited_ms} ms");
+                return Err(Error::new(ErrorKind::Io, format!("'{}': {what}", self.session.name())));
+            }
+            let waited = self.control.handed_over.wait_timeout(rings, left.min(Duration::from_millis(100)));
+            rings = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(())
+    }
+
+    /// Starts all rings anew and gives them back.
+    fn restart_queues(&self) -> Result<()> {
+        for ring in self.control.rings().all() {
+            let new = prepare(&self.memory, &self.layout(ring.index), self.options.queue_size, ring.event_idx)
+                .map_err(|error| Error::with_source(ErrorKind::Io, "the driver's shared memory", error))?;
+            ring.renew(new);
+            ring.fds.given_up.store(false, Ordering::SeqCst);
+            self.start_ring(ring.index, &ring.fds)?;
+        }
+        self.set_hold(Hold::None);
+        Ok(())
+    }
+
+    /// Makes ring `index` known to the device.
+    pub(crate) fn start_ring(&self, index: usize, fds: &crate::watch::QueueFds) -> Result<()> {
+        let setup = self.queue_setup(index);
+        self.session.start_ring(index, &setup, fds)
+    }
+
+    fn queue_setup(&self, index: usize) -> QueueSetup {
+        crate::driver::queue_setup(&self.layout(index), self.options.queue_size, &self.mapping)
+    }
+
+    /// An open queue's ring, which the driver may take now.
+    fn hand_over(&self, ring: Ring) {
+        ring.tell_idle();
+        self.control.rings().held.push(ring);
+        self.control.handed_over.notify_all();
+    }
+
+    /// A queue is dropped. Its ring goes to those that the next queue may have, after `leave`; it may be held.
+    pub(crate) fn park(&self, index: usize, ring: Option<Ring>, leave: impl FnOnce(&mut Ring)) {
+        let mut rings = self.control.rings();
+        let ring = ring.map(|mut ring| {
+            leave(&mut ring);
+            ring
+        });
+        let ring = ring.or_else(|| rings.take_held(index));
+        rings.parked.extend(ring);
+        drop(rings);
+        self.control.handed_over.notify_all();
+    }
+}
+
+impl Core {
+    /// Does what the driver wants of all queues. Costs a look once a turn.
+    #[inline]
+    pub(crate) fn follow_hold(&mut self) {
+        if self.inner.control.hold() != self.held || self.draining.is_some() {
+            self.change_hold();
+        }
+    }
+
+    #[cold]
+    fn change_hold(&mut self) {
+        self.held = self.inner.control.hold();
+        match self.held {
+            Hold::None => self.go_on(),
+            Hold::Freeze => {
+                if let Some(mut ring) = self.ring.take() {
+                    ring.publish();
+                    self.draining = Some(ring);
+                }
+                let is_done = |ring: &mut Ring| self.failed || ring.in_flight() == 0;
+                if let Some(ring) = self.draining.take_if(is_done) {
+                    self.inner.hand_over(ring);
+                }
+            }
+            Hold::Reset => {
+                let mut done = std::mem::take(&mut self.immediate);
+                self.end_all(&mut done);
+                self.immediate = done;
+                if let Some(ring) = self.ring.take().or(self.draining.take()) {
+                    self.inner.hand_over(ring);
+                }
+            }
+        }
+    }
+
+    /// Takes the ring back. One that was kept comes from a freeze that was given up.
+    fn go_on(&mut self) {
+        let kept = self.ring.take().or(self.draining.take());
+        if kept.is_none() {
+            self.ring = self.inner.control.rings().take_held(self.index);
+            // A ring that begins anew is not broken.
+            self.failed &= self.ring.is_none();
+        } else {
+            self.ring = kept;
+        }
+        if !self.line.is_empty() {
+            let mut done = std::mem::take(&mut self.immediate);
+            self.pump(&mut done);
+            self.immediate = done;
+        }
+    }
+
+    /// Harvests from a ring that gets nothing new.
+    #[cold]
+    pub(crate) fn harvest_draining(&mut self, done: &mut Vec<Completion>) -> usize {
+        let before = done.len();
+        // Before the used ring, so that what the device completed before it went is seen.
+        let over = !self.failed && self.is_over();
+        self.ring = self.draining.take();
+        if !self.failed {
+            self.drain(done);
+        }
+        if over && !self.failed {
+            self.fail_all("the connection is over or the device gave the ring up", done);
+        }
+        self.draining = self.ring.take();
+        done.append(&mut self.immediate);
+        let count = done.len() - before;
+        self.in_flight -= count;
+        count
+    }
+}

@@ -1,0 +1,138 @@
+//! What the configuration space says of the device, with the defaults of the specification where it says nothing.
+
+use crate::DriverOptions;
+use crate::layout::BOUNCE_BYTES;
+use crate::queue::Rules;
+use crate::ring::{Limits, bounce_segment_bytes};
+use crate::session::Session;
+use block::{DiskInfo, Result, Topology};
+use virtio::blk::{BlkConfig, Geometry, features};
+
+/// What the device takes in one request, and what else it says of itself beside [`DiskInfo`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceFacts {
+    /// The features that were negotiated.
+    pub features: u64,
+    /// The most pieces of memory in a request: SEG_MAX, or one where it is absent or zero.
+    pub max_segments: u32,
+    /// The longest of them: SIZE_MAX; `None` where there is no limit.
+    pub max_segment_bytes: Option<u32>,
+    /// GEOMETRY, or 64 heads of 32 sectors and as many cylinders as the disk has then.
+    pub geometry: Geometry,
+    /// First aligned logical block, in bytes.
+    pub alignment_offset_bytes: u32,
+}
+
+const DEFAULT_HEADS: u8 = 64;
+const DEFAULT_SECTORS: u8 = 32;
+
+pub(crate) fn facts(session: &Session) -> DeviceFacts {
+    let config = session.config();
+    let block = logical_block_bytes(session, &config);
+    let longest = max_segment_bytes(session, &config);
+    let cylinder_sectors = u64::from(DEFAULT_HEADS) * u64::from(DEFAULT_SECTORS);
+    let cylinders = u16::try_from(config.capacity_sectors / cylinder_sectors).unwrap_or(u16::MAX);
+    let usual = Geometry { cylinders, heads: DEFAULT_HEADS, sectors: DEFAULT_SECTORS };
+    let skipped_blocks = if session.has(features::TOPOLOGY) { config.alignment_offset } else { 0 };
+    DeviceFacts {
+        features: session.features,
+        max_segments: max_segments(session, &config),
+        max_segment_bytes: (longest < u32::MAX).then_some(longest),
+        geometry: if session.has(features::GEOMETRY) { config.geometry } else { usual },
+        alignment_offset_bytes: u32::from(skipped_blocks).saturating_mul(block),
+    }
+}
+
+/// What does not change between requests.
+pub(crate) fn rules(session: &Session) -> Rules {
+    let config = session.config();
+    // A device that has a feature and names no limit has none.
+    let most = |feature, named: u32| match named {
+        _ if !session.has(feature) => 0,
+        0 => u32::MAX,
+        named => named,
+    };
+    Rules {
+        block_bytes: u64::from(logical_block_bytes(session, &config)),
+        read_only: session.has(features::RO),
+        flush: session.has(features::FLUSH),
+        max_discard_sectors: most(features::DISCARD, config.max_discard_sectors),
+        max_write_zeroes_sectors: most(features::WRITE_ZEROES, config.max_write_zeroes_sectors),
+    }
+}
+
+pub(crate) fn info(session: &Session, size_bytes: u64, volatile_cache: bool, serial: &str) -> DiskInfo {
+    let (config, rules) = (session.config(), rules(session));
+    let block = logical_block_bytes(session, &config);
+    let topology = match session.has(features::TOPOLOGY) {
+        true => Topology {
+            physical_block_bytes: block.checked_shl(config.physical_block_exp.into()).unwrap_or(0),
+            minimum_io_bytes: u32::from(config.min_io_blocks).saturating_mul(block),
+            optimal_io_bytes: config.opt_io_blocks.saturating_mul(block),
+        },
+        false => Topology::default(),
+    };
+    DiskInfo {
+        size_bytes,
+        logical_block_bytes: block,
+        topology,
+        read_only: rules.read_only,
+        volatile_cache,
+        discard: rules.max_discard_sectors > 0 && !rules.read_only,
+        discard_granularity_bytes: match rules.max_discard_sectors {
+            0 => 0,
+            _ => config.discard_sector_alignment.saturating_mul(512),
+        },
+        write_zeroes: !rules.read_only,
+        serial: serial.to_owned(),
+    }
+}
+
+fn max_segments(session: &Session, config: &BlkConfig) -> u32 {
+    // 5.2.5: without SEG_MAX one segment.
+    if session.has(features::SEG_MAX) { config.seg_max.max(1) } else { 1 }
+}
+
+pub(crate) fn limits(session: &Session, options: &DriverOptions) -> Limits {
+    let config = session.config();
+    let max_segments = max_segments(session, &config);
+    let max_segment_bytes = max_segment_bytes(session, &config);
+    let room = u32::from(options.queue_size).saturating_sub(2);
+    Limits { event_idx: session.has(features::EVENT_IDX), max_segments: max_segments.min(room), max_segment_bytes }
+}
+
+fn max_segment_bytes(session: &Session, config: &BlkConfig) -> u32 {
+    // Some servers offer SIZE_MAX and leave the field zero: they have no limit.
+    match config.size_max_bytes {
+        1.. if session.has(features::SIZE_MAX) => config.size_max_bytes,
+        _ => u32::MAX,
+    }
+}
+
+fn logical_block_bytes(session: &Session, config: &BlkConfig) -> u32 {
+    if session.has(features::BLK_SIZE) { config.blk_size_bytes } else { 512 }
+}
+
+pub(crate) fn volatile_cache(session: &Session, config: &BlkConfig) -> bool {
+    // 5.2.5.2: with CONFIG_WCE the field tells; else a device that offers FLUSH has a cache to flush.
+    let writeback = !session.has(features::CONFIG_WCE) || config.writeback != 0;
+    session.has(features::FLUSH) && writeback
+}
+
+/// Refuses what no driver could work with.
+pub(crate) fn check_config(session: &Session) -> Result<()> {
+    let config = session.config();
+    let block = logical_block_bytes(session, &config);
+    if !block.is_power_of_two() || block < 512 || block as usize > BOUNCE_BYTES {
+        return Err(session.error(format!("the device has blocks of {block} bytes, which cannot be served")));
+    }
+    let longest = max_segment_bytes(session, &config);
+    if bounce_segment_bytes(longest, block as usize) == 0 {
+        return Err(session.error(format!("the device takes segments of {longest} bytes, less than its block")));
+    }
+    if config.capacity_sectors > u64::MAX >> 9 {
+        return Err(session.error(format!("the device claims {} sectors", config.capacity_sectors)));
+    }
+    Ok(())
+}

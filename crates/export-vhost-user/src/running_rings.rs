@@ -1,0 +1,93 @@
+//! The rings that run, where the session's thread and its export both reach them.
+//!
+//! A peer passes descriptors, and a call on one may never end: closing a file of the peer's own FUSE file system, say, or a
+//! socket that lingers. Only the session's thread makes such calls. When it is held up while the export is to end, the
+//! export ends the rings without it, so that the disk can be closed.
+
+use crate::queue_fds::QueueFds;
+use block::{Error, ErrorKind, Result};
+use std::collections::BTreeMap;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use virtio_blk::{RunningQueue, StoppedQueue, StoppingQueue};
+
+/// See the module.
+#[derive(Default)]
+pub(crate) struct RunningRings {
+    state: Mutex<State>,
+    stopped: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    running: BTreeMap<usize, RunningQueue<QueueFds>>,
+    /// Calls of [`RunningRings::stop_where`] that wait for requests in flight.
+    stopping: usize,
+    /// Nothing starts any more.
+    closed: bool,
+}
+
+impl RunningRings {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.lock().running.is_empty()
+    }
+
+    pub(crate) fn contains(&self, index: usize) -> bool {
+        self.lock().running.contains_key(&index)
+    }
+
+    /// Starts a ring. Fails when the export has ended meanwhile.
+    pub(crate) fn start(&self, index: usize, start: impl FnOnce() -> Result<RunningQueue<QueueFds>>) -> Result<()> {
+        let mut state = self.lock();
+        if state.closed {
+            return Err(Error::new(ErrorKind::Io, "the export has ended"));
+        }
+        let queue = start()?;
+        state.running.insert(index, queue);
+        Ok(())
+    }
+
+    /// Changes how a ring that runs reaches its peer.
+    pub(crate) fn change(&self, index: usize, change: impl FnOnce(&mut QueueFds) + Send + 'static) {
+        if let Some(queue) = self.lock().running.get(&index) {
+            queue.change_transport(change);
+        }
+    }
+
+    /// Stops the rings that `which` names, all at once, and waits for their requests in flight; says where each goes on.
+    pub(crate) fn stop_where(&self, which: impl Fn(usize) -> bool) -> Vec<(usize, StoppedQueue)> {
+        let stopping: Vec<(usize, StoppingQueue<QueueFds>)> = {
+            let mut state = self.lock();
+            state.stopping = state.stopping.saturating_add(1);
+            let all = std::mem::take(&mut state.running);
+            let (stopping, left) = all.into_iter().partition(|(index, _)| which(*index));
+            state.running = left;
+            let stopping: BTreeMap<usize, RunningQueue<QueueFds>> = stopping;
+            stopping.into_iter().map(|(index, running)| (index, running.begin_stop())).collect()
+        };
+        let wait = |(index, stopping): (usize, StoppingQueue<QueueFds>)| Some((index, stopping.wait()?));
+        let stopped = stopping.into_iter().filter_map(wait).collect();
+        let mut state = self.lock();
+        state.stopping = state.stopping.saturating_sub(1);
+        drop(state);
+        self.stopped.notify_all();
+        stopped
+    }
+
+    /// Whether requests in flight are waited for.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.lock().stopping > 0
+    }
+
+    /// Stops all rings for good; when this returns none runs.
+    pub(crate) fn close(&self) {
+        self.lock().closed = true;
+        self.stop_where(|_| true);
+        let state = self.lock();
+        let waited = self.stopped.wait_while(state, |state| state.stopping > 0);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+}

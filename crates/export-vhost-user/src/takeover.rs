@@ -1,0 +1,97 @@
+//! When a newcomer takes the place of a peer that is gone though its socket is not.
+//!
+//! A socket stays connected as long as anybody holds its other end, and a peer can leave that in places where nobody
+//! closes it: in the queue of a socket that is never read, say. So the process that connected is watched, too. When it
+//! has exited, somebody else waits to be served, and the guest has asked nothing for a while, the session ends. See
+//! `docs/decisions/0058-gone-peers.md`.
+
+use memory::{PeerProcess, peer_process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+/// For so long the guest has to ask nothing while somebody waits. A monitor may have got its socket from a process that
+/// has exited since: then its guest's requests show that it lives.
+pub(crate) const QUIET: Duration = Duration::from_secs(5);
+/// How often the requests are counted meanwhile.
+const LOOK_AGAIN: Duration = Duration::from_millis(250);
+
+/// What is known of one peer.
+#[derive(Debug)]
+enum State {
+    /// The process that connected lives, as far as anybody knows.
+    Alive(Option<OwnedFd>),
+    /// It has exited.
+    Exited,
+    /// Besides, somebody waits to be served, and the guest has made this many requests since.
+    Contested { since: Instant, requests: u64 },
+}
+
+/// Watches one peer's process.
+#[derive(Debug)]
+pub(crate) struct PeerWatch {
+    state: State,
+    quiet: Duration,
+}
+
+impl PeerWatch {
+    pub(crate) fn of(stream: BorrowedFd<'_>, quiet: Duration) -> Self {
+        let state = match peer_process(stream) {
+            PeerProcess::Alive(process) => State::Alive(Some(process)),
+            PeerProcess::Exited => State::Exited,
+            PeerProcess::Unknown => State::Alive(None),
+        };
+        Self { state, quiet }
+    }
+
+    /// What becomes readable when there is news, if anything does, and when to look at the latest.
+    pub(crate) fn news<'a>(&'a self, listener: BorrowedFd<'a>) -> (Option<BorrowedFd<'a>>, Option<Duration>) {
+        match &self.state {
+            State::Alive(process) => (process.as_ref().map(AsFd::as_fd), None),
+            State::Exited => (Some(listener), None),
+            State::Contested { .. } => (None, Some(LOOK_AGAIN)),
+        }
+    }
+
+    /// Whether the process that connected has exited.
+    pub(crate) fn has_exited(&self) -> bool {
+        match &self.state {
+            State::Alive(Some(process)) => is_readable(process.as_fd()),
+            State::Alive(None) => false,
+            State::Exited | State::Contested { .. } => true,
+        }
+    }
+
+    /// The peer has sent something.
+    pub(crate) fn heard(&mut self) {
+        if let State::Contested { .. } = self.state {
+            self.state = State::Exited;
+        }
+    }
+
+    /// Looks at all there is: the peer has made `requests` so far. Returns whether its session is to end.
+    pub(crate) fn look(&mut self, listener: BorrowedFd<'_>, requests: u64) -> bool {
+        if let State::Alive(_) = self.state {
+            if !self.has_exited() {
+                return false;
+            }
+            self.state = State::Exited;
+        }
+        if !is_readable(listener) {
+            self.state = State::Exited;
+            return false;
+        }
+        match self.state {
+            State::Contested { since, requests: before } if before == requests => since.elapsed() >= self.quiet,
+            _ => {
+                self.state = State::Contested { since: Instant::now(), requests };
+                false
+            }
+        }
+    }
+}
+
+fn is_readable(fd: BorrowedFd<'_>) -> bool {
+    let mut polled = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+    matches!(poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(1))
+}

@@ -1,0 +1,61 @@
+//! An export ends though its peer keeps the session's thread in a call that never ends.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+#[path = "../../virtio/tests/model/mod.rs"]
+mod model;
+mod support;
+
+use model::Guest;
+use rustix::net::sockopt::set_socket_linger;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use std::io::{IoSlice, Write};
+use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::Duration;
+use support::disk::MemDisk;
+use support::{Client, Server};
+use virtio::blk::request_type as kind;
+
+/// Sends `SET_VRING_CALL` for ring 0 with this descriptor, whose last copy is then with the receiver.
+fn set_call_to(client: &Client, socket: TcpStream) {
+    let words: [u32; 5] = [13, 1, 8, 0, 0];
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    let fds = [socket.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    sendmsg(&client.stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).unwrap();
+}
+
+/// A socket that takes an hour to close, as nobody reads what it has sent.
+fn lingering() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (theirs, _) = listener.accept().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    while ours.write(&[0; 1 << 16]).is_ok() {}
+    ours.set_nonblocking(false).unwrap();
+    set_socket_linger(&ours, Some(Duration::from_secs(3600))).unwrap();
+    (ours, theirs)
+}
+
+#[test]
+fn a_descriptor_that_is_never_closed_keeps_neither_the_export_nor_its_disk() {
+    let mut server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    assert_eq!(queue.request(kind::OUT, 0, &[7; 512], 0).0, 0);
+    let (ours, _theirs) = lingering();
+    set_call_to(&client, ours);
+    // The session's thread refuses the socket, and closes it.
+    std::thread::sleep(Duration::from_millis(300));
+    let served = server.disk.clone();
+    server.export.take().unwrap().stop();
+    assert!(!server.socket.exists());
+    drop(server);
+    assert_eq!(Arc::strong_count(&served), 1, "the disk is still held");
+}

@@ -1,0 +1,269 @@
+//! All that depends on the format of an image that nobody uses: how it is made, checked and changed, and how large it gets.
+//!
+//! For open layers that is `chain/mapping.rs`. Nothing else in this crate asks for a format. A format that is added gets an
+//! arm in the methods below; its own crate does the work.
+
+use super::edit::Edit;
+use crate::chain::mapping::raw_space;
+use crate::open::guess::Format;
+use crate::open::layers::format_of;
+use block::{Error, ErrorKind, File, FileInfo, MetaIo, Result, block_on};
+use format_qcow2::{
+    Backing, Bitmap, BitmapAction, BitmapBits, CheckReport, CheckWatch, EditWatch, GrowBy, Measure, Repair,
+};
+use std::fmt::Display;
+use std::sync::Arc;
+
+/// What to make.
+#[derive(Debug, Clone)]
+pub enum CreateOptions {
+    /// A raw image; see also [`CreateOptions::raw`].
+    Raw {
+        /// Bytes, rounded up to whole sectors.
+        size_bytes: u64,
+        /// What becomes of the space: it has no tables.
+        space: GrowBy,
+    },
+    /// A qcow2 image.
+    Qcow2(format_qcow2::CreateOptions),
+}
+
+impl CreateOptions {
+    /// A raw image of this size, all of it a hole.
+    #[must_use]
+    pub fn raw(size_bytes: u64) -> Self {
+        Self::Raw { size_bytes, space: GrowBy::Nothing }
+    }
+
+    /// The format that these options make.
+    #[must_use]
+    pub fn format(&self) -> Format {
+        match self {
+            Self::Raw { .. } => Format::Raw,
+            Self::Qcow2(_) => Format::Qcow2,
+        }
+    }
+
+    /// Whether these options are valid and go together: to be asked before a file is emptied for them.
+    pub fn validate(&self) -> Result<()> {
+        match self {
+            Self::Raw { space, .. } => raw_space(*space).map(drop),
+            Self::Qcow2(options) => options.validate(),
+        }
+    }
+
+    /// The unit in which data are counted to [`CreateOptions::measure`] such an image; `None` if its size does not depend
+    /// on how much data there are.
+    #[must_use]
+    pub fn measured_unit_bytes(&self) -> Option<u64> {
+        match self {
+            Self::Raw { .. } => None,
+            Self::Qcow2(options) => options.measure_depends_on_data().then_some(options.cluster_size),
+        }
+    }
+
+    /// How large the file becomes with so many bytes in units that hold data. Checks only those options that change it.
+    pub fn measure(&self, needed_bytes: u64) -> Result<Measure> {
+        match self {
+            Self::Raw { size_bytes, .. } => {
+                Ok(Measure { required_bytes: *size_bytes, fully_allocated_bytes: *size_bytes })
+            }
+            Self::Qcow2(options) => options.measure(needed_bytes),
+        }
+    }
+
+    /// What copies of these bitmaps would take; `None` if such an image keeps none.
+    #[must_use]
+    pub fn measure_bitmaps(&self, bitmaps: &[Bitmap]) -> Option<u64> {
+        match self {
+            Self::Raw { .. } => None,
+            Self::Qcow2(options) => options.measure_bitmaps(bitmaps),
+        }
+    }
+}
+
+/// Makes an image in a file that exists and is empty; durable when this returns.
+pub fn create(file: &Arc<dyn File>, options: &CreateOptions) -> Result<()> {
+    create_with_data(file, None, options)
+}
+
+/// As [`create`], with the external data file that the options name, which exists and is empty.
+pub fn create_with_data(file: &Arc<dyn File>, data: Option<&Arc<dyn File>>, options: &CreateOptions) -> Result<()> {
+    create_watched(file, data, options, &mut |_, _| true)
+}
+
+/// As [`create_with_data`]; what is preallocated, `watch` is told of. Given up, it leaves half an image.
+pub fn create_watched(
+    file: &Arc<dyn File>,
+    data: Option<&Arc<dyn File>>,
+    options: &CreateOptions,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let io = open(file)?;
+    match options {
+        CreateOptions::Raw { size_bytes, space: GrowBy::Nothing } => {
+            block_on(format_raw::create(&io, file.as_ref(), *size_bytes))
+        }
+        CreateOptions::Raw { size_bytes, space } => {
+            let space = raw_space(*space)?;
+            block_on(format_raw::resize(&io, file.as_ref(), *size_bytes, false, space, watch))
+        }
+        CreateOptions::Qcow2(options) => {
+            block_on(format_qcow2::create(&io, options))?;
+            let mut io = io;
+            if let Some(data) = data {
+                block_on(format_raw::create(&open(data)?, data.as_ref(), options.size_bytes))?;
+                io = io.with_data(data.open_blocking()?);
+            }
+            let info = FileInfo { length_bytes: file.length_bytes()?, ..file.info().clone() };
+            block_on(format_qcow2::preallocate(&io, &info, options.effective_preallocation(), watch))
+        }
+    }
+}
+
+/// What formats can do.
+impl Format {
+    /// The format of layers that are put on running disks.
+    pub(crate) const OF_OVERLAYS: Self = Self::Qcow2;
+
+    /// Whether an image can have a backing file, and so be an overlay.
+    #[must_use]
+    pub fn can_have_backing(self) -> bool {
+        match self {
+            Self::Raw => false,
+            Self::Qcow2 => true,
+        }
+    }
+
+    /// Whether clusters can be compressed.
+    #[must_use]
+    pub fn can_compress(self) -> bool {
+        match self {
+            Self::Raw => false,
+            Self::Qcow2 => true,
+        }
+    }
+
+    /// Whether images keep dirty bitmaps.
+    #[must_use]
+    pub fn has_bitmaps(self) -> bool {
+        match self {
+            Self::Raw => false,
+            Self::Qcow2 => true,
+        }
+    }
+}
+
+fn open(file: &Arc<dyn File>) -> Result<MetaIo> {
+    MetaIo::of_file(&**file)
+}
+
+fn refused<T>(name: impl Display, what: &str) -> Result<T> {
+    Err(Error::new(ErrorKind::Unsupported, format!("'{name}': {what}")))
+}
+
+/// Checks one file, which messages call `name` and which was opened for reading, or for writing where it is to be repaired; blocks. Formats without tables
+/// are Unsupported; an image that cannot be read, because it is encrypted for instance, is a BadImage. Opens nothing but
+/// the named file.
+pub fn check(
+    name: &str,
+    file: &Arc<dyn File>,
+    format: Option<Format>,
+    repair: Option<Repair>,
+    watch: &mut CheckWatch<'_>,
+) -> Result<CheckReport> {
+    let (format, _) = format_of(name, file.as_ref(), format)?;
+    let (io, length) = (open(file)?, file.length_bytes()?);
+    let checked = match (format, repair) {
+        (Format::Raw, _) => {
+            return Err(Error::new(ErrorKind::Unsupported, "This image format does not support checks"));
+        }
+        (Format::Qcow2, None) => block_on(format_qcow2::check(&io, length, name, watch)),
+        (Format::Qcow2, Some(what)) => block_on(format_qcow2::repair(&io, length, name, what, watch)),
+    };
+    // Unsupported is for formats that have nothing to check. This one has, and could not be read.
+    checked.map_err(|error| match error.kind() {
+        ErrorKind::Unsupported => Error::new(ErrorKind::BadImage, error.to_string()),
+        _ => error,
+    })
+}
+
+/// Changes the snapshots of the image in a file that was opened for writing; blocks. A power cut leaves the image before or
+/// the image after.
+pub fn edit(
+    name: &str,
+    file: &Arc<dyn File>,
+    format: Option<Format>,
+    edit: &Edit,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let (format, _) = format_of(name, file.as_ref(), format)?;
+    let (io, file) = (open(file)?, file.as_ref());
+    match (format, edit) {
+        (Format::Raw, _) => refused(name, "a raw image has no snapshots"),
+        (Format::Qcow2, Edit::CreateSnapshot(new)) => {
+            block_on(format_qcow2::create_snapshot(&io, file, name, new, watch))
+        }
+        (Format::Qcow2, Edit::ApplySnapshot(which)) => {
+            block_on(format_qcow2::apply_snapshot(&io, file, name, which, watch))
+        }
+        (Format::Qcow2, Edit::DeleteSnapshot(which)) => {
+            block_on(format_qcow2::delete_snapshot(&io, file, name, which, watch))
+        }
+    }
+}
+
+/// Refuses an image, opened for writing, whose tables deny data that are there: to write new data to it would destroy them.
+/// Blocks, reads all tables, and repairs an image that was left dirty.
+pub fn look_before_writing(file: &Arc<dyn File>, format: Format, watch: &mut EditWatch<'_>) -> Result<()> {
+    match format {
+        Format::Raw => Ok(()),
+        Format::Qcow2 => {
+            let name = &file.info().name;
+            block_on(format_qcow2::look_before_writing(&open(file)?, file.as_ref(), name, watch))
+        }
+    }
+}
+
+const NO_BITMAPS: &str = "Format driver 'raw' does not support bitmaps";
+
+/// The persistent dirty bitmaps of an image; none if its format has none. Opens nothing else.
+pub fn bitmaps(file: &Arc<dyn File>, format: Format) -> Result<Vec<Bitmap>> {
+    match format {
+        Format::Raw => Ok(Vec::new()),
+        Format::Qcow2 => block_on(format_qcow2::bitmaps(&open(file)?, &file.info().name)),
+    }
+}
+
+/// The bits of one bitmap.
+pub fn read_bitmap(file: &Arc<dyn File>, format: Format, bitmap: &str) -> Result<BitmapBits> {
+    let name = &file.info().name;
+    match format {
+        Format::Raw => refused(name, NO_BITMAPS),
+        Format::Qcow2 => block_on(format_qcow2::read_bitmap(&open(file)?, name, bitmap)),
+    }
+}
+
+/// Changes bitmaps of an image that nobody uses, durably: all that was asked for, or nothing.
+pub fn edit_bitmaps(
+    file: &Arc<dyn File>,
+    format: Format,
+    actions: &[(String, BitmapAction)],
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let name = &file.info().name;
+    match format {
+        Format::Raw => refused(name, NO_BITMAPS),
+        Format::Qcow2 => block_on(format_qcow2::edit_bitmaps(&open(file)?, file.as_ref(), name, actions, watch)),
+    }
+}
+
+/// Records another backing file (none: `None`) in the header of the image in `file`, durably; opens nothing else. What
+/// the guest sees changes with it unless the caller has seen to that.
+pub fn set_backing(file: &Arc<dyn File>, format: Format, backing: Option<&Backing>) -> Result<()> {
+    let name = &file.info().name;
+    match format {
+        Format::Raw => refused(name, "a raw image cannot have a backing file"),
+        Format::Qcow2 => block_on(format_qcow2::set_backing(&open(file)?, file.as_ref(), name, backing)),
+    }
+}

@@ -1,0 +1,238 @@
+//! How much memory the buffers of requests may take, over all disks, and how disks share it.
+//!
+//! A guest decides how many requests need a buffer at the same time: at odd addresses on direct I/O, to clusters that are
+//! copied first, from compressed clusters. Such a request takes a [`BufferGrant`] before its buffer, and waits in a task
+//! until there is room: first come, first served. Requests that need no buffer never come here.
+//!
+//! Half of a budget is divided evenly among its accounts. Nobody else can use an account's part, so a disk whose storage
+//! hangs never keeps another from its own. The other half is for whoever needs more. An account may take from it as long as
+//! it then has no more of it than is left. So the first that comes leaves half of it, and there is always some room.
+//!
+//! A request may hold buffers of one [`BufferUse`] while it waits for one of a later use, never the other way. An account
+//! that holds nothing of a use is granted a request of it whatever its size. So nothing waits for ever: the last use waits
+//! for storage only. It also means that many accounts with a small budget may take more than the budget: each one request.
+
+mod state;
+#[cfg(test)]
+mod tests;
+
+use crate::pool::PooledPages;
+use crate::{IoBuf, OutOfMemory};
+use state::State;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+
+/// What a buffer is for. Who holds one of an earlier use may wait for one of a later use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BufferUse {
+    /// What surrounds a write to a new cluster, copied from below.
+    Copy,
+    /// A compressed cluster, and what it holds.
+    Decompress,
+    /// Memory for direct I/O in the place of the guest's.
+    Bounce,
+}
+
+/// How many uses there are.
+const USES: usize = 3;
+
+/// The shortest and the longest piece in which requests are served that can be cut.
+const PIECE_BYTES_MIN: usize = 64 << 10;
+const PIECE_BYTES_MAX: usize = 1 << 20;
+
+/// A budget, for all disks of a program. Clones are the same budget.
+#[derive(Debug, Clone)]
+pub struct BufferBudget {
+    shared: Arc<Shared>,
+}
+
+/// How much of a budget is in use, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct BudgetStats {
+    /// All there is.
+    pub total_bytes: usize,
+    /// What is granted now.
+    pub used_bytes: usize,
+    /// The most that was granted at once.
+    pub peak_bytes: usize,
+    /// Requests that wait for room now.
+    pub waiting: usize,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the state, then wakes those that were granted what they wait for.
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        let mut state = self.lock();
+        change(&mut state);
+        let mut woken = state.take_woken();
+        drop(state);
+        if woken.is_empty() {
+            return;
+        }
+        for waker in woken.drain(..) {
+            waker.wake();
+        }
+        self.lock().keep_list(woken);
+    }
+}
+
+impl BufferBudget {
+    /// A budget of `total_bytes`.
+    #[must_use]
+    pub fn new(total_bytes: usize) -> Self {
+        Self { shared: Arc::new(Shared { state: Mutex::new(State::new(total_bytes)) }) }
+    }
+
+    /// An account: one for each disk. Its part is free again when its last clone and the last buffer are gone.
+    #[must_use]
+    pub fn account(&self) -> BufferAccount {
+        let id = self.shared.lock().open();
+        BufferAccount { open: Some(Arc::new(Open { shared: Arc::clone(&self.shared), id })) }
+    }
+
+    /// How much is in use.
+    #[must_use]
+    pub fn stats(&self) -> BudgetStats {
+        self.shared.lock().stats()
+    }
+}
+
+#[derive(Debug)]
+struct Open {
+    shared: Arc<Shared>,
+    id: usize,
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.shared.change(|state| state.close(self.id));
+    }
+}
+
+/// A disk's part of a budget. Clones are the same account. The default is an account without limit.
+#[derive(Debug, Clone, Default)]
+pub struct BufferAccount {
+    open: Option<Arc<Open>>,
+}
+
+impl PartialEq for BufferAccount {
+    fn eq(&self, other: &Self) -> bool {
+        match (&self.open, &other.open) {
+            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
+            (one, other) => one.is_none() && other.is_none(),
+        }
+    }
+}
+
+impl Eq for BufferAccount {}
+
+impl BufferAccount {
+    /// One without limit.
+    pub const UNLIMITED: Self = Self { open: None };
+
+    /// Waits until there is room for `bytes`, first come first served. Take the sum of [`BufferGrant::size_of`] for
+    /// buffers that are needed together: to wait for one while holding another of the same use can last for ever.
+    pub fn grant(&self, purpose: BufferUse, bytes: usize) -> impl Future<Output = BufferGrant> + use<> {
+        Granting { account: self.clone(), purpose, bytes, ticket: None }
+    }
+
+    /// One buffer, with its memory's old contents, as soon as there is room.
+    pub async fn buffer(&self, purpose: BufferUse, length_bytes: usize) -> Result<IoBuf, OutOfMemory> {
+        self.grant(purpose, BufferGrant::size_of(length_bytes)).await.buffer(length_bytes)
+    }
+
+    /// How much of a long request that can be cut is to be served at once: a part of the account's own room.
+    #[must_use]
+    pub fn piece_bytes(&self) -> usize {
+        let Some(open) = &self.open else { return PIECE_BYTES_MAX };
+        let own = open.shared.lock().own_bytes().clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
+        1 << own.ilog2()
+    }
+}
+
+/// Room in a budget: for buffers, or for other memory of about that size. Free again when it is dropped, on any thread.
+#[derive(Debug, Default)]
+pub struct BufferGrant {
+    /// The account, what for, and how much; `None` without limit.
+    held: Option<(Arc<Open>, BufferUse, usize)>,
+}
+
+impl BufferGrant {
+    /// How much memory a buffer of `length_bytes` takes: they come in a few sizes.
+    #[must_use]
+    pub fn size_of(length_bytes: usize) -> usize {
+        PooledPages::size_of(length_bytes)
+    }
+
+    /// A buffer with its memory's old contents, which keeps its part of the grant as long as it lives.
+    pub fn buffer(&mut self, length_bytes: usize) -> Result<IoBuf, OutOfMemory> {
+        let part = self.split(Self::size_of(length_bytes));
+        IoBuf::from_pool_with(length_bytes, part)
+    }
+
+    fn split(&mut self, bytes: usize) -> Self {
+        let Some((open, purpose, held)) = &mut self.held else { return Self::default() };
+        let part = bytes.min(*held);
+        *held -= part;
+        Self { held: Some((Arc::clone(open), *purpose, part)) }
+    }
+}
+
+impl Drop for BufferGrant {
+    fn drop(&mut self) {
+        if let Some((open, purpose, bytes)) = self.held.take()
+            && bytes > 0
+        {
+            open.shared.change(|state| state.release(open.id, purpose, bytes));
+        }
+    }
+}
+
+/// The future of [`BufferAccount::grant`]. Its place in the line is that of its first poll.
+struct Granting {
+    account: BufferAccount,
+    purpose: BufferUse,
+    bytes: usize,
+    /// While it waits.
+    ticket: Option<u64>,
+}
+
+impl Future for Granting {
+    type Output = BufferGrant;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<BufferGrant> {
+        let Some(open) = self.account.open.clone() else { return Poll::Ready(BufferGrant::default()) };
+        let (purpose, bytes) = (self.purpose, self.bytes);
+        let waits = {
+            let mut state = open.shared.lock();
+            match self.ticket {
+                None => state.ask(open.id, purpose, bytes, context.waker()),
+                Some(ticket) => state.still_waits(open.id, purpose, ticket, context.waker()).then_some(ticket),
+            }
+        };
+        self.ticket = waits;
+        match waits {
+            Some(_) => Poll::Pending,
+            None => Poll::Ready(BufferGrant { held: Some((open, purpose, bytes)) }),
+        }
+    }
+}
+
+impl Drop for Granting {
+    fn drop(&mut self) {
+        if let (Some(ticket), Some(open)) = (self.ticket, &self.account.open) {
+            open.shared.change(|state| state.give_up(open.id, self.purpose, ticket, self.bytes));
+        }
+    }
+}

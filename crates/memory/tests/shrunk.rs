@@ -1,0 +1,123 @@
+//! A peer that shrinks its memory does no harm, also where the kernel refuses to cover it, and whatever signals come.
+//!
+//! Limits hold for a whole process, so each case runs in a process of its own: this program once more.
+
+use ringdisk_memory::{Mapping, PAGE_BYTES};
+use std::fs::File;
+use std::process::Command;
+
+const GIB: usize = 1 << 30;
+
+/// Runs one of the tests below that are parts of others, in a new process.
+fn in_a_child(part: &str) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    let output = command.args(["--exact", part, "--ignored", "--nocapture", "--test-threads=1"]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{part}: {}\n{text}", output.status);
+    assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"), "{part} is no test");
+}
+
+/// A mapping whose file has become empty.
+fn shrunk(length_bytes: usize) -> Mapping {
+    let (fd, mapping) = Mapping::anonymous_file(c"shrinks", length_bytes).unwrap();
+    File::from(fd).set_len(0).unwrap();
+    mapping
+}
+
+fn write_and_read(mapping: &Mapping, offset: usize) {
+    assert!(offset < mapping.length_bytes());
+    // SAFETY: the address lies in the mapping.
+    unsafe {
+        let at = mapping.as_ptr().as_ptr().add(offset);
+        at.write_volatile(7);
+        assert_eq!(at.read_volatile(), 7);
+    }
+}
+
+/// Refuses this process `more_bytes` of private memory and beyond.
+fn limit_data(more_bytes: u64) {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmData:")).unwrap();
+    let used_bytes = line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024;
+    let limit = libc::rlimit { rlim_cur: used_bytes + more_bytes, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: the kernel reads one `rlimit`.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_DATA, &raw const limit) }, 0);
+}
+
+#[test]
+#[ignore = "a part of another test"]
+fn part_too_little_memory_for_the_whole() {
+    let mapping = shrunk(GIB);
+    limit_data(64 * PAGE_BYTES as u64);
+    for page in [5, 100, 5] {
+        write_and_read(&mapping, page * PAGE_BYTES + 9);
+    }
+    assert!(mapping.is_poisoned());
+}
+
+#[test]
+#[ignore = "a part of another test"]
+fn part_no_memory_at_all() {
+    let mapping = shrunk(GIB);
+    limit_data(0);
+    for page in 0..20 {
+        write_and_read(&mapping, page * 3 * PAGE_BYTES);
+    }
+    assert!(mapping.is_poisoned());
+}
+
+#[test]
+#[ignore = "a part of another test"]
+fn part_too_many_mappings() {
+    let mapping = shrunk(GIB);
+    let limit: usize = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+    let length_bytes = 2 * (limit + 10) * PAGE_BYTES;
+    // SAFETY: a fresh mapping, and changes of its protection, touch no other memory.
+    let full = unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let start = libc::mmap(std::ptr::null_mut(), length_bytes, libc::PROT_NONE, flags, -1, 0);
+        assert_ne!(start, libc::MAP_FAILED);
+        let protect = |page: usize| libc::mprotect(start.byte_add(page * PAGE_BYTES), PAGE_BYTES, libc::PROT_READ);
+        let is_full = (0..limit).any(|index| protect(1 + 2 * index) != 0);
+        // One more than the limit is tolerated for a mapping that splits none.
+        let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+        libc::mmap(std::ptr::null_mut(), PAGE_BYTES, libc::PROT_READ, flags, -1, 0);
+        is_full
+    };
+    assert!(full, "the limit was not reached");
+    write_and_read(&mapping, 5000);
+    assert!(mapping.is_poisoned());
+}
+
+#[test]
+#[ignore = "a part of another test"]
+fn part_stray_signals() {
+    let before = shrunk(4 * PAGE_BYTES);
+    for _ in 0..3 {
+        // SAFETY: these calls touch no memory.
+        unsafe {
+            assert_eq!(libc::kill(libc::getpid(), libc::SIGBUS), 0);
+            assert_eq!(libc::raise(libc::SIGBUS), 0);
+        }
+    }
+    write_and_read(&before, 5000);
+    assert!(before.is_poisoned());
+    let after = shrunk(PAGE_BYTES);
+    write_and_read(&after, 0);
+}
+
+#[test]
+fn where_the_whole_cannot_be_covered_the_pages_that_are_touched_are() {
+    in_a_child("part_too_little_memory_for_the_whole");
+}
+
+#[test]
+fn where_the_kernel_gives_nothing_spare_memory_becomes_the_covering_pages() {
+    in_a_child("part_no_memory_at_all");
+    in_a_child("part_too_many_mappings");
+}
+
+#[test]
+fn a_bus_error_signal_from_outside_neither_ends_the_process_nor_disarms_the_guard() {
+    in_a_child("part_stray_signals");
+}

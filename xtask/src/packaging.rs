@@ -1,0 +1,65 @@
+//! The Debian package, and the checks of what goes into it.
+
+use crate::command::Program;
+use crate::workspace;
+use anyhow::{Context, Result, bail};
+use std::path::PathBuf;
+
+/// The units, and what a package for any system takes them from.
+const UNITS: &str = "dist/systemd";
+/// The exposure that `systemd-analyze security` may find in a service, in tenths: 1.5 of 10.
+const EXPOSURE_MAX_TENTHS: u32 = 15;
+/// What systemd says of a line that it does not understand, and then goes without.
+const IGNORED: &str = "ignoring";
+
+/// Builds the package below the build directory.
+pub(crate) fn deb() -> Result<()> {
+    if !Program::cargo().args(["deb", "--version"]).succeeds() {
+        bail!("cargo-deb builds the package: cargo install --locked cargo-deb");
+    }
+    let built = Program::cargo().args(["build", "--release", "--package", "ringdisk"]).watch()?;
+    if !built.success() {
+        bail!("the program does not build");
+    }
+    let generated = workspace::target().join("package");
+    // What an earlier version had and this one has not is not to be packed.
+    let _ = std::fs::remove_dir_all(&generated);
+    let program = workspace::target().join("release/ringdisk");
+    Program::new(program).args(["generate".as_ref(), generated.as_os_str()]).output_text()?;
+    let packed = Program::cargo().args(["deb", "--package", "ringdisk", "--no-build"]).watch()?;
+    if !packed.success() {
+        bail!("cargo deb failed ({})", packed.status);
+    }
+    Ok(())
+}
+
+/// Complaints about the units: lines that systemd does not understand, and services that may do more than they need.
+pub(crate) fn check_units() -> Result<Vec<String>> {
+    let mut complaints = Vec::new();
+    for unit in units()? {
+        let name = unit.display().to_string();
+        let checked = Program::new("systemd-analyze").args(["verify", "--man=no", name.as_str()]).watch()?;
+        complaints.extend(checked.lines.into_iter().filter(|line| line.contains(IGNORED)));
+        if unit.extension().is_none_or(|extension| extension != "service") {
+            continue;
+        }
+        let threshold = format!("--threshold={EXPOSURE_MAX_TENTHS}");
+        let checked =
+            Program::new("systemd-analyze").args(["security", "--offline=true", &threshold, &name]).watch()?;
+        if !checked.success() {
+            complaints.push(format!("{name}: exposed by more than {EXPOSURE_MAX_TENTHS} tenths"));
+        }
+    }
+    Ok(complaints)
+}
+
+fn units() -> Result<Vec<PathBuf>> {
+    let entries = workspace::root().join(UNITS).read_dir().with_context(|| format!("cannot read {UNITS}"))?;
+    let mut units: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    units.retain(|unit| unit.extension().is_some_and(|kind| kind == "service" || kind == "socket"));
+    units.sort();
+    if units.is_empty() {
+        bail!("there are no units in {UNITS}");
+    }
+    Ok(units)
+}
