@@ -188,7 +188,7 @@ fn a_backing_file_is_shared_by_qemus_overlay_and_our_reader_but_not_with_a_write
 /// the file system stalls.
 #[test]
 #[ignore = "a part of another test"]
-fn child_that_holds_an_image() {
+fn part_of_another_that_holds_an_image() {
     let Some(path) = std::env::var_os("RINGDISK_TEST_IMAGE") else { return };
     let file = open(Path::new(&path), true).unwrap();
     println!("open");
@@ -204,7 +204,9 @@ struct Holding(Child);
 impl Holding {
     fn start(file: &StallingFile) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "child_that_holds_an_image", "--ignored"]).env("RINGDISK_TEST_IMAGE", file.path());
+        command
+            .args(["--exact", "part_of_another_that_holds_an_image", "--ignored"])
+            .env("RINGDISK_TEST_IMAGE", file.path());
         let child = command.stdout(Stdio::null()).spawn().unwrap();
         file.wait_for_stalled(1);
         Self(child)

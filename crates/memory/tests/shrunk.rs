@@ -46,7 +46,7 @@ fn limit_data(more_bytes: u64) {
 
 #[test]
 #[ignore = "a part of another test"]
-fn part_too_little_memory_for_the_whole() {
+fn part_of_another_too_little_memory_for_the_whole() {
     let mapping = shrunk(GIB);
     limit_data(64 * PAGE_BYTES as u64);
     for page in [5, 100, 5] {
@@ -57,7 +57,7 @@ fn part_too_little_memory_for_the_whole() {
 
 #[test]
 #[ignore = "a part of another test"]
-fn part_no_memory_at_all() {
+fn part_of_another_no_memory_at_all() {
     let mapping = shrunk(GIB);
     limit_data(0);
     for page in 0..20 {
@@ -68,7 +68,7 @@ fn part_no_memory_at_all() {
 
 #[test]
 #[ignore = "a part of another test"]
-fn part_too_many_mappings() {
+fn part_of_another_too_many_mappings() {
     let mapping = shrunk(GIB);
     let limit: usize = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
     let length_bytes = 2 * (limit + 10) * PAGE_BYTES;
@@ -91,7 +91,7 @@ fn part_too_many_mappings() {
 
 #[test]
 #[ignore = "a part of another test"]
-fn part_stray_signals() {
+fn part_of_another_stray_signals() {
     let before = shrunk(4 * PAGE_BYTES);
     for _ in 0..3 {
         // SAFETY: these calls touch no memory.
@@ -108,16 +108,16 @@ fn part_stray_signals() {
 
 #[test]
 fn where_the_whole_cannot_be_covered_the_pages_that_are_touched_are() {
-    in_a_child("part_too_little_memory_for_the_whole");
+    in_a_child("part_of_another_too_little_memory_for_the_whole");
 }
 
 #[test]
 fn where_the_kernel_gives_nothing_spare_memory_becomes_the_covering_pages() {
-    in_a_child("part_no_memory_at_all");
-    in_a_child("part_too_many_mappings");
+    in_a_child("part_of_another_no_memory_at_all");
+    in_a_child("part_of_another_too_many_mappings");
 }
 
 #[test]
 fn a_bus_error_signal_from_outside_neither_ends_the_process_nor_disarms_the_guard() {
-    in_a_child("part_stray_signals");
+    in_a_child("part_of_another_stray_signals");
 }
