@@ -209,8 +209,7 @@ fn guests() -> Result<Counts> {
     count(
         Program::cargo()
             .args(["test", "--package", "ringdisk", "--test", "guests", "--"])
-            // It fails at times (ARCHITECTURE.md, Known limits); run it by hand.
-            .args(["--ignored", "--test-threads=1", "--nocapture", "--skip", "qemu_with_reconnect_goes_on"])
+            .args(["--ignored", "--test-threads=1", "--nocapture"])
             .env("RINGDISK_GUEST_KERNEL", kernel)
             .limit(GUESTS_LIMIT),
     )

@@ -22,6 +22,9 @@ use virtio_blk::{Counter, Device, DeviceOptions, Overrides, RingStats};
 /// hold up.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
+/// How long a peer may take to read an answer when the export is to end.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(1);
+
 /// How long a peer may take over the rest of a message, or to make room for an answer: it has a disk as long as it lives,
 /// so on a busy host it gets time.
 const MESSAGE_PATIENCE: Duration = Duration::from_secs(30);
@@ -87,7 +90,7 @@ struct Shared {
     config_changed: AtomicBool,
     /// Gets the thread out of its wait.
     wake: OwnedFd,
-    /// The peer being served: shut down to get the thread out of a half-received message.
+    /// The peer being served: shut down to get the thread out of an answer that the peer does not read.
     peer: Mutex<Option<UnixStream>>,
 }
 
@@ -178,11 +181,15 @@ impl Export {
         let Some(thread) = self.thread.take() else { return };
         self.shared.stopping.store(true, Ordering::Release);
         self.shared.wake();
-        if let Some(peer) = self.shared.peer.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
-            let _ = peer.shutdown(std::net::Shutdown::Both);
-        }
         let name = self.shared.device.name();
-        if !self.ends_by_itself(&thread) {
+        if !self.ends_within(&thread, ANSWER_PATIENCE) {
+            // The peer does not read an answer. Only here: a peer that sees the session end while requests are in flight
+            // takes them for lost and asks them again of whoever serves next.
+            if let Some(peer) = self.shared.peer.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+                let _ = peer.shutdown(std::net::Shutdown::Both);
+            }
+        }
+        if !self.ends_within(&thread, END_PATIENCE) {
             tracing::error!(
                 disk = %name,
                 "the session's thread is held up by a descriptor that its peer passed, and is left behind"
@@ -196,13 +203,14 @@ impl Export {
         }
     }
 
-    /// Waits until the thread has ended, or for so long that it never will. For requests in flight it may wait for ever.
-    fn ends_by_itself(&self, thread: &JoinHandle<()>) -> bool {
+    /// Waits until the thread has ended, or until it has spent `patience` on something else than requests in flight. For
+    /// those it may wait for ever.
+    fn ends_within(&self, thread: &JoinHandle<()>, patience: Duration) -> bool {
         let mut since = Instant::now();
         while !thread.is_finished() {
             if self.served.running.is_stopping() {
                 since = Instant::now();
-            } else if since.elapsed() > END_PATIENCE {
+            } else if since.elapsed() > patience {
                 return false;
             }
             std::thread::sleep(Duration::from_millis(1));

@@ -1,4 +1,5 @@
-//! An export ends though its peer keeps the session's thread in a call that never ends.
+//! How an export ends: after its requests in flight, and though its peer keeps the session's thread in a call that never
+//! ends.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 #[path = "../../virtio/tests/model/mod.rs"]
@@ -8,7 +9,7 @@ mod support;
 use model::Guest;
 use rustix::net::sockopt::set_socket_linger;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use std::io::{IoSlice, Write};
+use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
@@ -39,6 +40,34 @@ fn lingering() -> (TcpStream, TcpStream) {
     ours.set_nonblocking(false).unwrap();
     set_socket_linger(&ours, Some(Duration::from_secs(3600))).unwrap();
     (ours, theirs)
+}
+
+/// QEMU goes on where the used ring stands when the connection breaks: what completes later is done twice, by two daemons.
+#[test]
+fn the_connection_ends_after_the_last_request_in_flight() {
+    let mut server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    server.hold(true);
+    queue.send(0, kind::OUT, 0, &[7; 512], 0);
+    server.wait_submitted(1);
+    let export = server.export.take().unwrap();
+    std::thread::scope(|scope| {
+        let ending = scope.spawn(|| export.stop());
+        let is_cut = |timeout: Duration| {
+            client.stream.set_read_timeout(Some(timeout)).unwrap();
+            (&client.stream).read(&mut [0]).is_ok_and(|count| count == 0)
+        };
+        // Longer than a peer may take to read an answer.
+        let early = is_cut(Duration::from_millis(1500));
+        server.hold(false);
+        assert!(!early, "the peer was cut off with a request in flight");
+        assert!(is_cut(Duration::from_secs(20)));
+        assert_eq!(queue.driver.take_used().len(), 1);
+        ending.join().unwrap();
+    });
 }
 
 #[test]
