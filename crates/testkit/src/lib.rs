@@ -7,6 +7,7 @@
 //! * [`Workload`]: seeded requests over several queues, checked against the model as they complete.
 //! * [`PowerCutTest`], [`FaultTest`]: a workload, cut at every event, or with a fault at every operation.
 //! * [`qcow2_check`]: an independent checker of qcow2 images.
+//! * [`SectorHistory`], [`HistoryLoad`]: what each read of a sector may return, checked while several queues work.
 //! * `schedules` and `histories` (with the feature `explore`): the order in which shuttle lets threads run, and what a
 //!   reader may see of what they wrote.
 
@@ -21,6 +22,8 @@ pub mod schedules;
 
 mod crash;
 mod harness;
+mod history;
+mod history_load;
 mod model;
 mod qcow2_check;
 mod qemu_nbd;
@@ -31,6 +34,8 @@ mod workload;
 pub use crash::{CheckStorage, FaultTest, OpenDisk, OpenedDisk, PowerCutTest, Session, Summary};
 pub use dice::{Dice, fill_seeded, mix};
 pub use harness::{Harness, QueueId, SimHarness, ThreadHarness, Turn};
+pub use history::{BegunWrite, Moment, SectorHistory, bytes_of};
+pub use history_load::{HistoryLoad, RunningLoad};
 pub use model::{ModelDisk, stamped};
 pub use qcow2_check::{Qcow2Report, qcow2_check};
 pub use qemu_nbd::marked_as_qemu_sees;

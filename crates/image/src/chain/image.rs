@@ -148,6 +148,12 @@ impl Image {
         }
     }
 
+    /// For tests of the tests: one queue begins requests on its old chain although it was told of so many others.
+    #[doc(hidden)]
+    pub fn miss_chains_for_test(&self, count: u64) {
+        self.board.miss_chains_for_test(count);
+    }
+
     /// For tests: holds the lock of the top layer's format while `meanwhile` runs.
     #[doc(hidden)]
     pub fn hold_lock_for_test<T>(&self, meanwhile: impl FnOnce() -> T) -> T {

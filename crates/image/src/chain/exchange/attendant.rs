@@ -25,7 +25,7 @@ pub(crate) async fn attend(
         let (number, order) = board.order();
         seen = number;
         let result = match order {
-            Some(order) => carry_out(&mut core.borrow_mut(), &board, &order),
+            Some(order) => carry_out(&mut core.borrow_mut(), &board, &post.seat, &order),
             None => Ok(()),
         };
         drop((core, board));
@@ -33,14 +33,17 @@ pub(crate) async fn attend(
     }
 }
 
-fn carry_out(core: &mut Core, board: &Board, order: &Order) -> Result<()> {
-    let _ = board;
+fn carry_out(core: &mut Core, board: &Board, seat: &Arc<Seat>, order: &Order) -> Result<()> {
     match order {
         #[cfg(all(test, feature = "explore"))]
         Order::Prepare { layer, hold: Hold::Requests } if board.mutant.is_late() => {
             core.prepare(layer.as_ref(), Hold::No)
         }
         Order::Prepare { layer, hold } => core.prepare(layer.as_ref(), *hold),
+        Order::Adopt(_, lease) if board.is_late(seat) => {
+            core.resume(lease);
+            Ok(())
+        }
         Order::Adopt(chain, lease) => {
             core.adopt(chain, lease);
             Ok(())

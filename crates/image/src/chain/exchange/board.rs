@@ -124,6 +124,8 @@ pub(crate) struct Board {
     freed: WaitList,
     /// Things that could not be brought to an end, kept as long as the disk.
     kept: Mutex<Vec<Box<dyn Any + Send>>>,
+    /// For tests of the tests: the queue that is late, and how many chains it is not told of.
+    late: (AtomicU64, AtomicU64),
     #[cfg(all(test, feature = "explore"))]
     pub(crate) mutant: super::explored::Mutant,
 }
@@ -156,6 +158,7 @@ impl Board {
             state: Mutex::new(state),
             freed: WaitList::default(),
             kept: Mutex::default(),
+            late: (AtomicU64::new(0), AtomicU64::new(0)),
             #[cfg(all(test, feature = "explore"))]
             mutant: super::explored::Mutant::default(),
         })
@@ -201,6 +204,23 @@ impl Board {
         let seat = Arc::new(Seat { answered: AtomicU64::new(glance.number), ..Seat::default() });
         state.seats.push(Arc::clone(&seat));
         Some(Attendance { seat, bell: self.bell() })
+    }
+
+    /// For tests of the tests: one queue goes on with the chain that it has when it is told of the next ones.
+    pub(crate) fn miss_chains_for_test(&self, count: u64) {
+        self.late.1.store(count, Ordering::Relaxed);
+    }
+
+    /// Whether the queue on this seat is the late one.
+    pub(crate) fn is_late(&self, seat: &Arc<Seat>) -> bool {
+        let me = Arc::as_ptr(seat).addr() as u64;
+        let takes = |count: u64| count.checked_sub(1);
+        if self.late.1.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        let first = self.late.0.compare_exchange(0, me, Ordering::Relaxed, Ordering::Relaxed);
+        let is_me = first.is_ok() || first == Err(me);
+        is_me && self.late.1.fetch_update(Ordering::Relaxed, Ordering::Relaxed, takes).is_ok()
     }
 
     /// The last order and its number.

@@ -1,0 +1,158 @@
+//! A chain of images in files, on real reactors, with a history of what was written.
+
+use block::{Disk, File, ReactorHandle, Result};
+use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
+use format_qcow2::CreateOptions as Qcow2Options;
+use ringdisk_image::{CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, OpenedOverlay, Opener, Role};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use tempfile::TempDir;
+use testkit::{HistoryLoad, RunningLoad, SectorHistory, qcow2_check};
+
+const REACTORS: usize = 4;
+
+pub(crate) struct HostOpener;
+
+impl HostOpener {
+    pub(crate) fn open_path(&self, path: &Path, read_only: bool) -> Result<Arc<dyn File>> {
+        let options = OpenOptions::default().with(|options| {
+            options.engine = EngineKind::Auto;
+            options.cache = CacheMode::Writeback;
+            options.read_only = read_only;
+        });
+        engine::open(path, &options)
+    }
+}
+
+impl Opener for HostOpener {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        self.open_path(name.path().unwrap(), role != Role::Writable)
+    }
+}
+
+/// The layers of a disk, the lowest first: their cluster sizes.
+pub(crate) struct Shape {
+    size_bytes: u64,
+    clusters: Vec<u64>,
+}
+
+impl Shape {
+    pub(crate) fn qcow2(size_bytes: u64, clusters: &[u64]) -> Self {
+        Self { size_bytes, clusters: clusters.to_vec() }
+    }
+}
+
+pub(crate) fn create(path: &Path, size_bytes: u64, cluster_size: u64, below: Option<&Path>, extended: bool) {
+    let options = Qcow2Options::default().with(|options| {
+        options.size_bytes = size_bytes;
+        options.cluster_size = cluster_size;
+        options.extended_l2 = extended;
+        options.backing_file = below.map(|below| below.display().to_string());
+        options.backing_format = below.map(|_| "qcow2".to_owned());
+    });
+    engine::create(path, 0).unwrap();
+    let file = HostOpener.open_path(path, false).unwrap();
+    ringdisk_image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
+}
+
+pub(crate) fn open(path: &Path) -> Arc<Image> {
+    let options = ImageOptions::new(path).with(|options| options.format = Some(Format::Qcow2));
+    Arc::new(ringdisk_image::open(&options, &HostOpener).unwrap())
+}
+
+pub(crate) struct Bench {
+    pub(crate) image: Arc<Image>,
+    pub(crate) history: Arc<SectorHistory>,
+    directory: TempDir,
+    threads: Vec<ReactorThread>,
+    size_bytes: u64,
+    /// Paths of the layers, the lowest first.
+    layers: Mutex<Vec<PathBuf>>,
+    made: AtomicUsize,
+}
+
+impl Bench {
+    /// A chain; each layer is written to before the next is put on it.
+    pub(crate) fn new(shape: &Shape) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let spawn = |index| {
+            Reactor::spawn(ReactorConfig::default().with(|config| config.name = format!("test-{index}"))).unwrap()
+        };
+        let threads: Vec<_> = (0..REACTORS).map(spawn).collect();
+        let history = Arc::new(SectorHistory::new((shape.size_bytes / 512) as usize));
+        let mut layers: Vec<PathBuf> = Vec::new();
+        let mut image = None;
+        for (index, cluster) in shape.clusters.iter().enumerate() {
+            let path = directory.path().join(format!("layer{index}"));
+            let is_top = index + 1 == shape.clusters.len();
+            create(&path, shape.size_bytes, *cluster, layers.last().map(PathBuf::as_path), false);
+            layers.push(path.clone());
+            let opened = open(&path);
+            if !is_top {
+                let load = HistoryLoad { seed: 100 + index as u64, ..HistoryLoad::default() };
+                let load = load.start(&(Arc::clone(&opened) as _), &handles(&threads), &history);
+                load.wait_for_more(600);
+                assert_eq!(load.finish(), [""; 0]);
+                opened.close().unwrap();
+            }
+            image = Some(opened);
+        }
+        let (image, size_bytes, made) = (image.unwrap(), shape.size_bytes, AtomicUsize::new(0));
+        Self { image, history, directory, threads, size_bytes, layers: Mutex::new(layers), made }
+    }
+
+    pub(crate) fn start(&self, load: HistoryLoad) -> RunningLoad {
+        load.start(&(Arc::clone(&self.image) as Arc<dyn Disk>), &handles(&self.threads), &self.history)
+    }
+
+    /// A path for a file that is not there yet.
+    pub(crate) fn new_path(&self) -> PathBuf {
+        self.directory.path().join(format!("new{}", self.made.fetch_add(1, Ordering::Relaxed)))
+    }
+
+    pub(crate) fn top(&self) -> PathBuf {
+        self.image.file_names().next().unwrap().path().unwrap().to_owned()
+    }
+
+    pub(crate) fn put_overlay(&self, cluster_size: u64) {
+        let path = self.new_path();
+        create(&path, self.size_bytes, cluster_size, Some(&self.top()), false);
+        let file = HostOpener.open_path(&path, false).unwrap();
+        let opened = OpenedOverlay::open(&FileName::from(&path), file).unwrap();
+        let results = ringdisk_image::put_overlay(vec![(Arc::clone(&self.image), opened)], || Ok(())).unwrap();
+        results.into_iter().for_each(Result::unwrap);
+        self.layers.lock().unwrap().push(path);
+    }
+
+    pub(crate) fn take_back(&self) {
+        ringdisk_image::take_back(&self.image, &CopyWatch::default(), || Ok(())).unwrap();
+        std::fs::remove_file(self.layers.lock().unwrap().pop().unwrap()).unwrap();
+    }
+
+    /// Closes the disk. Its files are sound, and another program reads from them what was written.
+    pub(crate) fn assert_sound_and_as_written(self) {
+        let top = self.top();
+        let names: Vec<_> = self.image.file_names().collect();
+        self.image.close().unwrap();
+        drop(self.image);
+        for name in names {
+            qcow2_check(&std::fs::read(name.path().unwrap()).unwrap()).unwrap().sound().unwrap();
+        }
+        let raw = self.directory.path().join("as-written.raw");
+        let convert = ["convert", "-U", "-f", "qcow2", "-O", "raw"];
+        match Command::new("qemu-img").args(convert).arg(&top).arg(&raw).status() {
+            Ok(status) => assert!(status.success(), "qemu-img reads {}", top.display()),
+            Err(_) if std::env::var_os("CI").is_none() => return,
+            Err(error) => panic!("qemu-img: {error}"),
+        }
+        let bytes = std::fs::read(raw).unwrap();
+        assert_eq!(bytes.len() as u64, self.size_bytes);
+        self.history.check_read(0, &bytes, self.history.now()).unwrap();
+    }
+}
+
+fn handles(threads: &[ReactorThread]) -> Vec<Arc<dyn ReactorHandle>> {
+    threads.iter().map(ReactorThread::handle).collect()
+}
