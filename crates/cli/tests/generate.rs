@@ -28,6 +28,9 @@ fn every_command_has_a_manual_page_and_is_completed() {
         assert!(serve.contains(option), "{option} is not in: {serve}");
     }
     assert!(!at(&dir, "out").join("man/ringdisk-generate.1").exists());
+    let pages = std::fs::read_dir(at(&dir, "out").join("man")).unwrap();
+    let names: Vec<String> = pages.map(|page| page.unwrap().file_name().into_string().unwrap()).collect();
+    assert!(names.iter().all(|name| !name.contains("help")), "{names:?}");
     let script = at(&dir, "out").join("completions/ringdisk.bash");
     let checked = tool("bash", &["-n", path_str(&script)]);
     assert!(checked.status.success(), "{checked:?}");

@@ -204,9 +204,23 @@ pub fn open_disk_with(
         open.volatile_cache = open_options(options).has_volatile_cache();
         open.table_cache_bytes = options.l2_cache_bytes;
     });
-    let image = Arc::new(image::open(&image_options, opener)?);
+    let image = Arc::new(image::open(&image_options, opener).map_err(name_readonly)?);
     let (disk, throttles) = filtered(Arc::clone(&image) as Arc<dyn Disk>, options);
     Ok(OpenedDisk { disk, image: Some(image), throttles })
+}
+
+/// Where an image could be read and not be written, says by which key a drive does so.
+fn name_readonly(error: Error) -> Error {
+    let text = error.to_string();
+    let named = match error.kind() {
+        ErrorKind::Locked if text.ends_with("Stop what uses it") => {
+            format!("{text}, or set readonly=on if that only reads it, too")
+        }
+        _ => {
+            text.replace("or only read it", "or set readonly=on").replace("or open it read-only", "or set readonly=on")
+        }
+    };
+    if named == text { error } else { Error::new(error.kind(), named) }
 }
 
 /// The disk, seen through its filters, and its throttles, the nearest to the guest first.

@@ -19,14 +19,19 @@ pub(crate) fn run(args: &Args, mut command: Command) -> anyhow::Result<()> {
     for directory in [&man, &completions] {
         std::fs::create_dir_all(directory).with_context(|| cannot_write(directory))?;
     }
+    let pages = without_help(command.clone());
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
         let name = command.get_name().to_owned();
         clap_complete::generate_to(shell, &mut command, name, &completions)
             .with_context(|| cannot_write(&completions))?;
     }
-    // Every command has a page of its own.
-    let command = command.disable_help_subcommand(true);
-    clap_mangen::generate_to(command, &man).with_context(|| cannot_write(&man))
+    clap_mangen::generate_to(pages, &man).with_context(|| cannot_write(&man))
+}
+
+/// Every command has a page of its own, so `help` needs none for each.
+fn without_help(command: Command) -> Command {
+    let inner = command.disable_help_subcommand(true);
+    inner.mut_subcommands(without_help)
 }
 
 fn cannot_write(directory: &Path) -> String {

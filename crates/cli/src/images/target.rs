@@ -2,6 +2,7 @@
 
 use super::file_id::FileId;
 use super::name::is_socket;
+use crate::output::program;
 use anyhow::{Context, bail};
 use engine::CacheMode;
 use image::{FileName, Format, Image};
@@ -33,10 +34,11 @@ pub(crate) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<
         Some(_) => format!("a file that the source '{said}' rests on"),
     };
     let target = target.display();
-    bail!(
-        "Failed to get \"write\" lock\nIs another process using the image [{target}]?\nThe target '{target}' is {what}: \
-         nothing was written, choose another target"
-    )
+    let why = format!("The target '{target}' is {what}: nothing was written, choose another target");
+    match program::is_qemu_img() {
+        true => bail!("Failed to get \"write\" lock\nIs another process using the image [{target}]?\n{why}"),
+        false => bail!(why),
+    }
 }
 
 /// What a name stands for that may be a symbolic link to a file that is not there yet.

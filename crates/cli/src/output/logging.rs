@@ -1,9 +1,15 @@
 //! Logs go to standard error; results go to standard output.
 
+use super::program;
 use super::text::usage;
 use anyhow::Context;
+use std::fmt;
 use std::io::IsTerminal;
+use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::registry::LookupSpan;
 
 /// Without a wish.
 pub(crate) const DEFAULT_FILTER: &str = "warn";
@@ -20,12 +26,31 @@ pub(crate) fn start(level: Option<&str>, default: &str) -> anyhow::Result<()> {
             _ => EnvFilter::new(default),
         },
     };
-    tracing_subscriber::fmt()
+    let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         // It would complain on standard error, by a macro that panics when that fails, too: on a reactor's thread.
-        .log_internal_errors(false)
-        .init();
+        .log_internal_errors(false);
+    match program::is_qemu_img() && level.is_none() {
+        true => log.event_format(AsQemu).init(),
+        false => log.init(),
+    }
     Ok(())
+}
+
+/// Lines as qemu-img's: no time, no module.
+struct AsQemu;
+
+impl<S, N> FormatEvent<S, N> for AsQemu
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(&self, context: &FmtContext<'_, S, N>, mut out: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        let level = *event.metadata().level();
+        write!(out, "{}: ", if level == Level::WARN { "WARNING" } else { level.as_str() })?;
+        context.format_fields(out.by_ref(), event)?;
+        writeln!(out)
+    }
 }

@@ -21,7 +21,11 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
 /// Tells a person what went wrong.
 pub(crate) fn error(error: &anyhow::Error) {
     let program = program::name();
-    let message = if signals::has_interrupted() { interrupted(error) } else { format!("{error:#}") };
+    let message = match () {
+        () if signals::has_interrupted() => interrupted(error),
+        () if program::is_qemu_img() && is_locked(error) => with_lock_words(&format!("{error:#}")),
+        () => format!("{error:#}"),
+    };
     let message = message.split('\n').map(printable).collect::<Vec<_>>().join("\n");
     // Nobody can be told that standard error is gone.
     let _ = writeln!(io::stderr(), "{program}: {message}");
@@ -32,6 +36,21 @@ fn interrupted(error: &anyhow::Error) -> String {
     let parts = error.chain().map(ToString::to_string).filter(|part| part != INTERRUPTED);
     let parts = parts.map(|part| part.trim_end_matches(": interrupted").to_owned());
     std::iter::once(INTERRUPTED.to_owned()).chain(parts).collect::<Vec<_>>().join(": ")
+}
+
+fn is_locked(error: &anyhow::Error) -> bool {
+    error.chain().filter_map(|cause| cause.downcast_ref::<Error>()).any(|cause| cause.kind() == ErrorKind::Locked)
+}
+
+/// Puts in what qemu-img says of an image in use: scripts look for it. What we know besides stays behind it.
+fn with_lock_words(message: &str) -> String {
+    let Some((before, after)) = message.split_once(" is in use") else {
+        return message.to_owned();
+    };
+    let name = before.rsplit('\'').nth(1).unwrap_or_default();
+    let kind = if after.contains("open for writing there") { "shared \"write\"" } else { "\"write\"" };
+    let words = format!("Failed to get {kind} lock\nIs another process using the image [{name}]?");
+    format!("Could not open '{name}': {words}\n{message}")
 }
 
 /// What jobs and commands say that were broken off.
@@ -88,5 +107,18 @@ mod tests {
         assert_eq!(interrupted(&nested.into()), "interrupted: disk.qcow2");
         let other = anyhow::anyhow!("no space").context("'x' is incomplete");
         assert_eq!(interrupted(&other), "interrupted: 'x' is incomplete: no space");
+    }
+
+    #[test]
+    fn an_image_in_use_is_told_in_the_words_that_scripts_look_for_with_its_name() {
+        for (said, kind) in [
+            ("Could not open 'a b': it is in use by pid 7 (vm): it is open for writing there", "shared \"write\""),
+            ("'a b' is in use by pid 7 (vm): an image that is written belongs to one alone", "\"write\""),
+        ] {
+            let expected = format!(
+                "Could not open 'a b': Failed to get {kind} lock\nIs another process using the image [a b]?\n{said}"
+            );
+            assert_eq!(with_lock_words(said), expected);
+        }
     }
 }

@@ -154,7 +154,7 @@ fn in_use(name: &str, read_only: bool, holders: &[Holder], waited: Duration) -> 
     let why = if read_only {
         "it is open for writing there. Stop what writes to it"
     } else {
-        "an image that is written belongs to one alone. Stop what uses it, or open it read-only if that only reads it"
+        "an image that is written belongs to one alone. Stop what uses it"
     };
     Error::new(ErrorKind::Locked, format!("'{name}' is in use {who}: {why}"))
 }

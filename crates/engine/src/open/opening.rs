@@ -40,7 +40,7 @@ pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<dyn File>> {
 fn cannot_open(name: &str, errno: Errno, options: &OpenOptions) -> Error {
     let hint = match errno {
         Errno::ACCESS | Errno::PERM | Errno::ROFS if !options.read_only => {
-            " for writing (open it read-only, or change its permissions)"
+            " for writing (change its permissions, or only read it)"
         }
         Errno::INVAL if options.cache.is_direct() => {
             " with direct I/O, which its file system does not have (take a cache mode that uses the page cache: writeback, \

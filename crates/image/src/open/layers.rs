@@ -81,12 +81,18 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
 /// Says which image could not be opened, once, by the name that its user gave it. `names` are all that it has.
 pub(crate) fn could_not_open(name: &FileName, names: &[String], error: &Error) -> Error {
     let text = error.to_string();
-    let said = text.strip_prefix("Could not open ").unwrap_or(&text);
-    let is_own = |own: &String| said.strip_prefix(&format!("'{own}': "));
-    let reason = names.iter().find_map(is_own).unwrap_or(&text);
-    let reason =
-        names.iter().fold(reason.to_owned(), |reason, own| reason.replace(&format!("'{own}'"), &format!("'{name}'")));
-    Error::new(error.kind(), format!("Could not open '{name}': {reason}"))
+    let said = text.strip_prefix("Could not open ");
+    let quoted = || names.iter().map(|own| format!("'{own}'"));
+    let after_name = |said: &str| quoted().find_map(|own| said.strip_prefix(&own).map(str::to_owned));
+    let rest = match (said.and_then(after_name), after_name(&text)) {
+        // Either the reason follows, or how it was to be opened.
+        (Some(rest), _) => rest,
+        (None, Some(rest)) if rest.starts_with(": ") => rest,
+        (None, Some(rest)) if rest.starts_with(" is ") => format!(": it{rest}"),
+        _ => format!(": {text}"),
+    };
+    let rest = quoted().fold(rest, |rest, own| rest.replace(&own, &format!("'{name}'")));
+    Error::new(error.kind(), format!("Could not open '{name}'{rest}"))
 }
 
 fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
@@ -106,7 +112,7 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
             false => error.in_context("Could not open backing file"),
         };
         let file = opener.open(&name, role).map_err(in_context)?;
-        let (format, guessed) = format_of(&name, file.as_ref(), format).map_err(in_context)?;
+        let (format, guessed) = format_of(&said, file.as_ref(), format).map_err(in_context)?;
         let snapshot = options.snapshot.as_ref().filter(|_| layers.is_empty());
         let mut layer = open_layer(&name, file, format, role, snapshot).map_err(in_context)?;
         if let Some((backing, backing_format)) = backing_of(&layer)? {
@@ -179,8 +185,9 @@ pub(crate) fn format_of(name: impl fmt::Display, file: &dyn File, said: Option<F
     let guess = guess_format(&name.to_string(), &read_head(file)?)?;
     if guess.is_none() && !file.info().read_only {
         tracing::warn!(
-            "the format of '{name}' was not given; it is taken for raw, and a guest may not write another format's header \
-             to it (say that it is raw to allow that)"
+            "Image format was not specified for '{name}' and probing guessed raw. Automatically detecting the format is \
+             dangerous for raw images, write operations on block 0 will be restricted. Specify the 'raw' format \
+             explicitly to remove the restrictions (a drive: format=raw, the image tool: -f raw)"
         );
     }
     Ok((guess.unwrap_or(Format::Raw), true))
