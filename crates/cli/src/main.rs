@@ -41,6 +41,7 @@ enum Command {
     Serve(commands::serve::Args),
     Ctl(commands::ctl::Args),
     Try(commands::try_it::Args),
+    Replay(commands::replay::Args),
     Bench(commands::bench::Args),
     ImgCompat(commands::img_compat::Args),
     #[command(hide = true)]
@@ -68,6 +69,7 @@ fn ringdisk() -> anyhow::Result<()> {
         Command::Serve(args) => commands::serve::run(&args, cli.lock_timeout_s),
         Command::Ctl(args) => commands::ctl::run(&args),
         Command::Try(args) => commands::try_it::run(&args),
+        Command::Replay(args) => commands::replay::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::ImgCompat(args) => commands::img_compat::run(&args),
         Command::Generate(args) => commands::generate::run(&args, Cli::command()),

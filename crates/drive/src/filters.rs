@@ -5,7 +5,9 @@ use crate::keyval;
 use crate::size::{human_size, parse_size};
 use crate::throttling::{THROTTLE_KEYS, ThrottleOptions};
 use block::{Disk, Error, ErrorKind, IoError, Result};
-use image::{Delay, DelayOptions, ErrorOptions, Errors, FilterDisk, RequestKind, Throttle, ThrottleMember};
+use image::{Delay, DelayOptions, ErrorOptions, Errors, FilterDisk, RequestKind, Throttle, ThrottleMember, WriteLog};
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,13 +21,16 @@ pub enum FilterOptions {
     Throttle(ThrottleOptions),
     /// Fails chosen requests: `error:kinds=write+flush:every=100:errno=ENOSPC`.
     Error(ErrorOptions),
+    /// Writes every change to this file, for `ringdisk replay`: `log:file=changes.log`.
+    Log(PathBuf),
 }
 
 /// Guests give a request up after half a minute.
 pub(crate) const DELAY_MAX_MS: u32 = 10_000;
 
-const NAMES: [&str; 3] = ["delay", "error", "throttle"];
+const NAMES: [&str; 4] = ["delay", "error", "log", "throttle"];
 const DELAY_KEYS: [&str; 3] = ["ms", "us", "bandwidth"];
+const LOG_KEYS: [&str; 1] = ["file"];
 const ERROR_KEYS: [&str; 7] = ["kinds", "offset", "length", "after", "every", "count", "errno"];
 /// Error numbers that storage gives, by their names on Linux.
 const ERRNOS: [(&str, i32); 8] = [
@@ -43,7 +48,13 @@ impl FilterOptions {
     /// What can stand behind `filter=`.
     pub(crate) fn help() -> String {
         let usage = |name: &str, keys: &[&str]| format!("{name}:KEY=VALUE:... ({})", keys.join(", "));
-        [usage("delay", &DELAY_KEYS), usage("error", &ERROR_KEYS), usage("throttle", &THROTTLE_KEYS)].join(", ")
+        [
+            usage("delay", &DELAY_KEYS),
+            usage("error", &ERROR_KEYS),
+            usage("log", &LOG_KEYS),
+            usage("throttle", &THROTTLE_KEYS),
+        ]
+        .join(", ")
     }
 
     /// Reads `NAME:key=value:...`.
@@ -63,6 +74,7 @@ impl FilterOptions {
         match name {
             "delay" => delay(&pairs).map(Self::Delay),
             "error" => error(&pairs).map(Self::Error),
+            "log" => log_file(&pairs).map(Self::Log),
             "throttle" => ThrottleOptions::parse(&pairs).map(Self::Throttle),
             _ => return Err(keyval::unknown("filter", name, &NAMES)),
         }
@@ -70,19 +82,37 @@ impl FilterOptions {
     }
 
     /// `disk`, seen through this filter. A throttle's place in its group comes along.
-    #[must_use]
-    pub fn over(&self, disk: Arc<dyn Disk>) -> (Arc<dyn Disk>, Option<Arc<ThrottleMember>>) {
+    pub fn over(&self, disk: Arc<dyn Disk>) -> Result<(Arc<dyn Disk>, Option<Arc<ThrottleMember>>)> {
         let disk: Arc<dyn Disk> = match self {
             Self::Delay(options) => Arc::new(FilterDisk::new(disk, Delay::new(*options))),
             Self::Error(options) => Arc::new(FilterDisk::new(disk, Errors::new(options.clone()))),
+            Self::Log(path) => Arc::new(FilterDisk::new(disk, write_log(path)?)),
             Self::Throttle(options) => {
                 let throttle = Throttle::new(options.group());
                 let member = throttle.member();
-                return (Arc::new(FilterDisk::new(disk, throttle)), Some(member));
+                return Ok((Arc::new(FilterDisk::new(disk, throttle)), Some(member)));
             }
         };
-        (disk, None)
+        Ok((disk, None))
     }
+}
+
+fn log_file(pairs: &[(&str, &str)]) -> Result<PathBuf> {
+    match pairs {
+        [("file", path)] if !path.is_empty() => Ok(PathBuf::from(path)),
+        [] | [("file", _)] => Err(bad("a log needs file=PATH".to_owned())),
+        [("file", _), (key, _), ..] | [(key, _), ..] => {
+            Err(keyval::unknown("key of the filter 'log':", key, &LOG_KEYS))
+        }
+    }
+}
+
+/// A new log, or one that is carried on. Any other file is left alone.
+fn write_log(path: &Path) -> Result<WriteLog> {
+    let what = || format!("the write log '{}'", path.display());
+    let file = File::options().read(true).write(true).create(true).truncate(false).open(path);
+    let file = file.map_err(|error| Error::io(format!("cannot open {}", what()), error))?;
+    WriteLog::new(file).map_err(|error| error.in_context(format!("cannot use {}", what())))
 }
 
 fn delay(pairs: &[(&str, &str)]) -> Result<DelayOptions> {
@@ -214,6 +244,8 @@ mod tests {
             ("error:every=0", "from 1 on"),
             ("error:errno=EBADIDEA", "EIO, ENOSPC"),
             ("error:rate=1", "kinds, offset"),
+            ("log", "file=PATH"),
+            ("log:path=x", "file"),
         ] {
             let message = FilterOptions::parse(text).unwrap_err().to_string();
             assert!(message.contains(part), "{text}: {message}");

@@ -187,7 +187,7 @@ pub fn open_disk_with(
     let format = match options.format {
         Some(DriveFormat::Null) => {
             let disk = NullDisk::new(options.size_bytes.unwrap_or(0), options.serial.clone());
-            let (disk, throttles) = filtered(Arc::new(disk), options);
+            let (disk, throttles) = filtered(Arc::new(disk), options)?;
             return Ok(OpenedDisk { disk, image: None, throttles });
         }
         Some(DriveFormat::Raw) => Some(Format::Raw),
@@ -205,7 +205,7 @@ pub fn open_disk_with(
         open.table_cache_bytes = options.l2_cache_bytes;
     });
     let image = Arc::new(image::open(&image_options, opener).map_err(name_readonly)?);
-    let (disk, throttles) = filtered(Arc::clone(&image) as Arc<dyn Disk>, options);
+    let (disk, throttles) = filtered(Arc::clone(&image) as Arc<dyn Disk>, options)?;
     Ok(OpenedDisk { disk, image: Some(image), throttles })
 }
 
@@ -224,15 +224,15 @@ fn name_readonly(error: Error) -> Error {
 }
 
 /// The disk, seen through its filters, and its throttles, the nearest to the guest first.
-fn filtered(disk: Arc<dyn Disk>, options: &DiskOptions) -> (Arc<dyn Disk>, Vec<Arc<ThrottleMember>>) {
+fn filtered(disk: Arc<dyn Disk>, options: &DiskOptions) -> Result<(Arc<dyn Disk>, Vec<Arc<ThrottleMember>>)> {
     let late = options.delay_ms.filter(|delay_ms| *delay_ms > 0);
     let late = late.map(|ms| FilterOptions::Delay(DelayOptions::of(Duration::from_millis(u64::from(ms)))));
     let (mut disk, mut throttles) = (disk, Vec::new());
     for filter in options.filters.iter().rev().chain(&late) {
-        let (above, throttle) = filter.over(disk);
+        let (above, throttle) = filter.over(disk)?;
         disk = above;
         throttles.extend(throttle);
     }
     throttles.reverse();
-    (disk, throttles)
+    Ok((disk, throttles))
 }

@@ -42,6 +42,7 @@ pub use chain::image::Image;
 pub use chain::table_cache::TableCacheStats;
 pub use filters::delay::{Delay, DelayOptions};
 pub use filters::error::{ErrorOptions, Errors, RequestKind};
+pub use filters::log::{LogEntry, LogReader, LoggedKind, LoggedRequest, WriteLog};
 pub use filters::throttle::{Rate, Rates, Throttle, ThrottleGroup, ThrottleLimits, ThrottleMember};
 pub use filters::{Filter, FilterDisk};
 pub use format_qcow2::{Backing, CheckEvent, CheckReport, Compressor, PackedCluster, Repair};

@@ -16,6 +16,7 @@ mod info;
 mod map;
 mod measure;
 mod rebase;
+pub(crate) mod replay;
 mod resize;
 pub(crate) mod serve;
 mod snapshot;

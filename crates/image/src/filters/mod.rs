@@ -5,6 +5,7 @@
 
 pub(crate) mod delay;
 pub(crate) mod error;
+pub(crate) mod log;
 pub(crate) mod throttle;
 
 use block::{Disk, DiskInfo, DiskListener, DiskQueue, Listeners, ReactorCtx, Result, Runs, StatusQuery};

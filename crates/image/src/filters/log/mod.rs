@@ -1,0 +1,201 @@
+//! A filter that writes every change of a disk to a file, from which `ringdisk replay` makes the disk of any moment.
+//!
+//! A request ends for the guest when the log has it. So whatever a guest was told is in the log, also after the daemon
+//! was killed, in an order in which it can have happened: of two requests that were in flight together either may come
+//! first. A flush makes the log durable, too. A request that fails is not logged.
+
+mod reader;
+mod record;
+mod writer;
+
+use crate::filters::Filter;
+use block::{Completion, DiskQueue, Interest, IoError, IoErrorKind, Op, ReactorCtx, Result, SECTOR_BYTES, Tag, Watch};
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use writer::{Ended, Told};
+
+pub use reader::{LogReader, LoggedRequest};
+pub use record::{LogEntry, LoggedKind};
+
+/// Copies of data that a queue holds at most, but for one request.
+const HELD_BYTES_MAX: usize = 32 << 20;
+
+/// See the module.
+pub struct WriteLog {
+    ended: Sender<Ended>,
+}
+
+impl WriteLog {
+    /// A log in `file`, opened for reading and writing: an empty file, or a log, which is carried on.
+    pub fn new(file: File) -> Result<Self> {
+        writer::lock(&file)?;
+        Ok(Self { ended: writer::start(file)? })
+    }
+}
+
+impl fmt::Debug for WriteLog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("WriteLog")
+    }
+}
+
+impl Filter for WriteLog {
+    fn open_queue(&self, below: Box<dyn DiskQueue>, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+        let told = Arc::new(Told::new()?);
+        let wake = Watch::new(ctx, WakeFd(Arc::clone(&told)))?;
+        Ok(Box::new(LogQueue {
+            below,
+            ended: self.ended.clone(),
+            told,
+            wake,
+            changes: HashMap::new(),
+            waiting: VecDeque::new(),
+            held_bytes: 0,
+            with_log: 0,
+            scratch: Vec::new(),
+            refused: Vec::new(),
+        }))
+    }
+}
+
+/// Readable when the log's thread has told a queue something.
+struct WakeFd(Arc<Told>);
+
+impl AsFd for WakeFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.wake.as_fd()
+    }
+}
+
+/// A request that changes the disk, as it goes into the log.
+struct Change {
+    entry: LogEntry,
+    data: Vec<u8>,
+    durable: bool,
+    preflush: bool,
+}
+
+impl Change {
+    fn of(op: &Op) -> Option<Self> {
+        let (durable, preflush) = (op.flags().is_fua(), op.flags().is_preflush());
+        let entry = |offset, length_bytes, kind| LogEntry { offset, length_bytes, kind };
+        let (entry, data) = match op {
+            Op::Read { .. } => return None,
+            Op::Write { offset, data, .. } => {
+                let mut bytes = vec![0; data.length_bytes()];
+                data.copy_to_slice(0, &mut bytes);
+                (entry(*offset, bytes.len() as u64, LoggedKind::Write { fua: durable }), bytes)
+            }
+            Op::WriteZeroes { offset, length, .. } => {
+                (entry(*offset, *length, LoggedKind::Write { fua: durable }), Vec::new())
+            }
+            Op::Discard { offset, length } => (entry(*offset, *length, LoggedKind::Discard), Vec::new()),
+            Op::Flush => (entry(0, 0, LoggedKind::Flush), Vec::new()),
+        };
+        Some(Self { entry, data, durable, preflush })
+    }
+}
+
+struct LogQueue {
+    below: Box<dyn DiskQueue>,
+    ended: Sender<Ended>,
+    told: Arc<Told>,
+    wake: Watch<WakeFd>,
+    /// Those that are in flight below.
+    changes: HashMap<Tag, Change>,
+    /// No room for a copy of their data yet, or behind such a one.
+    waiting: VecDeque<(Tag, Op)>,
+    held_bytes: usize,
+    /// Requests that the log's thread has.
+    with_log: usize,
+    scratch: Vec<Completion>,
+    refused: Vec<Completion>,
+}
+
+impl LogQueue {
+    fn begin(&mut self, tag: Tag, op: Op) {
+        // The log counts in sectors, as guests do; a disk refuses other requests, too.
+        let in_sectors = |(offset, length): (u64, u64)| (offset | length).is_multiple_of(SECTOR_BYTES);
+        if op.is_write() && !op.range().is_some_and(in_sectors) {
+            self.refused.push(Completion { tag, result: Err(IoError::new(IoErrorKind::OutOfRange)) });
+            return;
+        }
+        if let Some(change) = Change::of(&op) {
+            self.held_bytes = self.held_bytes.saturating_add(change.data.len());
+            self.changes.insert(tag, change);
+        }
+        self.below.submit(tag, op);
+    }
+
+    fn has_room(&self) -> bool {
+        self.held_bytes < HELD_BYTES_MAX
+    }
+
+    /// A request has ended below. Returns its end where nothing of it goes into the log.
+    fn ended_below(&mut self, completion: Completion) -> Option<Completion> {
+        let Some(Change { entry, data, durable, preflush }) = self.changes.remove(&completion.tag) else {
+            return Some(completion);
+        };
+        let held_bytes = data.len();
+        let queue = Arc::clone(&self.told);
+        if completion.result.is_ok()
+            && self.ended.send(Ended { entry, data, durable, preflush, completion, queue }).is_ok()
+        {
+            self.with_log = self.with_log.saturating_add(1);
+            return None;
+        }
+        self.held_bytes = self.held_bytes.saturating_sub(held_bytes);
+        Some(completion)
+    }
+
+    fn take_logged(&mut self, done: &mut Vec<Completion>) {
+        if self.wake.is_ready(Interest::Read)
+            && rustix::io::read(self.wake.get_ref(), &mut [0; 8]) == Err(rustix::io::Errno::AGAIN)
+        {
+            self.wake.not_ready(Interest::Read);
+        }
+        for (completion, held_bytes) in self.told.take() {
+            self.held_bytes = self.held_bytes.saturating_sub(held_bytes);
+            self.with_log = self.with_log.saturating_sub(1);
+            done.push(completion);
+        }
+    }
+}
+
+impl DiskQueue for LogQueue {
+    fn submit(&mut self, tag: Tag, op: Op) {
+        if self.waiting.is_empty() && self.has_room() {
+            self.begin(tag, op);
+        } else {
+            self.waiting.push_back((tag, op));
+        }
+    }
+
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        let before = done.len();
+        let mut scratch = std::mem::take(&mut self.scratch);
+        self.below.harvest(&mut scratch);
+        done.extend(scratch.drain(..).filter_map(|completion| self.ended_below(completion)));
+        self.scratch = scratch;
+        if self.with_log > 0 {
+            self.take_logged(done);
+        }
+        done.append(&mut self.refused);
+        while self.has_room()
+            && let Some((tag, op)) = self.waiting.pop_front()
+        {
+            self.begin(tag, op);
+        }
+        done.len().saturating_sub(before)
+    }
+
+    fn in_flight(&self) -> usize {
+        let own = self.with_log.saturating_add(self.waiting.len()).saturating_add(self.refused.len());
+        self.below.in_flight().saturating_add(own)
+    }
+}

@@ -1,0 +1,141 @@
+//! The bytes of a write log: the format of Linux's device-mapper target `log-writes`, so that its tools read it, too.
+//!
+//! All numbers are little-endian. The first sector holds the magic, the version, the number of entries and the sector's
+//! size. Each entry is a sector (place, length, flags, and the length of a mark's text, which follows in it), then the
+//! data of a write, in whole sectors. A discard and a flush have no data.
+
+use block::SECTOR_BYTES;
+
+const MAGIC: u64 = 0x006a_7366_7773_6872;
+const VERSION: u64 = 1;
+/// What a log of ours counts in.
+pub(super) const LOG_SECTOR_BYTES: usize = SECTOR_BYTES as usize;
+
+const FLUSH: u64 = 1;
+const FUA: u64 = 1 << 1;
+const DISCARD: u64 = 1 << 2;
+const MARK: u64 = 1 << 3;
+
+/// What an entry of a write log tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoggedKind {
+    /// Data; `fua` if they were durable when the request ended.
+    Write {
+        /// The request asked for it.
+        fua: bool,
+    },
+    /// All entries before it were durable when the request ended.
+    Flush,
+    /// The contents were no longer needed.
+    Discard,
+    /// A name for this place in the log.
+    Mark,
+}
+
+/// An entry of a write log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LogEntry {
+    /// First byte on the disk.
+    pub offset: u64,
+    /// Bytes on the disk.
+    pub length_bytes: u64,
+    /// What happened to them.
+    pub kind: LoggedKind,
+}
+
+impl LogEntry {
+    /// Bytes of data that follow the entry in the log.
+    #[must_use]
+    pub fn data_bytes(&self) -> u64 {
+        match self.kind {
+            LoggedKind::Write { .. } => self.length_bytes,
+            LoggedKind::Flush | LoggedKind::Discard | LoggedKind::Mark => 0,
+        }
+    }
+
+    /// Its sector in a log of ours.
+    pub(super) fn to_bytes(self) -> [u8; LOG_SECTOR_BYTES] {
+        let flags = match self.kind {
+            LoggedKind::Write { fua: false } => 0,
+            LoggedKind::Write { fua: true } => FUA,
+            LoggedKind::Flush => FLUSH,
+            LoggedKind::Discard => DISCARD,
+            LoggedKind::Mark => MARK,
+        };
+        words_to_bytes(&[self.offset / SECTOR_BYTES, self.length_bytes / SECTOR_BYTES, flags, 0])
+    }
+
+    /// Reads an entry of a log that counts in `sector_bytes`; `None` where it lies beyond any disk.
+    pub(super) fn from_bytes(bytes: &[u8], sector_bytes: u64) -> Option<Self> {
+        let [sector, count, flags] = [0, 1, 2].map(|index| word(bytes, index));
+        let flags = flags?;
+        let kind = match flags {
+            _ if flags & MARK != 0 => LoggedKind::Mark,
+            _ if flags & DISCARD != 0 => LoggedKind::Discard,
+            _ if flags & FLUSH != 0 && count == Some(0) => LoggedKind::Flush,
+            _ => LoggedKind::Write { fua: flags & FUA != 0 },
+        };
+        let offset = sector?.checked_mul(sector_bytes)?;
+        let length_bytes = count?.checked_mul(sector_bytes)?;
+        offset.checked_add(length_bytes)?;
+        Some(Self { offset, length_bytes, kind })
+    }
+}
+
+/// The first sector of a log of ours.
+pub(super) fn superblock(entries: u64) -> [u8; LOG_SECTOR_BYTES] {
+    words_to_bytes(&[MAGIC, VERSION, entries, LOG_SECTOR_BYTES as u64])
+}
+
+/// What the first sector of a log says: how many entries there are, and the unit that they count in.
+pub(super) fn read_superblock(bytes: &[u8]) -> Result<(u64, u64), &'static str> {
+    if word(bytes, 0) != Some(MAGIC) {
+        return Err("it is no write log");
+    }
+    if word(bytes, 1) != Some(VERSION) {
+        return Err("it is a write log of a version that is not known");
+    }
+    // The last field has 32 bits.
+    let sector_bytes = word(bytes, 3).unwrap_or(0) & u64::from(u32::MAX);
+    match (word(bytes, 2), sector_bytes) {
+        (Some(entries), 512 | 1024 | 2048 | 4096) => Ok((entries, sector_bytes)),
+        _ => Err("it counts in sectors of an impossible size"),
+    }
+}
+
+fn words_to_bytes(words: &[u64; 4]) -> [u8; LOG_SECTOR_BYTES] {
+    let mut bytes = [0; LOG_SECTOR_BYTES];
+    for (field, word) in bytes.chunks_exact_mut(8).zip(words) {
+        field.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
+}
+
+fn word(bytes: &[u8], index: usize) -> Option<u64> {
+    bytes.chunks_exact(8).nth(index)?.try_into().ok().map(u64::from_le_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_and_the_first_sector_lie_where_device_mapper_has_them() {
+        let entry = LogEntry { offset: 512 * 7, length_bytes: 1024, kind: LoggedKind::Write { fua: true } };
+        let bytes = entry.to_bytes();
+        assert_eq!((bytes[0], bytes[8], bytes[16], bytes[24]), (7, 2, 2, 0));
+        assert_eq!(LogEntry::from_bytes(&bytes, 512), Some(entry));
+        let first = superblock(3);
+        assert_eq!(first[..8], *b"rhswfsj\0");
+        assert_eq!((first[8], first[16], first[24..28].to_vec()), (1, 3, vec![0, 2, 0, 0]));
+        assert_eq!(read_superblock(&first), Ok((3, 512)));
+    }
+
+    #[test]
+    fn impossible_bytes_are_refused() {
+        assert!(read_superblock(&[0; 512]).is_err());
+        assert!(read_superblock(&[]).is_err());
+        assert_eq!(LogEntry::from_bytes(&[0xff; 512], 4096), None);
+        assert_eq!(LogEntry::from_bytes(&[0; 8], 512), None);
+    }
+}
