@@ -145,9 +145,9 @@ fn broken() -> std::io::Error {
 
 /// Takes the file for this log alone. A thread that is about to end may hold it for a moment.
 pub(super) fn lock(file: &File) -> Result<()> {
-    let deadline = Instant::now() + LOCK_PATIENCE;
+    let since = Instant::now();
     while rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
-        if Instant::now() > deadline {
+        if since.elapsed() > LOCK_PATIENCE {
             return Err(Error::new(ErrorKind::Locked, "the write log is in use: name another file"));
         }
         std::thread::sleep(Duration::from_millis(10));
