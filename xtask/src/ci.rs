@@ -154,8 +154,14 @@ fn tests() -> Result<Counts> {
 
 /// The tests of chains over simulated storage again, with other seeds.
 fn simulator() -> Result<Counts> {
-    let arguments = ["test", "--package", "ringdisk-image", "--tests", "--no-fail-fast"];
-    count(Program::cargo().args(arguments).env("RINGDISK_SEED", "1000"))
+    // The whole workspace is named, so that nothing is built again with other features.
+    let program = if has_nextest() {
+        let arguments = ["nextest", "run", "--workspace", "--no-fail-fast", "-E", "package(ringdisk-image)"];
+        Program::cargo().args(arguments)
+    } else {
+        Program::cargo().args(["test", "--package", "ringdisk-image", "--tests", "--no-fail-fast"])
+    };
+    count(program.env("RINGDISK_SEED", "1000"))
 }
 
 /// The parts of an image that queues share, compiled with shuttle's locks and atomics: the allocator, the slice cache,
