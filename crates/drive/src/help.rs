@@ -9,6 +9,10 @@ const KEYS: [(&str, &str); 37] = [
     ),
     ("name", "the name of the disk in the daemon; `id` means the same. By default `disk0`, `disk1`, ..."),
     ("readonly", "`on`: the guest cannot write"),
+    (
+        "snapshot",
+        "`on`: what is written goes to temporary files in `TMPDIR`, and is gone with the disk; the image is opened read-only",
+    ),
     ("serial", "the serial number that the guest reads, at most 20 bytes"),
     (
         "socket",

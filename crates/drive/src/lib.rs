@@ -34,6 +34,7 @@ mod options;
 mod passed;
 mod shown;
 mod size;
+mod temporary;
 mod throttling;
 mod vhost_user;
 

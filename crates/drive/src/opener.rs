@@ -2,11 +2,12 @@
 
 use crate::filters::FilterOptions;
 use crate::options::{DiskOptions, DriveFormat};
+use crate::temporary::InTemporaryDirectory;
 use block::{Disk, Error, ErrorKind, File, Result};
 use engine::{CacheMode, EngineKind, OpenOptions};
 use image::{
     BackingPolicy, DelayOptions, FileName, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats,
-    ThrottleMember,
+    TemporaryFiles, ThrottleMember,
 };
 use memory::BufferAccount;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -128,6 +129,10 @@ impl Opener for EngineOpener {
         let options = self.options.clone().with(|options| options.read_only = read_only);
         self.open_by_name(name, &options)
     }
+
+    fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
+        Ok(Box::new(InTemporaryDirectory::new(&self.options)))
+    }
 }
 
 fn check_is_device(path: &Path) -> Result<()> {
@@ -198,6 +203,7 @@ pub fn open_disk_with(
     let image_options = ImageOptions::new(name).with(|open| {
         open.format = format;
         open.read_only = options.read_only;
+        open.scratch = options.snapshot;
         open.allow_backing = allow_backing;
         open.listed = listed.to_vec();
         open.serial = options.serial.clone();

@@ -25,11 +25,14 @@ pub enum DriveFormat {
     Null,
 }
 
-impl From<Format> for DriveFormat {
-    fn from(format: Format) -> Self {
+impl TryFrom<Format> for DriveFormat {
+    type Error = Error;
+
+    fn try_from(format: Format) -> Result<Self> {
         match format {
-            Format::Raw => Self::Raw,
-            Format::Qcow2 => Self::Qcow2,
+            Format::Raw => Ok(Self::Raw),
+            Format::Qcow2 => Ok(Self::Qcow2),
+            Format::Scratch => Err(bad("no image has the format scratch: give snapshot=on".to_owned())),
         }
     }
 }
@@ -64,6 +67,8 @@ pub struct DiskOptions {
     pub sqpoll: bool,
     /// Nobody writes it: the file is opened read-only.
     pub read_only: bool,
+    /// Everything that is written goes to temporary files, and is gone with the disk; the image is opened read-only.
+    pub snapshot: bool,
     /// What guests read as the disk's serial number, at most 20 bytes.
     pub serial: String,
     /// Size of a null disk.
@@ -244,6 +249,7 @@ impl DriveOptions {
             "fixed-buffers" => export.fixed_buffers = one_of(key, value, &SWITCH)?,
             "packed" => export.packed = one_of(key, value, &SWITCH)?,
             "readonly" => disk.read_only = one_of(key, value, &SWITCH)?,
+            "snapshot" => disk.snapshot = one_of(key, value, &SWITCH)?,
             "serial" => disk.serial = serial(value)?,
             "size" => disk.size_bytes = Some(size(value)?),
             "queues" | "num-queues" if export.queues.is_some() => {
@@ -301,6 +307,12 @@ impl DriveOptions {
             }
             _ if is_null && disk.read_only => {
                 Err(bad("readonly=on has no meaning for format=null: it keeps nothing".to_owned()))
+            }
+            _ if is_null && disk.snapshot => {
+                Err(bad("snapshot=on has no meaning for format=null: it keeps nothing".to_owned()))
+            }
+            _ if disk.read_only && disk.snapshot => {
+                Err(bad("readonly=on and snapshot=on contradict each other: choose one".to_owned()))
             }
             _ if is_null && disk.l2_cache_bytes.is_some() => {
                 Err(bad("l2-cache-size has no meaning for format=null: it has no tables".to_owned()))
@@ -368,7 +380,7 @@ fn values_of(key: &str) -> Option<Vec<&'static str>> {
         "format" => Some(names(&FORMATS)),
         "engine" => Some(EngineKind::NAMES.to_vec()),
         "cache" => Some(CacheMode::NAMES.to_vec()),
-        "sync" | "sqpoll" | "fixed-buffers" | "packed" | "secure-erase" | "write-cache" | "readonly" => {
+        "sync" | "sqpoll" | "fixed-buffers" | "packed" | "secure-erase" | "write-cache" | "readonly" | "snapshot" => {
             Some(names(&SWITCH))
         }
         _ => None,
@@ -504,8 +516,8 @@ mod tests {
     #[test]
     fn every_key_is_read() {
         let read = drive(
-            "name=root.0,file=a,,b.img,format=qcow2,engine=io_uring,cache=none,serial=disk 1,readonly=on,sync=on,\
-             sqpoll=on,fixed-buffers=on,secure-erase=on,\
+            "name=root.0,file=a,,b.img,format=qcow2,engine=io_uring,cache=none,serial=disk 1,readonly=on,snapshot=off,\
+             sync=on,sqpoll=on,fixed-buffers=on,secure-erase=on,\
              queues=4,queue-size=256,packed=on,poll-max-us=0,write-cache=off,media=disk,cyls=1,heads=2,secs=3,\
              logical-block-size=4k,physical-block-size=8k,alignment-offset=4k,min-io-size=16k,opt-io-size=1M,\
              discard-granularity=64k,size-max=128k,seg-max=64,delay-ms=3,filter=error:every=9,filter=delay:ms=1,\
@@ -521,6 +533,7 @@ mod tests {
                 sync: true,
                 sqpoll: true,
                 read_only: true,
+                snapshot: false,
                 serial: "disk 1".to_owned(),
                 size_bytes: None,
                 delay_ms: Some(3),
@@ -557,6 +570,7 @@ mod tests {
             },
         };
         assert_eq!(read, expected);
+        assert!(drive("file=x,snapshot=on").disk.snapshot);
         assert_eq!(drive("file=x,num-queues=3").export.queues, Some(3));
         assert_eq!(drive("format=null,size=4G"), DriveOptions::null(4 << 30));
         let passed = drive("file=fd:3,socket=fd:4");
@@ -627,6 +641,8 @@ mod tests {
             "file=x,size=4G",
             "format=null,size=0",
             "format=null,size=4G,readonly=on",
+            "format=null,size=4G,snapshot=on",
+            "file=x,readonly=on,snapshot=on",
             "format=null,size=1000",
             "file=",
             "file=nbd:localhost",

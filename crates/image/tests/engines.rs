@@ -43,7 +43,7 @@ fn make(directory: &Path, number: usize, format: Format, size_bytes: u64) -> Pat
     let path = directory.join(format!("image{number}"));
     let opener = HostOpener(EngineKind::Threads, CacheMode::Writeback);
     let options = match format {
-        Format::Raw => CreateOptions::raw(size_bytes),
+        Format::Raw | Format::Scratch => CreateOptions::raw(size_bytes),
         Format::Qcow2 => {
             let base = directory.join(format!("base{number}"));
             let bytes: Vec<u8> = (0..size_bytes / 2).map(|at| (at / 512 % 251) as u8).collect();

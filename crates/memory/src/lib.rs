@@ -6,7 +6,7 @@
 //! * [`GuestMemory`]: a guest's address space, mapped from the file descriptors that its monitor sent.
 //! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation; [`Placed`], [`PoolRc`]
 //!   and [`PooledFuture`] put what belongs to one thread into such memory.
-//! * [`MappingShare`]: what one peer may map, whatever others do.
+//! * [`MappingShare`]: what one peer may map, whatever others do. [`MappedWords`]: a file of our own as an array.
 //! * [`fault`]: what happens when such a file shrinks under us.
 //! * [`InterruptHandle`]: gets a thread out of a system call in which a peer makes it wait.
 //! * [`peer_process`]: whether the process at the other end of a socket still lives.
@@ -23,6 +23,7 @@ mod mapping;
 mod peer;
 mod pool;
 mod share;
+mod words;
 
 pub use aligned::{AlignedBuf, OutOfMemory, PAGE_BYTES};
 pub use budget::{BudgetStats, BufferAccount, BufferBudget, BufferGrant, BufferUse};
@@ -36,3 +37,4 @@ pub use pool::{
     ThreadList, maintain_pools, pools, trim_pools,
 };
 pub use share::MappingShare;
+pub use words::MappedWords;

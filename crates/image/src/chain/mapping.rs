@@ -5,23 +5,27 @@
 
 use crate::open::guess::Format;
 use block::{
-    CacheStats, CompressedExtent, Epochs, Error, ErrorKind, File, FileInfo, IoError, IoResult, Mapped, MetaIo, PastEnd,
-    Result, block_on,
+    CacheStats, CompressedExtent, Epochs, Error, ErrorKind, Extent, File, FileInfo, IoError, IoResult, Mapped, MetaIo,
+    PastEnd, Result, block_on,
 };
 use format_qcow2::{
     AmendOptions, Barrier, Compressor, EditWatch, GrowBy, Header, OpenOptions, PackedAllocation, PackedCluster, Qcow2,
     ResizeOptions, Snapshot, SnapshotName,
 };
 use format_raw::{NewSpace, Raw};
+use format_scratch::Scratch;
 use memory::AlignedBuf;
 use std::ops::Range;
 
-pub(crate) use format_qcow2::{Allocation, Fill, Overwrite, Plain, Prepared};
+pub(crate) use super::allocation::{Allocation, Prepared};
+pub(crate) use format_qcow2::{Fill, Overwrite, Plain};
 
 /// Where the guest's bytes of a layer lie in its file.
 pub(crate) enum Mapping {
     Raw(Raw),
     Qcow2(Qcow2),
+    /// What is thrown away. It is made in place, over layers that are open (`open/temporary.rs`).
+    Scratch(Scratch),
 }
 
 /// Opening, and what the layer says of itself.
@@ -49,6 +53,10 @@ impl Mapping {
                 };
                 Ok(Self::Qcow2(qcow2))
             }
+            Format::Scratch => {
+                let what = format!("'{name}': a scratch overlay is made by snapshot=on, and is gone with its disk");
+                Err(Error::new(ErrorKind::Unsupported, what))
+            }
         }
     }
 
@@ -56,6 +64,7 @@ impl Mapping {
         match self {
             Self::Raw(_) => Format::Raw,
             Self::Qcow2(_) => Format::Qcow2,
+            Self::Scratch(_) => Format::Scratch,
         }
     }
 
@@ -64,13 +73,14 @@ impl Mapping {
         match self {
             Self::Raw(raw) => raw.size_bytes(),
             Self::Qcow2(qcow2) => qcow2.size_bytes(),
+            Self::Scratch(scratch) => scratch.size_bytes(),
         }
     }
 
     /// The image as qcow2, for what only that format has: its header, changes while nobody uses it.
     pub(crate) fn qcow2(&self) -> Option<&Qcow2> {
         match self {
-            Self::Raw(_) => None,
+            Self::Raw(_) | Self::Scratch(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2),
         }
     }
@@ -93,7 +103,12 @@ impl Mapping {
 
     /// The unit in which space is allocated, where the format has one.
     pub(crate) fn cluster_bytes(&self) -> Option<u32> {
-        self.header().map(|header| 1u32.checked_shl(header.cluster_bits).unwrap_or(0))
+        match self {
+            Self::Scratch(_) => Some(format_scratch::PAGE_BYTES as u32),
+            Self::Raw(_) | Self::Qcow2(_) => {
+                self.header().map(|header| 1u32.checked_shl(header.cluster_bits).unwrap_or(0))
+            }
+        }
     }
 
     /// Whether data are found through tables that are written on their own.
@@ -101,7 +116,7 @@ impl Mapping {
     pub(crate) fn has_tables(&self) -> bool {
         match self {
             Self::Raw(_) => false,
-            Self::Qcow2(_) => true,
+            Self::Qcow2(_) | Self::Scratch(_) => true,
         }
     }
 
@@ -113,14 +128,14 @@ impl Mapping {
     /// The internal snapshots that the image has.
     pub(crate) async fn snapshots(&self, io: &MetaIo, name: &str) -> Result<Vec<Snapshot>> {
         match self {
-            Self::Raw(_) => Ok(Vec::new()),
+            Self::Raw(_) | Self::Scratch(_) => Ok(Vec::new()),
             Self::Qcow2(qcow2) => format_qcow2::snapshots(io, qcow2.header(), name).await,
         }
     }
 
     /// Whether the layer below shows where this one says nothing, so that this one can be emptied.
     pub(crate) fn can_reveal(&self) -> bool {
-        self.has_tables()
+        self.qcow2().is_some()
     }
 
     /// In these the queues take part, where space that is freed is used again.
@@ -129,6 +144,7 @@ impl Mapping {
         match self {
             Self::Raw(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.epochs()),
+            Self::Scratch(scratch) => Some(scratch.epochs()),
         }
     }
 }
@@ -141,6 +157,7 @@ impl Mapping {
         match self {
             Self::Raw(raw) => Some(raw.lookup(offset, length_bytes)),
             Self::Qcow2(qcow2) => qcow2.lookup(offset, length_bytes),
+            Self::Scratch(scratch) => scratch.lookup(offset, length_bytes),
         }
     }
 
@@ -150,6 +167,13 @@ impl Mapping {
         match self {
             Self::Raw(raw) => raw.is_in_one_piece(offset, length_bytes).then_some(Plain::Data(offset)),
             Self::Qcow2(qcow2) => qcow2.lookup_plain(offset, length_bytes),
+            Self::Scratch(scratch) => match scratch.in_one_piece(offset, length_bytes) {
+                Some(place) => Some(Plain::Data(place)),
+                None => {
+                    let below = Mapped { extent: Extent::Backing, length_bytes };
+                    (scratch.lookup(offset, length_bytes)? == below).then_some(Plain::Unallocated)
+                }
+            },
         }
     }
 
@@ -158,6 +182,7 @@ impl Mapping {
         match self {
             Self::Raw(raw) => Ok(raw.lookup(offset, length_bytes)),
             Self::Qcow2(qcow2) => qcow2.resolve(io, offset, length_bytes).await,
+            Self::Scratch(scratch) => scratch.resolve(offset, length_bytes),
         }
     }
 
@@ -167,7 +192,7 @@ impl Mapping {
     pub(crate) fn past_end(&self, offset: u64) -> PastEnd {
         match self {
             Self::Raw(raw) => raw.past_end(offset),
-            Self::Qcow2(_) => PastEnd::Zeros,
+            Self::Qcow2(_) | Self::Scratch(_) => PastEnd::Zeros,
         }
     }
 
@@ -175,7 +200,7 @@ impl Mapping {
     /// long that part is.
     pub(crate) fn empty_space(&self, offset: u64, length_bytes: u64) -> (Option<u64>, u64) {
         match self {
-            Self::Raw(_) => (None, length_bytes),
+            Self::Raw(_) | Self::Scratch(_) => (None, length_bytes),
             Self::Qcow2(qcow2) => qcow2.empty_space(offset, length_bytes),
         }
     }
@@ -183,7 +208,7 @@ impl Mapping {
     /// How much memory it takes to read the cluster that `extent` lies in.
     pub(crate) fn decompress_bytes(&self, extent: &CompressedExtent) -> u64 {
         match self {
-            Self::Raw(_) => 0,
+            Self::Raw(_) | Self::Scratch(_) => 0,
             Self::Qcow2(qcow2) => qcow2.decompress_bytes(extent),
         }
     }
@@ -191,7 +216,7 @@ impl Mapping {
     /// The whole cluster that `extent` lies in, decompressed.
     pub(crate) async fn read_compressed(&self, io: &MetaIo, extent: CompressedExtent) -> IoResult<AlignedBuf> {
         match self {
-            Self::Raw(_) => Err(IoError::EIO),
+            Self::Raw(_) | Self::Scratch(_) => Err(IoError::EIO),
             Self::Qcow2(qcow2) => qcow2.read_compressed(io, extent).await,
         }
     }
@@ -209,6 +234,7 @@ impl Mapping {
                 quick.then_some(offset)
             }
             Self::Qcow2(qcow2) => qcow2.begin_overwrite(offset, length_bytes),
+            Self::Scratch(scratch) => scratch.in_one_piece(offset, length_bytes),
         }
     }
 
@@ -218,6 +244,12 @@ impl Mapping {
         match self {
             Self::Raw(_) => Overwrite::InPlace { offset, length_bytes },
             Self::Qcow2(qcow2) => qcow2.lookup_overwrite(offset, length_bytes),
+            Self::Scratch(scratch) => match scratch.lookup(offset, length_bytes) {
+                Some(Mapped { extent: Extent::Data { offset, .. }, length_bytes }) => {
+                    Overwrite::InPlace { offset, length_bytes }
+                }
+                _ => Overwrite::Slow,
+            },
         }
     }
 
@@ -225,7 +257,7 @@ impl Mapping {
     #[inline]
     pub(crate) fn is_mapping_durable(&self) -> bool {
         match self {
-            Self::Raw(_) => true,
+            Self::Raw(_) | Self::Scratch(_) => true,
             Self::Qcow2(qcow2) => qcow2.is_mapping_durable(),
         }
     }
@@ -234,7 +266,8 @@ impl Mapping {
     pub(crate) async fn prepare_write(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Prepared> {
         match self {
             Self::Raw(_) => Ok(Prepared::InPlace { offset, length_bytes }),
-            Self::Qcow2(qcow2) => qcow2.prepare_write(io, offset, length_bytes).await,
+            Self::Qcow2(qcow2) => Ok(qcow2.prepare_write(io, offset, length_bytes).await?.into()),
+            Self::Scratch(scratch) => Ok(scratch.prepare_write(io, offset, length_bytes).await?.into()),
         }
     }
 
@@ -242,7 +275,8 @@ impl Mapping {
     pub(crate) async fn commit_write(&self, io: &MetaIo, allocation: Allocation) -> IoResult {
         match self {
             Self::Raw(_) => Err(IoError::EIO),
-            Self::Qcow2(qcow2) => qcow2.commit_write(io, allocation).await,
+            Self::Qcow2(qcow2) => qcow2.commit_write(io, allocation.of_qcow2()?).await,
+            Self::Scratch(scratch) => scratch.commit_write(allocation.of_scratch()?),
         }
     }
 
@@ -251,7 +285,7 @@ impl Mapping {
     pub(crate) fn needs_padding(&self, end: u64) -> bool {
         match self {
             Self::Raw(raw) => raw.needs_padding(end),
-            Self::Qcow2(_) => false,
+            Self::Qcow2(_) | Self::Scratch(_) => false,
         }
     }
 
@@ -272,6 +306,7 @@ impl Mapping {
         match self {
             Self::Raw(_) => io.discard(offset, length_bytes).await,
             Self::Qcow2(qcow2) => qcow2.discard(io, offset, length_bytes).await,
+            Self::Scratch(scratch) => scratch.discard(io, offset, length_bytes).await,
         }
     }
 
@@ -290,6 +325,7 @@ impl Mapping {
                 Ok(Vec::new())
             }
             Self::Qcow2(qcow2) => Ok(qcow2.write_zeroes(io, offset, length_bytes, may_unmap).await?.by_writing),
+            Self::Scratch(scratch) => scratch.write_zeroes(io, offset, length_bytes).await,
         }
     }
 
@@ -309,6 +345,12 @@ impl Mapping {
                 format_raw::resize(io, file, options.size_bytes, options.shrink, space, watch).await
             }
             Self::Qcow2(_) => format_qcow2::resize(io, file, name, options, watch).await,
+            Self::Scratch(_) => Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "'{name}': a disk with snapshot=on keeps its size; resize the image below while nobody uses it"
+                ),
+            )),
         }
     }
 
@@ -322,8 +364,9 @@ impl Mapping {
         watch: &mut EditWatch<'_>,
     ) -> Result<()> {
         match self {
-            Self::Raw(_) => {
-                Err(Error::new(ErrorKind::Unsupported, format!("'{name}': a raw image has no options to change")))
+            Self::Raw(_) | Self::Scratch(_) => {
+                let what = format!("'{name}': a {} image has no options to change", self.format());
+                Err(Error::new(ErrorKind::Unsupported, what))
             }
             Self::Qcow2(_) => format_qcow2::amend(io, file, name, options, watch).await,
         }
@@ -332,13 +375,13 @@ impl Mapping {
     /// Forgets whole clusters of a range, so that what lies below shows.
     pub(crate) async fn reveal(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult {
         match self {
-            Self::Raw(_) => Err(IoError::EIO),
+            Self::Raw(_) | Self::Scratch(_) => Err(IoError::EIO),
             Self::Qcow2(qcow2) => qcow2.reveal(io, offset, length_bytes).await,
         }
     }
 
     pub(crate) fn can_compress(&self) -> bool {
-        self.has_tables()
+        self.qcow2().is_some()
     }
 
     /// Compresses as the image wants it; `None` where the format has no compressed clusters.
@@ -353,14 +396,14 @@ impl Mapping {
         clusters: &[PackedCluster],
     ) -> IoResult<PackedAllocation> {
         match self {
-            Self::Raw(_) => Err(IoError::EIO),
+            Self::Raw(_) | Self::Scratch(_) => Err(IoError::EIO),
             Self::Qcow2(qcow2) => qcow2.prepare_compressed(io, clusters).await,
         }
     }
 
     pub(crate) async fn commit_compressed(&self, io: &MetaIo, allocation: PackedAllocation) -> IoResult {
         match self {
-            Self::Raw(_) => Err(IoError::EIO),
+            Self::Raw(_) | Self::Scratch(_) => Err(IoError::EIO),
             Self::Qcow2(qcow2) => qcow2.commit_compressed(io, allocation).await,
         }
     }
@@ -373,6 +416,8 @@ impl Mapping {
         match self {
             Self::Raw(_) => io.flush().await,
             Self::Qcow2(qcow2) => qcow2.flush(io).await,
+            // It does not outlive this process.
+            Self::Scratch(_) => Ok(()),
         }
     }
 
@@ -388,13 +433,14 @@ impl Mapping {
         match self {
             Self::Raw(_) => io.flush().await,
             Self::Qcow2(qcow2) => qcow2.close(io).await,
+            Self::Scratch(_) => Ok(()),
         }
     }
 
     /// Cuts space that was made in advance off a new image that is closed.
     pub(crate) async fn trim(&self, io: &MetaIo) -> IoResult {
         match self {
-            Self::Raw(_) => Ok(()),
+            Self::Raw(_) | Self::Scratch(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.trim(io).await,
         }
     }
@@ -415,7 +461,7 @@ impl Mapping {
     /// Bounds the memory for tables; before the mapping is used.
     pub(crate) fn set_cache_bytes(&mut self, bytes: u64) {
         match self {
-            Self::Raw(_) => {}
+            Self::Raw(_) | Self::Scratch(_) => {}
             Self::Qcow2(qcow2) => qcow2.set_cache_bytes(bytes),
         }
     }

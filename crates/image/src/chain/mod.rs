@@ -1,6 +1,7 @@
 //! An open chain of layers, and the queues that serve it: where a range lies, splitting, copy-on-write, exchanging the
 //! chain while it is served.
 
+mod allocation;
 pub(crate) mod compressed_writer;
 pub(crate) mod copy_offload;
 pub(crate) mod exchange;

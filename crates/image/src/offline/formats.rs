@@ -130,7 +130,7 @@ impl Format {
     #[must_use]
     pub fn can_have_backing(self) -> bool {
         match self {
-            Self::Raw => false,
+            Self::Raw | Self::Scratch => false,
             Self::Qcow2 => true,
         }
     }
@@ -139,7 +139,7 @@ impl Format {
     #[must_use]
     pub fn can_compress(self) -> bool {
         match self {
-            Self::Raw => false,
+            Self::Raw | Self::Scratch => false,
             Self::Qcow2 => true,
         }
     }
@@ -148,7 +148,7 @@ impl Format {
     #[must_use]
     pub fn has_bitmaps(self) -> bool {
         match self {
-            Self::Raw => false,
+            Self::Raw | Self::Scratch => false,
             Self::Qcow2 => true,
         }
     }
@@ -175,7 +175,7 @@ pub fn check(
     let (format, _) = format_of(name, file.as_ref(), format)?;
     let (io, length) = (open(file)?, file.length_bytes()?);
     let checked = match (format, repair) {
-        (Format::Raw, _) => {
+        (Format::Raw | Format::Scratch, _) => {
             return Err(Error::new(ErrorKind::Unsupported, "This image format does not support checks"));
         }
         (Format::Qcow2, None) => block_on(format_qcow2::check(&io, length, name, watch)),
@@ -200,7 +200,7 @@ pub fn edit(
     let (format, _) = format_of(name, file.as_ref(), format)?;
     let (io, file) = (open(file)?, file.as_ref());
     match (format, edit) {
-        (Format::Raw, _) => refused(name, "a raw image has no snapshots"),
+        (Format::Raw | Format::Scratch, _) => refused(name, "a raw image has no snapshots"),
         (Format::Qcow2, Edit::CreateSnapshot(new)) => {
             block_on(format_qcow2::create_snapshot(&io, file, name, new, watch))
         }
@@ -217,7 +217,7 @@ pub fn edit(
 /// Blocks, reads all tables, and repairs an image that was left dirty.
 pub fn look_before_writing(file: &Arc<dyn File>, format: Format, watch: &mut EditWatch<'_>) -> Result<()> {
     match format {
-        Format::Raw => Ok(()),
+        Format::Raw | Format::Scratch => Ok(()),
         Format::Qcow2 => {
             let name = &file.info().name;
             block_on(format_qcow2::look_before_writing(&open(file)?, file.as_ref(), name, watch))
@@ -230,7 +230,7 @@ const NO_BITMAPS: &str = "Format driver 'raw' does not support bitmaps";
 /// The persistent dirty bitmaps of an image; none if its format has none. Opens nothing else.
 pub fn bitmaps(file: &Arc<dyn File>, format: Format) -> Result<Vec<Bitmap>> {
     match format {
-        Format::Raw => Ok(Vec::new()),
+        Format::Raw | Format::Scratch => Ok(Vec::new()),
         Format::Qcow2 => block_on(format_qcow2::bitmaps(&open(file)?, &file.info().name)),
     }
 }
@@ -239,7 +239,7 @@ pub fn bitmaps(file: &Arc<dyn File>, format: Format) -> Result<Vec<Bitmap>> {
 pub fn read_bitmap(file: &Arc<dyn File>, format: Format, bitmap: &str) -> Result<BitmapBits> {
     let name = &file.info().name;
     match format {
-        Format::Raw => refused(name, NO_BITMAPS),
+        Format::Raw | Format::Scratch => refused(name, NO_BITMAPS),
         Format::Qcow2 => block_on(format_qcow2::read_bitmap(&open(file)?, name, bitmap)),
     }
 }
@@ -253,7 +253,7 @@ pub fn edit_bitmaps(
 ) -> Result<()> {
     let name = &file.info().name;
     match format {
-        Format::Raw => refused(name, NO_BITMAPS),
+        Format::Raw | Format::Scratch => refused(name, NO_BITMAPS),
         Format::Qcow2 => block_on(format_qcow2::edit_bitmaps(&open(file)?, file.as_ref(), name, actions, watch)),
     }
 }
@@ -263,7 +263,7 @@ pub fn edit_bitmaps(
 pub fn set_backing(file: &Arc<dyn File>, format: Format, backing: Option<&Backing>) -> Result<()> {
     let name = &file.info().name;
     match format {
-        Format::Raw => refused(name, "a raw image cannot have a backing file"),
+        Format::Raw | Format::Scratch => refused(name, "a raw image cannot have a backing file"),
         Format::Qcow2 => block_on(format_qcow2::set_backing(&open(file)?, file.as_ref(), name, backing)),
     }
 }

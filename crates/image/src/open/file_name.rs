@@ -22,6 +22,8 @@ pub enum FileName {
     Descriptor(RawFd),
     /// A disk that a vhost-user server offers at this socket.
     VhostUser(PathBuf),
+    /// A file without a name, made in this directory, and gone when it is closed. No user can give it.
+    Temporary(PathBuf),
 }
 
 impl FileName {
@@ -59,7 +61,7 @@ impl FileName {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::File(path) | Self::HostDevice(path) => Some(path),
-            Self::Descriptor(_) | Self::VhostUser(_) => None,
+            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) => None,
         }
     }
 
@@ -68,7 +70,7 @@ impl FileName {
     #[must_use]
     pub fn look_at(&self) -> PathBuf {
         match self {
-            Self::File(path) | Self::HostDevice(path) | Self::VhostUser(path) => path.clone(),
+            Self::File(path) | Self::HostDevice(path) | Self::VhostUser(path) | Self::Temporary(path) => path.clone(),
             Self::Descriptor(number) => PathBuf::from(format!("/proc/self/fd/{number}")),
         }
     }
@@ -78,8 +80,14 @@ impl FileName {
         Ok(match self {
             Self::File(path) => Self::File(change(path)?),
             Self::HostDevice(path) => Self::HostDevice(change(path)?),
-            Self::Descriptor(_) | Self::VhostUser(_) => self.clone(),
+            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) => self.clone(),
         })
+    }
+
+    /// Whether the file is gone with the disk.
+    #[must_use]
+    pub fn is_temporary(&self) -> bool {
+        matches!(self, Self::Temporary(_))
     }
 
     /// Whether two canonical names lead to the same file, whatever their protocols are.
@@ -108,6 +116,7 @@ impl fmt::Display for FileName {
             Self::File(path) | Self::HostDevice(path) => path.display().fmt(f),
             Self::Descriptor(number) => write!(f, "fd:{number}"),
             Self::VhostUser(socket) => write!(f, "vhost-user:{}", socket.display()),
+            Self::Temporary(directory) => write!(f, "a temporary file in {}", directory.display()),
         }
     }
 }

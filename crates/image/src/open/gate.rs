@@ -4,6 +4,7 @@
 //! protocol and `json:` descriptions inside images are refused under every policy.
 
 use super::file_name::FileName;
+use super::temporary::TemporaryFiles;
 use block::{Error, ErrorKind, File, Result};
 use format_qcow2::{escaped_byte, os_name};
 use std::path::{Path, PathBuf};
@@ -24,6 +25,11 @@ pub enum Role {
 pub trait Opener {
     /// Opens the file `name` for `role`.
     fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>>;
+
+    /// Where files are made for what is thrown away.
+    fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
+        Err(Error::new(ErrorKind::Unsupported, "temporary files cannot be made here"))
+    }
 
     /// The one true form of a path: absolute, symbolic links followed. Two paths of a file are equal after this.
     fn canonical(&self, path: &Path) -> Result<PathBuf> {

@@ -11,10 +11,12 @@ pub enum Format {
     Raw,
     /// qcow2, versions 2 and 3.
     Qcow2,
+    /// What `snapshot=on` puts on top of a disk: two files without names. No image is of this format.
+    Scratch,
 }
 
 impl Format {
-    /// Every format, for messages.
+    /// Every format that images have, for messages.
     pub const ALL: [Self; 2] = [Self::Raw, Self::Qcow2];
 }
 
@@ -23,6 +25,7 @@ impl fmt::Display for Format {
         f.write_str(match self {
             Self::Raw => "raw",
             Self::Qcow2 => "qcow2",
+            Self::Scratch => "scratch",
         })
     }
 }

@@ -3,6 +3,7 @@
 use super::file_name::FileName;
 use super::gate::{BackingPolicy, Gate, Opener, Role};
 use super::guess::{Format, PROBE_BYTES, guess_format};
+use super::temporary::temporary_layer;
 use crate::chain::image::Image;
 use crate::chain::layer::{DataFile, Layer};
 use crate::chain::layers::{Chain, Constants};
@@ -40,6 +41,9 @@ pub struct ImageOptions {
     pub table_cache_bytes: Option<u64>,
     /// The disk as it was when this internal snapshot was taken, at least in the size that it had; read-only.
     pub snapshot: Option<SnapshotName>,
+    /// What is written goes to a temporary layer on top (`snapshot=on`): the image and its chain are opened read-only and
+    /// never change. Nothing is on top of what is read-only itself.
+    pub scratch: bool,
 }
 
 impl ImageOptions {
@@ -64,6 +68,7 @@ impl ImageOptions {
             volatile_cache: true,
             table_cache_bytes: None,
             snapshot: None,
+            scratch: false,
         }
     }
 }
@@ -98,11 +103,11 @@ pub(crate) fn could_not_open(name: &FileName, names: &[String], error: &Error) -
 fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     let gate = Gate::new(&options.allow_backing, &options.name, &options.listed, opener)?;
     let mut layers: Vec<Layer> = Vec::new();
+    let is_read_only = options.read_only || options.snapshot.is_some();
     let mut next = Some((gate.top.clone(), options.name.clone(), options.format));
     while let Some((name, said, format)) = next.take() {
         refuse_loop(&layers, &name)?;
-        let read_only = options.read_only || options.snapshot.is_some();
-        let role = match (layers.is_empty(), read_only) {
+        let role = match (layers.is_empty(), is_read_only || options.scratch) {
             (true, false) => Role::Writable,
             (true, true) => Role::ReadOnly,
             (false, _) => Role::Backing,
@@ -130,11 +135,17 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         layer.guessed = guessed;
         layers.push(layer);
     }
+    let is_on_scratch = options.scratch && !is_read_only;
+    if is_on_scratch {
+        let top = temporary_layer(&layers, &*opener.temporary()?)?;
+        layers.insert(0, top);
+    }
     share_out(&mut layers, options.table_cache_bytes);
     let constants = Constants {
-        read_only: options.read_only || options.snapshot.is_some(),
+        read_only: is_read_only,
         serial: options.serial.clone(),
-        volatile_cache: AtomicBool::new(options.volatile_cache),
+        // What is thrown away is never durable.
+        volatile_cache: AtomicBool::new(options.volatile_cache || is_on_scratch),
         table_cache_bytes: options.table_cache_bytes,
         refused_headers: AtomicU64::new(0),
         hits: Hits::default(),

@@ -4,3 +4,4 @@ pub(crate) mod file_name;
 pub(crate) mod gate;
 pub(crate) mod guess;
 pub(crate) mod layers;
+pub(crate) mod temporary;

@@ -45,6 +45,10 @@ impl Image {
         if size_bytes == chain.size_bytes {
             return Ok(());
         }
+        if top.name.is_temporary() {
+            let what = "a disk with snapshot=on keeps its size; resize the image below while nobody uses it";
+            return refuse(ErrorKind::Unsupported, what);
+        }
         let barrier = hold_quiet(&self.board).await?;
         if let Err(error) = top.close().await {
             barrier.give_up().await;

@@ -119,6 +119,9 @@ impl Exchange {
         if former.disk.read_only {
             return refuse("the disk below is read-only".to_owned());
         }
+        if former.layers.iter().any(|below| below.name.is_temporary()) {
+            return refuse("a disk with snapshot=on has no image that another could rest on".to_owned());
+        }
         if former.is_handing_over() {
             return refuse("the disk has a former top layer that could not be made durable".to_owned());
         }

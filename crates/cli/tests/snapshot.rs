@@ -1,0 +1,169 @@
+//! `snapshot=on`: what guests write is gone with the daemon, however that ends, and the image is not touched.
+
+mod common;
+
+use common::{Server, at, directory, numbered, path_str, ringdisk, run, run_fails, run_ok, text};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const SIZE: usize = 3 << 20;
+
+/// An overlay over a raw base, and what a guest sees of it.
+struct Images {
+    dir: tempfile::TempDir,
+    files: [PathBuf; 2],
+    before: Vec<(Vec<u8>, i64, i64)>,
+    temporary: PathBuf,
+}
+
+impl Images {
+    fn new() -> Self {
+        let dir = directory();
+        let (base, top) = (at(&dir, "base.raw"), at(&dir, "top.qcow2"));
+        std::fs::write(&base, numbered(SIZE)).unwrap();
+        run_ok(&["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", path_str(&top)]);
+        let temporary = at(&dir, "tmp");
+        std::fs::create_dir(&temporary).unwrap();
+        let files = [base, top];
+        let before = files.iter().map(|file| state(file)).collect();
+        Self { dir, files, before, temporary }
+    }
+
+    fn socket(&self) -> PathBuf {
+        at(&self.dir, "s")
+    }
+
+    fn disk(&self) -> String {
+        format!("vhost-user:{}", self.socket().display())
+    }
+
+    fn serve(&self, mut command: Command) -> Server {
+        let drive = format!("name=vm,file={},snapshot=on,socket={}", self.files[1].display(), self.socket().display());
+        command.env("TMPDIR", &self.temporary).args(["--drive", &drive]);
+        Server::start_command(command)
+    }
+
+    fn assert_untouched(&self) {
+        let now: Vec<_> = self.files.iter().map(|file| state(file)).collect();
+        assert!(now == self.before, "an image was changed, or its times");
+        let left: Vec<_> = std::fs::read_dir(&self.temporary).unwrap().collect();
+        assert!(left.is_empty(), "{left:?}");
+    }
+}
+
+fn state(file: &Path) -> (Vec<u8>, i64, i64) {
+    let meta = std::fs::metadata(file).unwrap();
+    (std::fs::read(file).unwrap(), meta.mtime(), meta.mtime_nsec())
+}
+
+fn serve_command() -> Command {
+    let mut command = ringdisk();
+    command.arg("serve");
+    command
+}
+
+/// The temporary files that a process has open: length and space.
+fn open_files(pid: u32, directory: &Path) -> Vec<(u64, u64)> {
+    let mut found: Vec<(PathBuf, u64, u64)> = Vec::new();
+    for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
+        let path = entry.unwrap().path();
+        let Ok(target) = std::fs::read_link(&path) else { continue };
+        if target.starts_with(directory) && found.iter().all(|(known, ..)| *known != target) {
+            let meta = std::fs::metadata(&path).unwrap();
+            found.push((target, meta.len(), meta.blocks() * 512));
+        }
+    }
+    found.into_iter().map(|(_, length, space)| (length, space)).collect()
+}
+
+#[test]
+fn what_a_guest_writes_is_there_until_the_daemon_is_killed_and_nothing_else_ever_changes() {
+    let images = Images::new();
+    let server = images.serve(serve_command());
+    let written = at(&images.dir, "written.raw");
+    let mut bytes = numbered(SIZE);
+    bytes.rotate_left(1000);
+    std::fs::write(&written, &bytes).unwrap();
+    run_ok(&["convert", "-n", "-f", "raw", "-O", "raw", path_str(&written), &images.disk()]);
+    run_ok(&["compare", "-f", "raw", "-F", "raw", path_str(&written), &images.disk()]);
+    let temporary = open_files(server.pid(), &images.temporary);
+    assert_eq!(temporary.len(), 2, "{temporary:?}");
+    assert!(temporary.iter().any(|(length, _)| *length >= SIZE as u64), "{temporary:?}");
+    assert!(temporary.iter().all(|(length, space)| space >= length), "sparse: {temporary:?}");
+    images.assert_untouched();
+
+    // Others may use the same images.
+    let others = at(&images.dir, "other");
+    let drive = format!("file={},snapshot=on,socket={}", images.files[1].display(), others.display());
+    let other = Server::start(&["--drive", &drive]);
+    let others = format!("vhost-user:{}", others.display());
+    run_ok(&["compare", "-f", "raw", "-F", "raw", path_str(&images.files[0]), &others]);
+    other.stop();
+
+    server.kill();
+    images.assert_untouched();
+    let server = images.serve(serve_command());
+    run_ok(&["compare", "-f", "raw", "-F", "raw", path_str(&images.files[0]), &images.disk()]);
+    server.stop();
+    images.assert_untouched();
+}
+
+#[test]
+fn a_full_directory_is_an_error_of_the_request_and_the_daemon_goes_on() {
+    let images = Images::new();
+    // No file may get longer than this, as on a disk with so much space.
+    let mut limited = Command::new("prlimit");
+    limited.args(["--fsize=1048576", "--"]).arg(ringdisk().get_program()).arg("serve");
+    let server = images.serve(limited);
+    let written = at(&images.dir, "written.raw");
+    std::fs::write(&written, vec![7; SIZE]).unwrap();
+    let said = run_fails(1, &["convert", "-n", "-f", "raw", "-O", "raw", path_str(&written), &images.disk()]);
+    assert!(said.contains("error"), "{said}");
+    let compared = run(&["compare", "-f", "raw", "-F", "raw", path_str(&written), &images.disk()]);
+    assert_eq!(compared.status.code(), Some(1), "the disk can be read: {}", text(&compared.stderr));
+    server.stop();
+    images.assert_untouched();
+}
+
+#[test]
+fn a_disk_with_snapshot_keeps_its_size_and_takes_no_overlay() {
+    let images = Images::new();
+    let control = at(&images.dir, "control");
+    let mut command = serve_command();
+    command.arg("--control").arg(&control);
+    let server = images.serve(command);
+    let ctl = |arguments: &[&str]| {
+        let output = ringdisk().args(["ctl", "--control", path_str(&control)]).args(arguments).output().unwrap();
+        assert!(!output.status.success(), "{arguments:?}");
+        text(&output.stderr)
+    };
+    let said = ctl(&["resize", "vm", "+1G"]);
+    assert!(said.contains("snapshot=on"), "{said}");
+    ctl(&["snapshot", "vm", path_str(&at(&images.dir, "over.qcow2"))]);
+    assert!(!at(&images.dir, "over.qcow2").exists());
+    server.stop();
+    images.assert_untouched();
+}
+
+#[test]
+fn a_directory_that_is_not_there_is_named_and_a_disk_too_large_to_map_falls_back_to_qcow2() {
+    let images = Images::new();
+    let drive = format!("file={},snapshot=on", images.files[1].display());
+    let output = ringdisk().env("TMPDIR", "/nowhere/at/all").args(["serve", "--drive", &drive]).output().unwrap();
+    let said = text(&output.stderr);
+    assert!(!output.status.success() && said.contains("/nowhere/at/all") && said.contains("TMPDIR"), "{said}");
+
+    let large = at(&images.dir, "large.qcow2");
+    run_ok(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=2M", path_str(&large), "100T"]);
+    let mut command = serve_command();
+    let socket = at(&images.dir, "large.sock");
+    let drive = format!("file={},snapshot=on,socket={}", large.display(), socket.display());
+    command.env("TMPDIR", &images.temporary).args(["--drive", &drive]);
+    let server = Server::start_command(command);
+    let bench = ["bench", "--socket", path_str(&socket), "--rw", "randwrite", "--time", "0.2", "--destroy"];
+    run_ok(&bench);
+    assert_eq!(open_files(server.pid(), &images.temporary).len(), 1);
+    let (_, said) = server.terminate();
+    assert!(said.contains("temporary qcow2"), "{said}");
+}

@@ -1,0 +1,58 @@
+//! Temporary files for a disk whose writes are thrown away.
+
+use block::{Error, File, Result};
+use engine::{CacheMode, OpenOptions};
+use image::{HostSpace, ScratchFiles, TemporaryFiles};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Files in the directory for temporary files (`TMPDIR`). They have no name from the beginning, so nothing is left of them
+/// when their process ends, however it ends.
+pub(crate) struct InTemporaryDirectory {
+    directory: PathBuf,
+    options: OpenOptions,
+}
+
+impl InTemporaryDirectory {
+    /// Opened with the engine of `options`. They are never made durable, so they go through the page cache.
+    pub(crate) fn new(options: &OpenOptions) -> Self {
+        let options = options.clone().with(|options| {
+            options.read_only = false;
+            options.lock = false;
+            options.sync = false;
+            options.cache = CacheMode::Unsafe;
+        });
+        Self { directory: std::env::temp_dir(), options }
+    }
+
+    fn file(&self) -> Result<std::fs::File> {
+        tempfile::tempfile_in(&self.directory).map_err(|error| {
+            let directory = self.directory.display();
+            let what = format!("cannot make a temporary file in '{directory}' for snapshot=on (choose another TMPDIR)");
+            Error::io(what, error)
+        })
+    }
+
+    fn opened(&self, what: &str, file: std::fs::File) -> Result<Arc<dyn File>> {
+        let name = format!("{what} in {}", self.directory.display());
+        engine::open_fd(OwnedFd::from(file), &name, &self.options)
+    }
+}
+
+impl TemporaryFiles for InTemporaryDirectory {
+    fn directory(&self) -> PathBuf {
+        self.directory.clone()
+    }
+
+    fn scratch(&self) -> Result<ScratchFiles> {
+        let (index, data) = (self.file()?, self.file()?);
+        let copy = data.try_clone().map_err(|error| Error::io("cannot duplicate a temporary file", error))?;
+        let space = Arc::new(HostSpace::of(copy));
+        Ok(ScratchFiles { index, data: self.opened("temporary data", data)?, space })
+    }
+
+    fn image(&self) -> Result<Arc<dyn File>> {
+        self.opened("a temporary image", self.file()?)
+    }
+}

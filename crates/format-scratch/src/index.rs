@@ -1,0 +1,145 @@
+//! The index: a word for each page of the disk.
+
+use crate::layout::{BELOW, FIRST_DATA, PAGE_BYTES, TABLE_WORDS, ZERO, data_page, index_pages, parts, place_of_table};
+use block::{Extent, Mapped};
+use memory::MappedWords;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// In the directory: no table, the layer below has all of the part.
+const NO_TABLE: u32 = 0;
+/// In the directory: no table, all of the part is zero.
+const ZERO_PART: u32 = u32::MAX;
+
+/// The words, read without a lock. Whoever changes them holds the lock of the overlay's state.
+#[derive(Debug)]
+pub(crate) struct Index {
+    /// For each part of the disk, the page of its table in the index.
+    directory: Box<[AtomicU32]>,
+    words: MappedWords,
+}
+
+/// What a part of the disk has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// The same for each of its pages.
+    All(u32),
+    /// A table at this page of the index.
+    Table(u32),
+}
+
+impl Index {
+    /// An empty index in an empty file, for a disk of this size.
+    pub(crate) fn new(file: BorrowedFd<'_>, size_bytes: u64) -> io::Result<Self> {
+        let too_large = || io::Error::new(io::ErrorKind::InvalidInput, "the disk is too large for an index in memory");
+        let count = parts(size_bytes);
+        let words = index_pages(count.max(1)).checked_mul(TABLE_WORDS).and_then(|words| usize::try_from(words).ok());
+        let words = MappedWords::new(file, words.ok_or_else(too_large)?, true)?;
+        let count = usize::try_from(count).map_err(|_| too_large())?;
+        let mut directory = Vec::new();
+        directory.try_reserve_exact(count).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
+        directory.resize_with(count, || AtomicU32::new(NO_TABLE));
+        Ok(Self { directory: directory.into_boxed_slice(), words })
+    }
+
+    /// A page of it could not be had: nothing that it says is believed any more.
+    #[inline]
+    pub(crate) fn is_lost(&self) -> bool {
+        self.words.is_poisoned()
+    }
+
+    #[inline]
+    pub(crate) fn part(&self, part: u64) -> Part {
+        let entry = usize::try_from(part).ok().and_then(|part| self.directory.get(part));
+        match entry.map_or(NO_TABLE, |entry| entry.load(Ordering::Acquire)) {
+            NO_TABLE => Part::All(BELOW),
+            ZERO_PART => Part::All(ZERO),
+            table => Part::Table(table),
+        }
+    }
+
+    #[inline]
+    fn place(&self, table: u32, inside: u64) -> Option<&AtomicU32> {
+        let word = u64::from(table).saturating_mul(TABLE_WORDS).saturating_add(inside);
+        self.words.get(usize::try_from(word).ok()?)
+    }
+
+    /// The word of a page of the disk.
+    #[inline]
+    pub(crate) fn word(&self, page: u64) -> u32 {
+        match self.part(page / TABLE_WORDS) {
+            Part::All(word) => word,
+            Part::Table(table) => {
+                self.place(table, page % TABLE_WORDS).map_or(BELOW, |word| word.load(Ordering::Acquire))
+            }
+        }
+    }
+
+    /// Publishes the word of a page whose part has a table; returns the one before.
+    pub(crate) fn set(&self, page: u64, word: u32) -> Option<u32> {
+        match self.part(page / TABLE_WORDS) {
+            Part::All(_) => None,
+            Part::Table(table) => Some(self.place(table, page % TABLE_WORDS)?.swap(word, Ordering::AcqRel)),
+        }
+    }
+
+    /// Gives a part that has no table the table number `table`, whose space is reserved and zero.
+    pub(crate) fn give_table(&self, part: u64, table: u64) -> Option<()> {
+        let (page, owner) = place_of_table(table);
+        let page = u32::try_from(page).ok().filter(|page| *page != ZERO_PART)?;
+        if self.part(part) == Part::All(ZERO) {
+            for inside in 0..TABLE_WORDS {
+                self.place(page, inside)?.store(ZERO, Ordering::Relaxed);
+            }
+        }
+        let name = u32::try_from(part).ok()?.checked_add(1)?;
+        self.words.get(usize::try_from(owner).ok()?)?.store(name, Ordering::Relaxed);
+        self.directory.get(usize::try_from(part).ok()?)?.store(page, Ordering::Release);
+        Some(())
+    }
+
+    /// All of a part that has no table is zero.
+    pub(crate) fn zero_part(&self, part: u64) {
+        if let Some(entry) = usize::try_from(part).ok().and_then(|part| self.directory.get(part)) {
+            entry.store(ZERO_PART, Ordering::Release);
+        }
+    }
+
+    /// Where the first part of a range lies, which is not empty.
+    #[inline]
+    pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Mapped {
+        let skip = offset % PAGE_BYTES;
+        let end = offset.saturating_add(length_bytes);
+        let mut page = offset / PAGE_BYTES;
+        let first = self.word(page);
+        let mut expected = first;
+        let mut reached = match self.part(page / TABLE_WORDS) {
+            Part::All(_) => (page / TABLE_WORDS).saturating_add(1).saturating_mul(TABLE_WORDS),
+            Part::Table(_) => page.saturating_add(1),
+        };
+        while reached.saturating_mul(PAGE_BYTES) < end {
+            page = reached;
+            // Parts without a table are passed in one step.
+            let whole = if page.is_multiple_of(TABLE_WORDS) { self.part(page / TABLE_WORDS) } else { Part::Table(0) };
+            match whole {
+                Part::All(word) if word == first => reached = page.saturating_add(TABLE_WORDS),
+                Part::All(_) => break,
+                Part::Table(_) => {
+                    expected = if first >= FIRST_DATA { expected.wrapping_add(1) } else { first };
+                    if self.word(page) != expected {
+                        break;
+                    }
+                    reached = page.saturating_add(1);
+                }
+            }
+        }
+        let length_bytes = reached.saturating_mul(PAGE_BYTES).min(end).saturating_sub(offset);
+        let extent = match data_page(first) {
+            Some(page) => Extent::Data { file: 0, offset: page.saturating_mul(PAGE_BYTES).saturating_add(skip) },
+            None if first == ZERO => Extent::Zero,
+            None => Extent::Backing,
+        };
+        Mapped { extent, length_bytes }
+    }
+}

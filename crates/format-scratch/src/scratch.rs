@@ -1,0 +1,93 @@
+//! A scratch overlay.
+
+use crate::index::Index;
+use crate::layout::{MAX_DISK_BYTES, PAGE_BYTES, data_page};
+use crate::space::{HostSpace, Space};
+use crate::state::Inner;
+use block::{Epochs, Error, ErrorKind, IoError, IoResult, Mapped, Result};
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+/// A scratch overlay over a disk: holds what was written to it, in pages.
+///
+/// Nothing of it is durable. What the overlay says of a page changes when a write to it commits, and not before.
+pub struct Scratch {
+    pub(crate) inner: Arc<Inner>,
+}
+
+impl Scratch {
+    /// An empty overlay for a disk of `size_bytes`. `index` is an empty file, open for reading and writing; `data` is the
+    /// space of another, in which the caller keeps the data. Fails where the file cannot be mapped, or its space not be
+    /// reserved.
+    pub fn new(name: &str, size_bytes: u64, index: File, data: Arc<dyn Space>) -> Result<Self> {
+        let unsupported = |why: String| Error::new(ErrorKind::Unsupported, format!("'{name}': {why}"));
+        if size_bytes > MAX_DISK_BYTES {
+            let most = MAX_DISK_BYTES >> 40;
+            return Err(unsupported(format!("a scratch overlay is for a disk of at most {most} TiB")));
+        }
+        let mapped = Index::new(index.as_fd(), size_bytes);
+        let mapped = mapped.map_err(|error| unsupported(format!("its file system maps no files ({error})")))?;
+        let space = Arc::new(HostSpace::of(index));
+        let cannot = |error| unsupported(format!("no space can be reserved in its directory ({error})"));
+        space.reserve(0, PAGE_BYTES).map_err(cannot)?;
+        data.reserve(0, PAGE_BYTES).map_err(cannot)?;
+        let inner = Inner::new(size_bytes, mapped, [space, data]);
+        let mut state = inner.lock();
+        (state.index_reserved, state.data.reserved) = (1, 1);
+        drop(state);
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// The size of the disk.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        self.inner.size_bytes
+    }
+
+    /// In these the queues take part.
+    #[must_use]
+    pub fn epochs(&self) -> &Epochs {
+        &self.inner.epochs
+    }
+
+    /// Where the first part of a range of the disk lies; `None` where the index cannot be believed any more.
+    #[inline]
+    #[must_use]
+    pub fn lookup(&self, offset: u64, length_bytes: u64) -> Option<Mapped> {
+        let mapped = self.inner.index.lookup(offset, length_bytes);
+        // The mark is looked at after the words.
+        (!self.inner.index.is_lost()).then_some(mapped)
+    }
+
+    /// As [`Scratch::lookup`], with an error.
+    pub fn resolve(&self, offset: u64, length_bytes: u64) -> IoResult<Mapped> {
+        self.lookup(offset, length_bytes).ok_or(IoError::EIO)
+    }
+
+    /// Where all of a range lies in the data in one piece.
+    #[inline]
+    #[must_use]
+    pub fn in_one_piece(&self, offset: u64, length_bytes: u64) -> Option<u64> {
+        let (skip, page) = (offset % PAGE_BYTES, offset / PAGE_BYTES);
+        if length_bytes == 0 {
+            return None;
+        }
+        let first = data_page(self.inner.index.word(page))?;
+        let count = skip.saturating_add(length_bytes).div_ceil(PAGE_BYTES);
+        for next in 1..count {
+            let here = data_page(self.inner.index.word(page.saturating_add(next)));
+            if here != Some(first.saturating_add(next)) {
+                return None;
+            }
+        }
+        let place = first.saturating_mul(PAGE_BYTES).saturating_add(skip);
+        (!self.inner.index.is_lost()).then_some(place)
+    }
+
+    /// Bytes of the data file that were ever used.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.inner.lock().data.used.saturating_mul(PAGE_BYTES)
+    }
+}

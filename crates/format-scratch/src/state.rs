@@ -1,0 +1,222 @@
+//! What changes of an overlay are decided by, under one lock that is never held across an await.
+
+use crate::free_pages::FreePages;
+use crate::index::{Index, Part};
+use crate::layout::{MAX_DATA_PAGES, PAGE_BYTES, TABLE_WORDS, index_pages};
+use crate::space::Space;
+use block::{Epochs, IoError, IoErrorKind, IoResult, MetaIo, WaitList};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// How much space is reserved at once, in pages: little enough that it takes no noticeable time.
+const DATA_STEP_PAGES: u64 = 1024;
+const INDEX_STEP_PAGES: u64 = 16;
+
+/// A file of which a part is used, and more is reserved. In pages.
+#[derive(Debug, Default)]
+pub(crate) struct Reserved {
+    pub(crate) used: u64,
+    pub(crate) reserved: u64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    /// Pages of the disk that are being written for the first time, by where each run begins and ends.
+    pub(crate) in_flight: BTreeMap<u64, u64>,
+    pub(crate) data: Reserved,
+    /// Here, what is used is tables.
+    pub(crate) index_reserved: u64,
+    pub(crate) tables: u64,
+    pub(crate) free: FreePages,
+    /// Pages of the data that are free once their epoch is over.
+    retired: Vec<(u64, Range<u64>)>,
+    /// Somebody reserves space.
+    growing: bool,
+}
+
+/// Which file needs more space, and how much it has then, at least and at best, in pages.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Need {
+    which: Which,
+    reserved: u64,
+    least: u64,
+    best: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Which {
+    Data,
+    Index,
+}
+
+/// What became of an attempt.
+pub(crate) enum Step<T> {
+    Done(T),
+    /// Again when something has ended.
+    Wait,
+    /// Again when there is space.
+    Need(Need),
+    Fail(IoError),
+}
+
+/// An overlay, shared by its allocations.
+pub(crate) struct Inner {
+    pub(crate) size_bytes: u64,
+    pub(crate) index: Index,
+    pub(crate) epochs: Epochs,
+    pub(crate) idle: WaitList,
+    state: Mutex<State>,
+    index_space: Arc<dyn Space>,
+    data_space: Arc<dyn Space>,
+}
+
+impl State {
+    pub(crate) fn is_in_flight(&self, pages: &Range<u64>) -> bool {
+        let before = self.in_flight.range(..pages.end).next_back();
+        before.is_some_and(|(_, end)| *end > pages.start)
+    }
+
+    /// Whether the part has a table afterwards: `None` if it has, else why not yet.
+    pub(crate) fn table_for(&mut self, index: &Index, part: u64) -> Option<Step<()>> {
+        if matches!(index.part(part), Part::Table(_)) {
+            return None;
+        }
+        let needed = index_pages(self.tables.saturating_add(1));
+        if needed > self.index_reserved {
+            let best = self.index_reserved.max(needed).saturating_add(INDEX_STEP_PAGES);
+            return Some(self.need(Which::Index, self.index_reserved, needed, best));
+        }
+        match index.give_table(part, self.tables) {
+            Some(()) => {
+                self.tables = self.tables.saturating_add(1);
+                None
+            }
+            None => Some(Step::Fail(IoError::EIO)),
+        }
+    }
+
+    fn need(&mut self, which: Which, reserved: u64, least: u64, best: u64) -> Step<()> {
+        if self.growing {
+            return Step::Wait;
+        }
+        self.growing = true;
+        Step::Need(Need { which, reserved, least, best })
+    }
+
+    /// At most `count` pages of data in a row, and whether they were never used.
+    pub(crate) fn take_data(&mut self, epochs: &Epochs, count: u64) -> Result<(Range<u64>, bool), Step<()>> {
+        if !self.retired.is_empty() {
+            let over = |(epoch, _): &mut (u64, Range<u64>)| epochs.is_over(*epoch);
+            for (_, run) in self.retired.extract_if(.., over) {
+                self.free.add(run);
+            }
+        }
+        if let Some(run) = self.free.take_whole(count) {
+            return Ok((run, false));
+        }
+        let Reserved { used, reserved } = self.data;
+        if used < reserved {
+            let end = used.saturating_add(count).min(reserved);
+            self.data.used = end;
+            return Ok((used..end, true));
+        }
+        if let Some(run) = self.free.take_part(count) {
+            return Ok((run, false));
+        }
+        if reserved >= MAX_DATA_PAGES {
+            return Err(Step::Fail(IoError::new(IoErrorKind::NoSpace)));
+        }
+        let best = reserved.saturating_add(DATA_STEP_PAGES.max(count)).min(MAX_DATA_PAGES);
+        Err(self.need(Which::Data, reserved, reserved.saturating_add(1), best))
+    }
+
+    /// These pages of the data hold nothing any more that a request that begins now could find.
+    pub(crate) fn retire(&mut self, epochs: &Epochs, runs: impl IntoIterator<Item = Range<u64>>) {
+        let epoch = epochs.retire();
+        self.retired.extend(runs.into_iter().map(|run| (epoch, run)));
+    }
+}
+
+impl Inner {
+    pub(crate) fn new(size_bytes: u64, index: Index, spaces: [Arc<dyn Space>; 2]) -> Self {
+        let [index_space, data_space] = spaces;
+        Self {
+            size_bytes,
+            index,
+            epochs: Epochs::default(),
+            idle: WaitList::default(),
+            state: Mutex::default(),
+            index_space,
+            data_space,
+        }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The first and the last page of a range, which is not empty and lies in the disk.
+    pub(crate) fn pages_of(offset: u64, length_bytes: u64) -> Range<u64> {
+        offset / PAGE_BYTES..offset.saturating_add(length_bytes).div_ceil(PAGE_BYTES)
+    }
+
+    pub(crate) fn part_of(page: u64) -> u64 {
+        page / TABLE_WORDS
+    }
+
+    /// Makes attempts until one succeeds or fails, reserving space in between.
+    pub(crate) async fn run<T>(&self, io: &MetaIo, mut attempt: impl FnMut(&mut State) -> Step<T>) -> IoResult<T> {
+        loop {
+            let ready = || {
+                if self.index.is_lost() {
+                    return Some(Err(IoError::EIO));
+                }
+                match attempt(&mut self.lock()) {
+                    Step::Wait => None,
+                    Step::Done(value) => Some(Ok(Ok(value))),
+                    Step::Need(need) => Some(Ok(Err(need))),
+                    Step::Fail(error) => Some(Err(error)),
+                }
+            };
+            // The attempt borrows from this frame only.
+            let mut ready = ready;
+            match self.idle.until(&mut ready).await? {
+                Ok(value) => return Ok(value),
+                Err(need) => self.reserve(io, need).await?,
+            }
+        }
+    }
+
+    /// Reserves beside the reactor: what is best, or where there is not so much, what is needed at least.
+    async fn reserve(&self, io: &MetaIo, need: Need) -> IoResult {
+        let growing = Growing(self);
+        let Need { which, reserved, least, best } = need;
+        let space = Arc::clone(if which == Which::Data { &self.data_space } else { &self.index_space });
+        let reserve = move || {
+            let bytes = |pages: u64| pages.saturating_mul(PAGE_BYTES);
+            let up_to = |end: u64| space.reserve(bytes(reserved), bytes(end.saturating_sub(reserved))).map(|()| end);
+            let halfway = least.saturating_add(best.saturating_sub(least) / 16);
+            up_to(best).or_else(|_| up_to(halfway)).or_else(|_| up_to(least))
+        };
+        let end = io.queue().compute(reserve).await??;
+        let mut state = self.lock();
+        match which {
+            Which::Data => state.data.reserved = end,
+            Which::Index => state.index_reserved = end,
+        }
+        drop(state);
+        drop(growing);
+        Ok(())
+    }
+}
+
+/// While space is being reserved; also if whoever waits for that is dropped.
+struct Growing<'a>(&'a Inner);
+
+impl Drop for Growing<'_> {
+    fn drop(&mut self) {
+        self.0.lock().growing = false;
+        self.0.idle.wake_all();
+    }
+}

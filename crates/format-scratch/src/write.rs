@@ -1,0 +1,151 @@
+//! Writes to pages that the overlay does not have yet, in two steps: *prepare* reserves, *commit* publishes.
+
+use crate::layout::{BELOW, PAGE_BYTES, data_page, word_of};
+use crate::scratch::Scratch;
+use crate::state::{Inner, State, Step};
+use block::{Extent, IoError, IoErrorKind, IoResult, MetaIo};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The most pages of one allocation: 2 MiB.
+const ALLOCATION_PAGES: u64 = 512;
+
+/// Where a write may go.
+pub enum Prepared {
+    /// The overlay has the first part of the range: overwrite it.
+    InPlace {
+        /// First byte in the data.
+        offset: u64,
+        /// How many bytes, at least 1.
+        length_bytes: u64,
+    },
+    /// New space for the first part of the range.
+    New(Allocation),
+}
+
+/// What the rest of an allocation's first or last page must be filled with before commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fill {
+    /// Nothing: the space is zero, and so is the page.
+    None,
+    /// Zeros.
+    Zero,
+    /// What the guest sees there.
+    Copy,
+}
+
+/// Space for whole pages, invisible until [`Scratch::commit_write`]. Dropping it gives the space back.
+pub struct Allocation {
+    /// First byte of the disk, at or before the request: where a page begins.
+    pub guest_offset: u64,
+    /// Whole pages; may end before the request does, or behind the disk.
+    pub length_bytes: u64,
+    /// First byte in the data.
+    pub file_offset: u64,
+    /// What to do before the request, in the first page.
+    pub head: Fill,
+    /// What to do behind the request, in the last page.
+    pub tail: Fill,
+    /// The space reads as zeros.
+    pub zeroed: bool,
+    guest: Range<u64>,
+    data: Range<u64>,
+    is_published: bool,
+    inner: Arc<Inner>,
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        let mut state = self.inner.lock();
+        state.in_flight.remove(&self.guest.start);
+        if !self.is_published {
+            // A write to it may still be in flight.
+            state.retire(&self.inner.epochs, [self.data.clone()]);
+        }
+        drop(state);
+        self.inner.idle.wake_all();
+    }
+}
+
+impl Scratch {
+    /// Where the first part of a write goes. Waits while another write makes the same page, and for space.
+    pub async fn prepare_write(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Prepared> {
+        let end = offset.checked_add(length_bytes).filter(|end| *end <= self.inner.size_bytes && length_bytes > 0);
+        if end.is_none() {
+            return Err(IoError::new(IoErrorKind::OutOfRange));
+        }
+        self.inner.run(io, |state| self.try_prepare(state, offset, length_bytes)).await
+    }
+
+    fn try_prepare(&self, state: &mut State, offset: u64, length_bytes: u64) -> Step<Prepared> {
+        let inner = &self.inner;
+        let wanted = Inner::pages_of(offset, length_bytes);
+        let first = wanted.start;
+        if state.is_in_flight(&(first..first.saturating_add(1))) {
+            return Step::Wait;
+        }
+        if data_page(inner.index.word(first)).is_some() {
+            let mapped = inner.index.lookup(offset, length_bytes);
+            let Extent::Data { offset, .. } = mapped.extent else { return Step::Fail(IoError::EIO) };
+            return Step::Done(Prepared::InPlace { offset, length_bytes: mapped.length_bytes });
+        }
+        let part = Inner::part_of(first);
+        if let Some(not_yet) = state.table_for(&inner.index, part) {
+            return not_yet.without_value();
+        }
+        let is_free = |page: &u64| {
+            Inner::part_of(*page) == part
+                && data_page(inner.index.word(*page)).is_none()
+                && !state.is_in_flight(&(*page..page.saturating_add(1)))
+        };
+        let count = wanted.take(ALLOCATION_PAGES as usize).take_while(is_free).count() as u64;
+        let (data, zeroed) = match state.take_data(&inner.epochs, count) {
+            Ok(taken) => taken,
+            Err(not_yet) => return not_yet.without_value(),
+        };
+        let count = data.end.saturating_sub(data.start);
+        let guest = first..first.saturating_add(count);
+        let fill = |page: u64| match inner.index.word(page) {
+            BELOW => Fill::Copy,
+            _ if zeroed => Fill::None,
+            _ => Fill::Zero,
+        };
+        state.in_flight.insert(guest.start, guest.end);
+        Step::Done(Prepared::New(Allocation {
+            guest_offset: first.saturating_mul(PAGE_BYTES),
+            length_bytes: count.saturating_mul(PAGE_BYTES),
+            file_offset: data.start.saturating_mul(PAGE_BYTES),
+            head: fill(first),
+            tail: fill(guest.end.saturating_sub(1)),
+            zeroed,
+            guest,
+            data,
+            is_published: false,
+            inner: Arc::clone(inner),
+        }))
+    }
+
+    /// Publishes an allocation whose data and fillings have been written.
+    pub fn commit_write(&self, mut allocation: Allocation) -> IoResult {
+        let state = self.inner.lock();
+        // From here on the space is the disk's, also if the index should fail in the middle.
+        allocation.is_published = true;
+        for (page, data) in allocation.guest.clone().zip(allocation.data.clone()) {
+            let word = word_of(data).ok_or(IoError::EIO)?;
+            self.inner.index.set(page, word).ok_or(IoError::EIO)?;
+        }
+        drop(state);
+        if self.inner.index.is_lost() { Err(IoError::EIO) } else { Ok(()) }
+    }
+}
+
+impl Step<()> {
+    /// The same for an attempt that was to have a value: this one is not [`Step::Done`].
+    fn without_value<T>(self) -> Step<T> {
+        match self {
+            Self::Done(()) | Self::Wait => Step::Wait,
+            Self::Need(need) => Step::Need(need),
+            Self::Fail(error) => Step::Fail(error),
+        }
+    }
+}

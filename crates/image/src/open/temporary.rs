@@ -1,0 +1,73 @@
+//! A layer on top of a disk that is thrown away with it.
+
+use super::file_name::FileName;
+use super::gate::Role;
+use super::guess::Format;
+use super::layers::{MAX_LAYERS, open_layer};
+use crate::chain::layer::Layer;
+use crate::chain::mapping::Mapping;
+use crate::{CreateOptions, create};
+use block::{Error, ErrorKind, File, Result};
+use format_scratch::{Scratch, Space};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The two files of a scratch overlay, both empty and without a name.
+pub struct ScratchFiles {
+    /// Will be mapped; open for reading and writing.
+    pub index: std::fs::File,
+    /// Where the data go.
+    pub data: Arc<dyn File>,
+    /// The space of the data.
+    pub space: Arc<dyn Space>,
+}
+
+/// Makes files that are gone when nobody has them open any more, however that comes about.
+pub trait TemporaryFiles {
+    /// Where, for messages.
+    fn directory(&self) -> PathBuf;
+
+    /// Files for a scratch overlay.
+    fn scratch(&self) -> Result<ScratchFiles>;
+
+    /// One empty file, for an image.
+    fn image(&self) -> Result<Arc<dyn File>>;
+}
+
+/// A scratch overlay on these layers, or a qcow2 image where a scratch overlay cannot be.
+pub(crate) fn temporary_layer(layers: &[Layer], files: &dyn TemporaryFiles) -> Result<Layer> {
+    let below = layers.first().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+    if layers.len() >= MAX_LAYERS {
+        let what = format!("the chain of '{}' has {MAX_LAYERS} layers already: none fits on top", below.name);
+        return Err(Error::new(ErrorKind::BadImage, what));
+    }
+    match scratch_layer(below, files) {
+        Err(error) if error.kind() == ErrorKind::Unsupported => {
+            let layer = image_layer(below, files)?;
+            tracing::warn!("{error}; a temporary qcow2 image takes what is written instead");
+            Ok(layer)
+        }
+        other => other,
+    }
+}
+
+fn scratch_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
+    let name = FileName::Temporary(files.directory());
+    let ScratchFiles { index, data, space } = files.scratch()?;
+    let scratch = Scratch::new(&name.to_string(), below.size_bytes, index, space)?;
+    let (mapping, size_bytes) = (Mapping::Scratch(scratch), below.size_bytes);
+    let said = name.clone();
+    Ok(Layer { name, said, writable: true, guessed: false, file: data, data: None, mapping, size_bytes })
+}
+
+fn image_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
+    let file = files.image()?;
+    let options = format_qcow2::CreateOptions::default().with(|options| {
+        options.size_bytes = below.size_bytes;
+        // Nobody looks for it: the layers below are open.
+        options.backing_file = Some("below".to_owned());
+        options.backing_format = Some(Format::Raw.to_string());
+    });
+    create(&file, &CreateOptions::Qcow2(options))?;
+    open_layer(&FileName::Temporary(files.directory()), file, Format::Qcow2, Role::Writable, None)
+}

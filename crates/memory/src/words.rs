@@ -1,0 +1,64 @@
+//! A file of our own as an array of 32-bit words in memory.
+
+use crate::Mapping;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::AtomicU32;
+
+/// Words of a mapped file, read and changed without a lock.
+///
+/// The file may be shorter than the array. A word behind its end, or one whose page cannot be had, reads as zero, and the
+/// array is [poisoned](MappedWords::is_poisoned) from then on: whoever uses it reserves the file's space first, and
+/// believes nothing that it reads once it is poisoned.
+#[derive(Debug)]
+pub struct MappedWords {
+    mapping: Mapping,
+    count: usize,
+}
+
+impl MappedWords {
+    /// Maps the first `count` words of `file`, which is open for reading, and for writing if `writable`.
+    pub fn new(file: BorrowedFd<'_>, count: usize, writable: bool) -> io::Result<Self> {
+        let too_long = || io::Error::new(io::ErrorKind::InvalidInput, "the array is longer than any address space");
+        let length_bytes = count.checked_mul(size_of::<AtomicU32>()).ok_or_else(too_long)?;
+        Ok(Self { mapping: Mapping::of_storage(file, length_bytes, writable)?, count })
+    }
+
+    /// A word; `None` behind the end of the array. One that was mapped for reading only must not be stored to.
+    #[inline]
+    #[must_use]
+    pub fn get(&self, index: usize) -> Option<&AtomicU32> {
+        if index >= self.count {
+            return None;
+        }
+        // SAFETY: the word lies in the mapping, which is page-aligned and lives as long as the reference. It is only
+        // reached as an atomic. A page that cannot be had is covered with zeros (see `fault`).
+        Some(unsafe { &*self.mapping.as_ptr().cast::<AtomicU32>().as_ptr().add(index) })
+    }
+
+    /// Whether a word could not be had.
+    #[inline]
+    #[must_use]
+    pub fn is_poisoned(&self) -> bool {
+        self.mapping.is_poisoned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+    use std::sync::atomic::Ordering;
+
+    #[test]
+    fn words_are_the_files_bytes_and_one_behind_its_end_poisons_instead_of_a_signal() {
+        let (fd, _whole) = Mapping::anonymous_file(c"words", 4096).unwrap();
+        let words = MappedWords::new(fd.as_fd(), 4096, true).unwrap();
+        words.get(1023).unwrap().store(7, Ordering::Release);
+        let again = MappedWords::new(fd.as_fd(), 1024, false).unwrap();
+        assert_eq!(again.get(1023).unwrap().load(Ordering::Acquire), 7);
+        assert!(again.get(1024).is_none() && !words.is_poisoned());
+        assert_eq!(words.get(4000).unwrap().load(Ordering::Acquire), 0);
+        assert!(words.is_poisoned() && !again.is_poisoned());
+    }
+}
