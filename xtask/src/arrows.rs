@@ -40,7 +40,7 @@ const ROOMS: &[Room] = &[
     Room { name: "load", below: &["driver", "image", "block"] },
     Room { name: "jobs", below: &["image", "block"] },
     Room { name: "export-vhost-user", below: &["virtio-blk", "virtio", "block"] },
-    Room { name: "export-nbd", below: &["block"] },
+    Room { name: "export-nbd", below: &["nbd-wire", "block"] },
     Room { name: "virtio-blk", below: &["virtio", "block"] },
     Room { name: "driver", below: &["virtio", "block"] },
     Room { name: "virtio", below: &[] },
@@ -51,6 +51,7 @@ const ROOMS: &[Room] = &[
     Room { name: "engine", below: &["block"] },
     Room { name: "testkit", below: &["block"] },
     Room { name: "block", below: &[] },
+    Room { name: "nbd-wire", below: &[] },
     Room { name: "memory", below: &[] },
 ];
 

@@ -39,6 +39,7 @@ enum Command {
     #[command(flatten)]
     Image(commands::ImageVerb),
     Serve(commands::serve::Args),
+    Nbd(commands::nbd::Args),
     Ctl(commands::ctl::Args),
     Try(commands::try_it::Args),
     Replay(commands::replay::Args),
@@ -67,6 +68,7 @@ fn ringdisk() -> anyhow::Result<()> {
     match cli.command {
         Command::Image(verb) => verb.run(),
         Command::Serve(args) => commands::serve::run(&args, cli.lock_timeout_s),
+        Command::Nbd(args) => commands::nbd::run(&args, cli.lock_timeout_s),
         Command::Ctl(args) => commands::ctl::run(&args),
         Command::Try(args) => commands::try_it::run(&args),
         Command::Replay(args) => commands::replay::run(&args),

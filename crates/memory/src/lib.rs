@@ -9,6 +9,7 @@
 //! * [`MappingShare`]: what one peer may map, whatever others do. [`MappedWords`]: a file of our own as an array.
 //! * [`fault`]: what happens when such a file shrinks under us.
 //! * [`InterruptHandle`]: gets a thread out of a system call in which a peer makes it wait.
+//! * [`receive_into`] and [`send_parts`]: a stream socket's bytes, straight from and to windows.
 //! * [`peer_process`]: whether the process at the other end of a socket still lives.
 //!
 //! Nearly all `unsafe` of the project is here and in `engine`: the types are built so that code above them needs none.
@@ -23,6 +24,7 @@ mod mapping;
 mod peer;
 mod pool;
 mod share;
+mod socket;
 mod words;
 
 pub use aligned::{AlignedBuf, OutOfMemory, PAGE_BYTES};
@@ -37,4 +39,5 @@ pub use pool::{
     ThreadList, maintain_pools, pools, trim_pools,
 };
 pub use share::MappingShare;
+pub use socket::{SocketPart, receive_into, send_parts};
 pub use words::MappedWords;

@@ -15,6 +15,7 @@ pub(crate) mod img_compat;
 mod info;
 mod map;
 mod measure;
+pub(crate) mod nbd;
 mod rebase;
 pub(crate) mod replay;
 mod resize;

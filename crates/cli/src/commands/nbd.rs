@@ -1,0 +1,194 @@
+//! `ringdisk nbd`: disks for NBD clients, until a signal says stop.
+
+use crate::output::{self, usage};
+use crate::signals;
+use anyhow::Context as _;
+use block::{Disk, ReactorHandle};
+use daemon::Pidfile;
+use drive::{DriveOptions, OpenedDisk, ParsedDrive, human_size, open_disk};
+use engine::{Reactor, ReactorConfig, ReactorThread};
+use export_nbd::{NbdExport, NbdListener, NbdServer, ServerOptions};
+use export_vhost_user::ListenSocket;
+use image::{BackingPolicy, FileName};
+use std::fmt::Write as _;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Serve disks to NBD clients, over a Unix or a TCP socket.
+///
+/// SIGTERM, SIGINT and SIGHUP end it in order: requests in flight end, images are flushed and closed, the socket removed.
+#[derive(clap::Args)]
+#[command(group = clap::ArgGroup::new("place").required(true))]
+pub(crate) struct Args {
+    /// The image to serve.
+    #[arg(value_name = "IMAGE")]
+    image: Option<PathBuf>,
+    /// Another disk, with options as of serve. Its export has the disk's name (name=). May be repeated.
+    #[arg(long, value_name = "OPTIONS")]
+    drive: Vec<String>,
+    /// Listen at this Unix socket, for this user only.
+    #[arg(long, value_name = "PATH", group = "place")]
+    socket: Option<PathBuf>,
+    /// Listen at this TCP address. Whoever can reach it can read and write the disks.
+    #[arg(long, value_name = "ADDRESS:PORT", group = "place")]
+    listen: Option<String>,
+    /// What clients call IMAGE. They get it, too, if they name nothing.
+    #[arg(long, value_name = "NAME", default_value = "")]
+    export_name: String,
+    /// What clients are told about IMAGE.
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    description: String,
+    /// Open IMAGE for reading only.
+    #[arg(short, long)]
+    read_only: bool,
+    /// Connections at once; others wait.
+    #[arg(short = 'e', long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..))]
+    shared: u16,
+    /// Threads that serve requests [default: one for each CPU, at most one for each connection].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    reactors: Option<u16>,
+    /// Which backing files an image may have us open: deny, same-dir, listed, any.
+    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
+    allow_backing: String,
+    /// A file that images may use as a backing file. May be repeated.
+    #[arg(long, value_name = "FILE")]
+    backing: Vec<PathBuf>,
+    /// Write the process id to PATH once ready. The file is removed at the end.
+    #[arg(long, value_name = "PATH")]
+    pidfile: Option<PathBuf>,
+}
+
+/// A disk, and how it is exported.
+struct Asked {
+    drive: DriveOptions,
+    description: String,
+}
+
+pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()> {
+    let mut asked = match asked(args)? {
+        Ok(asked) => asked,
+        Err(help) => return output::print(&format!("{help}\n")),
+    };
+    for disk in asked.iter_mut().map(|asked| &mut asked.drive.disk) {
+        disk.lock_timeout_s = disk.lock_timeout_s.or(lock_timeout_s);
+    }
+    let allow_backing: BackingPolicy = args.allow_backing.parse()?;
+    // From here on a signal means an orderly end, so that no socket stays behind.
+    let mut signals = signals::orderly()?;
+    let mut disks = Vec::new();
+    let served = serve(args, &asked, allow_backing, &mut disks);
+    let ended = served.and_then(|Serving { server, socket, reactors }| {
+        let pidfile = args.pidfile.as_deref().map(Pidfile::create).transpose()?;
+        output::print(&announcement(args, &asked, &disks))?;
+        daemon::notify("READY=1");
+        let signal = signals.forever().next();
+        tracing::info!(signal, "stopping");
+        daemon::notify("STOPPING=1");
+        server.stop();
+        drop((socket, pidfile));
+        Ok(reactors)
+    });
+    // All of them, whatever becomes of one.
+    let mut closed = Ok(());
+    for disk in &disks {
+        closed = closed.and(disk.close());
+    }
+    for reactor in ended? {
+        closed = closed.and(reactor.stop());
+    }
+    Ok(closed?)
+}
+
+fn asked(args: &Args) -> anyhow::Result<Result<Vec<Asked>, String>> {
+    let mut asked = Vec::new();
+    if let Some(image) = &args.image {
+        let mut drive = DriveOptions::of_file(FileName::parse(image)?);
+        drive.disk.read_only = args.read_only;
+        drive.disk.name = Some(args.export_name.clone());
+        asked.push(Asked { drive, description: args.description.clone() });
+    }
+    for text in &args.drive {
+        match DriveOptions::parse(text).map_err(|error| error.in_context(format!("--drive {text}")))? {
+            ParsedDrive::Drive(drive) => asked.push(Asked { drive: *drive, description: String::new() }),
+            ParsedDrive::Help(help) => return Ok(Err(help)),
+        }
+    }
+    match asked.is_empty() {
+        true => Err(usage("nothing to serve: name an IMAGE or give --drive file=PATH,...")),
+        false => Ok(Ok(asked)),
+    }
+}
+
+struct Serving {
+    server: NbdServer,
+    /// Removes its file.
+    socket: Option<ListenSocket>,
+    reactors: Vec<ReactorThread>,
+}
+
+/// Opens the disks, which go into `disks` even if something fails later, and serves them.
+fn serve(
+    args: &Args,
+    asked: &[Asked],
+    allow_backing: BackingPolicy,
+    disks: &mut Vec<OpenedDisk>,
+) -> anyhow::Result<Serving> {
+    let named = asked.iter().filter_map(|asked| asked.drive.disk.file.as_ref()?.path().map(PathBuf::from));
+    let listed: Vec<PathBuf> = named.chain(args.backing.iter().cloned()).collect();
+    let mut exports = Vec::new();
+    for Asked { drive, description } in asked {
+        let opened = open_disk(&drive.disk, allow_backing.clone(), &listed)?;
+        let disk: Arc<dyn Disk> = Arc::clone(&opened.disk);
+        disks.push(opened);
+        exports.push(NbdExport::new(drive.disk.name.clone().unwrap_or_default(), disk).with(|export| {
+            export.description.clone_from(description);
+            export.read_only = drive.export.read_only;
+        }));
+    }
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let count = args.reactors.map_or(cpus.min(usize::from(args.shared)), usize::from);
+    let spawn =
+        |index| Reactor::spawn(ReactorConfig::default().with(|config| config.name = format!("reactor-{index}")));
+    let reactors = (0..count).map(spawn).collect::<block::Result<Vec<ReactorThread>>>()?;
+    let (listener, socket) = listen(args)?;
+    let options = ServerOptions::default().with(|options| options.limits.connections = args.shared.into());
+    let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(ReactorThread::handle).collect();
+    Ok(Serving { server: NbdServer::start(listener, exports, handles, options)?, socket, reactors })
+}
+
+/// Others of this user only.
+const SOCKET_MODE: u32 = 0o600;
+
+fn listen(args: &Args) -> anyhow::Result<(NbdListener, Option<ListenSocket>)> {
+    match (&args.socket, &args.listen) {
+        (Some(path), _) => {
+            let socket = ListenSocket::of_mode(path, SOCKET_MODE)?;
+            let listener = socket.listener().try_clone().context("cannot duplicate the socket")?;
+            Ok((NbdListener::Unix(listener), Some(socket)))
+        }
+        (None, address) => {
+            let address = address.as_deref().unwrap_or_default();
+            let listener = TcpListener::bind(address).with_context(|| format!("cannot listen at '{address}'"))?;
+            Ok((NbdListener::Tcp(listener), None))
+        }
+    }
+}
+
+fn announcement(args: &Args, asked: &[Asked], disks: &[OpenedDisk]) -> String {
+    let mut text = String::new();
+    for (Asked { drive, .. }, disk) in asked.iter().zip(disks) {
+        let (info, name) = (disk.disk.info(), drive.disk.name.as_deref().unwrap_or_default());
+        let mode = if info.read_only || drive.export.read_only { ", read-only" } else { "" };
+        let place = match (&args.socket, &args.listen) {
+            (Some(path), _) => format!("nbd+unix:///{name}?socket={}", path.display()),
+            (None, address) => format!("nbd://{}/{name}", address.as_deref().unwrap_or_default()),
+        };
+        let size = human_size(info.size_bytes);
+        let _ = writeln!(text, "serving {} ({size}{mode}) at {place}", drive.disk.display_name());
+        for layer in disk.layers() {
+            let _ = writeln!(text, "  {layer}");
+        }
+    }
+    text + "ready\n"
+}

@@ -1,0 +1,400 @@
+//! One client on one reactor. Nothing here waits: a client that is slow keeps only its own requests.
+
+use crate::export::NbdExport;
+use crate::handshake::{Handshake, Step};
+use crate::input::Input;
+use crate::limits::{Account, Grant, Limits, Total};
+use crate::output::Output;
+use crate::status::{Mailbox, StatusThread};
+use crate::transmission::{Next, Transmission};
+use block::{Interest, Poller, PollerId, ReactorCtx, ReactorHandle, Timer, Watch};
+use memory::{IoBuf, receive_into};
+use nbd_wire::numbers::error;
+use nbd_wire::request::Request;
+use std::cell::RefCell;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Steps of one turn: then others on the reactor come first.
+const STEPS_PER_TURN: usize = 64;
+/// Payload that is received in one turn.
+const BYTES_PER_TURN: usize = 4 << 20;
+
+/// What a connection shares with its server.
+pub(crate) struct Link {
+    /// It is to end: requests in flight end, no others begin.
+    pub(crate) closing: AtomicBool,
+    mailbox: Arc<Mailbox>,
+    pub(crate) reactor: Arc<dyn ReactorHandle>,
+}
+
+impl Link {
+    pub(crate) fn new(reactor: Arc<dyn ReactorHandle>) -> Self {
+        Self { closing: AtomicBool::new(false), mailbox: Arc::default(), reactor }
+    }
+}
+
+/// What a connection is made of.
+pub(crate) struct Setup<G> {
+    pub(crate) socket: OwnedFd,
+    pub(crate) exports: Arc<[NbdExport]>,
+    pub(crate) limits: Limits,
+    pub(crate) total: Arc<Total>,
+    pub(crate) link: Arc<Link>,
+    /// Counts the connection as long as anything of it lives.
+    pub(crate) guard: G,
+}
+
+enum Phase {
+    Handshake(Handshake),
+    Transmission(Box<Transmission>),
+}
+
+/// What arrives next, if it is no header.
+enum Incoming {
+    Header,
+    Payload { request: Request, buffer: IoBuf, grant: Option<Grant>, filled: usize },
+    Unwanted { request: Request, left: u64, error: u32 },
+}
+
+pub(crate) struct Connection<G> {
+    socket: Watch<OwnedFd>,
+    ctx: Rc<dyn ReactorCtx>,
+    id: Option<PollerId>,
+    phase: Phase,
+    input: Input,
+    output: Output,
+    incoming: Incoming,
+    /// For the handshake.
+    deadline: Timer,
+    account: Rc<Account>,
+    limits: Limits,
+    exports: Arc<[NbdExport]>,
+    link: Arc<Link>,
+    status: Option<StatusThread>,
+    guard: G,
+    /// No more requests are taken.
+    shuts: bool,
+    /// The socket is of no use any more.
+    is_dead: bool,
+}
+
+/// What a step came to.
+enum Outcome {
+    Goes,
+    Waits,
+}
+
+impl<G: Clone + Send + 'static> Connection<G> {
+    /// Begins to serve a client, on the reactor's own thread.
+    pub(crate) fn start(ctx: &Rc<dyn ReactorCtx>, setup: Setup<G>) -> block::Result<()> {
+        let Setup { socket, exports, limits, total, link, guard } = setup;
+        let mut greeting = Vec::new();
+        let handshake = Handshake::begin(Arc::clone(&exports), limits.payload_bytes, &mut greeting);
+        let mut output = Output::default();
+        output.bytes(greeting);
+        let mut deadline = ctx.timer();
+        deadline.set(ctx.now().checked_add(limits.handshake).unwrap_or_else(|| ctx.now()));
+        let connection = Self {
+            socket: Watch::new(ctx, socket)?,
+            ctx: Rc::clone(ctx),
+            id: None,
+            phase: Phase::Handshake(handshake),
+            input: Input::new(),
+            output,
+            incoming: Incoming::Header,
+            deadline,
+            account: Account::new(&limits, total),
+            limits,
+            exports,
+            link,
+            status: None,
+            guard,
+            shuts: false,
+            is_dead: false,
+        };
+        let connection = Rc::new(RefCell::new(connection));
+        let id = ctx.add_poller(Rc::clone(&connection) as _)?;
+        connection.borrow_mut().id = Some(id);
+        Ok(())
+    }
+
+    fn name(&self) -> &str {
+        match &self.phase {
+            Phase::Handshake(_) => "",
+            Phase::Transmission(transmission) => &transmission.export().name,
+        }
+    }
+
+    fn breaks(&mut self, why: impl std::fmt::Display) {
+        if !self.is_dead {
+            tracing::debug!(export = %self.name(), "an NBD client is disconnected: {why}");
+        }
+        (self.is_dead, self.shuts) = (true, true);
+        self.output.clear();
+        self.incoming = Incoming::Header;
+    }
+
+    fn harvest(&mut self) -> bool {
+        let Phase::Transmission(transmission) = &mut self.phase else { return false };
+        let mut did = transmission.harvest(&mut self.output);
+        while let Some((tag, answer)) = self.link.mailbox.take() {
+            transmission.answer(tag, answer, &mut self.output);
+            did = true;
+        }
+        did
+    }
+
+    /// Takes what has arrived.
+    fn receive(&mut self) -> bool {
+        let (mut did, mut steps, mut bytes) = (false, 0_usize, 0_usize);
+        while !self.shuts && steps < STEPS_PER_TURN && bytes < BYTES_PER_TURN {
+            match self.step(&mut bytes) {
+                Ok(Outcome::Goes) => did = true,
+                Ok(Outcome::Waits) => break,
+                Err(error) => {
+                    self.breaks(error);
+                    did = true;
+                }
+            }
+            steps = steps.saturating_add(1);
+        }
+        did
+    }
+
+    fn step(&mut self, bytes: &mut usize) -> io::Result<Outcome> {
+        let pending = match &self.phase {
+            Phase::Handshake(_) => 0,
+            Phase::Transmission(transmission) => transmission.pending(),
+        };
+        if pending.saturating_add(self.output.len()) >= self.limits.requests {
+            return Ok(Outcome::Waits);
+        }
+        match std::mem::replace(&mut self.incoming, Incoming::Header) {
+            Incoming::Header => self.header(),
+            Incoming::Payload { request, buffer, grant, filled } => self.payload(request, buffer, grant, filled, bytes),
+            Incoming::Unwanted { request, left, error } => self.unwanted(request, left, error),
+        }
+    }
+
+    fn header(&mut self) -> io::Result<Outcome> {
+        let broken = |error: nbd_wire::WireError| io::Error::new(io::ErrorKind::InvalidData, error);
+        let mut reader = self.input.reader();
+        let waits = match &mut self.phase {
+            Phase::Handshake(handshake) => {
+                let mut answers = Vec::new();
+                let step = handshake.take(&mut reader, &mut answers);
+                self.output.bytes(answers);
+                let left = reader.rest().len();
+                self.input.keep(left);
+                match step.map_err(broken)? {
+                    Step::Waits => true,
+                    Step::Goes => false,
+                    Step::Ends => {
+                        self.shuts = true;
+                        false
+                    }
+                    Step::Ready(agreed) => {
+                        let export = self.exports.get(agreed.export).cloned();
+                        let export = export.ok_or(io::ErrorKind::NotFound)?;
+                        tracing::debug!(export = %export.name, "an NBD client connected");
+                        let queue = export.disk.open_queue(&self.ctx).map_err(io::Error::other)?;
+                        let account = Rc::clone(&self.account);
+                        let transmission = Transmission::new(export, agreed, queue, account, &self.limits);
+                        self.deadline.clear();
+                        self.phase = Phase::Transmission(Box::new(transmission));
+                        false
+                    }
+                }
+            }
+            Phase::Transmission(transmission) => {
+                match Request::read(&mut reader, transmission.is_extended()).map_err(broken)? {
+                    None => true,
+                    Some(request) => {
+                        let left = reader.rest().len();
+                        let next = transmission.begin(request, &mut self.output).map_err(broken)?;
+                        if matches!(next, Next::Later) {
+                            return Ok(Outcome::Waits);
+                        }
+                        self.input.keep(left);
+                        self.goes_on(next);
+                        false
+                    }
+                }
+            }
+        };
+        if waits { self.fill() } else { Ok(Outcome::Goes) }
+    }
+
+    fn goes_on(&mut self, next: Next) {
+        match next {
+            Next::Header | Next::Later => {}
+            Next::Ends => self.shuts = true,
+            Next::Payload(request, buffer, grant) => {
+                self.incoming = Incoming::Payload { request, buffer, grant, filled: 0 };
+            }
+            Next::Unwanted(request, left, error) => self.incoming = Incoming::Unwanted { request, left, error },
+            Next::Ask(question) => {
+                let tag = question.tag;
+                if !self.status_thread().is_some_and(|thread| thread.ask(question))
+                    && let Phase::Transmission(transmission) = &mut self.phase
+                {
+                    transmission.answer(tag, None, &mut self.output);
+                }
+            }
+        }
+    }
+
+    fn status_thread(&mut self) -> Option<&StatusThread> {
+        if self.status.is_none() {
+            let Phase::Transmission(transmission) = &self.phase else { return None };
+            let disk = Arc::clone(&transmission.export().disk);
+            let contexts = transmission.contexts().to_vec();
+            let (mailbox, reactor) = (Arc::clone(&self.link.mailbox), Arc::clone(&self.link.reactor));
+            let started = StatusThread::start(disk, contexts, mailbox, reactor, self.guard.clone());
+            self.status = started.inspect_err(|error| tracing::warn!("cannot start a thread: {error}")).ok();
+        }
+        self.status.as_ref()
+    }
+
+    /// Receives into the input; an end of the stream is an error.
+    fn fill(&mut self) -> io::Result<Outcome> {
+        if !self.socket.is_ready(Interest::Read) {
+            return Ok(Outcome::Waits);
+        }
+        let socket = self.socket.get_ref();
+        match self.input.fill(|room| Ok(rustix::io::read(socket, room)?)) {
+            Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection")),
+            Ok(_) => Ok(Outcome::Goes),
+            Err(error) => self.or_waits(error),
+        }
+    }
+
+    fn or_waits(&self, error: io::Error) -> io::Result<Outcome> {
+        match error.kind() {
+            io::ErrorKind::WouldBlock => {
+                self.socket.not_ready(Interest::Read);
+                Ok(Outcome::Waits)
+            }
+            io::ErrorKind::Interrupted => Ok(Outcome::Goes),
+            _ => Err(error),
+        }
+    }
+
+    fn payload(
+        &mut self,
+        request: Request,
+        buffer: IoBuf,
+        grant: Option<Grant>,
+        mut filled: usize,
+        bytes: &mut usize,
+    ) -> io::Result<Outcome> {
+        let window = buffer.whole();
+        let mut outcome = Ok(Outcome::Goes);
+        // What came together with the header.
+        let here = window.copy_from_slice(filled, self.input.rest());
+        self.input.skip(here);
+        filled = filled.saturating_add(here);
+        if filled < window.length_bytes() {
+            if !self.socket.is_ready(Interest::Read) {
+                outcome = Ok(Outcome::Waits);
+            } else {
+                match receive_into(self.socket.get_ref().as_fd(), &window, filled) {
+                    Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it left within a request")),
+                    Ok(count) => {
+                        filled = filled.saturating_add(count);
+                        *bytes = bytes.saturating_add(count);
+                    }
+                    Err(error) => outcome = Ok(self.or_waits(error)?),
+                }
+            }
+        }
+        match &mut self.phase {
+            Phase::Transmission(transmission) if filled >= window.length_bytes() => {
+                drop(buffer);
+                transmission.write(request, window, grant);
+            }
+            _ => {
+                drop(window);
+                self.incoming = Incoming::Payload { request, buffer, grant, filled };
+            }
+        }
+        outcome
+    }
+
+    fn unwanted(&mut self, request: Request, left: u64, number: u32) -> io::Result<Outcome> {
+        let taken = self.input.skip(usize::try_from(left).unwrap_or(usize::MAX));
+        let left = left.saturating_sub(taken as u64);
+        if left > 0 {
+            self.incoming = Incoming::Unwanted { request, left, error: number };
+            return self.fill();
+        }
+        if let Phase::Transmission(transmission) = &mut self.phase {
+            transmission.refuse(&request, number, &mut self.output);
+        }
+        Ok(Outcome::Goes)
+    }
+
+    fn send(&mut self) -> bool {
+        let mut did = false;
+        while !self.output.is_empty() && self.socket.is_ready(Interest::Write) {
+            match self.output.send(self.socket.get_ref().as_fd()) {
+                Ok(sent) => did |= sent,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.socket.not_ready(Interest::Write),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    self.breaks(error);
+                    did = true;
+                }
+            }
+        }
+        did
+    }
+
+    /// Whether nothing is left to do. A server that ends does not wait for a client to take its replies.
+    fn is_over(&self) -> bool {
+        let (in_flight, pending) = match &self.phase {
+            Phase::Handshake(_) => (0, 0),
+            Phase::Transmission(transmission) => (transmission.in_flight(), transmission.pending()),
+        };
+        let closing = self.link.closing.load(Ordering::Acquire);
+        self.shuts && in_flight == 0 && (self.is_dead || closing || pending == 0 && self.output.is_empty())
+    }
+
+    /// Requests that a server that ends does not carry out any more are refused, so that their client knows.
+    fn close(&mut self) {
+        self.shuts = true;
+        if let (Phase::Transmission(transmission), Incoming::Payload { request, .. }) = (&self.phase, &self.incoming) {
+            transmission.refuse(request, error::ESHUTDOWN, &mut self.output);
+        }
+        self.incoming = Incoming::Header;
+    }
+}
+
+impl<G: Clone + Send + 'static> Poller for Connection<G> {
+    fn poll(&mut self) -> bool {
+        let mut did = self.harvest();
+        if self.deadline.is_due() && matches!(self.phase, Phase::Handshake(_)) {
+            self.breaks("it took too long to choose an export");
+        }
+        if !self.shuts && self.link.closing.load(Ordering::Acquire) {
+            self.close();
+        }
+        did |= self.receive();
+        did |= self.send();
+        if self.is_over()
+            && let Some(id) = self.id.take()
+        {
+            self.ctx.remove_poller(id);
+            did = true;
+        }
+        did
+    }
+
+    fn arm(&mut self) -> bool {
+        self.poll()
+    }
+}

@@ -1,0 +1,274 @@
+//! A listening socket, and the thread that accepts clients and hands them to reactors.
+
+use crate::connection::{Connection, Link, Setup};
+use crate::export::NbdExport;
+use crate::limits::{Limits, Total};
+use block::{Error, ErrorKind, ReactorHandle, Result};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Where clients come in.
+#[derive(Debug)]
+pub enum NbdListener {
+    /// A Unix socket.
+    Unix(UnixListener),
+    /// A TCP socket.
+    Tcp(TcpListener),
+}
+
+impl NbdListener {
+    fn set_nonblocking(&self) -> io::Result<()> {
+        match self {
+            Self::Unix(listener) => listener.set_nonblocking(true),
+            Self::Tcp(listener) => listener.set_nonblocking(true),
+        }
+    }
+
+    fn accept(&self) -> io::Result<OwnedFd> {
+        match self {
+            Self::Unix(listener) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nonblocking(true)?;
+                Ok(stream.into())
+            }
+            Self::Tcp(listener) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nonblocking(true)?;
+                stream.set_nodelay(true)?;
+                // A host that is gone without a word does not keep its place for ever.
+                rustix::net::sockopt::set_socket_keepalive(&stream, true)?;
+                Ok(stream.into())
+            }
+        }
+    }
+}
+
+impl AsFd for NbdListener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(listener) => listener.as_fd(),
+            Self::Tcp(listener) => listener.as_fd(),
+        }
+    }
+}
+
+/// How a server serves.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct ServerOptions {
+    /// What clients can make it hold.
+    pub limits: Limits,
+}
+
+impl ServerOptions {
+    /// Changes some of them.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+}
+
+/// Disks at a socket. Dropping it stops it.
+pub struct NbdServer {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    listener: NbdListener,
+    exports: Arc<[NbdExport]>,
+    reactors: Vec<Arc<dyn ReactorHandle>>,
+    limits: Limits,
+    total: Arc<Total>,
+    stopping: AtomicBool,
+    /// Gets the thread out of its wait.
+    wake: OwnedFd,
+    crowd: Mutex<Crowd>,
+    /// A connection has gone.
+    gone: Condvar,
+}
+
+#[derive(Default)]
+struct Crowd {
+    links: Vec<Weak<Link>>,
+    live: usize,
+}
+
+/// A connection that counts. The last clone that is dropped takes it off.
+struct Counted(Arc<Shared>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        let mut crowd = self.0.crowd();
+        crowd.live = crowd.live.saturating_sub(1);
+        drop(crowd);
+        self.0.gone.notify_all();
+        self.0.wake();
+    }
+}
+
+impl Shared {
+    fn crowd(&self) -> MutexGuard<'_, Crowd> {
+        self.crowd.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wake(&self) {
+        // A counter that is full wakes as well.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    fn is_full(&self) -> bool {
+        self.crowd().live >= self.limits.connections
+    }
+
+    fn run(self: &Arc<Self>) {
+        let mut next_reactor = 0_usize;
+        while !self.stopping.load(Ordering::Acquire) {
+            let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
+            // Those who find no room wait in the socket's own queue.
+            if !self.is_full() {
+                fds.push(PollFd::new(&self.listener, PollFlags::IN));
+            }
+            let polled = poll(&mut fds, None);
+            let accepts = fds.len() > 1;
+            drop(fds);
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+            if polled.is_err() || !accepts || self.stopping.load(Ordering::Acquire) {
+                continue;
+            }
+            match self.listener.accept() {
+                Ok(socket) => {
+                    let index = next_reactor.checked_rem(self.reactors.len()).unwrap_or(0);
+                    next_reactor = next_reactor.wrapping_add(1);
+                    if let Some(reactor) = self.reactors.get(index) {
+                        self.connect(socket, reactor);
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => {
+                    tracing::warn!("cannot accept an NBD client: {error}");
+                    // Out of descriptors, say: not a reason to spin.
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+            }
+        }
+    }
+
+    fn connect(self: &Arc<Self>, socket: OwnedFd, reactor: &Arc<dyn ReactorHandle>) {
+        let link = Arc::new(Link::new(Arc::clone(reactor)));
+        {
+            let mut crowd = self.crowd();
+            crowd.live = crowd.live.saturating_add(1);
+            crowd.links.retain(|link| link.strong_count() > 0);
+            crowd.links.push(Arc::downgrade(&link));
+        }
+        let setup = Setup {
+            socket,
+            exports: Arc::clone(&self.exports),
+            limits: self.limits.clone(),
+            total: Arc::clone(&self.total),
+            link,
+            guard: Arc::new(Counted(Arc::clone(self))),
+        };
+        let begun = reactor.run(Box::new(move |ctx| {
+            if let Err(error) = Connection::start(ctx, setup) {
+                tracing::warn!("cannot serve an NBD client: {error}");
+            }
+        }));
+        if let Err(error) = begun {
+            tracing::warn!("cannot serve an NBD client: {error}");
+        }
+    }
+}
+
+impl NbdServer {
+    /// Serves `exports` to whoever connects. Connections go to the reactors in turn.
+    pub fn start(
+        listener: NbdListener,
+        exports: Vec<NbdExport>,
+        reactors: Vec<Arc<dyn ReactorHandle>>,
+        options: ServerOptions,
+    ) -> Result<Self> {
+        let bad = |message: String| Err(Error::new(ErrorKind::BadOption, message));
+        if exports.is_empty() || reactors.is_empty() {
+            return bad("an NBD server needs an export and a reactor".to_owned());
+        }
+        if let Some(fault) = exports.iter().find_map(NbdExport::fault) {
+            return bad(fault);
+        }
+        let mut names: Vec<&str> = exports.iter().map(|export| export.name.as_str()).collect();
+        names.sort_unstable();
+        if let Some(name) = names.windows(2).find_map(|pair| pair.first().filter(|first| pair.last() == Some(first))) {
+            return bad(format!("two NBD exports are called '{name}': give each a name of its own"));
+        }
+        let failed = |what: &str, error| Error::io(format!("cannot {what}"), error);
+        listener.set_nonblocking().map_err(|error| failed("set the socket up", error))?;
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| failed("make an event descriptor", error.into()))?;
+        let shared = Arc::new(Shared {
+            listener,
+            exports: exports.into(),
+            reactors,
+            limits: options.limits,
+            total: Arc::default(),
+            stopping: AtomicBool::new(false),
+            wake,
+            crowd: Mutex::default(),
+            gone: Condvar::new(),
+        });
+        let theirs = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("nbd-accept".into())
+            .spawn(move || theirs.run())
+            .map_err(|error| failed("start the server's thread", error))?;
+        Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Connections that are there.
+    #[must_use]
+    pub fn connections(&self) -> usize {
+        self.shared.crowd().live
+    }
+
+    /// Accepts nobody any more, lets requests in flight end, and disconnects.
+    pub fn stop(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        self.shared.stopping.store(true, Ordering::Release);
+        self.shared.wake();
+        if thread.join().is_err() {
+            tracing::error!("the NBD server's thread panicked");
+        }
+        let links: Vec<_> = self.shared.crowd().links.iter().filter_map(Weak::upgrade).collect();
+        for link in links {
+            link.closing.store(true, Ordering::Release);
+            // A reactor that has ended has dropped its connections.
+            let _ = link.reactor.run(Box::new(|_| {}));
+        }
+        let crowd = self.shared.gone.wait_while(self.shared.crowd(), |crowd| crowd.live > 0);
+        drop(crowd.unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl Drop for NbdServer {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl std::fmt::Debug for NbdServer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NbdServer").field("exports", &self.shared.exports).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,157 @@
+//! What lies where, for a client that asks: on a thread of the connection's own, because a disk may have to read tables, and
+//! a reactor never waits.
+
+use crate::handshake::Context;
+use block::{Disk, ReactorHandle, Run, StatusQuery};
+use nbd_wire::numbers::allocation;
+use nbd_wire::reply::Extent;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Extents that an answer tells at most, for each context.
+pub(crate) const EXTENTS_MAX: usize = 2048;
+/// What an answer takes, in bytes.
+pub(crate) const ANSWER_BYTES: usize = 2 * EXTENTS_MAX * 16;
+/// Questions of one connection at once.
+pub(crate) const QUESTIONS_MAX: usize = 16;
+
+/// A question.
+#[derive(Debug)]
+pub(crate) struct Question {
+    pub(crate) tag: u64,
+    pub(crate) offset: u64,
+    pub(crate) length_bytes: u64,
+    /// One extent is enough.
+    pub(crate) one: bool,
+}
+
+/// The extents of each context.
+pub(crate) type Answer = Vec<(Context, Vec<Extent>)>;
+
+/// Where answers come in.
+#[derive(Default)]
+pub(crate) struct Mailbox {
+    answers: Mutex<VecDeque<(u64, Option<Answer>)>>,
+    has_mail: AtomicBool,
+}
+
+impl Mailbox {
+    fn put(&self, tag: u64, answer: Option<Answer>) {
+        self.answers.lock().unwrap_or_else(PoisonError::into_inner).push_back((tag, answer));
+        self.has_mail.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn take(&self) -> Option<(u64, Option<Answer>)> {
+        if !self.has_mail.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
+        let answer = answers.pop_front();
+        self.has_mail.store(!answers.is_empty(), Ordering::Release);
+        answer
+    }
+}
+
+/// The thread, from its connection. It ends when this is dropped.
+pub(crate) struct StatusThread {
+    questions: Sender<Question>,
+}
+
+impl StatusThread {
+    /// Starts it. The thread keeps `guard` until its end.
+    pub(crate) fn start(
+        disk: Arc<dyn Disk>,
+        contexts: Vec<Context>,
+        mailbox: Arc<Mailbox>,
+        reactor: Arc<dyn ReactorHandle>,
+        guard: impl Send + 'static,
+    ) -> std::io::Result<Self> {
+        let (questions, asked) = channel();
+        std::thread::Builder::new().name("nbd-status".into()).spawn(move || {
+            answer_all(&asked, disk.as_ref(), &contexts, &mailbox, reactor.as_ref());
+            drop(disk);
+            drop(guard);
+        })?;
+        Ok(Self { questions })
+    }
+
+    /// Asks; false if nobody will answer.
+    pub(crate) fn ask(&self, question: Question) -> bool {
+        self.questions.send(question).is_ok()
+    }
+}
+
+fn answer_all(
+    asked: &Receiver<Question>,
+    disk: &dyn Disk,
+    contexts: &[Context],
+    mailbox: &Mailbox,
+    reactor: &dyn ReactorHandle,
+) {
+    while let Ok(question) = asked.recv() {
+        let answer = answer(disk, contexts, &question);
+        let answer = answer.inspect_err(|error| tracing::warn!("cannot tell what lies where: {error}")).ok();
+        mailbox.put(question.tag, answer);
+        // An empty job wakes the reactor.
+        if reactor.run(Box::new(|_| {})).is_err() {
+            return;
+        }
+    }
+}
+
+fn answer(disk: &dyn Disk, contexts: &[Context], question: &Question) -> block::Result<Answer> {
+    let mut lists: Answer = contexts.iter().map(|context| (*context, Vec::new())).collect();
+    let most = if question.one { 1 } else { EXTENTS_MAX };
+    for run in disk.block_status(&StatusQuery::of(question.offset, question.length_bytes))? {
+        let run = run?;
+        let mut takes_more = false;
+        for (context, list) in &mut lists {
+            takes_more |= add(list, most, run.length_bytes, flags(*context, &run));
+        }
+        if !takes_more {
+            break;
+        }
+    }
+    Ok(lists)
+}
+
+/// Adds bytes to a list that has not ended; returns whether it goes on. A list ends with the first bytes that it cannot take.
+fn add(list: &mut Vec<Extent>, most: usize, length_bytes: u64, flags: u64) -> bool {
+    let has_ended = list.len() > most;
+    match list.last_mut() {
+        _ if has_ended => false,
+        Some(last) if last.flags == flags => {
+            last.length_bytes = last.length_bytes.saturating_add(length_bytes);
+            true
+        }
+        _ => {
+            list.push(Extent { length_bytes, flags });
+            list.len() <= most
+        }
+    }
+}
+
+fn flags(context: Context, run: &Run) -> u64 {
+    match context {
+        Context::Allocation => {
+            let hole = if run.data { 0 } else { allocation::HOLE };
+            hole | if run.zero { allocation::ZERO } else { 0 }
+        }
+        Context::Depth if run.present => u64::try_from(run.depth).unwrap_or(u64::MAX).saturating_add(1),
+        Context::Depth => 0,
+    }
+}
+
+/// Cuts a list to what an answer tells: at most so many extents, within the request.
+pub(crate) fn cut(mut list: Vec<Extent>, one: bool, length_bytes: u64) -> Vec<Extent> {
+    list.truncate(if one { 1 } else { EXTENTS_MAX });
+    let mut left = length_bytes;
+    for extent in &mut list {
+        extent.length_bytes = extent.length_bytes.min(left);
+        left = left.saturating_sub(extent.length_bytes);
+    }
+    list.retain(|extent| extent.length_bytes > 0);
+    list
+}

@@ -1,0 +1,37 @@
+//! The bytes of the NBD protocol: layouts only, no sockets and no state. The server `export-nbd` and clients share it.
+//!
+//! Numbers and layouts are those of the protocol's own document (`doc/proto.md` of the project NetworkBlockDevice/nbd),
+//! with structured replies, extended headers and metadata contexts. All integers are big-endian.
+//!
+//! * [`numbers`]: magic numbers, options, commands, flags, error numbers.
+//! * [`Reader`]: bytes of a peer, read with a check of each length.
+//! * [`option`]: options of the handshake and their answers.
+//! * [`request`]: commands of the transmission phase.
+//! * [`reply`]: their answers.
+
+#![forbid(unsafe_code)]
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+#![cfg_attr(
+    test,
+    allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
+)]
+
+pub mod numbers;
+pub mod option;
+mod reader;
+pub mod reply;
+pub mod request;
+
+pub use reader::Reader;
+
+/// Bytes that no peer of this protocol sends: where, and why.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WireError(pub &'static str);
+
+impl std::fmt::Display for WireError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+impl std::error::Error for WireError {}
