@@ -24,6 +24,7 @@ const UNDER_DAEMON: &[&str] = &[
     "format-qcow2",
     "format-scratch",
     "engine",
+    "file-nbd",
     "block",
 ];
 
@@ -36,7 +37,7 @@ const ROOMS: &[Room] = &[
     Room { name: "daemon", below: UNDER_DAEMON },
     Room { name: "guestlab", below: &["drive", "load"] },
     Room { name: "disk", below: &["drive", "image", "engine", "block"] },
-    Room { name: "drive", below: &["driver", "image", "engine", "block"] },
+    Room { name: "drive", below: &["driver", "image", "engine", "file-nbd", "block"] },
     Room { name: "load", below: &["driver", "image", "block"] },
     Room { name: "jobs", below: &["image", "block"] },
     Room { name: "export-vhost-user", below: &["virtio-blk", "virtio", "block"] },
@@ -49,6 +50,7 @@ const ROOMS: &[Room] = &[
     Room { name: "format-qcow2", below: &["block"] },
     Room { name: "format-scratch", below: &["block"] },
     Room { name: "engine", below: &["block"] },
+    Room { name: "file-nbd", below: &["nbd-wire", "block"] },
     Room { name: "testkit", below: &["block"] },
     Room { name: "block", below: &[] },
     Room { name: "nbd-wire", below: &[] },

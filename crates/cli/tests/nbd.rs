@@ -38,3 +38,50 @@ fn a_server_without_a_place_or_without_a_disk_says_so() {
     assert!(run_fails(2, &["nbd", "disk.raw"]).contains("--socket"));
     assert!(run_fails(2, &["nbd", "--socket", "x"]).contains("IMAGE"));
 }
+
+#[test]
+fn a_disk_of_a_server_is_read_written_mapped_and_served_as_a_file_is() {
+    if !has_tool("qemu-img") || !has_tool("qemu-io") || !has_tool("nbdcopy") {
+        return;
+    }
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (source, raw, inner, copy) = (path("source.raw"), path("raw.raw"), path("inner.raw"), path("copy.qcow2"));
+    let mut bytes = common::numbered(3 << 20);
+    bytes.resize(8 << 20, 0);
+    std::fs::write(&source, &bytes).unwrap();
+    run_ok(&["create", "-q", "-f", "raw", &raw, "8M"]);
+    run_ok(&["create", "-q", "-f", "raw", &inner, "16M"]);
+    let socket = path("nbd");
+    let mut command = ringdisk();
+    let drive = format!("file={inner},format=raw,name=inner");
+    command.args(["nbd", &raw, "--socket", &socket, "--export-name", "raw", "--drive", &drive]);
+    let server = Server::start_command(command);
+    let uri = |name: &str| format!("nbd+unix:///{name}?socket={socket}");
+    // As a raw target and source.
+    run_ok(&["convert", "-n", "-f", "raw", "-O", "raw", &source, &uri("raw")]);
+    run_ok(&["convert", "-f", "raw", "-O", "qcow2", &uri("raw"), &copy]);
+    tool_ok("qemu-img", &["compare", "-q", "-f", "raw", "-F", "qcow2", &source, &copy]);
+    run_ok(&["compare", "-f", "raw", "-F", "raw", &source, &uri("raw")]);
+    assert!(run_ok(&["info", "-f", "raw", &uri("raw")]).contains("8 MiB"));
+    let map = run_ok(&["map", "-f", "raw", "--output=json", &uri("raw")]);
+    assert!(map.contains("\"zero\": true") || map.contains("\"data\": false"), "{map}");
+    // With an image in it, made by somebody else: read, written and served again.
+    tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", &uri("inner"), "8M"]);
+    run_ok(&["convert", "-n", "-f", "raw", "-O", "qcow2", &source, &uri("inner")]);
+    run_ok(&["check", "-f", "qcow2", &uri("inner")]);
+    tool_ok("qemu-img", &["compare", "-q", "-f", "raw", "-F", "qcow2", &source, &uri("inner")]);
+    let outer = path("outer");
+    let mut command = ringdisk();
+    command.args(["nbd", "--socket", &outer, "--drive", &format!("file={},format=qcow2,name=again", uri("inner"))]);
+    let again = Server::start_command(command);
+    let outer_uri = format!("nbd+unix:///again?socket={outer}");
+    tool_ok("qemu-io", &["-f", "raw", "-c", "write -P 9 4M 1M", "-c", "flush", &outer_uri]);
+    let back = path("back");
+    tool_ok("nbdcopy", &[&outer_uri, &back]);
+    again.stop();
+    bytes[4 << 20..5 << 20].fill(9);
+    assert!(std::fs::read(&back).unwrap() == bytes);
+    run_ok(&["check", "-f", "qcow2", &uri("inner")]);
+    server.stop();
+}

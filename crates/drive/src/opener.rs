@@ -5,6 +5,7 @@ use crate::options::{DiskOptions, DriveFormat};
 use crate::temporary::InTemporaryDirectory;
 use block::{Disk, Error, ErrorKind, File, Result};
 use engine::{CacheMode, EngineKind, OpenOptions};
+use file_nbd::NbdUri;
 use image::{
     BackingPolicy, DelayOptions, FileName, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats,
     TemporaryFiles, ThrottleMember,
@@ -91,6 +92,7 @@ impl EngineOpener {
                 None => engine::open_inherited(*number, options),
             },
             FileName::VhostUser(socket) => crate::vhost_user::open(socket, options.read_only),
+            FileName::Nbd(uri) => file_nbd::open(&NbdUri::parse(uri)?, options.read_only),
             _ => {
                 Err(Error::new(ErrorKind::Unsupported, format!("'{name}': no file with this protocol is opened here")))
             }

@@ -76,7 +76,7 @@ pub(crate) fn create(
 /// Nothing can be made at a server's socket. A raw image is there already, if the server's disk is long enough for it.
 fn check_served(socket: &Path, wanted: &NewImage) -> anyhow::Result<()> {
     if wanted.format != Format::Raw {
-        let what = "no image can be created at a vhost-user socket: use -O raw, or -n for an image that it holds";
+        let what = "no image can be created at a server's disk: use -O raw, or -n for an image that it holds";
         bail!("{}: {what}", socket.display());
     }
     let disk_bytes = files().open(&opened_name(socket), Role::ReadOnly)?.length_bytes()?;

@@ -33,27 +33,27 @@ pub(crate) fn file_name(text: &Path) -> anyhow::Result<PathBuf> {
     path_of(&FileName::parse(text).with_context(|| format!("Could not open '{}'", text.display()))?)
 }
 
-/// Stands before the socket of a vhost-user server.
-const VHOST_USER: &str = "vhost-user:";
+/// Stand before the disks of servers.
+const SERVERS: [&str; 3] = ["vhost-user:", "nbd://", "nbd+unix://"];
 
-/// Whether what a command calls its target's path is a vhost-user server's socket (see [`path_of`]).
+/// Whether what a command calls its target's path is a server's disk (see [`path_of`]).
 pub(crate) fn is_socket(path: &Path) -> bool {
-    path.to_str().is_some_and(|path| path.starts_with(VHOST_USER))
+    path.to_str().is_some_and(|path| SERVERS.iter().any(|server| path.starts_with(server)))
 }
 
 /// What a command calls its target's path, as the opener wants it.
 pub(crate) fn opened_name(path: &Path) -> FileName {
-    match path.to_str().and_then(|path| path.strip_prefix(VHOST_USER)) {
-        Some(socket) => FileName::VhostUser(PathBuf::from(socket)),
-        None => FileName::from(path),
+    match is_socket(path).then(|| FileName::parse(path)) {
+        Some(Ok(server)) => server,
+        _ => FileName::from(path),
     }
 }
 
-/// The path of a file that is written to by name. A socket keeps its protocol; a file whose own name begins with that
+/// The path of a file that is written to by name. A server's disk keeps its protocol; a file whose own name begins with that
 /// protocol gets another path.
 pub(crate) fn path_of(name: &FileName) -> anyhow::Result<PathBuf> {
     match (name, name.path()) {
-        (FileName::VhostUser(_), _) => Ok(PathBuf::from(name.to_string())),
+        (FileName::VhostUser(_) | FileName::Nbd(_), _) => Ok(PathBuf::from(name.to_string())),
         (_, Some(path)) if is_socket(path) => Ok(Path::new(".").join(path)),
         (_, Some(path)) => Ok(path.to_owned()),
         (_, None) => Err(anyhow!("Could not open '{name}': name a target by its path, not by a descriptor")),
@@ -70,7 +70,9 @@ pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> an
         Some(("json", _)) => {
             bail!("'{text}': an image names its backing file by the file's name, not by a description")
         }
-        Some(("vhost-user", _)) => bail!("'{text}': a backing file is a file, not the disk of a server"),
+        Some(("vhost-user" | "nbd" | "nbd+unix", _)) => {
+            bail!("'{text}': a backing file is a file, not the disk of a server")
+        }
         Some(_) => file_name(Path::new(text))?,
     };
     let is_here = |directory: &Path| [Path::new(""), Path::new(".")].contains(&directory);
@@ -119,6 +121,7 @@ mod tests {
         assert_eq!(file_name(Path::new("file:a:b")).unwrap(), Path::new("a:b"));
         for (text, opened) in [
             ("vhost-user:/run/s", FileName::VhostUser("/run/s".into())),
+            ("nbd+unix:///?socket=/run/s", FileName::Nbd("nbd+unix:///?socket=/run/s".into())),
             ("file:vhost-user:s", FileName::File("./vhost-user:s".into())),
         ] {
             assert_eq!(opened_name(&file_name(Path::new(text)).unwrap()), opened, "{text}");

@@ -7,7 +7,7 @@ use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
 /// The name of a file that an image consists of, as its user gives it: `disk.qcow2`, `file:disk.qcow2`,
-/// `host_device:/dev/sdb`, `fd:3`, `vhost-user:/run/disk.sock`.
+/// `host_device:/dev/sdb`, `fd:3`, `vhost-user:/run/disk.sock`, `nbd://host/disk`.
 ///
 /// A name without a protocol is a path. As in QEMU, a colon behind a slash is part of the path, so `./a:b` is a file.
 /// Images name files by path only: see [`crate::BackingPolicy`].
@@ -24,11 +24,13 @@ pub enum FileName {
     VhostUser(PathBuf),
     /// A file without a name, made in this directory, and gone when it is closed. No user can give it.
     Temporary(PathBuf),
+    /// A disk of an NBD server: the whole URI, `nbd://...` or `nbd+unix://...`.
+    Nbd(String),
 }
 
 impl FileName {
     /// The protocols that can stand before a colon.
-    pub const PROTOCOLS: [&'static str; 4] = ["file", "host_device", "fd", "vhost-user"];
+    pub const PROTOCOLS: [&'static str; 6] = ["file", "host_device", "fd", "vhost-user", "nbd", "nbd+unix"];
 
     /// Reads a name that a user gave. (A path that is certainly one is turned into a name by `into()`.)
     pub fn parse(text: impl AsRef<OsStr>) -> Result<Self> {
@@ -39,6 +41,9 @@ impl FileName {
             Some(("host_device", path)) => Ok(Self::HostDevice(PathBuf::from(path))),
             Some(("vhost-user", "")) => Err(bad("vhost-user: takes the path of a socket".to_owned())),
             Some(("vhost-user", socket)) => Ok(Self::VhostUser(PathBuf::from(socket))),
+            Some((protocol @ ("nbd" | "nbd+unix"), place)) if place.starts_with("//") => {
+                Ok(Self::Nbd(format!("{protocol}:{place}")))
+            }
             Some(("fd", number)) => {
                 let known = number.parse().ok().filter(|number| *number >= 0);
                 known.map(Self::Descriptor).ok_or_else(|| {
@@ -61,17 +66,18 @@ impl FileName {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::File(path) | Self::HostDevice(path) => Some(path),
-            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) => None,
+            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) | Self::Nbd(_) => None,
         }
     }
 
     /// Where this program can look at the file: its path, what stands for its descriptor under `/proc`, or its server's
-    /// socket.
+    /// socket. A URI is no such place, and comes back as it is.
     #[must_use]
     pub fn look_at(&self) -> PathBuf {
         match self {
             Self::File(path) | Self::HostDevice(path) | Self::VhostUser(path) | Self::Temporary(path) => path.clone(),
             Self::Descriptor(number) => PathBuf::from(format!("/proc/self/fd/{number}")),
+            Self::Nbd(uri) => PathBuf::from(uri),
         }
     }
 
@@ -80,7 +86,7 @@ impl FileName {
         Ok(match self {
             Self::File(path) => Self::File(change(path)?),
             Self::HostDevice(path) => Self::HostDevice(change(path)?),
-            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) => self.clone(),
+            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) | Self::Nbd(_) => self.clone(),
         })
     }
 
@@ -117,6 +123,7 @@ impl fmt::Display for FileName {
             Self::Descriptor(number) => write!(f, "fd:{number}"),
             Self::VhostUser(socket) => write!(f, "vhost-user:{}", socket.display()),
             Self::Temporary(directory) => write!(f, "a temporary file in {}", directory.display()),
+            Self::Nbd(uri) => f.write_str(uri),
         }
     }
 }
@@ -150,6 +157,8 @@ mod tests {
             ("host_device:/dev/sdb", FileName::HostDevice("/dev/sdb".into())),
             ("fd:3", FileName::Descriptor(3)),
             ("vhost-user:/run/a:b.sock", FileName::VhostUser("/run/a:b.sock".into())),
+            ("nbd://host:1/a", FileName::Nbd("nbd://host:1/a".into())),
+            ("nbd+unix:///a?socket=/s", FileName::Nbd("nbd+unix:///a?socket=/s".into())),
         ] {
             assert_eq!(FileName::parse(text).unwrap(), name, "{text}");
         }

@@ -84,7 +84,7 @@ fn look(name: FileName, format: Option<Format>, force_share: bool) -> anyhow::Re
     let description = inspect_encrypted(name.clone(), &file, format)?;
     let look = || std::fs::metadata(name.look_at()).with_context(|| format!("cannot look at '{name}'"));
     // A server's socket says nothing about its disk.
-    let meta = if matches!(name, FileName::VhostUser(_)) { None } else { Some(look()?) };
+    let meta = if matches!(name, FileName::VhostUser(_) | FileName::Nbd(_)) { None } else { Some(look()?) };
     // st_blocks counts units of 512 bytes, whatever the file system's block is.
     let disk_bytes = meta.as_ref().map(|meta| meta.blocks() * 512);
     let file = ImageFile::new(name.to_string(), meta.as_ref(), file.length_bytes()?, disk_bytes);

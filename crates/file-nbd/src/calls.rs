@@ -1,0 +1,174 @@
+//! What everybody asks of the thread that has the connection.
+
+use block::{IoError, IoResult};
+use memory::AlignedBuf;
+use nbd_wire::reply::Extent;
+use rustix::event::{EventfdFlags, eventfd};
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+
+/// What is to be done. Ranges are whole blocks of the server.
+#[derive(Debug)]
+pub(crate) enum Wish {
+    /// Fill this.
+    Read(AlignedBuf),
+    /// Store this.
+    Write {
+        data: Arc<AlignedBuf>,
+        fua: bool,
+    },
+    Zero {
+        length_bytes: u64,
+        may_unmap: bool,
+    },
+    Trim {
+        length_bytes: u64,
+    },
+    Flush,
+    /// Tell holes and zeros.
+    Status {
+        length_bytes: u64,
+    },
+}
+
+/// How it ended.
+#[derive(Debug)]
+pub(crate) enum Answer {
+    Done,
+    Data(AlignedBuf),
+    Extents(Vec<Extent>),
+}
+
+/// A wish on its way.
+#[derive(Debug)]
+pub(crate) struct Call {
+    pub(crate) offset: u64,
+    pub(crate) wish: Wish,
+    /// `None` for what the thread asks for itself.
+    pub(crate) reply: Option<Reply>,
+}
+
+impl Call {
+    pub(crate) fn length_bytes(&self) -> u64 {
+        match &self.wish {
+            Wish::Read(data) => data.len() as u64,
+            Wish::Write { data, .. } => data.len() as u64,
+            Wish::Zero { length_bytes, .. } | Wish::Trim { length_bytes } | Wish::Status { length_bytes } => {
+                *length_bytes
+            }
+            Wish::Flush => 0,
+        }
+    }
+
+    pub(crate) fn fail(self, error: IoError) {
+        if let Some(reply) = self.reply {
+            reply.give(Err(error));
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    answer: Option<IoResult<Answer>>,
+    waker: Option<Waker>,
+}
+
+/// Where the end of a call is told. One that is dropped has failed, so nobody waits for ever.
+#[derive(Debug)]
+pub(crate) struct Reply(Arc<Mutex<Slot>>);
+
+fn lock(slot: &Mutex<Slot>) -> MutexGuard<'_, Slot> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Reply {
+    pub(crate) fn give(self, answer: IoResult<Answer>) {
+        lock(&self.0).answer = Some(answer);
+    }
+}
+
+impl Drop for Reply {
+    fn drop(&mut self) {
+        let waker = {
+            let mut slot = lock(&self.0);
+            slot.answer.get_or_insert(Err(IoError::EIO));
+            slot.waker.take()
+        };
+        waker.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// Calls that the thread has not seen yet.
+#[derive(Debug)]
+pub(crate) struct Calls {
+    state: Mutex<State>,
+    /// Gets the thread out of its wait.
+    pub(crate) wake: OwnedFd,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    calls: VecDeque<Call>,
+    is_closed: bool,
+}
+
+impl Calls {
+    pub(crate) fn new() -> block::Result<Self> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| block::Error::io("cannot make an event descriptor", error.into()))?;
+        Ok(Self { state: Mutex::default(), wake })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Carries out one wish.
+    pub(crate) async fn ask(&self, offset: u64, wish: Wish) -> IoResult<Answer> {
+        let slot = Arc::new(Mutex::new(Slot::default()));
+        let call = Call { offset, wish, reply: Some(Reply(Arc::clone(&slot))) };
+        {
+            let mut state = self.state();
+            if !state.is_closed {
+                state.calls.push_back(call);
+            }
+        }
+        self.ring();
+        poll_fn(|context| {
+            let mut slot = lock(&slot);
+            match slot.answer.take() {
+                Some(answer) => Poll::Ready(answer),
+                None => {
+                    slot.waker = Some(context.waker().clone());
+                    Poll::Pending
+                }
+            }
+        })
+        .await
+    }
+
+    fn ring(&self) {
+        // A counter that is full wakes as well.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    pub(crate) fn calm(&self) {
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+    }
+
+    /// What has come in; `None` at the end.
+    pub(crate) fn take(&self) -> Option<VecDeque<Call>> {
+        let mut state = self.state();
+        let calls = std::mem::take(&mut state.calls);
+        (!state.is_closed || !calls.is_empty()).then_some(calls)
+    }
+
+    /// Nobody asks any more.
+    pub(crate) fn close(&self) {
+        self.state().is_closed = true;
+        self.ring();
+    }
+}

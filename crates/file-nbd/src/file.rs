@@ -1,0 +1,360 @@
+//! The disk as a file: any offset and length, cut into what the server takes.
+
+use crate::calls::{Answer, Calls, Wish};
+use crate::handshake::{Agreed, connect};
+use crate::link::Link;
+use crate::uri::NbdUri;
+use block::{
+    Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
+    RangeGuard, RangeLocks, ReactorCtx, Result, Task, block_on,
+};
+use memory::{AlignedBuf, Window};
+use nbd_wire::numbers::{allocation, export};
+use nbd_wire::reply::Extent;
+use std::fmt;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Longer transfers are carried out piece by piece.
+const PIECE_BYTES_MAX: u64 = 2 << 20;
+/// Longer zeroes and discards, too. A multiple of every block.
+const RANGE_BYTES_MAX: u64 = 1 << 30;
+
+/// Connects to a server. A disk that is to be written and is not the server's to write is refused.
+pub fn open(uri: &NbdUri, read_only: bool) -> Result<Arc<dyn File>> {
+    let (stream, agreed) = connect(uri)?;
+    let may_write = agreed.flags & export::READ_ONLY == 0;
+    if !may_write && !read_only {
+        return Err(Error::new(ErrorKind::BadOption, format!("'{uri}' is read-only: its server says so")));
+    }
+    let can = |flag: u16| may_write && agreed.flags & flag != 0;
+    let info = FileInfo {
+        name: uri.to_string(),
+        length_bytes: agreed.size_bytes,
+        read_only,
+        offset_alignment_bytes: agreed.block_bytes,
+        memory_alignment_bytes: 1,
+        can_discard: can(export::SEND_TRIM),
+        discard_zeroes: false,
+        fast_zeroes: can(export::SEND_WRITE_ZEROES),
+        block_device: true,
+        can_grow: false,
+        locks: Locks::NotWanted,
+        in_memory: false,
+        engine: "NBD client".to_owned(),
+    };
+    let calls = Arc::new(Calls::new()?);
+    let link = Link::new(uri.clone(), stream, agreed.clone(), Arc::clone(&calls));
+    std::thread::Builder::new()
+        .name("nbd-client".into())
+        .spawn(move || link.run())
+        .map_err(|error| Error::io("cannot start the connection's thread", error))?;
+    let remote = Remote {
+        calls,
+        block_bytes: u64::from(agreed.block_bytes),
+        agreed,
+        locks: RangeLocks::default(),
+        changes: AtomicU64::new(0),
+        known: Mutex::default(),
+    };
+    Ok(Arc::new(NbdFile { info, remote: Arc::new(remote) }))
+}
+
+#[derive(Debug)]
+struct NbdFile {
+    info: FileInfo,
+    remote: Arc<Remote>,
+}
+
+impl File for NbdFile {
+    fn info(&self) -> &FileInfo {
+        &self.info
+    }
+
+    fn length_bytes(&self) -> Result<u64> {
+        Ok(self.remote.agreed.size_bytes)
+    }
+
+    fn hole_at(&self, offset: u64, length: u64) -> Result<(bool, u64)> {
+        let failed = |error| Error::with_source(ErrorKind::Io, format!("'{}': no block status", self.info.name), error);
+        block_on(self.remote.hole_at(offset, length)).map_err(|error: IoError| failed(error))
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
+        let (remote, refuses) = (Arc::clone(&self.remote), self.info.read_only);
+        Ok(Rc::new(NbdQueue { remote, refuses, ctx: Some(Rc::clone(ctx)) }))
+    }
+
+    fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
+        Ok(Rc::new(NbdQueue { remote: Arc::clone(&self.remote), refuses: self.info.read_only, ctx: None }))
+    }
+}
+
+/// A thread's way to the connection.
+struct NbdQueue {
+    remote: Arc<Remote>,
+    /// Writes.
+    refuses: bool,
+    /// None for a queue that waits.
+    ctx: Option<Rc<dyn ReactorCtx>>,
+}
+
+impl FileQueue for NbdQueue {
+    fn push(&self, FileIo { op, done, .. }: FileIo) {
+        if let Some(error) = op.refused_when_read_only().filter(|_| self.refuses) {
+            return done.complete(Err(error));
+        }
+        let remote = Arc::clone(&self.remote);
+        let work = async move { done.complete(remote.perform(op).await) };
+        match &self.ctx {
+            Some(ctx) => ctx.spawn(Task::new(work)),
+            None => block_on(work),
+        }
+    }
+}
+
+/// What the server said of a range, as long as nothing has changed since.
+#[derive(Debug, Default)]
+struct Known {
+    changes: u64,
+    start: u64,
+    extents: Vec<Extent>,
+}
+
+struct Remote {
+    calls: Arc<Calls>,
+    agreed: Agreed,
+    block_bytes: u64,
+    /// Of blocks that are written in part.
+    locks: RangeLocks,
+    /// How often something was changed.
+    changes: AtomicU64,
+    known: Mutex<Known>,
+}
+
+impl fmt::Debug for Remote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Remote").field("agreed", &self.agreed).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        self.calls.close();
+    }
+}
+
+impl Remote {
+    fn can(&self, flag: u16) -> bool {
+        self.agreed.flags & flag != 0
+    }
+
+    fn blocks_around(&self, range: &Range<u64>) -> Range<u64> {
+        let start = range.start.saturating_sub(range.start.checked_rem(self.block_bytes).unwrap_or(0));
+        let end = range.end.checked_next_multiple_of(self.block_bytes).unwrap_or(range.end);
+        start..end.min(self.agreed.size_bytes.max(range.end))
+    }
+
+    fn blocks_inside(&self, range: &Range<u64>) -> Range<u64> {
+        let start = range.start.checked_next_multiple_of(self.block_bytes).unwrap_or(range.end).min(range.end);
+        let end = range.end.saturating_sub(range.end.checked_rem(self.block_bytes).unwrap_or(0));
+        start..end.max(start)
+    }
+
+    fn inside(&self, offset: u64, length: u64) -> IoResult<Range<u64>> {
+        match offset.checked_add(length) {
+            Some(end) if end <= self.agreed.size_bytes => Ok(offset..end),
+            _ => Err(IoError::new(IoErrorKind::OutOfRange)),
+        }
+    }
+
+    /// Keeps the blocks of a range from others that change parts of them. Where a block is a byte, nobody does.
+    async fn keep(&self, range: &Range<u64>) -> Option<RangeGuard<'_>> {
+        match self.block_bytes {
+            0 | 1 => None,
+            _ => Some(self.locks.lock(self.blocks_around(range)).await),
+        }
+    }
+
+    fn changed(&self) {
+        self.changes.fetch_add(1, Ordering::AcqRel);
+    }
+
+    async fn perform(&self, op: FileOp) -> IoResult {
+        match op {
+            FileOp::Read { offset, data, past_end } => self.read(offset, &data, past_end).await,
+            FileOp::Write { offset, data, fua } => {
+                let range = self.inside(offset, data.length_bytes() as u64)?;
+                let _kept = self.keep(&range).await;
+                self.changed();
+                let written = self.write(range, &data, fua && self.can(export::SEND_FUA)).await;
+                self.changed();
+                written?;
+                if fua && !self.can(export::SEND_FUA) { self.flush().await } else { Ok(()) }
+            }
+            FileOp::Flush => self.flush().await,
+            FileOp::Discard { offset, length } => {
+                let range = self.inside(offset, length)?;
+                if !self.can(export::SEND_TRIM) {
+                    return Err(IoError::new(IoErrorKind::Unsupported));
+                }
+                // Blocks that it covers in part stay.
+                self.changed();
+                let trim = |length_bytes| Wish::Trim { length_bytes };
+                let trimmed = self.in_ranges(self.blocks_inside(&range), trim).await;
+                self.changed();
+                trimmed
+            }
+            FileOp::WriteZeroes { offset, length, may_unmap } => {
+                let range = self.inside(offset, length)?;
+                let _kept = self.keep(&range).await;
+                self.changed();
+                let zeroed = self.zero(range, may_unmap).await;
+                self.changed();
+                zeroed
+            }
+            FileOp::SetLength { length } if length == self.agreed.size_bytes => Ok(()),
+            FileOp::SetLength { .. } => Err(IoError::new(IoErrorKind::Unsupported)),
+        }
+    }
+
+    async fn flush(&self) -> IoResult {
+        match self.can(export::SEND_FLUSH) {
+            true => self.calls.ask(0, Wish::Flush).await.map(|_| ()),
+            false => Ok(()),
+        }
+    }
+
+    fn piece_bytes(&self) -> u64 {
+        let most = u64::from(self.agreed.payload_bytes_max).min(PIECE_BYTES_MAX);
+        // A piece that is no whole blocks reaches into one more at each end.
+        let around = self.block_bytes.saturating_mul(2);
+        let whole = most.saturating_sub(most.checked_rem(self.block_bytes).unwrap_or(0));
+        whole.saturating_sub(around).max(self.block_bytes).max(1)
+    }
+
+    async fn read(&self, offset: u64, data: &Window, past_end: PastEnd) -> IoResult {
+        let length = data.length_bytes() as u64;
+        let there = self.agreed.size_bytes.saturating_sub(offset).min(length);
+        if there < length {
+            match past_end {
+                PastEnd::Zeros => {
+                    let (skip, rest) = (to_usize(there), to_usize(length.saturating_sub(there)));
+                    data.slice(skip, rest).fill(0);
+                }
+                PastEnd::Fails => return Err(IoError::EIO),
+            }
+        }
+        let mut done = 0;
+        while done < there {
+            let start = offset.saturating_add(done);
+            let piece = there.saturating_sub(done).min(self.piece_bytes());
+            let range = start..start.saturating_add(piece);
+            let bytes = self.read_blocks(self.blocks_around(&range)).await?;
+            let skip = to_usize(start.saturating_sub(self.blocks_around(&range).start));
+            let found = bytes.get(skip..skip.saturating_add(to_usize(piece))).ok_or(IoError::EIO)?;
+            data.copy_from_slice(to_usize(done), found);
+            done = done.saturating_add(piece);
+        }
+        Ok(())
+    }
+
+    async fn read_blocks(&self, blocks: Range<u64>) -> IoResult<AlignedBuf> {
+        let data = AlignedBuf::try_zeroed(to_usize(blocks.end.saturating_sub(blocks.start)))?;
+        match self.calls.ask(blocks.start, Wish::Read(data)).await? {
+            Answer::Data(data) => Ok(data),
+            Answer::Done | Answer::Extents(_) => Err(IoError::EIO),
+        }
+    }
+
+    async fn write(&self, range: Range<u64>, data: &Window, fua: bool) -> IoResult {
+        let mut at = range.start;
+        while at < range.end {
+            let piece = range.end.saturating_sub(at).min(self.piece_bytes());
+            let part = at..at.saturating_add(piece);
+            let blocks = self.blocks_around(&part);
+            let mut bytes = match blocks == part {
+                true => AlignedBuf::try_zeroed(to_usize(piece))?,
+                // Blocks that are written in part keep the rest.
+                false => self.read_blocks(blocks.clone()).await?,
+            };
+            let skip = to_usize(at.saturating_sub(blocks.start));
+            let place = bytes.get_mut(skip..skip.saturating_add(to_usize(piece))).ok_or(IoError::EIO)?;
+            data.copy_to_slice(to_usize(at.saturating_sub(range.start)), place);
+            self.calls.ask(blocks.start, Wish::Write { data: Arc::new(bytes), fua }).await?;
+            at = part.end;
+        }
+        Ok(())
+    }
+
+    async fn zero(&self, range: Range<u64>, may_unmap: bool) -> IoResult {
+        let whole = if self.can(export::SEND_WRITE_ZEROES) { self.blocks_inside(&range) } else { range.end..range.end };
+        // What is no whole block, or all of it where the server has no zeroes.
+        for part in [range.start..whole.start, whole.end..range.end] {
+            let mut at = part.start;
+            while at < part.end {
+                let length = part.end.saturating_sub(at).min(self.piece_bytes());
+                let zeros = memory::IoBuf::try_zeroed(to_usize(length))?;
+                self.write(at..at.saturating_add(length), &zeros.whole(), false).await?;
+                at = at.saturating_add(length);
+            }
+        }
+        self.in_ranges(whole, |length_bytes| Wish::Zero { length_bytes, may_unmap }).await
+    }
+
+    async fn in_ranges(&self, range: Range<u64>, wish: impl Fn(u64) -> Wish) -> IoResult {
+        let mut at = range.start;
+        while at < range.end {
+            let length = range.end.saturating_sub(at).min(RANGE_BYTES_MAX);
+            self.calls.ask(at, wish(length)).await?;
+            at = at.saturating_add(length);
+        }
+        Ok(())
+    }
+
+    async fn hole_at(&self, offset: u64, length: u64) -> IoResult<(bool, u64)> {
+        let length = length.min(self.agreed.size_bytes.saturating_sub(offset));
+        if self.agreed.allocation.is_none() || length == 0 {
+            return Ok((false, length.max(1)));
+        }
+        if let Some(found) = self.known_at(offset) {
+            return Ok((found.0, found.1.min(length)));
+        }
+        let changes = self.changes.load(Ordering::Acquire);
+        // As much as one question can tell: the next is often about what follows.
+        let ahead = offset.saturating_add(length.clamp(1, RANGE_BYTES_MAX)).min(self.agreed.size_bytes);
+        let blocks = self.blocks_around(&(offset..ahead));
+        let length_bytes = blocks.end.saturating_sub(blocks.start);
+        let Answer::Extents(extents) = self.calls.ask(blocks.start, Wish::Status { length_bytes }).await? else {
+            return Err(IoError::EIO);
+        };
+        if extents.is_empty() || extents.iter().any(|extent| extent.length_bytes == 0) {
+            return Err(IoError::EIO);
+        }
+        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = Known { changes, start: blocks.start, extents };
+        let found = self.known_at(offset).unwrap_or((false, self.block_bytes.max(1)));
+        Ok((found.0, found.1.min(length)))
+    }
+
+    fn known_at(&self, offset: u64) -> Option<(bool, u64)> {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.changes != self.changes.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut start = known.start;
+        for extent in &known.extents {
+            let end = start.saturating_add(extent.length_bytes);
+            if start <= offset && offset < end {
+                return Some((extent.flags & allocation::ZERO != 0, end.saturating_sub(offset)));
+            }
+            start = end;
+        }
+        None
+    }
+}
+
+fn to_usize(value: u64) -> usize {
+    usize::try_from(value).unwrap_or(usize::MAX)
+}

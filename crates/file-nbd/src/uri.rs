@@ -1,0 +1,139 @@
+//! Names of disks at NBD servers, as the NBD project defines them (`doc/uri.md`).
+
+use block::{Error, ErrorKind, Result};
+use percent_encoding::percent_decode_str;
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// The port of NBD.
+const PORT: u16 = 10809;
+/// How long a server that has gone is waited for, where nobody says otherwise.
+const RECONNECT: Duration = Duration::from_secs(30);
+
+/// Where a server is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// A Unix socket.
+    Unix(PathBuf),
+    /// Host and port.
+    Tcp(String, u16),
+}
+
+/// The name of a disk at a server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NbdUri {
+    text: String,
+    pub(crate) place: Place,
+    pub(crate) export: Vec<u8>,
+    pub(crate) reconnect: Duration,
+}
+
+impl NbdUri {
+    /// Reads `nbd://HOST[:PORT]/[EXPORT]` or `nbd+unix:///[EXPORT]?socket=PATH`. Both take `reconnect-s=SECONDS`: how long a
+    /// server that has gone is waited for.
+    pub fn parse(text: &str) -> Result<Self> {
+        let bad = |why: &str| Error::new(ErrorKind::BadOption, format!("'{text}': {why}"));
+        let (scheme, rest) = text.split_once("://").ok_or_else(|| {
+            bad("an NBD disk is named as nbd://HOST:PORT/EXPORT or as nbd+unix:///EXPORT?socket=PATH")
+        })?;
+        let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+        let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
+        let export: Vec<u8> = percent_decode_str(export).collect();
+        let (mut socket, mut reconnect) = (None, RECONNECT);
+        for (key, value) in form_urlencoded::parse(query.replace('+', "%2B").as_bytes()) {
+            match key.as_ref() {
+                "socket" => socket = Some(value.into_owned()),
+                "reconnect-s" => {
+                    let seconds = value.parse::<u16>().map_err(|_| bad("reconnect-s takes 0 to 65535 seconds"))?;
+                    reconnect = Duration::from_secs(seconds.into());
+                }
+                other => return Err(bad(&format!("unknown parameter '{other}' (known are socket, reconnect-s)"))),
+            }
+        }
+        let place = match (scheme, socket) {
+            ("nbd+unix", Some(socket)) if authority.is_empty() && !socket.is_empty() => Place::Unix(socket.into()),
+            ("nbd+unix", _) => return Err(bad("a Unix socket is named as nbd+unix:///EXPORT?socket=PATH")),
+            ("nbd", None) => tcp(authority).ok_or_else(|| bad("a server is named as nbd://HOST:PORT/EXPORT"))?,
+            ("nbd", Some(_)) => return Err(bad("socket= belongs to nbd+unix://")),
+            ("nbds" | "nbds+unix", _) => return Err(bad("NBD over TLS is not supported")),
+            _ => return Err(bad("unknown scheme (known are nbd, nbd+unix)")),
+        };
+        Ok(Self { text: text.to_owned(), place, export, reconnect })
+    }
+}
+
+fn tcp(authority: &str) -> Option<Place> {
+    // A user's name means nothing to a server.
+    let authority = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+    let (host, port) = match authority.strip_prefix('[') {
+        Some(bracketed) => {
+            let (host, rest) = bracketed.split_once(']')?;
+            (host, rest.strip_prefix(':').or(rest.is_empty().then_some(""))?)
+        }
+        None => authority.split_once(':').unwrap_or((authority, "")),
+    };
+    let port = if port.is_empty() { PORT } else { port.parse().ok()? };
+    let host = String::from_utf8(percent_decode_str(host).collect()).ok()?;
+    (!host.is_empty()).then_some(Place::Tcp(host, port))
+}
+
+impl fmt::Display for NbdUri {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "the socket '{}'", path.display()),
+            Self::Tcp(host, port) => write!(f, "{host}:{port}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_say_where_a_server_is_and_what_the_disk_is_called() {
+        let unix = |path: &str| Place::Unix(path.into());
+        let tcp = |host: &str, port| Place::Tcp(host.into(), port);
+        for (text, place, export) in [
+            ("nbd+unix:///?socket=/run/a.sock", unix("/run/a.sock"), ""),
+            ("nbd+unix:///my%20disk?socket=/run/a+b%2Fc", unix("/run/a+b/c"), "my disk"),
+            ("nbd://host", tcp("host", PORT), ""),
+            ("nbd://host:99/a/b", tcp("host", 99), "a/b"),
+            ("nbd://[::1]:99/x", tcp("::1", 99), "x"),
+            ("nbd://me@[::1]/x", tcp("::1", PORT), "x"),
+        ] {
+            let uri = NbdUri::parse(text).unwrap();
+            assert_eq!(
+                (uri.place, uri.export, uri.reconnect),
+                (place, export.as_bytes().to_vec(), RECONNECT),
+                "{text}"
+            );
+        }
+        let patient = NbdUri::parse("nbd://h/?reconnect-s=5").unwrap();
+        assert_eq!(patient.reconnect, Duration::from_secs(5));
+    }
+
+    #[test]
+    fn names_that_lead_nowhere_say_what_is_right() {
+        for (text, hint) in [
+            ("nbd:unix:/run/x", "nbd+unix:///"),
+            ("nbd+unix:///x", "socket=PATH"),
+            ("nbd+unix://host/x?socket=/s", "socket=PATH"),
+            ("nbd://", "HOST:PORT"),
+            ("nbd://h:99999/", "HOST:PORT"),
+            ("nbd://h/?sokcet=/x", "socket, reconnect-s"),
+            ("nbd://h/?reconnect-s=x", "65535"),
+            ("nbds://h/", "TLS"),
+        ] {
+            let error = NbdUri::parse(text).unwrap_err().to_string();
+            assert!(error.contains(hint) && error.contains(text), "{error}");
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Disks of other people's NBD servers, nbdkit and qemu-nbd, as files.
+
+use block::{File, FileOp, FileQueue, IoErrorKind, IoResult, PastEnd, block_on};
+use memory::{AlignedBuf, IoBuf};
+use ringdisk_file_nbd::{NbdUri, open};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use testkit::Dice;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const SIZE: u64 = 1 << 20;
+
+/// A server, killed with this.
+struct Server {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Server {
+    fn start(program: &str, arguments: &[&str], socket: &Path) -> Self {
+        let _ = std::fs::remove_file(socket);
+        let mut command = Command::new(program);
+        command.args(arguments).stdin(Stdio::null());
+        let mut child = command.spawn().unwrap_or_else(|error| panic!("{program}: {error}"));
+        let deadline = Instant::now() + PATIENCE;
+        while !socket.exists() {
+            assert!(child.try_wait().unwrap().is_none(), "{program} {arguments:?} has ended");
+            assert!(Instant::now() < deadline, "{program} does not begin");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Self { child, socket: socket.to_owned() }
+    }
+
+    fn nbdkit(socket: &Path, arguments: &[&str]) -> Self {
+        let first = ["-f", "--exit-with-parent", "-U", socket.to_str().unwrap()];
+        Self::start("nbdkit", &[&first[..], arguments].concat(), socket)
+    }
+
+    fn qemu(socket: &Path, format: &str, image: &Path) -> Self {
+        let place = ["-t", "-e", "4", "--discard=unmap", "-k", socket.to_str().unwrap(), "-f", format];
+        Self::start("qemu-nbd", &[&place[..], &[image.to_str().unwrap()]].concat(), socket)
+    }
+
+    fn uri(&self, more: &str) -> NbdUri {
+        NbdUri::parse(&format!("nbd+unix:///?socket={}{more}", self.socket.display())).unwrap()
+    }
+
+    fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn directory() -> tempfile::TempDir {
+    tempfile::Builder::new().prefix("rd-").tempdir().unwrap()
+}
+
+fn run(queue: &Rc<dyn FileQueue>, op: FileOp) -> IoResult {
+    block_on(queue.start(op))
+}
+
+fn read(queue: &Rc<dyn FileQueue>, offset: u64, length: usize) -> Vec<u8> {
+    let data = IoBuf::zeroed(length).whole();
+    run(queue, FileOp::Read { offset, data: data.clone(), past_end: PastEnd::Fails }).unwrap();
+    data.to_vec()
+}
+
+fn write(queue: &Rc<dyn FileQueue>, offset: u64, bytes: &[u8], fua: bool) -> IoResult {
+    let data = IoBuf::from_aligned(AlignedBuf::copy_of(bytes)).whole();
+    run(queue, FileOp::Write { offset, data, fua })
+}
+
+/// Random requests; what is read must be what a model says.
+fn compare_with_the_model(file: &Arc<dyn File>, requests: usize, seed: u64) {
+    assert_eq!(file.length_bytes().unwrap(), SIZE);
+    let (queue, mut dice) = (file.open_blocking().unwrap(), Dice::new(seed));
+    let mut model = vec![0; SIZE as usize];
+    for number in 0..requests {
+        let offset = dice.below(SIZE);
+        let length = 1 + dice.below((SIZE - offset).min(100_000));
+        let range = offset as usize..(offset + length) as usize;
+        match dice.below(8) {
+            0..=2 => {
+                let mut bytes = vec![0; length as usize];
+                testkit::fill_seeded(number as u64 + 1, &mut bytes);
+                write(&queue, offset, &bytes, dice.below(4) == 0).unwrap();
+                model[range].copy_from_slice(&bytes);
+            }
+            3 => {
+                let may_unmap = dice.below(2) == 0;
+                run(&queue, FileOp::WriteZeroes { offset, length, may_unmap }).unwrap();
+                model[range].fill(0);
+            }
+            4 => run(&queue, FileOp::Flush).unwrap(),
+            5 => {
+                let (is_hole, length) = file.hole_at(offset, length).unwrap();
+                assert!(length > 0);
+                let zeros = model[offset as usize..(offset + length) as usize].iter().all(|byte| *byte == 0);
+                assert!(zeros || !is_hole, "a hole at {offset} with data in it");
+            }
+            _ => assert!(read(&queue, offset, length as usize) == model[range], "request {number}, seed {seed}"),
+        }
+    }
+    assert!(read(&queue, 0, SIZE as usize) == model, "all of it, seed {seed}");
+    // Behind the end.
+    let data = IoBuf::zeroed(1024).whole();
+    data.fill(9);
+    run(&queue, FileOp::Read { offset: SIZE - 512, data: data.clone(), past_end: PastEnd::Zeros }).unwrap();
+    assert_eq!(data.to_vec()[512..], [0; 512]);
+    assert_eq!(write(&queue, SIZE - 1, &[1, 2], false).unwrap_err().kind(), IoErrorKind::OutOfRange);
+}
+
+#[test]
+fn random_requests_end_as_the_model_says_on_every_server() {
+    let directory = directory();
+    let socket = directory.path().join("nbd");
+    let image = directory.path().join("disk.qcow2");
+    let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&image).arg("1M").status().unwrap();
+    assert!(made.success());
+    let size = "1M";
+    for (seed, arguments) in [
+        vec!["memory", size],
+        // Whole blocks only.
+        vec!["--filter=blocksize-policy", "memory", size, "blocksize-minimum=4096", "blocksize-error-policy=error"],
+        // Neither zeroes nor discards nor structured replies.
+        vec!["--no-sr", "--filter=nozero", "memory", size, "zeromode=none"],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let server = Server::nbdkit(&socket, &arguments);
+        compare_with_the_model(&open(&server.uri(""), false).unwrap(), 300, seed as u64);
+    }
+    let server = Server::qemu(&socket, "qcow2", &image);
+    compare_with_the_model(&open(&server.uri(""), false).unwrap(), 300, 9);
+}
+
+#[test]
+fn a_server_that_is_killed_and_comes_back_has_all_that_was_acknowledged() {
+    let directory = directory();
+    let (socket, image) = (directory.path().join("nbd"), directory.path().join("disk.qcow2"));
+    let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&image).arg("64M").status().unwrap();
+    assert!(made.success());
+    let mut server = Some(Server::qemu(&socket, "qcow2", &image));
+    let file = open(&server.as_ref().unwrap().uri("&reconnect-s=60"), false).unwrap();
+    let queue = file.open_blocking().unwrap();
+    let mut model = vec![0_u8; 64 << 16];
+    for round in 0..4_u8 {
+        for block in 0..64_usize {
+            let mark = (usize::from(round) * 64 + block) as u8 ^ 0x80;
+            let offset = (block * 37 % 64) << 16;
+            // What qcow2 maps lies in the server's memory until a flush.
+            write(&queue, offset as u64, &[mark; 4096], false).unwrap();
+            model[offset..offset + 4096].fill(mark);
+            if block == 20 + usize::from(round) {
+                server.take().unwrap().kill();
+                let (socket, image) = (socket.clone(), image.clone());
+                server = Some(std::thread::spawn(move || Server::qemu(&socket, "qcow2", &image)).join().unwrap());
+            }
+            if block == 50 {
+                run(&queue, FileOp::Flush).unwrap();
+            }
+        }
+        assert!(read(&queue, 0, model.len()) == model, "after round {round}");
+    }
+    run(&queue, FileOp::Flush).unwrap();
+    // What was flushed outlives a kill without any help of ours.
+    drop((queue, file));
+    server.take().unwrap().kill();
+    let server = Server::qemu(&socket, "qcow2", &image);
+    let file = open(&server.uri(""), true).unwrap();
+    assert!(read(&file.open_blocking().unwrap(), 0, model.len()) == model);
+}
+
+#[test]
+fn a_server_that_stays_away_fails_requests_when_the_time_is_over() {
+    let directory = directory();
+    let socket = directory.path().join("nbd");
+    let server = Server::nbdkit(&socket, &["memory", "1M"]);
+    let uri = server.uri("&reconnect-s=1");
+    let file = open(&uri, false).unwrap();
+    let queue = file.open_blocking().unwrap();
+    write(&queue, 0, &[1; 512], false).unwrap();
+    server.kill();
+    let began = Instant::now();
+    assert!(write(&queue, 0, &[2; 512], false).is_err());
+    assert!(began.elapsed() < PATIENCE);
+    assert!(run(&queue, FileOp::Flush).is_err());
+    // It is waited for all the same: a server with the same disk is used, and gets what was not flushed.
+    let _server = Server::nbdkit(&socket, &["memory", "1M"]);
+    let deadline = Instant::now() + PATIENCE;
+    while run(&queue, FileOp::Flush).is_err() {
+        assert!(Instant::now() < deadline, "never connected again");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(read(&queue, 0, 512), [1; 512]);
+}
+
+#[test]
+fn what_cannot_be_opened_says_why() {
+    let directory = directory();
+    let socket = directory.path().join("nbd");
+    let nobody = NbdUri::parse(&format!("nbd+unix:///?socket={}", socket.display())).unwrap();
+    assert!(open(&nobody, true).unwrap_err().to_string().contains("cannot connect"));
+    let server = Server::nbdkit(&socket, &["-r", "memory", "1M"]);
+    assert!(open(&server.uri(""), false).unwrap_err().to_string().contains("read-only"));
+    assert_eq!(open(&server.uri(""), true).unwrap().length_bytes().unwrap(), SIZE);
+    drop(server);
+    let server = Server::nbdkit(&socket, &["--oldstyle", "memory", "1M"]);
+    assert!(open(&server.uri(""), true).unwrap_err().to_string().contains("old NBD handshake"));
+    drop(server);
+    // Whatever is no NBD server.
+    let _ = std::fs::remove_file(&socket);
+    let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let talks = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        std::io::Write::write_all(&mut stream, b"SSH-2.0-OpenSSH_9.2 Debian").unwrap();
+    });
+    assert!(open(&nobody, true).unwrap_err().to_string().contains("no NBD server"));
+    talks.join().unwrap();
+}
