@@ -404,3 +404,128 @@ fn events_are_told_as_they_happen() {
     assert!(kinds.iter().all(|kind| known.contains(&kind.as_str())), "{said}");
     server.stop();
 }
+
+/// Waits until `ctl list` names these disks.
+fn wait_for_names(daemon: &Daemon, names: &[&str]) {
+    let deadline = std::time::Instant::now() + common::PATIENCE;
+    while daemon.names() != names {
+        assert!(std::time::Instant::now() < deadline, "{:?}, not {names:?}", daemon.names());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_configuration_is_read_again_while_a_guest_works() {
+    let daemon = Daemon::new();
+    daemon.image("root.qcow2", "64M");
+    let (config, socket) = (daemon.path("disks.toml"), daemon.path("root.qcow2.sock"));
+    let null = |name: &str, size: &str| {
+        format!("[[drive]]\nname = '{name}'\nformat = 'null'\nsize = '{size}'\nsocket = '{name}.sock'\n")
+    };
+    let write = |parts: &[String]| {
+        let head = "control = 'control'\nstate-dir = 'state'\nreactors = 1\n".to_owned();
+        let root =
+            "[defaults]\nqueues = 1\n[[drive]]\nname = 'root'\nfile = 'root.qcow2'\ncache = 'writeback'\n".to_owned();
+        std::fs::write(&config, [&[head, root], parts].concat().concat()).unwrap();
+    };
+    let throttle = |iops: u64| format!("filter = 'throttle:iops-total={iops}'\n");
+    write(&[throttle(1_000_000), null("a", "1G"), null("b", "1G")]);
+    let server = Server::start(&["--config", path_str(&config)]);
+    assert_eq!(daemon.names(), ["root", "a", "b"]);
+    daemon.ctl(&["add", &format!("format=null,size=1M,name=mine,socket={}", daemon.path("mine.sock").display())]);
+    let guest = Guest::begin(&socket, 0);
+
+    let more = "[[export]]\ndisk = 'root'\nsocket = 'more.sock'\nread-only = true\n".to_owned();
+    write(&[throttle(500_000), null("a", "2G"), null("c", "1G"), more]);
+    let reloaded = daemon.json(&["reload"]);
+    let expected = serde_json::json!({
+        "added": ["c"], "removed": ["b"], "changed": ["root"], "reopened": ["a"], "failed": [], "notes": [],
+    });
+    assert_eq!(reloaded, expected);
+    let shown = daemon.json(&["show", "root"]);
+    assert_eq!(shown["options"]["filter"], "throttle:iops-total=500000");
+    assert_eq!(shown["exports"][1]["socket"], path_str(&daemon.path("more.sock")));
+    assert_eq!(daemon.json(&["show", "a"])["size_bytes"], 2u64 << 30);
+    assert!(!daemon.path("b.sock").exists());
+
+    std::fs::write(&config, "control = 'control'\n[[drive]]\nname = 'root'\nfiel = 'root.qcow2'\n").unwrap();
+    let said = run_fails(1, &daemon.arguments(&["reload"]));
+    assert!(said.contains("disks.toml, line 4:") && said.contains("did you mean 'file'?"), "{said}");
+    assert_eq!(daemon.names(), ["root", "mine", "a", "c"]);
+    write(&[throttle(500_000), null("a", "2G")]);
+    server.signal("HUP");
+    wait_for_names(&daemon, &["root", "mine", "a"]);
+    guest.end();
+
+    // A layer that was put on stays, whatever else the file says.
+    let overlay = daemon.path("overlay.qcow2");
+    daemon.ctl(&["snapshot", "root", path_str(&overlay)]);
+    write(&[throttle(500_000) + "serial = 'one'\n", null("a", "2G")]);
+    assert_eq!(daemon.json(&["reload"])["reopened"], serde_json::json!(["root"]));
+    assert_eq!(daemon.json(&["show", "root"])["file"], path_str(&overlay));
+    server.kill();
+    write(&[throttle(500_000) + "serial = 'two'\n"]);
+    let server = Server::start(&["--config", path_str(&config)]);
+    let shown = daemon.json(&["show", "root"]);
+    assert_eq!((&shown["file"], &shown["serial"]), (&path_str(&overlay).into(), &"two".into()));
+    assert_eq!(daemon.names(), ["root", "mine"]);
+    server.stop();
+    assert_valid(&overlay, true);
+}
+
+#[test]
+fn a_guest_waits_while_its_storage_fails_and_removing_ends_the_wait() {
+    let daemon = Daemon::new();
+    let image = daemon.image("root.qcow2", "64M");
+    let server = daemon.start(&[]);
+    let add = format!(
+        "file={},name=root,queues=1,on-error=hold,filter=error:kinds=write:after=50:count=9:errno=EIO",
+        image.display()
+    );
+    daemon.ctl(&["add", &add]);
+    let guest = Guest::begin(&daemon.path("root.qcow2.sock"), 0);
+    let wait_for = |is_held: bool| {
+        let deadline = std::time::Instant::now() + common::PATIENCE;
+        while daemon.json(&["show", "root"])["held"].is_null() == is_held {
+            assert!(std::time::Instant::now() < deadline, "held is not {is_held}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    wait_for(true);
+    let shown = daemon.ctl(&["show", "root"]);
+    assert!(shown.contains("wait for 'ctl resume'") && shown.contains("Input/output error"), "{shown}");
+    // Nine failures need at most so many tries.
+    for _ in 0..9 {
+        daemon.ctl(&["resume", "root"]);
+        std::thread::sleep(Duration::from_millis(60));
+    }
+    wait_for(false);
+    guest.end();
+    daemon.ctl(&["set", "root", "on-error=report"]);
+    daemon.ctl(&["remove", "root", "--force"]);
+
+    // One that is held when its disk is removed ends.
+    daemon.ctl(&["add", &add.replace("after=50:count=9", "after=0")]);
+    let options = DriverOptions::default();
+    let client = std::thread::spawn({
+        let socket = daemon.path("root.qcow2.sock");
+        move || {
+            let reactor =
+                Reactor::spawn(ReactorConfig::default().with(|config| config.name = "client".into())).unwrap();
+            let disk: Arc<dyn Disk> = Arc::new(Driver::connect(&socket, options).unwrap());
+            let handles: [Arc<dyn ReactorHandle>; 1] = [reactor.handle()];
+            let spec = BenchSpec::default().with(|spec| {
+                (spec.queue_depth, spec.block_bytes, spec.read_percent) = (4, 4096, 0);
+                spec.drain_timeout = common::PATIENCE;
+                spec.stop = Stop::Runtime(Duration::from_millis(200));
+            });
+            // What it sees of the end is the driver's affair.
+            load::run(&disk, &handles, &spec, &Hooks::default()).map(drop)
+        }
+    });
+    wait_for(true);
+    daemon.ctl(&["remove", "root", "--force"]);
+    drop(client.join().expect("the client ends"));
+    server.stop();
+    assert_valid(&image, true);
+}

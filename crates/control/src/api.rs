@@ -111,6 +111,19 @@ pub struct Disk {
     pub options: Options,
     /// Where guests reach it.
     pub exports: Vec<Export>,
+    /// Requests that wait because the storage failed them (`on-error=hold`, `on-no-space=hold`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held: Option<Held>,
+}
+
+/// Requests that wait until they are tried again.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Held {
+    /// How many.
+    pub requests: u64,
+    /// What the storage said to the last of them.
+    pub error: String,
 }
 
 /// A disk to be added.
@@ -306,6 +319,24 @@ pub enum JobState {
     Cancelled,
 }
 
+/// What reading the configuration file again has changed.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Reloaded {
+    /// Disks that are served from here on.
+    pub added: Vec<String>,
+    /// Disks that the file no longer gives.
+    pub removed: Vec<String>,
+    /// Disks that were changed while their guests went on.
+    pub changed: Vec<String>,
+    /// Disks that were closed and opened with new options. Their guests were disconnected.
+    pub reopened: Vec<String>,
+    /// Disks that are not as the file says, and why.
+    pub failed: Vec<FailedDisk>,
+    /// What else is to be known.
+    pub notes: Vec<String>,
+}
+
 /// Figures of the whole daemon.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -397,6 +428,10 @@ pub enum EventKind {
     DiskResized,
     /// A disk's options were changed.
     DiskChanged,
+    /// Requests of a disk wait, because the storage failed them.
+    DiskHeld,
+    /// Requests that waited are tried again.
+    DiskResumed,
     /// A disk has other layers.
     LayersChanged,
     /// A disk is served at one more socket.

@@ -4,6 +4,7 @@
 //! [`daemon::Daemon`], which does its work beside the reactors.
 //!
 //! * [`Manager`]: a daemon with a record of what it serves. The record outlives the process if there is a state directory.
+//! * [`Config`]: the configuration file.
 //! * [`ControlServer`]: the socket, on a thread of its own. Its OpenAPI description is at `/v1/openapi.json`.
 //! * [`Client`]: calls a server, for `ringdisk ctl` and for programs.
 //! * [`api`]: what goes over the wire.
@@ -12,6 +13,7 @@
 
 pub mod api;
 mod client;
+mod config;
 mod events;
 mod failure;
 mod manager;
@@ -22,6 +24,7 @@ mod routes;
 mod server;
 
 pub use client::{CallError, Client};
+pub use config::{Config, Settings};
 pub use manager::{Configured, Manager};
 pub use options::Options;
 pub use routes::openapi;

@@ -2,9 +2,16 @@
 //!
 //! A change is answered when the record of it is durable. Where a change of the daemon cannot be recorded, it is undone.
 
+mod change;
+mod held;
+mod reload;
+mod restore;
+
+use self::held::Holding;
+use self::reload::Configuration;
 use crate::api::{
-    AddDisk, AddExport, ChangeDisk, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, Job, JobKind,
-    JobState, Overlay, ReactorStats, Stats, TableStats,
+    AddDisk, AddExport, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, Held, Job, JobKind, JobState,
+    Overlay, ReactorStats, Stats, TableStats,
 };
 use crate::events::Events;
 use crate::failure::Failure;
@@ -12,15 +19,13 @@ use crate::options::Options;
 use crate::record::{Record, RecordedDisk, Records};
 use block::{Error, ErrorKind, Result};
 use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, ExportStatus, JobId, JobStatus, NodeId, absolute};
-use drive::{DriveOptions, ExportOptions, ThrottleOptions};
+use drive::{DriveOptions, ExportOptions};
 use image::FileName;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use tokio::sync::broadcast;
-
-/// What stands before a key of the filter `throttle` where a running disk is changed, as in QEMU's drive options.
-const THROTTLING: &str = "throttling.";
 
 /// A disk that the command line or a configuration file gives.
 #[derive(Debug, Clone)]
@@ -29,6 +34,30 @@ pub struct Configured {
     pub drive: DriveOptions,
     /// The same as `key=value,...`. The record knows the disk by this text, from one start to the next.
     pub text: String,
+    /// Serve it at the socket of its options, or beside its image.
+    pub serve: bool,
+    /// Its other exports.
+    pub exports: Vec<AddExport>,
+}
+
+impl Configured {
+    /// The name, if it has one of its own.
+    pub(crate) fn name(&self) -> Option<&str> {
+        self.drive.disk.name.as_deref()
+    }
+
+    /// By this the record knows it.
+    pub(crate) fn key(&self) -> String {
+        let mut key = self.text.clone();
+        if !self.serve {
+            key.push_str("#no-export");
+        }
+        for export in &self.exports {
+            key.push('#');
+            key.push_str(&serde_json::to_string(export).unwrap_or_default());
+        }
+        key
+    }
 }
 
 /// A daemon with a record of what it serves.
@@ -43,6 +72,10 @@ pub struct Manager {
     /// Recorded disks that could not be opened, and why.
     failed: Mutex<BTreeMap<String, String>>,
     events: Arc<Events>,
+    /// Tells a thread of disks that begin to hold requests.
+    holds: Sender<Holding>,
+    /// The configuration file, if there is one. Locked while it is read again.
+    configuration: Mutex<Option<Configuration>>,
     ending: Mutex<bool>,
     asked_to_end: Condvar,
 }
@@ -61,12 +94,15 @@ impl Manager {
         // The user named them when they were added, or put a layer on them.
         let recorded = records.current();
         config.listed.extend(recorded.disks.iter().flat_map(RecordedDisk::files).map(PathBuf::from));
+        let events = Arc::default();
         Ok(Self {
+            holds: held::tell_of(Arc::clone(&events))?,
             daemon: Daemon::start(config)?,
             records: Arc::new(records),
             exports: Mutex::default(),
             failed: Mutex::default(),
-            events: Arc::default(),
+            events,
+            configuration: Mutex::default(),
             ending: Mutex::new(false),
             asked_to_end: Condvar::new(),
         })
@@ -76,53 +112,6 @@ impl Manager {
     #[must_use]
     pub fn daemon(&self) -> &Daemon {
         &self.daemon
-    }
-
-    /// Serves the disks that the record names and those that `configured` gives: the command line's or a configuration
-    /// file's. A disk that is in both is served as the record says. One that is configured and was removed by a call stays
-    /// away; one that was configured and is no longer is forgotten.
-    ///
-    /// A recorded disk that cannot be opened keeps no other from being served: it is logged and listed as failed. A
-    /// configured one that cannot be opened is an error.
-    pub fn restore(&self, configured: &[Configured]) -> Result<()> {
-        let texts: Vec<String> = configured.iter().map(|given| given.text.clone()).collect();
-        self.records.change(|record| record.forget_unconfigured(&texts))?;
-        let record = self.records.current();
-        for disk in &record.disks {
-            let given = configured.iter().find(|given| disk.configured.as_ref() == Some(&given.text));
-            if let Err(error) = self.bring_back(disk, given) {
-                tracing::error!(disk = %disk.name, "a disk of the state directory is not served: {error}");
-                lock(&self.failed).insert(disk.name.clone(), error.to_string());
-            }
-        }
-        for Configured { drive, text } in configured {
-            if record.removed.contains(text) {
-                tracing::warn!("{text}: was removed while it was served, and stays away; 'ctl add' brings it back");
-            } else if !record.disks.iter().any(|disk| disk.configured.as_ref() == Some(text)) {
-                // What JSON cannot name is served, and not recorded: it is given again.
-                let options = Options::parse(text).and_then(absolute_file).ok();
-                self.add(drive, options, true, Some(text))?;
-            }
-        }
-        Ok(())
-    }
-
-    fn bring_back(&self, disk: &RecordedDisk, given: Option<&Configured>) -> Result<()> {
-        let mut drive = disk.options.to_drive()?;
-        drive.disk.name = Some(disk.name.clone());
-        if let Some(given) = given {
-            // A socket may have been passed to this run.
-            drive.export.clone_from(&given.drive.export);
-        }
-        let node = self.daemon.add_disk(&drive.disk)?;
-        let exports = disk.own_export.then(|| (drive.export.clone(), None)).into_iter();
-        let exports = exports.chain(disk.exports.iter().map(|export| (export_options(export), Some(export.clone()))));
-        let added = exports.into_iter().try_for_each(|(options, recorded)| {
-            let id = self.daemon.add_export(node, &options)?;
-            lock(&self.exports).insert(id, recorded);
-            Ok(())
-        });
-        added.inspect_err(|_| self.undo_add(node))
     }
 
     /// Opens a disk and, unless `request` says otherwise, serves it.
@@ -155,6 +144,7 @@ impl Manager {
             false => (self.daemon.add_disk(&drive.disk)?, None),
         };
         let name = self.name_of(node)?;
+        self.listen_to_hold(node, &name);
         if let Some(mut options) = options.filter(|_| may_come_back) {
             if let Some(export) = self.daemon.exports().into_iter().find(|export| Some(export.id) == own_export) {
                 // The usual socket lies beside the top layer's file, which may become another.
@@ -168,7 +158,7 @@ impl Manager {
                 former_tops: Vec::new(),
                 configured: configured.map(str::to_owned),
             };
-            self.records.change(|record| record.disks.push(recorded)).inspect_err(|_| self.undo_add(node))?;
+            self.records.change(|record| record.put(recorded)).inspect_err(|_| self.undo_add(node))?;
         }
         self.events.publish(EventKind::DiskAdded, Some(&name), None, None);
         if let Some(id) = own_export {
@@ -203,43 +193,6 @@ impl Manager {
     pub fn resize(&self, name: &str, size_bytes: u64) -> Result<Disk> {
         self.daemon.resize(self.node(name)?, size_bytes)?;
         self.events.publish(EventKind::DiskResized, Some(name), None, Some(format!("{size_bytes} bytes")));
-        self.disk(name)
-    }
-
-    /// Changes options of a disk while it runs: the limits of its filter `throttle`, as `throttling.iops-total`.
-    pub fn change_disk(&self, name: &str, request: &ChangeDisk) -> Result<Disk> {
-        let throttles = self.daemon.throttles(self.node(name)?)?;
-        let mut changes = Vec::new();
-        for (key, value) in request.options.pairs() {
-            let Some(key) = key.strip_prefix(THROTTLING) else {
-                let message = format!(
-                    "{key}: cannot be changed while the disk runs (can: {THROTTLING}iops-total and the like); remove the \
-                     disk and add it anew"
-                );
-                return Err(Error::new(ErrorKind::Unsupported, message));
-            };
-            changes.push((key, value));
-        }
-        let Some((first, _)) = changes.first() else { return self.disk(name) };
-        let throttle = throttles.first().ok_or_else(|| {
-            let message = format!(
-                "{THROTTLING}{first}: the disk '{name}' has no filter that bounds its rate: add it with filter=throttle"
-            );
-            Error::new(ErrorKind::Unsupported, message)
-        })?;
-        let mut limits = ThrottleOptions::of_limits(throttle.group().limits());
-        changes.iter().try_for_each(|(key, value)| limits.set(key, value))?;
-        // Others of its group that are added or restored later bring their own words: these are the last.
-        self.records.change(|record| {
-            let Some(disk) = record.disk_mut(name) else { return };
-            let is_throttle = |text: &str| text == "throttle" || text.starts_with("throttle:");
-            let old = disk.options.pairs().find(|(key, value)| *key == "filter" && is_throttle(value));
-            let group = old.and_then(|(_, text)| text.split(':').find_map(|part| part.strip_prefix("group=")));
-            limits.group = group.map(str::to_owned);
-            disk.options.replace("filter", is_throttle, &limits.to_text());
-        })?;
-        throttle.group().set_limits(limits.limits);
-        self.events.publish(EventKind::DiskChanged, Some(name), None, Some(limits.to_text()));
         self.disk(name)
     }
 
@@ -522,6 +475,7 @@ fn to_disk(status: DiskStatus, record: &Record, exports: &[Export]) -> Disk {
         volatile_cache: status.info.volatile_cache,
         logical_block_bytes: status.info.logical_block_bytes,
         layers: status.layers,
+        held: status.held.map(|held| Held { requests: held.requests as u64, error: held.error.to_string() }),
         options,
     }
 }

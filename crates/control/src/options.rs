@@ -37,6 +37,11 @@ impl Options {
         }
     }
 
+    /// Takes pairs as they are. Whether they mean a drive, [`Options::to_drive`] says.
+    pub(crate) fn of_pairs(pairs: impl IntoIterator<Item = (String, String)>) -> Self {
+        Self(pairs.into_iter().collect())
+    }
+
     /// The value of `key`, if it is given.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&str> {

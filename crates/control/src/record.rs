@@ -74,6 +74,19 @@ impl Record {
         self.removed.retain(|text| configured.contains(text));
     }
 
+    /// Adds a disk, or puts it in the place of the one of its name. It keeps that one's layers if it has the same top.
+    pub(crate) fn put(&mut self, mut disk: RecordedDisk) {
+        match self.disks.iter_mut().find(|other| other.name == disk.name) {
+            Some(old) => {
+                if old.options.get("file") == disk.options.get("file") {
+                    disk.former_tops = std::mem::take(&mut old.former_tops);
+                }
+                *old = disk;
+            }
+            None => self.disks.push(disk),
+        }
+    }
+
     pub(crate) fn disk_mut(&mut self, name: &str) -> Option<&mut RecordedDisk> {
         self.disks.iter_mut().find(|disk| disk.name == name)
     }
@@ -83,6 +96,32 @@ impl RecordedDisk {
     /// The files of its tops, former ones included.
     pub(crate) fn files(&self) -> impl Iterator<Item = &str> {
         self.options.get("file").into_iter().chain(self.former_tops.iter().map(|top| top.file.as_str()))
+    }
+
+    /// Whether layers were put on it since it was added with this file.
+    pub(crate) fn has_layers_on(&self, file: Option<&str>) -> bool {
+        self.former_tops.first().is_some_and(|first| Some(first.file.as_str()) == file)
+    }
+
+    /// Gives it other options. Its layers stay, and so does its socket where the options name none.
+    pub(crate) fn set_options(&mut self, options: Options) {
+        let layered = !self.former_tops.is_empty();
+        let mut options = if layered { self.with_own_top(options) } else { options };
+        if let Some(socket) = self.options.get("socket").filter(|_| options.get("socket").is_none()) {
+            options.set("socket", socket);
+        }
+        self.options = options;
+    }
+
+    /// Options of a disk whose top is this one's.
+    pub(crate) fn with_own_top(&self, mut options: Options) -> Options {
+        for key in ["file", "format"] {
+            match self.options.get(key) {
+                Some(value) => options.set(key, value),
+                None => options.remove(&[key]),
+            }
+        }
+        options
     }
 
     /// A new qcow2 layer lies on top.

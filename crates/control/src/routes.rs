@@ -1,8 +1,8 @@
 //! The paths of the interface, each with its description.
 
 use crate::api::{
-    AddDisk, AddExport, ChangeDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs, Resize, Snapshot, Stats,
-    VERSION, Version,
+    AddDisk, AddExport, ChangeDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs, Reloaded, Resize, Snapshot,
+    Stats, VERSION, Version,
 };
 use crate::events::now_ms;
 use crate::failure::Failure;
@@ -55,6 +55,7 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
         .routes(routes!(list_disks, add_disk))
         .routes(routes!(show_disk, change_disk, remove_disk))
         .routes(routes!(resize_disk))
+        .routes(routes!(resume_disk))
         .routes(routes!(commit_disk))
         .routes(routes!(snapshot_disks))
         .routes(routes!(list_exports, add_export))
@@ -65,6 +66,7 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
         .routes(routes!(stats))
         .routes(routes!(metrics))
         .routes(routes!(events))
+        .routes(routes!(reload))
         .routes(routes!(shutdown))
         .routes(routes!(describe))
         .split_for_parts()
@@ -215,6 +217,17 @@ async fn resize_disk(State(manager): Shared, Path(name): Path<String>, Body(requ
     resized.await.map(Json)
 }
 
+/// Try requests again that wait because the storage failed them
+#[utoipa::path(post, path = "/v1/disks/{name}/resume", params(("name" = String, Path)),
+    responses((status = 200, body = Disk), (status = "default", body = ErrorBody)))]
+async fn resume_disk(State(manager): Shared, Path(name): Path<String>) -> Answer<Disk> {
+    let resumed = beside(manager, move |manager| {
+        known(manager, &name)?;
+        Ok(manager.resume(&name)?)
+    });
+    resumed.await.map(Json)
+}
+
 /// Start to take the top layer of a disk back into the layer below
 #[utoipa::path(post, path = "/v1/disks/{name}/commit", params(("name" = String, Path)),
     responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
@@ -333,6 +346,13 @@ async fn events(State(manager): Shared) -> Sse<impl Stream<Item = Result<SseEven
         Ok(SseEvent::default().id(event.number.to_string()).data(data))
     });
     Sse::new(events).keep_alive(KeepAlive::default())
+}
+
+/// Read the configuration file again, and change what differs
+#[utoipa::path(post, path = "/v1/reload",
+    responses((status = 200, body = Reloaded), (status = "default", body = ErrorBody)))]
+async fn reload(State(manager): Shared) -> Answer<Reloaded> {
+    beside(manager, |manager| Ok(manager.reload()?)).await.map(Json)
 }
 
 /// End the daemon

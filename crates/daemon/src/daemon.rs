@@ -10,7 +10,7 @@ use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ShownOptions, open_disk_with};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
 use export_vhost_user::{ExportOptions as VhostUserOptions, Geometry, Overrides};
-use image::{BackingPolicy, TableCacheStats, ThrottleMember};
+use image::{BackingPolicy, HoldControl, TableCacheStats, ThrottleMember};
 use memory::{BudgetStats, BufferBudget, PoolStats};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -187,6 +187,9 @@ impl Daemon {
     /// Stops serving at one socket: its guest is disconnected when its requests in flight have ended. The disk stays, and
     /// so do its other exports.
     pub fn remove_export(&self, id: ExportId) -> Result<()> {
+        let node = self.table.exports().iter().find(|export| export.id == id).map(|export| export.node);
+        let found = node.and_then(|node| self.table.find(node).ok());
+        let _held = found.as_ref().and_then(|found| found.disk.hold.as_ref()).map(HoldControl::give_up);
         self.table.take_export(id)?.stop();
         self.table.forget_export(id);
         Ok(())
@@ -196,6 +199,7 @@ impl Daemon {
     /// to be removed and jobs to be cancelled first.
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
+        let _held = found.disk.hold.as_ref().map(HoldControl::give_up);
         for (export, running) in exports {
             running.stop();
             self.table.forget_export(export);
@@ -226,6 +230,7 @@ impl Daemon {
             layers: disk.layers(),
             tables: disk.table_cache_stats(),
             throttled: disk.throttles.iter().map(|throttle| throttle.waited()).sum(),
+            held: disk.hold.as_ref().and_then(|hold| hold.held()),
         };
         self.table.nodes().into_iter().map(status).collect()
     }
@@ -233,6 +238,11 @@ impl Daemon {
     /// The filters `throttle` of a disk, the nearest to the guest first.
     pub fn throttles(&self, node: NodeId) -> Result<Vec<Arc<ThrottleMember>>> {
         Ok(self.table.find(node)?.disk.throttles.clone())
+    }
+
+    /// What holds requests of a disk that the storage fails, if its options ask for that.
+    pub fn hold(&self, node: NodeId) -> Result<Option<Arc<HoldControl>>> {
+        Ok(self.table.find(node)?.disk.hold.clone())
     }
 
     /// The exports of all disks, in the order in which they were added.

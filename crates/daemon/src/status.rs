@@ -3,7 +3,7 @@
 use crate::attach::Attachment;
 use block::DiskInfo;
 use export_vhost_user::RingStats;
-use image::TableCacheStats;
+use image::{HeldRequests, TableCacheStats};
 use std::fmt;
 use std::time::Duration;
 
@@ -79,6 +79,8 @@ pub struct DiskStatus {
     pub tables: Option<TableCacheStats>,
     /// How long its requests have waited for its limits, all together.
     pub throttled: Duration,
+    /// Requests that wait because the storage failed them.
+    pub held: Option<HeldRequests>,
 }
 
 /// Where a disk is served and how that is going.

@@ -1,7 +1,7 @@
 //! The keys of a drive, and what each takes: the table of docs/drive-options.md, which a test compares.
 
 /// Each key, and what it takes.
-const KEYS: [(&str, &str); 37] = [
+const KEYS: [(&str, &str); 39] = [
     ("file", "the image: a path, `host_device:/dev/sdb`, or `fd:3` for a descriptor that the program was given"),
     (
         "format",
@@ -50,6 +50,11 @@ const KEYS: [(&str, &str); 37] = [
     ("sqpoll", "`on`: with io_uring, a thread of the kernel submits requests"),
     ("fixed-buffers", "`on`: with io_uring, guest memory is registered with the kernel"),
     ("filter", "changes what happens to requests above the image (see `filter=?`). May be given several times"),
+    (
+        "on-error",
+        "what happens to a request that the storage fails: `report` (the guest gets an error) or `hold` (it waits for `ctl resume`)",
+    ),
+    ("on-no-space", "the same for writes that find no space left"),
     ("delay-ms", "short for `filter=delay:ms=N` above all other filters"),
     ("size", "the size of a null disk"),
     ("packed", "`on`: packed rings are offered, too"),

@@ -7,8 +7,8 @@ use block::{Disk, Error, ErrorKind, File, Result};
 use engine::{CacheMode, EngineKind, OpenOptions};
 use file_nbd::NbdUri;
 use image::{
-    BackingPolicy, DelayOptions, FileName, Format, Image, ImageOptions, NullDisk, Opener, Role, TableCacheStats,
-    TemporaryFiles, ThrottleMember,
+    BackingPolicy, DelayOptions, ErrorPolicy, FileName, FilterDisk, Format, Hold, HoldControl, Image, ImageOptions,
+    NullDisk, Opener, Role, TableCacheStats, TemporaryFiles, ThrottleMember,
 };
 use memory::BufferAccount;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -157,6 +157,8 @@ pub struct OpenedDisk {
     pub image: Option<Arc<Image>>,
     /// Its filters `throttle`, the nearest to the guest first.
     pub throttles: Vec<Arc<ThrottleMember>>,
+    /// Holds requests that the storage fails, if the options ask for it.
+    pub hold: Option<Arc<HoldControl>>,
 }
 
 impl OpenedDisk {
@@ -194,8 +196,7 @@ pub fn open_disk_with(
     let format = match options.format {
         Some(DriveFormat::Null) => {
             let disk = NullDisk::new(options.size_bytes.unwrap_or(0), options.serial.clone());
-            let (disk, throttles) = filtered(Arc::new(disk), options)?;
-            return Ok(OpenedDisk { disk, image: None, throttles });
+            return filtered(Arc::new(disk), None, options);
         }
         Some(DriveFormat::Raw) => Some(Format::Raw),
         Some(DriveFormat::Qcow2) => Some(Format::Qcow2),
@@ -213,8 +214,7 @@ pub fn open_disk_with(
         open.table_cache_bytes = options.l2_cache_bytes;
     });
     let image = Arc::new(image::open(&image_options, opener).map_err(name_readonly)?);
-    let (disk, throttles) = filtered(Arc::clone(&image) as Arc<dyn Disk>, options)?;
-    Ok(OpenedDisk { disk, image: Some(image), throttles })
+    filtered(Arc::clone(&image) as Arc<dyn Disk>, Some(image), options)
 }
 
 /// Where an image could be read and not be written, says by which key a drive does so.
@@ -231,8 +231,8 @@ fn name_readonly(error: Error) -> Error {
     if named == text { error } else { Error::new(error.kind(), named) }
 }
 
-/// The disk, seen through its filters, and its throttles, the nearest to the guest first.
-fn filtered(disk: Arc<dyn Disk>, options: &DiskOptions) -> Result<(Arc<dyn Disk>, Vec<Arc<ThrottleMember>>)> {
+/// The disk, seen through its filters.
+fn filtered(disk: Arc<dyn Disk>, image: Option<Arc<Image>>, options: &DiskOptions) -> Result<OpenedDisk> {
     let late = options.delay_ms.filter(|delay_ms| *delay_ms > 0);
     let late = late.map(|ms| FilterOptions::Delay(DelayOptions::of(Duration::from_millis(u64::from(ms)))));
     let (mut disk, mut throttles) = (disk, Vec::new());
@@ -242,5 +242,15 @@ fn filtered(disk: Arc<dyn Disk>, options: &DiskOptions) -> Result<(Arc<dyn Disk>
         throttles.extend(throttle);
     }
     throttles.reverse();
-    Ok((disk, throttles))
+    let holds = [options.on_error, options.on_no_space].contains(&ErrorPolicy::Hold);
+    let hold = holds.then(|| {
+        let control = Arc::new(HoldControl::default());
+        control.set_policies(Some(options.on_error), Some(options.on_no_space));
+        control
+    });
+    // Nearest to the guest: what is tried again passes the other filters again.
+    if let Some(control) = &hold {
+        disk = Arc::new(FilterDisk::new(disk, Hold::new(Arc::clone(control))));
+    }
+    Ok(OpenedDisk { disk, image, throttles, hold })
 }

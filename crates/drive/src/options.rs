@@ -8,7 +8,7 @@ use crate::shown::ShownOptions;
 use crate::size::parse_size;
 use block::{Error, ErrorKind, Result};
 use engine::{CacheMode, EngineKind};
-use image::{FileName, Format};
+use image::{ErrorPolicy, FileName, Format};
 use nix::unistd::Group;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -78,6 +78,10 @@ pub struct DiskOptions {
     pub delay_ms: Option<u32>,
     /// What happens to requests before they get to the image or null disk. The first is the nearest to the guest.
     pub filters: Vec<FilterOptions>,
+    /// What happens to requests that the storage fails.
+    pub on_error: ErrorPolicy,
+    /// The same where the storage has no space left.
+    pub on_no_space: ErrorPolicy,
     /// Memory for an image's tables, over all layers of its chain.
     pub l2_cache_bytes: Option<u64>,
     /// How long to wait for the lock of a process that was killed: until its last write has landed it keeps the lock.
@@ -223,6 +227,12 @@ impl DriveOptions {
         Ok(ParsedDrive::Drive(Box::new(drive)))
     }
 
+    /// Whether `key` is one of a drive and takes `value`, whatever else the drive has.
+    pub fn check_value(key: &str, value: &str) -> Result<()> {
+        let pair = KeyValue { key: key.to_owned(), value: value.to_owned() };
+        Self::default().set(&pair, &PassedDescriptors::default())
+    }
+
     fn set(&mut self, KeyValue { key, value }: &KeyValue, passed: &PassedDescriptors) -> Result<()> {
         let Self { disk, export } = self;
         let descriptor = || value.strip_prefix("fd:").map(|word| passed.number_of(word)).transpose();
@@ -262,6 +272,8 @@ impl DriveOptions {
             "poll-max-us" => export.poll_max_us = Some(poll_max_us(key, value)?),
             "delay-ms" => disk.delay_ms = Some(delay_ms(key, value)?),
             "filter" => disk.filters.push(FilterOptions::parse(value)?),
+            "on-error" => disk.on_error = one_of(key, value, &ErrorPolicy::NAMES)?,
+            "on-no-space" => disk.on_no_space = one_of(key, value, &ErrorPolicy::NAMES)?,
             "l2-cache-size" => {
                 disk.l2_cache_bytes = Some(parse_size(value).map_err(|error| error.in_context(key.as_str()))?);
             }
@@ -380,6 +392,7 @@ fn values_of(key: &str) -> Option<Vec<&'static str>> {
         "format" => Some(names(&FORMATS)),
         "engine" => Some(EngineKind::NAMES.to_vec()),
         "cache" => Some(CacheMode::NAMES.to_vec()),
+        "on-error" | "on-no-space" => Some(names(&ErrorPolicy::NAMES)),
         "sync" | "sqpoll" | "fixed-buffers" | "packed" | "secure-erase" | "write-cache" | "readonly" | "snapshot" => {
             Some(names(&SWITCH))
         }
@@ -520,7 +533,8 @@ mod tests {
              sync=on,sqpoll=on,fixed-buffers=on,secure-erase=on,\
              queues=4,queue-size=256,packed=on,poll-max-us=0,write-cache=off,media=disk,cyls=1,heads=2,secs=3,\
              logical-block-size=4k,physical-block-size=8k,alignment-offset=4k,min-io-size=16k,opt-io-size=1M,\
-             discard-granularity=64k,size-max=128k,seg-max=64,delay-ms=3,filter=error:every=9,filter=delay:ms=1,\
+             discard-granularity=64k,size-max=128k,seg-max=64,delay-ms=3,on-error=hold,on-no-space=hold,\
+             filter=error:every=9,filter=delay:ms=1,\
              l2-cache-size=1.5M,lock-timeout-s=90,socket=/run/a.sock,socket-mode=0660,socket-group=0",
         );
         let expected = DriveOptions {
@@ -538,6 +552,8 @@ mod tests {
                 size_bytes: None,
                 delay_ms: Some(3),
                 filters: ["error:every=9", "delay:ms=1"].map(|text| FilterOptions::parse(text).unwrap()).to_vec(),
+                on_error: ErrorPolicy::Hold,
+                on_no_space: ErrorPolicy::Hold,
                 l2_cache_bytes: Some(1536 << 10),
                 lock_timeout_s: Some(90),
             },

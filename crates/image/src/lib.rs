@@ -43,6 +43,7 @@ pub use chain::table_cache::TableCacheStats;
 pub use filters::delay::{Delay, DelayOptions};
 pub use filters::error::{ErrorOptions, Errors, RequestKind};
 pub use filters::log::{LogEntry, LogReader, LoggedKind, LoggedRequest, WriteLog};
+pub use filters::hold::{ErrorPolicy, GivingUp, HeldRequests, Hold, HoldControl, HoldListener};
 pub use filters::throttle::{Rate, Rates, Throttle, ThrottleGroup, ThrottleLimits, ThrottleMember};
 pub use filters::{Filter, FilterDisk};
 pub use format_qcow2::{Backing, CheckEvent, CheckReport, Compressor, PackedCluster, Repair};

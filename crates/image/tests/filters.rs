@@ -8,7 +8,10 @@ use block::{
 use common::{Chain, Layer};
 use engine::{Reactor, ReactorConfig};
 use memory::IoBuf;
-use ringdisk_image::{Delay, DelayOptions, ErrorOptions, Errors, Filter, FilterDisk, NullDisk, RequestKind};
+use ringdisk_image::{
+    Delay, DelayOptions, ErrorOptions, ErrorPolicy, Errors, Filter, FilterDisk, Hold, HoldControl, NullDisk,
+    RequestKind,
+};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
@@ -39,6 +42,13 @@ fn never() -> Errors {
     errors(|options| options.after = u64::MAX)
 }
 
+/// What holds everything that it may.
+fn holding() -> (Arc<HoldControl>, Hold) {
+    let control = Arc::new(HoldControl::default());
+    control.set_policies(Some(ErrorPolicy::Hold), Some(ErrorPolicy::Hold));
+    (Arc::clone(&control), Hold::new(control))
+}
+
 #[test]
 fn a_stack_of_filters_conforms_where_its_disk_does() {
     let chain = Chain::of(vec![Layer::qcow2(SIZE, 4096), Layer::Raw(SIZE / 2)]);
@@ -48,7 +58,7 @@ fn a_stack_of_filters_conforms_where_its_disk_does() {
                 true => common::open_as(&chain.storage(), 0, ringdisk_image::Format::Qcow2, true, &[]),
                 false => chain.open(&chain.storage()),
             };
-            Some(filtered(filtered(filtered(opened.unwrap().disk, never()), Delay::new(slow())), never()))
+            Some(filtered(filtered(filtered(opened.unwrap().disk, never()), Delay::new(slow())), holding().1))
         };
         let mut subject = Subject { make: &mut make, keeps_data: true, seed };
         let report = run(&mut SimHarness::new(seed, 3), &mut subject);
@@ -202,6 +212,77 @@ impl Filter for ReadOnly {
     fn info(&self, below: DiskInfo) -> DiskInfo {
         DiskInfo { read_only: true, ..below }
     }
+}
+
+/// Turns the reactor for a while of its time, and returns what has ended.
+fn turn(reactor: &SimReactor, queue: &mut Box<dyn DiskQueue>) -> Vec<Completion> {
+    let mut done = Vec::new();
+    for _ in 0..200 {
+        queue.harvest(&mut done);
+        reactor.step();
+    }
+    done
+}
+
+#[test]
+fn what_storage_fails_waits_until_it_is_tried_again_or_given_up() {
+    let reactor = SimReactor::new(1);
+    let ctx = reactor.ctx();
+    let (control, hold) = holding();
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let heard = Arc::clone(&told);
+    control.listen(Box::new(move |error| heard.lock().unwrap().push(error)));
+    let no_space = errors(|options| {
+        options.kinds = vec![RequestKind::Write, RequestKind::Flush];
+        options.count = 6;
+        options.error = IoError::new(IoErrorKind::NoSpace);
+    });
+    let disk = filtered(filtered(null(), no_space), hold);
+    let mut queue = disk.open_queue(&ctx).unwrap();
+    for tag in [10, 11] {
+        queue.submit(tag, write_at(0, 512));
+    }
+    queue.submit(12, read(512));
+    queue.submit(13, Op::Flush);
+    let mut ended = turn(&reactor, &mut queue);
+    ended.sort_by_key(|completion| completion.tag);
+    let error = Err(IoError::new(IoErrorKind::NoSpace));
+    assert_eq!(ended, [Completion { tag: 12, result: Ok(()) }, Completion { tag: 13, result: error }]);
+    assert_eq!((control.held().unwrap().requests, queue.in_flight()), (2, 2));
+    control.try_again();
+    assert!(turn(&reactor, &mut queue).is_empty(), "they fail again, and wait again");
+    control.set_policies(None, Some(ErrorPolicy::Report));
+    assert!(turn(&reactor, &mut queue).is_empty(), "what waits goes on waiting");
+    control.set_policies(None, Some(ErrorPolicy::Hold));
+    queue.submit(14, write_at(0, 512));
+    assert!(turn(&reactor, &mut queue).is_empty());
+    control.try_again();
+    let ended = turn(&reactor, &mut queue);
+    assert_eq!(
+        ended.iter().map(|end| (end.tag, end.result)).collect::<Vec<_>>(),
+        [10, 11, 14].map(|tag| (tag, Ok(())))
+    );
+    assert_eq!((control.held(), queue.in_flight()), (None, 0));
+    assert_eq!(told.lock().unwrap().len(), 2, "told when the first fails, and when it fails again");
+}
+
+#[test]
+fn a_disk_that_goes_does_not_wait_for_what_is_held() {
+    let reactor = SimReactor::new(1);
+    let ctx = reactor.ctx();
+    let (control, hold) = holding();
+    let disk = filtered(filtered(null(), errors(|_| {})), hold);
+    let mut queue = disk.open_queue(&ctx).unwrap();
+    queue.submit(1, read(512));
+    assert!(turn(&reactor, &mut queue).is_empty());
+    let ending = control.give_up();
+    queue.submit(2, read(512));
+    let mut tags: Vec<_> = turn(&reactor, &mut queue).iter().map(|end| (end.tag, end.result.is_err())).collect();
+    tags.sort_unstable();
+    assert_eq!((tags, queue.in_flight(), control.held()), (vec![(1, true), (2, true)], 0, None));
+    drop(ending);
+    queue.submit(3, read(512));
+    assert!(turn(&reactor, &mut queue).is_empty(), "from then on requests are held again");
 }
 
 #[test]

@@ -7,10 +7,11 @@ use self::drives::{Asked, drives};
 use crate::output;
 use crate::signals;
 use anyhow::Context as _;
-use control::{ControlServer, Manager};
+use control::api::Reloaded;
+use control::{Config, Configured, ControlServer, Manager, Settings};
 use daemon::{Daemon, DaemonConfig, Pidfile};
-use image::BackingPolicy;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use signal_hook::consts::SIGHUP;
 use signal_hook::iterator::Signals;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,7 +20,8 @@ use std::time::Duration;
 
 /// Serve disks to virtual machines at vhost-user sockets.
 ///
-/// SIGTERM, SIGINT and SIGHUP end it in order: requests in flight end, images are flushed and closed, sockets removed.
+/// SIGTERM, SIGINT and SIGHUP end it in order: requests in flight end, images are flushed and closed, sockets removed. With
+/// --config, SIGHUP makes it read that file again.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Images to serve with every option at its default.
@@ -53,9 +55,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PATH")]
     pidfile: Option<PathBuf>,
     /// Which backing files an image may have us open: deny (none), same-dir (in the image's directory or below it, and files
-    /// named here), listed (only files named here), any.
-    #[arg(long, value_name = "POLICY", default_value = "same-dir")]
-    allow_backing: String,
+    /// named here), listed (only files named here), any [default: same-dir].
+    #[arg(long, value_name = "POLICY")]
+    allow_backing: Option<String>,
     /// A file that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
@@ -70,6 +72,10 @@ pub(crate) struct Args {
     /// the layers that they have by then, those that were added by commands included.
     #[arg(long, value_name = "DIRECTORY")]
     state_dir: Option<PathBuf>,
+    /// Read disks, exports and what holds for the daemon from this TOML file; what the command line says comes before it.
+    /// SIGHUP and "ctl reload" read it again: what differs is added, removed and changed, while other disks run.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -79,34 +85,29 @@ enum Output {
 }
 
 pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()> {
-    let mut drives = match drives(args)? {
+    let file = args.config.as_deref().map(Config::read).transpose()?;
+    let mut settings = file.as_ref().map_or_else(Settings::default, |file| file.settings.clone());
+    put_over(args, &mut settings)?;
+    let without = settings.control.is_some() || settings.state_dir.is_some() || file.is_some();
+    let mut drives = match drives(args, without)? {
         Asked::Drives(drives) => drives,
         Asked::Help(help) => return output::print(&format!("{help}\n")),
     };
+    drives.extend(file.iter().flat_map(|file| file.drives.iter().cloned()));
     for disk in drives.iter_mut().map(|given| &mut given.drive.disk).filter(|disk| disk.file.is_some()) {
         disk.lock_timeout_s = disk.lock_timeout_s.or(lock_timeout_s);
     }
-    let allow_backing: BackingPolicy = args.allow_backing.parse()?;
     // From here on a signal means an orderly end, so that no socket stays behind.
     let mut signals = signals::orderly()?;
     allow_all_descriptors();
-    let queues = drives.iter().map(|given| usize::from(Daemon::queues_of(&given.drive.export))).sum::<usize>();
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let named = drives.iter().filter_map(|given| given.drive.disk.file.as_ref()?.path().map(PathBuf::from));
-    let config = DaemonConfig::default().with(|config| {
-        // Disks that come later bring queues of their own.
-        let queues = if args.control.is_some() || args.state_dir.is_some() { cpus } else { queues };
-        config.reactors = args.reactors.map_or(cpus.min(queues), usize::from);
-        config.poll_max_us = Daemon::poll_max_us_of(drives.iter().map(|given| &given.drive), args.poll_max_us);
-        config.allow_backing = allow_backing;
-        config.buffer_memory_bytes = args.buffer_memory;
-        config.listed = named.chain(args.backing.iter().cloned()).collect();
-    });
-    let manager = Arc::new(Manager::start(config, args.state_dir.as_deref())?);
+    let manager = Arc::new(Manager::start(daemon_config(args, &settings, &drives), settings.state_dir.as_deref())?);
     manager.restore(&drives)?;
-    let server = args.control.as_deref().map(|socket| ControlServer::listen(socket, Arc::clone(&manager)));
+    if let (Some(path), Some(file)) = (&args.config, file) {
+        manager.is_configured_by(daemon::absolute(path), file);
+    }
+    let server = settings.control.as_deref().map(|socket| ControlServer::listen(socket, Arc::clone(&manager)));
     let server = server.transpose()?;
-    let pidfile = args.pidfile.as_deref().map(Pidfile::create).transpose()?;
+    let pidfile = settings.pidfile.as_deref().map(Pidfile::create).transpose()?;
     output::print(&match args.output {
         Output::Human => announcement::human(manager.daemon()),
         Output::Json => announcement::json(manager.daemon()),
@@ -122,6 +123,41 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
     Ok(())
 }
 
+/// What the command line says comes before what the file says.
+fn put_over(args: &Args, settings: &mut Settings) -> block::Result<()> {
+    let over = |given: &Option<PathBuf>, setting: &mut Option<PathBuf>| {
+        if given.is_some() {
+            setting.clone_from(given);
+        }
+    };
+    over(&args.control, &mut settings.control);
+    over(&args.state_dir, &mut settings.state_dir);
+    over(&args.pidfile, &mut settings.pidfile);
+    settings.backing.extend(args.backing.iter().cloned());
+    if let Some(policy) = &args.allow_backing {
+        settings.allow_backing = Some(policy.parse()?);
+    }
+    Ok(())
+}
+
+fn daemon_config(args: &Args, settings: &Settings, drives: &[Configured]) -> DaemonConfig {
+    let queues = drives.iter().map(|given| usize::from(Daemon::queues_of(&given.drive.export))).sum::<usize>();
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let named = drives.iter().filter_map(|given| given.drive.disk.file.as_ref()?.path().map(PathBuf::from));
+    let poll_max_us = args.poll_max_us.or(settings.poll_max_us);
+    let buffer_memory = settings.buffer_memory_bytes.and_then(|bytes| usize::try_from(bytes).ok());
+    DaemonConfig::default().with(|config| {
+        // Disks that come later bring queues of their own.
+        let may_grow = settings.control.is_some() || settings.state_dir.is_some() || args.config.is_some();
+        let queues = if may_grow { cpus } else { queues };
+        config.reactors = args.reactors.or(settings.reactors).map_or(cpus.min(queues), usize::from);
+        config.poll_max_us = Daemon::poll_max_us_of(drives.iter().map(|given| &given.drive), poll_max_us);
+        config.allow_backing = settings.allow_backing.clone().unwrap_or_default();
+        config.buffer_memory_bytes = args.buffer_memory.or(buffer_memory);
+        config.listed = named.chain(settings.backing.iter().cloned()).collect();
+    })
+}
+
 /// Waits for a signal, or for a command that asks for the end; returns the signal. Meanwhile a service manager that watches
 /// is told that all reactors answer, as long as they do.
 fn wait_for_the_end(manager: &Manager, signals: &mut Signals) -> Option<i32> {
@@ -135,11 +171,29 @@ fn wait_for_the_end(manager: &Manager, signals: &mut Signals) -> Option<i32> {
         if let Some(interval) = daemon::watchdog_interval() {
             scope.spawn(move || watchdog(manager.daemon(), interval, &stopped));
         }
-        let signal = signals.forever().next();
+        let signal = signals.forever().find(|signal| {
+            let reloads = *signal == SIGHUP && manager.has_configuration();
+            if reloads {
+                reload(manager);
+            }
+            !reloads
+        });
         drop(stop);
         manager.ask_to_end();
         signal
     })
+}
+
+/// What fails is in the log, and leaves the rest as it was.
+fn reload(manager: &Manager) {
+    daemon::notify("RELOADING=1");
+    match manager.reload() {
+        Ok(Reloaded { added, removed, changed, reopened, failed, .. }) => {
+            tracing::info!(?added, ?removed, ?changed, ?reopened, failed = failed.len(), "configuration read again");
+        }
+        Err(error) => tracing::error!("the configuration stays as it was: {error}"),
+    }
+    daemon::notify("READY=1");
 }
 
 /// With less than that, one large request would fill it.

@@ -6,8 +6,8 @@ mod top;
 use crate::output::{self, usage};
 use clap::Subcommand;
 use control::api::{
-    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Job, JobState, Jobs, Overlay, Resize,
-    Snapshot, Stats,
+    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Job, JobState, Jobs, Overlay, Reloaded,
+    Resize, Snapshot, Stats,
 };
 use control::{Client, Options};
 use serde::Serialize;
@@ -73,6 +73,11 @@ enum Verb {
         #[arg(required = true, value_name = "KEY=VALUE")]
         options: Vec<String>,
     },
+    /// Try requests again that wait because the storage failed them (on-error=hold, on-no-space=hold).
+    Resume {
+        /// The disk.
+        name: String,
+    },
     /// Put a new, empty qcow2 layer on top of a running disk; what is below does not change any more.
     Snapshot {
         /// The disk, and the file to make. More pairs are snapshots of more disks at the same moment.
@@ -134,6 +139,8 @@ enum Verb {
     },
     /// Print figures as Prometheus reads them.
     Metrics,
+    /// Read the configuration file again (serve --config) and change what differs.
+    Reload,
     /// End the daemon in order.
     Shutdown,
 }
@@ -149,6 +156,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         Verb::Resize { name, size } => ctl.resize(name, size),
         Verb::Set { name, options } => ctl.set(name, options),
+        Verb::Resume { name } => {
+            let disk: Disk = ctl.client.post_nothing(&format!("/v1/disks/{}/resume", path_segment(name)))?;
+            ctl.show(&disk, tables::disk)
+        }
         Verb::Snapshot { pairs } => ctl.snapshot(pairs),
         Verb::Commit { name, no_wait } => ctl.commit(name, *no_wait),
         Verb::Exports => {
@@ -171,6 +182,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Verb::Top { interval, count } => top::run(&ctl.client, args.output, *interval, *count),
         Verb::Watch { count } => ctl.watch(*count),
         Verb::Metrics => output::print(&ctl.client.get_text("/metrics")?),
+        Verb::Reload => ctl.reload(),
         Verb::Shutdown => Ok(ctl.client.post_nothing::<()>("/v1/shutdown")?),
     }
 }
@@ -253,6 +265,15 @@ impl Ctl {
             (JobState::Failed, error) => Err(anyhow::anyhow!("job {} failed: {}", job.id, error.unwrap_or_default())),
             (JobState::Cancelled, _) => Err(anyhow::anyhow!("job {} was cancelled", job.id)),
             _ => Ok(()),
+        }
+    }
+
+    fn reload(&self) -> anyhow::Result<()> {
+        let reloaded: Reloaded = self.client.post_nothing("/v1/reload")?;
+        self.show(&reloaded, tables::reloaded)?;
+        match reloaded.failed.len() {
+            0 => Ok(()),
+            count => Err(anyhow::anyhow!("{count} disks are not as the configuration says")),
         }
     }
 

@@ -1,7 +1,7 @@
 //! Answers of a daemon, for people.
 
 use comfy_table::{CellAlignment, Table, presets};
-use control::api::{Counters, Disk, Disks, Event, Export, Job, Stats};
+use control::api::{Counters, Disk, Disks, Event, Export, Job, Reloaded, Stats};
 use std::fmt::Write as _;
 
 fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>, numbers: std::ops::Range<usize>) -> String {
@@ -47,6 +47,9 @@ pub(super) fn disk(disk: &Disk) -> String {
         line("serial", &disk.serial);
     }
     line("options", &disk.options.to_text());
+    if let Some(held) = &disk.held {
+        line("held", &format!("{} requests wait for 'ctl resume': {}", held.requests, held.error));
+    }
     line("layers", "");
     disk.layers.iter().for_each(|layer| line("  layer", layer));
     for Export { id, socket, read_only, queues, .. } in &disk.exports {
@@ -54,6 +57,23 @@ pub(super) fn disk(disk: &Disk) -> String {
         line(&format!("export {id}"), &format!("{} ({queues} queues{mode})", socket.display()));
     }
     text
+}
+
+pub(super) fn reloaded(reloaded: &Reloaded) -> String {
+    let Reloaded { added, removed, changed, reopened, failed, notes } = reloaded;
+    let mut text = String::new();
+    for (what, names) in [("added", added), ("removed", removed), ("changed", changed), ("opened anew", reopened)] {
+        if !names.is_empty() {
+            let _ = writeln!(text, "{what}: {}", names.join(", "));
+        }
+    }
+    failed.iter().for_each(|failed| {
+        let _ = writeln!(text, "{}: {}", failed.name, failed.error);
+    });
+    notes.iter().for_each(|note| {
+        let _ = writeln!(text, "note: {note}");
+    });
+    if text.is_empty() { "nothing differs\n".to_owned() } else { text }
 }
 
 pub(super) fn exports(exports: &[Export]) -> String {

@@ -12,8 +12,8 @@ pub(super) enum Asked {
     Help(String),
 }
 
-/// The disks in the order of the command line.
-pub(super) fn drives(args: &Args) -> anyhow::Result<Asked> {
+/// The disks in the order of the command line. That it names none is an error, unless `is_served_without` says otherwise.
+pub(super) fn drives(args: &Args, is_served_without: bool) -> anyhow::Result<Asked> {
     let named = args.images.iter().map(|image| Ok(DriveOptions::of_file(FileName::parse(image)?)));
     let mut drives = named.collect::<block::Result<Vec<DriveOptions>>>()?;
     let passed = PassedDescriptors::of_this_process()?;
@@ -24,14 +24,15 @@ pub(super) fn drives(args: &Args) -> anyhow::Result<Asked> {
             ParsedDrive::Help(help) => return Ok(Asked::Help(help)),
         }
     }
-    if drives.is_empty() && args.control.is_none() && args.state_dir.is_none() {
+    if drives.is_empty() && !is_served_without {
         return Err(usage("nothing to serve: name an IMAGE or give --drive file=PATH,..."));
     }
     drives.iter_mut().for_each(|drive| drive.export.queues = drive.export.queues.or(args.queues));
     give_passed_sockets(&mut drives, &passed)?;
     give_named_sockets(&mut drives, &args.socket, &passed)?;
     let texts = texts(args);
-    Ok(Asked::Drives(drives.into_iter().zip(texts).map(|(drive, text)| Configured { drive, text }).collect()))
+    let configured = |(drive, text)| Configured { drive, text, serve: true, exports: Vec::new() };
+    Ok(Asked::Drives(drives.into_iter().zip(texts).map(configured).collect()))
 }
 
 /// The words of the command line for each disk, by which the record of a state directory knows it.

@@ -1,0 +1,379 @@
+//! The configuration file of a daemon: what `serve --config` reads, and reads again when it is told to.
+//!
+//! ```toml
+//! control = "/run/ringdisk/control"
+//!
+//! [defaults]
+//! cache = "none"
+//!
+//! [[drive]]
+//! name = "root"
+//! file = "/images/root.qcow2"
+//! ```
+//!
+//! What is wrong is said with the line and the key.
+
+use crate::api::AddExport;
+use crate::manager::Configured;
+use crate::options::Options;
+use block::{Error, ErrorKind, Result};
+use daemon::absolute;
+use drive::DriveOptions;
+use image::BackingPolicy;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+/// What a configuration file says.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Config {
+    /// The disks, in the order of the file. Each has a name.
+    pub drives: Vec<Configured>,
+    /// What holds for the daemon as a whole. It is read when the daemon starts, and not again.
+    pub settings: Settings,
+}
+
+/// What holds for a daemon as a whole.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Settings {
+    /// The control socket.
+    pub control: Option<PathBuf>,
+    /// The state directory.
+    pub state_dir: Option<PathBuf>,
+    /// The file that the process id is written to.
+    pub pidfile: Option<PathBuf>,
+    /// Threads that serve requests.
+    pub reactors: Option<u16>,
+    /// How long an idle thread looks for work.
+    pub poll_max_us: Option<u32>,
+    /// Memory that requests may take for buffers of their own, in bytes.
+    pub buffer_memory_bytes: Option<u64>,
+    /// Which backing files images may open.
+    pub allow_backing: Option<BackingPolicy>,
+    /// Files that images may use as a backing file.
+    pub backing: Vec<PathBuf>,
+}
+
+const KEYS: [&str; 12] = [
+    "allow-backing",
+    "backing",
+    "buffer-memory",
+    "control",
+    "defaults",
+    "drive",
+    "drives",
+    "export",
+    "pidfile",
+    "poll-max-us",
+    "reactors",
+    "state-dir",
+];
+const EXPORT_KEYS: [&str; 6] = ["disk", "socket", "read-only", "queues", "queue-size", "fixed-buffers"];
+/// Keys of a drive that mean one drive only.
+const NOT_A_DEFAULT: [&str; 7] = ["name", "file", "fd", "socket", "serial", "size", "export"];
+const REACTORS_MAX: u64 = 256;
+
+impl Config {
+    /// Reads a file. Relative paths in it begin at its directory.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| Error::io(format!("cannot read the configuration '{}'", path.display()), error))?;
+        Self::parse(&text, path)
+    }
+
+    fn parse(text: &str, path: &Path) -> Result<Self> {
+        let path = absolute(path);
+        let directory = path.parent().map_or_else(PathBuf::new, Path::to_owned);
+        let reader = Reader { text, path, directory };
+        let table = DeTable::parse(text).map_err(|error| {
+            let at = error.span().map_or(0, |span| span.start);
+            reader.wrong(at, error.message().trim())
+        })?;
+        reader.config(table.get_ref())
+    }
+
+    /// The drive of this name.
+    pub(crate) fn drive(&self, name: &str) -> Option<&Configured> {
+        self.drives.iter().find(|drive| drive.name() == Some(name))
+    }
+}
+
+/// A value, and where it stands.
+type Value<'i> = Spanned<DeValue<'i>>;
+
+struct Reader<'i> {
+    text: &'i str,
+    path: PathBuf,
+    /// Where relative paths begin.
+    directory: PathBuf,
+}
+
+impl<'i> Reader<'i> {
+    fn config(&self, table: &DeTable<'i>) -> Result<Config> {
+        let mut settings = Settings::default();
+        let (mut defaults, mut drives, mut exports) = (Vec::new(), Vec::new(), Vec::new());
+        for (key, value) in table {
+            match key.get_ref().as_ref() {
+                "defaults" => defaults = self.defaults(value)?,
+                "drive" | "drives" => drives.extend(self.list(key.get_ref(), value)?),
+                "export" => exports.extend(self.list("export", value)?),
+                key => self.set(&mut settings, key, value)?,
+            }
+        }
+        let mut seen: BTreeMap<String, usize> = BTreeMap::new();
+        let mut configured = Vec::new();
+        for value in drives {
+            let drive = self.drive(value, &defaults)?;
+            let name = drive.name().unwrap_or_default().to_owned();
+            if seen.insert(name.clone(), configured.len()).is_some() {
+                return Err(self.wrong(value.span().start, format!("name: there is a drive '{name}' above already")));
+            }
+            configured.push(drive);
+        }
+        for value in exports {
+            let export = self.export(value)?;
+            let disk = seen.get(&export.disk).and_then(|index| configured.get_mut(*index));
+            let no_disk = || self.wrong(value.span().start, format!("disk: there is no drive '{}'", export.disk));
+            disk.ok_or_else(no_disk)?.exports.push(export.clone());
+        }
+        Ok(Config { drives: configured, settings })
+    }
+
+    fn set(&self, settings: &mut Settings, key: &str, value: &Value<'i>) -> Result<()> {
+        match key {
+            "control" => settings.control = Some(self.path(key, value)?),
+            "state-dir" => settings.state_dir = Some(self.path(key, value)?),
+            "pidfile" => settings.pidfile = Some(self.path(key, value)?),
+            "reactors" => settings.reactors = u16::try_from(self.number(key, value, 1..=REACTORS_MAX)?).ok(),
+            "poll-max-us" => settings.poll_max_us = u32::try_from(self.number(key, value, 0..=1_000_000)?).ok(),
+            "buffer-memory" => {
+                let bytes = drive::parse_size(&self.scalar(key, value)?);
+                let bytes = bytes.map_err(|error| self.wrong_value(key, value, error))?;
+                if bytes < 1 << 20 {
+                    return Err(self.wrong_value(key, value, "it is less than 1M, which one request may need"));
+                }
+                settings.buffer_memory_bytes = Some(bytes);
+            }
+            "allow-backing" => {
+                let policy = self.scalar(key, value)?.parse();
+                settings.allow_backing = Some(policy.map_err(|error: Error| self.wrong_value(key, value, error))?);
+            }
+            "backing" => {
+                settings.backing =
+                    self.list(key, value)?.into_iter().map(|value| self.path(key, value)).collect::<Result<_>>()?;
+            }
+            _ => return Err(self.wrong(value.span().start, drive::unknown("key of a configuration", key, &KEYS))),
+        }
+        Ok(())
+    }
+
+    fn defaults(&self, value: &Value<'i>) -> Result<Vec<(String, String)>> {
+        let mut pairs = Vec::new();
+        for (key, value) in self.table("defaults", value)? {
+            let key = plain_key(key.get_ref());
+            if NOT_A_DEFAULT.contains(&key) {
+                return Err(self.wrong_value(key, value, "belongs to one drive and has no default"));
+            }
+            pairs.extend(self.pairs(key, value)?);
+        }
+        Ok(pairs)
+    }
+
+    /// A drive, as a table or as the text that `--drive` takes.
+    fn drive(&self, value: &Value<'i>, defaults: &[(String, String)]) -> Result<Configured> {
+        let at = value.span().start;
+        let (mut pairs, mut serve) = (Vec::new(), true);
+        match value.get_ref() {
+            DeValue::String(text) => {
+                let options = Options::parse(text).map_err(|error| self.wrong(at, error))?;
+                pairs.extend(options.pairs().map(|(key, value)| (plain_key(key).to_owned(), value.to_owned())));
+            }
+            DeValue::Table(table) => {
+                for (key, value) in table {
+                    match (plain_key(key.get_ref()), value.get_ref()) {
+                        ("export", DeValue::Boolean(on)) => serve = *on,
+                        ("export", _) => return Err(self.wrong_value("export", value, "takes true or false")),
+                        (key, _) => pairs.extend(self.pairs(key, value)?),
+                    }
+                }
+            }
+            _ => return Err(self.wrong(at, "a drive is a table or a text such as \"file=PATH,name=NAME\"")),
+        }
+        let given: Vec<String> = pairs.iter().map(|(key, _)| key.clone()).collect();
+        pairs.extend(defaults.iter().filter(|(key, _)| !given.contains(key)).cloned());
+        for (_, path) in pairs.iter_mut().filter(|(key, path)| is_path(key, path)) {
+            *path = self.directory.join(&*path).to_string_lossy().into_owned();
+        }
+        let options = Options::of_pairs(pairs);
+        let drive: DriveOptions = options.to_drive().map_err(|error| self.wrong(at, error))?;
+        if drive.disk.name.is_none() {
+            return Err(self.wrong(at, "a drive of a configuration needs a name, by which a reload knows it again"));
+        }
+        Ok(Configured { drive, text: options.to_text(), serve, exports: Vec::new() })
+    }
+
+    fn export(&self, value: &Value<'i>) -> Result<AddExport> {
+        let mut export = AddExport::default();
+        for (key, value) in self.table("export", value)? {
+            let key = key.get_ref().as_ref();
+            let count = |most| self.number(key, value, 1..=most).map(|number| u16::try_from(number).ok());
+            match key {
+                "disk" => export.disk = self.scalar(key, value)?,
+                "socket" => export.socket = Some(self.path(key, value)?),
+                "read-only" => export.read_only = self.switch(key, value)?,
+                "fixed-buffers" => export.fixed_buffers = self.switch(key, value)?,
+                "queues" => export.queues = count(256)?,
+                "queue-size" => export.queue_size = count(1024)?,
+                _ => return Err(self.wrong(value.span().start, drive::unknown("key of an export", key, &EXPORT_KEYS))),
+            }
+        }
+        match export.disk.as_str() {
+            "" => Err(self.wrong(value.span().start, "disk: an export needs the name of its drive")),
+            _ => Ok(export),
+        }
+    }
+
+    /// The pairs that a key of a drive means: several if its value is a list.
+    fn pairs(&self, key: &str, value: &Value<'i>) -> Result<Vec<(String, String)>> {
+        let values = match value.get_ref() {
+            DeValue::Array(list) => list.iter().collect(),
+            _ => vec![value],
+        };
+        if values.len() > 1 && key != "filter" {
+            return Err(self.wrong_value(key, value, "takes one value, not a list"));
+        }
+        let pair = |value: &Value<'i>| {
+            let text = self.scalar(key, value)?;
+            DriveOptions::check_value(key, &text).map_err(|error| self.wrong(value.span().start, error))?;
+            Ok((key.to_owned(), text))
+        };
+        values.into_iter().map(pair).collect()
+    }
+
+    fn scalar(&self, key: &str, value: &Value<'i>) -> Result<String> {
+        match value.get_ref() {
+            DeValue::String(text) => Ok(text.as_ref().to_owned()),
+            DeValue::Boolean(on) => Ok(if *on { "on" } else { "off" }.to_owned()),
+            DeValue::Integer(number) if number.radix() == 10 => Ok(number.as_str().to_owned()),
+            _ => Err(self.wrong_value(key, value, "takes a text, a decimal number, or true or false")),
+        }
+    }
+
+    fn switch(&self, key: &str, value: &Value<'i>) -> Result<bool> {
+        value.get_ref().as_bool().ok_or_else(|| self.wrong_value(key, value, "takes true or false"))
+    }
+
+    fn number(&self, key: &str, value: &Value<'i>, range: std::ops::RangeInclusive<u64>) -> Result<u64> {
+        let number = value.get_ref().as_integer().and_then(|number| number.as_str().parse().ok());
+        let wrong = || format!("takes a number from {} to {}", range.start(), range.end());
+        number.filter(|number| range.contains(number)).ok_or_else(|| self.wrong_value(key, value, wrong()))
+    }
+
+    fn path(&self, key: &str, value: &Value<'i>) -> Result<PathBuf> {
+        match value.get_ref().as_str() {
+            Some(path) if !path.is_empty() => Ok(self.directory.join(path)),
+            _ => Err(self.wrong_value(key, value, "takes a path")),
+        }
+    }
+
+    fn list<'a>(&self, key: &str, value: &'a Value<'i>) -> Result<Vec<&'a Value<'i>>> {
+        let list = value.get_ref().as_array().ok_or_else(|| {
+            let hint = if key == "drive" || key == "export" { format!(": write [[{key}]]") } else { String::new() };
+            self.wrong_value(key, value, format!("takes a list{hint}"))
+        });
+        Ok(list?.iter().collect())
+    }
+
+    fn table<'a>(&self, key: &str, value: &'a Value<'i>) -> Result<&'a DeTable<'i>> {
+        value.get_ref().as_table().ok_or_else(|| self.wrong_value(key, value, "takes a table"))
+    }
+
+    fn wrong_value(&self, key: &str, value: &Value<'i>, why: impl std::fmt::Display) -> Error {
+        self.wrong(value.span().start, format!("{key}: {why}"))
+    }
+
+    fn wrong(&self, at: usize, why: impl std::fmt::Display) -> Error {
+        let before = self.text.get(..at).unwrap_or(self.text);
+        let line = before.matches('\n').count().saturating_add(1);
+        Error::new(ErrorKind::BadOption, format!("{}, line {line}: {why}", self.path.display()))
+    }
+}
+
+/// Two keys have a second name.
+fn plain_key(key: &str) -> &str {
+    match key {
+        "id" => "name",
+        "num-queues" => "queues",
+        key => key,
+    }
+}
+
+fn is_path(key: &str, value: &str) -> bool {
+    match key {
+        "socket" => !value.starts_with("fd:"),
+        "file" => !value.contains(':') || value.starts_with(['/', '.']),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config> {
+        Config::parse(text, Path::new("/etc/ringdisk/disks.toml"))
+    }
+
+    #[test]
+    fn tables_texts_defaults_and_exports_make_drives() {
+        let config = parse(
+            "control = '/run/control'\nstate-dir = 'state'\nreactors = 2\nbacking = ['/base.qcow2']\n\
+             drives = ['file=b.raw,format=raw,name=b,cache=writeback']\n\
+             [defaults]\ncache = 'none'\nqueues = 2\n\
+             [[drive]]\nname = 'a'\nfile = '/a.qcow2'\nreadonly = true\nexport = false\n\
+             filter = ['throttle:iops-total=5', 'delay:ms=1']\n\
+             [[export]]\ndisk = 'a'\nsocket = 'a.sock'\nread-only = true\nqueues = 1\n",
+        )
+        .unwrap();
+        assert_eq!(config.settings.state_dir, Some("/etc/ringdisk/state".into()));
+        assert_eq!((config.settings.reactors, config.settings.backing.len()), (Some(2), 1));
+        let texts: Vec<&str> = config.drives.iter().map(|drive| drive.text.as_str()).collect();
+        let expected = [
+            "file=/etc/ringdisk/b.raw,format=raw,name=b,cache=writeback,queues=2",
+            "name=a,file=/a.qcow2,readonly=on,filter=throttle:iops-total=5,filter=delay:ms=1,cache=none,queues=2",
+        ];
+        assert_eq!(texts, expected);
+        let drive = config.drive("a").unwrap();
+        assert!(!drive.serve);
+        assert_eq!(drive.exports[0].socket, Some("/etc/ringdisk/a.sock".into()));
+        assert!(drive.exports[0].read_only && drive.exports[0].queues == Some(1));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_its_line_and_key() {
+        for (text, line, part) in [
+            ("\ncontroll = 'x'", 2, "did you mean 'control'?"),
+            ("reactors = 0", 1, "reactors: takes a number from 1"),
+            ("a = ", 1, ""),
+            ("[[drive]]\nname = 'a'\nfile = '/a'\ncahce = 'none'", 4, "did you mean 'cache'?"),
+            ("[[drive]]\nname = 'a'\nfile = '/a'\ncache = 'nine'", 4, "did you mean 'none'?"),
+            ("[[drive]]\nfile = '/a'", 1, "needs a name"),
+            ("\n[[drive]]\nname = 'a'", 2, "file=PATH"),
+            ("\n[[drive]]\nname = 'a'\nfile = ['/a', '/b']", 4, "file: takes one value"),
+            ("drives = ['file=/a,name=a', \n'file=/b,name=a']", 2, "'a' above already"),
+            ("[drive]\nname = 'a'", 1, "[[drive]]"),
+            ("[defaults]\ncache = 'none'\nfile = '/a'", 3, "has no default"),
+            ("[[export]]\ndisk = 'a'", 1, "no drive 'a'"),
+            ("[[export]]\nsocket = '/a'", 1, "needs the name"),
+            ("allow-backing = 'all'", 1, "allow-backing"),
+            ("buffer-memory = 5", 1, "less than 1M"),
+        ] {
+            let message = parse(text).unwrap_err().to_string();
+            let place = format!("/etc/ringdisk/disks.toml, line {line}: ");
+            assert!(message.starts_with(&place) && message.contains(part), "{text}: {message}");
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! The configuration file is read again: what differs is added, removed and changed, while other disks run.
+
+use super::{Configured, Manager, absolute_file, lock};
+use crate::api::{AddExport, EventKind, FailedDisk, Reloaded};
+use crate::config::Config;
+use crate::options::Options;
+use block::{Error, ErrorKind, Result};
+use drive::FilterOptions;
+use std::path::PathBuf;
+
+/// The configuration file and what of it is in force.
+#[derive(Debug)]
+pub(super) struct Configuration {
+    path: PathBuf,
+    present: Config,
+}
+
+/// How a disk gets from its old options to its new ones.
+#[derive(Debug, PartialEq, Eq)]
+enum Way {
+    /// Only what can be changed under a running guest differs.
+    Running,
+    /// It is closed and opened.
+    Anew,
+}
+
+impl Manager {
+    /// From here on [`Manager::reload`] reads the file at `path`, which said `present` when it was read last.
+    pub fn is_configured_by(&self, path: PathBuf, present: Config) {
+        *lock(&self.configuration) = Some(Configuration { path, present });
+    }
+
+    /// Whether there is a configuration file.
+    #[must_use]
+    pub fn has_configuration(&self) -> bool {
+        lock(&self.configuration).is_some()
+    }
+
+    /// Reads the configuration file again and changes what differs from what it said before. Disks that calls have added
+    /// stay as they are. An error leaves everything as it was; what fails for one disk keeps no other from its change.
+    pub fn reload(&self) -> Result<Reloaded> {
+        let mut guard = lock(&self.configuration);
+        let none = || {
+            let message = "the daemon has no configuration file to read again: start it with --config FILE";
+            Error::new(ErrorKind::Unsupported, message)
+        };
+        let configuration = guard.as_mut().ok_or_else(none)?;
+        let new = Config::read(&configuration.path)?;
+        let mut outcome = Reloaded::default();
+        if new.settings != configuration.present.settings {
+            let note = "what holds for the daemon as a whole takes effect when it is started again";
+            outcome.notes.push(note.to_owned());
+        }
+        let mut present = Config { drives: Vec::new(), settings: configuration.present.settings.clone() };
+        let fail = |outcome: &mut Reloaded, name: &str, error: Error| {
+            tracing::error!(disk = name, "the configuration is not in force for a disk: {error}");
+            outcome.failed.push(FailedDisk { name: name.to_owned(), error: error.to_string() });
+        };
+        // Removals first: their sockets and images may be wanted again.
+        for old in &configuration.present.drives {
+            let name = old.name().unwrap_or_default();
+            if new.drive(name).is_some() {
+                continue;
+            }
+            match self.remove_configured(name) {
+                Ok(true) => outcome.removed.push(name.to_owned()),
+                Ok(false) => {}
+                Err(error) => {
+                    fail(&mut outcome, name, error);
+                    present.drives.push(old.clone());
+                }
+            }
+        }
+        for given in &new.drives {
+            let name = given.name().unwrap_or_default();
+            let old = configuration.present.drive(name);
+            match self.bring_to(old, given, &mut outcome) {
+                Ok(()) => present.drives.push(given.clone()),
+                Err(error) => {
+                    fail(&mut outcome, name, error);
+                    // The next time it is tried again.
+                    present.drives.extend(old.filter(|_| self.daemon.disk_named(name).is_some()).cloned());
+                }
+            }
+        }
+        configuration.present = present;
+        Ok(outcome)
+    }
+
+    /// Returns whether there was such a disk.
+    fn remove_configured(&self, name: &str) -> Result<bool> {
+        if !self.knows(name) {
+            return Ok(false);
+        }
+        let key = self.records.current().disk(name).and_then(|disk| disk.configured.clone());
+        self.remove_disk(name, true)?;
+        self.records.change(|record| record.removed.retain(|removed| Some(removed) != key.as_ref()))?;
+        Ok(true)
+    }
+
+    fn bring_to(&self, old: Option<&Configured>, new: &Configured, outcome: &mut Reloaded) -> Result<()> {
+        let name = new.name().unwrap_or_default();
+        let has_failed = lock(&self.failed).contains_key(name);
+        let Some(old) = old.filter(|_| self.daemon.disk_named(name).is_some()) else {
+            let stays_away = old.is_some_and(|old| old.key() == new.key()) && !has_failed;
+            if stays_away {
+                return Ok(());
+            }
+            let key = new.key();
+            self.records.change(|record| record.removed.retain(|removed| *removed != key))?;
+            let before = lock(&self.failed).remove(name);
+            self.open_configured(new).inspect_err(|error| {
+                if before.is_some() {
+                    lock(&self.failed).insert(name.to_owned(), error.to_string());
+                }
+            })?;
+            outcome.added.push(name.to_owned());
+            return Ok(());
+        };
+        if old.key() == new.key() {
+            return Ok(());
+        }
+        let (before, after) = (Options::parse(&old.text)?, Options::parse(&new.text)?);
+        if way(&before, &after)? == Way::Anew || old.serve != new.serve {
+            self.open_anew(old, new)?;
+            outcome.reopened.push(name.to_owned());
+            return Ok(());
+        }
+        self.change_running(name, &before, &after)?;
+        self.change_exports(old, new)?;
+        self.records.change(|record| {
+            if let Some(disk) = record.disk_mut(name) {
+                disk.configured = Some(new.key());
+            }
+        })?;
+        outcome.changed.push(name.to_owned());
+        Ok(())
+    }
+
+    /// New limits for the disk's filters `throttle`.
+    fn change_running(&self, name: &str, before: &Options, after: &Options) -> Result<()> {
+        if before == after {
+            return Ok(());
+        }
+        let throttles = self.daemon.throttles(self.node(name)?)?;
+        let limits: Vec<_> = filters(after)?
+            .into_iter()
+            .filter_map(|filter| match filter {
+                FilterOptions::Throttle(options) => Some(options.limits),
+                _ => None,
+            })
+            .collect();
+        let options = absolute_file(after.clone())?;
+        self.records.change(|record| {
+            if let Some(disk) = record.disk_mut(name) {
+                disk.set_options(options);
+            }
+        })?;
+        throttles.iter().zip(limits).for_each(|(throttle, limits)| throttle.group().set_limits(limits));
+        self.events.publish(EventKind::DiskChanged, Some(name), None, None);
+        Ok(())
+    }
+
+    fn change_exports(&self, old: &Configured, new: &Configured) -> Result<()> {
+        for gone in old.exports.iter().filter(|export| !new.exports.contains(export)) {
+            let is_it = |how: &Option<AddExport>| how.as_ref() == Some(gone);
+            let id = lock(&self.exports).iter().find(|(_, how)| is_it(how)).map(|(id, _)| id.number());
+            if let Some(id) = id {
+                self.remove_export(id).map_err(|failure| Error::new(ErrorKind::BadOption, failure.0.message))?;
+            }
+        }
+        let added = new.exports.iter().filter(|export| !old.exports.contains(export));
+        added.into_iter().try_for_each(|export| self.add_export(export.clone()).map(drop))
+    }
+
+    /// Closes a disk and opens it with its new options; with the old ones if that fails. Until it is open again, the record
+    /// has it as it was.
+    fn open_anew(&self, old: &Configured, new: &Configured) -> Result<()> {
+        let name = new.name().unwrap_or_default();
+        let recorded = self.records.current().disk(name).map(|disk| disk.exports.clone()).unwrap_or_default();
+        let of_calls: Vec<AddExport> = recorded.into_iter().filter(|export| !old.exports.contains(export)).collect();
+        self.daemon.remove_disk(self.node(name)?, true)?;
+        self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
+        self.open_configured(new).map_err(|error| match self.open_configured(old) {
+            Ok(()) => error.in_context("it was opened again as it was before"),
+            Err(second) => {
+                lock(&self.failed).insert(name.to_owned(), second.to_string());
+                error.in_context(format!("it is not served any more ({second})"))
+            }
+        })?;
+        of_calls.into_iter().try_for_each(|export| self.add_export(export).map(drop))
+    }
+
+    /// Opens a disk that the record may know with other options. It keeps the layers that were put on it, unless its options
+    /// name another file than before.
+    fn open_configured(&self, given: &Configured) -> Result<()> {
+        let mut given = given.clone();
+        let key = given.key();
+        let mut options = absolute_file(Options::parse(&given.text)?)?;
+        let recorded = self.records.current();
+        let layered = recorded.disk(given.name().unwrap_or_default());
+        if let Some(disk) = layered.filter(|disk| disk.has_layers_on(options.get("file"))) {
+            let drive = disk.options.to_drive()?;
+            given.drive.disk.file = drive.disk.file;
+            given.drive.disk.format = drive.disk.format;
+            options = disk.with_own_top(options);
+        }
+        self.add(&given.drive, Some(options), given.serve, Some(&key))?;
+        given.exports.iter().try_for_each(|export| self.add_export(export.clone()).map(drop))
+    }
+}
+
+fn filters(options: &Options) -> Result<Vec<FilterOptions>> {
+    options.pairs().filter(|(key, _)| *key == "filter").map(|(_, text)| FilterOptions::parse(text)).collect()
+}
+
+/// Limits of filters `throttle` change under a running guest, if the filters themselves stay.
+fn way(before: &Options, after: &Options) -> Result<Way> {
+    let others = |options: &Options| {
+        let mut pairs: Vec<_> = options.pairs().filter(|(key, _)| *key != "filter").collect();
+        pairs.sort_unstable();
+        pairs.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned())).collect::<Vec<_>>()
+    };
+    let without_limits = |options: &Options| -> Result<Vec<FilterOptions>> {
+        let mut filters = filters(options)?;
+        for filter in &mut filters {
+            if let FilterOptions::Throttle(options) = filter {
+                options.limits = image::ThrottleLimits::default();
+            }
+        }
+        Ok(filters)
+    };
+    let same = others(before) == others(after) && without_limits(before)? == without_limits(after)?;
+    Ok(if same { Way::Running } else { Way::Anew })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_new_limits_leave_a_disk_open() {
+        let options = |text: &str| Options::parse(text).unwrap();
+        let before = options("file=/a,name=a,filter=throttle:iops-total=5,filter=delay:ms=1");
+        for (text, expected) in [
+            ("name=a,file=/a,filter=throttle:iops-total=9,filter=delay:ms=1", Way::Running),
+            ("file=/a,name=a,filter=throttle:iops-total=5,filter=delay:ms=2", Way::Anew),
+            ("file=/a,name=a,filter=delay:ms=1,filter=throttle:iops-total=5", Way::Anew),
+            ("file=/a,name=a,filter=throttle:iops-total=5:group=g,filter=delay:ms=1", Way::Anew),
+            ("file=/a,name=a,cache=none,filter=throttle:iops-total=5,filter=delay:ms=1", Way::Anew),
+        ] {
+            assert_eq!(way(&before, &options(text)).unwrap(), expected, "{text}");
+        }
+    }
+}

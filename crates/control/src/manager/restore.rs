@@ -1,0 +1,82 @@
+//! What a daemon serves when it starts: what its record names, and what it was given.
+
+use super::{Configured, Manager, absolute_file, export_options, lock};
+use crate::options::Options;
+use crate::record::{Record, RecordedDisk};
+use block::Result;
+
+impl Manager {
+    /// Serves the disks that the record names and those that `configured` gives: the command line's or a configuration
+    /// file's. A disk that is in both is served as the record says. One that is configured and was removed by a call stays
+    /// away; one that was configured and is no longer is forgotten.
+    ///
+    /// A recorded disk that cannot be opened keeps no other from being served: it is logged and listed as failed. A
+    /// configured one that cannot be opened is an error.
+    pub fn restore(&self, configured: &[Configured]) -> Result<()> {
+        let keys: Vec<String> = configured.iter().map(Configured::key).collect();
+        self.records.change(|record| {
+            configured.iter().for_each(|given| keep_layers(record, given, &keys));
+            record.forget_unconfigured(&keys);
+        })?;
+        let record = self.records.current();
+        for disk in &record.disks {
+            let given = configured.iter().zip(&keys).find(|(_, key)| disk.configured.as_ref() == Some(key));
+            if let Err(error) = self.bring_back(disk, given.map(|(given, _)| given)) {
+                tracing::error!(disk = %disk.name, "a disk of the state directory is not served: {error}");
+                lock(&self.failed).insert(disk.name.clone(), error.to_string());
+            }
+        }
+        for (given, key) in configured.iter().zip(&keys) {
+            if record.removed.contains(key) {
+                let text = &given.text;
+                tracing::warn!("{text}: was removed while it was served, and stays away; 'ctl add' brings it back");
+            } else if !record.disks.iter().any(|disk| disk.configured.as_ref() == Some(key)) {
+                self.add_configured(given)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Serves a disk of the command line or of the configuration file.
+    pub(super) fn add_configured(&self, given: &Configured) -> Result<()> {
+        // What JSON cannot name is served, and not recorded: it is given again.
+        let options = Options::parse(&given.text).and_then(absolute_file).ok();
+        self.add(&given.drive, options, given.serve, Some(&given.key()))?;
+        given.exports.iter().try_for_each(|export| self.add_export(export.clone()).map(drop))
+    }
+
+    fn bring_back(&self, disk: &RecordedDisk, given: Option<&Configured>) -> Result<()> {
+        let mut drive = disk.options.to_drive()?;
+        drive.disk.name = Some(disk.name.clone());
+        if let Some(given) = given {
+            // A socket may have been passed to this run.
+            drive.export.clone_from(&given.drive.export);
+        }
+        let node = self.daemon.add_disk(&drive.disk)?;
+        self.listen_to_hold(node, &disk.name);
+        let exports = disk.own_export.then(|| (drive.export.clone(), None)).into_iter();
+        let exports = exports.chain(disk.exports.iter().map(|export| (export_options(export), Some(export.clone()))));
+        let added = exports.into_iter().try_for_each(|(options, recorded)| {
+            let id = self.daemon.add_export(node, &options)?;
+            lock(&self.exports).insert(id, recorded);
+            Ok(())
+        });
+        added.inspect_err(|_| self.undo_add(node))
+    }
+}
+
+/// A disk that is given in other words than before keeps the layers that were put on it: a guest that went on with the file
+/// below them would lose what it wrote, and destroy the layers.
+fn keep_layers(record: &mut Record, given: &Configured, keys: &[String]) {
+    let Ok(options) = Options::parse(&given.text).and_then(absolute_file) else { return };
+    let is_it = |disk: &&mut RecordedDisk| {
+        let is_known = disk.configured.as_ref().is_none_or(|key| keys.contains(key));
+        !is_known && given.name() == Some(&disk.name) && disk.has_layers_on(options.get("file"))
+    };
+    if let Some(disk) = record.disks.iter_mut().find(is_it) {
+        disk.set_options(options.clone());
+        disk.configured = Some(given.key());
+        disk.own_export = given.serve;
+        disk.exports.clone_from(&given.exports);
+    }
+}

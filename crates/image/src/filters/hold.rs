@@ -1,0 +1,287 @@
+//! A filter that holds requests which the storage fails: the guest waits instead of seeing an error, until somebody who has
+//! repaired the storage lets them be tried again.
+//!
+//! Each request in flight is kept, so that it can be submitted again. A failed flush is always reported, and so is a write
+//! with a flush before it: the kernel tells of lost data once, and a second flush would claim that all is well.
+
+use crate::filters::Filter;
+use block::{Completion, DiskQueue, IoError, IoErrorKind, Op, OpFlags, ReactorCtx, Result, Tag, Timer};
+use std::fmt;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// Requests for which a queue has room from the beginning.
+const ROOM: usize = 256;
+/// A queue that holds requests looks so often whether it may try again.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// What happens when the storage fails a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ErrorPolicy {
+    /// The guest gets the error.
+    #[default]
+    Report,
+    /// The request waits until it is tried again.
+    Hold,
+}
+
+impl ErrorPolicy {
+    /// All of them and their names.
+    pub const NAMES: [(&'static str, Self); 2] = [("report", Self::Report), ("hold", Self::Hold)];
+}
+
+/// Requests that wait because the storage failed them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HeldRequests {
+    /// How many.
+    pub requests: usize,
+    /// The error of the last of them.
+    pub error: IoError,
+}
+
+/// Called when a disk begins to hold requests, on a reactor's thread: it must not wait.
+pub type HoldListener = Box<dyn Fn(IoError) + Send + Sync>;
+
+/// What queues of a disk share, and whoever manages it.
+#[derive(Default)]
+pub struct HoldControl {
+    holds_errors: AtomicBool,
+    holds_no_space: AtomicBool,
+    held: AtomicUsize,
+    errno: AtomicI32,
+    /// Rises with each call to try again.
+    round: AtomicU64,
+    /// How many want requests to end with their errors, because the disk or an export goes.
+    ending: AtomicUsize,
+    listener: OnceLock<HoldListener>,
+}
+
+impl fmt::Debug for HoldControl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HoldControl").field("held", &self.held()).finish_non_exhaustive()
+    }
+}
+
+impl HoldControl {
+    /// What it does with errors, and with the error that says that there is no space.
+    pub fn set_policies(&self, on_error: Option<ErrorPolicy>, on_no_space: Option<ErrorPolicy>) {
+        for (policy, flag) in [(on_error, &self.holds_errors), (on_no_space, &self.holds_no_space)] {
+            if let Some(policy) = policy {
+                flag.store(policy == ErrorPolicy::Hold, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Who is told when it begins to hold requests. The first call counts.
+    pub fn listen(&self, listener: HoldListener) {
+        // A second listener has no use.
+        let _ = self.listener.set(listener);
+    }
+
+    /// What waits, if anything does.
+    #[must_use]
+    pub fn held(&self) -> Option<HeldRequests> {
+        let requests = self.held.load(Ordering::Relaxed);
+        let error = IoError::from_errno(self.errno.load(Ordering::Relaxed));
+        (requests > 0).then_some(HeldRequests { requests, error })
+    }
+
+    /// Has all that waits tried again. What fails again waits again.
+    pub fn try_again(&self) {
+        self.round.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// From here on until the result is dropped, nothing is held: what waits ends with its error.
+    #[must_use]
+    pub fn give_up(self: &Arc<Self>) -> GivingUp {
+        self.ending.fetch_add(1, Ordering::Relaxed);
+        GivingUp(Arc::clone(self))
+    }
+
+    fn holds(&self, op: &Op, error: IoError) -> bool {
+        let policy = match error.kind() {
+            IoErrorKind::NoSpace => &self.holds_no_space,
+            IoErrorKind::Io => &self.holds_errors,
+            // The request itself is wrong, or the image is: no second try can help.
+            _ => return false,
+        };
+        let has_flush = matches!(op, Op::Flush) || op.flags().contains(OpFlags::PREFLUSH);
+        policy.load(Ordering::Relaxed) && !has_flush && self.ending.load(Ordering::Relaxed) == 0
+    }
+
+    fn begins_to_hold(&self, error: IoError) {
+        self.errno.store(error.errno(), Ordering::Relaxed);
+        if self.held.fetch_add(1, Ordering::Relaxed) == 0
+            && let Some(listener) = self.listener.get()
+        {
+            listener(error);
+        }
+    }
+
+    fn end_to_hold(&self, count: usize) {
+        self.held.fetch_sub(count, Ordering::Relaxed);
+    }
+}
+
+/// See [`HoldControl::give_up`].
+#[derive(Debug)]
+pub struct GivingUp(Arc<HoldControl>);
+
+impl Drop for GivingUp {
+    fn drop(&mut self) {
+        self.0.ending.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Hold(Arc<HoldControl>);
+
+impl Hold {
+    /// A filter that does what `control` says.
+    #[must_use]
+    pub fn new(control: Arc<HoldControl>) -> Self {
+        Self(control)
+    }
+}
+
+impl Filter for Hold {
+    fn open_queue(&self, below: Box<dyn DiskQueue>, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+        Ok(Box::new(HoldQueue {
+            below,
+            control: Arc::clone(&self.0),
+            slots: Vec::with_capacity(ROOM),
+            free: Vec::with_capacity(ROOM),
+            held: Vec::new(),
+            round: 0,
+            timer: ctx.timer(),
+        }))
+    }
+}
+
+struct Kept {
+    tag: Tag,
+    op: Op,
+}
+
+struct Held {
+    slot: usize,
+    error: IoError,
+}
+
+struct HoldQueue {
+    below: Box<dyn DiskQueue>,
+    control: Arc<HoldControl>,
+    /// The requests in flight. Below, a request's tag is its place here.
+    slots: Vec<Option<Kept>>,
+    free: Vec<usize>,
+    /// Those that wait, in the order in which they failed.
+    held: Vec<Held>,
+    /// The round in which they were tried last.
+    round: u64,
+    /// Set while any waits.
+    timer: Timer,
+}
+
+impl HoldQueue {
+    /// Takes a request out: whoever sees its end sees nobody else with its memory.
+    fn end(&mut self, slot: usize, result: block::IoResult) -> Option<Completion> {
+        let Kept { tag, op } = self.slots.get_mut(slot)?.take()?;
+        drop(op);
+        self.free.push(slot);
+        Some(Completion { tag, result })
+    }
+
+    fn is_held(&self, completion: &Completion) -> Option<Held> {
+        let error = completion.result.err()?;
+        let slot = usize::try_from(completion.tag).ok()?;
+        let Kept { op, .. } = self.slots.get(slot)?.as_ref()?;
+        self.control.holds(op, error).then_some(Held { slot, error })
+    }
+
+    /// Tries again what waits, or gives it up, if somebody said so.
+    fn look_after_held(&mut self, done: &mut Vec<Completion>) {
+        if self.control.ending.load(Ordering::Relaxed) > 0 {
+            self.control.end_to_hold(self.held.len());
+            while let Some(Held { slot, error }) = self.held.pop() {
+                done.extend(self.end(slot, Err(error)));
+            }
+        } else if self.control.round.load(Ordering::Relaxed) != self.round {
+            self.control.end_to_hold(self.held.len());
+            for Held { slot, .. } in self.held.drain(..) {
+                if let Some(Some(Kept { op, .. })) = self.slots.get(slot) {
+                    self.below.submit(slot as Tag, op.clone());
+                }
+            }
+        }
+        match self.held.is_empty() {
+            true => self.timer.clear(),
+            false => {
+                let now = self.timer.now();
+                self.timer.set(now.checked_add(LOOK_AGAIN).unwrap_or(now));
+            }
+        }
+    }
+}
+
+impl DiskQueue for HoldQueue {
+    fn submit(&mut self, tag: Tag, op: Op) {
+        let kept = Some(Kept { tag, op: op.clone() });
+        let slot = match self.free.pop() {
+            Some(slot) => {
+                if let Some(place) = self.slots.get_mut(slot) {
+                    *place = kept;
+                }
+                slot
+            }
+            None => {
+                self.slots.push(kept);
+                self.slots.len().saturating_sub(1)
+            }
+        };
+        self.below.submit(slot as Tag, op);
+    }
+
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        let start = done.len();
+        self.below.harvest(done);
+        let mut end = start;
+        for index in start..done.len() {
+            let Some(completion) = done.get(index).copied() else { break };
+            if let Some(held) = self.is_held(&completion) {
+                if self.held.is_empty() {
+                    // What was said before concerns earlier failures.
+                    self.round = self.control.round.load(Ordering::Relaxed);
+                    let now = self.timer.now();
+                    self.timer.set(now.checked_add(LOOK_AGAIN).unwrap_or(now));
+                }
+                self.control.begins_to_hold(held.error);
+                self.held.push(held);
+                continue;
+            }
+            let slot = usize::try_from(completion.tag).unwrap_or(usize::MAX);
+            if let (Some(ended), Some(place)) = (self.end(slot, completion.result), done.get_mut(end)) {
+                *place = ended;
+                end = end.saturating_add(1);
+            }
+        }
+        done.truncate(end);
+        if !self.held.is_empty() && self.timer.is_due() {
+            self.look_after_held(done);
+        }
+        done.len().saturating_sub(start)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.below.in_flight().saturating_add(self.held.len())
+    }
+}
+
+impl Drop for HoldQueue {
+    fn drop(&mut self) {
+        self.control.end_to_hold(self.held.len());
+    }
+}
