@@ -178,6 +178,58 @@ pub struct Overlay {
     pub overlay: PathBuf,
 }
 
+/// How layers are taken back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CommitDisk {
+    /// So many layers, from the top down; 1 where not given.
+    #[serde(default = "one")]
+    pub layers: usize,
+    /// The most bytes that are moved in a second while guests go on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+}
+
+fn one() -> usize {
+    1
+}
+
+/// How the contents of lower layers are pulled up into the top layer.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StreamDisk {
+    /// The layer that stays below the top; none where not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub base: Option<PathBuf>,
+    /// The most bytes that are moved in a second while guests go on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+}
+
+/// What the top layer of a disk is to rest on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RebaseDisk {
+    /// The image.
+    #[schema(value_type = String)]
+    pub base: PathBuf,
+    /// Its format; guessed where not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
+    /// The most bytes that are moved in a second while guests go on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+}
+
+/// A limit for a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LimitJob {
+    /// The most bytes that it moves in a second while guests go on; 0 lifts the limit.
+    pub bytes_per_second: u64,
+}
+
 /// All exports.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -300,6 +352,8 @@ pub struct Job {
 pub enum JobKind {
     /// Copies the top layer into the layer below, and takes it off.
     Commit,
+    /// Copies what lower layers hold into the top layer, which then rests on others, or on none.
+    Stream,
     /// One that this version of the interface has no name for.
     Other,
 }
@@ -311,6 +365,8 @@ pub enum JobKind {
 pub enum JobState {
     /// It goes on.
     Running,
+    /// It waits until it is resumed.
+    Paused,
     /// It has done all that it was to do.
     Done,
     /// It could not go on. The disk keeps its layers.

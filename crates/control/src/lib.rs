@@ -16,6 +16,7 @@ mod client;
 mod config;
 mod events;
 mod failure;
+mod live_jobs;
 mod manager;
 mod metrics;
 mod options;

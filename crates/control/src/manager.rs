@@ -65,13 +65,13 @@ impl Configured {
 /// Each call may be made by any thread. Calls block for as long as opening, closing or growing a disk takes; they are not
 /// for a reactor's thread.
 pub struct Manager {
-    daemon: Daemon,
-    records: Arc<Records>,
+    pub(crate) daemon: Daemon,
+    pub(crate) records: Arc<Records>,
     /// How each export came to be: `None` for the one in the disk's own options.
     exports: Mutex<BTreeMap<ExportId, Option<AddExport>>>,
     /// Recorded disks that could not be opened, and why.
     failed: Mutex<BTreeMap<String, String>>,
-    events: Arc<Events>,
+    pub(crate) events: Arc<Events>,
     /// Tells a thread of disks that begin to hold requests.
     holds: Sender<Holding>,
     /// The configuration file, if there is one. Locked while it is read again.
@@ -156,6 +156,7 @@ impl Manager {
                 own_export: own_export.is_some(),
                 exports: Vec::new(),
                 former_tops: Vec::new(),
+                bases: Vec::new(),
                 configured: configured.map(str::to_owned),
             };
             self.records.change(|record| record.put(recorded)).inspect_err(|_| self.undo_add(node))?;
@@ -237,39 +238,6 @@ impl Manager {
         wanted.iter().map(changed).collect()
     }
 
-    /// Starts to take the top layer of a disk back into the one below.
-    pub fn commit(self: &Arc<Self>, name: &str) -> Result<Job> {
-        let node = self.node(name)?;
-        let (records, disk) = (Arc::clone(&self.records), name.to_owned());
-        let take_off = move |below: Option<&FileName>| {
-            let below = below.map(ToString::to_string).unwrap_or_default();
-            records.change(|record| {
-                if let Some(disk) = record.disk_mut(&disk) {
-                    disk.take_off(&below);
-                }
-            })
-        };
-        let id = self.daemon.start_take_overlay_back_with(node, take_off)?;
-        self.events.publish(EventKind::JobStarted, Some(name), Some(id.number()), None);
-        let (manager, disk) = (Arc::downgrade(self), name.to_owned());
-        let tell_end = move || {
-            // A manager that is going waits for its jobs itself.
-            let Some(manager) = manager.upgrade() else { return };
-            let message = match manager.daemon.wait_job(id) {
-                Ok(()) => {
-                    manager.events.publish(EventKind::LayersChanged, Some(&disk), None, None);
-                    None
-                }
-                Err(error) => Some(error.to_string()),
-            };
-            manager.events.publish(EventKind::JobEnded, Some(&disk), Some(id.number()), message);
-        };
-        if let Err(error) = std::thread::Builder::new().name(format!("job-{id}-end")).spawn(tell_end) {
-            tracing::warn!("nobody will be told of the end of job {id}: {error}");
-        }
-        self.job(id.number()).map_err(|failure| Error::new(ErrorKind::BadOption, failure.0.message))
-    }
-
     /// Serves a disk at one more socket.
     pub fn add_export(&self, request: AddExport) -> Result<Export> {
         let node = self.node(&request.disk)?;
@@ -310,7 +278,7 @@ impl Manager {
         Ok(())
     }
 
-    fn node(&self, name: &str) -> Result<NodeId> {
+    pub(crate) fn node(&self, name: &str) -> Result<NodeId> {
         let none = || Error::new(ErrorKind::BadOption, format!("there is no disk '{name}'"));
         self.daemon.disk_named(name).ok_or_else(none)
     }
@@ -365,7 +333,7 @@ impl Manager {
         found.ok_or_else(|| Failure::not_found(format!("there is no job {number}")))
     }
 
-    fn job_id(&self, number: u64) -> Result<JobId, Failure> {
+    pub(crate) fn job_id(&self, number: u64) -> Result<JobId, Failure> {
         let found = self.daemon.jobs().into_iter().find(|job| job.id.number() == number);
         found.map(|job| job.id).ok_or_else(|| Failure::not_found(format!("there is no job {number}")))
     }
@@ -507,6 +475,7 @@ fn to_export(status: &ExportStatus, disk: String) -> Export {
 fn to_job(status: JobStatus) -> Job {
     let (state, error) = match status.state {
         daemon::JobState::Running => (JobState::Running, None),
+        daemon::JobState::Paused => (JobState::Paused, None),
         daemon::JobState::Done => (JobState::Done, None),
         daemon::JobState::Cancelled => (JobState::Cancelled, None),
         daemon::JobState::Failed(error) => (JobState::Failed, Some(error)),
@@ -514,6 +483,7 @@ fn to_job(status: JobStatus) -> Job {
     };
     let kind = match status.kind {
         daemon::JobKind::TakeOverlayBack => JobKind::Commit,
+        daemon::JobKind::MoveOnto => JobKind::Stream,
         _ => JobKind::Other,
     };
     Job {

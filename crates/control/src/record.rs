@@ -43,6 +43,9 @@ pub(crate) struct RecordedDisk {
     pub(crate) exports: Vec<AddExport>,
     /// The tops before this one, the last on top: what `file` and `format` become when the top layer is taken off.
     pub(crate) former_tops: Vec<Top>,
+    /// Images that the user named for it to rest on.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) bases: Vec<String>,
     /// How the command line or the configuration file gave it, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) configured: Option<String>,
@@ -95,7 +98,8 @@ impl Record {
 impl RecordedDisk {
     /// The files of its tops, former ones included.
     pub(crate) fn files(&self) -> impl Iterator<Item = &str> {
-        self.options.get("file").into_iter().chain(self.former_tops.iter().map(|top| top.file.as_str()))
+        let former = self.former_tops.iter().map(|top| top.file.as_str());
+        self.options.get("file").into_iter().chain(former).chain(self.bases.iter().map(String::as_str))
     }
 
     /// Whether layers were put on it since it was added with this file.
@@ -130,6 +134,18 @@ impl RecordedDisk {
         self.former_tops.push(Top { file, format: self.options.get("format").map(str::to_owned) });
         self.options.set("file", overlay);
         self.options.set("format", "qcow2");
+    }
+
+    /// So many layers below the top are going, and it will rest on `base`, if that is no layer of its own. Until the image
+    /// says so, it may be opened with the layers that it has.
+    pub(crate) fn rest_on(&mut self, gone: usize, base: Option<String>) {
+        let stay = self.former_tops.len().saturating_sub(gone);
+        let gone = self.former_tops.split_off(stay).into_iter().map(|top| top.file);
+        for file in gone.chain(base).collect::<Vec<_>>() {
+            if !self.bases.contains(&file) {
+                self.bases.push(file);
+            }
+        }
     }
 
     /// The top layer has been taken off; `below` is the top from here on.
@@ -257,6 +273,7 @@ mod tests {
             own_export: true,
             exports: Vec::new(),
             former_tops: Vec::new(),
+            bases: Vec::new(),
             configured: None,
         }
     }

@@ -1,8 +1,8 @@
 //! The paths of the interface, each with its description.
 
 use crate::api::{
-    AddDisk, AddExport, ChangeDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs, Reloaded, Resize, Snapshot,
-    Stats, VERSION, Version,
+    AddDisk, AddExport, ChangeDisk, CommitDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs, LimitJob,
+    RebaseDisk, Reloaded, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
 };
 use crate::events::now_ms;
 use crate::failure::Failure;
@@ -57,12 +57,17 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
         .routes(routes!(resize_disk))
         .routes(routes!(resume_disk))
         .routes(routes!(commit_disk))
+        .routes(routes!(stream_disk))
+        .routes(routes!(rebase_disk))
         .routes(routes!(snapshot_disks))
         .routes(routes!(list_exports, add_export))
         .routes(routes!(remove_export))
         .routes(routes!(list_jobs))
         .routes(routes!(show_job, forget_job))
         .routes(routes!(cancel_job))
+        .routes(routes!(pause_job))
+        .routes(routes!(resume_job))
+        .routes(routes!(limit_job))
         .routes(routes!(stats))
         .routes(routes!(metrics))
         .routes(routes!(events))
@@ -102,6 +107,8 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
             Ok(Err(_)) => return Err(Failure::bad_request("the request's body cannot be read")),
             Err(_) => return Err(Failure::bad_request("the request's body comes too slowly")),
         };
+        // No body says nothing.
+        let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
         let mut deserializer = serde_json::Deserializer::from_slice(&bytes);
         let parsed: Result<T, _> = serde_path_to_error::deserialize(&mut deserializer);
         let value = parsed.map_err(|error| {
@@ -229,12 +236,46 @@ async fn resume_disk(State(manager): Shared, Path(name): Path<String>) -> Answer
 }
 
 /// Start to take the top layer of a disk back into the layer below
-#[utoipa::path(post, path = "/v1/disks/{name}/commit", params(("name" = String, Path)),
+#[utoipa::path(post, path = "/v1/disks/{name}/commit", params(("name" = String, Path)), request_body = CommitDisk,
     responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
-async fn commit_disk(State(manager): Shared, Path(name): Path<String>) -> Result<(StatusCode, Json<Job>), Failure> {
+async fn commit_disk(
+    State(manager): Shared,
+    Path(name): Path<String>,
+    Body(request): Body<CommitDisk>,
+) -> Result<(StatusCode, Json<Job>), Failure> {
     let started = beside(manager, move |manager| {
         known(manager, &name)?;
-        Ok(manager.commit(&name)?)
+        Ok(manager.commit(&name, request)?)
+    });
+    Ok((StatusCode::ACCEPTED, Json(started.await?)))
+}
+
+/// Start to pull what lower layers hold up into the top layer of a disk
+#[utoipa::path(post, path = "/v1/disks/{name}/stream", params(("name" = String, Path)), request_body = StreamDisk,
+    responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
+async fn stream_disk(
+    State(manager): Shared,
+    Path(name): Path<String>,
+    Body(request): Body<StreamDisk>,
+) -> Result<(StatusCode, Json<Job>), Failure> {
+    let started = beside(manager, move |manager| {
+        known(manager, &name)?;
+        Ok(manager.stream(&name, &request)?)
+    });
+    Ok((StatusCode::ACCEPTED, Json(started.await?)))
+}
+
+/// Start to let the top layer of a disk rest on another image
+#[utoipa::path(post, path = "/v1/disks/{name}/rebase", params(("name" = String, Path)), request_body = RebaseDisk,
+    responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
+async fn rebase_disk(
+    State(manager): Shared,
+    Path(name): Path<String>,
+    Body(request): Body<RebaseDisk>,
+) -> Result<(StatusCode, Json<Job>), Failure> {
+    let started = beside(manager, move |manager| {
+        known(manager, &name)?;
+        Ok(manager.rebase(&name, &request)?)
     });
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }
@@ -309,6 +350,30 @@ async fn forget_job(State(manager): Shared, Path(id): Path<String>) -> Result<St
 async fn cancel_job(State(manager): Shared, Path(id): Path<String>) -> Answer<Job> {
     let id = number(&id)?;
     beside(manager, move |manager| manager.cancel_job(id)).await.map(Json)
+}
+
+/// Let a job wait
+#[utoipa::path(post, path = "/v1/jobs/{id}/pause", params(("id" = u64, Path)),
+    responses((status = 200, body = Job), (status = "default", body = ErrorBody)))]
+async fn pause_job(State(manager): Shared, Path(id): Path<String>) -> Answer<Job> {
+    let id = number(&id)?;
+    beside(manager, move |manager| manager.pause_job(id, true)).await.map(Json)
+}
+
+/// Let a job go on
+#[utoipa::path(post, path = "/v1/jobs/{id}/resume", params(("id" = u64, Path)),
+    responses((status = 200, body = Job), (status = "default", body = ErrorBody)))]
+async fn resume_job(State(manager): Shared, Path(id): Path<String>) -> Answer<Job> {
+    let id = number(&id)?;
+    beside(manager, move |manager| manager.pause_job(id, false)).await.map(Json)
+}
+
+/// Limit how fast a job works
+#[utoipa::path(post, path = "/v1/jobs/{id}/limit", params(("id" = u64, Path)), request_body = LimitJob,
+    responses((status = 200, body = Job), (status = "default", body = ErrorBody)))]
+async fn limit_job(State(manager): Shared, Path(id): Path<String>, Body(request): Body<LimitJob>) -> Answer<Job> {
+    let id = number(&id)?;
+    beside(manager, move |manager| manager.limit_job(id, request.bytes_per_second)).await.map(Json)
 }
 
 /// Figures of disks and reactors

@@ -63,7 +63,7 @@ impl DaemonConfig {
 ///
 /// Dropping a daemon without [`Daemon::shutdown`] shuts it down too, but only logs errors.
 pub struct Daemon {
-    config: DaemonConfig,
+    pub(crate) config: DaemonConfig,
     reactors: Vec<ReactorThread>,
     buffers: BufferBudget,
     pub(crate) table: Arc<Table>,

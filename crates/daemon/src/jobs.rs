@@ -7,8 +7,10 @@ use crate::change::top_of;
 use crate::daemon::Daemon;
 use crate::status::{JobId, JobKind, JobState, JobStatus, NodeId};
 use block::{Error, ErrorKind, Result};
-use image::{CopyWatch, FileName, take_back};
+use drive::EngineOpener;
+use image::{CopyWatch, FileName, Format, Image, ImageOptions, NewBelow, OpenedBase, move_onto, take_back};
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Jobs that have ended stay listed up to this many. The oldest are forgotten first.
@@ -45,6 +47,7 @@ impl Job {
 
     fn status(&self) -> JobStatus {
         let state = match self.end.get() {
+            None if self.watch.is_paused() => JobState::Paused,
             None => JobState::Running,
             Some(Ok(())) => JobState::Done,
             Some(Err(error)) if error.kind() == ErrorKind::Cancelled => JobState::Cancelled,
@@ -70,6 +73,13 @@ impl Jobs {
 
     fn find(&self, id: JobId) -> Result<Arc<Job>> {
         self.lock().jobs.get(&id).cloned().ok_or_else(|| no_job(id))
+    }
+
+    /// What runs on a disk.
+    fn running_on(&self, node: NodeId) -> Option<String> {
+        let state = self.lock();
+        let job = state.jobs.values().find(|job| job.node == node && job.runs())?;
+        Some(format!("job {} ({})", job.id, job.kind))
     }
 
     fn end(&self, job: &Job, result: Result<()>) {
@@ -132,19 +142,101 @@ impl Daemon {
         node: NodeId,
         commit: impl FnOnce(Option<&FileName>) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
-        let (id, kind, watch) = (self.jobs.next_id(), JobKind::TakeOverlayBack, Arc::new(CopyWatch::default()));
+        let mut commit = Some(commit);
+        self.start_take_layers_back_with(node, 1, move |below| commit.take().map_or(Ok(()), |commit| commit(below)))
+    }
+
+    /// As [`Daemon::start_take_overlay_back_with`], for so many layers, one after the other from the top down. `commit` is
+    /// called for each. Layers that are off stay off if the job ends early.
+    pub fn start_take_layers_back_with(
+        &self,
+        node: NodeId,
+        layers: usize,
+        mut commit: impl FnMut(Option<&FileName>) -> Result<()> + Send + 'static,
+    ) -> Result<JobId> {
+        self.start_job(JobKind::TakeOverlayBack, node, move |image, watch, has_new_top| {
+            let count = image.layer_file_names().count();
+            if layers == 0 || layers >= count {
+                let what = format!("the disk has {count} layers: between 1 and {} can go", count.saturating_sub(1));
+                return Err(Error::new(ErrorKind::BadOption, what));
+            }
+            for _ in 0..layers {
+                let below = image.layer_file_names().nth(1).map(|(file, _)| file);
+                take_back(image, watch, || commit(below.as_ref()))?;
+                has_new_top();
+            }
+            Ok(())
+        })
+    }
+
+    /// Starts to copy what lower layers hold into the top layer of a disk, which then rests on the layer `base` of its
+    /// chain, or on nothing. Before the image names that, `commit` is called with the number of layers that go.
+    pub fn start_stream_with(
+        &self,
+        node: NodeId,
+        base: Option<&Path>,
+        commit: impl FnOnce(usize) -> Result<()> + Send + 'static,
+    ) -> Result<JobId> {
+        let (below, gone) = match base {
+            None => (NewBelow::Nothing, usize::MAX),
+            Some(base) => {
+                let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
+                let index = layer_named(&image, base).ok_or_else(|| {
+                    let what = format!("'{}' is no layer below the top of the disk '{}'", base.display(), found.name);
+                    Error::new(ErrorKind::BadOption, what)
+                })?;
+                (NewBelow::Layer(index), index - 1)
+            }
+        };
+        self.start_job(JobKind::MoveOnto, node, move |image, watch, _| move_onto(image, below, watch, || commit(gone)))
+    }
+
+    /// As [`Daemon::start_stream_with`], for a base that may be another image than those of the chain.
+    pub fn start_rebase_with(
+        &self,
+        node: NodeId,
+        base: &Path,
+        format: Option<Format>,
+        commit: impl FnOnce(usize) -> Result<()> + Send + 'static,
+    ) -> Result<JobId> {
+        let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
+        if layer_named(&image, base).is_some() {
+            return self.start_stream_with(node, Some(base), commit);
+        }
+        let options = ImageOptions::new(base).with(|options| {
+            options.format = format;
+            options.allow_backing = self.config.allow_backing.clone();
+            options.listed = self.config.listed.clone();
+        });
+        let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
+        let below = NewBelow::Base(OpenedBase::open(&options, &opener)?);
+        drop((found, image));
+        self.start_job(JobKind::MoveOnto, node, move |image, watch, _| {
+            move_onto(image, below, watch, || commit(usize::MAX))
+        })
+    }
+
+    /// Starts a job on a disk's image. What it runs says when the disk has got another top.
+    fn start_job(
+        &self,
+        kind: JobKind,
+        node: NodeId,
+        work_on: impl FnOnce(&Image, &CopyWatch, &dyn Fn()) -> Result<()> + Send + 'static,
+    ) -> Result<JobId> {
+        let (id, watch) = (self.jobs.next_id(), Arc::new(CopyWatch::default()));
         let claim = format!("job {id} ({kind})");
         let (work, found, image) = self.image_for(claim, node, Some(Arc::clone(&watch)))?;
+        if let Some(other) = self.jobs.running_on(node) {
+            let what = format!("the disk '{}' has a job already: {other}; wait for its end, or cancel it", found.name);
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
         let job = Arc::new(Job { id, kind, node, disk: found.name, watch, end: OnceLock::new() });
         drop(found.disk);
         self.jobs.lock().jobs.insert(id, Arc::clone(&job));
         let (running, table) = (Running { jobs: Arc::clone(&self.jobs), job }, Arc::clone(&self.table));
         let run = move || {
-            let below = image.layer_file_names().nth(1).map(|(file, _)| file);
-            let result = take_back(&image, &running.job.watch, || commit(below.as_ref()));
-            if result.is_ok() {
-                table.has_new_top(node, top_of(&image));
-            }
+            let has_new_top = || table.has_new_top(node, top_of(&image));
+            let result = work_on(&image, &running.job.watch, &has_new_top);
             // Whoever sees the end may remove the disk, and use its files.
             drop(image);
             drop(work);
@@ -156,6 +248,31 @@ impl Daemon {
                 self.jobs.lock().jobs.remove(&id);
                 Err(Error::io("cannot start a thread for a job", error))
             }
+        }
+    }
+
+    /// Lets a job wait between two pieces, or go on.
+    pub fn pause_job(&self, id: JobId, paused: bool) -> Result<()> {
+        let watch = self.running_job(id)?;
+        if paused {
+            watch.watch.pause()
+        } else {
+            watch.watch.resume()
+        }
+        Ok(())
+    }
+
+    /// The most bytes that a job moves in a second while guests go on; 0 lifts the limit.
+    pub fn set_job_rate(&self, id: JobId, bytes_per_second: u64) -> Result<()> {
+        self.running_job(id)?.watch.set_rate(bytes_per_second);
+        Ok(())
+    }
+
+    fn running_job(&self, id: JobId) -> Result<Arc<Job>> {
+        let job = self.jobs.find(id)?;
+        match job.runs() {
+            true => Ok(job),
+            false => Err(Error::new(ErrorKind::BadOption, format!("job {id} has ended"))),
         }
     }
 
@@ -193,6 +310,13 @@ impl Daemon {
         state.jobs.remove(&id);
         Ok(())
     }
+}
+
+/// Which layer of a disk below the top lies in this file.
+fn layer_named(image: &Image, path: &Path) -> Option<usize> {
+    let canonical = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let is_it = |(own, _): &(FileName, Option<FileName>)| own.path() == Some(&*canonical);
+    image.layer_file_names().enumerate().skip(1).find(|(_, names)| is_it(names)).map(|(index, _)| index)
 }
 
 fn no_job(id: JobId) -> Error {

@@ -105,12 +105,15 @@ pub struct ExportStatus {
 pub enum JobKind {
     /// It copies what the top layer of a disk holds into the layer below, and takes the top layer off.
     TakeOverlayBack,
+    /// It copies what lower layers hold into the top layer, and lets that rest on others or on none.
+    MoveOnto,
 }
 
 impl fmt::Display for JobKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::TakeOverlayBack => f.write_str("taking its overlay back"),
+            Self::MoveOnto => f.write_str("changing what its top layer rests on"),
         }
     }
 }
@@ -121,6 +124,8 @@ impl fmt::Display for JobKind {
 pub enum JobState {
     /// It goes on.
     Running,
+    /// It waits until somebody lets it go on.
+    Paused,
     /// It has done all that it was to do.
     Done,
     /// It could not go on, because of this. The disk keeps its layers.

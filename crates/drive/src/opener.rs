@@ -209,6 +209,7 @@ pub fn open_disk_with(
         open.scratch = options.snapshot;
         open.allow_backing = allow_backing;
         open.listed = listed.to_vec();
+        open.former_tops = options.former_tops;
         open.serial = options.serial.clone();
         open.volatile_cache = open_options(options).has_volatile_cache();
         open.table_cache_bytes = options.l2_cache_bytes;

@@ -84,6 +84,9 @@ pub struct DiskOptions {
     pub on_no_space: ErrorPolicy,
     /// Memory for an image's tables, over all layers of its chain.
     pub l2_cache_bytes: Option<u64>,
+    /// So many layers below the image were tops before: they are opened for writing where nobody else uses them. No key
+    /// sets this.
+    pub former_tops: usize,
     /// How long to wait for the lock of a process that was killed: until its last write has landed it keeps the lock.
     pub lock_timeout_s: Option<u32>,
 }

@@ -48,6 +48,20 @@ impl SectorHistory {
         Self(Mutex::new(State { clock: 0, sectors: vec![vec![first]; sectors], flushed: 0 }))
     }
 
+    /// A disk with these bytes: each sector is one that [`bytes_of`] gave, or zeros.
+    #[must_use]
+    pub fn holding(bytes: &[u8]) -> Self {
+        let history = Self::new(bytes.len() / SECTOR);
+        let mut state = history.lock();
+        for (sector, bytes) in bytes.chunks(SECTOR).enumerate() {
+            let stamp = stamp_of(sector as u64, bytes).unwrap_or(0);
+            state.clock = state.clock.max(stamp);
+            state.sectors[sector][0].stamp = stamp;
+        }
+        drop(state);
+        history
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

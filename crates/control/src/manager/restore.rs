@@ -48,6 +48,7 @@ impl Manager {
     fn bring_back(&self, disk: &RecordedDisk, given: Option<&Configured>) -> Result<()> {
         let mut drive = disk.options.to_drive()?;
         drive.disk.name = Some(disk.name.clone());
+        drive.disk.former_tops = disk.former_tops.len();
         if let Some(given) = given {
             // A socket may have been passed to this run.
             drive.export.clone_from(&given.drive.export);

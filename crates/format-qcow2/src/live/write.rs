@@ -94,6 +94,12 @@ impl Qcow2 {
         Ok(prepared)
     }
 
+    /// As [`Qcow2::prepare_write`], for a copy of what the guest sees: no bitmap notes a change.
+    pub async fn prepare_copy(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult<Prepared> {
+        self.inner.check_write(offset, length)?;
+        self.inner.run(io, |state| self.try_prepare(state, offset, length)).await
+    }
+
     /// Publishes an allocation whose data and fillings have been written. They need not be durable: flush sees to that.
     pub async fn commit_write(&self, io: &MetaIo, mut allocation: Allocation) -> IoResult {
         self.inner.run(io, |state| self.inner.try_commit(state, &allocation)).await?;

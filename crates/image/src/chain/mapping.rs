@@ -271,6 +271,14 @@ impl Mapping {
         }
     }
 
+    /// As `prepare_write`, for a copy of what the guest sees: nothing is noted as written.
+    pub(crate) async fn prepare_copy(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Prepared> {
+        match self.qcow2() {
+            None => Ok(Prepared::InPlace { offset, length_bytes }),
+            Some(qcow2) => qcow2.prepare_copy(io, offset, length_bytes).await,
+        }
+    }
+
     /// Publishes an allocation whose data and fillings have been written.
     pub(crate) async fn commit_write(&self, io: &MetaIo, allocation: Allocation) -> IoResult {
         match self {

@@ -4,6 +4,7 @@
 mod allocation;
 pub(crate) mod compressed_writer;
 pub(crate) mod copy_offload;
+mod copy_up;
 pub(crate) mod exchange;
 pub(crate) mod extents;
 mod guessed_raw;

@@ -80,9 +80,9 @@ impl Shared {
     }
 
     /// Another chain, all of whose files are open here or among the prepared ones.
-    fn next(&self, chain: &Arc<Chain>, prepared: Option<&(Arc<Layer>, OpenFiles)>) -> Self {
+    fn next(&self, chain: &Arc<Chain>, prepared: &[(Arc<Layer>, OpenFiles)]) -> Self {
         let find = |layer: &Arc<Layer>| {
-            let new = prepared.filter(|(prepared, _)| Arc::ptr_eq(prepared, layer));
+            let new = prepared.iter().find(|(prepared, _)| Arc::ptr_eq(prepared, layer));
             self.find(layer).or_else(|| new.map(|(_, (file, meta))| (Rc::clone(file), meta.clone())))
         };
         match chain.layers.iter().map(find).collect::<Option<Vec<_>>>() {
@@ -149,7 +149,7 @@ pub(crate) struct Core {
     held: Vec<(Tag, Op)>,
     /// The lease goes when nothing is in flight.
     until_quiet: bool,
-    prepared: Option<(Arc<Layer>, OpenFiles)>,
+    prepared: Vec<(Arc<Layer>, OpenFiles)>,
     /// Dropped with the queue, which its attendant hears of.
     attendance: Option<Attendance>,
 }
@@ -160,8 +160,8 @@ impl ImageQueue {
             let glance = board.glance();
             let mut core = Core::new(Shared::open(&glance.chain, ctx)?, ctx);
             core.lease.clone_from(&glance.lease);
-            if let Some((layer, hold)) = &glance.pending {
-                core.prepare(layer.as_ref(), *hold)?;
+            if let Some((layers, hold)) = &glance.pending {
+                core.prepare(layers, *hold)?;
             }
             // What was announced meanwhile, this queue has not heard of: it looks again.
             let Some(attendance) = board.join(&glance) else { continue };
@@ -177,12 +177,10 @@ impl ImageQueue {
 
 /// What exchanges do with a queue; see [`super::exchange`].
 impl Core {
-    /// Opens the files of a layer that the next chain has and this one not, and holds requests from now on if it is to.
-    pub(crate) fn prepare(&mut self, layer: Option<&Arc<Layer>>, hold: Hold) -> Result<()> {
-        self.prepared = match layer {
-            Some(layer) => Some((Arc::clone(layer), layer.open_queues(&self.ctx)?)),
-            None => None,
-        };
+    /// Opens the files of layers that the next chain has and this one not, and holds requests from now on if it is to.
+    pub(crate) fn prepare(&mut self, layers: &[Arc<Layer>], hold: Hold) -> Result<()> {
+        let opened = layers.iter().map(|layer| Ok((Arc::clone(layer), layer.open_queues(&self.ctx)?)));
+        self.prepared = opened.collect::<Result<_>>()?;
         self.holds = hold != Hold::No;
         self.until_quiet = hold == Hold::UntilQuiet;
         self.look_whether_quiet();
@@ -191,7 +189,7 @@ impl Core {
 
     /// Begins all requests from now on on another chain, those that were held first.
     pub(crate) fn adopt(&mut self, chain: &Arc<Chain>, lease: &Arc<Lease>) {
-        let shared = self.shared.next(chain, self.prepared.take().as_ref());
+        let shared = self.shared.next(chain, &std::mem::take(&mut self.prepared));
         let participant = std::mem::replace(&mut self.participant, shared.join_epochs());
         let _lease = self.lease.replace(Arc::clone(lease));
         let in_flight = self.in_flight_here();
@@ -206,7 +204,7 @@ impl Core {
     /// Goes on with the chain that the queue has.
     pub(crate) fn resume(&mut self, lease: &Arc<Lease>) {
         self.lease = Some(Arc::clone(lease));
-        self.prepared = None;
+        self.prepared = Vec::new();
         self.release();
     }
 
@@ -266,7 +264,7 @@ impl Core {
             holds: false,
             held: Vec::new(),
             until_quiet: false,
-            prepared: None,
+            prepared: Vec::new(),
             attendance: None,
             shared: Rc::new(shared),
         }

@@ -152,7 +152,7 @@ impl Shared {
 
     /// Writes to the top layer's file. A task that is dropped meanwhile leaves the write its place in the image's epochs
     /// (which the sink holds then), so that nobody is given the space before the write has ended.
-    async fn start_write(&self, offset: u64, data: Window, priority: Priority) -> IoResult {
+    pub(super) async fn start_write(&self, offset: u64, data: Window, priority: Priority) -> IoResult {
         let file = self.files.first().ok_or(IoError::EIO)?;
         let write = FileOp::Write { offset, data, fua: false };
         file.start_keeping_at(write, priority, Rc::clone(&self.sink) as _).await

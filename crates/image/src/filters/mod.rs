@@ -5,8 +5,8 @@
 
 pub(crate) mod delay;
 pub(crate) mod error;
-pub(crate) mod log;
 pub(crate) mod hold;
+pub(crate) mod log;
 pub(crate) mod throttle;
 
 use block::{Disk, DiskInfo, DiskListener, DiskQueue, Lifetime, Listeners, ReactorCtx, Result, Runs, StatusQuery};

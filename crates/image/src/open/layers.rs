@@ -29,6 +29,9 @@ pub struct ImageOptions {
     pub format: Option<Format>,
     /// Refuse writes; the file is opened read-only.
     pub read_only: bool,
+    /// So many layers below it are opened for writing, where nobody else uses them: they were tops before, and what
+    /// lies above may be taken back into them.
+    pub former_tops: usize,
     /// Which backing files it may make us open.
     pub allow_backing: BackingPolicy,
     /// Other files that the user named (on the same command line).
@@ -62,6 +65,7 @@ impl ImageOptions {
             name: name.into(),
             format: None,
             read_only: false,
+            former_tops: 0,
             allow_backing: BackingPolicy::default(),
             listed: Vec::new(),
             serial: String::new(),
@@ -107,7 +111,9 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     let mut next = Some((gate.top.clone(), options.name.clone(), options.format));
     while let Some((name, said, format)) = next.take() {
         refuse_loop(&layers, &name)?;
-        let role = match (layers.is_empty(), is_read_only || options.scratch) {
+        let read_only = is_read_only || options.scratch;
+        let was_top = !read_only && !layers.is_empty() && layers.len() <= options.former_tops;
+        let mut role = match (layers.is_empty(), read_only) {
             (true, false) => Role::Writable,
             (true, true) => Role::ReadOnly,
             (false, _) => Role::Backing,
@@ -116,7 +122,14 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
             true => error,
             false => error.in_context("Could not open backing file"),
         };
-        let file = opener.open(&name, role).map_err(in_context)?;
+        let again = if was_top { opener.open(&name, Role::Writable).ok() } else { None };
+        let file = match again {
+            Some(file) => {
+                role = Role::Writable;
+                file
+            }
+            None => opener.open(&name, role).map_err(in_context)?,
+        };
         let (format, guessed) = format_of(&said, file.as_ref(), format).map_err(in_context)?;
         let snapshot = options.snapshot.as_ref().filter(|_| layers.is_empty());
         let mut layer = open_layer(&name, file, format, role, snapshot).map_err(in_context)?;

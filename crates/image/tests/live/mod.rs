@@ -1,9 +1,13 @@
 //! A chain of images in files, on real reactors, with a history of what was written.
 
-use block::{Disk, File, ReactorHandle, Result};
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
+use block::{Disk, ErrorKind, File, ReactorHandle, Result};
 use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use format_qcow2::CreateOptions as Qcow2Options;
-use ringdisk_image::{CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, OpenedOverlay, Opener, Role};
+use ringdisk_image::{
+    CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, NewBelow, OpenedOverlay, Opener, Role,
+};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -36,11 +40,17 @@ impl Opener for HostOpener {
 pub(crate) struct Shape {
     size_bytes: u64,
     clusters: Vec<u64>,
+    extended_top: bool,
 }
 
 impl Shape {
+    pub(crate) fn with_extended_top(mut self) -> Self {
+        self.extended_top = true;
+        self
+    }
+
     pub(crate) fn qcow2(size_bytes: u64, clusters: &[u64]) -> Self {
-        Self { size_bytes, clusters: clusters.to_vec() }
+        Self { size_bytes, clusters: clusters.to_vec(), extended_top: false }
     }
 }
 
@@ -60,6 +70,18 @@ pub(crate) fn create(path: &Path, size_bytes: u64, cluster_size: u64, below: Opt
 pub(crate) fn open(path: &Path) -> Arc<Image> {
     let options = ImageOptions::new(path).with(|options| options.format = Some(Format::Qcow2));
     Arc::new(ringdisk_image::open(&options, &HostOpener).unwrap())
+}
+
+/// Opens an image whose last user is just letting it go.
+fn open_soon(path: &Path) -> Arc<Image> {
+    let options = ImageOptions::new(path).with(|options| options.format = Some(Format::Qcow2));
+    loop {
+        match ringdisk_image::open(&options, &HostOpener) {
+            Ok(image) => return Arc::new(image),
+            Err(error) if error.kind() == ErrorKind::Locked => std::thread::yield_now(),
+            Err(error) => panic!("{error}"),
+        }
+    }
 }
 
 pub(crate) struct Bench {
@@ -87,15 +109,22 @@ impl Bench {
         for (index, cluster) in shape.clusters.iter().enumerate() {
             let path = directory.path().join(format!("layer{index}"));
             let is_top = index + 1 == shape.clusters.len();
-            create(&path, shape.size_bytes, *cluster, layers.last().map(PathBuf::as_path), false);
+            create(
+                &path,
+                shape.size_bytes,
+                *cluster,
+                layers.last().map(PathBuf::as_path),
+                is_top && shape.extended_top,
+            );
             layers.push(path.clone());
-            let opened = open(&path);
+            let opened = open_soon(&path);
             if !is_top {
                 let load = HistoryLoad { seed: 100 + index as u64, ..HistoryLoad::default() };
                 let load = load.start(&(Arc::clone(&opened) as _), &handles(&threads), &history);
                 load.wait_for_more(600);
                 assert_eq!(load.finish(), [""; 0]);
                 opened.close().unwrap();
+                continue;
             }
             image = Some(opened);
         }
@@ -114,6 +143,16 @@ impl Bench {
 
     pub(crate) fn top(&self) -> PathBuf {
         self.image.file_names().next().unwrap().path().unwrap().to_owned()
+    }
+
+    /// The layers' files, the top first.
+    pub(crate) fn files(&self) -> Vec<PathBuf> {
+        self.image.file_names().map(|name| name.path().unwrap().to_owned()).collect()
+    }
+
+    /// Has the top rest on something else.
+    pub(crate) fn move_onto(&self, below: NewBelow, watch: &CopyWatch) -> Result<()> {
+        ringdisk_image::move_onto(&self.image, below, watch, || Ok(()))
     }
 
     pub(crate) fn put_overlay(&self, cluster_size: u64) {

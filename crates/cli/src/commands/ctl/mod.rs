@@ -1,18 +1,18 @@
 //! `ringdisk ctl`: manage the disks of a running daemon.
 
+mod jobs;
 mod tables;
 mod top;
 
 use crate::output::{self, usage};
 use clap::Subcommand;
 use control::api::{
-    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Job, JobState, Jobs, Overlay, Reloaded,
-    Resize, Snapshot, Stats,
+    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Job, Jobs, Overlay, Reloaded, Resize,
+    Snapshot, Stats,
 };
 use control::{Client, Options};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 /// Manage the disks of a running daemon (serve --control SOCKET).
 #[derive(clap::Args)]
@@ -73,11 +73,6 @@ enum Verb {
         #[arg(required = true, value_name = "KEY=VALUE")]
         options: Vec<String>,
     },
-    /// Try requests again that wait because the storage failed them (on-error=hold, on-no-space=hold).
-    Resume {
-        /// The disk.
-        name: String,
-    },
     /// Put a new, empty qcow2 layer on top of a running disk; what is below does not change any more.
     Snapshot {
         /// The disk, and the file to make. More pairs are snapshots of more disks at the same moment.
@@ -88,9 +83,33 @@ enum Verb {
     Commit {
         /// The disk.
         name: String,
-        /// Return when the job is started; do not wait for its end.
+        /// Take so many layers back, one after the other.
+        #[arg(long, value_name = "N", default_value_t = 1)]
+        layers: usize,
+        #[command(flatten)]
+        how: jobs::How,
+    },
+    /// Pull what lower layers hold up into the top layer of a running disk, which rests on none of them afterwards.
+    Stream {
+        /// The disk.
+        name: String,
+        /// The layer that stays below the top [default: none].
+        #[arg(long, value_name = "FILE")]
+        base: Option<PathBuf>,
+        #[command(flatten)]
+        how: jobs::How,
+    },
+    /// Let the top layer of a running disk rest on another image; what the guest sees stays the same.
+    Rebase {
+        /// The disk.
+        name: String,
+        /// The image to rest on.
+        base: PathBuf,
+        /// Its format [default: guessed].
         #[arg(long)]
-        no_wait: bool,
+        format: Option<String>,
+        #[command(flatten)]
+        how: jobs::How,
     },
     /// List the exports.
     Exports,
@@ -115,6 +134,24 @@ enum Verb {
     },
     /// List the jobs.
     Jobs,
+    /// Let a job wait.
+    Pause {
+        /// The job's number, as "ctl jobs" lists it.
+        job: u64,
+    },
+    /// Let a job that waits go on, or a disk's requests that wait because the storage failed them (on-error=hold).
+    Resume {
+        /// The job's number, as "ctl jobs" lists it, or the disk's name.
+        #[arg(value_name = "JOB|NAME")]
+        target: String,
+    },
+    /// Limit how fast a job works while guests go on.
+    Limit {
+        /// The job's number, as "ctl jobs" lists it.
+        job: u64,
+        /// Bytes a second, as 50M; 0 lifts the limit.
+        rate: String,
+    },
     /// Ask a job to stop.
     Cancel {
         /// The job's number, as "ctl jobs" lists it.
@@ -156,12 +193,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         Verb::Resize { name, size } => ctl.resize(name, size),
         Verb::Set { name, options } => ctl.set(name, options),
-        Verb::Resume { name } => {
-            let disk: Disk = ctl.client.post_nothing(&format!("/v1/disks/{}/resume", path_segment(name)))?;
-            ctl.show(&disk, tables::disk)
-        }
         Verb::Snapshot { pairs } => ctl.snapshot(pairs),
-        Verb::Commit { name, no_wait } => ctl.commit(name, *no_wait),
+        Verb::Commit { name, layers, how } => ctl.commit(name, *layers, how),
+        Verb::Stream { name, base, how } => ctl.stream(name, base.as_deref(), how),
+        Verb::Rebase { name, base, format, how } => ctl.rebase(name, base, format.clone(), how),
         Verb::Exports => {
             ctl.show(&ctl.client.get::<Exports>("/v1/exports")?, |exports| tables::exports(&exports.exports))
         }
@@ -174,10 +209,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         Verb::Unexport { id } => Ok(ctl.client.delete(&format!("/v1/exports/{id}"))?),
         Verb::Jobs => ctl.show(&ctl.client.get::<Jobs>("/v1/jobs")?, |jobs| tables::jobs(&jobs.jobs)),
-        Verb::Cancel { job } => {
-            let job: Job = ctl.client.post_nothing(&format!("/v1/jobs/{job}/cancel"))?;
-            ctl.show(&job, |job| tables::jobs(std::slice::from_ref(job)))
-        }
+        Verb::Pause { job } => ctl.steer(*job, "pause"),
+        Verb::Resume { target } => match target.parse() {
+            Ok(job) => ctl.steer(job, "resume"),
+            Err(_) => ctl.resume_disk(target),
+        },
+        Verb::Limit { job, rate } => ctl.limit(*job, rate),
+        Verb::Cancel { job } => ctl.steer(*job, "cancel"),
         Verb::Stats => ctl.show(&ctl.client.get::<Stats>("/v1/stats")?, tables::stats),
         Verb::Top { interval, count } => top::run(&ctl.client, args.output, *interval, *count),
         Verb::Watch { count } => ctl.watch(*count),
@@ -254,18 +292,9 @@ impl Ctl {
         self.show(&disks, tables::disks)
     }
 
-    fn commit(&self, name: &str, no_wait: bool) -> anyhow::Result<()> {
-        let mut job: Job = self.client.post_nothing(&format!("/v1/disks/{}/commit", path_segment(name)))?;
-        while !no_wait && job.state == JobState::Running {
-            std::thread::sleep(Duration::from_millis(100));
-            job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
-        }
-        self.show(&job, |job| tables::jobs(std::slice::from_ref(job)))?;
-        match (job.state, job.error) {
-            (JobState::Failed, error) => Err(anyhow::anyhow!("job {} failed: {}", job.id, error.unwrap_or_default())),
-            (JobState::Cancelled, _) => Err(anyhow::anyhow!("job {} was cancelled", job.id)),
-            _ => Ok(()),
-        }
+    fn resume_disk(&self, name: &str) -> anyhow::Result<()> {
+        let disk: Disk = self.client.post_nothing(&format!("/v1/disks/{}/resume", path_segment(name)))?;
+        self.show(&disk, tables::disk)
     }
 
     fn reload(&self) -> anyhow::Result<()> {

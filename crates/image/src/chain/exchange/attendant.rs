@@ -36,10 +36,8 @@ pub(crate) async fn attend(
 fn carry_out(core: &mut Core, board: &Board, seat: &Arc<Seat>, order: &Order) -> Result<()> {
     match order {
         #[cfg(all(test, feature = "explore"))]
-        Order::Prepare { layer, hold: Hold::Requests } if board.mutant.is_late() => {
-            core.prepare(layer.as_ref(), Hold::No)
-        }
-        Order::Prepare { layer, hold } => core.prepare(layer.as_ref(), *hold),
+        Order::Prepare { layers, hold: Hold::Requests } if board.mutant.is_late() => core.prepare(layers, Hold::No),
+        Order::Prepare { layers, hold } => core.prepare(layers, *hold),
         Order::Adopt(_, lease) if board.is_late(seat) => {
             core.resume(lease);
             Ok(())

@@ -79,7 +79,7 @@ pub(crate) enum Hold {
 #[derive(Clone)]
 pub(crate) enum Order {
     /// Open what the next chain needs and this one has not; this may fail.
-    Prepare { layer: Option<Arc<Layer>>, hold: Hold },
+    Prepare { layers: Vec<Arc<Layer>>, hold: Hold },
     /// Begin what comes, and what was kept, on this chain; this cannot fail.
     Adopt(Arc<Chain>, Arc<Lease>),
     /// Go on with the chain that there is.
@@ -109,7 +109,7 @@ struct State {
     over: Arc<Over>,
     number: u64,
     /// What queues have prepared for and are not told yet.
-    pending: Option<(Option<Arc<Layer>>, Hold)>,
+    pending: Option<(Vec<Arc<Layer>>, Hold)>,
     order: Option<Order>,
     seats: Vec<Arc<Seat>>,
     is_taken: bool,
@@ -134,7 +134,7 @@ pub(crate) struct Board {
 pub(crate) struct Glance {
     pub(crate) chain: Arc<Chain>,
     pub(crate) lease: Option<Arc<Lease>>,
-    pub(crate) pending: Option<(Option<Arc<Layer>>, Hold)>,
+    pub(crate) pending: Option<(Vec<Arc<Layer>>, Hold)>,
     pub(crate) number: u64,
 }
 
@@ -274,8 +274,8 @@ impl Board {
         // Dropped when the lock is not held any more: its end wakes others.
         let mut former = None;
         match &order {
-            Order::Prepare { layer, hold } => {
-                state.pending = Some((layer.clone(), *hold));
+            Order::Prepare { layers, hold } => {
+                state.pending = Some((layers.clone(), *hold));
                 if *hold == Hold::UntilQuiet {
                     former = state.lease.take();
                 }

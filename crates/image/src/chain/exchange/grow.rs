@@ -98,7 +98,7 @@ impl Chain {
     }
 
     /// The layer with a mapping as the file has it now.
-    fn reopened(&self, top: &Arc<Layer>) -> Result<Layer> {
+    pub(super) fn reopened(&self, top: &Arc<Layer>) -> Result<Layer> {
         let info = FileInfo { length_bytes: top.file.length_bytes()?, ..top.file.info().clone() };
         let name = top.name.to_string();
         let mapping = Mapping::open(name, &*top.file, &info, top.format(), !top.writable, None)?;

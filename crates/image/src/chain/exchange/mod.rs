@@ -42,6 +42,9 @@
 //! and none is in flight. Then the layer below is flushed and becomes the top.
 //! Others see how far the copy has come, and can cancel it ([`watch`]).
 //!
+//! **Other layers below** ([`move_onto`]). The top gets a copy of all that the layers that go away say, then its header
+//! names another backing file, or none.
+//!
 //! **More room** ([`grow`]) is a barrier too, with the format's own offline resize while nothing is in flight.
 
 pub(crate) mod attendant;
@@ -50,6 +53,7 @@ pub(crate) mod change_log;
 #[cfg(all(test, feature = "explore"))]
 pub(crate) mod explored;
 pub(crate) mod grow;
+pub(crate) mod move_onto;
 pub(crate) mod overlay;
 pub(crate) mod take_back;
 pub(crate) mod watch;
@@ -68,8 +72,8 @@ pub(crate) struct Barrier {
 
 impl Barrier {
     /// Has all queues prepare for chains with these additional layers. If one cannot, all go on as before.
-    pub(crate) async fn prepare(disks: Vec<(Arc<Board>, Option<Arc<Layer>>)>, hold: Hold) -> Result<Self> {
-        let order = |(board, layer): (Arc<Board>, _)| (board.announce(Order::Prepare { layer, hold }), board);
+    pub(crate) async fn prepare(disks: Vec<(Arc<Board>, Vec<Arc<Layer>>)>, hold: Hold) -> Result<Self> {
+        let order = |(board, layers): (Arc<Board>, _)| (board.announce(Order::Prepare { layers, hold }), board);
         let (numbers, boards): (Vec<u64>, Vec<_>) = disks.into_iter().map(order).unzip();
         let barrier = Self { boards, is_pending: true };
         match barrier.answered(&numbers).await {
@@ -123,7 +127,7 @@ impl Drop for Barrier {
 /// Goes over to a chain that may be used together with the one before, and waits until that is over.
 pub(crate) async fn go_over(board: &Arc<Board>, chain: Chain) -> Result<()> {
     let over = board.over();
-    let barrier = Barrier::prepare(vec![(Arc::clone(board), None)], Hold::No).await?;
+    let barrier = Barrier::prepare(vec![(Arc::clone(board), Vec::new())], Hold::No).await?;
     barrier.release(vec![Arc::new(chain)]).await;
     over.wait().await;
     Ok(())
@@ -131,8 +135,13 @@ pub(crate) async fn go_over(board: &Arc<Board>, chain: Chain) -> Result<()> {
 
 /// Holds all requests of a disk and waits until none is in flight.
 pub(crate) async fn hold_quiet(board: &Arc<Board>) -> Result<Barrier> {
+    hold_quiet_for(board, Vec::new()).await
+}
+
+/// As [`hold_quiet`], for a chain with these additional layers.
+pub(crate) async fn hold_quiet_for(board: &Arc<Board>, layers: Vec<Arc<Layer>>) -> Result<Barrier> {
     let over = board.over();
-    let barrier = Barrier::prepare(vec![(Arc::clone(board), None)], Hold::UntilQuiet).await?;
+    let barrier = Barrier::prepare(vec![(Arc::clone(board), layers)], Hold::UntilQuiet).await?;
     over.wait().await;
     Ok(barrier)
 }

@@ -82,7 +82,8 @@ pub async fn put_overlay_async(
     commit: impl FnOnce() -> Result<()>,
 ) -> Result<Vec<Result<()>>> {
     let mut exchanges = disks.into_iter().map(|(image, new)| Exchange::new(&image, new)).collect::<Result<Vec<_>>>()?;
-    let prepared = exchanges.iter().map(|disk| (Arc::clone(&disk.board), disk.layers.first().cloned()));
+    let prepared =
+        exchanges.iter().map(|disk| (Arc::clone(&disk.board), disk.layers.iter().take(1).cloned().collect()));
     let barrier = Barrier::prepare(prepared.collect(), Hold::Requests).await?;
     if let Err(error) = commit() {
         barrier.give_up().await;

@@ -103,7 +103,7 @@ async fn take_back_to(
     let all = 0..chain.size_bytes;
     let mut ranges = Vec::from([all]);
     for _ in 0..ROUNDS_MAX {
-        copying.copy(&ranges).await?;
+        copying.copy(&ranges, Pace::AsAsked).await?;
         let noted = image.chain();
         go_over(&image.board, noting()).await?;
         ranges = noted.log.as_ref().map(|log| log.ranges(chain.size_bytes)).unwrap_or_default();
@@ -111,13 +111,13 @@ async fn take_back_to(
             break;
         }
     }
-    copying.copy(&ranges).await?;
+    copying.copy(&ranges, Pace::AsAsked).await?;
     below.flush().await?;
     watch.check()?;
     let noted = image.chain();
     let barrier = hold_quiet(&image.board).await?;
     let ranges = noted.log.as_ref().map(|log: &ChangeLog| log.ranges(chain.size_bytes)).unwrap_or_default();
-    let result = match copying.copy(&ranges).await {
+    let result = match copying.copy(&ranges, Pace::Fast).await {
         Ok(()) => below.flush().await.and_then(|()| commit()),
         Err(error) => Err(error),
     };
@@ -134,6 +134,15 @@ async fn end(barrier: Barrier, result: Result<()>, lower: Arc<Chain>) -> Result<
 
 fn total(ranges: &[Range<u64>]) -> u64 {
     ranges.iter().map(|range| range.end.saturating_sub(range.start)).sum()
+}
+
+/// How fast to copy.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pace {
+    /// As whoever watches wants it.
+    AsAsked,
+    /// Guests are held.
+    Fast,
 }
 
 /// Copies from the top layer to the one below, by calls that block.
@@ -170,7 +179,7 @@ impl<'a> Copying<'a> {
         })
     }
 
-    async fn copy(&mut self, ranges: &[Range<u64>]) -> Result<()> {
+    async fn copy(&mut self, ranges: &[Range<u64>], pace: Pace) -> Result<()> {
         self.watch.more(total(ranges));
         for range in ranges {
             let mut at = range.start;
@@ -188,6 +197,9 @@ impl<'a> Copying<'a> {
                     copied.map_err(|error| self.top.failed(&format!("cannot copy from byte {at} on"), error))?;
                 at = at.saturating_add(copied);
                 self.watch.done(copied);
+                if pace == Pace::AsAsked {
+                    self.watch.pace(copied);
+                }
             }
         }
         Ok(())

@@ -1,0 +1,285 @@
+//! Giving the top layer of a running disk what it needs, so that it can rest on other layers, or on none.
+//!
+//! What the guest sees never changes. A range of which the top layer says nothing is compared: what lies below now, with
+//! what will lie below. Where the two differ, the top gets a copy of what the guest sees (see
+//! [`Shared::copy_up`](crate::chain::queue::Shared)). The layers below are only read, so one round is enough: what guests
+//! write meanwhile goes to the top, and stays there.
+//!
+//! Then requests are held until none is in flight. The top is closed, its header names the new backing file, and it is
+//! opened again. Until that one sector of the header has changed, the old chain is valid, and from then on the new one. So
+//! a crash at any moment leaves a chain with the same contents.
+
+use super::hold_quiet_for;
+use super::watch::CopyWatch;
+use crate::chain::image::Image;
+use crate::chain::layer::Layer;
+use crate::chain::layers::{Chain, Place};
+
+use crate::chain::queue::Shared;
+use crate::open::file_name::FileName;
+use crate::open::gate::Opener;
+use crate::open::layers::ImageOptions;
+use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Participant, Priority, Result, block_on};
+use format_qcow2::Backing;
+use memory::IoBuf;
+use std::sync::Arc;
+
+/// Compared and copied at once.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// A chain that is open for reading, and on which the top layer of a running disk may come to rest.
+pub struct OpenedBase {
+    layers: Vec<Arc<Layer>>,
+}
+
+impl OpenedBase {
+    /// Opens the image and the layers below it.
+    pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Self> {
+        let options = options.clone().with(|options| options.read_only = true);
+        let image = crate::open::layers::open(&options, opener)?;
+        Ok(Self { layers: image.chain().layers.clone() })
+    }
+
+    /// The name of its first layer.
+    #[must_use]
+    pub fn name(&self) -> Option<FileName> {
+        self.layers.first().map(|layer| layer.name.clone())
+    }
+}
+
+/// What the top layer of a disk is to rest on.
+pub enum NewBelow {
+    /// Nothing: the top layer gets all that the guest sees.
+    Nothing,
+    /// That layer of its own chain, counted from the top, which is 0, and what lies below it.
+    Layer(usize),
+    /// Another chain.
+    Base(OpenedBase),
+}
+
+/// Copies into the top layer what the guest sees and the new layers below do not say, while guests use the disk. Then the
+/// top layer rests on those, durably.
+///
+/// Guests are held at the end for as long as their requests in flight take, and closing the top layer and opening it
+/// again. Before the header is changed, `commit` is called: whoever has to allow the new base makes that durable there. On
+/// an error the disk rests on what it rested on; so it does when the `watch` cancels. Blocks; not to be called on a
+/// reactor's thread.
+pub fn move_onto(image: &Image, below: NewBelow, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
+    block_on(move_onto_async(image, below, watch, commit))
+}
+
+/// As [`move_onto`], as a future that makes calls that block.
+#[doc(hidden)]
+pub async fn move_onto_async(
+    image: &Image,
+    below: NewBelow,
+    watch: &CopyWatch,
+    commit: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let _turn = image.board.try_turn()?;
+    let chain = image.chain();
+    let below = check(&chain, below).await?;
+    let backing = below.first().map(|base| named(base)).transpose()?;
+    let Some(top) = chain.layers.first() else { return Ok(()) };
+    watch.more(chain.size_bytes);
+    Pulling::new(&chain, &below, watch)?.pull().await?;
+    top.flush().await?;
+    watch.check()?;
+    let is_new = |layer: &&Arc<Layer>| !chain.layers.iter().any(|known| Arc::ptr_eq(known, layer));
+    let new = below.iter().filter(is_new).cloned().collect();
+    let barrier = hold_quiet_for(&image.board, new).await?;
+    if let Err(error) = top.close().await.and_then(|()| commit()) {
+        barrier.give_up().await;
+        return Err(error);
+    }
+    let result = set_backing(top, backing.as_ref()).await;
+    let next = match chain.reopened(top) {
+        // What it rests on, its header says, also where changing that failed on the way.
+        Ok(layer) => {
+            let has_moved = layer.mapping.backing().map(|(name, _)| name) == backing.as_ref().map(|new| &*new.file);
+            let old = chain.layers.get(1..).unwrap_or_default();
+            let rest = if result.is_ok() || has_moved { &*below } else { old };
+            Chain::new(std::iter::once(Arc::new(layer)).chain(rest.iter().cloned()).collect(), &chain.disk)
+        }
+        Err(error) => {
+            tracing::error!("{error}; every request fails from now on");
+            barrier.release(vec![Arc::new(Chain::dead(chain.layers.clone(), &chain.disk))]).await;
+            return result.and(Err(error));
+        }
+    };
+    barrier.release(vec![Arc::new(next)]).await;
+    result
+}
+
+async fn check(chain: &Chain, below: NewBelow) -> Result<Vec<Arc<Layer>>> {
+    let Some(top) = chain.layers.first() else { return Ok(Vec::new()) };
+    let refuse = |what: String| Err(Error::new(ErrorKind::Unsupported, format!("'{}': {what}", top.name)));
+    if chain.disk.read_only {
+        return refuse("the disk is read-only".to_owned());
+    }
+    if chain.layers.len() < 2 && !matches!(below, NewBelow::Base(_)) {
+        return refuse("it rests on no other layer".to_owned());
+    }
+    if chain.is_handing_over() {
+        return refuse("the layer below could not be made durable".to_owned());
+    }
+    if !top.mapping.can_reveal() {
+        return refuse("an image of this format rests on nothing; only qcow2 does".to_owned());
+    }
+    if top.mapping.data_file().is_some() {
+        return refuse("it has an external data file; stop the guest and use 'ringdisk rebase'".to_owned());
+    }
+    if !top.mapping.snapshots(&top.open_blocking()?, &top.name.to_string()).await?.is_empty() {
+        return refuse("it has internal snapshots, which would show something else; delete them first".to_owned());
+    }
+    let layers = match below {
+        NewBelow::Nothing => Vec::new(),
+        NewBelow::Layer(index @ 1..) if index < chain.layers.len() => {
+            chain.layers.get(index..).unwrap_or_default().to_vec()
+        }
+        NewBelow::Layer(index) => return refuse(format!("there is no layer {index} below it")),
+        NewBelow::Base(base) => base.layers,
+    };
+    if layers.iter().any(|layer| layer.name == top.name) {
+        return refuse("an image cannot rest on itself".to_owned());
+    }
+    Ok(layers)
+}
+
+/// How a header names a layer: by its whole path, because the two may lie in different directories.
+fn named(base: &Layer) -> Result<Backing> {
+    let file = match base.name.path() {
+        Some(path) => path.to_str().map(str::to_owned),
+        None => Some(base.name.to_string()),
+    };
+    let unnamed =
+        || Error::new(ErrorKind::Unsupported, format!("'{}' has no name that an image could keep", base.name));
+    Ok(Backing { file: file.ok_or_else(unnamed)?, format: Some(base.format().to_string()) })
+}
+
+async fn set_backing(top: &Layer, backing: Option<&Backing>) -> Result<()> {
+    format_qcow2::set_backing(&top.open_blocking()?, &*top.file, &top.name.to_string(), backing).await
+}
+
+/// A place of the disk in layers below the top.
+enum Below {
+    Zeros,
+    At(Arc<Layer>, Extent),
+}
+
+impl Below {
+    fn is_same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Zeros, Self::Zeros) => true,
+            (Self::At(layer, extent), Self::At(other, at)) => Arc::ptr_eq(layer, other) && extent == at,
+            _ => false,
+        }
+    }
+}
+
+/// Copies up, by calls that block.
+struct Pulling<'a> {
+    size_bytes: u64,
+    top: &'a Layer,
+    top_meta: MetaIo,
+    /// The chain that guests use.
+    seen: Shared,
+    /// What lies below the top, now and afterwards; `None` where nothing does.
+    now: Option<Shared>,
+    next: Option<Shared>,
+    in_top: Option<Participant>,
+    watch: &'a CopyWatch,
+}
+
+impl<'a> Pulling<'a> {
+    fn new(chain: &'a Chain, below: &[Arc<Layer>], watch: &'a CopyWatch) -> Result<Self> {
+        let nothing = || Error::new(ErrorKind::Io, "an image without layers");
+        let top = chain.layers.first().ok_or_else(nothing)?;
+        let of = |layers: &[Arc<Layer>]| match layers.is_empty() {
+            true => Ok(None),
+            false => Shared::blocking(&Arc::new(Chain::plain(layers.to_vec(), &chain.disk))).map(Some),
+        };
+        Ok(Self {
+            size_bytes: chain.size_bytes,
+            top,
+            top_meta: top.open_blocking()?,
+            seen: of(&chain.layers)?.ok_or_else(nothing)?,
+            now: of(chain.layers.get(1..).unwrap_or_default())?,
+            next: of(below)?,
+            in_top: top.mapping.epochs().map(block::Epochs::join),
+            watch,
+        })
+    }
+
+    async fn pull(&mut self) -> Result<()> {
+        let mut at = 0;
+        while at < self.size_bytes {
+            self.watch.check()?;
+            let ticket = match (&mut self.in_top, self.top.mapping.epochs()) {
+                (Some(participant), Some(epochs)) => Some(participant.begin(epochs)),
+                _ => None,
+            };
+            let pulled = self.piece(at, self.size_bytes.saturating_sub(at)).await;
+            if let (Some(participant), Some(ticket)) = (&mut self.in_top, ticket) {
+                participant.end(ticket);
+            }
+            let failed = |error| self.top.failed(&format!("cannot copy to it from byte {at} on"), error);
+            let (length_bytes, moved_bytes) = pulled.map_err(failed)?;
+            at = at.saturating_add(length_bytes);
+            self.watch.done(length_bytes);
+            self.watch.pace(moved_bytes);
+        }
+        Ok(())
+    }
+
+    /// Deals with the first part of a range; its length, and how many bytes were moved.
+    async fn piece(&self, at: u64, length_bytes: u64) -> IoResult<(u64, u64)> {
+        let mapped = self.top.mapping.resolve(&self.top_meta, at, length_bytes).await?;
+        let length_bytes = mapped.length_bytes.min(length_bytes);
+        if length_bytes == 0 {
+            return Err(IoError::EIO);
+        }
+        if mapped.extent != Extent::Backing {
+            return Ok((length_bytes, 0));
+        }
+        let (now, length_bytes) = place(self.now.as_ref(), at, length_bytes).await?;
+        let (next, length_bytes) = place(self.next.as_ref(), at, length_bytes).await?;
+        if now.is_same(&next) {
+            return Ok((length_bytes, 0));
+        }
+        let length_bytes = length_bytes.min(PIECE_BYTES);
+        let now = bytes(self.now.as_ref(), at, length_bytes).await?;
+        if now == bytes(self.next.as_ref(), at, length_bytes).await? {
+            return Ok((length_bytes, length_bytes));
+        }
+        let copied = self.seen.copy_up(at, length_bytes).await?;
+        Ok((copied, copied))
+    }
+}
+
+/// Where the first part of a range lies.
+async fn place(shared: Option<&Shared>, at: u64, length_bytes: u64) -> IoResult<(Below, u64)> {
+    let Some(shared) = shared else { return Ok((Below::Zeros, length_bytes)) };
+    let inside = shared.chain.size_bytes.saturating_sub(at).min(length_bytes);
+    if inside == 0 {
+        return Ok((Below::Zeros, length_bytes));
+    }
+    let Place { layer, extent, length_bytes } = shared.chain.resolve(&shared.metas, at, inside).await?;
+    let below = match extent {
+        Extent::Zero | Extent::Backing => Below::Zeros,
+        extent => Below::At(Arc::clone(shared.chain.layer(layer)?), extent),
+    };
+    if length_bytes == 0 { Err(IoError::EIO) } else { Ok((below, length_bytes.min(inside))) }
+}
+
+/// What a range holds.
+async fn bytes(shared: Option<&Shared>, at: u64, length_bytes: u64) -> IoResult<Vec<u8>> {
+    let length = usize::try_from(length_bytes).map_err(|_| IoError::EIO)?;
+    let data = IoBuf::try_zeroed(length)?.whole();
+    if let Some(shared) = shared {
+        let inside = shared.chain.size_bytes.saturating_sub(at).min(length_bytes);
+        let inside = usize::try_from(inside).map_err(|_| IoError::EIO)?;
+        shared.read(at, data.slice(0, inside), Priority::NONE).await?;
+    }
+    Ok(data.to_vec())
+}
