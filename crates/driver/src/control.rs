@@ -5,10 +5,9 @@
 //! for a freeze. What is submitted meanwhile waits in line. When the word says so, queues take their rings back, which
 //! have begun anew, and go on with their lines.
 
-use crate::driver::Inner;
+use crate::driver::{Inner, queue_setup};
 use crate::queue::Core;
 use crate::ring::{Ring, prepare};
-use crate::transport::QueueSetup;
 use block::{Completion, Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -163,24 +162,21 @@ impl Inner {
     /// Starts all rings anew and gives them back.
     fn restart_queues(&self) -> Result<()> {
         for ring in self.control.rings().all() {
-            let new = prepare(&self.memory, &self.layout(ring.index), self.options.queue_size, ring.event_idx)
+            let new = prepare(&self.memory, &self.layout(ring.index), self.options.queue_size, ring.limits)
                 .map_err(|error| Error::with_source(ErrorKind::Io, "the driver's shared memory", error))?;
             ring.renew(new);
             ring.fds.given_up.store(false, Ordering::SeqCst);
-            self.start_ring(ring.index, &ring.fds)?;
+            self.start_ring(ring)?;
         }
         self.set_hold(Hold::None);
         Ok(())
     }
 
-    /// Makes ring `index` known to the device.
-    pub(crate) fn start_ring(&self, index: usize, fds: &crate::watch::QueueFds) -> Result<()> {
-        let setup = self.queue_setup(index);
-        self.session.start_ring(index, &setup, fds)
-    }
-
-    fn queue_setup(&self, index: usize) -> QueueSetup {
-        crate::driver::queue_setup(&self.layout(index), self.options.queue_size, &self.mapping)
+    /// Makes a ring known to the device.
+    fn start_ring(&self, ring: &Ring) -> Result<()> {
+        let layout = self.layout(ring.index);
+        let setup = queue_setup(&layout, self.options.queue_size, ring.limits.ring_layout, &self.mapping);
+        self.session.start_ring(ring.index, &setup, &ring.fds)
     }
 
     /// An open queue's ring, which the driver may take now.

@@ -20,6 +20,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use virtio::blk::features;
+use virtio::ring_access::{PackedPosition, RingLayout};
 
 /// What [`Driver::counters`] tells; they only grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -61,9 +62,11 @@ impl std::fmt::Debug for Inner {
 }
 
 /// Where ring `layout` lies.
-pub(crate) fn queue_setup(layout: &QueueLayout, size: u16, mapping: &Mapping) -> QueueSetup {
+pub(crate) fn queue_setup(layout: &QueueLayout, size: u16, ring: RingLayout, mapping: &Mapping) -> QueueSetup {
     let base = mapping.as_ptr().as_ptr().addr() as u64;
-    QueueSetup { size, guest_addresses: layout.ring(GUEST_BASE), user_addresses: layout.ring(base) }
+    // Zero, and the wrap counter of the first turn (2.8.1).
+    let first_position = if ring == RingLayout::Packed { PackedPosition::START.to_bits() } else { 0 };
+    QueueSetup { size, first_position, guest_addresses: layout.ring(GUEST_BASE), user_addresses: layout.ring(base) }
 }
 
 impl Driver {
@@ -93,16 +96,17 @@ impl Driver {
             user_address: mapping.as_ptr().as_ptr().addr() as u64,
             length_bytes: mapping.length_bytes() as u64,
         })?;
-        let (mut rings, mut fds) = (Vec::new(), Vec::new());
-        for (index, layout) in layouts.iter().enumerate() {
-            let ring = prepare(&memory, layout, options.queue_size, limits.event_idx)
-                .map_err(|error| Error::with_source(ErrorKind::Io, "the driver's shared memory", error))?;
-            let ring_fds = QueueFds::new()?;
-            session.start_ring(index, &queue_setup(layout, options.queue_size, &mapping), &ring_fds)?;
-            fds.push(Arc::clone(&ring_fds));
-            rings.push(Ring::new(index, ring, ring_fds, &memory, *layout, limits)?);
-        }
+        let fds = layouts.iter().map(|_| QueueFds::new()).collect::<Result<Vec<_>>>()?;
+        // Before the first of them starts: the transport watches them from its next message on.
         session.link.add_queues(&fds);
+        let mut rings = Vec::new();
+        for (index, (layout, fds)) in layouts.iter().zip(&fds).enumerate() {
+            let ring = prepare(&memory, layout, options.queue_size, limits)
+                .map_err(|error| Error::with_source(ErrorKind::Io, "the driver's shared memory", error))?;
+            let setup = queue_setup(layout, options.queue_size, limits.ring_layout, &mapping);
+            session.start_ring(index, &setup, fds)?;
+            rings.push(Ring::new(index, ring, Arc::clone(fds), &memory, *layout, limits)?);
+        }
         let config = session.config();
         let serial = match rings.first_mut() {
             Some(ring) if !options.without_serial => read_serial(&session, ring, &mapping, options.answer_timeout_ms)?,

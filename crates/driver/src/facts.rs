@@ -7,6 +7,7 @@ use crate::ring::{Limits, bounce_segment_bytes};
 use crate::session::Session;
 use block::{DiskInfo, Result, Topology};
 use virtio::blk::{BlkConfig, Geometry, features};
+use virtio::ring_access::RingLayout;
 
 /// What the device takes in one request, and what else it says of itself beside [`DiskInfo`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +15,8 @@ use virtio::blk::{BlkConfig, Geometry, features};
 pub struct DeviceFacts {
     /// The features that were negotiated.
     pub features: u64,
+    /// Its rings are packed.
+    pub packed: bool,
     /// The most pieces of memory in a request: SEG_MAX, or one where it is absent or zero.
     pub max_segments: u32,
     /// The longest of them: SIZE_MAX; `None` where there is no limit.
@@ -37,6 +40,7 @@ pub(crate) fn facts(session: &Session) -> DeviceFacts {
     let skipped_blocks = if session.has(features::TOPOLOGY) { config.alignment_offset } else { 0 };
     DeviceFacts {
         features: session.features,
+        packed: session.has(features::RING_PACKED),
         max_segments: max_segments(session, &config),
         max_segment_bytes: (longest < u32::MAX).then_some(longest),
         geometry: if session.has(features::GEOMETRY) { config.geometry } else { usual },
@@ -99,7 +103,12 @@ pub(crate) fn limits(session: &Session, options: &DriverOptions) -> Limits {
     let max_segments = max_segments(session, &config);
     let max_segment_bytes = max_segment_bytes(session, &config);
     let room = u32::from(options.queue_size).saturating_sub(2);
-    Limits { event_idx: session.has(features::EVENT_IDX), max_segments: max_segments.min(room), max_segment_bytes }
+    Limits {
+        ring_layout: RingLayout::from_bits(session.features),
+        event_idx: session.has(features::EVENT_IDX),
+        max_segments: max_segments.min(room),
+        max_segment_bytes,
+    }
 }
 
 fn max_segment_bytes(session: &Session, config: &BlkConfig) -> u32 {

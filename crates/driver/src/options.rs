@@ -53,6 +53,8 @@ pub struct DriverOptions {
     pub event_idx: bool,
     /// Use indirect descriptors where they are offered.
     pub indirect: bool,
+    /// Use packed rings where they are offered.
+    pub packed: bool,
     /// Do not ask for the serial number; the disk has none then.
     pub without_serial: bool,
     /// Features ([`virtio::blk::features`]) that are not used though they are offered. VERSION_1 is always used.
@@ -77,6 +79,7 @@ impl Default for DriverOptions {
             keep_callbacks: false,
             event_idx: true,
             indirect: true,
+            packed: true,
             without_serial: false,
             without_features: 0,
             wait_for_socket_ms: 0,

@@ -8,8 +8,8 @@ use memory::GuestMemory;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use virtio::blk::{HEADER_BYTES, RANGE_SEGMENT_BYTES, RangeSegment, RequestHeader, Status, request_type};
-use virtio::driver_ring::{AddError, Buffer, IndirectLayout, RingError, SplitDriverRing};
-use virtio::ring_access::{LayoutError, SharedWords, SplitAreas};
+use virtio::driver_ring::{AddError, Buffer, DriverRing, IndirectLayout, RingError};
+use virtio::ring_access::{LayoutError, RingAreas, RingLayout, SharedWords};
 
 /// Stands for the owner of a request whose queue was dropped.
 pub(crate) const ORPHAN: u32 = u32::MAX;
@@ -44,7 +44,7 @@ pub(crate) struct Ended {
 pub(crate) struct Ring {
     pub(crate) index: usize,
     pub(crate) fds: Arc<QueueFds>,
-    ring: SplitDriverRing,
+    ring: DriverRing,
     slots: SharedWords,
     status: SharedWords,
     layout: QueueLayout,
@@ -61,15 +61,16 @@ pub(crate) struct Ring {
     untold: bool,
     /// Requests in flight without an owner.
     orphans: usize,
-    pub(crate) event_idx: bool,
+    pub(crate) limits: Limits,
     /// Stands for a lack of memory: whether the next attempt to start a request is refused.
     #[cfg(test)]
     pub(crate) refuse: Option<Box<dyn FnMut() -> bool + Send>>,
 }
 
-/// What the device said about requests.
+/// What was negotiated about rings, and what the device said about requests.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
+    pub(crate) ring_layout: RingLayout,
     pub(crate) event_idx: bool,
     pub(crate) max_segments: u32,
     pub(crate) max_segment_bytes: u32,
@@ -82,22 +83,22 @@ pub(crate) fn prepare(
     memory: &Arc<GuestMemory>,
     layout: &QueueLayout,
     size: u16,
-    event_idx: bool,
-) -> Result<SplitDriverRing, LayoutError> {
-    let areas = SplitAreas::at_guest_addresses(Arc::clone(memory), layout.ring(GUEST_BASE), size)?;
+    limits: Limits,
+) -> Result<DriverRing, LayoutError> {
+    let areas = RingAreas::at_guest_addresses(limits.ring_layout, Arc::clone(memory), layout.ring(GUEST_BASE), size)?;
     let indirect = (layout.entries > 0).then(|| IndirectLayout {
         address: GUEST_BASE + (layout.slots + QueueLayout::table_in_slot()) as u64,
         stride_bytes: layout.slot_bytes,
         entries: layout.entries,
     });
-    SplitDriverRing::new(areas, event_idx, indirect)
+    DriverRing::new(areas, limits.event_idx, indirect)
 }
 
 impl Ring {
     /// Puts the parts together. `ring` comes from [`prepare`], `fds` from starting it.
     pub(crate) fn new(
         index: usize,
-        ring: SplitDriverRing,
+        ring: DriverRing,
         fds: Arc<QueueFds>,
         memory: &Arc<GuestMemory>,
         layout: QueueLayout,
@@ -123,7 +124,7 @@ impl Ring {
             ended: 0,
             untold: false,
             orphans: 0,
-            event_idx: limits.event_idx,
+            limits,
             #[cfg(test)]
             refuse: None,
             ring,
@@ -131,7 +132,7 @@ impl Ring {
     }
 
     /// Goes on with a ring that begins anew. The device is done with the old one.
-    pub(crate) fn renew(&mut self, ring: SplitDriverRing) {
+    pub(crate) fn renew(&mut self, ring: DriverRing) {
         self.ring = ring;
         self.parts.iter_mut().for_each(|part| *part = Part::default());
         self.bounce_free = (0..self.layout.bounce_count).rev().collect();

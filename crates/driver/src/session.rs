@@ -124,5 +124,8 @@ fn wanted_features(options: &DriverOptions) -> u64 {
     if options.indirect {
         wanted |= features::INDIRECT_DESC;
     }
+    if options.packed {
+        wanted |= features::RING_PACKED;
+    }
     wanted & !options.without_features | features::VERSION_1
 }

@@ -38,7 +38,7 @@ pub trait Transport: Send + Sync {
     /// Lets the device reach the driver's memory.
     fn share_memory(&self, memory: SharedMemory<'_>) -> Result<()>;
 
-    /// Starts ring `index` from position zero.
+    /// Starts ring `index`.
     fn start_queue(&self, index: usize, queue: &QueueSetup, events: QueueEvents<'_>) -> Result<()>;
 
     /// Stops ring `index`. When this returns the device is done with what it had taken, and touches the ring no more.
@@ -66,6 +66,8 @@ pub struct SharedMemory<'a> {
 pub struct QueueSetup {
     /// Entries.
     pub size: u16,
+    /// Where it begins: zero in a split ring; in a packed one, by whose bits see [`virtio::ring_access::PackedPosition`].
+    pub first_position: u16,
     /// By guest physical addresses.
     pub guest_addresses: RingAddresses,
     /// By addresses in this process.

@@ -177,7 +177,7 @@ impl Transport for VhostUser {
         };
         self.call(&format!("starting ring {index}"), |frontend| {
             frontend.set_vring_num(index, queue.size)?;
-            frontend.set_vring_base(index, 0)?;
+            frontend.set_vring_base(index, queue.first_position)?;
             frontend.set_vring_addr(index, &addresses)?;
             frontend.set_vring_call(index, events.call)?;
             frontend.set_vring_err(index, events.error)?;

@@ -257,8 +257,7 @@ fn the_device_is_kicked_once_a_batch_and_calls_only_a_sleeper() {
     setup.serve(|_| Status::Ok);
     setup.results();
     setup.started.kicks();
-    let areas = setup.started.areas();
-    areas.set_avail_event(areas.avail_index());
+    assert!(!setup.device.ring_mut().enable_notifications());
     for tag in 0..5 {
         setup.queue.submit(tag, read(0, &buf));
     }
@@ -286,15 +285,15 @@ fn the_device_is_kicked_once_a_batch_and_calls_only_a_sleeper() {
 
 #[test]
 fn a_device_that_uses_what_it_was_not_given_fails_the_queue() {
-    for (id, index) in [(99, 1), (7, 1), (0, 9)] {
+    // A name that cannot be, one that is not in flight, more than was given.
+    for (id, count) in [(99, 1), (7, 1), (7, 9)] {
         let mut setup = setup(Character::default(), small());
         let buf = IoBuf::zeroed(512);
         setup.queue.submit(1, read(0, &buf));
         setup.queue.submit(2, read(0, &buf));
         setup.reactor.turn();
-        let (areas, base) = (setup.started.areas(), setup.started.next_avail);
-        areas.set_used_entry(base, id, 0);
-        areas.publish_used_index(base + index);
+        setup.started.put_used(0, id, 0);
+        setup.started.show_used(count);
         assert_eq!(setup.results(), [(1, Err(IoErrorKind::Io)), (2, Err(IoErrorKind::Io))]);
         assert!(buf.is_unique());
         setup.queue.submit(3, Op::Flush);
@@ -311,11 +310,10 @@ fn a_read_that_the_device_gives_another_length_has_failed() {
         setup.queue.submit(1, read(0, &buf));
         setup.reactor.turn();
         let (head, request) = setup.device.pop().unwrap().unwrap();
-        let areas = setup.started.areas();
         // The status is good.
         setup.device.complete(head, Status::Ok);
         drop(request);
-        areas.set_used_entry(setup.started.next_avail, head.into(), written);
+        setup.started.put_used(0, head, written);
         setup.device.publish();
         assert_eq!(setup.results(), [(1, Err(IoErrorKind::Io))], "{written} bytes");
         setup.queue.submit(2, write(0, &buf, false));
@@ -329,10 +327,9 @@ fn a_status_that_was_not_written_is_an_error() {
     let mut setup = setup(Character::default(), small());
     setup.queue.submit(1, Op::Flush);
     setup.reactor.turn();
-    let (areas, base) = (setup.started.areas(), setup.started.next_avail);
-    let head = areas.avail_entry(base);
-    areas.set_used_entry(base, head.into(), 1);
-    areas.publish_used_index(base.wrapping_add(1));
+    let (head, _) = setup.device.pop().unwrap().unwrap();
+    setup.started.put_used(0, head, 1);
+    setup.started.show_used(1);
     assert_eq!(setup.results(), [(1, Err(IoErrorKind::Io))]);
 }
 

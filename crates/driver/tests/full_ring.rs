@@ -104,7 +104,8 @@ fn floods(path: DriverPath, queue_size: u16, indirect: bool, shared: bool, seed:
     }
     assert!(bufs.iter().all(IoBuf::is_unique), "no handle stays behind");
     let counters = setup.driver.counters();
-    assert!(counters.wakeups <= REQUESTS && counters.kicks <= REQUESTS, "{counters:?}");
+    // The serial was asked for, too.
+    assert!(counters.wakeups <= REQUESTS && counters.kicks <= REQUESTS + 1, "{counters:?}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 mod common;
 
 use block::{Disk, IoErrorKind, Op, OpFlags};
-use common::{Character, HandReactor, Setup, setup, setup_dummy, small};
+use common::{Character, Device, HandReactor, Setup, setup, setup_dummy, small};
 use memory::IoBuf;
 use ringdisk_driver::{Driver, DriverPath};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,8 +54,6 @@ fn is_held(driver: &Driver) -> bool {
     let (_, ctx) = HandReactor::new();
     driver.open_queue(&ctx).err().is_some_and(|error| error.to_string().contains("frozen"))
 }
-
-type Device = virtio::BlkQueue<virtio::SplitDeviceRing>;
 
 fn end_all(device: &mut Device) {
     while let Some((head, request)) = device.pop().unwrap() {
@@ -170,7 +168,8 @@ fn a_reset_repairs_a_queue_that_the_device_broke() {
     let mut setup = setup(Character::default(), small());
     setup.queue.submit(1, Op::Flush);
     setup.reactor.turn();
-    setup.started.areas().publish_used_index(setup.started.next_avail + 9);
+    setup.started.put_used(0, 9, 1);
+    setup.started.show_used(1);
     assert_eq!(setup.results(), [(1, Err(IoErrorKind::Io))]);
     during(&mut setup, Driver::reset, |_| {});
     setup.device = setup.server.ring().queue();

@@ -45,6 +45,48 @@ pub trait DeviceRing {
     fn waiting(&self) -> u16;
 }
 
+impl<R: DeviceRing + ?Sized> DeviceRing for Box<R> {
+    fn size(&self) -> u16 {
+        (**self).size()
+    }
+
+    fn pop(&mut self, chain: &mut ChainMemory) -> Result<Option<u16>, RingFault> {
+        (**self).pop(chain)
+    }
+
+    fn stop_at(&mut self, head: u16) {
+        (**self).stop_at(head);
+    }
+
+    fn put_used(&mut self, head: u16, written_bytes: u32) {
+        (**self).put_used(head, written_bytes);
+    }
+
+    fn publish(&mut self) -> bool {
+        (**self).publish()
+    }
+
+    fn enable_notifications(&mut self) -> bool {
+        (**self).enable_notifications()
+    }
+
+    fn disable_notifications(&mut self) {
+        (**self).disable_notifications();
+    }
+
+    fn base(&self) -> u32 {
+        (**self).base()
+    }
+
+    fn in_flight(&self) -> u16 {
+        (**self).in_flight()
+    }
+
+    fn waiting(&self) -> u16 {
+        (**self).waiting()
+    }
+}
+
 /// What was negotiated about a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RingFeatures {

@@ -11,12 +11,15 @@
 
 mod packed;
 mod split;
+#[cfg(test)]
+mod split_tests;
+mod state;
 
-pub use packed::PackedDriverRing;
-pub use split::SplitDriverRing;
-
-use crate::ring_access::{LayoutError, RingAreas, SharedWords};
+use crate::ring_access::{LayoutError, RingAreas, SharedWords, descriptor_flags, full_fence};
 use memory::GuestMemory;
+use packed::PackedHalf;
+use split::SplitHalf;
+use state::State;
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -29,6 +32,12 @@ pub struct Buffer {
     pub length_bytes: u32,
     /// Whether the device writes it.
     pub device_writes: bool,
+}
+
+impl Buffer {
+    fn write_flag(&self) -> u16 {
+        if self.device_writes { descriptor_flags::WRITE } else { 0 }
+    }
 }
 
 /// Where indirect tables lie: one for each head, `stride_bytes` apart.
@@ -119,18 +128,22 @@ impl Indirect {
 
 /// The driver's half of a ring. One look at its layout for each call.
 #[derive(Debug)]
-pub enum DriverRing {
-    /// Split.
-    Split(SplitDriverRing),
-    /// Packed.
-    Packed(PackedDriverRing),
+pub struct DriverRing {
+    state: State,
+    half: Half,
+}
+
+#[derive(Debug)]
+enum Half {
+    Split(SplitHalf),
+    Packed(PackedHalf),
 }
 
 macro_rules! either {
-    ($self:expr, $ring:ident => $call:expr) => {
-        match $self {
-            DriverRing::Split($ring) => $call,
-            DriverRing::Packed($ring) => $call,
+    ($half:expr, $ring:ident => $call:expr) => {
+        match $half {
+            Half::Split($ring) => $call,
+            Half::Packed($ring) => $call,
         }
     };
 }
@@ -142,94 +155,133 @@ impl DriverRing {
         event_idx: bool,
         indirect: Option<IndirectLayout>,
     ) -> Result<Self, LayoutError> {
-        match areas.into() {
-            RingAreas::Split(areas) => SplitDriverRing::new(areas, event_idx, indirect).map(Self::Split),
-            RingAreas::Packed(areas) => PackedDriverRing::new(areas, event_idx, indirect).map(Self::Packed),
-        }
+        let areas = areas.into();
+        let state = State::new(areas.memory(), areas.size(), event_idx, indirect)?;
+        let half = match areas {
+            RingAreas::Split(areas) => Half::Split(SplitHalf::new(areas)),
+            RingAreas::Packed(areas) => Half::Packed(PackedHalf::new(areas)),
+        };
+        let ring = Self { state, half };
+        ring.disable_callbacks();
+        Ok(ring)
     }
 
     /// Entries.
     #[must_use]
     pub fn size(&self) -> u16 {
-        either!(self, ring => ring.size())
+        self.state.size
     }
 
     /// The most buffers that a request may have.
     #[must_use]
     pub fn max_buffers(&self) -> u16 {
-        either!(self, ring => ring.max_buffers())
+        self.state.max_buffers()
     }
 
     /// The head that the next successful [`DriverRing::add`] returns.
     #[inline]
     #[must_use]
     pub fn next_head(&self) -> Option<u16> {
-        either!(self, ring => ring.next_head())
+        let has_room = either!(&self.half, half => half.has_room(&self.state, 1));
+        self.state.free.last().copied().filter(|_| has_room)
     }
 
     /// Requests added and not popped.
     #[must_use]
     pub fn in_flight(&self) -> u16 {
-        either!(self, ring => ring.in_flight())
+        self.state.in_flight()
     }
 
     /// What broke the ring, if something has.
     #[must_use]
     pub fn broken(&self) -> Option<RingError> {
-        either!(self, ring => ring.broken())
+        self.state.broken
     }
 
     /// Adds a request; the device sees it with the next [`DriverRing::publish`].
     #[inline]
     pub fn add(&mut self, buffers: &[Buffer]) -> Result<u16, AddError> {
-        either!(self, ring => ring.add(buffers))
+        let Self { state, half } = self;
+        let descriptors = state.descriptors_for(buffers.len())?;
+        if !either!(half, half => half.has_room(state, descriptors)) {
+            return Err(AddError::Full);
+        }
+        let head = state.free.last().copied().ok_or(AddError::Full)?;
+        either!(half, half => half.put(state, head, descriptors, buffers));
+        state.begin(head, descriptors);
+        Ok(head)
     }
 
     /// Requests added since the device was last shown any.
     #[must_use]
     pub fn unshown(&self) -> u16 {
-        either!(self, ring => ring.unshown())
+        low(self.state.added.wrapping_sub(self.state.shown))
     }
 
     /// Lets a device that polls see what was added so far, in the middle of a batch: no barrier and no kick, both of
     /// which come with [`DriverRing::publish`] at its end.
     pub fn show(&mut self) {
-        either!(self, ring => ring.show());
+        either!(&mut self.half, half => half.show(&self.state));
+        self.state.shown = self.state.added;
     }
 
     /// Whether something was added since the last [`DriverRing::publish`].
     #[must_use]
     pub fn is_unpublished(&self) -> bool {
-        either!(self, ring => ring.is_unpublished())
+        self.state.is_unpublished()
     }
 
     /// Shows the device what was added. Returns whether it must be kicked for it.
     pub fn publish(&mut self) -> bool {
-        either!(self, ring => ring.publish())
+        if !self.is_unpublished() {
+            return false;
+        }
+        self.show();
+        self.state.published = self.state.added;
+        // 2.7.13.4.1, 2.8.21.3.1: what was added is visible before we look whether the device waits for it.
+        full_fence();
+        either!(&mut self.half, half => half.wants_kick(&self.state))
     }
 
     /// Whether the device has used something that was not popped yet.
     #[inline]
     #[must_use]
     pub fn has_used(&self) -> bool {
-        either!(self, ring => ring.has_used())
+        either!(&self.half, half => half.has_used(&self.state))
     }
 
     /// Takes the next request that the device is done with. After an error the ring stays broken.
     #[inline]
     pub fn pop_used(&mut self) -> Result<Option<Used>, RingError> {
-        either!(self, ring => ring.pop_used())
+        if let Some(error) = self.state.broken {
+            return Err(error);
+        }
+        let popped = self.try_pop();
+        self.state.broken = popped.as_ref().err().copied();
+        popped
+    }
+
+    #[inline]
+    fn try_pop(&mut self) -> Result<Option<Used>, RingError> {
+        let Self { state, half } = self;
+        let Some((id, written_bytes)) = either!(half, half => half.next_used(state))? else { return Ok(None) };
+        let (head, descriptors) = state.end(id)?;
+        either!(half, half => half.release(state, head, descriptors));
+        Ok(Some(Used { head, written_bytes }))
     }
 
     /// Asks the device to call when it uses the next entry. Returns true if it has used one already; then the caller
     /// should go on instead of sleeping.
     pub fn enable_callbacks(&mut self) -> bool {
-        either!(self, ring => ring.enable_callbacks())
+        either!(&self.half, half => half.enable_callbacks(&self.state));
+        // 2.7.14, 2.8.21.3.1: the wish is visible before the second look.
+        full_fence();
+        self.has_used()
     }
 
     /// The device need not call: the driver looks by itself.
     pub fn disable_callbacks(&self) {
-        either!(self, ring => ring.disable_callbacks());
+        either!(&self.half, half => half.disable_callbacks(&self.state));
     }
 }
 

@@ -27,8 +27,11 @@ use vhost::vhost_user::{
     BackendReqHandler, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures,
 };
 use virtio::blk::{BlkConfig, features};
-use virtio::ring_access::{RingAddresses, SplitAreas};
-use virtio::{BlkQueue, Request, RequestLimits, RingFeatures, SplitDeviceRing};
+use virtio::ring_access::{PackedPosition, RingAddresses, RingAreas, RingLayout};
+use virtio::{BlkQueue, DeviceRing, PackedDeviceRing, Request, RequestLimits, RingFeatures, SplitDeviceRing};
+
+/// A device of whichever layout the driver chose.
+pub type Device = BlkQueue<Box<dyn DeviceRing>>;
 
 /// What the fake device says that it is.
 #[derive(Clone)]
@@ -58,7 +61,8 @@ impl Default for Character {
             | features::DISCARD
             | features::WRITE_ZEROES
             | features::EVENT_IDX
-            | features::INDIRECT_DESC;
+            | features::INDIRECT_DESC
+            | features::RING_PACKED;
         Self { features, config, serial: "fake-0001".into(), queues: 1 }
     }
 }
@@ -69,7 +73,8 @@ pub struct Started {
     pub at: RingAddresses,
     pub size: u16,
     pub features: u64,
-    pub next_avail: u16,
+    /// Where the ring goes on: see `DeviceRing::base`.
+    pub base: u32,
     pub kick: File,
     pub call: File,
     pub error: File,
@@ -77,15 +82,44 @@ pub struct Started {
 
 impl Started {
     /// The ring's bare memory, for devices that misbehave.
-    pub fn areas(&self) -> SplitAreas {
-        SplitAreas::at_user_addresses(Arc::clone(&self.memory), self.at, self.size).unwrap()
+    pub fn areas(&self) -> RingAreas {
+        let layout = RingLayout::from_bits(self.features);
+        RingAreas::at_user_addresses(layout, Arc::clone(&self.memory), self.at, self.size).unwrap()
     }
 
     /// A device that keeps to the rules.
-    pub fn queue(&self) -> BlkQueue<SplitDeviceRing> {
-        let ring = SplitDeviceRing::new(self.areas(), RingFeatures::from_bits(self.features), self.next_avail);
+    pub fn queue(&self) -> Device {
+        let features = RingFeatures::from_bits(self.features);
+        let ring: Box<dyn DeviceRing> = match self.areas() {
+            RingAreas::Split(areas) => Box::new(SplitDeviceRing::new(areas, features, self.base as u16)),
+            RingAreas::Packed(areas) => Box::new(PackedDeviceRing::new(areas, features, self.base).unwrap()),
+        };
         let limits = RequestLimits { discard: true, write_zeroes: true, max_ranges: 8, max_range_sectors: 1 << 20 };
         BlkQueue::new(ring, Arc::clone(&self.memory), limits)
+    }
+
+    /// Says that the device is done with `id`, the `turn`-th time that this ring says so. Not shown before
+    /// [`Started::show_used`].
+    pub fn put_used(&self, turn: u16, id: u16, written: u32) {
+        match self.areas() {
+            RingAreas::Split(areas) => areas.set_used_entry(self.base as u16 + turn, id.into(), written),
+            RingAreas::Packed(areas) => areas.set_used(self.used_at(turn).index, id, written),
+        }
+    }
+
+    /// Shows that `count` requests were used. In a packed ring, they took a descriptor each.
+    pub fn show_used(&self, count: u16) {
+        match self.areas() {
+            RingAreas::Split(areas) => areas.publish_used_index((self.base as u16).wrapping_add(count)),
+            RingAreas::Packed(areas) => (0..count.min(self.size)).for_each(|turn| {
+                let at = self.used_at(turn);
+                areas.publish_flags(at.index, at.used_flags());
+            }),
+        }
+    }
+
+    fn used_at(&self, turn: u16) -> PackedPosition {
+        PackedPosition::from_bits((self.base >> 16) as u16).advance(turn, self.size)
     }
 
     /// How often the driver kicked since the last look.
@@ -163,7 +197,7 @@ impl Server {
 struct Ring {
     at: RingAddresses,
     size: u16,
-    base: u16,
+    base: u32,
     kick: Option<File>,
     call: Option<File>,
     error: Option<File>,
@@ -262,7 +296,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
-        self.ring(index).base = base as u16;
+        self.ring(index).base = base;
         Ok(())
     }
 
@@ -292,7 +326,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
             at: ring.at,
             size: ring.size,
             features: self.features,
-            next_avail: ring.base,
+            base: ring.base,
             kick: ring.kick.unwrap(),
             call: ring.call.unwrap(),
             error: ring.error.unwrap(),
@@ -315,7 +349,7 @@ impl VhostUserBackendReqHandlerMut for Handler {
                     started.call();
                 }
                 started.kicks();
-                started.next_avail += 1;
+                started.base = queue.ring().base();
             }
             // The test may not care about its rings.
             let _ = sender.send(started);

@@ -1,26 +1,28 @@
 //! A driver on a device that the test plays by hand, step by step.
 
-use super::{Character, HandReactor, Server, Started};
+use super::{Character, Device, HandReactor, Server, Started};
 use block::{Completion, Disk, DiskQueue, IoErrorKind, Op, OpFlags};
 use memory::IoBuf;
 use ringdisk_driver::{Driver, DriverOptions};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
+use virtio::Request;
 use virtio::blk::Status;
-use virtio::{BlkQueue, Request, SplitDeviceRing};
 
 pub struct Setup {
     pub server: Server,
     pub driver: Driver,
     pub started: Started,
-    pub device: BlkQueue<SplitDeviceRing>,
+    pub device: Device,
     pub reactor: Rc<HandReactor>,
     pub queue: Box<dyn DiskQueue>,
     pub done: Vec<Completion>,
 }
 
+/// The tests of `tests/packed.rs` are those of the other files, over packed rings.
 pub fn small() -> DriverOptions {
     DriverOptions::default().with(|options| {
+        options.packed = env!("CARGO_CRATE_NAME") == "packed";
         options.queue_size = 16;
         options.memory_bytes = 1 << 20;
         options.answer_timeout_ms = 20_000;

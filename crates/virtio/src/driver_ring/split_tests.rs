@@ -1,7 +1,7 @@
 //! The driver's half against a model of a device that keeps to the specification, and against ones that don't.
 
 use super::*;
-use crate::ring_access::RingAddresses;
+use crate::ring_access::{AVAIL_NO_INTERRUPT, Descriptor, RingAddresses, SplitAreas, USED_NO_NOTIFY, crossed_event};
 use memory::{GuestMemory, GuestRegion, Mapping, RegionSpec};
 use std::sync::Arc;
 
@@ -73,12 +73,12 @@ impl Device {
     }
 }
 
-fn pair(size: u16, event_idx: bool, entries: Option<u16>) -> (SplitDriverRing, Device) {
+fn pair(size: u16, event_idx: bool, entries: Option<u16>) -> (DriverRing, Device) {
     let memory = memory();
     let at = RingAddresses { table: BASE, avail: BASE + 0x1000, used: BASE + 0x2000 };
     let areas = || SplitAreas::at_guest_addresses(memory.clone(), at, size).unwrap();
     let indirect = entries.map(|entries| IndirectLayout { address: TABLES, stride_bytes: STRIDE, entries });
-    let ring = SplitDriverRing::new(areas(), event_idx, indirect).unwrap();
+    let ring = DriverRing::new(areas(), event_idx, indirect).unwrap();
     (ring, Device { areas: areas(), memory, next_avail: 0, used: 0, event_idx })
 }
 

@@ -3,9 +3,9 @@
 
 use crate::output::usage;
 use drive::{KeyValue, parse_key_values, unknown};
-use driver::{DriverOptions, DriverPath};
+use driver::{Driver, DriverOptions, DriverPath};
 
-const KEYS: [&str; 4] = ["path", "callbacks", "event-idx", "indirect"];
+const KEYS: [&str; 5] = ["path", "callbacks", "event-idx", "indirect", "packed"];
 /// What stands before such a key among a target's options.
 const PREFIX: &str = "guest.";
 
@@ -16,6 +16,7 @@ pub(super) struct GuestOptions {
     keep_callbacks: Option<bool>,
     event_idx: Option<bool>,
     indirect: Option<bool>,
+    packed: Option<bool>,
 }
 
 impl GuestOptions {
@@ -43,6 +44,7 @@ impl GuestOptions {
             keep_callbacks: self.keep_callbacks.or(all.keep_callbacks),
             event_idx: self.event_idx.or(all.event_idx),
             indirect: self.indirect.or(all.indirect),
+            packed: self.packed.or(all.packed),
         }
     }
 
@@ -51,6 +53,20 @@ impl GuestOptions {
         driver.keep_callbacks = self.keep_callbacks.unwrap_or(driver.keep_callbacks);
         driver.event_idx = self.event_idx.unwrap_or(driver.event_idx);
         driver.indirect = self.indirect.unwrap_or(driver.indirect);
+        driver.packed = self.packed.unwrap_or(driver.packed);
+    }
+
+    /// Whether packed rings were asked for by name.
+    pub(super) fn wants_packed(&self) -> bool {
+        self.packed == Some(true)
+    }
+
+    /// Fails if `driver` does not have what was asked for by name: a figure of something else would be misleading.
+    pub(super) fn check(&self, driver: &Driver) -> anyhow::Result<()> {
+        match self.wants_packed() && !driver.facts().packed {
+            true => Err(usage("guest packed=on: the server offers no packed rings (a drive's packed=on does)")),
+            false => Ok(()),
+        }
     }
 
     fn set(&mut self, KeyValue { key, value }: &KeyValue) -> anyhow::Result<()> {
@@ -58,6 +74,7 @@ impl GuestOptions {
             "path" => self.path = Some(value.parse()?),
             "callbacks" => self.keep_callbacks = Some(one_of(key, value, ("kept", "suppressed"))?),
             "event-idx" => self.event_idx = Some(one_of(key, value, ("on", "off"))?),
+            "packed" => self.packed = Some(one_of(key, value, ("on", "off"))?),
             "indirect" => self.indirect = Some(one_of(key, value, ("on", "off"))?),
             _ => return Err(unknown("guest's key", key, &KEYS).into()),
         }
@@ -82,11 +99,11 @@ mod tests {
     fn a_targets_guest_is_told_apart_from_its_drive() {
         let (rest, own) = GuestOptions::split("file=a,,b,guest.path=request,cache=none,guest.callbacks=kept").unwrap();
         assert_eq!(rest, "file=a,,b,cache=none");
-        let all = GuestOptions::parse("path=bio,event-idx=off,indirect=on").unwrap();
+        let all = GuestOptions::parse("path=bio,event-idx=off,indirect=on,packed=off").unwrap();
         let mut driver = DriverOptions::default();
         own.or(&all).apply(&mut driver);
         assert_eq!((driver.path, driver.keep_callbacks), (DriverPath::Request, true));
-        assert_eq!((driver.event_idx, driver.indirect), (false, true));
+        assert_eq!((driver.event_idx, driver.indirect, driver.packed), (false, true, false));
         assert_eq!(GuestOptions::split("/a=b.sock").unwrap(), ("/a=b.sock".to_owned(), GuestOptions::default()));
     }
 

@@ -125,7 +125,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "US", default_value_t = ReactorConfig::default().poll_max_us)]
     poll_max_us: u32,
     /// How the guest of a --socket or --serve works: path=bio|request, callbacks=suppressed|kept, event-idx=on|off,
-    /// indirect=on|off. A target of --compare may say the same for itself among its options: guest.path=request.
+    /// indirect=on|off, packed=on|off. A target of --compare may say the same for itself among its options:
+    /// guest.path=request.
     #[arg(long, value_name = "OPTIONS")]
     guest: Option<String>,
     /// Show all figures, not only rates, latencies and CPU time.

@@ -213,9 +213,17 @@ impl Opened {
             drive
         };
         Ok(match kind {
-            Kind::Socket(socket) => Self::Driver(Arc::new(Driver::connect(socket, guest())?)),
+            Kind::Socket(socket) => {
+                let driver = Driver::connect(socket, guest())?;
+                how.check(&driver)?;
+                Self::Driver(Arc::new(driver))
+            }
             Kind::Drive(drive) => Self::Disk(open_disk(&for_load(drive).disk, BackingPolicy::default(), &[])?),
-            Kind::Serve(drive) => Self::Served(Served::start(&for_load(drive), guest())?),
+            Kind::Serve(drive) => {
+                let mut drive = for_load(drive);
+                drive.export.packed |= how.wants_packed();
+                Self::Served(Served::start(&drive, guest())?)
+            }
         })
     }
 

@@ -1,0 +1,106 @@
+//! What a driver keeps of its requests, whatever the ring's layout: which heads are in flight, how far adding, showing
+//! and popping got, and what broke the ring.
+
+use super::{AddError, Indirect, IndirectLayout, RingError, low};
+use crate::ring_access::LayoutError;
+use memory::GuestMemory;
+use std::sync::Arc;
+
+/// What is known of a head.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Head {
+    /// Descriptors of the ring that its chain takes; zero while it is not in flight.
+    descriptors: u16,
+    /// Of a split ring: the length its indirect table was last announced with. The descriptor is rewritten only if that
+    /// changes.
+    pub(super) table_bytes: u32,
+    /// How many requests had been added before it.
+    position: u64,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) size: u16,
+    pub(super) indirect: Option<Indirect>,
+    pub(super) event_idx: bool,
+    /// Free heads, the next one last.
+    pub(super) free: Vec<u16>,
+    pub(super) heads: Vec<Head>,
+    /// Requests ever added, shown to the device, weighed for a kick, popped. The indices of a split ring are their low
+    /// 16 bits; a request may stay in flight while the indices go round.
+    pub(super) added: u64,
+    pub(super) shown: u64,
+    pub(super) published: u64,
+    pub(super) popped: u64,
+    pub(super) broken: Option<RingError>,
+}
+
+impl State {
+    pub(super) fn new(
+        memory: &Arc<GuestMemory>,
+        size: u16,
+        event_idx: bool,
+        indirect: Option<IndirectLayout>,
+    ) -> Result<Self, LayoutError> {
+        Ok(Self {
+            size,
+            indirect: Indirect::find(memory, indirect, size)?,
+            event_idx,
+            free: (0..size).rev().collect(),
+            heads: vec![Head::default(); usize::from(size)],
+            added: 0,
+            shown: 0,
+            published: 0,
+            popped: 0,
+            broken: None,
+        })
+    }
+
+    pub(super) fn max_buffers(&self) -> u16 {
+        // 2.7.5.3.1, 2.8.5: a chain, also an indirect one, is never longer than the queue.
+        self.indirect.as_ref().map_or(self.size, |indirect| indirect.layout.entries.min(self.size))
+    }
+
+    /// Descriptors of the ring that a request of `buffers` takes.
+    #[inline]
+    pub(super) fn descriptors_for(&self, buffers: usize) -> Result<u16, AddError> {
+        let most = self.max_buffers();
+        match u16::try_from(buffers) {
+            Ok(count) if (1..=most).contains(&count) => Ok(if self.indirect.is_some() { 1 } else { count }),
+            _ => Err(AddError::TooLong { buffers, most }),
+        }
+    }
+
+    /// The request at `head` is in the ring.
+    #[inline]
+    pub(super) fn begin(&mut self, head: u16, descriptors: u16) {
+        let position = self.added;
+        if let Some(state) = self.heads.get_mut(usize::from(head)) {
+            (state.descriptors, state.position) = (descriptors, position);
+        }
+        self.added = position.wrapping_add(1);
+    }
+
+    /// The device says that it is done with `id`. Gives the head, and the descriptors that its chain took.
+    #[inline]
+    pub(super) fn end(&mut self, id: u32) -> Result<(u16, u16), RingError> {
+        let size = self.size;
+        let head = u16::try_from(id).map_err(|_| RingError::UsedId { id, size })?;
+        let state = self.heads.get_mut(usize::from(head)).ok_or(RingError::UsedId { id, size })?;
+        // Announced, and not used since: the device cannot know what was only added.
+        if state.descriptors == 0 || state.position >= self.shown {
+            return Err(RingError::NotInFlight { head });
+        }
+        self.popped = self.popped.wrapping_add(1);
+        Ok((head, std::mem::take(&mut state.descriptors)))
+    }
+
+    pub(super) fn in_flight(&self) -> u16 {
+        low(self.added.wrapping_sub(self.popped))
+    }
+
+    pub(super) fn is_unpublished(&self) -> bool {
+        self.published != self.added
+    }
+}
