@@ -1,4 +1,4 @@
-//! What is asked of a damaged image, and what must hold. Rings are in `chains`.
+//! What is asked of a damaged image, and what must hold. Rings are in `chains` and `device`.
 
 use crate::disk::{Disk, MARK, file_of, storage_of};
 use crate::golden;
@@ -29,11 +29,14 @@ pub enum Target {
     Snapshot,
     /// Descriptor chains of a ring, split or packed.
     Chains,
+    /// The driver, over a device that does anything.
+    Device,
 }
 
 impl Target {
     /// All of them.
-    pub const ALL: [Self; 6] = [Self::Open, Self::Read, Self::Write, Self::Check, Self::Snapshot, Self::Chains];
+    pub const ALL: [Self; 7] =
+        [Self::Open, Self::Read, Self::Write, Self::Check, Self::Snapshot, Self::Chains, Self::Device];
 
     /// Its name on a command line.
     #[must_use]
@@ -45,6 +48,7 @@ impl Target {
             Self::Check => "check",
             Self::Snapshot => "snapshot",
             Self::Chains => "chains",
+            Self::Device => "device",
         }
     }
 
@@ -65,8 +69,10 @@ impl Target {
     }
 
     fn try_run(self, u: &mut Unstructured<'_>) -> Result<()> {
-        if self == Self::Chains {
-            return crate::chains::chains(u);
+        match self {
+            Self::Chains => return crate::chains::chains(u),
+            Self::Device => return crate::device::device(u),
+            _ => {}
         }
         let mut bytes = u.choose(golden::images())?.clone();
         damage(&mut bytes, u)?;
@@ -76,7 +82,7 @@ impl Target {
             Self::Write => write(&bytes, u)?,
             Self::Check => check(&bytes),
             Self::Snapshot => crate::snapshot::snapshot(&bytes, u)?,
-            Self::Chains => {}
+            Self::Chains | Self::Device => {}
         }
         Ok(())
     }

@@ -13,6 +13,19 @@ pub struct Topology {
     pub minimum_io_bytes: u32,
     /// Best I/O size.
     pub optimal_io_bytes: u32,
+    /// Where the first physical block begins.
+    pub alignment_offset_bytes: u32,
+}
+
+/// How worn a disk is, as JEDEC's eMMC registers say it; zero is not known (virtio 1.2, 5.2.6).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Lifetime {
+    /// Reserved blocks that are left: 1 is normal, 2 a warning, 3 urgent.
+    pub end_of_life: u16,
+    /// Wear of memory of the first type, in tenths of its life: 1 is up to 10%, 11 beyond.
+    pub worn_a: u16,
+    /// The same of the second type.
+    pub worn_b: u16,
 }
 
 /// The properties of a disk. Only `size_bytes` and `volatile_cache` may change while it is served; see
@@ -58,6 +71,17 @@ pub trait Disk: Send + Sync {
     /// completes). Disks that cannot switch ignore it; the next [`Disk::info`] tells.
     fn set_volatile_cache(&self, volatile: bool) {
         let _ = volatile;
+    }
+
+    /// How worn the storage is, where it says so.
+    fn lifetime(&self) -> Option<Lifetime> {
+        None
+    }
+
+    /// Whether a write goes to where the data that it replaces lie, so that nothing of them stays. May change while the
+    /// disk is served.
+    fn overwrites_in_place(&self) -> bool {
+        false
     }
 
     /// What lies where in a range. A disk that cannot tell says that all of it is data.

@@ -5,6 +5,7 @@
 //! that a task awaits (the slow path).
 
 use crate::aside::{Work, aside};
+use crate::disk::{Lifetime, Topology};
 use crate::{IoError, IoErrorKind, IoResult, Priority, ReactorCtx, Result};
 use memory::{BufferAccount, PoolRc, Window, room_for};
 use std::any::Any;
@@ -67,6 +68,16 @@ pub trait File: Send + Sync + Debug {
 
     /// Its length now, in bytes.
     fn length_bytes(&self) -> Result<u64>;
+
+    /// Sizes to align to, as the device behind it says: zeros where nothing is known.
+    fn topology(&self) -> Topology {
+        Topology::default()
+    }
+
+    /// How worn the device behind it is, where it says so.
+    fn lifetime(&self) -> Option<Lifetime> {
+        None
+    }
 
     /// How much space its contents take on the storage, in bytes. `None` if it cannot tell.
     fn allocated_bytes(&self) -> Result<Option<u64>> {

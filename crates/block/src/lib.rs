@@ -44,7 +44,7 @@ mod watch;
 
 pub use aside::Work;
 pub use block_status::{Run, Runs, StatusQuery};
-pub use disk::{Disk, DiskInfo, DiskQueue, Topology};
+pub use disk::{Disk, DiskInfo, DiskQueue, Lifetime, Topology};
 pub use disk_io::{DiskIo, reclaim};
 pub use epoch::{Epochs, Participant, Ticket};
 pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};

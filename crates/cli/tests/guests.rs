@@ -260,3 +260,53 @@ fn qemu_with_reconnect_goes_on_when_the_daemon_is_ended_and_started_again() {
 fn qemu_with_four_packed_queues_on_raw_over_io_uring() {
     fill_restart_check(GuestKind::Qemu, &[(&TestImage::raw(), "engine=io_uring,cache=writeback,packed=on")]);
 }
+
+/// What the kernel of a real guest makes of what its disk says, and of what happens to a disk.
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn uml_on_a_disk_whose_every_field_is_set_sees_switches_and_grows_with_it() {
+    use std::os::unix::fs::MetadataExt;
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let [image, socket, control] = ["disk.raw", "d.sock", "ctl.sock"].map(|name| directory.path().join(name));
+    std::fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
+    let drive = format!(
+        "name=d,file={},format=raw,serial=12345678901234567890,physical-block-size=4096,alignment-offset=3584,\
+         min-io-size=8192,opt-io-size=65536,cyls=7,heads=8,secs=9,seg-max=30,size-max=65536,discard-granularity=8192",
+        image.display()
+    );
+    let arguments = ["--control", path_str(&control), "--drive", &drive, "--socket", path_str(&socket)];
+    let server = Server::start(&arguments.map(str::to_owned));
+    let mut options = GuestOptions::new(GuestKind::Uml, vec![socket]);
+    options.work = GuestWork::Inspect;
+    let mut used = Vec::new();
+    let report = guestlab::run(&options, &mut |step| match step {
+        "resize vda" => drop(run_ok(&["ctl", "--control", path_str(&control), "resize", "d", "96M"])),
+        _ => used.push((step.to_owned(), std::fs::metadata(&image).unwrap().blocks() * 512)),
+    })
+    .unwrap();
+    server.stop();
+    assert_eq!(used, [("written vda".to_owned(), 32 << 20), ("discarded vda".to_owned(), 0)]);
+    let disk = &report.disks[0];
+    assert_eq!((disk.size_bytes, disk.serial.as_str()), (64 << 20, "12345678901234567890"));
+    let expected = [
+        ("alignment_offset", "3584"),
+        ("bound", "20"),
+        ("cache_type_back", "write-back"),
+        ("cache_type_through", "write-through"),
+        ("discard_granularity", "8192"),
+        ("discard_max_bytes", "1073741824"),
+        ("event", "1-vda"),
+        ("geometry", "8-9-7"),
+        ("logical_block_size", "512"),
+        ("max_segment_size", "65536"),
+        ("max_segments", "30"),
+        ("minimum_io_size", "8192"),
+        ("optimal_io_size", "65536"),
+        ("physical_block_size", "4096"),
+        ("sectors", "196608"),
+        ("sg_io", "errno-25"),
+        ("write_zeroes_max_bytes", "1073741824"),
+    ];
+    let found: Vec<_> = disk.facts.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+    assert_eq!(found, expected);
+}

@@ -365,6 +365,7 @@ fn overrides(shown: &ShownOptions) -> Overrides {
     overrides.discard_granularity_bytes = shown.discard_granularity_bytes;
     overrides.size_max_bytes = shown.size_max_bytes;
     overrides.seg_max = shown.seg_max;
+    overrides.secure_erase = shown.secure_erase;
     overrides.write_cache = shown.write_cache;
     overrides
 }

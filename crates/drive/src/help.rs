@@ -1,7 +1,7 @@
 //! The keys of a drive, and what each takes: the table of docs/drive-options.md, which a test compares.
 
 /// Each key, and what it takes.
-const KEYS: [(&str, &str); 36] = [
+const KEYS: [(&str, &str); 37] = [
     ("file", "the image: a path, `host_device:/dev/sdb`, or `fd:3` for a descriptor that the program was given"),
     (
         "format",
@@ -49,6 +49,7 @@ const KEYS: [(&str, &str); 36] = [
     ("delay-ms", "short for `filter=delay:ms=N` above all other filters"),
     ("size", "the size of a null disk"),
     ("packed", "`on`: packed rings are offered, too"),
+    ("secure-erase", "`on`: secure erases are offered, which overwrite; for raw images"),
     ("write-cache", "`on`, `off`: whether the guest's cache begins as write-back. The guest can switch it"),
     ("logical-block-size", "the smallest unit that the guest may address, in bytes"),
     ("physical-block-size", "what the guest is told is a physical block, in bytes"),

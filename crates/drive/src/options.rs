@@ -251,6 +251,7 @@ impl DriveOptions {
             }
             "queues" | "num-queues" => export.queues = Some(count(key, value, QUEUES_MAX)?),
             "write-cache" => export.shown.write_cache = Some(one_of(key, value, &SWITCH)?),
+            "secure-erase" => export.shown.secure_erase = one_of(key, value, &SWITCH)?,
             "media" => media(value)?,
             "poll-max-us" => export.poll_max_us = Some(poll_max_us(key, value)?),
             "delay-ms" => disk.delay_ms = Some(delay_ms(key, value)?),
@@ -367,7 +368,9 @@ fn values_of(key: &str) -> Option<Vec<&'static str>> {
         "format" => Some(names(&FORMATS)),
         "engine" => Some(EngineKind::NAMES.to_vec()),
         "cache" => Some(CacheMode::NAMES.to_vec()),
-        "sync" | "sqpoll" | "fixed-buffers" | "packed" | "write-cache" | "readonly" => Some(names(&SWITCH)),
+        "sync" | "sqpoll" | "fixed-buffers" | "packed" | "secure-erase" | "write-cache" | "readonly" => {
+            Some(names(&SWITCH))
+        }
         _ => None,
     }
 }
@@ -502,7 +505,7 @@ mod tests {
     fn every_key_is_read() {
         let read = drive(
             "name=root.0,file=a,,b.img,format=qcow2,engine=io_uring,cache=none,serial=disk 1,readonly=on,sync=on,\
-             sqpoll=on,fixed-buffers=on,\
+             sqpoll=on,fixed-buffers=on,secure-erase=on,\
              queues=4,queue-size=256,packed=on,poll-max-us=0,write-cache=off,media=disk,cyls=1,heads=2,secs=3,\
              logical-block-size=4k,physical-block-size=8k,alignment-offset=4k,min-io-size=16k,opt-io-size=1M,\
              discard-granularity=64k,size-max=128k,seg-max=64,delay-ms=3,filter=error:every=9,filter=delay:ms=1,\
@@ -540,6 +543,7 @@ mod tests {
                     sectors: Some(3),
                     logical_block_bytes: Some(4096),
                     physical_block_bytes: Some(8192),
+                    secure_erase: true,
                     alignment_offset_bytes: Some(4096),
                     minimum_io_bytes: Some(16384),
                     optimal_io_bytes: Some(1 << 20),

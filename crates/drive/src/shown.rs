@@ -30,6 +30,8 @@ pub struct ShownOptions {
     pub size_max_bytes: Option<u32>,
     /// Most data segments in a request.
     pub seg_max: Option<u16>,
+    /// Secure erases are offered.
+    pub secure_erase: bool,
     /// How the guest's cache begins: write-back or write-through.
     pub write_cache: Option<bool>,
 }

@@ -4,15 +4,15 @@ use crate::cache::CacheType;
 use crate::control::{Control, Hold};
 use crate::facts::{self, DeviceFacts, check_config, limits, volatile_cache};
 use crate::layout::{GUEST_BASE, QueueLayout};
+use crate::questions::{read_lifetime, read_serial};
 use crate::queue::{Queue, RequestQueue, Rules};
 use crate::ring::{Ring, prepare};
-use crate::serial::read_serial;
 use crate::session::Session;
 use crate::transport::{QueueSetup, SharedMemory, Transport};
 use crate::vhost_user::VhostUser;
 use crate::watch::QueueFds;
 use crate::{DriverOptions, DriverPath, dma::DmaPool};
-use block::{Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Listeners, ReactorCtx, Result};
+use block::{Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Lifetime, Listeners, ReactorCtx, Result};
 use memory::{GuestMemory, GuestRegion, IoBuf, Mapping, RegionSpec};
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -53,6 +53,7 @@ pub(crate) struct Inner {
     listeners: Listeners,
     layouts: Vec<QueueLayout>,
     serial: String,
+    lifetime: Option<Lifetime>,
 }
 
 impl std::fmt::Debug for Inner {
@@ -112,6 +113,10 @@ impl Driver {
             Some(ring) if !options.without_serial => read_serial(&session, ring, &mapping, options.answer_timeout_ms)?,
             _ => String::new(),
         };
+        let lifetime = match rings.first_mut() {
+            Some(ring) => read_lifetime(&session, ring, &mapping, options.answer_timeout_ms)?,
+            None => None,
+        };
         let inner = Arc::new(Inner {
             pool: DmaPool::new(Arc::clone(&mapping), rings_end..total),
             mapping,
@@ -123,6 +128,7 @@ impl Driver {
             fds,
             control: Control::new(rings),
             serial,
+            lifetime,
             options,
             session,
         });
@@ -176,7 +182,7 @@ impl Driver {
     /// What the device says of itself beside [`Disk::info`].
     #[must_use]
     pub fn facts(&self) -> DeviceFacts {
-        facts::facts(&self.inner.session)
+        facts::facts(&self.inner.session, self.inner.lifetime)
     }
 
     /// How often the driver had to ask the kernel for something.
@@ -217,6 +223,10 @@ impl Disk for Driver {
             DriverPath::Bio => Box::new(queue),
             DriverPath::Request => Box::new(RequestQueue(queue)),
         })
+    }
+
+    fn lifetime(&self) -> Option<Lifetime> {
+        self.inner.lifetime
     }
 
     fn set_volatile_cache(&self, volatile: bool) {

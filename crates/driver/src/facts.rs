@@ -5,7 +5,7 @@ use crate::layout::BOUNCE_BYTES;
 use crate::queue::Rules;
 use crate::ring::{Limits, bounce_segment_bytes};
 use crate::session::Session;
-use block::{DiskInfo, Result, Topology};
+use block::{DiskInfo, Lifetime, Result, Topology};
 use virtio::blk::{BlkConfig, Geometry, features};
 use virtio::ring_access::RingLayout;
 
@@ -25,26 +25,27 @@ pub struct DeviceFacts {
     pub geometry: Geometry,
     /// First aligned logical block, in bytes.
     pub alignment_offset_bytes: u32,
+    /// How worn the storage is, where the device says so.
+    pub lifetime: Option<Lifetime>,
 }
 
 const DEFAULT_HEADS: u8 = 64;
 const DEFAULT_SECTORS: u8 = 32;
 
-pub(crate) fn facts(session: &Session) -> DeviceFacts {
+pub(crate) fn facts(session: &Session, lifetime: Option<Lifetime>) -> DeviceFacts {
     let config = session.config();
-    let block = logical_block_bytes(session, &config);
     let longest = max_segment_bytes(session, &config);
     let cylinder_sectors = u64::from(DEFAULT_HEADS) * u64::from(DEFAULT_SECTORS);
     let cylinders = u16::try_from(config.capacity_sectors / cylinder_sectors).unwrap_or(u16::MAX);
     let usual = Geometry { cylinders, heads: DEFAULT_HEADS, sectors: DEFAULT_SECTORS };
-    let skipped_blocks = if session.has(features::TOPOLOGY) { config.alignment_offset } else { 0 };
     DeviceFacts {
         features: session.features,
+        lifetime,
         packed: session.has(features::RING_PACKED),
         max_segments: max_segments(session, &config),
         max_segment_bytes: (longest < u32::MAX).then_some(longest),
         geometry: if session.has(features::GEOMETRY) { config.geometry } else { usual },
-        alignment_offset_bytes: u32::from(skipped_blocks).saturating_mul(block),
+        alignment_offset_bytes: alignment_offset_bytes(session, &config),
     }
 }
 
@@ -74,6 +75,7 @@ pub(crate) fn info(session: &Session, size_bytes: u64, volatile_cache: bool, ser
             physical_block_bytes: block.checked_shl(config.physical_block_exp.into()).unwrap_or(0),
             minimum_io_bytes: u32::from(config.min_io_blocks).saturating_mul(block),
             optimal_io_bytes: config.opt_io_blocks.saturating_mul(block),
+            alignment_offset_bytes: alignment_offset_bytes(session, &config),
         },
         false => Topology::default(),
     };
@@ -91,6 +93,11 @@ pub(crate) fn info(session: &Session, size_bytes: u64, volatile_cache: bool, ser
         write_zeroes: !rules.read_only,
         serial: serial.to_owned(),
     }
+}
+
+fn alignment_offset_bytes(session: &Session, config: &BlkConfig) -> u32 {
+    let skipped_blocks = if session.has(features::TOPOLOGY) { config.alignment_offset } else { 0 };
+    u32::from(skipped_blocks).saturating_mul(logical_block_bytes(session, config))
 }
 
 fn max_segments(session: &Session, config: &BlkConfig) -> u32 {

@@ -25,6 +25,7 @@
 mod console;
 mod image_check;
 mod initramfs;
+mod inspect;
 mod options;
 mod qemu;
 mod report;

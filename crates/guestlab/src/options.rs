@@ -28,6 +28,12 @@ pub enum GuestWork {
     },
     /// Checks what a guest that filled the disks before has left there.
     CheckAgain,
+    /// Looks at what the guest's kernel knows of the disks, and tries what can happen to one: its cache is switched, data
+    /// are discarded, its driver goes and comes under load, it grows. Only under User Mode Linux.
+    ///
+    /// The steps "written DISK", "discarded DISK" and "resize DISK" tell the host where it is; after the last one the host
+    /// has to make the disk larger.
+    Inspect,
 }
 
 /// A guest to run, on which disks and for what.

@@ -2,7 +2,7 @@
 
 use crate::script::MARK;
 use anyhow::{Context, Result, bail};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 /// What a guest found and did.
@@ -53,6 +53,8 @@ pub struct DiskReport {
     pub trimmed_bytes: u64,
     /// What was measured.
     pub measured: Vec<FioReport>,
+    /// What the kernel shows of it, by name ([`crate::GuestWork::Inspect`]).
+    pub facts: BTreeMap<String, String>,
 }
 
 /// One run of fio.
@@ -140,6 +142,10 @@ impl Reader {
             }
             "fio" => disk.fio = Some(FioReport::parse(text("terse"))?),
             "measured" => disk.measured.push(FioReport::parse(text("terse"))?),
+            "fact" => {
+                let facts = values.iter().filter(|(key, _)| **key != "name");
+                disk.facts.extend(facts.map(|(key, value)| ((*key).to_owned(), (*value).to_owned())));
+            }
             "trimmed" => disk.trimmed_bytes = number(text("bytes"))?,
             _ => bail!("an unknown kind of line"),
         }
@@ -190,6 +196,7 @@ mod tests {
             "[ 1.0] something @ringdisk checked name=vda files=200 kib=3\r",
             &fio,
             "@ringdisk trimmed name=vda bytes=4096\r",
+            "@ringdisk fact name=vda sg_io=errno-25\r",
             "@ringdisk end\r",
         ];
         let mut reader = Reader::default();
@@ -202,6 +209,7 @@ mod tests {
         assert_eq!((report.kernel.as_str(), report.cpus), ("6.1.0", 4));
         assert_eq!((disk.size_bytes, disk.queues, disk.serial.as_str(), disk.volatile_cache), (1 << 20, 4, "me", true));
         assert_eq!((disk.checks, disk.files, disk.files_bytes, disk.trimmed_bytes), (1, 200, 3072, 4096));
+        assert_eq!(disk.facts.get("sg_io").map(String::as_str), Some("errno-25"));
         let fio = disk.fio.as_ref().unwrap();
         assert_eq!((fio.read_bytes, fio.written_bytes, fio.iops), (65536, 131_072, 6.0));
     }

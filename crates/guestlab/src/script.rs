@@ -3,6 +3,7 @@
 //! It talks to the host by lines that begin with [`MARK`]; everything else on the console is for people. Words that it
 //! quotes are ours: paths without blanks, and numbers.
 
+use crate::inspect;
 use crate::options::{GuestOptions, GuestWork};
 use crate::tools::GuestTools;
 use std::fmt::Write;
@@ -39,11 +40,15 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
     let (work, measure_seconds, measure_mib, fio_mib) = match options.work {
         GuestWork::Fill { measure_seconds, measure_mib, fio_mib } => ("fill", measure_seconds, measure_mib, fio_mib),
         GuestWork::CheckAgain => ("check", 0, 0, 0),
+        GuestWork::Inspect => ("inspect", 0, 0, 0),
     };
     set("work", &work);
     set("measure_seconds", &measure_seconds);
     set("measure_mib", &measure_mib);
     set("fio_mib", &fio_mib);
+    if options.work == GuestWork::Inspect {
+        script.push_str(inspect::FUNCTIONS);
+    }
     script.push_str(BODY);
     script
 }

@@ -3,11 +3,11 @@
 use crate::counters::{Counter, RingCounters, RingStats};
 use crate::shown::{Overrides, Shown, sectors};
 use crate::write_cache::WriteCache;
-use block::{Disk, DiskInfo, DiskListener, Error, ErrorKind, Result};
+use block::{Disk, DiskInfo, DiskListener, Error, ErrorKind, Lifetime, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use virtio::RequestLimits;
-use virtio::blk::{BlkConfig, CONFIG_WRITEBACK_OFFSET, SECTOR_SHIFT, features as f};
+use virtio::blk::{BlkConfig, CONFIG_WRITEBACK_OFFSET, LIFETIME_BYTES, SECTOR_SHIFT, features as f};
 
 /// The largest queue that a device offers.
 pub const MAX_QUEUE_SIZE: u16 = 1024;
@@ -20,6 +20,9 @@ const MAX_RANGES: u32 = 16;
 
 /// Most sectors in a range: a gibibyte. Guests split what is longer.
 const MAX_RANGE_SECTORS: u32 = 1 << 21;
+
+/// Most sectors in a range of a secure erase: each queue that offers it keeps so many zeros to write.
+pub(crate) const MAX_ERASE_SECTORS: u32 = 512;
 
 /// What a device offers of its disk.
 #[derive(Debug, Clone)]
@@ -76,6 +79,8 @@ pub struct Device {
     info: DiskInfo,
     read_only: bool,
     shown: Shown,
+    /// What the storage said of its wear when the device was made.
+    lifetime: Option<Lifetime>,
     capacity_sectors: AtomicU64,
     /// Sectors in a logical block, less one.
     block_mask: u64,
@@ -103,12 +108,21 @@ impl Device {
         let read_only = info.read_only || options.read_only;
         let seen = DiskInfo { read_only, ..info.clone() };
         let shown = Shown::of(&seen, options.queue_size, &options.overrides)?;
+        if options.overrides.secure_erase && (read_only || !disk.overwrites_in_place()) {
+            let why = if read_only {
+                "this disk is read-only"
+            } else {
+                "only a raw image without layers is overwritten in place"
+            };
+            return Err(Error::new(ErrorKind::BadOption, format!("secure-erase=on: {why}")));
+        }
         // A guest that cannot write has nothing to lose.
         let volatile = info.volatile_cache && !read_only;
         let begins_write_back = volatile && options.overrides.write_cache != Some(false);
         let device = Arc::new(Self {
             disk: Mutex::new(Some(Arc::clone(&disk))),
             read_only,
+            lifetime: disk.lifetime(),
             capacity_sectors: AtomicU64::new(info.size_bytes >> SECTOR_SHIFT),
             block_mask: u64::from(sectors(shown.block_bytes())).saturating_sub(1),
             shown,
@@ -164,6 +178,8 @@ impl Device {
         offer(f::FLUSH | f::CONFIG_WCE, self.cache.is_volatile());
         offer(f::DISCARD, self.serves_discard());
         offer(f::WRITE_ZEROES, self.serves_write_zeroes());
+        offer(f::SECURE_ERASE, self.serves_secure_erase());
+        offer(f::LIFETIME, self.lifetime.is_some());
         features
     }
 
@@ -187,6 +203,22 @@ impl Device {
         self.shown.discard_bytes > 0 && !self.read_only
     }
 
+    pub(crate) fn serves_secure_erase(&self) -> bool {
+        self.options.overrides.secure_erase
+    }
+
+    /// Whether what is overwritten is gone: a layer that was put on the disk since keeps what lies below.
+    pub(crate) fn overwrites_in_place(&self) -> bool {
+        self.disk().is_ok_and(|disk| disk.overwrites_in_place())
+    }
+
+    /// What `GET_LIFETIME` answers.
+    pub(crate) fn lifetime(&self) -> [u8; LIFETIME_BYTES] {
+        let Lifetime { end_of_life, worn_a, worn_b } = self.lifetime.unwrap_or_default();
+        let [[a, b], [c, d], [e, f]] = [end_of_life, worn_a, worn_b].map(u16::to_le_bytes);
+        [a, b, c, d, e, f]
+    }
+
     fn serves_write_zeroes(&self) -> bool {
         self.info.write_zeroes && !self.read_only
     }
@@ -196,8 +228,11 @@ impl Device {
         RequestLimits {
             discard: self.serves_discard(),
             write_zeroes: self.serves_write_zeroes(),
+            secure_erase: self.serves_secure_erase(),
+            lifetime: self.lifetime.is_some(),
             max_ranges: MAX_RANGES,
             max_range_sectors: MAX_RANGE_SECTORS,
+            max_erase_sectors: MAX_ERASE_SECTORS,
         }
     }
 
@@ -211,6 +246,11 @@ impl Device {
             config.max_discard_sectors = MAX_RANGE_SECTORS;
             config.max_discard_seg = MAX_RANGES;
             config.discard_sector_alignment = sectors(self.shown.discard_bytes);
+        }
+        if self.serves_secure_erase() {
+            config.max_secure_erase_sectors = MAX_ERASE_SECTORS;
+            config.max_secure_erase_seg = MAX_RANGES;
+            config.secure_erase_sector_alignment = sectors(self.shown.block_bytes());
         }
         if self.serves_write_zeroes() {
             config.max_write_zeroes_sectors = MAX_RANGE_SECTORS;
@@ -350,7 +390,12 @@ mod tests {
         DiskInfo {
             size_bytes: 1 << 20,
             logical_block_bytes: 4096,
-            topology: Topology { physical_block_bytes: 8192, minimum_io_bytes: 8192, optimal_io_bytes: 65536 },
+            topology: Topology {
+                physical_block_bytes: 8192,
+                minimum_io_bytes: 8192,
+                optimal_io_bytes: 65536,
+                alignment_offset_bytes: 4096,
+            },
             read_only: false,
             volatile_cache: true,
             discard: true,

@@ -5,13 +5,13 @@
 //! (after the first requests).
 
 use crate::counters::RingCounters;
-use crate::device::Device;
+use crate::device::{Device, MAX_ERASE_SECTORS};
 use crate::transport::Transport;
 use block::{
     BatchEnd, Completion, DiskQueue, Error, ErrorKind, IoError, IoErrorKind, Op, OpFlags, Poller, Priority, ReactorCtx,
     Result, Tag,
 };
-use memory::{GuestMemory, Window};
+use memory::{GuestMemory, IoBuf, Window};
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
@@ -115,6 +115,8 @@ pub(crate) struct DeviceQueue<T, R> {
     /// Told once no request is in flight.
     on_drained: Option<SyncSender<StoppedQueue>>,
     transport: T,
+    /// What a secure erase writes; empty where none is offered.
+    zeros: IoBuf,
     /// Wakes the reactor to look, where the driver has nothing to wake it by.
     look_timer: Option<OwnedFd>,
     counters: Arc<RingCounters>,
@@ -184,6 +186,10 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         };
         let register = || ctx.register_memory(&memory).inspect_err(refused).ok();
         let registered = if register_memory { register() } else { None };
+        let zeros = match device.serves_secure_erase() {
+            true => IoBuf::zeroed((MAX_ERASE_SECTORS << SECTOR_SHIFT) as usize),
+            false => IoBuf::empty(),
+        };
         let mut queue = BlkQueue::new(ring, memory, device.limits());
         queue.ring_mut().disable_notifications();
         Ok(Self {
@@ -199,6 +205,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             halt: None,
             on_drained: None,
             transport,
+            zeros,
             look_timer,
             counters,
             _registered: registered,
@@ -275,15 +282,41 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
                     let may_unmap = range.flags & RangeSegment::UNMAP != 0;
                     Op::WriteZeroes { offset, length, may_unmap, flags: OpFlags::from_fua(fua) }
                 });
-                let has_begun = self.pending.get(usize::from(head)).is_some_and(|pending| pending.operations > 0);
-                if fua && has_begun {
-                    match self.owed_flush(head) {
-                        0 => {}
-                        settles => self.ends_with_flush(head, settles),
-                    }
-                }
+                self.settle_ranges(head, fua);
+            }
+            Request::SecureErase => self.start_erase(head),
+            Request::GetLifetime => {
+                self.queue.complete_with(head, &self.device.lifetime());
+                self.ended = self.ended.saturating_add(1);
             }
             Request::Refused(status) => self.end(head, status),
+        }
+    }
+
+    /// Writes zeros to where the data lie, durably.
+    #[cold]
+    fn start_erase(&mut self, head: u16) {
+        if !self.device.overwrites_in_place() {
+            return self.end(head, Status::IoErr);
+        }
+        let zeros = self.zeros.whole();
+        // The limit on a range is as long as the zeros.
+        let length_of = |length: u64| usize::try_from(length).unwrap_or(usize::MAX).min(zeros.length_bytes());
+        self.start_ranges(head, |offset, length, _| {
+            let data = zeros.slice(0, length_of(length));
+            Op::Write { offset, data, flags: OpFlags::FUA, priority: Priority::NONE }
+        });
+        self.settle_ranges(head, self.device.write_through());
+    }
+
+    /// Where its ranges are written durably, a request ends with the flush that is owed.
+    fn settle_ranges(&mut self, head: u16, durable: bool) {
+        let has_begun = self.pending.get(usize::from(head)).is_some_and(|pending| pending.operations > 0);
+        if durable && has_begun {
+            match self.owed_flush(head) {
+                0 => {}
+                settles => self.ends_with_flush(head, settles),
+            }
         }
     }
 

@@ -32,6 +32,9 @@ pub struct Overrides {
     pub size_max_bytes: Option<u32>,
     /// Most data segments in a request.
     pub seg_max: Option<u16>,
+    /// Secure erases are offered: what is erased is overwritten in its place. Other disks than those that write in place
+    /// ([`block::Disk::overwrites_in_place`]) cannot offer it.
+    pub secure_erase: bool,
     /// How the cache begins, write-back or not. The guest may switch it.
     pub write_cache: Option<bool>,
 }
@@ -91,7 +94,7 @@ impl Shown {
             geometry: geometry(wanted)?,
             block_bytes,
             physical_block_exp: blocks(physical_bytes).max(1).ilog2().min(u32::from(u8::MAX)) as u8,
-            alignment_blocks: alignment(block_bytes, physical_bytes, wanted)?,
+            alignment_blocks: alignment(info, block_bytes, physical_bytes, wanted)?,
             min_io_blocks: u16::try_from(blocks(minimum)).unwrap_or(u16::MAX),
             opt_io_blocks: blocks(optimal),
             discard_bytes,
@@ -170,8 +173,14 @@ fn physical_block(info: &DiskInfo, block_bytes: u32, wanted: &Overrides) -> Resu
     }
 }
 
-fn alignment(block_bytes: u32, physical_bytes: u32, wanted: &Overrides) -> Result<u8> {
-    let Some(bytes) = wanted.alignment_offset_bytes else { return Ok(0) };
+fn alignment(info: &DiskInfo, block_bytes: u32, physical_bytes: u32, wanted: &Overrides) -> Result<u8> {
+    let Some(bytes) = wanted.alignment_offset_bytes else {
+        // The disk's own is left out where it says nothing in blocks of this size.
+        let own = info.topology.alignment_offset_bytes;
+        let fits = own < physical_bytes && own.is_multiple_of(block_bytes);
+        let blocks = own.checked_div(block_bytes).filter(|_| fits).unwrap_or(0);
+        return Ok(u8::try_from(blocks).unwrap_or(0));
+    };
     check_whole_blocks("alignment-offset", Some(bytes), block_bytes)?;
     if bytes > 0 && bytes >= physical_bytes {
         return refuse(format!("alignment-offset={bytes}: it must be less than the physical block, {physical_bytes}"));
@@ -224,7 +233,12 @@ mod tests {
         DiskInfo {
             size_bytes: 1 << 30,
             logical_block_bytes: 512,
-            topology: Topology { physical_block_bytes: 4096, minimum_io_bytes: 4096, optimal_io_bytes: 65536 },
+            topology: Topology {
+                physical_block_bytes: 4096,
+                minimum_io_bytes: 4096,
+                optimal_io_bytes: 65536,
+                alignment_offset_bytes: 3584,
+            },
             read_only: false,
             volatile_cache: true,
             discard: true,
@@ -243,7 +257,9 @@ mod tests {
     #[test]
     fn without_overrides_the_disk_speaks_for_itself() {
         let config = shown(|_| {}).unwrap().config(1 << 21);
-        assert_eq!((config.blk_size_bytes, config.physical_block_exp, config.alignment_offset), (512, 3, 0));
+        assert_eq!((config.blk_size_bytes, config.physical_block_exp, config.alignment_offset), (512, 3, 7));
+        let coarse = shown(|wanted| wanted.logical_block_bytes = Some(4096)).unwrap().config(1 << 21);
+        assert_eq!(coarse.alignment_offset, 0, "it begins inside of such a block");
         assert_eq!((config.min_io_blocks, config.opt_io_blocks, config.seg_max), (8, 128, 126));
         assert_eq!(config.geometry, Geometry { cylinders: 2080, heads: 16, sectors: 63 });
         assert_eq!(shown(|_| {}).unwrap().config(1 << 40).geometry.cylinders, 16_383);

@@ -36,6 +36,10 @@ pub mod features {
     pub const DISCARD: u64 = 1 << 13;
     /// Write-zeroes requests are served.
     pub const WRITE_ZEROES: u64 = 1 << 14;
+    /// The wear of the storage can be asked for.
+    pub const LIFETIME: u64 = 1 << 15;
+    /// Secure erases are served.
+    pub const SECURE_ERASE: u64 = 1 << 16;
     /// Legacy: notify when the ring runs empty.
     pub const NOTIFY_ON_EMPTY: u64 = 1 << 24;
     /// Legacy: header and status need no descriptor of their own.
@@ -90,10 +94,14 @@ pub mod request_type {
     pub const FLUSH_OUT: u32 = 5;
     /// The device's serial string.
     pub const GET_ID: u32 = 8;
+    /// How worn the storage is.
+    pub const GET_LIFETIME: u32 = 10;
     /// Drop ranges.
     pub const DISCARD: u32 = 11;
     /// Zero ranges.
     pub const WRITE_ZEROES: u32 = 13;
+    /// Drop ranges so that nobody can restore them.
+    pub const SECURE_ERASE: u32 = 14;
 }
 
 /// Bytes of a [`RequestHeader`].
@@ -129,6 +137,10 @@ impl RequestHeader {
         Self { kind: input.u32(), priority: input.u32(), sector: input.u64() }
     }
 }
+
+/// Bytes of what `GET_LIFETIME` answers: what is left in reserve and two estimates of wear, little-endian and two bytes
+/// each (5.2.6).
+pub const LIFETIME_BYTES: usize = 6;
 
 /// Bytes of a [`RangeSegment`].
 pub const RANGE_SEGMENT_BYTES: usize = 16;

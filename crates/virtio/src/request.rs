@@ -40,6 +40,10 @@ pub enum Request {
     Discard,
     /// Zero the ranges that [`BlkQueue::ranges`] names.
     WriteZeroes,
+    /// Make the ranges that [`BlkQueue::ranges`] names unreadable for ever.
+    SecureErase,
+    /// Answer with [`BlkQueue::complete_with`]: [`crate::blk::LIFETIME_BYTES`] of them.
+    GetLifetime,
     /// Not to be carried out; complete it with this.
     Refused(Status),
 }
@@ -51,10 +55,29 @@ pub struct RequestLimits {
     pub discard: bool,
     /// Write-zeroes are served.
     pub write_zeroes: bool,
-    /// Most ranges in either.
+    /// Secure erases are served.
+    pub secure_erase: bool,
+    /// The wear of the storage is told.
+    pub lifetime: bool,
+    /// Most ranges in any of the three.
     pub max_ranges: u32,
-    /// Most sectors in a range of either.
+    /// Most sectors in a range of a discard or write-zeroes.
     pub max_range_sectors: u32,
+    /// Most sectors in a range of a secure erase.
+    pub max_erase_sectors: u32,
+}
+
+impl RequestLimits {
+    /// Nothing more.
+    pub const NONE: Self = Self {
+        discard: false,
+        write_zeroes: false,
+        secure_erase: false,
+        lifetime: false,
+        max_ranges: 0,
+        max_range_sectors: 0,
+        max_erase_sectors: 0,
+    };
 }
 
 /// What is kept of a request until its end. Four of them share a cache line.
@@ -168,6 +191,13 @@ impl<R: DeviceRing> BlkQueue<R> {
                 self.chain.keep_writable_without_status(head);
                 Request::GetId
             }
+            request_type::GET_LIFETIME if self.limits.lifetime => {
+                self.chain.keep_writable_without_status(head);
+                Request::GetLifetime
+            }
+            request_type::SECURE_ERASE if self.limits.secure_erase => {
+                self.parse_ranges(head, out_bytes, 0, Request::SecureErase)
+            }
             request_type::DISCARD if self.limits.discard => self.parse_ranges(head, out_bytes, 0, Request::Discard),
             request_type::WRITE_ZEROES if self.limits.write_zeroes => {
                 self.parse_ranges(head, out_bytes, RangeSegment::UNMAP, Request::WriteZeroes)
@@ -205,7 +235,10 @@ impl<R: DeviceRing> BlkQueue<R> {
         if ranges.iter().any(|range| range.flags & !allowed_flags != 0) {
             return Request::Refused(Status::Unsupported);
         }
-        let limit = self.limits.max_range_sectors;
+        let limit = match served {
+            Request::SecureErase => self.limits.max_erase_sectors,
+            _ => self.limits.max_range_sectors,
+        };
         match ranges.iter().any(|range| range.sector_count > limit) {
             true => Request::Refused(Status::IoErr),
             false => served,
@@ -242,9 +275,14 @@ impl<R: DeviceRing> BlkQueue<R> {
         for (target, byte) in id.iter_mut().zip(serial.bytes()) {
             *target = byte;
         }
+        self.complete_with(head, &id);
+    }
+
+    /// Ends a request that asks for something with `answer`, as far as the driver has room for it.
+    pub fn complete_with(&mut self, head: u16, answer: &[u8]) {
         let data = self.chain.data(head);
-        let copied = data.copy_from_slice(0, &id);
-        // The status is the next byte only where the buffer has no more than the id.
+        let copied = data.copy_from_slice(0, answer);
+        // The status is the next byte only where the buffer has no more than the answer.
         let status = u32::from(copied == data.length_bytes());
         drop(data);
         let written = u32::try_from(copied).unwrap_or(u32::MAX).saturating_add(status);

@@ -37,7 +37,7 @@ impl Dice {
 }
 
 const LIMITS: RequestLimits =
-    RequestLimits { discard: true, write_zeroes: true, max_ranges: 4, max_range_sectors: 1000 };
+    RequestLimits { discard: true, write_zeroes: true, max_ranges: 4, max_range_sectors: 1000, ..RequestLimits::NONE };
 
 fn ring(driver: &Driver<'_>, features: RingFeatures, next_avail: u16) -> SplitDeviceRing {
     let at = RingAddresses { table: driver.table, avail: driver.avail, used: driver.used };
@@ -313,6 +313,7 @@ fn a_hostile_driver_never_gets_a_panic_or_a_byte_outside_its_memory() {
                         Request::GetId => queue.complete_id(head, "id"),
                         Request::Discard | Request::WriteZeroes => assert!(!queue.ranges(head).is_empty()),
                         Request::Flush | Request::Refused(_) => {}
+                        Request::SecureErase | Request::GetLifetime => unreachable!("not offered"),
                     }
                     if !matches!(request, Request::GetId) {
                         heads.push(head);

@@ -94,7 +94,15 @@ impl Started {
             RingAreas::Split(areas) => Box::new(SplitDeviceRing::new(areas, features, self.base as u16)),
             RingAreas::Packed(areas) => Box::new(PackedDeviceRing::new(areas, features, self.base).unwrap()),
         };
-        let limits = RequestLimits { discard: true, write_zeroes: true, max_ranges: 8, max_range_sectors: 1 << 20 };
+        let limits = RequestLimits {
+            discard: true,
+            write_zeroes: true,
+            secure_erase: true,
+            lifetime: true,
+            max_ranges: 8,
+            max_range_sectors: 1 << 20,
+            max_erase_sectors: 100,
+        };
         BlkQueue::new(ring, Arc::clone(&self.memory), limits)
     }
 

@@ -1,6 +1,7 @@
 //! An open file, shared by all reactors: what it is, what its file system can do, and who changes which range of it.
 
 pub(crate) mod alignment;
+pub(crate) mod device_facts;
 pub(crate) mod extent_preload;
 pub(crate) mod fs_hints;
 pub(crate) mod holes;

@@ -7,7 +7,7 @@ use super::rmw_lock::RmwLock;
 use super::write_behind::WriteBehind;
 use crate::base::call::{Action, Call};
 use crate::base::options::EngineKind;
-use block::{FileInfo, IoError, IoResult};
+use block::{FileInfo, IoError, IoResult, Lifetime, Topology};
 use memory::BufferAccount;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -48,6 +48,9 @@ pub(crate) struct OpenFile {
     /// Names the file among all that this process has opened.
     pub(crate) id: u64,
     pub(crate) info: FileInfo,
+    /// What the device behind it says; a file says nothing.
+    pub(crate) topology: Topology,
+    pub(crate) lifetime: Option<Lifetime>,
     /// Holds image locks.
     pub(crate) locked: bool,
     pub(crate) traits: Traits,

@@ -4,7 +4,7 @@ use crate::file::holes;
 use crate::file::open_file::OpenFile;
 use crate::queue::engines::Engines;
 use crate::queue::host_queue::HostQueue;
-use block::{Error, ErrorKind, File, FileInfo, FileQueue, ReactorCtx, Result};
+use block::{Error, ErrorKind, File, FileInfo, FileQueue, Lifetime, ReactorCtx, Result, Topology};
 use memory::BufferAccount;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::rc::Rc;
@@ -28,6 +28,14 @@ impl HostFile {
 impl File for HostFile {
     fn info(&self) -> &FileInfo {
         &self.file.info
+    }
+
+    fn topology(&self) -> Topology {
+        self.file.topology
+    }
+
+    fn lifetime(&self) -> Option<Lifetime> {
+        self.file.lifetime
     }
 
     fn length_bytes(&self) -> Result<u64> {

@@ -5,6 +5,7 @@ use super::probe::{self, Host};
 use crate::base::call::survive_file_size_limit;
 use crate::base::options::{CacheMode, EngineKind, OpenOptions};
 use crate::file::alignment::Alignment;
+use crate::file::device_facts;
 use crate::file::extent_preload::ExtentPreload;
 use crate::file::holes;
 use crate::file::image_lock;
@@ -63,6 +64,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let facts = Facts::find_out(&fd, name, options)?;
     let Facts { block_device, page_cached, in_memory, .. } = facts;
     let mapped = in_memory.then(|| MappedFile::new(&fd, facts.length_bytes, !options.read_only)).flatten();
+    let device = block_device.then(|| device_facts::directory(&facts.stat));
     let abilities = if block_device {
         storage::device_abilities(&fd, &facts.stat, options.read_only)
     } else {
@@ -77,6 +79,8 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     Ok(OpenFile {
         id,
         info,
+        topology: device.as_deref().map(device_facts::topology).unwrap_or_default(),
+        lifetime: device.as_deref().and_then(device_facts::lifetime),
         locked: facts.locks == Locks::Held,
         traits,
         chosen_freely: options.engine == EngineKind::Auto,

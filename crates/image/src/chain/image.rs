@@ -8,8 +8,8 @@ use super::table_cache::TableCacheStats;
 use crate::open::file_name::FileName;
 use crate::open::guess::Format;
 use block::{
-    Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, Listeners, MetaIo, ReactorCtx, Result, Runs,
-    StatusQuery, Topology, block_on,
+    Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, Lifetime, Listeners, MetaIo, ReactorCtx, Result,
+    Runs, StatusQuery, Topology, block_on,
 };
 use memory::BufferAccount;
 use std::rc::Rc;
@@ -237,6 +237,10 @@ fn info_of(chain: &Chain) -> DiskInfo {
     info.topology.physical_block_bytes = file.offset_alignment_bytes.max(info.logical_block_bytes);
     match top.mapping.cluster_bytes() {
         None => {
+            // What lies where on the disk lies there in the file.
+            let physical = info.topology.physical_block_bytes;
+            info.topology = top.file.topology();
+            info.topology.physical_block_bytes = info.topology.physical_block_bytes.max(physical);
             info.discard = writable && file.can_discard;
             info.discard_granularity_bytes = file.offset_alignment_bytes.max(info.logical_block_bytes);
         }
@@ -258,6 +262,14 @@ impl Disk for Image {
 
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
         Ok(Box::new(ImageQueue::open(&self.board, ctx)?))
+    }
+
+    fn lifetime(&self) -> Option<Lifetime> {
+        self.chain().layers.first().and_then(|top| top.file.lifetime())
+    }
+
+    fn overwrites_in_place(&self) -> bool {
+        matches!(self.chain().layers.as_slice(), [only] if only.mapping.cluster_bytes().is_none())
     }
 
     fn set_volatile_cache(&self, volatile: bool) {

@@ -7,7 +7,7 @@ pub(crate) mod delay;
 pub(crate) mod error;
 pub(crate) mod throttle;
 
-use block::{Disk, DiskInfo, DiskListener, DiskQueue, Listeners, ReactorCtx, Result, Runs, StatusQuery};
+use block::{Disk, DiskInfo, DiskListener, DiskQueue, Lifetime, Listeners, ReactorCtx, Result, Runs, StatusQuery};
 use std::fmt;
 use std::rc::Rc;
 use std::sync::{Arc, Weak};
@@ -65,6 +65,14 @@ impl<F: Filter> Disk for FilterDisk<F> {
 
     fn set_volatile_cache(&self, volatile: bool) {
         self.below.set_volatile_cache(volatile);
+    }
+
+    fn lifetime(&self) -> Option<Lifetime> {
+        self.below.lifetime()
+    }
+
+    fn overwrites_in_place(&self) -> bool {
+        self.below.overwrites_in_place()
     }
 
     fn block_status(&self, query: &StatusQuery) -> Result<Runs<'_>> {
