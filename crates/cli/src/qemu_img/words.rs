@@ -17,7 +17,7 @@ pub(crate) fn with_words(message: &str, arguments: &[String]) -> Option<String> 
     let line = Line::of(arguments)?;
     let Told { stage, words, after } = line.told(message);
     let place = line.place(stage, message);
-    let words = words.filter(|words| !message.contains(words.as_str()));
+    let words = words.filter(|words| !message.contains(words.as_str())).or_else(|| line.by_description(message));
     let first = match (place, words) {
         (Some(place), Some(words)) => format!("{place}: {words}\n{message}"),
         (Some(place), None) if message.starts_with(&format!("{place}: ")) => message.to_owned(),
@@ -93,6 +93,14 @@ impl<'a> Line<'a> {
         let lists = self.options.iter().filter(|(option, _)| *option == "-o").map(|(_, list)| *list);
         let mut pairs = lists.flat_map(|list| list.split(',')).filter_map(|pair| pair.split_once('='));
         pairs.find(|(_, own)| *own == value).map_or("size", |(key, _)| key)
+    }
+
+    /// An image that is named by a description is first told by that.
+    fn by_description(&self, message: &str) -> Option<String> {
+        let is_described = |operand: &&str| operand.starts_with("json:") || self.value("--image-opts").is_some();
+        let operand = self.operands.iter().copied().find(is_described)?;
+        let is_told = !message.starts_with("Could not open '") || message.contains(operand);
+        (!is_told).then(|| format!("Could not open '{operand}': {}", message.lines().next().unwrap_or_default()))
     }
 
     fn new_file(&self) -> &'a str {
@@ -344,6 +352,8 @@ mod tests {
         }
         let said = told("Could not open 'b': no", &["create", "-b", "b", "-F", "raw", "n"]);
         assert_eq!(said, "n: Could not open 'b': no\nCould not open backing image.");
+        let said = told("Could not open 'a': no", &["info", "json:{'file.filename': 'a'}"]);
+        assert!(said.starts_with("Could not open 'json:{'file.filename': 'a'}': Could not open 'a': no\n"), "{said}");
         for line in [&["info", "n"][..], &["resize", "n", "1M"], &["check", "n"], &["no-verb"], &[]] {
             assert_eq!(told("Could not open 'n': no", line), "Could not open 'n': no");
         }
