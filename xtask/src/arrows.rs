@@ -45,6 +45,8 @@ const ROOMS: &[Room] = &[
     Room { name: "virtio-blk", below: &["virtio", "block"] },
     Room { name: "driver", below: &["virtio", "block"] },
     Room { name: "virtio", below: &[] },
+    Room { name: "ata", below: &["pio", "block"] },
+    Room { name: "pio", below: &[] },
     Room { name: "image", below: &["format-raw", "format-qcow2", "format-scratch", "block"] },
     Room { name: "format-raw", below: &["block"] },
     Room { name: "format-qcow2", below: &["block"] },

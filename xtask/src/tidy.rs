@@ -14,8 +14,15 @@ const LONG_FILES: &[(&str, &str)] = &[];
 const UNSAFE_CRATES: &[&str] = &["crates/memory", "crates/engine", "crates/virtio"];
 
 /// Crates that parse bytes of guests, images or the wire, and the lints that keep those bytes from panicking us.
-const PARSING_CRATES: &[&str] =
-    &["crates/virtio", "crates/export-", "crates/nbd-wire", "crates/format-", "crates/image"];
+const PARSING_CRATES: &[&str] = &[
+    "crates/virtio",
+    "crates/export-",
+    "crates/nbd-wire",
+    "crates/format-",
+    "crates/image",
+    "crates/pio",
+    "crates/ata",
+];
 const PARSING_LINTS: &[&str] = &["unwrap_used", "expect_used", "indexing_slicing", "arithmetic_side_effects"];
 
 /// A thread's own idle contexts: taking one and putting it back reaches nothing else, and touches no atomic.

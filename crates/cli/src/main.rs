@@ -54,11 +54,21 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            output::error(&error);
+            match program::is_qemu_img().then(|| as_qemu_img(&error)).flatten() {
+                Some(said) => output::error(&anyhow::anyhow!(said)),
+                None => output::error(&error),
+            }
             signals::end_if_interrupted();
             output::exit_code(&error)
         }
     }
+}
+
+/// The error in words that scripts look for, where qemu-img has others than we.
+fn as_qemu_img(error: &anyhow::Error) -> Option<String> {
+    let arguments: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
+    let is_about_the_image = !signals::has_interrupted() && !output::is_locked(error);
+    is_about_the_image.then(|| qemu_img::with_words(&format!("{error:#}"), &arguments)).flatten()
 }
 
 fn ringdisk() -> anyhow::Result<()> {

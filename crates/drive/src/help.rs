@@ -1,7 +1,7 @@
 //! The keys of a drive, and what each takes: the table of docs/drive-options.md, which a test compares.
 
 /// Each key, and what it takes.
-const KEYS: [(&str, &str); 39] = [
+const KEYS: [(&str, &str); 40] = [
     ("file", "the image: a path, `host_device:/dev/sdb`, or `fd:3` for a descriptor that the program was given"),
     (
         "format",

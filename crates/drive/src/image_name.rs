@@ -32,7 +32,13 @@ impl ImageName {
 
     /// Reads a description of the form `driver=FORMAT,file.filename=FILE`.
     pub fn parse_description(text: &str) -> Result<Self> {
-        let parse = || described(&parse_key_values(text)?);
+        let parse = || {
+            // One word without a key would be the name of a node.
+            if !text.contains('=') {
+                return Err(bad(format!("Cannot find device='{text}' nor node-name='{text}': write key=value")));
+            }
+            described(&parse_key_values(text)?)
+        };
         parse().map_err(|error| error.in_context(format!("Could not open '{text}'")))
     }
 }
@@ -43,14 +49,46 @@ fn bad(message: impl Into<String>) -> Error {
 
 /// An object, with objects in it.
 fn from_json(text: &str, format: Option<Format>) -> Result<ImageName> {
-    let invalid = |error| bad(format!("Could not parse the JSON options: {error}"));
+    let invalid = |error: serde_json::Error| {
+        let why = if error.is_eof() { "premature EOI: ".to_owned() } else { String::new() };
+        bad(format!("Could not parse the JSON options: JSON parse error, {why}{error}"))
+    };
     let mut pairs = Vec::new();
-    flatten("", &serde_json::from_str(text).map_err(invalid)?, &mut pairs)?;
+    let value: Value = serde_json::from_str(&with_double_quotes(text)).map_err(invalid)?;
+    if !value.is_object() {
+        return Err(bad(format!("Invalid JSON object given: {value}")));
+    }
+    flatten("", &value, &mut pairs)?;
     let name = described(&pairs)?;
     if format.is_some() && name.format.is_some() && format != name.format {
         return Err(bad("the format is given twice"));
     }
     Ok(ImageName { format: name.format.or(format), ..name })
+}
+
+/// QEMU's JSON has strings between single quotes, too, in which double ones are plain characters.
+fn with_double_quotes(text: &str) -> String {
+    let (mut strict, mut quote) = (String::with_capacity(text.len()), None);
+    let mut chars = text.chars();
+    while let Some(char) = chars.next() {
+        match (quote, char) {
+            (Some(_), '\\') => match chars.next() {
+                Some('\'') => strict.push('\''),
+                next => strict.extend(['\\'].into_iter().chain(next)),
+            },
+            (Some(own), _) if own == char => {
+                quote = None;
+                strict.push('"');
+            }
+            (Some(_), '"') => strict.push_str("\\\""),
+            (None, '\'' | '"') => {
+                quote = Some(char);
+                strict.push('"');
+            }
+            _ => strict.push(char),
+        }
+    }
+    strict
 }
 
 /// `{"file": {"driver": "file"}}` is `file.driver=file`.
@@ -85,14 +123,19 @@ fn described(pairs: &[KeyValue]) -> Result<ImageName> {
                 return Err(bad(format!("{key}={value} is not supported (file and host_device are)")));
             }
             key => {
-                let what = format!("the option '{key}' is not supported (driver, file.driver and file.filename are)");
-                return Err(bad(what));
+                let what = "driver, file.driver and file.filename are";
+                let format = driver.unwrap_or("raw");
+                return Err(bad(format!("Block format '{format}' does not support the option '{key}' ({what})")));
             }
         }
     }
     let path = value_of(file_key).ok_or_else(|| bad("A block device must be specified for \"file\""))?;
-    let format = if is_file { Some(Format::Raw) } else { driver.map(str::parse).transpose()? };
+    let format = if is_file { Some(Format::Raw) } else { driver.map(driver_format).transpose()? };
     Ok(ImageName { file: path.into(), format })
+}
+
+fn driver_format(driver: &str) -> Result<Format> {
+    driver.parse().map_err(|error| bad(format!("Unknown driver '{driver}': {error}")))
 }
 
 #[cfg(test)]
@@ -140,6 +183,10 @@ mod tests {
             ("./a:b", None, "./a:b", None),
             ("/x/a:b", None, "/x/a:b", None),
             (json, None, "a", Some(Format::Qcow2)),
+            ("json:{'driver': 'qcow2', 'file': {'filename': 'a'}}", None, "a", Some(Format::Qcow2)),
+            (r#"json:{'file.filename': 'a"b', "driver": "raw"}"#, None, "a\"b", Some(Format::Raw)),
+            (r#"json:{'file.filename': 'it\'s', "driver": 'raw'}"#, None, "it's", Some(Format::Raw)),
+            (r#"json:{"file.filename": "it's"}"#, None, "it's", None),
             (r#"json:{"file.filename":"a"}"#, Some(Format::Raw), "a", Some(Format::Raw)),
         ] {
             assert_eq!(of(text, said), Ok((path.to_owned(), format)), "{text}");
@@ -147,7 +194,10 @@ mod tests {
         for (text, named) in [
             ("nbd:unix:/run/x.sock", "'nbd'"),
             ("a:b", "'./a:b'"),
-            ("json:{", "JSON"),
+            ("json:{", "JSON parse error, premature EOI"),
+            ("json:[]", "Invalid JSON object given"),
+            ("json:{'driver': 'nope', 'file.filename': 'a'}", "Unknown driver 'nope'"),
+            ("json:{'driver': 'raw', 'file.filename': 'a', 'x': 'y'}", "format 'raw' does not support the option 'x'"),
             (r#"json:{"driver":"nbd","server":{"type":"unix"}}"#, "server.type"),
             (r#"json:{"driver":"raw","offset":512,"file":{"filename":"a"}}"#, "offset"),
         ] {

@@ -16,11 +16,37 @@ pub fn check(
     control: &mut Control<'_>,
     finding: &mut dyn FnMut(&str),
 ) -> Result<CheckReport> {
-    image::check(name, file, format, repair, &mut |event| {
+    let mut progress = Rising { done: 0, total: 1 };
+    let report = image::check(name, file, format, repair, &mut |event| {
         match event {
             CheckEvent::Finding(text) => finding(&text),
-            CheckEvent::Progress(done, total) => control.tell(done, total),
+            CheckEvent::Progress(done, total) if progress.rises_to(done, total) => {
+                control.tell(progress.done, progress.total);
+            }
+            CheckEvent::Progress(..) => {}
         }
         !control.cancel.load(Ordering::Relaxed)
-    })
+    })?;
+    control.tell(progress.total, progress.total);
+    Ok(report)
+}
+
+/// The progress of passes over the tables, of which a repair makes several: nobody sees it go back, or end before the
+/// last of them has ended.
+struct Rising {
+    done: u64,
+    total: u64,
+}
+
+impl Rising {
+    /// Takes a later report, unless it would go back.
+    fn rises_to(&mut self, done: u64, total: u64) -> bool {
+        let done = done.min(total.saturating_sub(1));
+        let product = |first: u64, second: u64| u128::from(first) * u128::from(second);
+        let rises = done >= self.done && product(done, self.total) >= product(self.done, total);
+        if rises {
+            (self.done, self.total) = (done, total);
+        }
+        rises
+    }
 }

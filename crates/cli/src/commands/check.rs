@@ -98,7 +98,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Err(error) => return Err(error.into()),
     };
     match args.output {
-        Output::Human if args.progress.quiet => {}
+        _ if args.progress.quiet => {}
         Output::Human => output::print(&human(&report))?,
         Output::Json => output::print(&format!("{}\n", serde_json::to_string_pretty(&machine(args, &report))?))?,
     }

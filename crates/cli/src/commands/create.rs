@@ -43,8 +43,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if asks_for_help(&args.options) {
         return output::print(&options_help(format, args.file.is_some()));
     }
-    let Some(file) = &args.file else { return Err(usage("Expecting image file name")) };
-    let file = &file_name(file)?;
+    let Some(said) = &args.file else { return Err(usage("Expecting image file name")) };
+    let file = &file_name(said)?;
     let mut wanted = NewImage::parse(format, &args.options)?;
     if let Some(size) = &args.size {
         if wanted.size_bytes.is_some() {
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     wanted.backing_file = args.backing.clone().or(wanted.backing_file);
     wanted.backing_format = args.backing_format.clone().or(wanted.backing_format);
     create(file, &mut wanted, !args.unsafe_backing, &mut Watch::for_people(args.quiet)?)?;
-    if args.quiet { Ok(()) } else { output::print(&announcement(&wanted, file)) }
+    if args.quiet { Ok(()) } else { output::print(&announcement(&wanted, said)) }
 }
 
 /// What qemu-img says; the size is the one that was asked for.

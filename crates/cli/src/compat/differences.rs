@@ -63,6 +63,8 @@ pub(crate) const ON_PURPOSE: &[Purpose] = &[
         "check, snapshot and bitmap look at the image only: a backing file that is missing does not keep them from it",
     ),
     purpose("compat-names", "measure takes compat=v2 and compat=v3, as create does"),
+    purpose("formatting-line", "create says 'Formatting' when the image is there, qemu-img also before it fails"),
+    purpose("measured-options", "measure refuses values of -o that create refuses, where qemu-img overlooks some"),
     purpose("repair-lines", "check -r does not list each entry that it repairs, and counts them instead"),
     purpose("first-block", "a new raw file is a hole, where qemu-img writes its first block: map and measure show it"),
     purpose("directories", "what is no file is refused before it is opened, and in other words than the system's"),

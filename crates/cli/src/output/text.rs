@@ -38,7 +38,8 @@ fn interrupted(error: &anyhow::Error) -> String {
     std::iter::once(INTERRUPTED.to_owned()).chain(parts).collect::<Vec<_>>().join(": ")
 }
 
-fn is_locked(error: &anyhow::Error) -> bool {
+/// Whether somebody else has the image in use.
+pub(crate) fn is_locked(error: &anyhow::Error) -> bool {
     error.chain().filter_map(|cause| cause.downcast_ref::<Error>()).any(|cause| cause.kind() == ErrorKind::Locked)
 }
 

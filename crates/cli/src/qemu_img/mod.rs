@@ -5,6 +5,9 @@
 
 mod bench;
 mod usage;
+mod words;
+
+pub(crate) use words::with_words;
 
 use crate::arguments;
 use crate::commands::ImageVerb;

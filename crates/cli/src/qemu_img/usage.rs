@@ -13,6 +13,11 @@ pub(super) fn error(message: &str) -> anyhow::Error {
     anyhow!("{message}\nTry '{QEMU_IMG} --help' for more information")
 }
 
+/// As [`error`], to that of a verb.
+fn error_of(verb: &str, message: &str) -> anyhow::Error {
+    anyhow!("{message}\nTry '{QEMU_IMG} {verb} --help' for more information")
+}
+
 /// `--object` defines secrets and the like for the whole command line; nothing here can use one.
 pub(super) fn refuse_objects(arguments: &[OsString]) -> anyhow::Result<()> {
     let mut words = arguments.iter().map(|word| word.to_string_lossy());
@@ -34,12 +39,14 @@ pub(super) fn explain(verb: &str, wrong: &clap::Error) -> anyhow::Result<()> {
         ErrorKind::DisplayHelp => return print(&help()),
         ErrorKind::InvalidSubcommand | ErrorKind::MissingSubcommand => error(&format!("Command not found: {verb}")),
         ErrorKind::UnknownArgument => match context(ContextKind::InvalidArg) {
-            option if option.starts_with('-') => error(&format!("unrecognized option '{option}'")),
+            option if option.starts_with('-') => error_of(verb, &format!("unrecognized option '{option}'")),
             _ => error(expected(verb)),
         },
         ErrorKind::MissingRequiredArgument => error(expected(verb)),
         ErrorKind::InvalidValue if context(ContextKind::InvalidArg).starts_with("--output") => {
-            anyhow!("--output must be used with human or json as argument.")
+            let value = context(ContextKind::InvalidValue);
+            let older = "--output must be used with human or json as argument.";
+            error_of(verb, &format!("--output expects 'human' or 'json' not '{value}': {older}"))
         }
         ErrorKind::InvalidValue if context(ContextKind::InvalidValue).is_empty() => {
             let option = context(ContextKind::InvalidArg);

@@ -1,0 +1,166 @@
+//! A device's place on the bus: the device, and the window that it has open.
+
+use crate::{Device, Direction, Width, Window};
+
+/// No window is open. No port and direction has this key.
+const CLOSED: u32 = u32::MAX;
+
+/// Port and direction in one word, so that a plain access pays one comparison for windows.
+#[inline]
+fn key(offset: u16, direction: Direction) -> u32 {
+    let bit = match direction {
+        Direction::In => 0,
+        Direction::Out => 1 << 16,
+    };
+    u32::from(offset) | bit
+}
+
+/// What a device may do to the bus while it is called.
+#[derive(Debug)]
+pub struct Link {
+    window: Option<Window>,
+    /// Of the window, or `CLOSED`.
+    open_at: u32,
+    takes_windows: bool,
+    interrupt: bool,
+}
+
+impl Link {
+    pub(crate) fn new(takes_windows: bool) -> Self {
+        Self { window: None, open_at: CLOSED, takes_windows, interrupt: false }
+    }
+
+    /// Lends a window to the bus. The bus gives it back if windows are off, or if the device has one open: then the device
+    /// serves the accesses itself, with [`Window::take_unit`] and [`Window::put_unit`].
+    pub fn open_window(&mut self, window: Window) -> Result<(), Window> {
+        if !self.takes_windows || self.window.is_some() || window.is_done() {
+            return Err(window);
+        }
+        self.open_at = key(window.offset(), window.direction());
+        self.window = Some(window);
+        Ok(())
+    }
+
+    /// Takes the window back, wherever it stands.
+    pub fn close_window(&mut self) -> Option<Window> {
+        self.open_at = CLOSED;
+        self.window.take()
+    }
+
+    /// Sets the level of the device's interrupt line. The monitor reads it with [`crate::Bus::interrupt`].
+    pub fn set_interrupt(&mut self, raised: bool) {
+        self.interrupt = raised;
+    }
+
+    pub(crate) fn interrupt(&self) -> bool {
+        self.interrupt
+    }
+
+    pub(crate) fn take_windows(&mut self, on: bool) {
+        self.takes_windows = on;
+    }
+}
+
+pub(crate) struct Slot {
+    device: Box<dyn Device>,
+    link: Link,
+    calls: u64,
+}
+
+impl Slot {
+    pub(crate) fn new(device: Box<dyn Device>, link: Link) -> Self {
+        Self { device, link, calls: 0 }
+    }
+
+    pub(crate) fn link(&self) -> &Link {
+        &self.link
+    }
+
+    pub(crate) fn link_mut(&mut self) -> &mut Link {
+        &mut self.link
+    }
+
+    pub(crate) fn calls(&self) -> u64 {
+        self.calls
+    }
+
+    #[inline]
+    pub(crate) fn read(&mut self, offset: u16, width: Width) -> u32 {
+        if self.link.open_at == key(offset, Direction::In) {
+            return self.read_window(offset, width);
+        }
+        self.calls = self.calls.wrapping_add(1);
+        self.device.read(offset, width, &mut self.link) & width.mask()
+    }
+
+    #[inline]
+    pub(crate) fn write(&mut self, offset: u16, width: Width, value: u32) {
+        let value = value & width.mask();
+        if self.link.open_at == key(offset, Direction::Out) {
+            return self.write_window(offset, width, value);
+        }
+        self.calls = self.calls.wrapping_add(1);
+        self.device.write(offset, width, value, &mut self.link);
+    }
+
+    /// Copies as much of a string as the window has, and returns the bytes. Zero where no window is open for it.
+    #[inline]
+    pub(crate) fn read_string(&mut self, offset: u16, width: Width, into: &mut [u8]) -> usize {
+        if self.link.open_at != key(offset, Direction::In) {
+            return 0;
+        }
+        let moved = self.link.window.as_mut().map_or(0, |window| window.copy_to(width, into));
+        self.end_if_done();
+        moved
+    }
+
+    /// The same for `out`.
+    #[inline]
+    pub(crate) fn write_string(&mut self, offset: u16, width: Width, from: &[u8]) -> usize {
+        if self.link.open_at != key(offset, Direction::Out) {
+            return 0;
+        }
+        let moved = self.link.window.as_mut().map_or(0, |window| window.copy_from(width, from));
+        self.end_if_done();
+        moved
+    }
+
+    pub(crate) fn reset(&mut self) {
+        let window = self.link.close_window();
+        self.link.interrupt = false;
+        self.device.reset(window, &mut self.link);
+    }
+
+    #[inline]
+    fn read_window(&mut self, offset: u16, width: Width) -> u32 {
+        if let Some(value) = self.link.window.as_mut().and_then(|window| window.take(width)) {
+            self.end_if_done();
+            return value;
+        }
+        // The window ends within the access. What follows comes from the next window, or from the device.
+        let unit = self.link.window.as_ref().map_or(width, Window::unit);
+        let parts = 0..width.bytes().checked_div(unit.bytes()).unwrap_or(0);
+        parts.fold(0, |value, index| value | unit.as_part(self.read(offset, unit), index))
+    }
+
+    #[inline]
+    fn write_window(&mut self, offset: u16, width: Width, value: u32) {
+        if self.link.window.as_mut().is_some_and(|window| window.put(width, value).is_some()) {
+            return self.end_if_done();
+        }
+        let unit = self.link.window.as_ref().map_or(width, Window::unit);
+        for index in 0..width.bytes().checked_div(unit.bytes()).unwrap_or(0) {
+            self.write(offset, unit, unit.of_part(value, index));
+        }
+    }
+
+    #[inline]
+    fn end_if_done(&mut self) {
+        if self.link.window.as_ref().is_some_and(Window::is_done)
+            && let Some(window) = self.link.close_window()
+        {
+            self.calls = self.calls.wrapping_add(1);
+            self.device.window_ended(window, &mut self.link);
+        }
+    }
+}
