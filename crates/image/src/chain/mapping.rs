@@ -273,9 +273,10 @@ impl Mapping {
 
     /// As `prepare_write`, for a copy of what the guest sees: nothing is noted as written.
     pub(crate) async fn prepare_copy(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Prepared> {
-        match self.qcow2() {
-            None => Ok(Prepared::InPlace { offset, length_bytes }),
-            Some(qcow2) => qcow2.prepare_copy(io, offset, length_bytes).await,
+        match self {
+            Self::Raw(_) => Ok(Prepared::InPlace { offset, length_bytes }),
+            Self::Qcow2(qcow2) => Ok(qcow2.prepare_copy(io, offset, length_bytes).await?.into()),
+            Self::Scratch(scratch) => Ok(scratch.prepare_write(io, offset, length_bytes).await?.into()),
         }
     }
 

@@ -7,7 +7,7 @@ mod top;
 use crate::output::{self, usage};
 use clap::Subcommand;
 use control::api::{
-    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Job, Jobs, Overlay, Reloaded, Resize,
+    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Jobs, Overlay, Reloaded, Resize,
     Snapshot, Stats,
 };
 use control::{Client, Options};
