@@ -557,6 +557,7 @@ mod tests {
                 filters: ["error:every=9", "delay:ms=1"].map(|text| FilterOptions::parse(text).unwrap()).to_vec(),
                 on_error: ErrorPolicy::Hold,
                 on_no_space: ErrorPolicy::Hold,
+                former_tops: 0,
                 l2_cache_bytes: Some(1536 << 10),
                 lock_timeout_s: Some(90),
             },
