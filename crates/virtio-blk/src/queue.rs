@@ -94,6 +94,8 @@ struct Pending {
     failed: Option<Status>,
     /// A flush is among them, which makes durable what was completed before durable writes began this time; zero if not.
     settles: u32,
+    /// It writes, and what it writes may be volatile when it has ended.
+    volatile: bool,
 }
 
 /// A virtqueue, polled by its reactor. `R` is the layout of its ring.
@@ -261,7 +263,10 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
                 Some(offset) if !self.device.is_read_only() => {
                     let priority = priority_of(priority);
                     match self.device.write_through() {
-                        false => self.submit(head, Op::Write { offset, data, flags: OpFlags::NONE, priority }),
+                        false => {
+                            self.submit(head, Op::Write { offset, data, flags: OpFlags::NONE, priority });
+                            self.is_volatile(head);
+                        }
                         true => self.start_durable_write(head, offset, data, priority),
                     }
                 }
@@ -283,6 +288,9 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
                     Op::WriteZeroes { offset, length, may_unmap, flags: OpFlags::from_fua(fua) }
                 });
                 self.settle_ranges(head, fua);
+                if !fua {
+                    self.is_volatile(head);
+                }
             }
             Request::SecureErase => self.start_erase(head),
             Request::GetLifetime => {
@@ -325,6 +333,13 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             *pending = Pending { operations: 1, ..Pending::default() };
         }
         self.disk.submit(Tag::from(head), op);
+    }
+
+    #[inline]
+    fn is_volatile(&mut self, head: u16) {
+        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
+            pending.volatile = true;
+        }
     }
 
     #[cold]
@@ -398,14 +413,29 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             pending.failed.get_or_insert(status_of(error));
         }
         let (last, status) = (pending.operations == 0, pending.failed.unwrap_or(Status::Ok));
+        let volatile = pending.volatile;
         if last && pending.settles != 0 && status == Status::Ok {
             self.settled = pending.settles;
         }
         if let Err(error) = completion.result {
             self.log_failure(head, error);
         }
+        // The cache became write-through meanwhile: what ends from then on is durable.
+        if last && volatile && status == Status::Ok && self.device.write_through() {
+            return self.make_durable(head);
+        }
         if last {
             self.end(head, status);
+        }
+    }
+
+    /// A write that began while the cache was write-back ends with a flush.
+    #[cold]
+    fn make_durable(&mut self, head: u16) {
+        let settles = self.device.durable_writes_begun();
+        self.submit(head, Op::Flush);
+        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
+            pending.settles = settles;
         }
     }
 
