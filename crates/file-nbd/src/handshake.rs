@@ -112,6 +112,9 @@ pub(crate) fn connect(uri: &NbdUri) -> Result<(Stream, Agreed)> {
     Ok((talk.stream, agreed))
 }
 
+/// The answers to an option: those before the last, with their kinds, and the last one.
+type Answers = (Vec<(u32, Vec<u8>)>, AnswerHeader, Vec<u8>);
+
 struct Talk<'a> {
     stream: Stream,
     uri: &'a NbdUri,
@@ -152,7 +155,7 @@ impl Talk<'_> {
     }
 
     /// The answers to an option, without the last, and the last one's kind.
-    fn ask(&mut self, option: u32, data: &[u8]) -> Result<(Vec<(u32, Vec<u8>)>, AnswerHeader, Vec<u8>)> {
+    fn ask(&mut self, option: u32, data: &[u8]) -> Result<Answers> {
         let mut bytes = Vec::new();
         put_option(&mut bytes, option, data);
         self.put(&bytes)?;
