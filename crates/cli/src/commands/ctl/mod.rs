@@ -7,8 +7,8 @@ mod top;
 use crate::output::{self, usage};
 use clap::Subcommand;
 use control::api::{
-    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Jobs, Overlay, Reloaded, Resize,
-    Snapshot, Stats,
+    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Jobs, Overlay, Reloaded, Resize, Snapshot,
+    Stats,
 };
 use control::{Client, Options};
 use serde::Serialize;
