@@ -44,6 +44,9 @@ const ERRNOS: [(&str, i32); 8] = [
     ("ETIMEDOUT", 110),
 ];
 
+/// A disk seen through a filter, and its place in a group if the filter is a throttle.
+pub type Filtered = (Arc<dyn Disk>, Option<Arc<ThrottleMember>>);
+
 impl FilterOptions {
     /// What can stand behind `filter=`.
     pub(crate) fn help() -> String {
@@ -82,7 +85,7 @@ impl FilterOptions {
     }
 
     /// `disk`, seen through this filter. A throttle's place in its group comes along.
-    pub fn over(&self, disk: Arc<dyn Disk>) -> Result<(Arc<dyn Disk>, Option<Arc<ThrottleMember>>)> {
+    pub fn over(&self, disk: Arc<dyn Disk>) -> Result<Filtered> {
         let disk: Arc<dyn Disk> = match self {
             Self::Delay(options) => Arc::new(FilterDisk::new(disk, Delay::new(*options))),
             Self::Error(options) => Arc::new(FilterDisk::new(disk, Errors::new(options.clone()))),

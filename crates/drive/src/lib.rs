@@ -38,7 +38,7 @@ mod temporary;
 mod throttling;
 mod vhost_user;
 
-pub use filters::FilterOptions;
+pub use filters::{FilterOptions, Filtered};
 pub use image_name::ImageName;
 pub use keyval::{KeyValue, asks_for_help, escape, parse as parse_key_values, parse_options, unknown};
 pub use opener::{EngineOpener, LOCK_TIMEOUT_S, OpenedDisk, open_disk, open_disk_with};

@@ -8,7 +8,7 @@ use image::{Format, LogReader, LoggedKind, LoggedRequest};
 use jobs::JobDisk;
 use std::fmt::Write;
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Play a write log on a disk, up to any moment.
 ///
@@ -77,7 +77,7 @@ fn end_after(mut log: LogReader, start: u64, flushes: u64) -> anyhow::Result<u64
     }
 }
 
-fn play(args: &Args, log: LogReader, entries: std::ops::Range<u64>, disk: &PathBuf) -> anyhow::Result<()> {
+fn play(args: &Args, log: LogReader, entries: std::ops::Range<u64>, disk: &Path) -> anyhow::Result<()> {
     let format = args.format.as_deref().map(str::parse::<Format>).transpose()?;
     let image = open_writable(opened_name(&file_name(disk)?), format, &args.cache, "deny", &[])?;
     let mut watch = Watch::start(&args.progress)?;
@@ -107,5 +107,5 @@ fn list(mut log: LogReader, entries: std::ops::Range<u64>) -> anyhow::Result<()>
             text.clear();
         }
     }
-    Ok(output::print(&text)?)
+    output::print(&text)
 }
