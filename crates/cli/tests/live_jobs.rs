@@ -62,10 +62,11 @@ impl Bench {
         serde_json::from_str(&self.ctl(&[call, &["--output=json"]].concat())).expect("JSON")
     }
 
-    fn guests(&self, seed: u64) -> RunningLoad {
-        let disk: Arc<dyn Disk> = Arc::new(Driver::connect(self.path("s"), DriverOptions::default()).unwrap());
+    fn guests(&self, seed: u64, write_percent: u64) -> RunningLoad {
+        let options = DriverOptions::default().with(|options| options.queues = 2);
+        let disk: Arc<dyn Disk> = Arc::new(Driver::connect(self.path("s"), options).unwrap());
         let handles: Vec<Arc<dyn ReactorHandle>> = self.reactors.iter().map(ReactorThread::handle).collect();
-        HistoryLoad { seed, ..HistoryLoad::default() }.start(&disk, &handles, &self.history)
+        HistoryLoad { seed, write_percent, ..HistoryLoad::default() }.start(&disk, &handles, &self.history)
     }
 
     fn layers(&self) -> usize {
@@ -87,7 +88,7 @@ fn layers_are_streamed_and_committed_while_guests_work() {
     }
     let bench = Bench::new();
     let server = bench.serve();
-    let guests = bench.guests(1);
+    let guests = bench.guests(1, 50);
     for name in ["a.qcow2", "b.qcow2", "c.qcow2", "d.qcow2"] {
         guests.wait_for_more(1000);
         bench.ctl(&["snapshot", "root", path_str(&bench.path(name))]);
@@ -97,10 +98,15 @@ fn layers_are_streamed_and_committed_while_guests_work() {
     assert_eq!(bench.layers(), 3);
     assert!(bench.fails(&["commit", "root", "--layers", "3"]).contains("between 1 and 2"));
     guests.wait_for_more(500);
+    assert_eq!(guests.finish(), [""; 0]);
 
+    // A top that holds little, so that there is something to pull up.
+    let guests = bench.guests(2, 1);
+    bench.ctl(&["snapshot", "root", path_str(&bench.path("e.qcow2"))]);
     let job = bench.json(&["stream", "root", "--no-wait", "--rate", "64K"])["id"].to_string();
-    assert!(bench.fails(&["commit", "root"]).contains("has a job already"));
-    assert!(bench.fails(&["snapshot", "root", path_str(&bench.path("e.qcow2"))]).contains("being changed"));
+    let refused = bench.fails(&["commit", "root"]);
+    assert!(refused.contains("has a job already"), "{refused}");
+    assert!(bench.fails(&["snapshot", "root", path_str(&bench.path("f.qcow2"))]).contains("being changed"));
     bench.ctl(&["pause", &job]);
     assert_eq!(bench.json(&["jobs"])["jobs"].as_array().unwrap().last().unwrap()["state"], "paused");
     bench.ctl(&["resume", &job]);
@@ -113,10 +119,10 @@ fn layers_are_streamed_and_committed_while_guests_work() {
     assert_eq!(guests.finish(), [""; 0]);
     server.stop();
     // None of these is needed any more.
-    for gone in ["base.qcow2", "a.qcow2", "c.qcow2", "d.qcow2"] {
+    for gone in ["base.qcow2", "a.qcow2", "b.qcow2", "c.qcow2", "d.qcow2"] {
         std::fs::remove_file(bench.path(gone)).unwrap();
     }
-    let top = bench.path("b.qcow2");
+    let top = bench.path("e.qcow2");
     assert_valid(&top, false);
     bench.history.check_read(0, &bench.as_qemu_sees(&top), bench.history.now()).unwrap();
 }
@@ -136,7 +142,7 @@ fn killed_at_any_moment_of_a_job_the_chain_holds_what_was_flushed() {
     let mut bench = Bench::new();
     for moment in 0..moments {
         let server = bench.serve();
-        let guests = bench.guests(10 + moment);
+        let guests = bench.guests(10 + moment, 50);
         let overlay = bench.path(&format!("overlay{moment}.qcow2"));
         guests.wait_for_more(300);
         bench.ctl(&["snapshot", "root", path_str(&overlay)]);

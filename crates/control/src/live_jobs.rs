@@ -21,16 +21,17 @@ impl Manager {
                 }
             })
         };
-        let id = self.daemon.start_take_layers_back_with(node, request.layers, take_off)?;
-        self.has_started(name, id, request.bytes_per_second)
+        let id = self.daemon.start_take_layers_back_with(node, request.layers, request.bytes_per_second, take_off)?;
+        self.has_started(name, id)
     }
 
     /// Starts to pull what lower layers hold up into the top layer of a disk.
     pub fn stream(self: &Arc<Self>, name: &str, request: &StreamDisk) -> Result<Job> {
         let node = self.node(name)?;
         let base = request.base.as_deref().map(absolute);
-        let id = self.daemon.start_stream_with(node, base.as_deref(), self.rest_on(name, None))?;
-        self.has_started(name, id, request.bytes_per_second)
+        let (base, rate) = (base.as_deref(), request.bytes_per_second);
+        let id = self.daemon.start_stream_with(node, base, rate, self.rest_on(name, None))?;
+        self.has_started(name, id)
     }
 
     /// Starts to let the top layer of a disk rest on another image.
@@ -39,8 +40,8 @@ impl Manager {
         let base = absolute(&request.base);
         let format = request.format.as_deref().map(str::parse).transpose()?;
         let rest_on = self.rest_on(name, Some(base.to_string_lossy().into_owned()));
-        let id = self.daemon.start_rebase_with(node, &base, format, rest_on)?;
-        self.has_started(name, id, request.bytes_per_second)
+        let id = self.daemon.start_rebase_with(node, &base, format, request.bytes_per_second, rest_on)?;
+        self.has_started(name, id)
     }
 
     /// What the record says before an image names another backing file: it allows the old one and the new one.
@@ -55,11 +56,7 @@ impl Manager {
         }
     }
 
-    fn has_started(self: &Arc<Self>, name: &str, id: JobId, bytes_per_second: Option<u64>) -> Result<Job> {
-        if let Some(rate) = bytes_per_second {
-            // It may have ended already.
-            let _ = self.daemon.set_job_rate(id, rate);
-        }
+    fn has_started(self: &Arc<Self>, name: &str, id: JobId) -> Result<Job> {
         self.events.publish(EventKind::JobStarted, Some(name), Some(id.number()), None);
         let (manager, disk) = (Arc::downgrade(self), name.to_owned());
         let tell_end = move || {

@@ -143,20 +143,24 @@ impl Daemon {
         commit: impl FnOnce(Option<&FileName>) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
         let mut commit = Some(commit);
-        self.start_take_layers_back_with(node, 1, move |below| commit.take().map_or(Ok(()), |commit| commit(below)))
+        self.start_take_layers_back_with(node, 1, None, move |below| {
+            commit.take().map_or(Ok(()), |commit| commit(below))
+        })
     }
 
-    /// As [`Daemon::start_take_overlay_back_with`], for so many layers, one after the other from the top down. `commit` is
+    /// As [`Daemon::start_take_overlay_back_with`], for so many layers, one after the other from the top down. While guests
+    /// go on, at most `bytes_per_second` are moved. `commit` is
     /// called for each. Layers that are off stay off if the job ends early.
     pub fn start_take_layers_back_with(
         &self,
         node: NodeId,
         layers: usize,
+        bytes_per_second: Option<u64>,
         mut commit: impl FnMut(Option<&FileName>) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
-        self.start_job(JobKind::TakeOverlayBack, node, move |image, watch, has_new_top| {
+        self.start_job(JobKind::TakeOverlayBack, node, bytes_per_second, move |image, watch, has_new_top| {
             let count = image.layer_file_names().count();
-            if layers == 0 || layers >= count {
+            if layers != 1 && (layers == 0 || layers >= count) {
                 let what = format!("the disk has {count} layers: between 1 and {} can go", count.saturating_sub(1));
                 return Err(Error::new(ErrorKind::BadOption, what));
             }
@@ -175,6 +179,7 @@ impl Daemon {
         &self,
         node: NodeId,
         base: Option<&Path>,
+        bytes_per_second: Option<u64>,
         commit: impl FnOnce(usize) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
         let (below, gone) = match base {
@@ -188,7 +193,9 @@ impl Daemon {
                 (NewBelow::Layer(index), index - 1)
             }
         };
-        self.start_job(JobKind::MoveOnto, node, move |image, watch, _| move_onto(image, below, watch, || commit(gone)))
+        self.start_job(JobKind::MoveOnto, node, bytes_per_second, move |image, watch, _| {
+            move_onto(image, below, watch, || commit(gone))
+        })
     }
 
     /// As [`Daemon::start_stream_with`], for a base that may be another image than those of the chain.
@@ -197,11 +204,12 @@ impl Daemon {
         node: NodeId,
         base: &Path,
         format: Option<Format>,
+        bytes_per_second: Option<u64>,
         commit: impl FnOnce(usize) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
         let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
         if layer_named(&image, base).is_some() {
-            return self.start_stream_with(node, Some(base), commit);
+            return self.start_stream_with(node, Some(base), bytes_per_second, commit);
         }
         let options = ImageOptions::new(base).with(|options| {
             options.format = format;
@@ -211,7 +219,7 @@ impl Daemon {
         let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
         let below = NewBelow::Base(OpenedBase::open(&options, &opener)?);
         drop((found, image));
-        self.start_job(JobKind::MoveOnto, node, move |image, watch, _| {
+        self.start_job(JobKind::MoveOnto, node, bytes_per_second, move |image, watch, _| {
             move_onto(image, below, watch, || commit(usize::MAX))
         })
     }
@@ -221,9 +229,11 @@ impl Daemon {
         &self,
         kind: JobKind,
         node: NodeId,
+        bytes_per_second: Option<u64>,
         work_on: impl FnOnce(&Image, &CopyWatch, &dyn Fn()) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
         let (id, watch) = (self.jobs.next_id(), Arc::new(CopyWatch::default()));
+        watch.set_rate(bytes_per_second.unwrap_or(0));
         let claim = format!("job {id} ({kind})");
         let (work, found, image) = self.image_for(claim, node, Some(Arc::clone(&watch)))?;
         if let Some(other) = self.jobs.running_on(node) {
