@@ -70,7 +70,11 @@ struct Guest {
 
 impl Guest {
     fn attach(socket: &Path) -> Self {
-        let options = DriverOptions::default().with(|options| options.queues = QUEUES);
+        let options = DriverOptions::default().with(|options| {
+            options.queues = QUEUES;
+            // With a limit, the driver's own thread looks now and then whether the device is silent.
+            options.request_timeout_ms = 0;
+        });
         let driver = Arc::new(Driver::connect(socket, options).unwrap());
         let reactors: Vec<_> = (0..QUEUES).map(|_| Reactor::spawn(ReactorConfig::default()).unwrap()).collect();
         let guest = Self { driver, reactors };
