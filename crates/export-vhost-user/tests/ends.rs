@@ -19,7 +19,8 @@ use support::disk::MemDisk;
 use support::{Client, Server};
 use virtio::blk::request_type as kind;
 
-/// Sends `SET_VRING_CALL` for ring 0 with this descriptor, whose last copy is then with the receiver.
+/// Sends `SET_VRING_CALL` for ring 0 with this descriptor, whose last copy is then with the receiver: it takes no message
+/// before the rest is there, and by then ours is closed.
 fn set_call_to(client: &Client, socket: TcpStream) {
     let words: [u32; 5] = [13, 1, 8, 0, 0];
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
@@ -27,7 +28,10 @@ fn set_call_to(client: &Client, socket: TcpStream) {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
-    sendmsg(&client.stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).unwrap();
+    let (header, rest) = bytes.split_at(12);
+    sendmsg(&client.stream, &[IoSlice::new(header)], &mut control, SendFlags::empty()).unwrap();
+    drop(socket);
+    (&client.stream).write_all(rest).unwrap();
 }
 
 /// A socket that takes an hour to close, as nobody reads what it has sent.
