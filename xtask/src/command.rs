@@ -5,6 +5,7 @@ use anyhow::{Context, Result, bail};
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,13 @@ pub(crate) struct Watched {
     pub(crate) status: ExitStatus,
     pub(crate) lines: Vec<String>,
     pub(crate) timed_out: bool,
+}
+
+/// One of the workspace's programs as the tests build it: after their step there is nothing left to build.
+pub(crate) fn built_with_tests(name: &str) -> Result<PathBuf> {
+    let build = Program::cargo().args(["test", "--quiet", "--workspace", "--no-run"]).output_text();
+    build.context("cannot build the workspace")?;
+    Ok(workspace::target().join("debug").join(name))
 }
 
 impl Program {

@@ -1,9 +1,9 @@
 //! What the documents say is so: their links lead somewhere, the files and commands that they show exist, and no room and
 //! no decision is left out.
 
-use crate::command::Program;
+use crate::command::{Program, built_with_tests};
 use crate::workspace;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
@@ -22,7 +22,7 @@ pub(crate) fn check() -> Result<Vec<String>> {
     let mut complaints: Vec<String> = documents.iter().flat_map(|(path, text)| broken_links(path, text)).collect();
     complaints.extend(documents.iter().flat_map(|(path, text)| missing_files(path, text)));
     complaints.extend(left_out(&texts));
-    let mut helps = Helps { ringdisk: built_program()?, texts: BTreeMap::new() };
+    let mut helps = Helps { ringdisk: built_with_tests("ringdisk")?, texts: BTreeMap::new() };
     for (path, text) in documents {
         for shown in commands(text) {
             complaints.extend(helps.check(path, &shown));
@@ -169,13 +169,6 @@ impl Helps {
 fn help(program: &Path, command: &str) -> Option<String> {
     let command = Some(command).filter(|command| !command.is_empty());
     Program::new(program).args(command.into_iter().chain(["--help"])).output_text().ok()
-}
-
-/// The program `ringdisk` as the tests build it: after their step there is nothing left to build.
-fn built_program() -> Result<PathBuf> {
-    let build = Program::cargo().args(["test", "--quiet", "--workspace", "--no-run"]).output_text();
-    build.context("cannot build the program")?;
-    Ok(workspace::target().join("debug/ringdisk"))
 }
 
 #[cfg(test)]
