@@ -31,6 +31,7 @@ pub struct Error {
     kind: ErrorKind,
     message: String,
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    only_for_writing: bool,
 }
 
 /// Result with [`Error`].
@@ -39,7 +40,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// An error of `kind`; the message names the file, key or offset.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), source: None }
+        Self { kind, message: message.into(), source: None, only_for_writing: false }
     }
 
     /// As [`Error::new`], keeping what caused it.
@@ -48,7 +49,7 @@ impl Error {
         message: impl Into<String>,
         source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
     ) -> Self {
-        Self { kind, message: message.into(), source: Some(source.into()) }
+        Self { source: Some(source.into()), ..Self::new(kind, message) }
     }
 
     /// A failed system call: `what` names the action and the file ("cannot open '/x/y.raw'").
@@ -60,6 +61,19 @@ impl Error {
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.kind
+    }
+
+    /// The same error, of an opening that may succeed for reading only.
+    #[must_use]
+    pub fn only_for_writing(mut self) -> Self {
+        self.only_for_writing = true;
+        self
+    }
+
+    /// Whether the same may be opened for reading only. Whoever has a key or a flag for that names it.
+    #[must_use]
+    pub fn is_only_for_writing(&self) -> bool {
+        self.only_for_writing
     }
 
     /// The same error with `context` before its message ("drive 2: ...").

@@ -38,3 +38,38 @@ pub struct Mapped {
     /// How many bytes from the start of the asked range, at least 1, at most what was asked.
     pub length_bytes: u64,
 }
+
+/// Where a write may go, in a format with allocations of the kind `A`.
+#[derive(Debug)]
+pub enum Prepared<A> {
+    /// The first part of the range is allocated already: overwrite it.
+    InPlace {
+        /// First byte in the file.
+        offset: u64,
+        /// How many bytes, at least 1.
+        length_bytes: u64,
+    },
+    /// New space for the first part of the range.
+    New(A),
+}
+
+impl<A> Prepared<A> {
+    /// The same place, with new space seen as another kind.
+    pub fn map<B>(self, change: impl FnOnce(A) -> B) -> Prepared<B> {
+        match self {
+            Self::InPlace { offset, length_bytes } => Prepared::InPlace { offset, length_bytes },
+            Self::New(new) => Prepared::New(change(new)),
+        }
+    }
+}
+
+/// How the bytes of an allocation's first or last unit that the request does not cover must be filled before commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fill {
+    /// Not at all: there are none, or they are zero in the file already.
+    None,
+    /// With zeros.
+    Zero,
+    /// With what the guest sees there. Bytes behind the end of the disk count as zero.
+    Copy,
+}

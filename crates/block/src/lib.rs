@@ -49,7 +49,7 @@ pub use disk_io::{DiskIo, reclaim};
 pub use epoch::{Epochs, Participant, Ticket};
 pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};
 pub use executor::{Executor, Task, block_on};
-pub use extent::{CompressedExtent, Extent, Mapped};
+pub use extent::{CompressedExtent, Extent, Fill, Mapped, Prepared};
 pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks, PastEnd, Sink, Waiter};
 pub use flags::{OpFlags, Priority};
 pub use listeners::{DiskListener, Listeners};

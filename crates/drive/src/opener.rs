@@ -218,18 +218,12 @@ pub fn open_disk_with(
     filtered(Arc::clone(&image) as Arc<dyn Disk>, Some(image), options)
 }
 
-/// Where an image could be read and not be written, says by which key a drive does so.
+/// Where an image may be read though it cannot be written, says by which key a drive does so.
 fn name_readonly(error: Error) -> Error {
-    let text = error.to_string();
-    let named = match error.kind() {
-        ErrorKind::Locked if text.ends_with("Stop what uses it") => {
-            format!("{text}, or set readonly=on if that only reads it, too")
-        }
-        _ => {
-            text.replace("or only read it", "or set readonly=on").replace("or open it read-only", "or set readonly=on")
-        }
-    };
-    if named == text { error } else { Error::new(error.kind(), named) }
+    match error.is_only_for_writing() {
+        true => Error::new(error.kind(), format!("{error}, or set readonly=on to only read it")),
+        false => error,
+    }
 }
 
 /// The disk, seen through its filters.

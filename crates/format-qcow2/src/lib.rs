@@ -49,5 +49,5 @@ pub use live::flush_queue::Barrier;
 pub use live::image::{OpenOptions, Overwrite, Qcow2};
 pub use live::lookup::Plain;
 pub use live::packing::{PackedAllocation, PackedCluster};
-pub use live::write::{Allocation, Fill, Prepared};
+pub use live::write::{Allocation, Prepared};
 pub use live::zero::ZeroOutcome;

@@ -3,10 +3,10 @@
 
 mod common;
 
-use block::{Extent, File, FileInfo, IoErrorKind, MetaIo, ReactorCtx, block_on};
+use block::{Extent, File, FileInfo, Fill, IoErrorKind, MetaIo, ReactorCtx, block_on};
 use common::{Base, DATA, Guest, NAME, blocking, copy, created, open, open_bytes, open_options};
 use memory::AlignedBuf;
-use ringdisk_format_qcow2::{CreateOptions, Fill, Overwrite, Prepared, Qcow2};
+use ringdisk_format_qcow2::{CreateOptions, Overwrite, Prepared, Qcow2};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;

@@ -35,7 +35,7 @@ impl Index {
         let too_large = || io::Error::new(io::ErrorKind::InvalidInput, "the disk is too large for an index in memory");
         let count = parts(size_bytes);
         let words = index_pages(count.max(1)).checked_mul(TABLE_WORDS).and_then(|words| usize::try_from(words).ok());
-        let words = MappedWords::new(file, words.ok_or_else(too_large)?, true)?;
+        let words = MappedWords::new(file, words.ok_or_else(too_large)?)?;
         let count = usize::try_from(count).map_err(|_| too_large())?;
         let mut directory = Vec::new();
         directory.try_reserve_exact(count).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;

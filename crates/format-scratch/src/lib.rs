@@ -29,4 +29,4 @@ mod zero;
 pub use layout::{MAX_DISK_BYTES, PAGE_BYTES};
 pub use scratch::Scratch;
 pub use space::{HostSpace, Space};
-pub use write::{Allocation, Fill, Prepared};
+pub use write::{Allocation, Prepared};

@@ -3,7 +3,7 @@
 use crate::layout::{BELOW, PAGE_BYTES, data_page, word_of};
 use crate::scratch::Scratch;
 use crate::state::{Inner, State, Step};
-use block::{Extent, IoError, IoErrorKind, IoResult, MetaIo};
+use block::{Extent, Fill, IoError, IoErrorKind, IoResult, MetaIo};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -11,28 +11,7 @@ use std::sync::Arc;
 const ALLOCATION_PAGES: u64 = 512;
 
 /// Where a write may go.
-pub enum Prepared {
-    /// The overlay has the first part of the range: overwrite it.
-    InPlace {
-        /// First byte in the data.
-        offset: u64,
-        /// How many bytes, at least 1.
-        length_bytes: u64,
-    },
-    /// New space for the first part of the range.
-    New(Allocation),
-}
-
-/// What the rest of an allocation's first or last page must be filled with before commit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fill {
-    /// Nothing: the space is zero, and so is the page.
-    None,
-    /// Zeros.
-    Zero,
-    /// What the guest sees there.
-    Copy,
-}
+pub type Prepared = block::Prepared<Allocation>;
 
 /// Space for whole pages, invisible until [`Scratch::commit_write`]. Dropping it gives the space back.
 pub struct Allocation {

@@ -17,14 +17,14 @@ pub struct MappedWords {
 }
 
 impl MappedWords {
-    /// Maps the first `count` words of `file`, which is open for reading, and for writing if `writable`.
-    pub fn new(file: BorrowedFd<'_>, count: usize, writable: bool) -> io::Result<Self> {
+    /// Maps the first `count` words of `file`, which is open for reading and writing.
+    pub fn new(file: BorrowedFd<'_>, count: usize) -> io::Result<Self> {
         let too_long = || io::Error::new(io::ErrorKind::InvalidInput, "the array is longer than any address space");
         let length_bytes = count.checked_mul(size_of::<AtomicU32>()).ok_or_else(too_long)?;
-        Ok(Self { mapping: Mapping::of_storage(file, length_bytes, writable)?, count })
+        Ok(Self { mapping: Mapping::of_storage(file, length_bytes, true)?, count })
     }
 
-    /// A word; `None` behind the end of the array. One that was mapped for reading only must not be stored to.
+    /// A word; `None` behind the end of the array.
     #[inline]
     #[must_use]
     pub fn get(&self, index: usize) -> Option<&AtomicU32> {
@@ -53,9 +53,9 @@ mod tests {
     #[test]
     fn words_are_the_files_bytes_and_one_behind_its_end_poisons_instead_of_a_signal() {
         let (fd, _whole) = Mapping::anonymous_file(c"words", 4096).unwrap();
-        let words = MappedWords::new(fd.as_fd(), 4096, true).unwrap();
+        let words = MappedWords::new(fd.as_fd(), 4096).unwrap();
         words.get(1023).unwrap().store(7, Ordering::Release);
-        let again = MappedWords::new(fd.as_fd(), 1024, false).unwrap();
+        let again = MappedWords::new(fd.as_fd(), 1024).unwrap();
         assert_eq!(again.get(1023).unwrap().load(Ordering::Acquire), 7);
         assert!(again.get(1024).is_none() && !words.is_poisoned());
         assert_eq!(words.get(4000).unwrap().load(Ordering::Acquire), 0);

@@ -151,12 +151,11 @@ fn in_use(name: &str, read_only: bool, holders: &[Holder], waited: Duration) -> 
         holders if holders.iter().any(Holder::is_this_program) => "a second time in this program".to_owned(),
         holders => format!("by {}", holders.iter().map(Holder::to_string).collect::<Vec<_>>().join(" and ")),
     };
-    let why = if read_only {
-        "it is open for writing there. Stop what writes to it"
-    } else {
-        "an image that is written belongs to one alone. Stop what uses it"
-    };
-    Error::new(ErrorKind::Locked, format!("'{name}' is in use {who}: {why}"))
+    let refused = |why: &str| Error::new(ErrorKind::Locked, format!("'{name}' is in use {who}: {why}"));
+    match read_only {
+        true => refused("it is open for writing there. Stop what writes to it"),
+        false => refused("an image that is written belongs to one alone. Stop what uses it").only_for_writing(),
+    }
 }
 
 fn lacks_locks(error: &io::Error) -> bool {

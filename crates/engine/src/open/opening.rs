@@ -39,17 +39,17 @@ pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<dyn File>> {
 }
 
 fn cannot_open(name: &str, errno: Errno, options: &OpenOptions) -> Error {
+    let may_read = matches!(errno, Errno::ACCESS | Errno::PERM | Errno::ROFS) && !options.read_only;
     let hint = match errno {
-        Errno::ACCESS | Errno::PERM | Errno::ROFS if !options.read_only => {
-            " for writing (change its permissions, or only read it)"
-        }
+        _ if may_read => " for writing (change its permissions)",
         Errno::INVAL if options.cache.is_direct() => {
             " with direct I/O, which its file system does not have (take a cache mode that uses the page cache: writeback, \
              writethrough)"
         }
         _ => "",
     };
-    Error::io(format!("Could not open '{name}'{hint}"), errno.into())
+    let error = Error::io(format!("Could not open '{name}'{hint}"), errno.into());
+    if may_read { error.only_for_writing() } else { error }
 }
 
 /// As [`open`], for a descriptor that is open already, with the access that `options` need; `name` stands for it in

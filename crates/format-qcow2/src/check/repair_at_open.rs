@@ -38,9 +38,9 @@ pub(crate) async fn repair_at_open(io: &MetaIo, locks: Locks, file_bytes: u64, n
     if locks == Locks::Lacking {
         let what = format!(
             "'{name}' was not closed cleanly (dirty bit), or another program is writing to it: its file system has no \
-             locks that would tell. If you know that nobody uses it, repair it with 'check -r all'; or open it read-only"
+             locks that would tell. If you know that nobody uses it, repair it with 'check -r all'"
         );
-        return Err(Error::new(ErrorKind::Unsupported, what));
+        return Err(Error::new(ErrorKind::Unsupported, what).only_for_writing());
     }
     tracing::warn!("'{name}' was not closed cleanly (dirty bit): its refcounts are repaired before it is used");
     let mut told = Instant::now();

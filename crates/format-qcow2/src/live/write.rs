@@ -6,7 +6,7 @@ use crate::live::image::Qcow2;
 use crate::live::metadata_map::Owner;
 use crate::live::state::{Freed, FreshTable, Inner, Need, State, Step, Stop};
 use block::sync::Ordering;
-use block::{IoError, IoResult, MetaIo};
+use block::{Fill, IoError, IoResult, MetaIo};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -17,29 +17,7 @@ pub(crate) const DIRTY_SLICES_MAX: usize = 1024;
 pub(crate) const ALLOCATION_BYTES_MAX: u64 = 2 << 20;
 
 /// Where a write may go.
-#[derive(Debug)]
-pub enum Prepared {
-    /// The first part of the range is allocated already: overwrite it.
-    InPlace {
-        /// First byte in the file.
-        offset: u64,
-        /// How many bytes, at least 1.
-        length_bytes: u64,
-    },
-    /// New space for the first part of the range.
-    New(Allocation),
-}
-
-/// How the bytes of an allocation's first or last cluster (or part) that the request does not cover must be filled before commit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fill {
-    /// Not at all: there are none, or they are zero in the file already.
-    None,
-    /// With zeros.
-    Zero,
-    /// With what the guest sees there now. Bytes behind the end of the disk count as zero.
-    Copy,
-}
+pub type Prepared = block::Prepared<Allocation>;
 
 /// Space for whole guest clusters, invisible until [`Qcow2::commit_write`]. Dropping it gives the space back.
 #[derive(Debug)]

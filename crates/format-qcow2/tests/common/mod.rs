@@ -1,10 +1,10 @@
 //! What the tests share: a guest that writes through the format, and qemu-img as judge.
 #![allow(dead_code, clippy::unwrap_used)]
 
-use block::{Extent, File, FileOp, IoResult, Mapped, MetaIo, PastEnd, block_on};
+use block::{Extent, File, FileOp, Fill, IoResult, Mapped, MetaIo, PastEnd, block_on};
 use memory::{IoBuf, Window};
 use ringdisk_format_qcow2::{
-    Allocation, CreateOptions, Fill, OpenOptions, Overwrite, PackedCluster, Plain, Prepared, Qcow2, create,
+    Allocation, CreateOptions, OpenOptions, Overwrite, PackedCluster, Plain, Prepared, Qcow2, create,
 };
 use std::path::Path;
 use std::process::Command;

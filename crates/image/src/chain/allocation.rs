@@ -1,15 +1,9 @@
 //! Space that a write is given, whatever the format of its layer.
 
-use block::{IoError, IoResult};
-use format_qcow2::Fill;
+use block::{Fill, IoError, IoResult};
 
 /// Where a write may go.
-pub(crate) enum Prepared {
-    /// The first part of the range is allocated already.
-    InPlace { offset: u64, length_bytes: u64 },
-    /// New space for the first part of the range.
-    New(Allocation),
-}
+pub(crate) type Prepared = block::Prepared<Allocation>;
 
 /// Space for whole units of the disk, invisible until it is committed. Dropping it gives the space back.
 pub(crate) struct Allocation {
@@ -50,41 +44,30 @@ impl Allocation {
     }
 }
 
-impl From<format_qcow2::Prepared> for Prepared {
-    fn from(prepared: format_qcow2::Prepared) -> Self {
-        match prepared {
-            format_qcow2::Prepared::InPlace { offset, length_bytes } => Self::InPlace { offset, length_bytes },
-            format_qcow2::Prepared::New(new) => Self::New(Allocation {
-                guest_offset: new.guest_offset,
-                length_bytes: new.length_bytes,
-                file_offset: new.file_offset,
-                head: new.head,
-                tail: new.tail,
-                zeroed: new.zeroed,
-                of: Of::Qcow2(new),
-            }),
+impl From<format_qcow2::Allocation> for Allocation {
+    fn from(new: format_qcow2::Allocation) -> Self {
+        Self {
+            guest_offset: new.guest_offset,
+            length_bytes: new.length_bytes,
+            file_offset: new.file_offset,
+            head: new.head,
+            tail: new.tail,
+            zeroed: new.zeroed,
+            of: Of::Qcow2(new),
         }
     }
 }
 
-impl From<format_scratch::Prepared> for Prepared {
-    fn from(prepared: format_scratch::Prepared) -> Self {
-        let fill = |fill| match fill {
-            format_scratch::Fill::None => Fill::None,
-            format_scratch::Fill::Zero => Fill::Zero,
-            format_scratch::Fill::Copy => Fill::Copy,
-        };
-        match prepared {
-            format_scratch::Prepared::InPlace { offset, length_bytes } => Self::InPlace { offset, length_bytes },
-            format_scratch::Prepared::New(new) => Self::New(Allocation {
-                guest_offset: new.guest_offset,
-                length_bytes: new.length_bytes,
-                file_offset: new.file_offset,
-                head: fill(new.head),
-                tail: fill(new.tail),
-                zeroed: new.zeroed,
-                of: Of::Scratch(new),
-            }),
+impl From<format_scratch::Allocation> for Allocation {
+    fn from(new: format_scratch::Allocation) -> Self {
+        Self {
+            guest_offset: new.guest_offset,
+            length_bytes: new.length_bytes,
+            file_offset: new.file_offset,
+            head: new.head,
+            tail: new.tail,
+            zeroed: new.zeroed,
+            of: Of::Scratch(new),
         }
     }
 }

@@ -18,7 +18,8 @@ use memory::AlignedBuf;
 use std::ops::Range;
 
 pub(crate) use super::allocation::{Allocation, Prepared};
-pub(crate) use format_qcow2::{Fill, Overwrite, Plain};
+pub(crate) use block::Fill;
+pub(crate) use format_qcow2::{Overwrite, Plain};
 
 /// Where the guest's bytes of a layer lie in its file.
 pub(crate) enum Mapping {
@@ -266,8 +267,8 @@ impl Mapping {
     pub(crate) async fn prepare_write(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Prepared> {
         match self {
             Self::Raw(_) => Ok(Prepared::InPlace { offset, length_bytes }),
-            Self::Qcow2(qcow2) => Ok(qcow2.prepare_write(io, offset, length_bytes).await?.into()),
-            Self::Scratch(scratch) => Ok(scratch.prepare_write(io, offset, length_bytes).await?.into()),
+            Self::Qcow2(qcow2) => Ok(qcow2.prepare_write(io, offset, length_bytes).await?.map(Allocation::from)),
+            Self::Scratch(scratch) => Ok(scratch.prepare_write(io, offset, length_bytes).await?.map(Allocation::from)),
         }
     }
 
@@ -275,8 +276,8 @@ impl Mapping {
     pub(crate) async fn prepare_copy(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Prepared> {
         match self {
             Self::Raw(_) => Ok(Prepared::InPlace { offset, length_bytes }),
-            Self::Qcow2(qcow2) => Ok(qcow2.prepare_copy(io, offset, length_bytes).await?.into()),
-            Self::Scratch(scratch) => Ok(scratch.prepare_write(io, offset, length_bytes).await?.into()),
+            Self::Qcow2(qcow2) => Ok(qcow2.prepare_copy(io, offset, length_bytes).await?.map(Allocation::from)),
+            Self::Scratch(scratch) => Ok(scratch.prepare_write(io, offset, length_bytes).await?.map(Allocation::from)),
         }
     }
 

@@ -101,7 +101,8 @@ pub(crate) fn could_not_open(name: &FileName, names: &[String], error: &Error) -
         _ => format!(": {text}"),
     };
     let rest = quoted().fold(rest, |rest, own| rest.replace(&own, &format!("'{name}'")));
-    Error::new(error.kind(), format!("Could not open '{name}'{rest}"))
+    let named = Error::new(error.kind(), format!("Could not open '{name}'{rest}"));
+    if error.is_only_for_writing() { named.only_for_writing() } else { named }
 }
 
 fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {

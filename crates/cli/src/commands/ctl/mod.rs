@@ -141,7 +141,7 @@ enum Verb {
     },
     /// Let a job that waits go on, or a disk's requests that wait because the storage failed them (on-error=hold).
     Resume {
-        /// The job's number, as "ctl jobs" lists it, or the disk's name.
+        /// The job's number, as "ctl jobs" lists it, or the disk's name. A number always means a job.
         #[arg(value_name = "JOB|NAME")]
         target: String,
     },
