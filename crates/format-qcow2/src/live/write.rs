@@ -10,8 +10,9 @@ use block::{Fill, IoError, IoResult, MetaIo};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Slices that may differ from the file. A flush copies all of them in one moment, in which nobody else gets on.
-pub(crate) const DIRTY_SLICES_MAX: usize = 1024;
+/// Slices that may differ from the file: 32 MiB, as much as the memory for tables by default. A flush copies all of them
+/// in one moment, in which nobody else gets on.
+pub(crate) const DIRTY_SLICES_MAX: usize = 8192;
 
 /// The largest allocation for one write.
 pub(crate) const ALLOCATION_BYTES_MAX: u64 = 2 << 20;
