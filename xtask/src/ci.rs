@@ -216,7 +216,7 @@ fn guests() -> Result<Counts> {
     count(
         Program::cargo()
             .args(["test", "--package", "ringdisk", "--test", "guests", "--"])
-            .args(["--ignored", "--test-threads=1", "--nocapture"])
+            .args(["--ignored", "--test-threads=2", "--nocapture"])
             .env("RINGDISK_GUEST_KERNEL", kernel)
             .limit(GUESTS_LIMIT),
     )

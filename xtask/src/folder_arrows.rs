@@ -53,6 +53,21 @@ const HOUSES: &[House] = &[
         apart: &[],
     },
     House {
+        name: "image",
+        folders: &[
+            Folder { name: "online", below: &["open", "chain", "guess", "file_name"] },
+            Folder { name: "offline", below: &["open", "chain", "guess", "file_name"] },
+            Folder { name: "open", below: &["chain", "guess", "file_name"] },
+            Folder { name: "filters", below: &[] },
+            Folder { name: "null", below: &[] },
+            Folder { name: "chain", below: &["guess", "file_name"] },
+            Folder { name: "guess", below: &["file_name"] },
+            Folder { name: "file_name", below: &[] },
+        ],
+        for_tests: &[],
+        apart: &[],
+    },
+    House {
         name: "cli",
         folders: &[
             Folder { name: "qemu_img", below: &["commands", "images", "output", "compat", "threads", "arguments"] },

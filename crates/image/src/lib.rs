@@ -27,20 +27,20 @@
 )]
 
 mod chain;
+mod file_name;
 mod filters;
+mod guess;
 mod null;
 mod offline;
+mod online;
 mod open;
 
 pub use block::Run;
 pub use chain::compressed_writer::CompressedWriter;
 pub use chain::copy_offload::CopyOffload;
-pub use chain::exchange::move_onto::{NewBelow, OpenedBase, move_onto, move_onto_async};
-pub use chain::exchange::overlay::{OpenedOverlay, put_overlay, put_overlay_async};
-pub use chain::exchange::take_back::{take_back, take_back_async};
-pub use chain::exchange::watch::CopyWatch;
 pub use chain::image::Image;
 pub use chain::table_cache::TableCacheStats;
+pub use file_name::FileName;
 pub use filters::delay::{Delay, DelayOptions};
 pub use filters::error::{ErrorOptions, Errors, RequestKind};
 pub use filters::hold::{ErrorPolicy, GivingUp, HeldRequests, Hold, HoldControl, HoldListener};
@@ -51,13 +51,16 @@ pub use format_qcow2::{Backing, CheckEvent, CheckReport, Compressor, PackedClust
 pub use format_qcow2::{GrowBy, Measure, NewSnapshot, Snapshot, SnapshotName};
 pub use format_qcow2::{escaped_byte, os_name};
 pub use format_scratch::{HostSpace, Space};
+pub use guess::{Format, guess_format};
 pub use null::NullDisk;
 pub use offline::edit::{Amend, Edit, EditWatch};
 pub use offline::formats::{CreateOptions, create, create_watched, create_with_data};
 pub use offline::formats::{bitmaps, check, edit, edit_bitmaps, look_before_writing, read_bitmap, set_backing};
 pub use offline::inspect::{Description, inspect, inspect_encrypted};
-pub use open::file_name::FileName;
+pub use online::move_onto::{NewBelow, OpenedBase, move_onto, move_onto_async};
+pub use online::overlay::{OpenedOverlay, put_overlay, put_overlay_async};
+pub use online::take_back::{take_back, take_back_async};
+pub use online::watch::CopyWatch;
 pub use open::gate::{BackingPolicy, Opener, Role, backing_path, pass_gate};
-pub use open::guess::{Format, guess_format};
 pub use open::layers::{ImageOptions, MAX_LAYERS, open};
 pub use open::temporary::{ScratchFiles, TemporaryFiles};

@@ -1,6 +1,6 @@
 //! What a guest may write to the start of a disk whose format nobody said.
 
-use crate::open::guess::{PROBE_BYTES, forms_a_header};
+use crate::guess::{PROBE_BYTES, forms_a_header};
 use block::{IoError, IoErrorKind, IoResult};
 use memory::{IoBuf, Window};
 

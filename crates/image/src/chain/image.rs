@@ -5,8 +5,8 @@ use super::extents::Extents;
 use super::layers::Chain;
 use super::queue::ImageQueue;
 use super::table_cache::TableCacheStats;
-use crate::open::file_name::FileName;
-use crate::open::guess::Format;
+use crate::file_name::FileName;
+use crate::guess::Format;
 use block::{
     Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, Lifetime, Listeners, MetaIo, ReactorCtx, Result,
     Runs, StatusQuery, Topology, block_on,

@@ -1,8 +1,8 @@
 //! One layer of a chain: a file, and where its guest's bytes lie in it.
 
 use super::mapping::Mapping;
-use crate::open::file_name::FileName;
-use crate::open::guess::Format;
+use crate::file_name::FileName;
+use crate::guess::Format;
 use block::{Error, ErrorKind, File, FileInfo, FileQueue, IoError, MetaIo, ReactorCtx, Result};
 use format_qcow2::{EditWatch, ResizeOptions};
 use std::rc::Rc;

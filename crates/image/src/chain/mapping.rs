@@ -3,7 +3,7 @@
 //! Nothing else in this crate asks which format an open layer has. A format that is added gets a variant of [`Mapping`]
 //! and an arm in the methods below. Dispatch is a match, so that the fast path has no virtual call here.
 
-use crate::open::guess::Format;
+use crate::guess::Format;
 use block::{
     CacheStats, CompressedExtent, Epochs, Error, ErrorKind, Extent, File, FileInfo, IoError, IoResult, Mapped, MetaIo,
     PastEnd, Result, block_on,

@@ -1,5 +1,5 @@
-//! An open chain of layers, and the queues that serve it: where a range lies, splitting, copy-on-write, exchanging the
-//! chain while it is served.
+//! An open chain of layers, and the queues that serve it: where a range lies, splitting, copy-on-write, and the barrier at
+//! which the queues go over to another chain.
 
 mod allocation;
 pub(crate) mod compressed_writer;
@@ -14,6 +14,6 @@ pub(crate) mod layers;
 mod lower_map;
 pub(crate) mod mapping;
 mod pieces;
-mod queue;
+pub(crate) mod queue;
 mod slow_path;
 pub(crate) mod table_cache;

@@ -5,7 +5,7 @@
 
 use super::edit::Edit;
 use crate::chain::mapping::raw_space;
-use crate::open::guess::Format;
+use crate::guess::Format;
 use crate::open::layers::format_of;
 use block::{Error, ErrorKind, File, FileInfo, MetaIo, Result, block_on};
 use format_qcow2::{

@@ -1,8 +1,8 @@
 //! What an image says about itself. Opens nothing but the named file.
 
-use crate::open::file_name::FileName;
+use crate::file_name::FileName;
+use crate::guess::Format;
 use crate::open::gate::Role;
-use crate::open::guess::Format;
 use crate::open::layers::{format_of, open_layer};
 use block::{File, MetaIo, Result, block_on};
 use format_qcow2::Header;
@@ -43,7 +43,7 @@ pub fn inspect(name: impl Into<FileName>, file: &Arc<dyn File>, format: Option<F
     let snapshots = block_on(layer.mapping.snapshots(&layer.open_blocking()?, &name.to_string()))?;
     Ok(Description {
         luks: None,
-        bitmaps: crate::bitmaps(file, format)?,
+        bitmaps: super::formats::bitmaps(file, format)?,
         format,
         guessed,
         virtual_size_bytes: layer.size_bytes,

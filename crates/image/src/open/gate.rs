@@ -3,8 +3,8 @@
 //! Every file that is opened because an image names it passes the [`Gate`]. Images name files by path: names with a
 //! protocol and `json:` descriptions inside images are refused under every policy.
 
-use super::file_name::FileName;
 use super::temporary::TemporaryFiles;
+use crate::file_name::FileName;
 use block::{Error, ErrorKind, File, Result};
 use format_qcow2::{escaped_byte, os_name};
 use std::path::{Path, PathBuf};

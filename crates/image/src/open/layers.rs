@@ -1,14 +1,14 @@
 //! Opening a chain: the named image, then layer after layer through the gate.
 
-use super::file_name::FileName;
 use super::gate::{BackingPolicy, Gate, Opener, Role};
-use super::guess::{Format, PROBE_BYTES, guess_format};
 use super::temporary::temporary_layer;
 use crate::chain::image::Image;
 use crate::chain::layer::{DataFile, Layer};
 use crate::chain::layers::{Chain, Constants};
 use crate::chain::mapping::Mapping;
 use crate::chain::table_cache::{Hits, share_out};
+use crate::file_name::FileName;
+use crate::guess::{Format, PROBE_BYTES, guess_format};
 use block::{Error, ErrorKind, File, FileInfo, MetaIo, PastEnd, Result, block_on};
 use format_qcow2::SnapshotName;
 use std::fmt;

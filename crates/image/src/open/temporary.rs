@@ -1,13 +1,12 @@
 //! A layer on top of a disk that is thrown away with it.
 
-use super::file_name::FileName;
 use super::gate::Role;
-use super::guess::Format;
 use super::layers::{MAX_LAYERS, open_layer};
 use crate::chain::layer::Layer;
 use crate::chain::mapping::Mapping;
-use crate::{CreateOptions, create};
-use block::{Error, ErrorKind, File, Result};
+use crate::file_name::FileName;
+use crate::guess::Format;
+use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
 use format_scratch::{Scratch, Space};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -68,6 +67,6 @@ fn image_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
         options.backing_file = Some("below".to_owned());
         options.backing_format = Some(Format::Raw.to_string());
     });
-    create(&file, &CreateOptions::Qcow2(options))?;
+    block_on(format_qcow2::create(&MetaIo::of_file(&*file)?, &options))?;
     open_layer(&FileName::Temporary(files.directory()), file, Format::Qcow2, Role::Writable, None)
 }

@@ -127,7 +127,7 @@ pub(crate) struct Board {
     /// For tests of the tests: the queue that is late, and how many chains it is not told of.
     late: (AtomicU64, AtomicU64),
     #[cfg(all(test, feature = "explore"))]
-    pub(crate) mutant: super::explored::Mutant,
+    pub(crate) mutant: crate::online::explored_tests::Mutant,
 }
 
 /// The board as a queue finds it that is being opened.
@@ -160,7 +160,7 @@ impl Board {
             kept: Mutex::default(),
             late: (AtomicU64::new(0), AtomicU64::new(0)),
             #[cfg(all(test, feature = "explore"))]
-            mutant: super::explored::Mutant::default(),
+            mutant: crate::online::explored_tests::Mutant::default(),
         })
     }
 

@@ -1,9 +1,9 @@
 //! Taking the top layer of a running disk back into the one below.
 
-use super::change_log::ChangeLog;
 use super::grow::Grown;
 use super::watch::CopyWatch;
-use super::{Barrier, go_over, hold_quiet};
+use crate::chain::exchange::change_log::ChangeLog;
+use crate::chain::exchange::{Barrier, go_over, hold_quiet};
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::{Chain, Place};

@@ -1,6 +1,6 @@
 //! More room on a running disk.
 
-use super::hold_quiet;
+use crate::chain::exchange::hold_quiet;
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;

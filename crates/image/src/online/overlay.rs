@@ -1,16 +1,15 @@
 //! A new, empty layer on top of running disks.
 
-use super::board::{Board, Hold, Over, Turn};
-use super::{Barrier, go_over};
-use crate::MAX_LAYERS;
+use crate::chain::exchange::board::{Board, Hold, Over, Turn};
+use crate::chain::exchange::{Barrier, go_over};
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
 use crate::chain::table_cache::share_of_top;
-use crate::open::file_name::FileName;
+use crate::file_name::FileName;
+use crate::guess::Format;
 use crate::open::gate::Role;
-use crate::open::guess::Format;
-use crate::open::layers::open_layer;
+use crate::open::layers::{MAX_LAYERS, open_layer};
 use block::{Error, ErrorKind, Extent, File, Participant, Result, Ticket, block_on};
 use std::sync::Arc;
 

@@ -2,10 +2,10 @@
 //! layers are put on top and taken back, and the disk grows. What each file operation does happens at some moment between
 //! its push and its end, so requests are in flight at every barrier.
 
-use super::board::Over;
 use super::overlay::{OpenedOverlay, put_overlay_async};
 use super::take_back::take_back_async;
 use super::watch::CopyWatch;
+use crate::chain::exchange::board::Over;
 use crate::chain::image::Image;
 use crate::{CreateOptions, FileName, Format, ImageOptions, Opener, Role};
 use block::sync::{AtomicBool, Ordering};

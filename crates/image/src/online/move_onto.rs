@@ -9,14 +9,14 @@
 //! opened again. Until that one sector of the header has changed, the old chain is valid, and from then on the new one. So
 //! a crash at any moment leaves a chain with the same contents.
 
-use super::hold_quiet_for;
 use super::watch::CopyWatch;
+use crate::chain::exchange::hold_quiet_for;
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::{Chain, Place};
 
 use crate::chain::queue::Shared;
-use crate::open::file_name::FileName;
+use crate::file_name::FileName;
 use crate::open::gate::Opener;
 use crate::open::layers::ImageOptions;
 use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Participant, Priority, Result, block_on};
