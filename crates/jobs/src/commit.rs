@@ -283,12 +283,12 @@ fn hand_out(
         if run.compressed {
             pipeline.widen();
         }
-        let longest = if run.data { piece } else { ZERO_PIECE_BYTES };
+        let longest = if run.takes_read() { piece } else { ZERO_PIECE_BYTES };
         let mut at = run.start;
         while at < run.end() {
             let end = run.end().min((at / longest + 1) * longest);
-            limit.pass(if run.data { end - at } else { 0 }, control);
-            let item = if run.data { Piece::Copy(at..end) } else { Piece::Zero(at..end) };
+            limit.pass(if run.takes_read() { end - at } else { 0 }, control);
+            let item = if run.takes_read() { Piece::Copy(at..end) } else { Piece::Zero(at..end) };
             if !pipeline.push(item, end - at, control) {
                 return Ok(());
             }

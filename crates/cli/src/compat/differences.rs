@@ -41,7 +41,10 @@ pub(crate) const ON_PURPOSE: &[Purpose] = &[
         "backing-policy",
         "a backing file outside of its image's directory is opened only with --allow-backing any, or RINGDISK_ALLOW_BACKING=any in the environment",
     ),
-    purpose("image-opts", "--image-opts and json: know driver, file.driver and file.filename"),
+    purpose(
+        "image-opts",
+        "--image-opts and json: know driver, file.driver, file.filename, offset and size of raw, and backing=null; the last three only where nothing is written",
+    ),
     purpose(
         "formats",
         "raw and qcow2 only: bochs, cloop, dmg, luks, parallels, qcow, qed, vdi, vhdx, vmdk and vpc images are recognised, named and refused",
