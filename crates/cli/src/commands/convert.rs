@@ -12,7 +12,7 @@ use anyhow::{Context, bail};
 use block::{Disk, SECTOR_BYTES};
 use drive::{escape, parse_options, parse_size};
 use engine::CacheMode;
-use image::{FileName, Format, Image, ImageOptions};
+use image::{FileName, Format, Image, ImageOptions, Opener, Role};
 use jobs::{ConvertOptions, JobDisk, Salvage, Unreadable};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -316,7 +316,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
     // A new target names what the user named; that and what lies below has passed the gate.
     let allow = if args.no_create { &args.open.allow_backing } else { "listed" };
-    let image = open_writable(opened_name(&target.path), target.format, &args.target_cache, allow, listed)?;
+    let name = opened_name(&target.path);
+    if args.no_create && name.path().is_some() {
+        // New data go to space that its refcounts call free.
+        let file = files().open(&name, Role::Writable)?;
+        let format = image::inspect(name.clone(), &file, target.format)?.format;
+        image::look_before_writing(&file, format, &mut |_, _| true)?;
+    }
+    let image = open_writable(name, target.format, &args.target_cache, allow, listed)?;
     if image.info().size_bytes < sources.iter().map(|source| source.info().size_bytes).sum::<u64>() {
         bail!("output file is smaller than input file");
     }

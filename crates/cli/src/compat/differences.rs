@@ -82,6 +82,10 @@ pub(crate) const ON_PURPOSE: &[Purpose] = &[
         "convert -l copies a snapshot whole that is larger than the disk is now, where qemu-img cuts it off",
     ),
     purpose(
+        "denied-data",
+        "commit, rebase and convert -n refuse to write into an image whose refcounts deny data that are there, where qemu-img overwrites them",
+    ),
+    purpose(
         "changed-snapshots",
         "commit and rebase refuse an overlay whose internal snapshots would show something else afterwards, unless --change-snapshots is given",
     ),

@@ -13,6 +13,10 @@ impl Qcow2 {
     /// read is not counted. The limit is QEMU's, so that both show the same.
     pub async fn has_empty_clusters(&self, io: &MetaIo, length_bytes: u64, allocated_bytes: u64) -> bool {
         let geometry = &self.inner.geometry;
+        // The refcounts say nothing of clusters in a data file.
+        if geometry.data_file {
+            return false;
+        }
         let real = geometry.cluster_of(allocated_bytes);
         let limit = (u128::from(real).saturating_mul(10) / 9).max(u128::from(real).saturating_add(2));
         let limit = u64::try_from(limit).unwrap_or(u64::MAX);
