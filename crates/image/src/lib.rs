@@ -36,6 +36,7 @@ mod online;
 mod open;
 
 pub use block::Run;
+pub use chain::closed_edit::ClosedEdit;
 pub use chain::compressed_writer::CompressedWriter;
 pub use chain::copy_offload::CopyOffload;
 pub use chain::image::Image;
@@ -47,7 +48,7 @@ pub use filters::hold::{ErrorPolicy, GivingUp, HeldRequests, Hold, HoldControl, 
 pub use filters::log::{LogEntry, LogReader, LoggedKind, LoggedRequest, WriteLog};
 pub use filters::throttle::{Rate, Rates, Throttle, ThrottleGroup, ThrottleLimits, ThrottleMember};
 pub use filters::{Filter, FilterDisk};
-pub use format_qcow2::{Backing, CheckEvent, CheckReport, Compressor, PackedCluster, Repair};
+pub use format_qcow2::{Backing, Bitmap, BitmapAction, CheckEvent, CheckReport, Compressor, PackedCluster, Repair};
 pub use format_qcow2::{GrowBy, Measure, NewSnapshot, Snapshot, SnapshotName};
 pub use format_qcow2::{escaped_byte, os_name};
 pub use format_scratch::{HostSpace, Space};
@@ -57,8 +58,11 @@ pub use offline::edit::{Amend, Edit, EditWatch};
 pub use offline::formats::{CreateOptions, create, create_watched, create_with_data};
 pub use offline::formats::{bitmaps, check, edit, edit_bitmaps, look_before_writing, read_bitmap, set_backing};
 pub use offline::inspect::{Description, inspect, inspect_encrypted};
+pub use online::copy_out::{Copied, CopyOut};
+pub use online::edit::OnlineBitmap;
 pub use online::move_onto::{NewBelow, OpenedBase, move_onto, move_onto_async};
 pub use online::overlay::{OpenedOverlay, put_overlay, put_overlay_async};
+pub use online::point_in_time::PointInTime;
 pub use online::take_back::{take_back, take_back_async};
 pub use online::watch::CopyWatch;
 pub use open::gate::{BackingPolicy, Opener, Role, backing_path, pass_gate};
