@@ -27,7 +27,8 @@ impl ImageName {
             Some(description) => from_json(description, format),
             None => FileName::parse(text).map(|file| Self { file, format }),
         };
-        parsed.map_err(|error| error.in_context(format!("Could not open '{}'", without_secrets(&text.to_string_lossy()))))
+        parsed
+            .map_err(|error| error.in_context(format!("Could not open '{}'", without_secrets(&text.to_string_lossy()))))
     }
 
     /// Reads a description of the form `driver=FORMAT,file.filename=FILE`.

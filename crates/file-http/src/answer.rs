@@ -101,7 +101,9 @@ pub(crate) fn meaning(status: StatusCode, headers: &Headers) -> Meaning {
                 Meaning::Elsewhere(location.to_owned())
             })
         }
-        401 => Meaning::Refused("401, the server wants to know who asks (#netrc-file=FILE or #headers-file=FILE says it)"),
+        401 => {
+            Meaning::Refused("401, the server wants to know who asks (#netrc-file=FILE or #headers-file=FILE says it)")
+        }
         403 => Meaning::Refused("403, the server does not allow it"),
         404 => Meaning::Refused("404, the server has no such file"),
         410 => Meaning::Refused("410, the file is gone"),
@@ -119,9 +121,9 @@ mod tests {
     use super::*;
 
     fn said(status: u16, headers: &[(&str, &str)]) -> Meaning {
-        let pairs = headers.iter().map(|(name, value)| {
-            (hyper::header::HeaderName::try_from(*name).unwrap(), (*value).try_into().unwrap())
-        });
+        let pairs = headers
+            .iter()
+            .map(|(name, value)| (hyper::header::HeaderName::try_from(*name).unwrap(), (*value).try_into().unwrap()));
         meaning(status.try_into().unwrap(), &pairs.collect())
     }
 

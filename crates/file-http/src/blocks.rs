@@ -115,7 +115,8 @@ impl State {
             stream.next != 0 && slack.contains(&range.start)
         };
         if let Some(stream) = self.streams.iter_mut().find(follows) {
-            let ahead = stream.ahead_bytes.saturating_mul(2).clamp(AHEAD_BYTES_MIN, most.max(AHEAD_BYTES_MIN)).min(most);
+            let ahead =
+                stream.ahead_bytes.saturating_mul(2).clamp(AHEAD_BYTES_MIN, most.max(AHEAD_BYTES_MIN)).min(most);
             *stream = Stream { next: stream.next.max(range.end), ahead_bytes: ahead, used };
             return ahead;
         }
@@ -257,8 +258,7 @@ mod tests {
     fn reading_ahead_grows_for_who_reads_in_order_and_not_for_others() {
         let mut state = State::default();
         let most = 1 << 20;
-        let ahead: Vec<u64> =
-            (0..6).map(|index| state.ahead(&(index << 16..(index + 1) << 16), most) >> 10).collect();
+        let ahead: Vec<u64> = (0..6).map(|index| state.ahead(&(index << 16..(index + 1) << 16), most) >> 10).collect();
         assert_eq!(ahead, [0, 256, 512, 1024, 1024, 1024]);
         // Somebody else reads elsewhere, the first one goes on.
         assert_eq!(state.ahead(&(50 << 20..51 << 20), most), 0);

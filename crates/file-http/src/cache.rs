@@ -338,13 +338,10 @@ mod tests {
         drop(cache);
         let (cache, found) = Cache::find(path, LIMIT, "a").unwrap().unwrap();
         assert_eq!(found, pin("1"));
-        assert_eq!([0, 1, 2, 3, 4].map(|at| cache.read(at).map(|bytes| bytes.len())), [
-            None,
-            Some(65536),
-            Some(65536),
-            Some(100),
-            None
-        ]);
+        assert_eq!(
+            [0, 1, 2, 3, 4].map(|at| cache.read(at).map(|bytes| bytes.len())),
+            [None, Some(65536), Some(65536), Some(100), None]
+        );
         assert!(cache.read(2).unwrap() == block(2));
         // A crash has kept the sum and lost the data.
         let (cache, _) = Cache::find(path, LIMIT, "a").unwrap().unwrap();

@@ -110,7 +110,8 @@ impl Answer {
         let mut bytes = BytesMut::with_capacity(length_bytes);
         loop {
             let frame = timeout(BODY_TIMEOUT, self.body.frame()).await;
-            let frame = frame.map_err(|_| Failure::ForNow("the server stopped in the middle of an answer".into(), None))?;
+            let frame =
+                frame.map_err(|_| Failure::ForNow("the server stopped in the middle of an answer".into(), None))?;
             match frame {
                 Some(Ok(frame)) => {
                     if let Some(data) = frame.data_ref() {

@@ -98,7 +98,9 @@ fn find(url: &HttpUrl) -> Result<Blocks> {
         }
         None => {
             if check_version(&pin).is_err() {
-                tracing::warn!("'{url}': the server names no entity tag and no date: a file that changes is not noticed");
+                tracing::warn!(
+                    "'{url}': the server names no entity tag and no date: a file that changes is not noticed"
+                );
             }
             None
         }

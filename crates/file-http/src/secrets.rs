@@ -73,7 +73,10 @@ fn read(path: &Path) -> Result<String> {
     let failed = |error| Error::io(format!("cannot read '{}'", path.display()), error);
     let length = std::fs::metadata(path).map_err(failed)?.len();
     if length > FILE_BYTES_MAX {
-        return Err(Error::new(ErrorKind::BadOption, format!("'{}' is too long for a file of secrets", path.display())));
+        return Err(Error::new(
+            ErrorKind::BadOption,
+            format!("'{}' is too long for a file of secrets", path.display()),
+        ));
     }
     std::fs::read_to_string(path).map_err(failed)
 }
@@ -117,8 +120,11 @@ mod tests {
     fn secrets_go_to_the_server_that_they_are_for_and_to_no_other() {
         let directory = tempfile::tempdir().unwrap();
         let (netrc, lines) = (directory.path().join("netrc"), directory.path().join("headers"));
-        std::fs::write(&netrc, "# mine\nmachine a login me password x\nmachine b\n login you password y\ndefault login z password z")
-            .unwrap();
+        std::fs::write(
+            &netrc,
+            "# mine\nmachine a login me password x\nmachine b\n login you password y\ndefault login z password z",
+        )
+        .unwrap();
         std::fs::write(&lines, "X-Token: t\n\n").unwrap();
         let options =
             HttpOptions { netrc_file: Some(netrc), headers_file: Some(lines.clone()), ..HttpOptions::default() };

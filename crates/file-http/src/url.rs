@@ -141,7 +141,8 @@ pub(crate) fn shown(text: &str) -> String {
     let (place, query) = text.split_once('?').map_or((text, ""), |(place, _)| (place, "?..."));
     let place = match place.split_once("://") {
         Some((scheme, rest)) => {
-            let (authority, path) = rest.find('/').map_or((rest, ""), |at| rest.split_at_checked(at).unwrap_or((rest, "")));
+            let (authority, path) =
+                rest.find('/').map_or((rest, ""), |at| rest.split_at_checked(at).unwrap_or((rest, "")));
             let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
             format!("{scheme}://{host}{path}")
         }
@@ -183,7 +184,8 @@ mod tests {
 
     #[test]
     fn what_follows_the_hash_says_how_a_file_is_read() {
-        let url = HttpUrl::parse("https://h:1/a/b.qcow2?x=1#cache=/var/c+d&cache-size=1G&retry-s=5&read-ahead=0").unwrap();
+        let url =
+            HttpUrl::parse("https://h:1/a/b.qcow2?x=1#cache=/var/c+d&cache-size=1G&retry-s=5&read-ahead=0").unwrap();
         assert_eq!(url.uri.to_string(), "https://h:1/a/b.qcow2?x=1");
         let HttpOptions { cache, cache_bytes, retry, read_ahead_bytes, .. } = url.options;
         assert_eq!((cache, cache_bytes), (Some("/var/c+d".into()), 1 << 30));

@@ -109,7 +109,9 @@ impl FileName {
         Ok(match self {
             Self::File(path) => Self::File(change(path)?),
             Self::HostDevice(path) => Self::HostDevice(change(path)?),
-            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) | Self::Nbd(_) | Self::Http(_) => self.clone(),
+            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) | Self::Nbd(_) | Self::Http(_) => {
+                self.clone()
+            }
         })
     }
 

@@ -178,7 +178,11 @@ fn answer(behaviour: &Behaviour, to: &mut dyn Connection, lines: &[String]) -> s
     };
     let (first, last) = (first.unwrap(), last.unwrap().min(bytes.len().saturating_sub(1)));
     if first >= bytes.len() {
-        write!(to, "HTTP/1.1 416 Outside\r\n{head}Content-Range: bytes */{}\r\nContent-Length: 0\r\n\r\n", bytes.len())?;
+        write!(
+            to,
+            "HTTP/1.1 416 Outside\r\n{head}Content-Range: bytes */{}\r\nContent-Length: 0\r\n\r\n",
+            bytes.len()
+        )?;
         return Ok(true);
     }
     let part = &bytes[first..=last];

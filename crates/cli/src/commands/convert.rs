@@ -2,9 +2,9 @@
 
 use crate::arguments::integer;
 use crate::images::{
-    remote_name, OpenArgs, asks_for_help, backing_name, copy_bitmaps, create_target, file_name, files, holds_old_bytes, image_name,
+    OpenArgs, asks_for_help, backing_name, copy_bitmaps, create_target, file_name, files, holds_old_bytes, image_name,
     leave_page_cache, open_writable, opened_name, options_help, parse_format, path_of, refuse_misfits,
-    refuse_same_file, refuse_without_bitmaps, remove_target, sync_directory,
+    refuse_same_file, refuse_without_bitmaps, remote_name, remove_target, sync_directory,
 };
 use crate::output::{self, ProgressArgs, Watch, usage};
 use crate::threads::Reactors;
