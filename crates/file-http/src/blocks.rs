@@ -221,12 +221,12 @@ impl Blocks {
         }
         for (index, (block, sender)) in run.iter().enumerate() {
             let start = index.saturating_mul(BLOCK_BYTES as usize);
-            let part = bytes.as_ref().map_err(|()| ()).and_then(|bytes| {
+            let part = bytes.as_ref().ok().and_then(|bytes| {
                 let end = start.saturating_add(BLOCK_BYTES as usize).min(bytes.len());
                 // A copy of its own: a part of a longer answer would keep all of it.
-                bytes.get(start..end).map(Bytes::copy_from_slice).ok_or(())
+                bytes.get(start..end).map(Bytes::copy_from_slice)
             });
-            self.give(*block, sender, part);
+            self.give(*block, sender, part.ok_or(()));
         }
     }
 

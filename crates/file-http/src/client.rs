@@ -129,7 +129,7 @@ impl Answer {
     }
 }
 
-/// Says all causes of an error, each once. A certificate that is not believed today is not believed in a minute.
+/// Says all causes of an error, each once. A certificate that is not believed will not be a minute later.
 fn failure(error: &(dyn StdError + 'static)) -> Failure {
     let (mut said, mut cause, mut is_final) = (Vec::new(), Some(error), false);
     while let Some(error) = cause {
