@@ -2,7 +2,7 @@
 
 use crate::api::{
     AddDisk, AddExport, ChangeDisk, CommitDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs, LimitJob,
-    RebaseDisk, Reloaded, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
+    MirrorDisk, RebaseDisk, Reloaded, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
 };
 use crate::events::now_ms;
 use crate::failure::Failure;
@@ -59,6 +59,7 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
         .routes(routes!(commit_disk))
         .routes(routes!(stream_disk))
         .routes(routes!(rebase_disk))
+        .routes(routes!(mirror_disk))
         .routes(routes!(snapshot_disks))
         .routes(routes!(list_exports, add_export))
         .routes(routes!(remove_export))
@@ -276,6 +277,21 @@ async fn rebase_disk(
     let started = beside(manager, move |manager| {
         known(manager, &name)?;
         Ok(manager.rebase(&name, &request)?)
+    });
+    Ok((StatusCode::ACCEPTED, Json(started.await?)))
+}
+
+/// Start to copy a disk to another image, which then takes its place or stays a copy
+#[utoipa::path(post, path = "/v1/disks/{name}/mirror", params(("name" = String, Path)), request_body = MirrorDisk,
+    responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
+async fn mirror_disk(
+    State(manager): Shared,
+    Path(name): Path<String>,
+    Body(request): Body<MirrorDisk>,
+) -> Result<(StatusCode, Json<Job>), Failure> {
+    let started = beside(manager, move |manager| {
+        known(manager, &name)?;
+        Ok(manager.mirror(&name, &request)?)
     });
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }

@@ -1,5 +1,6 @@
 //! `ringdisk ctl`: manage the disks of a running daemon.
 
+mod duration;
 mod jobs;
 mod tables;
 mod top;
@@ -87,8 +88,12 @@ enum Verb {
         #[arg(long, value_name = "N", default_value_t = 1)]
         layers: usize,
         #[command(flatten)]
+        aim: jobs::AimOf,
+        #[command(flatten)]
         how: jobs::How,
     },
+    /// Copy a running disk to another image, which then takes its place.
+    Mirror(jobs::Mirror),
     /// Pull what lower layers hold up into the top layer of a running disk, which rests on none of them afterwards.
     Stream {
         /// The disk.
@@ -194,7 +199,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Verb::Resize { name, size } => ctl.resize(name, size),
         Verb::Set { name, options } => ctl.set(name, options),
         Verb::Snapshot { pairs } => ctl.snapshot(pairs),
-        Verb::Commit { name, layers, how } => ctl.commit(name, *layers, how),
+        Verb::Commit { name, layers, aim, how } => ctl.commit(name, *layers, aim, how),
+        Verb::Mirror(mirror) => ctl.mirror(mirror),
         Verb::Stream { name, base, how } => ctl.stream(name, base.as_deref(), how),
         Verb::Rebase { name, base, format, how } => ctl.rebase(name, base, format.clone(), how),
         Verb::Exports => {

@@ -1,0 +1,101 @@
+//! Copying a running disk to another image, as a call of the control interface starts it.
+
+use crate::api::{Job, MirrorDisk};
+use crate::live_jobs::aim_of;
+use crate::manager::Manager;
+use crate::record::{RecordedDisk, Records};
+use block::{Error, ErrorKind, Result};
+use daemon::{MirrorOptions, MirrorSwitch, absolute};
+use image::{FileName, MirrorEnd, MirrorScope};
+use std::path::Path;
+use std::sync::Arc;
+
+impl Manager {
+    /// Starts to copy a disk to another image.
+    pub fn mirror(self: &Arc<Self>, name: &str, request: &MirrorDisk) -> Result<Job> {
+        let node = self.node(name)?;
+        let target = absolute(&request.target);
+        let Some(text) = target.to_str().map(str::to_owned) else {
+            let message = format!("the path '{}' is not UTF-8, which the record cannot name", target.display());
+            return Err(Error::new(ErrorKind::BadOption, message));
+        };
+        if !request.existing && target.exists() {
+            let message = format!("'{text}' exists: choose another name, or say that it is to be written over");
+            return Err(Error::new(ErrorKind::BadOption, message));
+        }
+        let options = MirrorOptions {
+            target,
+            format: request.format.as_deref().map(str::parse).transpose()?,
+            existing: request.existing,
+            scope: if request.top { MirrorScope::Top } else { MirrorScope::Full },
+            end: if request.keep { MirrorEnd::Keep } else { MirrorEnd::Switch },
+            aim: aim_of(request.within_ms, request.stall_ms),
+            bytes_per_second: request.bytes_per_second,
+        };
+        let is_busy = self.daemon.jobs().iter().any(|job| job.node == node && is_under_way(&job.state));
+        let unfinished = match request.existing || is_busy {
+            true => None,
+            false => Some(Unfinished::record(&self.records, name, &text)?),
+        };
+        let (records, disk, scope) = (Arc::clone(&self.records), name.to_owned(), options.scope);
+        let move_over = move |switch: &MirrorSwitch| {
+            // Dropped with this, also where it is never called.
+            let _unfinished = &unfinished;
+            let below = switch.below.iter().filter_map(FileName::path).map(|path| path.to_string_lossy().into_owned());
+            let below = (scope == MirrorScope::Top).then(|| below.collect());
+            let move_to = |disk: &mut RecordedDisk| disk.move_to(&text, &switch.format.to_string(), below);
+            records.change_disk(&disk, move_to)
+        };
+        let id = self.daemon.start_mirror_with(node, &options, move_over)?;
+        self.tell_if_behind(name, id, options.aim);
+        self.has_started(name, id)
+    }
+
+    /// Removes what jobs of an earlier run were making when it died.
+    pub(crate) fn remove_unfinished(&self) -> Result<()> {
+        for disk in &self.records.current().disks {
+            let Some(file) = &disk.unfinished else { continue };
+            if !disk.files().any(|used| used == file) {
+                match std::fs::remove_file(Path::new(file)) {
+                    Ok(()) => tracing::warn!(disk = %disk.name, "removed '{file}', a copy that was not finished"),
+                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                    Err(error) => tracing::warn!("cannot remove '{file}', a copy that was not finished: {error}"),
+                }
+            }
+            self.records.change_disk(&disk.name, |disk| disk.unfinished = None)?;
+        }
+        Ok(())
+    }
+}
+
+/// A file that a job makes, in the record until the job has ended: a run that finds it there removes it.
+struct Unfinished {
+    records: Arc<Records>,
+    disk: String,
+    file: String,
+}
+
+impl Unfinished {
+    fn record(records: &Arc<Records>, disk: &str, file: &str) -> Result<Self> {
+        let unfinished = Some(file.to_owned());
+        records.change_disk(disk, |disk| disk.unfinished = unfinished)?;
+        Ok(Self { records: Arc::clone(records), disk: disk.to_owned(), file: file.to_owned() })
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        let forget = |disk: &mut RecordedDisk| {
+            if disk.unfinished.as_ref() == Some(&self.file) {
+                disk.unfinished = None;
+            }
+        };
+        if let Err(error) = self.records.change_disk(&self.disk, forget) {
+            tracing::warn!("'{}' is still on record as a copy that is not finished: {error}", self.file);
+        }
+    }
+}
+
+fn is_under_way(state: &daemon::JobState) -> bool {
+    matches!(state, daemon::JobState::Running | daemon::JobState::Paused)
+}
