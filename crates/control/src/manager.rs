@@ -158,6 +158,7 @@ impl Manager {
                 former_tops: Vec::new(),
                 bases: Vec::new(),
                 moved_from: None,
+                short_for: None,
                 unfinished: None,
                 configured: configured.map(str::to_owned),
             };
@@ -499,6 +500,7 @@ fn to_job(status: JobStatus) -> Job {
         daemon::JobKind::TakeOverlayBack => JobKind::Commit,
         daemon::JobKind::MoveOnto => JobKind::Stream,
         daemon::JobKind::Mirror => JobKind::Mirror,
+        daemon::JobKind::Compact => JobKind::Compact,
         _ => JobKind::Other,
     };
     Job {

@@ -49,6 +49,9 @@ pub(crate) struct RecordedDisk {
     /// The file that it was given, where it has gone over to a copy of it since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) moved_from: Option<String>,
+    /// The name that its file will have, where it has gone over to a shorter one beside the old one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) short_for: Option<String>,
     /// A file that is made for it by a job, and that is of no use if the job does not end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) unfinished: Option<String>,
@@ -172,6 +175,22 @@ impl RecordedDisk {
         self.options.set("file", target);
         self.options.set("format", format);
         self.unfinished = None;
+    }
+
+    /// It goes over to a shorter file of the same contents.
+    pub(crate) fn shorten(&mut self, file: &str) {
+        self.short_for = self.options.get("file").map(str::to_owned);
+        self.options.set("file", file);
+        self.unfinished = None;
+    }
+
+    /// The shorter file has the name of the old one; its own is of no use any more.
+    pub(crate) fn is_shortened(&mut self) {
+        let own = self.options.get("file").map(str::to_owned);
+        if let Some(file) = self.short_for.take() {
+            self.options.set("file", file);
+            self.unfinished = own;
+        }
     }
 
     /// The top layer has been taken off; `below` is the top from here on.
@@ -310,6 +329,7 @@ mod tests {
             former_tops: Vec::new(),
             bases: Vec::new(),
             moved_from: None,
+            short_for: None,
             unfinished: None,
             configured: None,
         }
@@ -355,6 +375,16 @@ mod tests {
         top.move_to("/d.qcow2", "qcow2", Some(vec!["/a.raw".to_owned()]));
         top.take_off("/a.raw");
         assert_eq!(top.options.to_text(), "file=/a.raw,format=raw");
+    }
+
+    #[test]
+    fn a_shorter_file_has_its_own_name_until_it_has_the_old_one() {
+        let mut disk = disk("/a.qcow2");
+        disk.shorten("/a.qcow2.compact");
+        assert_eq!((disk.options.get("file"), disk.short_for.as_deref()), (Some("/a.qcow2.compact"), Some("/a.qcow2")));
+        disk.is_shortened();
+        assert_eq!((disk.options.get("file"), &disk.short_for), (Some("/a.qcow2"), &None));
+        assert_eq!(disk.unfinished.as_deref(), Some("/a.qcow2.compact"));
     }
 
     #[test]

@@ -22,6 +22,7 @@
 
 mod attach;
 mod change;
+mod compact;
 mod daemon;
 mod host_memory;
 mod jobs;
@@ -33,6 +34,7 @@ mod status;
 mod table;
 
 pub use self::daemon::{Daemon, DaemonConfig};
+pub use compact::put_in_place;
 pub use attach::{Attachment, absolute, attach_flags, quote};
 pub use export_vhost_user::RingStats;
 pub use mirror::{MirrorOptions, MirrorSwitch};

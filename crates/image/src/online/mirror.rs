@@ -30,6 +30,7 @@ pub struct MirrorTarget {
     layer: Layer,
     scope: MirrorScope,
     is_new: bool,
+    replaces_top: bool,
 }
 
 impl MirrorTarget {
@@ -47,8 +48,14 @@ impl MirrorTarget {
         match (scope, layer.mapping.backing().is_some()) {
             (MirrorScope::Full, true) => refuse("it rests on a backing file, and all of the disk is to be copied"),
             (MirrorScope::Top, false) => refuse("it names no backing file, and only the top layer is to be copied"),
-            _ => Ok(Self { layer, scope, is_new }),
+            _ => Ok(Self { layer, scope, is_new, replaces_top: false }),
         }
+    }
+
+    /// It was opened by the name of the disk's top layer, which it will have when the disk has gone over to it.
+    #[must_use]
+    pub fn replacing_top(self) -> Self {
+        Self { replaces_top: true, ..self }
     }
 }
 
@@ -89,8 +96,8 @@ pub async fn mirror_async(
 ) -> Result<()> {
     let _turn = image.board.try_turn()?;
     let chain = image.chain();
-    let MirrorTarget { mut layer, scope, is_new } = target;
-    check(&chain, &layer, scope)?;
+    check(&chain, &target)?;
+    let MirrorTarget { mut layer, scope, is_new, .. } = target;
     let (below, what) = match scope {
         MirrorScope::Full => (Vec::new(), What::All { skip_zeros: is_new }),
         MirrorScope::Top => (chain.layers.get(1..).unwrap_or_default().to_vec(), What::Top),
@@ -115,7 +122,8 @@ pub async fn mirror_async(
     Ok(())
 }
 
-fn check(chain: &Chain, target: &Layer, scope: MirrorScope) -> Result<()> {
+fn check(chain: &Chain, target: &MirrorTarget) -> Result<()> {
+    let MirrorTarget { layer: target, scope, replaces_top, .. } = target;
     let name = target.name.to_string();
     let refuse = |kind, what: String| Err(Error::new(kind, format!("'{name}': {what}")));
     if chain.disk.read_only {
@@ -136,10 +144,10 @@ fn check(chain: &Chain, target: &Layer, scope: MirrorScope) -> Result<()> {
         let files = std::iter::once(&layer.name).chain(layer.data.as_ref().map(|data| &data.name));
         Arc::ptr_eq(&layer.file, &target.file) || files.into_iter().any(|name| name.is_same_file(&target.name))
     };
-    if chain.layers.iter().any(is_it) {
+    if chain.layers.iter().skip(usize::from(*replaces_top)).any(is_it) {
         return refuse(ErrorKind::BadOption, "it is part of the disk".to_owned());
     }
-    if scope == MirrorScope::Top && chain.layers.len() < 2 {
+    if *scope == MirrorScope::Top && chain.layers.len() < 2 {
         return refuse(ErrorKind::BadOption, "the disk has one layer only: copy all of it".to_owned());
     }
     Ok(())
