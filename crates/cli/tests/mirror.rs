@@ -138,10 +138,13 @@ fn killed_at_any_moment_of_a_mirror_the_disk_is_on_its_image_or_on_the_copy() {
     }
 }
 
-/// Data in all of the disk's image, most of which the guest has discarded since.
+/// Data of guests in all of the disk's image, most of which is discarded then; how long the file is.
 fn with_holes(bench: &mut Bench) -> u64 {
-    let image = bench.path("base.qcow2");
-    tool_ok("qemu-io", &["-c", "write -P 7 0 16M", "-c", "write -P 9 13M 3M", path_str(&image)]);
+    let (image, server) = (bench.path("base.qcow2"), bench.serve());
+    let guests = bench.guests(100, 100);
+    guests.wait_for_more(4000);
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
     tool_ok("qemu-io", &["-d", "unmap", "-c", "discard 0 12M", path_str(&image)]);
     bench.history = Arc::new(SectorHistory::holding(&bench.as_qemu_sees(&image)));
     std::fs::metadata(&image).unwrap().len()
@@ -160,7 +163,8 @@ fn a_file_becomes_as_short_as_what_it_holds_while_guests_work() {
     bench.ctl(&["compact", "root"]);
     let image = bench.path("base.qcow2");
     let short = std::fs::metadata(&image).unwrap().len();
-    assert!(long > 15 << 20 && short < 6 << 20, "{short} of {long} bytes");
+    // It is longer than what it holds by as much as files of images grow at once.
+    assert!(long > 15 << 20 && short < 10 << 20, "{short} of {long} bytes");
     assert!(!bench.path("base.qcow2.compact").exists());
     assert_eq!(guests.finish(), [""; 0]);
     // With guests that write, and over another layer.

@@ -34,7 +34,8 @@ impl Manager {
                 }
             })
         };
-        let id = self.daemon.start_take_layers_back_with(node, request.layers, request.bytes_per_second, aim, take_off)?;
+        let id =
+            self.daemon.start_take_layers_back_with(node, request.layers, request.bytes_per_second, aim, take_off)?;
         self.tell_if_behind(name, id, aim);
         self.has_started(name, id)
     }

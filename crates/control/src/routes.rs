@@ -1,8 +1,8 @@
 //! The paths of the interface, each with its description.
 
 use crate::api::{
-    AddDisk, AddExport, ChangeDisk, CommitDisk, CompactDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs, LimitJob,
-    MirrorDisk, RebaseDisk, Reloaded, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
+    AddDisk, AddExport, ChangeDisk, CommitDisk, CompactDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs,
+    LimitJob, MirrorDisk, RebaseDisk, Reloaded, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
 };
 use crate::events::now_ms;
 use crate::failure::Failure;

@@ -11,9 +11,7 @@ use crate::daemon::Daemon;
 use crate::status::{JobId, JobKind, NodeId};
 use block::{Disk, Error, ErrorKind, File, Result, StatusQuery};
 use drive::EngineOpener;
-use image::{
-    Aim, CreateOptions, FileName, Format, Image, MirrorEnd, MirrorScope, MirrorTarget, Opener, Role, mirror,
-};
+use image::{Aim, CreateOptions, FileName, Format, Image, MirrorEnd, MirrorScope, MirrorTarget, Opener, Role, mirror};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -59,7 +57,9 @@ impl Daemon {
             put_in_place(&new, &old).map_err(lies)?;
             named()?;
             let removed = std::fs::remove_file(&new).and_then(|()| sync_directory(&new));
-            removed.map_err(|error| Error::io(format!("cannot remove '{}', another name of the disk", new.display()), error))
+            removed.map_err(|error| {
+                Error::io(format!("cannot remove '{}', another name of the disk", new.display()), error)
+            })
         })
     }
 }
@@ -67,8 +67,9 @@ impl Daemon {
 /// Makes an empty image like the top layer of a disk, beside it.
 fn shorter(image: &Image, opener: &EngineOpener) -> Result<(Made, MirrorTarget, (PathBuf, PathBuf))> {
     let old = path_of(image)?;
-    let refuse =
-        |what: &str| Err(Error::new(ErrorKind::Unsupported, format!("'{}' is not made shorter: {what}", old.display())));
+    let refuse = |what: &str| {
+        Err(Error::new(ErrorKind::Unsupported, format!("'{}' is not made shorter: {what}", old.display())))
+    };
     let Some(header) = image.qcow2_header() else {
         return refuse("only qcow2 images are; a raw one gives back what the guest discards by itself");
     };
@@ -113,7 +114,9 @@ fn shorter(image: &Image, opener: &EngineOpener) -> Result<(Made, MirrorTarget, 
 fn path_of(image: &Image) -> Result<PathBuf> {
     let top = image.file_names().next();
     let path = top.as_ref().and_then(FileName::path).map(Path::to_owned);
-    path.ok_or_else(|| Error::new(ErrorKind::Unsupported, "the disk has no path beside which a shorter image could lie"))
+    path.ok_or_else(|| {
+        Error::new(ErrorKind::Unsupported, "the disk has no path beside which a shorter image could lie")
+    })
 }
 
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
@@ -135,7 +138,8 @@ fn keep_owner(old: &Path, new: &Path) -> Result<()> {
 
 /// Gives the file `new` the name `old`, in place of the file that has it. It keeps its own name, too. May be repeated.
 pub fn put_in_place(new: &Path, old: &Path) -> Result<()> {
-    let failed = |error| Error::io(format!("cannot put '{}' in the place of '{}'", new.display(), old.display()), error);
+    let failed =
+        |error| Error::io(format!("cannot put '{}' in the place of '{}'", new.display(), old.display()), error);
     let link = with_suffix(new, ".link");
     let forget = || match std::fs::remove_file(&link) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),

@@ -4,8 +4,8 @@
 mod common;
 
 use block::{
-    Completion, Disk, DiskInfo, DiskQueue, Error, ErrorKind, File, IoError, IoErrorKind, MetaIo, Op, ReactorCtx, Result,
-    Tag, Task,
+    Completion, Disk, DiskInfo, DiskQueue, Error, ErrorKind, File, IoError, IoErrorKind, MetaIo, Op, ReactorCtx,
+    Result, Tag, Task,
 };
 use common::{Chain, Layer, SimOpener, name};
 use format_qcow2::CreateOptions as Qcow2Options;
@@ -201,7 +201,8 @@ impl Case {
 
     fn open(&self, storage: &SimStorage) -> Result<OpenedDisk> {
         let top = recorded(storage);
-        let format = if top == name(0) && matches!(self.chain.top(), Layer::Raw(_)) { Format::Raw } else { format_of(&top) };
+        let format =
+            if top == name(0) && matches!(self.chain.top(), Layer::Raw(_)) { Format::Raw } else { format_of(&top) };
         let options = ImageOptions::new(&top).with(|options| {
             options.format = Some(format);
             options.former_tops = 1;

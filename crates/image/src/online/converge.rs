@@ -145,7 +145,10 @@ async fn to_both_sides(
 }
 
 fn sides(chain: &Chain) -> Result<&BothSides> {
-    chain.both.as_ref().ok_or_else(|| Error::new(ErrorKind::Io, "the chain of this disk was exchanged by somebody else"))
+    chain
+        .both
+        .as_ref()
+        .ok_or_else(|| Error::new(ErrorKind::Io, "the chain of this disk was exchanged by somebody else"))
 }
 
 async fn on_both_sides(

@@ -119,13 +119,7 @@ impl<'a> Copying<'a> {
     }
 
     /// Deals with the first part of a range: its length, and how many bytes were moved.
-    async fn piece(
-        &self,
-        at: u64,
-        length_bytes: u64,
-        what: What,
-        both: Option<&BothSides>,
-    ) -> Result<(u64, u64)> {
+    async fn piece(&self, at: u64, length_bytes: u64, what: What, both: Option<&BothSides>) -> Result<(u64, u64)> {
         let read_failed = |error| self.top.failed(&format!("cannot copy from byte {at} on"), error);
         let piece = self.look(at, length_bytes, what).await.map_err(read_failed)?;
         if piece.kind == Kind::Nothing {
@@ -150,8 +144,7 @@ impl<'a> Copying<'a> {
             Kind::Data => {
                 let length_bytes = piece.length_bytes.min(PIECE_BYTES);
                 let read = self.read(at, length_bytes, piece.in_top).await;
-                let data =
-                    read.map_err(|error| self.top.failed(&format!("cannot copy from byte {at} on"), error))?;
+                let data = read.map_err(|error| self.top.failed(&format!("cannot copy from byte {at} on"), error))?;
                 self.to.write(at, data, Priority::NONE).await.map_err(write_failed)?;
                 Ok((length_bytes, length_bytes))
             }

@@ -36,9 +36,16 @@ pub struct MirrorTarget {
 impl MirrorTarget {
     /// Opens an image of the disk's size. `file` was opened for writing. What the image names as its backing file is not
     /// opened. `is_new` says that it was made for this, and holds nothing: zeros need not be written to it.
-    pub fn open(name: &FileName, file: Arc<dyn File>, format: Format, scope: MirrorScope, is_new: bool) -> Result<Self> {
+    pub fn open(
+        name: &FileName,
+        file: Arc<dyn File>,
+        format: Format,
+        scope: MirrorScope,
+        is_new: bool,
+    ) -> Result<Self> {
         let layer = open_layer(name, file, format, Role::Writable, None)?;
-        let refuse = |what: &str| Err(Error::new(ErrorKind::BadOption, format!("no disk can be copied to '{name}': {what}")));
+        let refuse =
+            |what: &str| Err(Error::new(ErrorKind::BadOption, format!("no disk can be copied to '{name}': {what}")));
         if layer.file.info().read_only {
             return refuse("it is open for reading only");
         }

@@ -29,10 +29,10 @@
 //!
 //! **More room** ([`grow`]) is a barrier too, with the format's own offline resize while nothing is in flight.
 
-#[cfg(all(test, feature = "explore"))]
-pub(crate) mod explored_tests;
 pub(crate) mod converge;
 mod copying;
+#[cfg(all(test, feature = "explore"))]
+pub(crate) mod explored_tests;
 pub(crate) mod grow;
 pub(crate) mod mirror;
 pub(crate) mod move_onto;

@@ -24,6 +24,8 @@ mod tests {
     fn times_have_a_unit() {
         let good = [("30s", 30_000), ("50ms", 50), ("1.5m", 90_000), ("2h", 7_200_000)];
         good.into_iter().for_each(|(text, ms)| assert_eq!(parse_ms(text).unwrap(), ms, "{text}"));
-        ["30", "", "s", "-1s", "0ms", "1d", "1e3s", "..s"].into_iter().for_each(|text| assert!(parse_ms(text).is_err()));
+        ["30", "", "s", "-1s", "0ms", "1d", "1e3s", "..s"]
+            .into_iter()
+            .for_each(|text| assert!(parse_ms(text).is_err()));
     }
 }

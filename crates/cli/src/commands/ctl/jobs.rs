@@ -1,7 +1,7 @@
 //! Long work on running disks: starting it, waiting for it, steering it.
 
-use super::{Ctl, path_segment, tables};
 use super::duration::parse_ms;
+use super::{Ctl, path_segment, tables};
 use control::api::{CommitDisk, CompactDisk, Job, JobState, LimitJob, MirrorDisk, RebaseDisk, StreamDisk};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
