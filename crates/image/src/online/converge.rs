@@ -113,7 +113,7 @@ fn later(what: What) -> What {
 
 /// What the first round looks at.
 fn first_ranges(image: &Image, chain: &Chain, what: What) -> Result<Vec<Range<u64>>> {
-    let all = vec![0..chain.size_bytes];
+    let all: Vec<_> = std::iter::once(0..chain.size_bytes).collect();
     if what != (What::All { skip_zeros: true }) {
         return Ok(all);
     }

@@ -173,17 +173,17 @@ impl CopyWatch {
     /// write waits for `delay` now.
     pub(super) fn delay_for(&self, left_bytes: u64, done_bytes: u64, since: Instant, delay: Duration) -> Duration {
         let Aim { within: Some(within), stall } = self.aim() else { return Duration::ZERO };
-        let most = stall.map_or(DELAY_MAX, |stall| (stall / 2).clamp(DELAY_MIN, DELAY_MAX));
+        let most = stall.map_or(DELAY_MAX, |stall| part(stall, 2).clamp(DELAY_MIN, DELAY_MAX));
         let elapsed = self.elapsed();
         let rest = time_for(left_bytes, done_bytes, since.elapsed());
-        let end = elapsed.saturating_add(rest.saturating_add(rest / 4));
+        let end = elapsed.saturating_add(rest.saturating_add(part(rest, 4)));
         if elapsed > within && left_bytes > 0 {
             self.is_late.store(true, Ordering::Relaxed);
         }
         match end > within {
             true => delay.saturating_mul(2).clamp(DELAY_MIN, most),
             false if delay <= DELAY_MIN => Duration::ZERO,
-            false => delay / 2,
+            false => part(delay, 2),
         }
     }
 
@@ -237,6 +237,10 @@ const DELAY_MIN: Duration = Duration::from_millis(1);
 const DELAY_MAX: Duration = Duration::from_millis(25);
 /// A piece that guests wait for is not smaller than this.
 const PIECE_BYTES_MIN: u64 = 64 << 10;
+
+fn part(duration: Duration, parts: u32) -> Duration {
+    duration.checked_div(parts).unwrap_or(duration)
+}
 
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
