@@ -1,9 +1,16 @@
 //! What goes over the wire, as JSON. Requests with fields that are not listed here are refused.
 
+mod points;
+
 use crate::options::Options;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use utoipa::ToSchema;
+
+pub use points::{
+    BackupDisk, BackupMode, BitmapChange, BitmapVerb, Bitmaps, ChangeBitmaps, CreateSnapshot, DirtyBitmap,
+    InternalSnapshot, InternalSnapshots,
+};
 
 /// The version of the interface, which is also the first part of each path.
 pub const VERSION: u32 = 1;
@@ -428,6 +435,8 @@ pub enum JobKind {
     Mirror,
     /// Makes the file of the top layer as short as what it holds.
     Compact,
+    /// Copies the disk as it was at one moment to another image.
+    Backup,
     /// One that this version of the interface has no name for.
     Other,
 }

@@ -4,6 +4,7 @@
 
 mod change;
 mod held;
+mod points;
 mod reload;
 mod restore;
 
@@ -160,6 +161,7 @@ impl Manager {
                 moved_from: None,
                 short_for: None,
                 unfinished: None,
+                fleeces: Vec::new(),
                 configured: configured.map(str::to_owned),
             };
             self.records.change(|record| record.put(recorded)).inspect_err(|_| self.undo_add(node))?;
@@ -501,6 +503,7 @@ fn to_job(status: JobStatus) -> Job {
         daemon::JobKind::MoveOnto => JobKind::Stream,
         daemon::JobKind::Mirror => JobKind::Mirror,
         daemon::JobKind::Compact => JobKind::Compact,
+        daemon::JobKind::Backup => JobKind::Backup,
         _ => JobKind::Other,
     };
     Job {

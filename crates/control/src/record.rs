@@ -55,6 +55,9 @@ pub(crate) struct RecordedDisk {
     /// A file that is made for it by a job, and that is of no use if the job does not end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) unfinished: Option<String>,
+    /// Files that backups put on it for a while, from before they are made until they are gone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) fleeces: Vec<String>,
     /// How the command line or the configuration file gave it, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) configured: Option<String>,
@@ -94,6 +97,7 @@ impl Record {
                     disk.former_tops = std::mem::take(&mut old.former_tops);
                     disk.moved_from = old.moved_from.take();
                 }
+                disk.fleeces = std::mem::take(&mut old.fleeces);
                 *old = disk;
             }
             None => self.disks.push(disk),
@@ -145,6 +149,13 @@ impl RecordedDisk {
         self.former_tops.push(Top { file, format: self.options.get("format").map(str::to_owned) });
         self.options.set("file", overlay);
         self.options.set("format", "qcow2");
+    }
+
+    /// The layer that was put on last is not there.
+    pub(crate) fn undo_put_on(&mut self) {
+        if let Some(former) = self.former_tops.last().map(|top| top.file.clone()) {
+            self.take_off(&former);
+        }
     }
 
     /// So many layers below the top are going, and it will rest on `base`, if that is no layer of its own. Until the image
@@ -331,6 +342,7 @@ mod tests {
             moved_from: None,
             short_for: None,
             unfinished: None,
+            fleeces: Vec::new(),
             configured: None,
         }
     }

@@ -1,5 +1,7 @@
 //! The paths of the interface, each with its description.
 
+mod points;
+
 use crate::api::{
     AddDisk, AddExport, ChangeDisk, CommitDisk, CompactDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs,
     LimitJob, MirrorDisk, RebaseDisk, Reloaded, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
@@ -62,6 +64,7 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
         .routes(routes!(mirror_disk))
         .routes(routes!(compact_disk))
         .routes(routes!(snapshot_disks))
+        .merge(points::routes())
         .routes(routes!(list_exports, add_export))
         .routes(routes!(remove_export))
         .routes(routes!(list_jobs))

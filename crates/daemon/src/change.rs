@@ -87,6 +87,17 @@ impl Made {
     }
 
     fn overlay(&mut self, found: &Found, image: &Image, path: &Path) -> Result<OpenedOverlay> {
+        self.overlay_with(found, image, path, |_| ())
+    }
+
+    /// As [`Made::overlay`], with other options than the usual ones.
+    pub(crate) fn overlay_with(
+        &mut self,
+        found: &Found,
+        image: &Image,
+        path: &Path,
+        change: impl FnOnce(&mut format_qcow2::CreateOptions),
+    ) -> Result<OpenedOverlay> {
         let top = top_of(image);
         let Some(below) = top.as_ref().and_then(|top| top.path()?.to_str()) else {
             let message = format!("the disk '{}' has no path that an image could name", found.name);
@@ -96,6 +107,7 @@ impl Made {
             options.size_bytes = image.info().size_bytes;
             options.backing_file = Some(below.to_owned());
             options.backing_format = image.format().map(|format| format.to_string());
+            change(options);
         });
         self.file(path, 0)?;
         let name = FileName::from(path);

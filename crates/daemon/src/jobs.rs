@@ -76,7 +76,7 @@ impl Jobs {
     }
 
     /// What runs on a disk.
-    fn running_on(&self, node: NodeId) -> Option<String> {
+    pub(crate) fn running_on(&self, node: NodeId) -> Option<String> {
         let state = self.lock();
         let job = state.jobs.values().find(|job| job.node == node && job.runs())?;
         Some(format!("job {} ({})", job.id, job.kind))

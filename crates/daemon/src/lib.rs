@@ -21,9 +21,12 @@
 #![forbid(unsafe_code)]
 
 mod attach;
+mod backup;
 mod change;
 mod compact;
 mod daemon;
+mod edit;
+mod fleece;
 mod host_memory;
 mod jobs;
 mod mirror;
@@ -36,6 +39,7 @@ mod table;
 pub use self::daemon::{Daemon, DaemonConfig};
 pub use attach::{Attachment, absolute, attach_flags, quote};
 pub use compact::put_in_place;
+pub use backup::{BackupMode, BackupOptions, BackupRecord};
 pub use export_vhost_user::RingStats;
 pub use mirror::{MirrorOptions, MirrorSwitch};
 pub use notify::{notify, watchdog_interval};

@@ -111,6 +111,8 @@ pub enum JobKind {
     Mirror,
     /// It makes the file of the top layer as short as what it holds.
     Compact,
+    /// It copies a disk as it was at one moment to another image.
+    Backup,
 }
 
 impl fmt::Display for JobKind {
@@ -120,6 +122,7 @@ impl fmt::Display for JobKind {
             Self::MoveOnto => f.write_str("changing what its top layer rests on"),
             Self::Compact => f.write_str("making its file shorter"),
             Self::Mirror => f.write_str("copying it to another image"),
+            Self::Backup => f.write_str("its backup"),
         }
     }
 }

@@ -66,6 +66,12 @@ impl CopyWatch {
         self.change(|_| ());
     }
 
+    /// Whether somebody has asked for the end.
+    #[must_use]
+    pub fn is_cancelled(&self) -> bool {
+        self.is_cancelled.load(Ordering::Relaxed)
+    }
+
     /// Stops the copy between two pieces until [`CopyWatch::resume`].
     pub fn pause(&self) {
         self.change(|pace| pace.is_paused = true);
