@@ -38,8 +38,8 @@ mod table;
 
 pub use self::daemon::{Daemon, DaemonConfig};
 pub use attach::{Attachment, absolute, attach_flags, quote};
-pub use compact::put_in_place;
 pub use backup::{BackupMode, BackupOptions, BackupRecord};
+pub use compact::put_in_place;
 pub use export_vhost_user::RingStats;
 pub use mirror::{MirrorOptions, MirrorSwitch};
 pub use notify::{notify, watchdog_interval};

@@ -35,8 +35,8 @@
 //! notes what was written meanwhile, when that is copied down.
 
 pub(crate) mod converge;
-mod copying;
 pub(crate) mod copy_out;
+mod copying;
 pub(crate) mod edit;
 #[cfg(all(test, feature = "explore"))]
 pub(crate) mod explored_tests;
@@ -44,7 +44,7 @@ pub(crate) mod grow;
 pub(crate) mod mirror;
 pub(crate) mod move_onto;
 pub(crate) mod overlay;
-mod ranges;
 pub(crate) mod point_in_time;
+mod ranges;
 pub(crate) mod take_back;
 pub(crate) mod watch;

@@ -27,7 +27,8 @@ mod tests {
 
     #[test]
     fn joined_lists_have_each_byte_once() {
-        let ranges = joined([vec![0..2, 8..9, 20..30], vec![2..4, 7..8, 21..22, 40..40], std::iter::once(29..31).collect()]);
+        let ranges =
+            joined([vec![0..2, 8..9, 20..30], vec![2..4, 7..8, 21..22, 40..40], std::iter::once(29..31).collect()]);
         assert_eq!(ranges, [0..4, 7..9, 20..31]);
         assert_eq!(total(&ranges), 17);
     }
