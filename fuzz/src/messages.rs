@@ -181,7 +181,9 @@ fn act(u: &mut Unstructured<'_>, peer: &mut Peer) -> Result<()> {
             let payload = (0..count).map(|_| number(u)).collect::<Result<Vec<_>>>()?;
             let any = [Passed::Memory, Passed::Event, Passed::Socket];
             let fds = match u.ratio(1u8, 8)? {
-                true => (0..u.int_in_range(0..=FDS_MAX)?).map(|_| u.choose(&any).copied()).collect::<Result<Vec<_>>>()?,
+                true => {
+                    (0..u.int_in_range(0..=FDS_MAX)?).map(|_| u.choose(&any).copied()).collect::<Result<Vec<_>>>()?
+                }
                 false => usual_fds(kind).to_vec(),
             };
             let reply = if u.arbitrary()? { NEED_REPLY } else { 0 };

@@ -37,16 +37,8 @@ pub enum Target {
 
 impl Target {
     /// All of them.
-    pub const ALL: [Self; 8] = [
-        Self::Open,
-        Self::Read,
-        Self::Write,
-        Self::Check,
-        Self::Snapshot,
-        Self::Chains,
-        Self::Device,
-        Self::Messages,
-    ];
+    pub const ALL: [Self; 8] =
+        [Self::Open, Self::Read, Self::Write, Self::Check, Self::Snapshot, Self::Chains, Self::Device, Self::Messages];
 
     /// Its name on a command line.
     #[must_use]

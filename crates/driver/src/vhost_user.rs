@@ -148,9 +148,8 @@ impl Transport for VhostUser {
         let length = if erases { CONFIG_BYTES } else { CONFIG_READ_BYTES };
         let (buffer, flags) = ([0; CONFIG_BYTES], VhostUserConfigFlags::empty());
         let buffer = buffer.get(..length).unwrap_or(&buffer);
-        let (_, bytes) = self.call("reading its configuration", |frontend| {
-            frontend.get_config(0, buffer.len() as u32, flags, buffer)
-        })?;
+        let (_, bytes) = self
+            .call("reading its configuration", |frontend| frontend.get_config(0, buffer.len() as u32, flags, buffer))?;
         Ok(BlkConfig::from_bytes(&bytes))
     }
 

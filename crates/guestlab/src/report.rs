@@ -197,9 +197,18 @@ mod tests {
     #[test]
     fn a_guests_console_becomes_a_report() {
         let mut terse = vec!["0"; 130];
-        for (index, value) in
-            [(0, "3"), (2, "direct"), (5, "64"), (6, "10"), (7, "2"), (46, "128"), (47, "20"), (48, "4"), (52, "1.5"), (56, "70.25")]
-        {
+        for (index, value) in [
+            (0, "3"),
+            (2, "direct"),
+            (5, "64"),
+            (6, "10"),
+            (7, "2"),
+            (46, "128"),
+            (47, "20"),
+            (48, "4"),
+            (52, "1.5"),
+            (56, "70.25"),
+        ] {
             terse[index] = value;
         }
         let fio = format!("@ringdisk fio name=vda terse={}\r", terse.join(";"));

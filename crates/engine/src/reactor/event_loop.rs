@@ -68,7 +68,13 @@ pub struct ReactorConfig {
 
 impl Default for ReactorConfig {
     fn default() -> Self {
-        Self { name: "reactor".into(), poll_max_us: POLL_MAX_US, cpu: None, inline_bytes: 128 << 10, harvest_after_submit: true }
+        Self {
+            name: "reactor".into(),
+            poll_max_us: POLL_MAX_US,
+            cpu: None,
+            inline_bytes: 128 << 10,
+            harvest_after_submit: true,
+        }
     }
 }
 

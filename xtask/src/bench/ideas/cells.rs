@@ -164,9 +164,10 @@ fn paths() -> Idea {
 
 fn slow() -> Idea {
     let both = || sides(&[("request", "", "guest.path=request"), ("bio", "", "guest.path=bio")]);
-    let cells = ACCESSES.iter().take(2).map(|&(access, rw)| {
-        Cell::of_jobs(format!("{access}, 4096 B"), Storage::Slow, Server::Apart, rw, both())
-    });
+    let cells = ACCESSES
+        .iter()
+        .take(2)
+        .map(|&(access, rw)| Cell::of_jobs(format!("{access}, 4096 B"), Storage::Slow, Server::Apart, rw, both()));
     Idea {
         name: "slow",
         title: "The same on a slow disk",

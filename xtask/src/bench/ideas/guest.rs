@@ -7,7 +7,7 @@ use crate::bench::BenchArguments;
 use crate::bench::measure::with_server;
 use crate::bench::page::rate;
 use crate::command::Program;
-use crate::workspace;
+use crate::{packages, workspace};
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use std::fmt::Write as _;
@@ -128,6 +128,9 @@ fn rows(
     let said = with_server(server, last, |_| {
         let mut program = Program::new(runner).args([kind.name(), &seconds.to_string(), &JOBS.join(",")]);
         program = program.args(&sockets).limit(limit);
+        if kind == Kind::Qemu {
+            program = program.env("RINGDISK_GUEST_KERNEL", packages::guest_kernel()?);
+        }
         let watched = program.watch()?;
         ensure!(watched.success(), "the guest failed");
         Ok(watched.lines)
@@ -159,7 +162,8 @@ fn rows_of(kind: Kind, job: &str, measured: &[Measured]) -> String {
 
 /// Each server locks its file, so each disk has a copy.
 fn own_file(drive: &str, number: usize, storages: &Storages) -> Result<String> {
-    let path = drive.strip_prefix("file=").and_then(|rest| rest.split(",format=").next()).context("a drive has a file")?;
+    let path =
+        drive.strip_prefix("file=").and_then(|rest| rest.split(",format=").next()).context("a drive has a file")?;
     let copy = storages.beside(path, number)?;
     Ok(drive.replacen(path, &copy, 1))
 }

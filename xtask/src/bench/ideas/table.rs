@@ -40,9 +40,8 @@ fn cell(shows: Shows, figures: &Figures) -> String {
 /// The median of the cells' medians, in a sentence.
 fn conclusion(verdict: &Verdict, rows: &[(String, Figures)]) -> String {
     let Verdict { what, sides: (one, other), below, above } = verdict;
-    let of_cells = rows.iter().map(|(_, figures)| {
-        median(&ratios(&figures.values(*one, what), &figures.values(*other, what)))
-    });
+    let of_cells =
+        rows.iter().map(|(_, figures)| median(&ratios(&figures.values(*one, what), &figures.values(*other, what))));
     let middle = median(&of_cells.collect::<Vec<_>>());
     let says = if middle < 1.0 { below } else { above };
     format!("Over all cells the median is {middle:.2}: {says}.")

@@ -22,7 +22,11 @@ pub(super) struct Served {
 impl Served {
     /// Serves `drive` on a reactor for each of the guest's queues. What it says of queues, their size, its socket and
     /// poll-max-us holds.
-    pub(super) fn start(drive: &DriveOptions, guest: DriverOptions, harvest_after_submit: bool) -> anyhow::Result<Self> {
+    pub(super) fn start(
+        drive: &DriveOptions,
+        guest: DriverOptions,
+        harvest_after_submit: bool,
+    ) -> anyhow::Result<Self> {
         if let Some(offered) = drive.export.queues.filter(|offered| *offered < guest.queues) {
             return Err(usage(format!("--queues {}: the drive says queues={offered}", guest.queues)));
         }
