@@ -438,6 +438,8 @@ impl Core {
             }
             Op::Flush => self.flush(index),
             Op::Discard { offset, length } => self.discard(index, offset, length),
+            // Layers below and snapshots keep what they hold.
+            Op::SecureErase { .. } => Err(IoError::new(block::IoErrorKind::Unsupported)),
             Op::WriteZeroes { offset, length, may_unmap, flags } => {
                 self.write_zeroes(index, offset, length, may_unmap, self.needed(flags))
             }
