@@ -1,4 +1,4 @@
-//! What is asked of a damaged image, and what must hold. Rings are in `chains` and `device`.
+//! What is asked of a damaged image, and what must hold. Rings are in `chains` and `device`, the wire in `messages`.
 
 use crate::disk::{Disk, MARK, file_of, storage_of};
 use crate::golden;
@@ -31,12 +31,14 @@ pub enum Target {
     Chains,
     /// The driver, over a device that does anything.
     Device,
+    /// A vhost-user server, over a peer that says anything.
+    Messages,
 }
 
 impl Target {
     /// All of them.
-    pub const ALL: [Self; 7] =
-        [Self::Open, Self::Read, Self::Write, Self::Check, Self::Snapshot, Self::Chains, Self::Device];
+    pub const ALL: [Self; 8] =
+        [Self::Open, Self::Read, Self::Write, Self::Check, Self::Snapshot, Self::Chains, Self::Device, Self::Messages];
 
     /// Its name on a command line.
     #[must_use]
@@ -49,6 +51,7 @@ impl Target {
             Self::Snapshot => "snapshot",
             Self::Chains => "chains",
             Self::Device => "device",
+            Self::Messages => "messages",
         }
     }
 
@@ -72,6 +75,7 @@ impl Target {
         match self {
             Self::Chains => return crate::chains::chains(u),
             Self::Device => return crate::device::device(u),
+            Self::Messages => return crate::messages::messages(u),
             _ => {}
         }
         let mut bytes = u.choose(golden::images())?.clone();
@@ -82,7 +86,7 @@ impl Target {
             Self::Write => write(&bytes, u)?,
             Self::Check => check(&bytes),
             Self::Snapshot => crate::snapshot::snapshot(&bytes, u)?,
-            Self::Chains | Self::Device => {}
+            Self::Chains | Self::Device | Self::Messages => {}
         }
         Ok(())
     }
