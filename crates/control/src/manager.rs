@@ -4,6 +4,7 @@
 
 mod change;
 mod held;
+mod latency;
 mod reload;
 mod restore;
 
@@ -352,9 +353,11 @@ impl Manager {
     /// Figures of everything.
     #[must_use]
     pub fn stats(&self) -> Stats {
+        let latencies = self.daemon.latencies();
         let exports = self.daemon.exports();
         let disks = self.daemon.disks().into_iter().map(|disk| {
             let of_disk = exports.iter().filter(|export| export.node == disk.id);
+            let connected = of_disk.clone().any(|export| export.connected);
             let counters = of_disk.map(counters_of).fold(Counters::default(), Counters::plus);
             let tables = disk.tables.map(|tables| TableStats {
                 hits: tables.hits,
@@ -365,7 +368,16 @@ impl Manager {
             });
             let throttled = disk.throttled.as_micros();
             let throttled_us = u64::try_from(throttled).unwrap_or(u64::MAX);
-            DiskStats { disk: disk.name, counters, throttled_us, tables }
+            let latency = latencies.get(&disk.id);
+            DiskStats {
+                disk: disk.name,
+                counters,
+                throttled_us,
+                connected,
+                oldest_request_us: latency.map(|latency| latency.oldest_ns / 1000).filter(|us| *us > 0),
+                latency: latency.map(latency::to_operations).unwrap_or_default(),
+                tables,
+            }
         });
         let reactors = self.daemon.reactors().into_iter().map(|(name, stats)| ReactorStats {
             name,
@@ -456,6 +468,8 @@ fn counters_of(export: &ExportStatus) -> Counters {
         notifications_avoided: ring.notifications_avoided,
         failed: ring.failed,
         faults: ring.faults,
+        io_errors: ring.io_errors,
+        no_space: ring.no_space,
     };
     export.rings.iter().map(to_counters).fold(Counters::default(), Counters::plus)
 }
@@ -468,6 +482,7 @@ fn to_export(status: &ExportStatus, disk: String) -> Export {
         read_only: status.read_only,
         queues: status.attachment.queues,
         queue_size: status.attachment.queue_size,
+        connected: status.connected,
         counters: counters_of(status),
     }
 }

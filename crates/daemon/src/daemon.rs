@@ -9,9 +9,10 @@ use crate::table::{Found, Table};
 use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ShownOptions, open_disk_with};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
-use export_vhost_user::{ExportOptions as VhostUserOptions, Geometry, Overrides};
+use export_vhost_user::{ExportOptions as VhostUserOptions, Geometry, Overrides, QueueLatency};
 use image::{BackingPolicy, HoldControl, TableCacheStats, ThrottleMember};
 use memory::{BudgetStats, BufferBudget, PoolStats};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::ScopedJoinHandle;
@@ -72,6 +73,8 @@ pub struct Daemon {
 
 /// Queues that an export offers where nobody says how many: one a CPU, within reason.
 const DEFAULT_QUEUES_MAX: usize = 16;
+/// What a busy reactor gets to look for its oldest request.
+const OLDEST_PATIENCE: Duration = Duration::from_micros(300);
 /// Permissions of a socket that has a group of its own, where nobody says otherwise.
 const GROUP_SOCKET_MODE: u32 = 0o660;
 
@@ -249,6 +252,13 @@ impl Daemon {
     #[must_use]
     pub fn exports(&self) -> Vec<ExportStatus> {
         self.table.exports()
+    }
+
+    /// How long the requests of each disk take, over all its exports. No reactor waits for this; it takes a fraction of a
+    /// millisecond, in which those that are awake say which of their requests is the oldest.
+    #[must_use]
+    pub fn latencies(&self) -> BTreeMap<NodeId, QueueLatency> {
+        self.table.latencies(OLDEST_PATIENCE)
     }
 
     /// Counters of each reactor, with its name.

@@ -33,7 +33,8 @@ mod table;
 
 pub use self::daemon::{Daemon, DaemonConfig};
 pub use attach::{Attachment, absolute, attach_flags, quote};
-pub use export_vhost_user::RingStats;
+pub use block::Part;
+pub use export_vhost_user::{KindLatency, LatencyHistogram, QueueLatency, RingStats};
 pub use notify::{notify, watchdog_interval};
 pub use pidfile::Pidfile;
 pub use status::{DiskStatus, ExportId, ExportStatus, JobId, JobKind, JobState, JobStatus, NodeId};

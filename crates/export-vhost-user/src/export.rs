@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use virtio_blk::{Counter, Device, DeviceOptions, Overrides, RingStats};
+use virtio_blk::{Counter, Device, DeviceOptions, Overrides, QueueLatency, RingStats};
 
 /// How long a session's thread may take to end where it waits for no request: longer than any call that its peer cannot
 /// hold up.
@@ -170,6 +170,23 @@ impl Export {
     #[must_use]
     pub fn stats(&self) -> Vec<RingStats> {
         self.shared.device.stats()
+    }
+
+    /// Has rings that are awake look for their oldest requests, for [`Export::latency`].
+    pub fn ask_for_oldest(&self) {
+        self.shared.device.ask_for_oldest();
+    }
+
+    /// How long the requests of its guests take.
+    #[must_use]
+    pub fn latency(&self) -> QueueLatency {
+        self.shared.device.latency()
+    }
+
+    /// Whether a peer is connected.
+    #[must_use]
+    pub fn is_connected(&self) -> bool {
+        self.shared.peer.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
     /// Ends the session, if there is one, and waits for its requests in flight; removes the socket.

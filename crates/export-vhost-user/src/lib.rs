@@ -44,4 +44,4 @@ mod wire;
 pub use export::{Export, ExportOptions};
 pub use socket::ListenSocket;
 pub use virtio::blk::Geometry;
-pub use virtio_blk::{Overrides, RingStats};
+pub use virtio_blk::{KindLatency, LATENCY_BUCKETS, LatencyHistogram, Overrides, QueueLatency, RingStats};

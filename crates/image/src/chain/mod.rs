@@ -17,3 +17,4 @@ mod pieces;
 pub(crate) mod queue;
 mod slow_path;
 pub(crate) mod table_cache;
+mod timings;

@@ -1,6 +1,7 @@
 //! `ringdisk ctl`: manage the disks of a running daemon.
 
 mod jobs;
+mod latency;
 mod tables;
 mod top;
 
@@ -157,9 +158,9 @@ enum Verb {
         /// The job's number, as "ctl jobs" lists it.
         job: u64,
     },
-    /// Show figures of disks and reactors.
+    /// Show figures of disks and reactors, and how long requests take.
     Stats,
-    /// Show the disks' rates, again and again.
+    /// Show the disks' rates and how long requests take, again and again.
     Top {
         /// Seconds between two pictures.
         #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
