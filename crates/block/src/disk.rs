@@ -84,6 +84,12 @@ pub trait Disk: Send + Sync {
         false
     }
 
+    /// Whether a device may hold pages of requests' memory for itself (direct I/O). A read that was given up could still
+    /// change them.
+    fn may_pin_memory(&self) -> bool {
+        false
+    }
+
     /// What lies where in a range. A disk that cannot tell says that all of it is data.
     ///
     /// This blocks while tables are read, so it is for threads of jobs and sessions: a reactor may have to go on for it to

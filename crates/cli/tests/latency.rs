@@ -52,15 +52,13 @@ fn the_parts_of_requests_sum_to_the_whole_and_name_what_takes_long() {
     let drives = [
         format!("file={},name=overlay,socket={}", overlay.display(), socket("overlay").display()),
         format!("format=null,size=64M,name=null,socket={}", socket("null").display()),
-        format!(
-            "format=null,size=64M,name=slow,socket={},filter=throttle:iops-total=2000",
-            socket("slow").display()
-        ),
+        format!("format=null,size=64M,name=slow,socket={},filter=throttle:iops-total=2000", socket("slow").display()),
         format!("format=null,size=64M,name=idle,socket={}", socket("idle").display()),
     ];
     let drives: Vec<&str> = drives.iter().flat_map(|drive| ["--drive", drive]).collect();
-    let mut server =
-        Server::start(&[&["--control", path_str(&control), "--allow-backing", "any", "--reactors", "1"], &*drives].concat());
+    let mut server = Server::start(
+        &[&["--control", path_str(&control), "--allow-backing", "any", "--reactors", "1"], &*drives].concat(),
+    );
     work(&socket("overlay"), 3000);
     work(&socket("null"), 20_000);
     work(&socket("slow"), 500);

@@ -151,6 +151,15 @@ pub struct ChangeDisk {
     pub options: Options,
 }
 
+/// How a disk's files are opened anew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Reopen {
+    /// What cannot be written to the old files any more is given up.
+    #[serde(default)]
+    pub force: bool,
+}
+
 /// A disk's new size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

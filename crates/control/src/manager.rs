@@ -178,8 +178,13 @@ impl Manager {
 
     /// Closes a disk. One that has exports or jobs is refused, unless `force` says that they are to end first.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<()> {
+        let mut closed = Ok(());
         if lock(&self.failed).remove(name).is_none() {
-            self.daemon.remove_disk(self.node(name)?, force)?;
+            closed = self.daemon.remove_disk(self.node(name)?, force);
+            // One that could not be closed is gone, too.
+            if self.daemon.disk_named(name).is_some() {
+                return closed;
+            }
         }
         let forget = |record: &mut Record| {
             let configured = record.disk(name).and_then(|disk| disk.configured.clone());
@@ -188,7 +193,14 @@ impl Manager {
         };
         self.records.change(forget)?;
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
-        Ok(())
+        closed
+    }
+
+    /// Opens the files of a disk anew, because one was replaced, or changed behind the disk.
+    pub fn reopen(&self, name: &str, force: bool) -> Result<Disk> {
+        self.daemon.reopen(self.node(name)?, force)?;
+        self.events.publish(EventKind::DiskChanged, Some(name), None, Some("its files were opened anew".to_owned()));
+        self.disk(name)
     }
 
     /// Makes a disk larger; its guests are told.

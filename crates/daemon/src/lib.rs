@@ -23,6 +23,7 @@
 mod attach;
 mod change;
 mod daemon;
+mod hang;
 mod host_memory;
 mod jobs;
 mod notify;
@@ -31,7 +32,7 @@ mod place;
 mod status;
 mod table;
 
-pub use self::daemon::{Daemon, DaemonConfig};
+pub use self::daemon::{Daemon, DaemonConfig, GIVE_UP_AFTER};
 pub use attach::{Attachment, absolute, attach_flags, quote};
 pub use block::Part;
 pub use export_vhost_user::{KindLatency, LatencyHistogram, QueueLatency, RingStats};

@@ -82,6 +82,17 @@ pub struct Export {
     thread: Option<JoinHandle<()>>,
 }
 
+/// See [`Export::surrender`].
+#[derive(Clone)]
+pub struct Surrender(Arc<ServedDevice>);
+
+impl Surrender {
+    /// Gives up the requests in flight.
+    pub fn give_up(&self) {
+        self.0.running.give_up();
+    }
+}
+
 /// What the export's thread and its owner share.
 #[derive(Debug)]
 struct Shared {
@@ -192,6 +203,13 @@ impl Export {
     /// Ends the session, if there is one, and waits for its requests in flight; removes the socket.
     pub fn stop(mut self) {
         self.end();
+    }
+
+    /// How to have [`Export::stop`] wait no longer: requests in flight end with errors, and what the storage does later
+    /// reaches the guest's memory no more. Stays valid when the export is gone.
+    #[must_use]
+    pub fn surrender(&self) -> Surrender {
+        Surrender(Arc::clone(&self.served))
     }
 
     fn end(&mut self) {

@@ -26,7 +26,7 @@ pub(crate) const WRITE_ZEROES: u64 = 4;
 pub(crate) const SECURE_ERASE: u64 = 5;
 
 /// A request's key: when it was taken, a flag, its kind.
-const KIND_BITS: u64 = 7;
+pub(crate) const KIND_BITS: u64 = 7;
 const HAS_PARTS: u64 = 8;
 const KEY_SHIFT: u32 = 4;
 /// Stands for a time in a turn that was not timed.

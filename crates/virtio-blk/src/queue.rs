@@ -5,8 +5,8 @@
 //! (after the first requests).
 
 use crate::counters::RingCounters;
-use crate::latency::{self, Stopwatch};
 use crate::device::{Device, MAX_ERASE_SECTORS};
+use crate::latency::{self, Stopwatch};
 use crate::transport::Transport;
 use block::{
     BatchEnd, Completion, DiskQueue, Error, ErrorKind, IoError, IoErrorKind, Op, OpFlags, Poller, Priority, ReactorCtx,
@@ -127,7 +127,7 @@ pub(crate) struct DeviceQueue<T, R> {
     counters: Arc<RingCounters>,
     stopwatch: Stopwatch,
     /// Keeps the memory registered with the engines. The queue goes when nothing is in flight.
-    _registered: Option<Box<dyn Any>>,
+    registered: Option<Box<dyn Any>>,
 }
 
 /// What others ask of a queue on its reactor, whatever the layout of its ring.
@@ -137,6 +137,10 @@ pub(crate) trait QueueControl<T>: Poller {
 
     /// Takes no more requests; tells `on_drained` when those in flight have ended and are published.
     fn stop(&mut self, on_drained: SyncSender<StoppedQueue>);
+
+    /// Ends what is in flight with errors, though the storage has not: it hangs, and the disk is removed. The caller cuts
+    /// the queue's memory off at once ([`GuestMemory::fence`]). Reads whose pages a device may hold are not answered.
+    fn give_up(&mut self) -> Arc<GuestMemory>;
 }
 
 /// A queue for whoever polls it by hand; called on the reactor's thread. [`crate::RunningQueue`] is the usual way.
@@ -215,7 +219,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             look_timer,
             stopwatch: Stopwatch::new(counters.latency(), size),
             counters,
-            _registered: registered,
+            registered,
             device,
         })
     }
@@ -282,7 +286,11 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
                     self.stopwatch.moves(latency::WRITE, data.length_bytes());
                     match self.device.write_through() {
                         false => {
-                            self.submit(head, latency::WRITE, Op::Write { offset, data, flags: OpFlags::NONE, priority });
+                            self.submit(
+                                head,
+                                latency::WRITE,
+                                Op::Write { offset, data, flags: OpFlags::NONE, priority },
+                            );
                             self.is_volatile(head);
                         }
                         true => self.start_durable_write(head, offset, data, priority),
@@ -599,6 +607,35 @@ impl<T: Transport, R: DeviceRing + 'static> QueueControl<T> for DeviceQueue<T, R
         self.taking = false;
         self.on_drained = Some(on_drained);
         self.tell_if_drained();
+    }
+
+    fn give_up(&mut self) -> Arc<GuestMemory> {
+        self.taking = false;
+        let keeps_reads = self.registered.is_some() || self.device.disk().is_ok_and(|disk| disk.may_pin_memory());
+        let (mut failed, mut left) = (0_usize, 0_usize);
+        for head in 0..u16::try_from(self.pending.len()).unwrap_or(u16::MAX) {
+            let Some(pending) = self.pending.get_mut(usize::from(head)).filter(|pending| pending.operations > 0) else {
+                continue;
+            };
+            if keeps_reads && pending.key & latency::KIND_BITS == latency::READ {
+                left = left.saturating_add(1);
+                continue;
+            }
+            pending.operations = 0;
+            self.end(head, Status::IoErr);
+            failed = failed.saturating_add(1);
+        }
+        self.publish();
+        // Requests that use it are in the kernel's hands: it stays registered for ever.
+        std::mem::forget(self.registered.take());
+        tracing::error!(
+            disk = %self.device.name(),
+            queue = self.index,
+            failed,
+            unanswered = left,
+            "the storage does not end requests in flight: they are given up, and the guest gets errors"
+        );
+        Arc::clone(self.queue.memory())
     }
 }
 

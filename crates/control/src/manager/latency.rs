@@ -17,7 +17,9 @@ pub(super) fn to_operations(latency: &QueueLatency) -> Vec<OperationLatency> {
 
 fn to_parts(parts: &[LatencyHistogram; Part::COUNT]) -> Vec<PartLatency> {
     let named = Part::NAMES.iter().zip(parts).filter(|(_, histogram)| histogram.count() > 0);
-    named.map(|((_, name), histogram)| PartLatency { part: (*name).to_owned(), time: to_histogram(histogram) }).collect()
+    named
+        .map(|((_, name), histogram)| PartLatency { part: (*name).to_owned(), time: to_histogram(histogram) })
+        .collect()
 }
 
 fn to_histogram(histogram: &LatencyHistogram) -> Histogram {

@@ -16,8 +16,8 @@ use crate::chain::timings::Timings;
 use block::latency::timed;
 use block::sync::AtomicU64;
 use block::{
-    Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, Op, OpFlags,
-    Part, Participant, Parts, Priority, ReactorCtx, Result, Sink, Tag, Task, Ticket, turn,
+    Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, Op, OpFlags, Part,
+    Participant, Parts, Priority, ReactorCtx, Result, Sink, Tag, Task, Ticket, turn,
 };
 use memory::Window;
 use std::cell::RefCell;
@@ -370,17 +370,20 @@ impl Core {
         let done = self.count(index);
         let shared = Rc::clone(&self.shared);
         let Some(tag) = self.slots.get(index).map(|slot| slot.tag) else { return };
-        if !self.timings.is_to_be_timed() {
-            self.timings.note(tag, Parts::AS_BEFORE);
-            return self.ctx.spawn(Task::new(async move {
-                let result = slow.run(&shared).await;
-                done.complete(result);
-            }));
-        }
-        let timings = Rc::clone(&self.timings);
+        // One kind of task: another would take its memory from another place of the pool.
+        let (is_timed, timings) = (self.timings.is_to_be_timed(), Rc::clone(&self.timings));
         self.ctx.spawn(Task::new(async move {
-            let (result, parts) = timed(slow.run(&shared)).await;
-            timings.tell(tag, parts);
+            let result = match is_timed {
+                true => {
+                    let (result, parts) = timed(slow.run(&shared)).await;
+                    timings.tell(tag, parts);
+                    result
+                }
+                false => {
+                    timings.note(tag, Parts::AS_BEFORE);
+                    slow.run(&shared).await
+                }
+            };
             done.complete(result);
         }));
     }

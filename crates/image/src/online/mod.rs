@@ -28,6 +28,8 @@
 //! **Other layers below** ([`move_onto`]). The top gets a copy of all that the layers that go away say, then its header
 //! names another backing file, or none.
 //!
+//! **The same files opened anew** ([`reopen`]): nothing in flight, the top closed, and a chain of fresh layers.
+//!
 //! **More room** ([`grow`]) is a barrier too, with the format's own offline resize while nothing is in flight.
 
 #[cfg(all(test, feature = "explore"))]
@@ -35,5 +37,6 @@ pub(crate) mod explored_tests;
 pub(crate) mod grow;
 pub(crate) mod move_onto;
 pub(crate) mod overlay;
+pub(crate) mod reopen;
 pub(crate) mod take_back;
 pub(crate) mod watch;

@@ -8,8 +8,8 @@ mod top;
 use crate::output::{self, usage};
 use clap::Subcommand;
 use control::api::{
-    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Jobs, Overlay, Reloaded, Resize, Snapshot,
-    Stats,
+    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Jobs, Overlay, Reloaded, Reopen, Resize,
+    Snapshot, Stats,
 };
 use control::{Client, Options};
 use serde::Serialize;
@@ -65,6 +65,14 @@ enum Verb {
         name: String,
         /// The new size: 20G, or +5G to add to the present one.
         size: String,
+    },
+    /// Open the files of a disk anew while it runs: one was replaced, or changed behind the disk.
+    Reopen {
+        /// The disk.
+        name: String,
+        /// Give up what cannot be written to the old files.
+        #[arg(long)]
+        force: bool,
     },
     /// Change options of a disk while it runs.
     Set {
@@ -193,6 +201,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Ok(ctl.client.delete(&format!("/v1/disks/{}?force={force}", path_segment(name)))?)
         }
         Verb::Resize { name, size } => ctl.resize(name, size),
+        Verb::Reopen { name, force } => {
+            let path = format!("/v1/disks/{}/reopen", path_segment(name));
+            let disk: Disk = ctl.client.post(&path, &Reopen { force: *force })?;
+            ctl.show(&disk, tables::disk)
+        }
         Verb::Set { name, options } => ctl.set(name, options),
         Verb::Snapshot { pairs } => ctl.snapshot(pairs),
         Verb::Commit { name, layers, how } => ctl.commit(name, *layers, how),

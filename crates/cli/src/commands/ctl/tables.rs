@@ -5,7 +5,11 @@ use comfy_table::{CellAlignment, Table, presets};
 use control::api::{Counters, Disk, Disks, Event, Export, Job, Reloaded, Stats};
 use std::fmt::Write as _;
 
-pub(super) fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>, numbers: std::ops::Range<usize>) -> String {
+pub(super) fn table(
+    header: &[&str],
+    rows: impl IntoIterator<Item = Vec<String>>,
+    numbers: std::ops::Range<usize>,
+) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(header.to_vec());
     for row in rows {

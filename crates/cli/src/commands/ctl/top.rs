@@ -115,10 +115,8 @@ fn picture(rates: &[Rate]) -> String {
     let mut text = format!("{:<32} {:>12} {:>12} {:>12}\n", "disk", "requests/s", "a batch", "failed/s");
     for rate in rates {
         let Rate { disk, requests_per_second, requests_per_batch, failed_per_second, operations, .. } = rate;
-        let _ = write!(
-            text,
-            "{disk:<32} {requests_per_second:>12.0} {requests_per_batch:>12.1} {failed_per_second:>12.0}"
-        );
+        let _ =
+            write!(text, "{disk:<32} {requests_per_second:>12.0} {requests_per_batch:>12.1} {failed_per_second:>12.0}");
         let state = if rate.connected { "" } else { "  no guest" };
         let oldest = rate.oldest_request_us.map(|us| format!("  oldest {}", latency::time(us as f64)));
         let _ = writeln!(text, "{state}{}", oldest.unwrap_or_default());

@@ -9,7 +9,9 @@ mod record;
 mod writer;
 
 use crate::filters::Filter;
-use block::{Completion, DiskQueue, Interest, IoError, IoErrorKind, Op, Parts, ReactorCtx, Result, SECTOR_BYTES, Tag, Watch};
+use block::{
+    Completion, DiskQueue, Interest, IoError, IoErrorKind, Op, Parts, ReactorCtx, Result, SECTOR_BYTES, Tag, Watch,
+};
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::fs::File;
