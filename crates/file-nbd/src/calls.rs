@@ -150,9 +150,13 @@ impl Calls {
         let call = Call { offset, wish, reply: Some(Reply(Arc::clone(&slot))) };
         {
             let mut state = self.state();
-            if !state.is_closed {
-                state.calls.push_back(call);
-                state.remember(&slot);
+            match state.is_closed {
+                false => {
+                    state.calls.push_back(call);
+                    state.remember(&slot);
+                }
+                // It has failed.
+                true => drop(call),
             }
         }
         self.ring();

@@ -7,7 +7,7 @@ mod hostile;
 mod reopening;
 
 use block::{Disk, ReactorHandle};
-use common::{Server, at, directory, path_str, run_ok};
+use common::{Server, at, path_str, run_ok};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig};
 use load::{BenchSpec, Hooks, Initial, Pattern, Stop, Verify};
@@ -26,10 +26,6 @@ struct Daemon {
 }
 
 impl Daemon {
-    fn start(more: &[&str]) -> Self {
-        Self::start_in(directory(), more)
-    }
-
     fn start_in(dir: TempDir, more: &[&str]) -> Self {
         let control = at(&dir, "control");
         let server = Server::start(&[&["--control", path_str(&control), "--reactors", "1"], more].concat());
@@ -68,9 +64,11 @@ impl Daemon {
         }
     }
 
-    fn end(mut self) {
+    /// Ends it in order, and gives its files.
+    fn end(mut self) -> TempDir {
         self.ctl(&["shutdown"]);
         assert!(self.server.wait().success());
+        self.dir
     }
 }
 

@@ -24,7 +24,7 @@ fn the_files_of_a_disk_are_opened_anew_under_load_and_stay_locked() {
     let refused = run_fails(1, &["resize", path_str(&daemon.path("top.qcow2")), "1G"]);
     assert!(refused.contains("in use") || refused.contains("lock"), "{refused}");
     assert_eq!(daemon.json(&["commit", "disk"])["state"], "done", "its layers are those that it had");
-    daemon.end();
+    let _files = daemon.end();
     assert_valid(&image, false);
 }
 
@@ -58,5 +58,5 @@ fn a_file_that_was_replaced_is_the_disk_and_one_that_does_not_fit_is_refused() {
     let refused = run_fails(1, &daemon.arguments(&["reopen", "disk"]));
     assert!(refused.contains("cannot become smaller"), "{refused}");
     assert_eq!(first_byte(), Some(2), "it goes on with the file that it had");
-    daemon.end();
+    drop(daemon.end());
 }
