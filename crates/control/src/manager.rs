@@ -185,6 +185,8 @@ impl Manager {
             if self.daemon.disk_named(name).is_some() {
                 return closed;
             }
+            let what = || format!("the disk '{name}' is removed, but could not be closed");
+            closed = closed.map_err(|error| error.in_context(what()));
         }
         let forget = |record: &mut Record| {
             let configured = record.disk(name).and_then(|disk| disk.configured.clone());
