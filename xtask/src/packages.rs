@@ -22,6 +22,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("qemu-nbd", "qemu-utils"),
     ("nbdkit", "nbdkit"),
     ("fio", "fio"),
+    ("curl", "curl"),
     ("fincore", "util-linux-extra"),
     ("systemd-analyze", "systemd"),
     ("systemd-socket-activate", "systemd"),

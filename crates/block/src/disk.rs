@@ -1,6 +1,6 @@
 //! A disk: its control plane ([`Disk`], shared) and its data plane ([`DiskQueue`], one thread each).
 
-use crate::{Completion, DiskListener, Op, ReactorCtx, Result, Run, Runs, StatusQuery, Tag};
+use crate::{Completion, DiskListener, Op, Parts, ReactorCtx, Result, Run, Runs, StatusQuery, Tag};
 use std::rc::Rc;
 use std::sync::Weak;
 
@@ -84,6 +84,12 @@ pub trait Disk: Send + Sync {
         false
     }
 
+    /// Whether a device may hold pages of requests' memory for itself (direct I/O). A read that was given up could still
+    /// change them.
+    fn may_pin_memory(&self) -> bool {
+        false
+    }
+
     /// What lies where in a range. A disk that cannot tell says that all of it is data.
     ///
     /// This blocks while tables are read, so it is for threads of jobs and sessions: a reactor may have to go on for it to
@@ -116,4 +122,11 @@ pub trait DiskQueue {
 
     /// Requests submitted and not yet harvested.
     fn in_flight(&self) -> usize;
+
+    /// Appends what is known of how requests spend their time, those included whose completions came with the last
+    /// harvest. To be asked after each harvest, before their tags are used again. Requests of which nothing is said
+    /// spent it in the engine. A filter passes the call on.
+    fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
+        let _ = timings;
+    }
 }

@@ -109,6 +109,17 @@ pub trait File: Send + Sync + Debug {
         &BufferAccount::UNLIMITED
     }
 
+    /// Gives up what is in flight, as far as the file can: it ends with errors soon, and so does what comes later. For a
+    /// disk that is removed although its storage hangs. Returns whether it can.
+    fn cancel(&self) -> bool {
+        false
+    }
+
+    /// Which file of the host it is (device and inode); `None` for what is elsewhere.
+    fn identity(&self) -> Option<(u64, u64)> {
+        None
+    }
+
     /// The descriptor from which the host can copy by itself; `None` if it cannot or should not.
     fn copy_source(&self) -> Option<BorrowedFd<'_>> {
         None

@@ -4,6 +4,7 @@
 
 mod change;
 mod held;
+mod latency;
 mod points;
 mod reload;
 mod restore;
@@ -182,8 +183,15 @@ impl Manager {
 
     /// Closes a disk. One that has exports or jobs is refused, unless `force` says that they are to end first.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<()> {
+        let mut closed = Ok(());
         if lock(&self.failed).remove(name).is_none() {
-            self.daemon.remove_disk(self.node(name)?, force)?;
+            closed = self.daemon.remove_disk(self.node(name)?, force);
+            // One that could not be closed is gone, too.
+            if self.daemon.disk_named(name).is_some() {
+                return closed;
+            }
+            let what = || format!("the disk '{name}' is removed, but could not be closed");
+            closed = closed.map_err(|error| error.in_context(what()));
         }
         let forget = |record: &mut Record| {
             let configured = record.disk(name).and_then(|disk| disk.configured.clone());
@@ -192,7 +200,14 @@ impl Manager {
         };
         self.records.change(forget)?;
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
-        Ok(())
+        closed
+    }
+
+    /// Opens the files of a disk anew, because one was replaced, or changed behind the disk.
+    pub fn reopen(&self, name: &str, force: bool) -> Result<Disk> {
+        self.daemon.reopen(self.node(name)?, force)?;
+        self.events.publish(EventKind::DiskChanged, Some(name), None, Some("its files were opened anew".to_owned()));
+        self.disk(name)
     }
 
     /// Makes a disk larger; its guests are told.
@@ -357,9 +372,11 @@ impl Manager {
     /// Figures of everything.
     #[must_use]
     pub fn stats(&self) -> Stats {
+        let latencies = self.daemon.latencies();
         let exports = self.daemon.exports();
         let disks = self.daemon.disks().into_iter().map(|disk| {
             let of_disk = exports.iter().filter(|export| export.node == disk.id);
+            let connected = of_disk.clone().any(|export| export.connected);
             let counters = of_disk.map(counters_of).fold(Counters::default(), Counters::plus);
             let tables = disk.tables.map(|tables| TableStats {
                 hits: tables.hits,
@@ -370,7 +387,16 @@ impl Manager {
             });
             let throttled = disk.throttled.as_micros();
             let throttled_us = u64::try_from(throttled).unwrap_or(u64::MAX);
-            DiskStats { disk: disk.name, counters, throttled_us, tables }
+            let latency = latencies.get(&disk.id);
+            DiskStats {
+                disk: disk.name,
+                counters,
+                throttled_us,
+                connected,
+                oldest_request_us: latency.map(|latency| latency.oldest_ns / 1000).filter(|us| *us > 0),
+                latency: latency.map(latency::to_operations).unwrap_or_default(),
+                tables,
+            }
         });
         let reactors = self.daemon.reactors().into_iter().map(|(name, stats)| ReactorStats {
             name,
@@ -461,6 +487,8 @@ fn counters_of(export: &ExportStatus) -> Counters {
         notifications_avoided: ring.notifications_avoided,
         failed: ring.failed,
         faults: ring.faults,
+        io_errors: ring.io_errors,
+        no_space: ring.no_space,
     };
     export.rings.iter().map(to_counters).fold(Counters::default(), Counters::plus)
 }
@@ -473,6 +501,7 @@ fn to_export(status: &ExportStatus, disk: String) -> Export {
         read_only: status.read_only,
         queues: status.attachment.queues,
         queue_size: status.attachment.queue_size,
+        connected: status.connected,
         counters: counters_of(status),
     }
 }

@@ -4,7 +4,7 @@ mod points;
 
 use crate::api::{
     AddDisk, AddExport, ChangeDisk, CommitDisk, CompactDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs,
-    LimitJob, MirrorDisk, RebaseDisk, Reloaded, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
+    LimitJob, MirrorDisk, RebaseDisk, Reloaded, Reopen, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
 };
 use crate::events::now_ms;
 use crate::failure::Failure;
@@ -58,6 +58,7 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
         .routes(routes!(show_disk, change_disk, remove_disk))
         .routes(routes!(resize_disk))
         .routes(routes!(resume_disk))
+        .routes(routes!(reopen_disk))
         .routes(routes!(commit_disk))
         .routes(routes!(stream_disk))
         .routes(routes!(rebase_disk))
@@ -227,6 +228,17 @@ async fn resize_disk(State(manager): Shared, Path(name): Path<String>, Body(requ
         manager.resize(&name, request.size_bytes).map_err(|error| Failure::from(error).in_field("size_bytes"))
     });
     resized.await.map(Json)
+}
+
+/// Open the files of a disk anew while it runs: one was replaced, or changed behind the disk
+#[utoipa::path(post, path = "/v1/disks/{name}/reopen", params(("name" = String, Path)), request_body = Reopen,
+    responses((status = 200, body = Disk), (status = "default", body = ErrorBody)))]
+async fn reopen_disk(State(manager): Shared, Path(name): Path<String>, Body(request): Body<Reopen>) -> Answer<Disk> {
+    let reopened = beside(manager, move |manager| {
+        known(manager, &name)?;
+        Ok(manager.reopen(&name, request.force)?)
+    });
+    reopened.await.map(Json)
 }
 
 /// Try requests again that wait because the storage failed them

@@ -1,19 +1,22 @@
 //! The daemon: reactors' threads, the disks that they serve, and the sockets at which guests come in.
 
 use crate::attach::Attachment;
+use crate::hang::{Patience, close_hopeless};
 use crate::host_memory::default_buffer_memory;
 use crate::jobs::Jobs;
 use crate::place::Place;
 use crate::status::{DiskStatus, ExportId, ExportStatus, NodeId};
 use crate::table::{Found, Table};
 use block::{Error, ErrorKind, Result};
-use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ShownOptions, open_disk_with};
+use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ShownOptions, open_again, open_disk_with};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
-use export_vhost_user::{ExportOptions as VhostUserOptions, Geometry, Overrides};
+use export_vhost_user::{ExportOptions as VhostUserOptions, Geometry, Overrides, QueueLatency};
 use image::{BackingPolicy, HoldControl, TableCacheStats, ThrottleMember};
 use memory::{BudgetStats, BufferBudget, PoolStats};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
@@ -34,7 +37,12 @@ pub struct DaemonConfig {
     pub buffer_memory_bytes: Option<usize>,
     /// As [`ReactorConfig::harvest_after_submit`].
     pub harvest_after_submit: bool,
+    /// How long a disk that is removed, or the daemon that ends, waits for requests that the storage does not end.
+    pub give_up_after: Duration,
 }
+
+/// What [`DaemonConfig::give_up_after`] is where nobody says otherwise: longer than any request that ends should take.
+pub const GIVE_UP_AFTER: Duration = Duration::from_secs(20);
 
 impl Default for DaemonConfig {
     fn default() -> Self {
@@ -45,6 +53,7 @@ impl Default for DaemonConfig {
             listed: Vec::new(),
             buffer_memory_bytes: None,
             harvest_after_submit: true,
+            give_up_after: GIVE_UP_AFTER,
         }
     }
 }
@@ -71,10 +80,16 @@ pub struct Daemon {
     buffers: BufferBudget,
     pub(crate) table: Arc<Table>,
     pub(crate) jobs: Arc<Jobs>,
+    /// Requests were given up: their storage may never end them.
+    has_given_up: AtomicBool,
 }
 
 /// Queues that an export offers where nobody says how many: one a CPU, within reason.
 const DEFAULT_QUEUES_MAX: usize = 16;
+/// How long reactors get to end where requests were given up.
+const REACTOR_PATIENCE: Duration = Duration::from_secs(2);
+/// What a busy reactor gets to look for its oldest request.
+const OLDEST_PATIENCE: Duration = Duration::from_micros(300);
 /// Permissions of a socket that has a group of its own, where nobody says otherwise.
 const GROUP_SOCKET_MODE: u32 = 0o660;
 
@@ -91,7 +106,14 @@ impl Daemon {
             }))?);
         }
         let buffers = BufferBudget::new(config.buffer_memory_bytes.unwrap_or_else(default_buffer_memory));
-        Ok(Self { config, reactors, buffers, table: Arc::default(), jobs: Arc::default() })
+        Ok(Self {
+            config,
+            reactors,
+            buffers,
+            table: Arc::default(),
+            jobs: Arc::default(),
+            has_given_up: AtomicBool::new(false),
+        })
     }
 
     /// How many queues an export offers: what it says, or one a CPU.
@@ -201,20 +223,46 @@ impl Daemon {
         Ok(())
     }
 
+    /// Opens the files of a disk anew while guests use it: one was replaced, or changed behind the disk. Nothing that was
+    /// remembered of the old files is used any more. With `force`, what cannot be written to the old files is given up.
+    /// Requests in flight are waited for.
+    pub fn reopen(&self, node: NodeId, force: bool) -> Result<()> {
+        let (_work, found, image) = self.image_for("its files being opened anew".to_owned(), node, None)?;
+        let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
+        let (policy, listed) = (self.config.allow_backing.clone(), &self.config.listed);
+        image.reopen(force, || open_again(&opener, &found.options, &image, policy, listed))
+    }
+
     /// Flushes and closes a disk. One that has exports or jobs is refused, unless `force` says that exports are
-    /// to be removed and jobs to be cancelled first.
+    /// to be removed and jobs to be cancelled first. Requests that the storage does not end in time are given up
+    /// ([`DaemonConfig::give_up_after`]): their guests get errors, and so does the caller. The disk is gone all the same.
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
         let _held = found.disk.hold.as_ref().map(HoldControl::give_up);
+        let given_up = Arc::new(AtomicBool::new(false));
+        let surrenders = exports.iter().map(|(_, export)| export.surrender()).collect();
+        let patience = Patience::with_requests(self.config.give_up_after, &found, surrenders, &given_up);
         for (export, running) in exports {
             running.stop();
             self.table.forget_export(export);
         }
         self.table.wait_until_unused(id);
+        drop(patience);
+        let patience = Patience::with_end(&found);
         self.jobs.wait_for_all_of(id);
-        let closed = close(&found);
         // Its locks go with it: whoever finds the name free finds the image free, too.
-        drop(found);
+        let closed = match given_up.load(Ordering::Acquire) {
+            true => {
+                self.has_given_up.store(true, Ordering::Release);
+                close_hopeless(found, close)
+            }
+            false => {
+                let closed = close(&found);
+                drop(found);
+                closed
+            }
+        };
+        drop(patience);
         self.table.forget_node(id);
         closed
     }
@@ -255,6 +303,13 @@ impl Daemon {
     #[must_use]
     pub fn exports(&self) -> Vec<ExportStatus> {
         self.table.exports()
+    }
+
+    /// How long the requests of each disk take, over all its exports. No reactor waits for this; it takes a fraction of a
+    /// millisecond, in which those that are awake say which of their requests is the oldest.
+    #[must_use]
+    pub fn latencies(&self) -> BTreeMap<NodeId, QueueLatency> {
+        self.table.latencies(OLDEST_PATIENCE)
     }
 
     /// Counters of each reactor, with its name.
@@ -317,7 +372,11 @@ impl Daemon {
     fn end(&mut self) -> Result<()> {
         let mut first = self.end_disks();
         for reactor in self.reactors.drain(..) {
-            first = first.and(reactor.stop());
+            let stopped = match self.has_given_up.load(Ordering::Acquire) {
+                true => reactor.stop_within(REACTOR_PATIENCE).inspect_err(|error| tracing::error!("{error}")),
+                false => reactor.stop(),
+            };
+            first = first.and(stopped);
         }
         // The process may live on.
         memory::trim_pools();

@@ -93,6 +93,8 @@ pub struct ExportStatus {
     pub node: NodeId,
     /// Its guests cannot write, because of the disk or of the export.
     pub read_only: bool,
+    /// A guest's monitor is connected.
+    pub connected: bool,
     /// What a monitor has to know.
     pub attachment: Attachment,
     /// Counters of each of its rings.

@@ -7,11 +7,12 @@ use crate::attach::Attachment;
 use crate::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, OpenedDisk};
-use export_vhost_user::Export;
+use export_vhost_user::{Export, QueueLatency};
 use image::{CopyWatch, FileName};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// The table. Every method returns at once, except [`Table::wait_until_unused`].
 #[derive(Default)]
@@ -245,6 +246,7 @@ impl Table {
                 id: *id,
                 node: entry.node,
                 read_only: entry.read_only,
+                connected: export.is_connected(),
                 attachment: entry.attachment.clone(),
                 rings: export.stats(),
             }),
@@ -258,10 +260,27 @@ impl Table {
         let state = self.lock();
         let mut exports = state.exports.values().filter(|entry| entry.node == node);
         let busy = exports.find(|entry| match &entry.export {
-            Phase::Here(export) => export.has_peer(),
+            Phase::Here(export) => export.is_connected(),
             Phase::Coming | Phase::Going => false,
         });
         busy.map(|entry| entry.attachment.socket.clone())
+    }
+
+    /// How long the requests of each disk take, over all its exports. Rings that are awake get `time` to say which is
+    /// their oldest.
+    pub(crate) fn latencies(&self, time: Duration) -> BTreeMap<NodeId, QueueLatency> {
+        let here = |entry: &Exported, look: &mut dyn FnMut(&Export)| {
+            if let Phase::Here(export) = &entry.export {
+                look(export);
+            }
+        };
+        self.lock().exports.values().for_each(|entry| here(entry, &mut Export::ask_for_oldest));
+        std::thread::sleep(time);
+        let mut sums: BTreeMap<NodeId, QueueLatency> = BTreeMap::new();
+        for entry in self.lock().exports.values() {
+            here(entry, &mut |export| sums.entry(entry.node).or_default().merge(&export.latency()));
+        }
+        sums
     }
 
     /// Takes a disk out to be closed, with its exports, which have to end before. Without `force` a disk that has exports

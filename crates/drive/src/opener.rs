@@ -13,7 +13,7 @@ use image::{
 };
 use memory::BufferAccount;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -204,8 +204,58 @@ pub fn open_disk_with(
         Some(DriveFormat::Qcow2) => Some(Format::Qcow2),
         None => None,
     };
+    let image_options = image_options(options, format, allow_backing, listed);
+    let image = Arc::new(image::open(&image_options, opener).map_err(name_readonly)?);
+    filtered(Arc::clone(&image) as Arc<dyn Disk>, Some(image), options)
+}
+
+/// Opens the files of an image that is served once more, for [`Image::reopen`]: the layers that it has now, as `options`
+/// asked for the first of them.
+pub fn open_again(
+    opener: &EngineOpener,
+    options: &DiskOptions,
+    image: &Image,
+    allow_backing: BackingPolicy,
+    listed: &[PathBuf],
+) -> Result<Image> {
+    let format = image.said_formats().next().flatten();
+    let mut options = options.clone();
+    options.file = image.said_image_names().next();
+    options.former_tops = image.former_tops();
+    let mut listed = listed.to_vec();
+    listed.extend(image.file_names().filter_map(|name| name.path().map(Path::to_owned)));
+    let opener = Again { opener, locked: image.written_files() };
+    image::open(&image_options(&options, format, allow_backing, &listed), &opener).map_err(name_readonly)
+}
+
+/// Opens without locks what is the same file as one that is open for writing: our own locks would refuse it.
+struct Again<'a> {
+    opener: &'a EngineOpener,
+    locked: Vec<(u64, u64)>,
+}
+
+impl Opener for Again<'_> {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        let identity = name.path().and_then(|path| std::fs::metadata(path).ok()).map(|meta| (meta.dev(), meta.ino()));
+        match identity.is_some_and(|identity| self.locked.contains(&identity)) {
+            true => self.opener.clone().without_locks().open(name, role),
+            false => self.opener.clone().with_lock_timeout(Duration::ZERO).open(name, role),
+        }
+    }
+
+    fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
+        self.opener.temporary()
+    }
+}
+
+fn image_options(
+    options: &DiskOptions,
+    format: Option<Format>,
+    allow_backing: BackingPolicy,
+    listed: &[PathBuf],
+) -> ImageOptions {
     let name = options.file.clone().unwrap_or_else(|| FileName::from(""));
-    let image_options = ImageOptions::new(name).with(|open| {
+    ImageOptions::new(name).with(|open| {
         open.format = format;
         open.read_only = options.read_only;
         open.scratch = options.snapshot;
@@ -215,9 +265,7 @@ pub fn open_disk_with(
         open.serial = options.serial.clone();
         open.volatile_cache = open_options(options).has_volatile_cache();
         open.table_cache_bytes = options.l2_cache_bytes;
-    });
-    let image = Arc::new(image::open(&image_options, opener).map_err(name_readonly)?);
-    filtered(Arc::clone(&image) as Arc<dyn Disk>, Some(image), options)
+    })
 }
 
 /// Where an image may be read though it cannot be written, says by which key a drive does so.

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use virtio_blk::{Counter, Device, DeviceOptions, Overrides, RingStats};
+use virtio_blk::{Counter, Device, DeviceOptions, Overrides, QueueLatency, RingStats};
 
 /// How long a session's thread may take to end where it waits for no request: longer than any call that its peer cannot
 /// hold up.
@@ -80,6 +80,17 @@ pub struct Export {
     served: Arc<ServedDevice>,
     socket: Arc<ListenSocket>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// See [`Export::surrender`].
+#[derive(Clone)]
+pub struct Surrender(Arc<ServedDevice>);
+
+impl Surrender {
+    /// Gives up the requests in flight.
+    pub fn give_up(&self) {
+        self.0.running.give_up();
+    }
 }
 
 /// What the export's thread and its owner share.
@@ -172,15 +183,33 @@ impl Export {
         self.shared.device.stats()
     }
 
-    /// Whether a monitor is connected.
+    /// Has rings that are awake look for their oldest requests, for [`Export::latency`].
+    pub fn ask_for_oldest(&self) {
+        self.shared.device.ask_for_oldest();
+    }
+
+    /// How long the requests of its guests take.
     #[must_use]
-    pub fn has_peer(&self) -> bool {
+    pub fn latency(&self) -> QueueLatency {
+        self.shared.device.latency()
+    }
+
+    /// Whether a peer is connected.
+    #[must_use]
+    pub fn is_connected(&self) -> bool {
         self.shared.peer.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
     /// Ends the session, if there is one, and waits for its requests in flight; removes the socket.
     pub fn stop(mut self) {
         self.end();
+    }
+
+    /// How to have [`Export::stop`] wait no longer: requests in flight end with errors, and what the storage does later
+    /// reaches the guest's memory no more. Stays valid when the export is gone.
+    #[must_use]
+    pub fn surrender(&self) -> Surrender {
+        Surrender(Arc::clone(&self.served))
     }
 
     fn end(&mut self) {

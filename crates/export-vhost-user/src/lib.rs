@@ -41,7 +41,7 @@ mod takeover;
 mod watched_call;
 mod wire;
 
-pub use export::{Export, ExportOptions};
+pub use export::{Export, ExportOptions, Surrender};
 pub use socket::ListenSocket;
 pub use virtio::blk::Geometry;
-pub use virtio_blk::{Overrides, RingStats};
+pub use virtio_blk::{KindLatency, LATENCY_BUCKETS, LatencyHistogram, Overrides, QueueLatency, RingStats};

@@ -8,7 +8,11 @@ use crate::queue_fds::QueueFds;
 use block::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use virtio_blk::{RunningQueue, StoppedQueue, StoppingQueue};
+
+/// So often a thread that waits for requests in flight looks whether it is to give them up.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// See the module.
 #[derive(Default)]
@@ -24,6 +28,8 @@ struct State {
     stopping: usize,
     /// Nothing starts any more.
     closed: bool,
+    /// Requests in flight are waited for no longer.
+    gives_up: bool,
 }
 
 impl RunningRings {
@@ -68,13 +74,32 @@ impl RunningRings {
             let stopping: BTreeMap<usize, RunningQueue<QueueFds>> = stopping;
             stopping.into_iter().map(|(index, running)| (index, running.begin_stop())).collect()
         };
-        let wait = |(index, stopping): (usize, StoppingQueue<QueueFds>)| Some((index, stopping.wait()?));
-        let stopped = stopping.into_iter().filter_map(wait).collect();
+        let stopped = self.drained(stopping);
         let mut state = self.lock();
         state.stopping = state.stopping.saturating_sub(1);
         drop(state);
         self.stopped.notify_all();
         stopped
+    }
+
+    /// Waits for the requests in flight of these rings, or gives them up when somebody says so.
+    fn drained(&self, mut stopping: Vec<(usize, StoppingQueue<QueueFds>)>) -> Vec<(usize, StoppedQueue)> {
+        let mut stopped = Vec::new();
+        while let Some((_, first)) = stopping.first_mut() {
+            if first.is_drained_within(LOOK_AGAIN) {
+                let (index, ring) = stopping.remove(0);
+                stopped.extend(ring.wait().map(|ring| (index, ring)));
+            } else if self.lock().gives_up {
+                give_up(stopping);
+                break;
+            }
+        }
+        stopped
+    }
+
+    /// Requests in flight are waited for no longer: the storage hangs, and the disk is removed.
+    pub(crate) fn give_up(&self) {
+        self.lock().gives_up = true;
     }
 
     /// Whether requests in flight are waited for.
@@ -90,4 +115,20 @@ impl RunningRings {
         let waited = self.stopped.wait_while(state, |state| state.stopping > 0);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
+}
+
+/// Ends what is in flight on these rings with errors, then cuts the guest's memory off from what the storage may still do.
+fn give_up(mut rings: Vec<(usize, StoppingQueue<QueueFds>)>) {
+    // Those that have drained meanwhile need nothing.
+    let drained = rings.extract_if(.., |(_, ring)| ring.is_drained_within(Duration::ZERO));
+    drained.for_each(|(_, ring)| {
+        ring.wait();
+    });
+    let memories: Vec<_> = rings.iter().filter_map(|(_, ring)| ring.give_up()).collect();
+    for memory in &memories {
+        if !memory.fence() {
+            tracing::error!("the guest's memory cannot be cut off: end the guest before its storage answers again");
+        }
+    }
+    rings.into_iter().for_each(|(_, ring)| ring.abandon());
 }

@@ -7,7 +7,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Poll, Waker};
 
 /// What is to be done. Ranges are whole blocks of the server.
@@ -101,6 +101,16 @@ impl Drop for Reply {
     }
 }
 
+impl State {
+    fn remember(&mut self, slot: &Arc<Mutex<Slot>>) {
+        if self.slots.len() >= self.slots_max {
+            self.slots.retain(|slot| slot.strong_count() > 0);
+            self.slots_max = self.slots.len().saturating_mul(2).max(SLOTS_MIN);
+        }
+        self.slots.push(Arc::downgrade(slot));
+    }
+}
+
 /// Calls that the thread has not seen yet.
 #[derive(Debug)]
 pub(crate) struct Calls {
@@ -113,7 +123,15 @@ pub(crate) struct Calls {
 struct State {
     calls: VecDeque<Call>,
     is_closed: bool,
+    is_cancelled: bool,
+    /// Where those wait whose calls have not ended, and others that are gone.
+    slots: Vec<Weak<Mutex<Slot>>>,
+    /// With so many of them, those that are gone are left out.
+    slots_max: usize,
 }
+
+/// What [`State::slots_max`] is at least.
+const SLOTS_MIN: usize = 256;
 
 impl Calls {
     pub(crate) fn new() -> block::Result<Self> {
@@ -132,8 +150,13 @@ impl Calls {
         let call = Call { offset, wish, reply: Some(Reply(Arc::clone(&slot))) };
         {
             let mut state = self.state();
-            if !state.is_closed {
-                state.calls.push_back(call);
+            match state.is_closed {
+                false => {
+                    state.calls.push_back(call);
+                    state.remember(&slot);
+                }
+                // It has failed.
+                true => drop(call),
             }
         }
         self.ring();
@@ -164,6 +187,24 @@ impl Calls {
         let mut state = self.state();
         let calls = std::mem::take(&mut state.calls);
         (!state.is_closed || !calls.is_empty()).then_some(calls)
+    }
+
+    /// All that wait get an error at once, whatever the thread is doing, and so does whoever asks later. The thread ends.
+    pub(crate) fn cancel(&self) {
+        let slots = {
+            let mut state = self.state();
+            (state.is_closed, state.is_cancelled) = (true, true);
+            std::mem::take(&mut state.slots)
+        };
+        for slot in slots.iter().filter_map(Weak::upgrade) {
+            // As a call that has failed.
+            drop(Reply(slot));
+        }
+        self.ring();
+    }
+
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.state().is_cancelled
     }
 
     /// Nobody asks any more.

@@ -77,6 +77,11 @@ impl File for NbdFile {
         Ok(self.remote.agreed.size_bytes)
     }
 
+    fn cancel(&self) -> bool {
+        self.remote.calls.cancel();
+        true
+    }
+
     fn hole_at(&self, offset: u64, length: u64) -> Result<(bool, u64)> {
         let failed = |error| Error::with_source(ErrorKind::Io, format!("'{}': no block status", self.info.name), error);
         block_on(self.remote.hole_at(offset, length)).map_err(|error: IoError| failed(error))

@@ -107,6 +107,9 @@ impl Link {
 
     pub(crate) fn run(mut self) {
         loop {
+            if self.calls.is_cancelled() {
+                return;
+            }
             let is_closed = match self.calls.take() {
                 Some(calls) => {
                     self.waiting.extend(calls);

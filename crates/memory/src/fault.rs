@@ -108,6 +108,15 @@ impl Registration {
         SLOTS[self.index].poisoned.load(Ordering::Acquire)
     }
 
+    /// Puts pages of our own over the whole range, which counts as poisoned from then on. Whoever still writes there, the
+    /// kernel included, no longer reaches the peer; pages that a device has pinned are the exception. Returns whether it
+    /// succeeded.
+    pub(crate) fn fence(&self) -> bool {
+        let slot = &SLOTS[self.index];
+        slot.poisoned.store(true, Ordering::Release);
+        slot.range().is_some_and(|(start, length_bytes)| cover_with_zeros(start, length_bytes))
+    }
+
     /// Called before the range is unmapped: from then on the handler ignores it.
     pub(crate) fn withdraw(&self) {
         let slot = &SLOTS[self.index];

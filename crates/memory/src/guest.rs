@@ -218,6 +218,14 @@ impl GuestMemory {
         }
     }
 
+    /// Cuts this mapping off from the peer's memory: reads of a storage that hangs, which were given up, can end later
+    /// without changing a byte of the peer's. What a device has pinned for itself (direct I/O, registered memory) cannot be
+    /// cut off. The memory counts as poisoned. Returns whether it succeeded.
+    #[must_use]
+    pub fn fence(&self) -> bool {
+        self.regions.iter().fold(true, |all, region| region.mapping.fence() && all)
+    }
+
     /// Whether the peer shrank a file under one of the regions (see [`crate::fault`]).
     #[must_use]
     #[inline]

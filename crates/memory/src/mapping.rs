@@ -180,6 +180,11 @@ impl Mapping {
         let _ = unsafe { libc::madvise(self.ptr.as_ptr().cast(), self.mapped_bytes, libc::MADV_POPULATE_WRITE) };
     }
 
+    /// See [`crate::GuestMemory::fence`].
+    pub(crate) fn fence(&self) -> bool {
+        self.guard.fence()
+    }
+
     /// Whether an access fell behind the end of the file. The contents are then zeros of our own, and the peer must be
     /// disconnected.
     #[must_use]

@@ -1,6 +1,8 @@
 //! What a queue counts. One thread writes, any may read: plain loads and stores, no locked instruction.
 
+use crate::latency::Latency;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// A counter with one writer.
 #[derive(Debug, Default)]
@@ -40,6 +42,8 @@ pub(crate) struct RingCounters {
     pub(crate) no_space: Counter,
     /// Times that the guest's memory could not be registered.
     pub(crate) unregistered: Counter,
+    /// Made when the queue runs for the first time.
+    latency: OnceLock<Arc<Latency>>,
 }
 
 /// What a queue has done since its device was made.
@@ -57,9 +61,22 @@ pub struct RingStats {
     pub failed: u64,
     /// Times that the queue stopped because the guest broke its rules, or led out of the memory that it shares.
     pub faults: u64,
+    /// Requests that the storage failed, for other reasons than its space.
+    pub io_errors: u64,
+    /// Requests that the storage had no space for.
+    pub no_space: u64,
 }
 
 impl RingCounters {
+    pub(crate) fn latency(&self) -> Arc<Latency> {
+        Arc::clone(self.latency.get_or_init(Arc::default))
+    }
+
+    /// Nothing where the queue has never run.
+    pub(crate) fn latency_if_any(&self) -> Option<&Latency> {
+        self.latency.get().map(Arc::as_ref)
+    }
+
     pub(crate) fn snapshot(&self) -> RingStats {
         RingStats {
             requests: self.requests.get(),
@@ -68,6 +85,8 @@ impl RingCounters {
             notifications_avoided: self.notifications_avoided.get(),
             failed: self.failed.get(),
             faults: self.faults.get(),
+            io_errors: self.io_errors.get(),
+            no_space: self.no_space.get(),
         }
     }
 }

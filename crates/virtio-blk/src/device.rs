@@ -1,6 +1,7 @@
 //! A disk as virtio-blk shows it: the features on offer, the configuration space, and what a queue asks at each request.
 
 use crate::counters::{Counter, RingCounters, RingStats};
+use crate::latency::{Latency, QueueLatency};
 use crate::shown::{Overrides, Shown, sectors};
 use crate::write_cache::WriteCache;
 use block::{Disk, DiskInfo, DiskListener, Error, ErrorKind, Lifetime, Result};
@@ -353,6 +354,20 @@ impl Device {
     #[must_use]
     pub fn stats(&self) -> Vec<RingStats> {
         self.counters.iter().map(|counters| counters.snapshot()).collect()
+    }
+
+    /// Has each queue that is awake look for its oldest request, for the next [`Device::latency`].
+    pub fn ask_for_oldest(&self) {
+        self.counters.iter().filter_map(|counters| counters.latency_if_any()).for_each(Latency::ask);
+    }
+
+    /// How long the requests of all queues have taken.
+    #[must_use]
+    pub fn latency(&self) -> QueueLatency {
+        let mut sum = QueueLatency::default();
+        let queues = self.counters.iter().filter_map(|counters| counters.latency_if_any());
+        queues.for_each(|latency| sum.merge(&latency.snapshot()));
+        sum
     }
 }
 

@@ -20,6 +20,7 @@
 
 mod counters;
 mod device;
+mod latency;
 mod queue;
 mod running;
 mod shown;
@@ -28,6 +29,7 @@ mod write_cache;
 
 pub use counters::{Counter, RingStats};
 pub use device::{Device, DeviceOptions, MAX_QUEUE_SIZE, MAX_QUEUES};
+pub use latency::{KindLatency, LATENCY_BUCKETS, LatencyHistogram, QueueLatency};
 pub use queue::{Halt, QueueSetup, StoppedQueue, open_poller};
 pub use running::{RunningQueue, StoppingQueue};
 pub use shown::Overrides;

@@ -6,6 +6,7 @@
 
 use crate::counters::RingCounters;
 use crate::device::{Device, MAX_ERASE_SECTORS};
+use crate::latency::{self, Stopwatch};
 use crate::transport::Transport;
 use block::{
     BatchEnd, Completion, DiskQueue, Error, ErrorKind, IoError, IoErrorKind, Op, OpFlags, Poller, Priority, ReactorCtx,
@@ -96,6 +97,8 @@ struct Pending {
     settles: u32,
     /// It writes, and what it writes may be volatile when it has ended.
     volatile: bool,
+    /// When it was taken, and its kind ([`Stopwatch::key`]).
+    key: u64,
 }
 
 /// A virtqueue, polled by its reactor. `R` is the layout of its ring.
@@ -122,8 +125,9 @@ pub(crate) struct DeviceQueue<T, R> {
     /// Wakes the reactor to look, where the driver has nothing to wake it by.
     look_timer: Option<OwnedFd>,
     counters: Arc<RingCounters>,
+    stopwatch: Stopwatch,
     /// Keeps the memory registered with the engines. The queue goes when nothing is in flight.
-    _registered: Option<Box<dyn Any>>,
+    registered: Option<Box<dyn Any>>,
 }
 
 /// What others ask of a queue on its reactor, whatever the layout of its ring.
@@ -133,6 +137,10 @@ pub(crate) trait QueueControl<T>: Poller {
 
     /// Takes no more requests; tells `on_drained` when those in flight have ended and are published.
     fn stop(&mut self, on_drained: SyncSender<StoppedQueue>);
+
+    /// Ends what is in flight with errors, though the storage has not: it hangs, and the disk is removed. The caller cuts
+    /// the queue's memory off at once ([`GuestMemory::fence`]). Reads whose pages a device may hold are not answered.
+    fn give_up(&mut self) -> Arc<GuestMemory>;
 }
 
 /// A queue for whoever polls it by hand; called on the reactor's thread. [`crate::RunningQueue`] is the usual way.
@@ -209,10 +217,19 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             transport,
             zeros,
             look_timer,
+            stopwatch: Stopwatch::new(counters.latency(), size),
             counters,
-            _registered: registered,
+            registered,
             device,
         })
+    }
+
+    /// Lets others know since when the oldest request has been in flight.
+    #[inline(never)]
+    fn note_oldest(&self) {
+        let in_flight = usize::from(self.queue.ring().in_flight());
+        let keys = self.pending.iter().filter(|pending| pending.operations > 0).map(|pending| pending.key);
+        self.stopwatch.note_oldest(keys.take(in_flight));
     }
 
     fn tell_if_drained(&mut self) {
@@ -234,6 +251,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             match self.queue.pop() {
                 Ok(Some((head, request))) => {
                     if taken == 0 {
+                        self.stopwatch.begins_batch();
                         most = (usize::from(self.queue.ring().waiting()) >> 1).clamp(WHOLE_BATCH, BATCH);
                     }
                     if let Request::Read { data, .. } | Request::Write { data, .. } = &request {
@@ -256,15 +274,23 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     fn start(&mut self, head: u16, request: Request) {
         match request {
             Request::Read { sector, data, priority } => match self.device.offset(sector, data.length_bytes() as u64) {
-                Some(offset) => self.submit(head, Op::Read { offset, data, priority: priority_of(priority) }),
+                Some(offset) => {
+                    self.stopwatch.moves(latency::READ, data.length_bytes());
+                    self.submit(head, latency::READ, Op::Read { offset, data, priority: priority_of(priority) });
+                }
                 None => self.end(head, Status::IoErr),
             },
             Request::Write { sector, data, priority } => match self.device.offset(sector, data.length_bytes() as u64) {
                 Some(offset) if !self.device.is_read_only() => {
                     let priority = priority_of(priority);
+                    self.stopwatch.moves(latency::WRITE, data.length_bytes());
                     match self.device.write_through() {
                         false => {
-                            self.submit(head, Op::Write { offset, data, flags: OpFlags::NONE, priority });
+                            self.submit(
+                                head,
+                                latency::WRITE,
+                                Op::Write { offset, data, flags: OpFlags::NONE, priority },
+                            );
                             self.is_volatile(head);
                         }
                         true => self.start_durable_write(head, offset, data, priority),
@@ -274,16 +300,18 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             },
             Request::Flush => {
                 self.device.guest_flushes();
-                self.submit(head, Op::Flush);
+                self.submit(head, latency::FLUSH, Op::Flush);
             }
             Request::GetId => {
                 self.queue.complete_id(head, self.device.serial());
                 self.ended = self.ended.saturating_add(1);
             }
-            Request::Discard => self.start_ranges(head, |offset, length, _| Op::Discard { offset, length }),
+            Request::Discard => {
+                self.start_ranges(head, latency::DISCARD, |offset, length, _| Op::Discard { offset, length });
+            }
             Request::WriteZeroes => {
                 let fua = self.device.write_through();
-                self.start_ranges(head, |offset, length, range| {
+                self.start_ranges(head, latency::WRITE_ZEROES, |offset, length, range| {
                     let may_unmap = range.flags & RangeSegment::UNMAP != 0;
                     Op::WriteZeroes { offset, length, may_unmap, flags: OpFlags::from_fua(fua) }
                 });
@@ -310,7 +338,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         let zeros = self.zeros.whole();
         // The limit on a range is as long as the zeros.
         let length_of = |length: u64| usize::try_from(length).unwrap_or(usize::MAX).min(zeros.length_bytes());
-        self.start_ranges(head, |offset, length, _| {
+        self.start_ranges(head, latency::SECURE_ERASE, |offset, length, _| {
             let data = zeros.slice(0, length_of(length));
             Op::Write { offset, data, flags: OpFlags::FUA, priority: Priority::NONE }
         });
@@ -328,9 +356,9 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         }
     }
 
-    fn submit(&mut self, head: u16, op: Op) {
+    fn submit(&mut self, head: u16, kind: u64, op: Op) {
         if let Some(pending) = self.pending.get_mut(usize::from(head)) {
-            *pending = Pending { operations: 1, ..Pending::default() };
+            *pending = Pending { operations: 1, key: self.stopwatch.key(kind), ..Pending::default() };
         }
         self.disk.submit(Tag::from(head), op);
     }
@@ -345,7 +373,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     #[cold]
     fn start_durable_write(&mut self, head: u16, offset: u64, data: Window, priority: Priority) {
         let settles = self.owed_flush(head);
-        self.submit(head, Op::Write { offset, data, flags: OpFlags::FUA, priority });
+        self.submit(head, latency::WRITE, Op::Write { offset, data, flags: OpFlags::FUA, priority });
         if settles != 0 {
             self.ends_with_flush(head, settles);
         }
@@ -370,7 +398,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     }
 
     /// An operation for each range, all checked before the first begins. The request ends with the last of them.
-    fn start_ranges(&mut self, head: u16, op: impl Fn(u64, u64, &RangeSegment) -> Op) {
+    fn start_ranges(&mut self, head: u16, kind: u64, op: impl Fn(u64, u64, &RangeSegment) -> Op) {
         let (device, ranges) = (&self.device, self.queue.ranges(head));
         let place = |range: &RangeSegment| {
             let length = u64::from(range.sector_count).wrapping_shl(SECTOR_SHIFT);
@@ -387,13 +415,23 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             }
         }
         match self.pending.get_mut(usize::from(head)) {
-            Some(pending) if operations > 0 => *pending = Pending { operations, ..Pending::default() },
+            Some(pending) if operations > 0 => {
+                *pending = Pending { operations, key: self.stopwatch.key(kind), ..Pending::default() };
+            }
             _ => self.end(head, Status::Ok),
         }
     }
 
     fn harvest(&mut self) -> usize {
         let count = self.disk.harvest(&mut self.harvested);
+        if count == 0 {
+            return 0;
+        }
+        let pending = &mut self.pending;
+        self.stopwatch.take_timings(&mut *self.disk, |head, note| {
+            let pending = pending.get_mut(usize::from(head)).filter(|pending| pending.operations > 0);
+            pending.into_iter().for_each(|pending| note(&mut pending.key));
+        });
         let mut harvested = std::mem::take(&mut self.harvested);
         for completion in harvested.drain(..) {
             self.ended_operation(completion);
@@ -413,7 +451,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             pending.failed.get_or_insert(status_of(error));
         }
         let (last, status) = (pending.operations == 0, pending.failed.unwrap_or(Status::Ok));
-        let volatile = pending.volatile;
+        let (volatile, key) = (pending.volatile, pending.key);
         if last && pending.settles != 0 && status == Status::Ok {
             self.settled = pending.settles;
         }
@@ -425,6 +463,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             return self.make_durable(head);
         }
         if last {
+            self.stopwatch.ended(head, key);
             self.end(head, status);
         }
     }
@@ -433,10 +472,10 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     #[cold]
     fn make_durable(&mut self, head: u16) {
         let settles = self.device.durable_writes_begun();
-        self.submit(head, Op::Flush);
         if let Some(pending) = self.pending.get_mut(usize::from(head)) {
-            pending.settles = settles;
+            *pending = Pending { operations: 1, settles, key: pending.key, ..Pending::default() };
         }
+        self.disk.submit(Tag::from(head), Op::Flush);
     }
 
     /// The first failure is logged, then each by which their number has doubled; a full disk counts for itself. What the
@@ -474,10 +513,13 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         if self.look_for_poison() {
             return;
         }
-        match self.queue.publish() && self.transport.notify() {
+        let end_ns = self.stopwatch.publishes();
+        let notified = self.queue.publish() && self.transport.notify();
+        match notified {
             true => self.counters.notifications.add(1),
             false => self.counters.notifications_avoided.add(1),
         }
+        self.stopwatch.published(end_ns, notified);
     }
 
     /// The guest broke the ring's rules, or leads out of its memory: this ring takes nothing more until it is reset, or
@@ -566,6 +608,35 @@ impl<T: Transport, R: DeviceRing + 'static> QueueControl<T> for DeviceQueue<T, R
         self.on_drained = Some(on_drained);
         self.tell_if_drained();
     }
+
+    fn give_up(&mut self) -> Arc<GuestMemory> {
+        self.taking = false;
+        let keeps_reads = self.registered.is_some() || self.device.disk().is_ok_and(|disk| disk.may_pin_memory());
+        let (mut failed, mut left) = (0_usize, 0_usize);
+        for head in 0..u16::try_from(self.pending.len()).unwrap_or(u16::MAX) {
+            let Some(pending) = self.pending.get_mut(usize::from(head)).filter(|pending| pending.operations > 0) else {
+                continue;
+            };
+            if keeps_reads && pending.key & latency::KIND_BITS == latency::READ {
+                left = left.saturating_add(1);
+                continue;
+            }
+            pending.operations = 0;
+            self.end(head, Status::IoErr);
+            failed = failed.saturating_add(1);
+        }
+        self.publish();
+        // Requests that use it are in the kernel's hands: it stays registered for ever.
+        std::mem::forget(self.registered.take());
+        tracing::error!(
+            disk = %self.device.name(),
+            queue = self.index,
+            failed,
+            unanswered = left,
+            "the storage does not end requests in flight: they are given up, and the guest gets errors"
+        );
+        Arc::clone(self.queue.memory())
+    }
 }
 
 impl<T: Transport, R: DeviceRing + 'static> Poller for DeviceQueue<T, R> {
@@ -578,6 +649,7 @@ impl<T: Transport, R: DeviceRing + 'static> Poller for DeviceQueue<T, R> {
             self.counters.batches.add(1);
             // Disks that need no storage have completed already.
             harvested = harvested.saturating_add(self.harvest());
+            self.stopwatch.ends_batch(self.queue.ring().in_flight() == 0);
         }
         let worked = taken > 0 || harvested > 0;
         if worked {
@@ -585,10 +657,14 @@ impl<T: Transport, R: DeviceRing + 'static> Poller for DeviceQueue<T, R> {
         }
         self.publish();
         self.tell_if_drained();
+        if self.stopwatch.is_asked() {
+            self.note_oldest();
+        }
         worked
     }
 
     fn arm(&mut self) -> bool {
+        self.note_oldest();
         if !self.taking {
             return false;
         }

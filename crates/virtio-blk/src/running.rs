@@ -5,6 +5,7 @@
 use crate::queue::{QueueControl, QueueSetup, StoppedQueue, open_queue};
 use crate::transport::Transport;
 use block::{Poller, PollerId, ReactorCtx, ReactorHandle, Result, run_and_wait};
+use memory::GuestMemory;
 use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -12,7 +13,8 @@ use std::marker::PhantomData;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::time::Duration;
 
 /// The reactor keeps the queue: it goes when its reactor does.
 type WeakQueue<T> = Weak<RefCell<dyn QueueControl<T>>>;
@@ -58,7 +60,7 @@ impl<T: Transport> RunningQueue<T> {
         let key = self.key;
         // A reactor that has ended has no queue to stop.
         let _ = self.reactor.run(Box::new(move |_| with::<T>(key, |queue| queue.stop(sender))));
-        StoppingQueue { queue: self, drained }
+        StoppingQueue { queue: self, drained, stopped: None }
     }
 }
 
@@ -66,14 +68,49 @@ impl<T: Transport> RunningQueue<T> {
 pub struct StoppingQueue<T> {
     queue: RunningQueue<T>,
     drained: Receiver<StoppedQueue>,
+    /// What was received already; `None` within where the reactor ended.
+    stopped: Option<Option<StoppedQueue>>,
 }
 
 impl<T: Transport> StoppingQueue<T> {
+    /// Whether no request is in flight any more; waits for so long at most.
+    pub fn is_drained_within(&mut self, time: Duration) -> bool {
+        if self.stopped.is_none() {
+            self.stopped = match self.drained.recv_timeout(time) {
+                Ok(stopped) => Some(Some(stopped)),
+                Err(RecvTimeoutError::Disconnected) => Some(None),
+                Err(RecvTimeoutError::Timeout) => None,
+            };
+        }
+        self.stopped.is_some()
+    }
+
+    /// Ends what is in flight with errors, though the storage has not. Returns the guest's memory, which the caller cuts
+    /// off ([`GuestMemory::fence`]) when all queues on it have been given up. Then the queue goes from its reactor with
+    /// [`StoppingQueue::abandon`].
+    #[must_use]
+    pub fn give_up(&self) -> Option<Arc<GuestMemory>> {
+        let key = self.queue.key;
+        let given_up = run_and_wait(self.queue.reactor.as_ref(), move |_| {
+            let mut memory = None;
+            with::<T>(key, |queue| memory = Some(queue.give_up()));
+            memory
+        });
+        given_up.ok().flatten()
+    }
+
+    /// Takes a queue that was given up off its reactor. What the storage ends later is ended for nobody.
+    pub fn abandon(self) {
+        let (reactor, key) = (self.queue.reactor.as_ref(), self.queue.key);
+        // A reactor that has ended has no queue.
+        let _ = run_and_wait(reactor, move |ctx| remove(ctx, key));
+    }
+
     /// Waits until no request is in flight, and takes the queue off its reactor. When this returns, the reactor holds the
     /// guest's memory and the transport no more: whoever drops the last handle to the memory unmaps it, and that takes
     /// long. `None` if the reactor ended before.
     pub fn wait(self) -> Option<StoppedQueue> {
-        let stopped = self.drained.recv().ok();
+        let stopped = self.stopped.unwrap_or_else(|| self.drained.recv().ok());
         let (reactor, key) = (self.queue.reactor.as_ref(), self.queue.key);
         if run_and_wait(reactor, move |ctx| remove(ctx, key)).is_ok() {
             // The reactor lets go of it at the end of a turn.

@@ -51,6 +51,10 @@ pub(crate) struct Args {
     /// the memory of the host or control group, at most 256M].
     #[arg(long, value_name = "SIZE", value_parser = buffer_memory)]
     buffer_memory: Option<usize>,
+    /// How long a disk that is removed by force, or the daemon that ends, waits for requests that the storage does not end.
+    /// Then they are given up, and guests get errors.
+    #[arg(long, value_name = "SECONDS", default_value_t = daemon::GIVE_UP_AFTER.as_secs().try_into().unwrap_or(20))]
+    give_up_after: u32,
     /// Write the process id to PATH once ready. The file is removed at the end.
     #[arg(long, value_name = "PATH")]
     pidfile: Option<PathBuf>,
@@ -154,6 +158,7 @@ fn daemon_config(args: &Args, settings: &Settings, drives: &[Configured]) -> Dae
         config.poll_max_us = Daemon::poll_max_us_of(drives.iter().map(|given| &given.drive), poll_max_us);
         config.allow_backing = settings.allow_backing.clone().unwrap_or_default();
         config.buffer_memory_bytes = args.buffer_memory.or(buffer_memory);
+        config.give_up_after = Duration::from_secs(args.give_up_after.into());
         config.listed = named.chain(settings.backing.iter().cloned()).collect();
     })
 }

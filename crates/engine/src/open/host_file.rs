@@ -30,6 +30,10 @@ impl File for HostFile {
         &self.file.info
     }
 
+    fn identity(&self) -> Option<(u64, u64)> {
+        rustix::fs::fstat(&self.file.fd).ok().map(|stat| (stat.st_dev, stat.st_ino))
+    }
+
     fn topology(&self) -> Topology {
         self.file.topology
     }

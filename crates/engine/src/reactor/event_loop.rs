@@ -178,6 +178,24 @@ impl ReactorThread {
         self.join()
     }
 
+    /// As [`ReactorThread::stop`], for `limit` at most. A thread that has not ended by then is left behind, with the memory
+    /// of the requests that its storage does not end.
+    pub fn stop_within(mut self, limit: Duration) -> Result<()> {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.wakeup.wake();
+        let begun = Instant::now();
+        while self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
+            if begun.elapsed() >= limit {
+                self.thread = None;
+                let message =
+                    format!("reactor '{}' is left behind: storage does not end its requests", self.shared.name);
+                return Err(Error::new(ErrorKind::Io, message));
+            }
+            std::thread::sleep(STOP_NAP);
+        }
+        self.join()
+    }
+
     fn join(&mut self) -> Result<()> {
         let Some(thread) = self.thread.take() else {
             return Ok(());

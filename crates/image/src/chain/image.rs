@@ -2,19 +2,20 @@
 
 use super::exchange::board::Board;
 use super::extents::Extents;
+use super::layer::Layer;
 use super::layers::Chain;
 use super::queue::ImageQueue;
 use super::table_cache::TableCacheStats;
 use crate::file_name::FileName;
 use crate::guess::Format;
 use block::{
-    Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, Lifetime, Listeners, MetaIo, ReactorCtx, Result,
-    Runs, StatusQuery, Topology, block_on,
+    Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, File, Lifetime, Listeners, MetaIo, ReactorCtx,
+    Result, Runs, StatusQuery, Topology, block_on,
 };
 use memory::BufferAccount;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 /// An open image, shared by its queues. Its chain of layers may be exchanged while it is served: see [`crate::put_overlay`].
 pub struct Image {
@@ -22,12 +23,14 @@ pub struct Image {
     pub(crate) listeners: Listeners,
     /// What the disk was when it was opened. Guests know it, so a new chain changes only the size.
     opened_as: DiskInfo,
+    /// Files that the disk was opened anew from while they stayed the same: these descriptors have their locks.
+    pub(crate) locked_by: Mutex<Vec<Arc<dyn File>>>,
 }
 
 impl Image {
     pub(crate) fn new(chain: Chain) -> Self {
         let opened_as = info_of(&chain);
-        Self { board: Board::new(chain), listeners: Listeners::default(), opened_as }
+        Self { board: Board::new(chain), listeners: Listeners::default(), opened_as, locked_by: Mutex::default() }
     }
 
     /// The chain that requests begin on now.
@@ -85,6 +88,34 @@ impl Image {
     #[must_use]
     pub fn is_in_memory(&self) -> bool {
         self.chain().layers.iter().all(|layer| layer.file_info().in_memory)
+    }
+
+    /// How many layers below the top are open for writing: tops that were, and may be again.
+    #[must_use]
+    pub fn former_tops(&self) -> usize {
+        self.chain().layers.iter().skip(1).take_while(|layer| layer.writable).count()
+    }
+
+    /// The files of the chain that are open for writing, by device and inode.
+    #[must_use]
+    pub fn written_files(&self) -> Vec<(u64, u64)> {
+        let chain = self.chain();
+        let written = chain.layers.iter().filter(|layer| layer.writable);
+        written
+            .flat_map(|layer| [Some(&layer.file), layer.data.as_ref().map(|data| &data.file)])
+            .flatten()
+            .filter_map(|file| file.identity())
+            .collect()
+    }
+
+    /// Gives up what is in flight, as far as the files can ([`block::File::cancel`]).
+    pub fn cancel(&self) {
+        for layer in &self.chain().layers {
+            let files = [Some(&layer.file), layer.data.as_ref().map(|data| &data.file)];
+            files.into_iter().flatten().for_each(|file| {
+                file.cancel();
+            });
+        }
     }
 
     /// The format of the top layer.
@@ -270,6 +301,12 @@ impl Disk for Image {
 
     fn overwrites_in_place(&self) -> bool {
         matches!(self.chain().layers.as_slice(), [only] if only.mapping.cluster_bytes().is_none())
+    }
+
+    fn may_pin_memory(&self) -> bool {
+        // What is not of direct I/O takes memory at any address.
+        let is_direct = |layer: &Arc<Layer>| layer.file_info().memory_alignment_bytes > 1;
+        self.chain().layers.iter().any(is_direct)
     }
 
     fn set_volatile_cache(&self, volatile: bool) {

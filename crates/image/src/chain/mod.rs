@@ -19,3 +19,4 @@ mod pieces;
 pub(crate) mod queue;
 mod slow_path;
 pub(crate) mod table_cache;
+mod timings;

@@ -12,16 +12,19 @@ use crate::chain::layers::{Chain, Place};
 use crate::chain::mapping::Overwrite;
 use crate::chain::pieces::Pieces;
 use crate::chain::slow_path::Slow;
+use crate::chain::timings::Timings;
+use block::latency::timed;
 use block::sync::AtomicU64;
 use block::{
-    Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, Op, OpFlags,
-    Participant, Priority, ReactorCtx, Result, Sink, Tag, Task, Ticket, turn,
+    Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, Op, OpFlags, Part,
+    Participant, Parts, Priority, ReactorCtx, Result, Sink, Tag, Task, Ticket, turn,
 };
 use memory::Window;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 /// Most pieces of one request that are pushed at once. A guest chooses how long its requests are and how its disk is
 /// fragmented: the rest goes piece after piece in a task, so that a request takes a bounded part of a turn and of the
@@ -152,6 +155,7 @@ pub(crate) struct Core {
     /// Lookups that tables in memory answered; nobody else counts here.
     hits: Arc<AtomicU64>,
     scratch: Vec<(u64, IoResult)>,
+    timings: Rc<Timings>,
     /// Pieces and tasks on their way, and for how many of them the lists of ends have room: all may end at once.
     on_the_way: usize,
     room: usize,
@@ -163,7 +167,7 @@ pub(crate) struct Core {
     formers: Vec<Former>,
     /// New requests wait for the next chain.
     holds: bool,
-    held: Vec<(Tag, Op)>,
+    held: Vec<(Instant, Tag, Op)>,
     /// The lease goes when nothing is in flight.
     until_quiet: bool,
     prepared: Vec<(Arc<Layer>, OpenFiles)>,
@@ -227,7 +231,8 @@ impl Core {
 
     fn release(&mut self) {
         (self.holds, self.until_quiet) = (false, false);
-        for (tag, op) in std::mem::take(&mut self.held) {
+        for (since, tag, op) in std::mem::take(&mut self.held) {
+            self.timings.note(tag, Parts::of(Part::Queue, since.elapsed()));
             self.begin(tag, op);
         }
     }
@@ -272,6 +277,7 @@ impl Core {
             participant: shared.join_epochs(),
             hits: shared.chain.disk.hits.join(),
             scratch: Vec::new(),
+            timings: Rc::default(),
             on_the_way: 0,
             room: 0,
             ready: Vec::new(),
@@ -300,6 +306,7 @@ impl Core {
         self.room = self.on_the_way.max(self.slots.len()).next_power_of_two().max(LEAST_ROOM);
         self.shared.sink.reserve(self.room);
         self.scratch.reserve(self.room);
+        self.timings.make_room(self.room);
         self.ready.reserve(self.room);
         self.free.reserve(self.room);
     }
@@ -379,8 +386,21 @@ impl Core {
     fn spawn(&mut self, index: usize, slow: Slow) {
         let done = self.count(index);
         let shared = Rc::clone(&self.shared);
+        let Some(tag) = self.slots.get(index).map(|slot| slot.tag) else { return };
+        // One kind of task: another would take its memory from another place of the pool.
+        let (is_timed, timings) = (self.timings.is_to_be_timed(), Rc::clone(&self.timings));
         self.ctx.spawn(Task::new(async move {
-            let result = slow.run(&shared).await;
+            let result = match is_timed {
+                true => {
+                    let (result, parts) = timed(slow.run(&shared)).await;
+                    timings.tell(tag, parts);
+                    result
+                }
+                false => {
+                    timings.note(tag, Parts::AS_BEFORE);
+                    slow.run(&shared).await
+                }
+            };
             done.complete(result);
         }));
     }
@@ -576,7 +596,7 @@ impl DiskQueue for ImageQueue {
         let mut core = self.0.borrow_mut();
         match core.holds {
             false => core.begin(tag, op),
-            true => core.held.push((tag, op)),
+            true => core.held.push((Instant::now(), tag, op)),
         }
     }
 
@@ -587,6 +607,10 @@ impl DiskQueue for ImageQueue {
     fn in_flight(&self) -> usize {
         let core = self.0.borrow();
         core.in_flight.saturating_add(core.held.len())
+    }
+
+    fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
+        self.0.borrow().timings.take(timings);
     }
 }
 

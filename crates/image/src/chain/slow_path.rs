@@ -7,7 +7,8 @@
 use crate::chain::layers::Place;
 use crate::chain::mapping::{Allocation, Fill, Mapping, Overwrite, Prepared};
 use crate::chain::queue::Shared;
-use block::{Extent, FileOp, IoError, IoResult, OpFlags, Priority, turn, yield_now};
+use block::latency::{counts_as, lap};
+use block::{Extent, FileOp, IoError, IoResult, OpFlags, Part, Priority, turn, yield_now};
 use memory::{BufferGrant, BufferUse, IoBuf, Window};
 use std::rc::Rc;
 
@@ -99,14 +100,18 @@ impl Shared {
             Extent::Data { offset, .. } => {
                 let past_end = self.chain.layer(place.layer)?.mapping.past_end(offset);
                 let file = self.files.get(place.layer).ok_or(IoError::EIO)?;
-                file.start_at(FileOp::Read { offset, data, past_end }, priority).await
+                lap(Part::Metadata);
+                let result = file.start_at(FileOp::Read { offset, data, past_end }, priority).await;
+                lap(Part::Engine);
+                result
             }
             Extent::Compressed(extent) => {
                 let mapping = &self.chain.layer(place.layer)?.mapping;
                 let meta = self.metas.get(place.layer).ok_or(IoError::EIO)?;
                 let needed = usize::try_from(mapping.decompress_bytes(&extent)).map_err(|_| IoError::EIO)?;
-                let _grant = self.chain.buffers().grant(BufferUse::Decompress, needed).await;
-                let cluster = mapping.read_compressed(meta, extent).await?;
+                let grant = self.chain.buffers().grant(BufferUse::Decompress, needed);
+                let _grant = counts_as(Part::Queue, grant).await;
+                let cluster = counts_as(Part::Engine, mapping.read_compressed(meta, extent)).await?;
                 let wanted = cluster.get(extent.skip_bytes as usize..).ok_or(IoError::EIO)?;
                 copy_in_steps(&data, wanted.get(..data.length_bytes()).ok_or(IoError::EIO)?).await;
                 Ok(())
@@ -155,7 +160,10 @@ impl Shared {
     pub(super) async fn start_write(&self, offset: u64, data: Window, priority: Priority) -> IoResult {
         let file = self.files.first().ok_or(IoError::EIO)?;
         let write = FileOp::Write { offset, data, fua: false };
-        file.start_keeping_at(write, priority, Rc::clone(&self.sink) as _).await
+        lap(Part::Metadata);
+        let result = file.start_keeping_at(write, priority, Rc::clone(&self.sink) as _).await;
+        lap(Part::Engine);
+        result
     }
 
     /// Fills and publishes an allocation with the start of `data`, which belongs at `at`; returns how much of it. What is
@@ -176,18 +184,15 @@ impl Shared {
 
         let copies = |fill, bytes| fill == Fill::Copy && bytes > 0;
         if copies(allocation.head, head_bytes) || copies(allocation.tail, tail_bytes) {
-            self.chain.below_is_quiet().await;
+            counts_as(Part::Queue, self.chain.below_is_quiet()).await;
         }
         let mut grant = self.grant_for_copies(&allocation, head_bytes, tail_bytes).await;
         let data = data.slice(0, length);
-        let (offset, data) = match self.laid_over(&allocation, head_bytes, &data, &mut grant).await {
-            Some(whole) => (allocation.file_offset, whole),
-            None => {
-                let (head, tail) = ((allocation.guest_offset, head_bytes), (tail_at, tail_bytes));
-                let [head, tail] = self.surroundings(&allocation, head, tail, &mut grant).await?;
-                let skip = if head.is_some() { 0 } else { head_bytes };
-                (allocation.file_offset.saturating_add(skip), joined(head, data, tail))
-            }
+        let (head, tail) = ((allocation.guest_offset, head_bytes), (tail_at, tail_bytes));
+        let with_copies = self.with_copies(&allocation, [head, tail], data, &mut grant);
+        let (offset, data) = match allocation.head == Fill::Copy || allocation.tail == Fill::Copy {
+            true => counts_as(Part::CopyOnWrite, with_copies).await?,
+            false => with_copies.await?,
         };
         // The buffers keep what they need of it.
         drop(grant);
@@ -195,6 +200,23 @@ impl Shared {
         let meta = self.metas.first().ok_or(IoError::EIO)?;
         mapping.commit_write(meta, allocation).await?;
         Ok(length)
+    }
+
+    /// What is to be written for `data` in new space, and where.
+    async fn with_copies(
+        &self,
+        allocation: &Allocation,
+        [head, tail]: [(u64, u64); 2],
+        data: Window,
+        grant: &mut BufferGrant,
+    ) -> IoResult<(u64, Window)> {
+        if let Some(whole) = self.laid_over(allocation, head.1, &data, grant).await {
+            return Ok((allocation.file_offset, whole));
+        }
+        let head_bytes = head.1;
+        let [head, tail] = self.surroundings(allocation, head, tail, grant).await?;
+        let skip = if head.is_some() { 0 } else { head_bytes };
+        Ok((allocation.file_offset.saturating_add(skip), joined(head, data, tail)))
     }
 
     /// Room for all that is copied around a write to new space, as soon as there is some. A buffer for one side while the
@@ -209,7 +231,7 @@ impl Shared {
             whole if whole <= READ_THROUGH_BYTES => apart.max(size(whole)),
             _ => apart,
         };
-        self.chain.buffers().grant(BufferUse::Copy, bytes).await
+        counts_as(Part::Queue, self.chain.buffers().grant(BufferUse::Copy, bytes)).await
     }
 
     /// The common case of a small write above data: what a whole allocation is to hold, from one read of the one place
@@ -312,7 +334,7 @@ impl Shared {
 
     /// Makes the guest's data durable, but not what tables in memory have for the file.
     async fn flush_data(&self) -> IoResult {
-        self.files.first().ok_or(IoError::EIO)?.start(FileOp::Flush).await
+        counts_as(Part::Flush, self.files.first().ok_or(IoError::EIO)?.start(FileOp::Flush)).await
     }
 
     pub(super) async fn flush_if(&self, wanted: bool) -> IoResult {
@@ -321,7 +343,7 @@ impl Shared {
         }
         let count = if self.chain.is_handing_over() { 2 } else { 1 };
         for (layer, meta) in self.chain.layers.iter().zip(&self.metas).take(count).rev() {
-            layer.mapping.flush(meta).await?;
+            counts_as(Part::Flush, layer.mapping.flush(meta)).await?;
         }
         if self.chain.both.is_some() {
             self.flush_other_side().await?;

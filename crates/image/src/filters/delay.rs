@@ -2,7 +2,7 @@
 //! limited bandwidth. It stands for storage that is far away, in tests and measurements.
 
 use crate::filters::Filter;
-use block::{Completion, DiskQueue, Op, ReactorCtx, Result, Tag, Timer};
+use block::{Completion, DiskQueue, Op, Parts, ReactorCtx, Result, Tag, Timer};
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -147,5 +147,9 @@ impl DiskQueue for DelayQueue {
 
     fn in_flight(&self) -> usize {
         self.below.in_flight().saturating_add(self.waiting.len())
+    }
+
+    fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
+        self.below.take_timings(timings);
     }
 }

@@ -2,7 +2,7 @@
 //! fails. A request that fails does not reach the disk below.
 
 use crate::filters::Filter;
-use block::{Completion, DiskQueue, IoError, Op, ReactorCtx, Result, Tag};
+use block::{Completion, DiskQueue, IoError, Op, Parts, ReactorCtx, Result, Tag};
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -154,5 +154,9 @@ impl DiskQueue for ErrorQueue {
 
     fn in_flight(&self) -> usize {
         self.below.in_flight().saturating_add(self.failed.len())
+    }
+
+    fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
+        self.below.take_timings(timings);
     }
 }

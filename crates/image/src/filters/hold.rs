@@ -5,7 +5,7 @@
 //! with a flush before it: the kernel tells of lost data once, and a second flush would claim that all is well.
 
 use crate::filters::Filter;
-use block::{Completion, DiskQueue, IoError, IoErrorKind, Op, OpFlags, ReactorCtx, Result, Tag, Timer};
+use block::{Completion, DiskQueue, IoError, IoErrorKind, Op, OpFlags, Parts, ReactorCtx, Result, Tag, Timer};
 use std::fmt;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
@@ -14,6 +14,8 @@ use std::time::Duration;
 
 /// Requests for which a queue has room from the beginning.
 const ROOM: usize = 256;
+/// Times that are kept until somebody asks for them.
+const TIMINGS_MAX: usize = 2048;
 /// A queue that holds requests looks so often whether it may try again.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
@@ -156,6 +158,7 @@ impl Filter for Hold {
             slots: Vec::with_capacity(ROOM),
             free: Vec::with_capacity(ROOM),
             held: Vec::new(),
+            timings: Vec::with_capacity(ROOM),
             round: 0,
             timer: ctx.timer(),
         }))
@@ -180,6 +183,8 @@ struct HoldQueue {
     free: Vec<usize>,
     /// Those that wait, in the order in which they failed.
     held: Vec<Held>,
+    /// What the queue below has said of them, by the tags that came from above.
+    timings: Vec<(Tag, Parts)>,
     /// The round in which they were tried last.
     round: u64,
     /// Set while any waits.
@@ -193,6 +198,19 @@ impl HoldQueue {
         drop(op);
         self.free.push(slot);
         Some(Completion { tag, result })
+    }
+
+    /// Below, the tags are of this queue's slots, which are free for others as soon as their requests have ended.
+    fn note_timings(&mut self) {
+        let known = self.timings.len();
+        if known >= TIMINGS_MAX {
+            return;
+        }
+        self.below.take_timings(&mut self.timings);
+        for (tag, _) in self.timings.iter_mut().skip(known) {
+            let slot = usize::try_from(*tag).ok().and_then(|slot| self.slots.get(slot)?.as_ref());
+            *tag = slot.map_or(Tag::MAX, |kept| kept.tag);
+        }
     }
 
     fn is_held(&self, completion: &Completion) -> Option<Held> {
@@ -247,7 +265,9 @@ impl DiskQueue for HoldQueue {
 
     fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
         let start = done.len();
-        self.below.harvest(done);
+        if self.below.harvest(done) > 0 {
+            self.note_timings();
+        }
         let mut end = start;
         for index in start..done.len() {
             let Some(completion) = done.get(index).copied() else { break };
@@ -277,6 +297,10 @@ impl DiskQueue for HoldQueue {
 
     fn in_flight(&self) -> usize {
         self.below.in_flight().saturating_add(self.held.len())
+    }
+
+    fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
+        timings.append(&mut self.timings);
     }
 }
 

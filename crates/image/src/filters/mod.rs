@@ -77,6 +77,10 @@ impl<F: Filter> Disk for FilterDisk<F> {
         self.below.overwrites_in_place()
     }
 
+    fn may_pin_memory(&self) -> bool {
+        self.below.may_pin_memory()
+    }
+
     fn block_status(&self, query: &StatusQuery) -> Result<Runs<'_>> {
         self.below.block_status(query)
     }

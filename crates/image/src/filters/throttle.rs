@@ -7,7 +7,7 @@
 //! each has in flight: a disk that is ahead of another one that waits is held back.
 
 use crate::filters::Filter;
-use block::{Completion, DiskQueue, Op, ReactorCtx, Result, Tag, Timer};
+use block::{Completion, DiskQueue, Op, Part, Parts, ReactorCtx, Result, Tag, Timer};
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::rc::Rc;
@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 
 /// Requests for which a line has room from the beginning.
 const ROOM: usize = 256;
+/// Times that are kept until somebody asks for them: of more requests than a ring has.
+const TIMINGS_MAX: usize = 2048;
 /// What was not used so recently may be made up for. It covers a late wake-up, so that the rate is kept.
 const SLACK_NS: u64 = 1_000_000;
 /// A disk may be so far ahead of another one that waits.
@@ -316,7 +318,9 @@ impl Throttle {
 impl Filter for Throttle {
     fn open_queue(&self, below: Box<dyn DiskQueue>, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
         let lines = [VecDeque::with_capacity(ROOM), VecDeque::with_capacity(ROOM)];
-        Ok(Box::new(ThrottleQueue { below, member: Arc::clone(&self.member), lines, waits: false, timer: ctx.timer() }))
+        let timings = Vec::with_capacity(ROOM);
+        let (member, timer) = (Arc::clone(&self.member), ctx.timer());
+        Ok(Box::new(ThrottleQueue { below, member, lines, timings, waits: false, timer }))
     }
 }
 
@@ -332,6 +336,8 @@ struct ThrottleQueue {
     member: Arc<ThrottleMember>,
     /// Reads, and writes.
     lines: [VecDeque<Waiting>; 2],
+    /// How long those that passed have waited.
+    timings: Vec<(Tag, Parts)>,
     /// The group knows that this queue waits.
     waits: bool,
     timer: Timer,
@@ -368,8 +374,14 @@ impl ThrottleQueue {
         // Without the lock: a disk in memory carries a request out as it is submitted.
         for (line, pass) in self.lines.iter_mut().zip(pass) {
             for Waiting { since, tag, op, .. } in line.drain(..pass) {
-                let waited_ns = nanos(now.saturating_duration_since(since));
-                self.member.waited_ns.fetch_add(waited_ns, Ordering::Relaxed);
+                let waited = now.saturating_duration_since(since);
+                if !waited.is_zero() {
+                    self.member.waited_ns.fetch_add(nanos(waited), Ordering::Relaxed);
+                    // Not every owner of a queue asks for it.
+                    if self.timings.len() < TIMINGS_MAX {
+                        self.timings.push((tag, Parts::of(Part::Throttle, waited)));
+                    }
+                }
                 self.below.submit(tag, op);
             }
         }
@@ -402,6 +414,11 @@ impl DiskQueue for ThrottleQueue {
     fn in_flight(&self) -> usize {
         let waiting = self.lines.iter().map(VecDeque::len).fold(0, usize::saturating_add);
         self.below.in_flight().saturating_add(waiting)
+    }
+
+    fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
+        timings.append(&mut self.timings);
+        self.below.take_timings(timings);
     }
 }
 

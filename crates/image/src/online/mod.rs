@@ -33,6 +33,8 @@
 //! **A point in time** ([`point_in_time`]). Under a temporary new top layer, the former one is what the disk was at the
 //! barrier, and a backup copies it ([`copy_out`]). Then the temporary layer is taken back. So a bitmap of the former top
 //! notes what was written meanwhile, when that is copied down.
+//!
+//! **The same files opened anew** ([`reopen`]): nothing in flight, the top closed, and a chain of fresh layers.
 
 pub(crate) mod converge;
 pub(crate) mod copy_out;
@@ -46,5 +48,6 @@ pub(crate) mod move_onto;
 pub(crate) mod overlay;
 pub(crate) mod point_in_time;
 mod ranges;
+pub(crate) mod reopen;
 pub(crate) mod take_back;
 pub(crate) mod watch;

@@ -2,6 +2,7 @@
 
 mod duration;
 mod jobs;
+mod latency;
 mod points;
 mod tables;
 mod top;
@@ -9,8 +10,8 @@ mod top;
 use crate::output::{self, usage};
 use clap::Subcommand;
 use control::api::{
-    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Jobs, Overlay, Reloaded, Resize, Snapshot,
-    Stats,
+    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Jobs, Overlay, Reloaded, Reopen, Resize,
+    Snapshot, Stats,
 };
 use control::{Client, Options};
 use serde::Serialize;
@@ -66,6 +67,14 @@ enum Verb {
         name: String,
         /// The new size: 20G, or +5G to add to the present one.
         size: String,
+    },
+    /// Open the files of a disk anew while it runs: one was replaced, or changed behind the disk.
+    Reopen {
+        /// The disk.
+        name: String,
+        /// Give up what cannot be written to the old files.
+        #[arg(long)]
+        force: bool,
     },
     /// Change options of a disk while it runs.
     Set {
@@ -188,9 +197,9 @@ enum Verb {
         /// The job's number, as "ctl jobs" lists it.
         job: u64,
     },
-    /// Show figures of disks and reactors.
+    /// Show figures of disks and reactors, and how long requests take.
     Stats,
-    /// Show the disks' rates, again and again.
+    /// Show the disks' rates and how long requests take, again and again.
     Top {
         /// Seconds between two pictures.
         #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
@@ -223,6 +232,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Ok(ctl.client.delete(&format!("/v1/disks/{}?force={force}", path_segment(name)))?)
         }
         Verb::Resize { name, size } => ctl.resize(name, size),
+        Verb::Reopen { name, force } => {
+            let path = format!("/v1/disks/{}/reopen", path_segment(name));
+            let disk: Disk = ctl.client.post(&path, &Reopen { force: *force })?;
+            ctl.show(&disk, tables::disk)
+        }
         Verb::Set { name, options } => ctl.set(name, options),
         Verb::Snapshot { pairs } => ctl.snapshot(pairs),
         Verb::Commit { name, layers, aim, how } => ctl.commit(name, *layers, aim, how),

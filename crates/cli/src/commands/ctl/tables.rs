@@ -1,10 +1,15 @@
 //! Answers of a daemon, for people.
 
+use super::latency;
 use comfy_table::{CellAlignment, Table, presets};
 use control::api::{Bitmaps, Counters, Disk, Disks, Event, Export, InternalSnapshots, Job, Reloaded, Rounds, Stats};
 use std::fmt::Write as _;
 
-fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>, numbers: std::ops::Range<usize>) -> String {
+pub(super) fn table(
+    header: &[&str],
+    rows: impl IntoIterator<Item = Vec<String>>,
+    numbers: std::ops::Range<usize>,
+) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(header.to_vec());
     for row in rows {
@@ -151,10 +156,17 @@ pub(super) fn stats(stats: &Stats) -> String {
         let mut row = vec![disk.disk.clone()];
         row.extend([requests, batches, notifications, failed].map(|figure| figure.to_string()));
         row.push(disk.tables.map_or_else(String::new, |tables| drive::human_size(tables.used_bytes)));
+        row.push(disk.oldest_request_us.map_or_else(String::new, |us| latency::time(us as f64)));
+        row.push(switch(disk.connected));
         row
     });
-    let mut text = table(&["disk", "requests", "batches", "notifications", "failed", "tables"], rows, 1..6);
+    let header = ["disk", "requests", "batches", "notifications", "failed", "tables", "oldest", "connected"];
+    let mut text = table(&header, rows, 1..7);
     text.push('\n');
+    if stats.disks.iter().any(|disk| !disk.latency.is_empty()) {
+        text += &latency::table(stats);
+        text.push('\n');
+    }
     let rows = stats.reactors.iter().map(|reactor| {
         let figures = [reactor.turns, reactor.sleeps, reactor.system_calls, reactor.worker_calls];
         std::iter::once(reactor.name.clone()).chain(figures.map(|figure| figure.to_string())).collect()

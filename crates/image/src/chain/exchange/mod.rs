@@ -51,6 +51,14 @@ impl Barrier {
         }
     }
 
+    /// Has the queues, which hold all requests, prepare for chains with these layers, too. They hold on, whatever the result.
+    pub(crate) async fn prepare_more(&self, layers: &[Arc<Layer>]) -> Result<()> {
+        let order =
+            |board: &Arc<Board>| board.announce(Order::Prepare { layers: layers.to_vec(), hold: Hold::UntilQuiet });
+        let numbers: Vec<u64> = self.boards.iter().map(order).collect();
+        self.answered(&numbers).await
+    }
+
     /// Lets the queues go on with these chains, one a disk, and waits until all have adopted them.
     pub(crate) async fn release(mut self, chains: Vec<Arc<Chain>>) {
         self.is_pending = false;

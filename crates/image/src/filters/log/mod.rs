@@ -9,7 +9,9 @@ mod record;
 mod writer;
 
 use crate::filters::Filter;
-use block::{Completion, DiskQueue, Interest, IoError, IoErrorKind, Op, ReactorCtx, Result, SECTOR_BYTES, Tag, Watch};
+use block::{
+    Completion, DiskQueue, Interest, IoError, IoErrorKind, Op, Parts, ReactorCtx, Result, SECTOR_BYTES, Tag, Watch,
+};
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::fs::File;
@@ -199,5 +201,9 @@ impl DiskQueue for LogQueue {
     fn in_flight(&self) -> usize {
         let own = self.with_log.saturating_add(self.waiting.len()).saturating_add(self.refused.len());
         self.below.in_flight().saturating_add(own)
+    }
+
+    fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
+        self.below.take_timings(timings);
     }
 }

@@ -1,0 +1,251 @@
+//! What the parts of a request take.
+//!
+//! Most requests go straight to an engine, and whoever submitted them knows how long that took. Where a request has to
+//! wait for something else on its way, whoever lets it wait says so: [`crate::DiskQueue::take_timings`] hands that out.
+//!
+//! A request that is carried out by a task has a stopwatch on the task's thread ([`timed`]). The code of the task says at
+//! its boundaries what it has been doing ([`lap`], [`counts_as`]), without knowing for whom.
+
+use std::cell::RefCell;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::time::{Duration, Instant};
+
+/// What a request spends its time on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// It waits for its turn, for a buffer, or for an exchange of layers.
+    Queue,
+    /// It waits for the disk's limits.
+    Throttle,
+    /// Tables are read, allocated and written.
+    Metadata,
+    /// What surrounds a write to new space is read.
+    CopyOnWrite,
+    /// Its data are read or written.
+    Engine,
+    /// What it wrote, or others before, becomes durable.
+    Flush,
+    /// The guest is told of its end.
+    Notify,
+}
+
+impl Part {
+    /// How many there are.
+    pub const COUNT: usize = 7;
+
+    /// All of them and their names, in the order of a request's way.
+    pub const NAMES: [(Self, &'static str); Self::COUNT] = [
+        (Self::Queue, "queue"),
+        (Self::Throttle, "throttle"),
+        (Self::Metadata, "metadata"),
+        (Self::CopyOnWrite, "copy-on-write"),
+        (Self::Engine, "engine"),
+        (Self::Flush, "flush"),
+        (Self::Notify, "notify"),
+    ];
+}
+
+/// What the time is that no part accounts for. The later ones win where two ways meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub enum Rest {
+    /// It was the engine's: nothing else was to be done.
+    #[default]
+    Engine,
+    /// A task knows what it did, so the request waited before that.
+    Queue,
+    /// A task that nobody has timed: it did what the last one did that was.
+    AsBefore,
+}
+
+/// What a request spent on each part, in nanoseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Parts {
+    ns: [u64; Part::COUNT],
+    /// What remains of the whole.
+    pub rest: Rest,
+}
+
+impl Parts {
+    /// Nothing is known.
+    pub const ZERO: Self = Self { ns: [0; Part::COUNT], rest: Rest::Engine };
+    /// Of a task that was not timed.
+    pub const AS_BEFORE: Self = Self { ns: [0; Part::COUNT], rest: Rest::AsBefore };
+
+    /// One part alone.
+    #[must_use]
+    pub fn of(part: Part, time: Duration) -> Self {
+        let mut parts = Self::ZERO;
+        parts.add(part, nanos(time));
+        parts
+    }
+
+    /// What was spent on `part`.
+    #[must_use]
+    pub fn get(&self, part: Part) -> u64 {
+        self.ns.get(part as usize).copied().unwrap_or(0)
+    }
+
+    /// More for `part`.
+    pub fn add(&mut self, part: Part, ns: u64) {
+        if let Some(sum) = self.ns.get_mut(part as usize) {
+            *sum = sum.saturating_add(ns);
+        }
+    }
+
+    /// What another piece of the same request says.
+    pub fn merge(&mut self, other: &Self) {
+        for (sum, more) in self.ns.iter_mut().zip(other.ns) {
+            *sum = sum.saturating_add(more);
+        }
+        self.rest = self.rest.max(other.rest);
+    }
+
+    /// All parts together.
+    #[must_use]
+    pub fn sum_ns(&self) -> u64 {
+        self.ns.iter().copied().fold(0, u64::saturating_add)
+    }
+
+    /// The same shares of another whole. The sum is exact: what rounding leaves goes to the largest part.
+    #[must_use]
+    pub fn scaled_to(&self, whole_ns: u64) -> Self {
+        let sum = self.sum_ns();
+        let mut scaled = *self;
+        if sum == 0 {
+            scaled.add(Part::Engine, whole_ns);
+            return scaled;
+        }
+        for part in &mut scaled.ns {
+            let share = u128::from(*part).saturating_mul(u128::from(whole_ns)).checked_div(u128::from(sum));
+            *part = share.and_then(|share| u64::try_from(share).ok()).unwrap_or(0);
+        }
+        let left = whole_ns.saturating_sub(scaled.sum_ns());
+        if let Some(largest) = scaled.ns.iter_mut().max() {
+            *largest = largest.saturating_add(left);
+        }
+        scaled
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// A running stopwatch of the task that is polled just now.
+struct Stopwatch {
+    last: Instant,
+    /// All counts as this part meanwhile.
+    within: Option<Part>,
+    parts: Parts,
+}
+
+impl Stopwatch {
+    fn lap(&mut self, part: Part) {
+        let now = Instant::now();
+        self.parts.add(part, nanos(now.saturating_duration_since(self.last)));
+        self.last = now;
+    }
+}
+
+thread_local! {
+    static CURRENT: RefCell<Option<Stopwatch>> = const { RefCell::new(None) };
+}
+
+/// Runs `work` with a stopwatch, from its first poll on. What nobody says otherwise of counts as metadata.
+pub async fn timed<F: Future>(work: F) -> (F::Output, Parts) {
+    let mut work = pin!(work);
+    let mut watch = None;
+    let output = poll_fn(|context| {
+        let begun = || Stopwatch { last: Instant::now(), within: None, parts: Parts::ZERO };
+        let mine = watch.take().unwrap_or_else(begun);
+        let other = CURRENT.replace(Some(mine));
+        let polled = work.as_mut().poll(context);
+        watch = CURRENT.replace(other);
+        polled
+    })
+    .await;
+    let mut parts = Parts::ZERO;
+    if let Some(mut watch) = watch {
+        watch.lap(Part::Metadata);
+        parts = watch.parts;
+    }
+    parts.rest = Rest::Queue;
+    (output, parts)
+}
+
+/// What the task did since it said so last was `part`. Costs nothing much where no stopwatch runs.
+pub fn lap(part: Part) {
+    CURRENT.with_borrow_mut(|current| {
+        if let Some(watch) = current.as_mut().filter(|watch| watch.within.is_none()) {
+            watch.lap(part);
+        }
+    });
+}
+
+/// All that `work` does counts as `part`, whatever it says itself.
+pub async fn counts_as<F: Future>(part: Part, work: F) -> F::Output {
+    lap(Part::Metadata);
+    let is_outermost = CURRENT.with_borrow_mut(|current| {
+        let watch = current.as_mut().filter(|watch| watch.within.is_none());
+        watch.map(|watch| watch.within = Some(part)).is_some()
+    });
+    let output = work.await;
+    if is_outermost {
+        CURRENT.with_borrow_mut(|current| {
+            if let Some(watch) = current {
+                watch.within = None;
+                watch.lap(part);
+            }
+        });
+    }
+    output
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{block_on, yield_now};
+
+    fn work(ms: u64) {
+        std::thread::sleep(Duration::from_millis(ms));
+    }
+
+    #[test]
+    fn the_parts_of_a_task_are_what_it_says_and_sum_to_the_whole() {
+        let begun = Instant::now();
+        let ((), parts) = block_on(timed(async {
+            work(2);
+            lap(Part::Metadata);
+            work(4);
+            yield_now().await;
+            lap(Part::Engine);
+            counts_as(Part::CopyOnWrite, async {
+                work(8);
+                lap(Part::Engine);
+                counts_as(Part::Flush, yield_now()).await;
+            })
+            .await;
+            work(2);
+        }));
+        let whole = nanos(begun.elapsed());
+        let at_least = [(Part::Metadata, 4), (Part::Engine, 4), (Part::CopyOnWrite, 8)];
+        assert!(at_least.iter().all(|(part, ms)| parts.get(*part) >= ms * 1_000_000), "{parts:?}");
+        assert_eq!((parts.get(Part::Flush), parts.rest), (0, Rest::Queue));
+        assert!(parts.sum_ns() <= whole, "{parts:?} of {whole}");
+        // Nobody watches any more.
+        lap(Part::Flush);
+    }
+
+    #[test]
+    fn shares_of_another_whole_sum_to_it() {
+        let mut parts = Parts::of(Part::Engine, Duration::from_nanos(7));
+        parts.add(Part::Metadata, 3);
+        for whole in [0, 1, 9, 1_000_003, u64::MAX / 2] {
+            assert_eq!(parts.scaled_to(whole).sum_ns(), whole);
+        }
+        assert_eq!(Parts::ZERO.scaled_to(5).get(Part::Engine), 5);
+        parts.merge(&Parts::AS_BEFORE);
+        assert_eq!((parts.rest, parts.sum_ns()), (Rest::AsBefore, 10));
+    }
+}

@@ -1,0 +1,123 @@
+//! Clients of the control socket that behave badly, and many changes, beside a guest whose data are checked.
+
+use super::{Daemon, Guest, common};
+use common::{assert_valid, at, directory, has_tool, path_str, run_ok, tool_ok};
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+fn with_a_disk(size: &str) -> (Daemon, std::path::PathBuf) {
+    let dir = directory();
+    let image = at(&dir, "root.qcow2");
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&image), size]);
+    let drive = format!("file={},name=root,socket={}", image.display(), at(&dir, "root.sock").display());
+    (Daemon::start_in(dir, &["--drive", &drive]), image)
+}
+
+/// Sends bytes, and takes what comes for a moment.
+fn send(control: &Path, bytes: &[u8]) {
+    let Ok(mut stream) = UnixStream::connect(control) else { return };
+    let _ = stream.set_read_timeout(Some(Duration::from_millis(5)));
+    let _ = stream.set_write_timeout(Some(Duration::from_millis(100)));
+    let _ = stream.write_all(bytes);
+    let _ = stream.read(&mut [0; 4096]);
+}
+
+/// Requests with a few bytes changed, by a seed.
+fn fuzz(control: &Path, seed: u64, until: Instant) {
+    const REQUESTS: [&str; 5] = [
+        "GET /v1/disks HTTP/1.1\r\nhost: x\r\n\r\n",
+        "POST /v1/disks/root/resize HTTP/1.1\r\nhost: x\r\ncontent-length: 19\r\n\r\n{\"size_bytes\": 512}",
+        "PATCH /v1/disks/root HTTP/1.1\r\nhost: x\r\ncontent-length: 35\r\n\r\n{\"options\": {\"cache\": \"unsafe\"}}   ",
+        "GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n",
+        "POST /v1/disks HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{\"op\r\n0\r\n\r\n",
+    ];
+    let mut state = seed | 1;
+    let mut next = move |below: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below
+    };
+    while Instant::now() < until {
+        let mut bytes = REQUESTS[next(REQUESTS.len())].as_bytes().to_vec();
+        for _ in 0..next(4) {
+            let at = next(bytes.len());
+            bytes[at] = next(256) as u8;
+        }
+        if next(8) == 0 {
+            bytes.truncate(next(bytes.len()));
+        }
+        send(control, &bytes);
+    }
+}
+
+#[test]
+fn hostile_clients_never_disturb_a_disk() {
+    let (daemon, image) = with_a_disk("64M");
+    let guest = Guest::begin(&daemon.path("root.sock"));
+    let until = Instant::now() + Duration::from_secs(3);
+    let control = &daemon.control;
+    std::thread::scope(|scope| {
+        for seed in 1..=3 {
+            scope.spawn(move || fuzz(control, seed, until));
+        }
+        scope.spawn(move || {
+            let giant =
+                [&b"POST /v1/disks HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n"[..], &[b' '; 1 << 20]];
+            while Instant::now() < until {
+                send(control, &giant.concat());
+            }
+        });
+        scope.spawn(move || {
+            // Up to a thousand at once that say half a word, and stay. Those that are too many wait to be connected.
+            let mut held = Vec::new();
+            while held.len() < 1000 && Instant::now() < until {
+                if let Ok(mut stream) = UnixStream::connect(control) {
+                    let _ = stream.write_all(b"GET /v1/di");
+                    held.push(stream);
+                }
+            }
+            std::thread::sleep(until.saturating_duration_since(Instant::now()));
+        });
+    });
+    assert_eq!(daemon.json(&["show", "root"])["size_bytes"], 64 << 20);
+    guest.end();
+    let _files = daemon.end();
+    assert_valid(&image, false);
+}
+
+/// As an operator's scripts would, by the client and by curl in turn.
+#[test]
+fn a_script_changes_disks_again_and_again_and_the_guest_sees_no_error() {
+    if !has_tool("curl") {
+        return;
+    }
+    let rounds = std::env::var("RINGDISK_CHANGES").map_or(8, |value| value.parse::<u64>().expect("a number"));
+    let (daemon, image) = with_a_disk("64M");
+    let guest = Guest::begin(&daemon.path("root.sock"));
+    let curl = |path: &str, more: &[&str]| {
+        let url = format!("http://localhost{path}");
+        let fixed = ["--silent", "--show-error", "--fail-with-body", "--max-time", "60", "--unix-socket"];
+        tool_ok("curl", &[&fixed[..], &[path_str(&daemon.control), &url], more].concat())
+    };
+    let more = daemon.path("more.sock");
+    for round in 0..rounds {
+        let (size, socket) = ((65 + round) << 20, path_str(&more));
+        if round % 2 == 0 {
+            daemon.ctl(&["resize", "root", "+1M"]);
+            daemon.ctl(&["add", &format!("format=null,size=1G,name=more,socket={socket}")]);
+            daemon.ctl(&["remove", "more", "--force"]);
+        } else {
+            curl("/v1/disks/root/resize", &["--data", &format!("{{\"size_bytes\": {size}}}")]);
+            let options =
+                format!("{{\"format\": \"null\", \"size\": \"1G\", \"name\": \"more\", \"socket\": \"{socket}\"}}");
+            curl("/v1/disks", &["--data", &format!("{{\"options\": {options}}}")]);
+            curl("/v1/disks/more?force=true", &["--request", "DELETE"]);
+        }
+        assert_eq!(daemon.json(&["show", "root"])["size_bytes"], size);
+        assert!(!more.exists(), "round {round}");
+    }
+    guest.end();
+    let _files = daemon.end();
+    assert_valid(&image, false);
+}

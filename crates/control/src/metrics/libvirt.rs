@@ -1,0 +1,45 @@
+//! The same figures under the names that libvirt's exporters use, so that dashboards made for them go on.
+
+use super::Scrape;
+use crate::api::OperationLatency;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use std::fmt;
+use std::sync::Arc;
+
+/// Name, help, the operation, and its figure.
+type Alias = (&'static str, &'static str, &'static str, fn(&OperationLatency) -> f64);
+
+const ALIASES: [Alias; 8] = [
+    ("read_bytes", "Bytes read", "read", |operation| operation.bytes as f64),
+    ("read_requests", "Read requests", "read", |operation| operation.whole.count as f64),
+    ("read_time_seconds", "Time spent on reads", "read", |operation| operation.whole.sum_us as f64 / 1e6),
+    ("write_bytes", "Bytes written", "write", |operation| operation.bytes as f64),
+    ("write_requests", "Write requests", "write", |operation| operation.whole.count as f64),
+    ("write_time_seconds", "Time spent on writes", "write", |operation| operation.whole.sum_us as f64 / 1e6),
+    ("flush_requests", "Flush requests", "flush", |operation| operation.whole.count as f64),
+    ("flush_time_seconds", "Time spent on flushes", "flush", |operation| operation.whole.sum_us as f64 / 1e6),
+];
+
+#[derive(Debug)]
+pub(super) struct Aliases(pub(super) Arc<Scrape>);
+
+impl Collector for Aliases {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let Scrape { stats, disks, .. } = &*self.0;
+        for (name, help, wanted, figure) in ALIASES {
+            let name = format!("libvirt_domain_block_stats_{name}");
+            let mut family = encoder.encode_descriptor(&name, help, None, MetricType::Counter)?;
+            for disk in &stats.disks {
+                let file = disks.iter().find(|other| other.name == disk.disk).map_or("", |disk| &disk.file);
+                // The domain is the guest, which a disk does not know.
+                let labels = [("domain", ""), ("source_file", file), ("target_device", &*disk.disk)];
+                let found = disk.latency.iter().find(|operation| operation.operation == wanted);
+                ConstCounter::new(found.map_or(0.0, figure)).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
+}

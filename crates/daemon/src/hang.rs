@@ -1,0 +1,84 @@
+//! Storage that hangs: how long a disk that is removed waits for it, and what happens then.
+//!
+//! First the files are asked to give up what is in flight; a connection to a server can. Where that does not help, the
+//! requests are ended with errors without the storage, and the guest's memory is cut off from it.
+
+use crate::table::Found;
+use block::{Error, ErrorKind, Result};
+use export_vhost_user::Surrender;
+use image::Image;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
+use std::time::Duration;
+
+/// What files get that were asked to give up.
+const CANCEL_PATIENCE: Duration = Duration::from_secs(1);
+/// How long closing a disk may take before a connection to a server is given up. A lot may have to be written.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(30);
+/// How long it may take where requests were given up: the storage does not answer, most likely.
+const HOPELESS_PATIENCE: Duration = Duration::from_secs(2);
+
+/// As long as this lives, somebody waits; if for too long, an action is taken.
+pub(crate) struct Patience(#[allow(dead_code, reason = "dropped to say that the wait is over")] Sender<()>);
+
+impl Patience {
+    fn begin(limit: Duration, act: impl FnOnce(&Receiver<()>) + Send + 'static) -> Option<Self> {
+        let (sender, over) = channel();
+        let watch = move || {
+            if over.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+                act(&over);
+            }
+        };
+        match std::thread::Builder::new().name("patience".into()).spawn(watch) {
+            Ok(_) => Some(Self(sender)),
+            Err(error) => {
+                tracing::warn!("cannot start a thread: storage that hangs is waited for: {error}");
+                None
+            }
+        }
+    }
+
+    /// With the requests in flight of a disk's exports.
+    pub(crate) fn with_requests(
+        limit: Duration,
+        found: &Found,
+        exports: Vec<Surrender>,
+        given_up: &Arc<AtomicBool>,
+    ) -> Option<Self> {
+        let (image, given_up, name) = (found.disk.image.clone(), Arc::clone(given_up), found.name.clone());
+        Self::begin(limit, move |over| {
+            tracing::warn!(disk = %name, "requests in flight do not end: they are given up");
+            image.iter().for_each(|image| image.cancel());
+            if over.recv_timeout(CANCEL_PATIENCE) == Err(RecvTimeoutError::Timeout) {
+                given_up.store(true, Ordering::Release);
+                exports.iter().for_each(Surrender::give_up);
+            }
+        })
+    }
+
+    /// With jobs and the end of a disk.
+    pub(crate) fn with_end(found: &Found) -> Option<Self> {
+        let image: Option<Arc<Image>> = found.disk.image.clone();
+        Self::begin(CLOSE_PATIENCE, move |_| image.iter().for_each(|image| image.cancel()))
+    }
+}
+
+/// Closes a disk some of whose requests were given up, if its storage answers after all.
+pub(crate) fn close_hopeless(found: Found, close: fn(&Found) -> Result<()>) -> Result<()> {
+    let file = found.file.clone();
+    let (sender, closed) = sync_channel(1);
+    let end = move || {
+        // Nobody may wait any more.
+        let _ = sender.send(close(&found));
+    };
+    let failed = |error| Error::io("cannot start a thread", error);
+    std::thread::Builder::new().name("closing".into()).spawn(end).map_err(failed)?;
+    closed.recv_timeout(HOPELESS_PATIENCE).unwrap_or_else(|_| {
+        let message = format!(
+            "the storage of '{file}' hangs: the disk is gone, but was not closed, and what was not flushed may be lost. \
+             Look at the image with check when its storage answers again"
+        );
+        Err(Error::new(ErrorKind::Io, message))
+    })
+}
