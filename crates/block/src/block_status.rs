@@ -68,7 +68,7 @@ pub struct Run {
     pub present: bool,
     /// They read as zeros.
     pub zero: bool,
-    /// They take a read.
+    /// A layer keeps data for them. If they are known to be zeros all the same (`zero`), they lie in a hole of its file.
     pub data: bool,
     /// They lie in compressed clusters.
     pub compressed: bool,
@@ -88,6 +88,12 @@ impl Run {
     #[must_use]
     pub fn of_nothing(start: u64, length_bytes: u64) -> Self {
         Self { present: false, zero: true, data: false, ..Self::of_data(start, length_bytes) }
+    }
+
+    /// Whether what they are takes a read.
+    #[must_use]
+    pub fn takes_read(&self) -> bool {
+        self.data && !self.zero
     }
 
     /// The first byte behind it.

@@ -160,3 +160,34 @@ fn check_repairs_what_qemu_img_repairs_with_the_same_counts_and_the_same_guest_d
     let said = run_fails(1, &["check", "-r", "some", path_str(&image)]);
     assert!(said.contains("leaks or all"), "{said}");
 }
+
+#[test]
+fn nothing_is_copied_into_an_image_whose_refcounts_deny_data_that_are_there() {
+    if !has_tool("qemu-img") || !has_tool("qemu-io") {
+        return;
+    }
+    let dir = directory();
+    let at = |name: &str| dir.path().join(name);
+    let (base, over, raw) = (at("base.qcow2"), at("over.qcow2"), at("new.raw"));
+    tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", path_str(&base), "1M"]);
+    tool_ok("qemu-io", &["-f", "qcow2", "-c", "write -P 7 0 128k", path_str(&base)]);
+    tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", "-b", path_str(&base), "-F", "qcow2", path_str(&over)]);
+    tool_ok("qemu-io", &["-f", "qcow2", "-c", "write -P 9 512k 128k", path_str(&over)]);
+    std::fs::write(&raw, vec![5_u8; 1 << 20]).unwrap();
+    let mut bytes = std::fs::read(&base).unwrap();
+    let block = u64_at(&bytes, u64_at(&bytes, 48)) as usize;
+    // Of the two clusters of data: they are the last ones.
+    assert!(bytes[block + 8..block + 14] == [0, 1, 0, 1, 0, 1], "the last two are data");
+    bytes[block + 10..block + 14].fill(0);
+    std::fs::write(&base, &bytes).unwrap();
+    let commit = ["commit", path_str(&over)];
+    for line in [&commit[..], &["convert", "-n", "-f", "raw", "-O", "qcow2", path_str(&raw), path_str(&base)]] {
+        let said = run_fails(1, line);
+        assert!(said.contains("refcounts deny"), "{line:?}: {said}");
+        assert!(std::fs::read(&base).unwrap() == bytes, "{line:?} has changed it");
+    }
+    assert!(run(&["check", "-r", "all", path_str(&base)]).status.success());
+    assert!(run(&commit).status.success());
+    let reads = tool_ok("qemu-io", &["-r", "-c", "read -P 7 0 128k", "-c", "read -P 9 512k 128k", path_str(&base)]);
+    assert!(!reads.contains("failed"), "{reads}");
+}

@@ -20,6 +20,7 @@ mod failure;
 mod live_jobs;
 mod manager;
 mod metrics;
+mod mirror;
 mod options;
 mod record;
 mod routes;

@@ -79,6 +79,13 @@ pub(crate) fn top_of(image: &Image) -> Option<FileName> {
 pub(crate) struct Made(Vec<std::path::PathBuf>);
 
 impl Made {
+    /// Makes a file, which must not exist.
+    pub(crate) fn file(&mut self, path: &Path, length_bytes: u64) -> Result<()> {
+        engine::create(path, length_bytes)?;
+        self.0.push(path.to_owned());
+        Ok(())
+    }
+
     fn overlay(&mut self, found: &Found, image: &Image, path: &Path) -> Result<OpenedOverlay> {
         self.overlay_with(found, image, path, |_| ())
     }
@@ -102,8 +109,7 @@ impl Made {
             options.backing_format = image.format().map(|format| format.to_string());
             change(options);
         });
-        engine::create(path, 0)?;
-        self.0.push(path.to_owned());
+        self.file(path, 0)?;
         let name = FileName::from(path);
         let file: Arc<dyn File> =
             EngineOpener::of_disk(&found.options).with_buffers(image.buffers()).open(&name, Role::Writable)?;

@@ -1,6 +1,8 @@
 //! An image as a user names it: a file name, or a description such as `driver=qcow2,file.filename=...`.
 
+use crate::file_part::FilePart;
 use crate::keyval::{KeyValue, parse as parse_key_values};
+use crate::size::parse_size;
 use block::{Error, ErrorKind, Result};
 use image::{FileName, Format, without_secrets};
 use serde_json::Value;
@@ -16,6 +18,16 @@ pub struct ImageName {
     pub file: FileName,
     /// Its format; guessed from its contents if nobody said it.
     pub format: Option<Format>,
+    /// The part of a raw file that is the disk (`offset=`, `size=`).
+    pub part: Option<FilePart>,
+    /// The image is to be seen without what lies below it (`backing` is null).
+    pub is_alone: bool,
+}
+
+impl From<FileName> for ImageName {
+    fn from(file: FileName) -> Self {
+        Self { file, format: None, part: None, is_alone: false }
+    }
 }
 
 impl ImageName {
@@ -25,7 +37,7 @@ impl ImageName {
         let text = text.as_ref();
         let parsed = match text.to_str().and_then(|text| text.strip_prefix("json:")) {
             Some(description) => from_json(description, format),
-            None => FileName::parse(text).map(|file| Self { file, format }),
+            None => FileName::parse(text).map(|file| Self { format, ..file.into() }),
         };
         parsed
             .map_err(|error| error.in_context(format!("Could not open '{}'", without_secrets(&text.to_string_lossy()))))
@@ -41,6 +53,16 @@ impl ImageName {
             described(&parse_key_values(text)?)
         };
         parse().map_err(|error| error.in_context(format!("Could not open '{text}'")))
+    }
+
+    /// The file and its format, for a command that changes a whole image.
+    pub fn whole(self) -> Result<(FileName, Option<Format>)> {
+        match self {
+            Self { file, format, part: None, is_alone: false } => Ok((file, format)),
+            Self { file, .. } => Err(bad(format!(
+                "Could not open '{file}': offset, size and backing=null are for commands that only read"
+            ))),
+        }
     }
 }
 
@@ -103,6 +125,15 @@ fn flatten(key: &str, value: &Value, pairs: &mut Vec<KeyValue>) -> Result<()> {
             pairs.push(KeyValue { key: key.to_owned(), value: value.clone() });
             Ok(())
         }
+        Value::Number(number) if ["offset", "size"].contains(&key) => {
+            pairs.push(KeyValue { key: key.to_owned(), value: number.to_string() });
+            Ok(())
+        }
+        // As in QEMU, an empty text means the same.
+        Value::Null if key == "backing" => {
+            pairs.push(KeyValue { key: key.to_owned(), value: String::new() });
+            Ok(())
+        }
         other => {
             Err(bad(format!("the option '{key}' cannot be {other} (driver, file.driver and file.filename are texts)")))
         }
@@ -119,12 +150,14 @@ fn described(pairs: &[KeyValue]) -> Result<ImageName> {
         match key.as_str() {
             "driver" => {}
             key if key == file_key => {}
+            "offset" | "size" if driver == Some("raw") => {}
+            "backing" if value.is_empty() => {}
             key if key == driver_key && FILE_DRIVERS.contains(&value.as_str()) => {}
             key if key == driver_key => {
                 return Err(bad(format!("{key}={value} is not supported (file and host_device are)")));
             }
             key => {
-                let what = "driver, file.driver and file.filename are";
+                let what = "driver, file.driver, file.filename, of raw offset and size, and backing=null are";
                 let format = driver.unwrap_or("raw");
                 return Err(bad(format!("Block format '{format}' does not support the option '{key}' ({what})")));
             }
@@ -132,7 +165,11 @@ fn described(pairs: &[KeyValue]) -> Result<ImageName> {
     }
     let path = value_of(file_key).ok_or_else(|| bad("A block device must be specified for \"file\""))?;
     let format = if is_file { Some(Format::Raw) } else { driver.map(driver_format).transpose()? };
-    Ok(ImageName { file: path.into(), format })
+    let size = |key: &str| value_of(key).map(parse_size).transpose();
+    let (offset_bytes, size_bytes) = (size("offset")?, size("size")?);
+    let is_part = offset_bytes.is_some() || size_bytes.is_some();
+    let part = is_part.then(|| FilePart { offset_bytes: offset_bytes.unwrap_or(0), size_bytes });
+    Ok(ImageName { format, part, is_alone: value_of("backing").is_some(), ..FileName::from(path).into() })
 }
 
 fn driver_format(driver: &str) -> Result<Format> {
@@ -200,11 +237,31 @@ mod tests {
             ("json:{'driver': 'nope', 'file.filename': 'a'}", "Unknown driver 'nope'"),
             ("json:{'driver': 'raw', 'file.filename': 'a', 'x': 'y'}", "format 'raw' does not support the option 'x'"),
             (r#"json:{"driver":"nbd","server":{"type":"unix"}}"#, "server.type"),
-            (r#"json:{"driver":"raw","offset":512,"file":{"filename":"a"}}"#, "offset"),
+            (r#"json:{"driver":"qcow2","offset":512,"file":{"filename":"a"}}"#, "offset"),
+            (r#"json:{"driver":"raw","offset":true,"file":{"filename":"a"}}"#, "offset"),
+            (r#"json:{"driver":"raw","offset":-1,"file":{"filename":"a"}}"#, "-1"),
+            (r#"json:{"driver":"qcow2","backing":"b","file":{"filename":"a"}}"#, "backing"),
+            (r#"json:{"driver":"qcow2","file":{"filename":null}}"#, "file.filename"),
         ] {
             let said = of(text, None).expect_err(text);
             assert!(said.contains(named) && said.contains("Could not open"), "{said}");
         }
         assert!(of(json, Some(Format::Raw)).is_err());
+    }
+
+    #[test]
+    fn a_part_of_a_raw_file_and_an_image_without_its_backing_file_are_for_reading() {
+        let of = |text: &str| ImageName::parse(text, None).unwrap();
+        let part = |offset_bytes, size_bytes| Some(FilePart { offset_bytes, size_bytes });
+        for (text, expected) in [
+            (r#"json:{"driver":"raw","offset":512,"size":"64k","file.filename":"a"}"#, part(512, Some(65536))),
+            (r#"json:{"driver":"raw","offset":"1M","file.filename":"a"}"#, part(1 << 20, None)),
+            (r#"json:{"driver":"raw","file.filename":"a"}"#, None),
+        ] {
+            assert_eq!(of(text).part, expected, "{text}");
+            assert_eq!(of(text).whole().is_ok(), expected.is_none(), "{text}");
+        }
+        let alone = of(r#"json:{"driver":"qcow2","backing":null,"file.filename":"a"}"#);
+        assert!(alone.is_alone && alone.whole().is_err());
     }
 }

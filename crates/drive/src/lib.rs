@@ -25,6 +25,7 @@
 
 #![forbid(unsafe_code)]
 
+mod file_part;
 mod filters;
 mod help;
 mod image_name;
@@ -38,6 +39,7 @@ mod temporary;
 mod throttling;
 mod vhost_user;
 
+pub use file_part::{FilePart, PartOpener};
 pub use filters::{FilterOptions, Filtered};
 pub use image_name::ImageName;
 pub use keyval::{KeyValue, asks_for_help, escape, parse as parse_key_values, parse_options, unknown};

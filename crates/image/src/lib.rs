@@ -60,11 +60,12 @@ pub use offline::formats::{bitmaps, check, edit, edit_bitmaps, look_before_writi
 pub use offline::inspect::{Description, inspect, inspect_encrypted};
 pub use online::copy_out::{Copied, CopyOut};
 pub use online::edit::OnlineBitmap;
+pub use online::mirror::{MirrorEnd, MirrorScope, MirrorTarget, mirror, mirror_async};
 pub use online::move_onto::{NewBelow, OpenedBase, move_onto, move_onto_async};
 pub use online::overlay::{OpenedOverlay, put_overlay, put_overlay_async};
 pub use online::point_in_time::PointInTime;
 pub use online::take_back::{take_back, take_back_async};
-pub use online::watch::CopyWatch;
+pub use online::watch::{Aim, CopyRounds, CopyWatch};
 pub use open::gate::{BackingPolicy, Opener, Role, backing_path, pass_gate};
 pub use open::layers::{ImageOptions, MAX_LAYERS, open};
 pub use open::temporary::{ScratchFiles, TemporaryFiles};

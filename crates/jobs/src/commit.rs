@@ -82,7 +82,10 @@ pub fn commit(
 ) -> Result<()> {
     let found = find_base(options, opener)?;
     let opener = SharedOpener::new(opener);
-    opener.open(&found.name, Role::Writable)?;
+    let base_file = opener.open(&found.name, Role::Writable)?;
+    // What is copied goes to space that the base's refcounts call free.
+    let mut go_on = |_, _| !control.cancel.load(Ordering::Relaxed);
+    image::look_before_writing(&base_file, found.format, &mut go_on)?;
     if let Some(data_file) = &found.data_file {
         opener.open(data_file, Role::Writable)?;
     }
@@ -121,6 +124,7 @@ struct Found {
     /// Its format, or `None` if it was only guessed. Then the data of the overlay's guest must not become another
     /// format's header.
     said_format: Option<Format>,
+    format: Format,
     top_format: Option<Format>,
     /// Layers above it.
     depth: usize,
@@ -157,7 +161,8 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
         }
     }
     let said_format = chain.said_formats().nth(depth).flatten();
-    Ok(Found { name, data_file, said_format, top_format: chain.format(), depth })
+    let format = chain.formats().nth(depth).unwrap_or(Format::Raw);
+    Ok(Found { name, data_file, said_format, format, top_format: chain.format(), depth })
 }
 
 fn open_options(options: &CommitOptions, name: &FileName, format: Option<Format>, is_base: bool) -> ImageOptions {
@@ -283,12 +288,12 @@ fn hand_out(
         if run.compressed {
             pipeline.widen();
         }
-        let longest = if run.data { piece } else { ZERO_PIECE_BYTES };
+        let longest = if run.takes_read() { piece } else { ZERO_PIECE_BYTES };
         let mut at = run.start;
         while at < run.end() {
             let end = run.end().min((at / longest + 1) * longest);
-            limit.pass(if run.data { end - at } else { 0 }, control);
-            let item = if run.data { Piece::Copy(at..end) } else { Piece::Zero(at..end) };
+            limit.pass(if run.takes_read() { end - at } else { 0 }, control);
+            let item = if run.takes_read() { Piece::Copy(at..end) } else { Piece::Zero(at..end) };
             if !pipeline.push(item, end - at, control) {
                 return Ok(());
             }

@@ -131,7 +131,7 @@ fn walk(
         {
             return Ok(Some(at));
         }
-        let reads = |run: &Option<Run>| run.is_some_and(|run| run.data);
+        let reads = |run: &Option<Run>| run.is_some_and(|run| run.takes_read());
         let sides = match (reads(&one), reads(&other)) {
             (true, true) => Some(Sides::Both),
             (true, false) => Some(Sides::Left),

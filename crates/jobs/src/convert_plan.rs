@@ -52,7 +52,7 @@ impl Plan {
             if run.compressed {
                 pipeline.widen();
             }
-            let is_data = run.data || (all_is_data && run.zero && run.start < self.shows_zeros_from);
+            let is_data = run.takes_read() || (all_is_data && run.zero && run.start < self.shows_zeros_from);
             if !(if is_data { walk.data(run, control) } else { walk.zero(run, control) }) {
                 return Ok(());
             }

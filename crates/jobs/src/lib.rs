@@ -22,7 +22,7 @@
 //!     let mut control = Control::new(cancel, &mut show);
 //!     let mut allocated = 0;
 //!     ringdisk_jobs::map(image, &mut control, |run| {
-//!         allocated += if run.data { run.length_bytes } else { 0 };
+//!         allocated += if run.takes_read() { run.length_bytes } else { 0 };
 //!         Ok(())
 //!     })?;
 //!     Ok(allocated)

@@ -16,7 +16,7 @@ pub fn measure(source: &dyn Disk, target: &CreateOptions, control: &mut Control<
     for run in source.block_status(&query)? {
         let run = run?;
         control.check()?;
-        if run.data {
+        if run.takes_read() {
             let start = (run.start / unit_bytes * unit_bytes).max(counted_to);
             let end = run.end().next_multiple_of(unit_bytes);
             needed += end.saturating_sub(start);

@@ -173,7 +173,7 @@ fn copy(
         Pipeline::start(reactors, Spread::All, DEPTH, size, move |ctx| {
             Ok(Rebaser {
                 top: DiskIo::open(top.as_ref(), ctx)?,
-                packer: compress.then(|| Packer::open(&(&top).into(), ctx, cluster)).transpose()?,
+                packer: compress.then(|| Packer::open(&(&top).into(), ctx, cluster)),
                 below: below.as_ref().map(|below| DiskIo::open(below.as_ref(), ctx)).transpose()?,
                 below_bytes,
                 says_zero,
@@ -235,11 +235,11 @@ fn walk(
             let own = run.depth == 0 && run.present;
             let same_place = |other: &Run| {
                 let place = |run: &Run, names: &[FileName]| names.get(run.depth).cloned().zip(start_at(run, at));
-                run.data
-                    && other.data
+                run.takes_read()
+                    && other.takes_read()
                     && place(&run, &old_names).is_some_and(|old| Some(old) == place(other, &new_names))
             };
-            let both_zero = !run.data && other.is_none_or(|other| !other.data);
+            let both_zero = !run.takes_read() && other.is_none_or(|other| !other.takes_read());
             if own || both_zero || other.as_ref().is_some_and(same_place) {
                 pipeline.skip(end - at);
                 at = end;
@@ -266,7 +266,8 @@ fn start_at(run: &Run, at: u64) -> Option<u64> {
 
 struct Rebaser {
     top: Rc<DiskIo>,
-    packer: Option<Packer>,
+    /// `None` if nothing is to be compressed; an error where it cannot be.
+    packer: Option<Result<Packer>>,
     below: Option<Rc<DiskIo>>,
     below_bytes: u64,
     says_zero: bool,
@@ -345,7 +346,12 @@ impl Rebaser {
                     Op::WriteZeroes { offset: at, length: part.len() as u64, may_unmap: true, flags: OpFlags::NONE };
                 self.top.run(op).await
             }
-            (Some(packer), Some(packing)) => return packer.write(&self.top, packing, offset, old, part).await,
+            (Some(Ok(packer)), Some(packing)) => return packer.write(&self.top, packing, offset, old, part).await,
+            // As in qemu-img, only what has to be written is refused.
+            (Some(Err(error)), _) => {
+                let what = format!("Error while writing to COW image: Operation not supported: {error}");
+                return Err(Error::new(error.kind(), what));
+            }
             _ => self.top.write(at, old, part).await,
         };
         written.map_err(|error| failed("writing", at, error))

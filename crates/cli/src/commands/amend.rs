@@ -3,7 +3,7 @@
 use crate::images::{asks_for_help, image_name, opener, parse_format, switch};
 use crate::output::{self, ProgressArgs, Watch};
 use anyhow::bail;
-use drive::{ImageName, parse_integer, parse_options, parse_size};
+use drive::{parse_integer, parse_options, parse_size};
 use image::{Amend, Format, ImageOptions};
 use std::path::PathBuf;
 
@@ -69,7 +69,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return help(Some(format));
     }
     let Some(file) = &args.file else { return Err(output::usage("Expecting one image file name")) };
-    let ImageName { file, format } = image_name(file, args.format.as_deref(), args.image_opts)?;
+    let (file, format) = image_name(file, args.format.as_deref(), args.image_opts)?.whole()?;
     let mut options = ImageOptions::new(file);
     options.format = format;
     options.allow_backing = args.allow_backing.parse()?;

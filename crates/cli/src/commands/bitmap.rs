@@ -4,7 +4,7 @@ use crate::images::{files, image_name};
 use anyhow::{Context, bail};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
-use drive::{EngineOpener, ImageName, parse_size};
+use drive::{EngineOpener, parse_size};
 use format_qcow2::BitmapAction;
 use image::{Opener, Role, inspect};
 use std::path::PathBuf;
@@ -126,7 +126,7 @@ impl Args {
             Word::Merge(source) => match &self.source_file {
                 None => BitmapAction::MergeOwn(source.clone()),
                 Some(path) => {
-                    let ImageName { file: name, format } = image_name(path, self.source_format.as_deref(), false)?;
+                    let (name, format) = image_name(path, self.source_format.as_deref(), false)?.whole()?;
                     let file = opener.open(&name, Role::ReadOnly)?;
                     let format = inspect(name, &file, format)?.format;
                     let failed = || format!("Operation merge on bitmap {} failed", self.bitmap);
@@ -139,7 +139,7 @@ impl Args {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     args.check()?;
-    let ImageName { file: name, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
+    let (name, format) = image_name(&args.file, args.format.as_deref(), args.image_opts)?.whole()?;
     let opener = files();
     let file = opener.open(&name, Role::Writable)?;
     let format = inspect(name, &file, format)?.format;

@@ -61,7 +61,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if repair.is_some() && args.force_share {
         bail!("check: -U and -r contradict each other: what is repaired must be nobody else's");
     }
-    let ImageName { file: name, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
+    let ImageName { file: name, format, .. } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
     let opener = opener(&args.source_cache)?;
     let opener = if args.force_share { opener.without_locks() } else { opener };
     let file = match repair {

@@ -3,7 +3,7 @@
 use crate::images::{image_name, opener};
 use crate::output::{self, ProgressArgs, Watch};
 use crate::threads::Reactors;
-use drive::{ImageName, parse_size};
+use drive::parse_size;
 use jobs::CommitOptions;
 use std::path::PathBuf;
 
@@ -43,7 +43,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let ImageName { file, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
+    let (file, format) = image_name(&args.file, args.format.as_deref(), args.image_opts)?.whole()?;
     let opener = opener(&args.cache)?;
     let mut options = CommitOptions::new(file);
     options.format = format;

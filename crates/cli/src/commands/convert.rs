@@ -10,9 +10,9 @@ use crate::output::{self, ProgressArgs, Watch, usage};
 use crate::threads::Reactors;
 use anyhow::{Context, bail};
 use block::{Disk, SECTOR_BYTES};
-use drive::{ImageName, escape, parse_options, parse_size};
+use drive::{escape, parse_options, parse_size};
 use engine::CacheMode;
-use image::{FileName, Format, Image, ImageOptions};
+use image::{FileName, Format, Image, ImageOptions, Opener, Role};
 use jobs::{ConvertOptions, JobDisk, Salvage, Unreadable};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -161,14 +161,18 @@ impl Args {
         }
     }
 
-    fn sources_and_target(&self) -> anyhow::Result<(&[PathBuf], Target)> {
-        let (target, sources) = match self.files.split_last() {
-            Some((target, sources)) if !sources.is_empty() => (target, sources),
-            _ => return Err(usage("Must specify image file name: one source or more, and the target")),
-        };
+    /// The sources' names, and the target's.
+    fn names(&self) -> anyhow::Result<(&[PathBuf], &Path)> {
+        match self.files.split_last() {
+            Some((target, sources)) if !sources.is_empty() => Ok((sources, target)),
+            _ => Err(usage("Must specify image file name: one source or more, and the target")),
+        }
+    }
+
+    fn target(&self, target: &Path, sources: usize) -> anyhow::Result<Target> {
         let target = match self.target_image_opts {
             true => {
-                let ImageName { file, format } = image_name(target, self.output_format.as_deref(), true)?;
+                let (file, format) = image_name(target, self.output_format.as_deref(), true)?.whole()?;
                 Target::new(self, path_of(&file)?, format)?
             }
             false => {
@@ -176,7 +180,7 @@ impl Args {
                 Target::new(self, file_name(target)?, Some(format))?
             }
         };
-        if sources.len() > 1 && target.backing.is_some() {
+        if sources > 1 && target.backing.is_some() {
             bail!("Having a backing file for the target makes no sense when concatenating multiple input images");
         }
         if self.compress && target.format.is_some_and(|format| !format.can_compress()) {
@@ -185,7 +189,7 @@ impl Args {
         if self.compress && target.preallocated {
             bail!("Compression and preallocation not supported at the same time");
         }
-        Ok((sources, target))
+        Ok(target)
     }
 
     fn sparse_bytes(&self) -> anyhow::Result<u64> {
@@ -253,18 +257,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     args.refuse_contradictions()?;
     // Before the target is emptied.
     args.target_cache.parse::<CacheMode>()?;
-    let (paths, target) = args.sources_and_target()?;
+    let (paths, target) = args.names()?;
     let mut options = ConvertOptions::default();
     options.sparse_bytes = args.sparse_bytes()?;
+    options.rate = args.rate.as_deref().map(parse_size).transpose().context("Invalid rate limit specified")?;
+    // What is wrong with a source is told before what is wrong with the target.
+    let sources = args.open_sources(paths)?;
+    let target = args.target(target, paths.len())?;
     options.target_is_new = !args.no_create;
     options.target_is_zero = args.target_is_zero || (!args.no_create && !holds_old_bytes(&target.path, target.format));
     options.top_only = target.backing.is_some();
     options.compress = args.compress;
     options.depth = usize::from(args.requests);
-    options.rate = args.rate.as_deref().map(parse_size).transpose().context("Invalid rate limit specified")?;
     options.offload = args.copy_offload;
     options.salvage = args.salvage(paths);
-    let sources = args.open_sources(paths)?;
     for source in &sources {
         refuse_same_file(source, &target.path)?;
         for data_file in target.data_files() {
@@ -312,7 +318,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
     // A new target names what the user named; that and what lies below has passed the gate.
     let allow = if args.no_create { &args.open.allow_backing } else { "listed" };
-    let image = open_writable(opened_name(&target.path), target.format, &args.target_cache, allow, listed)?;
+    let name = opened_name(&target.path);
+    if args.no_create && name.path().is_some() {
+        // New data go to space that its refcounts call free.
+        let file = files().open(&name, Role::Writable)?;
+        let format = image::inspect(name.clone(), &file, target.format)?.format;
+        image::look_before_writing(&file, format, &mut |_, _| true)?;
+    }
+    let image = open_writable(name, target.format, &args.target_cache, allow, listed)?;
     if image.info().size_bytes < sources.iter().map(|source| source.info().size_bytes).sum::<u64>() {
         bail!("output file is smaller than input file");
     }

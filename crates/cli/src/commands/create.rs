@@ -45,12 +45,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let Some(said) = &args.file else { return Err(usage("Expecting image file name")) };
     let file = &file_name(said)?;
+    let size_bytes = args.size.as_deref().map(parse_size).transpose()?;
     let mut wanted = NewImage::parse(format, &args.options)?;
-    if let Some(size) = &args.size {
+    if size_bytes.is_some() {
         if wanted.size_bytes.is_some() {
             return Err(usage(format!("{}: The image size must be specified only once", file.display())));
         }
-        wanted.size_bytes = Some(parse_size(size)?);
+        wanted.size_bytes = size_bytes;
     }
     wanted.backing_file = args.backing.clone().or(wanted.backing_file);
     wanted.backing_format = args.backing_format.clone().or(wanted.backing_format);

@@ -84,8 +84,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let operands = Operands::parse(&args.operands)?;
     // Before the target is emptied.
     args.target_cache.parse::<CacheMode>()?;
-    let format: Format = args.output_format.parse()?;
     let source = args.open.open(&operands.source, args.format.as_deref(), &[])?;
+    let format: Format = args.output_format.parse()?;
     let named = image_name(&operands.source, args.format.as_deref(), args.open.image_opts)?;
     refuse_same_file(&source, &operands.target)?;
     let part = operands.part(source.info().size_bytes);

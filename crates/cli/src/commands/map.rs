@@ -1,6 +1,6 @@
 //! `ringdisk map`: what lies where, as qemu-img shows it.
 
-use crate::images::OpenArgs;
+use crate::images::{OpenArgs, image_name};
 use crate::output::{self, ProgressArgs, Watch, printable};
 use anyhow::bail;
 use drive::parse_size;
@@ -43,6 +43,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let length = args.max_length.as_deref().map_or(Ok(u64::MAX), parse_size)?;
     let window = start..start.saturating_add(length);
     let image = args.open.open(&args.file, args.format.as_deref(), &[])?;
+    let part = image_name(&args.file, args.format.as_deref(), args.open.image_opts)?.part;
+    let part_offset = part.map_or(0, |part| part.offset_bytes);
     let names: Vec<String> = image.said_file_names().map(|name| printable(&name.to_string())).collect();
     let mut watch = Watch::start(&args.progress)?;
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
@@ -54,13 +56,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     watch.run(|control| {
         jobs::map(&*image, control, |run| {
-            let Some(run) = within(run, &window) else { return Ok(()) };
+            let Some(mut run) = within(run, &window) else { return Ok(()) };
+            // Where it lies in the whole file.
+            run.offset = run.offset.map(|offset| offset.saturating_add(part_offset));
             let done = match args.output {
                 Output::Json => {
                     let before = if std::mem::take(&mut first) { "[" } else { ",\n" };
                     write!(out, "{before}{}", machine(&run))
                 }
-                Output::Human if !run.data => Ok(()),
+                Output::Human if !run.takes_read() => Ok(()),
                 // What was shown before this stays; qemu-img ends here too.
                 Output::Human if hidden || run.offset.is_none() => {
                     hidden = true;

@@ -50,12 +50,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.file.is_none() && said_of_image {
         return Err(usage("--image-opts, -f, and -l require a filename argument."));
     }
-    let new = NewImage::parse(args.output_format.parse()?, &args.options)?;
+    let format = args.output_format.parse()?;
+    let open = |file| args.open.open_at(file, args.format.as_deref(), &[], args.snapshot.as_deref());
+    let image = args.file.as_deref().map(open).transpose()?;
+    let new = NewImage::parse(format, &args.options)?;
     let mut bitmaps = None;
-    let measured = match (&args.size, &args.file) {
+    let measured = match (&args.size, image) {
         (Some(size), _) => new.options_of_size(parse_size(size)?)?.measure(0)?,
-        (None, Some(file)) => {
-            let image = args.open.open_at(file, args.format.as_deref(), &[], args.snapshot.as_deref())?;
+        (None, Some(image)) => {
             let target = new.options_of_size(image.info().size_bytes)?;
             // A source of a kind that keeps none says nothing of them.
             if image.qcow2_header().is_some_and(|header| header.version >= 3) {

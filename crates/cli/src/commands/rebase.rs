@@ -4,7 +4,6 @@ use crate::images::{backing_name, check_backing_format, image_name, opener};
 use crate::output::{ProgressArgs, Watch};
 use crate::threads::Reactors;
 use anyhow::bail;
-use drive::ImageName;
 use image::Backing;
 use jobs::RebaseOptions;
 use std::path::PathBuf;
@@ -58,7 +57,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.backing.is_none() && !args.unsafe_backing {
         bail!("Must specify backing file (-b) or use unsafe mode (-u)");
     }
-    let ImageName { file, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
+    let (file, format) = image_name(&args.file, args.format.as_deref(), args.image_opts)?.whole()?;
     let backing = match args.backing.as_deref().unwrap_or_default() {
         "" => None,
         name => {

@@ -4,7 +4,7 @@ use crate::images::{files, image_name};
 use crate::output::{self, ProgressArgs, Watch};
 use anyhow::{Context, bail};
 use block::Disk;
-use drive::{ImageName, parse_size};
+use drive::parse_size;
 use image::{GrowBy, ImageOptions};
 use std::path::PathBuf;
 
@@ -45,12 +45,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         "full" => GrowBy::Zeros,
         other => bail!("Invalid preallocation mode '{other}'"),
     };
-    let ImageName { file, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
+    let (file, format) = image_name(&args.file, args.format.as_deref(), args.image_opts)?.whole()?;
     let mut options = ImageOptions::new(file);
     options.format = format;
     options.allow_backing = args.allow_backing.parse()?;
     let image = image::open(&options, &files())?;
     let size = new_size(&args.size, image.info().size_bytes)?;
+    if size < image.info().size_bytes && !args.shrink {
+        bail!("Use the --shrink option to perform a shrink operation.");
+    }
     let mut watch = Watch::start(&args.progress)?;
     watch.run(|control| jobs::resize(image, size, args.shrink, preallocation, control))?;
     if args.progress.quiet { Ok(()) } else { output::print("Image resized.\n") }

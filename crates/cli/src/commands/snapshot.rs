@@ -3,7 +3,6 @@
 use crate::images::{files, image_name, name_force_share};
 use crate::output::{self, ProgressArgs, Watch, snapshot_table};
 use anyhow::{Context, bail};
-use drive::ImageName;
 use image::{Edit, NewSnapshot, Opener, Role, SnapshotName, inspect};
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -45,7 +44,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if named.iter().map(|names| names.len()).sum::<usize>() + usize::from(args.list) > 1 {
         return Err(output::usage("Cannot mix '-l', '-a', '-c', '-d'"));
     }
-    let ImageName { file: name, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
+    let (name, format) = image_name(&args.file, args.format.as_deref(), args.image_opts)?.whole()?;
     let named = named.map(|names| names.first());
     let reads_only = named.iter().all(|name| name.is_none());
     if args.force_share && !reads_only {

@@ -41,7 +41,10 @@ pub(crate) const ON_PURPOSE: &[Purpose] = &[
         "backing-policy",
         "a backing file outside of its image's directory is opened only with --allow-backing any, or RINGDISK_ALLOW_BACKING=any in the environment",
     ),
-    purpose("image-opts", "--image-opts and json: know driver, file.driver and file.filename"),
+    purpose(
+        "image-opts",
+        "--image-opts and json: know driver, file.driver, file.filename, offset and size of raw, and backing=null; the last three only where nothing is written",
+    ),
     purpose(
         "formats",
         "raw and qcow2 only: bochs, cloop, dmg, luks, parallels, qcow, qed, vdi, vhdx, vmdk and vpc images are recognised, named and refused",
@@ -77,6 +80,10 @@ pub(crate) const ON_PURPOSE: &[Purpose] = &[
     purpose(
         "larger-snapshots",
         "convert -l copies a snapshot whole that is larger than the disk is now, where qemu-img cuts it off",
+    ),
+    purpose(
+        "denied-data",
+        "commit, rebase and convert -n refuse to write into an image whose refcounts deny data that are there, where qemu-img overwrites them",
     ),
     purpose(
         "changed-snapshots",

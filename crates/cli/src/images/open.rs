@@ -3,7 +3,7 @@
 use super::name::image_name;
 use anyhow::bail;
 use block::{Error, ErrorKind};
-use drive::{EngineOpener, ImageName, parse_key_values};
+use drive::{EngineOpener, ImageName, PartOpener, parse_key_values};
 use image::{BackingPolicy, FileName, Format, Image, ImageOptions, SnapshotName};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -40,15 +40,17 @@ impl OpenArgs {
         listed: &[PathBuf],
         snapshot: Option<&str>,
     ) -> anyhow::Result<Arc<Image>> {
-        let ImageName { file, format } = image_name(path, format, self.image_opts)?;
+        let ImageName { file, format, part, is_alone } = image_name(path, format, self.image_opts)?;
         let mut options = ImageOptions::new(file);
         options.format = format;
         options.read_only = true;
+        options.is_alone = is_alone;
         options.snapshot = snapshot.map(snapshot_name).transpose()?;
         options.allow_backing = self.allow_backing.parse()?;
         options.listed = listed.to_vec();
         let opener = opener(&self.source_cache)?;
         let opener = if self.force_share { opener.without_locks() } else { opener };
+        let opener = PartOpener { inner: opener, part };
         Ok(Arc::new(image::open(&options, &opener).map_err(name_force_share)?))
     }
 }

@@ -6,7 +6,7 @@ use crate::output::{self, ProgressArgs, Watch};
 use crate::threads::Reactors;
 use anyhow::{anyhow, bail};
 use block::Disk;
-use drive::{ImageName, parse_size};
+use drive::parse_size;
 use engine::EngineKind;
 use image::ImageOptions;
 use load::RequestBench;
@@ -121,7 +121,7 @@ fn announce(requests: &RequestBench) -> anyhow::Result<()> {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let requests = args.requests()?;
-    let ImageName { file, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
+    let (file, format) = image_name(&args.file, args.format.as_deref(), args.image_opts)?.whole()?;
     if args.write && args.force_share {
         bail!("-U (no locks) and -w (writing) cannot go together: another program may be using the image");
     }

@@ -15,6 +15,8 @@ const SHORT_OF_MAP: [&str; 2] = ["-s", "-l"];
 /// command line from the verb on.
 pub(crate) fn with_words(message: &str, arguments: &[String]) -> Option<String> {
     let line = Line::of(arguments)?;
+    let said = message;
+    let message = &*line.opening(said).unwrap_or_else(|| said.to_owned());
     let Told { stage, words, after } = line.told(message);
     let place = line.place(stage, message);
     let words = words.filter(|words| !message.contains(words.as_str())).or_else(|| line.by_description(message));
@@ -25,7 +27,7 @@ pub(crate) fn with_words(message: &str, arguments: &[String]) -> Option<String> 
         (None, Some(words)) => format!("{words}\n{message}"),
         (None, None) => message.to_owned(),
     };
-    Some(after.map_or(first.clone(), |after| format!("{first}\n{after}"))).filter(|text| text != message)
+    Some(after.map_or(first.clone(), |after| format!("{first}\n{after}"))).filter(|text| text != said)
 }
 
 /// When qemu-img notices an error: that decides what stands before its words.
@@ -103,6 +105,35 @@ impl<'a> Line<'a> {
         (!is_told).then(|| format!("Could not open '{operand}': {}", message.lines().next().unwrap_or_default()))
     }
 
+    /// An image that could not be opened, by the name that the user gave it.
+    fn opening(&self, message: &str) -> Option<String> {
+        const WHY: [&str; 3] = ["Unsupported qcow2", "not a valid qcow2 image", "Image is not in qcow2 format"];
+        if self.verb == "create" {
+            return None;
+        }
+        let (could_not, rest) = match message.strip_prefix("Could not open '") {
+            Some(rest) => (true, rest),
+            None => (false, message.strip_prefix('\'')?),
+        };
+        let (name, why) = rest.split_once('\'')?;
+        let why = why.strip_prefix(": ").unwrap_or(why);
+        let is_opening = WHY.iter().any(|words| why.starts_with(words));
+        if could_not && self.value("-B") == Some(name) {
+            return Some(format!("Could not open '{}': Could not open backing file: {why}", self.new_file()));
+        }
+        let named = |operand: &&str| operand.strip_prefix("if=").unwrap_or(operand).strip_prefix("file:") == Some(name);
+        match self.operands.iter().copied().find(named) {
+            Some(operand) if could_not => Some(format!("Could not open '{operand}': {message}")),
+            Some(operand) if is_opening => Some(format!("Could not open '{operand}': {why}")),
+            _ if is_opening && !could_not => Some(format!("Could not open '{name}': {why}")),
+            _ => {
+                let is_no_file = name == "file" && why.trim_start().starts_with("driver requires '");
+                let operand = self.operands.iter().find(|operand| why.contains(&format!("'{operand}'")));
+                operand.filter(|_| is_no_file).map(|operand| format!("Could not open '{operand}': {message}"))
+            }
+        }
+    }
+
     fn new_file(&self) -> &'a str {
         let file = if self.verb == "create" { self.operands.first() } else { self.operands.last() };
         let file = file.copied().unwrap_or_default();
@@ -115,8 +146,10 @@ impl<'a> Line<'a> {
 
     /// What stands before the words: the new file.
     fn place(&self, stage: Stage, message: &str) -> Option<String> {
-        const OF_MAKING: [&str; 4] = [
+        const OF_MAKING: [&str; 6] = [
             "Could not create ",
+            "Failed to get \"write\" lock",
+            "Extended L2 entries are only supported with cluster sizes",
             " only supported with compatibility level",
             "data-file-raw requires",
             "requires refcount",
@@ -148,9 +181,13 @@ impl<'a> Line<'a> {
                 let words = format!("Backing file specified without backing format\nDetected format of {format}.");
                 Told::words(Stage::Options, words)
             }
-            "create" if self.value("-b").is_some_and(|backing| said(&format!("'{backing}'"))) => {
+            "create" if self.value("-b").is_some_and(|backing| names(message, backing)) => {
                 Told::ours(Stage::Options, Some("Could not open backing image."))
             }
+            "amend" if said("compat=0.10 requires refcount_bits=16") => Told::words(
+                Stage::Line,
+                "Refcount widths other than 16 bits require compatibility level 1.1 or above (use compat=1.1 or greater)",
+            ),
             "rebase" if said("a raw image cannot have a backing file") => {
                 let backing = self.value("-b").unwrap_or_default();
                 Told::words(
@@ -283,6 +320,12 @@ impl<'a> Line<'a> {
     }
 }
 
+/// Whether a message quotes a file by this name, or by its path.
+fn names(message: &str, file: &str) -> bool {
+    let file = file.strip_prefix("file:").unwrap_or(file);
+    message.contains(&format!("'{file}'")) || message.contains(&format!("/{file}'"))
+}
+
 /// What stands in quotes before `end`.
 fn before<'a>(message: &'a str, end: &str) -> &'a str {
     let head = message.split_once(end).map_or("", |(head, _)| head);
@@ -354,6 +397,14 @@ mod tests {
         assert_eq!(said, "n: Could not open 'b': no\nCould not open backing image.");
         let said = told("Could not open 'a': no", &["info", "json:{'file.filename': 'a'}"]);
         assert!(said.starts_with("Could not open 'json:{'file.filename': 'a'}': Could not open 'a': no\n"), "{said}");
+        let line = &["info", "file:a"][..];
+        assert_eq!(
+            told("'a': Unsupported qcow2 version 9", line),
+            "Could not open 'file:a': Unsupported qcow2 version 9"
+        );
+        assert_eq!(told("Could not open 'a': no", line), "Could not open 'file:a': Could not open 'a': no");
+        let said = told("Could not open 'b': no", &["convert", "-B", "b", "-F", "raw", "a", "n"]);
+        assert_eq!(said, "Could not open 'n': Could not open backing file: no");
         for line in [&["info", "n"][..], &["resize", "n", "1M"], &["check", "n"], &["no-verb"], &[]] {
             assert_eq!(told("Could not open 'n': no", line), "Could not open 'n': no");
         }

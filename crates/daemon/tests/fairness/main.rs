@@ -2,11 +2,12 @@
 //! answered soon.
 //!
 //! `RINGDISK_FAIRNESS_MS=5 cargo test --release -p ringdisk-daemon --test fairness -- --nocapture` says how much longer
-//! than beside an idle guest 99 of 100 requests may take; the default allows for a slow and busy machine. How much work
-//! a turn may be is tested where the work is done, without a clock.
+//! than beside an idle guest 99 of 100 requests may take; the default allows for a slow and busy machine. `counted` has no
+//! clock. How much work a turn of a single request may be is tested where the work is done.
 
 #[path = "../common/mod.rs"]
 mod common;
+mod counted;
 #[path = "../hostile/ground.rs"]
 #[allow(dead_code)]
 mod ground;

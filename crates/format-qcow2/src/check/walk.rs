@@ -76,9 +76,11 @@ pub(crate) async fn header_to_repair(
     let mut cluster = read_first_cluster(io).await.map_err(failed)?;
     let claimed = field_u32(&cluster, OFFSET_SNAPSHOTS);
     let mut discarded = 0;
-    if may_discard && claimed > MAX_SNAPSHOTS && cluster.starts_with(b"QFI\xfb") {
-        let at = field_u64(&cluster, OFFSET_SNAPSHOTS.saturating_add(4));
-        let sane = count_sane_rows(io, at, cluster.len() as u64).await.map_err(failed)?;
+    let at = field_u64(&cluster, OFFSET_SNAPSHOTS.saturating_add(4));
+    // The header itself is no table of theirs.
+    let is_absurd = claimed > MAX_SNAPSHOTS || (claimed > 0 && at == 0);
+    if may_discard && is_absurd && cluster.starts_with(b"QFI\xfb") {
+        let sane = if at == 0 { 0 } else { count_sane_rows(io, at, cluster.len() as u64).await.map_err(failed)? };
         if let Some(field) = cluster.get_mut(OFFSET_SNAPSHOTS..OFFSET_SNAPSHOTS.saturating_add(4)) {
             field.copy_from_slice(&sane.to_be_bytes());
             discarded = claimed.saturating_sub(sane);

@@ -5,11 +5,13 @@
 //! cluster that the old header does not use. It is durable there before the first sector leads to it.
 
 use crate::check::repair_at_open::repair_if_dirty;
+use crate::layout::bitmap::EXTENSION_BITMAPS;
 use crate::layout::extensions::{OFFSET_BACKING, extensions, field_u32, field_u64, header_bytes};
 use crate::layout::file_text::os_name;
 use crate::layout::header::{
-    AUTOCLEAR_DATA_FILE_RAW, EXTENSION_BACKING_FORMAT, EXTENSION_END, EXTENSION_FEATURE_NAMES, HEADER_SECTOR_BYTES,
-    Header, INCOMPATIBLE_DATA_FILE, OFFSET_AUTOCLEAR, OFFSET_INCOMPATIBLE, read_first_cluster,
+    AUTOCLEAR_DATA_FILE_RAW, EXTENSION_BACKING_FORMAT, EXTENSION_DATA_FILE, EXTENSION_ENCRYPTION, EXTENSION_END,
+    EXTENSION_FEATURE_NAMES, HEADER_SECTOR_BYTES, Header, INCOMPATIBLE_DATA_FILE, OFFSET_AUTOCLEAR,
+    OFFSET_INCOMPATIBLE, read_first_cluster,
 };
 use block::{Error, ErrorKind, File, IoError, MetaIo, Result};
 use memory::AlignedBuf;
@@ -48,6 +50,18 @@ pub async fn set_backing(io: &MetaIo, file: &dyn File, name: &str, backing: Opti
 
 /// A name outside the first sector: its place, and whole sectors that begin with it.
 type FarName = (usize, Vec<u8>);
+
+/// Where QEMU puts an extension among the others: those that it does not know come last, in their own order.
+fn place_of(kind: u32) -> usize {
+    const ORDER: [u32; 5] = [
+        EXTENSION_BACKING_FORMAT,
+        EXTENSION_DATA_FILE,
+        EXTENSION_ENCRYPTION,
+        EXTENSION_FEATURE_NAMES,
+        EXTENSION_BITMAPS,
+    ];
+    ORDER.iter().position(|known| *known == kind).unwrap_or(ORDER.len())
+}
 
 /// A header taken apart.
 pub(crate) struct HeaderEdit {
@@ -174,8 +188,8 @@ impl HeaderEdit {
 
     /// The new first sector. If the backing file's name does not fit there, also the name and its place.
     fn lay_out(&mut self) -> Result<(Vec<u8>, Option<FarName>)> {
+        self.extensions.sort_by_key(|(kind, _)| place_of(*kind));
         // The names of features help people who see an image from the future. Everything else is more important.
-        self.extensions.sort_by_key(|(kind, _)| *kind == EXTENSION_FEATURE_NAMES);
         let mut area = self.extension_area();
         if self.fields.len().saturating_add(area.len()) > HEADER_SECTOR_BYTES {
             self.extensions.retain(|(kind, _)| *kind != EXTENSION_FEATURE_NAMES);

@@ -23,7 +23,7 @@ pub(crate) const EXTENSION_END: u32 = 0;
 pub(crate) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 pub(crate) const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 /// Where the header of the encryption lies.
-const EXTENSION_ENCRYPTION: u32 = 0x0537_be77;
+pub(crate) const EXTENSION_ENCRYPTION: u32 = 0x0537_be77;
 pub(crate) const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 /// One row of the feature name table: type, bit, name.
 pub(crate) const FEATURE_ROW_BYTES: usize = 48;

@@ -9,6 +9,7 @@ mod bitmap_storing;
 mod bitmap_tracking;
 pub(crate) mod compress;
 mod deferred_free;
+mod empty_clusters;
 mod flush;
 pub(crate) mod flush_queue;
 mod free_runs;

@@ -92,7 +92,14 @@ impl Extents {
                 let (offset, length_bytes) = empty_space();
                 Run { length_bytes, present: true, zero: true, offset, ..here }
             }
-            Extent::Data { offset, .. } => Run { present: true, data: true, offset: Some(offset), ..here },
+            Extent::Data { offset, .. } => {
+                let mut data = Run { present: true, data: true, offset: Some(offset), ..here };
+                let meta = self.metas.get(depth);
+                if meta.is_some_and(|meta| block_on(layer.has_empty_clusters(meta))) {
+                    (data.zero, data.length_bytes) = layer.data_file().hole_at(offset, here.length_bytes)?;
+                }
+                data
+            }
             Extent::Compressed(_) => Run { present: true, data: true, compressed: true, ..here },
         })
     }

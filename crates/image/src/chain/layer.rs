@@ -6,7 +6,7 @@ use crate::guess::Format;
 use block::{Error, ErrorKind, File, FileInfo, FileQueue, IoError, MetaIo, ReactorCtx, Result};
 use format_qcow2::{EditWatch, ResizeOptions};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// The file in which a layer keeps its guest's data, where that is another than its tables'.
 pub(crate) struct DataFile {
@@ -31,6 +31,8 @@ pub(crate) struct Layer {
     pub(crate) data: Option<DataFile>,
     pub(crate) mapping: Mapping,
     pub(crate) size_bytes: u64,
+    /// See [`Layer::has_empty_clusters`].
+    pub(crate) empty_clusters: OnceLock<bool>,
 }
 
 impl Layer {
@@ -50,6 +52,7 @@ impl Layer {
             file: Arc::clone(&self.file),
             data,
             size_bytes: mapping.size_bytes(),
+            empty_clusters: OnceLock::new(),
             mapping,
         }
     }
@@ -83,6 +86,19 @@ impl Layer {
 
     pub(crate) fn format(&self) -> Format {
         self.mapping.format()
+    }
+
+    /// Whether many of its clusters take no space in the file, because only their tables were made in advance. Then it pays
+    /// to look for holes where data should be. Found out once, as qemu-img does it.
+    pub(crate) async fn has_empty_clusters(&self, io: &MetaIo) -> bool {
+        if let Some(found) = self.empty_clusters.get() {
+            return *found;
+        }
+        let found = match (self.mapping.qcow2(), self.file.length_bytes(), self.file.allocated_bytes()) {
+            (Some(qcow2), Ok(length), Ok(Some(allocated))) => qcow2.has_empty_clusters(io, length, allocated).await,
+            _ => false,
+        };
+        *self.empty_clusters.get_or_init(|| found)
     }
 
     /// The file in which the guest's data lie.

@@ -13,8 +13,8 @@ use block::{Error, ErrorKind, File, FileInfo, MetaIo, PastEnd, Result, block_on}
 use format_qcow2::SnapshotName;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, OnceLock};
 
 /// The longest chain that is opened.
 pub const MAX_LAYERS: usize = 256;
@@ -34,6 +34,8 @@ pub struct ImageOptions {
     pub former_tops: usize,
     /// Which backing files it may make us open.
     pub allow_backing: BackingPolicy,
+    /// Show the image as if it named no backing file.
+    pub is_alone: bool,
     /// Other files that the user named (on the same command line).
     pub listed: Vec<PathBuf>,
     /// What `GET_ID` answers.
@@ -67,6 +69,7 @@ impl ImageOptions {
             read_only: false,
             former_tops: 0,
             allow_backing: BackingPolicy::default(),
+            is_alone: false,
             listed: Vec::new(),
             serial: String::new(),
             volatile_cache: true,
@@ -134,7 +137,9 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         let (format, guessed) = format_of(&said, file.as_ref(), format).map_err(in_context)?;
         let snapshot = options.snapshot.as_ref().filter(|_| layers.is_empty());
         let mut layer = open_layer(&name, file, format, role, snapshot).map_err(in_context)?;
-        if let Some((backing, backing_format)) = backing_of(&layer)? {
+        if !options.is_alone
+            && let Some((backing, backing_format)) = backing_of(&layer)?
+        {
             let (target, backing) = gate.pass(&said, "backing file", &backing)?;
             next = Some((target, backing, backing_format));
         }
@@ -229,7 +234,17 @@ pub(crate) fn open_layer(
     let mapping = Mapping::open(name.to_string(), &*file, &info, format, read_only, snapshot)?;
     let size_bytes = mapping.size_bytes();
     let (name, said, writable) = (name.clone(), name.clone(), !read_only);
-    Ok(Layer { name, said, writable, guessed: false, file, data: None, mapping, size_bytes })
+    Ok(Layer {
+        name,
+        said,
+        writable,
+        guessed: false,
+        file,
+        data: None,
+        mapping,
+        size_bytes,
+        empty_clusters: OnceLock::new(),
+    })
 }
 
 /// The backing file that a layer names, and the format it gives it.

@@ -9,7 +9,7 @@ use crate::guess::Format;
 use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
 use format_scratch::{Scratch, Space};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// The two files of a scratch overlay, both empty and without a name.
 pub struct ScratchFiles {
@@ -56,7 +56,17 @@ fn scratch_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
     let scratch = Scratch::new(&name.to_string(), below.size_bytes, index, space)?;
     let (mapping, size_bytes) = (Mapping::Scratch(scratch), below.size_bytes);
     let said = name.clone();
-    Ok(Layer { name, said, writable: true, guessed: false, file: data, data: None, mapping, size_bytes })
+    Ok(Layer {
+        name,
+        said,
+        writable: true,
+        guessed: false,
+        file: data,
+        data: None,
+        mapping,
+        size_bytes,
+        empty_clusters: OnceLock::new(),
+    })
 }
 
 fn image_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {

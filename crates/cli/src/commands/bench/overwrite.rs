@@ -30,5 +30,5 @@ fn holds_data(disk: &DiskOptions) -> bool {
     let Ok(opened) = open_disk(&disk, BackingPolicy::default(), &[]) else { return false };
     let Ok(mut runs) = opened.disk.block_status(&StatusQuery::all()) else { return false };
     // What cannot be found out may be data.
-    runs.any(|run| run.map_or(true, |run| run.data))
+    runs.any(|run| run.map_or(true, |run| run.takes_read()))
 }

@@ -1,5 +1,6 @@
 //! `ringdisk ctl`: manage the disks of a running daemon.
 
+mod duration;
 mod jobs;
 mod points;
 mod tables;
@@ -87,6 +88,19 @@ enum Verb {
         /// Take so many layers back, one after the other.
         #[arg(long, value_name = "N", default_value_t = 1)]
         layers: usize,
+        #[command(flatten)]
+        aim: jobs::AimOf,
+        #[command(flatten)]
+        how: jobs::How,
+    },
+    /// Copy a running disk to another image, which then takes its place.
+    Mirror(jobs::Mirror),
+    /// Make the file of the top layer of a running disk as short as what it holds; the host needs room for both meanwhile.
+    Compact {
+        /// The disk.
+        name: String,
+        #[command(flatten)]
+        aim: jobs::AimOf,
         #[command(flatten)]
         how: jobs::How,
     },
@@ -211,7 +225,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Verb::Resize { name, size } => ctl.resize(name, size),
         Verb::Set { name, options } => ctl.set(name, options),
         Verb::Snapshot { pairs } => ctl.snapshot(pairs),
-        Verb::Commit { name, layers, how } => ctl.commit(name, *layers, how),
+        Verb::Commit { name, layers, aim, how } => ctl.commit(name, *layers, aim, how),
+        Verb::Compact { name, aim, how } => ctl.compact(name, aim, how),
+        Verb::Mirror(mirror) => ctl.mirror(mirror),
         Verb::Stream { name, base, how } => ctl.stream(name, base.as_deref(), how),
         Verb::Rebase { name, base, format, how } => ctl.rebase(name, base, format.clone(), how),
         Verb::Backup(args) => ctl.backup(args),

@@ -1,7 +1,7 @@
 //! Answers of a daemon, for people.
 
 use comfy_table::{CellAlignment, Table, presets};
-use control::api::{Bitmaps, Counters, Disk, Disks, Event, Export, InternalSnapshots, Job, Reloaded, Stats};
+use control::api::{Bitmaps, Counters, Disk, Disks, Event, Export, InternalSnapshots, Job, Reloaded, Rounds, Stats};
 use std::fmt::Write as _;
 
 fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>, numbers: std::ops::Range<usize>) -> String {
@@ -103,10 +103,24 @@ pub(super) fn jobs(jobs: &[Job]) -> String {
             job.disk.clone(),
             word(&job.state),
             format!("{percent}%"),
+            job.rounds.as_ref().map(rounds).unwrap_or_default(),
             job.error.clone().unwrap_or_default(),
         ]
     });
-    table(&["id", "kind", "disk", "state", "done", "error"], rows, 4..5)
+    table(&["id", "kind", "disk", "state", "done", "guests", "error"], rows, 4..5)
+}
+
+/// What guests notice of a copy.
+fn rounds(rounds: &Rounds) -> String {
+    let ms = |us: u64| us as f64 / 1e3;
+    let mut text = format!("round {}, stall {:.1} ms", rounds.rounds, ms(rounds.longest_stall_us));
+    if rounds.throttled_us > 0 {
+        let _ = write!(text, ", throttled {:.0} ms", ms(rounds.throttled_us));
+    }
+    if rounds.late {
+        text.push_str(", late");
+    }
+    text
 }
 
 pub(super) fn bitmaps(answer: &Bitmaps) -> String {

@@ -7,7 +7,7 @@ use crate::images::{files, image_name, name_force_share, parse_format, remote_na
 use crate::output::program::is_qemu_img;
 use crate::output::{self, printable, snapshot_table, with_bytes_shown};
 use anyhow::{Context, bail};
-use drive::{ImageName, human_size};
+use drive::{FilePart, ImageName, PartOpener, human_size};
 use file::ImageFile;
 use format_qcow2::{Bitmap, Compression, Header};
 use image::{BackingPolicy, Description, FileName, Format, Opener, Role, inspect_encrypted, pass_gate};
@@ -52,6 +52,8 @@ enum Output {
 /// One layer, looked at.
 struct Layer {
     name: FileName,
+    /// As it is shown.
+    shown: String,
     description: Description,
     /// What it takes on its file system; `None` where that is not known.
     disk_bytes: Option<u64>,
@@ -59,13 +61,13 @@ struct Layer {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let ImageName { file, format } = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
+    let name = image_name(&args.file, args.format.as_deref(), args.image_opts)?;
     let policy: BackingPolicy = args.allow_backing.parse()?;
-    let mut layers = vec![look(file, format, args.force_share)?];
+    let mut layers = vec![look(name, args.force_share)?];
     while args.backing_chain
         && let Some((path, format)) = below(&layers, &policy)?
     {
-        layers.push(look(path, format, args.force_share)?);
+        layers.push(look(ImageName { format, ..path.into() }, args.force_share)?);
     }
     match args.output {
         Output::Human => output::print(&layers.iter().map(human).collect::<Vec<_>>().join("\n")),
@@ -77,9 +79,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-fn look(name: FileName, format: Option<Format>, force_share: bool) -> anyhow::Result<Layer> {
+fn look(name: ImageName, force_share: bool) -> anyhow::Result<Layer> {
+    let ImageName { file: name, format, part, .. } = name;
     let opener = files();
     let opener = if force_share { opener.without_locks() } else { opener };
+    let opener = PartOpener { inner: opener, part };
     let file = opener.open(&name, Role::ReadOnly).map_err(name_force_share)?;
     let description = inspect_encrypted(name.clone(), &file, format)?;
     let look = || std::fs::metadata(name.look_at()).with_context(|| format!("cannot look at '{name}'"));
@@ -87,8 +91,22 @@ fn look(name: FileName, format: Option<Format>, force_share: bool) -> anyhow::Re
     let meta = if name.is_remote() || matches!(name, FileName::VhostUser(_)) { None } else { Some(look()?) };
     // st_blocks counts units of 512 bytes, whatever the file system's block is.
     let disk_bytes = meta.as_ref().map(|meta| meta.blocks() * 512);
-    let file = ImageFile::new(name.to_string(), meta.as_ref(), file.length_bytes()?, disk_bytes);
-    Ok(Layer { name, description, disk_bytes, file })
+    let length_bytes = match (&meta, part) {
+        (Some(meta), Some(_)) => meta.len(),
+        _ => file.length_bytes()?,
+    };
+    let file = ImageFile::new(name.to_string(), meta.as_ref(), length_bytes, disk_bytes);
+    let shown = part.map_or_else(|| name.to_string(), |part| description_of(&name, &part));
+    Ok(Layer { name, shown, description, disk_bytes, file })
+}
+
+/// What qemu-img calls a part of a file.
+fn description_of(name: &FileName, part: &FilePart) -> String {
+    let offset = (part.offset_bytes > 0).then(|| format!("\"offset\": {}, ", part.offset_bytes));
+    let size = part.size_bytes.map(|size| format!("\"size\": {size}, "));
+    let [offset, size] = [offset, size].map(Option::unwrap_or_default);
+    let file = Value::from(name.to_string());
+    format!("json:{{{offset}\"driver\": \"raw\", {size}\"file\": {{\"driver\": \"file\", \"filename\": {file}}}}}")
 }
 
 /// The name of the backing file as a path, in text: relative to the image that names it.
@@ -154,13 +172,13 @@ impl Flags {
 }
 
 fn human(layer: &Layer) -> String {
-    let Layer { name, description, disk_bytes, file } = layer;
+    let Layer { shown, description, disk_bytes, file, .. } = layer;
     let size = description.virtual_size_bytes;
     let mut text = String::new();
     let mut line = |line: String| {
         let _ = writeln!(text, "{line}");
     };
-    line(format!("image: {}", printable(&name.to_string())));
+    line(format!("image: {}", printable(shown)));
     line(format!("file format: {}", description.format));
     line(format!("virtual size: {} ({size} bytes)", human_size(size)));
     line(format!("disk size: {}", file::human_disk_size(*disk_bytes)));
@@ -240,9 +258,9 @@ fn human_bitmaps(bitmaps: &[Bitmap]) -> String {
 
 /// The keys are qemu-img's, but for those under "ringdisk".
 fn machine(layer: &Layer) -> Value {
-    let Layer { name, description, disk_bytes, file } = layer;
+    let Layer { shown, description, disk_bytes, file, .. } = layer;
     let mut value = json!({
-        "filename": name.to_string(),
+        "filename": shown,
         "format": description.format.to_string(),
         "virtual-size": description.virtual_size_bytes,
         "actual-size": disk_bytes.unwrap_or_default(),
