@@ -226,3 +226,19 @@ fn assert_serves(server: &Server) {
     let read = peer.stream.read_exact(&mut answer);
     assert!(read.is_ok() && answer[0] == GET_FEATURES as u8, "the next peer is not served: {read:?}, {answer:?}");
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_usual_beginning_is_taken() {
+        let server = Server::start().expect("a server");
+        let mut peer = Peer::connect(&server).expect("a peer");
+        begin(&mut Unstructured::new(&[]), &peer).expect("an input");
+        peer.send(GET_FEATURES, VERSION, &[], &[]);
+        let mut answer = [0; 20];
+        peer.stream.read_exact(&mut answer).expect("the session goes on");
+        assert_eq!(answer[0], GET_FEATURES as u8);
+    }
+}
