@@ -31,12 +31,25 @@ pub enum Target {
     Chains,
     /// The driver, over a device that does anything.
     Device,
+    /// An NBD server's handshake, with a client that says anything.
+    NbdServer,
+    /// What an NBD client reads.
+    NbdClient,
 }
 
 impl Target {
     /// All of them.
-    pub const ALL: [Self; 7] =
-        [Self::Open, Self::Read, Self::Write, Self::Check, Self::Snapshot, Self::Chains, Self::Device];
+    pub const ALL: [Self; 9] = [
+        Self::Open,
+        Self::Read,
+        Self::Write,
+        Self::Check,
+        Self::Snapshot,
+        Self::Chains,
+        Self::Device,
+        Self::NbdServer,
+        Self::NbdClient,
+    ];
 
     /// Its name on a command line.
     #[must_use]
@@ -49,6 +62,8 @@ impl Target {
             Self::Snapshot => "snapshot",
             Self::Chains => "chains",
             Self::Device => "device",
+            Self::NbdServer => "nbd-server",
+            Self::NbdClient => "nbd-client",
         }
     }
 
@@ -72,6 +87,8 @@ impl Target {
         match self {
             Self::Chains => return crate::chains::chains(u),
             Self::Device => return crate::device::device(u),
+            Self::NbdServer => return crate::nbd::server(u),
+            Self::NbdClient => return crate::nbd::client(u),
             _ => {}
         }
         let mut bytes = u.choose(golden::images())?.clone();
@@ -82,7 +99,7 @@ impl Target {
             Self::Write => write(&bytes, u)?,
             Self::Check => check(&bytes),
             Self::Snapshot => crate::snapshot::snapshot(&bytes, u)?,
-            Self::Chains | Self::Device => {}
+            Self::Chains | Self::Device | Self::NbdServer | Self::NbdClient => {}
         }
         Ok(())
     }
