@@ -1,4 +1,4 @@
-//! Fuzzers for what parses images, rings and NBD: outside all rooms, above all of them, linked by nobody.
+//! Fuzzers for what parses images, rings and messages: outside all rooms, above all of them, linked by nobody.
 //!
 //! For images, an input is not an image but a recipe: which golden image to start from, which fields of which tables to change, and
 //! what to ask of the result. So nearly every input gets past the magic, and a byte of it means something. What must hold
@@ -13,6 +13,7 @@ mod chains;
 mod device;
 mod disk;
 mod golden;
+mod messages;
 mod mutate;
 mod nbd;
 mod snapshot;

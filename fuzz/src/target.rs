@@ -1,4 +1,4 @@
-//! What is asked of a damaged image, and what must hold. Rings are in `chains` and `device`.
+//! What is asked of a damaged image, and what must hold. Rings are in `chains` and `device`, the wire in `messages`.
 
 use crate::disk::{Disk, MARK, file_of, storage_of};
 use crate::golden;
@@ -31,6 +31,8 @@ pub enum Target {
     Chains,
     /// The driver, over a device that does anything.
     Device,
+    /// A vhost-user server, over a peer that says anything.
+    Messages,
     /// An NBD server's handshake, with a client that says anything.
     NbdServer,
     /// What an NBD client reads.
@@ -39,7 +41,7 @@ pub enum Target {
 
 impl Target {
     /// All of them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Open,
         Self::Read,
         Self::Write,
@@ -47,6 +49,7 @@ impl Target {
         Self::Snapshot,
         Self::Chains,
         Self::Device,
+        Self::Messages,
         Self::NbdServer,
         Self::NbdClient,
     ];
@@ -62,6 +65,7 @@ impl Target {
             Self::Snapshot => "snapshot",
             Self::Chains => "chains",
             Self::Device => "device",
+            Self::Messages => "messages",
             Self::NbdServer => "nbd-server",
             Self::NbdClient => "nbd-client",
         }
@@ -87,6 +91,7 @@ impl Target {
         match self {
             Self::Chains => return crate::chains::chains(u),
             Self::Device => return crate::device::device(u),
+            Self::Messages => return crate::messages::messages(u),
             Self::NbdServer => return crate::nbd::server(u),
             Self::NbdClient => return crate::nbd::client(u),
             _ => {}
@@ -99,7 +104,7 @@ impl Target {
             Self::Write => write(&bytes, u)?,
             Self::Check => check(&bytes),
             Self::Snapshot => crate::snapshot::snapshot(&bytes, u)?,
-            Self::Chains | Self::Device | Self::NbdServer | Self::NbdClient => {}
+            Self::Chains | Self::Device | Self::Messages | Self::NbdServer | Self::NbdClient => {}
         }
         Ok(())
     }

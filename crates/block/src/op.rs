@@ -44,6 +44,14 @@ pub enum Op {
         /// Bytes.
         length: u64,
     },
+    /// The contents are overwritten where they lie, or gone for good in another way. Only disks that can promise that serve
+    /// it; others answer [`crate::IoErrorKind::Unsupported`].
+    SecureErase {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+    },
     /// The range reads as zeros from then on.
     WriteZeroes {
         /// First byte.
@@ -77,7 +85,7 @@ impl Op {
     pub fn flags(&self) -> OpFlags {
         match self {
             Self::Write { flags, .. } | Self::WriteZeroes { flags, .. } => *flags,
-            Self::Read { .. } | Self::Flush | Self::Discard { .. } => OpFlags::NONE,
+            Self::Read { .. } | Self::Flush | Self::Discard { .. } | Self::SecureErase { .. } => OpFlags::NONE,
         }
     }
 
@@ -97,7 +105,9 @@ impl Op {
             Self::Read { offset, data, .. } | Self::Write { offset, data, .. } => {
                 Some((*offset, data.length_bytes() as u64))
             }
-            Self::Discard { offset, length } | Self::WriteZeroes { offset, length, .. } => Some((*offset, *length)),
+            Self::Discard { offset, length }
+            | Self::SecureErase { offset, length }
+            | Self::WriteZeroes { offset, length, .. } => Some((*offset, *length)),
             Self::Flush => None,
         }
     }
@@ -105,7 +115,7 @@ impl Op {
     /// Whether it changes the disk.
     #[must_use]
     pub fn is_write(&self) -> bool {
-        matches!(self, Self::Write { .. } | Self::Discard { .. } | Self::WriteZeroes { .. })
+        !matches!(self, Self::Read { .. } | Self::Flush)
     }
 }
 

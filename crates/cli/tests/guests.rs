@@ -6,9 +6,10 @@
 mod common;
 
 use common::{Server, path_str, run_ok, tool_ok};
-use guestlab::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, verify_image};
+use guestlab::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, Monitor, verify_image};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use testkit::Dice;
 
 const DISK_BYTES: u64 = 768 << 20;
 const BACKING_BYTES: usize = 96 << 20;
@@ -261,10 +262,9 @@ fn qemu_with_four_packed_queues_on_raw_over_io_uring() {
     fill_restart_check(GuestKind::Qemu, &[(&TestImage::raw(), "engine=io_uring,cache=writeback,packed=on")]);
 }
 
-/// What the kernel of a real guest makes of what its disk says, and of what happens to a disk.
-#[test]
-#[ignore = "boots a guest; run by cargo xtask ci"]
-fn uml_on_a_disk_whose_every_field_is_set_sees_switches_and_grows_with_it() {
+/// What the kernel of a real guest makes of what its disk says, and of what happens to a disk and to the machine. With an
+/// empty serial, too, on a second disk.
+fn inspect(kind: GuestKind, (rebinds, suspends, resets): (u32, u32, u32)) {
     use std::os::unix::fs::MetadataExt;
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let [image, socket, control] = ["disk.raw", "d.sock", "ctl.sock"].map(|name| directory.path().join(name));
@@ -274,23 +274,36 @@ fn uml_on_a_disk_whose_every_field_is_set_sees_switches_and_grows_with_it() {
          min-io-size=8192,opt-io-size=65536,cyls=7,heads=8,secs=9,seg-max=30,size-max=65536,discard-granularity=8192",
         image.display()
     );
+    let plain = directory.path().join("plain.sock");
     let arguments = ["--control", path_str(&control), "--drive", &drive, "--socket", path_str(&socket)];
-    let server = Server::start(&arguments.map(str::to_owned));
-    let mut options = GuestOptions::new(GuestKind::Uml, vec![socket]);
-    options.work = GuestWork::Inspect;
-    let mut used = Vec::new();
+    let without_serial = ["--drive", "name=plain,format=null,size=8M", "--socket", path_str(&plain)];
+    let server = Server::start(&[arguments.as_slice(), &without_serial].concat());
+    let mut options = GuestOptions::new(kind, vec![socket, plain]);
+    (options.cpus, options.queues, options.only_measured) = (2, 1, 1);
+    options.work = GuestWork::Inspect { rebinds, suspends, resets };
+    let monitor = directory.path().join("qmp.sock");
+    options.monitor = (resets > 0).then(|| monitor.clone());
+    let (mut used, mut dice) = (Vec::new(), Dice::new(7));
     let report = guestlab::run(&options, &mut |step| match step {
         "resize vda" => drop(run_ok(&["ctl", "--control", path_str(&control), "resize", "d", "96M"])),
+        "reset vda" => {
+            std::thread::sleep(Duration::from_millis(dice.below(1500)));
+            Monitor::connect(&monitor).unwrap().reset().unwrap();
+        }
         _ => used.push((step.to_owned(), std::fs::metadata(&image).unwrap().blocks() * 512)),
-    })
-    .unwrap();
-    server.stop();
+    });
+    let (status, said) = server.terminate();
+    let report = report.unwrap_or_else(|error| panic!("{error:#}\n\nringdisk serve ({status}) said:\n{said}"));
+    assert!(status.success(), "{said}");
     assert_eq!(used, [("written vda".to_owned(), 32 << 20), ("discarded vda".to_owned(), 0)]);
-    let disk = &report.disks[0];
-    assert_eq!((disk.size_bytes, disk.serial.as_str()), (64 << 20, "12345678901234567890"));
-    let expected = [
+    let [disk, without_serial] = report.disks.as_slice() else { panic!("{report:?}") };
+    let size_bytes = if resets > 0 { 96 << 20 } else { 64 << 20 };
+    assert_eq!((disk.size_bytes, disk.serial.as_str()), (size_bytes, "12345678901234567890"));
+    assert_eq!(without_serial.serial, "");
+    let (rebinds, suspends, resets) = (rebinds.to_string(), suspends.to_string(), resets.to_string());
+    let mut expected = vec![
         ("alignment_offset", "3584"),
-        ("bound", "20"),
+        ("bound", &rebinds),
         ("cache_type_back", "write-back"),
         ("cache_type_through", "write-through"),
         ("discard_granularity", "8192"),
@@ -303,10 +316,30 @@ fn uml_on_a_disk_whose_every_field_is_set_sees_switches_and_grows_with_it() {
         ("minimum_io_size", "8192"),
         ("optimal_io_size", "65536"),
         ("physical_block_size", "4096"),
+        ("resets", &resets),
         ("sectors", "196608"),
         ("sg_io", "errno-25"),
+        ("slept", &suspends),
         ("write_zeroes_max_bytes", "1073741824"),
     ];
+    expected.retain(|(key, count)| !(matches!(*key, "resets" | "slept") && *count == "0"));
     let found: Vec<_> = disk.facts.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
     assert_eq!(found, expected);
+    if resets != "0" || suspends != "0" {
+        verify_image(&image, ImageFormat::Raw).unwrap();
+    }
+}
+
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn uml_on_a_disk_whose_every_field_is_set_sees_switches_and_grows_with_it() {
+    inspect(GuestKind::Uml, (20, 0, 0));
+}
+
+/// `RINGDISK_RESETS=20` resets it more often, and `RINGDISK_SUSPENDS=5` lets it sleep more often.
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn qemu_on_a_disk_whose_every_field_is_set_sleeps_and_survives_resets_under_load() {
+    let count = |name: &str, usual| std::env::var(name).map_or(usual, |text| text.parse().unwrap());
+    inspect(GuestKind::Qemu, (4, count("RINGDISK_SUSPENDS", 1), count("RINGDISK_RESETS", 1)));
 }

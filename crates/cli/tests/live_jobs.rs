@@ -2,84 +2,13 @@
 //! of it leaves a chain that holds what was flushed.
 
 mod common;
+mod live_bench;
 
-use block::{Disk, ReactorHandle};
-use common::{Server, assert_valid, at, directory, has_tool, path_str, run_fails, run_ok, tool_ok};
-use driver::{Driver, DriverOptions};
-use engine::{Reactor, ReactorConfig, ReactorThread};
-use serde_json::Value;
-use std::path::{Path, PathBuf};
+use common::{assert_valid, has_tool, path_str};
+use live_bench::Bench;
 use std::sync::Arc;
 use std::time::Duration;
-use tempfile::TempDir;
-use testkit::{HistoryLoad, RunningLoad, SectorHistory};
-
-const SIZE: u64 = 16 << 20;
-
-/// A daemon with a record, one disk, and guests at its socket.
-struct Bench {
-    dir: TempDir,
-    history: Arc<SectorHistory>,
-    reactors: Vec<ReactorThread>,
-}
-
-impl Bench {
-    fn new() -> Self {
-        let dir = directory();
-        run_ok(&["create", "-q", "-f", "qcow2", path_str(&at(&dir, "base.qcow2")), &SIZE.to_string()]);
-        let spawn = |index| Reactor::spawn(ReactorConfig::default().with(|config| config.name = format!("c{index}")));
-        let reactors = (0..2).map(|index| spawn(index).unwrap()).collect();
-        Self { dir, history: Arc::new(SectorHistory::new((SIZE / 512) as usize)), reactors }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        at(&self.dir, name)
-    }
-
-    fn serve(&self) -> Server {
-        let (control, state, drive) = (self.path("control"), self.path("state"), self.path("base.qcow2"));
-        let drive = format!("file={},name=root,queues=2,socket={}", drive.display(), self.path("s").display());
-        let arguments = ["--control", path_str(&control), "--reactors", "2", "--state-dir", path_str(&state)];
-        Server::start(&[&arguments[..], &["--drive", &drive]].concat())
-    }
-
-    fn arguments(&self, call: &[&str]) -> Vec<String> {
-        let control = self.path("control");
-        ["ctl", "--control", path_str(&control)].iter().chain(call).map(|word| (*word).to_owned()).collect()
-    }
-
-    fn ctl(&self, call: &[&str]) -> String {
-        let arguments = self.arguments(call);
-        run_ok(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
-    }
-
-    fn fails(&self, call: &[&str]) -> String {
-        let arguments = self.arguments(call);
-        run_fails(1, &arguments.iter().map(String::as_str).collect::<Vec<_>>())
-    }
-
-    fn json(&self, call: &[&str]) -> Value {
-        serde_json::from_str(&self.ctl(&[call, &["--output=json"]].concat())).expect("JSON")
-    }
-
-    fn guests(&self, seed: u64, write_percent: u64) -> RunningLoad {
-        let options = DriverOptions::default().with(|options| options.queues = 2);
-        let disk: Arc<dyn Disk> = Arc::new(Driver::connect(self.path("s"), options).unwrap());
-        let handles: Vec<Arc<dyn ReactorHandle>> = self.reactors.iter().map(ReactorThread::handle).collect();
-        HistoryLoad { seed, write_percent, ..HistoryLoad::default() }.start(&disk, &handles, &self.history)
-    }
-
-    fn layers(&self) -> usize {
-        self.json(&["show", "root"])["layers"].as_array().expect("a list").len()
-    }
-
-    /// What another program reads from an image, byte for byte.
-    fn as_qemu_sees(&self, image: &Path) -> Vec<u8> {
-        let raw = self.path("seen.raw");
-        tool_ok("qemu-img", &["convert", "-f", "qcow2", "-O", "raw", path_str(image), path_str(&raw)]);
-        std::fs::read(raw).expect("the copy")
-    }
-}
+use testkit::SectorHistory;
 
 #[test]
 fn layers_are_streamed_and_committed_while_guests_work() {
@@ -127,12 +56,6 @@ fn layers_are_streamed_and_committed_while_guests_work() {
     bench.history.check_read(0, &bench.as_qemu_sees(&top), bench.history.now()).unwrap();
 }
 
-/// The top of the disk, as the record of the daemon has it.
-fn recorded_top(bench: &Bench) -> PathBuf {
-    let record: Value = serde_json::from_slice(&std::fs::read(bench.path("state/disks.json")).unwrap()).unwrap();
-    record["disks"][0]["options"]["file"].as_str().expect("a file").into()
-}
-
 #[test]
 fn killed_at_any_moment_of_a_job_the_chain_holds_what_was_flushed() {
     if !has_tool("qemu-img") {
@@ -154,7 +77,7 @@ fn killed_at_any_moment_of_a_job_the_chain_holds_what_was_flushed() {
         assert_eq!(guests.abandon(), [""; 0], "moment {moment}, {verb}");
 
         // The daemon's locks go when the kernel has taken it down.
-        let top = recorded_top(&bench);
+        let top = bench.recorded_top();
         common::info_after_kill(&top);
         assert_valid(&top, true);
         let seen = bench.as_qemu_sees(&top);
@@ -166,7 +89,7 @@ fn killed_at_any_moment_of_a_job_the_chain_holds_what_was_flushed() {
             bench.ctl(&[verb, "root"]);
         }
         server.stop();
-        let top = recorded_top(&bench);
+        let top = bench.recorded_top();
         assert_eq!(bench.as_qemu_sees(&top), seen, "moment {moment}: the same job again, {verb}");
         assert_valid(&top, true);
         bench.history = Arc::new(SectorHistory::holding(&seen));

@@ -1,9 +1,16 @@
 //! What goes over the wire, as JSON. Requests with fields that are not listed here are refused.
 
+mod points;
+
 use crate::options::Options;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use utoipa::ToSchema;
+
+pub use points::{
+    BackupDisk, BackupMode, BitmapChange, BitmapVerb, Bitmaps, ChangeBitmaps, CreateSnapshot, DirtyBitmap,
+    InternalSnapshot, InternalSnapshots,
+};
 
 /// The version of the interface, which is also the first part of each path.
 pub const VERSION: u32 = 1;
@@ -188,6 +195,57 @@ pub struct CommitDisk {
     /// The most bytes that are moved in a second while guests go on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_per_second: Option<u64>,
+    /// It is to be done in so many milliseconds, however fast guests write: they are slowed down where that is needed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub within_ms: Option<u64>,
+    /// No request of a guest is to take longer because of it than so many milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stall_ms: Option<u64>,
+}
+
+/// How a disk is copied to another image.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MirrorDisk {
+    /// The file of the new image. It must not exist, unless `existing` says so.
+    #[schema(value_type = String)]
+    pub target: PathBuf,
+    /// Its format, `raw` or `qcow2`; that of the disk's top layer where not given. An image that exists needs it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
+    /// The image exists, as large as the disk, and is written over.
+    #[serde(default)]
+    pub existing: bool,
+    /// Only the top layer is copied: the new image rests on the same layers.
+    #[serde(default)]
+    pub top: bool,
+    /// The new image stays a copy. Otherwise the disk goes over to it.
+    #[serde(default)]
+    pub keep: bool,
+    /// The most bytes that are moved in a second while guests go on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+    /// It is to be done in so many milliseconds, however fast guests write: they are slowed down where that is needed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub within_ms: Option<u64>,
+    /// No request of a guest is to take longer because of it than so many milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stall_ms: Option<u64>,
+}
+
+/// How the file of a disk's top layer is made shorter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CompactDisk {
+    /// The most bytes that are moved in a second while guests go on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+    /// It is to be done in so many milliseconds, however fast guests write: they are slowed down where that is needed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub within_ms: Option<u64>,
+    /// No request of a guest is to take longer because of it than so many milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stall_ms: Option<u64>,
 }
 
 fn one() -> usize {
@@ -343,6 +401,25 @@ pub struct Job {
     pub done_bytes: u64,
     /// Bytes to deal with. Rises only.
     pub total_bytes: u64,
+    /// How it comes to its end, where it copies what guests write to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rounds: Option<Rounds>,
+}
+
+/// How a copy of what guests write to comes to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Rounds {
+    /// Passes over what was left, the one of now included.
+    pub rounds: u64,
+    /// What is left of this pass.
+    pub left_bytes: u64,
+    /// The longest time that a guest's request took longer because of the job.
+    pub longest_stall_us: u64,
+    /// How long guests' requests were made to wait so that the copy gets ahead, all together.
+    pub throttled_us: u64,
+    /// It takes longer than it was to.
+    pub late: bool,
 }
 
 /// What a job does.
@@ -354,6 +431,12 @@ pub enum JobKind {
     Commit,
     /// Copies what lower layers hold into the top layer, which then rests on others, or on none.
     Stream,
+    /// Copies a disk to another image, which may take its place.
+    Mirror,
+    /// Makes the file of the top layer as short as what it holds.
+    Compact,
+    /// Copies the disk as it was at one moment to another image.
+    Backup,
     /// One that this version of the interface has no name for.
     Other,
 }
@@ -496,6 +579,8 @@ pub enum EventKind {
     ExportRemoved,
     /// A job was started.
     JobStarted,
+    /// A job slows guests down, or takes longer than it was to.
+    JobBehind,
     /// A job has ended.
     JobEnded,
     /// The daemon ends.

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 pub mod api;
+mod backups;
 mod client;
 mod config;
 mod events;
@@ -19,6 +20,7 @@ mod failure;
 mod live_jobs;
 mod manager;
 mod metrics;
+mod mirror;
 mod options;
 mod record;
 mod routes;

@@ -1,18 +1,31 @@
 //! Long work on running disks, as calls of the control interface start and steer it.
 
-use crate::api::{CommitDisk, EventKind, Job, RebaseDisk, StreamDisk};
+use crate::api::{CommitDisk, EventKind, Job, JobState, RebaseDisk, StreamDisk};
 use crate::failure::Failure;
 use crate::manager::Manager;
 use block::{Error, ErrorKind, Result};
 use daemon::{JobId, absolute};
-use image::FileName;
+use image::{Aim, FileName};
 use std::sync::Arc;
+use std::time::Duration;
+
+/// How often somebody looks whether a job keeps its time.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// The longest time by which a request may take longer, where nothing else was asked for.
+const STALL_MS: u64 = 50;
+
+/// What a job has to keep to.
+pub(crate) fn aim_of(within_ms: Option<u64>, stall_ms: Option<u64>) -> Aim {
+    let stall = Duration::from_millis(stall_ms.unwrap_or(STALL_MS));
+    Aim { within: within_ms.map(Duration::from_millis), stall: Some(stall) }
+}
 
 impl Manager {
     /// Starts to take layers of a disk back, from the top down.
     pub fn commit(self: &Arc<Self>, name: &str, request: CommitDisk) -> Result<Job> {
         let node = self.node(name)?;
         let (records, disk) = (Arc::clone(&self.records), name.to_owned());
+        let aim = aim_of(request.within_ms, request.stall_ms);
         let take_off = move |below: Option<&FileName>| {
             let below = below.map(ToString::to_string).unwrap_or_default();
             records.change(|record| {
@@ -21,7 +34,9 @@ impl Manager {
                 }
             })
         };
-        let id = self.daemon.start_take_layers_back_with(node, request.layers, request.bytes_per_second, take_off)?;
+        let id =
+            self.daemon.start_take_layers_back_with(node, request.layers, request.bytes_per_second, aim, take_off)?;
+        self.tell_if_behind(name, id, aim);
         self.has_started(name, id)
     }
 
@@ -56,7 +71,7 @@ impl Manager {
         }
     }
 
-    fn has_started(self: &Arc<Self>, name: &str, id: JobId) -> Result<Job> {
+    pub(crate) fn has_started(self: &Arc<Self>, name: &str, id: JobId) -> Result<Job> {
         self.events.publish(EventKind::JobStarted, Some(name), Some(id.number()), None);
         let (manager, disk) = (Arc::downgrade(self), name.to_owned());
         let tell_end = move || {
@@ -75,6 +90,38 @@ impl Manager {
             tracing::warn!("nobody will be told of the end of job {id}: {error}");
         }
         self.job(id.number()).map_err(|failure| Error::new(ErrorKind::BadOption, failure.0.message))
+    }
+
+    /// Tells of a job that has a time to keep when it slows guests down, and when it cannot keep it.
+    pub(crate) fn tell_if_behind(self: &Arc<Self>, name: &str, id: JobId, aim: Aim) {
+        let Some(within) = aim.within else { return };
+        let (manager, disk) = (Arc::downgrade(self), name.to_owned());
+        let tell = move || {
+            let (mut was_throttled, mut was_late) = (false, false);
+            while let Some(manager) = manager.upgrade() {
+                let Ok(job) = manager.job(id.number()) else { return };
+                if !matches!(job.state, JobState::Running | JobState::Paused) {
+                    return;
+                }
+                if let Some(rounds) = job.rounds {
+                    let say = |what: String| {
+                        let message = format!("{what}; {} bytes are left", rounds.left_bytes);
+                        manager.events.publish(EventKind::JobBehind, Some(&disk), Some(id.number()), Some(message));
+                    };
+                    if rounds.throttled_us > 0 && !std::mem::replace(&mut was_throttled, true) {
+                        say("writes of the guest wait, so that the copy gets ahead".to_owned());
+                    }
+                    if rounds.late && !std::mem::replace(&mut was_late, true) {
+                        say(format!("the storage is too slow to be done within {} s", within.as_secs_f64()));
+                    }
+                }
+                drop(manager);
+                std::thread::sleep(LOOK_EVERY);
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name(format!("job-{id}-watch")).spawn(tell) {
+            tracing::warn!("nobody will be told whether job {id} keeps its time: {error}");
+        }
     }
 
     /// Lets a job wait, or go on.

@@ -4,6 +4,7 @@
 
 mod change;
 mod held;
+mod points;
 mod reload;
 mod restore;
 
@@ -11,7 +12,7 @@ use self::held::Holding;
 use self::reload::Configuration;
 use crate::api::{
     AddDisk, AddExport, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, Held, Job, JobKind, JobState,
-    Overlay, ReactorStats, Stats, TableStats,
+    Overlay, ReactorStats, Rounds, Stats, TableStats,
 };
 use crate::events::Events;
 use crate::failure::Failure;
@@ -157,6 +158,10 @@ impl Manager {
                 exports: Vec::new(),
                 former_tops: Vec::new(),
                 bases: Vec::new(),
+                moved_from: None,
+                short_for: None,
+                unfinished: None,
+                fleeces: Vec::new(),
                 configured: configured.map(str::to_owned),
             };
             self.records.change(|record| record.put(recorded)).inspect_err(|_| self.undo_add(node))?;
@@ -472,6 +477,18 @@ fn to_export(status: &ExportStatus, disk: String) -> Export {
     }
 }
 
+/// Nothing for a job that makes no passes.
+fn rounds_of(rounds: &image::CopyRounds) -> Option<Rounds> {
+    let micros = |duration: std::time::Duration| u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
+    (rounds.rounds > 0).then(|| Rounds {
+        rounds: rounds.rounds,
+        left_bytes: rounds.left_bytes,
+        longest_stall_us: micros(rounds.longest_stall),
+        throttled_us: micros(rounds.throttled),
+        late: rounds.is_late,
+    })
+}
+
 fn to_job(status: JobStatus) -> Job {
     let (state, error) = match status.state {
         daemon::JobState::Running => (JobState::Running, None),
@@ -484,6 +501,9 @@ fn to_job(status: JobStatus) -> Job {
     let kind = match status.kind {
         daemon::JobKind::TakeOverlayBack => JobKind::Commit,
         daemon::JobKind::MoveOnto => JobKind::Stream,
+        daemon::JobKind::Mirror => JobKind::Mirror,
+        daemon::JobKind::Compact => JobKind::Compact,
+        daemon::JobKind::Backup => JobKind::Backup,
         _ => JobKind::Other,
     };
     Job {
@@ -494,5 +514,6 @@ fn to_job(status: JobStatus) -> Job {
         error,
         done_bytes: status.done_bytes,
         total_bytes: status.total_bytes,
+        rounds: rounds_of(&status.rounds),
     }
 }

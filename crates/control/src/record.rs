@@ -46,6 +46,18 @@ pub(crate) struct RecordedDisk {
     /// Images that the user named for it to rest on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) bases: Vec<String>,
+    /// The file that it was given, where it has gone over to a copy of it since.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) moved_from: Option<String>,
+    /// The name that its file will have, where it has gone over to a shorter one beside the old one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) short_for: Option<String>,
+    /// A file that is made for it by a job, and that is of no use if the job does not end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) unfinished: Option<String>,
+    /// Files that backups put on it for a while, from before they are made until they are gone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) fleeces: Vec<String>,
     /// How the command line or the configuration file gave it, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) configured: Option<String>,
@@ -83,7 +95,9 @@ impl Record {
             Some(old) => {
                 if old.options.get("file") == disk.options.get("file") {
                     disk.former_tops = std::mem::take(&mut old.former_tops);
+                    disk.moved_from = old.moved_from.take();
                 }
+                disk.fleeces = std::mem::take(&mut old.fleeces);
                 *old = disk;
             }
             None => self.disks.push(disk),
@@ -104,12 +118,13 @@ impl RecordedDisk {
 
     /// Whether layers were put on it since it was added with this file.
     pub(crate) fn has_layers_on(&self, file: Option<&str>) -> bool {
-        self.former_tops.first().is_some_and(|first| Some(first.file.as_str()) == file)
+        let first = self.former_tops.first().map(|first| first.file.as_str());
+        file.is_some() && (first == file || self.moved_from.as_deref() == file)
     }
 
     /// Gives it other options. Its layers stay, and so does its socket where the options name none.
     pub(crate) fn set_options(&mut self, options: Options) {
-        let layered = !self.former_tops.is_empty();
+        let layered = !self.former_tops.is_empty() || self.moved_from.is_some();
         let mut options = if layered { self.with_own_top(options) } else { options };
         if let Some(socket) = self.options.get("socket").filter(|_| options.get("socket").is_none()) {
             options.set("socket", socket);
@@ -136,6 +151,13 @@ impl RecordedDisk {
         self.options.set("format", "qcow2");
     }
 
+    /// The layer that was put on last is not there.
+    pub(crate) fn undo_put_on(&mut self) {
+        if let Some(former) = self.former_tops.last().map(|top| top.file.clone()) {
+            self.take_off(&former);
+        }
+    }
+
     /// So many layers below the top are going, and it will rest on `base`, if that is no layer of its own. Until the image
     /// says so, it may be opened with the layers that it has.
     pub(crate) fn rest_on(&mut self, gone: usize, base: Option<String>) {
@@ -145,6 +167,40 @@ impl RecordedDisk {
             if !self.bases.contains(&file) {
                 self.bases.push(file);
             }
+        }
+    }
+
+    /// It goes over to a copy of itself. One of its top layer rests on the same layers, `below`; one of all of it on none.
+    pub(crate) fn move_to(&mut self, target: &str, format: &str, below: Option<Vec<String>>) {
+        let first = self.former_tops.first().map(|first| first.file.clone());
+        let given = first.or_else(|| self.options.get("file").map(str::to_owned));
+        self.moved_from = self.moved_from.take().or(given);
+        match below {
+            Some(below) => below.into_iter().for_each(|file| {
+                if !self.bases.contains(&file) {
+                    self.bases.push(file);
+                }
+            }),
+            None => (self.former_tops, self.bases) = (Vec::new(), Vec::new()),
+        }
+        self.options.set("file", target);
+        self.options.set("format", format);
+        self.unfinished = None;
+    }
+
+    /// It goes over to a shorter file of the same contents.
+    pub(crate) fn shorten(&mut self, file: &str) {
+        self.short_for = self.options.get("file").map(str::to_owned);
+        self.options.set("file", file);
+        self.unfinished = None;
+    }
+
+    /// The shorter file has the name of the old one; its own is of no use any more.
+    pub(crate) fn is_shortened(&mut self) {
+        let own = self.options.get("file").map(str::to_owned);
+        if let Some(file) = self.short_for.take() {
+            self.options.set("file", file);
+            self.unfinished = own;
         }
     }
 
@@ -183,6 +239,15 @@ impl Records {
 
     pub(crate) fn current(&self) -> Arc<Record> {
         Arc::clone(&lock(&self.current))
+    }
+
+    /// Changes what is recorded of a disk, if it is there. When this returns without an error, the change is durable.
+    pub(crate) fn change_disk(&self, name: &str, change: impl FnOnce(&mut RecordedDisk)) -> Result<()> {
+        self.change(|record| {
+            if let Some(disk) = record.disk_mut(name) {
+                change(disk);
+            }
+        })
     }
 
     /// Changes the record. When this returns without an error, the change is durable.
@@ -274,6 +339,10 @@ mod tests {
             exports: Vec::new(),
             former_tops: Vec::new(),
             bases: Vec::new(),
+            moved_from: None,
+            short_for: None,
+            unfinished: None,
+            fleeces: Vec::new(),
             configured: None,
         }
     }
@@ -300,6 +369,34 @@ mod tests {
         assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2");
         disk.take_off("/a.raw");
         assert_eq!(disk.options.to_text(), "file=/a.raw,format=raw");
+    }
+
+    #[test]
+    fn a_disk_that_went_over_to_a_copy_keeps_it_whatever_else_its_options_say() {
+        let mut moved = disk("/a.raw");
+        moved.put_on("/b.qcow2");
+        moved.unfinished = Some("/c.qcow2".to_owned());
+        let mut top = moved.clone();
+        moved.move_to("/c.qcow2", "qcow2", None);
+        assert_eq!(moved.options.to_text(), "file=/c.qcow2,format=qcow2");
+        assert_eq!((moved.files().count(), &moved.unfinished), (1, &None));
+        assert!(moved.has_layers_on(Some("/a.raw")) && !moved.has_layers_on(Some("/b.qcow2")));
+        moved.set_options(Options::parse("file=/a.raw,format=raw,cache=none").unwrap());
+        assert_eq!(moved.options.get("file"), Some("/c.qcow2"));
+
+        top.move_to("/d.qcow2", "qcow2", Some(vec!["/a.raw".to_owned()]));
+        top.take_off("/a.raw");
+        assert_eq!(top.options.to_text(), "file=/a.raw,format=raw");
+    }
+
+    #[test]
+    fn a_shorter_file_has_its_own_name_until_it_has_the_old_one() {
+        let mut disk = disk("/a.qcow2");
+        disk.shorten("/a.qcow2.compact");
+        assert_eq!((disk.options.get("file"), disk.short_for.as_deref()), (Some("/a.qcow2.compact"), Some("/a.qcow2")));
+        disk.is_shortened();
+        assert_eq!((disk.options.get("file"), &disk.short_for), (Some("/a.qcow2"), &None));
+        assert_eq!(disk.unfinished.as_deref(), Some("/a.qcow2.compact"));
     }
 
     #[test]

@@ -1,8 +1,10 @@
 //! The paths of the interface, each with its description.
 
+mod points;
+
 use crate::api::{
-    AddDisk, AddExport, ChangeDisk, CommitDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs, LimitJob,
-    RebaseDisk, Reloaded, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
+    AddDisk, AddExport, ChangeDisk, CommitDisk, CompactDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs,
+    LimitJob, MirrorDisk, RebaseDisk, Reloaded, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
 };
 use crate::events::now_ms;
 use crate::failure::Failure;
@@ -59,7 +61,10 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
         .routes(routes!(commit_disk))
         .routes(routes!(stream_disk))
         .routes(routes!(rebase_disk))
+        .routes(routes!(mirror_disk))
+        .routes(routes!(compact_disk))
         .routes(routes!(snapshot_disks))
+        .merge(points::routes())
         .routes(routes!(list_exports, add_export))
         .routes(routes!(remove_export))
         .routes(routes!(list_jobs))
@@ -276,6 +281,36 @@ async fn rebase_disk(
     let started = beside(manager, move |manager| {
         known(manager, &name)?;
         Ok(manager.rebase(&name, &request)?)
+    });
+    Ok((StatusCode::ACCEPTED, Json(started.await?)))
+}
+
+/// Start to copy a disk to another image, which then takes its place or stays a copy
+#[utoipa::path(post, path = "/v1/disks/{name}/mirror", params(("name" = String, Path)), request_body = MirrorDisk,
+    responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
+async fn mirror_disk(
+    State(manager): Shared,
+    Path(name): Path<String>,
+    Body(request): Body<MirrorDisk>,
+) -> Result<(StatusCode, Json<Job>), Failure> {
+    let started = beside(manager, move |manager| {
+        known(manager, &name)?;
+        Ok(manager.mirror(&name, &request)?)
+    });
+    Ok((StatusCode::ACCEPTED, Json(started.await?)))
+}
+
+/// Start to make the file of a disk's top layer as short as what it holds
+#[utoipa::path(post, path = "/v1/disks/{name}/compact", params(("name" = String, Path)), request_body = CompactDisk,
+    responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
+async fn compact_disk(
+    State(manager): Shared,
+    Path(name): Path<String>,
+    Body(request): Body<CompactDisk>,
+) -> Result<(StatusCode, Json<Job>), Failure> {
+    let started = beside(manager, move |manager| {
+        known(manager, &name)?;
+        Ok(manager.compact(&name, request)?)
     });
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }

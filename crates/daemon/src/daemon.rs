@@ -32,6 +32,8 @@ pub struct DaemonConfig {
     /// How much memory requests may take for buffers of their own, over all disks; where not given, a sixteenth of what the
     /// host or the control group has, but at least 16 MiB and at most 256 MiB.
     pub buffer_memory_bytes: Option<usize>,
+    /// As [`ReactorConfig::harvest_after_submit`].
+    pub harvest_after_submit: bool,
 }
 
 impl Default for DaemonConfig {
@@ -42,6 +44,7 @@ impl Default for DaemonConfig {
             allow_backing: BackingPolicy::default(),
             listed: Vec::new(),
             buffer_memory_bytes: None,
+            harvest_after_submit: true,
         }
     }
 }
@@ -82,7 +85,10 @@ impl Daemon {
         for index in 0..config.reactors.max(1) {
             let defaults = ReactorConfig::default().with(|config| config.name = format!("reactor-{index}"));
             let poll_max_us = config.poll_max_us.unwrap_or(defaults.poll_max_us);
-            reactors.push(Reactor::spawn(defaults.with(|config| config.poll_max_us = poll_max_us))?);
+            let harvest_after_submit = config.harvest_after_submit;
+            reactors.push(Reactor::spawn(defaults.with(|config| {
+                (config.poll_max_us, config.harvest_after_submit) = (poll_max_us, harvest_after_submit);
+            }))?);
         }
         let buffers = BufferBudget::new(config.buffer_memory_bytes.unwrap_or_else(default_buffer_memory));
         Ok(Self { config, reactors, buffers, table: Arc::default(), jobs: Arc::default() })
@@ -255,6 +261,17 @@ impl Daemon {
     #[must_use]
     pub fn reactors(&self) -> Vec<(String, ReactorStats)> {
         self.reactors.iter().map(|reactor| (reactor.handle().name().to_owned(), reactor.stats())).collect()
+    }
+
+    /// How many harvests of all reactors gave how many completions; see [`ReactorThread::harvest_lengths`].
+    #[must_use]
+    pub fn harvest_lengths(&self) -> Vec<u64> {
+        let mut sum = Vec::new();
+        for lengths in self.reactors.iter().map(ReactorThread::harvest_lengths) {
+            sum.resize(lengths.len().max(sum.len()), 0);
+            sum.iter_mut().zip(lengths).for_each(|(sum, count)| *sum += count);
+        }
+        sum
     }
 
     /// Names of the reactors that do not answer within `time`: one that is stuck serves no guest any more. Waits as long.

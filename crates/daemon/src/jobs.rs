@@ -8,7 +8,7 @@ use crate::daemon::Daemon;
 use crate::status::{JobId, JobKind, JobState, JobStatus, NodeId};
 use block::{Error, ErrorKind, Result};
 use drive::EngineOpener;
-use image::{CopyWatch, FileName, Format, Image, ImageOptions, NewBelow, OpenedBase, move_onto, take_back};
+use image::{Aim, CopyWatch, FileName, Format, Image, ImageOptions, NewBelow, OpenedBase, move_onto, take_back};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -56,7 +56,7 @@ impl Job {
         // In this order: the first is part of the second.
         let (done_bytes, total_bytes) = (self.watch.done_bytes(), self.watch.total_bytes());
         let (id, kind, node, disk) = (self.id, self.kind, self.node, self.disk.clone());
-        JobStatus { id, kind, node, disk, state, done_bytes, total_bytes }
+        JobStatus { id, kind, node, disk, state, done_bytes, total_bytes, rounds: self.watch.rounds() }
     }
 }
 
@@ -76,7 +76,7 @@ impl Jobs {
     }
 
     /// What runs on a disk.
-    fn running_on(&self, node: NodeId) -> Option<String> {
+    pub(crate) fn running_on(&self, node: NodeId) -> Option<String> {
         let state = self.lock();
         let job = state.jobs.values().find(|job| job.node == node && job.runs())?;
         Some(format!("job {} ({})", job.id, job.kind))
@@ -134,8 +134,8 @@ impl Daemon {
         self.start_take_overlay_back_with(node, |_| Ok(()))
     }
 
-    /// As [`Daemon::start_take_overlay_back`]. When the layer below holds everything and is durable, `commit` is called
-    /// with its name, while guests are held: whoever keeps a record of the disks makes it durable there. If it fails, the
+    /// As [`Daemon::start_take_overlay_back`]. When the layer below holds everything, `commit` is called with its name, while
+    /// guests go on, and write to both layers: whoever keeps a record of the disks makes it durable there. If it fails, the
     /// disk keeps its layers.
     pub fn start_take_overlay_back_with(
         &self,
@@ -143,22 +143,24 @@ impl Daemon {
         commit: impl FnOnce(Option<&FileName>) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
         let mut commit = Some(commit);
-        self.start_take_layers_back_with(node, 1, None, move |below| {
+        self.start_take_layers_back_with(node, 1, None, Aim::default(), move |below| {
             commit.take().map_or(Ok(()), |commit| commit(below))
         })
     }
 
     /// As [`Daemon::start_take_overlay_back_with`], for so many layers, one after the other from the top down. While guests
-    /// go on, at most `bytes_per_second` are moved. `commit` is
-    /// called for each. Layers that are off stay off if the job ends early.
+    /// go on, at most `bytes_per_second` are moved, and the job keeps to `aim`. `commit` is called for each. Layers that are
+    /// off stay off if the job ends early.
     pub fn start_take_layers_back_with(
         &self,
         node: NodeId,
         layers: usize,
         bytes_per_second: Option<u64>,
+        aim: Aim,
         mut commit: impl FnMut(Option<&FileName>) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
         self.start_job(JobKind::TakeOverlayBack, node, bytes_per_second, move |image, watch, has_new_top| {
+            watch.set_aim(aim);
             let count = image.layer_file_names().count();
             if layers != 1 && (layers == 0 || layers >= count) {
                 let what = format!("the disk has {count} layers: between 1 and {} can go", count.saturating_sub(1));
@@ -225,7 +227,7 @@ impl Daemon {
     }
 
     /// Starts a job on a disk's image. What it runs says when the disk has got another top.
-    fn start_job(
+    pub(crate) fn start_job(
         &self,
         kind: JobKind,
         node: NodeId,

@@ -21,10 +21,15 @@
 #![forbid(unsafe_code)]
 
 mod attach;
+mod backup;
 mod change;
+mod compact;
 mod daemon;
+mod edit;
+mod fleece;
 mod host_memory;
 mod jobs;
+mod mirror;
 mod notify;
 mod pidfile;
 mod place;
@@ -33,7 +38,10 @@ mod table;
 
 pub use self::daemon::{Daemon, DaemonConfig};
 pub use attach::{Attachment, absolute, attach_flags, quote};
+pub use backup::{BackupMode, BackupOptions, BackupRecord};
+pub use compact::put_in_place;
 pub use export_vhost_user::RingStats;
+pub use mirror::{MirrorOptions, MirrorSwitch};
 pub use notify::{notify, watchdog_interval};
 pub use pidfile::Pidfile;
 pub use status::{DiskStatus, ExportId, ExportStatus, JobId, JobKind, JobState, JobStatus, NodeId};

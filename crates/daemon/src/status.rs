@@ -3,7 +3,7 @@
 use crate::attach::Attachment;
 use block::DiskInfo;
 use export_vhost_user::RingStats;
-use image::{HeldRequests, TableCacheStats};
+use image::{CopyRounds, HeldRequests, TableCacheStats};
 use std::fmt;
 use std::time::Duration;
 
@@ -107,6 +107,12 @@ pub enum JobKind {
     TakeOverlayBack,
     /// It copies what lower layers hold into the top layer, and lets that rest on others or on none.
     MoveOnto,
+    /// It copies a disk to another image, which may take its place.
+    Mirror,
+    /// It makes the file of the top layer as short as what it holds.
+    Compact,
+    /// It copies a disk as it was at one moment to another image.
+    Backup,
 }
 
 impl fmt::Display for JobKind {
@@ -114,6 +120,9 @@ impl fmt::Display for JobKind {
         match self {
             Self::TakeOverlayBack => f.write_str("taking its overlay back"),
             Self::MoveOnto => f.write_str("changing what its top layer rests on"),
+            Self::Compact => f.write_str("making its file shorter"),
+            Self::Mirror => f.write_str("copying it to another image"),
+            Self::Backup => f.write_str("its backup"),
         }
     }
 }
@@ -153,4 +162,6 @@ pub struct JobStatus {
     /// Bytes to deal with: the disk's, plus those that guests write meanwhile. Rises only; a job that is done has dealt
     /// with all.
     pub total_bytes: u64,
+    /// How a copy of what guests write to comes to its end.
+    pub rounds: CopyRounds,
 }

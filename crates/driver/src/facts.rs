@@ -2,7 +2,7 @@
 
 use crate::DriverOptions;
 use crate::layout::BOUNCE_BYTES;
-use crate::queue::Rules;
+use crate::queue::{RangeRules, Rules};
 use crate::ring::{Limits, bounce_segment_bytes};
 use crate::session::Session;
 use block::{DiskInfo, Lifetime, Result, Topology};
@@ -27,6 +27,8 @@ pub struct DeviceFacts {
     pub alignment_offset_bytes: u32,
     /// How worn the storage is, where the device says so.
     pub lifetime: Option<Lifetime>,
+    /// The device serves [`block::Op::SecureErase`].
+    pub secure_erase: bool,
 }
 
 const DEFAULT_HEADS: u8 = 64;
@@ -41,6 +43,7 @@ pub(crate) fn facts(session: &Session, lifetime: Option<Lifetime>) -> DeviceFact
     DeviceFacts {
         features: session.features,
         lifetime,
+        secure_erase: rules(session).secure_erase.is_served() && !session.has(features::RO),
         packed: session.has(features::RING_PACKED),
         max_segments: max_segments(session, &config),
         max_segment_bytes: (longest < u32::MAX).then_some(longest),
@@ -53,17 +56,22 @@ pub(crate) fn facts(session: &Session, lifetime: Option<Lifetime>) -> DeviceFact
 pub(crate) fn rules(session: &Session) -> Rules {
     let config = session.config();
     // A device that has a feature and names no limit has none.
-    let most = |feature, named: u32| match named {
-        _ if !session.has(feature) => 0,
-        0 => u32::MAX,
-        named => named,
+    let range = |feature, max_sectors: u32, align_sectors| match max_sectors {
+        _ if !session.has(feature) => RangeRules { max_sectors: 0, align_sectors },
+        0 => RangeRules { max_sectors: u32::MAX, align_sectors },
+        _ => RangeRules { max_sectors, align_sectors },
     };
     Rules {
         block_bytes: u64::from(logical_block_bytes(session, &config)),
         read_only: session.has(features::RO),
         flush: session.has(features::FLUSH),
-        max_discard_sectors: most(features::DISCARD, config.max_discard_sectors),
-        max_write_zeroes_sectors: most(features::WRITE_ZEROES, config.max_write_zeroes_sectors),
+        discard: range(features::DISCARD, config.max_discard_sectors, config.discard_sector_alignment),
+        secure_erase: range(
+            features::SECURE_ERASE,
+            config.max_secure_erase_sectors,
+            config.secure_erase_sector_alignment,
+        ),
+        write_zeroes: range(features::WRITE_ZEROES, config.max_write_zeroes_sectors, 1),
     }
 }
 
@@ -85,10 +93,10 @@ pub(crate) fn info(session: &Session, size_bytes: u64, volatile_cache: bool, ser
         topology,
         read_only: rules.read_only,
         volatile_cache,
-        discard: rules.max_discard_sectors > 0 && !rules.read_only,
-        discard_granularity_bytes: match rules.max_discard_sectors {
-            0 => 0,
-            _ => config.discard_sector_alignment.saturating_mul(512),
+        discard: rules.discard.is_served() && !rules.read_only,
+        discard_granularity_bytes: match rules.discard.is_served() {
+            false => 0,
+            true => config.discard_sector_alignment.saturating_mul(512),
         },
         write_zeroes: !rules.read_only,
         serial: serial.to_owned(),

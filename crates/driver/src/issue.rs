@@ -2,7 +2,7 @@
 //! through bounce buffers. Nothing is longer than the device accepts.
 
 use crate::layout::GUEST_BASE;
-use crate::queue::Rules;
+use crate::queue::{RangeRules, Rules};
 use crate::ring::Ring;
 use block::Priority;
 use memory::{Segment, Window};
@@ -147,12 +147,20 @@ pub(crate) fn issue_zeros(
     start_data(ring, (request_type::OUT, Priority::NONE), at, owner, 0, length)
 }
 
-pub(crate) fn range_segment(offset: u64, length: u64, most: u32, rules: &Rules, flags: u32) -> RangeSegment {
-    let block_sectors = (rules.block_bytes >> SECTOR_SHIFT).max(1);
-    let most = u64::from(most) - u64::from(most) % block_sectors;
-    let sectors = (length >> SECTOR_SHIFT).min(most.max(1));
-    // At most a `u32`, by the line above.
-    RangeSegment { sector: offset >> SECTOR_SHIFT, sector_count: sectors as u32, flags }
+/// The first part of a range that one request may name.
+pub(crate) fn range_segment(offset: u64, length: u64, rules: RangeRules, block_bytes: u64, flags: u32) -> RangeSegment {
+    let block_sectors = (block_bytes >> SECTOR_SHIFT).max(1);
+    let most = (u64::from(rules.max_sectors) - u64::from(rules.max_sectors) % block_sectors).max(1);
+    let (sector, left) = (offset >> SECTOR_SHIFT, length >> SECTOR_SHIFT);
+    let mut sectors = left.min(most);
+    if left > most {
+        // What follows begins where the device can work in whole units (5.2.5, `..._sector_alignment`).
+        let past = (sector + sectors) % u64::from(rules.align_sectors.max(1));
+        let is_cut = past < sectors && (sectors - past).is_multiple_of(block_sectors);
+        sectors -= if is_cut { past } else { 0 };
+    }
+    // At most a `u32`, by `most`.
+    RangeSegment { sector, sector_count: sectors as u32, flags }
 }
 
 pub(crate) fn issue_range(ring: &mut Ring, kind: u32, range: RangeSegment, owner: u32) -> Result<u64, AddError> {

@@ -60,9 +60,24 @@ pub(crate) struct Rules {
     pub(crate) block_bytes: u64,
     pub(crate) read_only: bool,
     pub(crate) flush: bool,
-    /// Zero where the device does not serve it.
-    pub(crate) max_discard_sectors: u32,
-    pub(crate) max_write_zeroes_sectors: u32,
+    pub(crate) discard: RangeRules,
+    pub(crate) secure_erase: RangeRules,
+    pub(crate) write_zeroes: RangeRules,
+}
+
+/// What a request for a range, without data, may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RangeRules {
+    /// Zero where the device serves none.
+    pub(crate) max_sectors: u32,
+    /// Where a range is cut, it is cut at a multiple of this.
+    pub(crate) align_sectors: u32,
+}
+
+impl RangeRules {
+    pub(crate) fn is_served(self) -> bool {
+        self.max_sectors > 0
+    }
 }
 
 /// A queue without its registration with the reactor.
@@ -346,7 +361,10 @@ impl Core {
             return Err(IoError::new(IoErrorKind::OutOfRange));
         }
         match op {
-            Op::Discard { .. } if self.rules.max_discard_sectors == 0 => Err(IoError::new(IoErrorKind::Unsupported)),
+            Op::Discard { .. } if !self.rules.discard.is_served() => Err(IoError::new(IoErrorKind::Unsupported)),
+            Op::SecureErase { .. } if !self.rules.secure_erase.is_served() => {
+                Err(IoError::new(IoErrorKind::Unsupported))
+            }
             _ => Ok(length > 0 || (op.flags().is_preflush() && self.needs_flush())),
         }
     }
@@ -380,14 +398,19 @@ impl Core {
                     issue_data(ring, &self.bounce, &self.rules, way, data, active.issued as usize, index)
                 }
                 Op::Discard { offset, .. } => {
-                    let most = self.rules.max_discard_sectors;
-                    let range = range_segment(offset + active.issued, length - active.issued, most, &self.rules, 0);
+                    let (most, block) = (self.rules.discard, self.rules.block_bytes);
+                    let range = range_segment(offset + active.issued, length - active.issued, most, block, 0);
                     issue_range(ring, request_type::DISCARD, range, index)
                 }
-                Op::WriteZeroes { offset, may_unmap, .. } if self.rules.max_write_zeroes_sectors > 0 => {
+                Op::SecureErase { offset, .. } => {
+                    let (most, block) = (self.rules.secure_erase, self.rules.block_bytes);
+                    let range = range_segment(offset + active.issued, length - active.issued, most, block, 0);
+                    issue_range(ring, request_type::SECURE_ERASE, range, index)
+                }
+                Op::WriteZeroes { offset, may_unmap, .. } if self.rules.write_zeroes.is_served() => {
                     let flags = if *may_unmap { RangeSegment::UNMAP } else { 0 };
-                    let most = self.rules.max_write_zeroes_sectors;
-                    let range = range_segment(offset + active.issued, length - active.issued, most, &self.rules, flags);
+                    let (most, block) = (self.rules.write_zeroes, self.rules.block_bytes);
+                    let range = range_segment(offset + active.issued, length - active.issued, most, block, flags);
                     issue_range(ring, request_type::WRITE_ZEROES, range, index)
                 }
                 Op::WriteZeroes { offset, .. } => {

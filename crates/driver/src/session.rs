@@ -117,6 +117,7 @@ fn wanted_features(options: &DriverOptions) -> u64 {
         | features::TOPOLOGY
         | features::DISCARD
         | features::WRITE_ZEROES
+        | features::SECURE_ERASE
         | features::LIFETIME
         | features::CONFIG_WCE;
     if options.event_idx {

@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag};
 use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures, VhostUserVirtioFeatures};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
-use virtio::blk::BlkConfig;
+use virtio::blk::{BlkConfig, CONFIG_BYTES, features};
 
 /// The configuration space up to the write-zeroes fields: every device in use has that much, and some refuse to show
-/// more than they have.
-const CONFIG_READ_BYTES: u32 = 60;
+/// more than they have. One that offers secure erases has the fields behind, too.
+const CONFIG_READ_BYTES: usize = 60;
 /// Rings that the vhost crate lets us name before the server has said how many there are.
 const MAX_QUEUES: u64 = 256;
 /// Between two tries to connect.
@@ -35,6 +35,8 @@ pub(crate) struct VhostUser {
     news: Mutex<Option<News>>,
     /// Rings that the server has.
     queues: OnceLock<u64>,
+    /// The features that the server offers.
+    offered: OnceLock<u64>,
 }
 
 impl VhostUser {
@@ -52,6 +54,7 @@ impl VhostUser {
             watch: OnceLock::new(),
             news: Mutex::default(),
             queues: OnceLock::new(),
+            offered: OnceLock::new(),
         })
     }
 
@@ -126,6 +129,8 @@ impl Transport for VhostUser {
             return Err(self.error("the server does not offer PROTOCOL_FEATURES, which this driver needs".into()));
         }
         self.negotiate_protocol()?;
+        // Offered once: the first answer stays.
+        let _ = self.offered.set(offered);
         Ok(offered)
     }
 
@@ -139,10 +144,12 @@ impl Transport for VhostUser {
     }
 
     fn read_config(&self) -> Result<BlkConfig> {
-        let (length, flags) = (CONFIG_READ_BYTES, VhostUserConfigFlags::empty());
-        let buffer = [0; CONFIG_READ_BYTES as usize];
-        let (_, bytes) =
-            self.call("reading its configuration", |frontend| frontend.get_config(0, length, flags, &buffer))?;
+        let erases = self.offered.get().is_some_and(|offered| offered & features::SECURE_ERASE != 0);
+        let length = if erases { CONFIG_BYTES } else { CONFIG_READ_BYTES };
+        let (buffer, flags) = ([0; CONFIG_BYTES], VhostUserConfigFlags::empty());
+        let buffer = buffer.get(..length).unwrap_or(&buffer);
+        let (_, bytes) = self
+            .call("reading its configuration", |frontend| frontend.get_config(0, buffer.len() as u32, flags, buffer))?;
         Ok(BlkConfig::from_bytes(&bytes))
     }
 

@@ -107,6 +107,22 @@ fn requests_are_cut_to_the_limits_of_the_device() {
 }
 
 #[test]
+fn an_erase_is_cut_where_the_device_works_in_whole_units() {
+    let mut setup = setup(Character::default(), small());
+    assert!(setup.driver.facts().secure_erase);
+    // Sectors 3 to 132, at most 64 at once, in units of eight: cut at 64 and 128.
+    setup.queue.submit(7, Op::SecureErase { offset: 3 * 512, length: 129 * 512 });
+    let expected = [(3, 61), (64, 64), (128, 4)].map(|(sector, count)| {
+        format!("secureerase rangesegment {{ sector: {sector}, sector_count: {count}, flags: 0 }}")
+    });
+    assert_eq!(setup.serve_all(), expected);
+    assert_eq!(setup.results(), [(7, Ok(()))]);
+    setup.queue.submit(8, Op::SecureErase { offset: 0, length: 512 });
+    setup.serve(|_| Status::IoErr);
+    assert_eq!(setup.results(), [(8, Err(IoErrorKind::Io))]);
+}
+
+#[test]
 fn what_does_not_fit_waits_in_line_and_nothing_overtakes_a_flush() {
     // Without indirect descriptors sixteen entries hold five requests.
     let mut setup = setup(Character::default(), small().with(|options| options.indirect = false));
@@ -218,9 +234,11 @@ fn impossible_requests_are_refused_without_the_device() {
         setup.queue.submit(tag as u64, op);
         assert_eq!(setup.results(), [(tag as u64, Err(IoErrorKind::OutOfRange))]);
     }
+    setup.queue.submit(8, Op::SecureErase { offset: 0, length: 512 });
     setup.queue.submit(9, Op::Discard { offset: 0, length: 512 });
     setup.queue.submit(10, Op::read(0, memory::Window::empty()));
-    assert_eq!(setup.results(), [(9, Err(IoErrorKind::Unsupported)), (10, Ok(()))]);
+    let unsupported = Err(IoErrorKind::Unsupported);
+    assert_eq!(setup.results(), [(8, unsupported), (9, unsupported), (10, Ok(()))]);
     // A device without write-zeroes gets zeros, with one segment a request because it does not say SEG_MAX.
     setup.queue.submit(11, Op::WriteZeroes { offset: 0, length: 70 << 10, may_unmap: true, flags: OpFlags::FUA });
     setup.reactor.turn();

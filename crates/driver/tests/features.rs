@@ -13,7 +13,7 @@ use virtio::blk::features as f;
 
 const SIZE: u64 = 1 << 20;
 /// Every feature that the driver can do without, beside the rings' layout.
-const FEATURES: [u64; 13] = [
+const FEATURES: [u64; 14] = [
     f::SIZE_MAX,
     f::SEG_MAX,
     f::GEOMETRY,
@@ -24,6 +24,7 @@ const FEATURES: [u64; 13] = [
     f::MQ,
     f::DISCARD,
     f::WRITE_ZEROES,
+    f::SECURE_ERASE,
     f::INDIRECT_DESC,
     f::EVENT_IDX,
     f::RO,

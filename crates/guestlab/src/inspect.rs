@@ -1,4 +1,4 @@
-//! The part of a guest's script that looks at a disk as its kernel shows it, and sees what happens to it.
+//! The part of a guest's script that looks at a disk as its kernel shows it, and sees what happens to it and to the machine.
 
 /// Functions of the script: `inspect DISK` is the work. Perl asks the kernel; every Debian has it.
 pub(crate) const FUNCTIONS: &str = r##"
@@ -15,7 +15,7 @@ rebind_under_load() {
     device=$($bb basename $($bb readlink -f /sys/block/$1/device))
     driver=/sys/bus/virtio/drivers/virtio_blk
     round=0
-    while [ $round -lt 20 ]; do
+    while [ $round -lt $rebinds ]; do
         $bb dd if=/dev/$1 of=/dev/null bs=64k count=100000 2> /dev/null &
         echo $device > $driver/unbind || fail "$1: cannot unbind"
         wait $!
@@ -36,6 +36,8 @@ grow() {
     $bb uevent $scratch/event &
     listener=$!
     $bb sleep 0.3
+    (while :; do $bb dd if=/dev/$1 of=/dev/null bs=64k 2> /dev/null; done) &
+    reader=$!
     say "step resize $1"
     waited=0
     until [ -e $scratch/resized ]; do
@@ -43,11 +45,71 @@ grow() {
         waited=$((waited + 1))
         $bb sleep 0.1
     done
-    $bb kill $listener
+    $bb kill $listener $reader
     fact $1 "sectors=$($bb cat /sys/block/$1/size)"
 }
 
+# Data go to the file system all the time, and a marker is on the disk before the load begins: how often it booted.
+load_begins() {
+    ($fio --name=load --directory=$scratch/$1 --thread --minimal --size=8M --rw=randwrite --bsrange=4k-64k --direct=1 \
+        --ioengine=libaio --iodepth=16 --fsync=20 --time_based --runtime=600 > $scratch/load 2>&1) &
+    loader=$!
+    $bb sleep 0.5
+}
+
+load_ends() {
+    $bb kill $loader
+    wait $loader
+    $bb killall fio 2> /dev/null
+    while $bb pidof fio > /dev/null; do $bb sleep 0.1; done
+}
+
+# The machine sleeps, its clock wakes it, and the load goes on.
+suspend() {
+    round=0
+    while [ $round -lt $suspends ]; do
+        load_begins $1
+        echo 0 > /sys/class/rtc/rtc0/wakealarm
+        echo +3 > /sys/class/rtc/rtc0/wakealarm || fail "$1: no alarm"
+        echo mem > /sys/power/state || fail "$1: the machine does not sleep"
+        $bb kill -0 $loader || { $bb cat $scratch/load; fail "$1: the load ended in the sleep"; }
+        load_ends $1
+        check_files $1 "after a sleep"
+        round=$((round + 1))
+    done
+    [ $suspends -eq 0 ] || fact $1 "slept=$round"
+}
+
+# Every boot comes here: the first makes files, the next ones find them whole, and the host resets all but the last.
+survive() {
+    boots=0
+    if $bb mount -t ext4 /dev/$1 $scratch/$1 2> /dev/null; then
+        check_files $1 "after a reset"
+        boots=$($bb cat $scratch/$1/boots)
+    else
+        $mke2fs -q -F -t ext4 /dev/$1 || fail "$1: mke2fs failed"
+        mount_disk $1
+        write_files $1
+        suspend $1
+    fi
+    if [ $boots -lt $resets ]; then
+        echo $((boots + 1)) > $scratch/$1/boots
+        $bb sync
+        load_begins $1
+        say "step reset $1"
+        $bb sleep 1000
+    fi
+    unmount_disk $1
+    [ $resets -eq 0 ] || fact $1 "resets=$boots"
+}
+
 inspect() {
+    # After a reset there is a file system, and nothing to look at again.
+    if [ $((suspends + resets)) -gt 0 ] && $bb mount -t ext4 /dev/$1 $scratch/$1 2> /dev/null; then
+        unmount_disk $1
+        survive $1
+        return
+    fi
     for key in logical_block_size physical_block_size minimum_io_size optimal_io_size max_segments max_segment_size \
         discard_granularity discard_max_bytes write_zeroes_max_bytes; do
         fact $1 "$key=$($bb cat /sys/block/$1/queue/$key)"
@@ -66,5 +128,6 @@ inspect() {
     say "step discarded $1"
     rebind_under_load $1
     grow $1
+    [ $((suspends + resets)) -eq 0 ] || survive $1
 }
 "##;

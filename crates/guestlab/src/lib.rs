@@ -26,6 +26,7 @@ mod console;
 mod image_check;
 mod initramfs;
 mod inspect;
+mod monitor;
 mod options;
 mod qemu;
 mod report;
@@ -35,6 +36,7 @@ mod tools;
 mod uml;
 
 pub use image_check::{ImageFormat, verify_image};
-pub use options::{GuestKind, GuestOptions, GuestWork};
+pub use monitor::Monitor;
+pub use options::{GuestKind, GuestOptions, GuestWork, MeasureJob};
 pub use report::{DiskReport, FioReport, GuestReport};
 pub use run::{check_tools, run};

@@ -29,11 +29,48 @@ pub enum GuestWork {
     /// Checks what a guest that filled the disks before has left there.
     CheckAgain,
     /// Looks at what the guest's kernel knows of the disks, and tries what can happen to one: its cache is switched, data
-    /// are discarded, its driver goes and comes under load, it grows. Only under User Mode Linux.
+    /// are discarded, its driver goes and comes under load, it grows under load.
     ///
     /// The steps "written DISK", "discarded DISK" and "resize DISK" tell the host where it is; after the last one the host
-    /// has to make the disk larger.
-    Inspect,
+    /// has to make the disk larger. What happens to the whole machine follows, under QEMU only.
+    Inspect {
+        /// How often the driver goes and comes.
+        rebinds: u32,
+        /// How often the machine sleeps (S3) and wakes up while data are written.
+        suspends: u32,
+        /// How often the host resets the machine while data are written: each time that a step "reset DISK" asks for it, see
+        /// [`crate::Monitor`]. Files that were there before must be whole after it.
+        resets: u32,
+    },
+    /// Measures each disk in turn with fio, and overwrites it.
+    Measure {
+        /// What to measure.
+        jobs: Vec<MeasureJob>,
+        /// For how long each.
+        seconds: u32,
+        /// How much of the disk.
+        mib: u32,
+    },
+}
+
+/// A workload of fio's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MeasureJob {
+    /// As fio calls it: `randwrite`. Its name in the report, too.
+    pub rw: String,
+    /// The size of a request.
+    pub block_kib: u32,
+    /// Requests in flight.
+    pub depth: u32,
+}
+
+impl MeasureJob {
+    /// The workloads that are measured beside a host's.
+    #[must_use]
+    pub fn usual() -> Vec<Self> {
+        let job = |rw: &str, block_kib, depth| Self { rw: rw.to_owned(), block_kib, depth };
+        vec![job("randread", 4, 32), job("randwrite", 4, 32), job("read", 128, 16), job("write", 128, 16)]
+    }
 }
 
 /// A guest to run, on which disks and for what.
@@ -46,6 +83,8 @@ pub struct GuestOptions {
     pub sockets: Vec<PathBuf>,
     /// What to do.
     pub work: GuestWork,
+    /// How many of the last disks are only measured, where the work measures at all.
+    pub only_measured: usize,
     /// Memory of the guest.
     pub memory_mib: u32,
     /// CPUs of the guest (User Mode Linux has one).
@@ -59,6 +98,8 @@ pub struct GuestOptions {
     /// How long QEMU waits before it connects again to a socket whose server has gone; without it, it does not. It takes
     /// QEMU 9.2, and User Mode Linux cannot do it.
     pub reconnect_ms: Option<u32>,
+    /// Where QEMU makes a socket for [`crate::Monitor`].
+    pub monitor: Option<PathBuf>,
     /// The guest is killed if it has not ended by then.
     pub time_limit: Duration,
     /// A file for all that the guest prints.
@@ -77,6 +118,22 @@ impl GuestOptions {
         let work = GuestWork::Fill { measure_seconds: 0, measure_mib: 0, fio_mib: 16 };
         let stop = Arc::default();
         let (memory_mib, packed, kvm, reconnect_ms, log) = (512, false, false, None, None);
-        Self { kind, sockets, work, memory_mib, cpus, queues, packed, kvm, reconnect_ms, time_limit, log, stop }
+        let (only_measured, monitor) = (0, None);
+        Self {
+            kind,
+            sockets,
+            work,
+            only_measured,
+            memory_mib,
+            cpus,
+            queues,
+            packed,
+            kvm,
+            reconnect_ms,
+            monitor,
+            time_limit,
+            log,
+            stop,
+        }
     }
 }

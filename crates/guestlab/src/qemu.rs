@@ -2,7 +2,7 @@
 
 use crate::console;
 use crate::initramfs::Archive;
-use crate::options::GuestOptions;
+use crate::options::{GuestOptions, GuestWork};
 use crate::script::{self, Places};
 use crate::tools::{self, GuestTools};
 use anyhow::{Context, Result};
@@ -42,7 +42,14 @@ pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
 
     let memory = options.memory_mib;
     let mut command = console::command(&tools::find(PROGRAM, PACKAGE)?);
-    command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+    command.args(["-nodefaults", "-no-user-config", "-display", "none"]);
+    // A machine that its host resets goes on; any other that boots again has failed.
+    if !matches!(options.work, GuestWork::Inspect { resets: 1.., .. }) {
+        command.arg("-no-reboot");
+    }
+    if let Some(monitor) = &options.monitor {
+        command.args(["-qmp", &format!("unix:{},server=on,wait=off", comma_doubled(&std::path::absolute(monitor)?))]);
+    }
     if options.kvm {
         command.args(["-accel", "kvm"]);
     }
@@ -83,6 +90,13 @@ fn build_initramfs(options: &GuestOptions, modules: &Path, output: &Path) -> Res
         if let Some(path) = tools::find_module(modules, module) {
             let compressed = if path.extension().is_some_and(|extension| extension == "xz") { ".xz" } else { "" };
             archive.copy(&path, &PathBuf::from(format!("modules/{number:02}-{module}.ko{compressed}")))?;
+        }
+    }
+    if matches!(options.work, GuestWork::Inspect { .. }) {
+        let perl = Path::new("/usr/bin/perl");
+        archive.copy(perl, perl.strip_prefix("/")?)?;
+        for library in crate::initramfs::libraries(perl)? {
+            archive.copy(&library, library.strip_prefix("/")?)?;
         }
     }
     for (from, to) in [(&host.busybox, &guest.busybox), (&host.mke2fs, &guest.mke2fs), (&host.fio, &guest.fio)] {

@@ -70,6 +70,10 @@ pub struct FioReport {
     pub iops: f64,
     /// Bytes a second, reads and writes.
     pub bytes_per_second: f64,
+    /// Mean time until a request was submitted, where all were reads or all were writes.
+    pub submission_us: f64,
+    /// And from there to its end.
+    pub completion_us: f64,
 }
 
 /// Takes in a guest's console line by line.
@@ -130,7 +134,14 @@ impl Reader {
                 serial: text("serial").to_owned(),
                 ..DiskReport::default()
             };
-            self.report.disks.push(disk);
+            // Once a boot.
+            match self.report.disks.iter_mut().find(|known| known.name == disk.name) {
+                Some(known) => {
+                    let facts = std::mem::take(&mut known.facts);
+                    *known = DiskReport { facts, ..disk };
+                }
+                None => self.report.disks.push(disk),
+            }
             return Ok(());
         }
         let disk = self.report.disks.iter_mut().find(|disk| disk.name == text("name")).context("an unknown disk")?;
@@ -154,10 +165,11 @@ impl Reader {
 }
 
 impl FioReport {
-    /// From fio's terse output, version 3: its fields 3, 6 to 8 and 47 to 49, counted from one.
+    /// From fio's terse output, version 3: its fields 3, 6 to 8, 12, 16, 47 to 49, 53 and 57, counted from one.
     fn parse(terse: &str) -> Result<Self> {
         let fields: Vec<&str> = terse.split(';').collect();
         let field = |index: usize| number::<u64>(fields.get(index).copied().unwrap_or_default());
+        let mean = |index: usize| number::<f64>(fields.get(index).copied().unwrap_or_default());
         anyhow::ensure!(fields.first() == Some(&"3"), "not version 3 of fio's terse output");
         Ok(Self {
             name: fields.get(2).copied().unwrap_or_default().to_owned(),
@@ -165,6 +177,8 @@ impl FioReport {
             written_bytes: field(46)? * 1024,
             iops: (field(7)? + field(48)?) as f64,
             bytes_per_second: (field(6)? + field(47)?) as f64 * 1024.0,
+            submission_us: mean(11)? + mean(52)?,
+            completion_us: mean(15)? + mean(56)?,
         })
     }
 }
@@ -183,9 +197,18 @@ mod tests {
     #[test]
     fn a_guests_console_becomes_a_report() {
         let mut terse = vec!["0"; 130];
-        for (index, value) in
-            [(0, "3"), (2, "direct"), (5, "64"), (6, "10"), (7, "2"), (46, "128"), (47, "20"), (48, "4")]
-        {
+        for (index, value) in [
+            (0, "3"),
+            (2, "direct"),
+            (5, "64"),
+            (6, "10"),
+            (7, "2"),
+            (46, "128"),
+            (47, "20"),
+            (48, "4"),
+            (52, "1.5"),
+            (56, "70.25"),
+        ] {
             terse[index] = value;
         }
         let fio = format!("@ringdisk fio name=vda terse={}\r", terse.join(";"));
@@ -212,6 +235,7 @@ mod tests {
         assert_eq!(disk.facts.get("sg_io").map(String::as_str), Some("errno-25"));
         let fio = disk.fio.as_ref().unwrap();
         assert_eq!((fio.read_bytes, fio.written_bytes, fio.iops), (65536, 131_072, 6.0));
+        assert!((fio.submission_us - 1.5).abs() < 1e-9 && (fio.completion_us - 70.25).abs() < 1e-9);
     }
 
     #[test]

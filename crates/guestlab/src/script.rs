@@ -4,7 +4,7 @@
 //! quotes are ours: paths without blanks, and numbers.
 
 use crate::inspect;
-use crate::options::{GuestOptions, GuestWork};
+use crate::options::{GuestOptions, GuestWork, MeasureJob};
 use crate::tools::GuestTools;
 use std::fmt::Write;
 
@@ -36,17 +36,29 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
     set("mark", &MARK.trim_end());
     set("scratch", &places.scratch);
     set("modules", &places.modules);
-    set("disks", &DISK_NAMES.get(..options.sockets.len()).unwrap_or(&DISK_NAMES).join(" "));
+    let disks = DISK_NAMES.get(..options.sockets.len()).unwrap_or(&DISK_NAMES);
+    set("disks", &disks.join(" "));
+    set("worked", &disks.get(..disks.len().saturating_sub(options.only_measured)).unwrap_or_default().join(" "));
     let (work, measure_seconds, measure_mib, fio_mib) = match options.work {
         GuestWork::Fill { measure_seconds, measure_mib, fio_mib } => ("fill", measure_seconds, measure_mib, fio_mib),
         GuestWork::CheckAgain => ("check", 0, 0, 0),
-        GuestWork::Inspect => ("inspect", 0, 0, 0),
+        GuestWork::Inspect { .. } => ("inspect", 0, 0, 0),
+        GuestWork::Measure { seconds, mib, .. } => (":", seconds, mib, 0),
     };
     set("work", &work);
     set("measure_seconds", &measure_seconds);
     set("measure_mib", &measure_mib);
     set("fio_mib", &fio_mib);
-    if options.work == GuestWork::Inspect {
+    let jobs = match &options.work {
+        GuestWork::Measure { jobs, .. } => jobs.clone(),
+        _ => MeasureJob::usual(),
+    };
+    let jobs = jobs.iter().map(|MeasureJob { rw, block_kib, depth }| format!("{rw}:{block_kib}k:{depth}"));
+    set("jobs", &jobs.collect::<Vec<_>>().join(" "));
+    if let GuestWork::Inspect { rebinds, suspends, resets } = options.work {
+        set("rebinds", &rebinds);
+        set("suspends", &suspends);
+        set("resets", &resets);
         script.push_str(inspect::FUNCTIONS);
     }
     script.push_str(BODY);
@@ -101,7 +113,7 @@ done
 measure() {
     on="--filename=/dev/$1 --thread --ioengine=libaio --direct=1 --size=${measure_mib}M --minimal"
     $fio --name=fill $on --rw=write --bs=1M --iodepth=4 > /dev/null || fail "$1: fio cannot fill it"
-    for cell in randread:4k:32 randwrite:4k:32 read:128k:16 write:128k:16; do
+    for cell in $jobs; do
         rest=${cell#*:}
         say "step measuring $1: ${cell%%:*}"
         $fio --name=${cell%%:*} $on --rw=${cell%%:*} --bs=${rest%%:*} --iodepth=${rest##*:} \
@@ -180,12 +192,14 @@ check() {
 
 # One process a disk, at once; each says that it came to its end.
 for disk in $disks; do
-    $bb mkdir $scratch/$disk
     [ $measure_seconds -eq 0 ] || measure $disk
+done
+for disk in $worked; do
+    $bb mkdir $scratch/$disk
     ($work $disk && : > $scratch/$disk.done) &
 done
 wait
-for disk in $disks; do
+for disk in $worked; do
     [ -e $scratch/$disk.done ] || fail "$disk: the work was not done"
 done
 if $bb dmesg | $bb grep -E 'I/O error|EXT4-fs error|EXT4-fs warning|hung task|Call Trace'; then

@@ -115,9 +115,15 @@ impl BenchReport {
             figure("iops", "IOPS", self.iops),
             figure("mib_per_second", "MiB/s", self.bytes_per_second / f64::from(1 << 20)),
             figure("mean_us", "latency mean, us", self.latency_us.mean),
+            figure("deviation_us", "latency deviation, us", self.latency_us.deviation),
             figure("p50_us", "latency p50, us", self.latency_us.p50),
             figure("p99_us", "latency p99, us", self.latency_us.p99),
             figure("client_us_per_request", "client CPU, us/request", self.client_us_per_request),
+            figure(
+                "client_voluntary_switches_per_request",
+                "client voluntary switches/request",
+                self.client_voluntary_switches_per_request,
+            ),
         ];
         if !self.servers.is_empty() {
             let cpu = self.servers.iter().map(|server| server.us_per_request).sum();
@@ -130,6 +136,15 @@ impl BenchReport {
             ));
         }
         figures.push(figure("completions_per_harvest", "completions/harvest", self.batches.mean));
+        if let Some(harvests) = &self.engine_harvests {
+            figures.extend([
+                figure("engine_completions_per_harvest", "engine completions/harvest", harvests.mean),
+                figure("engine_harvest_p10", "engine harvest p10", harvests.p10 as f64),
+                figure("engine_harvest_p50", "engine harvest p50", harvests.p50 as f64),
+                figure("engine_harvest_p90", "engine harvest p90", harvests.p90 as f64),
+                figure("engine_harvest_full_percent", "engine harvests of a full queue, %", harvests.full_percent),
+            ]);
+        }
         figures.extend(self.counters.iter().map(|counter| Figure {
             name: format!("{}_per_request", counter.name),
             label: format!("{}/request", counter.name.replace('_', " ")),

@@ -49,8 +49,8 @@ pub use compare::{Comparison, Figure, FigureSpread, Ratios, Side, Spread, compar
 pub use fill::{FillReport, FillSpec, fill_and_verify};
 pub use over_driver::driver_hooks;
 pub use plot::{Curve, Plot, Point};
-pub use report::{Batches, BenchReport, CounterGrowth, Latency, ProcessCpu};
+pub use report::{Batches, BenchReport, CounterGrowth, EngineHarvests, Latency, ProcessCpu};
 pub use request_bench::{RequestBench, request_bench};
 pub use run::{Outcome, run};
-pub use spec::{Alloc, BenchSpec, Counters, Hooks, Initial, Pattern, Progress, Stop, Verify};
+pub use spec::{Alloc, BenchSpec, Counters, HarvestLengths, Hooks, Initial, Pattern, Progress, Stop, Verify};
 pub use verify::{BlockState, VerifyState};

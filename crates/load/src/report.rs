@@ -10,6 +10,8 @@ pub struct Latency {
     pub count: u64,
     /// Arithmetic mean.
     pub mean: f64,
+    /// Standard deviation.
+    pub deviation: f64,
     /// Median.
     pub p50: f64,
     /// 90th percentile.
@@ -35,6 +37,55 @@ pub struct Batches {
     pub median: u64,
     /// Most.
     pub max: u64,
+}
+
+/// How many completions the server's engines gave at once, over all harvests that gave any.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct EngineHarvests {
+    /// Harvests that gave something.
+    pub harvests: u64,
+    /// Mean completions a harvest.
+    pub mean: f64,
+    /// 10th percentile of harvests.
+    pub p10: u64,
+    /// Median.
+    pub p50: u64,
+    /// 90th percentile.
+    pub p90: u64,
+    /// Most.
+    pub max: u64,
+    /// Share of harvests that gave as many as the deepest queue holds, in percent.
+    pub full_percent: f64,
+}
+
+impl EngineHarvests {
+    /// Of how many harvests there were of each length, on queues of `depth`.
+    pub(crate) fn of(by_length: &[u64], depth: u32) -> Self {
+        let sum = |counts: &[u64]| counts.iter().sum::<u64>();
+        let harvests = sum(by_length);
+        if harvests == 0 {
+            return Self::default();
+        }
+        let completions: u64 = by_length.iter().zip(0..).map(|(count, length): (&u64, u64)| count * length).sum();
+        let at = |percent: u64| {
+            let mut seen = 0;
+            let place = by_length.iter().position(|count| {
+                seen += count;
+                seen * 100 >= harvests * percent
+            });
+            place.unwrap_or(0) as u64
+        };
+        let full = sum(by_length.get(depth as usize..).unwrap_or_default());
+        Self {
+            harvests,
+            mean: completions as f64 / harvests as f64,
+            p10: at(10),
+            p50: at(50),
+            p90: at(90),
+            max: by_length.iter().rposition(|count| *count > 0).unwrap_or(0) as u64,
+            full_percent: full as f64 * 100.0 / harvests as f64,
+        }
+    }
 }
 
 /// What one process used during the run.
@@ -112,8 +163,12 @@ pub struct BenchReport {
     pub client_cpu_seconds: f64,
     /// The same, microseconds a request.
     pub client_us_per_request: f64,
+    /// Times that threads of this process went to sleep, for each request.
+    pub client_voluntary_switches_per_request: f64,
     /// What the server's processes used.
     pub servers: Vec<ProcessCpu>,
+    /// How the server's engines gave completions, where the caller can tell.
+    pub engine_harvests: Option<EngineHarvests>,
     /// What the caller's counters did.
     pub counters: Vec<CounterGrowth>,
     /// The caller ended the run early.
@@ -164,6 +219,7 @@ impl Timings {
         Latency {
             count: self.0.len(),
             mean: self.0.mean() / 1000.0,
+            deviation: self.0.stdev() / 1000.0,
             p50: at(0.5),
             p90: at(0.9),
             p99: at(0.99),
@@ -233,6 +289,16 @@ impl BatchCounts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn harvests_of_engines_become_percentiles() {
+        let mut by_length = [0; 9];
+        (by_length[1], by_length[4], by_length[8]) = (2, 6, 2);
+        let found = EngineHarvests::of(&by_length, 8);
+        assert_eq!((found.harvests, found.p10, found.p50, found.p90, found.max), (10, 1, 4, 8, 8));
+        assert!((found.mean - 4.2).abs() < 1e-9 && (found.full_percent - 20.0).abs() < 1e-9);
+        assert_eq!(EngineHarvests::of(&[0; 4], 8), EngineHarvests::default());
+    }
 
     #[test]
     fn batches_are_summed_over_queues() {

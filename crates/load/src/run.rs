@@ -3,7 +3,7 @@
 use crate::cpu::CpuSample;
 use crate::generator::{Conductor, Generator, Parts, Phase, QueueResult};
 use crate::range::Range;
-use crate::report::{BatchCounts, BenchReport, CounterGrowth, ProcessCpu, Timings};
+use crate::report::{BatchCounts, BenchReport, CounterGrowth, EngineHarvests, ProcessCpu, Timings};
 use crate::spec::{Alloc, BenchSpec, Hooks, Initial, Pattern, Progress, Stop};
 use crate::verify::{Tracker, VerifyState};
 use block::{Disk, Error, ErrorKind, ReactorCtx, ReactorHandle, Result, run_and_wait};
@@ -82,6 +82,7 @@ struct Sample {
     client: CpuSample,
     servers: Vec<(u32, CpuSample)>,
     counters: Vec<(&'static str, u64)>,
+    harvests: Vec<u64>,
 }
 
 impl Sample {
@@ -90,6 +91,7 @@ impl Sample {
             client: CpuSample::take(std::process::id()),
             servers: spec.server_pids.iter().map(|pid| (*pid, CpuSample::take(*pid))).collect(),
             counters: hooks.counters.as_ref().map(|counters| counters()).unwrap_or_default(),
+            harvests: hooks.harvests.as_ref().map(|harvests| harvests()).unwrap_or_default(),
         }
     }
 }
@@ -267,6 +269,13 @@ impl Run<'_> {
             batches: batches.summary(),
             client_cpu_seconds: client,
             client_us_per_request: per_request(client),
+            client_voluntary_switches_per_request: after.client.voluntary_switches_since(&before.client) as f64
+                / requests.max(1) as f64,
+            engine_harvests: self.hooks.harvests.is_some().then(|| {
+                let pairs = after.harvests.iter().zip(&before.harvests);
+                let grown: Vec<u64> = pairs.map(|(after, before)| after.saturating_sub(*before)).collect();
+                EngineHarvests::of(&grown, self.spec.queue_depth)
+            }),
             servers: servers.collect(),
             counters: counters.collect(),
             cancelled: self.cancelled,

@@ -121,6 +121,9 @@ pub type Alloc = Arc<dyn Fn(usize) -> Result<IoBuf> + Send + Sync>;
 /// Gives named counters that only grow (kicks, system calls); the run reports how much they grew.
 pub type Counters = Arc<dyn Fn() -> Vec<(&'static str, u64)> + Send + Sync>;
 
+/// Gives how many harvests of the server's engines gave how many completions, by that number; these only grow.
+pub type HarvestLengths = Arc<dyn Fn() -> Vec<u64> + Send + Sync>;
+
 /// How far a run is.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
@@ -140,6 +143,8 @@ pub struct Hooks<'a> {
     pub alloc: Option<Alloc>,
     /// Counters to report.
     pub counters: Option<Counters>,
+    /// The server's harvests, to report.
+    pub harvests: Option<HarvestLengths>,
     /// Called a few times a second on the caller's thread.
     pub progress: Option<&'a dyn Fn(Progress)>,
     /// Set it to end the run early.

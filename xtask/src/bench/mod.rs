@@ -8,9 +8,9 @@
 mod before;
 mod cells;
 mod contexts;
-mod driver;
 mod files;
 mod half_full;
+mod ideas;
 mod images;
 mod measure;
 mod opening;
@@ -57,8 +57,10 @@ pub(crate) struct BenchArguments {
     /// with each.
     #[arg(long, conflicts_with_all = ["images", "profile", "list", "filter", "resume", "output", "ringdisk", "size_mib", "directory"])]
     contexts: bool,
-    /// Measure the driver's paths and callbacks instead, each beside the driver without them.
-    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "resume", "output", "size_mib", "directory", "before"])]
+    /// Measure single ideas instead, each beside the program without it: the driver's paths and callbacks, when reactors
+    /// look for completions, durable writes, contexts, packed rings, and real guests. Writes docs/benchmarks-driver.md;
+    /// with --filter only prints, and with --filter and --output writes what was kept of earlier runs, too.
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "resume", "size_mib", "before"])]
     driver: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
@@ -117,7 +119,7 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     }
     if arguments.driver {
         ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
-        return driver::run(&ringdisk_of(arguments)?, arguments);
+        return ideas::run(|| ringdisk_of(arguments), arguments);
     }
     let is_chosen =
         |name: &str| arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()));

@@ -225,7 +225,7 @@ fn digits(us: f64) -> String {
 }
 
 /// Three digits that count.
-fn rate(iops: f64) -> String {
+pub(super) fn rate(iops: f64) -> String {
     if iops >= 1e6 {
         format!("{:.2}M", iops / 1e6)
     } else if iops >= 1e5 {

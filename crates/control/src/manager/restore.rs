@@ -18,6 +18,8 @@ impl Manager {
             configured.iter().for_each(|given| keep_layers(record, given, &keys));
             record.forget_unconfigured(&keys);
         })?;
+        self.finish_shorter()?;
+        self.remove_unfinished()?;
         let record = self.records.current();
         for disk in &record.disks {
             let given = configured.iter().zip(&keys).find(|(_, key)| disk.configured.as_ref() == Some(key));
@@ -62,7 +64,9 @@ impl Manager {
             lock(&self.exports).insert(id, recorded);
             Ok(())
         });
-        added.inspect_err(|_| self.undo_add(node))
+        added.inspect_err(|_| self.undo_add(node))?;
+        self.take_fleece_off(node, &disk.name);
+        Ok(())
     }
 }
 

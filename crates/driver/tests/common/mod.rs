@@ -53,6 +53,9 @@ impl Default for Character {
             max_discard_seg: 1,
             max_write_zeroes_sectors: 64,
             max_write_zeroes_seg: 1,
+            max_secure_erase_sectors: 64,
+            max_secure_erase_seg: 1,
+            secure_erase_sector_alignment: 8,
             ..BlkConfig::default()
         };
         let features = features::FLUSH
@@ -60,6 +63,7 @@ impl Default for Character {
             | features::BLK_SIZE
             | features::DISCARD
             | features::WRITE_ZEROES
+            | features::SECURE_ERASE
             | features::EVENT_IDX
             | features::INDIRECT_DESC
             | features::RING_PACKED;

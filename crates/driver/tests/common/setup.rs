@@ -59,7 +59,7 @@ impl Setup {
         match request {
             Request::Read { sector, data, .. } => format!("read {sector}+{}", data.length_bytes()),
             Request::Write { sector, data, .. } => format!("write {sector}+{}", data.length_bytes()),
-            Request::Discard | Request::WriteZeroes => {
+            Request::Discard | Request::SecureErase | Request::WriteZeroes => {
                 format!("{request:?} {:?}", self.device.ranges(head)[0]).to_lowercase()
             }
             other => format!("{other:?}").to_lowercase(),

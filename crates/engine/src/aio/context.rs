@@ -176,7 +176,7 @@ impl Aio {
             state.in_kernel -= results.len() - before;
         }
         let count = harvested.waiting().len();
-        self.counters.harvests.add(u64::from(count > 0));
+        self.counters.harvested(count);
         while let Some((index, result)) = harvested.next() {
             self.complete(index, result);
         }

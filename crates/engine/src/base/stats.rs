@@ -21,6 +21,31 @@ impl Counter {
     }
 }
 
+/// Harvests of more completions than this count as this many.
+const LONGEST_HARVEST: usize = 512;
+
+/// How many harvests gave how many completions.
+#[derive(Debug)]
+pub(crate) struct HarvestLengths(Box<[Counter]>);
+
+impl Default for HarvestLengths {
+    fn default() -> Self {
+        Self((0..=LONGEST_HARVEST).map(|_| Counter::default()).collect())
+    }
+}
+
+impl HarvestLengths {
+    fn add(&self, length: usize) {
+        if let Some(counter) = self.0.get(length.min(LONGEST_HARVEST)) {
+            counter.add(1);
+        }
+    }
+
+    pub(crate) fn snapshot(&self) -> Vec<u64> {
+        self.0.iter().map(Counter::get).collect()
+    }
+}
+
 /// Counters of one reactor.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
@@ -33,6 +58,7 @@ pub(crate) struct Counters {
     pub(crate) completions: Counter,
     pub(crate) harvests: Counter,
     pub(crate) fixed: Counter,
+    pub(crate) harvest_lengths: HarvestLengths,
 }
 
 /// What a reactor has done so far.
@@ -60,6 +86,14 @@ pub struct ReactorStats {
 }
 
 impl Counters {
+    /// A harvest has found `count` completions.
+    pub(crate) fn harvested(&self, count: usize) {
+        if count > 0 {
+            self.harvests.add(1);
+            self.harvest_lengths.add(count);
+        }
+    }
+
     pub(crate) fn snapshot(&self) -> ReactorStats {
         ReactorStats {
             turns: self.turns.get(),

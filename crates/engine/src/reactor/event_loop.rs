@@ -61,11 +61,20 @@ pub struct ReactorConfig {
     /// The longest transfer, in bytes, that it carries out itself where a file lies in memory. Longer ones it leaves to a
     /// worker, so that others need not wait: rings, above all. A reactor without rings loses by that.
     pub inline_bytes: usize,
+    /// Whether a turn that has submitted requests looks for completions as well. Off, only turns without new requests do;
+    /// that is for measurements.
+    pub harvest_after_submit: bool,
 }
 
 impl Default for ReactorConfig {
     fn default() -> Self {
-        Self { name: "reactor".into(), poll_max_us: POLL_MAX_US, cpu: None, inline_bytes: 128 << 10 }
+        Self {
+            name: "reactor".into(),
+            poll_max_us: POLL_MAX_US,
+            cpu: None,
+            inline_bytes: 128 << 10,
+            harvest_after_submit: true,
+        }
     }
 }
 
@@ -93,6 +102,7 @@ impl Reactor {
             stop: AtomicBool::new(false),
             wakeup: Arc::new(Wakeup::new().map_err(fails)?),
             counters: Arc::default(),
+            harvest_after_submit: config.harvest_after_submit,
         });
         let theirs = Arc::clone(&shared);
         let (sender, started) = std::sync::mpsc::sync_channel(1);
@@ -154,6 +164,13 @@ impl ReactorThread {
         self.shared.counters.snapshot()
     }
 
+    /// How many harvests gave how many completions: the one at index three tells how many gave three. The last one stands
+    /// for all that gave as many or more.
+    #[must_use]
+    pub fn harvest_lengths(&self) -> Vec<u64> {
+        self.shared.counters.harvest_lengths.snapshot()
+    }
+
     /// Stops the reactor and waits for its end: jobs given before are run, pollers dropped, tasks at work given a few
     /// seconds to end (those that only wait for a time or a descriptor are dropped), and every request in an engine's hands is waited for, so that no memory goes that the kernel may still
     /// write. Must not be called on the reactor's own thread.
@@ -203,6 +220,7 @@ struct Shared {
     stop: AtomicBool,
     wakeup: Arc<Wakeup>,
     counters: Arc<Counters>,
+    harvest_after_submit: bool,
 }
 
 impl Shared {
@@ -420,7 +438,8 @@ impl Local {
         if self.engines.may_be_unsignalled() && self.shared.counters.turns.get().is_multiple_of(LOOK_TURNS) {
             self.engines.look_for_unsignalled();
         }
-        let harvested = self.engines.harvest() > 0;
+        let harvests = self.shared.harvest_after_submit || !submitted;
+        let harvested = harvests && self.engines.harvest() > 0;
         self.pollers.sweep();
         (woken | jobs | polled | tasks | submitted | harvested).then_some(submitted)
     }

@@ -371,7 +371,7 @@ impl Uring {
         }
         let count = harvested.waiting().len();
         if count > 0 {
-            self.counters.harvests.add(1);
+            self.counters.harvested(count);
             let fixed = harvested.waiting().iter().filter(|(name, _)| name & FIXED != 0).count();
             self.counters.fixed.add(fixed as u64);
         }

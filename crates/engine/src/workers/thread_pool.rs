@@ -290,7 +290,7 @@ impl Workers {
         if count == 0 {
             return 0;
         }
-        self.counters.harvests.add(1);
+        self.counters.harvested(count);
         while let Some((index, result)) = harvested.next() {
             self.complete(index, result);
         }

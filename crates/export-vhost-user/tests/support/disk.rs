@@ -166,6 +166,7 @@ fn carry_out(disk: &MemDisk, op: Op) -> IoResult {
             asked.push(Asked::Discard(offset, length));
             bytes[offset as usize..(offset + length) as usize].fill(0xdd);
         }
+        Op::SecureErase { .. } => return Err(IoError::new(block::IoErrorKind::Unsupported)),
         Op::WriteZeroes { offset, length, may_unmap, flags } => {
             asked.push(Asked::WriteZeroes { offset, length, may_unmap, fua: flags.is_fua() });
             bytes[offset as usize..(offset + length) as usize].fill(0);

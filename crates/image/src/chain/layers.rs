@@ -1,5 +1,6 @@
 //! A chain of layers, and the walk down them.
 
+use super::both_sides::BothSides;
 use super::exchange::board::Over;
 use super::exchange::change_log::ChangeLog;
 use super::layer::Layer;
@@ -42,6 +43,8 @@ pub(crate) struct Chain {
     handover: Option<Arc<Over>>,
     /// Where what is written is noted.
     pub(crate) log: Option<ChangeLog>,
+    /// Another chain that gets all writes, too.
+    pub(crate) both: Option<BothSides>,
 }
 
 /// A place in a chain.
@@ -78,6 +81,7 @@ impl Chain {
             below: None,
             handover: None,
             log: None,
+            both: None,
         }
     }
 
@@ -91,6 +95,12 @@ impl Chain {
     pub(crate) fn noting(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>) -> Self {
         let chain = Self::new(layers, disk);
         Self { log: Some(ChangeLog::new(chain.size_bytes)), looks_at_writes: true, ..chain }
+    }
+
+    /// A chain whose writes go to another one, too.
+    pub(crate) fn on_both_sides(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>, next: &Arc<Chain>) -> Self {
+        let both = Some(BothSides::with(Arc::clone(next)));
+        Self { both, looks_at_writes: true, ..Self::new(layers, disk) }
     }
 
     /// A chain on which every request fails that touches data.

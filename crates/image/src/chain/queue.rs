@@ -46,6 +46,8 @@ pub(crate) struct Shared {
     /// One a layer: where the tables lie, mostly in the same file.
     pub(crate) metas: Vec<MetaIo>,
     pub(crate) sink: Rc<Sink>,
+    /// The other chain that gets all writes, where there is one.
+    pub(crate) other: Option<Box<Shared>>,
 }
 
 /// A layer's files on this reactor.
@@ -54,7 +56,12 @@ type OpenFiles = (Rc<dyn FileQueue>, MetaIo);
 impl Shared {
     fn open(chain: &Arc<Chain>, ctx: &Rc<dyn ReactorCtx>) -> Result<Self> {
         let queues = chain.layers.iter().map(|layer| layer.open_queues(ctx)).collect::<Result<Vec<_>>>()?;
-        Ok(Self::of(chain, queues, Sink::new()))
+        let shared = Self::of(chain, queues, Sink::new());
+        let Some(both) = &chain.both else { return Ok(shared) };
+        let open = |layer: &Arc<Layer>| shared.find(layer).map_or_else(|| layer.open_queues(ctx), Ok);
+        let queues = both.next.layers.iter().map(open).collect::<Result<Vec<_>>>()?;
+        let other = Some(Box::new(Self::of(&both.next, queues, Rc::clone(&shared.sink))));
+        Ok(Self { other, ..shared })
     }
 
     /// A chain for calls that block.
@@ -69,14 +76,16 @@ impl Shared {
 
     fn of(chain: &Arc<Chain>, queues: Vec<OpenFiles>, sink: Rc<Sink>) -> Self {
         let (files, metas) = queues.into_iter().unzip();
-        Self { chain: Arc::clone(chain), files, metas, sink }
+        Self { chain: Arc::clone(chain), files, metas, sink, other: None }
     }
 
     /// What is open here of a layer: it may have another mapping there.
     fn find(&self, layer: &Layer) -> Option<OpenFiles> {
         let mine = self.chain.layers.iter().zip(self.files.iter().zip(&self.metas));
-        let (_, (file, meta)) = mine.into_iter().find(|(mine, _)| Arc::ptr_eq(&mine.file, &layer.file))?;
-        Some((Rc::clone(file), meta.clone()))
+        match mine.into_iter().find(|(mine, _)| Arc::ptr_eq(&mine.file, &layer.file)) {
+            Some((_, (file, meta))) => Some((Rc::clone(file), meta.clone())),
+            None => self.other.as_ref()?.find(layer),
+        }
     }
 
     /// Another chain, all of whose files are open here or among the prepared ones.
@@ -85,8 +94,16 @@ impl Shared {
             let new = prepared.iter().find(|(prepared, _)| Arc::ptr_eq(prepared, layer));
             self.find(layer).or_else(|| new.map(|(_, (file, meta))| (Rc::clone(file), meta.clone())))
         };
-        match chain.layers.iter().map(find).collect::<Option<Vec<_>>>() {
-            Some(queues) => Self::of(chain, queues, Rc::clone(&self.sink)),
+        let all = |chain: &Arc<Chain>| {
+            let queues = chain.layers.iter().map(find).collect::<Option<Vec<_>>>()?;
+            Some(Self::of(chain, queues, Rc::clone(&self.sink)))
+        };
+        let both = || {
+            let other = chain.both.as_ref().map(|both| all(&both.next).map(Box::new));
+            Some(Self { other: other.map_or(Some(None), |other| other.map(Some))?, ..all(chain)? })
+        };
+        match both() {
+            Some(shared) => shared,
             None => {
                 tracing::error!("a queue was told of a chain that it has not prepared for: its requests fail");
                 let dead = Chain::dead(self.chain.layers.clone(), &self.chain.disk);
@@ -368,11 +385,27 @@ impl Core {
         }));
     }
 
+    /// Writes that go to another chain, too.
+    #[cold]
+    fn start_on_both_sides(&mut self, index: usize, op: Op) {
+        let flags = self.needed(op.flags());
+        let done = self.count(index);
+        let (shared, ctx) = (Rc::clone(&self.shared), Rc::clone(&self.ctx));
+        self.ctx.spawn(Task::new(async move {
+            let result = shared.on_both_sides(op.with_flags(flags), &ctx).await;
+            done.complete(result);
+        }));
+    }
+
     fn start(&mut self, index: usize, op: Op) -> IoResult {
         if let Some((offset, length)) = op.range() {
             self.shared.chain.check_range(offset, length)?;
             if self.shared.chain.looks_at_writes && op.is_write() {
                 self.shared.chain.look_at_write(offset, length)?;
+                if self.shared.chain.both.is_some() {
+                    self.start_on_both_sides(index, op);
+                    return Ok(());
+                }
             }
         }
         match op {
@@ -405,6 +438,8 @@ impl Core {
             }
             Op::Flush => self.flush(index),
             Op::Discard { offset, length } => self.discard(index, offset, length),
+            // Layers below and snapshots keep what they hold.
+            Op::SecureErase { .. } => Err(IoError::new(block::IoErrorKind::Unsupported)),
             Op::WriteZeroes { offset, length, may_unmap, flags } => {
                 self.write_zeroes(index, offset, length, may_unmap, self.needed(flags))
             }
@@ -497,7 +532,7 @@ impl Core {
         if self.shared.chain.disk.read_only {
             return Ok(());
         }
-        if self.shared.chain.top()?.mapping.has_tables() {
+        if self.shared.chain.top()?.mapping.has_tables() || self.shared.chain.both.is_some() {
             self.spawn(index, Slow::Flush);
             return Ok(());
         }

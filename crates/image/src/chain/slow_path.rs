@@ -315,13 +315,16 @@ impl Shared {
         self.files.first().ok_or(IoError::EIO)?.start(FileOp::Flush).await
     }
 
-    async fn flush_if(&self, wanted: bool) -> IoResult {
+    pub(super) async fn flush_if(&self, wanted: bool) -> IoResult {
         if !wanted {
             return Ok(());
         }
         let count = if self.chain.is_handing_over() { 2 } else { 1 };
         for (layer, meta) in self.chain.layers.iter().zip(&self.metas).take(count).rev() {
             layer.mapping.flush(meta).await?;
+        }
+        if self.chain.both.is_some() {
+            self.flush_other_side().await?;
         }
         Ok(())
     }

@@ -117,7 +117,7 @@ impl DelayQueue {
 fn payload_bytes(op: &Op) -> u64 {
     match op {
         Op::Read { data, .. } | Op::Write { data, .. } => data.length_bytes() as u64,
-        Op::Flush | Op::Discard { .. } | Op::WriteZeroes { .. } => 0,
+        Op::Flush | Op::Discard { .. } | Op::SecureErase { .. } | Op::WriteZeroes { .. } => 0,
     }
 }
 

@@ -17,7 +17,7 @@ pub enum RequestKind {
     Write,
     /// [`Op::Flush`].
     Flush,
-    /// [`Op::Discard`].
+    /// [`Op::Discard`] and [`Op::SecureErase`].
     Discard,
     /// [`Op::WriteZeroes`].
     WriteZeroes,
@@ -40,7 +40,7 @@ impl RequestKind {
             Op::Read { .. } => Self::Read,
             Op::Write { .. } => Self::Write,
             Op::Flush => Self::Flush,
-            Op::Discard { .. } => Self::Discard,
+            Op::Discard { .. } | Op::SecureErase { .. } => Self::Discard,
             Op::WriteZeroes { .. } => Self::WriteZeroes,
         }
     }

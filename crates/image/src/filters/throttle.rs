@@ -118,7 +118,9 @@ impl Load {
         match op {
             Op::Read { data, .. } => Some(Self { is_write: false, bytes: data.length_bytes() as u64 }),
             Op::Write { data, .. } => Some(Self { is_write: true, bytes: data.length_bytes() as u64 }),
-            Op::Discard { .. } | Op::WriteZeroes { .. } => Some(Self { is_write: true, bytes: 0 }),
+            Op::Discard { .. } | Op::SecureErase { .. } | Op::WriteZeroes { .. } => {
+                Some(Self { is_write: true, bytes: 0 })
+            }
             Op::Flush => None,
         }
     }

@@ -19,21 +19,32 @@
 //! former top is closed: refcounts, dirty bit, persistent bitmaps, which stay in it. From then on it is only read.
 //!
 //! **Taking the top layer back** ([`take_back`]). Where the top layer holds data, nobody sees what the layer below has.
-//! So the data are copied down while guests go on. Meanwhile the chain has a log
-//! ([`crate::chain::exchange::change_log`]), which notes ranges before writes to them begin. To get a complete log, the
-//! queues go over to a chain with a new log, until the former chain is over. The ranges of the complete log are copied again. The last round is made while all requests are held
-//! and none is in flight. Then the layer below is flushed and becomes the top.
-//! Others see how far the copy has come, and can cancel it ([`watch`]).
+//! So the data are copied down while guests go on, in rounds, and at last guests write to both layers ([`converge`]). Then
+//! the layer below becomes the top. Others see how far the copy has come, and can cancel it ([`watch`]).
+//!
+//! **A copy elsewhere** ([`mirror`]) is made in the same way, of all layers or of the top one, and may take the disk's place.
 //!
 //! **Other layers below** ([`move_onto`]). The top gets a copy of all that the layers that go away say, then its header
 //! names another backing file, or none.
 //!
-//! **More room** ([`grow`]) is a barrier too, with the format's own offline resize while nothing is in flight.
+//! **More room** ([`grow`]) is a barrier too, with the format's own offline resize while nothing is in flight. So are
+//! changes to persistent bitmaps and internal snapshots ([`edit`]).
+//!
+//! **A point in time** ([`point_in_time`]). Under a temporary new top layer, the former one is what the disk was at the
+//! barrier, and a backup copies it ([`copy_out`]). Then the temporary layer is taken back. So a bitmap of the former top
+//! notes what was written meanwhile, when that is copied down.
 
+pub(crate) mod converge;
+pub(crate) mod copy_out;
+mod copying;
+pub(crate) mod edit;
 #[cfg(all(test, feature = "explore"))]
 pub(crate) mod explored_tests;
 pub(crate) mod grow;
+pub(crate) mod mirror;
 pub(crate) mod move_onto;
 pub(crate) mod overlay;
+pub(crate) mod point_in_time;
+mod ranges;
 pub(crate) mod take_back;
 pub(crate) mod watch;

@@ -2,7 +2,7 @@
 
 use block::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Watches, slows down and stops a copy that goes on for long. Shared by the one who copies and by those who look.
@@ -14,6 +14,12 @@ pub struct CopyWatch {
     is_cancelled: AtomicBool,
     done_bytes: AtomicU64,
     total_bytes: AtomicU64,
+    left_bytes: AtomicU64,
+    rounds: AtomicU64,
+    longest_stall_us: AtomicU64,
+    throttled_us: AtomicU64,
+    is_late: AtomicBool,
+    begun: OnceLock<Instant>,
     pace: Mutex<Pace>,
     /// The pace has changed, or the copy is cancelled.
     changed: Condvar,
@@ -25,6 +31,32 @@ struct Pace {
     bytes_per_second: Option<u64>,
     /// When what was moved so far is paid for.
     paid_at: Option<Instant>,
+    aim: Aim,
+}
+
+/// What a copy has to keep to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Aim {
+    /// It has to be done in this time.
+    pub within: Option<Duration>,
+    /// No request of a guest may take longer because of it than this.
+    pub stall: Option<Duration>,
+}
+
+/// How a copy of a disk that is written to comes to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct CopyRounds {
+    /// Passes over what was left, the one of now included.
+    pub rounds: u64,
+    /// What is left of this pass.
+    pub left_bytes: u64,
+    /// The longest time that a request of a guest took longer because of the copy.
+    pub longest_stall: Duration,
+    /// How long requests of guests were made to wait so that the copy gets ahead, all together.
+    pub throttled: Duration,
+    /// It takes longer than it was to.
+    pub is_late: bool,
 }
 
 impl CopyWatch {
@@ -34,7 +66,13 @@ impl CopyWatch {
         self.change(|_| ());
     }
 
-    /// Stops the copy between two pieces until [`CopyWatch::resume`]. While guests are held, it is not stopped.
+    /// Whether somebody has asked for the end.
+    #[must_use]
+    pub fn is_cancelled(&self) -> bool {
+        self.is_cancelled.load(Ordering::Relaxed)
+    }
+
+    /// Stops the copy between two pieces until [`CopyWatch::resume`].
     pub fn pause(&self) {
         self.change(|pace| pace.is_paused = true);
     }
@@ -75,6 +113,94 @@ impl CopyWatch {
         self.total_bytes.load(Ordering::Relaxed)
     }
 
+    /// What the copy has to keep to.
+    pub fn set_aim(&self, aim: Aim) {
+        self.change(|pace| pace.aim = aim);
+    }
+
+    fn aim(&self) -> Aim {
+        self.pace.lock().unwrap_or_else(PoisonError::into_inner).aim
+    }
+
+    /// How it comes to its end.
+    #[must_use]
+    pub fn rounds(&self) -> CopyRounds {
+        let micros = |count: &AtomicU64| Duration::from_micros(count.load(Ordering::Relaxed));
+        CopyRounds {
+            rounds: self.rounds.load(Ordering::Relaxed),
+            left_bytes: self.left_bytes.load(Ordering::Relaxed),
+            longest_stall: micros(&self.longest_stall_us),
+            throttled: micros(&self.throttled_us),
+            is_late: self.is_late.load(Ordering::Relaxed),
+        }
+    }
+
+    /// A pass over so many bytes begins.
+    pub(super) fn round(&self, bytes: u64) {
+        self.begun.get_or_init(Instant::now);
+        self.more(bytes);
+        self.left(bytes);
+        self.rounds.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn left(&self, bytes: u64) {
+        self.left_bytes.store(bytes, Ordering::Relaxed);
+    }
+
+    /// So many bytes of a pass were left to the next one, which counts them again.
+    pub(super) fn again(&self, bytes: u64) {
+        self.done(bytes);
+    }
+
+    pub(super) fn note_hold(&self, hold: Duration) {
+        self.longest_stall_us.fetch_max(micros(hold), Ordering::Relaxed);
+    }
+
+    pub(super) fn note_waits(&self, throttled: Duration, longest: Duration) {
+        self.throttled_us.fetch_max(micros(throttled), Ordering::Relaxed);
+        self.note_hold(longest);
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.begun.get().map_or(Duration::ZERO, Instant::elapsed)
+    }
+
+    /// Whether the rounds have to end, because the time would not be enough for the rest of this one and as much again.
+    pub(super) fn has_to_hurry(&self, left_bytes: u64) -> bool {
+        let (Some(within), elapsed) = (self.aim().within, self.elapsed()) else { return false };
+        if elapsed.saturating_mul(20) < within {
+            return false;
+        }
+        let rest = time_for(left_bytes, self.done_bytes(), elapsed);
+        elapsed.saturating_add(rest.saturating_mul(2)) > within
+    }
+
+    /// How long each write has to wait so that the rest is copied in time, where `done_bytes` were since `since`, and each
+    /// write waits for `delay` now.
+    pub(super) fn delay_for(&self, left_bytes: u64, done_bytes: u64, since: Instant, delay: Duration) -> Duration {
+        let Aim { within: Some(within), stall } = self.aim() else { return Duration::ZERO };
+        let most = stall.map_or(DELAY_MAX, |stall| part(stall, 2).clamp(DELAY_MIN, DELAY_MAX));
+        let elapsed = self.elapsed();
+        let rest = time_for(left_bytes, done_bytes, since.elapsed());
+        let end = elapsed.saturating_add(rest.saturating_add(part(rest, 4)));
+        if elapsed > within && left_bytes > 0 {
+            self.is_late.store(true, Ordering::Relaxed);
+        }
+        match end > within {
+            true => delay.saturating_mul(2).clamp(DELAY_MIN, most),
+            false if delay <= DELAY_MIN => Duration::ZERO,
+            false => part(delay, 2),
+        }
+    }
+
+    /// How much may be copied at once while guests wait for it: at most `most_bytes`.
+    pub(super) fn piece_bytes(&self, most_bytes: u64) -> u64 {
+        let Some(stall) = self.aim().stall else { return most_bytes };
+        let rate = self.done_bytes() as f64 / self.elapsed().as_secs_f64().max(0.001);
+        let bytes = (rate * stall.as_secs_f64() / 4.0) as u64;
+        bytes.clamp(PIECE_BYTES_MIN, most_bytes.max(PIECE_BYTES_MIN)).next_multiple_of(PIECE_BYTES_MIN).min(most_bytes)
+    }
+
     pub(super) fn more(&self, bytes: u64) {
         self.total_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
@@ -91,7 +217,7 @@ impl CopyWatch {
         }
     }
 
-    /// Waits as long as the copy is paused, and until so many bytes are paid for. Not to be called while guests are held.
+    /// Waits as long as the copy is paused, and until so many bytes are paid for.
     pub(super) fn pace(&self, bytes: u64) {
         let mut pace = self.pace.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(rate) = pace.bytes_per_second {
@@ -109,6 +235,27 @@ impl CopyWatch {
             pace = self.changed.wait_timeout(pace, longest).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
+}
+
+/// The shortest time that a write is made to wait.
+const DELAY_MIN: Duration = Duration::from_millis(1);
+/// The longest, where nobody says how long a request may take longer.
+const DELAY_MAX: Duration = Duration::from_millis(25);
+/// A piece that guests wait for is not smaller than this.
+const PIECE_BYTES_MIN: u64 = 64 << 10;
+
+fn part(duration: Duration, parts: u32) -> Duration {
+    duration.checked_div(parts).unwrap_or(duration)
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// How long so many bytes take where others took so long.
+fn time_for(left_bytes: u64, done_bytes: u64, elapsed: Duration) -> Duration {
+    let seconds = left_bytes as f64 / done_bytes.max(1) as f64 * elapsed.as_secs_f64();
+    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
 }
 
 #[cfg(test)]

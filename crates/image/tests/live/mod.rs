@@ -6,7 +6,8 @@ use block::{Disk, ErrorKind, File, ReactorHandle, Result};
 use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use format_qcow2::CreateOptions as Qcow2Options;
 use ringdisk_image::{
-    CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, NewBelow, OpenedOverlay, Opener, Role,
+    CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, MirrorEnd, MirrorScope, MirrorTarget, NewBelow,
+    OpenedOverlay, Opener, Role,
 };
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -155,14 +156,38 @@ impl Bench {
         ringdisk_image::move_onto(&self.image, below, watch, || Ok(()))
     }
 
+    /// A new image over the top, at this path.
+    pub(crate) fn overlay(&self, path: &Path, cluster_size: u64) -> OpenedOverlay {
+        create(path, self.size_bytes, cluster_size, Some(&self.top()), false);
+        let file = HostOpener.open_path(path, false).unwrap();
+        OpenedOverlay::open(&FileName::from(path), file).unwrap()
+    }
+
     pub(crate) fn put_overlay(&self, cluster_size: u64) {
         let path = self.new_path();
-        create(&path, self.size_bytes, cluster_size, Some(&self.top()), false);
-        let file = HostOpener.open_path(&path, false).unwrap();
-        let opened = OpenedOverlay::open(&FileName::from(&path), file).unwrap();
+        let opened = self.overlay(&path, cluster_size);
         let results = ringdisk_image::put_overlay(vec![(Arc::clone(&self.image), opened)], || Ok(())).unwrap();
         results.into_iter().for_each(Result::unwrap);
         self.layers.lock().unwrap().push(path);
+    }
+
+    /// A new image to copy the disk to, and its path.
+    pub(crate) fn new_target(&self, format: Format, scope: MirrorScope) -> (MirrorTarget, PathBuf) {
+        let path = self.new_path();
+        match format {
+            Format::Raw => engine::create(&path, self.size_bytes).unwrap(),
+            _ => {
+                let below = self.files().get(1).filter(|_| scope == MirrorScope::Top).cloned();
+                create(&path, self.size_bytes, 16384, below.as_deref(), false);
+            }
+        }
+        let file = HostOpener.open_path(&path, false).unwrap();
+        (MirrorTarget::open(&FileName::from(&path), file, format, scope, true).unwrap(), path)
+    }
+
+    /// Copies the disk, which goes over to the copy or not.
+    pub(crate) fn mirror(&self, target: MirrorTarget, end: MirrorEnd, watch: &CopyWatch) -> Result<()> {
+        ringdisk_image::mirror(&self.image, target, end, watch, || Ok(()))
     }
 
     pub(crate) fn take_back(&self) {
@@ -173,14 +198,16 @@ impl Bench {
     /// Closes the disk. Its files are sound, and another program reads from them what was written.
     pub(crate) fn assert_sound_and_as_written(self) {
         let top = self.top();
-        let names: Vec<_> = self.image.file_names().collect();
+        let names: Vec<_> = self.image.file_names().zip(self.image.formats()).collect();
+        let top_format = names[0].1;
         self.image.close().unwrap();
         drop(self.image);
-        for name in names {
+        for (name, _) in names.iter().filter(|(_, format)| *format == Format::Qcow2) {
             qcow2_check(&std::fs::read(name.path().unwrap()).unwrap()).unwrap().sound().unwrap();
         }
         let raw = self.directory.path().join("as-written.raw");
-        let convert = ["convert", "-U", "-f", "qcow2", "-O", "raw"];
+        let format = top_format.to_string();
+        let convert = ["convert", "-U", "-f", &format, "-O", "raw"];
         match Command::new("qemu-img").args(convert).arg(&top).arg(&raw).status() {
             Ok(status) => assert!(status.success(), "qemu-img reads {}", top.display()),
             Err(_) if std::env::var_os("CI").is_none() => return,

@@ -46,6 +46,8 @@ pub struct PoolStats {
     pub in_flight: u64,
     /// The most that were in use at once.
     pub peak_in_flight: u64,
+    /// Bytes of one context.
+    pub context_bytes: u64,
 }
 
 /// The shared part of a pool.
@@ -193,6 +195,7 @@ impl<T, R: Rules> Depot<T, R> {
             total,
             in_flight: self.in_flight().min(total),
             peak_in_flight: self.counters.peak.load(Relaxed),
+            context_bytes: size_of::<T>() as u64,
         }
     }
 }

@@ -1,5 +1,5 @@
 //! How the guest of a socket works, which is the driver in this process: `path=request,callbacks=kept`, for all targets
-//! (`--guest`) or for one (`guest.path=request` among its options).
+//! (`--guest`) or for one (`guest.path=request` among its options). And how the server of a `serve:` target harvests.
 
 use crate::output::usage;
 use drive::{KeyValue, parse_key_values, unknown};
@@ -8,6 +8,18 @@ use driver::{Driver, DriverOptions, DriverPath};
 const KEYS: [&str; 5] = ["path", "callbacks", "event-idx", "indirect", "packed"];
 /// What stands before such a key among a target's options.
 const PREFIX: &str = "guest.";
+
+/// What stands among a `serve:` target's options for a server that looks for completions only in turns without new
+/// requests.
+const HARVEST: &str = "server.harvest=";
+
+/// Takes that out of a target's options; gives whether turns that submit harvest as well.
+pub(super) fn split_harvest(text: &str) -> anyhow::Result<(String, bool)> {
+    let (own, rest): (Vec<&str>, Vec<&str>) = text.split(',').partition(|part| part.starts_with(HARVEST));
+    let value = own.last().and_then(|part| part.strip_prefix(HARVEST)).unwrap_or("always");
+    let always = one_of("server.harvest", value, ("always", "idle"))?;
+    Ok((rest.join(","), always))
+}
 
 /// What was said; the rest is the driver's default.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -105,6 +117,13 @@ mod tests {
         assert_eq!((driver.path, driver.keep_callbacks), (DriverPath::Request, true));
         assert_eq!((driver.event_idx, driver.indirect, driver.packed), (false, true, false));
         assert_eq!(GuestOptions::split("/a=b.sock").unwrap(), ("/a=b.sock".to_owned(), GuestOptions::default()));
+    }
+
+    #[test]
+    fn a_server_is_told_when_to_harvest() {
+        assert_eq!(split_harvest("format=null,size=1M").unwrap(), ("format=null,size=1M".to_owned(), true));
+        assert_eq!(split_harvest("server.harvest=idle,file=a").unwrap(), ("file=a".to_owned(), false));
+        assert!(split_harvest("server.harvest=never").is_err());
     }
 
     #[test]

@@ -126,7 +126,8 @@ pub(crate) struct Args {
     poll_max_us: u32,
     /// How the guest of a --socket or --serve works: path=bio|request, callbacks=suppressed|kept, event-idx=on|off,
     /// indirect=on|off, packed=on|off. A target of --compare may say the same for itself among its options:
-    /// guest.path=request.
+    /// guest.path=request. A --serve may also say server.harvest=idle: its reactors look for completions only in turns
+    /// without new requests.
     #[arg(long, value_name = "OPTIONS")]
     guest: Option<String>,
     /// Show all figures, not only rates, latencies and CPU time.

@@ -22,7 +22,11 @@ pub(super) struct Served {
 impl Served {
     /// Serves `drive` on a reactor for each of the guest's queues. What it says of queues, their size, its socket and
     /// poll-max-us holds.
-    pub(super) fn start(drive: &DriveOptions, guest: DriverOptions) -> anyhow::Result<Self> {
+    pub(super) fn start(
+        drive: &DriveOptions,
+        guest: DriverOptions,
+        harvest_after_submit: bool,
+    ) -> anyhow::Result<Self> {
         if let Some(offered) = drive.export.queues.filter(|offered| *offered < guest.queues) {
             return Err(usage(format!("--queues {}: the drive says queues={offered}", guest.queues)));
         }
@@ -33,6 +37,7 @@ impl Served {
         let config = DaemonConfig::default().with(|config| {
             config.reactors = usize::from(queues);
             config.poll_max_us = drive.export.poll_max_us;
+            config.harvest_after_submit = harvest_after_submit;
         });
         let daemon = Daemon::start(config)?;
         let mut drive = drive.clone();
@@ -61,7 +66,11 @@ impl Served {
             all.extend(server_counters(&daemon));
             all
         };
-        hooks.with(|hooks| hooks.counters = Some(Arc::new(counters)))
+        let daemon = Arc::clone(&self.daemon);
+        hooks.with(|hooks| {
+            hooks.counters = Some(Arc::new(counters));
+            hooks.harvests = Some(Arc::new(move || daemon.harvest_lengths()));
+        })
     }
 
     pub(super) fn close(self) -> anyhow::Result<()> {
@@ -84,6 +93,9 @@ fn server_counters(daemon: &Daemon) -> Vec<(&'static str, u64)> {
         ("server_yields", of_reactors(|stats| stats.yields)),
         ("server_notifications", rings().map(|ring| ring.notifications).sum()),
     ];
+    let pools = daemon.pools();
+    counters.push(("contexts_made", pools.iter().map(|(_, pool)| pool.created).sum()));
+    counters.push(("context_bytes_made", pools.iter().map(|(_, pool)| pool.created * pool.context_bytes).sum()));
     let tables: Vec<_> = disks.iter().filter_map(|disk| disk.tables).collect();
     if !tables.is_empty() {
         counters.push(("table_hits", tables.iter().map(|tables| tables.hits).sum()));

@@ -1,6 +1,6 @@
 //! What is measured: a server's socket, or a disk opened or served in this process; and one measurement of it.
 
-use super::guest::GuestOptions;
+use super::guest::{self, GuestOptions};
 use super::served::Served;
 use crate::output::usage;
 use block::{Disk, ReactorHandle};
@@ -32,6 +32,8 @@ pub(super) struct Target {
     pub(super) poll_max_us: u32,
     /// How its guest works.
     pub(super) guest: GuestOptions,
+    /// Whether its server harvests in every turn, for a server of this process.
+    harvest_after_submit: bool,
     kind: Kind,
 }
 
@@ -83,6 +85,11 @@ impl Target {
             true => GuestOptions::split(&text).map(|(rest, guest)| (rest.into(), guest))?,
             false => (text, GuestOptions::default()),
         };
+        let written = text.clone();
+        let (text, harvest_after_submit) = match kind == "serve" && text.contains("server.") {
+            true => guest::split_harvest(&text).map(|(rest, always)| (rest.into(), always))?,
+            false => (text, true),
+        };
         let kind_of_target = match kind {
             "socket" if has_guest => Kind::Socket(PathBuf::from(text.as_ref())),
             "socket" => Kind::Socket(PathBuf::from(value)),
@@ -96,10 +103,11 @@ impl Target {
         };
         Ok(Parsed::Target(Self {
             name: name.to_owned(),
-            text: format!("{kind}:{text}"),
+            text: format!("{kind}:{written}"),
             server_pids: Vec::new(),
             poll_max_us: ReactorConfig::default().poll_max_us,
             guest,
+            harvest_after_submit,
             kind: kind_of_target,
         }))
     }
@@ -129,7 +137,7 @@ impl Target {
         progress: &dyn Fn(f64),
     ) -> anyhow::Result<Measured> {
         let spec = spec.clone().with(|spec| spec.server_pids = self.server_pids.clone());
-        let opened = Opened::open(&self.kind, &spec, &self.guest)?;
+        let opened = Opened::open(self, &spec)?;
         let reactors = Arc::new(self.reactors(spec.queues)?);
         let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(ReactorThread::handle).collect();
         // A connection that ends takes every request with it: what follows would measure errors.
@@ -197,7 +205,8 @@ enum Opened {
 }
 
 impl Opened {
-    fn open(kind: &Kind, spec: &BenchSpec, how: &GuestOptions) -> anyhow::Result<Self> {
+    fn open(target: &Target, spec: &BenchSpec) -> anyhow::Result<Self> {
+        let how = &target.guest;
         let guest = || {
             DriverOptions::default().with(|options| {
                 options.queues = spec.queues as u16;
@@ -212,7 +221,7 @@ impl Opened {
             drive.disk.read_only |= spec.read_percent == 100 && drive.disk.file.is_some();
             drive
         };
-        Ok(match kind {
+        Ok(match &target.kind {
             Kind::Socket(socket) => {
                 let driver = Driver::connect(socket, guest())?;
                 how.check(&driver)?;
@@ -222,7 +231,7 @@ impl Opened {
             Kind::Serve(drive) => {
                 let mut drive = for_load(drive);
                 drive.export.packed |= how.wants_packed();
-                Self::Served(Served::start(&drive, guest())?)
+                Self::Served(Served::start(&drive, guest(), target.harvest_after_submit)?)
             }
         })
     }

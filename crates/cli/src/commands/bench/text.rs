@@ -72,6 +72,13 @@ fn details(report: &BenchReport) -> String {
         "completions a harvest: mean {:.1}, median {}, max {} ({} harvests)",
         batches.mean, batches.median, batches.max, batches.harvests
     );
+    if let Some(harvests) = report.engine_harvests.filter(|harvests| harvests.harvests > 0) {
+        let _ = writeln!(
+            text,
+            "completions a harvest of the engines: mean {:.1}, p10 {}, median {}, p90 {}, max {}; {:.0}% of them a full queue",
+            harvests.mean, harvests.p10, harvests.p50, harvests.p90, harvests.max, harvests.full_percent
+        );
+    }
     for counter in &report.counters {
         let name = counter.name.replace('_', " ");
         let _ = writeln!(text, "{name}: {} ({:.4} a request)", counter.total, counter.per_request);

@@ -1,9 +1,10 @@
 //! Long work on running disks: starting it, waiting for it, steering it.
 
+use super::duration::parse_ms;
 use super::{Ctl, path_segment, tables};
-use control::api::{CommitDisk, Job, JobState, LimitJob, RebaseDisk, StreamDisk};
+use control::api::{CommitDisk, CompactDisk, Job, JobState, LimitJob, MirrorDisk, RebaseDisk, StreamDisk};
 use serde::Serialize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// How a job runs.
@@ -17,16 +18,74 @@ pub(super) struct How {
     rate: Option<String>,
 }
 
+/// What a job that copies what guests write to has to keep to.
+#[derive(clap::Args)]
+pub(super) struct AimOf {
+    /// Be done in this time (30s, 500ms, 5m), however fast the guest writes: its writes wait a little where the storage is
+    /// too slow for both.
+    #[arg(long, value_name = "TIME")]
+    within: Option<String>,
+    /// The longest time by which a request of the guest may take longer because of the job [default: 50ms].
+    #[arg(long, value_name = "TIME")]
+    stall: Option<String>,
+}
+
+impl AimOf {
+    fn parse(&self) -> anyhow::Result<(Option<u64>, Option<u64>)> {
+        let parse = |text: &Option<String>| text.as_deref().map(parse_ms).transpose();
+        Ok((parse(&self.within)?, parse(&self.stall)?))
+    }
+}
+
+/// Where a disk is copied to, and how.
+#[derive(clap::Args)]
+pub(super) struct Mirror {
+    /// The disk.
+    name: String,
+    /// The file of the new image. It must not exist, unless --existing is given.
+    target: PathBuf,
+    /// Its format, raw or qcow2 [default: that of the disk].
+    #[arg(long)]
+    format: Option<String>,
+    /// Write over an image that exists, as large as the disk. It needs --format.
+    #[arg(long)]
+    existing: bool,
+    /// Copy the top layer only: the new image rests on the same layers.
+    #[arg(long)]
+    top: bool,
+    /// End as a copy of the disk, as it is at one moment. Otherwise the disk goes over to the new image.
+    #[arg(long)]
+    keep: bool,
+    #[command(flatten)]
+    aim: AimOf,
+    #[command(flatten)]
+    how: How,
+}
+
 impl How {
-    fn bytes_per_second(&self) -> anyhow::Result<Option<u64>> {
+    pub(super) fn bytes_per_second(&self) -> anyhow::Result<Option<u64>> {
         Ok(self.rate.as_deref().map(drive::parse_size).transpose()?)
     }
 }
 
 impl Ctl {
-    pub(super) fn commit(&self, name: &str, layers: usize, how: &How) -> anyhow::Result<()> {
-        let bytes_per_second = how.bytes_per_second()?;
-        self.start(name, "commit", &CommitDisk { layers, bytes_per_second }, how)
+    pub(super) fn commit(&self, name: &str, layers: usize, aim: &AimOf, how: &How) -> anyhow::Result<()> {
+        let (bytes_per_second, (within_ms, stall_ms)) = (how.bytes_per_second()?, aim.parse()?);
+        self.start(name, "commit", &CommitDisk { layers, bytes_per_second, within_ms, stall_ms }, how)
+    }
+
+    pub(super) fn compact(&self, name: &str, aim: &AimOf, how: &How) -> anyhow::Result<()> {
+        let (bytes_per_second, (within_ms, stall_ms)) = (how.bytes_per_second()?, aim.parse()?);
+        self.start(name, "compact", &CompactDisk { bytes_per_second, within_ms, stall_ms }, how)
+    }
+
+    pub(super) fn mirror(&self, mirror: &Mirror) -> anyhow::Result<()> {
+        let Mirror { name, target, format, existing, top, keep, aim, how } = mirror;
+        let (bytes_per_second, (within_ms, stall_ms)) = (how.bytes_per_second()?, aim.parse()?);
+        let (target, format) = (daemon::absolute(target), format.clone());
+        let (existing, top, keep) = (*existing, *top, *keep);
+        let request = MirrorDisk { target, format, existing, top, keep, bytes_per_second, within_ms, stall_ms };
+        self.start(name, "mirror", &request, how)
     }
 
     pub(super) fn stream(&self, name: &str, base: Option<&Path>, how: &How) -> anyhow::Result<()> {
@@ -39,7 +98,7 @@ impl Ctl {
         self.start(name, "rebase", &RebaseDisk { base: daemon::absolute(base), format, bytes_per_second }, how)
     }
 
-    fn start(&self, name: &str, what: &str, request: &impl Serialize, how: &How) -> anyhow::Result<()> {
+    pub(super) fn start(&self, name: &str, what: &str, request: &impl Serialize, how: &How) -> anyhow::Result<()> {
         let mut job: Job = self.client.post(&format!("/v1/disks/{}/{what}", path_segment(name)), request)?;
         while !how.no_wait && matches!(job.state, JobState::Running | JobState::Paused) {
             std::thread::sleep(Duration::from_millis(100));

@@ -1,6 +1,8 @@
 //! `ringdisk ctl`: manage the disks of a running daemon.
 
+mod duration;
 mod jobs;
+mod points;
 mod tables;
 mod top;
 
@@ -87,6 +89,19 @@ enum Verb {
         #[arg(long, value_name = "N", default_value_t = 1)]
         layers: usize,
         #[command(flatten)]
+        aim: jobs::AimOf,
+        #[command(flatten)]
+        how: jobs::How,
+    },
+    /// Copy a running disk to another image, which then takes its place.
+    Mirror(jobs::Mirror),
+    /// Make the file of the top layer of a running disk as short as what it holds; the host needs room for both meanwhile.
+    Compact {
+        /// The disk.
+        name: String,
+        #[command(flatten)]
+        aim: jobs::AimOf,
+        #[command(flatten)]
         how: jobs::How,
     },
     /// Pull what lower layers hold up into the top layer of a running disk, which rests on none of them afterwards.
@@ -111,6 +126,22 @@ enum Verb {
         #[command(flatten)]
         how: jobs::How,
     },
+    /// Copy a running disk, as it is at one moment, to another image.
+    Backup(points::BackupArgs),
+    /// Make, change and list persistent dirty bitmaps of a running disk.
+    #[command(subcommand)]
+    Bitmap(points::BitmapVerb),
+    /// List the internal snapshots of a running disk.
+    SnapshotList {
+        /// The disk.
+        name: String,
+    },
+    /// Take an internal snapshot of a running disk.
+    SnapshotCreate(points::SnapshotArgs),
+    /// Delete an internal snapshot of a running disk.
+    SnapshotDelete(points::SnapshotArgs),
+    /// Make a disk that no guest uses what it was when an internal snapshot was taken.
+    SnapshotApply(points::SnapshotArgs),
     /// List the exports.
     Exports,
     /// Serve a disk at one more socket.
@@ -194,9 +225,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Verb::Resize { name, size } => ctl.resize(name, size),
         Verb::Set { name, options } => ctl.set(name, options),
         Verb::Snapshot { pairs } => ctl.snapshot(pairs),
-        Verb::Commit { name, layers, how } => ctl.commit(name, *layers, how),
+        Verb::Commit { name, layers, aim, how } => ctl.commit(name, *layers, aim, how),
+        Verb::Compact { name, aim, how } => ctl.compact(name, aim, how),
+        Verb::Mirror(mirror) => ctl.mirror(mirror),
         Verb::Stream { name, base, how } => ctl.stream(name, base.as_deref(), how),
         Verb::Rebase { name, base, format, how } => ctl.rebase(name, base, format.clone(), how),
+        Verb::Backup(args) => ctl.backup(args),
+        Verb::Bitmap(verb) => ctl.bitmap(verb),
+        Verb::SnapshotList { name } => ctl.list_snapshots(name),
+        Verb::SnapshotCreate(args) => ctl.create_snapshot(args),
+        Verb::SnapshotDelete(args) => ctl.delete_snapshot(args),
+        Verb::SnapshotApply(args) => ctl.apply_snapshot(args),
         Verb::Exports => {
             ctl.show(&ctl.client.get::<Exports>("/v1/exports")?, |exports| tables::exports(&exports.exports))
         }

@@ -122,7 +122,9 @@ fn measure(plan: &Plan, guest: &Side<'_>, host: &Side<'_>, bar: &Bar) -> anyhow:
         }
     }
     let rows = CELLS.into_iter().zip(&mut rates);
-    Ok(rows.map(|(cell, [guest, host])| Row { cell, guest: median(guest), host: median(host) }).collect())
+    Ok(rows
+        .map(|(cell, [guest, host])| Row { cell, guest: median(guest), host: median(host), ceiling: None })
+        .collect())
 }
 
 /// What was written before the daemon ended is in the image.

@@ -8,16 +8,22 @@ pub(super) struct Row {
     pub(super) cell: Cell,
     pub(super) guest: f64,
     pub(super) host: f64,
+    /// The guest's rate on a disk without storage, where it was measured.
+    pub(super) ceiling: Option<f64>,
 }
 
-/// Guest rate, host rate, ratio.
+/// Guest rate, host rate, ratio, and what the guest can do at most.
 pub(super) fn render(rows: &[Row]) -> String {
     let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(["", "guest", "host", "guest/host"]);
+    let has_ceiling = rows.iter().any(|row| row.ceiling.is_some());
+    let ceiling = has_ceiling.then_some("guest's ceiling");
+    table.load_style(presets::UTF8_FULL_CONDENSED);
+    table.set_header(["", "guest", "host", "guest/host"].into_iter().chain(ceiling));
     for row in rows {
         let rate = |bytes: f64| rate(&row.cell, bytes);
         let ratio = if row.host > 0.0 { format!("{:.2}", row.guest / row.host) } else { "-".to_owned() };
-        table.add_row([row.cell.label.to_owned(), rate(row.guest), rate(row.host), ratio]);
+        let cells = [row.cell.label.to_owned(), rate(row.guest), rate(row.host), ratio];
+        table.add_row(cells.into_iter().chain(row.ceiling.map(rate)));
     }
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);

@@ -38,9 +38,18 @@ impl ChangeLog {
 
     /// What was noted, in order, neighbours joined; not beyond `size_bytes`.
     pub(crate) fn ranges(&self, size_bytes: u64) -> Vec<Range<u64>> {
+        self.ranges_by(size_bytes, |word| word.load(Ordering::Relaxed))
+    }
+
+    /// As [`ChangeLog::ranges`]; they are not noted any more.
+    pub(crate) fn take_ranges(&self, size_bytes: u64) -> Vec<Range<u64>> {
+        self.ranges_by(size_bytes, |word| word.swap(0, Ordering::Relaxed))
+    }
+
+    fn ranges_by(&self, size_bytes: u64, bits_of: impl Fn(&AtomicU64) -> u64) -> Vec<Range<u64>> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
         for (index, word) in self.words.iter().enumerate() {
-            let bits = word.load(Ordering::Relaxed);
+            let bits = bits_of(word);
             for bit in (0..64u64).filter(|bit| bits & 1u64.wrapping_shl(*bit as u32) != 0) {
                 let granule = (index as u64).saturating_mul(64).saturating_add(bit);
                 let start = granule.wrapping_shl(self.granule_bits);

@@ -92,8 +92,13 @@ impl Drop for Barrier {
 
 /// Goes over to a chain that may be used together with the one before, and waits until that is over.
 pub(crate) async fn go_over(board: &Arc<Board>, chain: Chain) -> Result<()> {
+    go_over_to(board, chain, Vec::new()).await
+}
+
+/// As [`go_over`], to a chain for which the files of these layers have to be open.
+pub(crate) async fn go_over_to(board: &Arc<Board>, chain: Chain, layers: Vec<Arc<Layer>>) -> Result<()> {
     let over = board.over();
-    let barrier = Barrier::prepare(vec![(Arc::clone(board), Vec::new())], Hold::No).await?;
+    let barrier = Barrier::prepare(vec![(Arc::clone(board), layers)], Hold::No).await?;
     barrier.release(vec![Arc::new(chain)]).await;
     over.wait().await;
     Ok(())

@@ -94,7 +94,9 @@ impl Change {
             Op::WriteZeroes { offset, length, .. } => {
                 (entry(*offset, *length, LoggedKind::Write { fua: durable }), Vec::new())
             }
-            Op::Discard { offset, length } => (entry(*offset, *length, LoggedKind::Discard), Vec::new()),
+            Op::Discard { offset, length } | Op::SecureErase { offset, length } => {
+                (entry(*offset, *length, LoggedKind::Discard), Vec::new())
+            }
             Op::Flush => (entry(0, 0, LoggedKind::Flush), Vec::new()),
         };
         Some(Self { entry, data, durable, preflush })

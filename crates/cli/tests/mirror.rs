@@ -1,0 +1,241 @@
+//! `ringdisk ctl mirror` and `ringdisk ctl commit --within` on disks whose guests check every byte that they read; `kill -9`
+//! at any moment leaves the disk on its image or on the copy, and either holds what was flushed.
+
+mod common;
+mod live_bench;
+
+use common::{assert_valid, has_tool, path_str, tool_ok};
+use live_bench::{Bench, SIZE};
+use serde_json::Value;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use testkit::{HistoryLoad, SectorHistory};
+
+fn job(bench: &Bench, id: &Value) -> Value {
+    let jobs = bench.json(&["jobs"]);
+    jobs["jobs"].as_array().unwrap().iter().find(|job| job["id"] == *id).unwrap().clone()
+}
+
+fn compare(one: (&Path, &str), other: (&Path, &str)) {
+    tool_ok("qemu-img", &["compare", "-f", one.1, "-F", other.1, path_str(one.0), path_str(other.0)]);
+}
+
+#[test]
+fn a_disk_is_mirrored_while_guests_work_and_stays_on_the_copy_after_a_restart() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let bench = Bench::new();
+    let server = bench.serve();
+    let guests = bench.guests(1, 60);
+    guests.wait_for_more(500);
+    bench.ctl(&["snapshot", "root", path_str(&bench.path("a.qcow2"))]);
+    guests.wait_for_more(500);
+
+    let copy = bench.path("copy.raw");
+    let kept = bench.json(&["mirror", "root", path_str(&copy), "--format", "raw", "--keep"]);
+    assert_eq!((&kept["kind"], &kept["state"]), (&"mirror".into(), &"done".into()));
+    assert_eq!(bench.layers(), 2);
+    let exists = bench.fails(&["mirror", "root", path_str(&copy)]);
+    assert!(exists.contains("exists"), "{exists}");
+
+    let top = bench.path("top.qcow2");
+    let done = bench.json(&["mirror", "root", path_str(&top), "--top", "--stall", "20ms"]);
+    assert!(done["rounds"]["rounds"].as_u64().unwrap() >= 2, "{done}");
+    assert_eq!((bench.layers(), bench.recorded_top()), (2, top));
+    std::fs::remove_file(bench.path("a.qcow2")).unwrap();
+    guests.wait_for_more(500);
+    // It is only a layer now that can be taken back, as the one before.
+    bench.ctl(&["commit", "root", "--within", "30s", "--stall", "50ms"]);
+    assert_eq!((bench.layers(), bench.recorded_top()), (1, bench.path("base.qcow2")));
+
+    // The copy from before is there to be written over.
+    let over = ["mirror", "root", path_str(&copy), "--existing", "--within", "30s"];
+    assert!(bench.fails(&over).contains("say the format"));
+    bench.ctl(&[&over[..], &["--format", "raw"]].concat());
+    assert_eq!(bench.recorded_top(), copy);
+    guests.wait_for_more(1000);
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
+    std::fs::remove_file(bench.path("base.qcow2")).unwrap();
+    std::fs::remove_file(bench.path("top.qcow2")).unwrap();
+
+    // The command line still names the first image.
+    let server = bench.serve();
+    let guests = bench.guests(2, 50);
+    guests.wait_for_more(300);
+    let last = bench.path("last.qcow2");
+    bench.ctl(&["mirror", "root", path_str(&last), "--format", "qcow2"]);
+    guests.wait_for_more(300);
+    assert_eq!(guests.finish(), [""; 0]);
+    bench.ctl(&["mirror", "root", path_str(&bench.path("same.raw")), "--format", "raw", "--keep"]);
+    server.stop();
+    assert_valid(&last, false);
+    compare((&last, "qcow2"), (&bench.path("same.raw"), "raw"));
+    bench.history.check_read(0, &bench.as_qemu_sees(&last), bench.history.now()).unwrap();
+}
+
+#[test]
+fn a_mirror_that_is_cancelled_refused_or_has_no_room_leaves_nothing_behind() {
+    let bench = Bench::new();
+    let server = bench.serve();
+    let guests = bench.guests(1, 50);
+    guests.wait_for_more(500);
+    let target = bench.path("target.qcow2");
+    let id = bench.json(&["mirror", "root", path_str(&target), "--no-wait", "--rate", "64K"])["id"].clone();
+    assert!(bench.fails(&["mirror", "root", path_str(&bench.path("other"))]).contains("has a job already"));
+    assert!(bench.fails(&["commit", "root"]).contains("has a job already"));
+    assert!(bench.fails(&["resize", "root", "+1M"]).contains("being changed"));
+    assert!(!bench.path("other").exists() && target.exists());
+    bench.ctl(&["cancel", &id.to_string()]);
+    while job(&bench, &id)["state"] == "running" {
+        guests.wait_for_more(50);
+    }
+    assert_eq!(job(&bench, &id)["state"], "cancelled");
+    assert!(!target.exists());
+
+    let nowhere = bench.fails(&["mirror", "root", "/dev/full", "--existing", "--format", "raw"]);
+    assert!(nowhere.contains("/dev/full"), "{nowhere}");
+    let top = bench.fails(&["mirror", "root", path_str(&target), "--top"]);
+    assert!(top.contains("disk with several"), "{top}");
+    guests.wait_for_more(300);
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
+}
+
+#[test]
+fn killed_at_any_moment_of_a_mirror_the_disk_is_on_its_image_or_on_the_copy() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let moments = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(4, |value| value.parse().expect("a number"));
+    let mut bench = Bench::new();
+    for moment in 0..moments {
+        let server = bench.serve();
+        let guests = bench.guests(10 + moment, 50);
+        guests.wait_for_more(300);
+        let (target, format) = (bench.path(&format!("target{moment}")), ["qcow2", "raw"][moment as usize % 2]);
+        let before = bench.recorded_top();
+        bench.ctl(&["mirror", "root", path_str(&target), "--format", format, "--no-wait", "--rate", "100M"]);
+        std::thread::sleep(Duration::from_millis(moment * 61 % 300));
+        server.kill();
+        assert_eq!(guests.abandon(), [""; 0], "moment {moment}");
+
+        let top = bench.recorded_top();
+        assert!(top == before || top == target, "{}", top.display());
+        common::info_after_kill(&top);
+        if bench.is_qcow2(&top) {
+            assert_valid(&top, true);
+        }
+        let seen = bench.as_qemu_sees(&top);
+        bench.history.check_survivors(0, &seen).unwrap_or_else(|wrong| panic!("moment {moment}: {wrong}"));
+        let server = bench.serve();
+        assert!(top == target || !target.exists(), "moment {moment}: a copy that is not finished was left behind");
+        server.stop();
+        assert_eq!((bench.as_qemu_sees(&top) == seen, bench.recorded_top()), (true, top), "moment {moment}");
+        bench.history = Arc::new(SectorHistory::holding(&seen));
+    }
+}
+
+/// Data of guests in all of the disk's image, most of which is discarded then; how long the file is.
+fn with_holes(bench: &mut Bench) -> u64 {
+    let (image, server) = (bench.path("base.qcow2"), bench.serve());
+    let guests = bench.guests(100, 100);
+    guests.wait_for_more(4000);
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
+    tool_ok("qemu-io", &["-d", "unmap", "-c", "discard 0 12M", path_str(&image)]);
+    bench.history = Arc::new(SectorHistory::holding(&bench.as_qemu_sees(&image)));
+    std::fs::metadata(&image).unwrap().len()
+}
+
+#[test]
+fn a_file_becomes_as_short_as_what_it_holds_while_guests_work() {
+    if !has_tool("qemu-img") || !has_tool("qemu-io") {
+        return;
+    }
+    let mut bench = Bench::new();
+    let long = with_holes(&mut bench);
+    let server = bench.serve();
+    let guests = bench.guests(1, 0);
+    guests.wait_for_more(200);
+    bench.ctl(&["compact", "root"]);
+    let image = bench.path("base.qcow2");
+    let short = std::fs::metadata(&image).unwrap().len();
+    // It is longer than what it holds by as much as files of images grow at once.
+    assert!(long > 15 << 20 && short < 10 << 20, "{short} of {long} bytes");
+    assert!(!bench.path("base.qcow2.compact").exists());
+    assert_eq!(guests.finish(), [""; 0]);
+    // With guests that write, and over another layer.
+    let guests = bench.guests(2, 50);
+    bench.ctl(&["snapshot", "root", path_str(&bench.path("a.qcow2"))]);
+    guests.wait_for_more(500);
+    bench.ctl(&["compact", "root", "--within", "30s"]);
+    guests.wait_for_more(500);
+    assert_eq!((bench.layers(), bench.recorded_top()), (2, bench.path("a.qcow2")));
+    bench.ctl(&["commit", "root"]);
+    guests.wait_for_more(300);
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
+    assert_valid(&image, false);
+    bench.history.check_read(0, &bench.as_qemu_sees(&image), bench.history.now()).unwrap();
+}
+
+#[test]
+fn killed_at_any_moment_of_a_compaction_the_disk_has_one_file() {
+    if !has_tool("qemu-img") || !has_tool("qemu-io") {
+        return;
+    }
+    let moments = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(3, |value| value.parse().expect("a number"));
+    let mut bench = Bench::new();
+    with_holes(&mut bench);
+    for moment in 0..moments {
+        let server = bench.serve();
+        let guests = bench.guests(10 + moment, 30);
+        guests.wait_for_more(200);
+        bench.ctl(&["compact", "root", "--no-wait"]);
+        std::thread::sleep(Duration::from_millis(moment * 29 % 150));
+        server.kill();
+        assert_eq!(guests.abandon(), [""; 0], "moment {moment}");
+        let top = bench.recorded_top();
+        common::info_after_kill(&top);
+        assert_valid(&top, true);
+        let seen = bench.as_qemu_sees(&top);
+        bench.history.check_survivors(0, &seen).unwrap_or_else(|wrong| panic!("moment {moment}: {wrong}"));
+        bench.serve().stop();
+        let image = bench.path("base.qcow2");
+        assert_eq!((bench.recorded_top(), bench.path("base.qcow2.compact").exists()), (image.clone(), false));
+        assert!(bench.as_qemu_sees(&image) == seen, "moment {moment}");
+        bench.history = Arc::new(SectorHistory::holding(&seen));
+    }
+}
+
+/// The whole promise, with times: `cargo test -p ringdisk --test mirror -- --ignored`.
+#[test]
+#[ignore = "takes minutes, and needs a machine of its own"]
+fn twenty_of_twenty_commits_and_mirrors_keep_their_time_and_their_stall() {
+    let runs = std::env::var("RINGDISK_CONVERGE_RUNS").map_or(20, |value| value.parse().expect("a number"));
+    let bench = Bench::new();
+    let server = bench.serve();
+    let load = HistoryLoad { write_percent: 100, sectors_max: 128, depth: 16, seed: 3 };
+    let guests = bench.guests_with(&load);
+    let mut longest = [0, 0];
+    for run in 0..runs {
+        bench.ctl(&["snapshot", "root", path_str(&bench.path(&format!("overlay{run}")))]);
+        guests.wait_for_more(3000);
+        let target = bench.path(&format!("target{run}"));
+        let calls = [vec!["commit", "root"], vec!["mirror", "root", path_str(&target)]];
+        for (index, call) in calls.into_iter().enumerate() {
+            let begun = Instant::now();
+            let done = bench.json(&[&call[..], &["--within", "30s", "--stall", "50ms"]].concat());
+            let (took, stall) = (begun.elapsed(), done["rounds"]["longest_stall_us"].as_u64().unwrap());
+            eprintln!("run {run}: {} in {took:?}, {}", call[0], done["rounds"]);
+            assert!(took < Duration::from_secs(30) && stall <= 50_000, "run {run}: {took:?}, {done}");
+            longest[index] = longest[index].max(stall);
+        }
+    }
+    assert_eq!(guests.finish(), [""; 0]);
+    eprintln!("longest stalls: commit {} us, mirror {} us, of a disk of {SIZE} bytes", longest[0], longest[1]);
+    server.stop();
+}

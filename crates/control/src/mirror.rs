@@ -1,0 +1,140 @@
+//! Copying a running disk to another image, as a call of the control interface starts it.
+
+use crate::api::{CompactDisk, Job, MirrorDisk};
+use crate::live_jobs::aim_of;
+use crate::manager::Manager;
+use crate::record::{RecordedDisk, Records};
+use block::{Error, ErrorKind, Result};
+use daemon::{MirrorOptions, MirrorSwitch, NodeId, absolute};
+use image::{FileName, MirrorEnd, MirrorScope};
+use std::path::Path;
+use std::sync::Arc;
+
+impl Manager {
+    /// Starts to copy a disk to another image.
+    pub fn mirror(self: &Arc<Self>, name: &str, request: &MirrorDisk) -> Result<Job> {
+        let node = self.node(name)?;
+        let target = absolute(&request.target);
+        let Some(text) = target.to_str().map(str::to_owned) else {
+            let message = format!("the path '{}' is not UTF-8, which the record cannot name", target.display());
+            return Err(Error::new(ErrorKind::BadOption, message));
+        };
+        if !request.existing && target.exists() {
+            let message = format!("'{text}' exists: choose another name, or say that it is to be written over");
+            return Err(Error::new(ErrorKind::BadOption, message));
+        }
+        let options = MirrorOptions {
+            target,
+            format: request.format.as_deref().map(str::parse).transpose()?,
+            existing: request.existing,
+            scope: if request.top { MirrorScope::Top } else { MirrorScope::Full },
+            end: if request.keep { MirrorEnd::Keep } else { MirrorEnd::Switch },
+            aim: aim_of(request.within_ms, request.stall_ms),
+            bytes_per_second: request.bytes_per_second,
+        };
+        let unfinished = if request.existing { None } else { self.reserve(name, node, &text)? };
+        let (records, disk, scope) = (Arc::clone(&self.records), name.to_owned(), options.scope);
+        let move_over = move |switch: &MirrorSwitch| {
+            // Dropped with this, also where it is never called.
+            let _unfinished = &unfinished;
+            let below = switch.below.iter().filter_map(FileName::path).map(|path| path.to_string_lossy().into_owned());
+            let below = (scope == MirrorScope::Top).then(|| below.collect());
+            let move_to = |disk: &mut RecordedDisk| disk.move_to(&text, &switch.format.to_string(), below);
+            records.change_disk(&disk, move_to)
+        };
+        let id = self.daemon.start_mirror_with(node, &options, move_over)?;
+        self.tell_if_behind(name, id, options.aim);
+        self.has_started(name, id)
+    }
+
+    /// Has a file on record that is going to be made for a disk by a job, while that lasts. Where another job runs, the new
+    /// one is going to be refused.
+    fn reserve(&self, name: &str, node: NodeId, file: &str) -> Result<Option<Unfinished>> {
+        let is_busy = self.daemon.jobs().iter().any(|job| job.node == node && is_under_way(&job.state));
+        if is_busy { Ok(None) } else { Unfinished::record(&self.records, name, file).map(Some) }
+    }
+
+    /// Starts to make the file of a disk's top layer as short as what it holds.
+    pub fn compact(self: &Arc<Self>, name: &str, request: CompactDisk) -> Result<Job> {
+        let node = self.node(name)?;
+        let file = self.daemon.compact_file(node)?;
+        let Some(text) = file.to_str().map(str::to_owned) else {
+            let message = format!("the path '{}' is not UTF-8, which the record cannot name", file.display());
+            return Err(Error::new(ErrorKind::BadOption, message));
+        };
+        if file.exists() {
+            let message = format!("'{text}' exists, in which the shorter image would be made: remove it first");
+            return Err(Error::new(ErrorKind::BadOption, message));
+        }
+        let unfinished = self.reserve(name, node, &text)?;
+        let aim = aim_of(request.within_ms, request.stall_ms);
+        let (records, disk) = (Arc::clone(&self.records), name.to_owned());
+        let moved = move || records.change_disk(&disk, |disk| disk.shorten(&text));
+        let (records, disk) = (Arc::clone(&self.records), name.to_owned());
+        let named = move || records.change_disk(&disk, RecordedDisk::is_shortened);
+        let id = self.daemon.start_compact_with(node, aim, request.bytes_per_second, moved, named, unfinished)?;
+        self.tell_if_behind(name, id, aim);
+        self.has_started(name, id)
+    }
+
+    /// Gives shorter files their names where an earlier run died before it did.
+    pub(crate) fn finish_shorter(&self) -> Result<()> {
+        for disk in &self.records.current().disks {
+            let (Some(own), Some(name)) = (disk.options.get("file"), &disk.short_for) else { continue };
+            let old = std::fs::canonicalize(name).unwrap_or_else(|_| Path::new(name).to_owned());
+            match daemon::put_in_place(Path::new(own), &old) {
+                Ok(()) => self.records.change_disk(&disk.name, RecordedDisk::is_shortened)?,
+                Err(error) => tracing::warn!(disk = %disk.name, "{error}"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes what jobs of an earlier run were making when it died.
+    pub(crate) fn remove_unfinished(&self) -> Result<()> {
+        for disk in &self.records.current().disks {
+            let Some(file) = &disk.unfinished else { continue };
+            if !disk.files().any(|used| used == file) {
+                match std::fs::remove_file(Path::new(file)) {
+                    Ok(()) => tracing::warn!(disk = %disk.name, "removed '{file}', a copy that was not finished"),
+                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                    Err(error) => tracing::warn!("cannot remove '{file}', a copy that was not finished: {error}"),
+                }
+            }
+            self.records.change_disk(&disk.name, |disk| disk.unfinished = None)?;
+        }
+        Ok(())
+    }
+}
+
+/// A file that a job makes, in the record until the job has ended: a run that finds it there removes it.
+struct Unfinished {
+    records: Arc<Records>,
+    disk: String,
+    file: String,
+}
+
+impl Unfinished {
+    fn record(records: &Arc<Records>, disk: &str, file: &str) -> Result<Self> {
+        let unfinished = Some(file.to_owned());
+        records.change_disk(disk, |disk| disk.unfinished = unfinished)?;
+        Ok(Self { records: Arc::clone(records), disk: disk.to_owned(), file: file.to_owned() })
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        let forget = |disk: &mut RecordedDisk| {
+            if disk.unfinished.as_ref() == Some(&self.file) {
+                disk.unfinished = None;
+            }
+        };
+        if let Err(error) = self.records.change_disk(&self.disk, forget) {
+            tracing::warn!("'{}' is still on record as a copy that is not finished: {error}", self.file);
+        }
+    }
+}
+
+fn is_under_way(state: &daemon::JobState) -> bool {
+    matches!(state, daemon::JobState::Running | daemon::JobState::Paused)
+}

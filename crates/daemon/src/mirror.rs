@@ -1,0 +1,110 @@
+//! Copying a disk that guests use to another image, by a job.
+
+use crate::change::Made;
+use crate::daemon::Daemon;
+use crate::status::{JobId, JobKind, NodeId};
+use block::{Disk, Error, ErrorKind, File, Result};
+use drive::EngineOpener;
+use image::{Aim, CreateOptions, FileName, Format, MirrorEnd, MirrorScope, MirrorTarget, Opener, Role, mirror};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// How a disk is copied.
+#[derive(Debug, Clone, Default)]
+pub struct MirrorOptions {
+    /// The new image's file, by its absolute path.
+    pub target: PathBuf,
+    /// Its format; that of the disk's top layer where not given, which an image that exists needs.
+    pub format: Option<Format>,
+    /// The image exists, and is written over. Otherwise it is made, and must not exist.
+    pub existing: bool,
+    /// How much is copied.
+    pub scope: MirrorScope,
+    /// What becomes of the copy.
+    pub end: MirrorEnd,
+    /// What the copy has to keep to.
+    pub aim: Aim,
+    /// The most bytes that are moved in a second while guests go on.
+    pub bytes_per_second: Option<u64>,
+}
+
+/// What a disk consists of when it has gone over to a copy.
+#[derive(Debug, Clone)]
+pub struct MirrorSwitch {
+    /// The format of the new image.
+    pub format: Format,
+    /// The layers that it rests on, from the top down.
+    pub below: Vec<FileName>,
+}
+
+impl Daemon {
+    /// Starts to copy a disk to another image, which then takes its place, or stays a copy. Before it takes the disk's place,
+    /// when it holds everything, `record` is called, while guests go on: whoever keeps a record of the disks makes it
+    /// durable there. On an error the disk stays as it is, and a target that was made for it is removed.
+    pub fn start_mirror_with(
+        &self,
+        node: NodeId,
+        options: &MirrorOptions,
+        record: impl FnOnce(&MirrorSwitch) -> Result<()> + Send + 'static,
+    ) -> Result<JobId> {
+        let MirrorOptions { scope, end, aim, bytes_per_second, .. } = *options;
+        let (mut made, target, switch) = self.mirror_target(node, options)?;
+        self.start_job(JobKind::Mirror, node, bytes_per_second, move |image, watch, has_new_top| {
+            watch.set_aim(aim);
+            let below = image.layer_file_names().skip(1).map(|(own, _)| own);
+            let below = if scope == MirrorScope::Top { below.collect() } else { Vec::new() };
+            let switch = MirrorSwitch { below, ..switch };
+            mirror(image, target, end, watch, || {
+                record(&switch)?;
+                // From here on it holds what guests write.
+                made.keep();
+                Ok(())
+            })?;
+            made.keep();
+            if end == MirrorEnd::Switch {
+                has_new_top();
+            }
+            Ok(())
+        })
+    }
+
+    fn mirror_target(&self, node: NodeId, options: &MirrorOptions) -> Result<(Made, MirrorTarget, MirrorSwitch)> {
+        let MirrorOptions { target, format, existing, scope, .. } = options;
+        let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
+        let bad = |what: &str| Err(Error::new(ErrorKind::BadOption, format!("'{}': {what}", target.display())));
+        let format = match (format, scope, existing) {
+            (Some(format @ (Format::Raw | Format::Qcow2)), ..) => *format,
+            (Some(_), ..) => return bad("a disk is copied to a raw or a qcow2 image"),
+            (None, MirrorScope::Top, false) => Format::Qcow2,
+            (None, _, false) => image.format().filter(|format| *format != Format::Scratch).unwrap_or(Format::Qcow2),
+            (None, _, true) => return bad("say the format of an image that exists, which is written over"),
+        };
+        let below = image.layer_file_names().nth(1).map(|(own, _)| own);
+        let below = below.zip(image.formats().nth(1)).filter(|_| *scope == MirrorScope::Top);
+        if *scope == MirrorScope::Top && (below.is_none() || format != Format::Qcow2) {
+            return bad("only the top layer of a disk with several is copied so, to a qcow2 image");
+        }
+        let mut made = Made::default();
+        if !existing {
+            let length_bytes = if format == Format::Raw { image.info().size_bytes } else { 0 };
+            made.file(target, length_bytes)?;
+        }
+        let name = FileName::from(target);
+        let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
+        let file: Arc<dyn File> = opener.open(&name, Role::Writable)?;
+        if !existing && format == Format::Qcow2 {
+            let named = below.as_ref().map(|(below, _)| below.path().and_then(|path| path.to_str()));
+            if named == Some(None) {
+                return bad("the layer below has no path that an image could name");
+            }
+            let options = format_qcow2::CreateOptions::default().with(|options| {
+                options.size_bytes = image.info().size_bytes;
+                options.backing_file = named.flatten().map(str::to_owned);
+                options.backing_format = below.as_ref().map(|(_, format)| format.to_string());
+            });
+            image::create(&file, &CreateOptions::Qcow2(options))?;
+        }
+        let target = MirrorTarget::open(&name, file, format, *scope, !existing)?;
+        Ok((made, target, MirrorSwitch { format, below: Vec::new() }))
+    }
+}

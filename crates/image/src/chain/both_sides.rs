@@ -1,0 +1,291 @@
+//! Writes that go to two chains: the one that guests use, and the one that is going to take its place.
+//!
+//! A copy of a disk that is written to never ends by itself: guests may write faster than the copy goes. So for the last
+//! part of it each write goes to both chains, first to the one that guests read, then to the other. From then on what is
+//! left to copy only gets less.
+//!
+//! * Writes that overlap, and copies of what they overlap, exclude each other: both chains get them in one order.
+//! * A guest may change its buffer while its write is in flight. Both chains get the same bytes: those of a copy.
+//! * A flush covers both. So what guests know to be durable is durable in both, and the other chain can take over at any
+//!   moment, without a flush while guests wait.
+//! * A discard writes zeros, because what it leaves is not the same in all formats.
+//! * Where the other chain fails, guests do not notice: the copy has failed, not the disk. From the moment on when a record
+//!   may name the other chain ([`BothSides::decide`]), its failures are the guests'.
+
+use crate::chain::exchange::change_log::ChangeLog;
+use crate::chain::guessed_raw::checked_head;
+use crate::chain::layers::Chain;
+use crate::chain::queue::Shared;
+use block::sync::{AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
+use block::{IoError, IoResult, Op, Priority, RangeGuard, RangeLocks, ReactorCtx, WaitList};
+use memory::{IoBuf, Window};
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Written at once: as much is copied out of the guest's memory.
+const PIECE_BYTES: usize = 1 << 20;
+/// Copied out of guests' memory at the same time, over all queues.
+const ROOM_BYTES: u64 = 8 << 20;
+
+/// Where the other chain stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Standing {
+    /// It gets all writes, and guests do not depend on it.
+    Follows,
+    /// It lacks some, and gets no more.
+    HasFailed(IoError),
+    /// It gets all writes, and each has to succeed.
+    Decides,
+}
+
+/// What the writes of a disk that go to two chains have in common.
+pub(crate) struct BothSides {
+    /// The chain that is going to take over.
+    pub(crate) next: Arc<Chain>,
+    locks: RangeLocks,
+    /// Where the two may differ: a write went to one of them only.
+    differs: ChangeLog,
+    standing: Mutex<Standing>,
+    used_bytes: Mutex<u64>,
+    freed: WaitList,
+    /// How long each write waits before it begins.
+    delay_us: AtomicU64,
+    waited_us: AtomicU64,
+    longest_us: AtomicU64,
+}
+
+impl BothSides {
+    pub(crate) fn with(next: Arc<Chain>) -> Self {
+        Self {
+            locks: RangeLocks::default(),
+            differs: ChangeLog::new(next.size_bytes),
+            next,
+            standing: Mutex::new(Standing::Follows),
+            used_bytes: Mutex::new(0),
+            freed: WaitList::default(),
+            delay_us: AtomicU64::new(0),
+            waited_us: AtomicU64::new(0),
+            longest_us: AtomicU64::new(0),
+        }
+    }
+
+    fn standing(&self) -> MutexGuard<'_, Standing> {
+        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Why the other chain lacks something, if it does.
+    pub(crate) fn failure(&self) -> Option<IoError> {
+        match *self.standing() {
+            Standing::HasFailed(error) => Some(error),
+            Standing::Follows | Standing::Decides => None,
+        }
+    }
+
+    /// From here on a write has succeeded only if it has on both sides. Refused if the other chain lacks something.
+    pub(crate) fn decide(&self) -> IoResult {
+        let standing = &mut *self.standing();
+        if let Standing::HasFailed(error) = *standing {
+            return Err(error);
+        }
+        *standing = Standing::Decides;
+        Ok(())
+    }
+
+    /// Guests do not depend on the other chain after all.
+    pub(crate) fn follow(&self) {
+        let standing = &mut *self.standing();
+        if *standing == Standing::Decides {
+            *standing = Standing::Follows;
+        }
+    }
+
+    /// What a guest is told where the other chain has said this.
+    fn answer(&self, result: IoResult) -> IoResult {
+        let Err(error) = result else { return Ok(()) };
+        let standing = &mut *self.standing();
+        if *standing == Standing::Decides {
+            return Err(error);
+        }
+        *standing = Standing::HasFailed(error);
+        Ok(())
+    }
+
+    /// Keeps guests from writing to a range while it is copied.
+    pub(crate) async fn lock(&self, range: Range<u64>) -> RangeGuard<'_> {
+        self.locks.lock(range).await
+    }
+
+    /// Takes the ranges in which the two chains may differ although they were copied.
+    pub(crate) fn take_differences(&self) -> Vec<Range<u64>> {
+        self.differs.take_ranges(self.next.size_bytes)
+    }
+
+    /// How long each write waits from here on before it begins.
+    pub(crate) fn set_delay(&self, delay: Duration) {
+        self.delay_us.store(micros(delay), Ordering::Relaxed);
+    }
+
+    pub(crate) fn delay(&self) -> Duration {
+        Duration::from_micros(self.delay_us.load(Ordering::Relaxed))
+    }
+
+    /// How long writes have waited to be slowed down, all together, and the longest time that one took longer than it would
+    /// have without the other chain.
+    pub(crate) fn waits(&self) -> (Duration, Duration) {
+        let of = |count: &AtomicU64| Duration::from_micros(count.load(Ordering::Relaxed));
+        (of(&self.waited_us), of(&self.longest_us))
+    }
+
+    /// Waits until so many bytes may be copied out of guests' memory.
+    async fn room(&self, bytes: u64) -> Room<'_> {
+        let take = || {
+            let mut used = self.used_bytes.lock().unwrap_or_else(PoisonError::into_inner);
+            let after = used.saturating_add(bytes);
+            (*used == 0 || after <= ROOM_BYTES).then(|| *used = after)
+        };
+        self.freed.until(take).await;
+        Room { both: self, bytes }
+    }
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+struct Room<'a> {
+    both: &'a BothSides,
+    bytes: u64,
+}
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        let mut used = self.both.used_bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        *used = used.saturating_sub(self.bytes);
+        drop(used);
+        self.both.freed.wake_all();
+    }
+}
+
+/// A range that one chain has and the other may not have yet; noted if it is dropped before both have it.
+struct OneSided<'a> {
+    both: &'a BothSides,
+    range: Range<u64>,
+    is_even: bool,
+}
+
+impl Drop for OneSided<'_> {
+    fn drop(&mut self) {
+        if !self.is_even {
+            let Range { start, end } = self.range;
+            self.both.differs.note(start, end.saturating_sub(start));
+        }
+    }
+}
+
+/// What goes to both sides.
+enum Change {
+    Bytes(Window, Priority),
+    Zeros { may_unmap: bool },
+}
+
+/// A write on its way to both sides, and how long it has taken that it would not have taken otherwise.
+struct Way<'a> {
+    shared: &'a Shared,
+    other: &'a Shared,
+    both: &'a BothSides,
+    added: Duration,
+}
+
+impl Way<'_> {
+    async fn change(&mut self, range: Range<u64>, change: Change) -> IoResult {
+        let begun = Instant::now();
+        let _range = self.both.lock(range.clone()).await;
+        let mut sides = OneSided { both: self.both, range: range.clone(), is_even: false };
+        let locked = Instant::now();
+        apply(self.shared, &range, &change).await?;
+        let first = locked.elapsed();
+        if self.both.failure().is_none() {
+            self.both.answer(apply(self.other, &range, &change).await)?;
+        }
+        sides.is_even = true;
+        self.added = self.added.saturating_add(begun.elapsed().saturating_sub(first));
+        Ok(())
+    }
+
+    async fn write(&mut self, offset: u64, data: &Window, priority: Priority) -> IoResult {
+        let mut done = 0_usize;
+        while done < data.length_bytes() {
+            let length = data.length_bytes().saturating_sub(done).min(PIECE_BYTES);
+            let begun = Instant::now();
+            let _room = self.both.room(length as u64).await;
+            let own = IoBuf::try_zeroed(length)?.whole();
+            own.copy_from(0, &data.slice(done, length));
+            self.added = self.added.saturating_add(begun.elapsed());
+            let at = offset.saturating_add(done as u64);
+            self.change(at..at.saturating_add(length as u64), Change::Bytes(own, priority)).await?;
+            done = done.saturating_add(length);
+        }
+        Ok(())
+    }
+}
+
+async fn apply(shared: &Shared, range: &Range<u64>, change: &Change) -> IoResult {
+    match change {
+        Change::Bytes(data, priority) => shared.write(range.start, data.clone(), *priority).await.map(drop),
+        Change::Zeros { may_unmap } => {
+            shared.write_zeroes(range.start, range.end.saturating_sub(range.start), *may_unmap).await
+        }
+    }
+}
+
+impl Shared {
+    /// Carries out a write, a discard, or a write of zeros on both chains.
+    pub(crate) async fn on_both_sides(&self, op: Op, ctx: &Rc<dyn ReactorCtx>) -> IoResult {
+        let (Some(both), Some(other)) = (&self.chain.both, &self.other) else { return Err(IoError::EIO) };
+        let delay = both.delay();
+        if !delay.is_zero() {
+            ctx.sleep(delay).await;
+            both.waited_us.fetch_add(micros(delay), Ordering::Relaxed);
+        }
+        let flags = op.flags();
+        self.flush_if(flags.is_preflush()).await?;
+        let mut way = Way { shared: self, other, both, added: delay };
+        match op {
+            Op::Write { offset, data, priority, .. } => {
+                let checked = match self.chain.guessed_raw {
+                    true => checked_head(offset, &data).inspect_err(|_| self.chain.log_refused_header(offset))?,
+                    false => None,
+                };
+                way.write(offset, checked.as_ref().unwrap_or(&data), priority).await?;
+            }
+            Op::WriteZeroes { offset, length, may_unmap, .. } if length > 0 => {
+                way.change(offset..offset.saturating_add(length), Change::Zeros { may_unmap }).await?;
+            }
+            Op::Discard { offset, length } if length > 0 && self.can_discard()? => {
+                let range = offset..offset.saturating_add(length);
+                way.change(range, Change::Zeros { may_unmap: true }).await?;
+            }
+            Op::WriteZeroes { .. } | Op::Discard { .. } | Op::Read { .. } | Op::Flush => {}
+        }
+        both.longest_us.fetch_max(micros(way.added), Ordering::Relaxed);
+        self.flush_if(flags.is_fua()).await
+    }
+
+    /// A hint that nobody can follow is not an error.
+    fn can_discard(&self) -> IoResult<bool> {
+        let top = self.chain.top()?;
+        Ok(top.mapping.has_tables() || top.file_info().can_discard)
+    }
+
+    /// Makes what the other chain was given durable, where there is one that lacks nothing.
+    pub(crate) async fn flush_other_side(&self) -> IoResult {
+        let (Some(both), Some(other)) = (&self.chain.both, &self.other) else { return Ok(()) };
+        if both.failure().is_some() {
+            return Ok(());
+        }
+        let meta = other.metas.first().ok_or(IoError::EIO)?;
+        both.answer(other.chain.top()?.mapping.flush(meta).await)
+    }
+}

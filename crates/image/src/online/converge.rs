@@ -1,0 +1,255 @@
+//! A copy of a disk that guests write to, from its beginning to the moment when the copy takes the disk's place.
+//!
+//! 1. **Rounds.** All is copied while guests go on. A log notes what they write meanwhile
+//!    ([`crate::chain::exchange::change_log`]), which is copied in the next round. There are few rounds: until little is
+//!    left, or until one leaves more than half of what it began with.
+//! 2. **Both sides.** Each write goes to both chains ([`crate::chain::both_sides`]), so what is left only gets less. It is
+//!    copied, and the other chain is flushed. From then on the two hold the same, and what guests know to be durable is
+//!    durable in both.
+//! 3. **The switch.** The record is changed while guests go on: whichever chain a restarted daemon finds there has
+//!    everything. Then the queues pass a barrier to the other chain. Nothing is drained, copied or flushed while they hold.
+//!    Requests in flight end on both sides.
+//!
+//! So the last part ends however fast guests write. With a time to keep ([`CopyWatch::set_aim`]), the rounds end as soon as
+//! the time asks for it; and where the storage is too slow for guests and copy, each write waits a little before it begins.
+
+use super::copying::{Copying, What};
+use super::ranges::{joined, total};
+use super::watch::CopyWatch;
+use crate::chain::both_sides::BothSides;
+use crate::chain::exchange::board::Hold;
+use crate::chain::exchange::{Barrier, go_over, go_over_to};
+use crate::chain::extents::Extents;
+use crate::chain::image::Image;
+use crate::chain::layers::Chain;
+use block::{Error, ErrorKind, Result, StatusQuery};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Rounds of copying while guests write to one side only, at most.
+const ROUNDS_MAX: usize = 5;
+/// So little is left to the part in which guests write to both sides.
+const LAST_ROUND_BYTES: u64 = 4 << 20;
+/// Passes over what the two sides may differ in because a write failed on one of them, at most.
+const REPAIRS_MAX: usize = 5;
+/// More parts than this are not told apart.
+const DATA_RUNS_MAX: usize = 1 << 20;
+
+/// What becomes of the copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// It takes the disk's place.
+    Switch,
+    /// It is closed; the disk stays as it is.
+    Keep,
+}
+
+/// Copies what guests see to another chain, which then takes its place, or is closed. Before it takes its place, `record` is
+/// called. On an error, the queues may be on a chain that notes writes: the caller brings them back.
+pub(super) async fn converge(
+    image: &Image,
+    chain: &Chain,
+    next: &Arc<Chain>,
+    what: What,
+    end: End,
+    watch: &CopyWatch,
+    record: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let mut copying = Copying::new(&chain.layers, next, watch)?;
+    let left = in_rounds(image, chain, &mut copying, what, watch).await?;
+    let (both, left) = to_both_sides(image, chain, next, left).await?;
+    let result = on_both_sides(&both, &mut copying, left, what, watch).await;
+    note_waits(&both, watch);
+    result?;
+    match end {
+        End::Switch => switch(image, &both, next, watch, record).await?,
+        End::Keep => part(image, chain, &both, next, watch).await?,
+    }
+    note_waits(&both, watch);
+    Ok(())
+}
+
+/// What is left when the rounds are over; writes from here on are in the log of the disk's chain.
+async fn in_rounds(
+    image: &Image,
+    chain: &Chain,
+    copying: &mut Copying<'_>,
+    what: What,
+    watch: &CopyWatch,
+) -> Result<Vec<Range<u64>>> {
+    let noting = || Chain::noting(chain.layers.clone(), &chain.disk);
+    // What was begun before is not noted, so it has to be over.
+    go_over(&image.board, noting()).await?;
+    let mut ranges = first_ranges(image, chain, what)?;
+    let mut what = what;
+    for _ in 0..ROUNDS_MAX {
+        let begun_with = total(&ranges);
+        watch.round(begun_with);
+        let rest = copying.copy(&ranges, what, None, |left| !watch.has_to_hurry(left)).await?;
+        if !rest.is_empty() {
+            watch.again(total(&rest));
+            return Ok(rest);
+        }
+        let noted = image.chain();
+        go_over(&image.board, noting()).await?;
+        ranges = noted.log.as_ref().map(|log| log.ranges(chain.size_bytes)).unwrap_or_default();
+        // What was copied once may have to become zeros.
+        what = later(what);
+        let left = total(&ranges);
+        if left <= LAST_ROUND_BYTES || left > begun_with / 2 {
+            break;
+        }
+    }
+    Ok(ranges)
+}
+
+fn later(what: What) -> What {
+    match what {
+        What::Top => What::Top,
+        What::All { .. } => What::All { skip_zeros: false },
+    }
+}
+
+/// What the first round looks at.
+fn first_ranges(image: &Image, chain: &Chain, what: What) -> Result<Vec<Range<u64>>> {
+    let all: Vec<_> = std::iter::once(0..chain.size_bytes).collect();
+    if what != (What::All { skip_zeros: true }) {
+        return Ok(all);
+    }
+    let mut ranges = Vec::new();
+    for run in Extents::of(image.chain(), &StatusQuery::all())? {
+        let run = run?;
+        if run.data {
+            ranges.push(run.start..run.end());
+        }
+        if ranges.len() > DATA_RUNS_MAX {
+            return Ok(all);
+        }
+    }
+    Ok(joined([ranges]))
+}
+
+/// Has all writes go to both chains. What is left to copy does not get more from here on.
+async fn to_both_sides(
+    image: &Image,
+    chain: &Chain,
+    next: &Arc<Chain>,
+    left: Vec<Range<u64>>,
+) -> Result<(Arc<Chain>, Vec<Range<u64>>)> {
+    let noted = image.chain();
+    let both = Chain::on_both_sides(chain.layers.clone(), &chain.disk, next);
+    go_over_to(&image.board, both, next.layers.clone()).await?;
+    let noted = noted.log.as_ref().map(|log| log.ranges(chain.size_bytes)).unwrap_or_default();
+    Ok((image.chain(), joined([left, noted])))
+}
+
+fn sides(chain: &Chain) -> Result<&BothSides> {
+    chain
+        .both
+        .as_ref()
+        .ok_or_else(|| Error::new(ErrorKind::Io, "the chain of this disk was exchanged by somebody else"))
+}
+
+async fn on_both_sides(
+    chain: &Chain,
+    copying: &mut Copying<'_>,
+    mut left: Vec<Range<u64>>,
+    what: What,
+    watch: &CopyWatch,
+) -> Result<()> {
+    let both = sides(chain)?;
+    for _ in 0..REPAIRS_MAX {
+        watch.round(total(&left));
+        let begun = watch.done_bytes();
+        let since = Instant::now();
+        let slow_down = |left| {
+            let delay = watch.delay_for(left, watch.done_bytes().saturating_sub(begun), since, both.delay());
+            both.set_delay(delay);
+            note_waits(chain, watch);
+            true
+        };
+        copying.copy(&left, later(what), Some(both), slow_down).await?;
+        left = both.take_differences();
+        if left.is_empty() {
+            break;
+        }
+    }
+    both.set_delay(std::time::Duration::ZERO);
+    let next_top = both.next.layers.first().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+    if !left.is_empty() {
+        let what = "writes of guests fail again and again, so a copy is never the same";
+        return Err(Error::new(ErrorKind::Io, format!("'{}': {what}", next_top.name)));
+    }
+    next_top.flush().await?;
+    watch.check()
+}
+
+fn note_waits(chain: &Chain, watch: &CopyWatch) {
+    if let Some(both) = &chain.both {
+        let (waited, longest) = both.waits();
+        watch.note_waits(waited, longest);
+    }
+}
+
+/// The two sides may differ again where a guest's write failed since.
+fn are_even(both: &BothSides) -> Result<()> {
+    match both.take_differences().is_empty() {
+        true => Ok(()),
+        false => Err(Error::new(ErrorKind::Io, "a guest's write failed on the old side only; try again")),
+    }
+}
+
+async fn switch(
+    image: &Image,
+    chain: &Chain,
+    next: &Arc<Chain>,
+    watch: &CopyWatch,
+    record: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let both = sides(chain)?;
+    let failed = |error| match next.layers.first() {
+        Some(top) => top.failed("cannot write to it", error),
+        None => Error::with_source(ErrorKind::Io, "cannot write to it", error),
+    };
+    both.decide().map_err(failed)?;
+    if let Err(error) = are_even(both).and_then(|()| record()) {
+        both.follow();
+        return Err(error);
+    }
+    // From here on there is no way back: the record names the other chain.
+    let over = image.board.over();
+    let begun = Instant::now();
+    let barrier = loop {
+        // The queues have all files open, so they can only be late.
+        match Barrier::prepare(vec![(Arc::clone(&image.board), Vec::new())], Hold::Requests).await {
+            Ok(barrier) => break barrier,
+            Err(error) => tracing::warn!("a queue is not ready for the chain that its disk goes over to: {error}"),
+        }
+    };
+    if let Some(top) = next.layers.first() {
+        // Should the guest have chosen write-through since it wrote last.
+        top.mapping.flush_with_next_write();
+    }
+    barrier.release(vec![Arc::clone(next)]).await;
+    watch.note_hold(begun.elapsed());
+    over.wait().await;
+    Ok(())
+}
+
+/// Lets the disk go on alone: the other chain is what it was at that moment.
+async fn part(image: &Image, chain: &Chain, both_chain: &Chain, next: &Arc<Chain>, watch: &CopyWatch) -> Result<()> {
+    let both = sides(both_chain)?;
+    let over = image.board.over();
+    let begun = Instant::now();
+    let barrier = Barrier::prepare(vec![(Arc::clone(&image.board), Vec::new())], Hold::Requests).await?;
+    barrier.release(vec![Arc::new(Chain::new(chain.layers.clone(), &chain.disk))]).await;
+    watch.note_hold(begun.elapsed());
+    over.wait().await;
+    let Some(top) = next.layers.first() else { return Ok(()) };
+    if let Some(error) = both.failure() {
+        return Err(top.failed("cannot write to it", error));
+    }
+    are_even(both)?;
+    top.close().await
+}

@@ -1,0 +1,304 @@
+//! Copies of a running disk on simulated storage: the power is cut at every write and flush while one disk after another
+//! takes the former one's place, and the target of a copy runs full.
+
+mod common;
+
+use block::{
+    Completion, Disk, DiskInfo, DiskQueue, Error, ErrorKind, File, IoError, IoErrorKind, MetaIo, Op, ReactorCtx,
+    Result, Tag, Task,
+};
+use common::{Chain, Layer, SimOpener, name};
+use format_qcow2::CreateOptions as Qcow2Options;
+use ringdisk_image::{
+    CopyWatch, CreateOptions, Format, Image, ImageOptions, MirrorEnd, MirrorScope, MirrorTarget, OpenedOverlay,
+};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use testkit::{
+    FaultAction, FaultTest, OpKind, OpenedDisk, PowerCutTest, SimFileOptions, SimStorage, Workload, qcow2_check,
+};
+
+/// A file that names the disk's image, as whoever serves disks keeps it.
+const RECORD: &str = "record";
+const TARGETS: usize = 6;
+
+fn target_name(index: usize) -> String {
+    format!("target{index}")
+}
+
+fn format_of(name: &str) -> Format {
+    let index: usize = name.trim_start_matches(|char: char| char.is_alphabetic()).parse().unwrap();
+    match (name.starts_with("target"), index % 2) {
+        (true, 1) => Format::Raw,
+        _ => Format::Qcow2,
+    }
+}
+
+fn add_targets(storage: &SimStorage, size_bytes: u64, cluster_size: u64) {
+    for index in 0..TARGETS {
+        let file: Arc<dyn File> = storage.create(&target_name(index), 0, SimFileOptions::default());
+        let options = match format_of(&target_name(index)) {
+            Format::Raw => CreateOptions::raw(size_bytes),
+            _ => CreateOptions::Qcow2(Qcow2Options::default().with(|options| {
+                options.size_bytes = size_bytes;
+                options.cluster_size = cluster_size;
+            })),
+        };
+        ringdisk_image::create(&file, &options).unwrap();
+    }
+    let file: Arc<dyn File> = storage.create("overlay0", 0, SimFileOptions::default());
+    let options = Qcow2Options::default().with(|options| {
+        options.size_bytes = size_bytes;
+        options.cluster_size = cluster_size;
+        options.backing_file = Some(name(0));
+        options.backing_format = Some("qcow2".to_owned());
+    });
+    ringdisk_image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
+    storage.create(RECORD, 512, SimFileOptions::default());
+    record(storage, &name(0)).unwrap();
+}
+
+fn record(storage: &SimStorage, top: &str) -> Result<()> {
+    let mut sector = top.as_bytes().to_vec();
+    sector.resize(512, 0);
+    let io = MetaIo::new(storage.file(RECORD).unwrap().open_blocking()?);
+    let failed = |error| Error::with_source(ErrorKind::Io, "cannot record", error);
+    block::block_on(io.write(0, memory::AlignedBuf::copy_of(&sector))).map_err(failed)?;
+    block::block_on(io.flush()).map_err(failed)
+}
+
+fn recorded(storage: &SimStorage) -> String {
+    let sector = storage.bytes(RECORD);
+    String::from_utf8(sector.into_iter().take_while(|byte| *byte != 0).collect()).unwrap()
+}
+
+/// What is done to the disk, again and again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Does {
+    /// It goes over to one target after another.
+    MoveOn,
+    /// It is copied to the first target.
+    Copy,
+    /// A layer is put on it, and taken back.
+    Commit,
+}
+
+struct Changing {
+    storage: SimStorage,
+    image: Arc<Image>,
+    does: Does,
+    every: u64,
+    requests: AtomicU64,
+    is_running: AtomicBool,
+    done: Arc<AtomicU64>,
+    failed: Arc<AtomicU64>,
+}
+
+impl Changing {
+    async fn next(&self) {
+        let result = match self.does {
+            Does::MoveOn => self.mirror(MirrorEnd::Switch).await,
+            Does::Copy => self.mirror(MirrorEnd::Keep).await,
+            Does::Commit => self.commit().await,
+        };
+        let count = if result.is_ok() { &self.done } else { &self.failed };
+        count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    async fn mirror(&self, end: MirrorEnd) -> Result<()> {
+        let now = self.image.file_names().next().unwrap().to_string();
+        let after = match now.strip_prefix("target") {
+            Some(index) => index.parse::<usize>().unwrap() + 1,
+            None => 0,
+        };
+        if after >= TARGETS {
+            return Ok(());
+        }
+        let target = target_name(after);
+        let file: Arc<dyn File> = self.storage.file(&target).unwrap();
+        // It may hold what an earlier copy left there.
+        let opened = MirrorTarget::open(&target.as_str().into(), file, format_of(&target), MirrorScope::Full, false)?;
+        let watch = CopyWatch::default();
+        ringdisk_image::mirror_async(&self.image, opened, end, &watch, || record(&self.storage, &target)).await?;
+        assert_eq!(watch.done_bytes(), watch.total_bytes());
+        // All of it, and what was written meanwhile, on both sides.
+        assert!(watch.rounds().rounds >= 2);
+        Ok(())
+    }
+
+    async fn commit(&self) -> Result<()> {
+        if self.image.layer_file_names().count() == 1 {
+            let overlay = OpenedOverlay::open(&"overlay0".into(), self.storage.file("overlay0").unwrap())?;
+            let disks = vec![(Arc::clone(&self.image), overlay)];
+            ringdisk_image::put_overlay_async(disks, || record(&self.storage, "overlay0")).await?;
+            return Ok(());
+        }
+        let watch = CopyWatch::default();
+        ringdisk_image::take_back_async(&self.image, &watch, || record(&self.storage, &name(0))).await
+    }
+}
+
+struct ChangingDisk(Arc<Changing>);
+
+impl Disk for ChangingDisk {
+    fn info(&self) -> DiskInfo {
+        self.0.image.info()
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+        let queue = self.0.image.open_queue(ctx)?;
+        Ok(Box::new(ChangingQueue { queue, ctx: Rc::clone(ctx), disk: Arc::clone(&self.0) }))
+    }
+}
+
+struct ChangingQueue {
+    queue: Box<dyn DiskQueue>,
+    ctx: Rc<dyn ReactorCtx>,
+    disk: Arc<Changing>,
+}
+
+impl DiskQueue for ChangingQueue {
+    fn submit(&mut self, tag: Tag, op: Op) {
+        let requests = self.disk.requests.fetch_add(1, Ordering::Relaxed);
+        self.queue.submit(tag, op);
+        if requests % self.disk.every == 3 && !self.disk.is_running.swap(true, Ordering::Relaxed) {
+            let disk = Arc::clone(&self.disk);
+            self.ctx.spawn(Task::new(async move {
+                disk.next().await;
+                disk.is_running.store(false, Ordering::Relaxed);
+            }));
+        }
+    }
+
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        self.queue.harvest(done)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.queue.in_flight()
+    }
+}
+
+struct Case {
+    chain: Chain,
+    does: Does,
+    done: Arc<AtomicU64>,
+    failed: Arc<AtomicU64>,
+}
+
+impl Case {
+    fn new(chain: &Chain, does: Does, seed: u64) -> Self {
+        let chain = Chain { seed, used: seed.is_multiple_of(2), ..chain.clone() };
+        Self { chain, does, done: Arc::default(), failed: Arc::default() }
+    }
+
+    fn storage(&self) -> SimStorage {
+        let storage = self.chain.storage();
+        add_targets(&storage, self.chain.top().size_bytes(), 4096);
+        storage.process_killed(0)
+    }
+
+    fn open(&self, storage: &SimStorage) -> Result<OpenedDisk> {
+        let top = recorded(storage);
+        let format =
+            if top == name(0) && matches!(self.chain.top(), Layer::Raw(_)) { Format::Raw } else { format_of(&top) };
+        let options = ImageOptions::new(&top).with(|options| {
+            options.format = Some(format);
+            options.former_tops = 1;
+        });
+        let image = Arc::new(ringdisk_image::open(&options, &SimOpener(storage.clone()))?);
+        let disk = ChangingDisk(Arc::new(Changing {
+            storage: storage.clone(),
+            image: Arc::clone(&image),
+            does: self.does,
+            every: 9,
+            requests: AtomicU64::new(0),
+            is_running: AtomicBool::new(false),
+            done: Arc::clone(&self.done),
+            failed: Arc::clone(&self.failed),
+        }));
+        Ok(OpenedDisk { disk: Arc::new(disk), close: Box::new(move || image.close()) })
+    }
+
+    fn check(&self, storage: &SimStorage) -> std::result::Result<(), String> {
+        let top = recorded(storage);
+        let is_raw = top == name(0) && matches!(self.chain.top(), Layer::Raw(_));
+        if is_raw || format_of(&top) == Format::Raw {
+            return Ok(());
+        }
+        qcow2_check(&storage.bytes(&top))?.sound()
+    }
+
+    fn workload(&self) -> Workload {
+        let (size_bytes, granule_bytes) = (self.chain.top().size_bytes(), self.chain.top().granule_bytes());
+        let workload = Workload::new(self.chain.seed, 60, size_bytes, granule_bytes);
+        Workload { read_percent: 5, flush_percent: 20, ..workload }
+    }
+}
+
+#[test]
+fn the_power_may_be_cut_while_a_disk_goes_over_to_a_copy() {
+    let chains = [
+        Chain::of(vec![Layer::qcow2(128 << 10, 4096)]),
+        Chain::of(vec![Layer::Raw(96 << 10)]),
+        Chain::of(vec![Layer::qcow2(96 << 10, 65536), Layer::Raw(80 << 10)]),
+    ];
+    for (chain, seed) in chains.iter().flat_map(|chain| common::seeds(2).map(move |seed| (chain, seed))) {
+        let case = Case::new(chain, Does::MoveOn, seed);
+        let summary = PowerCutTest {
+            storage: case.storage(),
+            open: &|storage| case.open(storage),
+            check: &|storage| case.check(storage),
+            workload: case.workload(),
+            queues: 2,
+            outcomes: 2,
+            stride: 1,
+        }
+        .run();
+        let summary = summary.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", chain.layers));
+        let done = case.done.load(Ordering::Relaxed);
+        eprintln!("the power was cut at {} moments, {done} moves", summary.moments);
+        assert!(done > 3 && case.failed.load(Ordering::Relaxed) == 0);
+    }
+}
+
+/// Fills the file that a job copies to at each of its writes. Guests notice nothing, and the disk stays whole.
+fn runs_full(does: Does, file: &str, stride: u64) {
+    let no_space = FaultAction::Fail(IoError::new(IoErrorKind::NoSpace));
+    for seed in common::seeds(1) {
+        let chain = Chain::of(vec![Layer::qcow2(128 << 10, 4096)]);
+        let case = Case::new(&chain, does, seed);
+        let summary = FaultTest {
+            storage: &|| case.storage(),
+            open: &|storage| case.open(storage),
+            check: &|storage| case.check(storage),
+            file,
+            kind: OpKind::Write,
+            action: no_space,
+            persistent: true,
+            workload: case.workload(),
+            queues: 2,
+            stride,
+        }
+        .run();
+        let summary = summary.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}"));
+        let (done, failed) = (case.done.load(Ordering::Relaxed), case.failed.load(Ordering::Relaxed));
+        eprintln!("{does:?}: full at {} moments, {done} done, {failed} failed", summary.moments);
+        assert!(summary.moments > 5 && failed > 5 && done > 0);
+        if does == Does::Copy {
+            assert_eq!(summary.errors, 0);
+        }
+    }
+}
+
+#[test]
+fn a_full_target_breaks_the_copy_and_not_the_disk() {
+    runs_full(Does::Copy, "target0", 1);
+    runs_full(Does::MoveOn, "target0", 2);
+}
+
+#[test]
+fn a_full_layer_below_breaks_the_commit_and_not_the_disk() {
+    runs_full(Does::Commit, &name(0), 2);
+}
