@@ -10,7 +10,7 @@ use block::{
 use common::{Chain, Layer, SimOpener, name};
 use format_qcow2::CreateOptions as Qcow2Options;
 use ringdisk_image::{
-    CopyWatch, CreateOptions, Format, Image, ImageOptions, MirrorEnd, MirrorScope, MirrorTarget, OpenedOverlay,
+    CopyWatch, CreateOptions, Format, Image, ImageOptions, MirrorEnd, MirrorScope, MirrorTarget, NewBelow, OpenedOverlay,
 };
 use std::rc::Rc;
 use std::sync::Arc;
@@ -82,6 +82,8 @@ enum Does {
     Copy,
     /// A layer is put on it, and taken back.
     Commit,
+    /// Its top layer gets what lies below.
+    Stream,
 }
 
 struct Changing {
@@ -101,6 +103,10 @@ impl Changing {
             Does::MoveOn => self.mirror(MirrorEnd::Switch).await,
             Does::Copy => self.mirror(MirrorEnd::Keep).await,
             Does::Commit => self.commit().await,
+            Does::Stream => {
+                let watch = CopyWatch::default();
+                ringdisk_image::move_onto_async(&self.image, NewBelow::Nothing, &watch, || Ok(())).await
+            }
         };
         let count = if result.is_ok() { &self.done } else { &self.failed };
         count.fetch_add(1, Ordering::Relaxed);
@@ -267,7 +273,8 @@ fn the_power_may_be_cut_while_a_disk_goes_over_to_a_copy() {
 fn runs_full(does: Does, file: &str, stride: u64) {
     let no_space = FaultAction::Fail(IoError::new(IoErrorKind::NoSpace));
     for seed in common::seeds(1) {
-        let chain = Chain::of(vec![Layer::qcow2(128 << 10, 4096)]);
+        let below = (does == Does::Stream).then_some(Layer::Raw(100 << 10));
+        let chain = Chain::of(std::iter::once(Layer::qcow2(128 << 10, 4096)).chain(below).collect());
         let case = Case::new(&chain, does, seed);
         let summary = FaultTest {
             storage: &|| case.storage(),
@@ -296,6 +303,11 @@ fn runs_full(does: Does, file: &str, stride: u64) {
 fn a_full_target_breaks_the_copy_and_not_the_disk() {
     runs_full(Does::Copy, "target0", 1);
     runs_full(Does::MoveOn, "target0", 2);
+}
+
+#[test]
+fn a_full_top_layer_breaks_the_stream_and_the_chain_stays_valid() {
+    runs_full(Does::Stream, &name(0), 2);
 }
 
 #[test]

@@ -17,7 +17,7 @@ use crate::chain::guessed_raw::checked_head;
 use crate::chain::layers::Chain;
 use crate::chain::queue::Shared;
 use block::sync::{AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
-use block::{IoError, IoResult, Op, Priority, RangeGuard, RangeLocks, ReactorCtx, WaitList};
+use block::{IoError, IoErrorKind, IoResult, Op, Priority, RangeGuard, RangeLocks, ReactorCtx, WaitList};
 use memory::{IoBuf, Window};
 use std::ops::Range;
 use std::rc::Rc;
@@ -267,6 +267,7 @@ impl Shared {
                 let range = offset..offset.saturating_add(length);
                 way.change(range, Change::Zeros { may_unmap: true }).await?;
             }
+            Op::SecureErase { .. } => return Err(IoError::new(IoErrorKind::Unsupported)),
             Op::WriteZeroes { .. } | Op::Discard { .. } | Op::Read { .. } | Op::Flush => {}
         }
         both.longest_us.fetch_max(micros(way.added), Ordering::Relaxed);
