@@ -10,7 +10,8 @@ use block::{
 use common::{Chain, Layer, SimOpener, name};
 use format_qcow2::CreateOptions as Qcow2Options;
 use ringdisk_image::{
-    CopyWatch, CreateOptions, Format, Image, ImageOptions, MirrorEnd, MirrorScope, MirrorTarget, NewBelow, OpenedOverlay,
+    CopyWatch, CreateOptions, Format, Image, ImageOptions, MirrorEnd, MirrorScope, MirrorTarget, NewBelow,
+    OpenedOverlay,
 };
 use std::rc::Rc;
 use std::sync::Arc;
