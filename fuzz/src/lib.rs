@@ -15,7 +15,6 @@ mod disk;
 mod golden;
 mod messages;
 mod mutate;
-mod nbd;
 mod snapshot;
 mod target;
 
