@@ -15,6 +15,7 @@ mod disk;
 mod golden;
 mod messages;
 mod mutate;
+mod nbd;
 mod snapshot;
 mod target;
 

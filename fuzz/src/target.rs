@@ -33,12 +33,26 @@ pub enum Target {
     Device,
     /// A vhost-user server, over a peer that says anything.
     Messages,
+    /// An NBD server's handshake, with a client that says anything.
+    NbdServer,
+    /// What an NBD client reads.
+    NbdClient,
 }
 
 impl Target {
     /// All of them.
-    pub const ALL: [Self; 8] =
-        [Self::Open, Self::Read, Self::Write, Self::Check, Self::Snapshot, Self::Chains, Self::Device, Self::Messages];
+    pub const ALL: [Self; 10] = [
+        Self::Open,
+        Self::Read,
+        Self::Write,
+        Self::Check,
+        Self::Snapshot,
+        Self::Chains,
+        Self::Device,
+        Self::Messages,
+        Self::NbdServer,
+        Self::NbdClient,
+    ];
 
     /// Its name on a command line.
     #[must_use]
@@ -52,6 +66,8 @@ impl Target {
             Self::Chains => "chains",
             Self::Device => "device",
             Self::Messages => "messages",
+            Self::NbdServer => "nbd-server",
+            Self::NbdClient => "nbd-client",
         }
     }
 
@@ -76,6 +92,8 @@ impl Target {
             Self::Chains => return crate::chains::chains(u),
             Self::Device => return crate::device::device(u),
             Self::Messages => return crate::messages::messages(u),
+            Self::NbdServer => return crate::nbd::server(u),
+            Self::NbdClient => return crate::nbd::client(u),
             _ => {}
         }
         let mut bytes = u.choose(golden::images())?.clone();
@@ -86,7 +104,7 @@ impl Target {
             Self::Write => write(&bytes, u)?,
             Self::Check => check(&bytes),
             Self::Snapshot => crate::snapshot::snapshot(&bytes, u)?,
-            Self::Chains | Self::Device | Self::Messages => {}
+            Self::Chains | Self::Device | Self::Messages | Self::NbdServer | Self::NbdClient => {}
         }
         Ok(())
     }

@@ -42,9 +42,12 @@ mod output;
 mod requests;
 mod server;
 mod status;
+mod tls;
 mod transmission;
 
 pub use export::NbdExport;
 pub use handshake::{Handshake, Negotiated, Step};
 pub use limits::Limits;
+pub use nbd_tls::Credentials;
 pub use server::{NbdListener, NbdServer, ServerOptions};
+pub use tls::Tls;

@@ -3,6 +3,7 @@
 use crate::connection::{Connection, Link, Setup};
 use crate::export::NbdExport;
 use crate::limits::{Limits, Total};
+use crate::tls::Tls;
 use block::{Error, ErrorKind, ReactorHandle, Result};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::io;
@@ -65,6 +66,8 @@ impl AsFd for NbdListener {
 pub struct ServerOptions {
     /// What clients can make it hold.
     pub limits: Limits,
+    /// Certificates, if clients may or must use TLS.
+    pub tls: Option<Tls>,
 }
 
 impl ServerOptions {
@@ -87,6 +90,7 @@ struct Shared {
     exports: Arc<[NbdExport]>,
     reactors: Vec<Arc<dyn ReactorHandle>>,
     limits: Limits,
+    tls: Option<Tls>,
     total: Arc<Total>,
     stopping: AtomicBool,
     /// Gets the thread out of its wait.
@@ -144,7 +148,11 @@ impl Shared {
             if polled.is_err() || !accepts || self.stopping.load(Ordering::Acquire) {
                 continue;
             }
-            match self.listener.accept() {
+            let fronted = |socket| match &self.tls {
+                Some(tls) => tls.front(socket, self.limits.handshake).map_err(io::Error::other),
+                None => Ok(socket),
+            };
+            match self.listener.accept().and_then(fronted) {
                 Ok(socket) => {
                     let index = next_reactor.checked_rem(self.reactors.len()).unwrap_or(0);
                     next_reactor = next_reactor.wrapping_add(1);
@@ -218,6 +226,7 @@ impl NbdServer {
             exports: exports.into(),
             reactors,
             limits: options.limits,
+            tls: options.tls,
             total: Arc::default(),
             stopping: AtomicBool::new(false),
             wake,

@@ -2,6 +2,7 @@
 
 use crate::uri::{NbdUri, Place};
 use block::{Error, ErrorKind, Result};
+use nbd_tls::{Credentials, relay, shake_hands};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{BASE_ALLOCATION, PAYLOAD_BYTES_MAX, answer, handshake, info, option};
 use nbd_wire::option::{
@@ -10,7 +11,7 @@ use nbd_wire::option::{
 use nbd_wire::reply::Style;
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -54,6 +55,15 @@ impl Stream {
                 Err(last)
             }
         }
+    }
+
+    /// The same socket, whatever it is, as one that reads and writes bytes.
+    fn any(&self) -> io::Result<UnixStream> {
+        let copy = match self {
+            Self::Unix(stream) => OwnedFd::from(stream.try_clone()?),
+            Self::Tcp(stream) => OwnedFd::from(stream.try_clone()?),
+        };
+        Ok(copy.into())
     }
 
     pub(crate) fn set_nonblocking(&self) -> io::Result<()> {
@@ -143,6 +153,9 @@ impl Talk<'_> {
         }
         let ours = u32::from(flags & (handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES));
         self.put(&ours.to_be_bytes())?;
+        if let Some((credentials, host)) = &self.uri.tls {
+            self.start_tls(credentials, host)?;
+        }
         let style = if self.is_accepted(option::EXTENDED_HEADERS)? {
             Style::Extended
         } else if self.is_accepted(option::STRUCTURED_REPLY)? {
@@ -152,6 +165,30 @@ impl Talk<'_> {
         };
         let allocation = if style == Style::Simple { None } else { self.allocation()? };
         self.go(style, allocation)
+    }
+
+    /// Everything after this is under TLS: a thread carries it to and from a socket that stands for the connection.
+    fn start_tls(&mut self, credentials: &Credentials, host: &str) -> Result<()> {
+        let (_, last, _) = self.ask(option::STARTTLS, &[])?;
+        if last.is_error() {
+            return Err(self.broken("the server does not serve with TLS"));
+        }
+        let failed = |error| Error::io(format!("'{}': TLS", self.uri), error);
+        let mut session = credentials.connect(host).map_err(|error| error.in_context(format!("'{}'", self.uri)))?;
+        let mut outer = self.stream.any().map_err(failed)?;
+        shake_hands(&mut session, &mut outer).map_err(failed)?;
+        let (inner, own) = UnixStream::pair().map_err(failed)?;
+        own.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
+        own.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
+        let name = self.uri.to_string();
+        let carry = move || {
+            if let Err(error) = relay(session, outer, inner) {
+                tracing::warn!("'{name}': TLS: {error}");
+            }
+        };
+        std::thread::Builder::new().name("nbd-tls".into()).spawn(carry).map_err(failed)?;
+        self.stream = Stream::Unix(own);
+        Ok(())
     }
 
     /// The answers to an option, without the last, and the last one's kind.
@@ -196,7 +233,7 @@ impl Talk<'_> {
             let text: String = String::from_utf8_lossy(&text).escape_debug().take(200).collect();
             let why = match last.kind {
                 answer::ERR_UNKNOWN => "the server has no such export (nbdinfo --list shows what it has)",
-                answer::ERR_TLS_REQD => "the server serves with TLS only, which is not supported",
+                answer::ERR_TLS_REQD => "the server serves with TLS only: name it as nbds:// or nbds+unix://",
                 answer::ERR_UNSUP => "the server is too old: it does not know NBD_OPT_GO",
                 answer::ERR_POLICY => "the server does not allow it",
                 _ => "the server refuses it",

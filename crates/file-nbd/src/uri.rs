@@ -1,6 +1,7 @@
 //! Names of disks at NBD servers, as the NBD project defines them (`doc/uri.md`).
 
 use block::{Error, ErrorKind, Result};
+use nbd_tls::Credentials;
 use percent_encoding::percent_decode_str;
 use std::fmt;
 use std::path::PathBuf;
@@ -27,11 +28,14 @@ pub struct NbdUri {
     pub(crate) place: Place,
     pub(crate) export: Vec<u8>,
     pub(crate) reconnect: Duration,
+    /// For `nbds://`: certificates, and the name that the server's has.
+    pub(crate) tls: Option<(Credentials, String)>,
 }
 
 impl NbdUri {
     /// Reads `nbd://HOST[:PORT]/[EXPORT]` or `nbd+unix:///[EXPORT]?socket=PATH`. Both take `reconnect-s=SECONDS`: how long a
-    /// server that has gone is waited for.
+    /// server that has gone is waited for. With TLS they are `nbds://` and `nbds+unix://`, and `tls-certificates=DIRECTORY`
+    /// has the certificates, as QEMU lays them out; `tls-hostname=NAME` is what the server's certificate is for.
     pub fn parse(text: &str) -> Result<Self> {
         let bad = |why: &str| Error::new(ErrorKind::BadOption, format!("'{text}': {why}"));
         let (scheme, rest) = text.split_once("://").ok_or_else(|| {
@@ -41,6 +45,7 @@ impl NbdUri {
         let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
         let export: Vec<u8> = percent_decode_str(export).collect();
         let (mut socket, mut reconnect) = (None, RECONNECT);
+        let (mut certificates, mut host) = (None, None);
         for (key, value) in form_urlencoded::parse(query.replace('+', "%2B").as_bytes()) {
             match key.as_ref() {
                 "socket" => socket = Some(value.into_owned()),
@@ -48,18 +53,37 @@ impl NbdUri {
                     let seconds = value.parse::<u16>().map_err(|_| bad("reconnect-s takes 0 to 65535 seconds"))?;
                     reconnect = Duration::from_secs(seconds.into());
                 }
-                other => return Err(bad(&format!("unknown parameter '{other}' (known are socket, reconnect-s)"))),
+                "tls-certificates" => certificates = Some(value.into_owned()),
+                "tls-hostname" => host = Some(value.into_owned()),
+                "tls-psk-file" => return Err(bad("TLS with a shared key is not supported: use tls-certificates=")),
+                other => {
+                    let known = "socket, reconnect-s, tls-certificates, tls-hostname";
+                    return Err(bad(&format!("unknown parameter '{other}' (known are {known})")));
+                }
             }
         }
-        let place = match (scheme, socket) {
+        let plain = scheme.strip_prefix("nbds").map(|rest| format!("nbd{rest}"));
+        let has_tls = plain.is_some();
+        let place = match (plain.as_deref().unwrap_or(scheme), socket) {
             ("nbd+unix", Some(socket)) if authority.is_empty() && !socket.is_empty() => Place::Unix(socket.into()),
             ("nbd+unix", _) => return Err(bad("a Unix socket is named as nbd+unix:///EXPORT?socket=PATH")),
             ("nbd", None) => tcp(authority).ok_or_else(|| bad("a server is named as nbd://HOST:PORT/EXPORT"))?,
             ("nbd", Some(_)) => return Err(bad("socket= belongs to nbd+unix://")),
-            ("nbds" | "nbds+unix", _) => return Err(bad("NBD over TLS is not supported")),
-            _ => return Err(bad("unknown scheme (known are nbd, nbd+unix)")),
+            _ => return Err(bad("unknown scheme (known are nbd, nbd+unix, nbds, nbds+unix)")),
         };
-        Ok(Self { text: text.to_owned(), place, export, reconnect })
+        let tls = match (has_tls, certificates) {
+            (true, Some(directory)) => {
+                let host = host.unwrap_or_else(|| match &place {
+                    Place::Unix(_) => "localhost".to_owned(),
+                    Place::Tcp(host, _) => host.clone(),
+                });
+                Some((Credentials::in_directory(directory), host))
+            }
+            (true, None) => return Err(bad("TLS needs tls-certificates=DIRECTORY with ca-cert.pem in it")),
+            (false, None) if host.is_none() => None,
+            (false, _) => return Err(bad("tls-certificates= and tls-hostname= belong to nbds:// and nbds+unix://")),
+        };
+        Ok(Self { text: text.to_owned(), place, export, reconnect, tls })
     }
 }
 
@@ -130,7 +154,9 @@ mod tests {
             ("nbd://h:99999/", "HOST:PORT"),
             ("nbd://h/?sokcet=/x", "socket, reconnect-s"),
             ("nbd://h/?reconnect-s=x", "65535"),
-            ("nbds://h/", "TLS"),
+            ("nbds://h/", "tls-certificates"),
+            ("nbd://h/?tls-certificates=/d", "nbds://"),
+            ("nbds://h/?tls-psk-file=/k", "shared key"),
         ] {
             let error = NbdUri::parse(text).unwrap_err().to_string();
             assert!(error.contains(hint) && error.contains(text), "{error}");

@@ -25,7 +25,7 @@ pub enum FileName {
     VhostUser(PathBuf),
     /// A file without a name, made in this directory, and gone when it is closed. No user can give it.
     Temporary(PathBuf),
-    /// A disk of an NBD server: the whole URI, `nbd://...` or `nbd+unix://...`.
+    /// A disk of an NBD server: the whole URI, `nbd://...` or `nbd+unix://...`, with TLS `nbds://...` or `nbds+unix://...`.
     Nbd(String),
     /// A file on a web server: the whole URL, `http://...` or `https://...`, with what is said behind `#`.
     Http(String),
@@ -33,8 +33,8 @@ pub enum FileName {
 
 impl FileName {
     /// The protocols that can stand before a colon.
-    pub const PROTOCOLS: [&'static str; 8] =
-        ["file", "host_device", "fd", "vhost-user", "nbd", "nbd+unix", "http", "https"];
+    pub const PROTOCOLS: [&'static str; 10] =
+        ["file", "host_device", "fd", "vhost-user", "nbd", "nbd+unix", "nbds", "nbds+unix", "http", "https"];
 
     /// Reads a name that a user gave. (A path that is certainly one is turned into a name by `into()`.)
     pub fn parse(text: impl AsRef<OsStr>) -> Result<Self> {
@@ -45,7 +45,7 @@ impl FileName {
             Some(("host_device", path)) => Ok(Self::HostDevice(PathBuf::from(path))),
             Some(("vhost-user", "")) => Err(bad("vhost-user: takes the path of a socket".to_owned())),
             Some(("vhost-user", socket)) => Ok(Self::VhostUser(PathBuf::from(socket))),
-            Some((protocol @ ("nbd" | "nbd+unix"), place)) if place.starts_with("//") => {
+            Some((protocol @ ("nbd" | "nbd+unix" | "nbds" | "nbds+unix"), place)) if place.starts_with("//") => {
                 Ok(Self::Nbd(format!("{protocol}:{place}")))
             }
             Some((protocol @ ("http" | "https"), place)) if place.starts_with("//") => {

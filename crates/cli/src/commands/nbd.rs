@@ -7,7 +7,7 @@ use block::{Disk, ReactorHandle};
 use daemon::Pidfile;
 use drive::{DriveOptions, OpenedDisk, ParsedDrive, human_size, open_disk};
 use engine::{Reactor, ReactorConfig, ReactorThread};
-use export_nbd::{NbdExport, NbdListener, NbdServer, ServerOptions};
+use export_nbd::{Credentials, NbdExport, NbdListener, NbdServer, ServerOptions, Tls};
 use export_vhost_user::ListenSocket;
 use image::{BackingPolicy, FileName};
 use std::fmt::Write as _;
@@ -54,9 +54,30 @@ pub(crate) struct Args {
     /// A file, or what a server has (https://, nbd://), that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
+    /// Serve with TLS. DIRECTORY has ca-cert.pem, server-cert.pem and server-key.pem, as for QEMU.
+    #[arg(long, value_name = "DIRECTORY")]
+    tls_creds: Option<PathBuf>,
+    /// Whether clients must use TLS, or may.
+    #[arg(long, value_enum, default_value = "required", requires = "tls_creds")]
+    tls: TlsUse,
+    /// Whether clients need a certificate of the same authority.
+    #[arg(long, value_enum, default_value = "on", requires = "tls_creds")]
+    tls_verify_peer: Verify,
     /// Write the process id to PATH once ready. The file is removed at the end.
     #[arg(long, value_name = "PATH")]
     pidfile: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum TlsUse {
+    Required,
+    Allow,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Verify {
+    On,
+    Off,
 }
 
 /// A disk, and how it is exported.
@@ -151,8 +172,16 @@ fn serve(
     let spawn =
         |index| Reactor::spawn(ReactorConfig::default().with(|config| config.name = format!("reactor-{index}")));
     let reactors = (0..count).map(spawn).collect::<block::Result<Vec<ReactorThread>>>()?;
+    let tls = args.tls_creds.as_ref().map(|directory| {
+        let credentials = Credentials::in_directory(directory);
+        Tls::new(&credentials, args.tls == TlsUse::Required, args.tls_verify_peer == Verify::On)
+    });
+    let tls = tls.transpose()?;
     let (listener, socket) = listen(args)?;
-    let options = ServerOptions::default().with(|options| options.limits.connections = args.shared.into());
+    let options = ServerOptions::default().with(|options| {
+        options.limits.connections = args.shared.into();
+        options.tls = tls;
+    });
     let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(ReactorThread::handle).collect();
     Ok(Serving { server: NbdServer::start(listener, exports, handles, options)?, socket, reactors })
 }
@@ -180,9 +209,10 @@ fn announcement(args: &Args, asked: &[Asked], disks: &[OpenedDisk]) -> String {
     for (Asked { drive, .. }, disk) in asked.iter().zip(disks) {
         let (info, name) = (disk.disk.info(), drive.disk.name.as_deref().unwrap_or_default());
         let mode = if info.read_only || drive.export.read_only { ", read-only" } else { "" };
+        let scheme = if args.tls_creds.is_some() { "nbds" } else { "nbd" };
         let place = match (&args.socket, &args.listen) {
-            (Some(path), _) => format!("nbd+unix:///{name}?socket={}", path.display()),
-            (None, address) => format!("nbd://{}/{name}", address.as_deref().unwrap_or_default()),
+            (Some(path), _) => format!("{scheme}+unix:///{name}?socket={}", path.display()),
+            (None, address) => format!("{scheme}://{}/{name}", address.as_deref().unwrap_or_default()),
         };
         let size = human_size(info.size_bytes);
         let _ = writeln!(text, "serving {} ({size}{mode}) at {place}", drive.disk.display_name());

@@ -34,7 +34,7 @@ pub(crate) fn file_name(text: &Path) -> anyhow::Result<PathBuf> {
 }
 
 /// Stand before the disks of servers.
-const SERVERS: [&str; 5] = ["vhost-user:", "nbd://", "nbd+unix://", "http://", "https://"];
+const SERVERS: [&str; 7] = ["vhost-user:", "nbd://", "nbd+unix://", "nbds://", "nbds+unix://", "http://", "https://"];
 
 /// Whether what a command calls its target's path is a server's disk (see [`path_of`]).
 pub(crate) fn is_socket(path: &Path) -> bool {

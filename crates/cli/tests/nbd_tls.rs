@@ -1,0 +1,128 @@
+//! NBD with TLS, both ways, against other people's programs.
+
+mod common;
+
+use common::{Server, directory, has_tool, path_str, ringdisk, run, run_fails, run_ok, text, tool, tool_ok};
+use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose};
+use std::path::Path;
+
+/// An authority, a server called localhost, and a client, as QEMU lays them out.
+fn certificates(directory: &Path) {
+    let write = |name: &str, text: String| std::fs::write(directory.join(name), text).unwrap();
+    let key = KeyPair::generate().unwrap();
+    let mut authority = CertificateParams::new(Vec::new()).unwrap();
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    write("ca-cert.pem", authority.self_signed(&key).unwrap().pem());
+    let issuer = Issuer::new(authority, key);
+    for (role, usage) in
+        [("server", ExtendedKeyUsagePurpose::ServerAuth), ("client", ExtendedKeyUsagePurpose::ClientAuth)]
+    {
+        let own = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
+        params.extended_key_usages = vec![usage];
+        write(&format!("{role}-cert.pem"), params.signed_by(&own, &issuer).unwrap().pem());
+        write(&format!("{role}-key.pem"), own.serialize_pem());
+    }
+}
+
+fn serve(raw: &str, socket: &str, more: &[&str]) -> Server {
+    let mut command = ringdisk();
+    let drive = format!("file={raw},format=raw,name=d");
+    command.args(["nbd", "--socket", socket, "--drive", &drive]).args(more);
+    Server::start_command(command)
+}
+
+#[test]
+fn other_programs_and_our_own_use_a_disk_under_tls() {
+    if !["nbdinfo", "nbdcopy", "qemu-img"].into_iter().all(has_tool) {
+        return;
+    }
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (raw, socket, creds) = (path("disk.raw"), path("nbd"), path("pki"));
+    std::fs::create_dir(&creds).unwrap();
+    certificates(Path::new(&creds));
+    let bytes = common::numbered(9 << 20);
+    std::fs::write(&raw, &bytes).unwrap();
+    let server = serve(&raw, &socket, &["--tls-creds", &creds]);
+    assert!(server.announced.contains("nbds+unix:///d"), "{}", server.announced);
+    let plain = format!("nbd+unix:///d?socket={socket}");
+    let secret = format!("nbds+unix:///d?socket={socket}&tls-certificates={creds}");
+    // Libnbd takes the name of a Unix socket's server from here.
+    let theirs = format!("{secret}&tls-hostname=localhost");
+    assert!(text(&run(&["info", "-f", "raw", &plain]).stderr).contains("with TLS only"));
+    assert!(!tool("nbdinfo", &[&plain]).status.success());
+    assert!(tool_ok("nbdinfo", &[&theirs]).contains("with TLS"));
+    let copy = path("copy.raw");
+    tool_ok("nbdcopy", &[&theirs, &copy]);
+    assert!(std::fs::read(&copy).unwrap() == bytes);
+    let same = path("same.raw");
+    std::fs::write(&same, &bytes).unwrap();
+    run_ok(&["compare", "-f", "raw", "-F", "raw", &secret, &same]);
+    let object = format!("tls-creds-x509,id=tls,endpoint=client,dir={creds}");
+    let options = format!(
+        "driver=raw,file.driver=nbd,file.server.type=unix,file.server.path={socket},file.export=d,\
+         file.tls-creds=tls,file.tls-hostname=localhost"
+    );
+    let back = path("back.raw");
+    tool_ok("qemu-img", &["convert", "--object", &object, "--image-opts", &options, "-O", "raw", &back]);
+    assert!(std::fs::read(&back).unwrap() == bytes);
+    // Written under TLS, too.
+    let other = path("other.raw");
+    std::fs::write(&other, [&bytes[4096..], &bytes[..4096]].concat()).unwrap();
+    run_ok(&["convert", "-n", "-f", "raw", "-O", "raw", &other, &secret]);
+    server.stop();
+    run_ok(&["compare", "-f", "raw", "-F", "raw", &other, &raw]);
+}
+
+#[test]
+fn who_has_no_certificate_is_refused_unless_the_server_does_not_ask_for_one() {
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (raw, socket, creds, mine) = (path("disk.raw"), path("nbd"), path("pki"), path("mine"));
+    for directory in [&creds, &mine] {
+        std::fs::create_dir(directory).unwrap();
+    }
+    certificates(Path::new(&creds));
+    std::fs::copy(format!("{creds}/ca-cert.pem"), format!("{mine}/ca-cert.pem")).unwrap();
+    run_ok(&["create", "-q", "-f", "raw", &raw, "1M"]);
+    let nobody = format!("nbds+unix:///d?socket={socket}&tls-certificates={mine}");
+    let stranger = format!("{nobody}&tls-hostname=example.org");
+    let server = serve(&raw, &socket, &["--tls-creds", &creds]);
+    run_fails(1, &["info", "-f", "raw", &nobody]);
+    server.stop();
+    let server = serve(&raw, &socket, &["--tls-creds", &creds, "--tls-verify-peer", "off", "--tls", "allow"]);
+    run_ok(&["info", "-f", "raw", &nobody]);
+    let said = run_fails(1, &["info", "-f", "raw", &stranger]);
+    assert!(said.contains("certificate"), "{said}");
+    run_ok(&["info", "-f", "raw", &format!("nbd+unix:///d?socket={socket}")]);
+    server.stop();
+    assert!(run_fails(2, &["nbd", &raw, "--socket", &socket, "--tls-creds", &mine]).contains("server-key.pem"));
+}
+
+#[test]
+fn a_disk_of_qemus_server_is_read_under_tls() {
+    if !has_tool("qemu-nbd") {
+        return;
+    }
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (raw, socket, creds) = (path("disk.raw"), path("nbd"), path("pki"));
+    std::fs::create_dir(&creds).unwrap();
+    certificates(Path::new(&creds));
+    std::fs::write(&raw, common::numbered(1 << 20)).unwrap();
+    let object = format!("tls-creds-x509,id=tls,endpoint=server,dir={creds}");
+    let place = ["-r", "-f", "raw", "-k", &socket, "--object", &object, "--tls-creds", "tls", "--fork", &raw];
+    tool_ok("qemu-nbd", &place);
+    run_ok(&[
+        "compare",
+        "-f",
+        "raw",
+        "-F",
+        "raw",
+        &format!("nbds+unix:///?socket={socket}&tls-certificates={creds}"),
+        &raw,
+    ]);
+}

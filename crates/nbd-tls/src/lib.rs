@@ -1,0 +1,18 @@
+//! TLS for NBD, on both sides.
+//!
+//! * [`Credentials`]: certificates in a directory, laid out as QEMU's `tls-creds-x509` has them.
+//! * [`relay`]: a thread between a TLS connection and a socket, so that the code behind the socket knows nothing of TLS.
+
+#![forbid(unsafe_code)]
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+#![cfg_attr(
+    test,
+    allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
+)]
+
+mod credentials;
+mod relay;
+
+pub use credentials::Credentials;
+pub use relay::{relay, shake_hands};
+pub use rustls::{ClientConfig, Connection, ServerConfig, ServerConnection};
