@@ -9,7 +9,7 @@ use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
 use crate::file_name::FileName;
-use block::{Disk as _, Error, ErrorKind, Result, block_on};
+use block::{Error, ErrorKind, Result, block_on};
 use format_qcow2::{Snapshot, SnapshotName};
 use std::sync::Arc;
 
@@ -95,7 +95,6 @@ impl Image {
             }
         };
         barrier.release(vec![Arc::new(next)]).await;
-        self.listeners.notify(|| self.info());
         result
     }
 
