@@ -1,8 +1,8 @@
 //! Images whose tables were made in advance (`preallocation=metadata`): clusters are allocated, and are holes of the file.
 
-use crate::Qcow2;
 use crate::layout::entry::{decode_refcount_table, entries};
 use crate::layout::refcount_entry::read_entry;
+use crate::live::image::Qcow2;
 use block::{IoResult, MetaIo, PastEnd};
 
 /// How much of the refcount table is read at once.
