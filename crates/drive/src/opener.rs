@@ -132,6 +132,27 @@ impl Opener for EngineOpener {
         self.open_by_name(name, &options)
     }
 
+    fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
+        match engine::create(path, 0) {
+            Err(_) if path.exists() => Ok(None),
+            made => {
+                made?;
+                self.open(&path.into(), Role::Writable).map(Some)
+            }
+        }
+    }
+
+    fn unmake(&self, path: &Path) {
+        // Whoever meets it later says what is wrong with it.
+        let _ = std::fs::remove_file(path);
+    }
+
+    fn sync_directory_of(&self, path: &Path) -> Result<()> {
+        let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
+        let synced = std::fs::File::open(directory).and_then(|directory| directory.sync_all());
+        synced.map_err(|error| Error::io(format!("cannot sync the directory '{}'", directory.display()), error))
+    }
+
     fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
         Ok(Box::new(InTemporaryDirectory::new(&self.options)))
     }
@@ -200,13 +221,16 @@ pub fn open_disk_with(
         }
         Some(DriveFormat::Raw) => Some(Format::Raw),
         Some(DriveFormat::Qcow2) => Some(Format::Qcow2),
+        Some(DriveFormat::Scratch) => Some(Format::Scratch),
         None => None,
     };
     let name = options.file.clone().unwrap_or_else(|| FileName::from(""));
+    let keep = options.keep.as_deref().map(|directory| kept_index(options, directory)).transpose()?;
     let image_options = ImageOptions::new(name).with(|open| {
         open.format = format;
         open.read_only = options.read_only;
         open.scratch = options.snapshot;
+        open.keep = keep;
         open.allow_backing = allow_backing;
         open.listed = listed.to_vec();
         open.former_tops = options.former_tops;
@@ -216,6 +240,18 @@ pub fn open_disk_with(
     });
     let image = Arc::new(image::open(&image_options, opener).map_err(name_readonly)?);
     filtered(Arc::clone(&image) as Arc<dyn Disk>, Some(image), options)
+}
+
+/// The index file of a scratch overlay that is kept: named as the disk, or else as its image.
+fn kept_index(options: &DiskOptions, directory: &Path) -> Result<PathBuf> {
+    let image = || options.file.as_ref().and_then(FileName::path).and_then(Path::file_name);
+    let name = options.name.as_ref().map(AsRef::as_ref).or_else(image).ok_or_else(|| {
+        let what = "keep= needs a name for the files that it keeps: give the disk one by name=";
+        Error::new(ErrorKind::BadOption, format!("'{}': {what}", options.display_name()))
+    })?;
+    let mut name = name.to_owned();
+    name.push(".scratch");
+    Ok(directory.join(name))
 }
 
 /// Where an image may be read though it cannot be written, says by which key a drive does so.
