@@ -32,7 +32,8 @@ impl Machine {
             Error::new(ErrorKind::BadOption, format!("'{}': {}", path.display(), error.to_string().trim_end()))
         };
         let mut machine: Self = toml::from_str(&text).map_err(bad)?;
-        let directory = path.parent().unwrap_or(Path::new(""));
+        let path = std::path::absolute(path).map_err(|error| Error::io("there is no working directory", error))?;
+        let directory = path.parent().unwrap_or(Path::new("/"));
         for path in [&mut machine.qmp, &mut machine.control, &mut machine.state] {
             *path = directory.join(&*path);
         }

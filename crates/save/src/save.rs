@@ -287,7 +287,6 @@ impl Saving<'_> {
             (Err(error), _) | (Ok(_), Err(error)) => return Err(error),
             (Ok(written), Ok(())) => written,
         };
-        progress.moved(written.stream_bytes, written.stream_bytes);
         Ok(written.stream_bytes)
     }
 
@@ -304,8 +303,11 @@ impl Saving<'_> {
                 }
                 _ => {}
             }
-            let total = answer.pointer("/ram/total").and_then(Value::as_u64);
-            progress.moved(written_bytes.load(Ordering::Relaxed), total.unwrap_or(0));
+            // Of the machine's memory: what is zero takes next to nothing in the file.
+            let memory = |what: &str| answer.pointer(&format!("/ram/{what}")).and_then(Value::as_u64).unwrap_or(0);
+            let total = memory("total");
+            let seen = total.saturating_sub(memory("remaining"));
+            progress.moved(seen.max(written_bytes.load(Ordering::Relaxed)).min(total), total);
             std::thread::sleep(Duration::from_millis(10));
         }
     }
