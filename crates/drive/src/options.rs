@@ -636,7 +636,7 @@ mod tests {
         assert!(message.contains("did you mean 'format'?"), "{message}");
         assert!(help::key_names().iter().all(|key| message.contains(key)), "{message}");
         for (text, key, listed) in [
-            ("file=x,format=qcow", "format", "raw, qcow2, null"),
+            ("file=x,format=qcow", "format", "raw, qcow2, scratch, null"),
             ("file=x,engine=uring", "engine", "auto, io_uring, linux-aio, threads"),
             ("file=x,cache=write-back", "cache", "writeback, none, writethrough, directsync, unsafe"),
             ("file=x,readonly=yes", "readonly", "on, off"),
@@ -650,7 +650,7 @@ mod tests {
     #[test]
     fn a_question_mark_lists_what_a_key_takes() {
         for (text, part) in [
-            ("format=?", "raw, qcow2, null"),
+            ("format=?", "raw, qcow2, scratch, null"),
             ("file=x,cache=help", "directsync"),
             ("filter=?", "bandwidth"),
             ("?", "queue-size"),
