@@ -46,13 +46,15 @@ impl Bench {
         let [model, disk] = ["model.raw", "disk"].map(|name| bench.path(name));
         tool_ok("qemu-img", &["convert", "-f", "raw", "-O", format, path_str(&model), path_str(&disk)]);
         let path = |name: &str| bench.path(name).display().to_string();
+        let chardev = format!("socket,id=disk0,path={}", path("s"));
+        let monitor = format!("unix:{},server=on,wait=off", path("qmp"));
         let qemu = [
             &[QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-accel", "tcg"][..],
             &["-machine", "q35,memory-backend=memory", "-m", "64M"],
             &["-object", "memory-backend-memfd,id=memory,size=64M,share=on"],
-            &["-chardev", &format!("socket,id=disk0,path={}", path("s"))],
+            &["-chardev", &chardev],
             &["-device", "vhost-user-blk-pci,chardev=disk0,num-queues=1"],
-            &["-qmp", &format!("unix:{},server=on,wait=off", path("qmp"))],
+            &["-qmp", &monitor],
         ]
         .concat();
         let text = format!("qmp = 'qmp'\ncontrol = 'control'\nstate = 'saved'\nqemu = {}\n", json!(qemu));
@@ -78,7 +80,7 @@ impl Bench {
     /// The second socket.
     fn export(&self) {
         let [control, socket] = ["control", "other"].map(|name| self.path(name));
-        run_ok(&["ctl", "--control", path_str(&control), "export", "root", path_str(&socket)]);
+        run_ok(&["ctl", "--control", path_str(&control), "export", "root", "--socket", path_str(&socket)]);
     }
 
     fn start_machine(&mut self) {
@@ -95,14 +97,13 @@ impl Bench {
 
     /// What a guest would write.
     fn write(&mut self, seed: usize) {
-        let piece: Vec<u8> = (0..PIECE).map(|index| (index / 512 + seed * 7) as u8).collect();
-        let pieces = self.path("piece");
-        std::fs::write(&pieces, &piece).unwrap();
-        let seek = seed * 5 % (SIZE / PIECE);
+        let length = PIECE * (1 + seed % 9);
+        let bytes: Vec<u8> = (0..length).map(|index| (index / 512 + seed * 7) as u8).collect();
+        let pieces = self.path("pieces");
+        std::fs::write(&pieces, &bytes).unwrap();
         let target = format!("of=vhost-user:{}", self.path("other").display());
-        let (source, at) = (format!("if={}", pieces.display()), format!("seek={seek}"));
-        run_ok(&["dd", "-n", "-f", "raw", "-O", "raw", "bs=64K", &at, &source, &target]);
-        self.contents[seek * PIECE..][..PIECE].copy_from_slice(&piece);
+        run_ok(&["dd", "-f", "raw", "-O", "raw", "bs=64K", &format!("if={}", pieces.display()), &target]);
+        self.contents[..length].copy_from_slice(&bytes);
     }
 
     fn save_command(&self, keep: bool) -> Command {
@@ -224,4 +225,56 @@ fn a_machine_is_resumed_from_what_was_saved_and_can_be_saved_again() {
 /// Whether the monitor answers, and its machine runs.
 fn is_running(socket: &Path) -> bool {
     Qmp::connect(socket, Duration::ZERO).and_then(|mut qmp| qmp.is_running()).unwrap_or(false)
+}
+
+/// Ends a child of the test, whatever becomes of the test.
+struct Ending(Child);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_state_that_qemu_keeps_in_an_image_is_taken_out_and_resumes_the_machine() {
+    if !has_tools() {
+        return;
+    }
+    let dir = directory();
+    let [disk, socket, state] = ["disk.qcow2", "qmp", "state"].map(|name| at(&dir, name));
+    tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "cluster_size=4096", path_str(&disk), "40M"]);
+    let start = |more: &[&str]| {
+        let _ = std::fs::remove_file(&socket);
+        let child = Command::new(QEMU)
+            .args(["-nodefaults", "-no-user-config", "-display", "none", "-accel", "tcg", "-machine", "q35"])
+            .args(["-m", "64M", "-device", "virtio-blk-pci,drive=disk"])
+            .args(["-drive", &format!("if=none,id=disk,format=qcow2,file={}", disk.display())])
+            .args(["-qmp", &format!("unix:{},server=on,wait=off", socket.display())])
+            .args(more)
+            .stdin(Stdio::null())
+            .spawn();
+        let child = Ending(child.unwrap());
+        (Qmp::connect(&socket, Duration::from_secs(60)).unwrap(), child)
+    };
+    let (mut qmp, machine) = start(&[]);
+    let said = qmp.run("human-monitor-command", json!({ "command-line": "savevm one" })).unwrap();
+    assert_eq!(said, "");
+    drop((qmp, machine));
+
+    run_ok(&["state", "extract", "-l", "one", path_str(&disk), path_str(&state)]);
+    let info: Value = serde_json::from_str(&run_ok(&["info", "--output=json", path_str(&disk)])).unwrap();
+    let stream = std::fs::read(&state).unwrap();
+    assert!(stream.starts_with(b"QEVM"));
+    assert_eq!(info["snapshots"][0]["vm-state-size"], stream.len());
+    assert!(!run(&["state", "extract", "-l", "two", path_str(&disk), "-"]).status.success());
+
+    let (mut qmp, _machine) = start(&["-incoming", "defer"]);
+    qmp.run("migrate-incoming", json!({ "uri": format!("exec:cat {}", state.display()) })).unwrap();
+    while qmp.status().unwrap() == "inmigrate" {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    qmp.run("cont", json!({})).unwrap();
+    assert!(qmp.is_running().unwrap());
 }

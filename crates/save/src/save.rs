@@ -80,6 +80,7 @@ pub fn save(
     UnderWay { was_running }.write(directory)?;
     let stopped = Instant::now();
     let record = Record::next(before.as_ref(), was_running);
+    leave_earlier(&mut qmp)?;
     let mut saving = Saving { directory, options, cancel, before, record, disks, names, notes: Vec::new() };
     let done = qmp.run("stop", json!({})).and_then(|_| saving.pair(&mut qmp, &mut progress));
     let is_published = Record::read(directory)?.is_some_and(|record| record.number == saving.record.number);
@@ -101,6 +102,25 @@ pub fn save(
             Err(error.in_context("the machine was not saved, and goes on"))
         }
     }
+}
+
+/// A save that was killed may have left QEMU in the middle of its migration, or behind the end of it, where it takes no
+/// other.
+fn leave_earlier(qmp: &mut Qmp) -> Result<()> {
+    let is_under_way = |answer: &Value| {
+        let ended = ["none", "completed", "failed", "cancelled"];
+        answer.get("status").and_then(Value::as_str).is_some_and(|status| !ended.contains(&status))
+    };
+    if is_under_way(&qmp.run("query-migrate", json!({}))?) {
+        qmp.run("migrate_cancel", json!({}))?;
+        while is_under_way(&qmp.run("query-migrate", json!({}))?) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    if qmp.status()? == "postmigrate" {
+        qmp.run("cont", json!({}))?;
+    }
+    Ok(())
 }
 
 struct Saving<'a> {
@@ -232,10 +252,11 @@ impl Saving<'_> {
         let mut disks = self.record.disks.clone();
         for disk in &mut disks {
             let layers = self.disks.layers(&disk.name)?;
+            // Wherever taking it back has come to: the top shows what was saved.
             if !layers.iter().any(|layer| layer.file == disk.file)
-                && let Some(base) = layers.iter().find(|layer| layer.file == disk.base)
+                && let Some(top) = layers.first()
             {
-                (disk.file, disk.format) = (base.file.clone(), base.format.clone());
+                (disk.file, disk.format) = (top.file.clone(), top.format.clone());
             }
             if layers.first().is_some_and(|top| top.file == disk.file) {
                 overlays.push((disk.name.clone(), self.new_layer(&disk.base)?));
