@@ -4,6 +4,7 @@ mod fixtures;
 mod grammar;
 mod judge;
 mod known;
+mod places;
 mod purposes;
 mod world;
 

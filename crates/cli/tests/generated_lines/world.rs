@@ -2,6 +2,7 @@
 
 use super::fixtures::Fixtures;
 use crate::common::text;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
@@ -49,6 +50,16 @@ impl World {
                 _ => {}
             }
             fixtures.copy_to(&side.directory);
+        }
+    }
+
+    /// Leaves nothing of a file to the page cache. Which parts of preallocated space hold data, a file system tells by the
+    /// pages that happen to be in memory: by those that are not written yet, and by those that somebody has read.
+    pub(super) fn settle(&self, name: &str) {
+        for side in [&self.ours, &self.theirs] {
+            let file = File::open(side.directory.join(name)).expect("a file");
+            file.sync_all().expect("the file can be written back");
+            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).expect("a hint");
         }
     }
 
