@@ -8,6 +8,7 @@ mod arguments;
 mod commands;
 mod compat;
 mod images;
+mod machine;
 mod output;
 mod qemu_img;
 mod scratch;

@@ -91,7 +91,7 @@ fn an_overlay_of_another_image_is_refused_and_stays() {
     };
     Server::start(&["--drive", &drive("a.raw")]).stop();
     let index = std::fs::read(path("one.scratch")).unwrap();
-    let said = run_fails(1, &["serve", "--drive", &drive("b.raw")]);
+    let said = run_fails(2, &["serve", "--drive", &drive("b.raw")]);
     assert!(said.contains("rests on another image"), "{said}");
     assert!(std::fs::read(path("one.scratch")).unwrap() == index);
     let said = run_fails(2, &["serve", "--drive", "file=x,keep=y"]);

@@ -135,8 +135,18 @@ impl Bench {
     }
 }
 
+/// Before version 9, QEMU does not save a machine whose disk keeps no log of what it writes.
 fn has_tools() -> bool {
-    has_tool("qemu-img") && has_tool(QEMU)
+    if !(has_tool("qemu-img") && has_tool(QEMU)) {
+        return false;
+    }
+    let said = tool_ok(QEMU, &["--version"]);
+    let major = said.split("version ").nth(1).and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
+    let is_new = major.is_some_and(|major| major >= 9);
+    if !is_new {
+        eprintln!("skipped: QEMU is older than 9.0: {}", said.lines().next().unwrap_or_default());
+    }
+    is_new
 }
 
 #[test]
@@ -148,7 +158,10 @@ fn a_pair_is_whole_whenever_the_save_is_killed_and_the_machine_goes_on() {
     let mut bench = Bench::new("raw");
     bench.start_machine();
     for round in 0..rounds {
-        bench.write(2 * round as usize);
+        // A save that was killed may have left the machine stopped: then it writes nothing.
+        if bench.qmp().is_running().unwrap() {
+            bench.write(2 * round as usize);
+        }
         let before = bench.check_pair();
         let next = before.unwrap_or(0) + 1;
         bench.saved.insert(next, bench.contents.clone());
@@ -166,7 +179,7 @@ fn a_pair_is_whole_whenever_the_save_is_killed_and_the_machine_goes_on() {
         let after = bench.check_pair();
         assert!(after == before || after == Some(next), "{before:?}, then {after:?}");
         assert!(round % 2 == 1 || after == Some(next));
-        // What comes later is no part of it. A killed save left the machine stopped, so it writes nothing.
+        // What comes later is no part of it.
         if round % 2 == 0 {
             bench.write(2 * round as usize + 1);
             assert_eq!(bench.check_pair(), after);

@@ -561,6 +561,7 @@ mod tests {
                 sqpoll: true,
                 read_only: true,
                 snapshot: false,
+                keep: None,
                 serial: "disk 1".to_owned(),
                 size_bytes: None,
                 delay_ms: Some(3),

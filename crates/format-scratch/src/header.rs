@@ -95,7 +95,8 @@ impl Header {
             Some(text)
         };
         let names = (|| Some([next(24)?, next(26)?, next(28)?]))();
-        let [backing_file, format, data_file] = names.ok_or_else(|| bad("its header has impossible names".to_owned()))?;
+        let [backing_file, format, data_file] =
+            names.ok_or_else(|| bad("its header has impossible names".to_owned()))?;
         if backing_file.is_empty() || data_file.is_empty() {
             return Err(bad("its header does not say what it rests on, or where its data are".to_owned()));
         }
@@ -130,12 +131,8 @@ mod tests {
                 assert!(is_unused || Header::decode("x", &damaged).ok() != Some((header.clone(), 77)), "{at}");
             }
         }
-        let long = Header {
-            size_bytes: 1,
-            backing_file: "x".repeat(3000),
-            backing_format: None,
-            data_file: "y".repeat(1000),
-        };
+        let long =
+            Header { size_bytes: 1, backing_file: "x".repeat(3000), backing_format: None, data_file: "y".repeat(1000) };
         assert!(long.encode("x", 1).is_err());
     }
 }

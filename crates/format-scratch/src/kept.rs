@@ -9,7 +9,7 @@
 
 use crate::header::Header;
 use crate::index::Part;
-use crate::layout::{BELOW, PAGE_BYTES, TABLE_WORDS, ZERO, data_page, leads_to_tables};
+use crate::layout::{BELOW, PAGE_BYTES, PART_BYTES, TABLE_WORDS, ZERO, data_page, leads_to_tables};
 use crate::scratch::Scratch;
 use crate::state::{Inner, State};
 use block::{FileOp, IoError, IoResult, MetaIo};
@@ -228,9 +228,9 @@ impl Scratch {
     pub fn reveal(&self, offset: u64, length_bytes: u64) {
         let inner = &*self.inner;
         let end = offset.saturating_add(length_bytes).min(inner.size_bytes);
-        let part_bytes = TABLE_WORDS.saturating_mul(PAGE_BYTES);
-        let behind = if end == inner.size_bytes { end.div_ceil(part_bytes) } else { end / part_bytes };
-        for part in offset.div_ceil(part_bytes)..behind {
+
+        let behind = if end == inner.size_bytes { end.div_ceil(PART_BYTES) } else { end / PART_BYTES };
+        for part in offset.div_ceil(PART_BYTES)..behind {
             let mut state = inner.lock();
             match inner.index.part(part) {
                 Part::All(ZERO) => inner.set_part(&mut state, part, false),

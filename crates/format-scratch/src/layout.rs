@@ -91,7 +91,10 @@ mod tests {
         assert_eq!(place_of_table(1, 1023), (1025, 2047));
         assert_eq!(place_of_table(1, 1024), (1027, 1026 * 1024));
         assert_eq!([0, 1, 2, 1024, 1025].map(|tables| index_pages(1, tables)), [1, 3, 4, 1026, 1028]);
-        assert_eq!([0, 1, 2, 1025, 1026, 1027].map(|page| leads_to_tables(1, page)), [true, true, false, false, true, false]);
+        assert_eq!(
+            [0, 1, 2, 1025, 1026, 1027].map(|page| leads_to_tables(1, page)),
+            [true, true, false, false, true, false]
+        );
     }
 
     #[test]

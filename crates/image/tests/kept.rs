@@ -258,7 +258,9 @@ fn a_damaged_index_is_an_error_or_another_content_and_never_a_panic() {
     assert!(error.to_string().contains("share the data"), "{error}");
     assert!(refused(&|index| index.truncate(table)).to_string().contains("shorter"));
     assert!(refused(&|index| index[2 * 4096] = 9).to_string().contains("behind the end of the disk"));
-    for at in (0..40).step_by(2).chain(512..540).chain(4096..4100).chain(2 * 4096..2 * 4096 + 8).chain(table..table + 12) {
+    for at in
+        (0..40).step_by(2).chain(512..540).chain(4096..4100).chain(2 * 4096..2 * 4096 + 8).chain(table..table + 12)
+    {
         for flip in [1, 0x80] {
             let storage = damaged(&|index| index[at] ^= flip);
             let Ok(mut session) = Session::open(&storage, &|storage| opened(&overlay(), storage), 1, 1) else {

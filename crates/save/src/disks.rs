@@ -1,7 +1,7 @@
 //! The machine's disks, in the daemon that serves them.
 
 use block::{Error, ErrorKind, Result};
-use control::api::{AddDisk, CommitDisk, Disk, Disks as AllDisks, Job, JobState, Overlay, Snapshot};
+use control::api::{AddDisk, CommitDisk, Disk, Disks as AllDisks, Job, JobState, Jobs, Overlay, Snapshot};
 use control::{CallError, Client, Options};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -101,6 +101,18 @@ impl Disks {
             (JobState::Done, _) => Ok(()),
             (JobState::Cancelled, _) => Err(Error::new(ErrorKind::Cancelled, "interrupted")),
             (_, error) => Err(Error::new(ErrorKind::Io, error.unwrap_or_else(|| "it does not say why".to_owned()))),
+        }
+    }
+
+    /// Waits until no job changes the disk.
+    pub(crate) fn wait_for_jobs(&self, name: &str) -> Result<()> {
+        loop {
+            let jobs: Jobs = self.0.get("/v1/jobs").map_err(refused)?;
+            let is_under_way = |job: &Job| matches!(job.state, JobState::Running | JobState::Paused);
+            if !jobs.jobs.iter().any(|job| job.disk == name && is_under_way(job)) {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(20));
         }
     }
 

@@ -67,7 +67,7 @@ pub fn save(
         let what = format!("another save to '{}' is under way", directory.display());
         return Err(Error::new(ErrorKind::Locked, what));
     }
-    let before = Record::read(directory)?;
+    let mut before = Record::read(directory)?;
     let disks = Disks::new(&machine.control)?;
     let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
     // Before the machine stops: what cannot be saved at all.
@@ -80,6 +80,7 @@ pub fn save(
     UnderWay { was_running }.write(directory)?;
     let stopped = Instant::now();
     let record = Record::next(before.as_ref(), was_running);
+    finish_commit(&disks, before.as_mut(), directory)?;
     leave_earlier(&mut qmp)?;
     let mut saving = Saving { directory, options, cancel, before, record, disks, names, notes: Vec::new() };
     let done = qmp.run("stop", json!({})).and_then(|_| saving.pair(&mut qmp, &mut progress));
@@ -102,6 +103,54 @@ pub fn save(
             Err(error.in_context("the machine was not saved, and goes on"))
         }
     }
+}
+
+/// A file that does not exist, beside the image.
+fn new_layer(number: u64, base: &Path) -> Result<PathBuf> {
+    let named = |more: u32| {
+        let mut name = base.as_os_str().to_owned();
+        name.push(if more == 0 { format!(".save-{number}") } else { format!(".save-{number}-{more}") });
+        PathBuf::from(name)
+    };
+    let free = (0..1000).map(named).find(|path| !path.exists());
+    free.ok_or_else(|| {
+        let what = format!("'{}.save-{number}' and a thousand more exist: remove those", base.display());
+        Error::new(ErrorKind::BadOption, what)
+    })
+}
+
+/// After layers were taken back: what is the top now must not be written to.
+fn freeze_again(disks: &Disks, record: &mut Record, directory: &Path) -> Result<()> {
+    let mut overlays = Vec::new();
+    for disk in &mut record.disks {
+        let layers = disks.layers(&disk.name)?;
+        // Wherever taking it back has come to: the top shows what was saved.
+        if !layers.iter().any(|layer| layer.file == disk.file)
+            && let Some(top) = layers.first()
+        {
+            (disk.file, disk.format) = (top.file.clone(), top.format.clone());
+        }
+        if layers.first().is_some_and(|top| top.file == disk.file) {
+            overlays.push((disk.name.clone(), new_layer(record.number, &disk.base)?));
+        }
+    }
+    if !overlays.is_empty() {
+        disks.freeze(overlays)?;
+    }
+    for disk in &mut record.disks {
+        disk.seen = Some(Seen::of(&disk.file)?);
+    }
+    record.publish(directory)
+}
+
+/// A save that was killed while layers were taken back: the daemon has gone on with that. What is left is done before the
+/// machine may go on.
+fn finish_commit(disks: &Disks, before: Option<&mut Record>, directory: &Path) -> Result<()> {
+    let Some(before) = before.filter(|before| before.disks.iter().any(|disk| disk.seen.is_none())) else {
+        return Ok(());
+    };
+    before.disks.iter().try_for_each(|disk| disks.wait_for_jobs(&disk.name))?;
+    freeze_again(disks, before, directory)
 }
 
 /// A save that was killed may have left QEMU in the middle of its migration, or behind the end of it, where it takes no
@@ -148,7 +197,7 @@ impl Saving<'_> {
         for name in &self.names {
             let layers = self.disks.layers(name)?;
             let disk = self.saved_disk(name, &layers)?;
-            overlays.push((name.clone(), self.new_layer(&disk.base)?));
+            overlays.push((name.clone(), new_layer(self.record.number, &disk.base)?));
             saved.push(disk);
         }
         self.disks.freeze(overlays)?;
@@ -192,21 +241,6 @@ impl Saving<'_> {
         })
     }
 
-    /// A file that does not exist, beside the image.
-    fn new_layer(&self, base: &Path) -> Result<PathBuf> {
-        let number = self.record.number;
-        let named = |more: u32| {
-            let mut name = base.as_os_str().to_owned();
-            name.push(if more == 0 { format!(".save-{number}") } else { format!(".save-{number}-{more}") });
-            PathBuf::from(name)
-        };
-        let free = (0..1000).map(named).find(|path| !path.exists());
-        free.ok_or_else(|| {
-            let what = format!("'{}.save-{number}' and a thousand more exist: remove those", base.display());
-            Error::new(ErrorKind::BadOption, what)
-        })
-    }
-
     /// Takes what is above the images back into them, and freezes those.
     fn commit(&mut self, progress: &mut Progress<'_>) -> Result<()> {
         let mut counts = Vec::new();
@@ -236,7 +270,7 @@ impl Saving<'_> {
             }
             gone.extend(layers.iter().take(*count).map(|layer| (disk.name.clone(), layer.file.clone())));
         }
-        self.freeze_again()?;
+        freeze_again(&self.disks, &mut self.record, self.directory)?;
         for (name, file) in gone {
             // What is still used is used; what cannot be removed is in nobody's way.
             if self.disks.layers(&name)?.iter().all(|layer| layer.file != file) {
@@ -244,32 +278,6 @@ impl Saving<'_> {
             }
         }
         Ok(())
-    }
-
-    /// After layers were taken back: what is the top now must not be written to.
-    fn freeze_again(&mut self) -> Result<()> {
-        let mut overlays = Vec::new();
-        let mut disks = self.record.disks.clone();
-        for disk in &mut disks {
-            let layers = self.disks.layers(&disk.name)?;
-            // Wherever taking it back has come to: the top shows what was saved.
-            if !layers.iter().any(|layer| layer.file == disk.file)
-                && let Some(top) = layers.first()
-            {
-                (disk.file, disk.format) = (top.file.clone(), top.format.clone());
-            }
-            if layers.first().is_some_and(|top| top.file == disk.file) {
-                overlays.push((disk.name.clone(), self.new_layer(&disk.base)?));
-            }
-        }
-        if !overlays.is_empty() {
-            self.disks.freeze(overlays)?;
-        }
-        for disk in &mut disks {
-            disk.seen = Some(Seen::of(&disk.file)?);
-        }
-        self.record.disks = disks;
-        self.record.publish(self.directory)
     }
 
     /// Writes the machine's state, which QEMU sends through a pipe; returns its bytes.

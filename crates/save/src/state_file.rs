@@ -87,9 +87,7 @@ impl StateFile {
                 break;
             }
             hash.update(&piece[..length]);
-            target
-                .write_all(&piece[..length])
-                .map_err(|error| Error::io("cannot write the machine's state", error))?;
+            target.write_all(&piece[..length]).map_err(|error| Error::io("cannot write the machine's state", error))?;
             copied += length as u64;
         }
         target.flush().map_err(|error| Error::io("cannot write the machine's state", error))?;

@@ -88,7 +88,8 @@ impl Files {
     fn server(&self, side: Side, tools: &Tools, socket: &Path) -> Result<Command> {
         Ok(match side {
             Side::Scratch => {
-                let mut command = serve(tools, &format!("file={},format=raw,snapshot=on", escaped(&self.base())), socket);
+                let mut command =
+                    serve(tools, &format!("file={},format=raw,snapshot=on", escaped(&self.base())), socket);
                 command.env("TMPDIR", self.directory.path());
                 command
             }
@@ -149,8 +150,9 @@ impl Row<'_> {
 
 pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
     let tools = Tools::find(ringdisk)?;
-    let is_chosen =
-        |load: &&Load| arguments.filter.is_empty() || arguments.filter.iter().any(|text| load.name.contains(text.as_str()));
+    let is_chosen = |load: &&Load| {
+        arguments.filter.is_empty() || arguments.filter.iter().any(|text| load.name.contains(text.as_str()))
+    };
     let loads: Vec<&Load> = LOADS.iter().filter(is_chosen).collect();
     ensure!(!loads.is_empty(), "no load has such a name: {}", LOADS.map(|load| load.name).join("; "));
     if arguments.list {

@@ -1,6 +1,6 @@
 //! `ringdisk restore`: which saved pair is whole, and how its machine is resumed.
 
-use super::save::MachineArgs;
+use crate::machine::MachineArgs;
 use crate::output;
 use anyhow::Context;
 use save::{Machine, Restore};
