@@ -25,6 +25,7 @@ const UNDER_DAEMON: &[&str] = &[
     "format-scratch",
     "engine",
     "file-nbd",
+    "file-http",
     "block",
 ];
 
@@ -38,7 +39,7 @@ const ROOMS: &[Room] = &[
     Room { name: "daemon", below: UNDER_DAEMON },
     Room { name: "guestlab", below: &["drive", "load"] },
     Room { name: "disk", below: &["drive", "image", "engine", "block"] },
-    Room { name: "drive", below: &["driver", "image", "engine", "file-nbd", "block"] },
+    Room { name: "drive", below: &["driver", "image", "engine", "file-nbd", "file-http", "block"] },
     Room { name: "load", below: &["driver", "image", "block"] },
     Room { name: "jobs", below: &["image", "block"] },
     Room { name: "export-vhost-user", below: &["virtio-blk", "virtio", "block"] },
@@ -54,6 +55,7 @@ const ROOMS: &[Room] = &[
     Room { name: "format-scratch", below: &["block"] },
     Room { name: "engine", below: &["block"] },
     Room { name: "file-nbd", below: &["nbd-wire", "block"] },
+    Room { name: "file-http", below: &["block"] },
     Room { name: "testkit", below: &["block"] },
     Room { name: "block", below: &[] },
     Room { name: "nbd-wire", below: &[] },

@@ -1,9 +1,16 @@
 //! What goes over the wire, as JSON. Requests with fields that are not listed here are refused.
 
+mod points;
+
 use crate::options::Options;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use utoipa::ToSchema;
+
+pub use points::{
+    BackupDisk, BackupMode, BitmapChange, BitmapVerb, Bitmaps, ChangeBitmaps, CreateSnapshot, DirtyBitmap,
+    InternalSnapshot, InternalSnapshots,
+};
 
 /// The version of the interface, which is also the first part of each path.
 pub const VERSION: u32 = 1;
@@ -354,6 +361,8 @@ pub enum JobKind {
     Commit,
     /// Copies what lower layers hold into the top layer, which then rests on others, or on none.
     Stream,
+    /// Copies the disk as it was at one moment to another image.
+    Backup,
     /// One that this version of the interface has no name for.
     Other,
 }

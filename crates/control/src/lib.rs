@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 pub mod api;
+mod backups;
 mod client;
 mod config;
 mod events;

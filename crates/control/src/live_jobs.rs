@@ -56,7 +56,7 @@ impl Manager {
         }
     }
 
-    fn has_started(self: &Arc<Self>, name: &str, id: JobId) -> Result<Job> {
+    pub(crate) fn has_started(self: &Arc<Self>, name: &str, id: JobId) -> Result<Job> {
         self.events.publish(EventKind::JobStarted, Some(name), Some(id.number()), None);
         let (manager, disk) = (Arc::downgrade(self), name.to_owned());
         let tell_end = move || {

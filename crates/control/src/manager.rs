@@ -4,6 +4,7 @@
 
 mod change;
 mod held;
+mod points;
 mod reload;
 mod restore;
 
@@ -157,6 +158,7 @@ impl Manager {
                 exports: Vec::new(),
                 former_tops: Vec::new(),
                 bases: Vec::new(),
+                fleeces: Vec::new(),
                 configured: configured.map(str::to_owned),
             };
             self.records.change(|record| record.put(recorded)).inspect_err(|_| self.undo_add(node))?;
@@ -484,6 +486,7 @@ fn to_job(status: JobStatus) -> Job {
     let kind = match status.kind {
         daemon::JobKind::TakeOverlayBack => JobKind::Commit,
         daemon::JobKind::MoveOnto => JobKind::Stream,
+        daemon::JobKind::Backup => JobKind::Backup,
         _ => JobKind::Other,
     };
     Job {

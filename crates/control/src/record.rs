@@ -46,6 +46,9 @@ pub(crate) struct RecordedDisk {
     /// Images that the user named for it to rest on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) bases: Vec<String>,
+    /// Files that backups put on it for a while, from before they are made until they are gone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) fleeces: Vec<String>,
     /// How the command line or the configuration file gave it, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) configured: Option<String>,
@@ -84,6 +87,7 @@ impl Record {
                 if old.options.get("file") == disk.options.get("file") {
                     disk.former_tops = std::mem::take(&mut old.former_tops);
                 }
+                disk.fleeces = std::mem::take(&mut old.fleeces);
                 *old = disk;
             }
             None => self.disks.push(disk),
@@ -134,6 +138,13 @@ impl RecordedDisk {
         self.former_tops.push(Top { file, format: self.options.get("format").map(str::to_owned) });
         self.options.set("file", overlay);
         self.options.set("format", "qcow2");
+    }
+
+    /// The layer that was put on last is not there.
+    pub(crate) fn undo_put_on(&mut self) {
+        if let Some(former) = self.former_tops.last().map(|top| top.file.clone()) {
+            self.take_off(&former);
+        }
     }
 
     /// So many layers below the top are going, and it will rest on `base`, if that is no layer of its own. Until the image
@@ -274,6 +285,7 @@ mod tests {
             exports: Vec::new(),
             former_tops: Vec::new(),
             bases: Vec::new(),
+            fleeces: Vec::new(),
             configured: None,
         }
     }

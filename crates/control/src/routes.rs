@@ -1,5 +1,7 @@
 //! The paths of the interface, each with its description.
 
+mod points;
+
 use crate::api::{
     AddDisk, AddExport, ChangeDisk, CommitDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs, LimitJob,
     RebaseDisk, Reloaded, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
@@ -60,6 +62,7 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
         .routes(routes!(stream_disk))
         .routes(routes!(rebase_disk))
         .routes(routes!(snapshot_disks))
+        .merge(points::routes())
         .routes(routes!(list_exports, add_export))
         .routes(routes!(remove_export))
         .routes(routes!(list_jobs))

@@ -76,10 +76,21 @@ pub(crate) fn top_of(image: &Image) -> Option<FileName> {
 
 /// Files that were made and are removed again unless they come to be used.
 #[derive(Default)]
-struct Made(Vec<std::path::PathBuf>);
+pub(crate) struct Made(Vec<std::path::PathBuf>);
 
 impl Made {
     fn overlay(&mut self, found: &Found, image: &Image, path: &Path) -> Result<OpenedOverlay> {
+        self.overlay_with(found, image, path, |_| ())
+    }
+
+    /// As [`Made::overlay`], with other options than the usual ones.
+    pub(crate) fn overlay_with(
+        &mut self,
+        found: &Found,
+        image: &Image,
+        path: &Path,
+        change: impl FnOnce(&mut format_qcow2::CreateOptions),
+    ) -> Result<OpenedOverlay> {
         let top = top_of(image);
         let Some(below) = top.as_ref().and_then(|top| top.path()?.to_str()) else {
             let message = format!("the disk '{}' has no path that an image could name", found.name);
@@ -89,6 +100,7 @@ impl Made {
             options.size_bytes = image.info().size_bytes;
             options.backing_file = Some(below.to_owned());
             options.backing_format = image.format().map(|format| format.to_string());
+            change(options);
         });
         engine::create(path, 0)?;
         self.0.push(path.to_owned());
@@ -99,7 +111,7 @@ impl Made {
         OpenedOverlay::open(&name, file)
     }
 
-    fn keep(&mut self) {
+    pub(crate) fn keep(&mut self) {
         self.0.clear();
     }
 }

@@ -76,7 +76,7 @@ impl Jobs {
     }
 
     /// What runs on a disk.
-    fn running_on(&self, node: NodeId) -> Option<String> {
+    pub(crate) fn running_on(&self, node: NodeId) -> Option<String> {
         let state = self.lock();
         let job = state.jobs.values().find(|job| job.node == node && job.runs())?;
         Some(format!("job {} ({})", job.id, job.kind))
@@ -225,7 +225,7 @@ impl Daemon {
     }
 
     /// Starts a job on a disk's image. What it runs says when the disk has got another top.
-    fn start_job(
+    pub(crate) fn start_job(
         &self,
         kind: JobKind,
         node: NodeId,

@@ -21,8 +21,11 @@
 #![forbid(unsafe_code)]
 
 mod attach;
+mod backup;
 mod change;
 mod daemon;
+mod edit;
+mod fleece;
 mod host_memory;
 mod jobs;
 mod notify;
@@ -33,6 +36,7 @@ mod table;
 
 pub use self::daemon::{Daemon, DaemonConfig};
 pub use attach::{Attachment, absolute, attach_flags, quote};
+pub use backup::{BackupMode, BackupOptions, BackupRecord};
 pub use export_vhost_user::RingStats;
 pub use notify::{notify, watchdog_interval};
 pub use pidfile::Pidfile;

@@ -107,6 +107,8 @@ pub enum JobKind {
     TakeOverlayBack,
     /// It copies what lower layers hold into the top layer, and lets that rest on others or on none.
     MoveOnto,
+    /// It copies a disk as it was at one moment to another image.
+    Backup,
 }
 
 impl fmt::Display for JobKind {
@@ -114,6 +116,7 @@ impl fmt::Display for JobKind {
         match self {
             Self::TakeOverlayBack => f.write_str("taking its overlay back"),
             Self::MoveOnto => f.write_str("changing what its top layer rests on"),
+            Self::Backup => f.write_str("its backup"),
         }
     }
 }

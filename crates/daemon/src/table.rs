@@ -253,6 +253,17 @@ impl Table {
         self.lock().exports.iter().filter_map(status).collect()
     }
 
+    /// The socket at which a guest is connected to a disk.
+    pub(crate) fn guest_of(&self, node: NodeId) -> Option<PathBuf> {
+        let state = self.lock();
+        let mut exports = state.exports.values().filter(|entry| entry.node == node);
+        let busy = exports.find(|entry| match &entry.export {
+            Phase::Here(export) => export.has_peer(),
+            Phase::Coming | Phase::Going => false,
+        });
+        busy.map(|entry| entry.attachment.socket.clone())
+    }
+
     /// Takes a disk out to be closed, with its exports, which have to end before. Without `force` a disk that has exports
     /// or works stays; with it, works that can be cancelled are. No export of it can come any more; [`Table::wait_until_unused`] and [`Table::forget_node`] come next.
     pub(crate) fn take_node(&self, id: NodeId, force: bool) -> Result<(Found, Vec<(ExportId, Export)>)> {

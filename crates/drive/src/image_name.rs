@@ -2,7 +2,7 @@
 
 use crate::keyval::{KeyValue, parse as parse_key_values};
 use block::{Error, ErrorKind, Result};
-use image::{FileName, Format};
+use image::{FileName, Format, without_secrets};
 use serde_json::Value;
 use std::ffi::OsStr;
 
@@ -27,7 +27,8 @@ impl ImageName {
             Some(description) => from_json(description, format),
             None => FileName::parse(text).map(|file| Self { file, format }),
         };
-        parsed.map_err(|error| error.in_context(format!("Could not open '{}'", text.display())))
+        parsed
+            .map_err(|error| error.in_context(format!("Could not open '{}'", without_secrets(&text.to_string_lossy()))))
     }
 
     /// Reads a description of the form `driver=FORMAT,file.filename=FILE`.

@@ -5,6 +5,7 @@ use crate::options::{DiskOptions, DriveFormat};
 use crate::temporary::InTemporaryDirectory;
 use block::{Disk, Error, ErrorKind, File, Result};
 use engine::{CacheMode, EngineKind, OpenOptions};
+use file_http::HttpUrl;
 use file_nbd::NbdUri;
 use image::{
     BackingPolicy, DelayOptions, ErrorPolicy, FileName, FilterDisk, Format, Hold, HoldControl, Image, ImageOptions,
@@ -93,6 +94,7 @@ impl EngineOpener {
             },
             FileName::VhostUser(socket) => crate::vhost_user::open(socket, options.read_only),
             FileName::Nbd(uri) => file_nbd::open(&NbdUri::parse(uri)?, options.read_only),
+            FileName::Http(url) => file_http::open(&HttpUrl::parse(url)?, options.read_only),
             _ => {
                 Err(Error::new(ErrorKind::Unsupported, format!("'{name}': no file with this protocol is opened here")))
             }

@@ -172,6 +172,12 @@ impl Export {
         self.shared.device.stats()
     }
 
+    /// Whether a monitor is connected.
+    #[must_use]
+    pub fn has_peer(&self) -> bool {
+        self.shared.peer.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
     /// Ends the session, if there is one, and waits for its requests in flight; removes the socket.
     pub fn stop(mut self) {
         self.end();

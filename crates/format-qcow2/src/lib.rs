@@ -31,7 +31,7 @@ pub use check::report::{CheckEvent, CheckReport, CheckWatch};
 pub use check::walk::check;
 pub use edit::EditWatch;
 pub use edit::amend::{AmendOptions, amend};
-pub use edit::bitmaps::{BitmapAction, edit_bitmaps};
+pub use edit::bitmaps::{BitmapAction, edit_bitmaps, edit_bitmaps_just_closed};
 pub use edit::create::{CreateOptions, create};
 pub use edit::header_edit::{Backing, set_backing};
 pub use edit::look_first::look_before_writing;

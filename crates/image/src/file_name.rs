@@ -1,16 +1,17 @@
 //! What a file is called: a protocol, and what that protocol makes of the rest.
 
 use block::{Error, ErrorKind, Result};
+use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::fmt;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
 /// The name of a file that an image consists of, as its user gives it: `disk.qcow2`, `file:disk.qcow2`,
-/// `host_device:/dev/sdb`, `fd:3`, `vhost-user:/run/disk.sock`, `nbd://host/disk`.
+/// `host_device:/dev/sdb`, `fd:3`, `vhost-user:/run/disk.sock`, `nbd://host/disk`, `https://host/disk`.
 ///
 /// A name without a protocol is a path. As in QEMU, a colon behind a slash is part of the path, so `./a:b` is a file.
-/// Images name files by path only: see [`crate::BackingPolicy`].
+/// Images name files by path, or servers' files that the user has named, too: see [`crate::BackingPolicy`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FileName {
@@ -26,11 +27,14 @@ pub enum FileName {
     Temporary(PathBuf),
     /// A disk of an NBD server: the whole URI, `nbd://...` or `nbd+unix://...`.
     Nbd(String),
+    /// A file on a web server: the whole URL, `http://...` or `https://...`, with what is said behind `#`.
+    Http(String),
 }
 
 impl FileName {
     /// The protocols that can stand before a colon.
-    pub const PROTOCOLS: [&'static str; 6] = ["file", "host_device", "fd", "vhost-user", "nbd", "nbd+unix"];
+    pub const PROTOCOLS: [&'static str; 8] =
+        ["file", "host_device", "fd", "vhost-user", "nbd", "nbd+unix", "http", "https"];
 
     /// Reads a name that a user gave. (A path that is certainly one is turned into a name by `into()`.)
     pub fn parse(text: impl AsRef<OsStr>) -> Result<Self> {
@@ -43,6 +47,9 @@ impl FileName {
             Some(("vhost-user", socket)) => Ok(Self::VhostUser(PathBuf::from(socket))),
             Some((protocol @ ("nbd" | "nbd+unix"), place)) if place.starts_with("//") => {
                 Ok(Self::Nbd(format!("{protocol}:{place}")))
+            }
+            Some((protocol @ ("http" | "https"), place)) if place.starts_with("//") => {
+                Ok(Self::Http(format!("{protocol}:{place}")))
             }
             Some(("fd", number)) => {
                 let known = number.parse().ok().filter(|number| *number >= 0);
@@ -66,7 +73,23 @@ impl FileName {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::File(path) | Self::HostDevice(path) => Some(path),
-            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) | Self::Nbd(_) => None,
+            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) | Self::Nbd(_) | Self::Http(_) => None,
+        }
+    }
+
+    /// Whether it is the disk or the file of a server, named by a URI.
+    #[must_use]
+    pub fn is_remote(&self) -> bool {
+        matches!(self, Self::Nbd(_) | Self::Http(_))
+    }
+
+    /// What a server calls it, without what is said behind `#` about how it is read.
+    #[must_use]
+    pub fn address(&self) -> Option<&str> {
+        match self {
+            Self::Http(url) => Some(url.split_once('#').map_or(url, |(address, _)| address)),
+            Self::Nbd(uri) => Some(uri),
+            _ => None,
         }
     }
 
@@ -77,7 +100,7 @@ impl FileName {
         match self {
             Self::File(path) | Self::HostDevice(path) | Self::VhostUser(path) | Self::Temporary(path) => path.clone(),
             Self::Descriptor(number) => PathBuf::from(format!("/proc/self/fd/{number}")),
-            Self::Nbd(uri) => PathBuf::from(uri),
+            Self::Nbd(uri) | Self::Http(uri) => PathBuf::from(uri),
         }
     }
 
@@ -86,7 +109,9 @@ impl FileName {
         Ok(match self {
             Self::File(path) => Self::File(change(path)?),
             Self::HostDevice(path) => Self::HostDevice(change(path)?),
-            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) | Self::Nbd(_) => self.clone(),
+            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) | Self::Nbd(_) | Self::Http(_) => {
+                self.clone()
+            }
         })
     }
 
@@ -97,9 +122,11 @@ impl FileName {
     }
 
     /// Whether two canonical names lead to the same file, whatever their protocols are.
-    pub(crate) fn is_same_file(&self, other: &Self) -> bool {
+    #[must_use]
+    pub fn is_same_file(&self, other: &Self) -> bool {
         match (self.path(), other.path()) {
             (Some(own), Some(other)) => own == other,
+            _ if self.is_remote() => self.address() == other.address(),
             _ => self == other,
         }
     }
@@ -124,8 +151,20 @@ impl fmt::Display for FileName {
             Self::VhostUser(socket) => write!(f, "vhost-user:{}", socket.display()),
             Self::Temporary(directory) => write!(f, "a temporary file in {}", directory.display()),
             Self::Nbd(uri) => f.write_str(uri),
+            Self::Http(url) => f.write_str(&without_secrets(url)),
         }
     }
+}
+
+/// A name for messages. A URL's password and query are left out, as they may be secret; so is what follows `#`.
+#[must_use]
+pub fn without_secrets(name: &str) -> Cow<'_, str> {
+    let Some((protocol @ ("http" | "https"), rest)) = name.split_once("://") else { return Cow::Borrowed(name) };
+    let place = rest.split_once('#').map_or(rest, |(place, _)| place);
+    let (place, query) = place.split_once('?').map_or((place, ""), |(place, _)| (place, "?..."));
+    let (authority, path) = place.split_at(place.find('/').unwrap_or(place.len()));
+    let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+    Cow::Owned(format!("{protocol}://{host}{path}{query}"))
 }
 
 impl From<PathBuf> for FileName {
@@ -159,8 +198,21 @@ mod tests {
             ("vhost-user:/run/a:b.sock", FileName::VhostUser("/run/a:b.sock".into())),
             ("nbd://host:1/a", FileName::Nbd("nbd://host:1/a".into())),
             ("nbd+unix:///a?socket=/s", FileName::Nbd("nbd+unix:///a?socket=/s".into())),
+            ("https://h/a?b#cache=/c", FileName::Http("https://h/a?b#cache=/c".into())),
         ] {
             assert_eq!(FileName::parse(text).unwrap(), name, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_message_has_no_password_and_no_query_of_a_url() {
+        for (text, shown) in [
+            ("https://me:secret@h:1/a?key=secret#cache=/c", "https://h:1/a?..."),
+            ("http://h", "http://h"),
+            ("nbd+unix:///a?socket=/s", "nbd+unix:///a?socket=/s"),
+            ("a/b?c", "a/b?c"),
+        ] {
+            assert_eq!(FileName::parse(text).unwrap().to_string(), shown);
         }
     }
 

@@ -9,7 +9,10 @@ use block::{
 };
 use common::{Chain, Layer, SimOpener, name};
 use format_qcow2::{BitmapAction, CreateOptions as Qcow2Options};
-use ringdisk_image::{Backing, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, OpenedOverlay};
+use ringdisk_image::{
+    Backing, ClosedEdit, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, NewSnapshot, OpenedOverlay,
+    SnapshotName,
+};
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -80,6 +83,7 @@ struct Changes {
     most: usize,
     every: u64,
     grow_to: Option<u64>,
+    edits: bool,
     requests: AtomicU64,
     is_running: AtomicBool,
     done: Arc<AtomicU64>,
@@ -93,6 +97,11 @@ impl Changes {
             return;
         }
         let dice = mix(self.done.load(Ordering::Relaxed), self.requests.load(Ordering::Relaxed));
+        if self.edits {
+            self.image.edit_online_async(&self.edit(dice)).await.unwrap();
+            self.done.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
         let stack = self.stack.lock().unwrap().clone();
         let unused = if stack.len() == 1 || (stack.len() <= self.most && dice.is_multiple_of(2)) {
             // Those that were on top before a power cut hold data.
@@ -127,6 +136,26 @@ impl Changes {
             None => return,
         }
         self.done.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Bitmaps and internal snapshots.
+impl Changes {
+    fn edit(&self, dice: u64) -> ClosedEdit {
+        let snapshots = self.image.online_snapshots().unwrap();
+        let bitmaps = self.image.online_bitmaps().unwrap();
+        let of_bitmap = |action| ClosedEdit::Bitmaps(vec![("b".to_owned(), action)]);
+        match (dice % 6, bitmaps.first()) {
+            (0 | 1, _) if snapshots.len() < 3 => ClosedEdit::CreateSnapshot(NewSnapshot::new(format!("s{dice}"))),
+            (0..3, _) if !snapshots.is_empty() => {
+                ClosedEdit::DeleteSnapshot(SnapshotName::Any(snapshots[dice as usize / 8 % snapshots.len()].id.clone()))
+            }
+            (_, None) => of_bitmap(BitmapAction::Add { granularity_bytes: Some(512) }),
+            (3, Some(bitmap)) if !bitmap.inconsistent => of_bitmap(BitmapAction::Clear),
+            (4, Some(bitmap)) if bitmap.recording => of_bitmap(BitmapAction::Disable),
+            (4, Some(bitmap)) if !bitmap.inconsistent => of_bitmap(BitmapAction::Enable),
+            _ => of_bitmap(BitmapAction::Remove),
+        }
     }
 }
 
@@ -179,6 +208,8 @@ struct Pace {
     most: usize,
     every: u64,
     grow_to: Option<u64>,
+    /// Bitmaps and internal snapshots come and go instead.
+    edits: bool,
 }
 
 fn format_of(chain: &Chain, top: &str) -> Format {
@@ -216,6 +247,7 @@ fn open_exchanging(chain: &Chain, storage: &SimStorage, pace: Pace, done: &Arc<A
         most: pace.most,
         every: pace.every,
         grow_to: pace.grow_to,
+        edits: pace.edits,
         requests: AtomicU64::new(0),
         is_running: AtomicBool::new(false),
         done: Arc::clone(done),
@@ -227,9 +259,13 @@ fn open_exchanging(chain: &Chain, storage: &SimStorage, pace: Pace, done: &Arc<A
 }
 
 fn conforms(chain: &Chain, cluster_size: u64) {
+    conforms_with(chain, cluster_size, false);
+}
+
+fn conforms_with(chain: &Chain, cluster_size: u64, edits: bool) {
     for seed in common::seeds(1) {
         let done = Arc::new(AtomicU64::new(0));
-        let pace = Pace { overlays: 60, most: 3, every: 4, grow_to: None };
+        let pace = Pace { overlays: 60, most: 3, every: 4, grow_to: None, edits };
         let mut make = |read_only: bool| {
             let storage = Chain { seed, ..chain.clone() }.storage();
             add_overlays(&storage, pace.overlays, chain.top().size_bytes(), cluster_size);
@@ -267,7 +303,21 @@ fn a_chain_conforms_while_it_is_exchanged() {
     conforms(&Chain { table_cache_bytes: Some(0), ..tiny }, 1024);
 }
 
-const EXCHANGES: Pace = Pace { overlays: 6, most: 2, every: 9, grow_to: None };
+#[test]
+fn a_disk_conforms_while_bitmaps_and_internal_snapshots_come_and_go() {
+    conforms_with(&Chain::of(vec![Layer::qcow2(SIZE, 4096)]), 4096, true);
+    conforms_with(&Chain::of(vec![Layer::qcow2(SIZE, 65536), Layer::Raw(SIZE)]), 4096, true);
+    conforms_with(&Chain::of(vec![Layer::Extended { size_bytes: SIZE + 1536, cluster_size: 16384 }]), 4096, true);
+}
+
+#[test]
+fn the_power_may_be_cut_while_bitmaps_and_internal_snapshots_come_and_go() {
+    let pace = Pace { overlays: 0, most: 0, every: 9, grow_to: None, edits: true };
+    survives(Chain::of(vec![Layer::qcow2(256 << 10, 4096)]), 4096, pace, 2);
+    survives(Chain::of(vec![Layer::qcow2(64 << 10, 512), Layer::Raw(60 << 10)]), 4096, pace, 2);
+}
+
+const EXCHANGES: Pace = Pace { overlays: 6, most: 2, every: 9, grow_to: None, edits: false };
 
 fn survives(chain: Chain, cluster_size: u64, pace: Pace, seeds: u64) {
     for seed in common::seeds(seeds) {
@@ -311,7 +361,7 @@ fn the_power_may_be_cut_while_the_chain_is_exchanged() {
 
 #[test]
 fn the_power_may_be_cut_while_the_disk_grows() {
-    let pace = Pace { overlays: 0, most: 0, every: 12, grow_to: Some(5 << 20) };
+    let pace = Pace { overlays: 0, most: 0, every: 12, grow_to: Some(5 << 20), edits: false };
     survives(Chain::of(vec![Layer::qcow2(100 << 10, 512)]), 512, pace, 2);
     survives(Chain::of(vec![Layer::qcow2((100 << 10) + 512, 4096), Layer::Raw(6 << 20)]), 4096, pace, 2);
     let file = SimFileOptions { grows_with_zeros: true, ..SimFileOptions::default() };

@@ -118,7 +118,7 @@ fn copy_differences(
         None => None,
         Some(backing) => {
             let path = image::backing_path(&options.top, &backing.file)?;
-            Some(Arc::new(open_new(options, &path, backing, reading)?))
+            Some(Arc::new(open_new(options, path, backing, reading)?))
         }
     };
     if let Some(below) = &below
@@ -133,9 +133,9 @@ fn copy_differences(
     closed(copy(&top, below.as_ref(), (options.compress, says_zero), reactors, control), &top)
 }
 
-fn open_new(options: &RebaseOptions, path: &Path, backing: &Backing, reading: &dyn Opener) -> Result<Image> {
+fn open_new(options: &RebaseOptions, name: FileName, backing: &Backing, reading: &dyn Opener) -> Result<Image> {
     let failed = |error: Error| error.in_context(format!("Could not open new backing file '{}'", backing.file));
-    let mut open = ImageOptions::new(path);
+    let mut open = ImageOptions::new(name);
     open.format = backing.format.as_deref().map(str::parse).transpose().map_err(failed)?;
     open.read_only = true;
     open.allow_backing = options.allow_backing.clone();

@@ -124,6 +124,20 @@ impl SectorHistory {
         bytes.chunks(SECTOR).zip(first..).try_for_each(|(bytes, sector)| state.explains(sector, bytes, since.0))
     }
 
+    /// Whether these bytes may be what the disk held at one moment between these two.
+    pub fn check_moment(&self, first: u64, bytes: &[u8], since: Moment, until: Moment) -> Result<(), String> {
+        self.check_read(first, bytes, since)?;
+        let state = self.lock();
+        for (bytes, sector) in bytes.chunks(SECTOR).zip(first..) {
+            let mut before = state.sectors[sector as usize].iter().filter(|change| change.begun < until.0);
+            let stamp = stamp_of(sector, bytes);
+            if stamp.is_some_and(|stamp| !before.any(|change| change.stamp == stamp)) {
+                return Err(format!("sector {sector} holds write {stamp:?}, which began after {}", until.0));
+            }
+        }
+        Ok(())
+    }
+
     /// Whether these bytes may be what a crash has left. All of the former guests are gone.
     pub fn check_survivors(&self, first: u64, bytes: &[u8]) -> Result<(), String> {
         let state = self.lock();

@@ -8,6 +8,7 @@
 //! * [`PowerCutTest`], [`FaultTest`]: a workload, cut at every event, or with a fault at every operation.
 //! * [`qcow2_check`]: an independent checker of qcow2 images.
 //! * [`SectorHistory`], [`HistoryLoad`]: what each read of a sector may return, checked while several queues work.
+//! * [`WebServer`]: a server of one file, with faults.
 //! * `schedules` and `histories` (with the feature `explore`): the order in which shuttle lets threads run, and what a
 //!   reader may see of what they wrote.
 
@@ -29,6 +30,7 @@ mod qcow2_check;
 mod qemu_nbd;
 mod request;
 mod sim;
+mod web_server;
 mod workload;
 
 pub use crash::{CheckStorage, FaultTest, OpenDisk, OpenedDisk, PowerCutTest, Session, Summary};
@@ -43,4 +45,5 @@ pub use request::{Reply, Request};
 pub use sim::{
     Fault, FaultAction, OpKind, Recording, Replay, SimFile, SimFileOptions, SimHandle, SimReactor, SimStorage,
 };
+pub use web_server::{Behaviour, Connection, WebServer, Wrap};
 pub use workload::{GuestEvent, Story, Workload};

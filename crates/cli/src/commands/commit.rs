@@ -27,7 +27,7 @@ pub(crate) struct Args {
     /// At most so many bytes a second.
     #[arg(short, long, value_name = "RATE")]
     rate: Option<String>,
-    /// Which backing files an image may make us open: deny, same-dir, listed, any.
+    /// Which backing files an image may make us open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
     /// Go on although internal snapshots of the overlay will show something else.

@@ -4,7 +4,7 @@ use crate::arguments::integer;
 use crate::images::{
     OpenArgs, asks_for_help, backing_name, copy_bitmaps, create_target, file_name, files, holds_old_bytes, image_name,
     leave_page_cache, open_writable, opened_name, options_help, parse_format, path_of, refuse_misfits,
-    refuse_same_file, refuse_without_bitmaps, remove_target, sync_directory,
+    refuse_same_file, refuse_without_bitmaps, remote_name, remove_target, sync_directory,
 };
 use crate::output::{self, ProgressArgs, Watch, usage};
 use crate::threads::Reactors;
@@ -214,10 +214,12 @@ impl Args {
         let mut listed = target.data_files();
         let Some(backing) = &target.backing else { return Ok(listed) };
         let name = backing_name(Some(&target.path), backing, true)?;
-        let path = target.path.parent().unwrap_or(Path::new("")).join(name);
+        let beside = || target.path.parent().unwrap_or(Path::new("")).join(name);
+        let remote = remote_name(backing);
+        let path = if remote.is_some() { PathBuf::from(backing) } else { beside() };
         // Without its format no image is made.
         if let Some(format) = target.backing_format.filter(|_| !self.no_create) {
-            let mut options = ImageOptions::new(&path);
+            let mut options = ImageOptions::new(remote.unwrap_or_else(|| FileName::from(&path)));
             options.format = Some(format);
             options.read_only = true;
             options.allow_backing = self.open.allow_backing.parse()?;

@@ -48,10 +48,10 @@ pub(crate) struct Args {
     /// Threads that serve requests [default: one for each CPU, at most one for each connection].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     reactors: Option<u16>,
-    /// Which backing files an image may have us open: deny, same-dir, listed, any.
+    /// Which backing files an image may have us open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", default_value = "same-dir")]
     allow_backing: String,
-    /// A file that images may use as a backing file. May be repeated.
+    /// A file, or what a server has (https://, nbd://), that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
     /// Write the process id to PATH once ready. The file is removed at the end.

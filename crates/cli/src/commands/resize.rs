@@ -25,7 +25,7 @@ pub(crate) struct Args {
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     image_opts: bool,
-    /// Which backing files the image may make us open: deny, same-dir, listed, any.
+    /// Which backing files the image may make us open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
     #[command(flatten)]

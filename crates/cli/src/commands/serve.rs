@@ -55,10 +55,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PATH")]
     pidfile: Option<PathBuf>,
     /// Which backing files an image may have us open: deny (none), same-dir (in the image's directory or below it, and files
-    /// named here), listed (only files named here), any [default: same-dir].
+    /// named here), listed (only files named here), any, anywhere (files and disks of servers, too) [default: same-dir].
     #[arg(long, value_name = "POLICY")]
     allow_backing: Option<String>,
-    /// A file that images may use as a backing file. May be repeated.
+    /// A file, or what a server has (https://, nbd://), that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
     /// What to print once the sockets accept connections: human ends with how to attach each monitor, json is one line.

@@ -48,7 +48,7 @@ pub(crate) const ON_PURPOSE: &[Purpose] = &[
     ),
     purpose(
         "protocols",
-        "files, block devices and passed descriptors only: blkdebug, ftp, ftps, gluster, http, https, iscsi, nbd, nfs, null-co, rbd, ssh and vvfat are refused by name",
+        "files, block devices, passed descriptors, nbd:// and http:// only: blkdebug, ftp, ftps, gluster, iscsi, nfs, null-co, rbd, ssh and vvfat are refused by name",
     ),
     purpose("encryption", "encrypted images are shown by info and refused by everything else"),
     purpose(

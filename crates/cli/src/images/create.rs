@@ -1,6 +1,6 @@
 //! Makes new images, for `create` and for the commands that fill one.
 
-use super::name::{backing_name, is_socket, opened_name, parse_format};
+use super::name::{backing_name, is_socket, opened_name, parse_format, remote_name};
 use super::new_image::{self, NewImage};
 use super::open::files;
 use super::own_backing;
@@ -9,7 +9,7 @@ use crate::output::{self, Watch, usage};
 use anyhow::{Context, bail};
 use block::{File, FileOp, SECTOR_BYTES, block_on};
 use format_qcow2::Preallocation;
-use image::{CreateOptions, Format, GrowBy, Opener, Role, inspect};
+use image::{CreateOptions, FileName, Format, GrowBy, Opener, Role, inspect};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -124,6 +124,7 @@ impl NewImage {
         if !self.format.can_have_backing() {
             return Err(usage("a raw image cannot have a backing file: use -f qcow2"));
         }
+        let said = name.clone();
         *name = backing_name(Some(image), name, look)?;
         let name = &*name;
         if !look {
@@ -131,9 +132,10 @@ impl NewImage {
             return self.backing_format.as_deref().map_or_else(unsaid, new_image::check_backing_format);
         }
         let format = parse_format(self.backing_format.as_deref())?;
-        let path = image.parent().unwrap_or(Path::new("")).join(name);
-        let file = files().open(&(&path).into(), Role::Backing)?;
-        let below = inspect(&path, &file, format)?;
+        let beside = || FileName::File(image.parent().unwrap_or(Path::new("")).join(name));
+        let backing = remote_name(&said).unwrap_or_else(beside);
+        let file = files().open(&backing, Role::Backing)?;
+        let below = inspect(backing, &file, format)?;
         if format.is_none() {
             return Err(usage(format!(
                 "the backing file '{name}' is given without its format: add -F {} if that is what it is",

@@ -34,7 +34,7 @@ pub(crate) fn file_name(text: &Path) -> anyhow::Result<PathBuf> {
 }
 
 /// Stand before the disks of servers.
-const SERVERS: [&str; 3] = ["vhost-user:", "nbd://", "nbd+unix://"];
+const SERVERS: [&str; 5] = ["vhost-user:", "nbd://", "nbd+unix://", "http://", "https://"];
 
 /// Whether what a command calls its target's path is a server's disk (see [`path_of`]).
 pub(crate) fn is_socket(path: &Path) -> bool {
@@ -53,6 +53,7 @@ pub(crate) fn opened_name(path: &Path) -> FileName {
 /// protocol gets another path.
 pub(crate) fn path_of(name: &FileName) -> anyhow::Result<PathBuf> {
     match (name, name.path()) {
+        (FileName::Http(_), _) => Err(anyhow!("Could not open '{name}': a file on a web server can only be read")),
         (FileName::VhostUser(_) | FileName::Nbd(_), _) => Ok(PathBuf::from(name.to_string())),
         (_, Some(path)) if is_socket(path) => Ok(Path::new(".").join(path)),
         (_, Some(path)) => Ok(path.to_owned()),
@@ -70,8 +71,10 @@ pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> an
         Some(("json", _)) => {
             bail!("'{text}': an image names its backing file by the file's name, not by a description")
         }
-        Some(("vhost-user" | "nbd" | "nbd+unix", _)) => {
-            bail!("'{text}': a backing file is a file, not the disk of a server")
+        Some(("vhost-user", _)) => bail!("'{text}': a backing file is a file, not the disk of a vhost-user server"),
+        Some(_) if let Some(remote) = remote_name(text) => {
+            // How it is read is for who opens it to say.
+            return Ok(remote.address().unwrap_or(text).to_owned());
         }
         Some(_) => file_name(Path::new(text))?,
     };
@@ -82,6 +85,11 @@ pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> an
     let name = path.to_str().with_context(|| format!("'{}' is not text, as names in images are", path.display()))?;
     // A colon of its own would be taken for a protocol's.
     Ok(if protocol(name).is_some() { format!("./{name}") } else { name.to_owned() })
+}
+
+/// The disk or file of a server, where that is what a user names.
+pub(crate) fn remote_name(text: &str) -> Option<FileName> {
+    FileName::parse(text).ok().filter(FileName::is_remote)
 }
 
 /// The format that the user gave, if any.
@@ -110,6 +118,9 @@ mod tests {
             assert_eq!(name(overlay, text, true).as_deref(), Some(expected), "{text} of {overlay}");
             assert_eq!(name(overlay, text, false).as_deref(), Some(expected), "{text} of {overlay}");
         }
+        for (text, recorded) in [("nbd://h/x", "nbd://h/x"), ("https://h/x?y#cache=/c", "https://h/x?y")] {
+            assert_eq!(name("sub/u", text, true).as_deref(), Some(recorded), "{text}");
+        }
         for text in ["nbd:b", "vhost-user:/run/s", r#"json:{"file.filename":"b"}"#] {
             assert_eq!(name("u", text, true), None, "{text}");
             assert_eq!(name("u", text, false).as_deref(), Some(text));
@@ -126,7 +137,7 @@ mod tests {
         ] {
             assert_eq!(opened_name(&file_name(Path::new(text)).unwrap()), opened, "{text}");
         }
-        for text in ["fd:3", "nbd:unix:/run/x.sock", "a:b", r#"json:{"file.filename":"a"}"#] {
+        for text in ["fd:3", "https://h/x", "nbd:unix:/run/x.sock", "a:b", r#"json:{"file.filename":"a"}"#] {
             let said = file_name(Path::new(text)).expect_err(text).to_string();
             assert!(said.contains("Could not open"), "{said}");
         }

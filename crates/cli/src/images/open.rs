@@ -18,7 +18,7 @@ pub(crate) struct OpenArgs {
     /// Work even if somebody else writes the image; what is read may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// Which backing files an image may make us open: deny, same-dir, listed, any.
+    /// Which backing files an image may make us open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     pub(crate) allow_backing: String,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.

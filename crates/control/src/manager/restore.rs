@@ -62,7 +62,9 @@ impl Manager {
             lock(&self.exports).insert(id, recorded);
             Ok(())
         });
-        added.inspect_err(|_| self.undo_add(node))
+        added.inspect_err(|_| self.undo_add(node))?;
+        self.take_fleece_off(node, &disk.name);
+        Ok(())
     }
 }
 

@@ -56,6 +56,20 @@ pub async fn edit_bitmaps(
     edit.end(done).await
 }
 
+/// As [`edit_bitmaps`], of an image that the caller has had open for writing, and has just closed. New tables go where it
+/// would have put data: so its references are not looked at first, which takes long in a large image.
+pub async fn edit_bitmaps_just_closed(
+    io: &MetaIo,
+    file: &dyn File,
+    name: &str,
+    actions: &[(String, BitmapAction)],
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let mut edit = Edit::open_again(io, file, name, watch).await?;
+    let done = edit.change_bitmaps(actions).await;
+    edit.end(done).await
+}
+
 /// A bitmap as it will be.
 struct Draft {
     bitmap: Bitmap,

@@ -118,8 +118,10 @@ impl BitmapBits {
         self
     }
 
-    /// The ranges of the disk whose bits are set, in order, neighbours joined.
-    pub(crate) fn ranges(&self) -> Vec<Range<u64>> {
+    /// The ranges of the disk whose bits are set, in order, neighbours joined, in whole granules: the last may reach behind
+    /// the disk's end.
+    #[must_use]
+    pub fn ranges(&self) -> Vec<Range<u64>> {
         let mut found: Vec<Range<u64>> = Vec::new();
         for (at, byte) in (0u64..).zip(&self.bytes).filter(|(_, byte)| **byte != 0) {
             for bit in (0u64..8).filter(|bit| u64::from(*byte).wrapping_shr(*bit as u32) & 1 != 0) {

@@ -290,16 +290,7 @@ fn of_state(header: Header, name: &str, row: &Row) -> Result<Header> {
 
 /// Finds a snapshot.
 pub(crate) fn find(rows: &[Row], which: &SnapshotName) -> Option<usize> {
-    let position = |is_meant: &dyn Fn(&Snapshot) -> bool| rows.iter().position(|row| is_meant(&row.snapshot));
-    match which {
-        SnapshotName::Any(text) | SnapshotName::StateOf(text) => {
-            position(&|snapshot| snapshot.id == *text).or_else(|| position(&|snapshot| snapshot.name == *text))
-        }
-        SnapshotName::Exactly { id, name } => position(&|snapshot| {
-            let (id, name) = (id.as_ref(), name.as_ref());
-            id.is_none_or(|id| *id == snapshot.id) && name.is_none_or(|name| *name == snapshot.name)
-        }),
-    }
+    which.position(rows.iter().map(|row| &row.snapshot))
 }
 
 impl SnapshotName {
@@ -307,6 +298,25 @@ impl SnapshotName {
     #[must_use]
     pub fn named(name: &str) -> Self {
         Self::Exactly { id: None, name: Some(name.to_owned()) }
+    }
+
+    /// The snapshot that is meant, if it is there.
+    #[must_use]
+    pub fn find_in<'a>(&self, snapshots: &'a [Snapshot]) -> Option<&'a Snapshot> {
+        snapshots.get(self.position(snapshots.iter())?)
+    }
+
+    fn position<'a>(&self, mut snapshots: impl Iterator<Item = &'a Snapshot> + Clone) -> Option<usize> {
+        match self {
+            Self::Any(text) | Self::StateOf(text) => {
+                let by_id = snapshots.clone().position(|snapshot| snapshot.id == *text);
+                by_id.or_else(|| snapshots.position(|snapshot| snapshot.name == *text))
+            }
+            Self::Exactly { id, name } => snapshots.position(|snapshot| {
+                let (id, name) = (id.as_ref(), name.as_ref());
+                id.is_none_or(|id| *id == snapshot.id) && name.is_none_or(|name| *name == snapshot.name)
+            }),
+        }
     }
 }
 

@@ -86,6 +86,13 @@ impl DirtyBits {
         words.flat_map(|index| word(index).to_le_bytes()).collect()
     }
 
+    /// Bytes of a disk of this size that were written, in whole granules.
+    pub(crate) fn dirty_bytes(&self, size_bytes: u64) -> u64 {
+        let set = |word: &AtomicU64| u64::from(word.load(Ordering::Relaxed).count_ones());
+        let granules = self.words.iter().map(set).fold(0u64, u64::saturating_add);
+        granules.wrapping_shl(self.granularity_bits).min(size_bytes)
+    }
+
     /// All parts.
     pub(crate) fn parts(&self) -> usize {
         self.changed.len()

@@ -133,6 +133,12 @@ impl BitmapTracking {
         }
     }
 
+    /// The bitmaps that note what is written, and how many bytes of the disk each says were: where they are in memory.
+    pub(crate) fn noting(&self, size_bytes: u64) -> Vec<(String, u64)> {
+        let dirty = |tracked: &Tracked| Some((tracked.bitmap.name.clone(), tracked.bits()?.dirty_bytes(size_bytes)));
+        self.tracked.iter().filter_map(dirty).collect()
+    }
+
     /// The sectors of the directory with flags of tracked bitmaps.
     pub(super) fn flags(&self, in_use: impl Fn(&Tracked) -> bool) -> Vec<Piece> {
         let mut bytes = self.directory.clone();

@@ -224,6 +224,14 @@ impl Qcow2 {
         self.inner.close(io).await
     }
 
+    /// The persistent bitmaps that note writes in memory, and how many bytes of the disk each says were written. The file
+    /// says of these that they are in use, from the first write to [`Qcow2::close`].
+    #[must_use]
+    pub fn noting_bitmaps(&self) -> Vec<(String, u64)> {
+        let size_bytes = self.size_bytes();
+        self.inner.tracking.as_ref().map(|tracking| tracking.noting(size_bytes)).unwrap_or_default()
+    }
+
     /// Cuts space made in advance off the end of the file. For images that were made new and are closed: in a damaged one,
     /// data may lie there that its refcounts deny.
     pub async fn trim(&self, io: &MetaIo) -> IoResult {

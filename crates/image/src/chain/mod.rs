@@ -2,6 +2,7 @@
 //! which the queues go over to another chain.
 
 mod allocation;
+pub(crate) mod closed_edit;
 pub(crate) mod compressed_writer;
 pub(crate) mod copy_offload;
 mod copy_up;

@@ -5,7 +5,7 @@ use crate::guess::Format;
 use crate::open::gate::Role;
 use crate::open::layers::open_layer;
 use block::{Error, ErrorKind, Extent, File, IoError, IoResult, MetaIo, PastEnd, Result, SECTOR_BYTES, block_on};
-use format_qcow2::{Snapshot, SnapshotName};
+use format_qcow2::SnapshotName;
 use memory::AlignedBuf;
 use std::sync::Arc;
 
@@ -25,9 +25,7 @@ pub fn read_vm_state(
     let layer = open_layer(&name, Arc::clone(file), Format::Qcow2, Role::ReadOnly, Some(&state))?;
     let io = layer.open_blocking()?;
     let snapshots = block_on(layer.mapping.snapshots(&io, &name.to_string()))?;
-    let by = |is_meant: &dyn Fn(&Snapshot) -> bool| snapshots.iter().find(|snapshot| is_meant(snapshot));
-    let found = by(&|snapshot| snapshot.id == which).or_else(|| by(&|snapshot| snapshot.name == which));
-    let length = found.map_or(0, |snapshot| snapshot.vm_state_bytes);
+    let length = state.find_in(&snapshots).map_or(0, |snapshot| snapshot.vm_state_bytes);
     let begin = layer.size_bytes.saturating_sub(length.next_multiple_of(SECTOR_BYTES));
     let failed = |error| layer.failed("cannot read the machine's state", error);
     let mut done = 0u64;

@@ -28,12 +28,20 @@
 //! **Other layers below** ([`move_onto`]). The top gets a copy of all that the layers that go away say, then its header
 //! names another backing file, or none.
 //!
-//! **More room** ([`grow`]) is a barrier too, with the format's own offline resize while nothing is in flight.
+//! **More room** ([`grow`]) is a barrier too, with the format's own offline resize while nothing is in flight. So are
+//! changes to persistent bitmaps and internal snapshots ([`edit`]).
+//!
+//! **A point in time** ([`point_in_time`]). Under a temporary new top layer, the former one is what the disk was at the
+//! barrier, and a backup copies it ([`copy_out`]). Then the temporary layer is taken back. So a bitmap of the former top
+//! notes what was written meanwhile, when that is copied down.
 
+pub(crate) mod copy_out;
+pub(crate) mod edit;
 #[cfg(all(test, feature = "explore"))]
 pub(crate) mod explored_tests;
 pub(crate) mod grow;
 pub(crate) mod move_onto;
 pub(crate) mod overlay;
+pub(crate) mod point_in_time;
 pub(crate) mod take_back;
 pub(crate) mod watch;

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 /// An overlay that is open for writing, and not in use.
 pub struct OpenedOverlay {
-    layer: Layer,
+    pub(super) layer: Layer,
 }
 
 impl OpenedOverlay {
@@ -80,7 +80,21 @@ pub async fn put_overlay_async(
     disks: Vec<(Arc<Image>, OpenedOverlay)>,
     commit: impl FnOnce() -> Result<()>,
 ) -> Result<Vec<Result<()>>> {
-    let mut exchanges = disks.into_iter().map(|(image, new)| Exchange::new(&image, new)).collect::<Result<Vec<_>>>()?;
+    let exchange = |(image, new): (Arc<Image>, _)| Exchange::new(&image, new, Some(image.board.try_turn()?));
+    put_on(disks.into_iter().map(exchange).collect::<Result<Vec<_>>>()?, commit).await
+}
+
+/// As [`put_overlay_async`], for one disk, by whoever has the turn to change its chain.
+pub(super) async fn put_overlay_in_turn(
+    image: &Image,
+    overlay: OpenedOverlay,
+    commit: impl FnOnce() -> Result<()>,
+) -> Result<Result<()>> {
+    let settled = put_on(vec![Exchange::new(image, overlay, None)?], commit).await?;
+    Ok(settled.into_iter().fold(Ok(()), Result::and))
+}
+
+async fn put_on(mut exchanges: Vec<Exchange>, commit: impl FnOnce() -> Result<()>) -> Result<Vec<Result<()>>> {
     let prepared =
         exchanges.iter().map(|disk| (Arc::clone(&disk.board), disk.layers.iter().take(1).cloned().collect()));
     let barrier = Barrier::prepare(prepared.collect(), Hold::Requests).await?;
@@ -106,13 +120,12 @@ struct Exchange {
     layers: Vec<Arc<Layer>>,
     /// Keeps the former top from using space again that it frees.
     in_epochs: Option<(Participant, Ticket)>,
-    _turn: Turn,
+    _turn: Option<Turn>,
 }
 
 impl Exchange {
-    fn new(image: &Image, OpenedOverlay { mut layer }: OpenedOverlay) -> Result<Self> {
+    fn new(image: &Image, OpenedOverlay { mut layer }: OpenedOverlay, turn: Option<Turn>) -> Result<Self> {
         let board = Arc::clone(&image.board);
-        let turn = board.try_turn()?;
         let former = board.chain();
         let name = layer.name.to_string();
         let refuse = |what: String| Err(Error::new(ErrorKind::BadOption, format!("'{name}': {what}")));

@@ -36,6 +36,15 @@ pub fn take_back(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Resu
 #[doc(hidden)]
 pub async fn take_back_async(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
     let _turn = image.board.try_turn()?;
+    take_back_in_turn(image, watch, commit).await
+}
+
+/// As [`take_back_async`], by whoever has the turn to change the chain.
+pub(super) async fn take_back_in_turn(
+    image: &Image,
+    watch: &CopyWatch,
+    commit: impl FnOnce() -> Result<()>,
+) -> Result<()> {
     let chain = image.chain();
     check(&chain)?;
     let layers = below_made_as_large(image, &chain).await?;

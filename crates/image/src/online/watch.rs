@@ -34,6 +34,12 @@ impl CopyWatch {
         self.change(|_| ());
     }
 
+    /// Whether somebody has asked for the end.
+    #[must_use]
+    pub fn is_cancelled(&self) -> bool {
+        self.is_cancelled.load(Ordering::Relaxed)
+    }
+
     /// Stops the copy between two pieces until [`CopyWatch::resume`]. While guests are held, it is not stopped.
     pub fn pause(&self) {
         self.change(|pace| pace.is_paused = true);

@@ -1,7 +1,8 @@
 //! The gate: an image never makes the daemon open a file that its user did not allow.
 //!
-//! Every file that is opened because an image names it passes the [`Gate`]. Images name files by path: names with a
-//! protocol and `json:` descriptions inside images are refused under every policy.
+//! Every file that is opened because an image names it passes the [`Gate`]. Images name files by path. The disk or file of
+//! a server passes only if the user named that same one, or allowed all of them. Other protocols and `json:` descriptions
+//! inside images are refused under every policy.
 
 use super::temporary::TemporaryFiles;
 use crate::file_name::FileName;
@@ -63,8 +64,10 @@ pub enum BackingPolicy {
     SameDir,
     /// Only those the user named.
     Listed,
-    /// Any.
+    /// Any file.
     Any,
+    /// Any file, and what servers have: `nbd://`, `nbd+unix://`, `http://`, `https://`.
+    Anywhere,
 }
 
 impl std::str::FromStr for BackingPolicy {
@@ -76,9 +79,10 @@ impl std::str::FromStr for BackingPolicy {
             "same-dir" => Ok(Self::SameDir),
             "listed" => Ok(Self::Listed),
             "any" => Ok(Self::Any),
+            "anywhere" => Ok(Self::Anywhere),
             _ => Err(Error::new(
                 ErrorKind::BadOption,
-                format!("unknown backing policy '{name}': valid are deny, same-dir, listed, any"),
+                format!("unknown backing policy '{name}': valid are deny, same-dir, listed, any, anywhere"),
             )),
         }
     }
@@ -93,10 +97,18 @@ fn show_name(name: &str) -> String {
     name.chars().map(show).collect()
 }
 
-/// The path of the backing file that the image at `overlay` names, or will name, as `name`. Refused if it is anything but a
-/// plain name. The policy is not asked.
-pub fn backing_path(overlay: &FileName, name: &str) -> Result<PathBuf> {
-    named_path(overlay, "backing file", name)
+/// The backing file that the image at `overlay` names, or will name, as `name`. Refused if it is anything but a plain name
+/// or what a server has. The policy is not asked.
+pub fn backing_path(overlay: &FileName, name: &str) -> Result<FileName> {
+    match remote(name) {
+        Some(remote) => Ok(remote),
+        None => named_path(overlay, "backing file", name).map(FileName::File),
+    }
+}
+
+/// The disk or file of a server, if that is what an image or a user names.
+fn remote(name: &str) -> Option<FileName> {
+    FileName::parse(name).ok().filter(FileName::is_remote)
 }
 
 /// The name of a file (`what`: its backing file, its data file) as an image at `overlay` gives it, as a path; refused if
@@ -121,7 +133,7 @@ pub(crate) fn named_path(overlay: &FileName, what: &str, name: &str) -> Result<P
         None => {
             let message = format!(
                 "'{overlay}' names its {what} as '{shown}', which is relative to the image's directory, and an image \
-                 that was passed as a descriptor has none"
+                 that was passed as a descriptor or lies at a server has none"
             );
             Err(Error::new(ErrorKind::Denied, message))
         }
@@ -137,7 +149,7 @@ pub fn pass_gate(
     overlay: impl Into<FileName>,
     name: &str,
     opener: &dyn Opener,
-) -> Result<PathBuf> {
+) -> Result<FileName> {
     Ok(Gate::new(policy, &top.into(), listed, opener)?.pass(&overlay.into(), "backing file", name)?.0)
 }
 
@@ -150,6 +162,8 @@ pub(crate) struct Gate<'a> {
     near: Vec<PathBuf>,
     /// The canonical names of other files that the user named.
     listed: Vec<PathBuf>,
+    /// What servers have and the user named.
+    listed_remotes: Vec<FileName>,
     opener: &'a dyn Opener,
 }
 
@@ -168,18 +182,45 @@ impl<'a> Gate<'a> {
             .map(|directory| if directory == Path::new("") { Path::new(".") } else { directory });
         let said = said.and_then(|directory| opener.canonical(directory).ok());
         let near = own.path().and_then(Path::parent).map(Path::to_owned).into_iter().chain(said).collect();
+        let listed_remotes = listed.iter().filter_map(|path| remote(path.to_str()?)).collect();
         let listed = listed.iter().filter_map(|path| opener.canonical(path).ok()).collect();
-        Ok(Self { policy, top: own, near, listed, opener })
+        Ok(Self { policy, top: own, near, listed, listed_remotes, opener })
     }
 
     /// The canonical name of the file that the image at `overlay` names, if it may be opened, and its name as it is said.
     /// As in QEMU it lies beside `overlay` as that was named: beside a symbolic link, not beside what the link leads to.
-    pub(crate) fn pass(&self, overlay: &FileName, what: &str, name: &str) -> Result<(PathBuf, PathBuf)> {
+    pub(crate) fn pass(&self, overlay: &FileName, what: &str, name: &str) -> Result<(FileName, FileName)> {
+        if let Some(remote) = remote(name) {
+            let allowed = self.allow_remote(what, &remote)?;
+            return Ok((allowed.clone(), allowed));
+        }
         let said = named_path(overlay, what, name)?;
         let in_context = |error: Error| error.in_context(format!("Could not open {what}"));
         let target = self.opener.canonical(&said).map_err(in_context)?;
         self.allow(what, &target)?;
-        Ok((target, said))
+        Ok((target.into(), said.into()))
+    }
+
+    /// Decides whether what a server has may be opened because an image says so, and how: as the user named it, who may say
+    /// more about it than an image.
+    fn allow_remote(&self, what: &str, remote: &FileName) -> Result<FileName> {
+        let address = remote.address().unwrap_or_default();
+        let listed = self.listed_remotes.iter().find(|listed| listed.address() == Some(address));
+        match (self.policy, listed) {
+            (BackingPolicy::Deny, _) | (_, None) if *self.policy != BackingPolicy::Anywhere => {
+                let shown = show_name(&remote.to_string());
+                let message = format!(
+                    "'{}' wants the {what} '{shown}' of a server, which the policy does not allow: names of servers are \
+                     not followed inside an image, unless you name the same one, too (--backing), or use --allow-backing \
+                     anywhere if you trust the image",
+                    self.top
+                );
+                Err(Error::new(ErrorKind::Denied, message))
+            }
+            (_, Some(listed)) => Ok(listed.clone()),
+            // What an image says behind '#' could make us write or read files here.
+            (_, None) => FileName::parse(address),
+        }
     }
 
     /// Decides whether the file `target` (canonical) may be opened because an image says so.
@@ -190,7 +231,7 @@ impl<'a> Gate<'a> {
             BackingPolicy::Deny => false,
             BackingPolicy::SameDir => is_listed || is_near,
             BackingPolicy::Listed => is_listed,
-            BackingPolicy::Any => true,
+            BackingPolicy::Any | BackingPolicy::Anywhere => true,
         };
         if allowed {
             return Ok(());
@@ -246,7 +287,7 @@ mod tests {
         let link = FileName::from("/links/disk.qcow2");
         let gate = Gate::new(&BackingPolicy::SameDir, &link, &[], &Linked).unwrap();
         let passed = gate.pass(&link, "backing file", "base.raw").unwrap();
-        assert_eq!(passed.0, Path::new("/links/base.raw"));
+        assert_eq!(passed.0, "/links/base.raw".into());
     }
 
     #[test]
@@ -268,7 +309,7 @@ mod tests {
     fn protocol_and_json_names_are_refused_and_plain_ones_are_relative_to_the_overlay() {
         let overlay = FileName::from("/vms/a/disk.qcow2");
         let path = |name: &str| named_path(&overlay, "backing file", name);
-        for name in ["json:{\"driver\":\"file\"}", "nbd://host/x", "http://h/x", "file:x", "fd:3", "base:1/x"] {
+        for name in ["json:{\"driver\":\"file\"}", "file:x", "fd:3", "vhost-user:/run/x", "ssh://h/x", "base:1/x"] {
             let error = path(name).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Denied, "{name}");
             assert!(error.to_string().contains("file, host_device, fd"), "{error}");
@@ -276,6 +317,30 @@ mod tests {
         assert!(path("").is_err() && path("a\0b").is_err());
         assert_eq!(path("sub/a:b").unwrap(), Path::new("/vms/a/sub/a:b"));
         assert_eq!(path("/abs").unwrap(), Path::new("/abs"));
+    }
+
+    #[test]
+    fn what_a_server_has_passes_only_where_the_user_named_it_and_then_as_the_user_said_it() {
+        let overlay = FileName::from("/vms/a/disk.qcow2");
+        let listed = [PathBuf::from("https://h/base?v=1#cache=/c"), PathBuf::from("nbd://h/x")];
+        let pass = |policy: BackingPolicy, listed: &[PathBuf], name: &str| {
+            Gate::new(&policy, &overlay, listed, &Linked).unwrap().pass(&overlay, "backing file", name)
+        };
+        let said = |name: &str| FileName::parse(name).unwrap();
+        for policy in [BackingPolicy::SameDir, BackingPolicy::Listed, BackingPolicy::Any] {
+            for name in ["https://h/base?v=1", "https://h/base?v=1#cache=/etc"] {
+                let passed = pass(policy.clone(), &listed, name).unwrap();
+                assert_eq!(passed.0, said("https://h/base?v=1#cache=/c"));
+            }
+            assert_eq!(pass(policy.clone(), &listed, "nbd://h/x").unwrap().0, said("nbd://h/x"));
+            for name in ["https://h/base?v=2", "http://h/base?v=1", "nbd://h/y"] {
+                let error = pass(policy.clone(), &listed, name).unwrap_err();
+                assert!(error.kind() == ErrorKind::Denied && !error.to_string().contains("v=2"), "{error}");
+            }
+        }
+        assert!(pass(BackingPolicy::Deny, &listed, "nbd://h/x").is_err());
+        let anywhere = pass(BackingPolicy::Anywhere, &[], "https://h/other#cache=/etc").unwrap();
+        assert_eq!(anywhere.0, said("https://h/other"));
     }
 
     #[test]
@@ -289,7 +354,7 @@ mod tests {
                 .map(|passed| passed.0)
         };
         for policy in [BackingPolicy::SameDir, BackingPolicy::Listed] {
-            assert_eq!(pass(&policy, "/bases/one.qcow2").unwrap(), Path::new("/bases/one.qcow2"));
+            assert_eq!(pass(&policy, "/bases/one.qcow2").unwrap(), "/bases/one.qcow2".into());
             assert!(pass(&policy, "/bases/other.qcow2").is_err());
         }
         assert!(pass(&BackingPolicy::Any, "/bases/other.qcow2").is_ok());

@@ -141,14 +141,13 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         let mut layer = open_layer(&name, file, format, role, snapshot).map_err(in_context)?;
         if let Some((backing, backing_format)) = backing_of(&layer)? {
             let (target, backing) = gate.pass(&said, "backing file", &backing)?;
-            next = Some((target.into(), backing.into(), backing_format));
+            next = Some((target, backing, backing_format));
         }
         if let Some(data_file) = layer.mapping.data_file() {
             let (target, data_said) = gate.pass(&said, "data file", data_file)?;
-            let target = FileName::from(target);
             refuse_shared_data(&layers, &name, &target)?;
             let file = opener.open(&target, role)?;
-            layer.data = Some(DataFile { name: target, said: data_said.into(), file });
+            layer.data = Some(DataFile { name: target, said: data_said, file });
         }
         layer.said = said;
         layer.guessed = guessed;

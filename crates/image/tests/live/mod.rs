@@ -155,11 +155,16 @@ impl Bench {
         ringdisk_image::move_onto(&self.image, below, watch, || Ok(()))
     }
 
+    /// A new image over the top, at this path.
+    pub(crate) fn overlay(&self, path: &Path, cluster_size: u64) -> OpenedOverlay {
+        create(path, self.size_bytes, cluster_size, Some(&self.top()), false);
+        let file = HostOpener.open_path(path, false).unwrap();
+        OpenedOverlay::open(&FileName::from(path), file).unwrap()
+    }
+
     pub(crate) fn put_overlay(&self, cluster_size: u64) {
         let path = self.new_path();
-        create(&path, self.size_bytes, cluster_size, Some(&self.top()), false);
-        let file = HostOpener.open_path(&path, false).unwrap();
-        let opened = OpenedOverlay::open(&FileName::from(&path), file).unwrap();
+        let opened = self.overlay(&path, cluster_size);
         let results = ringdisk_image::put_overlay(vec![(Arc::clone(&self.image), opened)], || Ok(())).unwrap();
         results.into_iter().for_each(Result::unwrap);
         self.layers.lock().unwrap().push(path);

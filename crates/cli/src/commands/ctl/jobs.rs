@@ -18,7 +18,7 @@ pub(super) struct How {
 }
 
 impl How {
-    fn bytes_per_second(&self) -> anyhow::Result<Option<u64>> {
+    pub(super) fn bytes_per_second(&self) -> anyhow::Result<Option<u64>> {
         Ok(self.rate.as_deref().map(drive::parse_size).transpose()?)
     }
 }
@@ -39,7 +39,7 @@ impl Ctl {
         self.start(name, "rebase", &RebaseDisk { base: daemon::absolute(base), format, bytes_per_second }, how)
     }
 
-    fn start(&self, name: &str, what: &str, request: &impl Serialize, how: &How) -> anyhow::Result<()> {
+    pub(super) fn start(&self, name: &str, what: &str, request: &impl Serialize, how: &How) -> anyhow::Result<()> {
         let mut job: Job = self.client.post(&format!("/v1/disks/{}/{what}", path_segment(name)), request)?;
         while !how.no_wait && matches!(job.state, JobState::Running | JobState::Paused) {
             std::thread::sleep(Duration::from_millis(100));

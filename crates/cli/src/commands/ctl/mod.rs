@@ -1,6 +1,7 @@
 //! `ringdisk ctl`: manage the disks of a running daemon.
 
 mod jobs;
+mod points;
 mod tables;
 mod top;
 
@@ -111,6 +112,22 @@ enum Verb {
         #[command(flatten)]
         how: jobs::How,
     },
+    /// Copy a running disk, as it is at one moment, to another image.
+    Backup(points::BackupArgs),
+    /// Make, change and list persistent dirty bitmaps of a running disk.
+    #[command(subcommand)]
+    Bitmap(points::BitmapVerb),
+    /// List the internal snapshots of a running disk.
+    SnapshotList {
+        /// The disk.
+        name: String,
+    },
+    /// Take an internal snapshot of a running disk.
+    SnapshotCreate(points::SnapshotArgs),
+    /// Delete an internal snapshot of a running disk.
+    SnapshotDelete(points::SnapshotArgs),
+    /// Make a disk that no guest uses what it was when an internal snapshot was taken.
+    SnapshotApply(points::SnapshotArgs),
     /// List the exports.
     Exports,
     /// Serve a disk at one more socket.
@@ -197,6 +214,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Verb::Commit { name, layers, how } => ctl.commit(name, *layers, how),
         Verb::Stream { name, base, how } => ctl.stream(name, base.as_deref(), how),
         Verb::Rebase { name, base, format, how } => ctl.rebase(name, base, format.clone(), how),
+        Verb::Backup(args) => ctl.backup(args),
+        Verb::Bitmap(verb) => ctl.bitmap(verb),
+        Verb::SnapshotList { name } => ctl.list_snapshots(name),
+        Verb::SnapshotCreate(args) => ctl.create_snapshot(args),
+        Verb::SnapshotDelete(args) => ctl.delete_snapshot(args),
+        Verb::SnapshotApply(args) => ctl.apply_snapshot(args),
         Verb::Exports => {
             ctl.show(&ctl.client.get::<Exports>("/v1/exports")?, |exports| tables::exports(&exports.exports))
         }

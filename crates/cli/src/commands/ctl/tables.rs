@@ -1,7 +1,7 @@
 //! Answers of a daemon, for people.
 
 use comfy_table::{CellAlignment, Table, presets};
-use control::api::{Counters, Disk, Disks, Event, Export, Job, Reloaded, Stats};
+use control::api::{Bitmaps, Counters, Disk, Disks, Event, Export, InternalSnapshots, Job, Reloaded, Stats};
 use std::fmt::Write as _;
 
 fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>, numbers: std::ops::Range<usize>) -> String {
@@ -107,6 +107,28 @@ pub(super) fn jobs(jobs: &[Job]) -> String {
         ]
     });
     table(&["id", "kind", "disk", "state", "done", "error"], rows, 4..5)
+}
+
+pub(super) fn bitmaps(answer: &Bitmaps) -> String {
+    let rows = answer.bitmaps.iter().map(|bitmap| {
+        let state = match (bitmap.inconsistent, bitmap.recording) {
+            (true, _) => "inconsistent",
+            (false, true) => "recording",
+            (false, false) => "disabled",
+        };
+        let dirty = bitmap.dirty_bytes.map_or_else(String::new, drive::human_size);
+        vec![bitmap.name.clone(), drive::human_size(bitmap.granularity), dirty, state.to_owned(), bitmap.file.clone()]
+    });
+    table(&["name", "granularity", "dirty", "state", "file"], rows, 1..3)
+}
+
+pub(super) fn snapshots(answer: &InternalSnapshots) -> String {
+    let rows = answer.snapshots.iter().map(|snapshot| {
+        let time = chrono::DateTime::from_timestamp(i64::from(snapshot.date_seconds), 0).unwrap_or_default();
+        let size = drive::human_size(snapshot.disk_bytes);
+        vec![snapshot.id.clone(), snapshot.name.clone(), size, time.format("%Y-%m-%dT%H:%M:%SZ").to_string()]
+    });
+    table(&["id", "name", "disk", "date"], rows, 2..3)
 }
 
 pub(super) fn stats(stats: &Stats) -> String {

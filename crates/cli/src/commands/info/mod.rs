@@ -3,7 +3,7 @@
 mod encryption;
 mod file;
 
-use crate::images::{files, image_name, name_force_share, parse_format};
+use crate::images::{files, image_name, name_force_share, parse_format, remote_name};
 use crate::output::program::is_qemu_img;
 use crate::output::{self, printable, snapshot_table, with_bytes_shown};
 use anyhow::{Context, bail};
@@ -32,7 +32,7 @@ pub(crate) struct Args {
     /// Go down the chain of backing files too.
     #[arg(short, long)]
     backing_chain: bool,
-    /// Which backing files --backing-chain opens: deny, same-dir, listed, any.
+    /// Which backing files --backing-chain opens: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
     /// Look even if somebody else writes the image; what is shown may be out of date.
@@ -65,7 +65,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     while args.backing_chain
         && let Some((path, format)) = below(&layers, &policy)?
     {
-        layers.push(look(path.into(), format, args.force_share)?);
+        layers.push(look(path, format, args.force_share)?);
     }
     match args.output {
         Output::Human => output::print(&layers.iter().map(human).collect::<Vec<_>>().join("\n")),
@@ -84,7 +84,7 @@ fn look(name: FileName, format: Option<Format>, force_share: bool) -> anyhow::Re
     let description = inspect_encrypted(name.clone(), &file, format)?;
     let look = || std::fs::metadata(name.look_at()).with_context(|| format!("cannot look at '{name}'"));
     // A server's socket says nothing about its disk.
-    let meta = if matches!(name, FileName::VhostUser(_) | FileName::Nbd(_)) { None } else { Some(look()?) };
+    let meta = if name.is_remote() || matches!(name, FileName::VhostUser(_)) { None } else { Some(look()?) };
     // st_blocks counts units of 512 bytes, whatever the file system's block is.
     let disk_bytes = meta.as_ref().map(|meta| meta.blocks() * 512);
     let file = ImageFile::new(name.to_string(), meta.as_ref(), file.length_bytes()?, disk_bytes);
@@ -94,23 +94,33 @@ fn look(name: FileName, format: Option<Format>, force_share: bool) -> anyhow::Re
 /// The name of the backing file as a path, in text: relative to the image that names it.
 fn backing_path(layer: &Layer) -> Option<String> {
     let name = layer.description.backing_file.as_ref()?;
+    if remote_name(name).is_some() {
+        return Some(name.clone());
+    }
     Some(layer.name.path().and_then(Path::parent).unwrap_or(Path::new("")).join(name).display().to_string())
 }
 
 /// The layer below the last one.
-fn below(layers: &[Layer], policy: &BackingPolicy) -> anyhow::Result<Option<(PathBuf, Option<Format>)>> {
+fn below(layers: &[Layer], policy: &BackingPolicy) -> anyhow::Result<Option<(FileName, Option<Format>)>> {
     let (Some(top), Some(last)) = (layers.first(), layers.last()) else { return Ok(None) };
     let Some(path) = backing_path(last).map(|path| PathBuf::from(image::os_name(&path))) else { return Ok(None) };
     let name = last.description.backing_file.as_deref().unwrap_or_default();
     let target = pass_gate(policy, top.name.clone(), &[], last.name.clone(), name, &files())?;
     for layer in layers {
-        let canonical = layer.name.look_at().canonicalize();
-        if canonical.with_context(|| format!("cannot find '{}'", layer.name))? == target {
+        let canonical = match layer.name.is_remote() {
+            true => layer.name.clone(),
+            false => {
+                let canonical = layer.name.look_at().canonicalize();
+                FileName::File(canonical.with_context(|| format!("cannot find '{}'", layer.name))?)
+            }
+        };
+        if canonical.is_same_file(&target) {
             bail!("the backing files form a loop: '{}' appears twice in its own chain", path.display());
         }
     }
     let format = parse_format(last.description.backing_format.as_deref());
-    Ok(Some((path, format.with_context(|| format!("backing format of '{}'", last.name))?)))
+    let name = if target.is_remote() { target } else { path.into() };
+    Ok(Some((name, format.with_context(|| format!("backing format of '{}'", last.name))?)))
 }
 
 fn compat(header: &Header) -> &'static str {

@@ -1,0 +1,195 @@
+//! Bitmaps, internal snapshots and backups of running disks.
+
+use super::{Ctl, jobs, path_segment, tables};
+use control::api::{
+    BackupDisk, BackupMode, BitmapChange, BitmapVerb as Action, Bitmaps, ChangeBitmaps, CreateSnapshot,
+    InternalSnapshots,
+};
+use drive::parse_size;
+use std::path::{Path, PathBuf};
+
+/// What is copied.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Mode {
+    /// All that the guest sees.
+    Full,
+    /// What the top layer holds; the copy rests on what that rests on.
+    Top,
+    /// What the bitmap calls dirty.
+    Incremental,
+}
+
+#[derive(clap::Args)]
+pub(super) struct BackupArgs {
+    /// The disk.
+    name: String,
+    /// The image to copy to. It must not exist, unless --existing is given.
+    target: String,
+    /// Its format: qcow2 or raw.
+    #[arg(long, value_name = "FORMAT", default_value = "qcow2")]
+    format: String,
+    /// The persistent bitmap that says what has changed. It is cleared on success.
+    #[arg(long, value_name = "BITMAP")]
+    bitmap: Option<String>,
+    /// What is copied [default: incremental with --bitmap, else full].
+    #[arg(long, value_enum)]
+    mode: Option<Mode>,
+    /// Overwrite an image, a device or an NBD server's disk that is there.
+    #[arg(long)]
+    existing: bool,
+    /// The earlier backup that the new image rests on.
+    #[arg(long, value_name = "FILE")]
+    base: Option<PathBuf>,
+    /// Where what guests overwrite is kept meanwhile; it has to be as fast and as safe as the disk [default: beside the
+    /// disk's image].
+    #[arg(long, value_name = "DIRECTORY")]
+    fleece_dir: Option<PathBuf>,
+    /// How large that may become; the space is kept from the start. Beyond it the backup fails, and the guest goes on
+    /// [default: until the file system is nearly full].
+    #[arg(long, value_name = "SIZE")]
+    fleece_quota: Option<String>,
+    #[command(flatten)]
+    how: jobs::How,
+}
+
+#[derive(clap::Subcommand)]
+pub(super) enum BitmapVerb {
+    /// List the bitmaps of a disk.
+    List {
+        /// The disk.
+        name: String,
+    },
+    /// Make a bitmap, enabled and empty: it notes what is written from now on.
+    Add {
+        /// The disk.
+        name: String,
+        /// The new bitmap.
+        bitmap: String,
+        /// Bytes of the disk that a bit stands for [default: the cluster size, between 4K and 64K].
+        #[arg(short, long, value_name = "SIZE")]
+        granularity: Option<String>,
+        /// Note nothing before "ctl bitmap enable".
+        #[arg(long)]
+        disabled: bool,
+    },
+    /// Remove a bitmap.
+    Remove(BitmapName),
+    /// Note what is written from now on.
+    Enable(BitmapName),
+    /// Note nothing any more.
+    Disable(BitmapName),
+    /// Clear all bits.
+    Clear(BitmapName),
+    /// Add the bits of other bitmaps of the same image.
+    Merge {
+        /// The disk.
+        name: String,
+        /// The bitmap that gets them.
+        bitmap: String,
+        /// The bitmaps that stay as they are.
+        #[arg(required = true)]
+        sources: Vec<String>,
+    },
+}
+
+#[derive(clap::Args)]
+pub(super) struct BitmapName {
+    /// The disk.
+    name: String,
+    /// The bitmap.
+    bitmap: String,
+}
+
+#[derive(clap::Args)]
+pub(super) struct SnapshotArgs {
+    /// The disk.
+    name: String,
+    /// The snapshot: a new name, or the id or name of one that is there.
+    snapshot: String,
+}
+
+impl Ctl {
+    pub(super) fn backup(&self, args: &BackupArgs) -> anyhow::Result<()> {
+        // The daemon has a working directory of its own.
+        let is_path = !args.target.contains(':') || args.target.starts_with(['/', '.']);
+        let target = match is_path {
+            true => daemon::absolute(Path::new(&args.target)).to_string_lossy().into_owned(),
+            false => args.target.clone(),
+        };
+        let mode = args.mode.map(|mode| match mode {
+            Mode::Full => BackupMode::Full,
+            Mode::Top => BackupMode::Top,
+            Mode::Incremental => BackupMode::Incremental,
+        });
+        let request = BackupDisk {
+            target,
+            format: Some(args.format.clone()),
+            mode,
+            bitmap: args.bitmap.clone(),
+            existing: args.existing,
+            base: args.base.as_deref().map(daemon::absolute),
+            fleece_directory: args.fleece_dir.as_deref().map(daemon::absolute),
+            fleece_quota_bytes: args.fleece_quota.as_deref().map(parse_size).transpose()?,
+            bytes_per_second: args.how.bytes_per_second()?,
+        };
+        self.start(&args.name, "backup", &request, &args.how)
+    }
+
+    pub(super) fn bitmap(&self, verb: &BitmapVerb) -> anyhow::Result<()> {
+        let change =
+            |bitmap: &str, action| BitmapChange { bitmap: bitmap.to_owned(), action, granularity: None, source: None };
+        let one = |which: &BitmapName, action| (which.name.clone(), vec![change(&which.bitmap, action)]);
+        let (name, actions) = match verb {
+            BitmapVerb::List { name } => {
+                let bitmaps: Bitmaps = self.client.get(&format!("/v1/disks/{}/bitmaps", path_segment(name)))?;
+                return self.show(&bitmaps, tables::bitmaps);
+            }
+            BitmapVerb::Add { name, bitmap, granularity, disabled } => {
+                let granularity = granularity.as_deref().map(parse_size).transpose()?;
+                let mut actions = vec![BitmapChange { granularity, ..change(bitmap, Action::Add) }];
+                if *disabled {
+                    actions.push(change(bitmap, Action::Disable));
+                }
+                (name.clone(), actions)
+            }
+            BitmapVerb::Remove(which) => one(which, Action::Remove),
+            BitmapVerb::Enable(which) => one(which, Action::Enable),
+            BitmapVerb::Disable(which) => one(which, Action::Disable),
+            BitmapVerb::Clear(which) => one(which, Action::Clear),
+            BitmapVerb::Merge { name, bitmap, sources } => {
+                let merge =
+                    |source: &String| BitmapChange { source: Some(source.clone()), ..change(bitmap, Action::Merge) };
+                (name.clone(), sources.iter().map(merge).collect())
+            }
+        };
+        let path = format!("/v1/disks/{}/bitmaps", path_segment(&name));
+        let bitmaps: Bitmaps = self.client.post(&path, &ChangeBitmaps { actions })?;
+        self.show(&bitmaps, tables::bitmaps)
+    }
+
+    pub(super) fn list_snapshots(&self, name: &str) -> anyhow::Result<()> {
+        let snapshots: InternalSnapshots = self.client.get(&format!("/v1/disks/{}/snapshots", path_segment(name)))?;
+        self.show(&snapshots, tables::snapshots)
+    }
+
+    pub(super) fn create_snapshot(&self, args: &SnapshotArgs) -> anyhow::Result<()> {
+        let path = format!("/v1/disks/{}/snapshots", path_segment(&args.name));
+        let snapshots: InternalSnapshots = self.client.post(&path, &CreateSnapshot { name: args.snapshot.clone() })?;
+        self.show(&snapshots, tables::snapshots)
+    }
+
+    pub(super) fn delete_snapshot(&self, args: &SnapshotArgs) -> anyhow::Result<()> {
+        Ok(self.client.delete(&args.path())?)
+    }
+
+    pub(super) fn apply_snapshot(&self, args: &SnapshotArgs) -> anyhow::Result<()> {
+        let snapshots: InternalSnapshots = self.client.post_nothing(&format!("{}/apply", args.path()))?;
+        self.show(&snapshots, tables::snapshots)
+    }
+}
+
+impl SnapshotArgs {
+    fn path(&self) -> String {
+        format!("/v1/disks/{}/snapshots/{}", path_segment(&self.name), path_segment(&self.snapshot))
+    }
+}

@@ -1,0 +1,338 @@
+//! `ringdisk ctl` backs running disks up, keeps their bitmaps and takes internal snapshots, while guests check every byte
+//! that they read; after `kill -9` at any moment of it nothing is lost.
+
+mod common;
+
+use block::{Disk, ReactorHandle};
+use common::{PATIENCE, Server, assert_valid, at, directory, has_tool, path_str, run_fails, run_ok, tool_ok};
+use driver::{Driver, DriverOptions};
+use engine::{Reactor, ReactorConfig, ReactorThread};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use testkit::{HistoryLoad, RunningLoad, SectorHistory};
+
+const SIZE: u64 = 8 << 20;
+
+/// A daemon with a record, one disk, and guests at its socket.
+struct Bench {
+    dir: TempDir,
+    history: Arc<SectorHistory>,
+    reactors: Vec<ReactorThread>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let dir = directory();
+        run_ok(&["create", "-q", "-f", "qcow2", path_str(&at(&dir, "base.qcow2")), &SIZE.to_string()]);
+        let spawn = |index| Reactor::spawn(ReactorConfig::default().with(|config| config.name = format!("c{index}")));
+        let reactors = (0..2).map(|index| spawn(index).unwrap()).collect();
+        Self { dir, history: Arc::new(SectorHistory::new((SIZE / 512) as usize)), reactors }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        at(&self.dir, name)
+    }
+
+    fn serve(&self) -> Server {
+        let (control, state, drive) = (self.path("control"), self.path("state"), self.path("base.qcow2"));
+        let drive = format!("file={},name=root,queues=2,socket={}", drive.display(), self.path("s").display());
+        let arguments = ["--control", path_str(&control), "--reactors", "2", "--state-dir", path_str(&state)];
+        Server::start(&[&arguments[..], &["--drive", &drive]].concat())
+    }
+
+    fn arguments(&self, call: &[&str]) -> Vec<String> {
+        let control = self.path("control");
+        ["ctl", "--control", path_str(&control)].iter().chain(call).map(|word| (*word).to_owned()).collect()
+    }
+
+    fn ctl(&self, call: &[&str]) -> String {
+        let arguments = self.arguments(call);
+        run_ok(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    fn fails(&self, call: &[&str]) -> String {
+        let arguments = self.arguments(call);
+        run_fails(1, &arguments.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    fn json(&self, call: &[&str]) -> Value {
+        serde_json::from_str(&self.ctl(&[call, &["--output=json"]].concat())).expect("JSON")
+    }
+
+    fn guests(&self, seed: u64, write_percent: u64) -> RunningLoad {
+        let options = DriverOptions::default().with(|options| options.queues = 2);
+        let disk: Arc<dyn Disk> = Arc::new(Driver::connect(self.path("s"), options).unwrap());
+        let handles: Vec<Arc<dyn ReactorHandle>> = self.reactors.iter().map(ReactorThread::handle).collect();
+        HistoryLoad { seed, write_percent, ..HistoryLoad::default() }.start(&disk, &handles, &self.history)
+    }
+
+    fn layers(&self) -> usize {
+        self.json(&["show", "root"])["layers"].as_array().expect("a list").len()
+    }
+
+    fn last_job(&self) -> Value {
+        self.json(&["jobs"])["jobs"].as_array().expect("a list").last().expect("a job").clone()
+    }
+
+    fn until(&self, what: &str, is_so: impl Fn(&Self) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !is_so(self) {
+            assert!(Instant::now() < deadline, "not in time: {what}; {}", self.last_job());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn bitmap(&self, name: &str) -> Value {
+        let bitmaps = self.json(&["bitmap", "list", "root"]);
+        let found = bitmaps["bitmaps"].as_array().expect("a list").iter().find(|bitmap| bitmap["name"] == name);
+        found.cloned().unwrap_or_default()
+    }
+
+    /// Files that backups have left behind.
+    fn fleeces(&self) -> usize {
+        let names = std::fs::read_dir(self.dir.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        names.filter(|name| name.to_string_lossy().contains("fleece")).count()
+    }
+
+    /// What another program reads from an image, byte for byte.
+    fn as_qemu_sees(&self, image: &Path) -> Vec<u8> {
+        let raw = self.path("seen.raw");
+        tool_ok("qemu-img", &["convert", "-U", "-f", "qcow2", "-O", "raw", path_str(image), path_str(&raw)]);
+        std::fs::read(raw).expect("the copy")
+    }
+}
+
+#[test]
+fn backups_by_a_bitmap_follow_a_disk_that_guests_use_and_bitmaps_outlive_the_daemon() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let bench = Bench::new();
+    let server = bench.serve();
+    let guests = bench.guests(1, 30);
+    bench.ctl(&["bitmap", "add", "root", "b", "--granularity", "4K"]);
+    bench.ctl(&["bitmap", "add", "root", "off", "--disabled"]);
+    assert!(bench.fails(&["bitmap", "add", "root", "b"]).contains("already exists"));
+    let backups: Vec<PathBuf> = (0..4).map(|index| bench.path(&format!("backup{index}.qcow2"))).collect();
+    let unknown = ["backup", "root", path_str(&backups[0]), "--mode", "full", "--bitmap", "none"];
+    assert!(bench.fails(&unknown).contains("no bitmap 'none'"));
+    assert!(bench.fails(&["backup", "root", path_str(&backups[0]), "--bitmap", "b"]).contains("--base"));
+    bench.ctl(&["backup", "root", path_str(&backups[0]), "--mode", "full", "--bitmap", "b"]);
+    for pair in backups[..3].windows(2) {
+        guests.wait_for_more(300);
+        let since = bench.history.now();
+        bench.ctl(&["backup", "root", path_str(&pair[1]), "--bitmap", "b", "--base", path_str(&pair[0])]);
+        bench.history.check_read(0, &bench.as_qemu_sees(&pair[1]), since).unwrap();
+    }
+    assert_eq!((bench.layers(), bench.fleeces()), (1, 0));
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
+
+    let base = bench.path("base.qcow2");
+    let info: Value = serde_json::from_str(&tool_ok("qemu-img", &["info", "--output=json", path_str(&base)])).unwrap();
+    let bitmaps = info["format-specific"]["data"]["bitmaps"].as_array().expect("bitmaps").clone();
+    let flags = |name: &str| bitmaps.iter().find(|bitmap| bitmap["name"] == name).expect("a bitmap")["flags"].clone();
+    assert_eq!((flags("b"), flags("off")), (serde_json::json!(["auto"]), serde_json::json!([])));
+    assert_valid(&base, false);
+
+    // Another daemon goes on with them. A raw copy is as good as any other.
+    let server = bench.serve();
+    assert_eq!(bench.bitmap("off")["recording"], false);
+    bench.ctl(&["bitmap", "merge", "root", "off", "b"]);
+    assert!(bench.bitmap("off")["dirty_bytes"].as_u64() >= bench.bitmap("b")["dirty_bytes"].as_u64());
+    bench.ctl(&["backup", "root", path_str(&backups[3]), "--bitmap", "b", "--base", path_str(&backups[2])]);
+    bench.ctl(&["bitmap", "remove", "root", "off"]);
+    let raw = bench.path("copy.raw");
+    bench.ctl(&["backup", "root", path_str(&raw), "--format", "raw"]);
+    server.stop();
+    let seen = bench.as_qemu_sees(&base);
+    assert!(seen == bench.as_qemu_sees(&backups[3]), "the chain of backups is the disk");
+    assert!(seen == std::fs::read(raw).unwrap());
+    bench.history.check_read(0, &seen, bench.history.now()).unwrap();
+    backups.iter().for_each(|backup| assert_valid(backup, false));
+}
+
+#[test]
+fn a_backup_that_breaks_leaves_guests_the_disk_and_its_bitmap_as_they_were() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let bench = Bench::new();
+    let server = bench.serve();
+    bench.ctl(&["bitmap", "add", "root", "b", "--granularity", "4K"]);
+    let guests = bench.guests(2, 60);
+    guests.wait_for_more(2000);
+    let (first, target) = (bench.path("first.qcow2"), bench.path("target.qcow2"));
+    bench.ctl(&["backup", "root", path_str(&first), "--mode", "full", "--bitmap", "b"]);
+    let slowly = ["backup", "root", path_str(&target), "--base", path_str(&first), "--bitmap", "b", "--rate", "64K"];
+
+    guests.wait_for_more(500);
+    let said = bench.fails(&[&slowly[..], &["--fleece-quota", "1M"]].concat());
+    assert!(said.contains("quota of 1048576 bytes"), "{said}");
+    assert_eq!((bench.layers(), bench.fleeces(), target.exists()), (1, 0, false));
+
+    let job = bench.json(&[&slowly[..], &["--no-wait"]].concat())["id"].to_string();
+    bench.until("the fleece is on top", |bench| bench.layers() == 2);
+    assert!(bench.fails(&["snapshot", "root", path_str(&bench.path("no.qcow2"))]).contains("being changed"));
+    assert!(bench.fails(&["bitmap", "add", "root", "c"]).contains("its backup"));
+    assert!(bench.fails(&["snapshot-create", "root", "c"]).contains("its backup"));
+    assert!(bench.fails(&["commit", "root"]).contains("has a job already"));
+    bench.ctl(&["pause", &job]);
+    guests.wait_for_more(500);
+    bench.ctl(&["cancel", &job]);
+    bench.until("the job has ended", |bench| bench.last_job()["state"] == "cancelled");
+    assert_eq!((bench.layers(), bench.fleeces(), target.exists()), (1, 0, false));
+
+    // What was written before and meanwhile is copied by the next one.
+    assert_eq!(guests.finish(), [""; 0]);
+    let last = bench.path("last.qcow2");
+    bench.ctl(&["backup", "root", path_str(&last), "--base", path_str(&first), "--bitmap", "b"]);
+    server.stop();
+    let base = bench.path("base.qcow2");
+    assert_valid(&base, false);
+    assert!(bench.as_qemu_sees(&base) == bench.as_qemu_sees(&last));
+}
+
+/// An NBD server that takes 256 KiB a second, until it may go on faster.
+struct SlowServer(Child, PathBuf);
+
+impl SlowServer {
+    fn start(socket: &Path) -> Self {
+        let rate = socket.with_extension("rate");
+        std::fs::write(&rate, "2M\n").unwrap();
+        let mut command = Command::new("nbdkit");
+        command.args(["-f", "-U", path_str(socket), "--filter=rate", "memory", &SIZE.to_string(), "rate=2M"]);
+        command.arg(format!("rate-file={}", rate.display()));
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("nbdkit starts");
+        let deadline = Instant::now() + PATIENCE;
+        while !socket.exists() {
+            assert!(Instant::now() < deadline, "nbdkit does not listen");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Self(child, rate)
+    }
+
+    fn go_faster(&self) {
+        std::fs::write(&self.1, "8G\n").unwrap();
+    }
+}
+
+impl Drop for SlowServer {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_slow_target_slows_the_backup_and_no_guest() {
+    if !has_tool("nbdkit") || !has_tool("qemu-img") {
+        return;
+    }
+    let bench = Bench::new();
+    let server = bench.serve();
+    let guests = bench.guests(3, 60);
+    guests.wait_for_more(3000);
+    let socket = bench.path("nbd");
+    let target = SlowServer::start(&socket);
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    let since = bench.history.now();
+    bench.ctl(&["backup", "root", &uri, "--format", "raw", "--existing", "--no-wait"]);
+    bench.until("the copy has begun", |bench| bench.last_job()["done_bytes"].as_u64() > Some(0));
+    let before = bench.last_job()["done_bytes"].as_u64();
+    // So many requests end while the target takes next to nothing.
+    guests.wait_for_more(1000);
+    let after = bench.last_job();
+    assert!(after["state"] == "running" && before < after["total_bytes"].as_u64(), "{after}");
+    target.go_faster();
+    bench.until("the backup has ended", |bench| bench.last_job()["state"] == "done");
+    assert_eq!(guests.finish(), [""; 0]);
+    let raw = bench.path("seen.raw");
+    tool_ok("qemu-img", &["convert", "-f", "raw", "-O", "raw", &uri, path_str(&raw)]);
+    bench.history.check_read(0, &std::fs::read(raw).unwrap(), since).unwrap();
+    drop(target);
+    server.stop();
+}
+
+#[test]
+fn killed_at_any_moment_of_a_backup_the_next_daemon_has_all_that_was_flushed_and_no_fleece() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let moments = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(4, |value| value.parse().expect("a number"));
+    let mut bench = Bench::new();
+    for moment in 0..moments {
+        let server = bench.serve();
+        if bench.bitmap("b").is_null() {
+            bench.ctl(&["bitmap", "add", "root", "b"]);
+        }
+        let guests = bench.guests(10 + moment, 50);
+        guests.wait_for_more(300);
+        let target = bench.path("target.qcow2");
+        let rate = ["4M", "50M", "500M"][moment as usize % 3];
+        let call =
+            ["backup", "root", path_str(&target), "--mode", "full", "--bitmap", "b", "--rate", rate, "--no-wait"];
+        bench.ctl(&call);
+        std::thread::sleep(Duration::from_millis(moment * 67 % 250));
+        server.kill();
+        assert_eq!(guests.abandon(), [""; 0], "moment {moment}");
+        let _ = std::fs::remove_file(&target);
+
+        let server = bench.serve();
+        bench.until("the fleece is taken back", |bench| bench.layers() == 1 && bench.fleeces() == 0);
+        bench.until("the job has ended", |bench| {
+            bench.json(&["jobs"])["jobs"].as_array().unwrap().iter().all(|job| job["state"] == "done")
+        });
+        let bitmap = bench.bitmap("b");
+        if bitmap["inconsistent"] == true {
+            let said = bench.fails(&["backup", "root", path_str(&target), "--bitmap", "b", "--mode", "full"]);
+            assert!(said.contains("inconsistent"), "{said}");
+            bench.ctl(&["bitmap", "remove", "root", "b"]);
+        }
+        server.stop();
+        let base = bench.path("base.qcow2");
+        assert_valid(&base, true);
+        let seen = bench.as_qemu_sees(&base);
+        bench.history.check_survivors(0, &seen).unwrap_or_else(|wrong| panic!("moment {moment}: {wrong}"));
+        bench.history = Arc::new(SectorHistory::holding(&seen));
+    }
+}
+
+#[test]
+fn internal_snapshots_are_taken_under_guests_and_applied_without() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let bench = Bench::new();
+    let server = bench.serve();
+    let guests = bench.guests(5, 50);
+    guests.wait_for_more(500);
+    for name in ["one", "two", "three"] {
+        guests.wait_for_more(300);
+        bench.ctl(&["snapshot-create", "root", name]);
+    }
+    bench.ctl(&["snapshot-delete", "root", "two"]);
+    assert!(bench.fails(&["snapshot-delete", "root", "two"]).contains("no snapshot"));
+    let refused = bench.fails(&["snapshot-apply", "root", "one"]);
+    assert!(refused.contains("has a guest at"), "{refused}");
+    guests.wait_for_more(300);
+    assert_eq!(guests.finish(), [""; 0]);
+    let base = bench.path("base.qcow2");
+    let then = bench.path("then.raw");
+    bench.until("the guest is gone", |bench| {
+        let arguments = bench.arguments(&["snapshot-apply", "root", "one"]);
+        common::run(&arguments.iter().map(String::as_str).collect::<Vec<_>>()).status.success()
+    });
+    let names: Vec<Value> = bench.json(&["snapshot-list", "root"])["snapshots"].as_array().unwrap().clone();
+    assert_eq!(names.iter().map(|found| found["name"].clone()).collect::<Vec<_>>(), ["one", "three"]);
+    server.stop();
+    let arguments =
+        ["convert", "-f", "qcow2", "-l", "snapshot.name=one", "-O", "raw", path_str(&base), path_str(&then)];
+    tool_ok("qemu-img", &arguments);
+    assert!(bench.as_qemu_sees(&base) == std::fs::read(then).unwrap());
+    assert_valid(&base, false);
+}

@@ -1,0 +1,132 @@
+//! Backups, and the record of the fleeces that they put on disks.
+
+use crate::api::{BackupDisk, BackupMode, Job};
+use crate::manager::Manager;
+use crate::record::{RecordedDisk, Records};
+use block::{Error, ErrorKind, Result};
+use daemon::{BackupOptions, BackupRecord, NodeId, absolute};
+use image::{FileName, Format};
+use std::path::Path;
+use std::sync::Arc;
+
+impl Manager {
+    /// Starts to copy a disk as it is at one moment to another image.
+    pub fn backup(self: &Arc<Self>, name: &str, request: BackupDisk) -> Result<Job> {
+        if !self.records.is_durable() {
+            let what = "a backup needs a daemon with a state directory (serve --state-dir): what guests write meanwhile goes \
+                        to another file, which the next daemon has to know after a crash";
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        let node = self.node(name)?;
+        let target = match FileName::parse(&request.target)? {
+            FileName::File(path) => FileName::File(absolute(&path)),
+            other => other,
+        };
+        let mode = match request.mode {
+            Some(BackupMode::Full) => daemon::BackupMode::Full,
+            Some(BackupMode::Top) => daemon::BackupMode::Top,
+            Some(BackupMode::Incremental) => daemon::BackupMode::Incremental,
+            None if request.bitmap.is_some() => daemon::BackupMode::Incremental,
+            None => daemon::BackupMode::Full,
+        };
+        let options = BackupOptions {
+            target,
+            format: request.format.as_deref().map_or(Ok(Format::Qcow2), str::parse)?,
+            existing: request.existing,
+            mode,
+            bitmap: request.bitmap,
+            base: request.base.as_deref().map(absolute),
+            fleece_directory: request.fleece_directory.as_deref().map(absolute),
+            fleece_quota_bytes: request.fleece_quota_bytes,
+            bytes_per_second: request.bytes_per_second,
+        };
+        let record = FleeceRecord { records: Arc::clone(&self.records), disk: name.to_owned() };
+        let id = self.daemon.start_backup(node, options, record)?;
+        self.has_started(name, id)
+    }
+
+    /// Takes off what a backup has left on a disk when the daemon died.
+    pub(crate) fn take_fleece_off(&self, node: NodeId, name: &str) {
+        let (records, disk) = (Arc::clone(&self.records), name.to_owned());
+        let fleeces = records.current().disk(name).map(|disk| disk.fleeces.clone()).unwrap_or_default();
+        let top = records.current().disk(name).and_then(|disk| disk.options.get("file").map(str::to_owned));
+        for fleece in fleeces {
+            let mut record = FleeceRecord { records: Arc::clone(&records), disk: disk.clone() };
+            let path = Path::new(&fleece).to_owned();
+            if top.as_ref() != Some(&fleece) {
+                if let Err(error) = record.remove(&path) {
+                    tracing::warn!(disk = %name, "{error}");
+                }
+                continue;
+            }
+            tracing::info!(disk = %name, "a backup did not come to its end: '{fleece}' is taken back");
+            let off = move |below: Option<&FileName>| {
+                below.map_or(Ok(()), |below| record.is_off(below))?;
+                // Nothing needs it from here on, and nothing can fail any more.
+                if let Err(error) = record.remove(&path) {
+                    tracing::warn!("{error}");
+                }
+                Ok(())
+            };
+            if let Err(error) = self.daemon.start_take_overlay_back_with(node, off) {
+                tracing::error!(disk = %name, "cannot take '{fleece}' back: {error}; try 'ctl commit'");
+            }
+        }
+    }
+}
+
+/// The fleece of one backup, in the record.
+struct FleeceRecord {
+    records: Arc<Records>,
+    disk: String,
+}
+
+impl FleeceRecord {
+    fn change(&self, change: impl FnOnce(&mut RecordedDisk)) -> Result<()> {
+        self.records.change(|record| {
+            if let Some(disk) = record.disk_mut(&self.disk) {
+                change(disk);
+            }
+        })
+    }
+
+    /// Removes a fleece that no layer rests on.
+    fn remove(&mut self, fleece: &Path) -> Result<()> {
+        let text = fleece.to_string_lossy();
+        let record = self.records.current();
+        if record.disks.iter().any(|disk| disk.files().any(|file| file == text)) {
+            return Ok(());
+        }
+        match std::fs::remove_file(fleece) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(Error::io(format!("cannot remove the fleece '{text}'"), error));
+            }
+            _ => {}
+        }
+        self.is_removed(fleece)
+    }
+}
+
+impl BackupRecord for FleeceRecord {
+    fn will_make(&mut self, fleece: &Path) -> Result<()> {
+        self.change(|disk| disk.fleeces.push(fleece.to_string_lossy().into_owned()))
+    }
+
+    fn is_on_top(&mut self, fleece: &Path) -> Result<()> {
+        self.change(|disk| disk.put_on(&fleece.to_string_lossy()))
+    }
+
+    fn is_off(&mut self, top: &FileName) -> Result<()> {
+        self.change(|disk| disk.take_off(&top.to_string()))
+    }
+
+    fn is_removed(&mut self, fleece: &Path) -> Result<()> {
+        let text = fleece.to_string_lossy();
+        self.change(|disk| {
+            if disk.options.get("file") == Some(&*text) {
+                disk.undo_put_on();
+            }
+            disk.fleeces.retain(|other| *other != text);
+        })
+    }
+}

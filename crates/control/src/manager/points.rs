@@ -1,0 +1,102 @@
+//! Bitmaps and internal snapshots of running disks.
+
+use super::Manager;
+use crate::api::{
+    BitmapChange, BitmapVerb, Bitmaps, ChangeBitmaps, DirtyBitmap, EventKind, InternalSnapshot, InternalSnapshots,
+};
+use block::{Error, ErrorKind, Result};
+use image::{BitmapAction, ClosedEdit, NewSnapshot, SnapshotName};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+impl Manager {
+    /// The persistent bitmaps of a disk.
+    pub fn bitmaps(&self, name: &str) -> Result<Bitmaps> {
+        let bitmaps = self.daemon.bitmaps(self.node(name)?)?.into_iter().map(|bitmap| DirtyBitmap {
+            name: bitmap.name,
+            file: bitmap.file.to_string(),
+            granularity: bitmap.granularity_bytes,
+            recording: bitmap.recording,
+            inconsistent: bitmap.inconsistent,
+            dirty_bytes: bitmap.dirty_bytes,
+        });
+        Ok(Bitmaps { bitmaps: bitmaps.collect() })
+    }
+
+    /// Changes persistent bitmaps of a disk's top layer: all of them, in order, or none.
+    pub fn change_bitmaps(&self, name: &str, request: &ChangeBitmaps) -> Result<Bitmaps> {
+        let actions = request.actions.iter().map(action).collect::<Result<Vec<_>>>()?;
+        if actions.is_empty() {
+            return Err(Error::new(ErrorKind::BadOption, "no change is asked for"));
+        }
+        self.edit(name, &ClosedEdit::Bitmaps(actions))?;
+        self.bitmaps(name)
+    }
+
+    /// The internal snapshots of a disk's top layer.
+    pub fn internal_snapshots(&self, name: &str) -> Result<InternalSnapshots> {
+        let snapshots = self.daemon.internal_snapshots(self.node(name)?)?.into_iter().map(|found| InternalSnapshot {
+            id: found.id,
+            name: found.name,
+            date_seconds: found.date_seconds,
+            disk_bytes: found.disk_bytes,
+        });
+        Ok(InternalSnapshots { snapshots: snapshots.collect() })
+    }
+
+    /// Takes an internal snapshot.
+    pub fn create_internal_snapshot(&self, name: &str, snapshot: &str) -> Result<InternalSnapshots> {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let new = NewSnapshot::new(snapshot).with(|new| {
+            new.date_seconds = u32::try_from(since.as_secs()).unwrap_or(u32::MAX);
+            new.date_nanoseconds = since.subsec_nanos();
+        });
+        self.edit(name, &ClosedEdit::CreateSnapshot(new))?;
+        self.internal_snapshots(name)
+    }
+
+    /// Deletes an internal snapshot.
+    pub fn delete_internal_snapshot(&self, name: &str, snapshot: &str) -> Result<()> {
+        self.edit(name, &ClosedEdit::DeleteSnapshot(SnapshotName::Any(snapshot.to_owned())))
+    }
+
+    /// Makes a disk that no guest uses what it was when a snapshot was taken.
+    pub fn apply_internal_snapshot(&self, name: &str, snapshot: &str) -> Result<InternalSnapshots> {
+        self.edit(name, &ClosedEdit::ApplySnapshot(SnapshotName::Any(snapshot.to_owned())))?;
+        self.internal_snapshots(name)
+    }
+
+    fn edit(&self, name: &str, edit: &ClosedEdit) -> Result<()> {
+        self.daemon.edit_disk(self.node(name)?, edit)?;
+        let what = match edit {
+            ClosedEdit::Bitmaps(_) => "its bitmaps were changed",
+            ClosedEdit::CreateSnapshot(_) => "an internal snapshot was taken",
+            ClosedEdit::DeleteSnapshot(_) => "an internal snapshot was deleted",
+            _ => "an internal snapshot was applied",
+        };
+        self.events.publish(EventKind::DiskChanged, Some(name), None, Some(what.to_owned()));
+        Ok(())
+    }
+}
+
+fn action(change: &BitmapChange) -> Result<(String, BitmapAction)> {
+    let bad = |what: &str| {
+        let verb = serde_json::to_value(change.action).unwrap_or_default();
+        let verb = verb.as_str().unwrap_or_default().to_owned();
+        Err(Error::new(ErrorKind::BadOption, format!("{verb} bitmap '{}': {what}", change.bitmap)))
+    };
+    if change.granularity.is_some() && change.action != BitmapVerb::Add {
+        return bad("a granularity is for 'add' only");
+    }
+    if change.source.is_some() != (change.action == BitmapVerb::Merge) {
+        return bad("a source is for 'merge', which needs one");
+    }
+    let action = match change.action {
+        BitmapVerb::Add => BitmapAction::Add { granularity_bytes: change.granularity },
+        BitmapVerb::Remove => BitmapAction::Remove,
+        BitmapVerb::Enable => BitmapAction::Enable,
+        BitmapVerb::Disable => BitmapAction::Disable,
+        BitmapVerb::Clear => BitmapAction::Clear,
+        BitmapVerb::Merge => BitmapAction::MergeOwn(change.source.clone().unwrap_or_default()),
+    };
+    Ok((change.bitmap.clone(), action))
+}

@@ -1,0 +1,342 @@
+//! Backups of running disks: a point in time, copied to another image.
+//!
+//! A fleece goes on top of the disk and takes what guests write. The disk below is copied, by a thread of its own. Then, or
+//! when the copy fails or the fleece becomes too large, the fleece is taken back. So a target that is slow, or hangs, keeps
+//! no guest waiting.
+
+use crate::change::{Made, top_of};
+use crate::daemon::Daemon;
+use crate::fleece::Fleece;
+use crate::status::{JobId, JobKind, NodeId};
+use crate::table::Found;
+use block::{Disk as _, Error, ErrorKind, File, Result};
+use drive::EngineOpener;
+use image::{
+    BackingPolicy, Copied, CopyOut, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, OpenedOverlay,
+    Opener, PointInTime, Role,
+};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::ScopedJoinHandle;
+use std::time::Duration;
+
+/// How often the fleece's size is looked at.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// What is copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BackupMode {
+    /// All that the guest sees.
+    Full,
+    /// What the top layer holds.
+    Top,
+    /// What was written according to a bitmap.
+    Incremental,
+}
+
+/// How a disk is backed up.
+#[derive(Debug, Clone)]
+pub struct BackupOptions {
+    /// The image to copy to.
+    pub target: FileName,
+    /// Its format.
+    pub format: Format,
+    /// The target is there, and is overwritten. Otherwise it is made.
+    pub existing: bool,
+    /// What is copied.
+    pub mode: BackupMode,
+    /// A persistent bitmap of the top layer: what is copied, and what is cleared on success.
+    pub bitmap: Option<String>,
+    /// What a new target rests on: an earlier backup.
+    pub base: Option<PathBuf>,
+    /// Where the fleece lies; beside the disk's image where not given.
+    pub fleece_directory: Option<PathBuf>,
+    /// How large it may become.
+    pub fleece_quota_bytes: Option<u64>,
+    /// The most bytes that are copied in a second.
+    pub bytes_per_second: Option<u64>,
+}
+
+/// Whoever keeps a record of the disks. Each change is durable when its call returns.
+pub trait BackupRecord: Send {
+    /// A fleece will be made.
+    fn will_make(&mut self, fleece: &Path) -> Result<()>;
+    /// It is the top from here on.
+    fn is_on_top(&mut self, fleece: &Path) -> Result<()>;
+    /// It is off; this is the top from here on.
+    fn is_off(&mut self, top: &FileName) -> Result<()>;
+    /// Its file is gone.
+    fn is_removed(&mut self, fleece: &Path) -> Result<()>;
+}
+
+/// What a job needs to know.
+struct Backup {
+    found: Found,
+    policy: (BackingPolicy, Vec<PathBuf>),
+    options: BackupOptions,
+    fleece: PathBuf,
+}
+
+impl Daemon {
+    /// Starts to copy a disk as it is at one moment soon. See [`BackupOptions`].
+    pub fn start_backup(
+        &self,
+        node: NodeId,
+        options: BackupOptions,
+        mut record: impl BackupRecord + 'static,
+    ) -> Result<JobId> {
+        let (_work, found, image) = self.image_for("a look at it for its backup".to_owned(), node, None)?;
+        check(&found.name, &image, &options)?;
+        let fleece = Fleece::path_for(&image, options.fleece_directory.as_deref())?;
+        let mut listed = self.config.listed.clone();
+        listed.extend(options.base.clone());
+        let (rate, policy) = (options.bytes_per_second, (self.config.allow_backing.clone(), listed));
+        drop(image);
+        let backup = Backup { found, policy, options, fleece };
+        self.start_job(JobKind::Backup, node, rate, move |image, watch, has_new_top| {
+            backup.run(image, watch, has_new_top, &mut record)
+        })
+    }
+}
+
+/// What can be said before anything is done.
+fn check(name: &str, image: &Image, options: &BackupOptions) -> Result<()> {
+    let bad = |what: String| Err(Error::new(ErrorKind::BadOption, what));
+    match (options.mode, &options.bitmap) {
+        (BackupMode::Incremental, None) => return bad("an incremental backup needs a bitmap (--bitmap)".to_owned()),
+        (BackupMode::Top, Some(_)) => return bad("a backup of the top layer takes no bitmap".to_owned()),
+        (BackupMode::Top, _) if options.existing || options.base.is_some() || options.format != Format::Qcow2 => {
+            return bad(
+                "a backup of the top layer makes a new qcow2 image, which rests on what the top rests on".to_owned()
+            );
+        }
+        (BackupMode::Incremental, _) if !options.existing && options.base.is_none() => {
+            let what = "an incremental backup holds what has changed only: name the backup that a new image is to rest on \
+                        (--base), or copy into an image that is there (--existing)";
+            return bad(what.to_owned());
+        }
+        _ => {}
+    }
+    if options.base.is_some() && (options.existing || options.format != Format::Qcow2) {
+        return bad("only a new qcow2 image can be made to rest on another (--base)".to_owned());
+    }
+    let Some(bitmap) = &options.bitmap else { return Ok(()) };
+    let top = top_of(image);
+    let bitmaps = image.online_bitmaps()?;
+    let found = bitmaps.iter().find(|found| found.name == *bitmap && Some(&found.file) == top.as_ref());
+    match found {
+        Some(found) if found.inconsistent => bad(format!(
+            "bitmap '{bitmap}' is inconsistent: make a full backup with a new one (ctl bitmap remove, ctl bitmap add)"
+        )),
+        Some(_) => Ok(()),
+        None if bitmaps.iter().any(|found| found.name == *bitmap) => bad(format!(
+            "bitmap '{bitmap}' is in a lower layer of the disk '{name}', and does not note what is written now"
+        )),
+        None => bad(format!("the disk '{name}' has no bitmap '{bitmap}': make one with 'ctl bitmap add'")),
+    }
+}
+
+impl Backup {
+    fn run(
+        &self,
+        image: &Image,
+        watch: &CopyWatch,
+        has_new_top: &dyn Fn(),
+        record: &mut dyn BackupRecord,
+    ) -> Result<()> {
+        let mut target = Target::open(self, image)?;
+        let path = &self.fleece;
+        record.will_make(path)?;
+        let mut made = Made::default();
+        let fleece = Fleece::make(&mut made, &self.found, image, path, self.options.fleece_quota_bytes);
+        let begun = fleece
+            .and_then(|(fleece, overlay)| Ok((PointInTime::begin(image, overlay, || record.is_on_top(path))?, fleece)));
+        let (point, fleece) = match begun {
+            Ok(begun) => begun,
+            Err(error) => {
+                drop(made);
+                record.is_removed(path)?;
+                return Err(error);
+            }
+        };
+        made.keep();
+        has_new_top();
+        let copy = self.copy_of(&point, &mut target);
+        let (copied, ended) = std::thread::scope(|scope| {
+            // By value: its files are closed when it ends.
+            let copying = copy.and_then(|(copy, what)| {
+                let run = move || copy.run(&what, watch);
+                let started = std::thread::Builder::new().name("backup".to_owned()).spawn_scoped(scope, run);
+                started.map_err(|error| Error::io("cannot start a thread for a backup", error))
+            });
+            let copied = copying.and_then(|copying| watched(copying, &fleece, watch));
+            let copied = copied.and_then(|()| target.is_done());
+            // It ends where it is. Guests are not to wait for that.
+            watch.cancel();
+            let cleared = match (&self.options.bitmap, &copied) {
+                (Some(bitmap), Ok(())) => point.clear_bitmap(bitmap).map_err(|error| {
+                    error.in_context(format!("the backup is whole, and bitmap '{bitmap}' could not be cleared"))
+                }),
+                _ => Ok(()),
+            };
+            (copied.and(cleared), self.take_back(image, point, has_new_top, record))
+        });
+        drop(target);
+        match (copied, ended) {
+            (copied, Ok(())) => copied,
+            (Ok(()), Err(error)) => Err(error.in_context("the backup is whole")),
+            (Err(copied), Err(error)) => Err(Error::new(copied.kind(), format!("{copied}; {error}"))),
+        }
+    }
+
+    /// What is to be copied, and how.
+    fn copy_of(&self, point: &PointInTime<'_>, target: &mut Target) -> Result<(CopyOut, Copied)> {
+        let what = match (self.options.mode, &self.options.bitmap) {
+            (BackupMode::Top, _) => Copied::TopLayer,
+            (BackupMode::Incremental, Some(bitmap)) => Copied::Ranges(point.read_bitmap(bitmap)?.ranges()),
+            _ => Copied::All,
+        };
+        let to = match target.opened.take() {
+            Some(Opened::Image(image)) => image,
+            Some(Opened::Overlay(overlay)) => point.image_beside_top(overlay)?,
+            None => return Err(Error::new(ErrorKind::Io, "the target is not open")),
+        };
+        Ok((point.copy_out(to, target.is_blank)?, what))
+    }
+
+    fn take_back(
+        &self,
+        image: &Image,
+        point: PointInTime<'_>,
+        has_new_top: &dyn Fn(),
+        record: &mut dyn BackupRecord,
+    ) -> Result<()> {
+        let path = &self.fleece;
+        let below = image.layer_file_names().nth(1).map(|(file, _)| file);
+        let below = below.ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+        point.end(&CopyWatch::default(), || record.is_off(&below)).map_err(|error| {
+            let what = format!(
+                "what guests have written since stays in '{}', which is the top of the disk; 'ctl commit {}' takes it back",
+                path.display(),
+                self.found.name
+            );
+            error.in_context(what)
+        })?;
+        has_new_top();
+        remove_fleece(path);
+        record.is_removed(path)
+    }
+}
+
+/// Its contents are in the layer below.
+pub(crate) fn remove_fleece(path: &Path) {
+    if let Err(error) = std::fs::remove_file(path) {
+        tracing::warn!("cannot remove '{}', which is not used any more: {error}", path.display());
+    }
+}
+
+/// Waits for the end of the copy, of the fleece's room, or of anybody's patience.
+fn watched(copying: ScopedJoinHandle<'_, Result<()>>, fleece: &Fleece, watch: &CopyWatch) -> Result<()> {
+    while !copying.is_finished() {
+        fleece.check()?;
+        if watch.is_cancelled() {
+            return Err(Error::new(ErrorKind::Cancelled, "cancelled: the target is not whole"));
+        }
+        std::thread::sleep(LOOK);
+    }
+    copying.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the copy panicked")))
+}
+
+enum Opened {
+    Image(Image),
+    /// To be opened over the layers that the disk's top rests on.
+    Overlay(OpenedOverlay),
+}
+
+/// What is copied to. Half of a target is removed again where it was made here.
+struct Target {
+    opened: Option<Opened>,
+    is_blank: bool,
+    made: Option<PathBuf>,
+}
+
+impl Target {
+    fn open(backup: &Backup, image: &Image) -> Result<Self> {
+        let options = &backup.options;
+        let (name, opener) = (&options.target, EngineOpener::default());
+        let mut target = Self { opened: None, is_blank: false, made: None };
+        if !options.existing {
+            let path = name.path().ok_or_else(|| {
+                let what = format!("'{name}' is no file that can be made here: it has to be there (--existing)");
+                Error::new(ErrorKind::BadOption, what)
+            })?;
+            engine::create(path, 0)?;
+            target.made = Some(path.to_owned());
+            let file: Arc<dyn File> = opener.open(name, Role::Writable)?;
+            let create = new_target(backup, image)?;
+            target.is_blank = !matches!(&create, CreateOptions::Qcow2(new) if new.backing_file.is_some());
+            image::create(&file, &create)?;
+            if options.mode == BackupMode::Top && !target.is_blank {
+                target.opened = Some(Opened::Overlay(OpenedOverlay::open(name, file)?));
+                return Ok(target);
+            }
+        }
+        let open = ImageOptions::new(name.clone()).with(|open| {
+            open.format = Some(options.format);
+            open.allow_backing = backup.policy.0.clone();
+            open.listed.clone_from(&backup.policy.1);
+        });
+        target.opened = Some(Opened::Image(image::open(&open, &opener)?));
+        Ok(target)
+    }
+
+    /// All of it is durable; so is its name from here on.
+    fn is_done(&mut self) -> Result<()> {
+        let Some(path) = self.made.take() else { return Ok(()) };
+        let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
+        let synced = std::fs::File::open(directory).and_then(|directory| directory.sync_all());
+        synced.map_err(|error| Error::io(format!("cannot make the name '{}' durable", path.display()), error))
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        self.opened = None;
+        if let Some(path) = &self.made
+            && let Err(error) = std::fs::remove_file(path)
+        {
+            tracing::warn!("cannot remove '{}', which is half a backup: {error}", path.display());
+        }
+    }
+}
+
+/// What a new target is.
+fn new_target(backup: &Backup, image: &Image) -> Result<CreateOptions> {
+    let size_bytes = image.info().size_bytes;
+    let named = |path: &Path| {
+        let text = path.to_str().map(str::to_owned);
+        text.ok_or_else(|| Error::new(ErrorKind::Unsupported, format!("'{}' is not UTF-8", path.display())))
+    };
+    let below = image.layer_file_names().nth(1).and_then(|(file, _)| Some(file.path()?.to_owned()));
+    let (base, format) = match (backup.options.mode, &backup.options.base, below) {
+        (BackupMode::Top, _, Some(below)) => (Some(named(&below)?), image.formats().nth(1)),
+        (_, Some(base), _) => {
+            let file = EngineOpener::default().open(&FileName::from(base.as_path()), Role::Backing)?;
+            let found = image::inspect(base.as_path(), &file, None)?;
+            (Some(named(base)?), Some(found.format))
+        }
+        _ => (None, None),
+    };
+    match backup.options.format {
+        Format::Raw => Ok(CreateOptions::raw(size_bytes)),
+        Format::Qcow2 => {
+            let options = format_qcow2::CreateOptions::default().with(|options| {
+                options.size_bytes = size_bytes;
+                options.backing_file = base;
+                options.backing_format = format.map(|format| format.to_string());
+            });
+            Ok(CreateOptions::Qcow2(options))
+        }
+        other => Err(Error::new(ErrorKind::Unsupported, format!("no backup can have the format {other}"))),
+    }
+}

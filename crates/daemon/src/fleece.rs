@@ -1,0 +1,107 @@
+//! The file that takes what guests write while a backup runs, and how much room there is for it.
+
+use crate::change::{Made, top_of};
+use crate::table::Found;
+use block::{Error, ErrorKind, Result};
+use image::{Image, OpenedOverlay};
+use rustix::fs::{FallocateFlags, fallocate, statvfs};
+use rustix::io::Errno;
+use std::fs::{File, OpenOptions};
+use std::path::{Path, PathBuf};
+
+/// In a file that is new, small writes take little space, and copy nothing from below.
+const CLUSTER_BYTES: u64 = 128 << 10;
+/// Where no quota is given, so much of a file system stays free for others: this part of it, at most so many bytes.
+const SPARE_PART: u64 = 20;
+const SPARE_BYTES_MAX: u64 = 1 << 30;
+/// Kept beyond the quota, for what guests write while the fleece is taken back.
+const RESERVE_PART: u64 = 8;
+const RESERVE_BYTES_LEAST: u64 = 16 << 20;
+
+/// A fleece's file, and when it has become too large.
+pub(crate) struct Fleece {
+    path: PathBuf,
+    file: File,
+    quota_bytes: Option<u64>,
+    /// The file system may run out of space below it.
+    watches_space: bool,
+}
+
+impl Fleece {
+    /// Makes the file, which must not exist, and keeps space for it where a quota is given.
+    pub(crate) fn make(
+        made: &mut Made,
+        found: &Found,
+        image: &Image,
+        path: &Path,
+        quota_bytes: Option<u64>,
+    ) -> Result<(Self, OpenedOverlay)> {
+        let overlay = made.overlay_with(found, image, path, |options| {
+            options.cluster_size = CLUSTER_BYTES;
+            options.extended_l2 = true;
+        })?;
+        let failed = |error| Error::io(format!("cannot open the fleece '{}'", path.display()), error);
+        let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
+        let mut fleece = Self { path: path.to_owned(), file, quota_bytes, watches_space: true };
+        if let Some(quota_bytes) = quota_bytes {
+            fleece.reserve(quota_bytes)?;
+        }
+        fleece.check()?;
+        Ok((fleece, overlay))
+    }
+
+    fn reserve(&mut self, quota_bytes: u64) -> Result<()> {
+        let more = (quota_bytes / RESERVE_PART).max(RESERVE_BYTES_LEAST);
+        match fallocate(&self.file, FallocateFlags::KEEP_SIZE, 0, quota_bytes.saturating_add(more)) {
+            Ok(()) => self.watches_space = false,
+            // Then its space is watched.
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
+            Err(errno) => {
+                let what = format!("cannot keep {quota_bytes} bytes for the fleece '{}'", self.path.display());
+                return Err(Error::io(what, errno.into()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Fails when the fleece has become too large.
+    pub(crate) fn check(&self) -> Result<()> {
+        let path = self.path.display();
+        let failed = |error| Error::io(format!("cannot look at the fleece '{path}'"), error);
+        let used_bytes = self.file.metadata().map_err(failed)?.len();
+        if let Some(quota_bytes) = self.quota_bytes.filter(|quota_bytes| used_bytes > *quota_bytes) {
+            let what = format!(
+                "the backup was broken off: while it ran, guests overwrote more than the fleece's quota of {quota_bytes} \
+                 bytes takes. Give it a larger one (--fleece-quota), or a faster target"
+            );
+            return Err(Error::new(ErrorKind::Io, what));
+        }
+        if !self.watches_space {
+            return Ok(());
+        }
+        let space = statvfs(&self.path).map_err(|errno| failed(errno.into()))?;
+        let spare_bytes = (space.f_blocks.saturating_mul(space.f_frsize) / SPARE_PART).min(SPARE_BYTES_MAX);
+        if space.f_bavail.saturating_mul(space.f_frsize) < spare_bytes {
+            let what = format!(
+                "the backup was broken off: fewer than {spare_bytes} bytes are left for the fleece '{path}'. Make room, or \
+                 choose another place (--fleece-dir)"
+            );
+            return Err(Error::new(ErrorKind::Io, what));
+        }
+        Ok(())
+    }
+
+    /// A name for a new fleece: beside the disk's image, or in `directory`.
+    pub(crate) fn path_for(image: &Image, directory: Option<&Path>) -> Result<PathBuf> {
+        let top = top_of(image);
+        let top = top.as_ref().and_then(|top| top.path()).ok_or_else(|| {
+            let what = "the disk has no path beside which a fleece could lie: say where (--fleece-dir)";
+            Error::new(ErrorKind::Unsupported, what)
+        })?;
+        let directory = directory.or(top.parent()).unwrap_or(Path::new("/"));
+        let stem = top.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let name = |number: u32| directory.join(format!("{stem}.fleece{number}"));
+        let free = (0..u32::MAX).map(name).find(|path| !path.exists());
+        free.ok_or_else(|| Error::new(ErrorKind::Io, "no name is free for a fleece"))
+    }
+}

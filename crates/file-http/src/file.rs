@@ -1,0 +1,187 @@
+//! The file on a web server as a file.
+
+use crate::blocks::Blocks;
+use crate::cache::{Cache, check_version};
+use crate::client::Client;
+use crate::remote::Remote;
+use crate::runtime;
+use crate::secrets::Secrets;
+use crate::url::{HttpOptions, HttpUrl};
+use block::{
+    Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
+    ReactorCtx, Result, Task, block_on,
+};
+use memory::Window;
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+/// Longer reads are carried out piece by piece.
+const PIECE_BYTES_MAX: u64 = 4 << 20;
+
+/// Opens the file at `url`. It cannot be written.
+pub fn open(url: &HttpUrl, read_only: bool) -> Result<Arc<dyn File>> {
+    if !read_only {
+        let message = format!("'{url}' is a file on a web server, which can only be read: put an overlay over it");
+        return Err(Error::new(ErrorKind::BadOption, message).only_for_writing());
+    }
+    let blocks = shared(url)?;
+    let info = FileInfo {
+        name: url.to_string(),
+        length_bytes: blocks.pin.length_bytes,
+        read_only: true,
+        offset_alignment_bytes: 1,
+        memory_alignment_bytes: 1,
+        can_discard: false,
+        discard_zeroes: false,
+        fast_zeroes: false,
+        block_device: false,
+        can_grow: false,
+        locks: Locks::NotWanted,
+        in_memory: false,
+        engine: match &url.options.cache {
+            Some(directory) => format!("HTTP client, cache in '{}'", directory.display()),
+            None => "HTTP client".to_owned(),
+        },
+    };
+    Ok(Arc::new(HttpFile { info, blocks }))
+}
+
+type Open = HashMap<(String, String), Weak<Blocks>>;
+
+/// Files that are open: disks that share one have its blocks once.
+static OPEN: Mutex<Option<Open>> = Mutex::new(None);
+
+fn shared(url: &HttpUrl) -> Result<Arc<Blocks>> {
+    let key = (url.key(), format!("{:?}", url.options));
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let open = open.get_or_insert_default();
+    open.retain(|_, blocks| blocks.strong_count() > 0);
+    let known = open.get(&key).and_then(Weak::upgrade).filter(|blocks| !blocks.remote.has_changed());
+    if let Some(blocks) = known.filter(|_| !url.options.revalidate) {
+        return Ok(blocks);
+    }
+    let blocks = Arc::new(find(url)?);
+    open.insert(key, Arc::downgrade(&blocks));
+    Ok(blocks)
+}
+
+/// Asks the cache, and then the server where the cache knows nothing.
+fn find(url: &HttpUrl) -> Result<Blocks> {
+    let in_context = |error: Error| error.in_context(format!("'{url}'"));
+    let HttpOptions { cache, cache_bytes, revalidate, ca_file, .. } = &url.options;
+    let secrets = Secrets::read(&url.uri, &url.options).map_err(in_context)?;
+    let remote = Remote::new(url.clone(), Client::new(ca_file.as_deref()).map_err(in_context)?, secrets);
+    let runtime = runtime::handle()?;
+    let kept = match cache {
+        Some(directory) if !revalidate => Cache::find(directory, *cache_bytes, &url.key()).map_err(in_context)?,
+        _ => None,
+    };
+    if let Some((cache, pin)) = kept {
+        return Ok(Blocks::new(remote, pin, Some(cache), runtime));
+    }
+    let (sender, receiver) = tokio::sync::oneshot::channel();
+    runtime.spawn(async move {
+        let pin = remote.pin().await;
+        // Somebody waits for it.
+        let _ = sender.send((remote, pin));
+    });
+    let gone = || Error::new(ErrorKind::Io, format!("'{url}': the thread of web servers has ended"));
+    let (remote, pin) = block_on(receiver).map_err(|_| gone())?;
+    let pin = pin.map_err(|why| Error::new(ErrorKind::Io, format!("'{url}': {why}")))?;
+    let cache = match cache {
+        Some(directory) => {
+            check_version(&pin).map_err(in_context)?;
+            std::fs::create_dir_all(directory)
+                .map_err(|error| in_context(Error::io(format!("cache '{}'", directory.display()), error)))?;
+            Some(Cache::create(directory, *cache_bytes, &url.key(), &pin).map_err(in_context)?)
+        }
+        None => {
+            if check_version(&pin).is_err() {
+                tracing::warn!(
+                    "'{url}': the server names no entity tag and no date: a file that changes is not noticed"
+                );
+            }
+            None
+        }
+    };
+    Ok(Blocks::new(remote, pin, cache, runtime))
+}
+
+#[derive(Debug)]
+struct HttpFile {
+    info: FileInfo,
+    blocks: Arc<Blocks>,
+}
+
+impl File for HttpFile {
+    fn info(&self) -> &FileInfo {
+        &self.info
+    }
+
+    fn length_bytes(&self) -> Result<u64> {
+        Ok(self.blocks.pin.length_bytes)
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
+        Ok(Rc::new(HttpQueue { blocks: Arc::clone(&self.blocks), ctx: Some(Rc::clone(ctx)) }))
+    }
+
+    fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
+        Ok(Rc::new(HttpQueue { blocks: Arc::clone(&self.blocks), ctx: None }))
+    }
+}
+
+/// A thread's way to the blocks.
+struct HttpQueue {
+    blocks: Arc<Blocks>,
+    /// None for a queue that waits.
+    ctx: Option<Rc<dyn ReactorCtx>>,
+}
+
+impl FileQueue for HttpQueue {
+    fn push(&self, FileIo { op, done, .. }: FileIo) {
+        let (offset, data, past_end) = match op {
+            FileOp::Read { offset, data, past_end } => (offset, data, past_end),
+            FileOp::Flush => return done.complete(Ok(())),
+            _ => return done.complete(Err(IoError::new(IoErrorKind::ReadOnly))),
+        };
+        let blocks = Arc::clone(&self.blocks);
+        let work = async move { done.complete(read(&blocks, offset, &data, past_end).await) };
+        match &self.ctx {
+            Some(ctx) => ctx.spawn(Task::new(work)),
+            None => block_on(work),
+        }
+    }
+}
+
+async fn read(blocks: &Arc<Blocks>, offset: u64, data: &Window, past_end: PastEnd) -> IoResult {
+    let length = data.length_bytes() as u64;
+    let there = blocks.pin.length_bytes.saturating_sub(offset).min(length);
+    if there < length {
+        match past_end {
+            PastEnd::Zeros => {
+                let (skip, rest) = (to_usize(there), to_usize(length.saturating_sub(there)));
+                data.slice(skip, rest).fill(0);
+            }
+            PastEnd::Fails => return Err(IoError::EIO),
+        }
+    }
+    let mut done = 0;
+    while done < there {
+        let start = offset.saturating_add(done);
+        let end = start.saturating_add(there.saturating_sub(done).min(PIECE_BYTES_MAX));
+        for bytes in blocks.read(start..end).await.map_err(|()| IoError::EIO)? {
+            data.copy_from_slice(to_usize(done), &bytes);
+            done = done.saturating_add(bytes.len() as u64);
+        }
+        if done < end.saturating_sub(offset) {
+            return Err(IoError::EIO);
+        }
+    }
+    Ok(())
+}
+
+fn to_usize(value: u64) -> usize {
+    usize::try_from(value).unwrap_or(usize::MAX)
+}

@@ -1,0 +1,74 @@
+//! Changes of a layer's persistent bitmaps and internal snapshots while it is closed and nobody uses it.
+
+use super::layer::Layer;
+use super::mapping::Mapping;
+use block::{Error, ErrorKind, Result};
+use format_qcow2::{Bitmap, BitmapAction, BitmapBits, NewSnapshot, Snapshot, SnapshotName};
+
+/// What to change.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ClosedEdit {
+    /// Bitmaps, each named: all that is asked for, in order, or nothing.
+    Bitmaps(Vec<(String, BitmapAction)>),
+    /// Take an internal snapshot.
+    CreateSnapshot(NewSnapshot),
+    /// Delete this one.
+    DeleteSnapshot(SnapshotName),
+    /// Make the disk what it was when this one was taken.
+    ApplySnapshot(SnapshotName),
+}
+
+impl Layer {
+    fn needs_qcow2(&self, what: &str) -> Result<()> {
+        match &self.mapping {
+            Mapping::Qcow2(_) => Ok(()),
+            Mapping::Raw(_) | Mapping::Scratch(_) => {
+                let what = format!("'{}': a {} image has no {what}; only qcow2 has", self.name, self.format());
+                Err(Error::new(ErrorKind::Unsupported, what))
+            }
+        }
+    }
+
+    /// Whether its format has what `edit` changes.
+    pub(crate) fn refuse_edit(&self, edit: &ClosedEdit) -> Result<()> {
+        self.needs_qcow2(match edit {
+            ClosedEdit::Bitmaps(_) => "bitmaps",
+            _ => "internal snapshots",
+        })
+    }
+
+    /// Changes the layer, which is closed and which nobody uses, durably. A power cut leaves it before or after the change.
+    pub(crate) async fn edit_closed(&self, edit: &ClosedEdit) -> Result<()> {
+        self.refuse_edit(edit)?;
+        let (io, file, name) = (self.open_blocking()?, &*self.file, self.name.to_string());
+        let (io, name, go_on) = (&io, name.as_str(), &mut |_, _| true);
+        match edit {
+            ClosedEdit::Bitmaps(actions) => {
+                format_qcow2::edit_bitmaps_just_closed(io, file, name, actions, go_on).await
+            }
+            ClosedEdit::CreateSnapshot(new) => format_qcow2::create_snapshot(io, file, name, new, go_on).await,
+            ClosedEdit::DeleteSnapshot(which) => format_qcow2::delete_snapshot(io, file, name, which, go_on).await,
+            ClosedEdit::ApplySnapshot(which) => format_qcow2::apply_snapshot(io, file, name, which, go_on).await,
+        }
+    }
+
+    /// The persistent bitmaps as the file has them.
+    pub(crate) async fn bitmaps(&self) -> Result<Vec<Bitmap>> {
+        match &self.mapping {
+            Mapping::Raw(_) | Mapping::Scratch(_) => Ok(Vec::new()),
+            Mapping::Qcow2(_) => format_qcow2::bitmaps(&self.open_blocking()?, &self.name.to_string()).await,
+        }
+    }
+
+    /// The bits that the file has of a bitmap.
+    pub(crate) async fn read_bitmap(&self, bitmap: &str) -> Result<BitmapBits> {
+        self.needs_qcow2("bitmaps")?;
+        format_qcow2::read_bitmap(&self.open_blocking()?, &self.name.to_string(), bitmap).await
+    }
+
+    /// The internal snapshots as the file has them now.
+    pub(crate) async fn internal_snapshots(&self) -> Result<Vec<Snapshot>> {
+        self.mapping.snapshots(&self.open_blocking()?, &self.name.to_string()).await
+    }
+}

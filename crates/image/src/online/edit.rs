@@ -1,0 +1,174 @@
+//! Changes to the persistent bitmaps and internal snapshots of a running disk.
+//!
+//! Requests are held until none is in flight. The layer is closed, changed as an image is that nobody uses, and opened
+//! again. One header sector makes the change valid, so a power cut leaves the image before it or after it.
+
+use crate::chain::closed_edit::ClosedEdit;
+use crate::chain::exchange::hold_quiet;
+use crate::chain::image::Image;
+use crate::chain::layer::Layer;
+use crate::chain::layers::Chain;
+use crate::file_name::FileName;
+use block::{Disk as _, Error, ErrorKind, Result, block_on};
+use format_qcow2::{Snapshot, SnapshotName};
+use std::sync::Arc;
+
+/// How often a list is read anew that was changed while it was read.
+const TRIES: usize = 5;
+
+/// A persistent bitmap of an image that is open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OnlineBitmap {
+    /// The layer's file.
+    pub file: FileName,
+    /// Its name, unique in the file.
+    pub name: String,
+    /// Bytes of the disk that one bit stands for.
+    pub granularity_bytes: u64,
+    /// What is written to the disk is noted in it, while its layer is the top.
+    pub recording: bool,
+    /// Whoever used it did not come to an end: its bits mean nothing, it can only be removed.
+    pub inconsistent: bool,
+    /// Bytes that were written according to it, in whole granules; `None` where nobody can say.
+    pub dirty_bytes: Option<u64>,
+}
+
+impl Image {
+    /// Changes bitmaps or internal snapshots of the top layer while guests use the disk. Durable when this returns. Guests
+    /// wait for their requests in flight, a flush, and the change: of bitmaps, that takes as long as their tables; of
+    /// snapshots, as long as reading and writing all tables of the image. On an error the image is as before. Blocks; not to
+    /// be called on a reactor's thread.
+    ///
+    /// To apply a snapshot is for disks that no guest uses: what a guest has in memory would be wrong.
+    pub fn edit_online(&self, edit: &ClosedEdit) -> Result<()> {
+        block_on(self.edit_online_async(edit))
+    }
+
+    /// As [`Image::edit_online`], as a future that makes calls that block.
+    #[doc(hidden)]
+    pub async fn edit_online_async(&self, edit: &ClosedEdit) -> Result<()> {
+        let _turn = self.board.try_turn()?;
+        let chain = self.chain();
+        if let (ClosedEdit::ApplySnapshot(which), Some(top)) = (edit, chain.layers.first()) {
+            refuse_other_size(top, which, chain.size_bytes).await?;
+        }
+        self.edit_layer(0, edit).await
+    }
+
+    /// As [`Image::edit_online`], for a layer of the chain that was opened for writing, by whoever has the turn.
+    pub(crate) async fn edit_layer(&self, index: usize, edit: &ClosedEdit) -> Result<()> {
+        let chain = self.chain();
+        let nothing = || Error::new(ErrorKind::Io, "an image without layers");
+        let layer = chain.layers.get(index).ok_or_else(nothing)?;
+        layer.refuse_edit(edit)?;
+        let refuse = |what: &str| Err(Error::new(ErrorKind::Unsupported, format!("'{}': {what}", layer.name)));
+        if chain.disk.read_only || !layer.writable {
+            return refuse("it is open for reading only");
+        }
+        if chain.is_handing_over() {
+            return refuse("the former top layer could not be made durable");
+        }
+        if layer.name.is_temporary() {
+            return refuse("what is written to a disk with snapshot=on is thrown away");
+        }
+        let barrier = hold_quiet(&self.board).await?;
+        if let Err(error) = layer.close().await {
+            barrier.give_up().await;
+            return Err(error);
+        }
+        let result = layer.edit_closed(edit).await;
+        // Its tables may be others also where the change has failed.
+        let lower = Chain::plain(chain.layers.get(index..).unwrap_or_default().to_vec(), &chain.disk);
+        let next = match lower.reopened(layer) {
+            Ok(edited) => {
+                let mut layers = chain.layers.clone();
+                if let Some(layer) = layers.get_mut(index) {
+                    *layer = Arc::new(edited);
+                }
+                Chain::new(layers, &chain.disk)
+            }
+            Err(error) => {
+                tracing::error!("{error}; every request fails from now on");
+                barrier.release(vec![Arc::new(Chain::dead(chain.layers.clone(), &chain.disk))]).await;
+                return result.and(Err(error));
+            }
+        };
+        barrier.release(vec![Arc::new(next)]).await;
+        self.listeners.notify(|| self.info());
+        result
+    }
+
+    /// The persistent bitmaps of all layers, top first. Blocks.
+    pub fn online_bitmaps(&self) -> Result<Vec<OnlineBitmap>> {
+        again(|| {
+            let layers = self.chain().layers.clone();
+            let found = layers.iter().map(|layer| block_on(bitmaps_of(layer))).collect::<Result<Vec<_>>>()?;
+            Ok(found.into_iter().flatten().collect())
+        })
+    }
+
+    /// The internal snapshots of the top layer, as they are now. Blocks.
+    pub fn online_snapshots(&self) -> Result<Vec<Snapshot>> {
+        again(|| {
+            let top = self.chain().layers.first().cloned();
+            top.map(|top| block_on(top.internal_snapshots())).transpose().map(Option::unwrap_or_default)
+        })
+    }
+}
+
+/// Reads what somebody may be changing: then it makes no sense, or not all of it is there.
+fn again<T>(read: impl Fn() -> Result<T>) -> Result<T> {
+    let mut result = read();
+    for _ in 1..TRIES {
+        if result.is_ok() {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        result = read();
+    }
+    result
+}
+
+async fn bitmaps_of(layer: &Layer) -> Result<Vec<OnlineBitmap>> {
+    let noting = layer.mapping.qcow2().map(format_qcow2::Qcow2::noting_bitmaps).unwrap_or_default();
+    let mut found = Vec::new();
+    for bitmap in layer.bitmaps().await? {
+        let noted = noting.iter().find(|(name, _)| *name == bitmap.name).map(|(_, dirty_bytes)| *dirty_bytes);
+        let inconsistent = bitmap.in_use && noted.is_none();
+        let dirty_bytes = match noted {
+            Some(dirty_bytes) => Some(dirty_bytes),
+            None if inconsistent => None,
+            None => {
+                let ranges = layer.read_bitmap(&bitmap.name).await?.ranges();
+                let lengths = ranges.iter().map(|range| range.end.saturating_sub(range.start));
+                Some(lengths.fold(0, u64::saturating_add).min(layer.size_bytes))
+            }
+        };
+        found.push(OnlineBitmap {
+            file: layer.name.clone(),
+            granularity_bytes: bitmap.granularity_bytes(),
+            recording: bitmap.enabled && !inconsistent,
+            name: bitmap.name,
+            inconsistent,
+            dirty_bytes,
+        });
+    }
+    Ok(found)
+}
+
+async fn refuse_other_size(top: &Layer, which: &SnapshotName, size_bytes: u64) -> Result<()> {
+    let snapshots = top.internal_snapshots().await?;
+    match which.find_in(&snapshots) {
+        Some(found) if found.disk_bytes != size_bytes => {
+            let what = format!(
+                "'{}': the disk had {} bytes when snapshot {which} was taken, and has {size_bytes}; a served disk keeps its \
+                 size: remove it and use 'ringdisk snapshot -a'",
+                top.name, found.disk_bytes
+            );
+            Err(Error::new(ErrorKind::Unsupported, what))
+        }
+        // One that is not there is refused by whoever applies it.
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,94 @@
+//! A disk as it is at one moment, kept while its guests go on.
+//!
+//! A new top layer takes what guests write from the barrier on. What lies below is the disk at that moment, and does not
+//! change. Afterwards the new layer is taken back. That writes to the layer below as guests would have done, so the
+//! persistent bitmaps there note it.
+
+use super::copy_out::CopyOut;
+use super::overlay::{OpenedOverlay, put_overlay_in_turn};
+use super::take_back::take_back_in_turn;
+use super::watch::CopyWatch;
+use crate::chain::closed_edit::ClosedEdit;
+use crate::chain::exchange::board::Turn;
+use crate::chain::image::Image;
+use crate::chain::layer::Layer;
+use crate::chain::layers::{Chain, Constants};
+use crate::chain::table_cache::Hits;
+use block::{Error, ErrorKind, Result, block_on};
+use format_qcow2::{BitmapAction, BitmapBits};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+/// A disk at the moment of [`PointInTime::begin`]. Nobody else changes the disk's chain as long as this lives. Dropped, it
+/// leaves the temporary layer in its place.
+pub struct PointInTime<'a> {
+    image: &'a Image,
+    view: Arc<Image>,
+    settled: Result<()>,
+    _turn: Turn,
+}
+
+impl<'a> PointInTime<'a> {
+    /// Puts the overlay on top, as [`crate::put_overlay`] does, and calls `commit` as that does. On an error nothing has
+    /// changed. Blocks; not to be called on a reactor's thread.
+    pub fn begin(image: &'a Image, overlay: OpenedOverlay, commit: impl FnOnce() -> Result<()>) -> Result<Self> {
+        let turn = image.board.try_turn()?;
+        let settled = block_on(put_overlay_in_turn(image, overlay, commit))?;
+        let below = image.chain().layers.get(1..).unwrap_or_default().to_vec();
+        let view = Arc::new(Image::new(Chain::new(below, &constants(true))));
+        Ok(Self { image, view, settled, _turn: turn })
+    }
+
+    /// The disk as it was then. Fails if what was written by then cannot be made durable.
+    pub fn view(&self) -> Result<Arc<Image>> {
+        match &self.settled {
+            Ok(()) => Ok(Arc::clone(&self.view)),
+            Err(error) => Err(Error::new(error.kind(), error.to_string())),
+        }
+    }
+
+    /// The bits of a persistent bitmap, as they were then.
+    pub fn read_bitmap(&self, bitmap: &str) -> Result<BitmapBits> {
+        block_on(self.former_top()?.read_bitmap(bitmap))
+    }
+
+    /// Clears a persistent bitmap durably: afterwards it says what was written since. Guests are held for their requests in
+    /// flight, and for as long as the tables of the bitmaps take.
+    pub fn clear_bitmap(&self, bitmap: &str) -> Result<()> {
+        let edit = ClosedEdit::Bitmaps(vec![(bitmap.to_owned(), BitmapAction::Clear)]);
+        block_on(self.image.edit_layer(1, &edit))
+    }
+
+    /// A new image that names what the former top rests on, opened over those layers: to copy the former top to.
+    pub fn image_beside_top(&self, new: OpenedOverlay) -> Result<Image> {
+        let below = self.view.chain().layers.get(1..).unwrap_or_default().to_vec();
+        let layers = std::iter::once(Arc::new(new.layer)).chain(below).collect();
+        Ok(Image::new(Chain::new(layers, &constants(false))))
+    }
+
+    /// What copies it to an image. `is_blank` says that the image reads as zeros where nothing was written to it.
+    pub fn copy_out(&self, to: Image, is_blank: bool) -> Result<CopyOut> {
+        CopyOut::new(self.view()?, to, is_blank)
+    }
+
+    /// Takes the temporary layer back, as [`crate::take_back`] does. On an error it stays on top, and can be taken back later.
+    pub fn end(self, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
+        block_on(take_back_in_turn(self.image, watch, commit))
+    }
+
+    fn former_top(&self) -> Result<Arc<Layer>> {
+        let top = self.view.chain().layers.first().cloned();
+        top.ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))
+    }
+}
+
+fn constants(read_only: bool) -> Arc<Constants> {
+    Arc::new(Constants {
+        read_only,
+        serial: String::new(),
+        volatile_cache: AtomicBool::new(true),
+        table_cache_bytes: None,
+        refused_headers: AtomicU64::new(0),
+        hits: Hits::default(),
+    })
+}

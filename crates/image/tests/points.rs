@@ -1,0 +1,231 @@
+//! A disk as it was at one moment, copied while several queues work, and every read checked against the history of the
+//! writes.
+
+mod live;
+
+use block::{ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, ReactorCtx, Result};
+use live::{Bench, HostOpener, Shape, create};
+use ringdisk_image::{
+    BitmapAction, ClosedEdit, Copied, CopyWatch, Format, Image, ImageOptions, NewSnapshot, PointInTime, SnapshotName,
+};
+use std::path::Path;
+use std::process::Command;
+use std::rc::Rc;
+use std::sync::{Arc, Condvar, Mutex};
+use testkit::HistoryLoad;
+
+const SIZE: u64 = 4 << 20;
+
+fn bytes(image: &Path) -> Vec<u8> {
+    let raw = image.with_extension("seen");
+    let convert = ["convert", "-U", "-f", "qcow2", "-O", "raw"];
+    let status = Command::new("qemu-img").args(convert).arg(image).arg(&raw).status().expect("qemu-img is there");
+    assert!(status.success(), "qemu-img reads {}", image.display());
+    std::fs::read(raw).unwrap()
+}
+
+fn bitmap(name: &str, action: BitmapAction) -> ClosedEdit {
+    ClosedEdit::Bitmaps(vec![(name.to_owned(), action)])
+}
+
+/// Copies the disk at one moment to a new image that rests on `base`.
+fn back_up(bench: &Bench, base: Option<&Path>, bitmap: Option<&str>) -> std::path::PathBuf {
+    let (fleece, target) = (bench.new_path(), bench.new_path());
+    create(&target, SIZE, 16384, base, false);
+    let to = open_over(&target);
+    let overlay = bench.overlay(&fleece, 8192);
+    let since = bench.history.now();
+    let point = PointInTime::begin(&bench.image, overlay, || Ok(())).unwrap();
+    let until = bench.history.now();
+    let what = match (base, bitmap) {
+        (Some(_), Some(bitmap)) => Copied::Ranges(point.read_bitmap(bitmap).unwrap().ranges()),
+        _ => Copied::All,
+    };
+    let copy = point.copy_out(to, base.is_none()).unwrap();
+    let watch = CopyWatch::default();
+    watch.set_rate(32 << 20);
+    copy.run(&what, &watch).unwrap();
+    assert_eq!(watch.done_bytes(), watch.total_bytes());
+    drop(copy);
+    if let Some(bitmap) = bitmap {
+        point.clear_bitmap(bitmap).unwrap();
+    }
+    assert!(
+        bench.image.edit_online(&ClosedEdit::CreateSnapshot(NewSnapshot::new("now"))).is_err(),
+        "the chain is taken"
+    );
+    point.end(&CopyWatch::default(), || Ok(())).unwrap();
+    std::fs::remove_file(fleece).unwrap();
+    bench.history.check_moment(0, &bytes(&target), since, until).unwrap();
+    target
+}
+
+fn open_over(path: &Path) -> Image {
+    let options = ImageOptions::new(path).with(|options| {
+        options.format = Some(Format::Qcow2);
+        options.allow_backing = ringdisk_image::BackingPolicy::Any;
+    });
+    ringdisk_image::open(&options, &HostOpener).unwrap()
+}
+
+#[test]
+fn a_chain_of_backups_has_the_disk_at_each_moment_while_queues_work() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[4096, 65536]));
+    bench.image.edit_online(&bitmap("b", BitmapAction::Add { granularity_bytes: Some(4096) })).unwrap();
+    let load = bench.start(HistoryLoad { write_percent: 20, ..HistoryLoad::default() });
+    let mut last = back_up(&bench, None, Some("b"));
+    for _ in 0..4 {
+        load.wait_for_more(300);
+        last = back_up(&bench, Some(&last), Some("b"));
+    }
+    assert_eq!(load.finish(), [""; 0]);
+    let last = back_up(&bench, Some(&last), Some("b"));
+    let dirty = bench.image.online_bitmaps().unwrap()[0].dirty_bytes;
+    assert_eq!(dirty, Some(0), "nobody has written since");
+    let top = bench.top();
+    let restored = bytes(&last);
+    bench.image.close().unwrap();
+    assert!(bytes(&top) == restored);
+    bench.assert_sound_and_as_written();
+}
+
+/// Whoever gave a copy up has the bitmap as if there had been no copy.
+#[test]
+fn a_bitmap_notes_what_was_written_during_a_copy_that_was_given_up() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[65536]));
+    bench.image.edit_online(&bitmap("b", BitmapAction::Add { granularity_bytes: Some(4096) })).unwrap();
+    let first = back_up(&bench, None, Some("b"));
+    let load = bench.start(HistoryLoad { write_percent: 20, ..HistoryLoad::default() });
+    for _ in 0..3 {
+        load.wait_for_more(200);
+        let fleece = bench.new_path();
+        let point = PointInTime::begin(&bench.image, bench.overlay(&fleece, 4096), || Ok(())).unwrap();
+        load.wait_for_more(200);
+        let target = bench.new_path();
+        create(&target, SIZE, 65536, None, false);
+        let watch = CopyWatch::default();
+        watch.cancel();
+        let error = point.copy_out(open_over(&target), true).unwrap().run(&Copied::All, &watch).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Cancelled);
+        point.end(&CopyWatch::default(), || Ok(())).unwrap();
+    }
+    assert_eq!(load.finish(), [""; 0]);
+    let second = back_up(&bench, Some(&first), Some("b"));
+    let top = bench.top();
+    bench.image.close().unwrap();
+    assert!(bytes(&top) == bytes(&second));
+}
+
+/// Lets nothing through until it is opened.
+#[derive(Debug)]
+struct Gate {
+    file: Arc<dyn File>,
+    is_open: Arc<(Mutex<bool>, Condvar)>,
+}
+
+struct GateQueue(Rc<dyn FileQueue>, Arc<(Mutex<bool>, Condvar)>);
+
+impl FileQueue for GateQueue {
+    fn push(&self, io: FileIo) {
+        if matches!(io.op, FileOp::Write { .. }) {
+            let mut is_open = self.1.0.lock().unwrap();
+            while !*is_open {
+                is_open = self.1.1.wait(is_open).unwrap();
+            }
+        }
+        self.0.push(io);
+    }
+}
+
+impl File for Gate {
+    fn info(&self) -> &FileInfo {
+        self.file.info()
+    }
+
+    fn length_bytes(&self) -> Result<u64> {
+        self.file.length_bytes()
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
+        Ok(Rc::new(GateQueue(self.file.open_queue(ctx)?, Arc::clone(&self.is_open))))
+    }
+
+    fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
+        Ok(Rc::new(GateQueue(self.file.open_blocking()?, Arc::clone(&self.is_open))))
+    }
+}
+
+struct GateOpener(Arc<(Mutex<bool>, Condvar)>);
+
+impl ringdisk_image::Opener for GateOpener {
+    fn open(&self, name: &ringdisk_image::FileName, _role: ringdisk_image::Role) -> Result<Arc<dyn File>> {
+        let file = HostOpener.open_path(name.path().unwrap(), false)?;
+        Ok(Arc::new(Gate { file, is_open: Arc::clone(&self.0) }))
+    }
+}
+
+#[test]
+fn a_target_that_hangs_keeps_no_guest_waiting_and_the_fleece_is_taken_back_without_it() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[65536]));
+    let load = bench.start(HistoryLoad::default());
+    load.wait_for_more(1000);
+    let (fleece, target) = (bench.new_path(), bench.new_path());
+    std::fs::write(&target, []).unwrap();
+    std::fs::File::options().write(true).open(&target).unwrap().set_len(SIZE).unwrap();
+    let gate: Arc<(Mutex<bool>, Condvar)> = Arc::default();
+    let options = ImageOptions::new(&target).with(|options| options.format = Some(Format::Raw));
+    let to = ringdisk_image::open(&options, &GateOpener(Arc::clone(&gate))).unwrap();
+    let point = PointInTime::begin(&bench.image, bench.overlay(&fleece, 65536), || Ok(())).unwrap();
+    let (copy, watch) = (point.copy_out(to, true).unwrap(), Arc::new(CopyWatch::default()));
+    let its = Arc::clone(&watch);
+    let copying = std::thread::spawn(move || copy.run(&Copied::All, &its));
+    load.wait_for_more(20_000);
+    assert!(!copying.is_finished());
+    watch.cancel();
+    point.end(&CopyWatch::default(), || Ok(())).unwrap();
+    std::fs::remove_file(fleece).unwrap();
+    load.wait_for_more(5_000);
+    assert!(!copying.is_finished(), "the target still hangs");
+    *gate.0.lock().unwrap() = true;
+    gate.1.notify_all();
+    assert_eq!(copying.join().unwrap().unwrap_err().kind(), ErrorKind::Cancelled);
+    load.wait_for_more(1_000);
+    assert_eq!(load.finish(), [""; 0]);
+    bench.assert_sound_and_as_written();
+}
+
+#[test]
+fn an_internal_snapshot_is_one_moment_of_the_disk_while_queues_work() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[4096, 16384]));
+    let load = bench.start(HistoryLoad::default());
+    let mut moments = Vec::new();
+    for index in 0..4 {
+        load.wait_for_more(1000);
+        let since = bench.history.now();
+        bench.image.edit_online(&ClosedEdit::CreateSnapshot(NewSnapshot::new(format!("s{index}")))).unwrap();
+        moments.push((index, since, bench.history.now()));
+        if index == 2 {
+            load.wait_for_more(500);
+            bench.image.edit_online(&ClosedEdit::DeleteSnapshot(SnapshotName::named("s1"))).unwrap();
+            moments.remove(1);
+        }
+    }
+    load.wait_for_more(1000);
+    let names: Vec<String> = bench.image.online_snapshots().unwrap().into_iter().map(|found| found.name).collect();
+    assert_eq!(names, ["s0", "s2", "s3"]);
+    assert_eq!(load.finish(), [""; 0]);
+    let top = bench.top();
+    bench.image.close().unwrap();
+    for (index, since, until) in moments {
+        let raw = top.with_extension(format!("s{index}"));
+        let convert = ["convert", "-U", "-f", "qcow2", "-l", &format!("snapshot.name=s{index}"), "-O", "raw"];
+        let status = Command::new("qemu-img").args(convert).arg(&top).arg(&raw).status().expect("qemu-img is there");
+        assert!(status.success());
+        bench.history.check_moment(0, &std::fs::read(raw).unwrap(), since, until).unwrap();
+    }
+    // Nobody uses it, so it can be what it was.
+    bench.image.edit_online(&ClosedEdit::ApplySnapshot(SnapshotName::named("s2"))).unwrap();
+    bench.image.close().unwrap();
+    let raw = top.with_extension("s2");
+    assert!(bytes(&top) == std::fs::read(raw).unwrap());
+}
