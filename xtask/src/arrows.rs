@@ -31,6 +31,7 @@ const UNDER_DAEMON: &[&str] = &[
 
 /// Top to bottom, as a request travels. The program, which is not listed below, may name them all.
 const ROOMS: &[Room] = &[
+    Room { name: "save", below: &["control", "block"] },
     Room {
         name: "control",
         below: &["daemon", "drive", "load", "driver", "export-vhost-user", "image", "format-qcow2", "block"],

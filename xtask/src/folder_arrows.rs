@@ -73,7 +73,7 @@ const HOUSES: &[House] = &[
             Folder { name: "qemu_img", below: &["commands", "images", "output", "compat", "threads", "arguments"] },
             Folder {
                 name: "commands",
-                below: &["images", "output", "compat", "threads", "scratch", "signals", "arguments"],
+                below: &["images", "output", "compat", "threads", "scratch", "signals", "arguments", "machine"],
             },
             Folder { name: "images", below: &["output"] },
             Folder { name: "output", below: &["signals"] },
@@ -82,6 +82,7 @@ const HOUSES: &[House] = &[
             Folder { name: "scratch", below: &[] },
             Folder { name: "signals", below: &[] },
             Folder { name: "arguments", below: &[] },
+            Folder { name: "machine", below: &["output"] },
         ],
         for_tests: &[],
         apart: &["commands"],

@@ -8,6 +8,7 @@ mod arguments;
 mod commands;
 mod compat;
 mod images;
+mod machine;
 mod output;
 mod qemu_img;
 mod scratch;
@@ -42,6 +43,9 @@ enum Command {
     Nbd(commands::nbd::Args),
     Ctl(commands::ctl::Args),
     Try(commands::try_it::Args),
+    Save(commands::save::Args),
+    Restore(commands::restore::Args),
+    State(commands::state::Args),
     Replay(commands::replay::Args),
     Bench(commands::bench::Args),
     ImgCompat(commands::img_compat::Args),
@@ -81,6 +85,9 @@ fn ringdisk() -> anyhow::Result<()> {
         Command::Nbd(args) => commands::nbd::run(&args, cli.lock_timeout_s),
         Command::Ctl(args) => commands::ctl::run(&args),
         Command::Try(args) => commands::try_it::run(&args),
+        Command::Save(args) => commands::save::run(&args),
+        Command::Restore(args) => commands::restore::run(&args),
+        Command::State(args) => commands::state::run(&args),
         Command::Replay(args) => commands::replay::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::ImgCompat(args) => commands::img_compat::run(&args),

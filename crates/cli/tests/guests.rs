@@ -198,6 +198,36 @@ fn uml_on_two_disks_of_one_daemon() {
 
 #[test]
 #[ignore = "boots a guest; run by cargo xtask ci"]
+fn uml_on_disks_whose_writes_are_thrown_away_or_kept_beside_them() {
+    let (thrown, kept) = (TestImage::raw(), TestImage::qcow2_with_backing());
+    let state = |image: &TestImage| {
+        let meta = std::fs::metadata(&image.path).unwrap();
+        (meta.len(), std::os::unix::fs::MetadataExt::blocks(&meta), meta.modified().unwrap())
+    };
+    let before = (state(&thrown), state(&kept), std::fs::read(&kept.path).unwrap());
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let keep = format!("snapshot=on,keep={}", directory.path().display());
+    let served = Served::start(directory.path(), &[thrown.drive("snapshot=on"), kept.drive(&keep)]);
+    let (served, report) = served.run_guest(GuestKind::Uml, None);
+    assert_filled(GuestKind::Uml, &report);
+    // All is there as long as the daemon is.
+    let (served, report) = served.run_guest(GuestKind::Uml, Some(GuestWork::CheckAgain));
+    assert!(report.disks.iter().all(|disk| disk.checks == 1 && disk.files == 200), "{report:?}");
+    served.stop();
+    // A sparse file that has no block still reads as zeros.
+    assert!(before == (state(&thrown), state(&kept), std::fs::read(&kept.path).unwrap()), "an image was changed");
+
+    let overlay = directory.path().join("disk.qcow2.scratch");
+    run_ok(&["commit", "-q", "--allow-backing", "any", path_str(&overlay)]);
+    let served = Served::start(directory.path(), &[kept.drive("cache=writeback")]);
+    let (served, report) = served.run_guest(GuestKind::Uml, Some(GuestWork::CheckAgain));
+    assert!(report.disks.iter().all(|disk| disk.checks == 1 && disk.files == 200), "{report:?}");
+    served.stop();
+    kept.assert_clean();
+}
+
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
 fn qemu_with_four_queues_on_raw_over_threads() {
     fill_restart_check(GuestKind::Qemu, &[(&TestImage::raw(), "engine=threads,cache=writeback")]);
 }

@@ -58,7 +58,7 @@ fn wrong_arguments_exit_with_2_and_missing_files_with_1() {
 #[test]
 fn a_question_mark_lists_what_a_key_takes() {
     for (option, listed) in [
-        ("format=?", "raw, qcow2, null"),
+        ("format=?", "raw, qcow2, scratch, null"),
         ("file=x,engine=?", "auto, io_uring, linux-aio, threads"),
         ("cache=help", "writeback, none, writethrough, directsync, unsafe"),
         ("help", "serial"),

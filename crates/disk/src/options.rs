@@ -69,7 +69,7 @@ impl Options {
     /// The image's format, "raw" or "qcow2". Where it is not said, the first bytes tell; a disk that is raw by such a guess
     /// only refuses writes that would make it look like another format.
     pub fn format(mut self, format: &str) -> Result<Self> {
-        self.disk.format = Some(format.parse::<Format>()?.try_into()?);
+        self.disk.format = Some(format.parse::<Format>()?.into());
         Ok(self)
     }
 

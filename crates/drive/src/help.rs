@@ -1,17 +1,21 @@
 //! The keys of a drive, and what each takes: the table of docs/drive-options.md, which a test compares.
 
 /// Each key, and what it takes.
-const KEYS: [(&str, &str); 40] = [
+const KEYS: [(&str, &str); 41] = [
     ("file", "the image: a path, `host_device:/dev/sdb`, or `fd:3` for a descriptor that the program was given"),
     (
         "format",
-        "`raw`, `qcow2`, or `null` (no file; needs `size`; reads give zeros, for measurements). Guessed if not given",
+        "`raw`, `qcow2`, `scratch` (a kept overlay), or `null` (no file; needs `size`; reads give zeros, for measurements). Guessed if not given",
     ),
     ("name", "the name of the disk in the daemon; `id` means the same. By default `disk0`, `disk1`, ..."),
     ("readonly", "`on`: the guest cannot write"),
     (
         "snapshot",
         "`on`: what is written goes to temporary files in `TMPDIR`, and is gone with the disk; the image is opened read-only",
+    ),
+    (
+        "keep",
+        "with `snapshot=on`: the directory in which those files are kept, as `NAME.scratch` and `NAME.scratch.data`. What is there already goes on",
     ),
     ("serial", "the serial number that the guest reads, at most 20 bytes"),
     (

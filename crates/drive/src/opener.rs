@@ -134,6 +134,27 @@ impl Opener for EngineOpener {
         self.open_by_name(name, &options)
     }
 
+    fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
+        match engine::create(path, 0) {
+            Err(_) if path.exists() => Ok(None),
+            made => {
+                made?;
+                self.open(&path.into(), Role::Writable).map(Some)
+            }
+        }
+    }
+
+    fn unmake(&self, path: &Path) {
+        // Whoever meets it later says what is wrong with it.
+        let _ = std::fs::remove_file(path);
+    }
+
+    fn sync_directory_of(&self, path: &Path) -> Result<()> {
+        let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
+        let synced = std::fs::File::open(directory).and_then(|directory| directory.sync_all());
+        synced.map_err(|error| Error::io(format!("cannot sync the directory '{}'", directory.display()), error))
+    }
+
     fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
         Ok(Box::new(InTemporaryDirectory::new(&self.options)))
     }
@@ -202,9 +223,10 @@ pub fn open_disk_with(
         }
         Some(DriveFormat::Raw) => Some(Format::Raw),
         Some(DriveFormat::Qcow2) => Some(Format::Qcow2),
+        Some(DriveFormat::Scratch) => Some(Format::Scratch),
         None => None,
     };
-    let image_options = image_options(options, format, allow_backing, listed);
+    let image_options = image_options(options, format, allow_backing, listed)?;
     let image = Arc::new(image::open(&image_options, opener).map_err(name_readonly)?);
     filtered(Arc::clone(&image) as Arc<dyn Disk>, Some(image), options)
 }
@@ -225,7 +247,7 @@ pub fn open_again(
     let mut listed = listed.to_vec();
     listed.extend(image.file_names().filter_map(|name| name.path().map(Path::to_owned)));
     let opener = Again { opener, locked: image.written_files() };
-    image::open(&image_options(&options, format, allow_backing, &listed), &opener).map_err(name_readonly)
+    image::open(&image_options(&options, format, allow_backing, &listed)?, &opener).map_err(name_readonly)
 }
 
 /// Opens without locks what is the same file as one that is open for writing: our own locks would refuse it.
@@ -253,19 +275,33 @@ fn image_options(
     format: Option<Format>,
     allow_backing: BackingPolicy,
     listed: &[PathBuf],
-) -> ImageOptions {
+) -> Result<ImageOptions> {
     let name = options.file.clone().unwrap_or_else(|| FileName::from(""));
-    ImageOptions::new(name).with(|open| {
+    let keep = options.keep.as_deref().map(|directory| kept_index(options, directory)).transpose()?;
+    Ok(ImageOptions::new(name).with(|open| {
         open.format = format;
         open.read_only = options.read_only;
         open.scratch = options.snapshot;
+        open.keep = keep;
         open.allow_backing = allow_backing;
         open.listed = listed.to_vec();
         open.former_tops = options.former_tops;
         open.serial = options.serial.clone();
         open.volatile_cache = open_options(options).has_volatile_cache();
         open.table_cache_bytes = options.l2_cache_bytes;
-    })
+    }))
+}
+
+/// The index file of a scratch overlay that is kept: named as the disk, or else as its image.
+fn kept_index(options: &DiskOptions, directory: &Path) -> Result<PathBuf> {
+    let image = || options.file.as_ref().and_then(FileName::path).and_then(Path::file_name);
+    let name = options.name.as_ref().map(AsRef::as_ref).or_else(image).ok_or_else(|| {
+        let what = "keep= needs a name for the files that it keeps: give the disk one by name=";
+        Error::new(ErrorKind::BadOption, format!("'{}': {what}", options.display_name()))
+    })?;
+    let mut name = name.to_owned();
+    name.push(".scratch");
+    Ok(directory.join(name))
 }
 
 /// Where an image may be read though it cannot be written, says by which key a drive does so.

@@ -21,18 +21,18 @@ pub enum DriveFormat {
     Raw,
     /// QEMU's copy-on-write format.
     Qcow2,
+    /// A scratch overlay that was kept.
+    Scratch,
     /// No file at all: reads give zeros, writes go nowhere. For measurements.
     Null,
 }
 
-impl TryFrom<Format> for DriveFormat {
-    type Error = Error;
-
-    fn try_from(format: Format) -> Result<Self> {
+impl From<Format> for DriveFormat {
+    fn from(format: Format) -> Self {
         match format {
-            Format::Raw => Ok(Self::Raw),
-            Format::Qcow2 => Ok(Self::Qcow2),
-            Format::Scratch => Err(bad("no image has the format scratch: give snapshot=on".to_owned())),
+            Format::Raw => Self::Raw,
+            Format::Qcow2 => Self::Qcow2,
+            Format::Scratch => Self::Scratch,
         }
     }
 }
@@ -69,6 +69,8 @@ pub struct DiskOptions {
     pub read_only: bool,
     /// Everything that is written goes to temporary files, and is gone with the disk; the image is opened read-only.
     pub snapshot: bool,
+    /// The directory in which those files are kept, with names, instead.
+    pub keep: Option<PathBuf>,
     /// What guests read as the disk's serial number, at most 20 bytes.
     pub serial: String,
     /// Size of a null disk.
@@ -133,8 +135,12 @@ const POLL_MAX_US: u32 = 1_000_000;
 /// An hour: storage that takes longer for a write needs a person.
 pub const LOCK_TIMEOUT_MAX_S: u32 = 3600;
 
-const FORMATS: [(&str, DriveFormat); 3] =
-    [("raw", DriveFormat::Raw), ("qcow2", DriveFormat::Qcow2), ("null", DriveFormat::Null)];
+const FORMATS: [(&str, DriveFormat); 4] = [
+    ("raw", DriveFormat::Raw),
+    ("qcow2", DriveFormat::Qcow2),
+    ("scratch", DriveFormat::Scratch),
+    ("null", DriveFormat::Null),
+];
 const SWITCH: [(&str, bool); 2] = [("on", true), ("off", false)];
 
 /// What an option string turned out to be.
@@ -263,6 +269,7 @@ impl DriveOptions {
             "packed" => export.packed = one_of(key, value, &SWITCH)?,
             "readonly" => disk.read_only = one_of(key, value, &SWITCH)?,
             "snapshot" => disk.snapshot = one_of(key, value, &SWITCH)?,
+            "keep" => disk.keep = Some(non_empty_path(key, value)?),
             "serial" => disk.serial = serial(value)?,
             "size" => disk.size_bytes = Some(size(value)?),
             "queues" | "num-queues" if export.queues.is_some() => {
@@ -328,6 +335,9 @@ impl DriveOptions {
             }
             _ if disk.read_only && disk.snapshot => {
                 Err(bad("readonly=on and snapshot=on contradict each other: choose one".to_owned()))
+            }
+            _ if disk.keep.is_some() && !disk.snapshot => {
+                Err(bad("keep= says where the files of snapshot=on are kept: give that, too".to_owned()))
             }
             _ if is_null && disk.l2_cache_bytes.is_some() => {
                 Err(bad("l2-cache-size has no meaning for format=null: it has no tables".to_owned()))
@@ -551,6 +561,7 @@ mod tests {
                 sqpoll: true,
                 read_only: true,
                 snapshot: false,
+                keep: None,
                 serial: "disk 1".to_owned(),
                 size_bytes: None,
                 delay_ms: Some(3),
@@ -626,7 +637,7 @@ mod tests {
         assert!(message.contains("did you mean 'format'?"), "{message}");
         assert!(help::key_names().iter().all(|key| message.contains(key)), "{message}");
         for (text, key, listed) in [
-            ("file=x,format=qcow", "format", "raw, qcow2, null"),
+            ("file=x,format=qcow", "format", "raw, qcow2, scratch, null"),
             ("file=x,engine=uring", "engine", "auto, io_uring, linux-aio, threads"),
             ("file=x,cache=write-back", "cache", "writeback, none, writethrough, directsync, unsafe"),
             ("file=x,readonly=yes", "readonly", "on, off"),
@@ -640,7 +651,7 @@ mod tests {
     #[test]
     fn a_question_mark_lists_what_a_key_takes() {
         for (text, part) in [
-            ("format=?", "raw, qcow2, null"),
+            ("format=?", "raw, qcow2, scratch, null"),
             ("file=x,cache=help", "directsync"),
             ("filter=?", "bandwidth"),
             ("?", "queue-size"),

@@ -1,6 +1,9 @@
 //! The index: a word for each page of the disk.
 
-use crate::layout::{BELOW, FIRST_DATA, PAGE_BYTES, TABLE_WORDS, ZERO, data_page, index_pages, parts, place_of_table};
+use crate::layout::{
+    BELOW, FIRST_DATA, PAGE_BYTES, TABLE_WORDS, ZERO, data_page, header_pages, index_pages, parts, place_of_table,
+    place_of_zero_bit,
+};
 use block::{Extent, Mapped};
 use memory::MappedWords;
 use std::io;
@@ -18,6 +21,8 @@ pub(crate) struct Index {
     /// For each part of the disk, the page of its table in the index.
     directory: Box<[AtomicU32]>,
     words: MappedWords,
+    /// Pages before the first group.
+    pub(crate) header_pages: u64,
 }
 
 /// What a part of the disk has.
@@ -32,15 +37,25 @@ pub(crate) enum Part {
 impl Index {
     /// An empty index in an empty file, for a disk of this size.
     pub(crate) fn new(file: BorrowedFd<'_>, size_bytes: u64) -> io::Result<Self> {
+        Self::of_words(size_bytes, |count| MappedWords::new(file, count))
+    }
+
+    /// An empty index in memory.
+    pub(crate) fn in_memory(size_bytes: u64) -> io::Result<Self> {
+        Self::of_words(size_bytes, MappedWords::in_memory)
+    }
+
+    fn of_words(size_bytes: u64, make: impl FnOnce(usize) -> io::Result<MappedWords>) -> io::Result<Self> {
         let too_large = || io::Error::new(io::ErrorKind::InvalidInput, "the disk is too large for an index in memory");
-        let count = parts(size_bytes);
-        let words = index_pages(count.max(1)).checked_mul(TABLE_WORDS).and_then(|words| usize::try_from(words).ok());
-        let words = MappedWords::new(file, words.ok_or_else(too_large)?)?;
+        let (count, header_pages) = (parts(size_bytes), header_pages(size_bytes));
+        let words = index_pages(header_pages, count.max(1)).checked_mul(TABLE_WORDS);
+        let words = words.and_then(|words| usize::try_from(words).ok()).ok_or_else(too_large)?;
+        let words = make(words)?;
         let count = usize::try_from(count).map_err(|_| too_large())?;
         let mut directory = Vec::new();
         directory.try_reserve_exact(count).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
         directory.resize_with(count, || AtomicU32::new(NO_TABLE));
-        Ok(Self { directory: directory.into_boxed_slice(), words })
+        Ok(Self { directory: directory.into_boxed_slice(), words, header_pages })
     }
 
     /// A page of it could not be had: nothing that it says is believed any more.
@@ -51,8 +66,7 @@ impl Index {
 
     #[inline]
     pub(crate) fn part(&self, part: u64) -> Part {
-        let entry = usize::try_from(part).ok().and_then(|part| self.directory.get(part));
-        match entry.map_or(NO_TABLE, |entry| entry.load(Ordering::Acquire)) {
+        match self.entry(part).map_or(NO_TABLE, |entry| entry.load(Ordering::Acquire)) {
             NO_TABLE => Part::All(BELOW),
             ZERO_PART => Part::All(ZERO),
             table => Part::Table(table),
@@ -61,8 +75,22 @@ impl Index {
 
     #[inline]
     fn place(&self, table: u32, inside: u64) -> Option<&AtomicU32> {
-        let word = u64::from(table).saturating_mul(TABLE_WORDS).saturating_add(inside);
+        self.at(u64::from(table).saturating_mul(TABLE_WORDS).saturating_add(inside))
+    }
+
+    #[inline]
+    fn at(&self, word: u64) -> Option<&AtomicU32> {
         self.words.get(usize::try_from(word).ok()?)
+    }
+
+    fn entry(&self, part: u64) -> Option<&AtomicU32> {
+        self.directory.get(usize::try_from(part).ok()?)
+    }
+
+    /// The words of a page of the index; none behind its end.
+    pub(crate) fn page(&self, page: u64) -> impl Iterator<Item = &AtomicU32> {
+        let first = page.saturating_mul(TABLE_WORDS);
+        (first..first.saturating_add(TABLE_WORDS)).filter_map(|word| self.at(word))
     }
 
     /// The word of a page of the disk.
@@ -84,26 +112,52 @@ impl Index {
         }
     }
 
-    /// Gives a part that has no table the table number `table`, whose space is reserved and zero.
-    pub(crate) fn give_table(&self, part: u64, table: u64) -> Option<()> {
-        let (page, owner) = place_of_table(table);
-        let page = u32::try_from(page).ok().filter(|page| *page != ZERO_PART)?;
+    /// Gives a part that has no table the table number `table`, whose space is reserved and zero. Returns the pages of the
+    /// index that have changed.
+    pub(crate) fn give_table(&self, part: u64, table: u64) -> Option<[u64; 2]> {
+        let (page, owner) = place_of_table(self.header_pages, table);
+        let entry = u32::try_from(page).ok().filter(|page| *page != ZERO_PART)?;
         if self.part(part) == Part::All(ZERO) {
             for inside in 0..TABLE_WORDS {
-                self.place(page, inside)?.store(ZERO, Ordering::Relaxed);
+                self.place(entry, inside)?.store(ZERO, Ordering::Relaxed);
             }
         }
         let name = u32::try_from(part).ok()?.checked_add(1)?;
-        self.words.get(usize::try_from(owner).ok()?)?.store(name, Ordering::Relaxed);
-        self.directory.get(usize::try_from(part).ok()?)?.store(page, Ordering::Release);
+        self.at(owner)?.store(name, Ordering::Relaxed);
+        self.entry(part)?.store(entry, Ordering::Release);
+        Some([page, owner / TABLE_WORDS])
+    }
+
+    /// A table that was read lies at this page; `None` where there is no such part.
+    pub(crate) fn has_table(&self, part: u64, page: u64) -> Option<()> {
+        let entry = u32::try_from(page).ok().filter(|page| *page != ZERO_PART)?;
+        self.entry(part)?.store(entry, Ordering::Release);
         Some(())
     }
 
-    /// All of a part that has no table is zero.
-    pub(crate) fn zero_part(&self, part: u64) {
-        if let Some(entry) = usize::try_from(part).ok().and_then(|part| self.directory.get(part)) {
-            entry.store(ZERO_PART, Ordering::Release);
+    /// All of a part that has no table is zero, or shows what is below.
+    pub(crate) fn set_part(&self, part: u64, is_zero: bool) {
+        if let Some(entry) = self.entry(part) {
+            entry.store(if is_zero { ZERO_PART } else { NO_TABLE }, Ordering::Release);
         }
+    }
+
+    /// The bit that says for a later opening whether a part is zero as a whole.
+    pub(crate) fn zero_bit(&self, part: u64) -> bool {
+        let (word, bit) = place_of_zero_bit(part);
+        self.at(word).is_some_and(|word| word.load(Ordering::Relaxed) & bit != 0)
+    }
+
+    /// Changes that bit. Returns the page of the index that has changed.
+    pub(crate) fn set_zero_bit(&self, part: u64, is_zero: bool) -> u64 {
+        let (at, bit) = place_of_zero_bit(part);
+        if let Some(word) = self.at(at) {
+            match is_zero {
+                true => word.fetch_or(bit, Ordering::Relaxed),
+                false => word.fetch_and(!bit, Ordering::Relaxed),
+            };
+        }
+        at / TABLE_WORDS
     }
 
     /// Where the first part of a range lies, which is not empty.

@@ -1,7 +1,8 @@
 //! Where things are in the two files.
 //!
-//! The index file is a row of pages of 1024 words each. Page 0 is the header's. Behind it come groups: a page that names
-//! owners, then up to 1024 *tables*. The owner page has a word for each table of its group: the number of the part of the
+//! The index file is a row of pages of 1024 words each. Page 0 is the header's (see `header`; only a kept overlay has one).
+//! Behind it lies a bit for each part of the disk that is zero as a whole and has no table, rounded up to pages. Then come
+//! groups: a page that names owners, then up to 1024 *tables*. The owner page has a word for each table of its group: the number of the part of the
 //! disk that the table is for, plus one. A table has a word for each of the 1024 pages (4 MiB) of its part. Words are
 //! little-endian on every machine that Ringdisk runs on.
 
@@ -14,8 +15,8 @@ pub const MAX_DISK_BYTES: u64 = 64 << 40;
 pub(crate) const TABLE_WORDS: u64 = 1024;
 /// What one table is for, in bytes of the disk.
 pub(crate) const PART_BYTES: u64 = TABLE_WORDS * PAGE_BYTES;
-/// Pages of the index before the first group.
-pub(crate) const HEADER_PAGES: u64 = 1;
+/// Bits of a page of the index.
+const PAGE_BITS: u64 = PAGE_BYTES * 8;
 /// Pages of a group: the owners, and the tables.
 const GROUP_PAGES: u64 = 1 + TABLE_WORDS;
 
@@ -44,18 +45,38 @@ pub(crate) fn parts(size_bytes: u64) -> u64 {
     size_bytes.div_ceil(PART_BYTES)
 }
 
+/// Pages of the index before the first group, for a disk of this size.
+pub(crate) fn header_pages(size_bytes: u64) -> u64 {
+    parts(size_bytes).div_ceil(PAGE_BITS).saturating_add(1)
+}
+
+/// Where it says that a part without a table is zero: a word of the index, and a bit in it.
+pub(crate) fn place_of_zero_bit(part: u64) -> (u64, u32) {
+    (TABLE_WORDS.saturating_add(part / 32), 1u32.wrapping_shl((part % 32) as u32))
+}
+
+/// Where the group with this number begins: the page of its owners.
+pub(crate) fn group_page(header_pages: u64, group: u64) -> u64 {
+    header_pages.saturating_add(group.saturating_mul(GROUP_PAGES))
+}
+
+/// Whether this page of the index is no table.
+pub(crate) fn leads_to_tables(header_pages: u64, page: u64) -> bool {
+    page.checked_sub(header_pages).is_none_or(|inside| inside.is_multiple_of(GROUP_PAGES))
+}
+
 /// Where the table number `table` is, and where its owner is noted: a page of the index, and a word of the index.
-pub(crate) fn place_of_table(table: u64) -> (u64, u64) {
-    let group = HEADER_PAGES.saturating_add((table / TABLE_WORDS).saturating_mul(GROUP_PAGES));
+pub(crate) fn place_of_table(header_pages: u64, table: u64) -> (u64, u64) {
+    let group = group_page(header_pages, table / TABLE_WORDS);
     let inside = table % TABLE_WORDS;
     (group.saturating_add(1).saturating_add(inside), group.saturating_mul(TABLE_WORDS).saturating_add(inside))
 }
 
 /// The pages of an index with so many tables.
-pub(crate) fn index_pages(tables: u64) -> u64 {
+pub(crate) fn index_pages(header_pages: u64, tables: u64) -> u64 {
     match tables.checked_sub(1) {
-        None => HEADER_PAGES,
-        Some(last) => place_of_table(last).0.saturating_add(1),
+        None => header_pages,
+        Some(last) => place_of_table(header_pages, last).0.saturating_add(1),
     }
 }
 
@@ -65,10 +86,21 @@ mod tests {
 
     #[test]
     fn each_group_has_its_owners_before_its_tables() {
-        assert_eq!(place_of_table(0), (2, 1024));
-        assert_eq!(place_of_table(1), (3, 1025));
-        assert_eq!(place_of_table(1023), (1025, 2047));
-        assert_eq!(place_of_table(1024), (1027, 1026 * 1024));
-        assert_eq!([0, 1, 2, 1024, 1025].map(index_pages), [1, 3, 4, 1026, 1028]);
+        assert_eq!(place_of_table(1, 0), (2, 1024));
+        assert_eq!(place_of_table(1, 1), (3, 1025));
+        assert_eq!(place_of_table(1, 1023), (1025, 2047));
+        assert_eq!(place_of_table(1, 1024), (1027, 1026 * 1024));
+        assert_eq!([0, 1, 2, 1024, 1025].map(|tables| index_pages(1, tables)), [1, 3, 4, 1026, 1028]);
+        assert_eq!(
+            [0, 1, 2, 1025, 1026, 1027].map(|page| leads_to_tables(1, page)),
+            [true, true, false, false, true, false]
+        );
+    }
+
+    #[test]
+    fn the_bits_of_parts_that_are_zero_lie_behind_the_header() {
+        assert_eq!([1, 1 << 37, (1 << 37) + 1, MAX_DISK_BYTES].map(header_pages), [2, 2, 3, 513]);
+        assert_eq!(place_of_zero_bit(0), (1024, 1));
+        assert_eq!(place_of_zero_bit(32767), (2047, 1 << 31));
     }
 }

@@ -1,4 +1,4 @@
-//! Scratch overlays: a disk's writes go to two files that are thrown away, an index and dense data.
+//! Scratch overlays: a disk's writes go to two files, an index and dense data, which are thrown away or kept.
 //!
 //! On the path of a request this stands below `image`, as the other formats do: it says where a range of the disk lies, or
 //! that the layer below has it. Payload never passes through here; the data file is an ordinary file of the engine's.
@@ -8,6 +8,7 @@
 //!   written to take no space.
 //! * Both files are dense: their space is reserved before it is used ([`Space`]), so a full disk is the error of the one
 //!   request that needed more.
+//! * A kept overlay has its index in memory, and writes what has changed of it to the index file when its guest flushes.
 //! * Pages that are zeroed or discarded are used again, once no request can be on its way to them any more.
 
 #![forbid(unsafe_code)]
@@ -18,15 +19,20 @@
 )]
 
 mod free_pages;
+mod header;
 mod index;
+mod kept;
 mod layout;
+mod load;
 mod scratch;
 mod space;
 mod state;
 mod write;
 mod zero;
 
+pub use header::{Header, MAGIC};
 pub use layout::{MAX_DISK_BYTES, PAGE_BYTES};
+pub use load::create_kept;
 pub use scratch::Scratch;
 pub use space::{HostSpace, Space};
 pub use write::{Allocation, Prepared};

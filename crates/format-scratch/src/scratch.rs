@@ -3,7 +3,7 @@
 use crate::index::Index;
 use crate::layout::{MAX_DISK_BYTES, PAGE_BYTES, data_page};
 use crate::space::{HostSpace, Space};
-use crate::state::Inner;
+use crate::state::{Inner, Spaces};
 use block::{Epochs, Error, ErrorKind, IoError, IoResult, Mapped, Result};
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -11,7 +11,8 @@ use std::sync::Arc;
 
 /// A scratch overlay over a disk: holds what was written to it, in pages.
 ///
-/// Nothing of it is durable. What the overlay says of a page changes when a write to it commits, and not before.
+/// Nothing of it is durable, unless it is kept ([`Scratch::open_kept`]): then it is an image, and a flush makes durable what was
+/// written before. What the overlay says of a page changes when a write to it commits, and not before.
 pub struct Scratch {
     pub(crate) inner: Arc<Inner>,
 }
@@ -32,7 +33,7 @@ impl Scratch {
         let cannot = |error| unsupported(format!("no space can be reserved in its directory ({error})"));
         space.reserve(0, PAGE_BYTES).map_err(cannot)?;
         data.reserve(0, PAGE_BYTES).map_err(cannot)?;
-        let inner = Inner::new(size_bytes, mapped, [space, data]);
+        let inner = Inner::new(size_bytes, mapped, Spaces::Given([space, data]), None);
         let mut state = inner.lock();
         (state.index_reserved, state.data.reserved) = (1, 1);
         drop(state);

@@ -2,9 +2,10 @@
 
 use crate::free_pages::FreePages;
 use crate::index::{Index, Part};
+use crate::kept::{Kept, Unwritten};
 use crate::layout::{MAX_DATA_PAGES, PAGE_BYTES, TABLE_WORDS, index_pages};
 use crate::space::Space;
-use block::{Epochs, IoError, IoErrorKind, IoResult, MetaIo, WaitList};
+use block::{Epochs, FileOp, IoError, IoErrorKind, IoResult, MetaIo, WaitList};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,11 +29,18 @@ pub(crate) struct State {
     /// Here, what is used is tables.
     pub(crate) index_reserved: u64,
     pub(crate) tables: u64,
+    /// Numbers of tables below that, which an earlier opening used and a power cut made nobody's.
+    pub(crate) free_tables: Vec<u64>,
     pub(crate) free: FreePages,
-    /// Pages of the data that are free once their epoch is over.
-    retired: Vec<(u64, Range<u64>)>,
+    /// Pages of the data that are free once their epoch is over, and of a kept overlay once the change that freed them is
+    /// durable: the epoch, the number of the change, the pages.
+    retired: Vec<(u64, u64, Range<u64>)>,
     /// Somebody reserves space.
     growing: bool,
+    /// Pages of the data behind the used ones may hold what an earlier opening left there.
+    pub(crate) has_stale_data: bool,
+    /// What a kept overlay has not written to its file.
+    pub(crate) unwritten: Unwritten,
 }
 
 /// Which file needs more space, and how much it has then, at least and at best, in pages.
@@ -67,8 +75,17 @@ pub(crate) struct Inner {
     pub(crate) epochs: Epochs,
     pub(crate) idle: WaitList,
     state: Mutex<State>,
-    index_space: Arc<dyn Space>,
-    data_space: Arc<dyn Space>,
+    spaces: Spaces,
+    /// What makes it outlive its process.
+    pub(crate) kept: Option<Kept>,
+}
+
+/// How space of the two files is reserved.
+pub(crate) enum Spaces {
+    /// Of the index, and of the data.
+    Given([Arc<dyn Space>; 2]),
+    /// By operations on the files.
+    OfFiles,
 }
 
 impl State {
@@ -82,14 +99,20 @@ impl State {
         if matches!(index.part(part), Part::Table(_)) {
             return None;
         }
-        let needed = index_pages(self.tables.saturating_add(1));
+        let free = self.free_tables.last().copied();
+        let table = free.unwrap_or(self.tables);
+        let needed = index_pages(index.header_pages, table.saturating_add(1));
         if needed > self.index_reserved {
             let best = self.index_reserved.max(needed).saturating_add(INDEX_STEP_PAGES);
             return Some(self.need(Which::Index, self.index_reserved, needed, best));
         }
-        match index.give_table(part, self.tables) {
-            Some(()) => {
-                self.tables = self.tables.saturating_add(1);
+        match index.give_table(part, table) {
+            Some(changed) => {
+                match free {
+                    Some(_) => drop(self.free_tables.pop()),
+                    None => self.tables = self.tables.saturating_add(1),
+                }
+                self.unwritten.note(changed);
                 None
             }
             None => Some(Step::Fail(IoError::EIO)),
@@ -107,8 +130,9 @@ impl State {
     /// At most `count` pages of data in a row, and whether they were never used.
     pub(crate) fn take_data(&mut self, epochs: &Epochs, count: u64) -> Result<(Range<u64>, bool), Step<()>> {
         if !self.retired.is_empty() {
-            let over = |(epoch, _): &mut (u64, Range<u64>)| epochs.is_over(*epoch);
-            for (_, run) in self.retired.extract_if(.., over) {
+            let durable = self.unwritten.durable;
+            let over = |(epoch, change, _): &mut (u64, u64, Range<u64>)| *change <= durable && epochs.is_over(*epoch);
+            for (_, _, run) in self.retired.extract_if(.., over) {
                 self.free.add(run);
             }
         }
@@ -119,7 +143,7 @@ impl State {
         if used < reserved {
             let end = used.saturating_add(count).min(reserved);
             self.data.used = end;
-            return Ok((used..end, true));
+            return Ok((used..end, !self.has_stale_data));
         }
         if let Some(run) = self.free.take_part(count) {
             return Ok((run, false));
@@ -133,22 +157,22 @@ impl State {
 
     /// These pages of the data hold nothing any more that a request that begins now could find.
     pub(crate) fn retire(&mut self, epochs: &Epochs, runs: impl IntoIterator<Item = Range<u64>>) {
-        let epoch = epochs.retire();
-        self.retired.extend(runs.into_iter().map(|run| (epoch, run)));
+        let (epoch, change) = (epochs.retire(), self.unwritten.change);
+        self.retired.extend(runs.into_iter().map(|run| (epoch, change, run)));
     }
 }
 
 impl Inner {
-    pub(crate) fn new(size_bytes: u64, index: Index, spaces: [Arc<dyn Space>; 2]) -> Self {
-        let [index_space, data_space] = spaces;
+    pub(crate) fn new(size_bytes: u64, index: Index, spaces: Spaces, kept: Option<Kept>) -> Self {
+        let state = State { unwritten: Unwritten::new(kept.is_some()), ..State::default() };
         Self {
             size_bytes,
             index,
             epochs: Epochs::default(),
             idle: WaitList::default(),
-            state: Mutex::default(),
-            index_space,
-            data_space,
+            state: Mutex::new(state),
+            spaces,
+            kept,
         }
     }
 
@@ -188,18 +212,46 @@ impl Inner {
         }
     }
 
+    /// So many pages of the index of a kept overlay are zeroed: durably, before the header says so.
+    async fn believe(&self, io: &MetaIo, pages: u64) -> IoResult {
+        let kept = self.kept.as_ref().ok_or(IoError::EIO)?;
+        io.flush().await?;
+        let page = kept.header.encode("", pages).map_err(|_| IoError::EIO)?;
+        io.write(0, page).await?;
+        io.flush().await
+    }
+
     /// Reserves beside the reactor: what is best, or where there is not so much, what is needed at least.
     async fn reserve(&self, io: &MetaIo, need: Need) -> IoResult {
         let growing = Growing(self);
         let Need { which, reserved, least, best } = need;
-        let space = Arc::clone(if which == Which::Data { &self.data_space } else { &self.index_space });
-        let reserve = move || {
-            let bytes = |pages: u64| pages.saturating_mul(PAGE_BYTES);
-            let up_to = |end: u64| space.reserve(bytes(reserved), bytes(end.saturating_sub(reserved))).map(|()| end);
-            let halfway = least.saturating_add(best.saturating_sub(least) / 16);
-            up_to(best).or_else(|_| up_to(halfway)).or_else(|_| up_to(least))
+        let halfway = least.saturating_add(best.saturating_sub(least) / 16);
+        let ends = [best, halfway, least];
+        let end = match &self.spaces {
+            Spaces::Given(spaces) => {
+                let [index, data] = spaces;
+                let space = Arc::clone(if which == Which::Data { data } else { index });
+                let up_to = move |end: u64| space.reserve(bytes(reserved), bytes(end.saturating_sub(reserved)));
+                io.queue().compute(move || first_that_works(ends, up_to)).await??
+            }
+            Spaces::OfFiles => {
+                let queue = if which == Which::Data { io.data().ok_or(IoError::EIO)? } else { io.queue() };
+                let mut found = Err(IoError::new(IoErrorKind::NoSpace));
+                for end in ends {
+                    let (offset, length) = (bytes(reserved), bytes(end.saturating_sub(reserved)));
+                    let zeroes = FileOp::WriteZeroes { offset, length, may_unmap: false };
+                    found = queue.start(zeroes).await.map(|()| end);
+                    if found.is_ok() {
+                        break;
+                    }
+                }
+                let end = found?;
+                if which == Which::Index {
+                    self.believe(io, end).await?;
+                }
+                end
+            }
         };
-        let end = io.queue().compute(reserve).await??;
         let mut state = self.lock();
         match which {
             Which::Data => state.data.reserved = end,
@@ -209,6 +261,17 @@ impl Inner {
         drop(growing);
         Ok(())
     }
+}
+
+fn bytes(pages: u64) -> u64 {
+    pages.saturating_mul(PAGE_BYTES)
+}
+
+/// The first of the ends up to which space can be had.
+fn first_that_works(ends: [u64; 3], up_to: impl Fn(u64) -> IoResult) -> IoResult<u64> {
+    let [best, halfway, least] = ends;
+    let up_to = |end: u64| up_to(end).map(|()| end);
+    up_to(best).or_else(|_| up_to(halfway)).or_else(|_| up_to(least))
 }
 
 /// While space is being reserved; also if whoever waits for that is dropped.

@@ -106,7 +106,8 @@ impl Scratch {
 
     /// Publishes an allocation whose data and fillings have been written.
     pub fn commit_write(&self, mut allocation: Allocation) -> IoResult {
-        let state = self.inner.lock();
+        let mut state = self.inner.lock();
+        self.inner.note_table(&mut state, Inner::part_of(allocation.guest.start));
         // From here on the space is the disk's, also if the index should fail in the middle.
         allocation.is_published = true;
         for (page, data) in allocation.guest.clone().zip(allocation.data.clone()) {

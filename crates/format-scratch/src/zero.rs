@@ -64,7 +64,7 @@ impl Scratch {
         match inner.index.part(part) {
             Part::All(ZERO) => return Step::Done(()),
             Part::All(_) if is_whole => {
-                inner.index.zero_part(part);
+                inner.set_part(state, part, true);
                 return Step::Done(());
             }
             _ => {}
@@ -72,6 +72,7 @@ impl Scratch {
         if let Some(not_yet) = state.table_for(&inner.index, part) {
             return not_yet;
         }
+        inner.note_table(state, part);
         let mut freed: Vec<Range<u64>> = Vec::new();
         for page in pages.clone() {
             let before = inner.index.set(page, ZERO).and_then(data_page);

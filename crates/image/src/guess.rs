@@ -11,13 +11,13 @@ pub enum Format {
     Raw,
     /// qcow2, versions 2 and 3.
     Qcow2,
-    /// What `snapshot=on` puts on top of a disk: two files without names. No image is of this format.
+    /// What `snapshot=on` puts on top of a disk: an index and dense data, in files without names or in files that are kept.
     Scratch,
 }
 
 impl Format {
     /// Every format that images have, for messages.
-    pub const ALL: [Self; 2] = [Self::Raw, Self::Qcow2];
+    pub const ALL: [Self; 3] = [Self::Raw, Self::Qcow2, Self::Scratch];
 }
 
 impl fmt::Display for Format {
@@ -36,7 +36,7 @@ impl FromStr for Format {
     fn from_str(name: &str) -> Result<Self> {
         let found = Self::ALL.into_iter().find(|format| format.to_string() == name);
         found.ok_or_else(|| {
-            Error::new(ErrorKind::BadOption, format!("unknown image format '{name}': valid are raw, qcow2"))
+            Error::new(ErrorKind::BadOption, format!("unknown image format '{name}': valid are raw, qcow2, scratch"))
         })
     }
 }
@@ -44,8 +44,8 @@ impl FromStr for Format {
 /// How many bytes from the start of a file [`guess_format`] wants to see.
 pub(crate) const PROBE_BYTES: usize = 512;
 
-/// What the formats that QEMU knows begin with: where, with which bytes, and their names.
-const MAGICS: [(usize, &[u8], &str); 16] = [
+/// What the formats that QEMU knows begin with, and ours: where, with which bytes, and their names.
+const MAGICS: [(usize, &[u8], &str); 17] = [
     (0, b"QFI\xfb\0\0\0\x01", "qcow"),
     (0, b"QFI\xfb", "qcow2"),
     (0, b"KDMV", "vmdk"),
@@ -62,6 +62,7 @@ const MAGICS: [(usize, &[u8], &str); 16] = [
     (0, b"#!/bin/sh\n#V2.0 Format\nmodprobe cloop", "cloop"),
     (0, b"koly", "dmg"),
     (0, b"encrcdsa", "dmg"),
+    (0, &format_scratch::MAGIC, "scratch"),
 ];
 
 /// What a header says: a format by name, served or not; `None` where nothing is recognised (raw, perhaps).
@@ -76,6 +77,7 @@ pub fn guess_format(name: &str, head: &[u8]) -> Result<Option<Format>> {
     match name_of_header(head) {
         None => Ok(None),
         Some("qcow2") => Ok(Some(Format::Qcow2)),
+        Some("scratch") => Ok(Some(Format::Scratch)),
         Some(other) => Err(Error::new(
             ErrorKind::Unsupported,
             format!(
@@ -102,7 +104,7 @@ mod tests {
         assert_eq!(guess_format("x", b"QF").unwrap(), None);
         for (_, magic, other) in MAGICS.iter().filter(|(at, ..)| *at == 0) {
             match guess_format("x", magic) {
-                Ok(format) => assert_eq!((format, *other), (Some(Format::Qcow2), "qcow2")),
+                Ok(format) => assert_eq!(format.unwrap().to_string(), *other),
                 Err(error) => assert!(error.to_string().contains(&format!("looks like a {other} image")), "{error}"),
             }
         }

@@ -24,6 +24,14 @@ impl MappedWords {
         Ok(Self { mapping: Mapping::of_storage(file, length_bytes, true)?, count })
     }
 
+    /// `count` words of memory that reads as zeros and takes space where it was written to. It can be swapped out.
+    pub fn in_memory(count: usize) -> io::Result<Self> {
+        let too_long = || io::Error::new(io::ErrorKind::InvalidInput, "the array is longer than any address space");
+        let length_bytes = count.checked_mul(size_of::<AtomicU32>()).ok_or_else(too_long)?;
+        let (_file, mapping) = Mapping::anonymous_file(c"words", length_bytes)?;
+        Ok(Self { mapping, count })
+    }
+
     /// A word; `None` behind the end of the array.
     #[inline]
     #[must_use]

@@ -18,6 +18,7 @@ mod page;
 mod profile;
 mod qcow2_file;
 mod results;
+mod scratch;
 mod statistics;
 mod stolen;
 
@@ -62,6 +63,10 @@ pub(crate) struct BenchArguments {
     /// with --filter only prints, and with --filter and --output writes what was kept of earlier runs, too.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "resume", "size_mib", "before"])]
     driver: bool,
+    /// Measure scratch overlays (snapshot=on) instead, beside QEMU's and beside a qcow2 overlay; writes
+    /// docs/benchmarks-scratch.md, or where --output says.
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "resume", "size_mib", "directory", "before"])]
+    scratch: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
     size_mib: Option<u64>,
@@ -120,6 +125,10 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     if arguments.driver {
         ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
         return ideas::run(|| ringdisk_of(arguments), arguments);
+    }
+    if arguments.scratch {
+        ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
+        return scratch::run(ringdisk_of(arguments)?, arguments);
     }
     let is_chosen =
         |name: &str| arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()));

@@ -19,8 +19,11 @@ pub(crate) mod nbd;
 mod rebase;
 pub(crate) mod replay;
 mod resize;
+pub(crate) mod restore;
+pub(crate) mod save;
 pub(crate) mod serve;
 mod snapshot;
+pub(crate) mod state;
 pub(crate) mod try_it;
 
 use clap::Subcommand;

@@ -184,7 +184,9 @@ impl NewImage {
                 };
                 CreateOptions::Raw { size_bytes, space }
             }
-            Format::Scratch => return Err(usage("no image is made in the format scratch: give snapshot=on")),
+            Format::Scratch => {
+                return Err(usage("a scratch overlay is made by a drive with snapshot=on,keep=DIRECTORY"));
+            }
             Format::Qcow2 => {
                 let mut options = format_qcow2::CreateOptions::default();
                 options.size_bytes = size_bytes;

@@ -157,6 +157,11 @@ impl Geometry {
         self.guest_clusters().div_ceil(1u64.wrapping_shl(self.l2_bits()))
     }
 
+    /// How much of the disk an L1 entry leads to.
+    pub(crate) fn l1_entry_bytes(&self) -> u64 {
+        1u64.wrapping_shl(self.cluster_bits.saturating_add(self.l2_bits()))
+    }
+
     /// Refcounts in a refcount block, as a power of two.
     pub(crate) fn block_bits(&self) -> u32 {
         self.cluster_bits.saturating_add(3).saturating_sub(self.refcount_order)

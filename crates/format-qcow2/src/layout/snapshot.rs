@@ -236,6 +236,9 @@ pub enum SnapshotName {
         /// Its name.
         name: Option<String>,
     },
+    /// As `Any`. What is meant is the state of the machine that it keeps: a disk that ends where that ends, rounded up to
+    /// sectors.
+    StateOf(String),
 }
 
 /// The header of the disk as it was when a snapshot was taken. Where the disk is larger by now, zeros follow, as with
@@ -246,6 +249,9 @@ pub(crate) async fn of_snapshot(io: &MetaIo, header: Header, name: &str, which: 
     let Some(row) = found else {
         return Err(Error::new(ErrorKind::BadOption, format!("'{name}': Can't find snapshot")));
     };
+    if let SnapshotName::StateOf(_) = which {
+        return of_state(header, name, row);
+    }
     let (disk_bytes, now_bytes) = (row.snapshot.disk_bytes, header.size_bytes);
     let then = Header { l1_offset: row.l1_offset, l1_entries: row.l1_entries, size_bytes: disk_bytes, ..header };
     let needed = then.geometry().l1_entries();
@@ -259,6 +265,27 @@ pub(crate) async fn of_snapshot(io: &MetaIo, header: Header, name: &str, which: 
     // What follows the snapshot's own disk in its table is the state of a virtual machine.
     let l1_entries = u32::try_from(needed).unwrap_or(row.l1_entries);
     Ok(Header { l1_entries, size_bytes: now_bytes, ..then })
+}
+
+/// The header of a disk that holds the state of a machine where the snapshot has it: behind the disk, at the first place
+/// that an entry of its own in the L1 table leads to.
+fn of_state(header: Header, name: &str, row: &Row) -> Result<Header> {
+    let bad = |what: &str| Error::new(ErrorKind::BadImage, format!("'{name}': {what}"));
+    let Snapshot { disk_bytes, vm_state_bytes, .. } = row.snapshot;
+    if vm_state_bytes == 0 {
+        return Err(Error::new(ErrorKind::BadOption, format!("'{name}': that snapshot keeps no machine's state")));
+    }
+    let then = Header { l1_offset: row.l1_offset, l1_entries: row.l1_entries, size_bytes: disk_bytes, ..header };
+    let of_disk = then.geometry().l1_entries();
+    let entry_bytes = then.geometry().l1_entry_bytes();
+    let end = of_disk.checked_mul(entry_bytes).and_then(|start| start.checked_add(vm_state_bytes));
+    let end = end.and_then(|end| end.checked_next_multiple_of(512));
+    let size_bytes = end.ok_or_else(|| bad("the snapshot's machine state is larger than any disk"))?;
+    let whole = Header { size_bytes, ..then };
+    if whole.geometry().l1_entries() > u64::from(row.l1_entries) {
+        return Err(bad("the snapshot's L1 table is too small for the machine's state that it says it keeps"));
+    }
+    Ok(whole)
 }
 
 /// Finds a snapshot.
@@ -281,7 +308,7 @@ impl SnapshotName {
 
     fn position<'a>(&self, mut snapshots: impl Iterator<Item = &'a Snapshot> + Clone) -> Option<usize> {
         match self {
-            Self::Any(text) => {
+            Self::Any(text) | Self::StateOf(text) => {
                 let by_id = snapshots.clone().position(|snapshot| snapshot.id == *text);
                 by_id.or_else(|| snapshots.position(|snapshot| snapshot.name == *text))
             }
@@ -296,7 +323,7 @@ impl SnapshotName {
 impl std::fmt::Display for SnapshotName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Any(text) => write!(f, "'{text}'"),
+            Self::Any(text) | Self::StateOf(text) => write!(f, "'{text}'"),
             Self::Exactly { id, name } => {
                 let id = id.as_ref().map(|id| format!("with the id '{id}'"));
                 let name = name.as_ref().map(|name| format!("named '{name}'"));

@@ -25,7 +25,7 @@ pub(crate) use format_qcow2::{Overwrite, Plain};
 pub(crate) enum Mapping {
     Raw(Raw),
     Qcow2(Qcow2),
-    /// What is thrown away. It is made in place, over layers that are open (`open/temporary.rs`).
+    /// What is thrown away is made in place, over layers that are open (`open/temporary.rs`). What is kept is an image.
     Scratch(Scratch),
 }
 
@@ -54,9 +54,13 @@ impl Mapping {
                 };
                 Ok(Self::Qcow2(qcow2))
             }
+            Format::Scratch if snapshot.is_some() => {
+                Err(Error::new(ErrorKind::BadOption, format!("'{name}': a scratch overlay has no snapshots")))
+            }
             Format::Scratch => {
-                let what = format!("'{name}': a scratch overlay is made by snapshot=on, and is gone with its disk");
-                Err(Error::new(ErrorKind::Unsupported, what))
+                let io = MetaIo::of_file(file)?;
+                let opened = block_on(Scratch::open_kept(&io, &name, info.length_bytes, read_only));
+                Ok(Self::Scratch(opened?))
             }
         }
     }
@@ -90,14 +94,28 @@ impl Mapping {
         self.qcow2().map(Qcow2::header)
     }
 
+    /// A scratch overlay that is kept says what it is.
+    pub(crate) fn kept_header(&self) -> Option<&format_scratch::Header> {
+        match self {
+            Self::Raw(_) | Self::Qcow2(_) => None,
+            Self::Scratch(scratch) => scratch.header(),
+        }
+    }
+
     /// The name of the file in which the guest's data lie, if that is another one.
     pub(crate) fn data_file(&self) -> Option<&str> {
+        if let Some(header) = self.kept_header() {
+            return Some(&header.data_file);
+        }
         let header = self.header().filter(|header| header.has_data_file())?;
         header.data_file.as_deref()
     }
 
     /// The name of the layer below, and its format if the image says it.
     pub(crate) fn backing(&self) -> Option<(&str, Option<&str>)> {
+        if let Some(header) = self.kept_header() {
+            return Some((&header.backing_file, header.backing_format.as_deref()));
+        }
         let header = self.header()?;
         Some((header.backing_file.as_deref()?, header.backing_format.as_deref()))
     }
@@ -136,7 +154,7 @@ impl Mapping {
 
     /// Whether the layer below shows where this one says nothing, so that this one can be emptied.
     pub(crate) fn can_reveal(&self) -> bool {
-        self.qcow2().is_some()
+        self.qcow2().is_some() || self.kept_header().is_some()
     }
 
     /// In these the queues take part, where space that is freed is used again.
@@ -193,7 +211,10 @@ impl Mapping {
     pub(crate) fn past_end(&self, offset: u64) -> PastEnd {
         match self {
             Self::Raw(raw) => raw.past_end(offset),
-            Self::Qcow2(_) | Self::Scratch(_) => PastEnd::Zeros,
+            Self::Qcow2(_) => PastEnd::Zeros,
+            // What a kept overlay names was there when it was flushed: what is not is lost.
+            Self::Scratch(scratch) if scratch.header().is_some() => PastEnd::Fails,
+            Self::Scratch(_) => PastEnd::Zeros,
         }
     }
 
@@ -258,8 +279,9 @@ impl Mapping {
     #[inline]
     pub(crate) fn is_mapping_durable(&self) -> bool {
         match self {
-            Self::Raw(_) | Self::Scratch(_) => true,
+            Self::Raw(_) => true,
             Self::Qcow2(qcow2) => qcow2.is_mapping_durable(),
+            Self::Scratch(scratch) => scratch.is_mapping_durable(),
         }
     }
 
@@ -385,8 +407,12 @@ impl Mapping {
     /// Forgets whole clusters of a range, so that what lies below shows.
     pub(crate) async fn reveal(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult {
         match self {
-            Self::Raw(_) | Self::Scratch(_) => Err(IoError::EIO),
+            Self::Raw(_) => Err(IoError::EIO),
             Self::Qcow2(qcow2) => qcow2.reveal(io, offset, length_bytes).await,
+            Self::Scratch(scratch) => {
+                scratch.reveal(offset, length_bytes);
+                Ok(())
+            }
         }
     }
 
@@ -426,15 +452,17 @@ impl Mapping {
         match self {
             Self::Raw(_) => io.flush().await,
             Self::Qcow2(qcow2) => qcow2.flush(io).await,
-            // It does not outlive this process.
-            Self::Scratch(_) => Ok(()),
+            // Nothing, if it does not outlive this process.
+            Self::Scratch(scratch) => scratch.flush(io).await,
         }
     }
 
     /// The next durable write takes along what was not flushed.
     pub(crate) fn flush_with_next_write(&self) {
-        if let Self::Qcow2(qcow2) = self {
-            qcow2.flush_with_next_write();
+        match self {
+            Self::Raw(_) => {}
+            Self::Qcow2(qcow2) => qcow2.flush_with_next_write(),
+            Self::Scratch(scratch) => scratch.flush_with_next_write(),
         }
     }
 
@@ -443,7 +471,7 @@ impl Mapping {
         match self {
             Self::Raw(_) => io.flush().await,
             Self::Qcow2(qcow2) => qcow2.close(io).await,
-            Self::Scratch(_) => Ok(()),
+            Self::Scratch(scratch) => scratch.flush(io).await,
         }
     }
 

@@ -130,6 +130,7 @@ impl Format {
     #[must_use]
     pub fn can_have_backing(self) -> bool {
         match self {
+            // A scratch overlay has one from the beginning, and no other.
             Self::Raw | Self::Scratch => false,
             Self::Qcow2 => true,
         }

@@ -23,6 +23,8 @@ pub struct Description {
     pub backing_format: Option<String>,
     /// The header, for qcow2.
     pub qcow2: Option<format_qcow2::Header>,
+    /// The header, for a scratch overlay.
+    pub scratch: Option<format_scratch::Header>,
     /// The header of its encryption, where that is LUKS.
     pub luks: Option<format_qcow2::Luks>,
     /// Its persistent bitmaps; not looked for where it is encrypted.
@@ -39,7 +41,8 @@ pub fn inspect(name: impl Into<FileName>, file: &Arc<dyn File>, format: Option<F
     let (format, guessed) = format_of(&name, file.as_ref(), format)?;
     let layer = open_layer(&name, Arc::clone(file), format, Role::ReadOnly, None)?;
     let qcow2 = layer.mapping.header().cloned();
-    let (backing_file, backing_format) = backing_of(qcow2.as_ref());
+    let backing = layer.mapping.backing().map(|(file, format)| (file.to_owned(), format.map(str::to_owned)));
+    let (backing_file, backing_format) = backing.unzip();
     let snapshots = block_on(layer.mapping.snapshots(&layer.open_blocking()?, &name.to_string()))?;
     Ok(Description {
         luks: None,
@@ -48,7 +51,8 @@ pub fn inspect(name: impl Into<FileName>, file: &Arc<dyn File>, format: Option<F
         guessed,
         virtual_size_bytes: layer.size_bytes,
         backing_file,
-        backing_format,
+        backing_format: backing_format.flatten(),
+        scratch: layer.mapping.kept_header().cloned(),
         qcow2,
         snapshots,
         engine: layer.file_info().engine.clone(),
@@ -81,6 +85,7 @@ pub fn inspect_encrypted(
     let (backing_file, backing_format) = backing_of(Some(&header));
     Ok(Description {
         luks,
+        scratch: None,
         bitmaps: Vec::new(),
         format: found,
         guessed,

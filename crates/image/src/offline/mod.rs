@@ -3,3 +3,4 @@
 pub(crate) mod edit;
 pub(crate) mod formats;
 pub(crate) mod inspect;
+pub(crate) mod vm_state;

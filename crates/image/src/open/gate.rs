@@ -27,6 +27,22 @@ pub trait Opener {
     /// Opens the file `name` for `role`.
     fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>>;
 
+    /// Makes the empty file `path` and opens it for writing; `None` where there is one of this name.
+    fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
+        Err(Error::new(ErrorKind::Unsupported, format!("'{}' cannot be made here", path.display())))
+    }
+
+    /// Removes a file that [`Opener::make`] has made, if it can.
+    fn unmake(&self, path: &Path) {
+        let _ = path;
+    }
+
+    /// Makes the name of a file that [`Opener::make`] has made durable.
+    fn sync_directory_of(&self, path: &Path) -> Result<()> {
+        let _ = path;
+        Ok(())
+    }
+
     /// Where files are made for what is thrown away.
     fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
         Err(Error::new(ErrorKind::Unsupported, "temporary files cannot be made here"))

@@ -1,6 +1,7 @@
 //! Opening a chain: the named image, then layer after layer through the gate.
 
 use super::gate::{BackingPolicy, Gate, Opener, Role};
+use super::kept::{check_size_below, kept_layer};
 use super::temporary::temporary_layer;
 use crate::chain::image::Image;
 use crate::chain::layer::{DataFile, Layer};
@@ -49,6 +50,9 @@ pub struct ImageOptions {
     /// What is written goes to a temporary layer on top (`snapshot=on`): the image and its chain are opened read-only and
     /// never change. Nothing is on top of what is read-only itself.
     pub scratch: bool,
+    /// Where that layer is kept instead (`keep=`): the file of its index, in a directory that exists. If there is one already
+    /// that rests on this image, it goes on.
+    pub keep: Option<PathBuf>,
 }
 
 impl ImageOptions {
@@ -76,6 +80,7 @@ impl ImageOptions {
             table_cache_bytes: None,
             snapshot: None,
             scratch: false,
+            keep: None,
         }
     }
 }
@@ -151,11 +156,15 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         }
         layer.said = said;
         layer.guessed = guessed;
+        check_size_below(&layers, &layer)?;
         layers.push(layer);
     }
     let is_on_scratch = options.scratch && !is_read_only;
     if is_on_scratch {
-        let top = temporary_layer(&layers, &*opener.temporary()?)?;
+        let top = match &options.keep {
+            Some(path) => kept_layer(&layers, path, opener)?,
+            None => temporary_layer(&layers, &*opener.temporary()?)?,
+        };
         layers.insert(0, top);
     }
     share_out(&mut layers, options.table_cache_bytes);
@@ -163,7 +172,7 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         read_only: is_read_only,
         serial: options.serial.clone(),
         // What is thrown away is never durable.
-        volatile_cache: AtomicBool::new(options.volatile_cache || is_on_scratch),
+        volatile_cache: AtomicBool::new(options.volatile_cache || (is_on_scratch && options.keep.is_none())),
         table_cache_bytes: options.table_cache_bytes,
         refused_headers: AtomicU64::new(0),
         hits: Hits::default(),

@@ -1,5 +1,6 @@
 //! Opening images: which files an image may name, and the layers of a chain.
 
 pub(crate) mod gate;
+pub(crate) mod kept;
 pub(crate) mod layers;
 pub(crate) mod temporary;

@@ -35,11 +35,7 @@ pub trait TemporaryFiles {
 
 /// A scratch overlay on these layers, or a qcow2 image where a scratch overlay cannot be.
 pub(crate) fn temporary_layer(layers: &[Layer], files: &dyn TemporaryFiles) -> Result<Layer> {
-    let below = layers.first().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
-    if layers.len() >= MAX_LAYERS {
-        let what = format!("the chain of '{}' has {MAX_LAYERS} layers already: none fits on top", below.name);
-        return Err(Error::new(ErrorKind::BadImage, what));
-    }
+    let below = top_with_room(layers)?;
     match scratch_layer(below, files) {
         Err(error) if error.kind() == ErrorKind::Unsupported => {
             let layer = image_layer(below, files)?;
@@ -48,6 +44,16 @@ pub(crate) fn temporary_layer(layers: &[Layer], files: &dyn TemporaryFiles) -> R
         }
         other => other,
     }
+}
+
+/// The layer on which another one is put.
+pub(super) fn top_with_room(layers: &[Layer]) -> Result<&Layer> {
+    let below = layers.first().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+    if layers.len() >= MAX_LAYERS {
+        let what = format!("the chain of '{}' has {MAX_LAYERS} layers already: none fits on top", below.name);
+        return Err(Error::new(ErrorKind::BadImage, what));
+    }
+    Ok(below)
 }
 
 fn scratch_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {

@@ -1,0 +1,61 @@
+//! `ringdisk restore`: which saved pair is whole, and how its machine is resumed.
+
+use crate::machine::MachineArgs;
+use crate::output;
+use anyhow::Context;
+use save::{Machine, Restore};
+use std::fmt::Write as _;
+
+/// Say which saved machine is whole, and how it is resumed; with --run resume it.
+///
+/// With --run, the daemon at the control socket serves the disks as they were saved, the machine's command is started, and
+/// takes its state. It must run already; what it serves under the disks' names is closed first.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    machine: MachineArgs,
+    /// Resume the machine, and wait for its end.
+    #[arg(long)]
+    run: bool,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let needs: &[&str] = if args.run { &["qmp", "control", "state"] } else { &["state"] };
+    let machine = args.machine.machine(needs)?;
+    let mut restore = save::find(&machine)?;
+    output::print(&described(&machine, &restore)?)?;
+    if !args.run {
+        return Ok(());
+    }
+    let status = save::run(&machine, &mut restore)?.wait().context("cannot wait for the machine's end")?;
+    if status.success() { Ok(()) } else { Err(anyhow::anyhow!("the machine ended with {status}")) }
+}
+
+fn described(machine: &Machine, restore: &Restore) -> anyhow::Result<String> {
+    let record = &restore.record;
+    let when = i64::try_from(record.saved_at_ms).ok().and_then(chrono::DateTime::from_timestamp_millis);
+    let when = when.map(|when| when.format("%Y-%m-%d %H:%M:%S UTC").to_string()).unwrap_or_default();
+    let mut text = format!("Number {} of {when} is whole.\n", record.number);
+    let size = drive::human_size(restore.state.stream_bytes);
+    writeln!(text, "state: '{}' ({size}, its checksum is right)", restore.state_path.display())?;
+    for disk in &record.disks {
+        writeln!(text, "disk {}: {} '{}'", disk.name, disk.format, disk.file.display())?;
+    }
+    if machine.qemu.is_empty() {
+        return Ok(text);
+    }
+    let program = std::env::current_exe().context("cannot find out the name of this program")?;
+    let words = restore.command(machine, &program);
+    writeln!(text, "resume it by 'restore --run', or serve the disks and start:\n{}", in_shell(&words))?;
+    Ok(text)
+}
+
+/// Words as a shell takes them.
+fn in_shell(words: &[String]) -> String {
+    let is_plain = |char: char| char.is_ascii_alphanumeric() || "-_./=,:@%+".contains(char);
+    let quoted = |word: &String| match !word.is_empty() && word.chars().all(is_plain) {
+        true => word.clone(),
+        false => format!("'{}'", word.replace('\'', "'\\''")),
+    };
+    words.iter().map(quoted).collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,95 @@
+//! `ringdisk save`: a running machine and its disks become a pair that can be restored.
+
+use crate::machine::MachineArgs;
+use crate::output;
+use crate::signals;
+use save::{Moment, SaveOptions};
+use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+/// Save a running machine: its state and its disks, as one pair that 'restore' resumes.
+///
+/// The machine (QEMU) stops, its state is written with a checksum, its disks are frozen, and it goes on. What the guest
+/// wrote since the last save goes into the images meanwhile. Whatever breaks it off, the pair of before or the new one is
+/// whole.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    machine: MachineArgs,
+    /// Leave what the guest wrote in a layer of its own, instead of taking it into the image: a shorter pause.
+    #[arg(long)]
+    keep: bool,
+    /// Say nothing but errors.
+    #[arg(short, long)]
+    quiet: bool,
+    /// Show progress even where standard error is not a terminal.
+    #[arg(short = 'p')]
+    show: bool,
+    /// Write progress to standard error as lines of JSON; without a form as -p does.
+    #[arg(long, value_enum, value_name = "FORM", num_args = 0..=1, require_equals = true, default_missing_value = "text")]
+    progress: Option<Form>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Form {
+    Text,
+    Json,
+}
+
+/// Shows how far it is.
+struct Shown {
+    form: Option<Form>,
+    last: Option<(Instant, Moment)>,
+}
+
+const EVERY: Duration = Duration::from_millis(200);
+
+impl Shown {
+    fn of(args: &Args) -> Self {
+        let form = match args.progress {
+            Some(form) => Some(form),
+            None if args.quiet => None,
+            None if args.show || std::io::stderr().is_terminal() => Some(Form::Text),
+            None => None,
+        };
+        Self { form, last: None }
+    }
+
+    fn show(&mut self, moment: Moment) {
+        let is_next = self.last.is_none_or(|(_, last)| last.step != moment.step);
+        let is_due = self.last.is_none_or(|(at, _)| at.elapsed() >= EVERY);
+        if !(is_next || is_due || moment.whole >= 1.0) {
+            return;
+        }
+        self.last = Some((Instant::now(), moment));
+        let Moment { step, done_bytes, total_bytes, whole, .. } = moment;
+        let line = match self.form {
+            None => return,
+            Some(Form::Text) => format!("{:>3.0}% {}", whole * 100.0, step.name()),
+            Some(Form::Json) => serde_json::json!({
+                "step": step.name(),
+                "done-bytes": done_bytes,
+                "total-bytes": total_bytes,
+                "whole": whole,
+            })
+            .to_string(),
+        };
+        // Nobody can be told that standard error is gone.
+        let _ = writeln!(std::io::stderr(), "{line}");
+    }
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let machine = args.machine.machine(&["qmp", "control", "state"])?;
+    let cancel = signals::interrupted()?;
+    let mut shown = Shown::of(args);
+    let saved = save::save(&machine, &SaveOptions::new(args.keep), &cancel, &mut |moment| shown.show(moment))?;
+    saved.notes.iter().for_each(|note| output::warn(&format!("warning: {note}")));
+    if args.quiet {
+        return Ok(());
+    }
+    let (number, state) = (saved.record.number, drive::human_size(saved.state_bytes));
+    let paused = saved.paused.as_secs_f64();
+    let directory = machine.state.display();
+    output::print(&format!("Saved as number {number} in '{directory}': state {state}, paused for {paused:.2} s.\n"))
+}

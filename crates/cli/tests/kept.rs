@@ -1,0 +1,99 @@
+//! `snapshot=on,keep=DIRECTORY`: the overlay outlives `kill -9` of its daemon, and is an image for every command. qemu-img
+//! judges what comes out.
+
+mod common;
+
+use common::{Server, at, directory, has_tool, numbered, path_str, run, run_fails, run_ok, text, tool_ok};
+use std::path::Path;
+
+const SIZE: usize = 6 << 20;
+
+/// Writes a file to the start of the disk.
+fn write(socket: &Path, source: &Path) {
+    let target = format!("of=vhost-user:{}", socket.display());
+    run_ok(&["dd", "-f", "raw", "-O", "raw", "bs=64K", &format!("if={}", source.display()), &target]);
+}
+
+#[test]
+fn a_kept_overlay_outlives_its_daemon_and_goes_wherever_its_user_wants() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    for format in ["raw", "qcow2"] {
+        let dir = directory();
+        let path = |name: &str| at(&dir, name);
+        let (base, keep, socket, pieces) = (path("base"), path("keep"), path("s"), path("pieces"));
+        let (index, out, model) = (keep.join("base.scratch"), path("out"), path("model.raw"));
+        std::fs::create_dir(&keep).unwrap();
+        let mut contents = numbered(SIZE);
+        std::fs::write(&model, &contents).unwrap();
+        tool_ok("qemu-img", &["convert", "-f", "raw", "-O", format, path_str(&model), path_str(&base)]);
+        let before = std::fs::read(&base).unwrap();
+        let modified = std::fs::metadata(&base).unwrap().modified().unwrap();
+
+        let drive = format!(
+            "file={},format={format},snapshot=on,keep={},queues=1,socket={}",
+            base.display(),
+            keep.display(),
+            socket.display()
+        );
+        // The second daemon goes on with what the first has left.
+        for (round, length) in [(1u8, 5 << 20), (2, 3 << 16)] {
+            let server = Server::start(&["--drive", &drive]);
+            std::fs::write(&pieces, vec![round; length]).unwrap();
+            write(&socket, &pieces);
+            contents[..length].fill(round);
+            let said = run_fails(1, &["commit", path_str(&index), "--allow-backing", "any"]);
+            assert!(said.contains("lock") || said.contains("use"), "{said}");
+            server.kill();
+        }
+        std::fs::write(&model, &contents).unwrap();
+        assert!(std::fs::read(&base).unwrap() == before, "the image was changed");
+        assert_eq!(std::fs::metadata(&base).unwrap().modified().unwrap(), modified);
+
+        let info = run_ok(&["info", path_str(&index)]);
+        assert!(info.contains("file format: scratch") && info.contains(path_str(&base)), "{info}");
+        // The overlay lies elsewhere than its image: the gate asks for the user's word.
+        assert!(run_fails(1, &["convert", "-O", "raw", path_str(&index), path_str(&out)]).contains("--allow-backing"));
+        let is_same = |image: &Path, format: &str| {
+            let arguments = ["compare", "-f", format, "-F", "raw", path_str(image), path_str(&model)];
+            tool_ok("qemu-img", &arguments);
+        };
+        for target in ["raw", "qcow2"] {
+            run_ok(&["convert", "--allow-backing", "any", "-O", target, path_str(&index), path_str(&out)]);
+            is_same(&out, target);
+        }
+        let compare = |image: &Path| {
+            let arguments = ["compare", "--allow-backing", "any", "-F", "raw", path_str(image), path_str(&model)];
+            let output = run(&arguments);
+            assert!(output.status.success(), "{}", text(&output.stderr));
+        };
+        compare(&index);
+        run_ok(&["commit", "--allow-backing", "any", path_str(&index)]);
+        is_same(&base, format);
+        // Emptied, it shows what its image holds by now.
+        compare(&index);
+        let map = run_ok(&["map", "--allow-backing", "any", path_str(&index)]);
+        assert!(!map.contains("scratch.data"), "{map}");
+    }
+}
+
+#[test]
+fn an_overlay_of_another_image_is_refused_and_stays() {
+    let dir = directory();
+    let path = |name: &str| at(&dir, name);
+    for name in ["a.raw", "b.raw"] {
+        std::fs::write(path(name), numbered(1 << 20)).unwrap();
+    }
+    let drive = |name: &str| {
+        let (file, keep, socket) = (path(name), dir.path().display(), path("s"));
+        format!("file={},format=raw,name=one,snapshot=on,keep={keep},socket={}", file.display(), socket.display())
+    };
+    Server::start(&["--drive", &drive("a.raw")]).stop();
+    let index = std::fs::read(path("one.scratch")).unwrap();
+    let said = run_fails(2, &["serve", "--drive", &drive("b.raw")]);
+    assert!(said.contains("rests on another image"), "{said}");
+    assert!(std::fs::read(path("one.scratch")).unwrap() == index);
+    let said = run_fails(2, &["serve", "--drive", "file=x,keep=y"]);
+    assert!(said.contains("snapshot=on"), "{said}");
+}

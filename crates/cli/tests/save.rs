@@ -1,0 +1,293 @@
+//! `ringdisk save` and `restore` with a real QEMU: the pair of state and disk is whole at every moment, also after `kill -9`
+//! of the save, and the machine is resumed from it. qemu-img reads the disks.
+//!
+//! The machine has no system: its firmware waits. What a guest would write comes through a second socket of its disk.
+
+mod common;
+
+use common::{Server, at, directory, has_tool, numbered, path_str, ringdisk, run, run_ok, text, tool_ok};
+use save::{Machine, Qmp};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+use tempfile::TempDir;
+
+const QEMU: &str = "qemu-system-x86_64";
+const SIZE: usize = 2 << 20;
+const PIECE: usize = 64 << 10;
+
+struct Bench {
+    dir: TempDir,
+    server: Option<Server>,
+    machine: Option<Child>,
+    /// What the disk holds now.
+    contents: Vec<u8>,
+    /// What it held when the saves were made.
+    saved: HashMap<u64, Vec<u8>>,
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        if let Some(mut machine) = self.machine.take() {
+            let _ = machine.kill();
+            let _ = machine.wait();
+        }
+    }
+}
+
+impl Bench {
+    fn new(format: &str) -> Self {
+        let dir = directory();
+        let contents = numbered(SIZE);
+        let bench = Self { dir, server: None, machine: None, contents, saved: HashMap::new() };
+        std::fs::write(bench.path("model.raw"), &bench.contents).unwrap();
+        let [model, disk] = ["model.raw", "disk"].map(|name| bench.path(name));
+        tool_ok("qemu-img", &["convert", "-f", "raw", "-O", format, path_str(&model), path_str(&disk)]);
+        let path = |name: &str| bench.path(name).display().to_string();
+        let chardev = format!("socket,id=disk0,path={}", path("s"));
+        let monitor = format!("unix:{},server=on,wait=off", path("qmp"));
+        let qemu = [
+            &[QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-accel", "tcg"][..],
+            &["-machine", "q35,memory-backend=memory", "-m", "64M"],
+            &["-object", "memory-backend-memfd,id=memory,size=64M,share=on"],
+            &["-chardev", &chardev],
+            &["-device", "vhost-user-blk-pci,chardev=disk0,num-queues=1"],
+            &["-qmp", &monitor],
+        ]
+        .concat();
+        let text = format!("qmp = 'qmp'\ncontrol = 'control'\nstate = 'saved'\nqemu = {}\n", json!(qemu));
+        std::fs::write(bench.path("vm.toml"), text).unwrap();
+        let mut bench = bench;
+        bench.serve(format);
+        bench
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        at(&self.dir, name)
+    }
+
+    fn serve(&mut self, format: &str) {
+        let [control, state, disk, socket] = ["control", "daemon", "disk", "s"].map(|name| self.path(name));
+        let (disk, socket) = (disk.display(), socket.display());
+        let drive = format!("file={disk},format={format},name=root,queues=1,socket={socket}");
+        let arguments = ["--control", path_str(&control), "--state-dir", path_str(&state), "--drive", &drive];
+        self.server = Some(Server::start(&arguments));
+        self.export();
+    }
+
+    /// The second socket.
+    fn export(&self) {
+        let [control, socket] = ["control", "other"].map(|name| self.path(name));
+        run_ok(&["ctl", "--control", path_str(&control), "export", "root", "--socket", path_str(&socket)]);
+    }
+
+    fn start_machine(&mut self) {
+        let machine = Machine::read(&self.path("vm.toml")).unwrap();
+        let (program, arguments) = machine.qemu.split_first().unwrap();
+        let child = Command::new(program).args(arguments).stdin(Stdio::null()).spawn().unwrap();
+        self.machine = Some(child);
+        assert!(self.qmp().is_running().unwrap());
+    }
+
+    fn qmp(&self) -> Qmp {
+        Qmp::connect(&self.path("qmp"), Duration::from_secs(60)).unwrap()
+    }
+
+    /// What a guest would write.
+    fn write(&mut self, seed: usize) {
+        let length = PIECE * (1 + seed % 9);
+        let bytes: Vec<u8> = (0..length).map(|index| (index / 512 + seed * 7) as u8).collect();
+        let pieces = self.path("pieces");
+        std::fs::write(&pieces, &bytes).unwrap();
+        let target = format!("of=vhost-user:{}", self.path("other").display());
+        run_ok(&["dd", "-f", "raw", "-O", "raw", "bs=64K", &format!("if={}", pieces.display()), &target]);
+        self.contents[..length].copy_from_slice(&bytes);
+    }
+
+    fn save_command(&self, keep: bool) -> Command {
+        let mut command = ringdisk();
+        command.args(["save", path_str(&self.path("vm.toml"))]).stderr(Stdio::piped()).stdout(Stdio::piped());
+        if keep {
+            command.arg("--keep");
+        }
+        command
+    }
+
+    /// The number of the pair that is whole; its disk is what it was then.
+    fn check_pair(&self) -> Option<u64> {
+        let found = run(&["restore", path_str(&self.path("vm.toml"))]);
+        if !self.path("saved/saved.json").exists() {
+            assert!(text(&found.stderr).contains("no machine was saved"), "{}", text(&found.stderr));
+            return None;
+        }
+        assert!(found.status.success(), "{}", text(&found.stderr));
+        assert!(text(&found.stdout).contains("state extract"), "{}", text(&found.stdout));
+        let record: Value = serde_json::from_slice(&std::fs::read(self.path("saved/saved.json")).unwrap()).unwrap();
+        let number = record["number"].as_u64().unwrap();
+        let disk = &record["disks"][0];
+        let (file, format) = (disk["file"].as_str().unwrap(), disk["format"].as_str().unwrap());
+        let seen = self.path("seen.raw");
+        tool_ok("qemu-img", &["convert", "-U", "-f", format, "-O", "raw", file, path_str(&seen)]);
+        assert!(std::fs::read(seen).unwrap() == self.saved[&number], "pair {number} has another disk: {record}");
+        Some(number)
+    }
+}
+
+/// Before version 9, QEMU does not save a machine whose disk keeps no log of what it writes.
+fn has_tools() -> bool {
+    if !(has_tool("qemu-img") && has_tool(QEMU)) {
+        return false;
+    }
+    let said = tool_ok(QEMU, &["--version"]);
+    let major = said.split("version ").nth(1).and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
+    let is_new = major.is_some_and(|major| major >= 9);
+    if !is_new {
+        eprintln!("skipped: QEMU is older than 9.0: {}", said.lines().next().unwrap_or_default());
+    }
+    is_new
+}
+
+#[test]
+fn a_pair_is_whole_whenever_the_save_is_killed_and_the_machine_goes_on() {
+    if !has_tools() {
+        return;
+    }
+    let rounds: u64 = std::env::var("RINGDISK_SAVE_ROUNDS").map_or(8, |rounds| rounds.parse().expect("a number"));
+    let mut bench = Bench::new("raw");
+    bench.start_machine();
+    for round in 0..rounds {
+        // A save that was killed may have left the machine stopped: then it writes nothing.
+        if bench.qmp().is_running().unwrap() {
+            bench.write(2 * round as usize);
+        }
+        let before = bench.check_pair();
+        let next = before.unwrap_or(0) + 1;
+        bench.saved.insert(next, bench.contents.clone());
+        // Each second one is killed, later and later.
+        let mut child = bench.save_command(round % 3 == 2).spawn().unwrap();
+        if round % 2 == 1 {
+            std::thread::sleep(Duration::from_millis(15 * round));
+            child.kill().unwrap();
+        }
+        let output = child.wait_with_output().unwrap();
+        if round % 2 == 0 {
+            assert!(output.status.success(), "{}", text(&output.stderr));
+            assert!(bench.qmp().is_running().unwrap());
+        }
+        let after = bench.check_pair();
+        assert!(after == before || after == Some(next), "{before:?}, then {after:?}");
+        assert!(round % 2 == 1 || after == Some(next));
+        // What comes later is no part of it.
+        if round % 2 == 0 {
+            bench.write(2 * round as usize + 1);
+            assert_eq!(bench.check_pair(), after);
+        }
+    }
+    let output = bench.save_command(false).output().unwrap();
+    assert!(output.status.success() && bench.qmp().is_running().unwrap(), "{}", text(&output.stderr));
+}
+
+#[test]
+fn a_machine_is_resumed_from_what_was_saved_and_can_be_saved_again() {
+    if !has_tools() {
+        return;
+    }
+    for keep in [false, true] {
+        let mut bench = Bench::new("qcow2");
+        bench.start_machine();
+        for number in 1..=2 {
+            bench.write(number as usize);
+            bench.saved.insert(number, bench.contents.clone());
+            let output = bench.save_command(keep).output().unwrap();
+            assert!(output.status.success(), "{}", text(&output.stderr));
+        }
+        let then = bench.contents.clone();
+        bench.write(9);
+        drop(bench.machine.take().map(|mut machine| (machine.kill(), machine.wait())));
+        std::fs::remove_file(bench.path("qmp")).unwrap();
+
+        let vm = bench.path("vm.toml");
+        let child = ringdisk().args(["restore", "--run", path_str(&vm)]).stdout(Stdio::null()).spawn().unwrap();
+        bench.machine = Some(child);
+        let begun = std::time::Instant::now();
+        loop {
+            assert!(begun.elapsed() < common::PATIENCE, "the machine does not go on");
+            std::thread::sleep(Duration::from_millis(100));
+            let alive = bench.machine.as_mut().unwrap().try_wait().unwrap();
+            assert!(alive.is_none(), "the restore has ended: {alive:?}");
+            if is_running(&bench.path("qmp")) {
+                break;
+            }
+        }
+        bench.contents = then;
+        bench.export();
+        assert_eq!(bench.check_pair(), Some(2));
+        bench.write(11);
+        assert_eq!(bench.check_pair(), Some(2));
+        bench.saved.insert(3, bench.contents.clone());
+        let output = bench.save_command(false).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        assert_eq!(bench.check_pair(), Some(3));
+        bench.qmp().run("quit", json!({})).unwrap();
+        assert!(bench.machine.take().unwrap().wait().unwrap().success());
+    }
+}
+
+/// Whether the monitor answers, and its machine runs.
+fn is_running(socket: &Path) -> bool {
+    Qmp::connect(socket, Duration::ZERO).and_then(|mut qmp| qmp.is_running()).unwrap_or(false)
+}
+
+/// Ends a child of the test, whatever becomes of the test.
+struct Ending(Child);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_state_that_qemu_keeps_in_an_image_is_taken_out_and_resumes_the_machine() {
+    if !has_tools() {
+        return;
+    }
+    let dir = directory();
+    let [disk, socket, state] = ["disk.qcow2", "qmp", "state"].map(|name| at(&dir, name));
+    tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "cluster_size=4096", path_str(&disk), "40M"]);
+    let start = |more: &[&str]| {
+        let _ = std::fs::remove_file(&socket);
+        let child = Command::new(QEMU)
+            .args(["-nodefaults", "-no-user-config", "-display", "none", "-accel", "tcg", "-machine", "q35"])
+            .args(["-m", "64M", "-device", "virtio-blk-pci,drive=disk"])
+            .args(["-drive", &format!("if=none,id=disk,format=qcow2,file={}", disk.display())])
+            .args(["-qmp", &format!("unix:{},server=on,wait=off", socket.display())])
+            .args(more)
+            .stdin(Stdio::null())
+            .spawn();
+        let child = Ending(child.unwrap());
+        (Qmp::connect(&socket, Duration::from_secs(60)).unwrap(), child)
+    };
+    let (mut qmp, machine) = start(&[]);
+    let said = qmp.run("human-monitor-command", json!({ "command-line": "savevm one" })).unwrap();
+    assert_eq!(said, "");
+    drop((qmp, machine));
+
+    run_ok(&["state", "extract", "-l", "one", path_str(&disk), path_str(&state)]);
+    let info: Value = serde_json::from_str(&run_ok(&["info", "--output=json", path_str(&disk)])).unwrap();
+    let stream = std::fs::read(&state).unwrap();
+    assert!(stream.starts_with(b"QEVM"));
+    assert_eq!(info["snapshots"][0]["vm-state-size"], stream.len());
+    assert!(!run(&["state", "extract", "-l", "two", path_str(&disk), "-"]).status.success());
+
+    let (mut qmp, _machine) = start(&["-incoming", "defer"]);
+    qmp.run("migrate-incoming", json!({ "uri": format!("exec:cat {}", state.display()) })).unwrap();
+    while qmp.status().unwrap() == "inmigrate" {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    qmp.run("cont", json!({})).unwrap();
+    assert!(qmp.is_running().unwrap());
+}

@@ -1,0 +1,249 @@
+//! Overlays that outlive their process: what a flush makes durable, and in which order.
+//!
+//! The index that requests use is in memory. A flush takes the pages of it that have changed, makes the data durable, writes
+//! those pages to the index file, and makes that durable. So:
+//!
+//! * A word in the file never names data that are not durable, whatever part of a page a power cut leaves.
+//! * Pages of the data that were freed are used again only when the file no longer names them.
+//! * What leads to tables (the owners, the bits of parts that are zero) is written when the tables are durable.
+
+use crate::header::Header;
+use crate::index::Part;
+use crate::layout::{BELOW, PAGE_BYTES, PART_BYTES, TABLE_WORDS, ZERO, data_page, leads_to_tables};
+use crate::scratch::Scratch;
+use crate::state::{Inner, State};
+use block::{FileOp, IoError, IoResult, MetaIo};
+use memory::AlignedBuf;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Pages of the index that are copied and written between two syncs of the data: they take this much memory at once.
+const BATCH_PAGES: usize = 1024;
+/// The longest write, in pages.
+const WRITE_PAGES: u64 = 64;
+
+/// What makes an overlay outlive its process.
+pub(crate) struct Kept {
+    pub(crate) header: Header,
+    /// Nothing has changed since the last flush. Cleared before a change is published.
+    is_clean: AtomicBool,
+}
+
+/// What is not in the index file.
+#[derive(Debug, Default)]
+pub(crate) struct Unwritten {
+    is_kept: bool,
+    /// Pages of the index.
+    pages: BTreeSet<u64>,
+    /// The number of the last change.
+    pub(crate) change: u64,
+    /// The number of the last change that is durable.
+    pub(crate) durable: u64,
+    /// A flush is under way.
+    is_flushing: bool,
+}
+
+impl Unwritten {
+    pub(crate) fn new(is_kept: bool) -> Self {
+        Self { is_kept, ..Self::default() }
+    }
+
+    /// These pages of the index are about to change, or have. The lock is held until they have.
+    pub(crate) fn note(&mut self, pages: impl IntoIterator<Item = u64>) {
+        if self.is_kept {
+            self.change = self.change.saturating_add(1);
+            self.pages.extend(pages);
+        }
+    }
+}
+
+impl Kept {
+    pub(crate) fn new(header: Header) -> Self {
+        Self { header, is_clean: AtomicBool::new(true) }
+    }
+}
+
+impl Inner {
+    /// Pages of the index are about to change. The lock is held until they have.
+    fn note(&self, state: &mut State, pages: impl IntoIterator<Item = u64>) {
+        let Some(kept) = &self.kept else { return };
+        // Whoever sees what has changed sees this, too.
+        kept.is_clean.store(false, Ordering::Relaxed);
+        state.unwritten.note(pages);
+    }
+
+    /// The same, of the words of the part's table.
+    pub(crate) fn note_table(&self, state: &mut State, part: u64) {
+        if self.kept.is_some()
+            && let Part::Table(page) = self.index.part(part)
+        {
+            self.note(state, [u64::from(page)]);
+        }
+    }
+
+    /// A part without a table becomes zero, or shows what is below.
+    pub(crate) fn set_part(&self, state: &mut State, part: u64, is_zero: bool) {
+        if self.kept.is_some() {
+            let changed = self.index.set_zero_bit(part, is_zero);
+            self.note(state, [changed]);
+        }
+        self.index.set_part(part, is_zero);
+    }
+
+    /// A copy of pages of the index that follow each other.
+    fn copy(&self, pages: Range<u64>) -> AlignedBuf {
+        let count = pages.end.saturating_sub(pages.start);
+        let mut copy = AlignedBuf::zeroed(usize::try_from(count.saturating_mul(PAGE_BYTES)).unwrap_or(0));
+        for (bytes, word) in copy.chunks_exact_mut(4).zip(pages.flat_map(|page| self.index.page(page))) {
+            bytes.copy_from_slice(&word.load(Ordering::Acquire).to_le_bytes());
+        }
+        copy
+    }
+
+    /// Copies of these pages, with the place of each run.
+    fn copies(&self, pages: impl Iterator<Item = u64>) -> Vec<(u64, AlignedBuf)> {
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        for page in pages {
+            match runs.last_mut() {
+                Some(run) if run.end == page && page.saturating_sub(run.start) < WRITE_PAGES => {
+                    run.end = page.saturating_add(1);
+                }
+                _ => runs.push(page..page.saturating_add(1)),
+            }
+        }
+        runs.into_iter().map(|run| (run.start.saturating_mul(PAGE_BYTES), self.copy(run))).collect()
+    }
+}
+
+async fn write(io: &MetaIo, copies: Vec<(u64, AlignedBuf)>) -> IoResult {
+    for (offset, bytes) in copies {
+        io.write(offset, bytes).await?;
+    }
+    Ok(())
+}
+
+/// The one flush that is under way. What it does not bring to its end is left for the next.
+struct Flush<'a> {
+    inner: &'a Inner,
+    /// All that it began with.
+    pages: BTreeSet<u64>,
+    change: u64,
+}
+
+impl Drop for Flush<'_> {
+    fn drop(&mut self) {
+        let mut state = self.inner.lock();
+        state.unwritten.pages.append(&mut self.pages);
+        state.unwritten.is_flushing = false;
+        drop(state);
+        self.inner.idle.wake_all();
+    }
+}
+
+impl<'a> Flush<'a> {
+    /// Waits for the one before; then takes what has changed, and copies what leads to tables.
+    async fn begin(inner: &'a Inner) -> (Self, Vec<(u64, AlignedBuf)>) {
+        let mut begin = || {
+            let mut state = inner.lock();
+            if state.unwritten.is_flushing {
+                return None;
+            }
+            state.unwritten.is_flushing = true;
+            let pages = std::mem::take(&mut state.unwritten.pages);
+            // While the lock is held: they lead to no table that is newer than what this flush writes.
+            let leading = inner.copies(pages.iter().copied().filter(|page| inner.leads_to_tables(*page)));
+            Some((Self { inner, pages, change: state.unwritten.change }, leading))
+        };
+        inner.idle.until(&mut begin).await
+    }
+
+    fn has_ended(mut self, kept: &Kept) {
+        let mut state = self.inner.lock();
+        self.pages.clear();
+        state.unwritten.durable = self.change;
+        if state.unwritten.change == self.change {
+            kept.is_clean.store(true, Ordering::Release);
+        }
+        drop(state);
+    }
+}
+
+impl Inner {
+    fn leads_to_tables(&self, page: u64) -> bool {
+        leads_to_tables(self.index.header_pages, page)
+    }
+}
+
+impl Scratch {
+    /// What a kept overlay says of itself.
+    #[must_use]
+    pub fn header(&self) -> Option<&Header> {
+        self.inner.kept.as_ref().map(|kept| &kept.header)
+    }
+
+    /// Whether what was looked up before this call will be found there after a power cut, too. What is thrown away counts as
+    /// durable.
+    #[inline]
+    #[must_use]
+    pub fn is_mapping_durable(&self) -> bool {
+        self.inner.kept.as_ref().is_none_or(|kept| kept.is_clean.load(Ordering::Acquire))
+    }
+
+    /// The next durable write takes along what was not flushed.
+    pub fn flush_with_next_write(&self) {
+        self.inner.note(&mut self.inner.lock(), []);
+    }
+
+    /// Makes every write that completed before this call durable, if the overlay is kept.
+    pub async fn flush(&self, io: &MetaIo) -> IoResult {
+        let (inner, Some(kept)) = (&*self.inner, &self.inner.kept) else { return Ok(()) };
+        let data = io.data().ok_or(IoError::EIO)?;
+        let (flush, leading) = Flush::begin(inner).await;
+        if inner.index.is_lost() {
+            return Err(IoError::EIO);
+        }
+        let tables: Vec<u64> = flush.pages.iter().copied().filter(|page| !inner.leads_to_tables(*page)).collect();
+        if tables.is_empty() {
+            data.start(FileOp::Flush).await?;
+        }
+        for batch in tables.chunks(BATCH_PAGES) {
+            // Every word in these copies was published before the data are made durable.
+            let copies = inner.copies(batch.iter().copied());
+            data.start(FileOp::Flush).await?;
+            write(io, copies).await?;
+        }
+        if !tables.is_empty() {
+            io.flush().await?;
+        }
+        if !leading.is_empty() {
+            write(io, leading).await?;
+            io.flush().await?;
+        }
+        flush.has_ended(kept);
+        Ok(())
+    }
+
+    /// Makes a kept overlay forget whole parts of a range, so that what is below shows. No request is in flight.
+    pub fn reveal(&self, offset: u64, length_bytes: u64) {
+        let inner = &*self.inner;
+        let end = offset.saturating_add(length_bytes).min(inner.size_bytes);
+
+        let behind = if end == inner.size_bytes { end.div_ceil(PART_BYTES) } else { end / PART_BYTES };
+        for part in offset.div_ceil(PART_BYTES)..behind {
+            let mut state = inner.lock();
+            match inner.index.part(part) {
+                Part::All(ZERO) => inner.set_part(&mut state, part, false),
+                Part::All(_) => {}
+                Part::Table(_) => {
+                    inner.note_table(&mut state, part);
+                    let first = part.saturating_mul(TABLE_WORDS);
+                    let pages = first..first.saturating_add(TABLE_WORDS);
+                    let freed = pages.filter_map(|page| inner.index.set(page, BELOW).and_then(data_page));
+                    let freed: Vec<Range<u64>> = freed.map(|page| page..page.saturating_add(1)).collect();
+                    state.retire(&inner.epochs, freed);
+                }
+            }
+        }
+    }
+}

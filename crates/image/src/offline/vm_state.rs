@@ -1,0 +1,54 @@
+//! The state of a machine that an internal snapshot keeps, as QEMU's `savevm` writes it: behind the disk.
+
+use crate::file_name::FileName;
+use crate::guess::Format;
+use crate::open::gate::Role;
+use crate::open::layers::open_layer;
+use block::{Error, ErrorKind, Extent, File, IoError, IoResult, MetaIo, PastEnd, Result, SECTOR_BYTES, block_on};
+use format_qcow2::SnapshotName;
+use memory::AlignedBuf;
+use std::sync::Arc;
+
+/// How much is read at once.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// Gives `each` the machine's state that the snapshot `which` (an id or a name) of a qcow2 image keeps, piece by piece.
+/// Returns its length. Blocks.
+pub fn read_vm_state(
+    name: impl Into<FileName>,
+    file: &Arc<dyn File>,
+    which: &str,
+    each: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<u64> {
+    let name = name.into();
+    let state = SnapshotName::StateOf(which.to_owned());
+    let layer = open_layer(&name, Arc::clone(file), Format::Qcow2, Role::ReadOnly, Some(&state))?;
+    let io = layer.open_blocking()?;
+    let snapshots = block_on(layer.mapping.snapshots(&io, &name.to_string()))?;
+    let length = state.find_in(&snapshots).map_or(0, |snapshot| snapshot.vm_state_bytes);
+    let begin = layer.size_bytes.saturating_sub(length.next_multiple_of(SECTOR_BYTES));
+    let failed = |error| layer.failed("cannot read the machine's state", error);
+    let mut done = 0u64;
+    while done < length {
+        let wanted = length.saturating_sub(done).min(PIECE_BYTES);
+        let piece = block_on(read(&layer.mapping, &io, begin.saturating_add(done), wanted)).map_err(failed)?;
+        each(&piece)?;
+        done = done.saturating_add((piece.len() as u64).max(1));
+    }
+    match done == length {
+        true => Ok(length),
+        false => Err(Error::new(ErrorKind::Io, format!("'{name}': more was read than there is"))),
+    }
+}
+
+/// The first bytes of a range, at most all.
+async fn read(mapping: &crate::chain::mapping::Mapping, io: &MetaIo, offset: u64, length: u64) -> IoResult<AlignedBuf> {
+    let mapped = mapping.resolve(io, offset, length).await?;
+    let bytes = usize::try_from(mapped.length_bytes.min(length)).map_err(|_| IoError::EIO)?;
+    match mapped.extent {
+        Extent::Data { offset, .. } => io.read(offset, bytes, PastEnd::Zeros).await,
+        Extent::Zero | Extent::Backing => Ok(AlignedBuf::zeroed(bytes)),
+        // Nobody compresses it.
+        Extent::Compressed(_) => Err(IoError::EIO),
+    }
+}

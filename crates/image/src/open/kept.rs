@@ -1,0 +1,102 @@
+//! A scratch overlay that is kept: made on top of a disk, or found there and gone on with.
+
+use super::gate::{Opener, Role};
+use super::layers::open_layer;
+use super::temporary::top_with_room;
+use crate::chain::layer::{DataFile, Layer};
+use crate::file_name::FileName;
+use crate::guess::Format;
+use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
+use format_scratch::{Header, create_kept};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The overlay whose index is `path`, on these layers.
+pub(crate) fn kept_layer(layers: &[Layer], path: &Path, opener: &dyn Opener) -> Result<Layer> {
+    let below = top_with_room(layers)?;
+    match opener.make(path).map_err(in_context)? {
+        Some(index) => {
+            let data_path = data_path_of(path);
+            let made = make(below, path, &data_path, &index, opener);
+            made.inspect_err(|_| [path, &data_path].into_iter().for_each(|path| opener.unmake(path)))?;
+            drop(index);
+        }
+        None => tracing::info!("'{}' is there already: goes on with it", path.display()),
+    }
+    let layer = open_kept(path, opener).map_err(in_context)?;
+    let names = layer.mapping.backing().map(|(name, _)| opener.canonical(Path::new(&format_qcow2::os_name(name))));
+    let rests_on = names.transpose().ok().flatten();
+    if rests_on.as_deref() != below.name.path() {
+        let what = format!("'{}' is there already, and rests on another image than '{}'", path.display(), below.name);
+        let hint = "commit it or remove it first, or give the disk another name";
+        return Err(in_context(Error::new(ErrorKind::BadOption, format!("{what}: {hint}"))));
+    }
+    check_size(&layer, below.size_bytes)?;
+    Ok(layer)
+}
+
+fn in_context(error: Error) -> Error {
+    error.in_context("Could not keep what is written (keep=)")
+}
+
+/// The file of the data lies beside the index.
+fn data_path_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".data");
+    name.into()
+}
+
+/// Fills the new file of the index, and makes that of the data.
+fn make(below: &Layer, path: &Path, data_path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) -> Result<()> {
+    let unnamed = || {
+        let what = "an image without a path of its own cannot be named by what rests on it";
+        Error::new(ErrorKind::Unsupported, format!("'{}': {what}", below.name))
+    };
+    let text = |path: &Path| path.to_str().map(str::to_owned).ok_or_else(unnamed);
+    let header = Header {
+        size_bytes: below.size_bytes,
+        backing_file: text(below.name.path().ok_or_else(unnamed)?)?,
+        // What was only guessed is guessed again by whoever lets a guest's bytes into it.
+        backing_format: (!below.guessed).then(|| below.format().to_string()),
+        data_file: text(Path::new(data_path.file_name().ok_or_else(unnamed)?))?,
+    };
+    if opener.make(data_path)?.is_none() {
+        let what = format!("'{}' is there already, without the index that belongs to it", data_path.display());
+        return Err(Error::new(ErrorKind::BadOption, format!("{what}: remove it first")));
+    }
+    block_on(create_kept(&MetaIo::of_file(&**index)?, &path.display().to_string(), &header))?;
+    opener.sync_directory_of(path)
+}
+
+fn open_kept(path: &Path, opener: &dyn Opener) -> Result<Layer> {
+    let own = FileName::from(opener.canonical(path)?);
+    let mut layer = open_layer(&own, opener.open(&own, Role::Writable)?, Format::Scratch, Role::Writable, None)?;
+    // The name of the data is ours only as long as nobody else wrote the header: beside the index, and nowhere else.
+    let said = data_path_of(path);
+    if layer.mapping.data_file().map(Path::new) != said.file_name().map(Path::new) {
+        let what = format!("'{}' does not have its data in '{}'", path.display(), said.display());
+        return Err(Error::new(ErrorKind::BadImage, what));
+    }
+    let name = FileName::from(opener.canonical(&said)?);
+    let file = opener.open(&name, Role::Writable)?;
+    layer.data = Some(DataFile { name, said: said.into(), file });
+    layer.said = path.into();
+    Ok(layer)
+}
+
+/// What a scratch overlay rests on has the size that it had, or it is another image.
+pub(crate) fn check_size_below(above: &[Layer], below: &Layer) -> Result<()> {
+    above.last().map_or(Ok(()), |above| check_size(above, below.size_bytes))
+}
+
+fn check_size(layer: &Layer, below_bytes: u64) -> Result<()> {
+    match layer.mapping.kept_header() {
+        Some(header) if header.size_bytes != below_bytes => {
+            let Header { size_bytes, backing_file, .. } = header;
+            let what = format!("rests on '{backing_file}' with {size_bytes} bytes, which has {below_bytes} bytes now");
+            let hint = "give that its size back, or drop the overlay";
+            Err(Error::new(ErrorKind::BadImage, format!("'{}' {what}: {hint}", layer.name)))
+        }
+        _ => Ok(()),
+    }
+}

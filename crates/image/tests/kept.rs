@@ -1,0 +1,310 @@
+//! Scratch overlays that are kept: the conformance suite, the power cut, opening them as images, and damaged ones.
+
+mod common;
+
+use block::{Disk, Error, ErrorKind, File, IoError, IoErrorKind, OpFlags, Result};
+use common::{Chain, Layer, SimOpener, name};
+use ringdisk_image::{BackingPolicy, FileName, Format, Image, ImageOptions, Opener, Role};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use testkit::conformance::{Subject, run};
+use testkit::{
+    Fault, FaultAction, OpKind, OpenedDisk, PowerCutTest, Request, Session, SimFileOptions, SimHarness, SimStorage,
+    Workload, mix, stamped,
+};
+
+const INDEX: &str = "disk.scratch";
+const DATA: &str = "disk.scratch.data";
+const SIZE: u64 = 1 << 20;
+
+/// Simulated files, to which others can be added. What is below an overlay is never opened for writing.
+struct Making(SimOpener);
+
+impl Opener for Making {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        let is_own = [INDEX, DATA].contains(&name.to_string().as_str());
+        if role == Role::Writable && !is_own {
+            return Err(Error::new(ErrorKind::Denied, format!("'{name}' is opened for writing")));
+        }
+        self.0.open(name, role)
+    }
+
+    fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
+        let path = path.to_str().unwrap();
+        let storage = &self.0.0;
+        if storage.file(path).is_some() {
+            return Ok(None);
+        }
+        Ok(Some(storage.create(path, 0, SimFileOptions::default())))
+    }
+
+    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        Ok(path.to_owned())
+    }
+}
+
+fn opened(options: &ImageOptions, storage: &SimStorage) -> Result<OpenedDisk> {
+    let image: Arc<Image> = Arc::new(ringdisk_image::open(options, &Making(SimOpener(storage.clone())))?);
+    let disk: Arc<dyn Disk> = Arc::clone(&image) as Arc<dyn Disk>;
+    Ok(OpenedDisk { disk, close: Box::new(move || image.close()) })
+}
+
+fn options_on(chain: &Chain) -> ImageOptions {
+    ImageOptions::new(&name(0)).with(|options| {
+        options.format = Some(match chain.top() {
+            Layer::Raw(_) => Format::Raw,
+            _ => Format::Qcow2,
+        });
+        options.scratch = true;
+        options.keep = Some(INDEX.into());
+    })
+}
+
+/// The disk of the image, under an overlay that is kept.
+fn open_on(chain: &Chain, storage: &SimStorage) -> Result<OpenedDisk> {
+    opened(&options_on(chain), storage)
+}
+
+/// The overlay as an image of its own.
+fn overlay() -> ImageOptions {
+    ImageOptions::new(INDEX).with(|options| options.allow_backing = BackingPolicy::Any)
+}
+
+fn chains() -> Vec<Chain> {
+    let two = vec![Layer::qcow2(SIZE + 1536, 65536), Layer::Raw(SIZE / 2 + 100)];
+    vec![
+        Chain::of(vec![Layer::Raw(SIZE)]),
+        Chain::of(vec![Layer::Raw(SIZE + 1636)]),
+        Chain { used: true, ..Chain::of(vec![Layer::qcow2(SIZE, 4096)]) },
+        Chain::of(two),
+    ]
+}
+
+#[test]
+fn a_kept_overlay_conforms_and_changes_nothing_below() {
+    for chain in chains() {
+        for seed in common::seeds(1) {
+            let mut made = Vec::new();
+            let mut make = |read_only: bool| {
+                let storage = chain.storage();
+                let own = open_on(&chain, &storage).unwrap();
+                made.push(storage.clone());
+                if !read_only {
+                    return Some(own.disk);
+                }
+                drop(own);
+                let options = overlay().with(|options| options.read_only = true);
+                Some(opened(&options, &storage).unwrap().disk)
+            };
+            let mut subject = Subject { make: &mut make, keeps_data: true, seed };
+            run(&mut SimHarness::new(seed, 3), &mut subject).assert_passed();
+            for storage in made {
+                let original = chain.storage();
+                for index in 0..chain.layers.len() {
+                    assert!(storage.bytes(&name(index)) == original.bytes(&name(index)), "'{}' changed", name(index));
+                }
+            }
+        }
+    }
+}
+
+/// What was flushed is there after a power cut at any write and flush, and what was not touched is as it was.
+fn survives(chain: &Chain, queues: usize, volatile_cache: bool, seeds: u64) {
+    let size = chain.top().size_bytes();
+    // All of a disk is read after each cut.
+    let (requests, stride) = if size > 1 << 20 { (30, 5) } else { (50, 1) };
+    for seed in common::seeds(seeds) {
+        let chain = Chain { seed, ..chain.clone() };
+        let test = PowerCutTest {
+            storage: chain.storage(),
+            open: &|storage| {
+                let opened = open_on(&chain, storage)?;
+                opened.disk.set_volatile_cache(volatile_cache);
+                Ok(opened)
+            },
+            check: &|_| Ok(()),
+            workload: Workload { read_percent: 5, flush_percent: 20, ..Workload::new(seed, requests, size, 4096) },
+            queues,
+            outcomes: 2,
+            stride,
+        };
+        let summary = test.run().unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}"));
+        assert!(summary.moments > 0);
+    }
+}
+
+#[test]
+fn what_was_flushed_survives_a_power_cut_at_any_moment() {
+    let small = Chain::of(vec![Layer::Raw(200 << 10)]);
+    survives(&small, 1, true, 1);
+    survives(&small, 3, true, 2);
+    survives(&Chain { used: true, ..Chain::of(vec![Layer::qcow2(128 << 10, 4096)]) }, 2, true, 1);
+    // Two parts, each with a table of its own.
+    survives(&Chain::of(vec![Layer::Raw((4 << 20) + (64 << 10) + 512)]), 2, true, 1);
+}
+
+#[test]
+fn without_a_volatile_cache_what_completed_survives() {
+    survives(&Chain::of(vec![Layer::Raw(100 << 10)]), 2, false, 1);
+}
+
+/// Writes, zeroes and reads back; returns the contents.
+fn use_it(session: &mut Session, size: u64, tag: u64) -> Vec<u8> {
+    for step in 0..24 {
+        let at = mix(tag, step) % (size / 512 - 40) * 512;
+        let length = 512 * (1 + mix(step, tag) % 40);
+        session.call(Request::write(at, stamped(tag + step, at, length as usize))).unwrap();
+    }
+    let zeroes = |offset, length| Request::WriteZeroes { offset, length, may_unmap: true, flags: OpFlags::NONE };
+    session.call(zeroes(64 << 10, 20 << 10)).unwrap();
+    session.read_all().unwrap()
+}
+
+#[test]
+fn it_is_an_image_and_goes_on_where_it_was() {
+    let size = (9 << 20) + 1536;
+    let chain = Chain::of(vec![Layer::Raw(size)]);
+    let storage = chain.storage();
+    let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 2).unwrap();
+    // All of a part, which then has no table.
+    let part = Request::WriteZeroes { offset: 4 << 20, length: 4 << 20, may_unmap: true, flags: OpFlags::NONE };
+    session.call(part).unwrap();
+    let first = use_it(&mut session, 4 << 20, 10);
+    session.call(Request::Flush).unwrap();
+    let killed = storage.process_killed(3);
+    session.close().unwrap();
+
+    for (storage, what) in [(&killed, "after a kill"), (&storage, "after its end")] {
+        let read = |options: ImageOptions| {
+            let mut session = Session::open(storage, &|storage| opened(&options, storage), 1, 1).unwrap();
+            session.read_all().unwrap()
+        };
+        assert!(read(overlay().with(|options| options.read_only = true)) == first, "{what}");
+        // By itself, and under the image again.
+        for (round, options) in [(1, overlay()), (2, options_on(&chain)), (3, overlay())] {
+            let mut session = Session::open(storage, &|storage| opened(&options, storage), round, 2).unwrap();
+            let before = session.read_all().unwrap();
+            let after = use_it(&mut session, size, 100 * round);
+            assert!(before != after);
+            session.close().unwrap();
+            assert!(read(options) == after, "{what}, round {round}");
+        }
+    }
+}
+
+#[test]
+fn emptied_it_shows_what_is_below() {
+    let size = (9 << 20) + 1536;
+    let chain = Chain::of(vec![Layer::Raw(size)]);
+    let storage = chain.storage();
+    let below = storage.bytes(&name(0));
+    let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
+    let part = Request::WriteZeroes { offset: 4 << 20, length: 4 << 20, may_unmap: true, flags: OpFlags::NONE };
+    session.call(part).unwrap();
+    use_it(&mut session, size, 7);
+    session.close().unwrap();
+    let image = ringdisk_image::open(&overlay(), &Making(SimOpener(storage.clone()))).unwrap();
+    assert!(image.can_reveal());
+    image.reveal(0, size).unwrap();
+    image.close().unwrap();
+    drop(image);
+    let mut session = Session::open(&storage, &|storage| opened(&overlay(), storage), 1, 1).unwrap();
+    assert!(session.read_all().unwrap() == below);
+}
+
+#[test]
+fn another_image_or_another_size_below_is_refused() {
+    let chain = Chain::of(vec![Layer::Raw(SIZE), Layer::Raw(SIZE)]);
+    let storage = chain.storage();
+    drop(open_on(&chain, &storage).unwrap());
+    let other = options_on(&chain).with(|options| options.name = name(1).as_str().into());
+    let error = opened(&other, &storage).map(drop).unwrap_err();
+    assert!(error.kind() == ErrorKind::BadOption && error.to_string().contains("another image"), "{error}");
+    let denied = overlay().with(|options| options.allow_backing = BackingPolicy::Deny);
+    assert!(opened(&denied, &storage).is_err(), "what it names passes the gate");
+    let shorter = SimStorage::new(1);
+    for file in [INDEX, DATA] {
+        shorter.create_with(file, &storage.bytes(file), SimFileOptions::default());
+    }
+    shorter.create(&name(0), SIZE - 512, SimFileOptions::default());
+    for options in [overlay(), options_on(&chain)] {
+        let error = opened(&options, &shorter).map(drop).unwrap_err();
+        assert!(error.kind() == ErrorKind::BadImage && error.to_string().contains("has 1048064 bytes now"), "{error}");
+    }
+}
+
+#[test]
+fn a_damaged_index_is_an_error_or_another_content_and_never_a_panic() {
+    let chain = Chain::of(vec![Layer::Raw(SIZE)]);
+    let storage = chain.storage();
+    let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
+    for page in 0..4 {
+        session.call(Request::write(page * 4096, vec![page as u8; 4096])).unwrap();
+    }
+    session.close().unwrap();
+    let (index, data) = (storage.bytes(INDEX), storage.bytes(DATA));
+    let damaged = |change: &dyn Fn(&mut Vec<u8>)| {
+        let mut index = index.clone();
+        change(&mut index);
+        let storage = chain.storage();
+        storage.create_with(INDEX, &index, SimFileOptions::default());
+        storage.create_with(DATA, &data, SimFileOptions::default());
+        storage
+    };
+    let refused = |change: &dyn Fn(&mut Vec<u8>)| opened(&overlay(), &damaged(change)).map(drop).unwrap_err();
+    // Header, bits of zero parts, owners, one table: a page each.
+    let table = 3 * 4096;
+    let error = refused(&|index| index.copy_within(table..table + 4, table + 4));
+    assert!(error.to_string().contains("share the data"), "{error}");
+    assert!(refused(&|index| index.truncate(table)).to_string().contains("shorter"));
+    assert!(refused(&|index| index[2 * 4096] = 9).to_string().contains("behind the end of the disk"));
+    for at in
+        (0..40).step_by(2).chain(512..540).chain(4096..4100).chain(2 * 4096..2 * 4096 + 8).chain(table..table + 12)
+    {
+        for flip in [1, 0x80] {
+            let storage = damaged(&|index| index[at] ^= flip);
+            let Ok(mut session) = Session::open(&storage, &|storage| opened(&overlay(), storage), 1, 1) else {
+                continue;
+            };
+            // What it says lies behind the end of the data is an error.
+            let _ = session.read_all();
+            let _ = session.call(Request::write(8192, vec![1; 8192]));
+            let _ = session.close();
+        }
+    }
+}
+
+#[test]
+fn no_space_in_either_file_fails_what_needs_it_and_nothing_else() {
+    for full in [INDEX, DATA] {
+        let chain = Chain::of(vec![Layer::Raw(SIZE)]);
+        let storage = chain.storage();
+        let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
+        let before = session.read_all().unwrap();
+        let no_space = FaultAction::Fail(IoError::new(IoErrorKind::NoSpace));
+        storage.inject(full, Fault { kind: Some(OpKind::WriteZeroes), after: 0, count: 3, action: no_space });
+        let write = Request::write(4096, vec![1; 4096]);
+        assert!(session.call(write.clone()).is_err(), "{full}");
+        session.call(Request::Flush).unwrap();
+        assert!(session.read_all().unwrap() == before, "{full}");
+        session.call(write).expect("there is space again");
+        session.close().unwrap();
+    }
+}
+
+#[test]
+fn a_flush_that_fails_is_told_and_the_next_one_takes_its_changes_along() {
+    let chain = Chain::of(vec![Layer::Raw(SIZE)]);
+    for (file, kind) in [(INDEX, OpKind::Write), (DATA, OpKind::Flush), (INDEX, OpKind::Flush)] {
+        let storage = chain.storage();
+        let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
+        session.call(Request::write(4096, vec![1; 4096])).unwrap();
+        storage.inject(file, Fault::nth(kind, 0, FaultAction::Fail(IoError::EIO)));
+        assert!(session.call(Request::Flush).is_err(), "{file}, {kind:?}");
+        session.call(Request::Flush).unwrap();
+        let expected = session.read_all().unwrap();
+        let cut = storage.power_cut(1);
+        let mut session = Session::open(&cut, &|storage| opened(&overlay(), storage), 1, 1).unwrap();
+        assert!(session.read_all().unwrap() == expected, "{file}, {kind:?}");
+    }
+}

@@ -1,0 +1,139 @@
+//! The machine's disks, in the daemon that serves them.
+
+use block::{Error, ErrorKind, Result};
+use control::api::{AddDisk, CommitDisk, Disk, Disks as AllDisks, Job, JobState, Jobs, Overlay, Snapshot};
+use control::{CallError, Client, Options};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Calls the daemon.
+#[derive(Debug)]
+pub(crate) struct Disks(Client);
+
+/// One layer of a disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Layer {
+    pub(crate) format: String,
+    pub(crate) file: PathBuf,
+}
+
+fn refused(error: CallError) -> Error {
+    match error {
+        CallError::NoAnswer(error) => error,
+        other => Error::new(ErrorKind::Io, other.to_string()),
+    }
+}
+
+/// A name as a part of a path.
+fn segment(name: &str) -> String {
+    let mut segment = String::new();
+    for byte in name.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' => segment.push(char::from(byte)),
+            // Writing to a string cannot fail.
+            _ => drop(write!(segment, "%{byte:02X}")),
+        }
+    }
+    segment
+}
+
+/// `qcow2 '/images/a': io_uring...`
+fn layer(line: &str) -> Option<Layer> {
+    let (format, rest) = line.split_once(" '")?;
+    let (file, _) = rest.split_once("': ")?;
+    Some(Layer { format: format.to_owned(), file: file.into() })
+}
+
+impl Disks {
+    pub(crate) fn new(control: &Path) -> Result<Self> {
+        Client::new(control).map(Self)
+    }
+
+    /// The names of all disks.
+    pub(crate) fn names(&self) -> Result<Vec<String>> {
+        let all: AllDisks = self.0.get("/v1/disks").map_err(refused)?;
+        Ok(all.disks.into_iter().map(|disk| disk.name).collect())
+    }
+
+    pub(crate) fn show(&self, name: &str) -> Result<Disk> {
+        self.0.get(&format!("/v1/disks/{}", segment(name))).map_err(refused)
+    }
+
+    /// The layers of a disk, the top first.
+    pub(crate) fn layers(&self, name: &str) -> Result<Vec<Layer>> {
+        let layers: Vec<Layer> = self.show(name)?.layers.iter().filter_map(|line| layer(line)).collect();
+        match layers.is_empty() {
+            true => Err(Error::new(ErrorKind::Unsupported, format!("disk '{name}' has no file that could be saved"))),
+            false => Ok(layers),
+        }
+    }
+
+    /// Puts a new layer on each of these disks at the same moment. What was the top is durable when this returns, and does
+    /// not change any more.
+    pub(crate) fn freeze(&self, overlays: Vec<(String, PathBuf)>) -> Result<()> {
+        let overlays = overlays.into_iter().map(|(disk, overlay)| Overlay { disk, overlay }).collect();
+        self.0.post::<serde_json::Value>("/v1/snapshots", &Snapshot { overlays }).map(drop).map_err(refused)
+    }
+
+    /// Takes so many layers of a disk back, and waits for the end.
+    pub(crate) fn commit(
+        &self,
+        name: &str,
+        layers: usize,
+        cancel: &AtomicBool,
+        told: &mut dyn FnMut(u64, u64),
+    ) -> Result<()> {
+        let request = CommitDisk { layers, within_ms: None, stall_ms: None, bytes_per_second: None };
+        let mut job: Job = self.0.post(&format!("/v1/disks/{}/commit", segment(name)), &request).map_err(refused)?;
+        let mut is_cancelled = false;
+        while matches!(job.state, JobState::Running | JobState::Paused) {
+            if cancel.load(Ordering::Relaxed) && !is_cancelled {
+                is_cancelled = true;
+                self.0.post_nothing::<Job>(&format!("/v1/jobs/{}/cancel", job.id)).map_err(refused)?;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+            job = self.0.get(&format!("/v1/jobs/{}", job.id)).map_err(refused)?;
+            told(job.done_bytes, job.total_bytes);
+        }
+        match (job.state, job.error) {
+            (JobState::Done, _) => Ok(()),
+            (JobState::Cancelled, _) => Err(Error::new(ErrorKind::Cancelled, "interrupted")),
+            (_, error) => Err(Error::new(ErrorKind::Io, error.unwrap_or_else(|| "it does not say why".to_owned()))),
+        }
+    }
+
+    /// Waits until no job changes the disk.
+    pub(crate) fn wait_for_jobs(&self, name: &str) -> Result<()> {
+        loop {
+            let jobs: Jobs = self.0.get("/v1/jobs").map_err(refused)?;
+            let is_under_way = |job: &Job| matches!(job.state, JobState::Running | JobState::Paused);
+            if !jobs.jobs.iter().any(|job| job.disk == name && is_under_way(job)) {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Serves a disk with these options, in the place of the one of its name.
+    pub(crate) fn replace(&self, name: &str, options: Options) -> Result<()> {
+        if self.names()?.iter().any(|own| own == name) {
+            self.0.delete(&format!("/v1/disks/{}?force=true", segment(name))).map_err(refused)?;
+        }
+        self.0.post::<Disk>("/v1/disks", &AddDisk { options, export: true }).map(drop).map_err(refused)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_are_read_from_their_lines_and_names_fit_into_paths() {
+        let found = layer("qcow2 '/images/it's a.qcow2': io_uring, cache=none: O_DIRECT").unwrap();
+        assert_eq!((found.format.as_str(), found.file.to_str()), ("qcow2", Some("/images/it's a.qcow2")));
+        assert_eq!(layer("null"), None);
+        assert_eq!(segment("a b/ä"), "a%20b%2F%C3%A4");
+    }
+}

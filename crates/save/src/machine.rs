@@ -1,0 +1,80 @@
+//! Which machine is saved: where its monitor, its daemon and its saved state are.
+
+use block::{Error, ErrorKind, Result};
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+
+/// A machine, as its user describes it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct Machine {
+    /// The socket of QEMU's monitor protocol.
+    pub qmp: PathBuf,
+    /// The control socket of the daemon that has its disks.
+    pub control: PathBuf,
+    /// The directory in which it is saved.
+    pub state: PathBuf,
+    /// The names of its disks in the daemon; all disks of the daemon where none is given.
+    #[serde(default)]
+    pub disks: Vec<String>,
+    /// The command that starts it, without `-incoming`.
+    #[serde(default)]
+    pub qemu: Vec<String>,
+}
+
+impl Machine {
+    /// Reads a description. Relative paths begin at the file's directory.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path);
+        let text = text.map_err(|error| Error::io(format!("cannot read '{}'", path.display()), error))?;
+        let bad = |error: toml::de::Error| {
+            Error::new(ErrorKind::BadOption, format!("'{}': {}", path.display(), error.to_string().trim_end()))
+        };
+        let mut machine: Self = toml::from_str(&text).map_err(bad)?;
+        let path = std::path::absolute(path).map_err(|error| Error::io("there is no working directory", error))?;
+        let directory = path.parent().unwrap_or(Path::new("/"));
+        for path in [&mut machine.qmp, &mut machine.control, &mut machine.state] {
+            *path = directory.join(&*path);
+        }
+        Ok(machine)
+    }
+
+    /// With what is known of another one put in the place of what is missing here.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        let path = |own: PathBuf, other| if own.as_os_str().is_empty() { other } else { own };
+        let list = |own: Vec<String>, other| if own.is_empty() { other } else { own };
+        Self {
+            qmp: path(self.qmp, other.qmp),
+            control: path(self.control, other.control),
+            state: path(self.state, other.state),
+            disks: list(self.disks, other.disks),
+            qemu: list(self.qemu, other.qemu),
+        }
+    }
+
+    /// A machine without a name: fill it in.
+    #[must_use]
+    pub fn nothing() -> Self {
+        Self::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_description_is_read_and_what_is_wrong_is_said_with_its_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vm.toml");
+        std::fs::write(&path, "qmp = 'q'\ncontrol = '/run/c'\nstate = 's'\nqemu = ['qemu', '-S']\n").unwrap();
+        let machine = Machine::read(&path).unwrap();
+        assert_eq!((machine.qmp, machine.control), (dir.path().join("q"), PathBuf::from("/run/c")));
+        assert_eq!((machine.disks.len(), machine.qemu.len()), (0, 2));
+        std::fs::write(&path, "qmp = 'q'\nkontrol = '/run/c'\n").unwrap();
+        let error = Machine::read(&path).unwrap_err().to_string();
+        assert!(error.contains("kontrol") && error.contains('2'), "{error}");
+    }
+}

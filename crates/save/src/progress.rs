@@ -1,0 +1,123 @@
+//! How far a save has come: step by step, and as a whole.
+
+/// What a save does, in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Step {
+    /// The machine stops.
+    Stop,
+    /// Its state is written.
+    State,
+    /// The disks get new layers.
+    Freeze,
+    /// The record names the new pair.
+    Publish,
+    /// What was written since the last save goes into the images.
+    Commit,
+    /// The machine goes on.
+    Resume,
+}
+
+impl Step {
+    /// All of them, with their parts of the whole.
+    const PARTS: [(Self, f64); 6] = [
+        (Self::Stop, 0.02),
+        (Self::State, 0.58),
+        (Self::Freeze, 0.05),
+        (Self::Publish, 0.02),
+        (Self::Commit, 0.30),
+        (Self::Resume, 0.03),
+    ];
+
+    /// Its name, for people and programs.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::State => "state",
+            Self::Freeze => "freeze",
+            Self::Publish => "publish",
+            Self::Commit => "commit",
+            Self::Resume => "resume",
+        }
+    }
+}
+
+/// A moment of a save.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Moment {
+    /// What goes on.
+    pub step: Step,
+    /// Bytes of this step that are done, where it moves bytes.
+    pub done_bytes: u64,
+    /// Bytes of this step in all, as far as that is known. Rises only.
+    pub total_bytes: u64,
+    /// The part of the whole save that is done: from 0 to 1, and never less than before.
+    pub whole: f64,
+}
+
+/// Tells moments so that they only rise.
+pub(crate) struct Progress<'a> {
+    tell: &'a mut dyn FnMut(Moment),
+    step: Step,
+    step_total: u64,
+    step_done: u64,
+    whole: f64,
+}
+
+impl<'a> Progress<'a> {
+    pub(crate) fn new(tell: &'a mut dyn FnMut(Moment)) -> Self {
+        Self { tell, step: Step::Stop, step_total: 0, step_done: 0, whole: 0.0 }
+    }
+
+    /// A step begins.
+    pub(crate) fn begin(&mut self, step: Step) {
+        (self.step, self.step_total, self.step_done) = (step, 0, 0);
+        self.moved(0, 0);
+    }
+
+    /// A part of the step is done.
+    pub(crate) fn moved(&mut self, done_bytes: u64, total_bytes: u64) {
+        self.step_total = self.step_total.max(total_bytes).max(done_bytes);
+        self.step_done = self.step_done.max(done_bytes);
+        let before: f64 = Step::PARTS.iter().take_while(|(step, _)| *step < self.step).map(|(_, part)| part).sum();
+        let part = Step::PARTS.iter().find(|(step, _)| *step == self.step).map_or(0.0, |(_, part)| *part);
+        let fraction = if self.step_total == 0 { 0.0 } else { self.step_done as f64 / self.step_total as f64 };
+        self.whole = self.whole.max(before + part * fraction).min(1.0);
+        self.tell();
+    }
+
+    /// All is done.
+    pub(crate) fn end(&mut self) {
+        (self.step_done, self.whole) = (self.step_total, 1.0);
+        self.tell();
+    }
+
+    fn tell(&mut self) {
+        let Self { step, step_done: done_bytes, step_total: total_bytes, whole, .. } = *self;
+        (self.tell)(Moment { step, done_bytes, total_bytes, whole });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_whole_rises_only_and_ends_at_one_whatever_a_step_says() {
+        let mut told = Vec::new();
+        let mut tell = |moment: Moment| told.push(moment);
+        let mut progress = Progress::new(&mut tell);
+        for step in [Step::Stop, Step::State, Step::Freeze, Step::Publish, Step::Commit, Step::Resume] {
+            progress.begin(step);
+            for (done, total) in [(1, 10), (5, 8), (4, 20), (30, 20)] {
+                progress.moved(done, total);
+            }
+        }
+        progress.end();
+        assert!(told.windows(2).all(|pair| pair[0].whole <= pair[1].whole));
+        assert!(told.iter().all(|moment| moment.done_bytes <= moment.total_bytes && moment.whole <= 1.0));
+        assert_eq!(told.last().map(|moment| moment.whole), Some(1.0));
+        let parts: f64 = Step::PARTS.iter().map(|(_, part)| part).sum();
+        assert!((parts - 1.0).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,354 @@
+//! Saving.
+
+use crate::disks::{Disks, Layer};
+use crate::machine::Machine;
+use crate::progress::{Moment, Progress, Step};
+use crate::qmp::Qmp;
+use crate::record::{Record, SavedDisk, Seen, UnderWay, remove_states, sync_directory};
+use crate::state_file::StateFile;
+use block::{Error, ErrorKind, Result};
+use rustix::fs::{FlockOperation, flock};
+use rustix::pipe::{PipeFlags, pipe_with};
+use serde_json::{Value, json};
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// How to save.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct SaveOptions {
+    /// What the guest wrote since the last save stays in layers of its own.
+    pub keep: bool,
+}
+
+impl SaveOptions {
+    /// What the guest wrote goes into its images, unless it is kept.
+    #[must_use]
+    pub fn new(keep: bool) -> Self {
+        Self { keep }
+    }
+}
+
+/// What a save has made.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Saved {
+    /// The record.
+    pub record: Record,
+    /// Bytes of the machine's state.
+    pub state_bytes: u64,
+    /// How long the machine stood still.
+    pub paused: Duration,
+    /// What a person should know: a disk whose layers could not be taken back.
+    pub notes: Vec<String>,
+}
+
+/// How long QEMU's socket is waited for.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// The machine stands still meanwhile: no limit.
+const UNLIMITED_BYTES_PER_SECOND: u64 = 1 << 50;
+
+/// Saves a running machine, which goes on then. Whatever fails, it goes on, and the pair that was saved before stands. What
+/// kills this program leaves the machine stopped: saving it again lets it go on.
+pub fn save(
+    machine: &Machine,
+    options: &SaveOptions,
+    cancel: &AtomicBool,
+    tell: &mut dyn FnMut(Moment),
+) -> Result<Saved> {
+    let directory = &machine.state;
+    let failed = |what: &str, error| Error::io(format!("cannot {what} '{}'", directory.display()), error);
+    std::fs::create_dir_all(directory).map_err(|error| failed("make", error))?;
+    let lock = File::open(directory).map_err(|error| failed("open", error))?;
+    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        let what = format!("another save to '{}' is under way", directory.display());
+        return Err(Error::new(ErrorKind::Locked, what));
+    }
+    let mut before = Record::read(directory)?;
+    let disks = Disks::new(&machine.control)?;
+    let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
+    // Before the machine stops: what cannot be saved at all.
+    names.iter().try_for_each(|name| disks.layers(name).map(drop))?;
+    let mut qmp = Qmp::connect(&machine.qmp, PATIENCE)?;
+
+    let mut progress = Progress::new(tell);
+    progress.begin(Step::Stop);
+    let was_running = UnderWay::read(directory)?.is_some_and(|under_way| under_way.was_running) || qmp.is_running()?;
+    UnderWay { was_running }.write(directory)?;
+    let stopped = Instant::now();
+    let record = Record::next(before.as_ref(), was_running);
+    finish_commit(&disks, before.as_mut(), directory)?;
+    leave_earlier(&mut qmp)?;
+    let mut saving = Saving { directory, options, cancel, before, record, disks, names, notes: Vec::new() };
+    let done = qmp.run("stop", json!({})).and_then(|_| saving.pair(&mut qmp, &mut progress));
+    let is_published = Record::read(directory)?.is_some_and(|record| record.number == saving.record.number);
+    progress.begin(Step::Resume);
+    if was_running {
+        qmp.run("cont", json!({}))?;
+    }
+    let paused = stopped.elapsed();
+    UnderWay::remove(directory)?;
+    match done {
+        Ok(state_bytes) => {
+            saving.record.remove_others(directory)?;
+            progress.end();
+            Ok(Saved { record: saving.record, state_bytes, paused, notes: saving.notes })
+        }
+        Err(error) if is_published => Err(error.in_context("the machine is saved, and goes on; but")),
+        Err(error) => {
+            remove_states(directory, saving.before.as_ref().map(|before| before.state.as_str()))?;
+            Err(error.in_context("the machine was not saved, and goes on"))
+        }
+    }
+}
+
+/// A file that does not exist, beside the image.
+fn new_layer(number: u64, base: &Path) -> Result<PathBuf> {
+    let named = |more: u32| {
+        let mut name = base.as_os_str().to_owned();
+        name.push(if more == 0 { format!(".save-{number}") } else { format!(".save-{number}-{more}") });
+        PathBuf::from(name)
+    };
+    let free = (0..1000).map(named).find(|path| !path.exists());
+    free.ok_or_else(|| {
+        let what = format!("'{}.save-{number}' and a thousand more exist: remove those", base.display());
+        Error::new(ErrorKind::BadOption, what)
+    })
+}
+
+/// After layers were taken back: what is the top now must not be written to.
+fn freeze_again(disks: &Disks, record: &mut Record, directory: &Path) -> Result<()> {
+    let mut overlays = Vec::new();
+    for disk in &mut record.disks {
+        let layers = disks.layers(&disk.name)?;
+        // Wherever taking it back has come to: the top shows what was saved.
+        if !layers.iter().any(|layer| layer.file == disk.file)
+            && let Some(top) = layers.first()
+        {
+            (disk.file, disk.format) = (top.file.clone(), top.format.clone());
+        }
+        if layers.first().is_some_and(|top| top.file == disk.file) {
+            overlays.push((disk.name.clone(), new_layer(record.number, &disk.base)?));
+        }
+    }
+    if !overlays.is_empty() {
+        disks.freeze(overlays)?;
+    }
+    for disk in &mut record.disks {
+        disk.seen = Some(Seen::of(&disk.file)?);
+    }
+    record.publish(directory)
+}
+
+/// A save that was killed while layers were taken back: the daemon has gone on with that. What is left is done before the
+/// machine may go on.
+fn finish_commit(disks: &Disks, before: Option<&mut Record>, directory: &Path) -> Result<()> {
+    let Some(before) = before.filter(|before| before.disks.iter().any(|disk| disk.seen.is_none())) else {
+        return Ok(());
+    };
+    before.disks.iter().try_for_each(|disk| disks.wait_for_jobs(&disk.name))?;
+    freeze_again(disks, before, directory)
+}
+
+/// A save that was killed may have left QEMU in the middle of its migration, or behind the end of it, where it takes no
+/// other.
+fn leave_earlier(qmp: &mut Qmp) -> Result<()> {
+    let is_under_way = |answer: &Value| {
+        let ended = ["none", "completed", "failed", "cancelled"];
+        answer.get("status").and_then(Value::as_str).is_some_and(|status| !ended.contains(&status))
+    };
+    if is_under_way(&qmp.run("query-migrate", json!({}))?) {
+        qmp.run("migrate_cancel", json!({}))?;
+        while is_under_way(&qmp.run("query-migrate", json!({}))?) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    if qmp.status()? == "postmigrate" {
+        qmp.run("cont", json!({}))?;
+    }
+    Ok(())
+}
+
+struct Saving<'a> {
+    directory: &'a Path,
+    options: &'a SaveOptions,
+    cancel: &'a AtomicBool,
+    before: Option<Record>,
+    record: Record,
+    disks: Disks,
+    names: Vec<String>,
+    notes: Vec<String>,
+}
+
+impl Saving<'_> {
+    /// Makes the new pair while the machine stands still; returns the bytes of its state.
+    fn pair(&mut self, qmp: &mut Qmp, progress: &mut Progress<'_>) -> Result<u64> {
+        progress.begin(Step::State);
+        remove_states(self.directory, self.before.as_ref().map(|before| before.state.as_str()))?;
+        let state = self.state(qmp, progress)?;
+        self.check()?;
+
+        progress.begin(Step::Freeze);
+        let mut saved = Vec::new();
+        let mut overlays = Vec::new();
+        for name in &self.names {
+            let layers = self.disks.layers(name)?;
+            let disk = self.saved_disk(name, &layers)?;
+            overlays.push((name.clone(), new_layer(self.record.number, &disk.base)?));
+            saved.push(disk);
+        }
+        self.disks.freeze(overlays)?;
+        for disk in &mut saved {
+            disk.seen = Some(Seen::of(&disk.file)?);
+        }
+
+        progress.begin(Step::Publish);
+        self.record.disks = saved;
+        sync_directory(self.directory)?;
+        self.record.publish(self.directory)?;
+
+        progress.begin(Step::Commit);
+        if !self.options.keep {
+            self.commit(progress)?;
+        }
+        Ok(state)
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.cancel.load(Ordering::Relaxed) {
+            true => Err(Error::new(ErrorKind::Cancelled, "interrupted")),
+            false => Ok(()),
+        }
+    }
+
+    /// The top of a disk, as it is to be saved.
+    fn saved_disk(&self, name: &str, layers: &[Layer]) -> Result<SavedDisk> {
+        let missing = || Error::new(ErrorKind::Unsupported, format!("disk '{name}' has no file that could be saved"));
+        let top = layers.first().ok_or_else(missing)?;
+        let before = self.before.as_ref().and_then(|before| before.disks.iter().find(|disk| disk.name == name));
+        // Where saves before have put layers, or else here.
+        let base = before.map(|before| &before.base).filter(|base| layers.iter().any(|layer| layer.file == **base));
+        Ok(SavedDisk {
+            name: name.to_owned(),
+            file: top.file.clone(),
+            format: top.format.clone(),
+            base: base.unwrap_or(&top.file).clone(),
+            options: self.disks.show(name)?.options,
+            seen: None,
+        })
+    }
+
+    /// Takes what is above the images back into them, and freezes those.
+    fn commit(&mut self, progress: &mut Progress<'_>) -> Result<()> {
+        let mut counts = Vec::new();
+        for disk in &self.record.disks {
+            let layers = self.disks.layers(&disk.name)?;
+            let count = layers.iter().position(|layer| layer.file == disk.base).unwrap_or(0);
+            counts.push((layers, count));
+        }
+        // The new layer alone is empty.
+        if counts.iter().all(|(_, count)| *count < 2) {
+            return Ok(());
+        }
+        // From here on, the layers and the image show the same, however far it has come.
+        self.record.disks.iter_mut().for_each(|disk| disk.seen = None);
+        self.record.publish(self.directory)?;
+        let all = counts.iter().filter(|(_, count)| *count >= 2).count() as u64;
+        let mut gone = Vec::new();
+        for (index, (disk, (layers, count))) in
+            self.record.disks.iter().zip(&counts).filter(|(_, (_, count))| *count >= 2).enumerate()
+        {
+            let mut told = |done: u64, total: u64| {
+                // Each disk is an equal part, counted in the bytes of this one.
+                progress.moved((index as u64).saturating_mul(total).saturating_add(done), total.saturating_mul(all));
+            };
+            if let Err(error) = self.disks.commit(&disk.name, *count, self.cancel, &mut told) {
+                self.notes.push(format!("disk '{}' keeps its layers: {error}", disk.name));
+            }
+            gone.extend(layers.iter().take(*count).map(|layer| (disk.name.clone(), layer.file.clone())));
+        }
+        freeze_again(&self.disks, &mut self.record, self.directory)?;
+        for (name, file) in gone {
+            // What is still used is used; what cannot be removed is in nobody's way.
+            if self.disks.layers(&name)?.iter().all(|layer| layer.file != file) {
+                let _ = std::fs::remove_file(file);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the machine's state, which QEMU sends through a pipe; returns its bytes.
+    fn state(&self, qmp: &mut Qmp, progress: &mut Progress<'_>) -> Result<u64> {
+        const NAME: &str = "ringdisk-state";
+        let pipe = pipe_with(PipeFlags::CLOEXEC);
+        let (source, target) = pipe.map_err(|errno| Error::io("cannot make a pipe", errno.into()))?;
+        qmp.pass(NAME, target.as_fd())?;
+        drop(target);
+        let bandwidth = prepare(qmp)?;
+        qmp.run("migrate", json!({ "uri": format!("fd:{NAME}") }))?;
+        let path = self.record.state_path(self.directory);
+        let written_bytes = AtomicU64::new(0);
+        // QEMU answers nobody while nobody reads its pipe.
+        let (written, ended) = std::thread::scope(|scope| {
+            let mut told = |bytes| {
+                written_bytes.store(bytes, Ordering::Relaxed);
+                Ok(())
+            };
+            let writer = scope.spawn(move || StateFile::write(&path, &mut File::from(source), &mut told));
+            let ended = self.watch_migration(qmp, progress, &written_bytes);
+            if ended.is_err() {
+                // So that the writer comes to its end, too.
+                let _ = qmp.run("migrate_cancel", json!({}));
+            }
+            let fell_over = |_| Err(Error::new(ErrorKind::Io, "the thread that writes the machine's state has failed"));
+            (writer.join().unwrap_or_else(fell_over), ended)
+        });
+        // What somebody else migrates later goes as it would have gone.
+        for parameter in [json!({ "mode": "normal" }), json!({ "max-bandwidth": bandwidth })] {
+            let _ = qmp.run("migrate-set-parameters", parameter);
+        }
+        let written = match (written, ended) {
+            // It was told to stop, or it fails because nobody takes what it writes.
+            (_, Err(error)) if error.kind() == ErrorKind::Cancelled => return Err(error),
+            (Err(error), _) | (Ok(_), Err(error)) => return Err(error),
+            (Ok(written), Ok(())) => written,
+        };
+        Ok(written.stream_bytes)
+    }
+
+    /// Waits until QEMU says how it ended.
+    fn watch_migration(&self, qmp: &mut Qmp, progress: &mut Progress<'_>, written_bytes: &AtomicU64) -> Result<()> {
+        loop {
+            self.check()?;
+            let answer = qmp.run("query-migrate", json!({}))?;
+            match answer.get("status").and_then(Value::as_str) {
+                Some("completed") => return Ok(()),
+                Some("failed" | "cancelled") => {
+                    let why = answer.get("error-desc").and_then(Value::as_str).unwrap_or("it does not say why");
+                    return Err(qmp.wrong(&format!("it cannot write its state: {why}")));
+                }
+                _ => {}
+            }
+            // Of the machine's memory: what is zero takes next to nothing in the file.
+            let memory = |what: &str| answer.pointer(&format!("/ram/{what}")).and_then(Value::as_u64).unwrap_or(0);
+            let total = memory("total");
+            let seen = total.saturating_sub(memory("remaining"));
+            progress.moved(seen.max(written_bytes.load(Ordering::Relaxed)).min(total), total);
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// How the state is to be written; returns the bound that QEMU had for the bytes of a second. A disk of ours keeps no log of
+/// what it writes; a QEMU that knows the mode `cpr-reboot` needs none for a machine that stands still.
+fn prepare(qmp: &mut Qmp) -> Result<Value> {
+    let before = qmp.run("query-migrate-parameters", json!({}))?;
+    qmp.run("migrate-set-parameters", json!({ "max-bandwidth": UNLIMITED_BYTES_PER_SECOND }))?;
+    if let Err(error) = qmp.run("migrate-set-parameters", json!({ "mode": "cpr-reboot" })) {
+        tracing::warn!("{error}; a QEMU before 9.0 may refuse to save a machine with vhost-user disks");
+    }
+    Ok(before.get("max-bandwidth").cloned().unwrap_or_else(|| json!(128 << 20)))
+}
