@@ -49,8 +49,11 @@ const DISK_COUNTERS: [DiskCounter; 6] = [
     ("disk_queue_faults", "Times that a queue stopped because its guest broke the rules", |counters| counters.faults),
 ];
 
+/// A kind of error, and its count.
+type ErrorCount = (&'static str, fn(&Counters) -> u64);
+
 /// Kinds of errors, and their figures.
-const ERRORS: [(&str, fn(&Counters) -> u64); 3] = [
+const ERRORS: [ErrorCount; 3] = [
     ("io", |counters| counters.io_errors),
     ("no-space", |counters| counters.no_space),
     // Refused before the storage was asked, and what the disk does not support.

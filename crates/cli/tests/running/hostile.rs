@@ -11,7 +11,7 @@ fn with_a_disk(size: &str) -> (Daemon, std::path::PathBuf) {
     let dir = directory();
     let image = at(&dir, "root.qcow2");
     run_ok(&["create", "-q", "-f", "qcow2", path_str(&image), size]);
-    let drive = format!("file={},name=root,socket={}", image.display(), at(&dir, "root.sock").display());
+    let drive = format!("file={},name=first,socket={}", image.display(), at(&dir, "root.sock").display());
     (Daemon::start_in(dir, &["--drive", &drive]), image)
 }
 
@@ -28,8 +28,8 @@ fn send(control: &Path, bytes: &[u8]) {
 fn fuzz(control: &Path, seed: u64, until: Instant) {
     const REQUESTS: [&str; 5] = [
         "GET /v1/disks HTTP/1.1\r\nhost: x\r\n\r\n",
-        "POST /v1/disks/root/resize HTTP/1.1\r\nhost: x\r\ncontent-length: 19\r\n\r\n{\"size_bytes\": 512}",
-        "PATCH /v1/disks/root HTTP/1.1\r\nhost: x\r\ncontent-length: 35\r\n\r\n{\"options\": {\"cache\": \"unsafe\"}}   ",
+        "POST /v1/disks/first/resize HTTP/1.1\r\nhost: x\r\ncontent-length: 19\r\n\r\n{\"size_bytes\": 512}",
+        "PATCH /v1/disks/first HTTP/1.1\r\nhost: x\r\ncontent-length: 35\r\n\r\n{\"options\": {\"cache\": \"unsafe\"}}   ",
         "GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n",
         "POST /v1/disks HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{\"op\r\n0\r\n\r\n",
     ];
@@ -80,7 +80,7 @@ fn hostile_clients_never_disturb_a_disk() {
             std::thread::sleep(until.saturating_duration_since(Instant::now()));
         });
     });
-    assert_eq!(daemon.json(&["show", "root"])["size_bytes"], 64 << 20);
+    assert_eq!(daemon.json(&["show", "first"])["size_bytes"], 64 << 20);
     guest.end();
     let _files = daemon.end();
     assert_valid(&image, false);
@@ -104,17 +104,17 @@ fn a_script_changes_disks_again_and_again_and_the_guest_sees_no_error() {
     for round in 0..rounds {
         let (size, socket) = ((65 + round) << 20, path_str(&more));
         if round % 2 == 0 {
-            daemon.ctl(&["resize", "root", "+1M"]);
+            daemon.ctl(&["resize", "first", "+1M"]);
             daemon.ctl(&["add", &format!("format=null,size=1G,name=more,socket={socket}")]);
             daemon.ctl(&["remove", "more", "--force"]);
         } else {
-            curl("/v1/disks/root/resize", &["--data", &format!("{{\"size_bytes\": {size}}}")]);
+            curl("/v1/disks/first/resize", &["--data", &format!("{{\"size_bytes\": {size}}}")]);
             let options =
                 format!("{{\"format\": \"null\", \"size\": \"1G\", \"name\": \"more\", \"socket\": \"{socket}\"}}");
             curl("/v1/disks", &["--data", &format!("{{\"options\": {options}}}")]);
             curl("/v1/disks/more?force=true", &["--request", "DELETE"]);
         }
-        assert_eq!(daemon.json(&["show", "root"])["size_bytes"], size);
+        assert_eq!(daemon.json(&["show", "first"])["size_bytes"], size);
         assert!(!more.exists(), "round {round}");
     }
     guest.end();
