@@ -328,6 +328,8 @@ fn a_raw_disk_and_a_top_layer_are_backed_up_and_a_target_that_fails_harms_nobody
     assert!(bench.as_qemu_sees(&copy) == std::fs::read(&raw).unwrap());
     assert!(bench.fails(&["bitmap", "add", "raw", "b"]).contains("only qcow2 has"));
     assert!(bench.fails(&["backup", "raw", path_str(&copy)]).contains("exists"));
+    let onto_itself = bench.fails(&["backup", "raw", path_str(&raw), "--existing", "--format", "raw"]);
+    assert!(onto_itself.contains("is part of the disk"), "{onto_itself}");
 
     // What lies below the top was the top before, so the daemon has it open for writing.
     let guests = bench.guests(7, 40);

@@ -40,6 +40,8 @@ fn a_disk_is_mirrored_while_guests_work_and_stays_on_the_copy_after_a_restart() 
     let exists = bench.fails(&["mirror", "root", path_str(&copy)]);
     assert!(exists.contains("exists"), "{exists}");
 
+    let over = bench.fails(&["mirror", "root", path_str(&copy), "--top", "--existing", "--format", "qcow2"]);
+    assert!(over.contains("only a new image"), "{over}");
     let top = bench.path("top.qcow2");
     let done = bench.json(&["mirror", "root", path_str(&top), "--top", "--stall", "20ms"]);
     assert!(done["rounds"]["rounds"].as_u64().unwrap() >= 2, "{done}");
@@ -134,79 +136,6 @@ fn killed_at_any_moment_of_a_mirror_the_disk_is_on_its_image_or_on_the_copy() {
         assert!(top == target || !target.exists(), "moment {moment}: a copy that is not finished was left behind");
         server.stop();
         assert_eq!((bench.as_qemu_sees(&top) == seen, bench.recorded_top()), (true, top), "moment {moment}");
-        bench.history = Arc::new(SectorHistory::holding(&seen));
-    }
-}
-
-/// Data of guests in all of the disk's image, most of which is discarded then; how long the file is.
-fn with_holes(bench: &mut Bench) -> u64 {
-    let (image, server) = (bench.path("base.qcow2"), bench.serve());
-    let guests = bench.guests(100, 100);
-    guests.wait_for_more(4000);
-    assert_eq!(guests.finish(), [""; 0]);
-    server.stop();
-    tool_ok("qemu-io", &["-d", "unmap", "-c", "discard 0 12M", path_str(&image)]);
-    bench.history = Arc::new(SectorHistory::holding(&bench.as_qemu_sees(&image)));
-    std::fs::metadata(&image).unwrap().len()
-}
-
-#[test]
-fn a_file_becomes_as_short_as_what_it_holds_while_guests_work() {
-    if !has_tool("qemu-img") || !has_tool("qemu-io") {
-        return;
-    }
-    let mut bench = Bench::new();
-    let long = with_holes(&mut bench);
-    let server = bench.serve();
-    let guests = bench.guests(1, 0);
-    guests.wait_for_more(200);
-    bench.ctl(&["compact", "root"]);
-    let image = bench.path("base.qcow2");
-    let short = std::fs::metadata(&image).unwrap().len();
-    // It is longer than what it holds by as much as files of images grow at once.
-    assert!(long > 15 << 20 && short < 10 << 20, "{short} of {long} bytes");
-    assert!(!bench.path("base.qcow2.compact").exists());
-    assert_eq!(guests.finish(), [""; 0]);
-    // With guests that write, and over another layer.
-    let guests = bench.guests(2, 50);
-    bench.ctl(&["snapshot", "root", path_str(&bench.path("a.qcow2"))]);
-    guests.wait_for_more(500);
-    bench.ctl(&["compact", "root", "--within", "30s"]);
-    guests.wait_for_more(500);
-    assert_eq!((bench.layers(), bench.recorded_top()), (2, bench.path("a.qcow2")));
-    bench.ctl(&["commit", "root"]);
-    guests.wait_for_more(300);
-    assert_eq!(guests.finish(), [""; 0]);
-    server.stop();
-    assert_valid(&image, false);
-    bench.history.check_read(0, &bench.as_qemu_sees(&image), bench.history.now()).unwrap();
-}
-
-#[test]
-fn killed_at_any_moment_of_a_compaction_the_disk_has_one_file() {
-    if !has_tool("qemu-img") || !has_tool("qemu-io") {
-        return;
-    }
-    let moments = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(3, |value| value.parse().expect("a number"));
-    let mut bench = Bench::new();
-    with_holes(&mut bench);
-    for moment in 0..moments {
-        let server = bench.serve();
-        let guests = bench.guests(10 + moment, 30);
-        guests.wait_for_more(200);
-        bench.ctl(&["compact", "root", "--no-wait"]);
-        std::thread::sleep(Duration::from_millis(moment * 29 % 150));
-        server.kill();
-        assert_eq!(guests.abandon(), [""; 0], "moment {moment}");
-        let top = bench.recorded_top();
-        common::info_after_kill(&top);
-        assert_valid(&top, true);
-        let seen = bench.as_qemu_sees(&top);
-        bench.history.check_survivors(0, &seen).unwrap_or_else(|wrong| panic!("moment {moment}: {wrong}"));
-        bench.serve().stop();
-        let image = bench.path("base.qcow2");
-        assert_eq!((bench.recorded_top(), bench.path("base.qcow2.compact").exists()), (image.clone(), false));
-        assert!(bench.as_qemu_sees(&image) == seen, "moment {moment}");
         bench.history = Arc::new(SectorHistory::holding(&seen));
     }
 }

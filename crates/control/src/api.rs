@@ -242,21 +242,6 @@ pub struct MirrorDisk {
     pub stall_ms: Option<u64>,
 }
 
-/// How the file of a disk's top layer is made shorter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct CompactDisk {
-    /// The most bytes that are moved in a second while guests go on.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bytes_per_second: Option<u64>,
-    /// It is to be done in so many milliseconds, however fast guests write: they are slowed down where that is needed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub within_ms: Option<u64>,
-    /// No request of a guest is to take longer because of it than so many milliseconds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub stall_ms: Option<u64>,
-}
-
 fn one() -> usize {
     1
 }
@@ -453,8 +438,6 @@ pub enum JobKind {
     Stream,
     /// Copies a disk to another image, which may take its place.
     Mirror,
-    /// Makes the file of the top layer as short as what it holds.
-    Compact,
     /// Copies the disk as it was at one moment to another image.
     Backup,
     /// One that this version of the interface has no name for.

@@ -160,7 +160,6 @@ impl Manager {
                 former_tops: Vec::new(),
                 bases: Vec::new(),
                 moved_from: None,
-                short_for: None,
                 unfinished: None,
                 fleeces: Vec::new(),
                 configured: configured.map(str::to_owned),
@@ -531,7 +530,6 @@ fn to_job(status: JobStatus) -> Job {
         daemon::JobKind::TakeOverlayBack => JobKind::Commit,
         daemon::JobKind::MoveOnto => JobKind::Stream,
         daemon::JobKind::Mirror => JobKind::Mirror,
-        daemon::JobKind::Compact => JobKind::Compact,
         daemon::JobKind::Backup => JobKind::Backup,
         _ => JobKind::Other,
     };

@@ -1,6 +1,6 @@
 //! Copying a running disk to another image, as a call of the control interface starts it.
 
-use crate::api::{CompactDisk, Job, MirrorDisk};
+use crate::api::{Job, MirrorDisk};
 use crate::live_jobs::aim_of;
 use crate::manager::Manager;
 use crate::record::{RecordedDisk, Records};
@@ -34,6 +34,7 @@ impl Manager {
         };
         let unfinished = if request.existing { None } else { self.reserve(name, node, &text)? };
         let (records, disk, scope) = (Arc::clone(&self.records), name.to_owned(), options.scope);
+        let (kept_records, kept_disk) = (Arc::clone(&records), disk.clone());
         let move_over = move |switch: &MirrorSwitch| {
             // Dropped with this, also where it is never called.
             let _unfinished = &unfinished;
@@ -42,7 +43,9 @@ impl Manager {
             let move_to = |disk: &mut RecordedDisk| disk.move_to(&text, &switch.format.to_string(), below);
             records.change_disk(&disk, move_to)
         };
-        let id = self.daemon.start_mirror_with(node, &options, move_over)?;
+        // If it stayed on record, the next run would remove it.
+        let kept = move || kept_records.change_disk(&kept_disk, |disk| disk.unfinished = None);
+        let id = self.daemon.start_mirror_with(node, &options, move_over, kept)?;
         self.tell_if_behind(name, id, options.aim);
         self.has_started(name, id)
     }
@@ -54,47 +57,12 @@ impl Manager {
         if is_busy { Ok(None) } else { Unfinished::record(&self.records, name, file).map(Some) }
     }
 
-    /// Starts to make the file of a disk's top layer as short as what it holds.
-    pub fn compact(self: &Arc<Self>, name: &str, request: CompactDisk) -> Result<Job> {
-        let node = self.node(name)?;
-        let file = self.daemon.compact_file(node)?;
-        let Some(text) = file.to_str().map(str::to_owned) else {
-            let message = format!("the path '{}' is not UTF-8, which the record cannot name", file.display());
-            return Err(Error::new(ErrorKind::BadOption, message));
-        };
-        if file.exists() {
-            let message = format!("'{text}' exists, in which the shorter image would be made: remove it first");
-            return Err(Error::new(ErrorKind::BadOption, message));
-        }
-        let unfinished = self.reserve(name, node, &text)?;
-        let aim = aim_of(request.within_ms, request.stall_ms);
-        let (records, disk) = (Arc::clone(&self.records), name.to_owned());
-        let moved = move || records.change_disk(&disk, |disk| disk.shorten(&text));
-        let (records, disk) = (Arc::clone(&self.records), name.to_owned());
-        let named = move || records.change_disk(&disk, RecordedDisk::is_shortened);
-        let id = self.daemon.start_compact_with(node, aim, request.bytes_per_second, moved, named, unfinished)?;
-        self.tell_if_behind(name, id, aim);
-        self.has_started(name, id)
-    }
-
-    /// Gives shorter files their names where an earlier run died before it did.
-    pub(crate) fn finish_shorter(&self) -> Result<()> {
-        for disk in &self.records.current().disks {
-            let (Some(own), Some(name)) = (disk.options.get("file"), &disk.short_for) else { continue };
-            let old = std::fs::canonicalize(name).unwrap_or_else(|_| Path::new(name).to_owned());
-            match daemon::put_in_place(Path::new(own), &old) {
-                Ok(()) => self.records.change_disk(&disk.name, RecordedDisk::is_shortened)?,
-                Err(error) => tracing::warn!(disk = %disk.name, "{error}"),
-            }
-        }
-        Ok(())
-    }
-
     /// Removes what jobs of an earlier run were making when it died.
     pub(crate) fn remove_unfinished(&self) -> Result<()> {
-        for disk in &self.records.current().disks {
+        let record = self.records.current();
+        for disk in &record.disks {
             let Some(file) = &disk.unfinished else { continue };
-            if !disk.files().any(|used| used == file) {
+            if !record.disks.iter().any(|disk| disk.uses(file)) {
                 match std::fs::remove_file(Path::new(file)) {
                     Ok(()) => tracing::warn!(disk = %disk.name, "removed '{file}', a copy that was not finished"),
                     Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}

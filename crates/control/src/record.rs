@@ -6,6 +6,7 @@
 use crate::api::AddExport;
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
+use image::FileName;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
@@ -49,9 +50,6 @@ pub(crate) struct RecordedDisk {
     /// The file that it was given, where it has gone over to a copy of it since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) moved_from: Option<String>,
-    /// The name that its file will have, where it has gone over to a shorter one beside the old one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) short_for: Option<String>,
     /// A file that is made for it by a job, and that is of no use if the job does not end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) unfinished: Option<String>,
@@ -114,6 +112,11 @@ impl RecordedDisk {
     pub(crate) fn files(&self) -> impl Iterator<Item = &str> {
         let former = self.former_tops.iter().map(|top| top.file.as_str());
         self.options.get("file").into_iter().chain(former).chain(self.bases.iter().map(String::as_str))
+    }
+
+    /// Whether it consists of this file, whatever the file is called.
+    pub(crate) fn uses(&self, file: &str) -> bool {
+        self.files().chain(self.fleeces.iter().map(String::as_str)).any(|used| is_same_file(used, file))
     }
 
     /// Whether layers were put on it since it was added with this file.
@@ -188,26 +191,11 @@ impl RecordedDisk {
         self.unfinished = None;
     }
 
-    /// It goes over to a shorter file of the same contents.
-    pub(crate) fn shorten(&mut self, file: &str) {
-        self.short_for = self.options.get("file").map(str::to_owned);
-        self.options.set("file", file);
-        self.unfinished = None;
-    }
-
-    /// The shorter file has the name of the old one; its own is of no use any more.
-    pub(crate) fn is_shortened(&mut self) {
-        let own = self.options.get("file").map(str::to_owned);
-        if let Some(file) = self.short_for.take() {
-            self.options.set("file", file);
-            self.unfinished = own;
-        }
-    }
-
     /// The top layer has been taken off; `below` is the top from here on.
     pub(crate) fn take_off(&mut self, below: &str) {
-        let former = self.former_tops.pop().filter(|former| former.file == below);
-        self.options.set("file", below);
+        let former = self.former_tops.pop().filter(|former| is_same_file(&former.file, below));
+        // In the words in which it was given: a layer is known by its canonical name.
+        self.options.set("file", former.as_ref().map_or(below, |former| &former.file));
         match former.and_then(|former| former.format) {
             Some(format) => self.options.set("format", format),
             None => self.options.remove(&["format"]),
@@ -215,12 +203,19 @@ impl RecordedDisk {
     }
 }
 
+/// Whether two names lead to one file. One of them may lead there by a symbolic link.
+fn is_same_file(one: &str, other: &str) -> bool {
+    let path = |name: &str| FileName::parse(name).ok().and_then(|name| name.path()?.canonicalize().ok());
+    one == other || path(one).is_some_and(|one| path(other) == Some(one))
+}
+
 /// The record, in memory and in its directory.
 #[derive(Debug, Default)]
 pub(crate) struct Records {
     current: Mutex<Arc<Record>>,
-    /// Held while a new record is made and written. Readers do not wait for it.
-    changing: Mutex<()>,
+    /// Held while a new record is made and written. Readers do not wait for it. Says whether the directory may hold another
+    /// record than the current one, because a save has failed half way.
+    changing: Mutex<bool>,
     directory: Option<StateDirectory>,
 }
 
@@ -252,14 +247,19 @@ impl Records {
 
     /// Changes the record. When this returns without an error, the change is durable.
     pub(crate) fn change(&self, change: impl FnOnce(&mut Record)) -> Result<()> {
-        let _turn = lock(&self.changing);
+        let mut may_differ = lock(&self.changing);
         let mut record = Record::clone(&self.current());
         change(&mut record);
-        if record == *self.current() {
+        if record == *self.current() && !*may_differ {
             return Ok(());
         }
         if let Some(directory) = &self.directory {
-            directory.save(&record)?;
+            if let Err(error) = directory.save(&record) {
+                // The new one may be there all the same, though nobody goes by it.
+                *may_differ = directory.save(&self.current()).is_err();
+                return Err(error);
+            }
+            *may_differ = false;
         }
         *lock(&self.current) = Arc::new(record);
         Ok(())
@@ -340,7 +340,6 @@ mod tests {
             former_tops: Vec::new(),
             bases: Vec::new(),
             moved_from: None,
-            short_for: None,
             unfinished: None,
             fleeces: Vec::new(),
             configured: None,
@@ -390,13 +389,18 @@ mod tests {
     }
 
     #[test]
-    fn a_shorter_file_has_its_own_name_until_it_has_the_old_one() {
-        let mut disk = disk("/a.qcow2");
-        disk.shorten("/a.qcow2.compact");
-        assert_eq!((disk.options.get("file"), disk.short_for.as_deref()), (Some("/a.qcow2.compact"), Some("/a.qcow2")));
-        disk.is_shortened();
-        assert_eq!((disk.options.get("file"), &disk.short_for), (Some("/a.qcow2"), &None));
-        assert_eq!(disk.unfinished.as_deref(), Some("/a.qcow2.compact"));
+    fn a_layer_comes_off_a_disk_that_was_given_by_a_link_and_leaves_it_as_it_was_given() {
+        let dir = tempfile::tempdir().unwrap();
+        let (own, link) = (dir.path().canonicalize().unwrap().join("own"), dir.path().join("link"));
+        std::fs::write(&own, "").unwrap();
+        std::os::unix::fs::symlink(&own, &link).unwrap();
+        let mut disk = disk(link.to_str().unwrap());
+        let given = disk.clone();
+        disk.put_on("/fleece");
+        disk.take_off(own.to_str().unwrap());
+        assert_eq!(disk, given);
+        disk.put_on("/b.qcow2");
+        assert!(disk.uses(own.to_str().unwrap()) && !disk.uses("/other"));
     }
 
     #[test]
@@ -416,5 +420,9 @@ mod tests {
         std::fs::create_dir(dir.path().join(NEW_FILE)).unwrap();
         assert!(records.change(|record| record.disks.push(disk("/a.raw"))).is_err());
         assert!(records.current().disks.is_empty());
+        // Whatever the directory holds, the next change brings it to what is current.
+        std::fs::remove_dir(dir.path().join(NEW_FILE)).unwrap();
+        records.change(|_| ()).unwrap();
+        assert!(dir.path().join(FILE).exists());
     }
 }

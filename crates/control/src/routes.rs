@@ -3,7 +3,7 @@
 mod points;
 
 use crate::api::{
-    AddDisk, AddExport, ChangeDisk, CommitDisk, CompactDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs,
+    AddDisk, AddExport, ChangeDisk, CommitDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs,
     LimitJob, MirrorDisk, RebaseDisk, Reloaded, Reopen, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
 };
 use crate::events::now_ms;
@@ -63,7 +63,6 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
         .routes(routes!(stream_disk))
         .routes(routes!(rebase_disk))
         .routes(routes!(mirror_disk))
-        .routes(routes!(compact_disk))
         .routes(routes!(snapshot_disks))
         .merge(points::routes())
         .routes(routes!(list_exports, add_export))
@@ -308,21 +307,6 @@ async fn mirror_disk(
     let started = beside(manager, move |manager| {
         known(manager, &name)?;
         Ok(manager.mirror(&name, &request)?)
-    });
-    Ok((StatusCode::ACCEPTED, Json(started.await?)))
-}
-
-/// Start to make the file of a disk's top layer as short as what it holds
-#[utoipa::path(post, path = "/v1/disks/{name}/compact", params(("name" = String, Path)), request_body = CompactDisk,
-    responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
-async fn compact_disk(
-    State(manager): Shared,
-    Path(name): Path<String>,
-    Body(request): Body<CompactDisk>,
-) -> Result<(StatusCode, Json<Job>), Failure> {
-    let started = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.compact(&name, request)?)
     });
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }

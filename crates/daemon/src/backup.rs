@@ -161,7 +161,7 @@ impl Backup {
         };
         made.keep();
         has_new_top();
-        let copy = self.copy_of(&point, &mut target);
+        let copy = self.copy_of(image, &point, &mut target);
         let (copied, ended) = std::thread::scope(|scope| {
             // By value: its files are closed when it ends.
             let copying = copy.and_then(|(copy, what)| {
@@ -173,6 +173,7 @@ impl Backup {
             let copied = copied.and_then(|()| target.is_done());
             // It ends where it is. Guests are not to wait for that.
             watch.cancel();
+            target.give_up_unless(copied.is_ok());
             let cleared = match (&self.options.bitmap, &copied) {
                 (Some(bitmap), Ok(())) => point.clear_bitmap(bitmap).map_err(|error| {
                     error.in_context(format!("the backup is whole, and bitmap '{bitmap}' could not be cleared"))
@@ -190,17 +191,20 @@ impl Backup {
     }
 
     /// What is to be copied, and how.
-    fn copy_of(&self, point: &PointInTime<'_>, target: &mut Target) -> Result<(CopyOut, Copied)> {
+    fn copy_of(&self, image: &Image, point: &PointInTime<'_>, target: &mut Target) -> Result<(CopyOut, Copied)> {
         let what = match (self.options.mode, &self.options.bitmap) {
             (BackupMode::Top, _) => Copied::TopLayer,
             (BackupMode::Incremental, Some(bitmap)) => Copied::Ranges(point.read_bitmap(bitmap)?.ranges()),
             _ => Copied::All,
         };
-        let to = match target.opened.take() {
+        // The layers do not change any more.
+        refuse_own_layer(image, &self.options.target)?;
+        let to = Arc::new(match target.opened.take() {
             Some(Opened::Image(image)) => image,
             Some(Opened::Overlay(overlay)) => point.image_beside_top(overlay)?,
             None => return Err(Error::new(ErrorKind::Io, "the target is not open")),
-        };
+        });
+        target.copied_to = Some(Arc::clone(&to));
         Ok((point.copy_out(to, target.is_blank)?, what))
     }
 
@@ -256,6 +260,8 @@ enum Opened {
 /// What is copied to. Half of a target is removed again where it was made here.
 struct Target {
     opened: Option<Opened>,
+    /// While a thread copies to it.
+    copied_to: Option<Arc<Image>>,
     is_blank: bool,
     made: Option<PathBuf>,
 }
@@ -264,7 +270,7 @@ impl Target {
     fn open(backup: &Backup, image: &Image) -> Result<Self> {
         let options = &backup.options;
         let (name, opener) = (&options.target, EngineOpener::default());
-        let mut target = Self { opened: None, is_blank: false, made: None };
+        let mut target = Self { opened: None, copied_to: None, is_blank: false, made: None };
         if !options.existing {
             let path = name.path().ok_or_else(|| {
                 let what = format!("'{name}' is no file that can be made here: it has to be there (--existing)");
@@ -281,6 +287,7 @@ impl Target {
                 return Ok(target);
             }
         }
+        refuse_own_layer(image, name)?;
         let open = ImageOptions::new(name.clone()).with(|open| {
             open.format = Some(options.format);
             open.allow_backing = backup.policy.0.clone();
@@ -288,6 +295,13 @@ impl Target {
         });
         target.opened = Some(Opened::Image(image::open(&open, &opener)?));
         Ok(target)
+    }
+
+    /// Has a thread that copies to it come back, where its storage hangs and can be told so.
+    fn give_up_unless(&mut self, is_done: bool) {
+        if let Some(image) = self.copied_to.take().filter(|_| !is_done) {
+            image.cancel();
+        }
     }
 
     /// All of it is durable; so is its name from here on.
@@ -301,13 +315,24 @@ impl Target {
 
 impl Drop for Target {
     fn drop(&mut self) {
-        self.opened = None;
+        (self.opened, self.copied_to) = (None, None);
         if let Some(path) = &self.made
             && let Err(error) = std::fs::remove_file(path)
         {
             tracing::warn!("cannot remove '{}', which is half a backup: {error}", path.display());
         }
     }
+}
+
+/// A disk that is copied to a layer of its own would be destroyed.
+fn refuse_own_layer(image: &Image, target: &FileName) -> Result<()> {
+    let canonical = target.path().and_then(|path| path.canonicalize().ok()).map(FileName::from);
+    let target_is = |file: &FileName| file.is_same_file(canonical.as_ref().unwrap_or(target));
+    let is_it = |(own, data): (FileName, Option<FileName>)| target_is(&own) || data.is_some_and(|data| target_is(&data));
+    if image.layer_file_names().any(is_it) {
+        return Err(Error::new(ErrorKind::BadOption, format!("'{target}' is part of the disk: choose another target")));
+    }
+    Ok(())
 }
 
 /// What a new target is.

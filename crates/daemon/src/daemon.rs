@@ -1,7 +1,7 @@
 //! The daemon: reactors' threads, the disks that they serve, and the sockets at which guests come in.
 
 use crate::attach::Attachment;
-use crate::hang::{Patience, close_hopeless};
+use crate::hang::{HOPELESS_PATIENCE, Patience, close_hopeless};
 use crate::host_memory::default_buffer_memory;
 use crate::jobs::Jobs;
 use crate::place::Place;
@@ -246,10 +246,15 @@ impl Daemon {
             running.stop();
             self.table.forget_export(export);
         }
-        self.table.wait_until_unused(id);
+        self.table.wait_for_exports(id);
+        drop(patience);
+        // A job that takes a layer back takes as long as it takes.
+        let patience = Patience::with_jobs(&found);
+        let limit = given_up.load(Ordering::Acquire).then_some(HOPELESS_PATIENCE);
+        self.table.wait_for_works(id, limit);
+        self.jobs.wait_for_all_of(id, limit);
         drop(patience);
         let patience = Patience::with_end(&found);
-        self.jobs.wait_for_all_of(id);
         // Its locks go with it: whoever finds the name free finds the image free, too.
         let closed = match given_up.load(Ordering::Acquire) {
             true => {

@@ -7,6 +7,7 @@ use image::{Image, OpenedOverlay};
 use rustix::fs::{FallocateFlags, fallocate, statvfs};
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 /// In a file that is new, small writes take little space, and copy nothing from below.
@@ -98,6 +99,10 @@ impl Fleece {
             let what = "the disk has no path beside which a fleece could lie: say where (--fleece-dir)";
             Error::new(ErrorKind::Unsupported, what)
         })?;
+        if directory.is_none() && std::fs::metadata(top).is_ok_and(|meta| meta.file_type().is_block_device()) {
+            let what = format!("'{}' is a device, beside which no fleece can lie: say where (--fleece-dir)", top.display());
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
         let directory = directory.or(top.parent()).unwrap_or(Path::new("/"));
         let stem = top.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let name = |number: u32| directory.join(format!("{stem}.fleece{number}"));

@@ -16,8 +16,10 @@ use std::time::Duration;
 const CANCEL_PATIENCE: Duration = Duration::from_secs(1);
 /// How long closing a disk may take before a connection to a server is given up. A lot may have to be written.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(30);
+/// How long jobs may take to end before that. They may have to write as much as guests did for hours.
+const JOBS_PATIENCE: Duration = Duration::from_secs(600);
 /// How long it may take where requests were given up: the storage does not answer, most likely.
-const HOPELESS_PATIENCE: Duration = Duration::from_secs(2);
+pub(crate) const HOPELESS_PATIENCE: Duration = Duration::from_secs(2);
 
 /// As long as this lives, somebody waits; if for too long, an action is taken.
 pub(crate) struct Patience(#[allow(dead_code, reason = "dropped to say that the wait is over")] Sender<()>);
@@ -57,10 +59,19 @@ impl Patience {
         })
     }
 
-    /// With jobs and the end of a disk.
+    /// With the jobs of a disk.
+    pub(crate) fn with_jobs(found: &Found) -> Option<Self> {
+        Self::before_cancel(JOBS_PATIENCE, found)
+    }
+
+    /// With the end of a disk.
     pub(crate) fn with_end(found: &Found) -> Option<Self> {
+        Self::before_cancel(CLOSE_PATIENCE, found)
+    }
+
+    fn before_cancel(limit: Duration, found: &Found) -> Option<Self> {
         let image: Option<Arc<Image>> = found.disk.image.clone();
-        Self::begin(CLOSE_PATIENCE, move |_| image.iter().for_each(|image| image.cancel()))
+        Self::begin(limit, move |_| image.iter().for_each(|image| image.cancel()))
     }
 }
 

@@ -12,6 +12,7 @@ use image::{Aim, CopyWatch, FileName, Format, Image, ImageOptions, NewBelow, Ope
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 /// Jobs that have ended stay listed up to this many. The oldest are forgotten first.
 const ENDED_MAX: usize = 64;
@@ -98,9 +99,13 @@ impl Jobs {
         drop(self.ended.wait_while(self.lock(), |state| is_early(state)).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits until no job of this disk runs.
-    pub(crate) fn wait_for_all_of(&self, node: NodeId) {
-        self.wait_while(|state| state.jobs.values().any(|job| job.node == node && job.runs()));
+    /// Waits until no job of this disk runs, at most until the `limit`.
+    pub(crate) fn wait_for_all_of(&self, node: NodeId, limit: Option<Duration>) {
+        let is_early = |state: &State| state.jobs.values().any(|job| job.node == node && job.runs());
+        match limit {
+            None => self.wait_while(is_early),
+            Some(limit) => drop(self.ended.wait_timeout_while(self.lock(), limit, |state| is_early(state))),
+        }
     }
 }
 

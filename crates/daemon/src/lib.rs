@@ -23,7 +23,6 @@
 mod attach;
 mod backup;
 mod change;
-mod compact;
 mod daemon;
 mod edit;
 mod fleece;
@@ -41,7 +40,6 @@ pub use self::daemon::{Daemon, DaemonConfig, GIVE_UP_AFTER};
 pub use attach::{Attachment, absolute, attach_flags, quote};
 pub use backup::{BackupMode, BackupOptions, BackupRecord};
 pub use block::Part;
-pub use compact::put_in_place;
 pub use export_vhost_user::{KindLatency, LatencyHistogram, QueueLatency, RingStats};
 pub use mirror::{MirrorOptions, MirrorSwitch};
 pub use notify::{notify, watchdog_interval};

@@ -40,12 +40,14 @@ pub struct MirrorSwitch {
 impl Daemon {
     /// Starts to copy a disk to another image, which then takes its place, or stays a copy. Before it takes the disk's place,
     /// when it holds everything, `record` is called, while guests go on: whoever keeps a record of the disks makes it
-    /// durable there. On an error the disk stays as it is, and a target that was made for it is removed.
+    /// durable there. Where the copy is to stay one, `kept` is called when it is whole. On an error the disk stays as it is, and
+    /// a target that was made for it is removed.
     pub fn start_mirror_with(
         &self,
         node: NodeId,
         options: &MirrorOptions,
         record: impl FnOnce(&MirrorSwitch) -> Result<()> + Send + 'static,
+        kept: impl FnOnce() -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
         let MirrorOptions { scope, end, aim, bytes_per_second, .. } = *options;
         let (mut made, target, switch) = self.mirror_target(node, options)?;
@@ -60,6 +62,9 @@ impl Daemon {
                 made.keep();
                 Ok(())
             })?;
+            if end == MirrorEnd::Keep {
+                kept()?;
+            }
             made.keep();
             if end == MirrorEnd::Switch {
                 has_new_top();
@@ -83,6 +88,9 @@ impl Daemon {
         let below = below.zip(image.formats().nth(1)).filter(|_| *scope == MirrorScope::Top);
         if *scope == MirrorScope::Top && (below.is_none() || format != Format::Qcow2) {
             return bad("only the top layer of a disk with several is copied so, to a qcow2 image");
+        }
+        if *scope == MirrorScope::Top && *existing {
+            return bad("only a new image takes the top layer alone: an existing one may hold data, or rest on another");
         }
         let mut made = Made::default();
         if !existing {

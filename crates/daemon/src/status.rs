@@ -111,8 +111,6 @@ pub enum JobKind {
     MoveOnto,
     /// It copies a disk to another image, which may take its place.
     Mirror,
-    /// It makes the file of the top layer as short as what it holds.
-    Compact,
     /// It copies a disk as it was at one moment to another image.
     Backup,
 }
@@ -122,7 +120,6 @@ impl fmt::Display for JobKind {
         match self {
             Self::TakeOverlayBack => f.write_str("taking its overlay back"),
             Self::MoveOnto => f.write_str("changing what its top layer rests on"),
-            Self::Compact => f.write_str("making its file shorter"),
             Self::Mirror => f.write_str("copying it to another image"),
             Self::Backup => f.write_str("its backup"),
         }

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The table. Every method returns at once, except [`Table::wait_until_unused`].
+/// The table. Every method returns at once, except those that wait.
 #[derive(Default)]
 pub(crate) struct Table {
     state: Mutex<State>,
@@ -284,7 +284,7 @@ impl Table {
     }
 
     /// Takes a disk out to be closed, with its exports, which have to end before. Without `force` a disk that has exports
-    /// or works stays; with it, works that can be cancelled are. No export of it can come any more; [`Table::wait_until_unused`] and [`Table::forget_node`] come next.
+    /// or works stays; with it, works that can be cancelled are. No export of it can come any more; [`Table::wait_for_exports`], [`Table::wait_for_works`] and [`Table::forget_node`] come next.
     pub(crate) fn take_node(&self, id: NodeId, force: bool) -> Result<(Found, Vec<(ExportId, Export)>)> {
         let mut guard = self.lock();
         let state = &mut *guard;
@@ -308,12 +308,19 @@ impl Table {
         Ok((found, Vec::new()))
     }
 
-    /// Waits until a disk that was taken out has no export and no work left: others may be ending some.
-    pub(crate) fn wait_until_unused(&self, id: NodeId) {
-        let is_used = |state: &mut State| {
-            state.exports.values().any(|entry| entry.node == id) || state.works.values().any(|work| work.node == id)
-        };
+    /// Waits until a disk that was taken out has no export left: others may be ending some.
+    pub(crate) fn wait_for_exports(&self, id: NodeId) {
+        let is_used = |state: &mut State| state.exports.values().any(|entry| entry.node == id);
         drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Waits until nothing is done any more to a disk that was taken out, at most until the `limit`.
+    pub(crate) fn wait_for_works(&self, id: NodeId, limit: Option<Duration>) {
+        let is_used = |state: &mut State| state.works.values().any(|work| work.node == id);
+        match limit {
+            None => drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner)),
+            Some(limit) => drop(self.gone.wait_timeout_while(self.lock(), limit, is_used)),
+        }
     }
 }
 

@@ -6,7 +6,7 @@ mod live;
 use block::{ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, ReactorCtx, Result};
 use live::{Bench, HostOpener, Shape, create};
 use ringdisk_image::{
-    BitmapAction, ClosedEdit, Copied, CopyWatch, Format, Image, ImageOptions, NewSnapshot, PointInTime, SnapshotName,
+    BitmapAction, ClosedEdit, Copied, CopyWatch, Format, Image, ImageOptions, MirrorEnd, MirrorScope, NewSnapshot, PointInTime, SnapshotName,
 };
 use std::path::Path;
 use std::process::Command;
@@ -41,7 +41,7 @@ fn back_up(bench: &Bench, base: Option<&Path>, bitmap: Option<&str>) -> std::pat
         (Some(_), Some(bitmap)) => Copied::Ranges(point.read_bitmap(bitmap).unwrap().ranges()),
         _ => Copied::All,
     };
-    let copy = point.copy_out(to, base.is_none()).unwrap();
+    let copy = point.copy_out(Arc::new(to), base.is_none()).unwrap();
     let watch = CopyWatch::default();
     watch.set_rate(32 << 20);
     copy.run(&what, &watch).unwrap();
@@ -89,6 +89,31 @@ fn a_chain_of_backups_has_the_disk_at_each_moment_while_queues_work() {
     bench.assert_sound_and_as_written();
 }
 
+/// A file whose header names another layer than the one it lies on would give other data when it is opened again.
+#[test]
+fn a_new_image_that_names_a_layer_which_is_not_there_any_more_is_refused() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[65536, 65536]));
+    let (stale, target) = (bench.overlay(&bench.new_path(), 65536), bench.overlay(&bench.new_path(), 65536));
+    let beside = bench.overlay(&bench.new_path(), 65536);
+    let (mirrored, _) = bench.new_target(Format::Qcow2, MirrorScope::Top);
+    bench.put_overlay(65536);
+    let before = bench.files();
+    let refused = |error: block::Error| {
+        assert!(error.kind() == ErrorKind::Locked && error.to_string().contains("try again"), "{error}");
+        assert_eq!(bench.files(), before);
+    };
+    refused(PointInTime::begin(&bench.image, stale, || panic!("it is not recorded")).err().unwrap());
+    let put = ringdisk_image::put_overlay(vec![(Arc::clone(&bench.image), target)], || panic!("it is not recorded"));
+    refused(put.err().unwrap());
+    refused(bench.mirror(mirrored, MirrorEnd::Switch, &CopyWatch::default()).unwrap_err());
+    // What names the top is for an image beside it as wrong as for one on it.
+    bench.put_overlay(65536);
+    let point = PointInTime::begin(&bench.image, bench.overlay(&bench.new_path(), 65536), || Ok(())).unwrap();
+    assert_eq!(point.image_beside_top(beside).err().unwrap().kind(), ErrorKind::Locked);
+    point.end(&CopyWatch::default(), || Ok(())).unwrap();
+    bench.assert_sound_and_as_written();
+}
+
 /// Whoever gave a copy up has the bitmap as if there had been no copy.
 #[test]
 fn a_bitmap_notes_what_was_written_during_a_copy_that_was_given_up() {
@@ -105,7 +130,7 @@ fn a_bitmap_notes_what_was_written_during_a_copy_that_was_given_up() {
         create(&target, SIZE, 65536, None, false);
         let watch = CopyWatch::default();
         watch.cancel();
-        let error = point.copy_out(open_over(&target), true).unwrap().run(&Copied::All, &watch).unwrap_err();
+        let error = point.copy_out(Arc::new(open_over(&target)), true).unwrap().run(&Copied::All, &watch).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Cancelled);
         point.end(&CopyWatch::default(), || Ok(())).unwrap();
     }
@@ -176,7 +201,7 @@ fn a_target_that_hangs_keeps_no_guest_waiting_and_the_fleece_is_taken_back_witho
     let options = ImageOptions::new(&target).with(|options| options.format = Some(Format::Raw));
     let to = ringdisk_image::open(&options, &GateOpener(Arc::clone(&gate))).unwrap();
     let point = PointInTime::begin(&bench.image, bench.overlay(&fleece, 65536), || Ok(())).unwrap();
-    let (copy, watch) = (point.copy_out(to, true).unwrap(), Arc::new(CopyWatch::default()));
+    let (copy, watch) = (point.copy_out(Arc::new(to), true).unwrap(), Arc::new(CopyWatch::default()));
     let its = Arc::clone(&watch);
     let copying = std::thread::spawn(move || copy.run(&Copied::All, &its));
     load.wait_for_more(20_000);

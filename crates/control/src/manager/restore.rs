@@ -18,7 +18,6 @@ impl Manager {
             configured.iter().for_each(|given| keep_layers(record, given, &keys));
             record.forget_unconfigured(&keys);
         })?;
-        self.finish_shorter()?;
         self.remove_unfinished()?;
         let record = self.records.current();
         for disk in &record.disks {

@@ -46,7 +46,7 @@ pub(super) enum End {
 }
 
 /// Copies what guests see to another chain, which then takes its place, or is closed. Before it takes its place, `record` is
-/// called. On an error, the queues may be on a chain that notes writes: the caller brings them back.
+/// called. On an error, the queues are back on the disk's own layers before anything that the copy held is let go.
 pub(super) async fn converge(
     image: &Image,
     chain: &Chain,
@@ -57,9 +57,31 @@ pub(super) async fn converge(
     record: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
     let mut copying = Copying::new(&chain.layers, next, watch)?;
-    let left = in_rounds(image, chain, &mut copying, what, watch).await?;
+    let result = converge_by(&mut copying, image, chain, next, what, end, watch, record).await;
+    if result.is_err()
+        && let Err(error) = go_over(&image.board, Chain::new(chain.layers.clone(), &chain.disk)).await
+    {
+        // Guests may still send writes to the other chain.
+        image.board.keep(Box::new(copying.into_hold()));
+        return Err(error);
+    }
+    result
+}
+
+#[allow(clippy::too_many_arguments, reason = "what `converge` was given")]
+async fn converge_by(
+    copying: &mut Copying<'_>,
+    image: &Image,
+    chain: &Chain,
+    next: &Arc<Chain>,
+    what: What,
+    end: End,
+    watch: &CopyWatch,
+    record: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let left = in_rounds(image, chain, copying, what, watch).await?;
     let (both, left) = to_both_sides(image, chain, next, left).await?;
-    let result = on_both_sides(&both, &mut copying, left, what, watch).await;
+    let result = on_both_sides(&both, copying, left, what, watch).await;
     note_waits(&both, watch);
     result?;
     match end {

@@ -30,7 +30,7 @@ pub enum Copied {
 /// A copy from one image, whose guests write elsewhere, to another one.
 pub struct CopyOut {
     from: Arc<Image>,
-    to: Image,
+    to: Arc<Image>,
     is_blank: bool,
 }
 
@@ -42,7 +42,7 @@ enum Found {
 }
 
 impl CopyOut {
-    pub(super) fn new(from: Arc<Image>, to: Image, is_blank: bool) -> Result<Self> {
+    pub(super) fn new(from: Arc<Image>, to: Arc<Image>, is_blank: bool) -> Result<Self> {
         let (has, needs) = (to.info().size_bytes, from.info().size_bytes);
         if has < needs {
             let what = format!("the target has {has} bytes, and the disk has {needs}");

@@ -51,7 +51,7 @@ pub(super) struct Copying<'a> {
     to: Shared,
     in_top: Option<Participant>,
     /// Nothing that the other chain frees is used again while guests read it, or have writes to it in flight.
-    _in_next: Option<(Participant, Ticket)>,
+    in_next: Option<(Participant, Ticket)>,
 }
 
 impl<'a> Copying<'a> {
@@ -73,8 +73,13 @@ impl<'a> Copying<'a> {
             from: Shared::blocking(&chain)?,
             to: Shared::blocking(next)?,
             in_top: top.mapping.epochs().map(block::Epochs::join),
-            _in_next: in_next,
+            in_next,
         })
+    }
+
+    /// What keeps the other chain from using space again that it frees.
+    pub(super) fn into_hold(self) -> Option<(Participant, Ticket)> {
+        self.in_next
     }
 
     /// Copies these ranges while guests go on. With `both`, writes that guests send to both sides wait for the piece that

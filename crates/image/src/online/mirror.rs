@@ -2,6 +2,7 @@
 
 use super::converge::{End, converge};
 use super::copying::What;
+use super::overlay::refuse_unless_named;
 use super::watch::CopyWatch;
 use crate::chain::exchange::go_over;
 use crate::chain::image::Image;
@@ -30,7 +31,6 @@ pub struct MirrorTarget {
     layer: Layer,
     scope: MirrorScope,
     is_new: bool,
-    replaces_top: bool,
 }
 
 impl MirrorTarget {
@@ -54,15 +54,10 @@ impl MirrorTarget {
         }
         match (scope, layer.mapping.backing().is_some()) {
             (MirrorScope::Full, true) => refuse("it rests on a backing file, and all of the disk is to be copied"),
+            (MirrorScope::Top, _) if !is_new => refuse("only a new image takes the top layer alone"),
             (MirrorScope::Top, false) => refuse("it names no backing file, and only the top layer is to be copied"),
-            _ => Ok(Self { layer, scope, is_new, replaces_top: false }),
+            _ => Ok(Self { layer, scope, is_new }),
         }
-    }
-
-    /// It was opened by the name of the disk's top layer, which it will have when the disk has gone over to it.
-    #[must_use]
-    pub fn replacing_top(self) -> Self {
-        Self { replaces_top: true, ..self }
     }
 }
 
@@ -130,7 +125,7 @@ pub async fn mirror_async(
 }
 
 fn check(chain: &Chain, target: &MirrorTarget) -> Result<()> {
-    let MirrorTarget { layer: target, scope, replaces_top, .. } = target;
+    let MirrorTarget { layer: target, scope, .. } = target;
     let name = target.name.to_string();
     let refuse = |kind, what: String| Err(Error::new(kind, format!("'{name}': {what}")));
     if chain.disk.read_only {
@@ -151,11 +146,14 @@ fn check(chain: &Chain, target: &MirrorTarget) -> Result<()> {
         let files = std::iter::once(&layer.name).chain(layer.data.as_ref().map(|data| &data.name));
         Arc::ptr_eq(&layer.file, &target.file) || files.into_iter().any(|name| name.is_same_file(&target.name))
     };
-    if chain.layers.iter().skip(usize::from(*replaces_top)).any(is_it) {
+    if chain.layers.iter().any(is_it) {
         return refuse(ErrorKind::BadOption, "it is part of the disk".to_owned());
     }
     if *scope == MirrorScope::Top && chain.layers.len() < 2 {
         return refuse(ErrorKind::BadOption, "the disk has one layer only: copy all of it".to_owned());
+    }
+    if let Some(below) = chain.layers.get(1).filter(|_| *scope == MirrorScope::Top) {
+        refuse_unless_named(target, below)?;
     }
     Ok(())
 }

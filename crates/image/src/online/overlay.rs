@@ -8,9 +8,10 @@ use crate::chain::layers::Chain;
 use crate::chain::table_cache::share_of_top;
 use crate::file_name::FileName;
 use crate::guess::Format;
-use crate::open::gate::Role;
+use crate::open::gate::{Role, backing_path};
 use crate::open::layers::{MAX_LAYERS, open_layer};
 use block::{Error, ErrorKind, Extent, File, Participant, Result, Ticket, block_on};
+use std::path::Path;
 use std::sync::Arc;
 
 /// An overlay that is open for writing, and not in use.
@@ -40,6 +41,26 @@ impl OpenedOverlay {
             false => refuse("it holds data"),
         }
     }
+}
+
+/// Refuses a new layer whose header names another file than the layer that it is to rest on. The disk may have got another
+/// top since the file was made. What such a file holds would be read over the wrong layer when it is opened again.
+pub(super) fn refuse_unless_named(layer: &Layer, below: &Layer) -> Result<()> {
+    let canonical = |name: FileName| {
+        let canonical = |path: &Path| Ok(path.canonicalize().unwrap_or_else(|_| path.to_owned()));
+        name.try_map_path(canonical)
+    };
+    let named = layer.mapping.backing().map(|(name, _)| backing_path(&layer.name, name)).transpose()?;
+    let named = named.map(canonical).transpose()?;
+    if named.as_ref().is_some_and(|named| canonical(below.name.clone()).is_ok_and(|below| named.is_same_file(&below))) {
+        return Ok(());
+    }
+    let named = named.map_or_else(|| "nothing".to_owned(), |named| format!("'{named}'"));
+    let what = format!(
+        "'{}' names {named} as its backing file, and would lie on '{}': if the layers of the disk have just changed, try again",
+        layer.name, below.name
+    );
+    Err(Error::new(ErrorKind::Locked, what))
 }
 
 async fn is_empty(layer: &Layer) -> Result<bool> {
@@ -146,6 +167,9 @@ impl Exchange {
         }
         if former.layers.iter().any(|below| below.name == layer.name || Arc::ptr_eq(&below.file, &layer.file)) {
             return refuse("it is part of the chain below".to_owned());
+        }
+        if let Some(below) = former.layers.first() {
+            refuse_unless_named(&layer, below)?;
         }
         share_of_top(&mut layer, &former.layers, former.disk.table_cache_bytes);
         let layers = std::iter::once(Arc::new(layer)).chain(former.layers.iter().cloned()).collect();

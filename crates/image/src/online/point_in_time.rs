@@ -5,7 +5,7 @@
 //! persistent bitmaps there note it.
 
 use super::copy_out::CopyOut;
-use super::overlay::{OpenedOverlay, put_overlay_in_turn};
+use super::overlay::{OpenedOverlay, put_overlay_in_turn, refuse_unless_named};
 use super::take_back::take_back_in_turn;
 use super::watch::CopyWatch;
 use crate::chain::closed_edit::ClosedEdit;
@@ -62,12 +62,15 @@ impl<'a> PointInTime<'a> {
     /// A new image that names what the former top rests on, opened over those layers: to copy the former top to.
     pub fn image_beside_top(&self, new: OpenedOverlay) -> Result<Image> {
         let below = self.view.chain().layers.get(1..).unwrap_or_default().to_vec();
+        if let Some(below) = below.first() {
+            refuse_unless_named(&new.layer, below)?;
+        }
         let layers = std::iter::once(Arc::new(new.layer)).chain(below).collect();
         Ok(Image::new(Chain::new(layers, &constants(false))))
     }
 
     /// What copies it to an image. `is_blank` says that the image reads as zeros where nothing was written to it.
-    pub fn copy_out(&self, to: Image, is_blank: bool) -> Result<CopyOut> {
+    pub fn copy_out(&self, to: Arc<Image>, is_blank: bool) -> Result<CopyOut> {
         CopyOut::new(self.view()?, to, is_blank)
     }
 

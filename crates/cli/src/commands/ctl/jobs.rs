@@ -2,7 +2,7 @@
 
 use super::duration::parse_ms;
 use super::{Ctl, path_segment, tables};
-use control::api::{CommitDisk, CompactDisk, Job, JobState, LimitJob, MirrorDisk, RebaseDisk, StreamDisk};
+use control::api::{CommitDisk, Job, JobState, LimitJob, MirrorDisk, RebaseDisk, StreamDisk};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -72,11 +72,6 @@ impl Ctl {
     pub(super) fn commit(&self, name: &str, layers: usize, aim: &AimOf, how: &How) -> anyhow::Result<()> {
         let (bytes_per_second, (within_ms, stall_ms)) = (how.bytes_per_second()?, aim.parse()?);
         self.start(name, "commit", &CommitDisk { layers, bytes_per_second, within_ms, stall_ms }, how)
-    }
-
-    pub(super) fn compact(&self, name: &str, aim: &AimOf, how: &How) -> anyhow::Result<()> {
-        let (bytes_per_second, (within_ms, stall_ms)) = (how.bytes_per_second()?, aim.parse()?);
-        self.start(name, "compact", &CompactDisk { bytes_per_second, within_ms, stall_ms }, how)
     }
 
     pub(super) fn mirror(&self, mirror: &Mirror) -> anyhow::Result<()> {

@@ -104,15 +104,6 @@ enum Verb {
     },
     /// Copy a running disk to another image, which then takes its place.
     Mirror(jobs::Mirror),
-    /// Make the file of the top layer of a running disk as short as what it holds; the host needs room for both meanwhile.
-    Compact {
-        /// The disk.
-        name: String,
-        #[command(flatten)]
-        aim: jobs::AimOf,
-        #[command(flatten)]
-        how: jobs::How,
-    },
     /// Pull what lower layers hold up into the top layer of a running disk, which rests on none of them afterwards.
     Stream {
         /// The disk.
@@ -240,7 +231,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Verb::Set { name, options } => ctl.set(name, options),
         Verb::Snapshot { pairs } => ctl.snapshot(pairs),
         Verb::Commit { name, layers, aim, how } => ctl.commit(name, *layers, aim, how),
-        Verb::Compact { name, aim, how } => ctl.compact(name, aim, how),
         Verb::Mirror(mirror) => ctl.mirror(mirror),
         Verb::Stream { name, base, how } => ctl.stream(name, base.as_deref(), how),
         Verb::Rebase { name, base, format, how } => ctl.rebase(name, base, format.clone(), how),
