@@ -3,8 +3,8 @@
 mod points;
 
 use crate::api::{
-    AddDisk, AddExport, ChangeDisk, CommitDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs,
-    LimitJob, MirrorDisk, RebaseDisk, Reloaded, Reopen, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
+    AddDisk, AddExport, ChangeDisk, CommitDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs, LimitJob,
+    MirrorDisk, RebaseDisk, Reloaded, Reopen, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
 };
 use crate::events::now_ms;
 use crate::failure::Failure;

@@ -328,7 +328,8 @@ impl Drop for Target {
 fn refuse_own_layer(image: &Image, target: &FileName) -> Result<()> {
     let canonical = target.path().and_then(|path| path.canonicalize().ok()).map(FileName::from);
     let target_is = |file: &FileName| file.is_same_file(canonical.as_ref().unwrap_or(target));
-    let is_it = |(own, data): (FileName, Option<FileName>)| target_is(&own) || data.is_some_and(|data| target_is(&data));
+    let is_it =
+        |(own, data): (FileName, Option<FileName>)| target_is(&own) || data.is_some_and(|data| target_is(&data));
     if image.layer_file_names().any(is_it) {
         return Err(Error::new(ErrorKind::BadOption, format!("'{target}' is part of the disk: choose another target")));
     }

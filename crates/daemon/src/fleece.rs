@@ -100,7 +100,8 @@ impl Fleece {
             Error::new(ErrorKind::Unsupported, what)
         })?;
         if directory.is_none() && std::fs::metadata(top).is_ok_and(|meta| meta.file_type().is_block_device()) {
-            let what = format!("'{}' is a device, beside which no fleece can lie: say where (--fleece-dir)", top.display());
+            let what =
+                format!("'{}' is a device, beside which no fleece can lie: say where (--fleece-dir)", top.display());
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         let directory = directory.or(top.parent()).unwrap_or(Path::new("/"));

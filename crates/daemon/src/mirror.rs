@@ -90,7 +90,9 @@ impl Daemon {
             return bad("only the top layer of a disk with several is copied so, to a qcow2 image");
         }
         if *scope == MirrorScope::Top && *existing {
-            return bad("only a new image takes the top layer alone: an existing one may hold data, or rest on another");
+            return bad(
+                "only a new image takes the top layer alone: an existing one may hold data, or rest on another",
+            );
         }
         let mut made = Made::default();
         if !existing {

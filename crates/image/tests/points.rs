@@ -6,7 +6,8 @@ mod live;
 use block::{ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, ReactorCtx, Result};
 use live::{Bench, HostOpener, Shape, create};
 use ringdisk_image::{
-    BitmapAction, ClosedEdit, Copied, CopyWatch, Format, Image, ImageOptions, MirrorEnd, MirrorScope, NewSnapshot, PointInTime, SnapshotName,
+    BitmapAction, ClosedEdit, Copied, CopyWatch, Format, Image, ImageOptions, MirrorEnd, MirrorScope, NewSnapshot,
+    PointInTime, SnapshotName,
 };
 use std::path::Path;
 use std::process::Command;
