@@ -163,6 +163,7 @@ impl Manager {
                 short_for: None,
                 unfinished: None,
                 fleeces: Vec::new(),
+                kept_in: None,
                 configured: configured.map(str::to_owned),
             };
             self.records.change(|record| record.put(recorded)).inspect_err(|_| self.undo_add(node))?;
