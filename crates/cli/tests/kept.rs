@@ -39,7 +39,10 @@ fn a_kept_overlay_outlives_its_daemon_and_goes_wherever_its_user_wants() {
         );
         // The second daemon goes on with what the first has left.
         for (round, length) in [(1u8, 5 << 20), (2, 3 << 16)] {
-            let server = Server::start(&["--drive", &drive]);
+            // It comes back from the record, which has a name for it by then.
+            let (state, control) = (path("state"), path("control"));
+            let arguments = ["--control", path_str(&control), "--state-dir", path_str(&state), "--drive", &drive];
+            let server = Server::start(&arguments);
             std::fs::write(&pieces, vec![round; length]).unwrap();
             write(&socket, &pieces);
             contents[..length].fill(round);

@@ -162,9 +162,9 @@ impl RecordedDisk {
 
     /// A scratch overlay that is kept becomes the top by its own name: what is put on it rests on it, and not on its image.
     fn name_kept_overlay(&mut self) {
-        let Ok(mut disk) = self.options.to_drive().map(|drive| drive.disk) else { return };
-        disk.name = Some(self.name.clone());
-        let Ok(Some(index)) = drive::kept_overlay(&disk) else { return };
+        let Ok(Some(index)) = self.options.to_drive().and_then(|drive| drive::kept_overlay(&drive.disk)) else {
+            return;
+        };
         let index = std::path::absolute(&index).unwrap_or(index).to_string_lossy().into_owned();
         let below = self.options.get("file").unwrap_or_default().to_owned();
         self.kept_in = self.options.get("keep").map(str::to_owned);
@@ -374,17 +374,17 @@ mod tests {
 
     #[test]
     fn a_layer_on_a_kept_overlay_rests_on_that_whatever_the_configuration_says() {
-        let given = Options::parse("file=/a.raw,format=raw,snapshot=on,keep=/kept,cache=none").unwrap();
+        let given = Options::parse("file=/a.raw,format=raw,name=a,snapshot=on,keep=/kept,cache=none").unwrap();
         let mut disk = RecordedDisk { options: given.clone(), ..disk("/a.raw") };
         disk.put_on("/b.qcow2");
-        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2,cache=none");
+        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2,name=a,cache=none");
         assert!(disk.files().eq(["/b.qcow2", "/kept/a.scratch", "/a.raw", "/kept/a.scratch.data"]));
         assert!(disk.has_layers_on(Some("/a.raw")));
         disk.set_options(given.clone());
-        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2,cache=none");
+        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2,name=a,cache=none");
         disk.take_off("/kept/a.scratch");
         disk.set_options(given);
-        assert_eq!(disk.options.to_text(), "file=/kept/a.scratch,format=scratch,cache=none");
+        assert_eq!(disk.options.to_text(), "file=/kept/a.scratch,format=scratch,name=a,cache=none");
     }
 
     #[test]

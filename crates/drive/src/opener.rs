@@ -300,7 +300,8 @@ fn image_options(
 pub fn kept_overlay(options: &DiskOptions) -> Result<Option<PathBuf>> {
     let Some(directory) = &options.keep else { return Ok(None) };
     let image = || options.file.as_ref().and_then(FileName::path).and_then(Path::file_name);
-    let name = options.name.as_ref().map(AsRef::as_ref).or_else(image).ok_or_else(|| {
+    let own = options.keep_as.as_deref().or(options.name.as_ref().map(AsRef::as_ref));
+    let name = own.or_else(image).ok_or_else(|| {
         let what = "keep= needs a name for the files that it keeps: give the disk one by name=";
         Error::new(ErrorKind::BadOption, format!("'{}': {what}", options.display_name()))
     })?;
