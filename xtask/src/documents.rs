@@ -109,6 +109,9 @@ fn commands(text: &str) -> Vec<Shown> {
     lines.filter_map(|line| shown(&line)).collect()
 }
 
+/// Commands of `ringdisk` that have commands of their own, each with options of its own.
+const WITH_COMMANDS: &[&str] = &["ctl", "state"];
+
 fn shown(line: &str) -> Option<Shown> {
     let line = line.split(" #").next().unwrap_or(line);
     let words: Vec<&str> = line.split_whitespace().skip_while(|word| matches!(*word, "$" | "#" | "sudo")).collect();
@@ -125,8 +128,9 @@ fn shown(line: &str) -> Option<Shown> {
         [first, rest @ ..] if first.rsplit('/').next() == Some("ringdisk") => ("ringdisk", rest),
         _ => return None,
     };
-    let command =
-        rest.first().filter(|word| !word.starts_with('-')).map_or_else(String::new, |word| (*word).to_owned());
+    let depth = if rest.first().is_some_and(|word| WITH_COMMANDS.contains(word)) { 2 } else { 1 };
+    let command: Vec<&str> = rest.iter().take(depth).take_while(|word| !word.starts_with('-')).copied().collect();
+    let command = command.join(" ");
     let options = rest
         .iter()
         .take_while(|word| !matches!(**word, "|" | "&&" | "&" | ">" | ";"))
@@ -167,8 +171,7 @@ impl Helps {
 
 /// The help of one command; `None` where there is no such command.
 fn help(program: &Path, command: &str) -> Option<String> {
-    let command = Some(command).filter(|command| !command.is_empty());
-    Program::new(program).args(command.into_iter().chain(["--help"])).output_text().ok()
+    Program::new(program).args(command.split_whitespace().chain(["--help"])).output_text().ok()
 }
 
 #[cfg(test)]
@@ -177,9 +180,13 @@ mod tests {
 
     #[test]
     fn commands_are_found_in_fenced_blocks() {
-        let text = "x `ringdisk no`\n```sh\n$ ringdisk serve disk.qcow2 --socket /run/x.sock # why\ncargo run --release \\\n  -- try --guest=uml\ncargo run -p other -- no\nls\n```\nringdisk not\n```\ncargo xtask ci\n```\n";
-        let expected =
-            [("ringdisk", "serve", vec!["--socket"]), ("ringdisk", "try", vec!["--guest"]), ("xtask", "ci", vec![])];
+        let text = "x `ringdisk no`\n```sh\n$ ringdisk serve disk.qcow2 --socket /run/x.sock # why\ncargo run --release \\\n  -- try --guest=uml\ncargo run -p other -- no\nringdisk ctl add x --no-export\nls\n```\nringdisk not\n```\ncargo xtask ci\n```\n";
+        let expected = [
+            ("ringdisk", "serve", vec!["--socket"]),
+            ("ringdisk", "try", vec!["--guest"]),
+            ("ringdisk", "ctl add", vec!["--no-export"]),
+            ("xtask", "ci", vec![]),
+        ];
         let expected = expected.map(|(program, command, options)| Shown {
             program,
             command: command.to_owned(),
