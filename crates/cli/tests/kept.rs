@@ -39,7 +39,10 @@ fn a_kept_overlay_outlives_its_daemon_and_goes_wherever_its_user_wants() {
         );
         // The second daemon goes on with what the first has left.
         for (round, length) in [(1u8, 5 << 20), (2, 3 << 16)] {
-            let server = Server::start(&["--drive", &drive]);
+            // It comes back from the record, which has a name for it by then.
+            let (state, control) = (path("state"), path("control"));
+            let arguments = ["--control", path_str(&control), "--state-dir", path_str(&state), "--drive", &drive];
+            let server = Server::start(&arguments);
             std::fs::write(&pieces, vec![round; length]).unwrap();
             write(&socket, &pieces);
             contents[..length].fill(round);
@@ -96,4 +99,59 @@ fn an_overlay_of_another_image_is_refused_and_stays() {
     assert!(std::fs::read(path("one.scratch")).unwrap() == index);
     let said = run_fails(2, &["serve", "--drive", "file=x,keep=y"]);
     assert!(said.contains("snapshot=on"), "{said}");
+}
+
+#[test]
+fn a_layer_on_a_kept_overlay_is_there_when_the_daemon_is_started_again() {
+    let dir = directory();
+    let path = |name: &str| at(&dir, name);
+    let (base, keep, socket, pieces, out) = (path("base"), path("keep"), path("s"), path("pieces"), path("out"));
+    let (control, state, overlay) = (path("control"), path("state"), path("overlay.qcow2"));
+    std::fs::create_dir(&keep).unwrap();
+    let mut contents = numbered(SIZE);
+    std::fs::write(&base, &contents).unwrap();
+    let drive = format!(
+        "file={},format=raw,name=root,snapshot=on,keep={},queues=1,socket={}",
+        base.display(),
+        keep.display(),
+        socket.display()
+    );
+    let arguments = ["--control", path_str(&control), "--state-dir", path_str(&state), "--drive", &drive];
+    let ctl = |arguments: &[&str]| run(&[&["ctl", "--control", path_str(&control)], arguments].concat());
+    let ctl_ok = |arguments: &[&str]| {
+        let output = ctl(arguments);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    };
+    let mut put = |length: usize, value: u8| {
+        std::fs::write(&pieces, vec![value; length]).unwrap();
+        write(&socket, &pieces);
+        contents[..length].fill(value);
+    };
+    let server = Server::start(&arguments);
+    put(3 << 20, 1);
+    ctl_ok(&["reopen", "root"]);
+    for command in [&["backup", "root", path_str(&out)][..], &["mirror", "root", path_str(&out)]] {
+        let said = ctl(command);
+        assert!(!said.status.success() && text(&said.stderr).contains("scratch overlay"), "{}", text(&said.stderr));
+    }
+    ctl_ok(&["snapshot", "root", path_str(&overlay)]);
+    put(2 << 20, 2);
+    ctl_ok(&["reopen", "root"]);
+    put(1 << 20, 3);
+    server.kill();
+
+    // The daemon's arguments still say snapshot=on,keep=.
+    let is_there = || {
+        let source = format!("if=vhost-user:{}", socket.display());
+        run_ok(&["dd", "-f", "raw", "-O", "raw", "bs=64K", &source, &format!("of={}", out.display())]);
+        assert!(std::fs::read(&out).unwrap() == contents);
+        std::fs::remove_file(&out).unwrap();
+    };
+    let server = Server::start(&arguments);
+    is_there();
+    ctl_ok(&["commit", "root"]);
+    server.kill();
+    let server = Server::start(&arguments);
+    is_there();
+    server.stop();
 }

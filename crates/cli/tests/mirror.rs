@@ -140,11 +140,13 @@ fn killed_at_any_moment_of_a_mirror_the_disk_is_on_its_image_or_on_the_copy() {
     }
 }
 
-/// The whole promise, with times: `cargo test -p ringdisk --test mirror -- --ignored`.
+/// With `RINGDISK_CONVERGE_RUNS=20`, on a machine of its own, the whole promise with its times. A loaded machine keeps no
+/// times, so otherwise they are printed only.
 #[test]
-#[ignore = "takes minutes, and needs a machine of its own"]
-fn twenty_of_twenty_commits_and_mirrors_keep_their_time_and_their_stall() {
-    let runs = std::env::var("RINGDISK_CONVERGE_RUNS").map_or(20, |value| value.parse().expect("a number"));
+#[ignore = "takes minutes"]
+fn commits_and_mirrors_converge_under_a_guest_that_writes_all_the_time() {
+    let measured = std::env::var("RINGDISK_CONVERGE_RUNS").ok();
+    let runs = measured.as_ref().map_or(2, |value| value.parse().expect("a number"));
     let bench = Bench::new();
     let server = bench.serve();
     let load = HistoryLoad { write_percent: 100, sectors_max: 128, depth: 16, seed: 3 };
@@ -160,7 +162,9 @@ fn twenty_of_twenty_commits_and_mirrors_keep_their_time_and_their_stall() {
             let done = bench.json(&[&call[..], &["--within", "30s", "--stall", "50ms"]].concat());
             let (took, stall) = (begun.elapsed(), done["rounds"]["longest_stall_us"].as_u64().unwrap());
             eprintln!("run {run}: {} in {took:?}, {}", call[0], done["rounds"]);
-            assert!(took < Duration::from_secs(30) && stall <= 50_000, "run {run}: {took:?}, {done}");
+            assert_eq!(done["rounds"]["left_bytes"], 0, "run {run}: {done}");
+            let kept = took < Duration::from_secs(30) && stall <= 50_000;
+            assert!(kept || measured.is_none(), "run {run}: {took:?}, {done}");
             longest[index] = longest[index].max(stall);
         }
     }

@@ -162,6 +162,7 @@ impl Manager {
                 moved_from: None,
                 unfinished: None,
                 fleeces: Vec::new(),
+                kept_in: None,
                 configured: configured.map(str::to_owned),
             };
             self.records.change(|record| record.put(recorded)).inspect_err(|_| self.undo_add(node))?;

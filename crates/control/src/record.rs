@@ -56,6 +56,9 @@ pub(crate) struct RecordedDisk {
     /// Files that backups put on it for a while, from before they are made until they are gone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) fleeces: Vec<String>,
+    /// The directory of its kept scratch overlay, which is one of its layers since another was put on it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) kept_in: Option<String>,
     /// How the command line or the configuration file gave it, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) configured: Option<String>,
@@ -94,6 +97,8 @@ impl Record {
                 if old.options.get("file") == disk.options.get("file") {
                     disk.former_tops = std::mem::take(&mut old.former_tops);
                     disk.moved_from = old.moved_from.take();
+                    disk.bases = std::mem::take(&mut old.bases);
+                    disk.kept_in = old.kept_in.take();
                 }
                 disk.fleeces = std::mem::take(&mut old.fleeces);
                 *old = disk;
@@ -143,15 +148,34 @@ impl RecordedDisk {
                 None => options.remove(&[key]),
             }
         }
+        if self.kept_in.is_some() && self.kept_in.as_deref() == options.get("keep") {
+            options.remove(&["snapshot", "keep"]);
+        }
         options
     }
 
     /// A new qcow2 layer lies on top.
     pub(crate) fn put_on(&mut self, overlay: &str) {
+        self.name_kept_overlay();
         let file = self.options.get("file").unwrap_or_default().to_owned();
         self.former_tops.push(Top { file, format: self.options.get("format").map(str::to_owned) });
         self.options.set("file", overlay);
         self.options.set("format", "qcow2");
+    }
+
+    /// A scratch overlay that is kept becomes the top by its own name: what is put on it rests on it, and not on its image.
+    fn name_kept_overlay(&mut self) {
+        let Ok(Some(index)) = self.options.to_drive().and_then(|drive| drive::kept_overlay(&drive.disk)) else {
+            return;
+        };
+        let index = std::path::absolute(&index).unwrap_or(index).to_string_lossy().into_owned();
+        let below = self.options.get("file").unwrap_or_default().to_owned();
+        self.kept_in = self.options.get("keep").map(str::to_owned);
+        self.moved_from = self.moved_from.take().or_else(|| Some(below.clone()));
+        self.bases.extend([below, format!("{index}.data")]);
+        self.options.remove(&["snapshot", "keep"]);
+        self.options.set("file", index);
+        self.options.set("format", "scratch");
     }
 
     /// The layer that was put on last is not there.
@@ -342,8 +366,24 @@ mod tests {
             moved_from: None,
             unfinished: None,
             fleeces: Vec::new(),
+            kept_in: None,
             configured: None,
         }
+    }
+
+    #[test]
+    fn a_layer_on_a_kept_overlay_rests_on_that_whatever_the_configuration_says() {
+        let given = Options::parse("file=/a.raw,format=raw,name=a,snapshot=on,keep=/kept,cache=none").unwrap();
+        let mut disk = RecordedDisk { options: given.clone(), ..disk("/a.raw") };
+        disk.put_on("/b.qcow2");
+        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2,name=a,cache=none");
+        assert!(disk.files().eq(["/b.qcow2", "/kept/a.scratch", "/a.raw", "/kept/a.scratch.data"]));
+        assert!(disk.has_layers_on(Some("/a.raw")));
+        disk.set_options(given.clone());
+        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2,name=a,cache=none");
+        disk.take_off("/kept/a.scratch");
+        disk.set_options(given);
+        assert_eq!(disk.options.to_text(), "file=/kept/a.scratch,format=scratch,name=a,cache=none");
     }
 
     #[test]

@@ -102,6 +102,11 @@ impl Daemon {
 /// What can be said before anything is done.
 fn check(name: &str, image: &Image, options: &BackupOptions) -> Result<()> {
     let bad = |what: String| Err(Error::new(ErrorKind::BadOption, what));
+    if image.said_formats().next().flatten() == Some(Format::Scratch) {
+        let what =
+            "its top layer is a scratch overlay (snapshot=on): put a layer on one that is kept first (ctl snapshot)";
+        return Err(Error::new(ErrorKind::Unsupported, format!("a disk cannot be backed up while {what}")));
+    }
     match (options.mode, &options.bitmap) {
         (BackupMode::Incremental, None) => return bad("an incremental backup needs a bitmap (--bitmap)".to_owned()),
         (BackupMode::Top, Some(_)) => return bad("a backup of the top layer takes no bitmap".to_owned()),

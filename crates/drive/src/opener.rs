@@ -139,7 +139,7 @@ impl Opener for EngineOpener {
             Err(_) if path.exists() => Ok(None),
             made => {
                 made?;
-                self.open(&path.into(), Role::Writable).map(Some)
+                self.open(&path.into(), Role::Writable).map(Some).inspect_err(|_| self.unmake(path))
             }
         }
     }
@@ -244,6 +244,10 @@ pub fn open_again(
     let mut options = options.clone();
     options.file = image.said_image_names().next();
     options.former_tops = image.former_tops();
+    // A scratch overlay that is kept is one of the layers.
+    if options.keep.take().is_some() {
+        options.snapshot = false;
+    }
     let mut listed = listed.to_vec();
     listed.extend(image.file_names().filter_map(|name| name.path().map(Path::to_owned)));
     let opener = Again { opener, locked: image.written_files() };
@@ -277,7 +281,7 @@ fn image_options(
     listed: &[PathBuf],
 ) -> Result<ImageOptions> {
     let name = options.file.clone().unwrap_or_else(|| FileName::from(""));
-    let keep = options.keep.as_deref().map(|directory| kept_index(options, directory)).transpose()?;
+    let keep = kept_overlay(options)?;
     Ok(ImageOptions::new(name).with(|open| {
         open.format = format;
         open.read_only = options.read_only;
@@ -292,16 +296,18 @@ fn image_options(
     }))
 }
 
-/// The index file of a scratch overlay that is kept: named as the disk, or else as its image.
-fn kept_index(options: &DiskOptions, directory: &Path) -> Result<PathBuf> {
+/// The index file of the scratch overlay that `options` ask to keep, if they do: named as the disk, or else as its image.
+pub fn kept_overlay(options: &DiskOptions) -> Result<Option<PathBuf>> {
+    let Some(directory) = &options.keep else { return Ok(None) };
     let image = || options.file.as_ref().and_then(FileName::path).and_then(Path::file_name);
-    let name = options.name.as_ref().map(AsRef::as_ref).or_else(image).ok_or_else(|| {
+    let own = options.keep_as.as_deref().or(options.name.as_ref().map(AsRef::as_ref));
+    let name = own.or_else(image).ok_or_else(|| {
         let what = "keep= needs a name for the files that it keeps: give the disk one by name=";
         Error::new(ErrorKind::BadOption, format!("'{}': {what}", options.display_name()))
     })?;
     let mut name = name.to_owned();
     name.push(".scratch");
-    Ok(directory.join(name))
+    Ok(Some(directory.join(name)))
 }
 
 /// Where an image may be read though it cannot be written, says by which key a drive does so.

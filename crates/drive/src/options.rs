@@ -71,6 +71,8 @@ pub struct DiskOptions {
     pub snapshot: bool,
     /// The directory in which those files are kept, with names, instead.
     pub keep: Option<PathBuf>,
+    /// The name of those files, where it is not the disk's: of one that got its own name only later.
+    pub keep_as: Option<std::ffi::OsString>,
     /// What guests read as the disk's serial number, at most 20 bytes.
     pub serial: String,
     /// Size of a null disk.
@@ -562,6 +564,7 @@ mod tests {
                 read_only: true,
                 snapshot: false,
                 keep: None,
+                keep_as: None,
                 serial: "disk 1".to_owned(),
                 size_bytes: None,
                 delay_ms: Some(3),

@@ -98,12 +98,16 @@ impl Loader<'_> {
         Error::new(ErrorKind::BadImage, format!("'{}': {what}: its index is damaged", self.name))
     }
 
-    /// Reads pages of the file and keeps those of which `wanted` says so.
+    /// Reads pages of the file and keeps those of which `wanted` says so. Pages of zeros take no memory, however many a
+    /// file claims to have.
     async fn read(&self, first: u64, count: u64, wanted: impl Fn(u64) -> bool) -> Result<()> {
         let bytes = usize::try_from(count.saturating_mul(PAGE_BYTES)).map_err(|_| self.bad("it is too long"))?;
         let read = self.io.read(first.saturating_mul(PAGE_BYTES), bytes, PastEnd::Zeros).await;
         let read = read.map_err(|error| cannot_read(self.name, error))?;
         for (page, bytes) in (first..).zip(read.chunks_exact(PAGE_BYTES as usize)).filter(|(page, _)| wanted(*page)) {
+            if bytes.iter().all(|byte| *byte == 0) {
+                continue;
+            }
             for (word, bytes) in self.index.page(page).zip(bytes.as_chunks().0) {
                 word.store(u32::from_le_bytes(*bytes), Ordering::Relaxed);
             }

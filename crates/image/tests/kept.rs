@@ -6,7 +6,7 @@ use block::{Disk, Error, ErrorKind, File, IoError, IoErrorKind, OpFlags, Result}
 use common::{Chain, Layer, SimOpener, name};
 use ringdisk_image::{BackingPolicy, FileName, Format, Image, ImageOptions, Opener, Role};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use testkit::conformance::{Subject, run};
 use testkit::{
     Fault, FaultAction, OpKind, OpenedDisk, PowerCutTest, Request, Session, SimFileOptions, SimHarness, SimStorage,
@@ -18,7 +18,13 @@ const DATA: &str = "disk.scratch.data";
 const SIZE: u64 = 1 << 20;
 
 /// Simulated files, to which others can be added. What is below an overlay is never opened for writing.
-struct Making(SimOpener);
+struct Making(SimOpener, Mutex<Vec<PathBuf>>);
+
+impl Making {
+    fn of(storage: &SimStorage) -> Self {
+        Self(SimOpener(storage.clone()), Mutex::default())
+    }
+}
 
 impl Opener for Making {
     fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
@@ -38,13 +44,17 @@ impl Opener for Making {
         Ok(Some(storage.create(path, 0, SimFileOptions::default())))
     }
 
+    fn unmake(&self, path: &Path) {
+        self.1.lock().unwrap().push(path.to_owned());
+    }
+
     fn canonical(&self, path: &Path) -> Result<PathBuf> {
         Ok(path.to_owned())
     }
 }
 
 fn opened(options: &ImageOptions, storage: &SimStorage) -> Result<OpenedDisk> {
-    let image: Arc<Image> = Arc::new(ringdisk_image::open(options, &Making(SimOpener(storage.clone())))?);
+    let image: Arc<Image> = Arc::new(ringdisk_image::open(options, &Making::of(storage))?);
     let disk: Arc<dyn Disk> = Arc::clone(&image) as Arc<dyn Disk>;
     Ok(OpenedDisk { disk, close: Box::new(move || image.close()) })
 }
@@ -203,7 +213,7 @@ fn emptied_it_shows_what_is_below() {
     session.call(part).unwrap();
     use_it(&mut session, size, 7);
     session.close().unwrap();
-    let image = ringdisk_image::open(&overlay(), &Making(SimOpener(storage.clone()))).unwrap();
+    let image = ringdisk_image::open(&overlay(), &Making::of(&storage)).unwrap();
     assert!(image.can_reveal());
     image.reveal(0, size).unwrap();
     image.close().unwrap();
@@ -231,6 +241,33 @@ fn another_image_or_another_size_below_is_refused() {
         let error = opened(&options, &shorter).map(drop).unwrap_err();
         assert!(error.kind() == ErrorKind::BadImage && error.to_string().contains("has 1048064 bytes now"), "{error}");
     }
+}
+
+#[test]
+fn only_what_was_made_is_removed_when_an_overlay_cannot_be_made() {
+    let chain = Chain::of(vec![Layer::Raw(SIZE)]);
+    let storage = chain.storage();
+    storage.create_with(DATA, &[7; 4096], SimFileOptions::default());
+    let opener = Making::of(&storage);
+    let error = ringdisk_image::open(&options_on(&chain), &opener).map(drop).unwrap_err();
+    assert!(error.to_string().contains("without the index"), "{error}");
+    assert!(!error.to_string().contains("remove"), "{error}");
+    assert_eq!(*opener.1.lock().unwrap(), [PathBuf::from(INDEX)], "the data are not ours");
+}
+
+#[test]
+fn an_overlay_that_names_other_data_or_no_image_is_refused() {
+    let chain = Chain::of(vec![Layer::Raw(SIZE)]);
+    let storage = chain.storage();
+    drop(open_on(&chain, &storage).unwrap());
+    // Under another name it still names the data of the first.
+    storage.create_with("other.scratch", &storage.bytes(INDEX), SimFileOptions::default());
+    let other = ImageOptions::new("other.scratch").with(|options| {
+        options.allow_backing = BackingPolicy::Any;
+        options.read_only = true;
+    });
+    let error = opened(&other, &storage).map(drop).unwrap_err();
+    assert!(error.to_string().contains("does not have its data"), "{error}");
 }
 
 #[test]

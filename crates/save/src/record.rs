@@ -2,10 +2,11 @@
 
 use block::{Error, ErrorKind, Result};
 use control::Options;
+use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 const VERSION: u32 = 1;
@@ -13,6 +14,7 @@ const FILE: &str = "saved.json";
 const NEW_FILE: &str = "saved.json.new";
 /// Says that a save is under way, and whether the machine ran when it began.
 const UNDER_WAY: &str = "saving.json";
+const NEW_UNDER_WAY: &str = "saving.json.new";
 
 /// A machine's state and its disks, as one pair.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -60,6 +62,14 @@ pub struct Seen {
 }
 
 impl Seen {
+    /// How the file is from here on. Its times may be in memory only after a flush of what it holds, so all of it is made
+    /// durable: after a power cut it looks the same.
+    pub(crate) fn durable(path: &Path) -> Result<Self> {
+        let synced = File::open(path).and_then(|file| file.sync_all());
+        synced.map_err(|error| failed("make durable", path, error))?;
+        Self::of(path)
+    }
+
     /// How the file is now.
     pub(crate) fn of(path: &Path) -> Result<Self> {
         let meta = std::fs::metadata(path).map_err(|error| failed("look at", path, error))?;
@@ -119,10 +129,27 @@ impl Record {
         directory.join(&self.state)
     }
 
+    /// Whether all layers were taken back that the save wanted to, and the disks were frozen again.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.disks.iter().all(|disk| disk.seen.is_some())
+    }
+
     /// Removes states that no record names: of earlier saves, and of those that were broken off.
     pub(crate) fn remove_others(&self, directory: &Path) -> Result<()> {
         remove_states(directory, Some(&self.state))
     }
+}
+
+/// The directory, which is made if it is not there. One program at a time saves to it or restores from it.
+pub(crate) fn lock_directory(directory: &Path) -> Result<File> {
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(directory);
+    made.map_err(|error| failed("make", directory, error))?;
+    let lock = File::open(directory).map_err(|error| failed("open", directory, error))?;
+    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        let what = format!("'{}': a save or a restore is under way", directory.display());
+        return Err(Error::new(ErrorKind::Locked, what));
+    }
+    Ok(lock)
 }
 
 /// Removes states but one.
@@ -158,7 +185,10 @@ impl UnderWay {
     }
 
     pub(crate) fn write(self, directory: &Path) -> Result<()> {
-        write_json(directory, UNDER_WAY, &self)?;
+        // A full disk leaves the note that was there.
+        write_json(directory, NEW_UNDER_WAY, &self)?;
+        let path = directory.join(UNDER_WAY);
+        std::fs::rename(directory.join(NEW_UNDER_WAY), &path).map_err(|error| failed("replace", &path, error))?;
         sync_directory(directory)
     }
 
@@ -183,7 +213,7 @@ fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>> {
 fn write_json(directory: &Path, name: &str, value: &impl Serialize) -> Result<()> {
     let path = directory.join(name);
     let text = serde_json::to_vec_pretty(value).map_err(|error| failed("write", &path, error.into()))?;
-    let file = OpenOptions::new().write(true).create(true).truncate(true).open(&path);
+    let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&path);
     let written = file.and_then(|mut file| {
         file.write_all(&text)?;
         file.sync_all()
@@ -218,6 +248,8 @@ mod tests {
         });
         first.publish(dir.path()).unwrap();
         assert_eq!(Record::read(dir.path()).unwrap().as_ref(), Some(&first));
+        let mode = std::fs::metadata(dir.path().join(FILE)).unwrap().mode();
+        assert_eq!(mode & 0o777, 0o600, "others may not read it");
         first.disks[0].check().unwrap();
         std::fs::write(&image, "other").unwrap();
         assert!(first.disks[0].check().unwrap_err().to_string().contains("was changed"));

@@ -3,7 +3,8 @@
 use crate::disks::Disks;
 use crate::machine::Machine;
 use crate::qmp::Qmp;
-use crate::record::{Record, Seen};
+use crate::record::{Record, Seen, lock_directory};
+use crate::save::stands_since_saved;
 use crate::state_file::StateFile;
 use block::{Error, ErrorKind, Result};
 use control::Options;
@@ -11,6 +12,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use serde_json::json;
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::Duration;
@@ -30,8 +32,8 @@ pub struct Restore {
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Finds what was saved last, and looks whether it is whole: the state against its checksum, the disks against what was
-/// noted of them.
-pub fn find(machine: &Machine) -> Result<Restore> {
+/// noted of them. With `force`, disks that a save has not frozen again are taken as they are.
+pub fn find(machine: &Machine, force: bool) -> Result<Restore> {
     let directory = &machine.state;
     let record = Record::read(directory)?.ok_or_else(|| {
         Error::new(ErrorKind::BadOption, format!("no machine was saved in '{}'", directory.display()))
@@ -40,7 +42,18 @@ pub fn find(machine: &Machine) -> Result<Restore> {
     let state = StateFile::open(&state_path)?;
     state.check()?;
     record.disks.iter().try_for_each(|disk| disk.check())?;
+    if !record.is_finished() && !force && !stands(machine) {
+        let what = "the save was broken off while it took layers back, and nothing shows that the machine has not run since. If \
+                    it has not run since, use --force; if it has, what was saved is lost";
+        return Err(Error::new(ErrorKind::BadImage, format!("'{}': {what}", directory.display())));
+    }
     Ok(Restore { record, state, state_path })
+}
+
+/// Whether the machine says that it stands since its state was written.
+fn stands(machine: &Machine) -> bool {
+    let qmp = Qmp::connect(&machine.qmp, Duration::ZERO);
+    qmp.and_then(|mut qmp| stands_since_saved(&mut qmp)).unwrap_or(false)
 }
 
 impl Restore {
@@ -48,6 +61,10 @@ impl Restore {
     fn drives(&self) -> impl Iterator<Item = (&str, Options)> {
         self.record.disks.iter().map(|disk| {
             let mut options = disk.options.clone();
+            // The file that was saved holds what a scratch overlay held, or is that.
+            if options.get("keep").is_some() {
+                options.remove(&["snapshot", "keep"]);
+            }
             options.set("name", disk.name.as_str());
             options.set("file", disk.file.to_string_lossy());
             options.set("format", disk.format.as_str());
@@ -91,7 +108,7 @@ fn serve(machine: &Machine, restore: &mut Restore) -> Result<()> {
     disks.freeze(overlays)?;
     // Opening an image for writing changes its times, and no byte that a guest sees.
     for disk in &mut restore.record.disks {
-        disk.seen = Some(Seen::of(&disk.file)?);
+        disk.seen = Some(Seen::durable(&disk.file)?);
     }
     restore.record.publish(&machine.state)
 }
@@ -103,6 +120,15 @@ pub fn run(machine: &Machine, restore: &mut Restore) -> Result<Child> {
         let what = "which command starts the machine is not known: give it in the machine's description (qemu = [...])";
         return Err(Error::new(ErrorKind::BadOption, what));
     };
+    let _lock = lock_directory(&machine.state)?;
+    if Record::read(&machine.state)?.as_ref() != Some(&restore.record) {
+        let what = "was saved to meanwhile: try again";
+        return Err(Error::new(ErrorKind::Locked, format!("'{}' {what}", machine.state.display())));
+    }
+    if UnixStream::connect(&machine.qmp).is_ok() {
+        let what = "a machine is there already (qmp): end it first, it would lose its disks";
+        return Err(Error::new(ErrorKind::Locked, format!("'{}': {what}", machine.qmp.display())));
+    }
     serve(machine, restore)?;
     let child = Command::new(program).args(arguments).args(["-incoming", "defer"]).spawn();
     let mut child = child.map_err(|error| Error::io(format!("cannot start '{program}'"), error))?;
@@ -129,4 +155,42 @@ pub fn run(machine: &Machine, restore: &mut Restore) -> Result<Child> {
         return Err(error);
     }
     Ok(child)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::SavedDisk;
+
+    #[test]
+    fn a_pair_whose_layers_were_being_taken_back_is_refused_unless_its_machine_still_stands() {
+        let dir = tempfile::tempdir().unwrap();
+        let machine = Machine { state: dir.path().to_owned(), qmp: dir.path().join("qmp"), ..Machine::nothing() };
+        let image = dir.path().join("image");
+        std::fs::write(&image, "one").unwrap();
+        let mut record = Record::next(None, true);
+        StateFile::write(&record.state_path(dir.path()), &mut [1u8; 100].as_slice(), &mut |_| Ok(())).unwrap();
+        record.disks.push(SavedDisk {
+            name: "root".to_owned(),
+            file: image.clone(),
+            format: "scratch".to_owned(),
+            base: image,
+            options: Options::parse("file=/below,snapshot=on,keep=/kept,cache=none").unwrap(),
+            seen: None,
+        });
+        record.publish(dir.path()).unwrap();
+        let error = find(&machine, false).unwrap_err().to_string();
+        assert!(error.contains("--force"), "{error}");
+        let restore = find(&machine, true).unwrap();
+        let (_, options) = restore.drives().next().unwrap();
+        assert_eq!(
+            (options.get("format"), options.get("keep"), options.get("snapshot")),
+            (Some("scratch"), None, None)
+        );
+        // Whoever answers is in the way.
+        let _monitor = std::os::unix::net::UnixListener::bind(&machine.qmp).unwrap();
+        let machine = Machine { qemu: vec!["false".to_owned()], ..machine };
+        let error = run(&machine, &mut find(&machine, true).unwrap()).unwrap_err().to_string();
+        assert!(error.contains("end it first"), "{error}");
+    }
 }

@@ -4,10 +4,9 @@ use crate::disks::{Disks, Layer};
 use crate::machine::Machine;
 use crate::progress::{Moment, Progress, Step};
 use crate::qmp::Qmp;
-use crate::record::{Record, SavedDisk, Seen, UnderWay, remove_states, sync_directory};
+use crate::record::{Record, SavedDisk, Seen, UnderWay, lock_directory, remove_states, sync_directory};
 use crate::state_file::StateFile;
 use block::{Error, ErrorKind, Result};
-use rustix::fs::{FlockOperation, flock};
 use rustix::pipe::{PipeFlags, pipe_with};
 use serde_json::{Value, json};
 use std::fs::File;
@@ -52,7 +51,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 const UNLIMITED_BYTES_PER_SECOND: u64 = 1 << 50;
 
 /// Saves a running machine, which goes on then. Whatever fails, it goes on, and the pair that was saved before stands. What
-/// kills this program leaves the machine stopped: saving it again lets it go on.
+/// kills this program leaves the machine stopped: saving it again lets it go on. Only if what the killed save has left
+/// cannot be finished, the machine stays stopped: its pair is whole that way.
 pub fn save(
     machine: &Machine,
     options: &SaveOptions,
@@ -60,13 +60,7 @@ pub fn save(
     tell: &mut dyn FnMut(Moment),
 ) -> Result<Saved> {
     let directory = &machine.state;
-    let failed = |what: &str, error| Error::io(format!("cannot {what} '{}'", directory.display()), error);
-    std::fs::create_dir_all(directory).map_err(|error| failed("make", error))?;
-    let lock = File::open(directory).map_err(|error| failed("open", error))?;
-    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-        let what = format!("another save to '{}' is under way", directory.display());
-        return Err(Error::new(ErrorKind::Locked, what));
-    }
+    let _lock = lock_directory(directory)?;
     let mut before = Record::read(directory)?;
     let disks = Disks::new(&machine.control)?;
     let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
@@ -77,32 +71,34 @@ pub fn save(
     let mut progress = Progress::new(tell);
     progress.begin(Step::Stop);
     let was_running = UnderWay::read(directory)?.is_some_and(|under_way| under_way.was_running) || qmp.is_running()?;
+    // It has changed nothing if that fails: a machine that an earlier save has stopped stands, and its pair is whole.
+    finish_commit(&disks, &mut qmp, before.as_mut(), directory)?;
     UnderWay { was_running }.write(directory)?;
     let stopped = Instant::now();
     let record = Record::next(before.as_ref(), was_running);
-    finish_commit(&disks, before.as_mut(), directory)?;
-    leave_earlier(&mut qmp)?;
     let mut saving = Saving { directory, options, cancel, before, record, disks, names, notes: Vec::new() };
-    let done = qmp.run("stop", json!({})).and_then(|_| saving.pair(&mut qmp, &mut progress));
-    let is_published = Record::read(directory)?.is_some_and(|record| record.number == saving.record.number);
+    let done = leave_earlier(&mut qmp)
+        .and_then(|()| qmp.run("stop", json!({})))
+        .and_then(|_| saving.pair(&mut qmp, &mut progress));
     progress.begin(Step::Resume);
-    if was_running {
-        qmp.run("cont", json!({}))?;
-    }
+    let resumed = if was_running { go_on(machine, qmp) } else { Ok(()) };
     let paused = stopped.elapsed();
-    UnderWay::remove(directory)?;
-    match done {
-        Ok(state_bytes) => {
-            saving.record.remove_others(directory)?;
-            progress.end();
-            Ok(Saved { record: saving.record, state_bytes, paused, notes: saving.notes })
-        }
-        Err(error) if is_published => Err(error.in_context("the machine is saved, and goes on; but")),
-        Err(error) => {
-            remove_states(directory, saving.before.as_ref().map(|before| before.state.as_str()))?;
-            Err(error.in_context("the machine was not saved, and goes on"))
-        }
-    }
+    // The note stays for the next save, if the machine stands still against its will.
+    let resumed = resumed.and_then(|()| UnderWay::remove(directory));
+    saving.end(done, resumed, paused, &mut progress)
+}
+
+/// Lets the machine go on, also where its monitor was left in the middle of something.
+fn go_on(machine: &Machine, mut qmp: Qmp) -> Result<()> {
+    let gone = match qmp.run("cont", json!({})) {
+        Ok(_) => return Ok(()),
+        Err(error) => error,
+    };
+    tracing::warn!("{gone}; connects once more");
+    // It talks to one at a time.
+    drop(qmp);
+    let again = Qmp::connect(&machine.qmp, PATIENCE).and_then(|mut qmp| qmp.run("cont", json!({})));
+    again.map(drop).map_err(|error| error.in_context("the machine does not go on; save it again"))
 }
 
 /// A file that does not exist, beside the image.
@@ -138,19 +134,28 @@ fn freeze_again(disks: &Disks, record: &mut Record, directory: &Path) -> Result<
         disks.freeze(overlays)?;
     }
     for disk in &mut record.disks {
-        disk.seen = Some(Seen::of(&disk.file)?);
+        disk.seen = Some(Seen::durable(&disk.file)?);
     }
     record.publish(directory)
 }
 
 /// A save that was killed while layers were taken back: the daemon has gone on with that. What is left is done before the
 /// machine may go on.
-fn finish_commit(disks: &Disks, before: Option<&mut Record>, directory: &Path) -> Result<()> {
-    let Some(before) = before.filter(|before| before.disks.iter().any(|disk| disk.seen.is_none())) else {
+fn finish_commit(disks: &Disks, qmp: &mut Qmp, before: Option<&mut Record>, directory: &Path) -> Result<()> {
+    let Some(before) = before.filter(|before| !before.is_finished()) else {
         return Ok(());
     };
     before.disks.iter().try_for_each(|disk| disks.wait_for_jobs(&disk.name))?;
+    if !stands_since_saved(qmp)? {
+        // What it wrote may be in the files that were saved: they are never said to be whole.
+        return Ok(());
+    }
     freeze_again(disks, before, directory)
+}
+
+/// Whether the machine has stood still since its state was written. QEMU leaves this status when it runs, for good.
+pub(crate) fn stands_since_saved(qmp: &mut Qmp) -> Result<bool> {
+    Ok(qmp.status()? == "postmigrate")
 }
 
 /// A save that was killed may have left QEMU in the middle of its migration, or behind the end of it, where it takes no
@@ -184,6 +189,40 @@ struct Saving<'a> {
 }
 
 impl Saving<'_> {
+    /// What has become of it, when the machine goes on or cannot.
+    fn end(
+        self,
+        done: Result<u64>,
+        resumed: Result<()>,
+        paused: Duration,
+        progress: &mut Progress<'_>,
+    ) -> Result<Saved> {
+        let error = match (done, resumed) {
+            (Ok(state_bytes), Ok(())) => {
+                self.record.remove_others(self.directory)?;
+                progress.end();
+                return Ok(Saved { record: self.record, state_bytes, paused, notes: self.notes });
+            }
+            (Ok(_), Err(error)) => return Err(error.in_context("the machine is saved; but")),
+            (Err(error), Ok(())) => error,
+            (Err(error), Err(second)) => error.in_context(second.to_string()),
+        };
+        // What cannot be read is not taken for the old one: its state stays.
+        let published = match Record::read(self.directory) {
+            Ok(Some(record)) if record.number == self.record.number => Some(record.is_finished()),
+            Ok(_) => None,
+            Err(_) => Some(false),
+        };
+        match published {
+            Some(true) => Err(error.in_context("the machine is saved; but")),
+            Some(false) => Err(error.in_context("what was saved may not be whole, save it again")),
+            None => {
+                remove_states(self.directory, self.before.as_ref().map(|before| before.state.as_str()))?;
+                Err(error.in_context("the machine was not saved"))
+            }
+        }
+    }
+
     /// Makes the new pair while the machine stands still; returns the bytes of its state.
     fn pair(&mut self, qmp: &mut Qmp, progress: &mut Progress<'_>) -> Result<u64> {
         progress.begin(Step::State);
@@ -202,7 +241,7 @@ impl Saving<'_> {
         }
         self.disks.freeze(overlays)?;
         for disk in &mut saved {
-            disk.seen = Some(Seen::of(&disk.file)?);
+            disk.seen = Some(Seen::durable(&disk.file)?);
         }
 
         progress.begin(Step::Publish);

@@ -11,6 +11,7 @@
 use block::{Error, ErrorKind, Result};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -31,7 +32,7 @@ impl StateFile {
     /// Writes what `source` gives to the new file `path`, durably. `told` hears how many bytes are there.
     pub fn write(path: &Path, source: &mut dyn Read, told: &mut dyn FnMut(u64) -> Result<()>) -> Result<Self> {
         let failed = |what: &str, error| Error::io(format!("cannot {what} '{}'", path.display()), error);
-        let mut file = OpenOptions::new().write(true).create_new(true).open(path);
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
         let file = file.as_mut().map_err(|error| failed("make", error.kind().into()))?;
         let (mut hash, mut stream_bytes) = (Xxh3::new(), 0u64);
         let mut piece = vec![0; PIECE_BYTES];

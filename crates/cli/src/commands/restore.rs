@@ -17,12 +17,15 @@ pub(crate) struct Args {
     /// Resume the machine, and wait for its end.
     #[arg(long)]
     run: bool,
+    /// Take disks for whole though a save was broken off while it took layers back: only if the machine has not run since.
+    #[arg(long)]
+    force: bool,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let needs: &[&str] = if args.run { &["qmp", "control", "state"] } else { &["state"] };
     let machine = args.machine.machine(needs)?;
-    let mut restore = save::find(&machine)?;
+    let mut restore = save::find(&machine, args.force)?;
     output::print(&described(&machine, &restore)?)?;
     if !args.run {
         return Ok(());

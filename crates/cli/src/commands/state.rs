@@ -7,6 +7,7 @@ use image::{Opener, Role};
 use save::StateFile;
 use std::fs::OpenOptions;
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Look at the saved state of a machine, or take it out of its file.
@@ -72,7 +73,7 @@ fn to_target(path: &Path, fill: impl FnOnce(&mut dyn Write) -> anyhow::Result<()
     if path.exists() {
         bail!("'{}' exists: remove it first, or choose another name", path.display());
     }
-    let mut file = OpenOptions::new().write(true).create_new(true).open(path);
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
     let file = file.as_mut().map_err(|error| std::io::Error::from(error.kind()));
     let file = file.with_context(|| format!("cannot make '{}'", path.display()))?;
     let filled = fill(file).and_then(|()| {

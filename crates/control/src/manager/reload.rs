@@ -200,10 +200,10 @@ impl Manager {
         let recorded = self.records.current();
         let layered = recorded.disk(given.name().unwrap_or_default());
         if let Some(disk) = layered.filter(|disk| disk.has_layers_on(options.get("file"))) {
-            let drive = disk.options.to_drive()?;
-            given.drive.disk.file = drive.disk.file;
-            given.drive.disk.format = drive.disk.format;
             options = disk.with_own_top(options);
+            let own = options.to_drive()?.disk;
+            let disk = &mut given.drive.disk;
+            (disk.file, disk.format, disk.snapshot, disk.keep) = (own.file, own.format, own.snapshot, own.keep);
         }
         self.add(&given.drive, Some(options), given.serve, Some(&key))?;
         given.exports.iter().try_for_each(|export| self.add_export(export.clone()).map(drop))

@@ -48,6 +48,11 @@ impl Manager {
 
     fn bring_back(&self, disk: &RecordedDisk, given: Option<&Configured>) -> Result<()> {
         let mut drive = disk.options.to_drive()?;
+        if drive.disk.name.is_none() {
+            // What it keeps was named before the disk was.
+            let kept = drive::kept_overlay(&drive.disk)?;
+            drive.disk.keep_as = kept.and_then(|index| Some(index.file_stem()?.to_owned()));
+        }
         drive.disk.name = Some(disk.name.clone());
         drive.disk.former_tops = disk.former_tops.len();
         if let Some(given) = given {

@@ -16,9 +16,7 @@ pub(crate) fn kept_layer(layers: &[Layer], path: &Path, opener: &dyn Opener) -> 
     let below = top_with_room(layers)?;
     match opener.make(path).map_err(in_context)? {
         Some(index) => {
-            let data_path = data_path_of(path);
-            let made = make(below, path, &data_path, &index, opener);
-            made.inspect_err(|_| [path, &data_path].into_iter().for_each(|path| opener.unmake(path)))?;
+            make(below, path, &index, opener).inspect_err(|_| opener.unmake(path))?;
             drop(index);
         }
         None => tracing::info!("'{}' is there already: goes on with it", path.display()),
@@ -26,9 +24,9 @@ pub(crate) fn kept_layer(layers: &[Layer], path: &Path, opener: &dyn Opener) -> 
     let layer = open_kept(path, opener).map_err(in_context)?;
     let names = layer.mapping.backing().map(|(name, _)| opener.canonical(Path::new(&format_qcow2::os_name(name))));
     let rests_on = names.transpose().ok().flatten();
-    if rests_on.as_deref() != below.name.path() {
+    if rests_on.is_none() || rests_on.as_deref() != below.name.path() {
         let what = format!("'{}' is there already, and rests on another image than '{}'", path.display(), below.name);
-        let hint = "commit it or remove it first, or give the disk another name";
+        let hint = "it holds what was written there. Commit it, or give the disk another name (name=)";
         return Err(in_context(Error::new(ErrorKind::BadOption, format!("{what}: {hint}"))));
     }
     check_size(&layer, below.size_bytes)?;
@@ -46,8 +44,9 @@ fn data_path_of(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Fills the new file of the index, and makes that of the data.
-fn make(below: &Layer, path: &Path, data_path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) -> Result<()> {
+/// Fills the new file of the index, and makes that of the data. After an error, the latter is there only if it was before.
+fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) -> Result<()> {
+    let data_path = data_path_of(path);
     let unnamed = || {
         let what = "an image without a path of its own cannot be named by what rests on it";
         Error::new(ErrorKind::Unsupported, format!("'{}': {what}", below.name))
@@ -60,28 +59,41 @@ fn make(below: &Layer, path: &Path, data_path: &Path, index: &Arc<dyn File>, ope
         backing_format: (!below.guessed).then(|| below.format().to_string()),
         data_file: text(Path::new(data_path.file_name().ok_or_else(unnamed)?))?,
     };
-    if opener.make(data_path)?.is_none() {
-        let what = format!("'{}' is there already, without the index that belongs to it", data_path.display());
-        return Err(Error::new(ErrorKind::BadOption, format!("{what}: remove it first")));
+    if opener.make(&data_path)?.is_none() {
+        let what = format!("'{}' is there already, without the index '{}'", data_path.display(), path.display());
+        let hint = "put the index back, or move the file away, or give the disk another name (name=)";
+        return Err(Error::new(ErrorKind::BadOption, format!("{what}: {hint}")));
     }
-    block_on(create_kept(&MetaIo::of_file(&**index)?, &path.display().to_string(), &header))?;
-    opener.sync_directory_of(path)
+    let filled = || {
+        block_on(create_kept(&MetaIo::of_file(&**index)?, &path.display().to_string(), &header))?;
+        opener.sync_directory_of(path)
+    };
+    filled().inspect_err(|_| opener.unmake(&data_path))
 }
 
 fn open_kept(path: &Path, opener: &dyn Opener) -> Result<Layer> {
     let own = FileName::from(opener.canonical(path)?);
     let mut layer = open_layer(&own, opener.open(&own, Role::Writable)?, Format::Scratch, Role::Writable, None)?;
     // The name of the data is ours only as long as nobody else wrote the header: beside the index, and nowhere else.
+    check_data_name(&layer, path)?;
     let said = data_path_of(path);
-    if layer.mapping.data_file().map(Path::new) != said.file_name().map(Path::new) {
-        let what = format!("'{}' does not have its data in '{}'", path.display(), said.display());
-        return Err(Error::new(ErrorKind::BadImage, what));
-    }
     let name = FileName::from(opener.canonical(&said)?);
     let file = opener.open(&name, Role::Writable)?;
     layer.data = Some(DataFile { name, said: said.into(), file });
     layer.said = path.into();
     Ok(layer)
+}
+
+/// The data of a scratch overlay lie beside its index `path`: no header sends a guest's writes into another file.
+pub(crate) fn check_data_name(layer: &Layer, path: &Path) -> Result<()> {
+    let own = data_path_of(path);
+    if layer.mapping.kept_header().is_none()
+        || layer.mapping.data_file().map(Path::new) == own.file_name().map(Path::new)
+    {
+        return Ok(());
+    }
+    let what = format!("'{}' does not have its data in '{}'", path.display(), own.display());
+    Err(Error::new(ErrorKind::BadImage, what))
 }
 
 /// What a scratch overlay rests on has the size that it had, or it is another image.

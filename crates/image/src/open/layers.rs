@@ -1,7 +1,7 @@
 //! Opening a chain: the named image, then layer after layer through the gate.
 
 use super::gate::{BackingPolicy, Gate, Opener, Role};
-use super::kept::{check_size_below, kept_layer};
+use super::kept::{check_data_name, check_size_below, kept_layer};
 use super::temporary::temporary_layer;
 use crate::chain::image::Image;
 use crate::chain::layer::{DataFile, Layer};
@@ -13,7 +13,7 @@ use crate::guess::{Format, PROBE_BYTES, guess_format};
 use block::{Error, ErrorKind, File, FileInfo, MetaIo, PastEnd, Result, block_on};
 use format_qcow2::SnapshotName;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, OnceLock};
 
@@ -149,6 +149,7 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
             next = Some((target, backing, backing_format));
         }
         if let Some(data_file) = layer.mapping.data_file() {
+            check_data_name(&layer, name.path().unwrap_or(Path::new("")))?;
             let (target, data_said) = gate.pass(&said, "data file", data_file)?;
             refuse_shared_data(&layers, &name, &target)?;
             let file = opener.open(&target, role)?;
