@@ -57,6 +57,40 @@ fn a_part_of_a_raw_file_is_a_disk_as_for_qemu_img() {
 }
 
 #[test]
+fn a_part_that_does_not_end_at_a_sector_ends_in_zeros_as_for_qemu_img() {
+    if !has_tool("qemu-img") || !has_tool("qemu-io") {
+        return;
+    }
+    let dir = common::directory();
+    let at = |name: &str| dir.path().join(name);
+    let bytes: Vec<u8> = (0..200_100_u32).map(|index| (index % 251) as u8 + 1).collect();
+    std::fs::write(at("odd.raw"), &bytes).unwrap();
+    let odd = at("odd.raw").display().to_string();
+    let last = r#""offset":199680,"size":512,"#;
+    for place in [r#""offset":512,"#, r#""offset":0,"#, r#""offset":512,"size":1536,"#, last] {
+        let name = format!(r#"json:{{"driver":"raw",{place}"file":{{"driver":"file","filename":"{odd}"}}}}"#);
+        let (ours, theirs) = (at("ours"), at("theirs"));
+        run_ok(&["convert", "-O", "raw", &name, path_str(&ours)]);
+        tool_ok("qemu-img", &["convert", "-O", "raw", &name, path_str(&theirs)]);
+        assert!(std::fs::read(&ours).unwrap() == std::fs::read(&theirs).unwrap(), "{place}");
+    }
+    // An image in a part, whose last cluster the part cuts off: what stands behind it is not the image's.
+    let inner = at("inner.qcow2");
+    tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", path_str(&inner), "64k"]);
+    tool_ok("qemu-io", &["-c", "write -P 5 0 64k", path_str(&inner)]);
+    let image = std::fs::read(&inner).unwrap();
+    let cut = image.len() - 4096;
+    let behind = [&[9; 512][..], &image[..cut], &[0xee; 65536][..]].concat();
+    std::fs::write(at("holds.raw"), behind).unwrap();
+    let part = format!(r#""driver":"raw","offset":512,"size":{cut},"file.filename":"{}""#, at("holds.raw").display());
+    let name = format!(r#"json:{{"driver":"qcow2","file":{{{part}}}}}"#);
+    let ours = at("cut");
+    if run(&["convert", "-O", "raw", &name, path_str(&ours)]).status.success() {
+        assert!(!std::fs::read(&ours).unwrap().contains(&0xee), "the bytes behind the part were read");
+    }
+}
+
+#[test]
 fn an_image_is_seen_without_its_backing_file_where_that_is_null() {
     if !has_tool("qemu-img") || !has_tool("qemu-io") {
         return;

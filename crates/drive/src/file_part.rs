@@ -2,8 +2,8 @@
 //! that read.
 
 use block::{
-    Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Lifetime, ReactorCtx,
-    Result, Topology, Work,
+    Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Lifetime, PastEnd,
+    ReactorCtx, Result, Topology, Work,
 };
 use image::{FileName, Opener, Role};
 use memory::BufferAccount;
@@ -130,15 +130,29 @@ struct PartQueue {
 }
 
 impl PartQueue {
-    /// The same read in the whole file. What does not lie in the part is nobody's.
-    fn within(&self, op: FileOp) -> IoResult<FileOp> {
+    /// The same read in the whole file; `None` where there is nothing to read. What does not lie in the part is nobody's:
+    /// behind its end are zeros, as behind a file's, and never what the file holds there.
+    fn within(&self, op: FileOp) -> IoResult<Option<FileOp>> {
+        let outside = IoError::new(IoErrorKind::OutOfRange);
         match op {
-            FileOp::Flush => Ok(op),
+            FileOp::Flush => Ok(Some(op)),
             FileOp::Read { offset, data, past_end } => {
-                let end = offset.checked_add(data.length_bytes() as u64).filter(|end| *end <= self.length);
-                let begin = offset.checked_add(self.offset).filter(|_| end.is_some());
-                let offset = begin.ok_or(IoError::new(IoErrorKind::OutOfRange))?;
-                Ok(FileOp::Read { offset, data, past_end })
+                let length = data.length_bytes();
+                let left = self.length.saturating_sub(offset);
+                let there = usize::try_from(left).unwrap_or(usize::MAX).min(length);
+                let data = match past_end {
+                    _ if there == length => data,
+                    PastEnd::Fails => return Err(outside),
+                    PastEnd::Zeros => {
+                        data.slice(there, length.saturating_sub(there)).fill(0);
+                        data.slice(0, there)
+                    }
+                };
+                if there == 0 {
+                    return Ok(None);
+                }
+                let offset = offset.checked_add(self.offset).ok_or(outside)?;
+                Ok(Some(FileOp::Read { offset, data, past_end }))
             }
             _ => Err(IoError::new(IoErrorKind::ReadOnly)),
         }
@@ -149,7 +163,8 @@ impl FileQueue for PartQueue {
     fn push(&self, io: FileIo) {
         let FileIo { op, priority, done } = io;
         match self.within(op) {
-            Ok(op) => self.inner.push(FileIo { op, priority, done }),
+            Ok(Some(op)) => self.inner.push(FileIo { op, priority, done }),
+            Ok(None) => done.complete(Ok(())),
             Err(error) => done.complete(Err(error)),
         }
     }

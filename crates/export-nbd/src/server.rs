@@ -148,16 +148,12 @@ impl Shared {
             if polled.is_err() || !accepts || self.stopping.load(Ordering::Acquire) {
                 continue;
             }
-            let fronted = |socket| match &self.tls {
-                Some(tls) => tls.front(socket, self.limits.handshake).map_err(io::Error::other),
-                None => Ok(socket),
-            };
-            match self.listener.accept().and_then(fronted) {
-                Ok(socket) => {
+            match self.listener.accept().and_then(|socket| self.count(socket)) {
+                Ok((socket, guard)) => {
                     let index = next_reactor.checked_rem(self.reactors.len()).unwrap_or(0);
                     next_reactor = next_reactor.wrapping_add(1);
                     if let Some(reactor) = self.reactors.get(index) {
-                        self.connect(socket, reactor);
+                        self.connect(socket, guard, reactor);
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -170,11 +166,25 @@ impl Shared {
         }
     }
 
-    fn connect(self: &Arc<Self>, socket: OwnedFd, reactor: &Arc<dyn ReactorHandle>) {
-        let link = Arc::new(Link::new(Arc::clone(reactor)));
+    /// Counts a client, and puts TLS before it where that is served. A client whose thread still is there counts, so that
+    /// there are never more threads than connections.
+    fn count(self: &Arc<Self>, socket: OwnedFd) -> io::Result<(OwnedFd, Arc<Counted>)> {
         {
             let mut crowd = self.crowd();
             crowd.live = crowd.live.saturating_add(1);
+        }
+        let guard = Arc::new(Counted(Arc::clone(self)));
+        let socket = match &self.tls {
+            Some(tls) => tls.front(socket, self.limits.handshake, Arc::clone(&guard)).map_err(io::Error::other)?,
+            None => socket,
+        };
+        Ok((socket, guard))
+    }
+
+    fn connect(self: &Arc<Self>, socket: OwnedFd, guard: Arc<Counted>, reactor: &Arc<dyn ReactorHandle>) {
+        let link = Arc::new(Link::new(Arc::clone(reactor)));
+        {
+            let mut crowd = self.crowd();
             crowd.links.retain(|link| link.strong_count() > 0);
             crowd.links.push(Arc::downgrade(&link));
         }
@@ -184,7 +194,7 @@ impl Shared {
             limits: self.limits.clone(),
             total: Arc::clone(&self.total),
             link,
-            guard: Arc::new(Counted(Arc::clone(self))),
+            guard,
         };
         let begun = reactor.run(Box::new(move |ctx| {
             if let Err(error) = Connection::start(ctx, setup) {

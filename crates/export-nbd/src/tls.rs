@@ -2,20 +2,23 @@
 //! it and a socket. A reactor has the other end of that, and knows nothing of TLS.
 
 use block::{Error, Result};
-use nbd_tls::{Connection, Credentials, ServerConfig, ServerConnection, relay, shake_hands};
+use nbd_tls::{Connection, Credentials, ServerConfig, ServerConnection, Timed, relay, shake_hands};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{answer, handshake, option};
 use nbd_wire::option::{GREETING_BYTES, OptionHeader, put_answer, put_greeting};
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Read as _, Write};
+use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Options before TLS, and what they may hold.
 const OPTIONS_MAX: usize = 32;
 const OPTION_BYTES_MAX: u32 = 16 << 10;
 const OPTION_HEADER_BYTES: usize = 16;
+/// For what a client without TLS is still to get, when its disk is served no more.
+const DRAIN: Duration = Duration::from_secs(10);
 
 /// How a server uses TLS.
 #[derive(Clone)]
@@ -37,13 +40,14 @@ impl Tls {
         Ok(Self { config: credentials.server(verifies_peers)?, is_required })
     }
 
-    /// Takes a client; gives the socket that stands for it.
-    pub(crate) fn front(&self, client: OwnedFd, patience: Duration) -> Result<OwnedFd> {
+    /// Takes a client; gives the socket that stands for it. `guard` is held as long as the client has a thread.
+    pub(crate) fn front(&self, client: OwnedFd, patience: Duration, guard: impl Send + 'static) -> Result<OwnedFd> {
         let failed = |error| Error::io("cannot begin TLS", error);
         let (own, given) = UnixStream::pair().map_err(failed)?;
         given.set_nonblocking(true).map_err(failed)?;
         let (tls, client) = (self.clone(), UnixStream::from(client));
         let serve = move || {
+            let _guard = guard;
             if let Err(error) = tls.serve(client, own, patience) {
                 tracing::info!("an NBD client is disconnected: {error}");
             }
@@ -52,12 +56,13 @@ impl Tls {
         Ok(given.into())
     }
 
-    fn serve(&self, mut client: UnixStream, mut own: UnixStream, patience: Duration) -> io::Result<()> {
-        client.set_nonblocking(false)?;
-        client.set_read_timeout(Some(patience))?;
-        client.set_write_timeout(Some(patience))?;
+    /// Up to the end of the TLS handshake, a client has `patience` in all, however it divides its bytes.
+    fn serve(&self, stream: UnixStream, mut own: UnixStream, patience: Duration) -> io::Result<()> {
+        let until = Instant::now().checked_add(patience).unwrap_or_else(Instant::now);
         // The connection's own greeting has been sent by us.
         own.read_exact(&mut [0; GREETING_BYTES])?;
+        let behind = own.try_clone()?;
+        let mut client = Timed::until(&stream, &behind, until)?;
         let mut out = Vec::new();
         put_greeting(&mut out, handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
         client.write_all(&out)?;
@@ -75,11 +80,11 @@ impl Tls {
                 let session = ServerConnection::new(Arc::clone(&self.config)).map_err(io::Error::other)?;
                 let mut session = Connection::Server(session);
                 shake_hands(&mut session, &mut client)?;
-                return relay(session, client, own);
+                return relay(session, stream, own);
             }
             if !self.is_required {
                 own.write_all(&head)?;
-                return carry(client, own);
+                return carry(&stream, own);
             }
             if length_bytes > OPTION_BYTES_MAX {
                 return Err(broken());
@@ -97,25 +102,24 @@ impl Tls {
     }
 }
 
-fn say(client: &mut UnixStream, option: u32, kind: u32, text: &str) -> io::Result<()> {
+fn say(client: &mut impl Write, option: u32, kind: u32, text: &str) -> io::Result<()> {
     let mut out = Vec::new();
     put_answer(&mut out, option, kind, text.as_bytes());
     client.write_all(&out)
 }
 
 /// A client that goes on without TLS.
-fn carry(client: UnixStream, own: UnixStream) -> io::Result<()> {
-    use std::net::Shutdown;
-    client.set_read_timeout(None)?;
-    client.set_write_timeout(None)?;
-    let (mut from_client, mut to_own) = (client.try_clone()?, own.try_clone()?);
+fn carry(client: &UnixStream, own: UnixStream) -> io::Result<()> {
+    let (from_client, mut to_own) = (client.try_clone()?, own.try_clone()?);
     let inwards = std::thread::Builder::new().name("nbd-plain".into()).spawn(move || {
-        let _ = io::copy(&mut from_client, &mut to_own);
-        let _ = to_own.shutdown(Shutdown::Write);
+        let behind = to_own.try_clone()?;
+        let _ = io::copy(&mut Timed::while_there(&from_client, &behind, DRAIN)?, &mut to_own);
+        to_own.shutdown(Shutdown::Write)
     })?;
-    let (mut from_own, mut to_client) = (own, client);
-    let _ = io::copy(&mut from_own, &mut to_client);
-    let _ = to_client.shutdown(Shutdown::Both);
+    // A client that takes nothing any more is left when nobody is behind it.
+    let _ = io::copy(&mut &own, &mut Timed::while_there(client, &own, DRAIN)?);
+    let _ = client.shutdown(Shutdown::Both);
+    let _ = own.shutdown(Shutdown::Both);
     let _ = inwards.join();
     Ok(())
 }

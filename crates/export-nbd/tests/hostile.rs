@@ -7,7 +7,7 @@ use nbd_wire::numbers::{answer, chunk, command, command_flag, option};
 use nbd_wire::option::{InfoRequest, put_option};
 use nbd_wire::reply::Style;
 use nbd_wire::request::Request;
-use ringdisk_export_nbd::{Limits, ServerOptions};
+use ringdisk_export_nbd::{Credentials, Limits, ServerOptions, Tls};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -238,5 +238,70 @@ fn answers_stop_at_the_name_of_an_export_of_the_old_way() {
     let told = common::read_exactly(&mut stream, 10);
     assert_eq!(told[..8], SIZE.to_be_bytes());
     assert!(is_disconnected(&mut stream));
+    served.stop();
+}
+
+/// A server's certificate that is its own authority.
+fn self_signed(directory: &std::path::Path) {
+    let rcgen::CertifiedKey { cert, signing_key } = rcgen::generate_simple_self_signed(["localhost".into()]).unwrap();
+    for (name, text) in
+        [("ca-cert", cert.pem()), ("server-cert", cert.pem()), ("server-key", signing_key.serialize_pem())]
+    {
+        std::fs::write(directory.join(format!("{name}.pem")), text).unwrap();
+    }
+}
+
+/// Asks for TLS on a new connection.
+fn ask_for_tls(served: &Served) -> std::io::Result<UnixStream> {
+    let mut stream = served.connect();
+    let mut greeting = [0; 18];
+    stream.read_exact(&mut greeting)?;
+    stream.write_all(&[0, 0, 0, 3])?;
+    let mut message = Vec::new();
+    put_option(&mut message, option::STARTTLS, &[]);
+    stream.write_all(&message)?;
+    stream.read_exact(&mut [0; 20])?;
+    Ok(stream)
+}
+
+#[test]
+fn clients_that_drip_before_and_in_a_tls_handshake_keep_a_good_one_out_for_no_longer_than_the_limit() {
+    let pki = tempfile::tempdir().unwrap();
+    self_signed(pki.path());
+    let credentials = Credentials::in_directory(pki.path());
+    let with_tls = options(|limits| {
+        limits.handshake = Duration::from_millis(400);
+        limits.connections = 3;
+    });
+    let tls = Tls::new(&credentials, true, false).unwrap();
+    let mut served = Served::raw(SIZE, with_tls.with(|options| options.tls = Some(tls)));
+    let drips = |mut stream: UnixStream, bytes: &[u8]| {
+        for byte in bytes.iter().cycle() {
+            if stream.write_all(&[*byte]).is_err() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    std::thread::scope(|scope| {
+        for index in 0..12 {
+            let served = &served;
+            scope.spawn(move || match index % 2 {
+                0 => drips(served.connect(), &[0, 0, 0, 3]),
+                // The head of a record that never is whole.
+                _ => {
+                    let _ = ask_for_tls(served).map(|stream| drips(stream, &[22, 3, 1, 64, 0, 1, 0, 63, 0]));
+                }
+            });
+        }
+        wait_for("a crowd", || served.server().connections() == 3);
+        let is_in = || {
+            let Ok(mut stream) = ask_for_tls(&served) else { return false };
+            let mut session = credentials.connect("localhost").unwrap();
+            nbd_tls::shake_hands(&mut session, &mut stream).is_ok()
+        };
+        wait_for("a good client", is_in);
+    });
+    wait_for("an empty room", || served.server().connections() == 0);
     served.stop();
 }

@@ -9,6 +9,9 @@ use std::time::Duration;
 /// A header that is longer names nothing.
 const TAG_BYTES_MAX: usize = 1024;
 
+/// No disk is longer. A server that says so would make us hold a table for all of it.
+const LENGTH_BYTES_MAX: u64 = 64 << 40;
+
 /// The file as it was when it was opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Pin {
@@ -19,7 +22,7 @@ pub(crate) struct Pin {
 /// What changes with the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Version {
-    /// The entity tag.
+    /// The entity tag, if it is a strong one: files with the same weak tag may differ in their bytes.
     Tag(String),
     /// `Last-Modified`.
     Date(String),
@@ -34,8 +37,17 @@ impl Version {
             let is_plain = !value.is_empty() && value.len() <= TAG_BYTES_MAX && !value.contains(char::is_control);
             is_plain.then(|| value.to_owned())
         };
-        text(ETAG).map(Self::Tag).or_else(|| text(LAST_MODIFIED).map(Self::Date)).unwrap_or(Self::Unknown)
+        text(ETAG)
+            .filter(|tag| !is_weak(tag))
+            .map(Self::Tag)
+            .or_else(|| text(LAST_MODIFIED).map(Self::Date))
+            .unwrap_or(Self::Unknown)
     }
+}
+
+/// Whether an entity tag says only that two files mean the same.
+pub(crate) fn is_weak(tag: &str) -> bool {
+    tag.starts_with("W/")
 }
 
 impl fmt::Display for Version {
@@ -84,6 +96,7 @@ pub(crate) fn meaning(status: StatusCode, headers: &Headers) -> Meaning {
     match status.as_u16() {
         206 if coded => Meaning::Refused("the server sends parts of a compressed form, not of the file"),
         206 => match content_range(headers) {
+            Some((_, LENGTH_BYTES_MAX..)) => Meaning::Refused("the server says that the file has 64 TiB or more"),
             Some((Some(range), total)) if range.start() <= range.end() && *range.end() < total => {
                 Meaning::Part { first: *range.start(), last: *range.end(), pin: pin(total) }
             }
@@ -138,6 +151,16 @@ mod tests {
             said(206, &[("content-range", "bytes 0-4/10"), ("last-modified", "d")]),
             Meaning::Part { first: 0, last: 4, pin: pin(Version::Date("d".into())) }
         );
+        let weak = [("content-range", "bytes 0-4/10"), ("etag", "W/\"a\""), ("last-modified", "d")];
+        let by = |headers, version| (said(206, headers), Meaning::Part { first: 0, last: 4, pin: pin(version) });
+        let (found, expected) = by(&weak, Version::Date("d".into()));
+        assert_eq!(found, expected);
+        let (found, expected) = by(&weak[..2], Version::Unknown);
+        assert_eq!(found, expected);
+        for total in [64_u64 << 40, u64::MAX] {
+            let range = format!("bytes 0-4/{total}");
+            assert!(matches!(said(206, &[("content-range", &range)]), Meaning::Refused(_)), "{range}");
+        }
         for range in ["bytes 0-10/10", "bytes 4-0/10", "bytes 0-4/*", "bytes -4/10", "lines 0-4/10", ""] {
             assert!(matches!(said(206, &[("content-range", range)]), Meaning::Refused(_)), "{range}");
         }

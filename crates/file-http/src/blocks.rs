@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::runtime::Handle;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, SemaphorePermit, watch};
 
 /// What is asked for is whole blocks.
 pub(crate) const BLOCK_BYTES: u64 = 64 << 10;
@@ -16,6 +16,8 @@ pub(crate) const BLOCK_BYTES: u64 = 64 << 10;
 const RUN_BLOCKS_MAX: u64 = 16;
 /// Blocks in memory beside those that readers hold.
 const MEMORY_BLOCKS_MAX: usize = 512;
+/// Bytes that reads of one file hold at once. Others wait.
+const READING_BYTES_MAX: usize = 64 << 20;
 /// Readers whose next read is expected.
 const STREAMS_MAX: usize = 8;
 /// Where reading ahead begins.
@@ -53,7 +55,11 @@ pub(crate) struct Blocks {
     pub(crate) cache: Option<Arc<Cache>>,
     runtime: Handle,
     state: Mutex<State>,
+    reading: Semaphore,
 }
+
+/// Pieces of a range, and their share of what reads may hold.
+pub(crate) type Held<'a> = (Vec<Bytes>, SemaphorePermit<'a>);
 
 /// A block for a reader: here, or on its way.
 enum Wanted {
@@ -129,7 +135,14 @@ impl State {
 
 impl Blocks {
     pub(crate) fn new(remote: Remote, pin: Pin, cache: Option<Cache>, runtime: Handle) -> Self {
-        Self { remote, pin, cache: cache.map(Arc::new), runtime, state: Mutex::default() }
+        Self {
+            remote,
+            pin,
+            cache: cache.map(Arc::new),
+            runtime,
+            state: Mutex::default(),
+            reading: Semaphore::new(READING_BYTES_MAX),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -141,8 +154,10 @@ impl Blocks {
         blocks.start.saturating_mul(BLOCK_BYTES).min(end)..end
     }
 
-    /// The bytes of a range of the file, in pieces.
-    pub(crate) async fn read(self: &Arc<Self>, range: Range<u64>) -> Result<Vec<Bytes>, ()> {
+    /// The bytes of a range of the file, in pieces, which are held until they are dropped.
+    pub(crate) async fn read(self: &Arc<Self>, range: Range<u64>) -> Result<Held<'_>, ()> {
+        let length = range.end.saturating_sub(range.start).min(READING_BYTES_MAX as u64);
+        let share = self.reading.acquire_many(u32::try_from(length).unwrap_or(u32::MAX)).await.map_err(drop)?;
         let mut pieces = Vec::new();
         for (block, wanted) in self.want(&range) {
             let bytes = match wanted {
@@ -156,7 +171,7 @@ impl Blocks {
             let within = |at: u64| usize::try_from(at.saturating_sub(start)).unwrap_or(usize::MAX).min(bytes.len());
             pieces.push(bytes.slice(within(range.start)..within(range.end)));
         }
-        Ok(pieces)
+        Ok((pieces, share))
     }
 
     /// All blocks of a range. Begins to fetch what is missing, and what is read next.

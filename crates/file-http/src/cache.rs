@@ -4,7 +4,7 @@
 //! not as its sum says is not there, and is fetched again. All who fill a block write the same bytes, so processes need a
 //! lock only to make and to remove files, never to fill them.
 
-use crate::answer::{Pin, Version};
+use crate::answer::{Pin, Version, is_weak};
 use crate::blocks::BLOCK_BYTES;
 use block::{Error, ErrorKind, Result};
 use bytes::Bytes;
@@ -129,7 +129,11 @@ impl Cache {
         // Nobody removes what somebody has locked.
         flock(&data, FlockOperation::LockShared).map_err(|error| failed(directory, error))?;
         let words = usize::try_from(length_bytes.div_ceil(BLOCK_BYTES).div_ceil(64)).unwrap_or(usize::MAX);
-        let state = Mutex::new(State { checked: vec![0; words], ..State::default() });
+        let mut checked = Vec::new();
+        let room = checked.try_reserve_exact(words);
+        room.map_err(|error| failed(directory, io::Error::new(io::ErrorKind::OutOfMemory, error)))?;
+        checked.resize(words, 0);
+        let state = Mutex::new(State { checked, ..State::default() });
         Ok(Self { directory: directory.to_owned(), limit_bytes, data, index, length_bytes, state })
     }
 
@@ -292,6 +296,8 @@ fn read_header(index: &File, key: &str) -> Option<Pin> {
     let text = std::str::from_utf8(&bytes).ok()?;
     let value = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     let version = match value("version")?.split_once(' ')? {
+        // Kept by a version that took weak tags for the file's.
+        ("tag", tag) if is_weak(tag) => return None,
         ("tag", tag) => Version::Tag(tag.to_owned()),
         ("date", date) => Version::Date(date.to_owned()),
         _ => return None,

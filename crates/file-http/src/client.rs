@@ -25,6 +25,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const HEAD_TIMEOUT: Duration = Duration::from_secs(20);
 /// Between two pieces of a body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(15);
+/// From the first to the last piece of a body, which has a megabyte at most: more than any line needs that is of use.
+const WHOLE_BODY_TIMEOUT: Duration = Duration::from_secs(120);
 /// Connections that nobody uses are closed after this.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -106,7 +108,12 @@ impl Client {
 
 impl Answer {
     /// The bytes that follow: exactly so many.
-    pub(crate) async fn bytes(mut self, length_bytes: usize) -> Result<Bytes, Failure> {
+    pub(crate) async fn bytes(self, length_bytes: usize) -> Result<Bytes, Failure> {
+        let too_slow = |_| Failure::ForNow("the server sends an answer too slowly".into(), None);
+        timeout(WHOLE_BODY_TIMEOUT, self.collect(length_bytes)).await.map_err(too_slow)?
+    }
+
+    async fn collect(mut self, length_bytes: usize) -> Result<Bytes, Failure> {
         let mut bytes = BytesMut::with_capacity(length_bytes);
         loop {
             let frame = timeout(BODY_TIMEOUT, self.body.frame()).await;

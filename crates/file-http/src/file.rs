@@ -15,7 +15,12 @@ use memory::Window;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::timeout;
 
+/// For all of an opening: redirects, tries and answers that drip.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longer reads are carried out piece by piece.
 const PIECE_BYTES_MAX: u64 = 4 << 20;
 
@@ -44,7 +49,7 @@ pub fn open(url: &HttpUrl, read_only: bool) -> Result<Arc<dyn File>> {
             None => "HTTP client".to_owned(),
         },
     };
-    Ok(Arc::new(HttpFile { info, blocks }))
+    Ok(Arc::new(HttpFile { info, blocks, given_up: Arc::new(watch::Sender::new(false)) }))
 }
 
 type Open = HashMap<(String, String), Weak<Blocks>>;
@@ -54,16 +59,28 @@ static OPEN: Mutex<Option<Open>> = Mutex::new(None);
 
 fn shared(url: &HttpUrl) -> Result<Arc<Blocks>> {
     let key = (url.key(), format!("{:?}", url.options));
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    let open = open.get_or_insert_default();
-    open.retain(|_, blocks| blocks.strong_count() > 0);
-    let known = open.get(&key).and_then(Weak::upgrade).filter(|blocks| !blocks.remote.has_changed());
-    if let Some(blocks) = known.filter(|_| !url.options.revalidate) {
+    if let Some(blocks) = known(&mut OPEN.lock().unwrap_or_else(PoisonError::into_inner), &key, url) {
         return Ok(blocks);
     }
+    // A server that does not answer keeps nobody from opening files of others.
     let blocks = Arc::new(find(url)?);
-    open.insert(key, Arc::downgrade(&blocks));
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(theirs) = known(&mut open, &key, url) {
+        // Opened by another meanwhile. It is shared if it is the same file.
+        if theirs.pin == blocks.pin {
+            return Ok(theirs);
+        }
+    }
+    open.get_or_insert_default().insert(key, Arc::downgrade(&blocks));
     Ok(blocks)
+}
+
+/// The blocks of a file that is open, if they may be used.
+fn known(open: &mut Option<Open>, key: &(String, String), url: &HttpUrl) -> Option<Arc<Blocks>> {
+    let open = open.get_or_insert_default();
+    open.retain(|_, blocks| blocks.strong_count() > 0);
+    let known = open.get(key).and_then(Weak::upgrade).filter(|blocks| !blocks.remote.has_changed());
+    known.filter(|_| !url.options.revalidate)
 }
 
 /// Asks the cache, and then the server where the cache knows nothing.
@@ -82,7 +99,8 @@ fn find(url: &HttpUrl) -> Result<Blocks> {
     }
     let (sender, receiver) = tokio::sync::oneshot::channel();
     runtime.spawn(async move {
-        let pin = remote.pin().await;
+        let pin = timeout(OPEN_TIMEOUT, remote.pin()).await;
+        let pin = pin.unwrap_or_else(|_| Err("the server takes too long to say which file it has".to_owned()));
         // Somebody waits for it.
         let _ = sender.send((remote, pin));
     });
@@ -112,6 +130,14 @@ fn find(url: &HttpUrl) -> Result<Blocks> {
 struct HttpFile {
     info: FileInfo,
     blocks: Arc<Blocks>,
+    /// Set once. It is the file's own: others go on with the blocks.
+    given_up: Arc<watch::Sender<bool>>,
+}
+
+impl HttpFile {
+    fn queue(&self, ctx: Option<Rc<dyn ReactorCtx>>) -> HttpQueue {
+        HttpQueue { blocks: Arc::clone(&self.blocks), given_up: Arc::clone(&self.given_up), ctx }
+    }
 }
 
 impl File for HttpFile {
@@ -124,17 +150,23 @@ impl File for HttpFile {
     }
 
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
-        Ok(Rc::new(HttpQueue { blocks: Arc::clone(&self.blocks), ctx: Some(Rc::clone(ctx)) }))
+        Ok(Rc::new(self.queue(Some(Rc::clone(ctx)))))
     }
 
     fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
-        Ok(Rc::new(HttpQueue { blocks: Arc::clone(&self.blocks), ctx: None }))
+        Ok(Rc::new(self.queue(None)))
+    }
+
+    fn cancel(&self) -> bool {
+        self.given_up.send_replace(true);
+        true
     }
 }
 
 /// A thread's way to the blocks.
 struct HttpQueue {
     blocks: Arc<Blocks>,
+    given_up: Arc<watch::Sender<bool>>,
     /// None for a queue that waits.
     ctx: Option<Rc<dyn ReactorCtx>>,
 }
@@ -147,7 +179,15 @@ impl FileQueue for HttpQueue {
             _ => return done.complete(Err(IoError::new(IoErrorKind::ReadOnly))),
         };
         let blocks = Arc::clone(&self.blocks);
-        let work = async move { done.complete(read(&blocks, offset, &data, past_end).await) };
+        let mut given_up = self.given_up.subscribe();
+        let work = async move {
+            let result = tokio::select! {
+                biased;
+                _ = given_up.wait_for(|given_up| *given_up) => Err(IoError::EIO),
+                result = read(&blocks, offset, &data, past_end) => result,
+            };
+            done.complete(result);
+        };
         match &self.ctx {
             Some(ctx) => ctx.spawn(Task::new(work)),
             None => block_on(work),
@@ -171,7 +211,8 @@ async fn read(blocks: &Arc<Blocks>, offset: u64, data: &Window, past_end: PastEn
     while done < there {
         let start = offset.saturating_add(done);
         let end = start.saturating_add(there.saturating_sub(done).min(PIECE_BYTES_MAX));
-        for bytes in blocks.read(start..end).await.map_err(|()| IoError::EIO)? {
+        let (pieces, _share) = blocks.read(start..end).await.map_err(|()| IoError::EIO)?;
+        for bytes in pieces {
             data.copy_from_slice(to_usize(done), &bytes);
             done = done.saturating_add(bytes.len() as u64);
         }

@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 /// A file with secrets is short.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
+const HTTPS_PORT: u16 = 443;
+
 /// What is sent with requests beside what everybody sends. Debug shows none of it.
 #[derive(Clone, Default)]
 pub(crate) struct Secrets {
@@ -51,9 +53,15 @@ impl Secrets {
     pub(crate) fn for_uri(&self, uri: &Uri) -> Vec<(HeaderName, HeaderValue)> {
         let own = if place(uri) == self.host { self.headers.clone() } else { Vec::new() };
         let host = uri.host().unwrap_or_default();
-        let account = self.accounts.iter().find(|account| account.machine.as_deref().is_none_or(|name| name == host));
-        // `default` is for the server that the user named, not for any that a redirect leads to.
-        let account = account.filter(|account| account.machine.is_some() || place(uri) == self.host);
+        let account = self
+            .accounts
+            .iter()
+            .find(|account| account.machine.as_deref().is_none_or(|name| name.eq_ignore_ascii_case(host)));
+        // Where a redirect leads, a password is sent to the host that it is for, under TLS, at the port of all: whoever
+        // answers at another one may not be that host's owner. `default` is for the server that the user named.
+        let is_own = place(uri) == self.host;
+        let is_safe = uri.scheme_str() == Some("https") && uri.port_u16().is_none_or(|port| port == HTTPS_PORT);
+        let account = account.filter(|account| is_own || is_safe && account.machine.is_some());
         let basic = account.and_then(|Account { login, password, .. }| {
             let text = format!("Basic {}", STANDARD.encode(format!("{login}:{password}")));
             let mut value = HeaderValue::try_from(text).ok()?;
@@ -137,8 +145,13 @@ mod tests {
         let basic = |pair: &str| format!("authorization=Basic {}", STANDARD.encode(pair));
         assert_eq!(sent("https://a/y"), ["x-token=t".to_owned(), basic("me:x")]);
         assert_eq!(sent("https://b/y"), [basic("you:y")]);
-        assert_eq!(sent("https://a:8/y"), [basic("me:x")]);
-        assert!(sent("https://c/y").is_empty());
+        assert_eq!(sent("https://b:443/y"), [basic("you:y")]);
+        for elsewhere in ["https://a:8/y", "https://b:8443/y", "http://a/y", "http://b/y", "https://c/y"] {
+            assert!(sent(elsewhere).is_empty(), "{elsewhere}");
+        }
+        let plain =
+            Secrets::read(&uri("http://a:80/x"), &HttpOptions { headers_file: None, ..options.clone() }).unwrap();
+        assert!(plain.for_uri(&uri("http://a:80/y")).len() == 1 && plain.for_uri(&uri("http://b/y")).is_empty());
         assert!(!format!("{secrets:?}").contains('t'.to_string().repeat(2).as_str()));
         std::fs::write(&lines, "token only").unwrap();
         let error = Secrets::read(&uri("https://a/x"), &options).unwrap_err().to_string();

@@ -259,3 +259,39 @@ fn tls_is_believed_with_a_named_authority_only_and_users_are_known_by_files() {
     assert!(whole(&format!("{trusted}&headers-file={}", path("headers").display())) == bytes);
     assert!(refused(&format!("{url}#ca-file={}", path("netrc").display())).contains("no certificate"));
 }
+
+#[test]
+fn a_server_that_does_not_answer_keeps_nobody_from_opening_files_of_others() {
+    let bytes = content(100_000);
+    let server = WebServer::start(&bytes);
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/a#retry-s=0", silent.local_addr().unwrap());
+    let waits = std::thread::spawn(move || refused(&url));
+    let asked = silent.accept().unwrap();
+    assert!(whole(&server.url("/a")) == bytes);
+    assert!(!waits.is_finished());
+    drop((asked, silent));
+    waits.join().unwrap();
+}
+
+#[test]
+fn a_file_that_is_given_up_ends_its_reads_and_no_others() {
+    let bytes = content(4 << 20);
+    let server = WebServer::start(&bytes);
+    let (given_up, kept) = (opened(&server.url("/a")), opened(&server.url("/a")));
+    // Asked again and again, for longer than anybody waits.
+    server.behaviour.refusals.store(u64::MAX, Ordering::SeqCst);
+    let reads = {
+        let file = Arc::clone(&given_up);
+        std::thread::spawn(move || read(&file.open_blocking().unwrap(), 0, 65536))
+    };
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while server.requests() < 4 && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(!reads.is_finished() && given_up.cancel());
+    assert!(reads.join().unwrap().is_err());
+    assert!(read(&given_up.open_blocking().unwrap(), 1 << 20, 512).is_err());
+    server.behaviour.refusals.store(0, Ordering::SeqCst);
+    assert!(read(&kept.open_blocking().unwrap(), 0, 65536).unwrap() == bytes[..65536]);
+}

@@ -167,6 +167,31 @@ pub fn without_secrets(name: &str) -> Cow<'_, str> {
     Cow::Owned(format!("{protocol}://{host}{path}{query}"))
 }
 
+/// Options for messages, such as `file=https://...,name=a`: each URL in them as [`without_secrets`] shows it. One ends at a
+/// quotation mark, and at a comma that is not doubled.
+#[must_use]
+pub fn options_without_secrets(text: &str) -> String {
+    let (mut shown, mut rest) = (String::with_capacity(text.len()), text);
+    while let Some(start) = ["http://", "https://"].into_iter().filter_map(|protocol| rest.find(protocol)).min() {
+        let (before, from_url) = rest.split_at(start);
+        let mut chars = from_url.char_indices().peekable();
+        let end = loop {
+            match chars.next() {
+                Some((_, ',')) if chars.next_if(|(_, next)| *next == ',').is_some() => {}
+                Some((end, ',' | '"')) => break end,
+                Some(_) => {}
+                None => break from_url.len(),
+            }
+        };
+        let (url, after) = from_url.split_at(end);
+        shown.push_str(before);
+        shown.push_str(&without_secrets(url));
+        rest = after;
+    }
+    shown.push_str(rest);
+    shown
+}
+
 impl From<PathBuf> for FileName {
     fn from(path: PathBuf) -> Self {
         Self::File(path)
@@ -213,6 +238,19 @@ mod tests {
             ("a/b?c", "a/b?c"),
         ] {
             assert_eq!(FileName::parse(text).unwrap().to_string(), shown);
+        }
+    }
+
+    #[test]
+    fn options_in_a_message_have_no_secret_of_any_url() {
+        for (text, shown) in [
+            ("file=https://h/a?sig=x#cache=/c,name=a", "file=https://h/a?...,name=a"),
+            ("name=a,file=http://u:p@h/a?s=1,,2,size=1", "name=a,file=http://h/a?...,size=1"),
+            (r#"{"x":"https://h/a?s","y":"https://h/b?t"}"#, r#"{"x":"https://h/a?...","y":"https://h/b?..."}"#),
+            ("file=https://h/a?s,,", "file=https://h/a?..."),
+            ("file=/a?b,name=é", "file=/a?b,name=é"),
+        ] {
+            assert_eq!(options_without_secrets(text), shown);
         }
     }
 

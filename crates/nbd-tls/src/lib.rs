@@ -12,7 +12,9 @@
 
 mod credentials;
 mod relay;
+mod timed;
 
 pub use credentials::Credentials;
 pub use relay::{relay, shake_hands};
 pub use rustls::{ClientConfig, Connection, ServerConfig, ServerConnection};
+pub use timed::Timed;

@@ -1,9 +1,11 @@
 //! Bytes between a TLS connection and a socket.
 
-use rustix::event::{PollFd, PollFlags, poll};
+use crate::timed::wait_until;
+use rustix::event::{PollFd, PollFlags};
 use rustls::Connection;
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
 /// What lies here on its way in. Nothing more is read from the peer meanwhile.
 const HELD_BYTES_MAX: usize = 1 << 20;
@@ -11,8 +13,11 @@ const HELD_BYTES_MAX: usize = 1 << 20;
 const SENDING_BYTES_MAX: usize = 1 << 20;
 const READ_BYTES: usize = 64 << 10;
 
-/// Agrees with the peer on keys, on a socket that waits.
-pub fn shake_hands(session: &mut Connection, outer: &mut UnixStream) -> io::Result<()> {
+/// How long a peer may take for what it is still to be told, when there is nobody behind it any more.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// Agrees with the peer on keys, on a socket that waits. Who gives `outer` a time limit limits all of it.
+pub fn shake_hands(session: &mut Connection, outer: &mut (impl Read + Write)) -> io::Result<()> {
     while session.is_handshaking() {
         session.complete_io(outer)?;
     }
@@ -24,12 +29,26 @@ pub fn shake_hands(session: &mut Connection, outer: &mut UnixStream) -> io::Resu
 }
 
 /// Carries bytes between `outer`, which speaks TLS, and `inner`, until one of them ends. Any stream socket will do for
-/// `outer`.
-pub fn relay(mut session: Connection, outer: UnixStream, inner: UnixStream) -> io::Result<()> {
+/// `outer`. When `inner` has ended, `outer` has ten seconds to take what is left.
+pub fn relay(session: Connection, outer: UnixStream, inner: UnixStream) -> io::Result<()> {
+    relay_and_drain(session, outer, inner, DRAIN)
+}
+
+fn relay_and_drain(mut session: Connection, outer: UnixStream, inner: UnixStream, drain: Duration) -> io::Result<()> {
     outer.set_nonblocking(true)?;
     inner.set_nonblocking(true)?;
     session.set_buffer_limit(Some(SENDING_BYTES_MAX));
-    let mut relay = Relay { session, outer, inner, held: Vec::new(), sent: 0, outer_ended: false, inner_ended: false };
+    let mut relay = Relay {
+        session,
+        outer,
+        inner,
+        held: Vec::new(),
+        sent: 0,
+        outer_ended: false,
+        inner_ended: false,
+        drain,
+        drained_until: None,
+    };
     relay.decrypt()?;
     while !relay.has_ended() {
         relay.turn()?;
@@ -46,6 +65,9 @@ struct Relay {
     sent: usize,
     outer_ended: bool,
     inner_ended: bool,
+    drain: Duration,
+    /// Set when nobody is behind `inner` any more.
+    drained_until: Option<Instant>,
 }
 
 /// Whether a call did something; not if it would have to wait.
@@ -75,6 +97,9 @@ impl Relay {
         let outer = when(reads_outer, PollFlags::IN) | when(self.session.wants_write(), PollFlags::OUT);
         let inner = when(reads_inner, PollFlags::IN) | when(self.waiting() > 0, PollFlags::OUT);
         let (outer, inner) = self.wait(outer, inner)?;
+        if self.drained_until.is_none() && (self.inner_ended || inner.intersects(PollFlags::ERR | PollFlags::HUP)) {
+            self.drained_until = Instant::now().checked_add(self.drain);
+        }
         let arrives = PollFlags::IN | PollFlags::ERR | PollFlags::HUP;
         if reads_outer && outer.intersects(arrives) {
             match went(self.session.read_tls(&mut self.outer))? {
@@ -91,19 +116,22 @@ impl Relay {
     }
 
     /// Waits for any of these. One of which nothing is wanted is not looked at: that it has gone would be told for ever.
+    /// Only of `inner` that is to be known once, even while what it sends has to wait.
     fn wait(&self, outer: PollFlags, inner: PollFlags) -> io::Result<(PollFlags, PollFlags)> {
         let (outer_fd, inner_fd) = (PollFd::new(&self.outer, outer), PollFd::new(&self.inner, inner));
+        let looks_at_inner = !inner.is_empty() || self.drained_until.is_none() && !self.inner_ended;
         let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(2);
         if !outer.is_empty() {
             fds.push(outer_fd);
         }
-        if !inner.is_empty() {
+        if looks_at_inner {
             fds.push(inner_fd);
         }
-        match poll(&mut fds, None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
+        if self.drained_until.is_none() && self.inner_ended {
+            // The time for the rest begins.
+            return Ok((PollFlags::empty(), PollFlags::empty()));
         }
+        wait_until(&mut fds, self.drained_until)?;
         let mut found = fds.iter().map(PollFd::revents);
         let outer = if outer.is_empty() { outer } else { found.next().unwrap_or(PollFlags::empty()) };
         Ok((outer, found.next().unwrap_or(PollFlags::empty())))
@@ -206,6 +234,31 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn a_peer_that_takes_nothing_any_more_does_not_hold_the_relay_for_ever() {
+        let directory = tempfile::tempdir().unwrap();
+        certificates(directory.path());
+        let credentials = Credentials::in_directory(directory.path());
+        let (mut to_server, mut to_client) = UnixStream::pair().unwrap();
+        let (server, server_inner) = UnixStream::pair().unwrap();
+        let config = credentials.server(false).unwrap();
+        let mut ours = Connection::Server(rustls::ServerConnection::new(config).unwrap());
+        let relays = std::thread::spawn(move || {
+            shake_hands(&mut ours, &mut to_client).unwrap();
+            relay_and_drain(ours, to_client, server_inner, Duration::from_millis(50))
+        });
+        shake_hands(&mut credentials.connect("localhost").unwrap(), &mut to_server).unwrap();
+        // More than lies in sockets and buffers: some of it never gets into the relay.
+        server.set_nonblocking(true).unwrap();
+        while (&server).write(&[1; 65536]).is_ok() || {
+            std::thread::sleep(Duration::from_millis(20));
+            (&server).write(&[1; 65536]).is_ok()
+        } {}
+        drop(server);
+        let error = relays.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use drive::{DriveOptions, OpenedDisk, ParsedDrive, human_size, open_disk};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use export_nbd::{Credentials, NbdExport, NbdListener, NbdServer, ServerOptions, Tls};
 use export_vhost_user::ListenSocket;
-use image::{BackingPolicy, FileName};
+use image::{BackingPolicy, FileName, options_without_secrets};
 use std::fmt::Write as _;
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -130,7 +130,9 @@ fn asked(args: &Args) -> anyhow::Result<Result<Vec<Asked>, String>> {
         asked.push(Asked { drive, description: args.description.clone() });
     }
     for text in &args.drive {
-        match DriveOptions::parse(text).map_err(|error| error.in_context(format!("--drive {text}")))? {
+        match DriveOptions::parse(text)
+            .map_err(|error| error.in_context(format!("--drive {}", options_without_secrets(text))))?
+        {
             ParsedDrive::Drive(drive) => asked.push(Asked { drive: *drive, description: String::new() }),
             ParsedDrive::Help(help) => return Ok(Err(help)),
         }

@@ -29,7 +29,7 @@ impl Manager {
         }
         for (given, key) in configured.iter().zip(&keys) {
             if record.removed.contains(key) {
-                let text = &given.text;
+                let text = image::options_without_secrets(&given.text);
                 tracing::warn!("{text}: was removed while it was served, and stays away; 'ctl add' brings it back");
             } else if !record.disks.iter().any(|disk| disk.configured.as_ref() == Some(key)) {
                 self.add_configured(given)?;

@@ -22,6 +22,9 @@ pub enum Role {
     Backing,
 }
 
+/// What messages and the gate call the layer below an image.
+pub(crate) const BACKING_FILE: &str = "backing file";
+
 /// Opens files by name: programs do it with engines and locks, tests with simulated storage.
 pub trait Opener {
     /// Opens the file `name` for `role`.
@@ -102,7 +105,7 @@ fn show_name(name: &str) -> String {
 pub fn backing_path(overlay: &FileName, name: &str) -> Result<FileName> {
     match remote(name) {
         Some(remote) => Ok(remote),
-        None => named_path(overlay, "backing file", name).map(FileName::File),
+        None => named_path(overlay, BACKING_FILE, name).map(FileName::File),
     }
 }
 
@@ -150,7 +153,7 @@ pub fn pass_gate(
     name: &str,
     opener: &dyn Opener,
 ) -> Result<FileName> {
-    Ok(Gate::new(policy, &top.into(), listed, opener)?.pass(&overlay.into(), "backing file", name)?.0)
+    Ok(Gate::new(policy, &top.into(), listed, opener)?.pass(&overlay.into(), BACKING_FILE, name)?.0)
 }
 
 /// What files that an image names have to pass.
@@ -191,6 +194,15 @@ impl<'a> Gate<'a> {
     /// As in QEMU it lies beside `overlay` as that was named: beside a symbolic link, not beside what the link leads to.
     pub(crate) fn pass(&self, overlay: &FileName, what: &str, name: &str) -> Result<(FileName, FileName)> {
         if let Some(remote) = remote(name) {
+            if what != BACKING_FILE {
+                // A data file is opened for writing. That a user lets a server's disk be read says nothing of that.
+                let message = format!(
+                    "'{}' names its {what} as '{}': a server's file can be a backing file only",
+                    self.top,
+                    show_name(&remote.to_string())
+                );
+                return Err(Error::new(ErrorKind::Denied, message));
+            }
             let allowed = self.allow_remote(what, &remote)?;
             return Ok((allowed.clone(), allowed));
         }
@@ -341,6 +353,23 @@ mod tests {
         assert!(pass(BackingPolicy::Deny, &listed, "nbd://h/x").is_err());
         let anywhere = pass(BackingPolicy::Anywhere, &[], "https://h/other#cache=/etc").unwrap();
         assert_eq!(anywhere.0, said("https://h/other"));
+    }
+
+    #[test]
+    fn what_a_server_has_is_never_a_data_file_which_would_be_written() {
+        let overlay = FileName::from("/vms/a/disk.qcow2");
+        let listed = [PathBuf::from("nbd://h/x"), PathBuf::from("https://h/base")];
+        for policy in [BackingPolicy::SameDir, BackingPolicy::Listed, BackingPolicy::Any, BackingPolicy::Anywhere] {
+            let gate = Gate::new(&policy, &overlay, &listed, &Linked).unwrap();
+            for name in ["nbd://h/x", "https://h/base"] {
+                assert!(gate.pass(&overlay, BACKING_FILE, name).is_ok());
+                let error = gate.pass(&overlay, "data file", name).unwrap_err();
+                assert!(
+                    error.kind() == ErrorKind::Denied && error.to_string().contains("backing file only"),
+                    "{error}"
+                );
+            }
+        }
     }
 
     #[test]

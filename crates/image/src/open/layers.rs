@@ -1,6 +1,6 @@
 //! Opening a chain: the named image, then layer after layer through the gate.
 
-use super::gate::{BackingPolicy, Gate, Opener, Role};
+use super::gate::{BACKING_FILE, BackingPolicy, Gate, Opener, Role};
 use super::kept::{check_data_name, check_size_below, kept_layer};
 use super::temporary::temporary_layer;
 use crate::chain::image::Image;
@@ -145,7 +145,7 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         if !options.is_alone
             && let Some((backing, backing_format)) = backing_of(&layer)?
         {
-            let (target, backing) = gate.pass(&said, "backing file", &backing)?;
+            let (target, backing) = gate.pass(&said, BACKING_FILE, &backing)?;
             next = Some((target, backing, backing_format));
         }
         if let Some(data_file) = layer.mapping.data_file() {

@@ -4,7 +4,7 @@ use super::Args;
 use crate::output::usage;
 use control::Configured;
 use drive::{DriveOptions, ParsedDrive, PassedDescriptors};
-use image::FileName;
+use image::{FileName, options_without_secrets};
 use std::path::{Path, PathBuf};
 
 pub(super) enum Asked {
@@ -19,7 +19,7 @@ pub(super) fn drives(args: &Args, is_served_without: bool) -> anyhow::Result<Ask
     let passed = PassedDescriptors::of_this_process()?;
     for text in &args.drive {
         let parsed = DriveOptions::parse_with(text, &passed);
-        match parsed.map_err(|error| error.in_context(format!("--drive {text}")))? {
+        match parsed.map_err(|error| error.in_context(format!("--drive {}", options_without_secrets(text))))? {
             ParsedDrive::Drive(drive) => drives.push(*drive),
             ParsedDrive::Help(help) => return Ok(Asked::Help(help)),
         }
