@@ -116,11 +116,13 @@ impl Parts {
             scaled.add(Part::Engine, whole_ns);
             return scaled;
         }
+        // One division for all: this is done for each request whose task was not timed.
+        let factor = whole_ns as f64 / sum as f64;
+        let mut left = whole_ns;
         for part in &mut scaled.ns {
-            let share = u128::from(*part).saturating_mul(u128::from(whole_ns)).checked_div(u128::from(sum));
-            *part = share.and_then(|share| u64::try_from(share).ok()).unwrap_or(0);
+            *part = ((*part as f64 * factor) as u64).min(left);
+            left = left.saturating_sub(*part);
         }
-        let left = whole_ns.saturating_sub(scaled.sum_ns());
         if let Some(largest) = scaled.ns.iter_mut().max() {
             *largest = largest.saturating_add(left);
         }
