@@ -8,7 +8,7 @@
 
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
-use std::pin::pin;
+use std::pin::Pin;
 use std::time::{Duration, Instant};
 
 /// What a request spends its time on.
@@ -155,8 +155,9 @@ thread_local! {
 }
 
 /// Runs `work` with a stopwatch, from its first poll on. What nobody says otherwise of counts as metadata.
-pub async fn timed<F: Future>(work: F) -> (F::Output, Parts) {
-    let mut work = pin!(work);
+///
+/// It takes a pinned future, as [`counts_as`] does: one by value would be kept twice, and copied for each request.
+pub async fn timed<F: Future>(mut work: Pin<&mut F>) -> (F::Output, Parts) {
     let mut watch = None;
     let output = poll_fn(|context| {
         let begun = || Stopwatch { last: Instant::now(), within: None, parts: Parts::ZERO };
@@ -186,7 +187,7 @@ pub fn lap(part: Part) {
 }
 
 /// All that `work` does counts as `part`, whatever it says itself.
-pub async fn counts_as<F: Future>(part: Part, work: F) -> F::Output {
+pub async fn counts_as<F: Future>(part: Part, work: Pin<&mut F>) -> F::Output {
     lap(Part::Metadata);
     let is_outermost = CURRENT.with_borrow_mut(|current| {
         let watch = current.as_mut().filter(|watch| watch.within.is_none());
@@ -208,6 +209,7 @@ pub async fn counts_as<F: Future>(part: Part, work: F) -> F::Output {
 mod tests {
     use super::*;
     use crate::{block_on, yield_now};
+    use std::pin::pin;
 
     fn work(ms: u64) {
         std::thread::sleep(Duration::from_millis(ms));
@@ -216,20 +218,23 @@ mod tests {
     #[test]
     fn the_parts_of_a_task_are_what_it_says_and_sum_to_the_whole() {
         let begun = Instant::now();
-        let ((), parts) = block_on(timed(async {
+        let ((), parts) = block_on(timed(pin!(async {
             work(2);
             lap(Part::Metadata);
             work(4);
             yield_now().await;
             lap(Part::Engine);
-            counts_as(Part::CopyOnWrite, async {
-                work(8);
-                lap(Part::Engine);
-                counts_as(Part::Flush, yield_now()).await;
-            })
+            counts_as(
+                Part::CopyOnWrite,
+                pin!(async {
+                    work(8);
+                    lap(Part::Engine);
+                    counts_as(Part::Flush, pin!(yield_now())).await;
+                }),
+            )
             .await;
             work(2);
-        }));
+        })));
         let whole = nanos(begun.elapsed());
         let at_least = [(Part::Metadata, 4), (Part::Engine, 4), (Part::CopyOnWrite, 8)];
         assert!(at_least.iter().all(|(part, ms)| parts.get(*part) >= ms * 1_000_000), "{parts:?}");

@@ -21,6 +21,7 @@ use block::{
 };
 use memory::Window;
 use std::cell::RefCell;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -392,7 +393,7 @@ impl Core {
         self.ctx.spawn(Task::new(async move {
             let result = match is_timed {
                 true => {
-                    let (result, parts) = timed(slow.run(&shared)).await;
+                    let (result, parts) = timed(pin!(slow.run(&shared))).await;
                     timings.tell(tag, parts);
                     result
                 }

@@ -10,6 +10,7 @@ use crate::chain::queue::Shared;
 use block::latency::{counts_as, lap};
 use block::{Extent, FileOp, IoError, IoResult, OpFlags, Part, Priority, turn, yield_now};
 use memory::{BufferGrant, BufferUse, IoBuf, Window};
+use std::pin::pin;
 use std::rc::Rc;
 
 /// The slow rest of a request.
@@ -110,8 +111,8 @@ impl Shared {
                 let meta = self.metas.get(place.layer).ok_or(IoError::EIO)?;
                 let needed = usize::try_from(mapping.decompress_bytes(&extent)).map_err(|_| IoError::EIO)?;
                 let grant = self.chain.buffers().grant(BufferUse::Decompress, needed);
-                let _grant = counts_as(Part::Queue, grant).await;
-                let cluster = counts_as(Part::Engine, mapping.read_compressed(meta, extent)).await?;
+                let _grant = counts_as(Part::Queue, pin!(grant)).await;
+                let cluster = counts_as(Part::Engine, pin!(mapping.read_compressed(meta, extent))).await?;
                 let wanted = cluster.get(extent.skip_bytes as usize..).ok_or(IoError::EIO)?;
                 copy_in_steps(&data, wanted.get(..data.length_bytes()).ok_or(IoError::EIO)?).await;
                 Ok(())
@@ -184,15 +185,17 @@ impl Shared {
 
         let copies = |fill, bytes| fill == Fill::Copy && bytes > 0;
         if copies(allocation.head, head_bytes) || copies(allocation.tail, tail_bytes) {
-            counts_as(Part::Queue, self.chain.below_is_quiet()).await;
+            counts_as(Part::Queue, pin!(self.chain.below_is_quiet())).await;
         }
         let mut grant = self.grant_for_copies(&allocation, head_bytes, tail_bytes).await;
         let data = data.slice(0, length);
         let (head, tail) = ((allocation.guest_offset, head_bytes), (tail_at, tail_bytes));
-        let with_copies = self.with_copies(&allocation, [head, tail], data, &mut grant);
-        let (offset, data) = match allocation.head == Fill::Copy || allocation.tail == Fill::Copy {
-            true => counts_as(Part::CopyOnWrite, with_copies).await?,
-            false => with_copies.await?,
+        let (offset, data) = {
+            let mut with_copies = pin!(self.with_copies(&allocation, [head, tail], data, &mut grant));
+            match allocation.head == Fill::Copy || allocation.tail == Fill::Copy {
+                true => counts_as(Part::CopyOnWrite, with_copies.as_mut()).await?,
+                false => with_copies.as_mut().await?,
+            }
         };
         // The buffers keep what they need of it.
         drop(grant);
@@ -231,7 +234,7 @@ impl Shared {
             whole if whole <= READ_THROUGH_BYTES => apart.max(size(whole)),
             _ => apart,
         };
-        counts_as(Part::Queue, self.chain.buffers().grant(BufferUse::Copy, bytes)).await
+        counts_as(Part::Queue, pin!(self.chain.buffers().grant(BufferUse::Copy, bytes))).await
     }
 
     /// The common case of a small write above data: what a whole allocation is to hold, from one read of the one place
@@ -334,7 +337,8 @@ impl Shared {
 
     /// Makes the guest's data durable, but not what tables in memory have for the file.
     async fn flush_data(&self) -> IoResult {
-        counts_as(Part::Flush, self.files.first().ok_or(IoError::EIO)?.start(FileOp::Flush)).await
+        let file = self.files.first().ok_or(IoError::EIO)?;
+        counts_as(Part::Flush, pin!(file.start(FileOp::Flush))).await
     }
 
     pub(super) async fn flush_if(&self, wanted: bool) -> IoResult {
@@ -343,7 +347,7 @@ impl Shared {
         }
         let count = if self.chain.is_handing_over() { 2 } else { 1 };
         for (layer, meta) in self.chain.layers.iter().zip(&self.metas).take(count).rev() {
-            counts_as(Part::Flush, layer.mapping.flush(meta)).await?;
+            counts_as(Part::Flush, pin!(layer.mapping.flush(meta))).await?;
         }
         if self.chain.both.is_some() {
             self.flush_other_side().await?;

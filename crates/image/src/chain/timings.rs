@@ -4,7 +4,7 @@ use block::{Parts, Tag};
 use std::cell::{Cell, RefCell};
 
 /// A task that takes less than this is timed one time in [`TIMED_EVERY`], so that the clock costs little.
-const ALWAYS_TIMED_NS: u64 = 50_000;
+const ALWAYS_TIMED_NS: u64 = 1_000_000;
 const TIMED_EVERY: u32 = 8;
 
 /// A queue and its tasks share it.
