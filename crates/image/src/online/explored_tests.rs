@@ -196,6 +196,8 @@ impl World {
         let mut dice = Dice::new(mix(self.seed, 77));
         for index in 0..2 {
             let name = FileName::from(&format!("overlay{index}"));
+            let top = self.image.file_names().next().unwrap().to_string();
+            rest_on(&self.storage, &name, top);
             let file = LaterOpener(self.storage.clone()).open(&name, Role::Writable).unwrap();
             let overlay = OpenedOverlay::open(&name, file).unwrap();
             let put = put_overlay_async(vec![(Arc::clone(&self.image), overlay)], || Ok(()));
@@ -297,12 +299,17 @@ fn execution(seed: u64, fault: Fault, verdict: &Verdict) {
     }
 }
 
+/// Writes into an image which file it rests on.
+fn rest_on(storage: &SimStorage, name: &FileName, below: String) {
+    let file: Arc<dyn File> = storage.file(&name.to_string()).unwrap();
+    let below = crate::Backing { file: below, format: Some("qcow2".to_owned()) };
+    crate::set_backing(&file, Format::Qcow2, Some(&below)).unwrap();
+}
+
 /// The chain with these files, top first, as somebody opens it who reads which file rests on which.
 fn reopened(storage: &SimStorage, names: &[FileName]) -> Arc<Image> {
     if let [top, below, ..] = names {
-        let file: Arc<dyn File> = storage.file(&top.to_string()).unwrap();
-        let below = crate::Backing { file: below.to_string(), format: Some("qcow2".to_owned()) };
-        crate::set_backing(&file, Format::Qcow2, Some(&below)).unwrap();
+        rest_on(storage, top, below.to_string());
     }
     let options = ImageOptions {
         format: Some(Format::Qcow2),
