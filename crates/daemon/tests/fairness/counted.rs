@@ -181,7 +181,7 @@ fn put_all(ground: &Ground, ring: &Ring, kind: u32) {
 fn another_guest_gets_many_answers_during_one_discard_or_write_of_zeroes() {
     // A request that were one turn would leave room for two.
     const ANSWERS_MIN: usize = 6;
-    assert_eq!(16 * u64::from(RANGE_SECTORS) << 9, NASTY_BYTES);
+    assert_eq!((16 * u64::from(RANGE_SECTORS)) << 9, NASTY_BYTES);
     let setup = Setup::new(512);
     let (mut nasty, mut quiet) = (Guest::new(&setup.nasty, |_, _| {}), Quiet::new(&setup.quiet));
     for kind in [DISCARD, WRITE_ZEROES] {
