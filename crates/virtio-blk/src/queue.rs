@@ -9,8 +9,8 @@ use crate::device::{Device, MAX_ERASE_SECTORS};
 use crate::latency::{self, Stopwatch};
 use crate::transport::Transport;
 use block::{
-    BatchEnd, Completion, DiskQueue, Error, ErrorKind, IoError, IoErrorKind, Op, OpFlags, Poller, Priority, ReactorCtx,
-    Result, Tag,
+    BatchEnd, Completion, DiskQueue, Error, ErrorKind, IoError, IoErrorKind, IoResult, Op, OpFlags, Poller, Priority,
+    ReactorCtx, Result, Tag,
 };
 use memory::{GuestMemory, IoBuf, Window};
 use rustix::time::{
@@ -440,14 +440,31 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         count
     }
 
+    #[inline]
     fn ended_operation(&mut self, completion: Completion) {
         let Ok(head) = u16::try_from(completion.tag) else { return };
+        let Some(pending) = self.pending.get_mut(usize::from(head)) else { return };
+        // Nearly all requests have one operation, which ends well and needs nothing more.
+        let is_whole = pending.operations == 1 && pending.settles == 0 && pending.failed.is_none();
+        let is_done = completion.result.is_ok() && !(pending.volatile && self.device.write_through());
+        if !is_whole || !is_done {
+            return self.ended_part(head, completion.result);
+        }
+        pending.operations = 0;
+        let key = pending.key;
+        self.stopwatch.ended(head, key);
+        self.end(head, Status::Ok);
+    }
+
+    /// One operation of several, one that failed, or one that something has to follow.
+    #[inline(never)]
+    fn ended_part(&mut self, head: u16, result: IoResult) {
         let Some(pending) = self.pending.get_mut(usize::from(head)) else { return };
         if pending.operations == 0 {
             return;
         }
         pending.operations = pending.operations.saturating_sub(1);
-        if let Err(error) = completion.result {
+        if let Err(error) = result {
             pending.failed.get_or_insert(status_of(error));
         }
         let (last, status) = (pending.operations == 0, pending.failed.unwrap_or(Status::Ok));
@@ -455,7 +472,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         if last && pending.settles != 0 && status == Status::Ok {
             self.settled = pending.settles;
         }
-        if let Err(error) = completion.result {
+        if let Err(error) = result {
             self.log_failure(head, error);
         }
         // The cache became write-through meanwhile: what ends from then on is durable.
