@@ -352,7 +352,7 @@ mod tests {
         assert_eq!(inner.take_free(&mut state, 3).ok().unwrap(), None);
     }
 
-    /// All of a device's clusters, asked for a few at a time: enough that the refcount table grows.
+    /// Enough of them that the refcount table grows.
     #[test]
     fn a_device_is_handed_out_to_its_last_cluster_and_each_of_them_once() {
         const CLUSTERS: u64 = 20_000;
@@ -367,7 +367,9 @@ mod tests {
         let table = inner.lock().refcounts.table_entries();
         let mut handed_out = BTreeSet::new();
         let refused = loop {
-            match block_on(inner.run(&io, |state| inner.allocate(state, 7))) {
+            // The last ones one by one.
+            let want = if handed_out.last().is_some_and(|last| *last > CLUSTERS - 50) { 1 } else { 7 };
+            match block_on(inner.run(&io, |state| inner.allocate(state, want))) {
                 Ok(run) => {
                     assert!((1..=7).contains(&run.count), "{run:?}");
                     assert!((run.first..run.end()).all(|cluster| handed_out.insert(cluster)), "{run:?}: once more");
