@@ -68,7 +68,7 @@ impl DirtyMap {
             byte => (byte.wrapping_shr((granule % 8) as u32) & 1 != 0, 1),
         };
         let end = granule.saturating_add(granules);
-        let end = end.checked_mul(1_u64.wrapping_shl(shift)).unwrap_or(u64::MAX);
+        let end = end.saturating_mul(1_u64.wrapping_shl(shift));
         (dirty, end.min(self.size_bytes))
     }
 }
