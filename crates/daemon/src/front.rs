@@ -8,7 +8,7 @@ use export_vhost_user::{Export, QueueLatency, RingStats, Surrender};
 /// One of them.
 pub(crate) enum Front {
     VhostUser(Export),
-    Nbd(NbdFront),
+    Nbd(Box<NbdFront>),
 }
 
 /// How to have [`Front::stop`] wait no longer.

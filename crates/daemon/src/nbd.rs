@@ -245,12 +245,8 @@ impl Daemon {
         let name = export.name.clone();
         let begin = || {
             self.servers.add(options, export.clone(), self.reactor_handles())?;
-            Ok(Front::Nbd(NbdFront {
-                servers: Arc::clone(&self.servers),
-                address: options.address.clone(),
-                has_tls: options.tls.is_some(),
-                export,
-            }))
+            let (servers, address) = (Arc::clone(&self.servers), options.address.clone());
+            Ok(Front::Nbd(Box::new(NbdFront { servers, address, has_tls: options.tls.is_some(), export })))
         };
         let id = self.begin_nbd(&found, options, begin)?;
         tracing::info!(disk = %found.name, export = %name, "served to NBD clients at '{}'", options.address);

@@ -172,8 +172,7 @@ impl Cutter {
 
 fn carry(mut from: UnixStream, mut to: UnixStream, left: &AtomicU64, cuts: &AtomicU64) {
     let mut bytes = [0; 3000];
-    loop {
-        let Ok(count @ 1..) = from.read(&mut bytes) else { break };
+    while let Ok(count @ 1..) = from.read(&mut bytes) {
         let before =
             left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| Some(left.saturating_sub(count as u64)));
         let may = usize::try_from(before.unwrap()).unwrap_or(usize::MAX).min(count);

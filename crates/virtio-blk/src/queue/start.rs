@@ -25,11 +25,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
                     self.stopwatch.moves(meter::WRITE, data.length_bytes());
                     match self.device.write_through() {
                         false => {
-                            self.submit(
-                                head,
-                                meter::WRITE,
-                                Op::Write { offset, data, flags: OpFlags::NONE, priority },
-                            );
+                            self.submit(head, meter::WRITE, Op::Write { offset, data, flags: OpFlags::NONE, priority });
                             self.is_volatile(head);
                         }
                         true => self.start_durable_write(head, offset, data, priority),
