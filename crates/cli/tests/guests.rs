@@ -8,8 +8,9 @@ mod common;
 use common::{Server, path_str, run_ok, tool_ok};
 use guestlab::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, MeasureJob, Monitor, verify_image};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use testkit::Dice;
+use testkit::{Dice, WebServer};
 
 const DISK_BYTES: u64 = 768 << 20;
 const BACKING_BYTES: usize = 96 << 20;
@@ -27,7 +28,13 @@ struct Served {
 impl Served {
     /// Serves `drives` (options without serial and socket).
     fn start(directory: &Path, drives: &[String]) -> Self {
-        let mut arguments: Vec<String> = ["--reactors", "2", "--queues", "4"].map(str::to_owned).into();
+        Self::start_with(directory, drives, &[])
+    }
+
+    /// As [`Served::start`], with more options.
+    fn start_with(directory: &Path, drives: &[String], more: &[&str]) -> Self {
+        let first = ["--reactors", "2", "--queues", "4"];
+        let mut arguments: Vec<String> = first.iter().chain(more).map(|word| (*word).to_owned()).collect();
         let mut sockets = Vec::new();
         for (number, drive) in drives.iter().enumerate() {
             let socket = directory.join(format!("{number}.sock"));
@@ -224,6 +231,51 @@ fn uml_on_disks_whose_writes_are_thrown_away_or_kept_beside_them() {
     assert!(report.disks.iter().all(|disk| disk.checks == 1 && disk.files == 200), "{report:?}");
     served.stop();
     kept.assert_clean();
+}
+
+/// A guest fills a disk, which goes to a web server. Guests with overlays of their own mount it from there, the first with
+/// the server, the second without.
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn uml_on_an_overlay_over_a_base_on_a_web_server() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let base = TestImage::qcow2_with_backing();
+    let served = Served::start(directory.path(), &[base.drive("cache=writeback")]);
+    let (served, report) = served.run_guest(GuestKind::Uml, None);
+    assert_filled(GuestKind::Uml, &report);
+    served.stop();
+    let whole = directory.path().join("base.qcow2");
+    run_ok(&["convert", "-O", "qcow2", path_str(&base.path), path_str(&whole)]);
+    let web = WebServer::start(&std::fs::read(&whole).unwrap());
+    web.behaviour.latency_ms.store(20, Ordering::SeqCst);
+    let url = web.url("/base.qcow2");
+    let named = format!("{url}#cache={}", directory.path().join("cache").display());
+    let check = |overlay: &str| {
+        let path = directory.path().join(overlay);
+        run_ok(&[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-b",
+            &url,
+            "-F",
+            "qcow2",
+            "-u",
+            path_str(&path),
+            &DISK_BYTES.to_string(),
+        ]);
+        let drive = format!("file={},format=qcow2", path.display());
+        let served = Served::start_with(directory.path(), &[drive], &["--backing", &named]);
+        let (served, report) = served.run_guest(GuestKind::Uml, Some(GuestWork::CheckAgain));
+        assert!(report.disks.iter().all(|disk| disk.checks == 1 && disk.files == 200), "{report:?}");
+        served.stop();
+    };
+    check("first.qcow2");
+    let asked = web.requests();
+    web.behaviour.is_out.store(true, Ordering::SeqCst);
+    check("second.qcow2");
+    assert_eq!(web.requests(), asked, "the second guest needed the server");
 }
 
 #[test]

@@ -7,10 +7,9 @@
 mod end;
 mod start;
 
-use crate::counters::RingCounters;
 use crate::device::{Device, MAX_ERASE_SECTORS};
-use crate::latency::{self, Stopwatch};
 use crate::transport::Transport;
+use block::meter::{self, RingCounters, Stopwatch};
 use block::{BatchEnd, Completion, DiskQueue, Error, ErrorKind, Poller, ReactorCtx, Result};
 use memory::{GuestMemory, IoBuf};
 use rustix::time::{
@@ -355,7 +354,7 @@ impl<T: Transport, R: DeviceRing + 'static> QueueControl<T> for DeviceQueue<T, R
             let Some(pending) = self.pending.get_mut(usize::from(head)).filter(|pending| pending.operations > 0) else {
                 continue;
             };
-            if keeps_reads && pending.key & latency::KIND_BITS == latency::READ {
+            if keeps_reads && pending.key & meter::KIND_BITS == meter::READ {
                 left = left.saturating_add(1);
                 continue;
             }

@@ -331,6 +331,11 @@ fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[P
     }
     let (own, data) = image.layer_file_names().next().unzip();
     let names: Vec<_> = own.into_iter().chain(data.flatten()).collect();
+    for name in names.iter().filter(|name| name.is_remote()) {
+        if sources.iter().any(|source| source.file_names().any(|file| file.is_same_file(name))) {
+            bail!("The target '{name}' is a file of the source: nothing was written, choose another target");
+        }
+    }
     for path in names.iter().filter_map(FileName::path) {
         sources.iter().try_for_each(|source| refuse_same_file(source, path))?;
     }

@@ -1,8 +1,8 @@
 //! From a request of the guest to operations of the disk.
 
 use super::{DeviceQueue, Pending};
-use crate::latency;
 use crate::transport::Transport;
+use block::meter;
 use block::{Op, OpFlags, Priority, Tag};
 use memory::Window;
 use virtio::blk::{RangeSegment, SECTOR_SHIFT, Status};
@@ -14,22 +14,18 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         match request {
             Request::Read { sector, data, priority } => match self.device.offset(sector, data.length_bytes() as u64) {
                 Some(offset) => {
-                    self.stopwatch.moves(latency::READ, data.length_bytes());
-                    self.submit(head, latency::READ, Op::Read { offset, data, priority: priority_of(priority) });
+                    self.stopwatch.moves(meter::READ, data.length_bytes());
+                    self.submit(head, meter::READ, Op::Read { offset, data, priority: priority_of(priority) });
                 }
                 None => self.end(head, Status::IoErr),
             },
             Request::Write { sector, data, priority } => match self.device.offset(sector, data.length_bytes() as u64) {
                 Some(offset) if !self.device.is_read_only() => {
                     let priority = priority_of(priority);
-                    self.stopwatch.moves(latency::WRITE, data.length_bytes());
+                    self.stopwatch.moves(meter::WRITE, data.length_bytes());
                     match self.device.write_through() {
                         false => {
-                            self.submit(
-                                head,
-                                latency::WRITE,
-                                Op::Write { offset, data, flags: OpFlags::NONE, priority },
-                            );
+                            self.submit(head, meter::WRITE, Op::Write { offset, data, flags: OpFlags::NONE, priority });
                             self.is_volatile(head);
                         }
                         true => self.start_durable_write(head, offset, data, priority),
@@ -39,18 +35,18 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             },
             Request::Flush => {
                 self.device.guest_flushes();
-                self.submit(head, latency::FLUSH, Op::Flush);
+                self.submit(head, meter::FLUSH, Op::Flush);
             }
             Request::GetId => {
                 self.queue.complete_id(head, self.device.serial());
                 self.ended = self.ended.saturating_add(1);
             }
             Request::Discard => {
-                self.start_ranges(head, latency::DISCARD, |offset, length, _| Op::Discard { offset, length });
+                self.start_ranges(head, meter::DISCARD, |offset, length, _| Op::Discard { offset, length });
             }
             Request::WriteZeroes => {
                 let fua = self.device.write_through();
-                self.start_ranges(head, latency::WRITE_ZEROES, |offset, length, range| {
+                self.start_ranges(head, meter::WRITE_ZEROES, |offset, length, range| {
                     let may_unmap = range.flags & RangeSegment::UNMAP != 0;
                     Op::WriteZeroes { offset, length, may_unmap, flags: OpFlags::from_fua(fua) }
                 });
@@ -77,7 +73,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         let zeros = self.zeros.whole();
         // The limit on a range is as long as the zeros.
         let length_of = |length: u64| usize::try_from(length).unwrap_or(usize::MAX).min(zeros.length_bytes());
-        self.start_ranges(head, latency::SECURE_ERASE, |offset, length, _| {
+        self.start_ranges(head, meter::SECURE_ERASE, |offset, length, _| {
             let data = zeros.slice(0, length_of(length));
             Op::Write { offset, data, flags: OpFlags::FUA, priority: Priority::NONE }
         });
@@ -112,7 +108,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     #[cold]
     fn start_durable_write(&mut self, head: u16, offset: u64, data: Window, priority: Priority) {
         let settles = self.owed_flush(head);
-        self.submit(head, latency::WRITE, Op::Write { offset, data, flags: OpFlags::FUA, priority });
+        self.submit(head, meter::WRITE, Op::Write { offset, data, flags: OpFlags::FUA, priority });
         if settles != 0 {
             self.ends_with_flush(head, settles);
         }
