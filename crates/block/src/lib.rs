@@ -3,6 +3,7 @@
 //! * [`Disk`] and [`DiskQueue`]: what front ends (vhost-user, NBD, the driver's tests) see of a disk.
 //! * [`DiskListener`]: who hears of a disk's changes.
 //! * [`Run`]: what lies where in a disk.
+//! * [`ReadMap`] and [`WriteMap`]: what a disk holds where it lies, without an operation.
 //! * [`Op`] and [`Completion`]: one request and its end. Operations own their buffers. [`OpFlags`] and [`Priority`] say
 //!   how durable and how urgent.
 //! * [`File`] and [`FileQueue`]: what images see of an open file; engines and the simulator implement them. Pushing an
@@ -31,6 +32,7 @@ mod file;
 mod flags;
 pub mod latency;
 mod listeners;
+mod map;
 mod meta;
 mod op;
 mod range_lock;
@@ -55,6 +57,7 @@ pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks
 pub use flags::{OpFlags, Priority};
 pub use latency::{Part, Parts};
 pub use listeners::{DiskListener, Listeners};
+pub use map::{Claim, MapPiece, ReadMap, WriteMap};
 pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};
 pub use range_lock::{RangeGuard, RangeLocks};
