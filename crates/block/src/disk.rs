@@ -1,6 +1,8 @@
 //! A disk: its control plane ([`Disk`], shared) and its data plane ([`DiskQueue`], one thread each).
 
-use crate::{Completion, DiskListener, Op, Parts, ReactorCtx, Result, Run, Runs, StatusQuery, Tag};
+use crate::{
+    Completion, DiskListener, Op, OpFlags, Parts, ReactorCtx, ReadMap, Result, Run, Runs, StatusQuery, Tag, WriteMap,
+};
 use std::rc::Rc;
 use std::sync::Weak;
 
@@ -98,6 +100,23 @@ pub trait Disk: Send + Sync {
         Ok(query.answered_with(self.info().size_bytes, Run::of_data))
     }
 
+    /// Shows a range where it lies in the host's memory, to any thread. `None` is "not here": it is compressed, or remote, or
+    /// nowhere near; a read delivers it then, and says what is wrong with a range that the disk does not have.
+    ///
+    /// This does not wait, but looking at what it shows may: for a page that the host has to read first. So it is not for
+    /// reactors, unless all lies in memory.
+    fn map_read(&self, offset: u64, length_bytes: usize) -> Option<ReadMap> {
+        let _ = (offset, length_bytes);
+        None
+    }
+
+    /// Gives space for the new bytes of a range, all zeros at first, which nobody sees before [`DiskQueue::submit_map`].
+    /// `None` is "not here": [`WriteMap::in_memory`] does then. Does not wait, and reads nothing of the disk.
+    fn map_write(&self, offset: u64, length_bytes: usize) -> Option<WriteMap> {
+        let _ = (offset, length_bytes);
+        None
+    }
+
     /// Tells `listener` of every later change of [`Disk::info`], as long as the listener's owner keeps it. Ask
     /// [`Disk::info`] after subscribing, so that no change is missed. A disk that never changes ignores this; others
     /// keep a [`crate::Listeners`]. A filter passes the subscription on to the disk below. If its own [`DiskInfo`]
@@ -116,6 +135,11 @@ pub trait DiskQueue {
     /// submit. An engine with resident data may complete the request at once. The completion comes through
     /// [`DiskQueue::harvest`], also for requests that are refused.
     fn submit(&mut self, tag: Tag, op: Op);
+
+    /// Commits the new bytes of a range, which is a write like others. A disk that gave space for them takes that over.
+    fn submit_map(&mut self, tag: Tag, map: WriteMap) {
+        self.submit(tag, map.into_op(OpFlags::NONE));
+    }
 
     /// Appends the completions since the last call to `done`, and returns their number.
     fn harvest(&mut self, done: &mut Vec<Completion>) -> usize;

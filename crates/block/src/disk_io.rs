@@ -1,6 +1,9 @@
 //! A disk queue whose operations are awaited, for tasks on a reactor.
 
-use crate::{Completion, Disk, DiskQueue, Done, IoResult, Op, OpFlags, Poller, PollerId, ReactorCtx, Result, Waiter};
+use crate::{
+    Completion, Disk, DiskQueue, Done, IoResult, Op, OpFlags, Poller, PollerId, ReactorCtx, Result, Tag, Waiter,
+    WriteMap,
+};
 use memory::{AlignedBuf, IoBuf, PoolRc};
 use std::cell::RefCell;
 use std::rc::{Rc, Weak};
@@ -31,6 +34,16 @@ impl DiskIo {
 
     /// Carries out one operation and waits for its end.
     pub async fn run(&self, op: Op) -> IoResult {
+        self.submitted(|queue, tag| queue.submit(tag, op)).await
+    }
+
+    /// Commits the new bytes of a range and waits for the end.
+    pub async fn commit(&self, map: WriteMap) -> IoResult {
+        map.check()?;
+        self.submitted(|queue, tag| queue.submit_map(tag, map)).await
+    }
+
+    async fn submitted(&self, submit: impl FnOnce(&mut dyn DiskQueue, Tag)) -> IoResult {
         let waiter = Waiter::new();
         let tag = {
             let mut waiting = self.waiting.borrow_mut();
@@ -42,7 +55,7 @@ impl DiskIo {
             waiting[index] = Some(waiter.clone());
             index
         };
-        self.queue.borrow_mut().submit(tag as u64, op);
+        submit(&mut **self.queue.borrow_mut(), tag as u64);
         Waiter::wait(&waiter).await
     }
 

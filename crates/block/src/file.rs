@@ -6,8 +6,8 @@
 
 use crate::aside::{Work, aside};
 use crate::disk::{Lifetime, Topology};
-use crate::{IoError, IoErrorKind, IoResult, Priority, ReactorCtx, Result};
-use memory::{BufferAccount, PoolRc, Window, room_for};
+use crate::{IoError, IoErrorKind, IoResult, MapPiece, Priority, ReactorCtx, Result};
+use memory::{BufferAccount, MappedRange, PoolRc, Window, room_for};
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::fmt::Debug;
@@ -96,6 +96,20 @@ pub trait File: Send + Sync + Debug {
     fn hole_or_granule_at(&self, offset: u64, length: u64, granule_bytes: u64) -> Result<(bool, u64)> {
         let _ = granule_bytes;
         self.hole_at(offset, length)
+    }
+
+    /// Shows a range where it lies in the host's memory: appends its pieces and says `true`. `false` if it does not lie there;
+    /// then `pieces` holds anything. What is behind the end counts as `past_end` says. Does not wait.
+    fn map(&self, offset: u64, length_bytes: usize, past_end: PastEnd, pieces: &mut Vec<MapPiece>) -> bool {
+        let _ = (offset, length_bytes, past_end, pieces);
+        false
+    }
+
+    /// The same for writing, of a range whose space is reserved: what is written there needs no more of it. Flushes of the
+    /// file cover it.
+    fn map_reserved(&self, offset: u64, length_bytes: usize) -> Option<MappedRange> {
+        let _ = (offset, length_bytes);
+        None
     }
 
     /// A queue for one reactor's thread. Cheap after the first on a reactor.

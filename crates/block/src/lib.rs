@@ -3,6 +3,7 @@
 //! * [`Disk`] and [`DiskQueue`]: what front ends (vhost-user, NBD, the driver's tests) see of a disk.
 //! * [`DiskListener`]: who hears of a disk's changes.
 //! * [`Run`]: what lies where in a disk. [`DirtyMap`]: what was written to it.
+//! * [`ReadMap`] and [`WriteMap`]: what a disk holds where it lies, without an operation.
 //! * [`Op`] and [`Completion`]: one request and its end. Operations own their buffers. [`OpFlags`] and [`Priority`] say
 //!   how durable and how urgent.
 //! * [`File`] and [`FileQueue`]: what images see of an open file; engines and the simulator implement them. Pushing an
@@ -35,6 +36,7 @@ mod flags;
 pub mod latency;
 mod listeners;
 mod log_limit;
+mod map;
 mod meta;
 pub mod meter;
 mod op;
@@ -62,6 +64,7 @@ pub use flags::{OpFlags, Priority};
 pub use latency::{Part, Parts};
 pub use listeners::{DiskListener, Listeners};
 pub use log_limit::LogLimit;
+pub use map::{Claim, MapPiece, ReadMap, WriteMap};
 pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};
 pub use range_lock::{RangeGuard, RangeLocks};

@@ -291,3 +291,98 @@ fn a_state_that_qemu_keeps_in_an_image_is_taken_out_and_resumes_the_machine() {
     qmp.run("cont", json!({})).unwrap();
     assert!(qmp.is_running().unwrap());
 }
+
+#[test]
+fn a_machine_is_put_into_its_image_and_comes_out_as_it_went_in() {
+    if !has_tools() {
+        return;
+    }
+    let mut bench = Bench::new("qcow2");
+    let (disk, state, seen) = (bench.path("disk"), bench.path("stream"), bench.path("seen.raw"));
+    bench.start_machine();
+    bench.write(3);
+    let then = bench.contents.clone();
+    let save = |name: &str| bench.save_command(false).args(["--into-image", name]).output().unwrap();
+    let output = save("one");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("snapshot 'one'") && bench.qmp().is_running().unwrap());
+    let again = save("one");
+    assert!(text(&again.stderr).contains("already") && bench.qmp().is_running().unwrap(), "{}", text(&again.stderr));
+    let left: Vec<_> =
+        std::fs::read_dir(bench.path("saved")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(left.is_empty(), "{left:?}");
+    bench.write(8);
+
+    let info: Value =
+        serde_json::from_str(&tool_ok("qemu-img", &["info", "-U", "--output=json", path_str(&disk)])).unwrap();
+    let said = info["snapshots"][0]["vm-state-size"].as_u64().unwrap();
+    run_ok(&["state", "extract", "-U", "-l", "one", path_str(&disk), path_str(&state)]);
+    let stream = std::fs::read(&state).unwrap();
+    assert!(stream.starts_with(b"QEVM") && stream.len() as u64 == said && said > 0, "{said}");
+
+    // The machine ends. QEMU's tools find the disk and the state as they were.
+    drop(bench.machine.take().map(|mut machine| (machine.kill(), machine.wait())));
+    bench.server.take().unwrap().stop();
+    tool_ok("qemu-img", &["check", "-q", path_str(&disk)]);
+    tool_ok("qemu-img", &["convert", "-l", "snapshot.name=one", "-O", "raw", path_str(&disk), path_str(&seen)]);
+    assert!(std::fs::read(&seen).unwrap() == then);
+    tool_ok("qemu-img", &["snapshot", "-a", "one", path_str(&disk)]);
+    tool_ok("qemu-img", &["check", "-q", path_str(&disk)]);
+    for piece in [0, stream.len() / 2, stream.len() - 512] {
+        let read = format!("read -b -v {} 512", piece / 512 * 512);
+        let dump = tool_ok("qemu-io", &["-r", "-f", "qcow2", "-c", &read, path_str(&disk)]);
+        let bytes = stream[piece / 512 * 512..].iter().take(16).map(|byte| format!("{byte:02x}"));
+        let line = bytes.collect::<Vec<_>>().join(" ");
+        assert!(dump.contains(&line), "{line} in {dump}");
+    }
+
+    for name in ["qmp", "control", "other", "s"] {
+        let _ = std::fs::remove_file(bench.path(name));
+    }
+    std::fs::remove_dir_all(bench.path("daemon")).unwrap();
+    bench.serve("qcow2");
+    let machine = Machine::read(&bench.path("vm.toml")).unwrap();
+    let child = Command::new(QEMU).args(&machine.qemu[1..]).args(["-incoming", "defer"]).stdin(Stdio::null()).spawn();
+    bench.machine = Some(child.unwrap());
+    let mut qmp = bench.qmp();
+    qmp.run("migrate-incoming", json!({ "uri": format!("exec:cat {}", state.display()) })).unwrap();
+    while qmp.status().unwrap() == "inmigrate" {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    qmp.run("cont", json!({})).unwrap();
+    assert!(qmp.is_running().unwrap());
+}
+
+#[test]
+fn killed_as_each_step_begins_the_old_pair_or_the_new_one_is_whole_and_the_next_save_goes_on() {
+    if !has_tools() {
+        return;
+    }
+    let mut bench = Bench::new("qcow2");
+    bench.start_machine();
+    bench.saved.insert(1, bench.contents.clone());
+    let output = bench.save_command(false).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    for (index, step) in ["stop", "state", "freeze", "publish", "commit", "resume"].into_iter().enumerate() {
+        bench.write(10 + index);
+        let before = bench.check_pair();
+        let next = before.unwrap() + 1;
+        bench.saved.insert(next, bench.contents.clone());
+        let mut child = bench.save_command(false).arg("--progress=json").spawn().unwrap();
+        let lines = std::io::BufRead::lines(std::io::BufReader::new(child.stderr.take().unwrap()));
+        let begun = lines.map_while(Result::ok).any(|line| line.contains(&format!("\"step\":\"{step}\"")));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(begun, "the save has no step {step}");
+        let after = bench.check_pair();
+        assert!(after == before || after == Some(next), "{step}: {before:?}, then {after:?}");
+        assert!(step != "resume" || after == Some(next), "{after:?}");
+        assert!(!matches!(step, "stop" | "state") || after == before, "{after:?}");
+        // The next one lets the machine go on.
+        let next = after.unwrap() + 1;
+        bench.saved.insert(next, bench.contents.clone());
+        let output = bench.save_command(index % 2 == 0).output().unwrap();
+        assert!(output.status.success() && bench.qmp().is_running().unwrap(), "{step}: {}", text(&output.stderr));
+        assert_eq!(bench.check_pair(), Some(next), "{step}");
+    }
+}

@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 
 pub use points::{
     BackupDisk, BackupMode, BitmapChange, BitmapVerb, Bitmaps, ChangeBitmaps, CreateSnapshot, DirtyBitmap,
-    InternalSnapshot, InternalSnapshots,
+    InternalSnapshot, InternalSnapshots, VmState,
 };
 
 /// The version of the interface, which is also the first part of each path.
@@ -143,6 +143,10 @@ pub struct AddDisk {
     /// Also serve it, at `socket`, or beside its image.
     #[serde(default = "yes")]
     pub export: bool,
+    /// A new qcow2 layer that is put on top before it is served: no guest writes to what lies below.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub overlay: Option<PathBuf>,
 }
 
 fn yes() -> bool {

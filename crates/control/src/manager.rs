@@ -130,7 +130,37 @@ impl Manager {
     pub fn add_disk(&self, request: AddDisk) -> Result<Disk> {
         let options = absolute_file(request.options)?;
         let drive = options.to_drive()?;
-        self.add(&drive, Some(options), request.export, None)
+        let Some(overlay) = request.overlay else { return self.add(&drive, Some(options), request.export, None) };
+        let name = self.add(&drive, Some(options), false, None)?.name;
+        let put_on = self.snapshot(&[Overlay { disk: name.clone(), overlay }]);
+        let served = put_on.and_then(|_| match request.export {
+            true => self.export_as_added(&name, &drive),
+            false => Ok(()),
+        });
+        if let Err(error) = served {
+            if let Err(second) = self.remove_disk(&name, true) {
+                tracing::error!("{second}");
+            }
+            return Err(error);
+        }
+        self.disk(&name)
+    }
+
+    /// Gives a disk the export of its own options.
+    fn export_as_added(&self, name: &str, drive: &DriveOptions) -> Result<()> {
+        let id = self.daemon.add_export(self.node(name)?, &drive.export)?;
+        let export = self.daemon.exports().into_iter().find(|export| export.id == id);
+        let socket = export.map(|export| export.attachment.socket);
+        self.records.change(|record| {
+            let Some(disk) = record.disk_mut(name) else { return };
+            disk.own_export = true;
+            if let Some(socket) = &socket {
+                disk.options.set("socket", socket.to_string_lossy());
+            }
+        })?;
+        lock(&self.exports).insert(id, None);
+        self.events.publish(EventKind::ExportAdded, Some(name), Some(id.number()), None);
+        Ok(())
     }
 
     fn add(

@@ -3,7 +3,8 @@
 use crate::buffer::Buffer;
 use crate::operation::Operation;
 use block::{
-    DiskIo, Error, ErrorKind, IoResult, Op, OpFlags, ReactorCtx, Result, SECTOR_BYTES, Task, reclaim, run_and_wait,
+    DiskIo, Error, ErrorKind, IoResult, Op, OpFlags, ReactorCtx, Result, SECTOR_BYTES, Task, WriteMap, reclaim,
+    run_and_wait,
 };
 use drive::OpenedDisk;
 use engine::{Reactor, ReactorConfig, ReactorThread};
@@ -159,7 +160,23 @@ impl Disk {
         queue_closed.and(stopped).and(closed)
     }
 
-    fn check(&self, what: &str, offset: u64, length_bytes: u64) -> Result<()> {
+    pub(crate) fn image(&self) -> Option<&dyn block::Disk> {
+        self.opened.as_ref().map(|opened| &*opened.disk)
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn map_failed(&self, what: &str, offset: u64, why: &str) -> Error {
+        Error::new(ErrorKind::BadOption, format!("cannot {what} at byte {offset} of '{}': {why}", self.name))
+    }
+
+    pub(crate) fn commit_map(&self, offset: u64, map: WriteMap) -> Operation<()> {
+        self.start_operation("commit a map", offset, move |io| async move { io.commit(map).await })
+    }
+
+    pub(crate) fn check(&self, what: &str, offset: u64, length_bytes: u64) -> Result<()> {
         let fails = |why: String| {
             let message = format!("cannot {what} {length_bytes} bytes at {offset} of '{}': {why}", self.name);
             Err(Error::new(ErrorKind::BadOption, message))

@@ -40,6 +40,9 @@
 //! An operation begins when it is called, not when it is first polled, and owns the memory that it reads or writes. So a
 //! future may be dropped at any time: the operation ends as it would have ended, and nothing is corrupted.
 //!
+//! [`Disk::map`] opens a range for access without an operation: to look at bytes where they lie, or to put new ones together
+//! where the disk takes them over.
+//!
 //! Which files an image may name (its backing file, for instance) is limited to its own directory, unless
 //! [`Options::allow_backing`] or [`Options::also_allow`] say otherwise.
 
@@ -47,6 +50,7 @@
 
 mod buffer;
 mod disk;
+mod map;
 mod operation;
 mod options;
 
@@ -54,6 +58,7 @@ pub use block::{Error, ErrorKind, Result};
 pub use buffer::Buffer;
 pub use disk::Disk;
 pub use image::BackingPolicy;
+pub use map::{Access, Map};
 pub use memory::{BufferAccount, BufferBudget};
 pub use operation::Operation;
 pub use options::Options;

@@ -61,8 +61,13 @@ impl<T> Operation<T> {
 
     /// One that has failed before it began.
     pub(crate) fn failed(error: Error) -> Self {
+        Self::ended(Err(error))
+    }
+
+    /// One that has ended already.
+    pub(crate) fn ended(result: Result<T>) -> Self {
         let (operation, completer) = Self::new();
-        completer.complete(Err(error));
+        completer.complete(result);
         operation
     }
 

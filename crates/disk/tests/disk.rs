@@ -1,6 +1,6 @@
 //! The facade: what programs that embed disks rely on.
 
-use ringdisk_disk::{BackingPolicy, Buffer, Disk, ErrorKind, Options, Result};
+use ringdisk_disk::{Access, BackingPolicy, Buffer, Disk, ErrorKind, Options, Result};
 use std::future::Future;
 use std::path::Path;
 use std::pin::pin;
@@ -127,4 +127,55 @@ fn an_image_comes_as_a_descriptor_and_names_only_what_is_allowed() {
     disk.write(0, &[1; 512][..]).wait().unwrap();
     disk.close().unwrap();
     assert_eq!(first_byte(Options::path(&overlay).open()).unwrap(), 1);
+}
+
+#[test]
+fn a_map_shows_what_is_there_and_new_bytes_are_seen_only_when_they_are_committed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("disk.raw");
+    std::fs::write(&path, vec![3; SIZE_BYTES as usize]).unwrap();
+    make_qcow2(&dir.path().join("disk.qcow2"), Some("disk.raw"));
+    let drive =
+        |options: &str| Options::drive(&format!("file={}/{options}", dir.path().display())).unwrap().open().unwrap();
+    for options in ["disk.raw,format=raw,snapshot=on", "disk.qcow2,format=qcow2", "disk.raw,format=raw,cache=none"] {
+        let disk = drive(options);
+        let byte = |at: u64| {
+            let mut byte = [0];
+            disk.map(at / 512 * 512..at / 512 * 512 + 512, Access::Read)
+                .unwrap()
+                .read_at((at % 512) as usize, &mut byte)
+                .unwrap();
+            byte[0]
+        };
+        // Its space is at hand from then on.
+        disk.write(65536, &[1; 4096][..]).wait().unwrap();
+        assert_eq!((byte(4095), byte(65536), byte(69631), byte(69632)), (3, 1, 1, 3));
+        for range in [8192..16384, 512..1024, 20480..24064] {
+            let length = (range.end - range.start) as usize;
+            let mut map = disk.map(range.clone(), Access::Write).unwrap();
+            map.fill(0, length, 9).unwrap();
+            drop(map);
+            assert_eq!((byte(range.start), byte(range.end - 1)), (3, 3), "cancelled");
+            let mut map = disk.map(range.clone(), Access::Write).unwrap();
+            map.fill(0, length, 7).unwrap();
+            map.write_at(length - 1, &[8]).unwrap();
+            assert!(map.write_at(length, &[8]).is_err());
+            block_on(map.commit()).unwrap();
+            assert_eq!((byte(range.start), byte(range.end - 1), byte(range.end)), (7, 8, 3));
+            assert_eq!(disk.read(range.start, 512).wait().unwrap()[0], 7);
+        }
+        disk.map(0..SIZE_BYTES, Access::Read).unwrap().commit().wait().unwrap();
+        for range in [0..100, SIZE_BYTES..SIZE_BYTES + 512] {
+            assert!(disk.map(range, Access::Read).is_err());
+        }
+        disk.close().unwrap();
+    }
+    let disk = Options::path(&path).format("raw").unwrap().read_only(true).open().unwrap();
+    assert!(disk.map(0..512, Access::Write).unwrap_err().to_string().contains("read-only"));
+    let map = disk.try_map(0..512, Access::Read).unwrap().expect("a file of the page cache is shown");
+    assert!(map.is_in_place());
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+    let message = map.read_at(0, &mut [0; 512]).unwrap_err().to_string();
+    assert!(message.contains("shorter"), "{message}");
+    assert!(map.commit().wait().is_err());
 }

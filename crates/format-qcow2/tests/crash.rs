@@ -105,6 +105,7 @@ async fn carry_out(guest: &Guest, request: &Request, compress: bool) -> (IoResul
         },
         Request::Write { offset, data, .. } if compress => guest.write_compressed(*offset, data).await,
         Request::Write { offset, data, .. } => guest.write(*offset, data).await,
+        Request::WriteByMap { offset, data } => guest.write(*offset, data).await,
         Request::Flush => guest.flush().await,
         Request::Discard { offset, length } => guest.discard(*offset, *length).await,
         Request::WriteZeroes { offset, length, may_unmap, .. } => {

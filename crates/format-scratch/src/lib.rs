@@ -23,6 +23,7 @@ mod header;
 mod index;
 mod kept;
 mod layout;
+mod link;
 mod load;
 mod scratch;
 mod space;
@@ -32,6 +33,7 @@ mod zero;
 
 pub use header::{Header, MAGIC};
 pub use layout::{MAX_DISK_BYTES, PAGE_BYTES};
+pub use link::Staged;
 pub use load::create_kept;
 pub use scratch::Scratch;
 pub use space::{HostSpace, Space};

@@ -127,8 +127,8 @@ impl State {
         Step::Need(Need { which, reserved, least, best })
     }
 
-    /// At most `count` pages of data in a row, and whether they were never used.
-    pub(crate) fn take_data(&mut self, epochs: &Epochs, count: u64) -> Result<(Range<u64>, bool), Step<()>> {
+    /// Retired pages whose time is over are free.
+    fn free_retired(&mut self, epochs: &Epochs) {
         if !self.retired.is_empty() {
             let durable = self.unwritten.durable;
             let over = |(epoch, change, _): &mut (u64, u64, Range<u64>)| *change <= durable && epochs.is_over(*epoch);
@@ -136,6 +136,23 @@ impl State {
                 self.free.add(run);
             }
         }
+    }
+
+    /// Exactly `count` pages of data in a row that need not be reserved first, and whether they were never used.
+    pub(crate) fn take_data_at_hand(&mut self, epochs: &Epochs, count: u64) -> Option<(Range<u64>, bool)> {
+        self.free_retired(epochs);
+        if let Some(run) = self.free.take_whole(count) {
+            return Some((run, false));
+        }
+        let Reserved { used, reserved } = self.data;
+        let end = used.checked_add(count).filter(|end| *end <= reserved)?;
+        self.data.used = end;
+        Some((used..end, !self.has_stale_data))
+    }
+
+    /// At most `count` pages of data in a row, and whether they were never used.
+    pub(crate) fn take_data(&mut self, epochs: &Epochs, count: u64) -> Result<(Range<u64>, bool), Step<()>> {
+        self.free_retired(epochs);
         if let Some(run) = self.free.take_whole(count) {
             return Ok((run, false));
         }

@@ -36,7 +36,7 @@ mod online;
 mod open;
 
 pub use block::Run;
-pub use chain::closed_edit::ClosedEdit;
+pub use chain::closed_edit::{ClosedEdit, StateSource};
 pub use chain::compressed_writer::CompressedWriter;
 pub use chain::copy_offload::CopyOffload;
 pub use chain::image::Image;

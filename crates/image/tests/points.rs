@@ -7,7 +7,7 @@ use block::{ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, ReactorCtx, Re
 use live::{Bench, HostOpener, Shape, create};
 use ringdisk_image::{
     BitmapAction, ClosedEdit, Copied, CopyWatch, Format, Image, ImageOptions, MirrorEnd, MirrorScope, NewSnapshot,
-    PointInTime, SnapshotName,
+    PointInTime, SnapshotName, StateSource,
 };
 use std::path::Path;
 use std::process::Command;
@@ -254,4 +254,58 @@ fn an_internal_snapshot_is_one_moment_of_the_disk_while_queues_work() {
     bench.image.close().unwrap();
     let raw = top.with_extension("s2");
     assert!(bytes(&top) == std::fs::read(raw).unwrap());
+}
+
+/// With clusters so small that the state takes many tables, and with entries of two words.
+#[test]
+fn a_snapshot_keeps_a_machines_state_and_qemu_img_finds_nothing_wrong() {
+    let directory = tempfile::tempdir().unwrap();
+    let state: Vec<u8> = (0..1_500_001_u32).map(|index| (index / 3) as u8).collect();
+    let state_path = directory.path().join("state");
+    std::fs::write(&state_path, &state).unwrap();
+    let file = engine::open(&state_path, &engine::OpenOptions::default().with(|options| options.read_only = true));
+    let source = StateSource { file: file.unwrap(), length_bytes: state.len() as u64 - 1 };
+    for (index, options) in ["cluster_size=512", "cluster_size=65536", "extended_l2=on"].into_iter().enumerate() {
+        let path = directory.path().join(format!("image{index}"));
+        let qemu_img = |arguments: &[&str]| {
+            let status = Command::new("qemu-img").args(arguments).arg(&path).status().expect("qemu-img is there");
+            assert!(status.success(), "{options}: {arguments:?}");
+        };
+        let created =
+            Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", "-o", options]).arg(&path).arg("1M").status();
+        assert!(created.unwrap().success());
+        let image = open_over(&path);
+        let too_much = StateSource { length_bytes: state.len() as u64 + 1, ..source.clone() };
+        let length = std::fs::metadata(&path).unwrap().len();
+        image.edit_online(&ClosedEdit::SaveState(NewSnapshot::new("none"), too_much)).unwrap_err();
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), length, "{options}: nothing is left of what failed");
+        for name in ["one", "two"] {
+            image.edit_online(&ClosedEdit::SaveState(NewSnapshot::new(name), source.clone())).unwrap();
+            let found = image.online_snapshots().unwrap();
+            assert_eq!(found.last().unwrap().vm_state_bytes, source.length_bytes);
+        }
+        image.edit_online(&ClosedEdit::DeleteSnapshot(SnapshotName::named("one"))).unwrap();
+        image.close().unwrap();
+        drop(image);
+        qemu_img(&["check", "-q"]);
+        for _ in 0..2 {
+            let file = engine::open(&path, &engine::OpenOptions::default().with(|options| options.read_only = true));
+            let mut read = Vec::new();
+            let mut each = |piece: &[u8]| {
+                read.extend_from_slice(piece);
+                Ok(())
+            };
+            ringdisk_image::read_vm_state(path.as_path(), &file.unwrap(), "two", &mut each).unwrap();
+            assert!(read == state[..state.len() - 1], "{options}");
+            // The same once it is a part of the disk's own tables.
+            qemu_img(&["snapshot", "-a", "two"]);
+            qemu_img(&["check", "-q"]);
+        }
+        // A new state takes the place of what lies behind the disk.
+        let image = open_over(&path);
+        image.edit_online(&ClosedEdit::SaveState(NewSnapshot::new("three"), source.clone())).unwrap();
+        image.close().unwrap();
+        drop(image);
+        qemu_img(&["check", "-q"]);
+    }
 }

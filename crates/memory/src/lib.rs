@@ -7,6 +7,7 @@
 //! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation; [`Placed`], [`PoolRc`]
 //!   and [`PooledFuture`] put what belongs to one thread into such memory.
 //! * [`MappingShare`]: what one peer may map, whatever others do. [`MappedWords`]: a file of our own as an array.
+//! * [`MappedRange`]: a part of a file of our own where it lies in memory, for any thread.
 //! * [`fault`]: what happens when such a file shrinks under us.
 //! * [`InterruptHandle`]: gets a thread out of a system call in which a peer makes it wait.
 //! * [`receive_into`] and [`send_parts`]: a stream socket's bytes, straight from and to windows.
@@ -20,6 +21,7 @@ mod buffer;
 pub mod fault;
 mod guest;
 mod interrupt;
+mod mapped_range;
 mod mapping;
 mod peer;
 mod pool;
@@ -32,6 +34,7 @@ pub use budget::{BudgetStats, BufferAccount, BufferBudget, BufferGrant, BufferUs
 pub use buffer::{IoBuf, Segment, Window};
 pub use guest::{GuestMemory, GuestRegion, MemoryError, RegionSpec};
 pub use interrupt::InterruptHandle;
+pub use mapped_range::{MappedRange, MappingLost};
 pub use mapping::{Mapping, duplicate_fd};
 pub use peer::{PeerProcess, peer_process};
 pub use pool::{

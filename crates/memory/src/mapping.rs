@@ -73,6 +73,7 @@ pub struct Mapping {
     /// With the rest of the last page.
     mapped_bytes: usize,
     guard: fault::Registration,
+    writable: bool,
     _room: Room,
 }
 
@@ -128,7 +129,7 @@ impl Mapping {
             // SAFETY: the range was mapped above and nobody else knows it.
             unsafe { libc::munmap(ptr.as_ptr().cast(), mapped_bytes) };
         })?;
-        Ok(Self { ptr, length_bytes, mapped_bytes, guard, _room: room })
+        Ok(Self { ptr, length_bytes, mapped_bytes, guard, writable, _room: room })
     }
 
     /// Which pages of a part are in memory: a byte a page, odd if so (`mincore`). The part starts at a page.
@@ -171,6 +172,12 @@ impl Mapping {
     #[must_use]
     pub fn length_bytes(&self) -> usize {
         self.length_bytes
+    }
+
+    /// Whether it may be written to.
+    #[must_use]
+    pub fn is_writable(&self) -> bool {
+        self.writable
     }
 
     /// Brings its pages into memory, ready for writing (Linux 5.14). Stops where a part lies behind the end of the

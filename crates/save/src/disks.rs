@@ -1,7 +1,10 @@
 //! The machine's disks, in the daemon that serves them.
 
 use block::{Error, ErrorKind, Result};
-use control::api::{AddDisk, CommitDisk, Disk, Disks as AllDisks, Job, JobState, Jobs, Overlay, Snapshot};
+use control::api::{
+    AddDisk, CommitDisk, CreateSnapshot, Disk, Disks as AllDisks, InternalSnapshot, InternalSnapshots, Job, JobState,
+    Jobs, Overlay, Snapshot, VmState,
+};
 use control::{CallError, Client, Options};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -77,6 +80,25 @@ impl Disks {
         self.0.post::<serde_json::Value>("/v1/snapshots", &Snapshot { overlays }).map(drop).map_err(refused)
     }
 
+    /// The internal snapshots of a disk's top layer.
+    pub(crate) fn snapshots(&self, name: &str) -> Result<Vec<InternalSnapshot>> {
+        let all: InternalSnapshots = self.0.get(&format!("/v1/disks/{}/snapshots", segment(name))).map_err(refused)?;
+        Ok(all.snapshots)
+    }
+
+    /// Takes an internal snapshot, which keeps the machine's state if there is one: so many bytes of a file.
+    pub(crate) fn take_snapshot(&self, name: &str, snapshot: &str, state: Option<(&Path, u64)>) -> Result<()> {
+        let vm_state = state.map(|(file, length_bytes)| VmState { file: file.to_owned(), length_bytes });
+        let request = CreateSnapshot { name: snapshot.to_owned(), vm_state };
+        let path = format!("/v1/disks/{}/snapshots", segment(name));
+        self.0.post::<InternalSnapshots>(&path, &request).map(drop).map_err(refused)
+    }
+
+    pub(crate) fn delete_snapshot(&self, name: &str, snapshot: &str) -> Result<()> {
+        let path = format!("/v1/disks/{}/snapshots/{}", segment(name), segment(snapshot));
+        self.0.delete(&path).map(drop).map_err(refused)
+    }
+
     /// Takes so many layers of a disk back, and waits for the end.
     pub(crate) fn commit(
         &self,
@@ -116,12 +138,16 @@ impl Disks {
         }
     }
 
-    /// Serves a disk with these options, in the place of the one of its name.
-    pub(crate) fn replace(&self, name: &str, options: Options) -> Result<()> {
+    /// Serves a disk with these options under a new layer, in the place of the one of its name. The layer is there before
+    /// anybody can write.
+    pub(crate) fn replace(&self, name: &str, options: Options, overlay: PathBuf) -> Result<()> {
         if self.names()?.iter().any(|own| own == name) {
             self.0.delete(&format!("/v1/disks/{}?force=true", segment(name))).map_err(refused)?;
         }
-        self.0.post::<Disk>("/v1/disks", &AddDisk { options, export: true }).map(drop).map_err(refused)
+        self.0
+            .post::<Disk>("/v1/disks", &AddDisk { options, export: true, overlay: Some(overlay) })
+            .map(drop)
+            .map_err(refused)
     }
 }
 

@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod disks;
+mod into_image;
 mod machine;
 mod progress;
 mod qmp;

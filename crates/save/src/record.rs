@@ -29,6 +29,9 @@ pub struct Record {
     pub state: String,
     /// Whether the machine ran when it was saved.
     pub was_running: bool,
+    /// A restore has begun to open the disks' files, which may change their times and no byte that a guest sees.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_being_restored: bool,
     /// Its disks.
     pub disks: Vec<SavedDisk>,
 }
@@ -70,6 +73,11 @@ impl Seen {
         Self::of(path)
     }
 
+    /// Whether all but the times is the same.
+    fn is_same_file(&self, other: &Self) -> bool {
+        (self.inode, self.length_bytes) == (other.inode, other.length_bytes)
+    }
+
     /// How the file is now.
     pub(crate) fn of(path: &Path) -> Result<Self> {
         let meta = std::fs::metadata(path).map_err(|error| failed("look at", path, error))?;
@@ -100,7 +108,8 @@ impl Record {
         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let saved_at_ms = since.map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX));
         let state = format!("state-{number}");
-        Self { version: VERSION, number, saved_at_ms, state, was_running, disks: Vec::new() }
+        let is_being_restored = false;
+        Self { version: VERSION, number, saved_at_ms, state, was_running, is_being_restored, disks: Vec::new() }
     }
 
     /// The record of `directory`; `None` where nothing was saved.
@@ -127,6 +136,20 @@ impl Record {
     #[must_use]
     pub fn state_path(&self, directory: &Path) -> PathBuf {
         directory.join(&self.state)
+    }
+
+    /// Whether the disks' files are as they were when they were saved. With `force`, times count for nothing where a restore
+    /// was broken off.
+    pub(crate) fn check_disks(&self, force: bool) -> Result<()> {
+        let checked = self.disks.iter().try_for_each(|disk| disk.check(force && self.is_being_restored));
+        checked.map_err(|error| match self.is_being_restored && !force {
+            true => {
+                let what = "a restore was broken off while it opened the files. If nobody has written to them since, use \
+                            --force";
+                Error::new(error.kind(), format!("{error}; {what}"))
+            }
+            false => error,
+        })
     }
 
     /// Whether all layers were taken back that the save wanted to, and the disks were frozen again.
@@ -168,10 +191,11 @@ pub(crate) fn remove_states(directory: &Path, but: Option<&str>) -> Result<()> {
 }
 
 impl SavedDisk {
-    /// Whether its file is as it was when it was saved.
-    pub fn check(&self) -> Result<()> {
+    /// Whether its file is as it was when it was saved, perhaps but for its times.
+    fn check(&self, without_times: bool) -> Result<()> {
         let Some(seen) = &self.seen else { return Seen::of(&self.file).map(drop) };
-        if Seen::of(&self.file)? == *seen {
+        let now = Seen::of(&self.file)?;
+        if now == *seen || (without_times && now.is_same_file(seen)) {
             return Ok(());
         }
         let what = "was changed since it was saved: it no longer belongs to the machine's state";
@@ -250,9 +274,14 @@ mod tests {
         assert_eq!(Record::read(dir.path()).unwrap().as_ref(), Some(&first));
         let mode = std::fs::metadata(dir.path().join(FILE)).unwrap().mode();
         assert_eq!(mode & 0o777, 0o600, "others may not read it");
-        first.disks[0].check().unwrap();
+        first.check_disks(false).unwrap();
+        std::fs::write(&image, "two").unwrap();
+        let restored = Record { is_being_restored: true, ..first.clone() };
+        assert!(restored.check_disks(false).unwrap_err().to_string().contains("--force"));
+        restored.check_disks(true).unwrap();
         std::fs::write(&image, "other").unwrap();
-        assert!(first.disks[0].check().unwrap_err().to_string().contains("was changed"));
+        assert!(restored.check_disks(true).is_err());
+        assert!(first.check_disks(true).unwrap_err().to_string().contains("was changed"));
         let second = Record::next(Some(&first), false);
         for name in ["state-1", "state-2", "state-7", "state-x"] {
             std::fs::write(dir.path().join(name), "").unwrap();

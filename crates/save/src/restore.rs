@@ -3,7 +3,7 @@
 use crate::disks::Disks;
 use crate::machine::Machine;
 use crate::qmp::Qmp;
-use crate::record::{Record, Seen, lock_directory};
+use crate::record::{Record, Seen, UnderWay, lock_directory};
 use crate::save::stands_since_saved;
 use crate::state_file::StateFile;
 use block::{Error, ErrorKind, Result};
@@ -26,6 +26,8 @@ pub struct Restore {
     pub state: StateFile,
     /// Where that is.
     pub state_path: PathBuf,
+    /// A save was begun after it, and has not come to its end.
+    pub was_broken_off: bool,
 }
 
 /// How long a QEMU may take to open its monitor.
@@ -41,13 +43,14 @@ pub fn find(machine: &Machine, force: bool) -> Result<Restore> {
     let state_path = record.state_path(directory);
     let state = StateFile::open(&state_path)?;
     state.check()?;
-    record.disks.iter().try_for_each(|disk| disk.check())?;
+    record.check_disks(force)?;
     if !record.is_finished() && !force && !stands(machine) {
         let what = "the save was broken off while it took layers back, and nothing shows that the machine has not run since. If \
                     it has not run since, use --force; if it has, what was saved is lost";
         return Err(Error::new(ErrorKind::BadImage, format!("'{}': {what}", directory.display())));
     }
-    Ok(Restore { record, state, state_path })
+    let was_broken_off = UnderWay::read(directory)?.is_some();
+    Ok(Restore { record, state, state_path, was_broken_off })
 }
 
 /// Whether the machine says that it stands since its state was written.
@@ -88,29 +91,32 @@ fn quoted(path: &Path) -> String {
 /// Serves the disks as they were saved, each under a new layer for what the machine writes from here on. The daemon runs.
 fn serve(machine: &Machine, restore: &mut Restore) -> Result<()> {
     let disks = Disks::new(&machine.control)?;
-    for (name, options) in restore.drives() {
-        disks.replace(name, options)?;
-    }
-    let mut overlays = Vec::new();
-    for disk in &restore.record.disks {
-        let named = |number: u32| {
-            let mut name = disk.base.as_os_str().to_owned();
-            name.push(format!(".restored-{number}"));
-            PathBuf::from(name)
-        };
-        let free = (1..1000).map(named).find(|path| !path.exists());
-        let free = free.ok_or_else(|| {
-            let what = format!("'{}.restored-1' and a thousand more exist: remove those", disk.base.display());
-            Error::new(ErrorKind::BadOption, what)
-        })?;
-        overlays.push((disk.name.clone(), free));
-    }
-    disks.freeze(overlays)?;
-    // Opening an image for writing changes its times, and no byte that a guest sees.
-    for disk in &mut restore.record.disks {
+    // Opening an image for writing may change its times, and no byte that a guest sees. The record says what has become of
+    // it, disk by disk, so that a restore that is broken off does not make the pair look changed.
+    restore.record.is_being_restored = true;
+    restore.record.publish(&machine.state)?;
+    let drives: Vec<(String, Options)> = restore.drives().map(|(name, options)| (name.to_owned(), options)).collect();
+    for (index, (name, options)) in drives.into_iter().enumerate() {
+        let Some(disk) = restore.record.disks.get_mut(index) else { break };
+        disks.replace(&name, options, layer_above(&disk.base)?)?;
         disk.seen = Some(Seen::durable(&disk.file)?);
+        restore.record.publish(&machine.state)?;
     }
+    restore.record.is_being_restored = false;
     restore.record.publish(&machine.state)
+}
+
+/// A file that does not exist, beside the image.
+fn layer_above(base: &Path) -> Result<PathBuf> {
+    let named = |number: u32| {
+        let mut name = base.as_os_str().to_owned();
+        name.push(format!(".restored-{number}"));
+        PathBuf::from(name)
+    };
+    (1..1000).map(named).find(|path| !path.exists()).ok_or_else(|| {
+        let what = format!("'{}.restored-1' and a thousand more exist: remove those", base.display());
+        Error::new(ErrorKind::BadOption, what)
+    })
 }
 
 /// Starts the machine again from what was saved. The daemon must run; its disks are put back first.

@@ -1,6 +1,7 @@
 //! Saving.
 
 use crate::disks::{Disks, Layer};
+use crate::into_image;
 use crate::machine::Machine;
 use crate::progress::{Moment, Progress, Step};
 use crate::qmp::Qmp;
@@ -21,13 +22,16 @@ use std::time::{Duration, Instant};
 pub struct SaveOptions {
     /// What the guest wrote since the last save stays in layers of its own.
     pub keep: bool,
+    /// Everything goes into an internal snapshot of this name of each disk's image instead, and the first disk's keeps the
+    /// machine's state.
+    pub into_image: Option<String>,
 }
 
 impl SaveOptions {
     /// What the guest wrote goes into its images, unless it is kept.
     #[must_use]
     pub fn new(keep: bool) -> Self {
-        Self { keep }
+        Self { keep, into_image: None }
     }
 }
 
@@ -65,7 +69,10 @@ pub fn save(
     let disks = Disks::new(&machine.control)?;
     let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
     // Before the machine stops: what cannot be saved at all.
-    names.iter().try_for_each(|name| disks.layers(name).map(drop))?;
+    match &options.into_image {
+        Some(snapshot) => into_image::check(&disks, &names, snapshot)?,
+        None => names.iter().try_for_each(|name| disks.layers(name).map(drop))?,
+    }
     let mut qmp = Qmp::connect(&machine.qmp, PATIENCE)?;
 
     let mut progress = Progress::new(tell);
@@ -77,9 +84,11 @@ pub fn save(
     let stopped = Instant::now();
     let record = Record::next(before.as_ref(), was_running);
     let mut saving = Saving { directory, options, cancel, before, record, disks, names, notes: Vec::new() };
-    let done = leave_earlier(&mut qmp)
-        .and_then(|()| qmp.run("stop", json!({})))
-        .and_then(|_| saving.pair(&mut qmp, &mut progress));
+    let done =
+        leave_earlier(&mut qmp).and_then(|()| qmp.run("stop", json!({}))).and_then(|_| match &options.into_image {
+            Some(snapshot) => saving.into_images(snapshot, &mut qmp, &mut progress),
+            None => saving.pair(&mut qmp, &mut progress),
+        });
     progress.begin(Step::Resume);
     let resumed = if was_running { go_on(machine, qmp) } else { Ok(()) };
     let paused = stopped.elapsed();
@@ -177,14 +186,14 @@ fn leave_earlier(qmp: &mut Qmp) -> Result<()> {
     Ok(())
 }
 
-struct Saving<'a> {
-    directory: &'a Path,
+pub(crate) struct Saving<'a> {
+    pub(crate) directory: &'a Path,
     options: &'a SaveOptions,
     cancel: &'a AtomicBool,
-    before: Option<Record>,
-    record: Record,
-    disks: Disks,
-    names: Vec<String>,
+    pub(crate) before: Option<Record>,
+    pub(crate) record: Record,
+    pub(crate) disks: Disks,
+    pub(crate) names: Vec<String>,
     notes: Vec<String>,
 }
 
@@ -199,7 +208,9 @@ impl Saving<'_> {
     ) -> Result<Saved> {
         let error = match (done, resumed) {
             (Ok(state_bytes), Ok(())) => {
-                self.record.remove_others(self.directory)?;
+                if self.options.into_image.is_none() {
+                    self.record.remove_others(self.directory)?;
+                }
                 progress.end();
                 return Ok(Saved { record: self.record, state_bytes, paused, notes: self.notes });
             }
@@ -256,7 +267,7 @@ impl Saving<'_> {
         Ok(state)
     }
 
-    fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         match self.cancel.load(Ordering::Relaxed) {
             true => Err(Error::new(ErrorKind::Cancelled, "interrupted")),
             false => Ok(()),
@@ -320,7 +331,7 @@ impl Saving<'_> {
     }
 
     /// Writes the machine's state, which QEMU sends through a pipe; returns its bytes.
-    fn state(&self, qmp: &mut Qmp, progress: &mut Progress<'_>) -> Result<u64> {
+    pub(crate) fn state(&self, qmp: &mut Qmp, progress: &mut Progress<'_>) -> Result<u64> {
         const NAME: &str = "ringdisk-state";
         let pipe = pipe_with(PipeFlags::CLOEXEC);
         let (source, target) = pipe.map_err(|errno| Error::io("cannot make a pipe", errno.into()))?;

@@ -7,8 +7,8 @@ use memory::IoBuf;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// Names an open queue of a harness.
@@ -57,6 +57,7 @@ pub trait Harness {
 
 /// A queue and the requests on it, on its reactor's thread. Watches that the queue keeps to the rules.
 struct QueueDriver {
+    disk: Weak<dyn Disk>,
     queue: Box<dyn DiskQueue>,
     flying: BTreeMap<Tag, (Request, Vec<IoBuf>)>,
     done: Vec<block::Completion>,
@@ -64,11 +65,17 @@ struct QueueDriver {
 }
 
 impl QueueDriver {
-    fn new(queue: Box<dyn DiskQueue>) -> Self {
-        Self { queue, flying: BTreeMap::new(), done: Vec::new(), violations: Vec::new() }
+    fn new(disk: &Arc<dyn Disk>, queue: Box<dyn DiskQueue>) -> Self {
+        Self { disk: Arc::downgrade(disk), queue, flying: BTreeMap::new(), done: Vec::new(), violations: Vec::new() }
     }
 
     fn submit(&mut self, tag: Tag, request: Request) {
+        if matches!(request, Request::WriteByMap { .. }) {
+            let map = request.map_on(self.disk.upgrade().as_deref());
+            self.flying.insert(tag, (request, Vec::new()));
+            self.queue.submit_map(tag, map);
+            return self.count_in_flight("submit_map");
+        }
         let (op, memory) = request.prepare();
         self.flying.insert(tag, (request, memory));
         self.queue.submit(tag, op);
@@ -145,7 +152,7 @@ impl Harness for SimHarness {
     fn open(&mut self, disk: &Arc<dyn Disk>, reactor: usize) -> Result<QueueId> {
         let queue = disk.open_queue(&self.reactors[reactor % self.reactors.len()].ctx())?;
         self.next_queue += 1;
-        self.queues.insert(self.next_queue, QueueDriver::new(queue));
+        self.queues.insert(self.next_queue, QueueDriver::new(disk, queue));
         Ok(self.next_queue)
     }
 
@@ -275,7 +282,7 @@ impl Harness for ThreadHarness {
         let id = NEXT_QUEUE.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let (disk, replies) = (Arc::clone(disk), self.sender.clone());
         run_and_wait(&*self.reactors[reactor], move |ctx| {
-            let driver = QueueDriver::new(disk.open_queue(ctx)?);
+            let driver = QueueDriver::new(&disk, disk.open_queue(ctx)?);
             let poller = Rc::new(RefCell::new(ThreadPoller { id, driver, replies }));
             let name = ctx.add_poller(Rc::clone(&poller) as Rc<RefCell<dyn Poller>>)?;
             HERE.with_borrow_mut(|here| here.insert(id, (poller, name)));

@@ -130,7 +130,7 @@ impl ModelDisk {
         let (first, last) = ((offset / SECTOR as u64) as usize, ((offset + length) / SECTOR as u64) as usize);
         for sector in first..last.min(self.sectors.len()) {
             let value = match request {
-                Request::Write { data, .. } => {
+                Request::Write { data, .. } | Request::WriteByMap { data, .. } => {
                     let start = sector * SECTOR - offset as usize;
                     Value::of(&data[start..start + SECTOR])
                 }
@@ -163,6 +163,10 @@ impl ModelDisk {
                 if flags.is_preflush() {
                     self.flushed(submitted);
                 }
+            }
+            Request::WriteByMap { .. } => {
+                times.supersedes = true;
+                times.durable = !self.volatile_cache;
             }
             Request::Discard { .. } => {}
             Request::Flush => self.flushed(submitted),

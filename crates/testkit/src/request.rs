@@ -1,6 +1,6 @@
 //! Requests and replies as a test sees them: plain data that may cross threads.
 
-use block::{IoResult, Op, OpFlags, Priority, Tag};
+use block::{Disk, IoResult, Op, OpFlags, Priority, Tag, WriteMap};
 use memory::{IoBuf, Window};
 use std::sync::Arc;
 
@@ -24,6 +24,13 @@ pub enum Request {
         pieces: Vec<usize>,
         /// A flush before it, and whether it is durable at completion.
         flags: OpFlags,
+    },
+    /// Writes `data` by a map that is committed ([`Disk::map_write`]).
+    WriteByMap {
+        /// First byte.
+        offset: u64,
+        /// What to write.
+        data: Arc<[u8]>,
     },
     /// Makes durable what completed before.
     Flush,
@@ -65,10 +72,22 @@ impl Request {
     pub fn range(&self) -> (u64, u64) {
         match self {
             Self::Read { offset, pieces } => (*offset, pieces.iter().map(|piece| *piece as u64).sum()),
-            Self::Write { offset, data, .. } => (*offset, data.len() as u64),
+            Self::Write { offset, data, .. } | Self::WriteByMap { offset, data } => (*offset, data.len() as u64),
             Self::Discard { offset, length } | Self::WriteZeroes { offset, length, .. } => (*offset, *length),
             Self::Flush => (0, 0),
         }
+    }
+
+    /// For a write by a map: the map, on this disk if it gives space for it.
+    pub(crate) fn map_on(&self, disk: Option<&dyn Disk>) -> WriteMap {
+        let (offset, length) = self.range();
+        let given = disk.and_then(|disk| disk.map_write(offset, length as usize));
+        let mut map = given.unwrap_or_else(|| WriteMap::in_memory(offset, length as usize));
+        if let Self::WriteByMap { data, .. } = self {
+            let put = map.write_at(0, data);
+            debug_assert_eq!(put, Ok(()));
+        }
+        map
     }
 
     /// The operation, and the memory that it names.
@@ -87,6 +106,7 @@ impl Request {
                 let priority = priority_at(*offset);
                 (Op::Write { offset: *offset, data: window, flags: *flags, priority }, memory)
             }
+            Self::WriteByMap { .. } => (self.map_on(None).into_op(OpFlags::NONE), Vec::new()),
             Self::Flush => (Op::Flush, Vec::new()),
             Self::Discard { offset, length } => (Op::Discard { offset: *offset, length: *length }, Vec::new()),
             Self::WriteZeroes { offset, length, may_unmap, flags } => {

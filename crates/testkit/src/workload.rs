@@ -33,6 +33,8 @@ pub struct Workload {
     pub flush_percent: u64,
     /// Whether requests may fail; otherwise one that does ends the workload with an error.
     pub may_fail: bool,
+    /// Whether half of the writes are maps that are committed.
+    pub maps: bool,
 }
 
 impl Workload {
@@ -50,6 +52,7 @@ impl Workload {
             read_percent: 20,
             flush_percent: 12,
             may_fail: false,
+            maps: false,
         }
     }
 }
@@ -164,6 +167,9 @@ impl Workload {
             _ => {
                 let (offset, length) = self.range(dice);
                 let data = stamped(tag, offset, length as usize).into();
+                if self.maps && tag.is_multiple_of(2) {
+                    return Request::WriteByMap { offset, data };
+                }
                 Request::Write { offset, data, pieces: pieces(length, dice), flags: flags(dice) }
             }
         }
@@ -224,6 +230,7 @@ pub(crate) fn brief(request: &Request) -> String {
             let (preflush, fua) = (name(flags.is_preflush(), " PREFLUSH"), name(flags.is_fua(), " FUA"));
             format!("write {offset}+{length}{preflush}{fua}")
         }
+        Request::WriteByMap { .. } => format!("write {offset}+{length} by a map"),
         Request::Flush => "flush".to_owned(),
         Request::Discard { .. } => format!("discard {offset}+{length}"),
         Request::WriteZeroes { may_unmap, .. } => {

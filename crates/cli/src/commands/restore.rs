@@ -39,6 +39,9 @@ fn described(machine: &Machine, restore: &Restore) -> anyhow::Result<String> {
     let when = i64::try_from(record.saved_at_ms).ok().and_then(chrono::DateTime::from_timestamp_millis);
     let when = when.map(|when| when.format("%Y-%m-%d %H:%M:%S UTC").to_string()).unwrap_or_default();
     let mut text = format!("Number {} of {when} is whole.\n", record.number);
+    if restore.was_broken_off {
+        writeln!(text, "A save that was begun was broken off: this pair counts. Save again, or resume it.")?;
+    }
     let size = drive::human_size(restore.state.stream_bytes);
     writeln!(text, "state: '{}' ({size}, its checksum is right)", restore.state_path.display())?;
     for disk in &record.disks {

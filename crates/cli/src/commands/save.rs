@@ -19,6 +19,10 @@ pub(crate) struct Args {
     /// Leave what the guest wrote in a layer of its own, instead of taking it into the image: a shorter pause.
     #[arg(long)]
     keep: bool,
+    /// Put everything into an internal snapshot of this name of each disk's qcow2 image instead. That of the first disk keeps
+    /// the machine's state, as QEMU's savevm does ('state extract -l' takes it out).
+    #[arg(long, value_name = "SNAPSHOT", conflicts_with = "keep")]
+    into_image: Option<String>,
     /// Say nothing but errors.
     #[arg(short, long)]
     quiet: bool,
@@ -83,13 +87,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let machine = args.machine.machine(&["qmp", "control", "state"])?;
     let cancel = signals::interrupted()?;
     let mut shown = Shown::of(args);
-    let saved = save::save(&machine, &SaveOptions::new(args.keep), &cancel, &mut |moment| shown.show(moment))?;
+    let mut options = SaveOptions::new(args.keep);
+    options.into_image.clone_from(&args.into_image);
+    let saved = save::save(&machine, &options, &cancel, &mut |moment| shown.show(moment))?;
     saved.notes.iter().for_each(|note| output::warn(&format!("warning: {note}")));
     if args.quiet {
         return Ok(());
     }
     let (number, state) = (saved.record.number, drive::human_size(saved.state_bytes));
     let paused = saved.paused.as_secs_f64();
+    if let Some(snapshot) = &args.into_image {
+        return output::print(&format!(
+            "Saved as snapshot '{snapshot}' of each image: state {state}, paused for {paused:.2} s.\n"
+        ));
+    }
     let directory = machine.state.display();
     output::print(&format!("Saved as number {number} in '{directory}': state {state}, paused for {paused:.2} s.\n"))
 }

@@ -93,6 +93,9 @@ pub struct InternalSnapshot {
     pub date_seconds: u32,
     /// Bytes of the disk then.
     pub disk_bytes: u64,
+    /// Bytes of the machine's state that it keeps.
+    #[serde(default)]
+    pub vm_state_bytes: u64,
 }
 
 /// A snapshot to be taken.
@@ -101,6 +104,20 @@ pub struct InternalSnapshot {
 pub struct CreateSnapshot {
     /// Its name.
     pub name: String,
+    /// The state of a machine that it keeps, too: all of both, or nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm_state: Option<VmState>,
+}
+
+/// The state of a machine, in a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct VmState {
+    /// The file, which the daemon must be able to read. It begins with the state.
+    #[schema(value_type = String)]
+    pub file: PathBuf,
+    /// Bytes of the state.
+    pub length_bytes: u64,
 }
 
 /// What a backup copies.

@@ -3,9 +3,11 @@
 use super::Manager;
 use crate::api::{
     BitmapChange, BitmapVerb, Bitmaps, ChangeBitmaps, DirtyBitmap, EventKind, InternalSnapshot, InternalSnapshots,
+    VmState,
 };
 use block::{Error, ErrorKind, Result};
-use image::{BitmapAction, ClosedEdit, NewSnapshot, SnapshotName};
+use drive::EngineOpener;
+use image::{BitmapAction, ClosedEdit, NewSnapshot, Opener, Role, SnapshotName, StateSource};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 impl Manager {
@@ -39,18 +41,28 @@ impl Manager {
             name: found.name,
             date_seconds: found.date_seconds,
             disk_bytes: found.disk_bytes,
+            vm_state_bytes: found.vm_state_bytes,
         });
         Ok(InternalSnapshots { snapshots: snapshots.collect() })
     }
 
-    /// Takes an internal snapshot.
-    pub fn create_internal_snapshot(&self, name: &str, snapshot: &str) -> Result<InternalSnapshots> {
+    /// Takes an internal snapshot, and keeps the state of a machine with it if there is one.
+    pub fn create_internal_snapshot(
+        &self,
+        name: &str,
+        snapshot: &str,
+        vm_state: Option<&VmState>,
+    ) -> Result<InternalSnapshots> {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let new = NewSnapshot::new(snapshot).with(|new| {
             new.date_seconds = u32::try_from(since.as_secs()).unwrap_or(u32::MAX);
             new.date_nanoseconds = since.subsec_nanos();
         });
-        self.edit(name, &ClosedEdit::CreateSnapshot(new))?;
+        let edit = match vm_state {
+            Some(vm_state) => ClosedEdit::SaveState(new, source_of(vm_state)?),
+            None => ClosedEdit::CreateSnapshot(new),
+        };
+        self.edit(name, &edit)?;
         self.internal_snapshots(name)
     }
 
@@ -69,13 +81,23 @@ impl Manager {
         self.daemon.edit_disk(self.node(name)?, edit)?;
         let what = match edit {
             ClosedEdit::Bitmaps(_) => "its bitmaps were changed",
-            ClosedEdit::CreateSnapshot(_) => "an internal snapshot was taken",
+            ClosedEdit::CreateSnapshot(_) | ClosedEdit::SaveState(..) => "an internal snapshot was taken",
             ClosedEdit::DeleteSnapshot(_) => "an internal snapshot was deleted",
             _ => "an internal snapshot was applied",
         };
         self.events.publish(EventKind::DiskChanged, Some(name), None, Some(what.to_owned()));
         Ok(())
     }
+}
+
+fn source_of(state: &VmState) -> Result<StateSource> {
+    let file = EngineOpener::default().without_locks().open(&state.file.as_path().into(), Role::ReadOnly)?;
+    let (there, wanted) = (file.length_bytes()?, state.length_bytes);
+    if wanted == 0 || there < wanted {
+        let what = format!("'{}' has {there} bytes, and no machine's state of {wanted}", state.file.display());
+        return Err(Error::new(ErrorKind::BadOption, what));
+    }
+    Ok(StateSource { file, length_bytes: wanted })
 }
 
 fn action(change: &BitmapChange) -> Result<(String, BitmapAction)> {

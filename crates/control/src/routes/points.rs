@@ -68,7 +68,7 @@ async fn create_snapshot(
 ) -> Result<(StatusCode, Json<InternalSnapshots>), Failure> {
     let taken = beside(manager, move |manager| {
         known(manager, &name)?;
-        Ok(manager.create_internal_snapshot(&name, &request.name)?)
+        Ok(manager.create_internal_snapshot(&name, &request.name, request.vm_state.as_ref())?)
     });
     Ok((StatusCode::CREATED, Json(taken.await?)))
 }

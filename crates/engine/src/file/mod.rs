@@ -6,6 +6,7 @@ pub(crate) mod extent_preload;
 pub(crate) mod fs_hints;
 pub(crate) mod holes;
 pub(crate) mod image_lock;
+pub(crate) mod in_place;
 pub(crate) mod lock_holders;
 pub(crate) mod mapped;
 pub(crate) mod open_file;

@@ -2,6 +2,7 @@
 
 use super::alignment::Alignment;
 use super::extent_preload::ExtentPreload;
+use super::in_place::InPlace;
 use super::mapped::MappedFile;
 use super::rmw_lock::RmwLock;
 use super::write_behind::WriteBehind;
@@ -67,6 +68,8 @@ pub(crate) struct OpenFile {
     pub(crate) walks_to_holes: bool,
     /// Copies what it can of a file in memory without calls.
     pub(crate) mapped: Option<MappedFile>,
+    /// Shows it where it lies, to who makes no requests.
+    pub(crate) in_place: InPlace,
     pub(crate) alignment: Alignment,
     /// Every write is durable when it completes.
     pub(crate) write_through: bool,

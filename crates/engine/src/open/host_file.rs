@@ -4,8 +4,8 @@ use crate::file::holes;
 use crate::file::open_file::OpenFile;
 use crate::queue::engines::Engines;
 use crate::queue::host_queue::HostQueue;
-use block::{Error, ErrorKind, File, FileInfo, FileQueue, Lifetime, ReactorCtx, Result, Topology};
-use memory::BufferAccount;
+use block::{Error, ErrorKind, File, FileInfo, FileQueue, Lifetime, MapPiece, PastEnd, ReactorCtx, Result, Topology};
+use memory::{BufferAccount, MappedRange};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -70,6 +70,14 @@ impl File for HostFile {
         }
         let found = holes::hole_or_granule_at(&self.file.fd, offset, length, granule_bytes);
         found.map_err(|error| Error::io(format!("cannot look for holes in '{}'", self.file.info.name), error))
+    }
+
+    fn map(&self, offset: u64, length_bytes: usize, past_end: PastEnd, pieces: &mut Vec<MapPiece>) -> bool {
+        self.file.map(offset, length_bytes, past_end, pieces)
+    }
+
+    fn map_reserved(&self, offset: u64, length_bytes: usize) -> Option<MappedRange> {
+        self.file.map_reserved(offset, length_bytes)
     }
 
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {

@@ -9,6 +9,7 @@ use crate::file::device_facts;
 use crate::file::extent_preload::ExtentPreload;
 use crate::file::holes;
 use crate::file::image_lock;
+use crate::file::in_place::InPlace;
 use crate::file::mapped::{MappedFile, host_has_swap};
 use crate::file::open_file::{OpenFile, Storage, Traits};
 use crate::file::rmw_lock::RmwLock;
@@ -89,6 +90,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         changes_by_workers: AtomicUsize::new(0),
         walks_to_holes: !block_device && storage::walks_to_holes(&fd),
         mapped,
+        in_place: InPlace::default(),
         alignment: facts.alignment,
         write_through: !options.has_volatile_cache(),
         ignore_flush: options.cache == CacheMode::Unsafe,

@@ -20,6 +20,7 @@ pub(crate) mod refcounts;
 pub(crate) mod resize;
 pub(crate) mod snapshots;
 mod tree;
+pub(crate) mod vm_state;
 
 use crate::check::repair_at_open::repair_if_dirty;
 use crate::edit::header_edit::HeaderEdit;

@@ -1,6 +1,7 @@
 //! Taking, going back to, and deleting internal snapshots.
 
 use super::tree::{Direction, Steps};
+use super::vm_state::VmState;
 use super::{Edit, EditWatch};
 use crate::layout::geometry::Geometry;
 use crate::layout::header::{MAX_L1_BYTES, MAX_SNAPSHOTS};
@@ -49,7 +50,21 @@ pub async fn create_snapshot(
     watch: &mut EditWatch<'_>,
 ) -> Result<()> {
     let mut edit = Edit::of_snapshots(io, file, name, watch).await?;
-    let done = edit.create_snapshot(new).await;
+    let done = edit.create_snapshot(new, None).await;
+    edit.end(done).await
+}
+
+/// Takes a snapshot that keeps the state of a machine, too: all of it, or nothing. Nobody else may use the image.
+pub async fn create_snapshot_with_state(
+    io: &MetaIo,
+    file: &dyn File,
+    name: &str,
+    new: &NewSnapshot,
+    state: &mut VmState<'_>,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let mut edit = Edit::of_snapshots(io, file, name, watch).await?;
+    let done = edit.create_snapshot(new, Some(state)).await;
     edit.end(done).await
 }
 
@@ -117,7 +132,7 @@ impl Edit<'_, '_> {
         ids.max().unwrap_or(0).saturating_add(1).to_string()
     }
 
-    async fn create_snapshot(&mut self, new: &NewSnapshot) -> Result<()> {
+    async fn create_snapshot(&mut self, new: &NewSnapshot, state: Option<&mut VmState<'_>>) -> Result<()> {
         if self.rows.len() as u64 >= u64::from(MAX_SNAPSHOTS) {
             return self.refuse(ErrorKind::Unsupported, "it has 65536 snapshots, which is the most that an image has");
         }
@@ -131,14 +146,24 @@ impl Edit<'_, '_> {
         }
         let mut l1 = self.active_l1().await.map_err(|error| self.failed(error))?;
         let mut steps = Steps::new(l1.len().saturating_mul(2));
-        self.count_tree(&l1, Direction::Up, &mut steps).await?;
-        // The disk and the snapshot share all tables.
-        self.retag(&mut l1, 2, &mut steps).await?;
-        let bytes: Vec<u8> = l1.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        // Behind the disk, its own table may lead to what is left of a state; a new state takes that place.
+        let of_disk = usize::try_from(self.geometry.l1_entries()).unwrap_or(usize::MAX).min(l1.len());
+        let shared = if state.is_some() { of_disk } else { l1.len() };
+        let (shares, rest) = l1.split_at_mut(shared);
+        self.count_tree(shares, Direction::Up, &mut steps).await?;
+        // The disk and the snapshot share these tables.
+        self.retag(shares, 2, &mut steps).await?;
+        self.retag(rest, 1, &mut steps).await?;
+        let mut own = shares.to_vec();
+        let vm_state_bytes = state.as_ref().map_or(0, |state| state.length_bytes);
+        if let Some(state) = state {
+            own.extend(self.add_vm_state(state).await?);
+        }
+        let bytes: Vec<u8> = own.iter().flat_map(|entry| entry.to_be_bytes()).collect();
         let snapshot = Snapshot {
             id: self.next_id(),
             name: new.name.clone(),
-            vm_state_bytes: 0,
+            vm_state_bytes,
             date_seconds: new.date_seconds,
             date_nanoseconds: new.date_nanoseconds,
             vm_clock_nanoseconds: 0,
@@ -148,7 +173,7 @@ impl Edit<'_, '_> {
         };
         let prepared = async {
             let l1_offset = if bytes.is_empty() { 0 } else { self.add_table(&bytes, 1).await? };
-            let l1_entries = l1.len() as u32;
+            let l1_entries = own.len() as u32;
             let (id, name) = (snapshot.id.clone().into_bytes(), snapshot.name.clone().into_bytes());
             self.rows.push(Row { l1_offset, l1_entries, snapshot, id, name, says_size: true, more: Vec::new() });
             self.set_rows().await?;

@@ -2,8 +2,9 @@
 
 use super::layer::Layer;
 use super::mapping::Mapping;
-use block::{Error, ErrorKind, Result};
-use format_qcow2::{Bitmap, BitmapAction, BitmapBits, NewSnapshot, Snapshot, SnapshotName};
+use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
+use format_qcow2::{Bitmap, BitmapAction, BitmapBits, NewSnapshot, Snapshot, SnapshotName, VmState};
+use std::sync::Arc;
 
 /// What to change.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,10 +14,40 @@ pub enum ClosedEdit {
     Bitmaps(Vec<(String, BitmapAction)>),
     /// Take an internal snapshot.
     CreateSnapshot(NewSnapshot),
+    /// Take one that keeps the state of a machine, too.
+    SaveState(NewSnapshot, StateSource),
     /// Delete this one.
     DeleteSnapshot(SnapshotName),
     /// Make the disk what it was when this one was taken.
     ApplySnapshot(SnapshotName),
+}
+
+/// A file that begins with the state of a machine.
+#[derive(Debug, Clone)]
+pub struct StateSource {
+    /// The file.
+    pub file: Arc<dyn File>,
+    /// Bytes of the state.
+    pub length_bytes: u64,
+}
+
+impl PartialEq for StateSource {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.file, &other.file) && self.length_bytes == other.length_bytes
+    }
+}
+
+impl Eq for StateSource {}
+
+impl StateSource {
+    /// Fills `target` with the bytes from `offset` on; makes calls that block.
+    fn read(&self, io: &MetaIo, offset: u64, target: &mut [u8]) -> Result<()> {
+        let what = || format!("cannot read the machine's state from '{}'", self.file.info().name);
+        let read = block_on(io.read(offset, target.len(), PastEnd::Fails));
+        let bytes = read.map_err(|error| Error::with_source(ErrorKind::Io, what(), error))?;
+        target.copy_from_slice(&bytes);
+        Ok(())
+    }
 }
 
 impl Layer {
@@ -48,6 +79,12 @@ impl Layer {
                 format_qcow2::edit_bitmaps_just_closed(io, file, name, actions, go_on).await
             }
             ClosedEdit::CreateSnapshot(new) => format_qcow2::create_snapshot(io, file, name, new, go_on).await,
+            ClosedEdit::SaveState(new, source) => {
+                let from = MetaIo::of_file(&*source.file)?;
+                let mut read = |offset, target: &mut [u8]| source.read(&from, offset, target);
+                let mut state = VmState { length_bytes: source.length_bytes, read: &mut read };
+                format_qcow2::create_snapshot_with_state(io, file, name, new, &mut state, go_on).await
+            }
             ClosedEdit::DeleteSnapshot(which) => format_qcow2::delete_snapshot(io, file, name, which, go_on).await,
             ClosedEdit::ApplySnapshot(which) => format_qcow2::apply_snapshot(io, file, name, which, go_on).await,
         }

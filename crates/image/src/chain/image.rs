@@ -10,7 +10,7 @@ use crate::file_name::FileName;
 use crate::guess::Format;
 use block::{
     Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Extent, File, Lifetime, Listeners, MetaIo, ReactorCtx,
-    Result, Runs, StatusQuery, Topology, block_on,
+    ReadMap, Result, Runs, StatusQuery, Topology, WriteMap, block_on,
 };
 use memory::BufferAccount;
 use std::rc::Rc;
@@ -322,6 +322,14 @@ impl Disk for Image {
 
     fn block_status(&self, query: &StatusQuery) -> Result<Runs<'_>> {
         Ok(Box::new(Extents::of(self.chain(), query)?))
+    }
+
+    fn map_read(&self, offset: u64, length_bytes: usize) -> Option<ReadMap> {
+        self.chain().map_read(offset, length_bytes)
+    }
+
+    fn map_write(&self, offset: u64, length_bytes: usize) -> Option<WriteMap> {
+        self.chain().map_write(offset, length_bytes)
     }
 
     fn subscribe(&self, listener: Weak<dyn DiskListener>) {

@@ -11,6 +11,7 @@ pub(crate) mod exchange;
 pub(crate) mod extents;
 mod guessed_raw;
 pub(crate) mod image;
+pub(crate) mod in_place;
 pub(crate) mod layer;
 pub(crate) mod layers;
 mod lower_map;

@@ -17,7 +17,7 @@ use block::latency::timed;
 use block::sync::AtomicU64;
 use block::{
     Completion, DiskQueue, Done, Extent, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, Op, OpFlags, Part,
-    Participant, Parts, Priority, ReactorCtx, Result, Sink, Tag, Task, Ticket, turn,
+    Participant, Parts, Priority, ReactorCtx, Result, Sink, Tag, Task, Ticket, WriteMap, turn,
 };
 use memory::Window;
 use std::cell::RefCell;
@@ -578,6 +578,17 @@ impl Core {
         self.push(index, 0, FileOp::Discard { offset, length }, Priority::NONE)
     }
 
+    /// Makes the space of a map the top layer's.
+    fn take_over(&mut self, index: usize, map: WriteMap) -> IoResult {
+        let offset = map.offset();
+        self.shared.chain.check_range(offset, map.length_bytes() as u64)?;
+        map.check()?;
+        let claim = map.into_claim().map_err(|_| IoError::EIO)?;
+        let staged = claim.downcast().map_err(|_| IoError::EIO)?;
+        self.spawn(index, Slow::TakeOver { offset, staged, flags: self.needed(OpFlags::NONE) });
+        Ok(())
+    }
+
     fn write_zeroes(&mut self, index: usize, offset: u64, length: u64, may_unmap: bool, flags: OpFlags) -> IoResult {
         if length == 0 {
             return if flags.is_preflush() { self.flush(index) } else { Ok(()) };
@@ -599,6 +610,18 @@ impl DiskQueue for ImageQueue {
             false => core.begin(tag, op),
             true => core.held.push((Instant::now(), tag, op)),
         }
+    }
+
+    fn submit_map(&mut self, tag: Tag, map: WriteMap) {
+        let mut core = self.0.borrow_mut();
+        if core.holds || !core.shared.chain.owns(&map) {
+            drop(core);
+            // An exchange of the chain may have come between.
+            return self.submit(tag, map.into_op(OpFlags::NONE));
+        }
+        let index = core.take_slot(tag);
+        let result = core.take_over(index, map);
+        core.piece_ended(index, result);
     }
 
     fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {

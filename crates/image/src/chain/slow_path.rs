@@ -9,17 +9,41 @@ use crate::chain::mapping::{Allocation, Fill, Mapping, Overwrite, Prepared};
 use crate::chain::queue::Shared;
 use block::latency::{counts_as, lap};
 use block::{Extent, FileOp, IoError, IoResult, OpFlags, Part, Priority, turn, yield_now};
+use format_scratch::Staged;
 use memory::{BufferGrant, BufferUse, IoBuf, Window};
 use std::pin::pin;
 use std::rc::Rc;
 
 /// The slow rest of a request.
 pub(crate) enum Slow {
-    Read { offset: u64, data: Window, priority: Priority },
-    Write { offset: u64, data: Window, flags: OpFlags, priority: Priority },
+    Read {
+        offset: u64,
+        data: Window,
+        priority: Priority,
+    },
+    Write {
+        offset: u64,
+        data: Window,
+        flags: OpFlags,
+        priority: Priority,
+    },
+    /// Bytes that lie in space of the top layer already.
+    TakeOver {
+        offset: u64,
+        staged: Box<Staged>,
+        flags: OpFlags,
+    },
     Flush,
-    Discard { offset: u64, length: u64 },
-    WriteZeroes { offset: u64, length: u64, may_unmap: bool, flags: OpFlags },
+    Discard {
+        offset: u64,
+        length: u64,
+    },
+    WriteZeroes {
+        offset: u64,
+        length: u64,
+        may_unmap: bool,
+        flags: OpFlags,
+    },
 }
 
 impl Slow {
@@ -32,6 +56,11 @@ impl Slow {
                     Written::InPlace if flags.is_fua() && !shared.chain.is_handing_over() => shared.flush_data().await,
                     _ => shared.flush_if(flags.is_fua()).await,
                 }
+            }
+            Self::TakeOver { offset, mut staged, flags } => {
+                let meta = shared.metas.first().ok_or(IoError::EIO)?;
+                shared.chain.top()?.mapping.link(meta, offset, &mut staged).await?;
+                shared.flush_if(flags.is_fua()).await
             }
             Self::Flush => shared.flush_if(true).await,
             Self::Discard { offset, length } => shared.discard(offset, length).await,

@@ -5,6 +5,7 @@
 
 mod basic;
 mod concurrent;
+mod maps;
 
 use crate::harness::{Harness, QueueId};
 use crate::request::{Reply, Request};
@@ -61,6 +62,10 @@ const CHECKS: &[(&str, bool, bool, Check)] = &[
     ("discards no more than asked", true, false, basic::discards_no_more_than_asked),
     ("writes zeroes exactly", true, false, basic::writes_zeroes_exactly),
     ("block status tells the truth", true, false, basic::block_status_tells_the_truth),
+    ("maps show what is read", true, false, maps::maps_show_what_is_read),
+    ("a cancelled map was never there", true, false, maps::a_cancelled_map_was_never_there),
+    ("a committed map is seen by all", true, false, maps::a_committed_map_is_seen_by_all),
+    ("a read-only disk gives no space", true, true, maps::a_read_only_disk_gives_no_space),
     ("serves large requests", true, false, basic::serves_large_requests),
     ("a read-only disk refuses writes", false, true, basic::a_read_only_disk_refuses_writes),
     ("delivers only what completed", false, false, basic::delivers_only_what_completed),

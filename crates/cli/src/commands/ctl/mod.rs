@@ -277,7 +277,7 @@ impl Ctl {
                 options.set(key, daemon::absolute(Path::new(&path)).to_string_lossy());
             }
         }
-        let disk: Disk = self.client.post("/v1/disks", &AddDisk { options, export })?;
+        let disk: Disk = self.client.post("/v1/disks", &AddDisk { options, export, overlay: None })?;
         self.show(&disk, tables::disk)
     }
 

@@ -174,7 +174,8 @@ impl Ctl {
 
     pub(super) fn create_snapshot(&self, args: &SnapshotArgs) -> anyhow::Result<()> {
         let path = format!("/v1/disks/{}/snapshots", path_segment(&args.name));
-        let snapshots: InternalSnapshots = self.client.post(&path, &CreateSnapshot { name: args.snapshot.clone() })?;
+        let snapshots: InternalSnapshots =
+            self.client.post(&path, &CreateSnapshot { name: args.snapshot.clone(), vm_state: None })?;
         self.show(&snapshots, tables::snapshots)
     }
 

@@ -153,6 +153,13 @@ impl MappedFile {
             && (self.all(pages.clone(), |_, region, bits| has(&region.ready, bits)) || self.warms(pages))
     }
 
+    /// Whether all pages of a range are known to hold data: nothing is asked.
+    pub(crate) fn has_all(&self, offset: u64, length: u64) -> bool {
+        let fits = offset.saturating_add(length) <= self.mapping.length_bytes() as u64;
+        let pages = touched_by(offset, length);
+        fits && !self.retired.load(Ordering::Acquire) && self.all(pages, |_, region, bits| has(&region.ready, bits))
+    }
+
     fn all(&self, pages: Range<u64>, is: impl Fn(usize, &Region, u64) -> bool) -> bool {
         all_regions(pages, |number, bits| self.regions.get(number).is_some_and(|region| is(number, region, bits)))
     }

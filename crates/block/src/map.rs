@@ -1,0 +1,336 @@
+//! What a disk holds, where it lies: access without an operation.
+//!
+//! * A [`ReadMap`] shows a range where its bytes lie in the host's memory. It is as a read in flight: what is written to the
+//!   range meanwhile may show or not, and space that it shows is not used again while it lives.
+//! * A [`WriteMap`] is where the new bytes of a range are put together, beside the disk. Nobody sees them before it is
+//!   committed; dropping it cancels. All of the range is replaced.
+//!
+//! A disk answers "not here" with `None` ([`crate::Disk::map_read`], [`crate::Disk::map_write`]), and then an ordinary read
+//! or write does it. Others may change mapped bytes at any time, so both copy only, and lend no slices.
+
+use crate::{IoError, IoResult, Op, OpFlags};
+use memory::{AlignedBuf, IoBuf, MappedRange, MappingLost, Window};
+use std::any::Any;
+use std::fmt;
+
+impl From<MappingLost> for IoError {
+    fn from(_: MappingLost) -> Self {
+        Self::EIO
+    }
+}
+
+/// A part of a file, where it lies.
+#[derive(Debug)]
+pub enum MapPiece {
+    /// In memory.
+    Bytes(MappedRange),
+    /// So many zeros, nowhere.
+    Zeros(usize),
+}
+
+impl MapPiece {
+    fn length_bytes(&self) -> usize {
+        match self {
+            Self::Bytes(range) => range.length_bytes(),
+            Self::Zeros(length_bytes) => *length_bytes,
+        }
+    }
+}
+
+/// What a disk holds in a range. See the module's documentation.
+pub struct ReadMap {
+    pieces: Vec<MapPiece>,
+    length_bytes: usize,
+    /// What must not go away meanwhile: places in epochs, files.
+    _keep: Box<dyn Any + Send + Sync>,
+}
+
+impl ReadMap {
+    /// A map of these pieces, in order.
+    #[must_use]
+    pub fn new(pieces: Vec<MapPiece>, keep: Box<dyn Any + Send + Sync>) -> Self {
+        let length_bytes = pieces.iter().map(MapPiece::length_bytes).sum();
+        Self { pieces, length_bytes, _keep: keep }
+    }
+
+    /// How long it is.
+    #[must_use]
+    pub fn length_bytes(&self) -> usize {
+        self.length_bytes
+    }
+
+    /// Copies bytes from `skip_bytes` on; fails where they do not lie inside, and where they cannot be had any more.
+    pub fn read_at(&self, skip_bytes: usize, target: &mut [u8]) -> IoResult {
+        self.each_part(skip_bytes, target.len(), |piece, skip, at, length| {
+            let part = target.get_mut(at..at.saturating_add(length)).ok_or(IoError::EIO)?;
+            match piece {
+                MapPiece::Bytes(range) => Ok(range.copy_to_slice(skip, part)?),
+                MapPiece::Zeros(_) => {
+                    part.fill(0);
+                    Ok(())
+                }
+            }
+        })
+    }
+
+    /// Copies `length_bytes` from `skip_bytes` on to the start of `target`: a guest's memory, or a request's.
+    pub fn copy_to(&self, skip_bytes: usize, length_bytes: usize, target: &Window) -> IoResult {
+        if target.length_bytes() < length_bytes {
+            return Err(IoError::EIO);
+        }
+        self.each_part(skip_bytes, length_bytes, |piece, skip, at, length| {
+            let part = target.slice(at, length);
+            match piece {
+                MapPiece::Bytes(range) => Ok(range.copy_to(skip, length, &part)?),
+                MapPiece::Zeros(_) => {
+                    part.fill(0);
+                    Ok(())
+                }
+            }
+        })
+    }
+
+    /// Ends it. Fails if anything that it showed could not be had.
+    pub fn commit(self) -> IoResult {
+        self.pieces.iter().try_for_each(|piece| match piece {
+            MapPiece::Bytes(range) => Ok(range.check()?),
+            MapPiece::Zeros(_) => Ok(()),
+        })
+    }
+
+    /// Calls `each` with every piece that a part of the range touches: where the part begins in it, where that is in the
+    /// part, and how long it is there.
+    fn each_part(
+        &self,
+        skip_bytes: usize,
+        length_bytes: usize,
+        mut each: impl FnMut(&MapPiece, usize, usize, usize) -> IoResult,
+    ) -> IoResult {
+        let (mut skip, mut done) = (skip_bytes, 0_usize);
+        let inside = skip_bytes.checked_add(length_bytes).is_some_and(|end| end <= self.length_bytes);
+        if !inside {
+            return Err(IoError::EIO);
+        }
+        for piece in &self.pieces {
+            let left = length_bytes.saturating_sub(done);
+            if left == 0 {
+                break;
+            }
+            let here = piece.length_bytes();
+            if skip >= here {
+                skip = skip.saturating_sub(here);
+                continue;
+            }
+            let take = left.min(here.saturating_sub(skip));
+            each(piece, skip, done, take)?;
+            done = done.saturating_add(take);
+            skip = 0;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for ReadMap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ReadMap({} bytes, {} pieces)", self.length_bytes, self.pieces.len())
+    }
+}
+
+/// Space of a disk that nobody sees, for bytes that are to become its own without a copy. Dropping it gives it back.
+pub type Claim = Box<dyn Any + Send + Sync>;
+
+enum Staged {
+    /// Memory of our own: it is written by an ordinary write.
+    Own(AlignedBuf),
+    /// Where the disk can take it over.
+    Claimed(MappedRange, Claim),
+}
+
+/// The new bytes of a range, until they are committed. See the module's documentation.
+pub struct WriteMap {
+    offset: u64,
+    staged: Staged,
+}
+
+impl WriteMap {
+    /// For `length_bytes` at `offset` of a disk, all zeros at first, in memory of its own.
+    #[must_use]
+    pub fn in_memory(offset: u64, length_bytes: usize) -> Self {
+        Self { offset, staged: Staged::Own(AlignedBuf::zeroed(length_bytes)) }
+    }
+
+    /// In space of the disk, which only the disk understands.
+    #[must_use]
+    pub fn in_space(offset: u64, range: MappedRange, claim: Claim) -> Self {
+        Self { offset, staged: Staged::Claimed(range, claim) }
+    }
+
+    /// The first byte on the disk.
+    #[must_use]
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// How long it is.
+    #[must_use]
+    pub fn length_bytes(&self) -> usize {
+        match &self.staged {
+            Staged::Own(buf) => buf.len(),
+            Staged::Claimed(range, _) => range.length_bytes(),
+        }
+    }
+
+    /// Whether it lies in the disk's space, so that no byte is copied when it is committed.
+    #[must_use]
+    pub fn is_in_place(&self) -> bool {
+        matches!(self.staged, Staged::Claimed(..))
+    }
+
+    /// Puts bytes to `skip_bytes` and the following.
+    pub fn write_at(&mut self, skip_bytes: usize, bytes: &[u8]) -> IoResult {
+        let part = self.part(skip_bytes, bytes.len())?;
+        match &mut self.staged {
+            Staged::Own(buf) => buf.get_mut(part).ok_or(IoError::EIO)?.copy_from_slice(bytes),
+            Staged::Claimed(range, _) => range.copy_from_slice(skip_bytes, bytes)?,
+        }
+        Ok(())
+    }
+
+    /// Puts the bytes of a guest's memory, or a request's, to `skip_bytes` and the following.
+    pub fn copy_from(&mut self, skip_bytes: usize, source: &Window) -> IoResult {
+        let part = self.part(skip_bytes, source.length_bytes())?;
+        match &mut self.staged {
+            Staged::Own(buf) => {
+                source.copy_to_slice(0, buf.get_mut(part).ok_or(IoError::EIO)?);
+            }
+            Staged::Claimed(range, _) => range.copy_from(skip_bytes, source)?,
+        }
+        Ok(())
+    }
+
+    /// Puts `length_bytes` of one value to `skip_bytes` and the following.
+    pub fn fill(&mut self, skip_bytes: usize, length_bytes: usize, byte: u8) -> IoResult {
+        let part = self.part(skip_bytes, length_bytes)?;
+        match &mut self.staged {
+            Staged::Own(buf) => buf.get_mut(part).ok_or(IoError::EIO)?.fill(byte),
+            Staged::Claimed(range, _) => range.fill(skip_bytes, length_bytes, byte)?,
+        }
+        Ok(())
+    }
+
+    /// Copies back what was put to `skip_bytes` and the following.
+    pub fn read_at(&self, skip_bytes: usize, target: &mut [u8]) -> IoResult {
+        let part = self.part(skip_bytes, target.len())?;
+        match &self.staged {
+            Staged::Own(buf) => target.copy_from_slice(buf.get(part).ok_or(IoError::EIO)?),
+            Staged::Claimed(range, _) => range.copy_to_slice(skip_bytes, target)?,
+        }
+        Ok(())
+    }
+
+    /// Whether all that was put there can still be had. What is committed must be.
+    pub fn check(&self) -> IoResult {
+        match &self.staged {
+            Staged::Own(_) => Ok(()),
+            Staged::Claimed(range, _) => Ok(range.check()?),
+        }
+    }
+
+    /// The space that the disk gave for it, if it did.
+    #[must_use]
+    pub fn claim(&self) -> Option<&Claim> {
+        match &self.staged {
+            Staged::Own(_) => None,
+            Staged::Claimed(_, claim) => Some(claim),
+        }
+    }
+
+    /// Gives that space to the disk.
+    pub fn into_claim(self) -> Result<Claim, Self> {
+        match self.staged {
+            Staged::Claimed(_, claim) => Ok(claim),
+            staged @ Staged::Own(_) => Err(Self { staged, ..self }),
+        }
+    }
+
+    /// An ordinary write of it, on this thread.
+    #[must_use]
+    pub fn into_op(self, flags: OpFlags) -> Op {
+        let data = match self.staged {
+            Staged::Own(buf) => IoBuf::from_aligned(buf).whole(),
+            Staged::Claimed(range, claim) => {
+                let copy = || {
+                    let mut buf = AlignedBuf::zeroed(range.length_bytes());
+                    // What is lost was found before, or is found by whoever reads it back.
+                    let _ = range.copy_to_slice(0, &mut buf);
+                    IoBuf::from_aligned(buf).whole()
+                };
+                range.window(claim).unwrap_or_else(copy)
+            }
+        };
+        Op::write(self.offset, data, flags)
+    }
+
+    fn part(&self, skip_bytes: usize, length_bytes: usize) -> IoResult<std::ops::Range<usize>> {
+        let end = skip_bytes.checked_add(length_bytes).filter(|end| *end <= self.length_bytes());
+        Ok(skip_bytes..end.ok_or(IoError::EIO)?)
+    }
+}
+
+impl fmt::Debug for WriteMap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = if self.is_in_place() { "in place" } else { "in memory" };
+        write!(f, "WriteMap({} bytes at {}, {place})", self.length_bytes(), self.offset)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memory::Mapping;
+    use std::sync::Arc;
+
+    #[test]
+    fn a_map_of_pieces_reads_as_one_range_and_refuses_what_is_outside() {
+        let (_file, mapping) = Mapping::anonymous_file(c"map", 4096).unwrap();
+        let mapping = Arc::new(mapping);
+        let range = |skip, length| MappedRange::new(&mapping, skip, length).unwrap();
+        range(0, 8).copy_from_slice(0, &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+        let pieces = vec![MapPiece::Bytes(range(2, 3)), MapPiece::Zeros(2), MapPiece::Bytes(range(0, 2))];
+        let map = ReadMap::new(pieces, Box::new(()));
+        let mut bytes = [9; 7];
+        map.read_at(0, &mut bytes).unwrap();
+        assert_eq!((bytes, map.length_bytes()), ([3, 4, 5, 0, 0, 1, 2], 7));
+        map.read_at(4, &mut bytes[..2]).unwrap();
+        assert_eq!(bytes[..2], [0, 1]);
+        let window = IoBuf::zeroed(4).whole();
+        map.copy_to(1, 4, &window).unwrap();
+        assert_eq!(window.to_vec(), [4, 5, 0, 0]);
+        for (skip, length) in [(7, 1), (6, 2), (usize::MAX, 1), (0, 8)] {
+            assert!(map.read_at(skip, &mut vec![0; length]).is_err());
+        }
+        assert!(map.copy_to(0, 5, &window).is_err(), "the target is shorter");
+        map.commit().unwrap();
+    }
+
+    #[test]
+    fn what_is_put_into_a_write_map_is_what_it_writes_wherever_that_is() {
+        let (_file, mapping) = Mapping::anonymous_file(c"map", 4096).unwrap();
+        let range = MappedRange::new(&Arc::new(mapping), 1024, 512).unwrap();
+        for mut map in [WriteMap::in_memory(4096, 512), WriteMap::in_space(4096, range, Box::new(()))] {
+            map.write_at(1, &[1, 2]).unwrap();
+            map.fill(510, 2, 7).unwrap();
+            let source = IoBuf::zeroed(2).whole();
+            source.fill(3);
+            map.copy_from(3, &source).unwrap();
+            assert!(map.write_at(511, &[1, 2]).is_err() && map.fill(0, 513, 1).is_err());
+            let mut bytes = [0; 6];
+            map.read_at(0, &mut bytes).unwrap();
+            assert_eq!(bytes, [0, 1, 2, 3, 3, 0]);
+            map.check().unwrap();
+            let Op::Write { offset, data, .. } = map.into_op(OpFlags::NONE) else { panic!("a write") };
+            let bytes = data.to_vec();
+            assert_eq!((offset, bytes.len(), &bytes[..5], bytes[511]), (4096, 512, &[0, 1, 2, 3, 3][..], 7));
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! Access to what a disk holds without an operation a request.
+
+use crate::buffer::Buffer;
+use crate::disk::Disk;
+use crate::operation::Operation;
+use block::{Error, ErrorKind, IoResult, ReadMap, Result, WriteMap};
+use std::fmt;
+use std::ops::Range;
+
+/// What a map is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// To see what the disk holds.
+    Read,
+    /// To put new bytes together, all of which replace what the range holds.
+    Write,
+}
+
+/// A range of a disk, open for access.
+///
+/// For reading, it shows what the disk holds, where that lies if it can: what is written to the range meanwhile may show or
+/// not. For writing, it is all zeros at first; nobody sees what is put there before [`Map::commit`] has ended, and dropping
+/// the map cancels. Others may change what is shown at any time, so bytes are only copied in and out.
+pub struct Map<'a> {
+    disk: &'a Disk,
+    offset: u64,
+    kind: Kind,
+}
+
+enum Kind {
+    Shown(ReadMap),
+    Copied(Buffer),
+    New(WriteMap),
+}
+
+impl Disk {
+    /// Opens a range for access. What does not lie in the host's memory (compressed, remote, past the page cache) is read
+    /// into a buffer first, and this waits for that. `range` is in bytes, in multiples of 512.
+    ///
+    /// ```no_run
+    /// # fn main() -> ringdisk_disk::Result<()> {
+    /// use ringdisk_disk::{Access, Options};
+    ///
+    /// let disk = Options::drive("file=base.raw,format=raw,snapshot=on")?.open()?;
+    /// let mut sum = 0u64;
+    /// let map = disk.map(0..65536, Access::Read)?;
+    /// let mut chunk = [0; 4096];
+    /// for skip in (0..map.length_bytes()).step_by(chunk.len()) {
+    ///     map.read_at(skip, &mut chunk)?;
+    ///     sum += chunk.iter().map(|byte| u64::from(*byte)).sum::<u64>();
+    /// }
+    /// let mut map = disk.map(4096..8192, Access::Write)?;
+    /// map.write_at(0, &sum.to_le_bytes())?;
+    /// map.commit().wait()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn map(&self, range: Range<u64>, access: Access) -> Result<Map<'_>> {
+        let (offset, length_bytes) = (range.start, self.length_to_map(&range, access)?);
+        if let Some(kind) = self.kind_in_place(offset, length_bytes, access) {
+            return Ok(Map { disk: self, offset, kind });
+        }
+        let kind = match access {
+            Access::Read => Kind::Copied(self.read(offset, length_bytes).wait()?),
+            Access::Write => Kind::New(WriteMap::in_memory(offset, length_bytes)),
+        };
+        Ok(Map { disk: self, offset, kind })
+    }
+
+    /// As [`Disk::map`], where that needs no buffer and waits for nothing: `None` if it would.
+    pub fn try_map(&self, range: Range<u64>, access: Access) -> Result<Option<Map<'_>>> {
+        let (offset, length_bytes) = (range.start, self.length_to_map(&range, access)?);
+        Ok(self.kind_in_place(offset, length_bytes, access).map(|kind| Map { disk: self, offset, kind }))
+    }
+
+    fn kind_in_place(&self, offset: u64, length_bytes: usize, access: Access) -> Option<Kind> {
+        let disk = self.image()?;
+        match access {
+            Access::Read => disk.map_read(offset, length_bytes).map(Kind::Shown),
+            Access::Write => disk.map_write(offset, length_bytes).map(Kind::New),
+        }
+    }
+
+    fn length_to_map(&self, range: &Range<u64>, access: Access) -> Result<usize> {
+        let length_bytes = range.end.saturating_sub(range.start);
+        self.check("map", range.start, length_bytes)?;
+        if access == Access::Write && self.is_read_only() {
+            return Err(self.map_failed("map for writing", range.start, "the disk is read-only"));
+        }
+        usize::try_from(length_bytes).map_err(|_| self.map_failed("map", range.start, "it is longer than any memory"))
+    }
+}
+
+impl Map<'_> {
+    /// The first byte on the disk.
+    #[must_use]
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// How long it is.
+    #[must_use]
+    pub fn length_bytes(&self) -> usize {
+        match &self.kind {
+            Kind::Shown(map) => map.length_bytes(),
+            Kind::Copied(buffer) => buffer.len(),
+            Kind::New(map) => map.length_bytes(),
+        }
+    }
+
+    /// Whether the bytes lie where the disk has them, or will have them: no copy was made or will be.
+    #[must_use]
+    pub fn is_in_place(&self) -> bool {
+        match &self.kind {
+            Kind::Shown(_) => true,
+            Kind::Copied(_) => false,
+            Kind::New(map) => map.is_in_place(),
+        }
+    }
+
+    /// Copies bytes from `skip_bytes` on. A map for writing gives back what was put there.
+    ///
+    /// Fails where the bytes do not lie inside, and where the file beneath has become shorter.
+    pub fn read_at(&self, skip_bytes: usize, target: &mut [u8]) -> Result<()> {
+        let read = match &self.kind {
+            Kind::Shown(map) => map.read_at(skip_bytes, target),
+            Kind::Copied(buffer) => {
+                let end = skip_bytes.checked_add(target.len());
+                match end.and_then(|end| buffer.get(skip_bytes..end)) {
+                    Some(part) => {
+                        target.copy_from_slice(part);
+                        Ok(())
+                    }
+                    None => Err(block::IoError::EIO),
+                }
+            }
+            Kind::New(map) => map.read_at(skip_bytes, target),
+        };
+        self.ended("look at", skip_bytes, target.len(), read)
+    }
+
+    /// Puts bytes to `skip_bytes` and the following, in a map for writing.
+    pub fn write_at(&mut self, skip_bytes: usize, bytes: &[u8]) -> Result<()> {
+        let written = self.new_bytes()?.write_at(skip_bytes, bytes);
+        self.ended("put", skip_bytes, bytes.len(), written)
+    }
+
+    /// Puts `length_bytes` of one value to `skip_bytes` and the following, in a map for writing.
+    pub fn fill(&mut self, skip_bytes: usize, length_bytes: usize, byte: u8) -> Result<()> {
+        let filled = self.new_bytes()?.fill(skip_bytes, length_bytes, byte);
+        self.ended("put", skip_bytes, length_bytes, filled)
+    }
+
+    /// Ends the map. New bytes are the disk's when this has ended, and durable after a flush that is called then. Of a map
+    /// for reading, it says whether all that was shown was there.
+    pub fn commit(self) -> Operation<()> {
+        let Self { disk, offset, kind } = self;
+        match kind {
+            Kind::New(map) => disk.commit_map(offset, map),
+            Kind::Copied(_) => Operation::ended(Ok(())),
+            Kind::Shown(map) => {
+                let ended = map.commit();
+                Operation::ended(
+                    ended.map_err(|_| disk.map_failed("map", offset, "the file beneath has become shorter")),
+                )
+            }
+        }
+    }
+
+    fn new_bytes(&mut self) -> Result<&mut WriteMap> {
+        let (disk, offset) = (self.disk, self.offset);
+        match &mut self.kind {
+            Kind::New(map) => Ok(map),
+            Kind::Shown(_) | Kind::Copied(_) => Err(disk.map_failed("put bytes", offset, "the map is for reading")),
+        }
+    }
+
+    fn ended(&self, what: &str, skip_bytes: usize, length_bytes: usize, result: IoResult) -> Result<()> {
+        let Err(error) = result else { return Ok(()) };
+        let is_outside = skip_bytes.checked_add(length_bytes).is_none_or(|end| end > self.length_bytes());
+        let why = match is_outside {
+            true => format!("the map has {} bytes", self.length_bytes()),
+            false => format!("a page cannot be had; a file beneath may have become shorter ({error})"),
+        };
+        let kind = if is_outside { ErrorKind::BadOption } else { ErrorKind::Io };
+        let at = format!("cannot {what} {length_bytes} bytes at {skip_bytes} of a map at byte {}", self.offset);
+        Err(Error::new(kind, format!("{at} of '{}': {why}", self.disk.name())))
+    }
+}
+
+impl fmt::Debug for Map<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = if self.is_in_place() { "in place" } else { "copied" };
+        write!(f, "Map({} bytes at {} of '{}', {place})", self.length_bytes(), self.offset, self.disk.name())
+    }
+}

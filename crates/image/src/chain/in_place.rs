@@ -1,0 +1,103 @@
+//! What the image holds, where it lies, for who makes no requests; and pages of a scratch overlay that are filled beside the
+//! disk and taken over.
+//!
+//! A map of what is read has a place in the epochs of each layer. So space that is freed while the map lives is not used
+//! again, and the map never shows a stranger's data. A chain that is exchanged meanwhile does not wait for it: the layers
+//! that it was looked up in still hold what the range held then.
+
+use super::layers::Chain;
+use super::mapping::Mapping;
+use block::{Epochs, Extent, IoError, IoResult, MapPiece, MetaIo, Participant, ReadMap, WriteMap};
+use format_scratch::Staged;
+
+/// The most pieces of one map. What lies in more is read instead.
+const MAX_PIECES: usize = 1024;
+
+impl Chain {
+    /// Shows a range where it lies; `None` where some of it does not lie in memory, or where a table would have to be read.
+    pub(crate) fn map_read(&self, offset: u64, length_bytes: usize) -> Option<ReadMap> {
+        self.check_range(offset, length_bytes as u64).ok()?;
+        let epochs = self.layers.iter().filter_map(|layer| layer.mapping.epochs());
+        // Before anything is looked up.
+        let places: Vec<Participant> = epochs.map(begun).collect();
+        let end = offset.checked_add(length_bytes as u64)?;
+        let mut pieces = Vec::with_capacity(1);
+        let mut at = offset;
+        while at < end {
+            let place = self.lookup(at, end.saturating_sub(at))?;
+            let length = usize::try_from(place.length_bytes).ok().filter(|length| *length > 0)?;
+            if pieces.len() >= MAX_PIECES {
+                return None;
+            }
+            match place.extent {
+                Extent::Data { offset, .. } => {
+                    let layer = self.layer(place.layer).ok()?;
+                    let past_end = layer.mapping.past_end(offset);
+                    layer.data_file().map(offset, length, past_end, &mut pieces).then_some(())?;
+                }
+                Extent::Zero | Extent::Backing => pieces.push(MapPiece::Zeros(length)),
+                Extent::Compressed(_) => return None,
+            }
+            at = at.saturating_add(place.length_bytes);
+        }
+        Some(ReadMap::new(pieces, Box::new(places)))
+    }
+
+    /// Space of the top layer for the new bytes of a range.
+    pub(crate) fn map_write(&self, offset: u64, length_bytes: usize) -> Option<WriteMap> {
+        if self.disk.read_only || !self.takes_over() {
+            return None;
+        }
+        let top = self.layers.first()?;
+        let staged = top.mapping.try_stage(offset, length_bytes as u64)?;
+        let range = top.data_file().map_reserved(staged.file_offset, length_bytes)?;
+        if !staged.zeroed {
+            range.fill(0, length_bytes, 0).ok()?;
+        }
+        Some(WriteMap::in_space(offset, range, Box::new(staged)))
+    }
+
+    /// Whether writes may become the top layer's without passing through a request.
+    fn takes_over(&self) -> bool {
+        !self.looks_at_writes && !self.guessed_raw && self.both.is_none()
+    }
+
+    /// Whether the space of a map is the top layer's, to be taken over as it is.
+    pub(crate) fn owns(&self, map: &WriteMap) -> bool {
+        let staged = map.claim().and_then(|claim| claim.downcast_ref::<Staged>());
+        let top = self.layers.first();
+        self.takes_over() && staged.zip(top).is_some_and(|(staged, top)| top.mapping.owns(staged))
+    }
+}
+
+/// A place in the epochs of a layer, in which something has begun.
+fn begun(epochs: &Epochs) -> Participant {
+    let mut participant = epochs.join();
+    participant.begin(epochs);
+    participant
+}
+
+impl Mapping {
+    /// Space for whole pages of a range, where the format has pages that can be taken over.
+    fn try_stage(&self, offset: u64, length_bytes: u64) -> Option<Staged> {
+        match self {
+            Self::Raw(_) | Self::Qcow2(_) => None,
+            Self::Scratch(scratch) => scratch.try_stage(offset, length_bytes),
+        }
+    }
+
+    fn owns(&self, staged: &Staged) -> bool {
+        match self {
+            Self::Raw(_) | Self::Qcow2(_) => false,
+            Self::Scratch(scratch) => scratch.owns(staged),
+        }
+    }
+
+    /// Publishes staged pages at `offset`.
+    pub(crate) async fn link(&self, io: &MetaIo, offset: u64, staged: &mut Staged) -> IoResult {
+        match self {
+            Self::Raw(_) | Self::Qcow2(_) => Err(IoError::EIO),
+            Self::Scratch(scratch) => scratch.link(io, offset, staged).await,
+        }
+    }
+}

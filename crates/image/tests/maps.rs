@@ -1,0 +1,291 @@
+//! Access without operations, on real files: conformance where maps are given, agreement with the model, cancelled maps, and
+//! files that become shorter beneath.
+
+use block::{Disk, Error, File, ReactorHandle, Result};
+use engine::{CacheMode, OpenOptions, Reactor, ReactorConfig, ReactorThread};
+use format_qcow2::CreateOptions as Qcow2Options;
+use ringdisk_image::{
+    CreateOptions, FileName, Format, HostSpace, Image, ImageOptions, Opener, Role, ScratchFiles, TemporaryFiles,
+};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use testkit::conformance::{Subject, run};
+use testkit::{Harness, ModelDisk, Request, ThreadHarness, Workload, stamped};
+
+const SIZE: u64 = 1 << 20;
+
+/// Opens files of the host; temporary ones lie in the directory.
+struct HostOpener(PathBuf);
+
+fn options(read_only: bool) -> OpenOptions {
+    OpenOptions::default().with(|options| {
+        options.cache = CacheMode::Unsafe;
+        options.read_only = read_only;
+    })
+}
+
+impl Opener for HostOpener {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        engine::open(name.path().unwrap(), &options(role != Role::Writable))
+    }
+
+    fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
+        Ok(Box::new(Temporary(self.0.clone())))
+    }
+}
+
+struct Temporary(PathBuf);
+
+impl Temporary {
+    fn file(&self) -> Result<std::fs::File> {
+        tempfile::tempfile_in(&self.0).map_err(|error| Error::io("cannot make a temporary file", error))
+    }
+}
+
+impl TemporaryFiles for Temporary {
+    fn directory(&self) -> PathBuf {
+        self.0.clone()
+    }
+
+    fn scratch(&self) -> Result<ScratchFiles> {
+        let (index, data) = (self.file()?, self.file()?);
+        let space = Arc::new(HostSpace::of(data.try_clone().unwrap()));
+        let data = engine::open_fd(OwnedFd::from(data), "data", &options(false).with(|options| options.lock = false))?;
+        Ok(ScratchFiles { index, data, space })
+    }
+
+    fn image(&self) -> Result<Arc<dyn File>> {
+        engine::open_fd(OwnedFd::from(self.file()?), "image", &options(false))
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Raw,
+    Qcow2,
+    Scratch,
+}
+
+const KINDS: [Kind; 3] = [Kind::Raw, Kind::Qcow2, Kind::Scratch];
+
+/// In memory, and on a disk.
+fn directories() -> Vec<tempfile::TempDir> {
+    ["/dev/shm", env!("CARGO_TARGET_TMPDIR")].map(|place| tempfile::tempdir_in(place).unwrap()).into()
+}
+
+/// A new disk: a raw image, a qcow2 image with small clusters over one, or a scratch overlay over such a qcow2 image.
+fn make(directory: &Path, kind: Kind, read_only: bool) -> Arc<Image> {
+    static MADE: AtomicU64 = AtomicU64::new(0);
+    let number = MADE.fetch_add(1, Ordering::Relaxed);
+    let directory = &directory.join(number.to_string());
+    std::fs::create_dir(directory).unwrap();
+    let opener = HostOpener(directory.to_owned());
+    let (base, top) = (directory.join("base"), directory.join("image"));
+    let bytes: Vec<u8> = (0..SIZE / 2).map(|at| (at / 512 % 251) as u8).collect();
+    std::fs::write(&base, bytes).unwrap();
+    let (path, format) = match kind {
+        Kind::Raw => {
+            std::fs::File::options().write(true).open(&base).unwrap().set_len(SIZE).unwrap();
+            (base, Format::Raw)
+        }
+        Kind::Qcow2 | Kind::Scratch => {
+            let options = CreateOptions::Qcow2(Qcow2Options::default().with(|options| {
+                options.size_bytes = SIZE;
+                options.cluster_size = 1024;
+                options.backing_file = Some("base".to_owned());
+                options.backing_format = Some("raw".to_owned());
+            }));
+            engine::create(&top, 0).unwrap();
+            ringdisk_image::create(&opener.open(&(&*top).into(), Role::Writable).unwrap(), &options).unwrap();
+            (top, Format::Qcow2)
+        }
+    };
+    let options = ImageOptions::new(&path).with(|options| {
+        options.format = Some(format);
+        options.read_only = read_only && kind != Kind::Scratch;
+        options.scratch = kind == Kind::Scratch;
+    });
+    Arc::new(ringdisk_image::open(&options, &opener).unwrap())
+}
+
+fn reactors(count: usize) -> Vec<ReactorThread> {
+    let config = |index| ReactorConfig::default().with(|config| config.name = format!("test-{index}"));
+    (0..count).map(|index| Reactor::spawn(config(index)).unwrap()).collect()
+}
+
+fn harness(reactors: &[ReactorThread]) -> ThreadHarness {
+    ThreadHarness::new(reactors.iter().map(|reactor| reactor.handle() as Arc<dyn ReactorHandle>).collect())
+}
+
+fn call(harness: &mut ThreadHarness, queue: u64, request: Request) -> Vec<u8> {
+    harness.submit(queue, vec![(u64::MAX, request)]);
+    loop {
+        let turn = harness.turn();
+        if let Some((_, reply)) = turn.replies.into_iter().find(|(_, reply)| reply.tag == u64::MAX) {
+            reply.result.unwrap();
+            return reply.data;
+        }
+    }
+}
+
+/// What the disk shows of a range, if it shows it.
+fn shown(disk: &dyn Disk, offset: u64, length: usize) -> Option<Vec<u8>> {
+    let map = disk.map_read(offset, length)?;
+    let mut bytes = vec![0xa5; length];
+    map.read_at(0, &mut bytes).unwrap();
+    map.commit().unwrap();
+    Some(bytes)
+}
+
+#[test]
+fn disks_that_give_maps_conform() {
+    for directory in directories() {
+        for kind in KINDS {
+            let mut new = |read_only| {
+                let asked = !(read_only && kind == Kind::Scratch);
+                asked.then(|| make(directory.path(), kind, read_only) as Arc<dyn Disk>)
+            };
+            let threads = reactors(2);
+            let mut subject = Subject { make: &mut new, keeps_data: true, seed: 1 };
+            let report = run(&mut harness(&threads), &mut subject);
+            assert!(report.failures.is_empty(), "{kind:?} in {directory:?}: {:#?}", report.failures);
+            threads.into_iter().for_each(|thread| thread.stop().unwrap());
+        }
+    }
+}
+
+#[test]
+fn what_lies_in_memory_is_shown_and_whole_pages_of_a_scratch_overlay_are_taken_over() {
+    for directory in directories() {
+        for kind in KINDS {
+            let disk = make(directory.path(), kind, false);
+            let threads = reactors(1);
+            let mut harness = harness(&threads);
+            let shared = Arc::clone(&disk) as Arc<dyn Disk>;
+            let queue = harness.open(&shared, 0).unwrap();
+            let bytes = stamped(1, 8192, 16384);
+            call(&mut harness, queue, Request::write(8192, &bytes[..]));
+            call(&mut harness, queue, Request::read(0, SIZE as usize));
+            let found = shown(&*disk, 8192, 16384);
+            assert_eq!(found.as_ref(), Some(&bytes), "{kind:?} in {directory:?}");
+            assert!(shown(&*disk, 8192 + 512, 1024).is_some() && shown(&*disk, 0, SIZE as usize).is_some());
+            // Its space is at hand since the write above. Parts of pages are not taken over.
+            let given = |offset, length| disk.map_write(offset, length).map(|map| map.is_in_place());
+            let wanted = (kind == Kind::Scratch).then_some(true);
+            assert_eq!([given(4096, 8192), given(512, 4096), given(4096, 512)], [wanted, None, None], "{kind:?}");
+            drop(harness);
+            threads.into_iter().for_each(|thread| thread.stop().unwrap());
+        }
+    }
+}
+
+/// Threads put new bytes together and cancel them, and look at what is there, while requests and commits go on.
+#[test]
+fn maps_of_many_threads_agree_with_the_model_and_cancelled_ones_never_show() {
+    let directories = directories();
+    for (seed, (directory, kind)) in directories.iter().flat_map(|one| KINDS.map(|kind| (one, kind))).enumerate() {
+        let disk = make(directory.path(), kind, false);
+        let threads = reactors(2);
+        let mut harness = harness(&threads);
+        let shared = Arc::clone(&disk) as Arc<dyn Disk>;
+        let queues: Vec<_> = (0..4).map(|index| harness.open(&shared, index).unwrap()).collect();
+        let contents = call(&mut harness, queues[0], Request::read(0, SIZE as usize));
+        let mut model = ModelDisk::new(&contents, false).with_mixed_reads(true);
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let looks = scope.spawn(|| cancels_and_looks(&*disk, &stop));
+            for round in 0..3_u64 {
+                let requests = 800;
+                let workload = Workload {
+                    depth: 8,
+                    maps: true,
+                    first_tag: 1 + round * requests,
+                    ..Workload::new(seed as u64 * 10 + round, requests, SIZE / 2, 4096)
+                };
+                let ended = workload.run(&mut harness, &queues, &mut model, &|| 0);
+                ended.unwrap_or_else(|wrong| panic!("{kind:?}, seed {seed}: {wrong}"));
+                let found = call(&mut harness, queues[1], Request::read(0, SIZE as usize));
+                model.check_live(&found).unwrap();
+                if let Some(map) = shown(&*disk, 0, SIZE as usize) {
+                    assert!(map == found, "{kind:?}, seed {seed}: a map shows something else");
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+            let (cancelled, looked) = looks.join().unwrap();
+            assert!(cancelled > 0 || kind != Kind::Scratch, "{kind:?}: no space was given");
+            assert!(looked > 0, "{kind:?}: nothing was shown");
+        });
+        drop(harness);
+        threads.into_iter().for_each(|thread| thread.stop().unwrap());
+        disk.close().unwrap();
+    }
+}
+
+/// No byte of a base.
+const CANCELLED: u8 = 0xfd;
+
+/// Returns how many maps were cancelled, and how many were looked at.
+fn cancels_and_looks(disk: &dyn Disk, stop: &AtomicBool) -> (u64, u64) {
+    let (mut cancelled, mut looked) = (0, 0);
+    let mut at = 0;
+    while !stop.load(Ordering::Relaxed) {
+        at = (at + 7 * 4096) % (SIZE / 2 - 16384);
+        let offset = at / 4096 * 4096;
+        if let Some(mut map) = disk.map_write(offset, 8192) {
+            map.fill(0, 8192, CANCELLED).unwrap();
+            cancelled += 1;
+        }
+        if let Some(map) = disk.map_read(offset, 16384) {
+            let mut bytes = vec![0; 16384];
+            map.read_at(0, &mut bytes).unwrap();
+            // No stamp has it so often in a row.
+            assert!(!bytes.windows(64).any(|run| run == [CANCELLED; 64]), "a cancelled map shows at {offset}");
+            looked += 1;
+        }
+    }
+    (cancelled, looked)
+}
+
+#[test]
+fn a_map_keeps_what_it_shows_from_being_used_again() {
+    for directory in directories() {
+        for kind in [Kind::Qcow2, Kind::Scratch] {
+            let disk = make(directory.path(), kind, false);
+            let threads = reactors(1);
+            let mut harness = harness(&threads);
+            let shared = Arc::clone(&disk) as Arc<dyn Disk>;
+            let queue = harness.open(&shared, 0).unwrap();
+            call(&mut harness, queue, Request::write(0, vec![1; 65536]));
+            let map = disk.map_read(0, 65536).unwrap();
+            call(&mut harness, queue, Request::Discard { offset: 0, length: 65536 });
+            call(&mut harness, queue, Request::Flush);
+            for at in 1..8_u64 {
+                let data = vec![0xee; 65536][..].into();
+                call(&mut harness, queue, Request::WriteByMap { offset: at * 65536, data });
+                call(&mut harness, queue, Request::Flush);
+            }
+            let mut bytes = vec![0; 65536];
+            map.read_at(0, &mut bytes).unwrap();
+            assert!(!bytes.contains(&0xee), "{kind:?}: a map shows a stranger's data");
+            drop((map, harness));
+            threads.into_iter().for_each(|thread| thread.stop().unwrap());
+        }
+    }
+}
+
+#[test]
+fn a_file_that_becomes_shorter_beneath_a_map_is_an_error() {
+    for directory in directories() {
+        let disk = make(directory.path(), Kind::Raw, true);
+        let map = disk.map_read(0, 65536).unwrap();
+        map.read_at(0, &mut [0; 65536]).unwrap();
+        let own = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
+        let file = std::fs::File::options().write(true).open(own.join("base")).unwrap();
+        file.set_len(4096).unwrap();
+        map.read_at(8192, &mut [0; 4096]).unwrap_err();
+        map.commit().unwrap_err();
+        assert!(disk.map_read(8192, 4096).is_none(), "a read says what is wrong");
+    }
+}

@@ -1,0 +1,188 @@
+//! A part of a file of our own, seen where it lies in memory.
+
+use crate::{IoBuf, Mapping, Window};
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use thiserror::Error;
+
+/// A page of a mapped file could not be had: somebody made the file shorter, or its storage failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("a page of a mapped file could not be had: the file has become shorter, or its storage failed")]
+pub struct MappingLost;
+
+/// A part of a mapping. Any thread may have it; it keeps the mapping.
+///
+/// Others may change the bytes at any time, so they are only copied in and out. What could not be had is an error, never a
+/// signal; of what lies behind the end of a file that was cut off, zeros may show up to the end of that page.
+#[derive(Debug, Clone)]
+pub struct MappedRange {
+    mapping: Arc<Mapping>,
+    skip_bytes: usize,
+    length_bytes: usize,
+}
+
+impl MappedRange {
+    /// A part of `mapping`; `None` if it does not lie inside.
+    #[must_use]
+    pub fn new(mapping: &Arc<Mapping>, skip_bytes: usize, length_bytes: usize) -> Option<Self> {
+        let end = skip_bytes.checked_add(length_bytes)?;
+        (end <= mapping.length_bytes()).then(|| Self { mapping: Arc::clone(mapping), skip_bytes, length_bytes })
+    }
+
+    /// How long it is.
+    #[must_use]
+    pub fn length_bytes(&self) -> usize {
+        self.length_bytes
+    }
+
+    /// Whether a page of its mapping could not be had. What was read is not to be believed then.
+    pub fn check(&self) -> Result<(), MappingLost> {
+        // The mark is looked at after the bytes.
+        fence(Ordering::Acquire);
+        if self.mapping.is_poisoned() { Err(MappingLost) } else { Ok(()) }
+    }
+
+    /// Copies bytes from `skip_bytes` on.
+    ///
+    /// # Panics
+    /// If they do not lie inside: callers compute that from the range's own length.
+    pub fn copy_to_slice(&self, skip_bytes: usize, target: &mut [u8]) -> Result<(), MappingLost> {
+        let from = self.at(skip_bytes, target.len());
+        // SAFETY: the bytes lie in the mapping, which this keeps, and `target` is borrowed exclusively. Who writes at the
+        // same time changes only the values copied. A page that cannot be had is covered with zeros (see `fault`).
+        unsafe { std::ptr::copy_nonoverlapping(from, target.as_mut_ptr(), target.len()) }
+        self.check()
+    }
+
+    /// Copies `length_bytes` from `skip_bytes` on to the start of `target`, which may be a guest's memory.
+    ///
+    /// # Panics
+    /// If they do not lie inside, or `target` is shorter.
+    pub fn copy_to(&self, skip_bytes: usize, length_bytes: usize, target: &Window) -> Result<(), MappingLost> {
+        let mut from = self.at(skip_bytes, length_bytes);
+        target.slice(0, length_bytes).for_each_segment(|segment| {
+            // SAFETY: as in `copy_to_slice`. The segment is mapped, writable memory (see `IoBuf::refill`), and may be of
+            // the same mapping.
+            unsafe { std::ptr::copy(from, segment.as_ptr(), segment.length_bytes()) }
+            from = from.wrapping_add(segment.length_bytes());
+        });
+        self.check()
+    }
+
+    /// Copies `source` to `skip_bytes` and the following.
+    ///
+    /// # Panics
+    /// If they do not lie inside, or the mapping is for reading only.
+    pub fn copy_from_slice(&self, skip_bytes: usize, source: &[u8]) -> Result<(), MappingLost> {
+        let to = self.writable_at(skip_bytes, source.len());
+        // SAFETY: as in `copy_to_slice`, with the directions exchanged; the mapping is for writing.
+        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), to, source.len()) }
+        self.check()
+    }
+
+    /// Copies `source` to `skip_bytes` and the following.
+    ///
+    /// # Panics
+    /// As [`Self::copy_from_slice`].
+    pub fn copy_from(&self, skip_bytes: usize, source: &Window) -> Result<(), MappingLost> {
+        let mut to = self.writable_at(skip_bytes, source.length_bytes());
+        source.for_each_segment(|segment| {
+            // SAFETY: as in `copy_to`, with the directions exchanged; the mapping is for writing.
+            unsafe { std::ptr::copy(segment.as_ptr().cast_const(), to, segment.length_bytes()) }
+            to = to.wrapping_add(segment.length_bytes());
+        });
+        self.check()
+    }
+
+    /// Sets `length_bytes` from `skip_bytes` on to `byte`.
+    ///
+    /// # Panics
+    /// As [`Self::copy_from_slice`].
+    pub fn fill(&self, skip_bytes: usize, length_bytes: usize, byte: u8) -> Result<(), MappingLost> {
+        let to = self.writable_at(skip_bytes, length_bytes);
+        // SAFETY: the bytes lie in the mapping, which this keeps and which is for writing.
+        unsafe { std::ptr::write_bytes(to, byte, length_bytes) }
+        self.check()
+    }
+
+    /// The range as the memory of an operation, on this thread. `keep` is dropped with its last handle. `None` if the
+    /// mapping is for reading only: who has a window may write to it.
+    #[must_use]
+    pub fn window(&self, keep: Box<dyn Any>) -> Option<Window> {
+        if !self.mapping.is_writable() {
+            return None;
+        }
+        IoBuf::in_mapping(&self.mapping, self.skip_bytes, self.length_bytes, keep).map(|buf| buf.whole())
+    }
+
+    fn at(&self, skip_bytes: usize, length_bytes: usize) -> *const u8 {
+        let inside = skip_bytes.checked_add(length_bytes).is_some_and(|end| end <= self.length_bytes);
+        assert!(inside, "{skip_bytes}+{length_bytes} of a mapped range of {} bytes", self.length_bytes);
+        self.mapping.as_ptr().as_ptr().wrapping_add(self.skip_bytes + skip_bytes).cast_const()
+    }
+
+    fn writable_at(&self, skip_bytes: usize, length_bytes: usize) -> *mut u8 {
+        assert!(self.mapping.is_writable(), "a write to a mapping that is for reading only");
+        self.at(skip_bytes, length_bytes).cast_mut()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::PAGE_BYTES;
+    use std::os::fd::AsFd;
+
+    fn mapped(length_bytes: usize) -> (std::fs::File, Arc<Mapping>) {
+        let (fd, _) = Mapping::anonymous_file(c"range", length_bytes).unwrap();
+        let mapping = Mapping::of_storage(fd.as_fd(), length_bytes, true).unwrap();
+        (fd.into(), Arc::new(mapping))
+    }
+
+    #[test]
+    fn bytes_go_in_and_out_by_slices_and_windows_and_never_beside_the_range() {
+        let (_file, mapping) = mapped(2 * PAGE_BYTES);
+        assert!(MappedRange::new(&mapping, PAGE_BYTES, PAGE_BYTES + 1).is_none());
+        assert!(MappedRange::new(&mapping, usize::MAX, 2).is_none());
+        let range = MappedRange::new(&mapping, 100, 50).unwrap();
+        range.copy_from_slice(10, &[1, 2, 3]).unwrap();
+        range.fill(13, 2, 9).unwrap();
+        let parts = IoBuf::zeroed(8).whole();
+        let scattered = IoBuf::gather(vec![parts.slice(6, 2), parts.slice(0, 4)]).whole();
+        range.copy_to(9, 6, &scattered).unwrap();
+        assert_eq!(scattered.to_vec(), [0, 1, 2, 3, 9, 9]);
+        range.copy_from(40, &scattered).unwrap();
+        let mut bytes = [0; 8];
+        range.copy_to_slice(39, &mut bytes).unwrap();
+        assert_eq!(bytes, [0, 0, 1, 2, 3, 9, 9, 0]);
+        let window = range.window(Box::new(())).unwrap();
+        window.slice(0, 1).fill(7);
+        range.copy_to_slice(0, &mut bytes[..1]).unwrap();
+        assert_eq!(bytes[0], 7);
+        let outside = std::panic::catch_unwind(|| range.copy_to_slice(48, &mut [0; 3]));
+        assert!(outside.is_err());
+    }
+
+    #[test]
+    fn a_file_that_becomes_shorter_is_an_error_and_no_signal() {
+        let (file, mapping) = mapped(2 * PAGE_BYTES);
+        let range = MappedRange::new(&mapping, 0, 2 * PAGE_BYTES).unwrap();
+        range.fill(0, 2 * PAGE_BYTES, 1).unwrap();
+        file.set_len(PAGE_BYTES as u64).unwrap();
+        let mut byte = [0];
+        range.copy_to_slice(0, &mut byte).unwrap();
+        assert_eq!(range.copy_to_slice(PAGE_BYTES, &mut byte), Err(MappingLost));
+        assert_eq!(range.fill(PAGE_BYTES, 1, 1), Err(MappingLost), "nothing is believed any more");
+    }
+
+    #[test]
+    fn what_is_mapped_for_reading_is_not_lent_to_who_may_write() {
+        let (file, _) = mapped(PAGE_BYTES);
+        let mapping = Arc::new(Mapping::of_storage(file.as_fd(), PAGE_BYTES, false).unwrap());
+        let range = MappedRange::new(&mapping, 0, 8).unwrap();
+        assert!(range.window(Box::new(())).is_none());
+        assert!(std::panic::catch_unwind(|| range.fill(0, 1, 1)).is_err());
+        range.copy_to_slice(0, &mut [0; 8]).unwrap();
+    }
+}
