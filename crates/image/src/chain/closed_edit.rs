@@ -1,9 +1,10 @@
-//! Changes of a layer's persistent bitmaps and internal snapshots while it is closed and nobody uses it.
+//! Changes of a layer's persistent bitmaps and internal snapshots, and the end of a compaction, while it is closed and nobody uses it.
 
 use super::layer::Layer;
 use super::mapping::Mapping;
 use block::{Error, ErrorKind, Result};
 use format_qcow2::{Bitmap, BitmapAction, BitmapBits, NewSnapshot, Snapshot, SnapshotName};
+use std::ops::Range;
 
 /// What to change.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,6 +18,9 @@ pub enum ClosedEdit {
     DeleteSnapshot(SnapshotName),
     /// Make the disk what it was when this one was taken.
     ApplySnapshot(SnapshotName),
+    /// Move tables from the end of the file to its start, and cut it off behind what is in use. A compaction has made these
+    /// host clusters free.
+    Shorten(Vec<Range<u64>>),
 }
 
 impl Layer {
@@ -34,6 +38,7 @@ impl Layer {
     pub(crate) fn refuse_edit(&self, edit: &ClosedEdit) -> Result<()> {
         self.needs_qcow2(match edit {
             ClosedEdit::Bitmaps(_) => "bitmaps",
+            ClosedEdit::Shorten(_) => "clusters that can move",
             _ => "internal snapshots",
         })
     }
@@ -47,6 +52,7 @@ impl Layer {
             ClosedEdit::Bitmaps(actions) => {
                 format_qcow2::edit_bitmaps_just_closed(io, file, name, actions, go_on).await
             }
+            ClosedEdit::Shorten(freed) => format_qcow2::shorten_just_closed(io, file, name, freed.clone(), go_on).await,
             ClosedEdit::CreateSnapshot(new) => format_qcow2::create_snapshot(io, file, name, new, go_on).await,
             ClosedEdit::DeleteSnapshot(which) => format_qcow2::delete_snapshot(io, file, name, which, go_on).await,
             ClosedEdit::ApplySnapshot(which) => format_qcow2::apply_snapshot(io, file, name, which, go_on).await,
