@@ -2,7 +2,7 @@
 //! a reactor never waits.
 
 use crate::handshake::Context;
-use block::{Disk, ReactorHandle, Run, StatusQuery};
+use block::{Disk, LogLimit, ReactorHandle, Run, StatusQuery};
 use nbd_wire::numbers::allocation;
 use nbd_wire::reply::Extent;
 use std::collections::VecDeque;
@@ -92,7 +92,13 @@ fn answer_all(
 ) {
     while let Ok(question) = asked.recv() {
         let answer = answer(disk, contexts, &question);
-        let answer = answer.inspect_err(|error| tracing::warn!("cannot tell what lies where: {error}")).ok();
+        let answer = answer.inspect_err(|error| {
+            static TIMES: LogLimit = LogLimit::new();
+            if let Some(times) = TIMES.admit() {
+                tracing::warn!(times, "cannot tell what lies where: {error}");
+            }
+        });
+        let answer = answer.ok();
         mailbox.put(question.tag, answer);
         // An empty job wakes the reactor.
         if reactor.run(Box::new(|_| {})).is_err() {

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::fmt;
 use std::os::fd::RawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 /// The name of a file that an image consists of, as its user gives it: `disk.qcow2`, `file:disk.qcow2`,
@@ -40,7 +41,8 @@ impl FileName {
     pub fn parse(text: impl AsRef<OsStr>) -> Result<Self> {
         let text = text.as_ref();
         match split_protocol(text) {
-            None => Ok(Self::File(PathBuf::from(text))),
+            // The name of a file may be no text.
+            None => Ok(Self::File(text.as_bytes().strip_prefix(b"file:").map_or(text, OsStr::from_bytes).into())),
             Some(("file", path)) => Ok(Self::File(PathBuf::from(path))),
             Some(("host_device", path)) => Ok(Self::HostDevice(PathBuf::from(path))),
             Some(("vhost-user", "")) => Err(bad("vhost-user: takes the path of a socket".to_owned())),
@@ -134,7 +136,7 @@ impl FileName {
 
 /// A protocol and what stands behind its colon.
 fn split_protocol(text: &OsStr) -> Option<(&str, &str)> {
-    // What is no text has no protocol either: it is a path of some other encoding.
+    // What is no text has none of the others: it is a path of some other encoding.
     text.to_str()?.split_once(':').filter(|(before, _)| !before.contains('/'))
 }
 

@@ -25,10 +25,13 @@ pub(crate) const DISCARD: u64 = 3;
 pub(crate) const WRITE_ZEROES: u64 = 4;
 pub(crate) const SECURE_ERASE: u64 = 5;
 
-/// A request's key: when it was taken, a flag, its kind.
+/// A request's key: when it was taken, two flags, its kind.
 pub(crate) const KIND_BITS: u64 = 7;
+/// Its own parts are known.
 const HAS_PARTS: u64 = 8;
-const KEY_SHIFT: u32 = 4;
+/// A task carried it out that nobody timed: it did what the last one of its kind did that was.
+const AS_BEFORE: u64 = 16;
+const KEY_SHIFT: u32 = 5;
 /// Stands for a time in a turn that was not timed.
 const UNTIMED: u64 = 1 << KEY_SHIFT;
 
@@ -199,6 +202,12 @@ impl Latency {
     }
 }
 
+/// Where a run of requests with this key is kept: one a kind, and one for those that go as before.
+#[inline]
+fn place_of(key: u64) -> usize {
+    ((key & KIND_BITS) | ((key & AS_BEFORE) >> 1)) as usize
+}
+
 /// What a request that has no parts spends its time on.
 fn plain_part(kind: u64) -> Part {
     if kind == FLUSH { Part::Flush } else { Part::Engine }
@@ -220,9 +229,9 @@ pub(crate) struct Stopwatch {
     stamp: u64,
     /// Bytes read and written that are not counted yet.
     moved: [usize; 2],
-    /// The runs that go on, by kind, and which there are.
-    runs: [Run; 8],
-    active: u8,
+    /// The runs that go on, by [`place_of`], and which there are.
+    runs: [Run; 16],
+    active: u16,
     ended: Vec<Run>,
     /// By head; made when the first request has some.
     parts: Vec<Parts>,
@@ -245,7 +254,7 @@ impl Stopwatch {
             latency,
             stamp: UNTIMED,
             moved: [0; 2],
-            runs: [Run::default(); 8],
+            runs: [Run::default(); 16],
             active: 0,
             ended: Vec::with_capacity(size),
             parts: Vec::new(),
@@ -305,12 +314,13 @@ impl Stopwatch {
         for (tag, more) in self.timings.drain(..) {
             let Ok(head) = u16::try_from(tag) else { continue };
             let Some(parts) = self.parts.get_mut(usize::from(head)) else { continue };
-            look_up(head, &mut |key| {
-                match *key & HAS_PARTS {
-                    0 => *parts = more,
-                    _ => parts.merge(&more),
+            look_up(head, &mut |key| match (more.rest, *key & HAS_PARTS) {
+                (Rest::AsBefore, _) => *key |= AS_BEFORE,
+                (_, 0) => {
+                    *parts = more;
+                    *key |= HAS_PARTS;
                 }
-                *key |= HAS_PARTS;
+                _ => parts.merge(&more),
             });
         }
     }
@@ -318,7 +328,7 @@ impl Stopwatch {
     /// A request has ended.
     #[inline]
     pub(crate) fn ended(&mut self, head: u16, key: u64) {
-        match self.runs.get_mut((key & KIND_BITS) as usize) {
+        match self.runs.get_mut(place_of(key)) {
             Some(run) if run.key == key => run.count = run.count.wrapping_add(1),
             _ => self.another_run(head, key),
         }
@@ -330,13 +340,13 @@ impl Stopwatch {
         if key & HAS_PARTS != 0 {
             return self.ended.push(run);
         }
-        let kind = key & KIND_BITS;
-        if let (Some(place), true) = (self.runs.get_mut(kind as usize), key != 0) {
-            let former = std::mem::replace(place, run);
+        let place = place_of(key);
+        if let (Some(slot), true) = (self.runs.get_mut(place), key != 0) {
+            let former = std::mem::replace(slot, run);
             if former.count > 0 {
                 self.ended.push(former);
             }
-            self.active |= 1_u8.wrapping_shl(kind as u32);
+            self.active |= 1_u16.wrapping_shl(place as u32);
         }
     }
 
@@ -373,9 +383,9 @@ impl Stopwatch {
         }
         let mut active = std::mem::take(&mut self.active);
         while active != 0 {
-            let kind = active.trailing_zeros() as usize;
+            let place = active.trailing_zeros() as usize;
             active &= active.wrapping_sub(1);
-            if let Some(run) = self.runs.get_mut(kind).map(std::mem::take) {
+            if let Some(run) = self.runs.get_mut(place).map(std::mem::take) {
                 self.record(run, end_ns, notify_ns);
             }
         }
@@ -410,6 +420,10 @@ impl Stopwatch {
         if run.key & HAS_PARTS != 0 {
             return self.record_parts(&run, ns, notify_ns);
         }
+        if run.key & AS_BEFORE != 0 {
+            let parts = self.last.get(kind).copied().unwrap_or_default().scaled_to(ns);
+            return self.add_parts(kind, parts, (ns, notify_ns), run.count);
+        }
         if notify_ns == 0 {
             if let Some(plain) = self.latency.plain.get(kind) {
                 plain.add(ns, run.count);
@@ -429,7 +443,8 @@ impl Stopwatch {
         // Tasks of one request may have run side by side.
         let mut parts = if known.sum_ns() > ns { known.scaled_to(ns) } else { known };
         let rest_ns = ns.saturating_sub(parts.sum_ns());
-        match known.rest {
+        let rest = if run.key & AS_BEFORE == 0 { known.rest } else { Rest::AsBefore };
+        match rest {
             Rest::Engine => parts.add(plain_part(kind as u64), rest_ns),
             Rest::Queue => {
                 parts.add(Part::Queue, rest_ns);
@@ -439,14 +454,19 @@ impl Stopwatch {
             }
             Rest::AsBefore => parts.merge(&self.last.get(kind).copied().unwrap_or_default().scaled_to(rest_ns)),
         }
+        self.add_parts(kind, parts, (ns, notify_ns), 1);
+    }
+
+    /// Counts requests that took `ns` each, which `parts` make up, before their end was told.
+    fn add_parts(&self, kind: usize, mut parts: Parts, (ns, notify_ns): (u64, u64), count: u64) {
         parts.add(Part::Notify, notify_ns);
         if let Some(whole) = self.latency.whole.get(kind) {
-            whole.add(ns.saturating_add(notify_ns), 1);
+            whole.add(ns.saturating_add(notify_ns), count);
         }
         for (part, _) in Part::NAMES {
             match parts.get(part) {
                 0 => {}
-                ns => self.latency.add_part(kind, part, ns, 1),
+                ns => self.latency.add_part(kind, part, ns, count),
             }
         }
     }

@@ -9,7 +9,7 @@ use crate::output::{self, Watch, usage};
 use anyhow::{Context, bail};
 use block::{File, FileOp, SECTOR_BYTES, block_on};
 use format_qcow2::Preallocation;
-use image::{CreateOptions, FileName, Format, GrowBy, Opener, Role, inspect};
+use image::{CreateOptions, FileName, Format, GrowBy, Opener, Role, inspect, os_name};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -49,7 +49,12 @@ pub(crate) fn create(
     if let Some(backing) = &wanted.backing_file {
         let files: Vec<_> = [Some(file.to_owned()), data_path.clone()].into_iter().flatten().collect();
         let format = parse_format(wanted.backing_format.as_deref()).ok().flatten();
-        own_backing::refuse(&files, &beside(backing), format, look_at_backing)?;
+        own_backing::refuse(
+            &files,
+            &file.parent().unwrap_or(Path::new("")).join(os_name(backing)),
+            format,
+            look_at_backing,
+        )?;
     }
     let mut emptied = Vec::new();
     let mut empty = |path: PathBuf| -> anyhow::Result<Arc<dyn File>> {
@@ -132,7 +137,7 @@ impl NewImage {
             return self.backing_format.as_deref().map_or_else(unsaid, new_image::check_backing_format);
         }
         let format = parse_format(self.backing_format.as_deref())?;
-        let beside = || FileName::File(image.parent().unwrap_or(Path::new("")).join(name));
+        let beside = || FileName::File(image.parent().unwrap_or(Path::new("")).join(os_name(name)));
         let backing = remote_name(&said).unwrap_or_else(beside);
         let file = files().open(&backing, Role::Backing)?;
         let below = inspect(backing, &file, format)?;

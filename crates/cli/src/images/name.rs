@@ -2,7 +2,8 @@
 
 use anyhow::{Context, anyhow, bail};
 use drive::ImageName;
-use image::{FileName, Format};
+use image::{FileName, Format, name_text, os_name};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 /// The protocols that are a file or a block device.
@@ -76,15 +77,15 @@ pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> an
             // How it is read is for who opens it to say.
             return Ok(remote.address().unwrap_or(text).to_owned());
         }
-        Some(_) => file_name(Path::new(text))?,
+        Some(_) => file_name(Path::new(&os_name(text)))?,
     };
     let is_here = |directory: &Path| [Path::new(""), Path::new(".")].contains(&directory);
     let is_here = overlay.is_some_and(|overlay| overlay.parent().is_none_or(is_here));
     let path =
         if is_here { path } else { std::path::absolute(&path).with_context(|| format!("cannot find '{text}'"))? };
-    let name = path.to_str().with_context(|| format!("'{}' is not text, as names in images are", path.display()))?;
+    let name = name_text(path.as_os_str().as_bytes());
     // A colon of its own would be taken for a protocol's.
-    Ok(if protocol(name).is_some() { format!("./{name}") } else { name.to_owned() })
+    Ok(if protocol(&name).is_some() { format!("./{name}") } else { name })
 }
 
 /// The disk or file of a server, where that is what a user names.
