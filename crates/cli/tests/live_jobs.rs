@@ -5,10 +5,10 @@ mod common;
 mod live_bench;
 
 use common::{assert_valid, has_tool, path_str};
-use live_bench::Bench;
+use live_bench::{Bench, SIZE};
 use std::sync::Arc;
 use std::time::Duration;
-use testkit::SectorHistory;
+use testkit::{HistoryLoad, SectorHistory};
 
 #[test]
 fn layers_are_streamed_and_committed_while_guests_work() {
@@ -92,6 +92,87 @@ fn killed_at_any_moment_of_a_job_the_chain_holds_what_was_flushed() {
         let top = bench.recorded_top();
         assert_eq!(bench.as_qemu_sees(&top), seen, "moment {moment}: the same job again, {verb}");
         assert_valid(&top, true);
+        bench.history = Arc::new(SectorHistory::holding(&seen));
+    }
+}
+
+/// Fills the disk, and discards most of it again.
+fn fill_and_discard(bench: &Bench, seed: u64) {
+    let load = HistoryLoad { seed, write_percent: 95, sectors_max: 256, ..HistoryLoad::default() };
+    let guests = bench.guests_with(&load);
+    guests.wait_for_more(600);
+    assert_eq!(guests.finish(), [""; 0]);
+    bench.discard(0..SIZE / 512 / 4 * 3);
+}
+
+fn file_bytes(file: &std::path::Path) -> (u64, u64) {
+    use std::os::unix::fs::MetadataExt;
+    let found = std::fs::metadata(file).unwrap();
+    (found.len(), found.blocks() * 512)
+}
+
+#[test]
+fn a_file_gets_shorter_while_guests_work() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let bench = Bench::new();
+    let server = bench.serve();
+    let image = bench.path("base.qcow2");
+    fill_and_discard(&bench, 1);
+    let (before, _) = file_bytes(&image);
+    let guests = bench.guests(2, 20);
+    guests.wait_for_more(300);
+    let job = bench.json(&["compact", "root", "--no-wait", "--rate", "64K"])["id"].to_string();
+    let refused = bench.fails(&["compact", "root"]);
+    assert!(refused.contains("has a job already"), "{refused}");
+    bench.ctl(&["pause", &job]);
+    bench.ctl(&["resume", &job]);
+    bench.ctl(&["cancel", &job]);
+    let last = || bench.json(&["jobs"])["jobs"].as_array().unwrap().last().unwrap().clone();
+    while last()["state"] == "running" {
+        guests.wait_for_more(50);
+    }
+    assert_eq!((last()["state"].as_str(), last()["kind"].as_str()), (Some("cancelled"), Some("compact")));
+    bench.ctl(&["compact", "root"]);
+    guests.wait_for_more(1000);
+    assert_eq!(guests.finish(), [""; 0]);
+    let outcome = bench.json(&["compact", "root"])["outcome"].as_str().expect("an outcome").to_owned();
+    let (after, held) = file_bytes(&image);
+    println!("{before} bytes became {after}, of which {held} are held; {outcome}");
+    assert!(outcome.contains(&format!("has {after};")) && after < before / 4 * 3, "{before}, {after}, {outcome}");
+    server.stop();
+    assert_valid(&image, false);
+    bench.history.check_read(0, &bench.as_qemu_sees(&image), bench.history.now()).unwrap();
+}
+
+#[test]
+fn killed_at_any_moment_of_a_compaction_the_image_holds_what_was_flushed() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let moments = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(4, |value| value.parse().expect("a number"));
+    let mut bench = Bench::new();
+    let image = bench.path("base.qcow2");
+    for moment in 0..moments {
+        let server = bench.serve();
+        fill_and_discard(&bench, 10 + moment);
+        let guests = bench.guests(100 + moment, 30);
+        guests.wait_for_more(200);
+        bench.ctl(&["compact", "root", "--no-wait"]);
+        std::thread::sleep(Duration::from_millis(moment * 37 % 150));
+        server.kill();
+        assert_eq!(guests.abandon(), [""; 0], "moment {moment}");
+        common::info_after_kill(&image);
+        assert_valid(&image, true);
+        let seen = bench.as_qemu_sees(&image);
+        bench.history.check_survivors(0, &seen).unwrap_or_else(|wrong| panic!("moment {moment}: {wrong}"));
+        let server = bench.serve();
+        assert!(bench.json(&["jobs"])["jobs"].as_array().unwrap().is_empty(), "nothing is left of the job");
+        bench.ctl(&["compact", "root"]);
+        server.stop();
+        assert_eq!(bench.as_qemu_sees(&image), seen, "moment {moment}: compacted again");
+        assert_valid(&image, true);
         bench.history = Arc::new(SectorHistory::holding(&seen));
     }
 }

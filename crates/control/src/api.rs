@@ -278,6 +278,15 @@ pub struct RebaseDisk {
     pub bytes_per_second: Option<u64>,
 }
 
+/// How a disk's file is made shorter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CompactDisk {
+    /// The most bytes that are moved in a second while guests go on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+}
+
 /// A limit for a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -469,6 +478,9 @@ pub struct Job {
     /// Why it failed, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// What it has come to, where there is more to say than that it is done.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub outcome: Option<String>,
     /// Bytes that it has dealt with. Rises only.
     pub done_bytes: u64,
     /// Bytes to deal with. Rises only.
@@ -507,6 +519,8 @@ pub enum JobKind {
     Mirror,
     /// Copies the disk as it was at one moment to another image.
     Backup,
+    /// Moves what lies at the end of the top layer's file down, and makes the file shorter.
+    Compact,
     /// One that this version of the interface has no name for.
     Other,
 }

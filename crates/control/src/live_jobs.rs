@@ -1,6 +1,6 @@
 //! Long work on running disks, as calls of the control interface start and steer it.
 
-use crate::api::{CommitDisk, EventKind, Job, JobState, RebaseDisk, StreamDisk};
+use crate::api::{CommitDisk, CompactDisk, EventKind, Job, JobState, RebaseDisk, StreamDisk};
 use crate::failure::Failure;
 use crate::manager::Manager;
 use block::{Error, ErrorKind, Result};
@@ -56,6 +56,12 @@ impl Manager {
         let format = request.format.as_deref().map(str::parse).transpose()?;
         let rest_on = self.rest_on(name, Some(base.to_string_lossy().into_owned()));
         let id = self.daemon.start_rebase_with(node, &base, format, request.bytes_per_second, rest_on)?;
+        self.has_started(name, id)
+    }
+
+    /// Starts to make the file of a disk's top layer shorter.
+    pub fn compact(self: &Arc<Self>, name: &str, request: CompactDisk) -> Result<Job> {
+        let id = self.daemon.start_compact(self.node(name)?, request.bytes_per_second)?;
         self.has_started(name, id)
     }
 

@@ -549,6 +549,7 @@ fn to_job(status: JobStatus) -> Job {
     let kind = match status.kind {
         daemon::JobKind::TakeOverlayBack => JobKind::Commit,
         daemon::JobKind::MoveOnto => JobKind::Stream,
+        daemon::JobKind::Compact => JobKind::Compact,
         daemon::JobKind::Mirror => JobKind::Mirror,
         daemon::JobKind::Backup => JobKind::Backup,
         _ => JobKind::Other,
@@ -562,5 +563,6 @@ fn to_job(status: JobStatus) -> Job {
         done_bytes: status.done_bytes,
         total_bytes: status.total_bytes,
         rounds: rounds_of(&status.rounds),
+        outcome: status.outcome,
     }
 }

@@ -3,8 +3,8 @@
 mod points;
 
 use crate::api::{
-    AddDisk, AddExport, ChangeDisk, CommitDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs, LimitJob,
-    MirrorDisk, RebaseDisk, Reloaded, Reopen, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
+    AddDisk, AddExport, ChangeDisk, CommitDisk, CompactDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs,
+    LimitJob, MirrorDisk, RebaseDisk, Reloaded, Reopen, Resize, Snapshot, Stats, StreamDisk, VERSION, Version,
 };
 use crate::events::now_ms;
 use crate::failure::Failure;
@@ -62,6 +62,7 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
         .routes(routes!(commit_disk))
         .routes(routes!(stream_disk))
         .routes(routes!(rebase_disk))
+        .routes(routes!(compact_disk))
         .routes(routes!(mirror_disk))
         .routes(routes!(snapshot_disks))
         .merge(points::routes())
@@ -292,6 +293,21 @@ async fn rebase_disk(
     let started = beside(manager, move |manager| {
         known(manager, &name)?;
         Ok(manager.rebase(&name, &request)?)
+    });
+    Ok((StatusCode::ACCEPTED, Json(started.await?)))
+}
+
+/// Start to make the file of a disk's top layer shorter
+#[utoipa::path(post, path = "/v1/disks/{name}/compact", params(("name" = String, Path)), request_body = CompactDisk,
+    responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
+async fn compact_disk(
+    State(manager): Shared,
+    Path(name): Path<String>,
+    Body(request): Body<CompactDisk>,
+) -> Result<(StatusCode, Json<Job>), Failure> {
+    let started = beside(manager, move |manager| {
+        known(manager, &name)?;
+        Ok(manager.compact(&name, request)?)
     });
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }

@@ -8,7 +8,9 @@ use crate::daemon::Daemon;
 use crate::status::{JobId, JobKind, JobState, JobStatus, NodeId};
 use block::{Error, ErrorKind, Result};
 use drive::EngineOpener;
-use image::{Aim, CopyWatch, FileName, Format, Image, ImageOptions, NewBelow, OpenedBase, move_onto, take_back};
+use image::{
+    Aim, CopyWatch, FileName, Format, Image, ImageOptions, NewBelow, OpenedBase, compact, move_onto, take_back,
+};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -57,7 +59,17 @@ impl Job {
         // In this order: the first is part of the second.
         let (done_bytes, total_bytes) = (self.watch.done_bytes(), self.watch.total_bytes());
         let (id, kind, node, disk) = (self.id, self.kind, self.node, self.disk.clone());
-        JobStatus { id, kind, node, disk, state, done_bytes, total_bytes, rounds: self.watch.rounds() }
+        JobStatus {
+            id,
+            kind,
+            node,
+            disk,
+            state,
+            done_bytes,
+            total_bytes,
+            rounds: self.watch.rounds(),
+            outcome: self.watch.outcome().map(str::to_owned),
+        }
     }
 }
 
@@ -228,6 +240,15 @@ impl Daemon {
         drop((found, image));
         self.start_job(JobKind::MoveOnto, node, bytes_per_second, move |image, watch, _| {
             move_onto(image, below, watch, || commit(usize::MAX))
+        })
+    }
+
+    /// Starts to make the file of a disk's top layer shorter: what lies at its end moves down into holes while guests go on.
+    pub fn start_compact(&self, node: NodeId, bytes_per_second: Option<u64>) -> Result<JobId> {
+        self.start_job(JobKind::Compact, node, bytes_per_second, move |image, watch, _| {
+            let compacted = compact(image, watch)?;
+            watch.set_outcome(compacted.to_string());
+            Ok(())
         })
     }
 

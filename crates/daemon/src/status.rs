@@ -136,6 +136,8 @@ pub enum JobKind {
     Mirror,
     /// It copies a disk as it was at one moment to another image.
     Backup,
+    /// It makes the file of the top layer as short as what is in use.
+    Compact,
 }
 
 impl fmt::Display for JobKind {
@@ -145,6 +147,7 @@ impl fmt::Display for JobKind {
             Self::MoveOnto => f.write_str("changing what its top layer rests on"),
             Self::Mirror => f.write_str("copying it to another image"),
             Self::Backup => f.write_str("its backup"),
+            Self::Compact => f.write_str("making its file shorter"),
         }
     }
 }
@@ -186,4 +189,6 @@ pub struct JobStatus {
     pub total_bytes: u64,
     /// How a copy of what guests write to comes to its end.
     pub rounds: CopyRounds,
+    /// What a job that is done has come to, where there is more to say.
+    pub outcome: Option<String>,
 }

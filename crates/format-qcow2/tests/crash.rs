@@ -3,10 +3,10 @@
 
 mod common;
 
-use block::{Completion, File, IoResult, MetaIo, OpFlags, Participant, ReactorCtx, block_on};
+use block::{Completion, File, IoResult, MetaIo, OpFlags, Participant, PastEnd, ReactorCtx, block_on};
 use common::{Base, Guest, NAME, created};
 use ringdisk_format_qcow2::{Barrier, Compression, CreateOptions, Qcow2};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 use testkit::{
@@ -58,6 +58,8 @@ struct Plan {
     only_writes: bool,
     /// Clusters of this size are written whole and compressed; zero: none are.
     compress: u64,
+    /// What lies at the end of the file moves down meanwhile.
+    compacts: bool,
     skip: Option<Barrier>,
     /// The so-manieth operation of a kind fails.
     fault: Option<(OpKind, u64)>,
@@ -71,6 +73,7 @@ const PLAN: Plan = Plan {
     most_bytes: 12 << 10,
     only_writes: false,
     compress: 0,
+    compacts: false,
     skip: None,
     fault: None,
 };
@@ -129,6 +132,32 @@ async fn work(guest: Guest, part: Rc<RefCell<Participant>>, witness: Witness, pl
     }
 }
 
+thread_local! {
+    /// Bytes that compactions have moved.
+    static MOVED: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Passes of a compaction, until one fails.
+async fn compact(guest: Guest) -> IoResult {
+    for _ in 0..4 {
+        guest.flush().await?;
+        guest.flush().await?;
+        let mut compaction = guest.qcow2.begin_compaction(&guest.io).await?;
+        let mut at = 0;
+        while at < guest.qcow2.size_bytes() {
+            let mut patience = 10;
+            let waits = async || {
+                patience -= 1;
+                patience > 0 && guest.io.read(0, 512, PastEnd::Fails).await.is_ok()
+            };
+            let step = guest.qcow2.compact_step(&guest.io, &mut compaction, at, waits).await?;
+            MOVED.set(MOVED.get() + step.moved_bytes);
+            at = step.next;
+        }
+    }
+    Ok(())
+}
+
 /// Runs the plan; all that the guest sees is checked as it goes. Ends without closing.
 fn play(storage: &SimStorage, base: &Base, plan: Plan) -> (Guest, Witness) {
     let file = storage.file(NAME).unwrap();
@@ -150,6 +179,13 @@ fn play(storage: &SimStorage, base: &Base, plan: Plan) -> (Guest, Witness) {
         for task in 0..plan.depth {
             let worker = 1 + queue * plan.depth + task;
             reactor.spawn(block::Task::new(work(guest.clone(), Rc::clone(&part), witness.clone(), plan, worker)));
+        }
+        if queue == 0 && plan.compacts {
+            let guest = guest.clone();
+            reactor.spawn(block::Task::new(async move {
+                let result = compact(guest).await;
+                assert!(result.is_ok() || plan.fault.is_some() || plan.skip.is_some(), "{result:?}");
+            }));
         }
         reactors.push(reactor);
     }
@@ -414,5 +450,96 @@ fn internal_snapshots_survive_power_cuts_and_keep_their_contents() {
         let before = snapshot(&storage);
         cut_everywhere(&storage, &Base::default(), Plan { seed, ..PLAN }, 3).unwrap();
         assert!(snapshot(&storage) == before);
+    }
+}
+
+/// An image whose file has holes in front, and data at its end.
+fn with_holes(options: &CreateOptions, base: &Base, seed: u64) -> SimStorage {
+    let storage = image(options, seed * 4 + 1);
+    let guest = common::open(&storage.file(NAME).unwrap(), Arc::clone(base));
+    block_on(async {
+        let size = guest.qcow2.size_bytes();
+        guest.write(0, &stamped(7, 0, size as usize)).await.unwrap();
+        let mut dice = Dice::new(seed);
+        for start in (0..size / 4 * 3).step_by(4 * options.cluster_size as usize) {
+            if dice.chance(80) {
+                guest.discard(start, 3 * options.cluster_size).await.unwrap();
+            }
+        }
+        guest.close().await.unwrap();
+    });
+    storage.process_killed(0)
+}
+
+fn compactable(seed: u64) -> (CreateOptions, Base) {
+    let clusters = [512, 1024, 4096, 16384][seed as usize % 4];
+    let version = if seed % 5 == 4 { 2 } else { 3 };
+    let mut options = options(clusters, version, if version == 2 { 16 } else { [16, 1, 64][seed as usize % 3] });
+    options.extended_l2 = clusters == 16384 && version == 3;
+    options.lazy_refcounts = seed % 7 == 3 && version == 3;
+    options.size_bytes = (160 * clusters).clamp(160 << 10, 800 << 10);
+    let mut base = Base::default();
+    // Version 2 discards nothing over a backing file.
+    if seed % 3 == 1 && version == 3 {
+        options.backing_file = Some("base.raw".to_owned());
+        base = Arc::new(stamped(99, 0, 100 << 10));
+    }
+    (options, base)
+}
+
+#[test]
+fn clusters_move_to_the_start_of_the_file_and_the_power_may_be_cut_at_any_moment() {
+    let mut cuts = 0;
+    for seed in 0..14 {
+        let (options, base) = compactable(seed);
+        let plan = Plan { seed, compacts: true, requests: 8, ..PLAN };
+        let moved = MOVED.get();
+        cuts += cut_everywhere(&with_holes(&options, &base, seed), &base, plan, 5).unwrap();
+        println!("seed {seed}: {} bytes moved", MOVED.get() - moved);
+        assert!(MOVED.get() > moved, "seed {seed}: nothing moved");
+    }
+    println!("{cuts} cuts");
+}
+
+#[test]
+fn leaving_out_what_keeps_moved_clusters_safe_is_found() {
+    for barrier in [Barrier::BeforeMapping, Barrier::Reuse, Barrier::Epoch, Barrier::Move] {
+        let found = (0..100).find(|seed| {
+            let seed = *seed;
+            let only_writes = barrier == Barrier::Move;
+            let plan = Plan { seed, compacts: true, skip: Some(barrier), depth: 6, only_writes, ..PLAN };
+            let options = options(1024, 3, 16);
+            let storage = with_holes(&options, &Base::default(), seed);
+            let run = || cut_everywhere(&storage, &Base::default(), plan, 4).is_err();
+            // What the guest reads at once is checked by a panic.
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).unwrap_or(true)
+        });
+        println!("without {barrier:?}: found with seed {found:?}");
+        assert!(found.is_some(), "nothing noticed that {barrier:?} is missing");
+    }
+}
+
+#[test]
+fn an_operation_of_a_move_that_fails_breaks_the_compaction_and_not_the_image() {
+    let kinds = [OpKind::Read, OpKind::Write, OpKind::Flush, OpKind::Discard];
+    for kind in kinds {
+        for nth in (0..150).step_by(3) {
+            let (options, base) = compactable(nth % 14);
+            let storage = with_holes(&options, &base, nth);
+            let plan = Plan { seed: nth, compacts: true, fault: Some((kind, nth)), ..PLAN };
+            let (guest, witness) = play(&storage, &base, plan);
+            storage.clear_faults();
+            let model = witness.model.borrow();
+            model.check_live(&block_on(guest.read_all()).unwrap()).unwrap();
+            let dirty = || qcow2_check(&storage.process_killed(nth).bytes(NAME)).unwrap().dirty;
+            assert!(options.lazy_refcounts || !dirty());
+            if !options.lazy_refcounts {
+                sound(&storage.process_killed(nth)).unwrap();
+            }
+            model.check_after_crash(&reread(&storage.power_cut(nth), &base).unwrap()).unwrap();
+            block_on(guest.close()).unwrap();
+            sound(&storage).unwrap();
+            model.check_live(&reread(&storage, &base).unwrap()).unwrap();
+        }
     }
 }

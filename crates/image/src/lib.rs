@@ -59,6 +59,7 @@ pub use offline::formats::{CreateOptions, create, create_watched, create_with_da
 pub use offline::formats::{bitmaps, check, edit, edit_bitmaps, look_before_writing, read_bitmap, set_backing};
 pub use offline::inspect::{Description, inspect, inspect_encrypted};
 pub use offline::vm_state::read_vm_state;
+pub use online::compact::{Compacted, compact, compact_async};
 pub use online::copy_out::{Copied, CopyOut};
 pub use online::edit::OnlineBitmap;
 pub use online::mirror::{MirrorEnd, MirrorScope, MirrorTarget, mirror, mirror_async};

@@ -4,8 +4,8 @@
 mod common;
 
 use block::{
-    Completion, Disk, DiskInfo, DiskQueue, Error, ErrorKind, File, IoError, IoErrorKind, MetaIo, Op, ReactorCtx,
-    Result, Tag, Task,
+    Completion, Disk, DiskInfo, DiskQueue, Error, ErrorKind, File, IoError, IoErrorKind, MetaIo, Op, PastEnd,
+    ReactorCtx, Result, Tag, Task,
 };
 use common::{Chain, Layer, SimOpener, name};
 use format_qcow2::CreateOptions as Qcow2Options;
@@ -17,7 +17,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use testkit::{
-    FaultAction, FaultTest, OpKind, OpenedDisk, PowerCutTest, SimFileOptions, SimStorage, Workload, qcow2_check,
+    FaultAction, FaultTest, OpKind, OpenedDisk, PowerCutTest, Request, Session, SimFileOptions, SimStorage, Workload,
+    qcow2_check, stamped,
 };
 
 /// A file that names the disk's image, as whoever serves disks keeps it.
@@ -85,6 +86,8 @@ enum Does {
     Commit,
     /// Its top layer gets what lies below.
     Stream,
+    /// Its file is made shorter.
+    Compact,
 }
 
 struct Changing {
@@ -96,14 +99,24 @@ struct Changing {
     is_running: AtomicBool,
     done: Arc<AtomicU64>,
     failed: Arc<AtomicU64>,
+    moved: Arc<AtomicU64>,
 }
 
 impl Changing {
-    async fn next(&self) {
+    async fn next(&self, ctx: &Rc<dyn ReactorCtx>) {
         let result = match self.does {
             Does::MoveOn => self.mirror(MirrorEnd::Switch).await,
             Does::Copy => self.mirror(MirrorEnd::Keep).await,
             Does::Commit => self.commit().await,
+            Does::Compact => {
+                // Requests of guests come further while something is read.
+                let file = MetaIo::new(self.storage.file(&name(0)).unwrap().open_queue(ctx).unwrap());
+                let nap = async || drop(file.read(0, 512, PastEnd::Zeros).await);
+                let compacted = ringdisk_image::compact_async(&self.image, &CopyWatch::default(), nap).await;
+                compacted.map(|compacted| {
+                    self.moved.fetch_add(compacted.moved_bytes, Ordering::Relaxed);
+                })
+            }
             Does::Stream => {
                 let watch = CopyWatch::default();
                 ringdisk_image::move_onto_async(&self.image, NewBelow::Nothing, &watch, || Ok(())).await
@@ -170,9 +183,9 @@ impl DiskQueue for ChangingQueue {
         let requests = self.disk.requests.fetch_add(1, Ordering::Relaxed);
         self.queue.submit(tag, op);
         if requests % self.disk.every == 3 && !self.disk.is_running.swap(true, Ordering::Relaxed) {
-            let disk = Arc::clone(&self.disk);
+            let (disk, ctx) = (Arc::clone(&self.disk), Rc::clone(&self.ctx));
             self.ctx.spawn(Task::new(async move {
-                disk.next().await;
+                disk.next(&ctx).await;
                 disk.is_running.store(false, Ordering::Relaxed);
             }));
         }
@@ -192,18 +205,41 @@ struct Case {
     does: Does,
     done: Arc<AtomicU64>,
     failed: Arc<AtomicU64>,
+    /// Bytes that compactions have moved.
+    moved: Arc<AtomicU64>,
 }
 
 impl Case {
     fn new(chain: &Chain, does: Does, seed: u64) -> Self {
         let chain = Chain { seed, used: seed.is_multiple_of(2), ..chain.clone() };
-        Self { chain, does, done: Arc::default(), failed: Arc::default() }
+        Self { chain, does, done: Arc::default(), failed: Arc::default(), moved: Arc::default() }
     }
 
     fn storage(&self) -> SimStorage {
         let storage = self.chain.storage();
         add_targets(&storage, self.chain.top().size_bytes(), 4096);
+        if self.does == Does::Compact {
+            self.make_holes(&storage);
+        }
         storage.process_killed(0)
+    }
+
+    /// Data everywhere, and most of it discarded again: the file has holes in front, and data at its end.
+    fn make_holes(&self, storage: &SimStorage) {
+        let open = |storage: &SimStorage| self.chain.open(storage);
+        let mut session = Session::open(storage, &open, self.chain.seed, 1).unwrap();
+        let top = self.chain.top();
+        let (size, piece) = (top.size_bytes(), top.granule_bytes().max(4096) * 4);
+        for at in (0..size).step_by(piece as usize) {
+            let length = piece.min(size - at);
+            session.call(Request::write(at, stamped(7, at, length as usize))).unwrap();
+        }
+        for at in
+            (0..size / 4 * 3).step_by(piece as usize).filter(|at| !(at / piece + self.chain.seed).is_multiple_of(4))
+        {
+            session.call(Request::Discard { offset: at, length: piece.min(size - at) }).unwrap();
+        }
+        session.close().unwrap();
     }
 
     fn open(&self, storage: &SimStorage) -> Result<OpenedDisk> {
@@ -224,6 +260,7 @@ impl Case {
             is_running: AtomicBool::new(false),
             done: Arc::clone(&self.done),
             failed: Arc::clone(&self.failed),
+            moved: Arc::clone(&self.moved),
         }));
         Ok(OpenedDisk { disk: Arc::new(disk), close: Box::new(move || image.close()) })
     }
@@ -318,4 +355,44 @@ fn a_full_top_layer_breaks_the_stream_and_the_chain_stays_valid() {
 #[test]
 fn a_full_layer_below_breaks_the_commit_and_not_the_disk() {
     runs_full(Does::Commit, &name(0), 2);
+}
+
+/// Images whose clusters can move: plain ones, over another layer, of version 2, and with subclusters.
+fn compactable() -> Vec<Chain> {
+    let size_bytes = 128 << 10;
+    vec![
+        Chain::of(vec![Layer::qcow2(size_bytes, 512)]),
+        Chain::of(vec![Layer::qcow2(size_bytes, 4096), Layer::Raw(80 << 10)]),
+        Chain::of(vec![Layer::Qcow2 { size_bytes, cluster_size: 1024, version: 2, refcount_bits: 16 }]),
+        Chain::of(vec![Layer::Extended { size_bytes: 512 << 10, cluster_size: 16 << 10 }]),
+    ]
+}
+
+#[test]
+fn the_power_may_be_cut_while_clusters_move_to_the_start_of_the_file() {
+    let (mut moved, mut moments) = (0, 0);
+    for (chain, seed) in compactable().iter().flat_map(|chain| common::seeds(2).map(move |seed| (chain, seed))) {
+        let case = Case::new(chain, Does::Compact, seed);
+        let summary = PowerCutTest {
+            storage: case.storage(),
+            open: &|storage| case.open(storage),
+            check: &|storage| case.check(storage),
+            workload: case.workload(),
+            queues: 2,
+            outcomes: 2,
+            stride: 1,
+        }
+        .run();
+        let summary = summary.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", chain.layers));
+        moments += summary.moments;
+        moved += case.moved.load(Ordering::Relaxed);
+        assert!(case.done.load(Ordering::Relaxed) > 0 && case.failed.load(Ordering::Relaxed) == 0);
+    }
+    eprintln!("the power was cut at {moments} moments, {moved} bytes had moved");
+    assert!(moved > 64 << 10);
+}
+
+#[test]
+fn a_full_file_breaks_the_compaction_and_not_the_disk() {
+    runs_full(Does::Compact, &name(0), 2);
 }

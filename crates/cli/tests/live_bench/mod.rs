@@ -3,11 +3,13 @@
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
 use crate::common::{Server, at, directory, path_str, run_fails, run_ok, tool_ok};
-use block::{Disk, ReactorHandle};
+use block::{Disk, DiskIo, Op, OpFlags, ReactorCtx, ReactorHandle, Task};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use serde_json::Value;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::sync::Arc;
 use tempfile::TempDir;
 use testkit::{HistoryLoad, RunningLoad, SectorHistory};
@@ -70,6 +72,31 @@ impl Bench {
         let disk: Arc<dyn Disk> = Arc::new(Driver::connect(self.path("s"), options).unwrap());
         let handles: Vec<Arc<dyn ReactorHandle>> = self.reactors.iter().map(ReactorThread::handle).collect();
         load.start(&disk, &handles, &self.history)
+    }
+
+    /// Discards these sectors, which then read as zeros.
+    pub(crate) fn discard(&self, sectors: Range<u64>) {
+        let options = DriverOptions::default().with(|options| options.queues = 2);
+        let disk: Arc<dyn Disk> = Arc::new(Driver::connect(self.path("s"), options).unwrap());
+        let (sender, done) = std::sync::mpsc::channel();
+        let (history, its) = (Arc::clone(&self.history), Arc::clone(&disk));
+        let job = move |ctx: &Rc<dyn ReactorCtx>| {
+            let io = DiskIo::open(its.as_ref(), ctx).unwrap();
+            ctx.spawn(Task::new(async move {
+                // A driver's requests are not as long as a disk may be.
+                for first in sectors.step_by(2048) {
+                    let write = history.begin_zeroes(first, 2048);
+                    let (offset, length) = (first * 512, 2048 * 512);
+                    let op = Op::WriteZeroes { offset, length, may_unmap: true, flags: OpFlags::NONE };
+                    io.run(op).await.unwrap();
+                    history.end_write(write);
+                }
+                drop((io, its));
+                sender.send(()).unwrap();
+            }));
+        };
+        self.reactors[0].handle().run(Box::new(job)).unwrap();
+        done.recv().unwrap();
     }
 
     pub(crate) fn layers(&self) -> usize {

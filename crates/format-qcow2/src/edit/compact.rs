@@ -1,5 +1,5 @@
-//! After a disk has become shorter: tables at the end of the file move to its start, so that the file can end before
-//! them.
+//! After a disk has become shorter, or its data have moved down: tables at the end of the file move to its start, so that
+//! the file can end before them.
 //!
 //! This is a change of its own, after the one that made room, because space counts as free only once the image says so.
 //! Data stay where they are, and so do the tables of snapshots.
@@ -22,6 +22,25 @@ pub(super) async fn compact(
     moved.map_err(|error| {
         error.in_context(format!("'{name}' has its new size and is whole, but its file is longer than it has to be"))
     })
+}
+
+/// Cuts off the end of the file, as far as nothing is in use there, after tables at the end have moved to the front. Nobody
+/// uses the image, and whoever has used it last has closed it: its references are not looked at again. Clusters that count
+/// as free and hold data stay, except those of `freed`, which the caller has made free. The contents do not change, even if
+/// this fails.
+pub async fn shorten_just_closed(
+    io: &MetaIo,
+    file: &dyn File,
+    name: &str,
+    freed: Vec<Range<u64>>,
+    watch: &mut EditWatch<'_>,
+) -> Result<()> {
+    let freed = super::cut::joined(freed);
+    move_to_start(io, file, name, freed.clone(), watch).await?;
+    let mut edit = Edit::open_again(io, file, name, watch).await?;
+    edit.nobodys = freed;
+    edit.cut_off_unused().await.map_err(|error| edit.failed(error))?;
+    edit.io.flush().await.map_err(|error| edit.failed(error))
 }
 
 async fn move_to_start(

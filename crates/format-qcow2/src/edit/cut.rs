@@ -11,7 +11,7 @@ use std::ops::Range;
 const PIECE_BYTES: u64 = 1 << 20;
 
 /// In order, neighbours as one.
-fn joined(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+pub(super) fn joined(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.sort_unstable_by_key(|range| range.start);
     ranges.dedup_by(|next, last| {
         let touches = next.start <= last.end;
@@ -41,7 +41,7 @@ impl Edit<'_, '_> {
         cut
     }
 
-    async fn cut_off_unused(&mut self) -> IoResult {
+    pub(super) async fn cut_off_unused(&mut self) -> IoResult {
         if !self.can_grow || self.refs.grew() {
             return Ok(());
         }

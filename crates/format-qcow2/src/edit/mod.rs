@@ -6,7 +6,7 @@
 
 pub(crate) mod amend;
 pub(crate) mod bitmaps;
-mod compact;
+pub(crate) mod compact;
 pub(crate) mod create;
 mod cut;
 mod data_file;

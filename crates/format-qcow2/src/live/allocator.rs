@@ -70,12 +70,19 @@ impl Inner {
 
     pub(crate) fn find_space(&self, state: &mut State, want: u64) -> Step<Run> {
         loop {
+            let low =
+                state.space.ceiling.map(|ceiling| self.take_free_below(state, want, ceiling)).transpose()?.flatten();
+            if let Some(run) = low {
+                return Ok(run);
+            }
             if let Some(run) = self.take_free(state, want)? {
                 return Ok(run);
             }
             let all_scanned = state.space.scanned_end >= state.space.scan_limit;
             let has_room = self.can_grow || state.space.frontier < self.file_clusters;
-            if all_scanned || (has_room && state.space.frontier < state.space.next_scan) {
+            // The next step of the scan is not due yet, and the file may become longer.
+            let is_early = has_room && state.space.frontier < state.space.next_scan && state.space.ceiling.is_none();
+            if all_scanned || is_early {
                 if state.unlinked_clusters > self.unlinked_clusters_max() {
                     return Err(Stop::Need(Need::Flush));
                 }
@@ -92,9 +99,32 @@ impl Inner {
         self.geometry.cluster_of(UNLINKED_BYTES).max(part_of_disk)
     }
 
+    /// As [`Inner::allocate`], from holes in front of `limit` only; `None` where there are none.
+    pub(crate) fn allocate_below(&self, state: &mut State, want: u64, limit: u64) -> Step<Option<Run>> {
+        self.require_dirty_bit(state)?;
+        if state.refcounts.is_crowded() {
+            return Err(Stop::Need(Need::Flush));
+        }
+        loop {
+            if let Some(run) = self.take_free_below(state, want.max(1), limit)? {
+                self.guard_run(state, run)?;
+                self.count_one(state, run)?;
+                return Ok(Some(run));
+            }
+            if state.space.scanned_end >= state.space.scan_limit.min(limit) {
+                return Ok(None);
+            }
+            self.scan_step(state)?;
+        }
+    }
+
     /// Space that is known to be free.
     fn take_free(&self, state: &mut State, want: u64) -> Step<Option<Run>> {
-        while let Some(run) = state.space.free.find(want) {
+        self.take_free_below(state, want, u64::MAX)
+    }
+
+    fn take_free_below(&self, state: &mut State, want: u64, limit: u64) -> Step<Option<Run>> {
+        while let Some(run) = state.space.free.find(want, limit) {
             let block = self.geometry.block_of(run.first);
             let end = run.end().min(self.geometry.block_end(block));
             let mut free_end = run.first;

@@ -24,6 +24,8 @@ pub enum Barrier {
     Bits,
     /// Tables that lead to a place before what is written there is called durable by itself.
     Overwrite,
+    /// Whatever was resolved before a move ended before what moves is copied.
+    Move,
 }
 
 impl Barrier {
@@ -38,6 +40,7 @@ impl Barrier {
             Self::InUse => 64,
             Self::Bits => 128,
             Self::Overwrite => 256,
+            Self::Move => 512,
         }
     }
 }

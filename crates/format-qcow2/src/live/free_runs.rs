@@ -31,11 +31,12 @@ impl FreeRuns {
         self.runs.get(&first).map(|(count, zeroed)| Run { first, count: *count, zeroed: *zeroed })
     }
 
-    /// A run of `want` clusters, or the longest of those looked at.
-    pub(crate) fn find(&self, want: u64) -> Option<Run> {
+    /// A run of `want` clusters in front of `limit`, or the longest of those looked at.
+    pub(crate) fn find(&self, want: u64, limit: u64) -> Option<Run> {
         let mut best: Option<Run> = None;
-        for (first, (count, zeroed)) in self.runs.iter().take(LOOKS) {
-            let run = Run { first: *first, count: *count, zeroed: *zeroed };
+        for (first, (count, zeroed)) in self.runs.range(..limit).take(LOOKS) {
+            let count = (*count).min(limit.saturating_sub(*first));
+            let run = Run { first: *first, count, zeroed: *zeroed };
             if run.count >= want {
                 return Some(Run { count: want, ..run });
             }
@@ -143,15 +144,15 @@ mod tests {
         runs.add(run(10, 5, false));
         runs.add(run(20, 5, false));
         runs.add(run(15, 5, false));
-        assert_eq!(runs.find(15), Some(run(10, 15, false)));
+        assert_eq!(runs.find(15, u64::MAX), Some(run(10, 15, false)));
         runs.add(run(25, 5, true));
-        assert_eq!(runs.find(20), Some(run(10, 15, false)), "the longest there is");
+        assert_eq!(runs.find(20, u64::MAX), Some(run(10, 15, false)), "the longest there is");
         runs.add(run(0, 100, true));
-        assert_eq!(runs.find(3), Some(run(0, 3, true)));
+        assert_eq!(runs.find(3, u64::MAX), Some(run(0, 3, true)));
         assert_eq!(runs.gaps(0, 120), [run(100, 20, false)]);
         runs.take(0, 10);
         runs.take(10, 3);
-        assert_eq!(runs.find(12), Some(run(13, 12, false)));
+        assert_eq!(runs.find(12, u64::MAX), Some(run(13, 12, false)));
         runs.remove(run(14, 80, false));
         assert_eq!(runs.gaps(0, 100), [run(0, 13, false), run(14, 80, false)]);
     }

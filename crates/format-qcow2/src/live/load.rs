@@ -37,6 +37,9 @@ impl Inner {
             Need::Flush => self.flush(io).await,
             Need::DirtyBit => self.make_dirty(io).await,
             Need::Idle(range) => {
+                if self.lock().give_way(&range) {
+                    self.idle.wake_all();
+                }
                 self.idle.until(|| self.lock().overlapping(&range).is_none().then_some(())).await;
                 Ok(())
             }

@@ -110,6 +110,13 @@ impl MetadataMap {
         }
     }
 
+    /// Undoes [`TableBits::bar`]. A bit that a table may need stays.
+    pub(crate) fn unbar(&self, bits: &TableBits, cluster: u64) {
+        if !self.has_far && bits.has_own(cluster) && !self.holds_table(cluster) {
+            bits.clear(cluster);
+        }
+    }
+
     /// The first table in `clusters` that is not `writer`'s alone, and the cluster where it is.
     pub(crate) fn stranger(&self, writer: Option<Owner>, clusters: Range<u64>) -> Option<(u64, Owner)> {
         let own = writer.map_or(0, Owner::bit);
@@ -149,6 +156,11 @@ impl TableBits {
         if let Some((word, bit)) = self.place(cluster) {
             word.fetch_or(bit, Ordering::Release);
         }
+    }
+
+    /// From now on nobody overwrites this cluster in place without the mutex, table or not.
+    pub(crate) fn bar(&self, cluster: u64) {
+        self.set(cluster);
     }
 
     /// Whether no cluster in front has the same bit.

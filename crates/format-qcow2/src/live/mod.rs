@@ -7,6 +7,7 @@ mod allocator;
 mod bitmap_bits;
 mod bitmap_storing;
 mod bitmap_tracking;
+pub(crate) mod compaction;
 pub(crate) mod compress;
 mod deferred_free;
 mod empty_clusters;

@@ -124,6 +124,7 @@ fn new_state(cluster: &[u8], refcounts: Refcounts, space: Space) -> State {
         refcounts,
         space,
         in_flight: BTreeMap::new(),
+        tentative: None,
         busy: HashSet::new(),
         unlinked: Vec::new(),
         unlinked_clusters: 0,

@@ -204,6 +204,15 @@ impl Refcounts {
         Ok((runs, to))
     }
 
+    /// How many host clusters are in use between two that one block counts.
+    pub(crate) fn count_used(&mut self, from: u64, to: u64) -> Result<u64, Absent> {
+        self.get(from)?;
+        let order = self.geometry.refcount_order;
+        let Some(block) = self.blocks.get(&self.geometry.block_of(from)) else { return Ok(0) };
+        let is_used = |cluster: &u64| read_entry(&block.bytes, self.index_in_block(*cluster), order) != 0;
+        Ok((from..to).filter(is_used).count() as u64)
+    }
+
     /// The largest count that there is room for.
     pub(crate) fn max(&self) -> u64 {
         max_count(self.geometry.refcount_order)

@@ -96,6 +96,8 @@ pub(crate) struct Space {
     pub(crate) scan_limit: u64,
     /// The next are looked at when the frontier is here.
     pub(crate) next_scan: u64,
+    /// Clusters in front of this are handed out first: the file is to end here.
+    pub(crate) ceiling: Option<u64>,
     /// Kept for compressed clusters: found free, and not counted yet.
     pub(crate) for_packed: Range<u64>,
 }
@@ -149,6 +151,8 @@ pub(crate) struct State {
     pub(crate) space: Space,
     /// Guest clusters that are being allocated: first -> end.
     pub(crate) in_flight: BTreeMap<u64, u64>,
+    /// The first of the guest clusters of a move that has not begun to copy: whoever wants one of them gives the move up.
+    pub(crate) tentative: Option<u64>,
     /// What is being loaded.
     pub(crate) busy: HashSet<Need>,
     /// Waits for the flush that makes its unlinking durable.
@@ -194,6 +198,17 @@ impl State {
         }
         // Several may overlap. It does not matter which one is waited for first.
         Some(*first..*end)
+    }
+
+    /// Gives up a move that has not begun to copy, and is in the way.
+    pub(crate) fn give_way(&mut self, range: &Range<u64>) -> bool {
+        let Some(first) = self.tentative else { return false };
+        let is_in_the_way = first < range.end && self.in_flight.get(&first).is_some_and(|end| *end > range.start);
+        if is_in_the_way {
+            self.in_flight.remove(&first);
+            self.tentative = None;
+        }
+        is_in_the_way
     }
 
     /// The first guest cluster in flight at or behind `cluster`.

@@ -206,7 +206,7 @@ impl Inner {
         state.book.mark_dirty(slice);
     }
 
-    fn set_l1(&self, state: &mut State, l1_index: u64, raw: u64) {
+    pub(crate) fn set_l1(&self, state: &mut State, l1_index: u64, raw: u64) {
         let Ok(index) = usize::try_from(l1_index) else { return };
         if let Some(entry) = self.l1.get(index) {
             self.mapping_changes();

@@ -1,9 +1,10 @@
-//! Changes of a layer's persistent bitmaps and internal snapshots while it is closed and nobody uses it.
+//! Changes of a layer's persistent bitmaps and internal snapshots, and the end of a compaction, while it is closed and nobody uses it.
 
 use super::layer::Layer;
 use super::mapping::Mapping;
 use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
 use format_qcow2::{Bitmap, BitmapAction, BitmapBits, NewSnapshot, Snapshot, SnapshotName, VmState};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// What to change.
@@ -20,6 +21,9 @@ pub enum ClosedEdit {
     DeleteSnapshot(SnapshotName),
     /// Make the disk what it was when this one was taken.
     ApplySnapshot(SnapshotName),
+    /// Move tables from the end of the file to its start, and cut it off behind what is in use. A compaction has made these
+    /// host clusters free.
+    Shorten(Vec<Range<u64>>),
 }
 
 /// A file that begins with the state of a machine.
@@ -65,6 +69,7 @@ impl Layer {
     pub(crate) fn refuse_edit(&self, edit: &ClosedEdit) -> Result<()> {
         self.needs_qcow2(match edit {
             ClosedEdit::Bitmaps(_) => "bitmaps",
+            ClosedEdit::Shorten(_) => "clusters that can move",
             _ => "internal snapshots",
         })
     }
@@ -78,6 +83,7 @@ impl Layer {
             ClosedEdit::Bitmaps(actions) => {
                 format_qcow2::edit_bitmaps_just_closed(io, file, name, actions, go_on).await
             }
+            ClosedEdit::Shorten(freed) => format_qcow2::shorten_just_closed(io, file, name, freed.clone(), go_on).await,
             ClosedEdit::CreateSnapshot(new) => format_qcow2::create_snapshot(io, file, name, new, go_on).await,
             ClosedEdit::SaveState(new, source) => {
                 let from = MetaIo::of_file(&*source.file)?;

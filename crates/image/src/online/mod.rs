@@ -30,12 +30,16 @@
 //! **More room** ([`grow`]) is a barrier too, with the format's own offline resize while nothing is in flight. So are
 //! changes to persistent bitmaps and internal snapshots ([`edit`]).
 //!
+//! **A shorter file** ([`compact`]). What lies at the end of the top layer's file moves down into holes while guests go on.
+//! The rest is a change like those of bitmaps: nothing in flight, a few tables moved, the file cut off.
+//!
 //! **A point in time** ([`point_in_time`]). Under a temporary new top layer, the former one is what the disk was at the
 //! barrier, and a backup copies it ([`copy_out`]). Then the temporary layer is taken back. So a bitmap of the former top
 //! notes what was written meanwhile, when that is copied down.
 //!
 //! **The same files opened anew** ([`reopen`]): nothing in flight, the top closed, and a chain of fresh layers.
 
+pub(crate) mod compact;
 pub(crate) mod converge;
 pub(crate) mod copy_out;
 mod copying;

@@ -20,6 +20,7 @@ pub struct CopyWatch {
     throttled_us: AtomicU64,
     is_late: AtomicBool,
     begun: OnceLock<Instant>,
+    outcome: OnceLock<String>,
     pace: Mutex<Pace>,
     /// The pace has changed, or the copy is cancelled.
     changed: Condvar,
@@ -111,6 +112,17 @@ impl CopyWatch {
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Notes what it has come to, once, for people.
+    pub fn set_outcome(&self, outcome: String) {
+        let _ = self.outcome.set(outcome);
+    }
+
+    /// What it has come to, where there is more to say than that it is done.
+    #[must_use]
+    pub fn outcome(&self) -> Option<&str> {
+        self.outcome.get().map(String::as_str)
     }
 
     /// What the copy has to keep to.

@@ -2,15 +2,17 @@
 
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
-use block::{Disk, ErrorKind, File, ReactorHandle, Result};
+use block::{Disk, DiskIo, ErrorKind, File, Op, OpFlags, ReactorCtx, ReactorHandle, Result, Task};
 use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use format_qcow2::CreateOptions as Qcow2Options;
 use ringdisk_image::{
     CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, MirrorEnd, MirrorScope, MirrorTarget, NewBelow,
     OpenedOverlay, Opener, Role,
 };
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use tempfile::TempDir;
@@ -135,6 +137,33 @@ impl Bench {
 
     pub(crate) fn start(&self, load: HistoryLoad) -> RunningLoad {
         load.start(&(Arc::clone(&self.image) as Arc<dyn Disk>), &handles(&self.threads), &self.history)
+    }
+
+    /// Zeroes these sectors; what the tables can give back is given back.
+    pub(crate) fn give_back(&self, sectors: Range<u64>) {
+        let (sender, done) = std::sync::mpsc::channel();
+        let (history, image) = (Arc::clone(&self.history), Arc::clone(&self.image));
+        let job = move |ctx: &Rc<dyn ReactorCtx>| {
+            let io = DiskIo::open(image.as_ref(), ctx).unwrap();
+            ctx.spawn(Task::new(async move {
+                let count = sectors.end - sectors.start;
+                let write = history.begin_zeroes(sectors.start, count);
+                let (offset, length) = (sectors.start * 512, count * 512);
+                let zeroes = Op::WriteZeroes { offset, length, may_unmap: true, flags: OpFlags::NONE };
+                io.run(zeroes).await.unwrap();
+                history.end_write(write);
+                sender.send(()).unwrap();
+            }));
+        };
+        handles(&self.threads)[0].run(Box::new(job)).unwrap();
+        done.recv().unwrap();
+    }
+
+    /// How long the top layer's file is, and how many bytes of it are no holes.
+    pub(crate) fn file_bytes(&self) -> (u64, u64) {
+        use std::os::unix::fs::MetadataExt;
+        let found = std::fs::metadata(self.top()).unwrap();
+        (found.len(), found.blocks() * 512)
     }
 
     /// A path for a file that is not there yet.

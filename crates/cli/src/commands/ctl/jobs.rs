@@ -2,7 +2,7 @@
 
 use super::duration::parse_ms;
 use super::{Ctl, path_segment, tables};
-use control::api::{CommitDisk, Job, JobState, LimitJob, MirrorDisk, RebaseDisk, StreamDisk};
+use control::api::{CommitDisk, CompactDisk, Job, JobState, LimitJob, MirrorDisk, RebaseDisk, StreamDisk};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -91,6 +91,10 @@ impl Ctl {
     pub(super) fn rebase(&self, name: &str, base: &Path, format: Option<String>, how: &How) -> anyhow::Result<()> {
         let bytes_per_second = how.bytes_per_second()?;
         self.start(name, "rebase", &RebaseDisk { base: daemon::absolute(base), format, bytes_per_second }, how)
+    }
+
+    pub(super) fn compact(&self, name: &str, how: &How) -> anyhow::Result<()> {
+        self.start(name, "compact", &CompactDisk { bytes_per_second: how.bytes_per_second()? }, how)
     }
 
     pub(super) fn start(&self, name: &str, what: &str, request: &impl Serialize, how: &How) -> anyhow::Result<()> {

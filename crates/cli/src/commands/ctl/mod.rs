@@ -126,6 +126,13 @@ enum Verb {
         #[command(flatten)]
         how: jobs::How,
     },
+    /// Make the file of a running disk shorter: what lies at its end moves down into the holes that discards have left.
+    Compact {
+        /// The disk.
+        name: String,
+        #[command(flatten)]
+        how: jobs::How,
+    },
     /// Copy a running disk, as it is at one moment, to another image.
     Backup(points::BackupArgs),
     /// Make, change and list persistent dirty bitmaps of a running disk.
@@ -222,6 +229,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Verb::Mirror(mirror) => ctl.mirror(mirror),
         Verb::Stream { name, base, how } => ctl.stream(name, base.as_deref(), how),
         Verb::Rebase { name, base, format, how } => ctl.rebase(name, base, format.clone(), how),
+        Verb::Compact { name, how } => ctl.compact(name, how),
         Verb::Backup(args) => ctl.backup(args),
         Verb::Bitmap(verb) => ctl.bitmap(verb),
         Verb::SnapshotList { name } => ctl.list_snapshots(name),

@@ -117,10 +117,10 @@ pub(super) fn jobs(jobs: &[Job]) -> String {
             word(&job.state),
             format!("{percent}%"),
             job.rounds.as_ref().map(rounds).unwrap_or_default(),
-            job.error.clone().unwrap_or_default(),
+            job.error.as_ref().or(job.outcome.as_ref()).cloned().unwrap_or_default(),
         ]
     });
-    table(&["id", "kind", "disk", "state", "done", "guests", "error"], rows, 4..5)
+    table(&["id", "kind", "disk", "state", "done", "guests", "outcome"], rows, 4..5)
 }
 
 /// What guests notice of a copy.

@@ -1,0 +1,531 @@
+//! Moving clusters from the end of the file down into holes, while guests go on. What is moved down leaves the end of the
+//! file free, and the file can then be cut off there, once the image is closed.
+//!
+//! A cluster that guests may overwrite in place cannot simply be copied: a write that was resolved before would land in
+//! the old place after the copy. So a move has these steps:
+//!
+//! 1. Under the mutex: the guest's clusters count as being allocated, so the slow path learns of the move. A bit says "a table may lie there" of their host clusters, so the path without a lock goes the slow way. New clusters
+//!    are counted.
+//! 2. Every operation that was resolved before ends (an epoch). Whoever wants to change the clusters meanwhile gives the
+//!    move up and goes on: it may itself be one of those that are waited for.
+//! 3. The data are copied. Who wants to change them waits for the end of the move. Reads go on.
+//! 4. Under the mutex: the entries lead to the new place, and the old clusters are unlinked, as with any copy-on-write. So
+//!    the next flush makes the copy durable before the entries, and the old place is used again, or punched, only when
+//!    the entries are durable and the reads in flight have ended.
+//!
+//! An L2 table moves as a snapshot's table is copied: the next flush writes its copy, and then the L1 entry.
+
+use crate::layout::entry::{COPIED, Cluster, ZERO};
+use crate::live::flush_queue::Barrier;
+use crate::live::free_runs::Run;
+use crate::live::image::Qcow2;
+use crate::live::metadata_map::Owner;
+use crate::live::refcounts::Absent;
+use crate::live::state::{FreshTable, Inner, Need, State, Step, Stop};
+use crate::live::write::Allocation;
+use block::sync::Ordering;
+use block::{Fill, IoError, IoResult, MetaIo, Participant, PastEnd, yield_now};
+use memory::AlignedBuf;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What is moved at once, at least one cluster: writes of guests to it wait meanwhile.
+const PIECE_BYTES: u64 = 512 << 10;
+
+/// Refcounts that are counted in one step.
+const COUNT_CLUSTERS: u64 = 1 << 15;
+
+/// Ranges that were left are remembered up to this many. Others are known to be free by their holes.
+const VACATED_MAX: usize = 1 << 16;
+
+/// A compaction under way. While it lives, space is handed out from below where the file is going to end.
+#[derive(Debug)]
+pub struct Compaction {
+    inner: Arc<Inner>,
+    participant: Participant,
+    /// Host clusters from here on are to become free.
+    end: u64,
+    /// Where data were moved away from.
+    vacated: Vec<Range<u64>>,
+    moved_bytes: u64,
+    /// Behind the end, and not moved in this pass for want of room below.
+    missed_bytes: u64,
+    /// Behind the end, and never moved.
+    fixed_bytes: u64,
+}
+
+/// What a step has come to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CompactionStep {
+    /// The byte of the disk to go on from.
+    pub next: u64,
+    /// Bytes of the file that were moved.
+    pub moved_bytes: u64,
+    /// So many bytes were not moved, because requests in flight took too long. They may be tried again.
+    pub late_bytes: u64,
+}
+
+impl CompactionStep {
+    fn over(next: u64, moved_bytes: u64) -> Self {
+        Self { next, moved_bytes, late_bytes: 0 }
+    }
+}
+
+impl Compaction {
+    /// Bytes that were moved so far.
+    #[must_use]
+    pub fn moved_bytes(&self) -> u64 {
+        self.moved_bytes
+    }
+
+    /// Bytes behind where the file was to end for which there was no room below, because guests took it.
+    #[must_use]
+    pub fn missed_bytes(&self) -> u64 {
+        self.missed_bytes
+    }
+
+    /// Bytes behind where the file was to end that are never moved: compressed clusters, and what snapshots share.
+    #[must_use]
+    pub fn fixed_bytes(&self) -> u64 {
+        self.fixed_bytes
+    }
+
+    /// Host clusters that data were moved away from: those of them that are free now were never anything else's.
+    #[must_use]
+    pub fn into_vacated(mut self) -> Vec<Range<u64>> {
+        std::mem::take(&mut self.vacated)
+    }
+
+    fn note_vacated(&mut self, clusters: Range<u64>) {
+        let count = self.vacated.len();
+        match self.vacated.last_mut() {
+            Some(last) if last.end == clusters.start => last.end = clusters.end,
+            _ if count < VACATED_MAX => self.vacated.push(clusters),
+            _ => {}
+        }
+    }
+}
+
+impl Drop for Compaction {
+    fn drop(&mut self) {
+        self.inner.lock().space.ceiling = None;
+    }
+}
+
+/// Host clusters that nobody may overwrite in place without the mutex.
+#[derive(Debug)]
+struct Barred {
+    inner: Arc<Inner>,
+    clusters: Range<u64>,
+}
+
+impl Drop for Barred {
+    fn drop(&mut self) {
+        let mut state = self.inner.lock();
+        state.tentative = None;
+        let tables = self.inner.tables(&mut state);
+        for cluster in self.clusters.clone() {
+            tables.unbar(&self.inner.table_bits, cluster);
+        }
+    }
+}
+
+/// A move that has begun.
+#[derive(Debug)]
+struct Move {
+    barred: Barred,
+    /// The new place. Dropped, it is given back, and writes of guests go on.
+    allocation: Allocation,
+    /// First byte of the old place.
+    from: u64,
+    /// The clusters hold nothing: only their place is kept.
+    is_empty: bool,
+    epoch: u64,
+}
+
+/// What was found at a place of the disk.
+#[derive(Debug)]
+enum Found {
+    /// Nothing to move before this guest cluster; so many clusters are behind the end all the same.
+    Nothing {
+        next: u64,
+        fixed: u64,
+    },
+    /// There is no room below for what lies there, up to this guest cluster.
+    NoRoom {
+        next: u64,
+        clusters: u64,
+    },
+    /// The table has moved, and is looked at again.
+    Table,
+    Clusters(Box<Move>),
+}
+
+/// What an entry leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Nothing, or something in front of the end.
+    Settled,
+    Fixed,
+    Data(u64),
+    Empty(u64),
+}
+
+impl Kind {
+    fn host(self) -> Option<u64> {
+        match self {
+            Self::Data(host) | Self::Empty(host) => Some(host),
+            Self::Settled | Self::Fixed => None,
+        }
+    }
+
+    /// Whether `next`, so many bytes behind, can move in one piece with this.
+    fn goes_on(self, next: Self, distance: u64) -> bool {
+        match (self, next) {
+            (Self::Data(host), Self::Data(next)) | (Self::Empty(host), Self::Empty(next)) => {
+                host.checked_add(distance) == Some(next)
+            }
+            _ => false,
+        }
+    }
+}
+
+impl Qcow2 {
+    /// Why the file of this image cannot be made shorter while it is in use; `None` where it can.
+    #[must_use]
+    pub fn refuses_compaction(&self) -> Option<&'static str> {
+        let inner = &self.inner;
+        if inner.read_only {
+            return Some("it is open for reading only");
+        }
+        if inner.geometry.data_file {
+            return Some("its data lie in an external data file");
+        }
+        if !inner.can_grow {
+            return Some("it does not lie in a file whose length can change");
+        }
+        (!inner.can_discard).then_some("its file system cannot make holes in a file")
+    }
+
+    /// Begins a pass: finds out where the file can end. The caller has flushed, and nobody takes snapshots of the image or
+    /// runs another compaction until the end.
+    pub async fn begin_compaction(&self, io: &MetaIo) -> IoResult<Compaction> {
+        let inner = &self.inner;
+        let ready = |_: &mut State| match inner.header_ready.load(Ordering::Acquire) {
+            true => Ok(()),
+            false => Err(Stop::Need(Need::HeaderReady)),
+        };
+        inner.run(io, ready).await?;
+        let used = self.count_used(io).await?;
+        let mut state = inner.lock();
+        let table_bytes = state.refcounts.table_entries().saturating_mul(8);
+        // At the end, the refcount table may need room for a copy.
+        let end = used.saturating_add(inner.geometry.clusters_for(table_bytes)).saturating_add(2);
+        state.space.ceiling = Some(end);
+        drop(state);
+        Ok(Compaction {
+            inner: Arc::clone(inner),
+            participant: inner.epochs.join(),
+            end,
+            vacated: Vec::new(),
+            moved_bytes: 0,
+            missed_bytes: 0,
+            fixed_bytes: 0,
+        })
+    }
+
+    async fn count_used(&self, io: &MetaIo) -> IoResult<u64> {
+        let inner = &*self.inner;
+        let (mut at, mut used) = (0u64, 0u64);
+        while at < inner.lock().space.frontier {
+            let (next, found) = inner.run(io, |state| inner.count_step(state, at)).await?;
+            (at, used) = (next, used.saturating_add(found));
+            yield_now().await;
+        }
+        Ok(used)
+    }
+
+    /// Moves the first thing from the byte `at` of the disk on that lies behind where the file is to end, if that is not far.
+    /// `waits` waits a little for requests in flight, and says whether to go on; where it says no, the move is given up.
+    /// `io` is for calls that block. The image is valid at every moment. After an error, what was moved stays moved.
+    pub async fn compact_step(
+        &self,
+        io: &MetaIo,
+        compaction: &mut Compaction,
+        at: u64,
+        waits: impl AsyncFnMut() -> bool,
+    ) -> IoResult<CompactionStep> {
+        let inner = &*self.inner;
+        let cluster = inner.geometry.cluster_of(at);
+        // What is read here of tables that others move may not be used again meanwhile.
+        let ticket = compaction.participant.begin(&inner.epochs);
+        let end = compaction.end;
+        let found = inner.run(io, |state| self.find_move(state, cluster, end)).await;
+        compaction.participant.end(ticket);
+        let bytes_of = |clusters: u64| inner.geometry.start_of(clusters);
+        Ok(match found? {
+            Found::Nothing { next, fixed } => {
+                compaction.fixed_bytes = compaction.fixed_bytes.saturating_add(bytes_of(fixed));
+                CompactionStep::over(bytes_of(next), 0)
+            }
+            Found::NoRoom { next, clusters } => {
+                compaction.missed_bytes = compaction.missed_bytes.saturating_add(bytes_of(clusters));
+                CompactionStep::over(bytes_of(next), 0)
+            }
+            Found::Table => {
+                compaction.moved_bytes = compaction.moved_bytes.saturating_add(bytes_of(1));
+                CompactionStep::over(at, bytes_of(1))
+            }
+            Found::Clusters(moving) => {
+                let (next, bytes) = (bytes_of(moving.allocation.guest.end), moving.allocation.length_bytes);
+                let vacated = moving.barred.clusters.clone();
+                if !self.finish_move(io, *moving, waits).await? {
+                    return Ok(CompactionStep { next, moved_bytes: 0, late_bytes: bytes });
+                }
+                compaction.note_vacated(vacated);
+                compaction.moved_bytes = compaction.moved_bytes.saturating_add(bytes);
+                CompactionStep::over(next, bytes)
+            }
+        })
+    }
+
+    /// Copies and publishes. False if that would take too long.
+    async fn finish_move(&self, io: &MetaIo, moving: Move, mut waits: impl AsyncFnMut() -> bool) -> IoResult<bool> {
+        let inner = &*self.inner;
+        // Where this is dropped half way, the bars go first.
+        let Move { from, is_empty, epoch, mut allocation, barred } = moving;
+        let mut goes_on = true;
+        while goes_on && !inner.epochs.is_over(epoch) && !inner.skips(Barrier::Move) {
+            goes_on = inner.lock().tentative.is_some() && waits().await;
+        }
+        if !inner.fix_move(&mut allocation, goes_on) {
+            return Ok(false);
+        }
+        if !is_empty {
+            copy(io, from, &allocation).await?;
+        }
+        inner.run(io, |state| inner.publish_move(state, &allocation, from, is_empty)).await?;
+        allocation.unpublished = 0..0;
+        drop(allocation);
+        drop(barred);
+        Ok(true)
+    }
+
+    fn find_move(&self, state: &mut State, first: u64, end: u64) -> Step<Found> {
+        let inner = &*self.inner;
+        let geometry = &inner.geometry;
+        inner.refuse_if_stopped()?;
+        if state.refcounts.is_half_crowded() {
+            // A move needs two blocks at once, and loading one must not push the other out.
+            return Err(Stop::Need(Need::Flush));
+        }
+        let l1_index = geometry.l1_index(first);
+        let table_end = geometry.table_end(first).min(geometry.guest_clusters());
+        let Some(table) = inner.table_or_complain(l1_index)? else {
+            return Ok(Found::Nothing { next: table_end, fixed: 0 });
+        };
+        if !table.copied {
+            // A snapshot shares it, and all that it leads to.
+            return Ok(Found::Nothing { next: table_end, fixed: 1 });
+        }
+        let is_behind = geometry.cluster_of(table.offset) >= end && !state.fresh_tables.contains_key(&l1_index);
+        if is_behind && inner.try_move_table(state, l1_index, table.offset, end)? {
+            return Ok(Found::Table);
+        }
+        let slice = geometry.slice_of(first);
+        if inner.slices.view(slice).is_none() {
+            return Err(Stop::Need(Need::Slice(slice)));
+        }
+        let limit = geometry.slice_end(first).min(table_end);
+        let (mut cluster, mut fixed) = (first, 0u64);
+        let kind = loop {
+            if cluster >= limit {
+                return Ok(Found::Nothing { next: limit, fixed });
+            }
+            match inner.kind(slice, cluster, end)? {
+                Kind::Settled => {}
+                Kind::Fixed => fixed = fixed.saturating_add(1),
+                kind => break kind,
+            }
+            cluster = cluster.saturating_add(1);
+        };
+        if cluster > first {
+            return Ok(Found::Nothing { next: cluster, fixed });
+        }
+        self.begin_move(state, slice, cluster..limit, kind, end)
+    }
+
+    /// Begins to move as much as lies together, from the first of some clusters of a slice on.
+    fn begin_move(&self, state: &mut State, slice: u64, clusters: Range<u64>, kind: Kind, end: u64) -> Step<Found> {
+        let inner = &*self.inner;
+        let geometry = &inner.geometry;
+        let first = clusters.start;
+        let one = first..first.saturating_add(1);
+        if state.overlapping(&one).is_some() {
+            return Err(Stop::Need(Need::Idle(one)));
+        }
+        inner.own_slice(state, first)?;
+        let most = geometry.cluster_of(PIECE_BYTES).max(1);
+        let limit = clusters.end.min(first.saturating_add(most)).min(state.next_in_flight(first));
+        let Some(from) = kind.host() else { return Err(Stop::Fail(IoError::EIO)) };
+        let old = geometry.cluster_of(from);
+        let mut wanted = 0u64;
+        while first.saturating_add(wanted) < limit {
+            let next = inner.kind(slice, first.saturating_add(wanted), end)?;
+            if wanted > 0 && !kind.goes_on(next, geometry.start_of(wanted)) {
+                break;
+            }
+            let host = old.saturating_add(wanted);
+            inner.guard(state, None, host..host.saturating_add(1))?;
+            if inner.refcount_in_use(state, host)? > 1 {
+                break;
+            }
+            wanted = wanted.saturating_add(1);
+        }
+        if wanted == 0 {
+            return Ok(Found::Nothing { next: one.end, fixed: 1 });
+        }
+        let Some(run) = inner.allocate_below(state, wanted, end)? else {
+            return Ok(Found::NoRoom { next: first.saturating_add(wanted), clusters: wanted });
+        };
+        let guest = first..first.saturating_add(run.count);
+        let barred = old..old.saturating_add(run.count);
+        state.in_flight.insert(guest.start, guest.end);
+        state.tentative = Some(guest.start);
+        barred.clone().for_each(|cluster| inner.table_bits.bar(cluster));
+        Ok(Found::Clusters(Box::new(Move {
+            barred: Barred { inner: Arc::clone(&self.inner), clusters: barred },
+            allocation: Allocation {
+                guest_offset: geometry.start_of(guest.start),
+                length_bytes: geometry.start_of(run.count),
+                file_offset: geometry.start_of(run.first),
+                head: Fill::None,
+                tail: Fill::None,
+                zeroed: run.zeroed,
+                blank: false,
+                without_data: kind == Kind::Empty(from),
+                guest,
+                unpublished: run.first..run.end(),
+                inner: Arc::clone(&self.inner),
+            },
+            from,
+            is_empty: kind == Kind::Empty(from),
+            epoch: inner.epochs.retire(),
+        })))
+    }
+}
+
+impl Inner {
+    /// How many clusters are in use from `at` on, as far as one step goes; and where to go on.
+    fn count_step(&self, state: &mut State, at: u64) -> Step<(u64, u64)> {
+        let block = self.geometry.block_of(at);
+        let to = self.geometry.block_end(block).min(state.space.frontier).min(at.saturating_add(COUNT_CLUSTERS));
+        match state.refcounts.count_used(at, to) {
+            Ok(used) => Ok((to, used)),
+            Err(Absent::NoBlock(_)) => Ok((self.geometry.block_end(block), 0)),
+            Err(absent) => Err(self.stop_for(absent)),
+        }
+    }
+
+    /// What the entry of a guest cluster leads to, whose slice is in memory.
+    fn kind(&self, slice: u64, cluster: u64, end: u64) -> Step<Kind> {
+        let (entry, holds_data) = match self.geometry.extended_l2 {
+            true => {
+                let entry = self.extended(slice, cluster)?;
+                (entry.cluster, entry.alloc != 0)
+            }
+            false => (self.cluster(slice, cluster)?, true),
+        };
+        if entry.host_clusters(&self.geometry).end <= end {
+            return Ok(Kind::Settled);
+        }
+        Ok(match entry {
+            Cluster::Data { host, copied: true } if holds_data => Kind::Data(host),
+            Cluster::Data { host, copied: true } | Cluster::ZeroAllocated { host, copied: true } => Kind::Empty(host),
+            _ => Kind::Fixed,
+        })
+    }
+
+    /// Gives an L2 table a place below `end`. False if there is none, or the table is not this disk's alone.
+    fn try_move_table(&self, state: &mut State, l1_index: u64, offset: u64, end: u64) -> Step<bool> {
+        self.guard_l2(state, offset)?;
+        let old = self.geometry.cluster_of(offset);
+        if self.refcount_in_use(state, old)? > 1 {
+            return Ok(false);
+        }
+        let Some(run) = self.allocate_below(state, 1, end)? else { return Ok(false) };
+        state.needs_order = true;
+        self.add_tables(state, Owner::L2, run.first..run.end());
+        state.fresh_tables.insert(l1_index, FreshTable::CopyOf(offset));
+        self.set_l1(state, l1_index, self.geometry.start_of(run.first) | COPIED);
+        self.unlink_table(state, Owner::L2, old..old.saturating_add(1));
+        Ok(true)
+    }
+
+    /// From here on, whoever wants the guest's clusters waits for the end of the move. False if somebody has given it up,
+    /// or it does not go on: then its new place, where nothing was written, is given back at once.
+    fn fix_move(&self, allocation: &mut Allocation, goes_on: bool) -> bool {
+        let mut state = self.lock();
+        let is_wanted = state.tentative.take().is_some();
+        if is_wanted && goes_on {
+            return true;
+        }
+        if !is_wanted {
+            // The clusters may be somebody else's in flight by now.
+            allocation.guest = u64::MAX..u64::MAX;
+        }
+        while !allocation.unpublished.is_empty() {
+            let first = allocation.unpublished.start;
+            // Where the block is not in memory, the rest is given back as that of any allocation.
+            if state.refcounts.set(first, 0).is_err() {
+                break;
+            }
+            state.space.free.add(Run { first, count: 1, zeroed: allocation.zeroed });
+            allocation.unpublished.start = first.saturating_add(1);
+        }
+        false
+    }
+
+    /// Lets the entries lead to the new place.
+    fn publish_move(&self, state: &mut State, allocation: &Allocation, from: u64, is_empty: bool) -> Step<()> {
+        let slice = self.own_slice(state, allocation.guest.start)?;
+        let old_first = self.geometry.cluster_of(from);
+        let mut changes = Vec::new();
+        for (index, cluster) in allocation.guest.clone().enumerate() {
+            let distance = self.geometry.start_of(index as u64);
+            let host = allocation.file_offset.checked_add(distance).ok_or(IoError::EIO)?;
+            // Nobody can have changed it: whoever wants to waits for the end of the move.
+            let expected = from.checked_add(distance);
+            if self.kind(slice, cluster, old_first)?.host() != expected {
+                return Err(Stop::Fail(IoError::EIO));
+            }
+            changes.push((cluster, host | COPIED));
+        }
+        state.needs_order = true;
+        for (cluster, descriptor) in changes {
+            match self.geometry.extended_l2 {
+                true => {
+                    let bitmap = self.extended(slice, cluster)?.bitmap();
+                    self.set_extended(state, slice, cluster, descriptor, bitmap);
+                }
+                false if is_empty => self.set_entry(state, slice, cluster, descriptor | ZERO),
+                false => self.set_entry(state, slice, cluster, descriptor),
+            }
+        }
+        let count = allocation.guest.end.saturating_sub(allocation.guest.start);
+        self.unlink(state, std::iter::once(old_first..old_first.saturating_add(count)));
+        Ok(())
+    }
+}
+
+/// Copies what lies at `from` to the new place. Zeros take no space there.
+async fn copy(io: &MetaIo, from: u64, to: &Allocation) -> IoResult {
+    let length = usize::try_from(to.length_bytes).map_err(|_| IoError::EIO)?;
+    let data: AlignedBuf = io.read(from, length, PastEnd::Zeros).await?;
+    match data.iter().all(|byte| *byte == 0) {
+        true if to.zeroed => Ok(()),
+        true => io.write_zeroes(to.file_offset, to.length_bytes, true).await,
+        false => io.write(to.file_offset, data).await,
+    }
+}

@@ -1,0 +1,193 @@
+//! Making the file of the top layer of a running disk shorter.
+//!
+//! Passes over the disk move what lies at the end of the file down into holes, by the format's own steps, while guests go
+//! on. Then requests are held until none is in flight. The layer is closed, the few tables at the end of its file are
+//! moved as in an offline edit, the file is cut off, and the layer is opened again. Each moment leaves a valid image.
+
+use super::watch::CopyWatch;
+use crate::chain::closed_edit::ClosedEdit;
+use crate::chain::image::Image;
+use crate::chain::layer::Layer;
+use crate::chain::layers::Chain;
+use block::{Error, ErrorKind, MetaIo, Result, block_on};
+use format_qcow2::{Compaction, CompactionStep, Qcow2};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Passes at most: guests may fill holes as fast as they are found.
+const PASSES_MAX: usize = 4;
+
+/// So much is moved between two flushes. Until then the old places are in use, too.
+const FLUSH_BYTES: u64 = 16 << 20;
+
+/// How long a move waits for requests in flight, in naps. Whoever wants to write there meanwhile does, and ends the wait.
+const NAPS: [u32; 3] = [20, 100, 1000];
+const NAP: Duration = Duration::from_micros(100);
+
+/// What a compaction has come to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Compacted {
+    /// The length of the file before, and now.
+    pub before_bytes: u64,
+    /// See `before_bytes`.
+    pub after_bytes: u64,
+    /// What was moved.
+    pub moved_bytes: u64,
+    /// What kept the file from being shorter, and is never moved: compressed clusters, and what internal snapshots share.
+    pub fixed_bytes: u64,
+    /// What could not be moved because guests took the room, or because requests in flight took too long.
+    pub missed_bytes: u64,
+}
+
+impl std::fmt::Display for Compacted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { before_bytes, after_bytes, moved_bytes, fixed_bytes, missed_bytes } = self;
+        write!(f, "the file had {before_bytes} bytes and has {after_bytes}; {moved_bytes} were moved")?;
+        if *fixed_bytes > 0 {
+            write!(f, "; compressed clusters and what internal snapshots share ({fixed_bytes} bytes) stay at its end")?;
+        }
+        match missed_bytes {
+            0 => Ok(()),
+            _ => write!(f, "; {missed_bytes} bytes were in the way of guests: run it again"),
+        }
+    }
+}
+
+/// Moves what lies at the end of the top layer's file down into holes while guests use the disk, and cuts the file off behind
+/// what is in use.
+///
+/// A write of a guest to what is just moved waits for that. At the end guests are held for as long as their requests in
+/// flight take, and closing the layer, moving the few tables that are left at the end, and opening it again. On an error the
+/// disk is whole, and what was moved stays moved; so it does when the `watch` cancels. Blocks; not to be called on a
+/// reactor's thread.
+pub fn compact(image: &Image, watch: &CopyWatch) -> Result<Compacted> {
+    block_on(compact_async(image, watch, async || std::thread::sleep(NAP)))
+}
+
+/// As [`compact`], as a future that makes calls that block, but for `nap`, which lets requests in flight come a little
+/// further.
+#[doc(hidden)]
+pub async fn compact_async(image: &Image, watch: &CopyWatch, nap: impl AsyncFn()) -> Result<Compacted> {
+    let _turn = image.board.try_turn()?;
+    let chain = image.chain();
+    let (top, qcow2) = check(&chain)?;
+    let before_bytes = top.file.length_bytes()?;
+    let mut compacting = Compacting { top, qcow2, io: top.open_blocking()?, watch, nap, vacated: Vec::new() };
+    let (mut moved_bytes, mut last) = (0u64, Pass::default());
+    for _ in 0..PASSES_MAX {
+        last = compacting.pass(chain.size_bytes).await?;
+        moved_bytes = moved_bytes.saturating_add(last.moved_bytes);
+        if last.missed_bytes == 0 || last.moved_bytes == 0 {
+            break;
+        }
+    }
+    let edit = ClosedEdit::Shorten(std::mem::take(&mut compacting.vacated));
+    watch.check()?;
+    let held = Instant::now();
+    let result = image.edit_layer(0, &edit).await;
+    watch.note_hold(held.elapsed());
+    result?;
+    let after_bytes = top.file.length_bytes()?;
+    let Pass { fixed_bytes, missed_bytes, .. } = last;
+    Ok(Compacted { before_bytes, after_bytes, moved_bytes, fixed_bytes, missed_bytes })
+}
+
+fn check(chain: &Chain) -> Result<(&Arc<Layer>, &Qcow2)> {
+    let top = chain.layers.first().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+    let refuse = |what: &str| {
+        let what = format!("'{}' cannot be made shorter while it is in use: {what}", top.name);
+        Err(Error::new(ErrorKind::Unsupported, what))
+    };
+    if chain.disk.read_only || !top.writable {
+        return refuse("it is open for reading only");
+    }
+    if top.name.is_temporary() {
+        return refuse("what is written to a disk with snapshot=on is thrown away");
+    }
+    if chain.is_handing_over() {
+        return refuse("the former top layer could not be made durable");
+    }
+    let Some(qcow2) = top.mapping.qcow2() else {
+        return refuse("only qcow2 images have clusters that can move");
+    };
+    match qcow2.refuses_compaction() {
+        Some(why) => refuse(why),
+        None => Ok((top, qcow2)),
+    }
+}
+
+#[derive(Debug, Default)]
+struct Pass {
+    moved_bytes: u64,
+    missed_bytes: u64,
+    fixed_bytes: u64,
+}
+
+struct Compacting<'a, N> {
+    top: &'a Layer,
+    qcow2: &'a Qcow2,
+    io: MetaIo,
+    watch: &'a CopyWatch,
+    nap: N,
+    vacated: Vec<Range<u64>>,
+}
+
+impl<N: AsyncFn()> Compacting<'_, N> {
+    async fn pass(&mut self, size_bytes: u64) -> Result<Pass> {
+        // What was discarded becomes free: once its unlinking is durable, with the next flush.
+        self.top.flush().await?;
+        self.top.flush().await?;
+        self.watch.round(size_bytes);
+        let failed = |error| self.top.failed("cannot find out what of it is in use", error);
+        let mut compaction = self.qcow2.begin_compaction(&self.io).await.map_err(failed)?;
+        let (mut at, mut since_flush, mut late) = (0, 0u64, 0u64);
+        while at < size_bytes {
+            self.watch.check()?;
+            let CompactionStep { next, moved_bytes, late_bytes, .. } = self.step(&mut compaction, at).await?;
+            late = late.saturating_add(late_bytes);
+            since_flush = since_flush.saturating_add(moved_bytes);
+            if since_flush >= FLUSH_BYTES {
+                since_flush = 0;
+                self.top.flush().await?;
+            }
+            let next = next.min(size_bytes);
+            self.watch.done(next.saturating_sub(at));
+            self.watch.left(size_bytes.saturating_sub(next));
+            self.watch.pace(moved_bytes);
+            at = next;
+            // Others of this thread get on, where it is a reactor's.
+            block::yield_now().await;
+        }
+        let pass = Pass {
+            moved_bytes: compaction.moved_bytes(),
+            missed_bytes: compaction.missed_bytes().saturating_add(late),
+            fixed_bytes: compaction.fixed_bytes(),
+        };
+        self.vacated.append(&mut compaction.into_vacated());
+        Ok(pass)
+    }
+
+    /// Moves what comes next. Where requests in flight take long, it waits longer the next time, and then leaves it.
+    async fn step(&self, compaction: &mut Compaction, at: u64) -> Result<CompactionStep> {
+        let failed = |error| self.top.failed(&format!("cannot move what belongs at byte {at}"), error);
+        let mut limits = NAPS.into_iter();
+        loop {
+            let limit = limits.next();
+            let mut naps_left = limit.unwrap_or(0);
+            let waits = async || {
+                if naps_left == 0 || self.watch.is_cancelled() {
+                    return false;
+                }
+                naps_left = naps_left.saturating_sub(1);
+                (self.nap)().await;
+                true
+            };
+            let step = self.qcow2.compact_step(&self.io, compaction, at, waits).await.map_err(failed)?;
+            if step.late_bytes == 0 || limit.is_none() || self.watch.is_cancelled() {
+                return Ok(step);
+            }
+        }
+    }
+}
