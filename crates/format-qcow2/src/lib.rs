@@ -41,7 +41,7 @@ pub use edit::resize::{GrowBy, ResizeOptions, resize};
 pub use edit::snapshots::{NewSnapshot, apply_snapshot, create_snapshot, create_snapshot_with_state, delete_snapshot};
 pub use edit::vm_state::VmState;
 pub use layout::bitmap::{Bitmap, BitmapBits, bitmaps, read_bitmap};
-pub use layout::file_text::{escaped_byte, os_name};
+pub use layout::file_text::{escaped_byte, name_text, os_name};
 pub use layout::header::{Compression, Encryption, Header, probe};
 pub use layout::luks::{Luks, LuksSlot, describe};
 pub use layout::snapshot::{Snapshot, SnapshotName, snapshots};

@@ -14,8 +14,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Where each side runs: servers and fio on one core, the client on the other.
-const SERVER_CORE: &str = "0";
-const CLIENT_CORE: &str = "1";
+pub(super) const SERVER_CORE: &str = "0";
+pub(super) const CLIENT_CORE: &str = "1";
 /// The client spins through any request. Otherwise its own sleep would be measured with the server.
 const CLIENT_POLL_US: u32 = 10_000;
 /// How long a server may take to start or to end.
@@ -68,6 +68,11 @@ impl Tools {
             );
         }
         Ok(Self { client: ringdisk.clone(), ringdisk })
+    }
+
+    /// The program that is measured.
+    pub(super) fn ringdisk(&self) -> &Path {
+        &self.ringdisk
     }
 
     /// The same client, and another build of Ringdisk as the server.
@@ -292,7 +297,7 @@ pub(super) fn json_of(mut command: Command) -> Result<Value> {
     serde_json::from_str(text.get(start..).unwrap_or_default()).with_context(|| format!("{name} gave no JSON"))
 }
 
-fn pinned(core: &str, program: &Path) -> Command {
+pub(super) fn pinned(core: &str, program: &Path) -> Command {
     let mut command = Command::new("taskset");
     command.args(["--cpu-list", core]).arg(program);
     command

@@ -13,6 +13,7 @@ mod half_full;
 mod ideas;
 mod images;
 mod measure;
+mod nbd;
 mod opening;
 mod page;
 mod profile;
@@ -67,6 +68,10 @@ pub(crate) struct BenchArguments {
     /// docs/benchmarks-scratch.md, or where --output says.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "resume", "size_mib", "directory", "before"])]
     scratch: bool,
+    /// Measure disks for NBD clients instead, beside nbdkit and qemu-nbd, and with TLS; at most five rounds. Writes
+    /// docs/benchmarks-nbd.md, or where --output says.
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "resume", "size_mib", "before"])]
+    nbd: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
     size_mib: Option<u64>,
@@ -129,6 +134,10 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     if arguments.scratch {
         ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
         return scratch::run(ringdisk_of(arguments)?, arguments);
+    }
+    if arguments.nbd {
+        ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
+        return nbd::run(ringdisk_of(arguments)?, arguments);
     }
     let is_chosen =
         |name: &str| arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()));
