@@ -15,6 +15,7 @@
 //! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on. [`turn`]: how much they move.
 //! * [`Epochs`]: when a freed host cluster may be used again.
 //! * [`SliceCache`]: tables of 64-bit entries in memory, read without a lock.
+//! * [`LogLimit`]: a log that nobody else can fill.
 //! * [`meter`]: what front ends count.
 //! * [`Error`] (for a person) and [`IoError`] (for a guest).
 
@@ -33,6 +34,7 @@ mod file;
 mod flags;
 pub mod latency;
 mod listeners;
+mod log_limit;
 mod meta;
 pub mod meter;
 mod op;
@@ -59,6 +61,7 @@ pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks
 pub use flags::{OpFlags, Priority};
 pub use latency::{Part, Parts};
 pub use listeners::{DiskListener, Listeners};
+pub use log_limit::LogLimit;
 pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};
 pub use range_lock::{RangeGuard, RangeLocks};

@@ -7,7 +7,7 @@ use crate::limits::{Account, Grant, Limits, Total};
 use crate::output::Output;
 use crate::status::{Mailbox, StatusThread};
 use crate::transmission::{Next, Transmission};
-use block::{Interest, Poller, PollerId, ReactorCtx, ReactorHandle, Timer, Watch};
+use block::{Interest, LogLimit, Poller, PollerId, ReactorCtx, ReactorHandle, Timer, Watch};
 use memory::{IoBuf, receive_into};
 use nbd_wire::numbers::error;
 use nbd_wire::request::Request;
@@ -272,7 +272,14 @@ impl<G: Clone + Send + 'static> Connection<G> {
             let contexts = transmission.contexts().to_vec();
             let (mailbox, reactor) = (Arc::clone(&self.link.mailbox), Arc::clone(&self.link.reactor));
             let started = StatusThread::start(export, contexts, mailbox, reactor, guard);
-            self.status = started.inspect_err(|error| tracing::warn!("cannot start a thread: {error}")).ok();
+            self.status = started
+                .inspect_err(|error| {
+                    static TIMES: LogLimit = LogLimit::new();
+                    if let Some(times) = TIMES.admit() {
+                        tracing::warn!(times, "cannot start a thread: {error}");
+                    }
+                })
+                .ok();
         }
         self.status.as_ref()
     }

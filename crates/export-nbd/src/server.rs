@@ -5,7 +5,7 @@ use crate::export::NbdExport;
 use crate::limits::{Limits, Total};
 use crate::tls::Tls;
 use crate::users::HOPELESS_PATIENCE;
-use block::{Error, ErrorKind, ReactorHandle, Result};
+use block::{Error, ErrorKind, LogLimit, ReactorHandle, Result};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::io;
 use std::net::TcpListener;
@@ -165,7 +165,10 @@ impl Shared {
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    tracing::warn!("cannot accept an NBD client: {error}");
+                    static TIMES: LogLimit = LogLimit::new();
+                    if let Some(times) = TIMES.admit() {
+                        tracing::warn!(times, "cannot accept an NBD client: {error}");
+                    }
                     // Out of descriptors, say: not a reason to spin.
                     std::thread::sleep(Duration::from_millis(100));
                 }
@@ -205,12 +208,19 @@ impl Shared {
         };
         let begun = reactor.run(Box::new(move |ctx| {
             if let Err(error) = Connection::start(ctx, setup) {
-                tracing::warn!("cannot serve an NBD client: {error}");
+                warn_unserved(&error);
             }
         }));
         if let Err(error) = begun {
-            tracing::warn!("cannot serve an NBD client: {error}");
+            warn_unserved(&error);
         }
+    }
+}
+
+fn warn_unserved(error: &Error) {
+    static TIMES: LogLimit = LogLimit::new();
+    if let Some(times) = TIMES.admit() {
+        tracing::warn!(times, "cannot serve an NBD client: {error}");
     }
 }
 

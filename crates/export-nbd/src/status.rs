@@ -3,7 +3,7 @@
 
 use crate::export::NbdExport;
 use crate::handshake::Context;
-use block::{DirtyMap, Error, ErrorKind, ReactorHandle, Run, StatusQuery};
+use block::{DirtyMap, Error, ErrorKind, LogLimit, ReactorHandle, Run, StatusQuery};
 use nbd_wire::numbers::{DIRTY, allocation};
 use nbd_wire::reply::Extent;
 use std::collections::{BTreeMap, VecDeque};
@@ -87,7 +87,13 @@ impl StatusThread {
 fn answer_all(asked: &Receiver<Question>, mut teller: Teller<'_>, mailbox: &Mailbox, reactor: &dyn ReactorHandle) {
     while let Ok(question) = asked.recv() {
         let answer = teller.answer(&question);
-        let answer = answer.inspect_err(|error| tracing::warn!("cannot tell what lies where: {error}")).ok();
+        let answer = answer.inspect_err(|error| {
+            static TIMES: LogLimit = LogLimit::new();
+            if let Some(times) = TIMES.admit() {
+                tracing::warn!(times, "cannot tell what lies where: {error}");
+            }
+        });
+        let answer = answer.ok();
         mailbox.put(question.tag, answer);
         // An empty job wakes the reactor.
         if reactor.run(Box::new(|_| {})).is_err() {

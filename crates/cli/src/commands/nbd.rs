@@ -53,7 +53,7 @@ pub(crate) struct Args {
     /// Which backing files an image may have us open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", default_value = "same-dir")]
     allow_backing: String,
-    /// A file, or what a server has (https://, nbd://), that images may use as a backing file. May be repeated.
+    /// A file, or what a server has (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
     /// A persistent bitmap of IMAGE that clients can ask for, as qemu:dirty-bitmap:NAME. May be repeated.

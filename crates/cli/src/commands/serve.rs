@@ -70,7 +70,7 @@ pub(crate) struct Args {
     /// named here), listed (only files named here), any, anywhere (files and disks of servers, too) [default: same-dir].
     #[arg(long, value_name = "POLICY")]
     allow_backing: Option<String>,
-    /// A file, or what a server has (https://, nbd://), that images may use as a backing file. May be repeated.
+    /// A file, or what a server has (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
     /// What to print once the sockets accept connections: human ends with how to attach each monitor, json is one line.

@@ -211,3 +211,13 @@ impl Client {
         }
     }
 }
+
+/// A server's certificate that is its own authority.
+pub fn self_signed(directory: &Path) {
+    let rcgen::CertifiedKey { cert, signing_key } = rcgen::generate_simple_self_signed(["localhost".into()]).unwrap();
+    for (name, text) in
+        [("ca-cert", cert.pem()), ("server-cert", cert.pem()), ("server-key", signing_key.serialize_pem())]
+    {
+        std::fs::write(directory.join(format!("{name}.pem")), text).unwrap();
+    }
+}
