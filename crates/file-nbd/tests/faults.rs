@@ -17,24 +17,35 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const BLOCK: usize = 4096;
 const BLOCKS: u64 = 64;
 
-/// nbdkit, killed with this.
-struct Nbdkit(Child);
+/// A server, killed with this.
+struct Peer(Child);
 
-impl Nbdkit {
+impl Peer {
     fn start(socket: &Path, arguments: &[&str]) -> Self {
         let mut command = Command::new("nbdkit");
         command.args(["-f", "--exit-with-parent", "-U"]).arg(socket).args(arguments);
-        let mut child = command.stdin(Stdio::null()).spawn().expect("nbdkit starts");
+        Self::wait(command, socket)
+    }
+
+    /// qemu-nbd: nbdkit 1.32 aborts by itself when a connection is cut at some moments.
+    fn qemu(socket: &Path, image: &Path) -> Self {
+        let mut command = Command::new("qemu-nbd");
+        command.args(["-t", "-e", "40", "-f", "raw", "-k"]).arg(socket).arg(image);
+        Self::wait(command, socket)
+    }
+
+    fn wait(mut command: Command, socket: &Path) -> Self {
+        let mut child = command.stdin(Stdio::null()).spawn().expect("the server starts");
         let deadline = Instant::now() + PATIENCE;
         while !socket.exists() {
-            assert!(child.try_wait().unwrap().is_none() && Instant::now() < deadline, "nbdkit does not begin");
+            assert!(child.try_wait().unwrap().is_none() && Instant::now() < deadline, "the server does not begin");
             std::thread::sleep(Duration::from_millis(5));
         }
         Self(child)
     }
 }
 
-impl Drop for Nbdkit {
+impl Drop for Peer {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -105,7 +116,7 @@ fn errors_of_a_server_are_reported_and_change_nothing_else() {
     std::fs::write(&trigger, "").unwrap();
     let file_word = format!("error-file={}", trigger.display());
     let rates = ["error-pread-rate=20%", "error-pwrite-rate=20%", "error=EIO"];
-    let _server = Nbdkit::start(&socket, &[&["--filter=error", "memory", "1M", &file_word][..], &rates].concat());
+    let _server = Peer::start(&socket, &[&["--filter=error", "memory", "1M", &file_word][..], &rates].concat());
     let file = opened(&socket, "");
     let failed = work(&file, 0..BLOCKS, 400, 1);
     assert!(failed > 20, "{failed} of 400 requests failed");
@@ -119,7 +130,7 @@ fn a_server_without_space_says_so() {
     let directory = directory();
     let socket = directory.path().join("nbd");
     let _server =
-        Nbdkit::start(&socket, &["--filter=error", "memory", "1M", "error-pwrite=ENOSPC", "error-pwrite-rate=100%"]);
+        Peer::start(&socket, &["--filter=error", "memory", "1M", "error-pwrite=ENOSPC", "error-pwrite-rate=100%"]);
     let file = opened(&socket, "");
     let failed = write(&file.open_blocking().unwrap(), 0, 1).unwrap_err();
     assert_eq!(failed.kind(), block::IoErrorKind::NoSpace);
@@ -130,7 +141,7 @@ fn slow_requests_do_not_hold_up_others() {
     let directory = directory();
     let socket = directory.path().join("nbd");
     let words = ["--filter=delay", "memory", "1M", "rdelay=20ms", "wdelay=5ms"];
-    let _server = Nbdkit::start(&socket, &words);
+    let _server = Peer::start(&socket, &words);
     let file = opened(&socket, "");
     std::thread::scope(|scope| {
         for part in 0..6_u64 {
@@ -193,7 +204,9 @@ fn connections_that_are_cut_anywhere_cost_no_request() {
     for (connections, seed) in [(1, 11), (4, 12)] {
         let directory = directory();
         let (server, socket) = (directory.path().join("server"), directory.path().join("nbd"));
-        let _server = Nbdkit::start(&server, &["memory", "2M"]);
+        let image = directory.path().join("disk.raw");
+        std::fs::File::create(&image).unwrap().set_len(2 << 20).unwrap();
+        let _server = Peer::qemu(&server, &image);
         let cutter = Cutter::start(&server, &socket, seed);
         let file = opened(&cutter.socket, &format!("&reconnect-s=60&connections={connections}"));
         std::thread::scope(|scope| {
