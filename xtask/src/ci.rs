@@ -216,7 +216,7 @@ fn guests() -> Result<Counts> {
     let kernel = packages::guest_kernel()?;
     count(
         Program::cargo()
-            .args(["test", "--package", "ringdisk", "--test", "guests", "--test", "save_guest", "--"])
+            .args(["test", "--package", "ringdisk", "--test", "guests", "--"])
             .args(["--ignored", "--test-threads=2", "--nocapture"])
             .env("RINGDISK_GUEST_KERNEL", kernel)
             .limit(GUESTS_LIMIT),

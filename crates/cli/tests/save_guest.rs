@@ -1,7 +1,7 @@
 //! A real Linux guest that writes all the time is saved again and again, with saves that are killed as their steps begin, goes
 //! on to its end, and is then resumed from what was saved last. Its file system is clean both times.
 //!
-//! Run by `cargo xtask ci`; by hand with `cargo test -p ringdisk --test save_guest -- --ignored`.
+//! Not a step of `cargo xtask ci` yet; by hand with `cargo test -p ringdisk --test save_guest -- --ignored`.
 
 mod common;
 
@@ -85,7 +85,7 @@ fn assert_filled(report: &GuestReport) {
 }
 
 #[test]
-#[ignore = "boots a guest; run by cargo xtask ci"]
+#[ignore = "boots a guest; run by hand"]
 fn qemu_on_a_disk_that_is_saved_all_the_time_goes_on_and_comes_back() {
     let rounds: usize =
         std::env::var("RINGDISK_SAVE_GUEST_ROUNDS").map_or(3, |rounds| rounds.parse().expect("a number"));
