@@ -14,8 +14,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Where each side runs: servers and fio on one core, the client on the other.
-const SERVER_CORE: &str = "0";
-const CLIENT_CORE: &str = "1";
+pub(super) const SERVER_CORE: &str = "0";
+pub(super) const CLIENT_CORE: &str = "1";
 /// The client spins through any request. Otherwise its own sleep would be measured with the server.
 const CLIENT_POLL_US: u32 = 10_000;
 /// How long a server may take to start or to end.
@@ -47,9 +47,9 @@ pub(super) struct Sample {
 
 /// The programs.
 pub(super) struct Tools {
-    ringdisk: PathBuf,
+    pub(super) ringdisk: PathBuf,
     /// The same program for every server.
-    client: PathBuf,
+    pub(super) client: PathBuf,
 }
 
 impl Tools {
@@ -292,7 +292,7 @@ pub(super) fn json_of(mut command: Command) -> Result<Value> {
     serde_json::from_str(text.get(start..).unwrap_or_default()).with_context(|| format!("{name} gave no JSON"))
 }
 
-fn pinned(core: &str, program: &Path) -> Command {
+pub(super) fn pinned(core: &str, program: &Path) -> Command {
     let mut command = Command::new("taskset");
     command.args(["--cpu-list", core]).arg(program);
     command

@@ -21,6 +21,7 @@ mod results;
 mod scratch;
 mod statistics;
 mod stolen;
+mod throttle;
 
 use crate::command::Program;
 use crate::workspace;
@@ -67,6 +68,10 @@ pub(crate) struct BenchArguments {
     /// docs/benchmarks-scratch.md, or where --output says.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "resume", "size_mib", "directory", "before"])]
     scratch: bool,
+    /// Measure the filter that bounds a disk's rate instead, beside qemu-storage-daemon's; writes docs/benchmarks-throttle.md,
+    /// or where --output says.
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "resume", "size_mib", "directory", "before", "filter", "list"])]
+    throttle: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
     size_mib: Option<u64>,
@@ -129,6 +134,9 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     if arguments.scratch {
         ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
         return scratch::run(ringdisk_of(arguments)?, arguments);
+    }
+    if arguments.throttle {
+        return throttle::run(ringdisk_of(arguments)?, arguments);
     }
     let is_chosen =
         |name: &str| arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()));
