@@ -33,6 +33,7 @@ mod mirror;
 mod notify;
 mod pidfile;
 mod place;
+mod reopen;
 mod status;
 mod table;
 
