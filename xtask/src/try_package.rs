@@ -27,12 +27,12 @@ pub(crate) fn run(package: &Path) -> Result<()> {
     if !made.args([&archive]).watch()?.success() {
         bail!("debootstrap failed");
     }
-    std::fs::copy(&package, root.join("root/ringdisk.deb")).context("cannot copy the package")?;
-    std::fs::write(root.join("root/try.sh"), SCRIPT)?;
+    std::fs::copy(&package, root.join("opt/ringdisk.deb")).context("cannot copy the package")?;
+    std::fs::write(root.join("opt/try.sh"), SCRIPT)?;
     // What is mounted, and what is started, ends with the namespaces.
     let tried = Program::new("unshare")
         .args(["--mount", "--pid", "--fork", "--kill-child", "sh", "-ec"])
-        .args(["mount -t proc proc \"$1/proc\"; exec chroot \"$1\" sh -eu /root/try.sh", "sh"])
+        .args(["mount -t proc proc \"$1/proc\"; exec chroot \"$1\" sh -eu /opt/try.sh", "sh"])
         .args([root.as_os_str()])
         .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
         .env("LC_ALL", "C.UTF-8")

@@ -4,7 +4,7 @@ say() { echo "== $*"; }
 fail() { echo "FAILED: $*" >&2; exit 1; }
 
 say "install"
-apt-get install --yes --no-install-recommends /root/ringdisk.deb
+apt-get install --yes --no-install-recommends /opt/ringdisk.deb
 dpkg --verify ringdisk
 
 say "the program"
@@ -40,13 +40,13 @@ getent passwd ringdisk
 id -nG ringdisk | grep -qw kvm || fail "the user is not in the group kvm"
 
 say "units"
-cp /usr/share/doc/ringdisk/examples/vm1.conf /root/vm1.conf
+cp /usr/share/doc/ringdisk/examples/vm1.conf /opt/vm1.conf
 systemd-analyze verify --man=yes ringdisk@vm1.service ringdisk@vm1.socket
 systemd-analyze security --offline=true --threshold=15 ringdisk@vm1.service | tail -1
 
 say "the example, served as its user"
 install -d -o ringdisk -g kvm -m 0750 /var/lib/ringdisk /run/ringdisk/vm1
-DISKS=$(sed -n 's/^DISKS=//p' /root/vm1.conf)
+DISKS=$(sed -n 's/^DISKS=//p' /opt/vm1.conf)
 setpriv --reuid=ringdisk --regid=kvm --clear-groups ringdisk create -q -f qcow2 /var/lib/ringdisk/vm1.qcow2 1G
 # shellcheck disable=SC2086 # Words are parted by blanks, as in the unit.
 setpriv --reuid=ringdisk --regid=kvm --clear-groups --no-new-privs --bounding-set=-all \
