@@ -26,6 +26,7 @@ const UNDER_DAEMON: &[&str] = &[
     "engine",
     "file-nbd",
     "file-http",
+    "file-rbd",
     "block",
 ];
 
@@ -39,7 +40,7 @@ const ROOMS: &[Room] = &[
     Room { name: "daemon", below: UNDER_DAEMON },
     Room { name: "guestlab", below: &["drive", "load"] },
     Room { name: "disk", below: &["drive", "image", "engine", "block"] },
-    Room { name: "drive", below: &["driver", "image", "engine", "file-nbd", "file-http", "block"] },
+    Room { name: "drive", below: &["driver", "image", "engine", "file-nbd", "file-http", "file-rbd", "block"] },
     Room { name: "load", below: &["driver", "image", "block"] },
     Room { name: "jobs", below: &["image", "block"] },
     Room { name: "export-vhost-user", below: &["virtio-blk", "virtio", "block"] },
@@ -56,6 +57,7 @@ const ROOMS: &[Room] = &[
     Room { name: "engine", below: &["block"] },
     Room { name: "file-nbd", below: &["nbd-tls", "nbd-wire", "block"] },
     Room { name: "file-http", below: &["block"] },
+    Room { name: "file-rbd", below: &["block"] },
     Room { name: "nbd-tls", below: &["block"] },
     Room { name: "testkit", below: &["block"] },
     Room { name: "block", below: &[] },

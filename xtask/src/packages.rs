@@ -20,7 +20,13 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("nbdcopy", "libnbd-bin"),
     ("nbdsh", "python3-libnbd"),
     ("qemu-nbd", "qemu-utils"),
+    // No program, but found beside them.
+    ("../lib/x86_64-linux-gnu/qemu/block-rbd.so", "qemu-block-extra"),
     ("nbdkit", "nbdkit"),
+    ("ceph-mon", "ceph-mon"),
+    ("ceph-mgr", "ceph-mgr"),
+    ("ceph-osd", "ceph-osd"),
+    ("ceph", "ceph-common"),
     ("fio", "fio"),
     ("curl", "curl"),
     ("fincore", "util-linux-extra"),

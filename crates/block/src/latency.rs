@@ -54,7 +54,7 @@ pub enum Rest {
     Engine,
     /// A task knows what it did, so the request waited before that.
     Queue,
-    /// A task that nobody has timed: it did what the last one did that was.
+    /// A task that nobody has timed: it did what the last one did that was. Nothing else is said with it.
     AsBefore,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! * [`Disk`] and [`DiskQueue`]: what front ends (vhost-user, NBD, the driver's tests) see of a disk.
 //! * [`DiskListener`]: who hears of a disk's changes.
-//! * [`Run`]: what lies where in a disk.
+//! * [`Run`]: what lies where in a disk. [`DirtyMap`]: what was written to it.
 //! * [`Op`] and [`Completion`]: one request and its end. Operations own their buffers. [`OpFlags`] and [`Priority`] say
 //!   how durable and how urgent.
 //! * [`File`] and [`FileQueue`]: what images see of an open file; engines and the simulator implement them. Pushing an
@@ -15,12 +15,15 @@
 //! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on. [`turn`]: how much they move.
 //! * [`Epochs`]: when a freed host cluster may be used again.
 //! * [`SliceCache`]: tables of 64-bit entries in memory, read without a lock.
+//! * [`LogLimit`]: a log that nobody else can fill.
+//! * [`meter`]: what front ends count.
 //! * [`Error`] (for a person) and [`IoError`] (for a guest).
 
 #![forbid(unsafe_code)]
 
 mod aside;
 mod block_status;
+mod dirty;
 mod disk;
 mod disk_io;
 mod epoch;
@@ -31,7 +34,9 @@ mod file;
 mod flags;
 pub mod latency;
 mod listeners;
+mod log_limit;
 mod meta;
+pub mod meter;
 mod op;
 mod range_lock;
 mod reactor;
@@ -45,6 +50,7 @@ mod watch;
 
 pub use aside::Work;
 pub use block_status::{Run, Runs, StatusQuery};
+pub use dirty::{DirtyBitmaps, DirtyMap};
 pub use disk::{Disk, DiskInfo, DiskQueue, Lifetime, Topology};
 pub use disk_io::{DiskIo, reclaim};
 pub use epoch::{Epochs, Participant, Ticket};
@@ -55,6 +61,7 @@ pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks
 pub use flags::{OpFlags, Priority};
 pub use latency::{Part, Parts};
 pub use listeners::{DiskListener, Listeners};
+pub use log_limit::LogLimit;
 pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};
 pub use range_lock::{RangeGuard, RangeLocks};

@@ -1,8 +1,16 @@
 //! Values on the command line, for clap.
 
 use block::{Error, ErrorKind};
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use drive::parse_integer;
 use std::ops::RangeInclusive;
+use std::os::unix::ffi::OsStrExt;
+
+/// Reads a file's name that is going to be written into an image, or options with such a name: as a text that holds the
+/// bytes which are none (see [`image::name_text`]).
+pub(crate) fn name_text() -> impl TypedValueParser<Value = String> {
+    OsStringValueParser::new().map(|word| image::name_text(word.as_bytes()))
+}
 
 /// Reads a whole number within bounds, for the command line.
 pub(crate) fn integer<T: TryFrom<u64>>(

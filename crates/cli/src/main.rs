@@ -9,6 +9,7 @@ mod commands;
 mod compat;
 mod images;
 mod machine;
+mod nbd_options;
 mod output;
 mod qemu_img;
 mod scratch;

@@ -135,6 +135,7 @@ fn protocol_and_json_names_are_followed_under_no_policy_and_info_opens_no_file_b
         &format!("file:{pipe}"),
         &format!("file://{pipe}"),
         "nbd://localhost/x",
+        "rbd:pool/x:conf=/x",
         "ssh://h/x",
         "fat:rw:/",
         "fd:0",

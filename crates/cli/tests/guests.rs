@@ -6,10 +6,11 @@
 mod common;
 
 use common::{Server, path_str, run_ok, tool_ok};
-use guestlab::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, Monitor, verify_image};
+use guestlab::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, MeasureJob, Monitor, verify_image};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use testkit::Dice;
+use testkit::{Dice, WebServer};
 
 const DISK_BYTES: u64 = 768 << 20;
 const BACKING_BYTES: usize = 96 << 20;
@@ -27,7 +28,13 @@ struct Served {
 impl Served {
     /// Serves `drives` (options without serial and socket).
     fn start(directory: &Path, drives: &[String]) -> Self {
-        let mut arguments: Vec<String> = ["--reactors", "2", "--queues", "4"].map(str::to_owned).into();
+        Self::start_with(directory, drives, &[])
+    }
+
+    /// As [`Served::start`], with more options.
+    fn start_with(directory: &Path, drives: &[String], more: &[&str]) -> Self {
+        let first = ["--reactors", "2", "--queues", "4"];
+        let mut arguments: Vec<String> = first.iter().chain(more).map(|word| (*word).to_owned()).collect();
         let mut sockets = Vec::new();
         for (number, drive) in drives.iter().enumerate() {
             let socket = directory.join(format!("{number}.sock"));
@@ -226,6 +233,51 @@ fn uml_on_disks_whose_writes_are_thrown_away_or_kept_beside_them() {
     kept.assert_clean();
 }
 
+/// A guest fills a disk, which goes to a web server. Guests with overlays of their own mount it from there, the first with
+/// the server, the second without.
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn uml_on_an_overlay_over_a_base_on_a_web_server() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let base = TestImage::qcow2_with_backing();
+    let served = Served::start(directory.path(), &[base.drive("cache=writeback")]);
+    let (served, report) = served.run_guest(GuestKind::Uml, None);
+    assert_filled(GuestKind::Uml, &report);
+    served.stop();
+    let whole = directory.path().join("base.qcow2");
+    run_ok(&["convert", "-O", "qcow2", path_str(&base.path), path_str(&whole)]);
+    let web = WebServer::start(&std::fs::read(&whole).unwrap());
+    web.behaviour.latency_ms.store(20, Ordering::SeqCst);
+    let url = web.url("/base.qcow2");
+    let named = format!("{url}#cache={}", directory.path().join("cache").display());
+    let check = |overlay: &str| {
+        let path = directory.path().join(overlay);
+        run_ok(&[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-b",
+            &url,
+            "-F",
+            "qcow2",
+            "-u",
+            path_str(&path),
+            &DISK_BYTES.to_string(),
+        ]);
+        let drive = format!("file={},format=qcow2", path.display());
+        let served = Served::start_with(directory.path(), &[drive], &["--backing", &named]);
+        let (served, report) = served.run_guest(GuestKind::Uml, Some(GuestWork::CheckAgain));
+        assert!(report.disks.iter().all(|disk| disk.checks == 1 && disk.files == 200), "{report:?}");
+        served.stop();
+    };
+    check("first.qcow2");
+    let asked = web.requests();
+    web.behaviour.is_out.store(true, Ordering::SeqCst);
+    check("second.qcow2");
+    assert_eq!(web.requests(), asked, "the second guest needed the server");
+}
+
 #[test]
 #[ignore = "boots a guest; run by cargo xtask ci"]
 fn qemu_with_four_queues_on_raw_over_threads() {
@@ -292,9 +344,41 @@ fn qemu_with_four_packed_queues_on_raw_over_io_uring() {
     fill_restart_check(GuestKind::Qemu, &[(&TestImage::raw(), "engine=io_uring,cache=writeback,packed=on")]);
 }
 
+/// As its own kernel counts (`/proc/interrupts`), with both ways of saying when one is wanted.
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn qemu_is_interrupted_once_a_request_at_most_with_event_idx_and_with_flags() {
+    const BLOCK_KIB: u32 = 4;
+    let directory = tempfile::tempdir().unwrap();
+    for event_idx in [true, false] {
+        let served = Served::start(directory.path(), &["format=null,size=64M".to_owned()]);
+        let mut options = GuestOptions::new(GuestKind::Qemu, served.sockets.clone());
+        options.event_idx = event_idx;
+        let job = |rw: &str, depth| MeasureJob { rw: rw.to_owned(), block_kib: BLOCK_KIB, depth };
+        let jobs = vec![job("randread", 1), job("randread", 64), job("randwrite", 64), job("read", 64)];
+        options.work = GuestWork::Measure { jobs, seconds: 2, mib: 32 };
+        let report = guestlab::run(&options, &mut |_| {}).unwrap();
+        served.stop();
+        let [disk] = report.disks.as_slice() else { panic!("{report:?}") };
+        assert_eq!(disk.measured.len(), 4);
+        for (index, fio) in disk.measured.iter().enumerate() {
+            let requests = (fio.read_bytes + fio.written_bytes) / (u64::from(BLOCK_KIB) << 10);
+            let depth = if index == 0 { 1 } else { 64 };
+            println!(
+                "event_idx={event_idx} {} at {depth}: {requests} requests, {} interrupts, {:.3} a request",
+                fio.name,
+                fio.interrupts,
+                fio.interrupts as f64 / requests as f64
+            );
+            // fio's own opening and closing of the disk may read a little, and some may be late from the job before.
+            assert!(fio.interrupts > 0 && fio.interrupts <= requests + 100, "{fio:?}");
+        }
+    }
+}
+
 /// What the kernel of a real guest makes of what its disk says, and of what happens to a disk and to the machine. With an
 /// empty serial, too, on a second disk.
-fn inspect(kind: GuestKind, (rebinds, suspends, resets): (u32, u32, u32)) {
+fn inspect(kind: GuestKind, (rebinds, toggles): (u32, u32), (suspends, resets): (u32, u32)) {
     use std::os::unix::fs::MetadataExt;
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let [image, socket, control] = ["disk.raw", "d.sock", "ctl.sock"].map(|name| directory.path().join(name));
@@ -310,7 +394,9 @@ fn inspect(kind: GuestKind, (rebinds, suspends, resets): (u32, u32, u32)) {
     let server = Server::start(&[arguments.as_slice(), &without_serial].concat());
     let mut options = GuestOptions::new(kind, vec![socket, plain]);
     (options.cpus, options.queues, options.only_measured) = (2, 1, 1);
-    options.work = GuestWork::Inspect { rebinds, suspends, resets };
+    options.work = GuestWork::Inspect { rebinds, toggles, suspends, resets };
+    // It boots once more for each.
+    options.time_limit += Duration::from_secs(60) * (suspends + resets);
     let monitor = directory.path().join("qmp.sock");
     options.monitor = (resets > 0).then(|| monitor.clone());
     let (mut used, mut dice) = (Vec::new(), Dice::new(7));
@@ -330,7 +416,7 @@ fn inspect(kind: GuestKind, (rebinds, suspends, resets): (u32, u32, u32)) {
     let size_bytes = if resets > 0 { 96 << 20 } else { 64 << 20 };
     assert_eq!((disk.size_bytes, disk.serial.as_str()), (size_bytes, "12345678901234567890"));
     assert_eq!(without_serial.serial, "");
-    let (rebinds, suspends, resets) = (rebinds.to_string(), suspends.to_string(), resets.to_string());
+    let [rebinds, toggles, suspends, resets] = [rebinds, toggles, suspends, resets].map(|count| count.to_string());
     let mut expected = vec![
         ("alignment_offset", "3584"),
         ("bound", &rebinds),
@@ -350,20 +436,19 @@ fn inspect(kind: GuestKind, (rebinds, suspends, resets): (u32, u32, u32)) {
         ("sectors", "196608"),
         ("sg_io", "errno-25"),
         ("slept", &suspends),
+        ("toggled", &toggles),
         ("write_zeroes_max_bytes", "1073741824"),
     ];
     expected.retain(|(key, count)| !(matches!(*key, "resets" | "slept") && *count == "0"));
     let found: Vec<_> = disk.facts.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
     assert_eq!(found, expected);
-    if resets != "0" || suspends != "0" {
-        verify_image(&image, ImageFormat::Raw).unwrap();
-    }
+    verify_image(&image, ImageFormat::Raw).unwrap();
 }
 
 #[test]
 #[ignore = "boots a guest; run by cargo xtask ci"]
 fn uml_on_a_disk_whose_every_field_is_set_sees_switches_and_grows_with_it() {
-    inspect(GuestKind::Uml, (20, 0, 0));
+    inspect(GuestKind::Uml, (20, 100), (0, 0));
 }
 
 /// `RINGDISK_RESETS=20` resets it more often, and `RINGDISK_SUSPENDS=5` lets it sleep more often.
@@ -371,5 +456,5 @@ fn uml_on_a_disk_whose_every_field_is_set_sees_switches_and_grows_with_it() {
 #[ignore = "boots a guest; run by cargo xtask ci"]
 fn qemu_on_a_disk_whose_every_field_is_set_sleeps_and_survives_resets_under_load() {
     let count = |name: &str, usual| std::env::var(name).map_or(usual, |text| text.parse().unwrap());
-    inspect(GuestKind::Qemu, (4, count("RINGDISK_SUSPENDS", 1), count("RINGDISK_RESETS", 1)));
+    inspect(GuestKind::Qemu, (4, 100), (count("RINGDISK_SUSPENDS", 1), count("RINGDISK_RESETS", 1)));
 }

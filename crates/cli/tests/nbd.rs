@@ -85,3 +85,23 @@ fn a_disk_of_a_server_is_read_written_mapped_and_served_as_a_file_is() {
     run_ok(&["check", "-f", "qcow2", &uri("inner")]);
     server.stop();
 }
+
+#[test]
+fn what_fio_writes_over_nbd_it_finds_again() {
+    if !has_tool("fio") || !tool_ok("fio", &["--enghelp"]).contains("nbd") {
+        return;
+    }
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (image, socket) = (path("disk.qcow2"), path("nbd"));
+    run_ok(&["create", "-q", "-f", "qcow2", &image, "64M"]);
+    let mut command = ringdisk();
+    command.args(["nbd", &image, "--socket", &socket]);
+    let server = Server::start_command(command);
+    let uri = format!("--uri=nbd+unix:///?socket={socket}");
+    let words = ["--name=verified", "--ioengine=nbd", "--thread", "--rw=randwrite", "--bsrange=4k-64k", "--iodepth=16"];
+    let more = ["--size=16M", "--verify=crc32c", "--verify_fatal=1", "--fsync=32", "--randrepeat=1", &uri];
+    tool_ok("fio", &[&words[..], &more].concat());
+    server.stop();
+    run_ok(&["check", &image]);
+}

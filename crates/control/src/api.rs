@@ -216,20 +216,41 @@ pub struct Export {
     pub id: u64,
     /// The disk.
     pub disk: String,
-    /// The vhost-user socket.
+    /// The vhost-user socket; for NBD clients the Unix socket, or `ADDRESS:PORT`.
     #[schema(value_type = String)]
     pub socket: PathBuf,
     /// Its guests cannot write.
     pub read_only: bool,
-    /// Queues on offer.
+    /// Queues on offer; for NBD clients, connections at once at this address.
     pub queues: u16,
-    /// Largest ring that a guest may set up.
+    /// Largest ring that a guest may set up; for NBD clients, requests of a connection at once.
     pub queue_size: u16,
-    /// A guest's monitor is connected.
+    /// A guest's monitor, or an NBD client, is connected.
     #[serde(default)]
     pub connected: bool,
     /// What its queues have done, together.
     pub counters: Counters,
+    /// How NBD clients see it, if it is for them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nbd: Option<NbdExport>,
+}
+
+/// A disk as NBD clients see it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NbdExport {
+    /// What clients name.
+    pub uri: String,
+    /// The export's name.
+    pub name: String,
+    /// What clients are told about it.
+    pub description: String,
+    /// Persistent bitmaps that they can ask for.
+    pub bitmaps: Vec<String>,
+    /// They may or must use TLS.
+    pub tls: bool,
+    /// Clients that have chosen it.
+    pub connections: u64,
 }
 
 /// What queues have done since the export was made.
@@ -279,7 +300,7 @@ impl Counters {
 pub struct AddExport {
     /// The disk.
     pub disk: String,
-    /// The vhost-user socket; beside the image where not given.
+    /// The socket. A vhost-user socket lies beside the image where not given; for NBD clients it may be `nbd.listen` instead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub socket: Option<PathBuf>,
@@ -295,6 +316,48 @@ pub struct AddExport {
     /// The guest's memory is registered with io_uring, which pins it.
     #[serde(default)]
     pub fixed_buffers: bool,
+    /// Serve it to NBD clients, and not to a guest's monitor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nbd: Option<AddNbd>,
+}
+
+/// How a disk is served to NBD clients. Several disks can be at one address, under names of their own.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AddNbd {
+    /// `ADDRESS:PORT`, where it is no Unix socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub listen: Option<String>,
+    /// What clients call it; the disk's name where not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// What clients are told about it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub description: String,
+    /// Persistent bitmaps that clients can ask for (`qemu:dirty-bitmap:NAME`).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub bitmaps: Vec<String>,
+    /// Connections at once at this address; 16 where not given. Others wait.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connections: Option<u16>,
+    /// TLS, with certificates.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tls: Option<AddTls>,
+}
+
+/// How NBD clients use TLS.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AddTls {
+    /// A directory with `ca-cert.pem`, `server-cert.pem` and `server-key.pem`.
+    #[schema(value_type = String)]
+    pub credentials: PathBuf,
+    /// Clients must use it; otherwise they may.
+    #[serde(default = "yes")]
+    pub required: bool,
+    /// Clients need a certificate of the same authority.
+    #[serde(default = "yes")]
+    pub verify_peer: bool,
 }
 
 /// What reading the configuration file again has changed.

@@ -13,7 +13,7 @@
 //!
 //! What is wrong is said with the line and the key.
 
-use crate::api::AddExport;
+use crate::api::{AddExport, AddNbd, AddTls};
 use crate::manager::Configured;
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
@@ -71,7 +71,24 @@ const KEYS: [&str; 12] = [
     "reactors",
     "state-dir",
 ];
-const EXPORT_KEYS: [&str; 6] = ["disk", "socket", "read-only", "queues", "queue-size", "fixed-buffers"];
+const EXPORT_KEYS: [&str; 15] = [
+    "bitmaps",
+    "connections",
+    "description",
+    "disk",
+    "fixed-buffers",
+    "listen",
+    "name",
+    "queue-size",
+    "queues",
+    "read-only",
+    "socket",
+    "tls",
+    "tls-creds",
+    "tls-verify-peer",
+    "type",
+];
+const EXPORT_TYPES: [&str; 2] = ["nbd", "vhost-user"];
 /// Keys of a drive that mean one drive only.
 const NOT_A_DEFAULT: [&str; 7] = ["name", "file", "fd", "socket", "serial", "size", "export"];
 const REACTORS_MAX: u64 = 256;
@@ -216,24 +233,89 @@ impl<'i> Reader<'i> {
     }
 
     fn export(&self, value: &Value<'i>) -> Result<AddExport> {
+        let table = self.table("export", value)?;
         let mut export = AddExport::default();
-        for (key, value) in self.table("export", value)? {
+        if let Some((_, kind)) = table.iter().find(|(key, _)| key.get_ref().as_ref() == "type") {
+            export.nbd = match self.scalar("type", kind)?.as_str() {
+                "vhost-user" => None,
+                "nbd" => Some(self.nbd(table)?),
+                other => return Err(self.wrong_value("type", kind, drive::unknown("type", other, &EXPORT_TYPES))),
+            };
+        }
+        for (key, value) in table {
             let key = key.get_ref().as_ref();
             let count = |most| self.number(key, value, 1..=most).map(|number| u16::try_from(number).ok());
             match key {
                 "disk" => export.disk = self.scalar(key, value)?,
                 "socket" => export.socket = Some(self.path(key, value)?),
                 "read-only" => export.read_only = self.switch(key, value)?,
+                "queues" | "queue-size" | "fixed-buffers" if export.nbd.is_some() => {
+                    return Err(self.wrong_value(key, value, "is not for type = 'nbd'"));
+                }
                 "fixed-buffers" => export.fixed_buffers = self.switch(key, value)?,
                 "queues" => export.queues = count(256)?,
                 "queue-size" => export.queue_size = count(1024)?,
+                _ if export.nbd.is_none() && EXPORT_KEYS.contains(&key) && key != "type" => {
+                    return Err(self.wrong_value(key, value, "is for type = 'nbd' only"));
+                }
+                // The rest is read already.
+                _ if EXPORT_KEYS.contains(&key) => {}
                 _ => return Err(self.wrong(value.span().start, drive::unknown("key of an export", key, &EXPORT_KEYS))),
             }
         }
+        let listens = export.nbd.as_ref().map(|nbd| nbd.listen.is_some());
         match export.disk.as_str() {
             "" => Err(self.wrong(value.span().start, "disk: an export needs the name of its drive")),
+            _ if listens == Some(export.socket.is_some()) => {
+                Err(self.wrong(value.span().start, "an NBD export needs either a socket or listen = 'ADDRESS:PORT'"))
+            }
             _ => Ok(export),
         }
+    }
+
+    /// What an export says to NBD clients.
+    fn nbd(&self, table: &DeTable<'i>) -> Result<AddNbd> {
+        let (mut nbd, mut credentials, mut uses) = (AddNbd::default(), None, Vec::new());
+        let (mut required, mut verify_peer) = (true, true);
+        for (key, value) in table {
+            let key = key.get_ref().as_ref();
+            match key {
+                "listen" => nbd.listen = Some(self.scalar(key, value)?),
+                "name" => nbd.name = Some(self.scalar(key, value)?),
+                "description" => nbd.description = self.scalar(key, value)?,
+                "bitmaps" => {
+                    let names = self.list(key, value)?.into_iter().map(|name| self.scalar(key, name));
+                    nbd.bitmaps = names.collect::<Result<_>>()?;
+                }
+                "connections" => {
+                    nbd.connections = u16::try_from(self.number(key, value, 1..=u16::MAX.into())?).ok();
+                }
+                "tls-creds" => credentials = Some(self.path(key, value)?),
+                "tls" => {
+                    uses.push((key, value));
+                    required = match self.scalar(key, value)?.as_str() {
+                        "required" => true,
+                        "allow" => false,
+                        other => {
+                            let what = drive::unknown("use of TLS", other, &["allow", "required"]);
+                            return Err(self.wrong_value(key, value, what));
+                        }
+                    };
+                }
+                "tls-verify-peer" => {
+                    uses.push((key, value));
+                    verify_peer = self.switch(key, value)?;
+                }
+                _ => {}
+            }
+        }
+        match (credentials, uses.first()) {
+            (None, Some((key, value))) => return Err(self.wrong_value(key, value, "needs tls-creds")),
+            (credentials, _) => {
+                nbd.tls = credentials.map(|credentials| AddTls { credentials, required, verify_peer });
+            }
+        }
+        Ok(nbd)
     }
 
     /// The pairs that a key of a drive means: several if its value is a list.
@@ -335,7 +417,9 @@ mod tests {
              [defaults]\ncache = 'none'\nqueues = 2\n\
              [[drive]]\nname = 'a'\nfile = '/a.qcow2'\nreadonly = true\nexport = false\n\
              filter = ['throttle:iops-total=5', 'delay:ms=1']\n\
-             [[export]]\ndisk = 'a'\nsocket = 'a.sock'\nread-only = true\nqueues = 1\n",
+             [[export]]\ndisk = 'a'\nsocket = 'a.sock'\nread-only = true\nqueues = 1\n\
+             [[export]]\ntype = 'nbd'\ndisk = 'a'\nlisten = '127.0.0.1:10809'\nname = 'x'\nbitmaps = ['b']\n\
+             tls-creds = 'pki'\ntls = 'allow'\ntls-verify-peer = false\n",
         )
         .unwrap();
         assert_eq!(config.settings.state_dir, Some("/etc/ringdisk/state".into()));
@@ -350,6 +434,10 @@ mod tests {
         assert!(!drive.serve);
         assert_eq!(drive.exports[0].socket, Some("/etc/ringdisk/a.sock".into()));
         assert!(drive.exports[0].read_only && drive.exports[0].queues == Some(1));
+        let nbd = drive.exports[1].nbd.clone().unwrap();
+        assert_eq!((nbd.listen.as_deref(), nbd.name.as_deref()), (Some("127.0.0.1:10809"), Some("x")));
+        let tls = AddTls { credentials: "/etc/ringdisk/pki".into(), required: false, verify_peer: false };
+        assert_eq!((nbd.bitmaps, nbd.tls), (vec!["b".to_owned()], Some(tls)));
     }
 
     #[test]
@@ -368,6 +456,11 @@ mod tests {
             ("[defaults]\ncache = 'none'\nfile = '/a'", 3, "has no default"),
             ("[[export]]\ndisk = 'a'", 1, "no drive 'a'"),
             ("[[export]]\nsocket = '/a'", 1, "needs the name"),
+            ("[[export]]\ntype = 'nbf'", 2, "did you mean 'nbd'?"),
+            ("[[export]]\ntype = 'nbd'\ndisk = 'a'", 1, "either a socket or listen"),
+            ("[[export]]\ntype = 'nbd'\nlisten = ':1'\nqueues = 2", 4, "queues: is not for type = 'nbd'"),
+            ("[[export]]\nlisten = ':1'", 2, "is for type = 'nbd' only"),
+            ("[[export]]\ntype = 'nbd'\ntls = 'allow'", 3, "needs tls-creds"),
             ("allow-backing = 'all'", 1, "allow-backing"),
             ("buffer-memory = 5", 1, "less than 1M"),
         ] {

@@ -3,12 +3,14 @@
 //! A change is answered when the record of it is durable. Where a change of the daemon cannot be recorded, it is undone.
 
 mod change;
+mod exports;
 mod held;
 mod latency;
 mod points;
 mod reload;
 mod restore;
 
+use self::exports::{to_export, with_absolute_paths};
 use self::held::Holding;
 use self::reload::Configuration;
 use crate::api::{
@@ -21,7 +23,7 @@ use crate::options::Options;
 use crate::record::{Record, RecordedDisk, Records};
 use block::{Error, ErrorKind, Result};
 use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, ExportStatus, JobId, JobStatus, NodeId, absolute};
-use drive::{DriveOptions, ExportOptions};
+use drive::DriveOptions;
 use image::FileName;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -38,7 +40,7 @@ pub struct Configured {
     pub text: String,
     /// Serve it at the socket of its options, or beside its image.
     pub serve: bool,
-    /// Its other exports.
+    /// Its other exports. One that names no disk is of this one.
     pub exports: Vec<AddExport>,
 }
 
@@ -46,6 +48,14 @@ impl Configured {
     /// The name, if it has one of its own.
     pub(crate) fn name(&self) -> Option<&str> {
         self.drive.disk.name.as_deref()
+    }
+
+    /// Its other exports, which name the disk that is called so.
+    pub(crate) fn exports_of(&self, name: &str) -> impl Iterator<Item = AddExport> {
+        self.exports.iter().cloned().map(move |export| match export.disk.is_empty() {
+            true => AddExport { disk: name.to_owned(), ..export },
+            false => export,
+        })
     }
 
     /// By this the record knows it.
@@ -258,12 +268,11 @@ impl Manager {
         wanted.iter().map(changed).collect()
     }
 
-    /// Serves a disk at one more socket.
+    /// Serves a disk at one more socket, to a guest's monitor or to NBD clients.
     pub fn add_export(&self, request: AddExport) -> Result<Export> {
         let node = self.node(&request.disk)?;
-        let mut request = request;
-        request.socket = request.socket.as_deref().map(absolute);
-        let id = self.daemon.add_export(node, &export_options(&request))?;
+        let request = with_absolute_paths(request);
+        let id = self.begin_export(node, &request)?;
         let record = |record: &mut Record| {
             if let Some(disk) = record.disk_mut(&request.disk) {
                 disk.exports.push(request.clone());
@@ -274,10 +283,13 @@ impl Manager {
                 tracing::error!("{error}");
             }
         })?;
-        self.events.publish(EventKind::ExportAdded, Some(&request.disk), Some(id.number()), None);
+        let disk = request.disk.clone();
         lock(&self.exports).insert(id, Some(request));
         let gone = || Error::new(ErrorKind::Locked, "the export was removed meanwhile");
-        self.exports().into_iter().find(|export| export.id == id.number()).ok_or_else(gone)
+        let export = self.exports().into_iter().find(|export| export.id == id.number()).ok_or_else(gone)?;
+        let uri = export.nbd.as_ref().map(|nbd| nbd.uri.clone());
+        self.events.publish(EventKind::ExportAdded, Some(&disk), Some(id.number()), uri);
+        Ok(export)
     }
 
     /// Serves a disk at one socket less. The disk stays.
@@ -452,16 +464,6 @@ fn absolute_file(mut options: Options) -> Result<Options> {
     Ok(options)
 }
 
-fn export_options(request: &AddExport) -> ExportOptions {
-    let mut options = ExportOptions::default();
-    options.socket.clone_from(&request.socket);
-    options.read_only = request.read_only;
-    options.queues = request.queues;
-    options.queue_size = request.queue_size;
-    options.fixed_buffers = request.fixed_buffers;
-    options
-}
-
 fn to_disk(status: DiskStatus, record: &Record, exports: &[Export]) -> Disk {
     let options = record.disk(&status.name).map(|disk| disk.options.clone()).unwrap_or_default();
     Disk {
@@ -491,19 +493,6 @@ fn counters_of(export: &ExportStatus) -> Counters {
         no_space: ring.no_space,
     };
     export.rings.iter().map(to_counters).fold(Counters::default(), Counters::plus)
-}
-
-fn to_export(status: &ExportStatus, disk: String) -> Export {
-    Export {
-        id: status.id.number(),
-        disk,
-        socket: status.attachment.socket.clone(),
-        read_only: status.read_only,
-        queues: status.attachment.queues,
-        queue_size: status.attachment.queue_size,
-        connected: status.connected,
-        counters: counters_of(status),
-    }
 }
 
 /// Nothing for a job that makes no passes.

@@ -3,7 +3,7 @@
 use crate::manager::Manager;
 use crate::routes::router;
 use axum::Router;
-use block::{Error, ErrorKind, Result};
+use block::{Error, ErrorKind, LogLimit, Result};
 use export_vhost_user::ListenSocket;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -104,9 +104,17 @@ async fn accept(listener: UnixListener, router: Router, mut stopped: oneshot::Re
                     drop(place);
                 });
             }
-            Ok(_) => tracing::warn!("a process of another user was refused at the control socket"),
+            Ok(_) => {
+                static TIMES: LogLimit = LogLimit::new();
+                if let Some(times) = TIMES.admit() {
+                    tracing::warn!(times, "a process of another user was refused at the control socket");
+                }
+            }
             Err(error) => {
-                tracing::warn!("cannot accept at the control socket: {error}");
+                static TIMES: LogLimit = LogLimit::new();
+                if let Some(times) = TIMES.admit() {
+                    tracing::warn!(times, "cannot accept at the control socket: {error}");
+                }
                 // Out of descriptors, mostly: some time may bring some back.
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }

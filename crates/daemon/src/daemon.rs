@@ -1,15 +1,18 @@
 //! The daemon: reactors' threads, the disks that they serve, and the sockets at which guests come in.
 
 use crate::attach::Attachment;
+use crate::front::Front;
 use crate::hang::{HOPELESS_PATIENCE, Patience, close_hopeless};
 use crate::host_memory::default_buffer_memory;
 use crate::jobs::Jobs;
+use crate::nbd::{NbdOptions, Servers};
 use crate::place::Place;
 use crate::status::{DiskStatus, ExportId, ExportStatus, NodeId};
 use crate::table::{Found, Table};
-use block::{Error, ErrorKind, Result};
+use block::{Error, ErrorKind, ReactorHandle, Result};
 use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ShownOptions, open_disk_with};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
+use export_nbd::Limits;
 use export_vhost_user::{ExportOptions as VhostUserOptions, Geometry, Overrides, QueueLatency};
 use image::{BackingPolicy, HoldControl, TableCacheStats, ThrottleMember};
 use memory::{BudgetStats, BufferBudget, PoolStats};
@@ -80,6 +83,7 @@ pub struct Daemon {
     buffers: BufferBudget,
     pub(crate) table: Arc<Table>,
     pub(crate) jobs: Arc<Jobs>,
+    pub(crate) servers: Arc<Servers>,
     /// Requests were given up: their storage may never end them.
     pub(crate) has_given_up: Arc<AtomicBool>,
 }
@@ -112,6 +116,7 @@ impl Daemon {
             buffers,
             table: Arc::default(),
             jobs: Arc::default(),
+            servers: Arc::default(),
             has_given_up: Arc::default(),
         })
     }
@@ -198,11 +203,34 @@ impl Daemon {
         vhost.name = if has_others { format!("{name}.{id}") } else { name };
         // Each begins with another reactor, so that exports of one queue spread too.
         vhost.first_reactor = usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1);
-        let reactors = self.reactors.iter().map(ReactorThread::handle).collect();
-        let begun = place.serve(Arc::clone(&found.disk.disk), reactors, vhost);
-        let begun = begun.map_err(|error| error.in_context(&found.file)).and_then(|export| {
-            self.table.export_is_here(id, export).map_err(|export| {
-                export.stop();
+        let begun = place.serve(Arc::clone(&found.disk.disk), self.reactor_handles(), vhost);
+        self.begin(id, found, begun.map(Front::VhostUser))
+    }
+
+    /// An export at an NBD server.
+    pub(crate) fn begin_nbd(
+        &self,
+        found: &Found,
+        options: &NbdOptions,
+        begin: impl FnOnce() -> Result<Front>,
+    ) -> Result<ExportId> {
+        let limits = Limits::default();
+        let count = |most: usize| u16::try_from(most).unwrap_or(u16::MAX);
+        let attachment = Attachment {
+            socket: options.address.to_string().into(),
+            queues: options.connections.unwrap_or(count(limits.connections)),
+            queue_size: count(limits.requests),
+        };
+        let read_only = options.read_only || found.disk.disk.info().read_only;
+        let (id, _) = self.table.reserve_export(found.id, read_only, attachment, None)?;
+        self.begin(id, found, begin())
+    }
+
+    /// An export of which room was made in the table has begun, or has not.
+    fn begin(&self, id: ExportId, found: &Found, begun: Result<Front>) -> Result<ExportId> {
+        let begun = begun.map_err(|error| error.in_context(&found.file)).and_then(|front| {
+            self.table.export_is_here(id, front).map_err(|front| {
+                front.stop();
                 Error::new(ErrorKind::Locked, format!("the disk of '{}' was removed meanwhile", found.file))
             })
         });
@@ -210,6 +238,10 @@ impl Daemon {
             self.table.forget_export(id);
         }
         begun.map(|()| id)
+    }
+
+    pub(crate) fn reactor_handles(&self) -> Vec<Arc<dyn ReactorHandle>> {
+        self.reactors.iter().map(ReactorThread::handle).collect()
     }
 
     /// Stops serving at one socket: its guest is disconnected when its requests in flight have ended. The disk stays, and

@@ -3,9 +3,9 @@
 //! First the files are asked to give up what is in flight; a connection to a server can. Where that does not help, the
 //! requests are ended with errors without the storage, and the guest's memory is cut off from it.
 
+use crate::front::FrontSurrender;
 use crate::table::Found;
 use block::{Error, ErrorKind, Result};
-use export_vhost_user::Surrender;
 use image::Image;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,7 +45,7 @@ impl Patience {
     pub(crate) fn with_requests(
         limit: Duration,
         found: &Found,
-        exports: Vec<Surrender>,
+        exports: Vec<FrontSurrender>,
         given_up: &Arc<AtomicBool>,
     ) -> Option<Self> {
         let (image, given_up, name) = (found.disk.image.clone(), Arc::clone(given_up), found.name.clone());
@@ -54,7 +54,7 @@ impl Patience {
             image.iter().for_each(|image| image.cancel());
             if over.recv_timeout(CANCEL_PATIENCE) == Err(RecvTimeoutError::Timeout) {
                 given_up.store(true, Ordering::Release);
-                exports.iter().for_each(Surrender::give_up);
+                exports.iter().for_each(FrontSurrender::give_up);
             }
         })
     }

@@ -1,6 +1,7 @@
 //! What a daemon tells about its disks, exports and jobs.
 
 use crate::attach::Attachment;
+use crate::nbd::NbdAddress;
 use block::DiskInfo;
 use export_vhost_user::RingStats;
 use image::{CopyRounds, HeldRequests, TableCacheStats};
@@ -93,12 +94,34 @@ pub struct ExportStatus {
     pub node: NodeId,
     /// Its guests cannot write, because of the disk or of the export.
     pub read_only: bool,
-    /// A guest's monitor is connected.
+    /// A guest's monitor, or an NBD client, is connected.
     pub connected: bool,
-    /// What a monitor has to know.
+    /// What a monitor has to know. Of an NBD export: its address, the connections at once there, and the requests of each.
     pub attachment: Attachment,
-    /// Counters of each of its rings.
+    /// Counters of each of its rings; of all connections of an NBD export together.
     pub rings: Vec<RingStats>,
+    /// How NBD clients see it, if it is for them.
+    pub nbd: Option<NbdStatus>,
+}
+
+/// A disk as NBD clients see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NbdStatus {
+    /// Where.
+    pub address: NbdAddress,
+    /// What clients name.
+    pub uri: String,
+    /// The export's name.
+    pub name: String,
+    /// What clients are told about it.
+    pub description: String,
+    /// Bitmaps that they can ask for.
+    pub bitmaps: Vec<String>,
+    /// They may or must use TLS.
+    pub has_tls: bool,
+    /// Clients that have chosen it.
+    pub connections: usize,
 }
 
 /// What a job does.

@@ -4,10 +4,11 @@
 //! Meanwhile their entries say so, and keep the names.
 
 use crate::attach::Attachment;
+use crate::front::Front;
 use crate::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, OpenedDisk};
-use export_vhost_user::{Export, QueueLatency};
+use export_vhost_user::QueueLatency;
 use image::{CopyWatch, FileName};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -57,7 +58,7 @@ struct Exported {
     attachment: Attachment,
     /// Which socket was passed, where one was.
     passed_inode: Option<u64>,
-    export: Phase<Export>,
+    export: Phase<Front>,
 }
 
 /// A disk that is there.
@@ -221,7 +222,7 @@ impl Table {
     }
 
     /// The export serves. It is given back if its disk is going meanwhile: then the caller ends it.
-    pub(crate) fn export_is_here(&self, id: ExportId, export: Export) -> Result<(), Export> {
+    pub(crate) fn export_is_here(&self, id: ExportId, export: Front) -> Result<(), Front> {
         let mut guard = self.lock();
         let state = &mut *guard;
         match state.exports.get_mut(&id) {
@@ -234,7 +235,7 @@ impl Table {
     }
 
     /// Takes an export out to be ended; [`Table::forget_export`] comes when it has.
-    pub(crate) fn take_export(&self, id: ExportId) -> Result<Export> {
+    pub(crate) fn take_export(&self, id: ExportId) -> Result<Front> {
         let mut state = self.lock();
         let entry = state.exports.get_mut(&id).ok_or_else(|| bad(format!("there is no export {id}")))?;
         entry.export.take().ok_or_else(|| bad(format!("export {id} is being added or removed just now")))
@@ -255,7 +256,8 @@ impl Table {
                 read_only: entry.read_only,
                 connected: export.is_connected(),
                 attachment: entry.attachment.clone(),
-                rings: export.stats(),
+                rings: export.rings(),
+                nbd: export.nbd(),
             }),
             Phase::Coming | Phase::Going => None,
         };
@@ -276,12 +278,12 @@ impl Table {
     /// How long the requests of each disk take, over all its exports. Rings that are awake get `time` to say which is
     /// their oldest.
     pub(crate) fn latencies(&self, time: Duration) -> BTreeMap<NodeId, QueueLatency> {
-        let here = |entry: &Exported, look: &mut dyn FnMut(&Export)| {
+        let here = |entry: &Exported, look: &mut dyn FnMut(&Front)| {
             if let Phase::Here(export) = &entry.export {
                 look(export);
             }
         };
-        self.lock().exports.values().for_each(|entry| here(entry, &mut Export::ask_for_oldest));
+        self.lock().exports.values().for_each(|entry| here(entry, &mut Front::ask_for_oldest));
         std::thread::sleep(time);
         let mut sums: BTreeMap<NodeId, QueueLatency> = BTreeMap::new();
         for entry in self.lock().exports.values() {
@@ -292,7 +294,7 @@ impl Table {
 
     /// Takes a disk out to be closed, with its exports, which have to end before. Without `force` a disk that has exports
     /// or works stays; with it, works that can be cancelled are. No export of it can come any more; [`Table::wait_for_exports`], [`Table::wait_for_works`] and [`Table::forget_node`] come next.
-    pub(crate) fn take_node(&self, id: NodeId, force: bool) -> Result<(Found, Vec<(ExportId, Export)>)> {
+    pub(crate) fn take_node(&self, id: NodeId, force: bool) -> Result<(Found, Vec<(ExportId, Front)>)> {
         let mut guard = self.lock();
         let state = &mut *guard;
         let node = state.nodes.get_mut(&id).ok_or_else(|| no_disk(id))?;

@@ -7,6 +7,7 @@ use block::{Disk, Error, ErrorKind, File, Result};
 use engine::{CacheMode, EngineKind, OpenOptions};
 use file_http::HttpUrl;
 use file_nbd::NbdUri;
+use file_rbd::{RbdName, RbdOptions};
 use image::{
     BackingPolicy, DelayOptions, ErrorPolicy, FileName, FilterDisk, Format, Hold, HoldControl, Image, ImageOptions,
     NullDisk, Opener, Role, TableCacheStats, TemporaryFiles, ThrottleMember,
@@ -95,6 +96,7 @@ impl EngineOpener {
             FileName::VhostUser(socket) => crate::vhost_user::open(socket, options.read_only),
             FileName::Nbd(uri) => file_nbd::open(&NbdUri::parse(uri)?, options.read_only),
             FileName::Http(url) => file_http::open(&HttpUrl::parse(url)?, options.read_only),
+            FileName::Rbd(image) => file_rbd::open(&RbdName::parse(image)?, &rbd_options(options)),
             _ => {
                 Err(Error::new(ErrorKind::Unsupported, format!("'{name}': no file with this protocol is opened here")))
             }
@@ -114,6 +116,17 @@ impl EngineOpener {
         self.options.write_behind = true;
         self
     }
+}
+
+fn rbd_options(options: &OpenOptions) -> RbdOptions {
+    RbdOptions::default().with(|rbd| {
+        rbd.read_only = options.read_only;
+        rbd.lock = options.lock;
+        rbd.lock_timeout = options.lock_timeout;
+        // A write that ends without librbd's cache is durable.
+        rbd.cached = !options.cache.is_direct() && options.has_volatile_cache();
+        rbd.buffers = options.buffers.clone();
+    })
 }
 
 fn open_options(disk: &DiskOptions) -> OpenOptions {

@@ -7,7 +7,7 @@ use crate::limits::{Account, Grant, Limits, Total};
 use crate::output::Output;
 use crate::status::{Mailbox, StatusThread};
 use crate::transmission::{Next, Transmission};
-use block::{Interest, Poller, PollerId, ReactorCtx, ReactorHandle, Timer, Watch};
+use block::{Interest, LogLimit, Poller, PollerId, ReactorCtx, ReactorHandle, Timer, Watch};
 use memory::{IoBuf, receive_into};
 use nbd_wire::numbers::error;
 use nbd_wire::request::Request;
@@ -26,14 +26,24 @@ const BYTES_PER_TURN: usize = 4 << 20;
 /// What a connection shares with its server.
 pub(crate) struct Link {
     /// It is to end: requests in flight end, no others begin.
-    pub(crate) closing: AtomicBool,
+    closing: AtomicBool,
+    /// Its requests in flight are not waited for.
+    pub(crate) given_up: AtomicBool,
     mailbox: Arc<Mailbox>,
-    pub(crate) reactor: Arc<dyn ReactorHandle>,
+    reactor: Arc<dyn ReactorHandle>,
 }
 
 impl Link {
     pub(crate) fn new(reactor: Arc<dyn ReactorHandle>) -> Self {
-        Self { closing: AtomicBool::new(false), mailbox: Arc::default(), reactor }
+        let (closing, given_up) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { closing, given_up, mailbox: Arc::default(), reactor }
+    }
+
+    /// Has the connection end.
+    pub(crate) fn close(&self) {
+        self.closing.store(true, Ordering::Release);
+        // A reactor that has ended has dropped its connections. An empty job wakes the others.
+        let _ = self.reactor.run(Box::new(|_| {}));
     }
 }
 
@@ -156,6 +166,10 @@ impl<G: Clone + Send + 'static> Connection<G> {
                 Ok(Outcome::Goes) => did = true,
                 Ok(Outcome::Waits) => break,
                 Err(error) => {
+                    if let (Phase::Transmission(transmission), io::ErrorKind::InvalidData) = (&self.phase, error.kind())
+                    {
+                        transmission.broke_the_rules();
+                    }
                     self.breaks(error);
                     did = true;
                 }
@@ -200,10 +214,12 @@ impl<G: Clone + Send + 'static> Connection<G> {
                     Step::Ready(agreed) => {
                         let export = self.exports.get(agreed.export).cloned();
                         let export = export.ok_or(io::ErrorKind::NotFound)?;
+                        let gone = || io::Error::new(io::ErrorKind::NotFound, "its export is being removed");
+                        let presence = export.users.enter(&self.link).ok_or_else(gone)?;
                         tracing::debug!(export = %export.name, "an NBD client connected");
                         let queue = export.disk.open_queue(&self.ctx).map_err(io::Error::other)?;
                         let account = Rc::clone(&self.account);
-                        let transmission = Transmission::new(export, agreed, queue, account, &self.limits);
+                        let transmission = Transmission::new(export, agreed, queue, account, &self.limits, presence);
                         self.deadline.clear();
                         self.phase = Phase::Transmission(Box::new(transmission));
                         false
@@ -251,11 +267,19 @@ impl<G: Clone + Send + 'static> Connection<G> {
     fn status_thread(&mut self) -> Option<&StatusThread> {
         if self.status.is_none() {
             let Phase::Transmission(transmission) = &self.phase else { return None };
-            let disk = Arc::clone(&transmission.export().disk);
+            let export = transmission.export().clone();
+            let guard = (self.guard.clone(), transmission.presence());
             let contexts = transmission.contexts().to_vec();
             let (mailbox, reactor) = (Arc::clone(&self.link.mailbox), Arc::clone(&self.link.reactor));
-            let started = StatusThread::start(disk, contexts, mailbox, reactor, self.guard.clone());
-            self.status = started.inspect_err(|error| tracing::warn!("cannot start a thread: {error}")).ok();
+            let started = StatusThread::start(export, contexts, mailbox, reactor, guard);
+            self.status = started
+                .inspect_err(|error| {
+                    static TIMES: LogLimit = LogLimit::new();
+                    if let Some(times) = TIMES.admit() {
+                        tracing::warn!(times, "cannot start a thread: {error}");
+                    }
+                })
+                .ok();
         }
         self.status.as_ref()
     }
@@ -361,7 +385,8 @@ impl<G: Clone + Send + 'static> Connection<G> {
             Phase::Transmission(transmission) => (transmission.in_flight(), transmission.pending()),
         };
         let closing = self.link.closing.load(Ordering::Acquire);
-        self.shuts && in_flight == 0 && (self.is_dead || closing || pending == 0 && self.output.is_empty())
+        let given_up = self.is_dead && self.link.given_up.load(Ordering::Acquire);
+        given_up || self.shuts && in_flight == 0 && (self.is_dead || closing || pending == 0 && self.output.is_empty())
     }
 
     /// Requests that a server that ends does not carry out any more are refused, so that their client knows.
@@ -371,6 +396,35 @@ impl<G: Clone + Send + 'static> Connection<G> {
             transmission.refuse(request, error::ESHUTDOWN, &mut self.output);
         }
         self.incoming = Incoming::Header;
+    }
+
+    /// Lets others know since when the oldest request has been in flight.
+    fn note_oldest(&self) {
+        if let Phase::Transmission(transmission) = &self.phase {
+            transmission.note_oldest();
+        }
+    }
+
+    /// Takes requests, and what of them has ended at once, as disks do that need no storage.
+    fn take(&mut self) -> bool {
+        let mut did = self.receive();
+        if let Phase::Transmission(transmission) = &mut self.phase {
+            did |= transmission.ends_turn(&mut self.output);
+        }
+        did
+    }
+
+    /// Sends replies, and counts what they took.
+    fn reply(&mut self) -> bool {
+        let end_ns = match &self.phase {
+            Phase::Handshake(_) => None,
+            Phase::Transmission(transmission) => transmission.publishes(),
+        };
+        let did = self.send();
+        if let (Phase::Transmission(transmission), Some(end_ns)) = (&mut self.phase, end_ns) {
+            transmission.published(end_ns, did);
+        }
+        did
     }
 }
 
@@ -383,8 +437,16 @@ impl<G: Clone + Send + 'static> Poller for Connection<G> {
         if !self.shuts && self.link.closing.load(Ordering::Acquire) {
             self.close();
         }
-        did |= self.receive();
-        did |= self.send();
+        if self.link.given_up.load(Ordering::Acquire) {
+            self.breaks("its requests were given up");
+        }
+        // What has ended is told before its tags are used again.
+        did |= self.reply();
+        did |= self.take();
+        did |= self.reply();
+        if matches!(&self.phase, Phase::Transmission(transmission) if transmission.is_asked()) {
+            self.note_oldest();
+        }
         if self.is_over()
             && let Some(id) = self.id.take()
         {
@@ -395,6 +457,8 @@ impl<G: Clone + Send + 'static> Poller for Connection<G> {
     }
 
     fn arm(&mut self) -> bool {
-        self.poll()
+        let did = self.poll();
+        self.note_oldest();
+        did
     }
 }

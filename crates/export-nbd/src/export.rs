@@ -1,11 +1,31 @@
 //! What clients see of a disk.
 
-use block::{Disk, DiskInfo};
-use nbd_wire::numbers::{STRING_BYTES_MAX, export};
+use crate::users::Users;
+use block::meter::{QueueLatency, RingStats};
+use block::{DirtyBitmaps, Disk, DiskInfo};
+use nbd_wire::numbers::{DIRTY_BITMAP, STRING_BYTES_MAX, export};
 use std::fmt;
 use std::sync::Arc;
 
-/// A disk under a name.
+/// Bitmaps that an export tells of, at most.
+pub const BITMAPS_MAX: usize = 16;
+
+/// A bitmap that clients may ask for.
+#[derive(Clone)]
+pub struct NbdBitmap {
+    /// Its name, which clients know it by: `qemu:dirty-bitmap:NAME`.
+    pub name: String,
+    /// Who has it.
+    pub source: Arc<dyn DirtyBitmaps>,
+}
+
+impl fmt::Debug for NbdBitmap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("NbdBitmap").field(&self.name).finish()
+    }
+}
+
+/// A disk under a name. Clones are the same export.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct NbdExport {
@@ -17,13 +37,17 @@ pub struct NbdExport {
     pub disk: Arc<dyn Disk>,
     /// Writes are refused, whatever the disk allows.
     pub read_only: bool,
+    /// Bitmaps that clients can ask for, as well as for what lies where.
+    pub bitmaps: Vec<NbdBitmap>,
+    pub(crate) users: Arc<Users>,
 }
 
 impl NbdExport {
     /// A disk that clients may write, if it allows that.
     #[must_use]
     pub fn new(name: impl Into<String>, disk: Arc<dyn Disk>) -> Self {
-        Self { name: name.into(), description: String::new(), disk, read_only: false }
+        let (description, bitmaps, users) = (String::new(), Vec::new(), Arc::default());
+        Self { name: name.into(), description, disk, read_only: false, bitmaps, users }
     }
 
     /// Changes some of it.
@@ -33,6 +57,35 @@ impl NbdExport {
         self
     }
 
+    /// Clients that have chosen it.
+    #[must_use]
+    pub fn connections(&self) -> usize {
+        self.users.count()
+    }
+
+    /// What its clients' connections have done, together, those that have ended included.
+    #[must_use]
+    pub fn stats(&self) -> RingStats {
+        self.users.stats()
+    }
+
+    /// Has connections that are awake look for their oldest request, for [`NbdExport::latency`].
+    pub fn ask_for_oldest(&self) {
+        self.users.ask_for_oldest();
+    }
+
+    /// How long its clients' requests take: from when one is whole here until its reply is given to the socket.
+    #[must_use]
+    pub fn latency(&self) -> QueueLatency {
+        self.users.latency()
+    }
+
+    /// Has nobody wait any more for requests in flight: clients are disconnected, and what the storage does later is thrown
+    /// away.
+    pub fn give_up(&self) {
+        self.users.give_up();
+    }
+
     /// Why a client cannot be told of it, if so.
     pub(crate) fn fault(&self) -> Option<String> {
         let too_long = |what: &str, text: &str| {
@@ -40,7 +93,16 @@ impl NbdExport {
                 format!("the {what} of an NBD export has {} bytes, and may have {STRING_BYTES_MAX}", text.len())
             })
         };
-        too_long("name", &self.name).or_else(|| too_long("description", &self.description))
+        let of_bitmap = |bitmap: &NbdBitmap| match bitmap.name.len().saturating_add(DIRTY_BITMAP.len()) {
+            length if length > STRING_BYTES_MAX => too_long("name of a bitmap", &bitmap.name),
+            _ => None,
+        };
+        let too_many = || {
+            let count = self.bitmaps.len();
+            (count > BITMAPS_MAX).then(|| format!("an NBD export tells of at most {BITMAPS_MAX} bitmaps, not {count}"))
+        };
+        let texts = too_long("name", &self.name).or_else(|| too_long("description", &self.description));
+        texts.or_else(|| self.bitmaps.iter().find_map(of_bitmap)).or_else(too_many)
     }
 
     pub(crate) fn refuses_writes(&self, info: &DiskInfo) -> bool {

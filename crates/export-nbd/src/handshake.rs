@@ -1,7 +1,9 @@
 //! What a client negotiates: bytes in, bytes out, no socket.
 
 use crate::export::NbdExport;
-use nbd_wire::numbers::{ALLOCATION_DEPTH, BASE_ALLOCATION, STRING_BYTES_MAX, answer, handshake, info, option};
+use nbd_wire::numbers::{
+    ALLOCATION_DEPTH, BASE_ALLOCATION, DIRTY_BITMAP, STRING_BYTES_MAX, answer, handshake, info, option,
+};
 use nbd_wire::option::{
     EXPORT_NAME_ZEROES, Info, InfoRequest, MetaRequest, OptionHeader, put_answer, put_greeting, put_string,
 };
@@ -21,16 +23,17 @@ pub enum Context {
     Allocation,
     /// Which layer has the data.
     Depth,
+    /// What was written, by one of the export's bitmaps.
+    Bitmap(usize),
 }
 
 impl Context {
-    const ALL: [Self; 2] = [Self::Allocation, Self::Depth];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Allocation => BASE_ALLOCATION,
-            Self::Depth => ALLOCATION_DEPTH,
-        }
+    /// Those of an export, with their names.
+    fn of(export: &NbdExport) -> Vec<(Self, String)> {
+        let mut all = vec![(Self::Allocation, BASE_ALLOCATION.to_owned()), (Self::Depth, ALLOCATION_DEPTH.to_owned())];
+        let bitmaps = export.bitmaps.iter().enumerate();
+        all.extend(bitmaps.map(|(index, bitmap)| (Self::Bitmap(index), format!("{DIRTY_BITMAP}{}", bitmap.name))));
+        all
     }
 
     /// Its number on the wire.
@@ -38,8 +41,15 @@ impl Context {
         match self {
             Self::Allocation => 1,
             Self::Depth => 2,
+            Self::Bitmap(index) => u32::try_from(index).unwrap_or(u32::MAX).saturating_add(3),
         }
     }
+}
+
+/// Whether a query that is no whole name lists a context: by its namespace, or as one of all bitmaps.
+fn lists(query: &[u8], name: &str) -> bool {
+    let family = name.split_inclusive(':').next().unwrap_or(name);
+    query == family.as_bytes() || query == DIRTY_BITMAP.as_bytes() && name.starts_with(DIRTY_BITMAP)
 }
 
 /// What was agreed on.
@@ -247,20 +257,19 @@ impl Handshake {
         if sets && self.style == Style::Simple {
             return put_answer(out, option, answer::ERR_INVALID, b"metadata contexts need structured replies");
         }
-        let Some((index, _)) = self.find(request.name) else {
+        let Some((index, export)) = self.find(request.name) else {
             return put_answer(out, option, answer::ERR_UNKNOWN, b"there is no export of this name");
         };
-        let is_asked = |context: &Context| {
-            let name = context.name();
-            let family = name.split_inclusive(':').next().unwrap_or(name);
+        let is_asked = |(_, name): &(Context, String)| {
             let all = !sets && request.queries.is_empty();
-            all || request.queries.iter().any(|query| *query == name.as_bytes() || !sets && *query == family.as_bytes())
+            all || request.queries.iter().any(|query| *query == name.as_bytes() || !sets && lists(query, name))
         };
-        let found: Vec<Context> = Context::ALL.into_iter().filter(is_asked).collect();
-        for context in &found {
-            let data = [&context.id().to_be_bytes(), context.name().as_bytes()].concat();
+        let found: Vec<(Context, String)> = Context::of(export).into_iter().filter(is_asked).collect();
+        for (context, name) in &found {
+            let data = [&context.id().to_be_bytes(), name.as_bytes()].concat();
             put_answer(out, option, answer::META_CONTEXT, &data);
         }
+        let found = found.into_iter().map(|(context, _)| context).collect();
         put_answer(out, option, answer::ACK, &[]);
         if sets {
             self.contexts = Some((index, found));

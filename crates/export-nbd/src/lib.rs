@@ -6,10 +6,11 @@
 //!
 //! * [`NbdServer`]: a listening socket, its exports and its connections. A thread accepts; each connection lives on a reactor.
 //! * [`NbdExport`]: a disk, with the name and the description that clients see.
+//! * `users`: the connections of an export, which can be taken away, and what they have counted.
 //! * [`Limits`]: what clients can make the server hold.
 //! * [`Handshake`]: what a client negotiates, without a socket.
 //! * `connection`: one client on one reactor; `requests`: what it has in flight; `output`: its replies; `status`: what lies
-//!   where, asked on a thread of the connection's own.
+//!   where, and what bitmaps say was written, asked on a thread of the connection's own.
 //!
 //! The layouts of messages are in `nbd-wire`.
 //!
@@ -44,8 +45,10 @@ mod server;
 mod status;
 mod tls;
 mod transmission;
+mod users;
 
-pub use export::NbdExport;
+pub use block::meter::{QueueLatency, RingStats};
+pub use export::{BITMAPS_MAX, NbdBitmap, NbdExport};
 pub use handshake::{Handshake, Negotiated, Step};
 pub use limits::Limits;
 pub use nbd_tls::Credentials;

@@ -1,6 +1,7 @@
 //! What a client has in flight.
 
 use crate::limits::Grant;
+use block::meter;
 use block::{IoError, IoErrorKind};
 use memory::{IoBuf, Window};
 use nbd_wire::numbers::error;
@@ -28,12 +29,27 @@ pub(crate) enum Work {
     Status,
 }
 
+impl Work {
+    /// As what it is counted.
+    pub(crate) fn kind(&self) -> u64 {
+        match self {
+            Self::Read(_) | Self::Cache { .. } | Self::Status => meter::READ,
+            Self::Write => meter::WRITE,
+            Self::Flush => meter::FLUSH,
+            Self::Trim { .. } => meter::DISCARD,
+            Self::Zero => meter::WRITE_ZEROES,
+        }
+    }
+}
+
 /// A request whose reply is not made yet.
 #[derive(Debug)]
 pub(crate) struct Pending {
     pub(crate) request: Request,
     pub(crate) work: Work,
     pub(crate) grant: Option<Grant>,
+    /// When it was taken and what it does, for those who count; zero for what is not counted.
+    pub(crate) key: u64,
 }
 
 /// Requests by tag. Places are used again.
@@ -59,6 +75,17 @@ impl Requests {
             *slot = Some(pending);
         }
         index as u64
+    }
+
+    /// The key of a request.
+    pub(crate) fn key(&mut self, tag: u64) -> Option<&mut u64> {
+        let index = usize::try_from(tag).ok()?;
+        self.slots.get_mut(index)?.as_mut().map(|pending| &mut pending.key)
+    }
+
+    /// The keys of all requests that are counted.
+    pub(crate) fn keys(&self) -> impl Iterator<Item = u64> {
+        self.slots.iter().flatten().map(|pending| pending.key).filter(|key| *key != 0)
     }
 
     pub(crate) fn take(&mut self, tag: u64) -> Option<Pending> {

@@ -4,7 +4,8 @@ use crate::connection::{Connection, Link, Setup};
 use crate::export::NbdExport;
 use crate::limits::{Limits, Total};
 use crate::tls::Tls;
-use block::{Error, ErrorKind, ReactorHandle, Result};
+use crate::users::HOPELESS_PATIENCE;
+use block::{Error, ErrorKind, LogLimit, ReactorHandle, Result};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::io;
 use std::net::TcpListener;
@@ -87,12 +88,14 @@ pub struct NbdServer {
 
 struct Shared {
     listener: NbdListener,
-    exports: Arc<[NbdExport]>,
+    exports: Mutex<Arc<[NbdExport]>>,
     reactors: Vec<Arc<dyn ReactorHandle>>,
     limits: Limits,
     tls: Option<Tls>,
     total: Arc<Total>,
     stopping: AtomicBool,
+    /// Connections may never end.
+    has_given_up: AtomicBool,
     /// Gets the thread out of its wait.
     wake: OwnedFd,
     crowd: Mutex<Crowd>,
@@ -122,6 +125,10 @@ impl Drop for Counted {
 impl Shared {
     fn crowd(&self) -> MutexGuard<'_, Crowd> {
         self.crowd.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn exports(&self) -> MutexGuard<'_, Arc<[NbdExport]>> {
+        self.exports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn wake(&self) {
@@ -158,7 +165,10 @@ impl Shared {
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    tracing::warn!("cannot accept an NBD client: {error}");
+                    static TIMES: LogLimit = LogLimit::new();
+                    if let Some(times) = TIMES.admit() {
+                        tracing::warn!(times, "cannot accept an NBD client: {error}");
+                    }
                     // Out of descriptors, say: not a reason to spin.
                     std::thread::sleep(Duration::from_millis(100));
                 }
@@ -190,7 +200,7 @@ impl Shared {
         }
         let setup = Setup {
             socket,
-            exports: Arc::clone(&self.exports),
+            exports: Arc::clone(&self.exports()),
             limits: self.limits.clone(),
             total: Arc::clone(&self.total),
             link,
@@ -198,12 +208,19 @@ impl Shared {
         };
         let begun = reactor.run(Box::new(move |ctx| {
             if let Err(error) = Connection::start(ctx, setup) {
-                tracing::warn!("cannot serve an NBD client: {error}");
+                warn_unserved(&error);
             }
         }));
         if let Err(error) = begun {
-            tracing::warn!("cannot serve an NBD client: {error}");
+            warn_unserved(&error);
         }
+    }
+}
+
+fn warn_unserved(error: &Error) {
+    static TIMES: LogLimit = LogLimit::new();
+    if let Some(times) = TIMES.admit() {
+        tracing::warn!(times, "cannot serve an NBD client: {error}");
     }
 }
 
@@ -215,17 +232,11 @@ impl NbdServer {
         reactors: Vec<Arc<dyn ReactorHandle>>,
         options: ServerOptions,
     ) -> Result<Self> {
-        let bad = |message: String| Err(Error::new(ErrorKind::BadOption, message));
         if exports.is_empty() || reactors.is_empty() {
-            return bad("an NBD server needs an export and a reactor".to_owned());
+            return Err(Error::new(ErrorKind::BadOption, "an NBD server needs an export and a reactor"));
         }
-        if let Some(fault) = exports.iter().find_map(NbdExport::fault) {
-            return bad(fault);
-        }
-        let mut names: Vec<&str> = exports.iter().map(|export| export.name.as_str()).collect();
-        names.sort_unstable();
-        if let Some(name) = names.windows(2).find_map(|pair| pair.first().filter(|first| pair.last() == Some(first))) {
-            return bad(format!("two NBD exports are called '{name}': give each a name of its own"));
+        for (index, export) in exports.iter().enumerate() {
+            check(exports.get(..index).unwrap_or_default(), export)?;
         }
         let failed = |what: &str, error| Error::io(format!("cannot {what}"), error);
         listener.set_nonblocking().map_err(|error| failed("set the socket up", error))?;
@@ -233,12 +244,13 @@ impl NbdServer {
             .map_err(|error| failed("make an event descriptor", error.into()))?;
         let shared = Arc::new(Shared {
             listener,
-            exports: exports.into(),
+            exports: Mutex::new(exports.into()),
             reactors,
             limits: options.limits,
             tls: options.tls,
             total: Arc::default(),
             stopping: AtomicBool::new(false),
+            has_given_up: AtomicBool::new(false),
             wake,
             crowd: Mutex::default(),
             gone: Condvar::new(),
@@ -249,6 +261,33 @@ impl NbdServer {
             .spawn(move || theirs.run())
             .map_err(|error| failed("start the server's thread", error))?;
         Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Serves one more disk to those who connect from now on.
+    pub fn add(&self, export: NbdExport) -> Result<()> {
+        let mut exports = self.shared.exports();
+        check(&exports, &export)?;
+        *exports = exports.iter().cloned().chain([export]).collect();
+        Ok(())
+    }
+
+    /// Whether it has any exports.
+    #[must_use]
+    pub fn is_serving(&self) -> bool {
+        !self.shared.exports().is_empty()
+    }
+
+    /// Serves a disk no longer: its clients' requests in flight end, then they are disconnected. Others go on.
+    pub fn remove(&self, name: &str) {
+        let removed = {
+            let mut exports = self.shared.exports();
+            let (removed, left): (Vec<_>, Vec<_>) = exports.iter().cloned().partition(|export| export.name == name);
+            *exports = left.into();
+            removed
+        };
+        removed.iter().for_each(|export| export.users.close());
+        let has_given_up = removed.iter().any(|export| export.users.is_given_up());
+        self.shared.has_given_up.fetch_or(has_given_up, Ordering::AcqRel);
     }
 
     /// Connections that are there.
@@ -270,13 +309,24 @@ impl NbdServer {
             tracing::error!("the NBD server's thread panicked");
         }
         let links: Vec<_> = self.shared.crowd().links.iter().filter_map(Weak::upgrade).collect();
-        for link in links {
-            link.closing.store(true, Ordering::Release);
-            // A reactor that has ended has dropped its connections.
-            let _ = link.reactor.run(Box::new(|_| {}));
+        links.iter().for_each(|link| link.close());
+        let is_left = |crowd: &mut Crowd| crowd.live > 0;
+        match self.shared.has_given_up.load(Ordering::Acquire) {
+            false => drop(self.shared.gone.wait_while(self.shared.crowd(), is_left)),
+            true => drop(self.shared.gone.wait_timeout_while(self.shared.crowd(), HOPELESS_PATIENCE, is_left)),
         }
-        let crowd = self.shared.gone.wait_while(self.shared.crowd(), |crowd| crowd.live > 0);
-        drop(crowd.unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// Whether an export can be served beside others.
+fn check(others: &[NbdExport], export: &NbdExport) -> Result<()> {
+    let bad = |message: String| Err(Error::new(ErrorKind::BadOption, message));
+    match export.fault() {
+        Some(fault) => bad(fault),
+        None if others.iter().any(|other| other.name == export.name) => {
+            bad(format!("two NBD exports are called '{}': give each a name of its own", export.name))
+        }
+        None => Ok(()),
     }
 }
 
@@ -288,6 +338,6 @@ impl Drop for NbdServer {
 
 impl std::fmt::Debug for NbdServer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("NbdServer").field("exports", &self.shared.exports).finish_non_exhaustive()
+        f.debug_struct("NbdServer").field("exports", &*self.shared.exports()).finish_non_exhaustive()
     }
 }

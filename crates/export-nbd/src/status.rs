@@ -1,19 +1,20 @@
 //! What lies where, for a client that asks: on a thread of the connection's own, because a disk may have to read tables, and
 //! a reactor never waits.
 
+use crate::export::NbdExport;
 use crate::handshake::Context;
-use block::{Disk, ReactorHandle, Run, StatusQuery};
-use nbd_wire::numbers::allocation;
+use block::{DirtyMap, Error, ErrorKind, LogLimit, ReactorHandle, Run, StatusQuery};
+use nbd_wire::numbers::{DIRTY, allocation};
 use nbd_wire::reply::Extent;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Extents that an answer tells at most, for each context.
 pub(crate) const EXTENTS_MAX: usize = 2048;
-/// What an answer takes, in bytes.
-pub(crate) const ANSWER_BYTES: usize = 2 * EXTENTS_MAX * 16;
+/// What an answer takes of each context, in bytes.
+pub(crate) const ANSWER_BYTES: usize = EXTENTS_MAX * 16;
 /// Questions of one connection at once.
 pub(crate) const QUESTIONS_MAX: usize = 16;
 
@@ -62,7 +63,7 @@ pub(crate) struct StatusThread {
 impl StatusThread {
     /// Starts it. The thread keeps `guard` until its end.
     pub(crate) fn start(
-        disk: Arc<dyn Disk>,
+        export: NbdExport,
         contexts: Vec<Context>,
         mailbox: Arc<Mailbox>,
         reactor: Arc<dyn ReactorHandle>,
@@ -70,8 +71,8 @@ impl StatusThread {
     ) -> std::io::Result<Self> {
         let (questions, asked) = channel();
         std::thread::Builder::new().name("nbd-status".into()).spawn(move || {
-            answer_all(&asked, disk.as_ref(), &contexts, &mailbox, reactor.as_ref());
-            drop(disk);
+            answer_all(&asked, Teller { export: &export, contexts, maps: BTreeMap::new() }, &mailbox, reactor.as_ref());
+            drop(export);
             drop(guard);
         })?;
         Ok(Self { questions })
@@ -83,16 +84,16 @@ impl StatusThread {
     }
 }
 
-fn answer_all(
-    asked: &Receiver<Question>,
-    disk: &dyn Disk,
-    contexts: &[Context],
-    mailbox: &Mailbox,
-    reactor: &dyn ReactorHandle,
-) {
+fn answer_all(asked: &Receiver<Question>, mut teller: Teller<'_>, mailbox: &Mailbox, reactor: &dyn ReactorHandle) {
     while let Ok(question) = asked.recv() {
-        let answer = answer(disk, contexts, &question);
-        let answer = answer.inspect_err(|error| tracing::warn!("cannot tell what lies where: {error}")).ok();
+        let answer = teller.answer(&question);
+        let answer = answer.inspect_err(|error| {
+            static TIMES: LogLimit = LogLimit::new();
+            if let Some(times) = TIMES.admit() {
+                tracing::warn!(times, "cannot tell what lies where: {error}");
+            }
+        });
+        let answer = answer.ok();
         mailbox.put(question.tag, answer);
         // An empty job wakes the reactor.
         if reactor.run(Box::new(|_| {})).is_err() {
@@ -101,20 +102,64 @@ fn answer_all(
     }
 }
 
-fn answer(disk: &dyn Disk, contexts: &[Context], question: &Question) -> block::Result<Answer> {
-    let mut lists: Answer = contexts.iter().map(|context| (*context, Vec::new())).collect();
-    let most = if question.one { 1 } else { EXTENTS_MAX };
-    for run in disk.block_status(&StatusQuery::of(question.offset, question.length_bytes))? {
-        let run = run?;
-        let mut takes_more = false;
-        for (context, list) in &mut lists {
-            takes_more |= add(list, most, run.length_bytes, flags(*context, &run));
+/// Who knows the answers.
+struct Teller<'a> {
+    export: &'a NbdExport,
+    contexts: Vec<Context>,
+    /// Bitmaps that do not change: a client that asks for one part after the other gets those of one moment.
+    maps: BTreeMap<usize, DirtyMap>,
+}
+
+impl Teller<'_> {
+    fn answer(&mut self, question: &Question) -> block::Result<Answer> {
+        let most = if question.one { 1 } else { EXTENTS_MAX };
+        let mut lists = self.by_layers(question, most)?;
+        for context in self.contexts.clone() {
+            if let Context::Bitmap(index) = context {
+                lists.push((context, self.written(index, question, most)?));
+            }
         }
-        if !takes_more {
-            break;
-        }
+        Ok(lists)
     }
-    Ok(lists)
+
+    /// What the disk's layers say, for the contexts that want to know it.
+    fn by_layers(&self, question: &Question, most: usize) -> block::Result<Answer> {
+        let of_layers = |context: &&Context| !matches!(context, Context::Bitmap(_));
+        let contexts = self.contexts.iter().filter(of_layers);
+        let mut lists: Answer = contexts.map(|context| (*context, Vec::new())).collect();
+        if lists.is_empty() {
+            return Ok(lists);
+        }
+        for run in self.export.disk.block_status(&StatusQuery::of(question.offset, question.length_bytes))? {
+            let run = run?;
+            let mut takes_more = false;
+            for (context, list) in &mut lists {
+                takes_more |= add(list, most, run.length_bytes, flags(*context, &run));
+            }
+            if !takes_more {
+                break;
+            }
+        }
+        Ok(lists)
+    }
+
+    /// What a bitmap says.
+    fn written(&mut self, index: usize, question: &Question, most: usize) -> block::Result<Vec<Extent>> {
+        let map = match self.maps.remove(&index) {
+            Some(map) => map,
+            None => {
+                let none = || Error::new(ErrorKind::BadOption, "there is no such bitmap");
+                let bitmap = self.export.bitmaps.get(index).ok_or_else(none)?;
+                bitmap.source.dirty_bitmap(&bitmap.name)?
+            }
+        };
+        let runs = map.runs(question.offset..question.offset.saturating_add(question.length_bytes), most);
+        if !map.is_recording {
+            self.maps.insert(index, map);
+        }
+        let extent = |(length_bytes, dirty)| Extent { length_bytes, flags: if dirty { DIRTY } else { 0 } };
+        Ok(runs.into_iter().map(extent).collect())
+    }
 }
 
 /// Adds bytes to a list that has not ended; returns whether it goes on. A list ends with the first bytes that it cannot take.
@@ -140,7 +185,7 @@ fn flags(context: Context, run: &Run) -> u64 {
             hole | if run.zero { allocation::ZERO } else { 0 }
         }
         Context::Depth if run.present => u64::try_from(run.depth).unwrap_or(u64::MAX).saturating_add(1),
-        Context::Depth => 0,
+        Context::Depth | Context::Bitmap(_) => 0,
     }
 }
 

@@ -1,7 +1,7 @@
 //! TLS before a connection: a thread for each client talks to it until it has asked for TLS, and then carries bytes between
 //! it and a socket. A reactor has the other end of that, and knows nothing of TLS.
 
-use block::{Error, Result};
+use block::{Error, LogLimit, Result};
 use nbd_tls::{Connection, Credentials, ServerConfig, ServerConnection, Timed, relay, shake_hands};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{answer, handshake, option};
@@ -49,7 +49,10 @@ impl Tls {
         let serve = move || {
             let _guard = guard;
             if let Err(error) = tls.serve(client, own, patience) {
-                tracing::info!("an NBD client is disconnected: {error}");
+                static TIMES: LogLimit = LogLimit::new();
+                if let Some(times) = TIMES.admit() {
+                    tracing::info!(times, "an NBD client is disconnected: {error}");
+                }
             }
         };
         std::thread::Builder::new().name("nbd-tls".into()).spawn(serve).map_err(failed)?;

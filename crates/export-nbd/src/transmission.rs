@@ -6,14 +6,20 @@ use crate::limits::{Account, Grant, Limits};
 use crate::output::Output;
 use crate::requests::{Pending, Requests, Work, error_number};
 use crate::status::{ANSWER_BYTES, Answer, QUESTIONS_MAX, Question, cut};
-use block::{Completion, DiskQueue, IoErrorKind, IoResult, Op, OpFlags};
+use crate::users::Presence;
+use block::meter::{self, Stopwatch};
+use block::{Completion, DiskInfo, DiskListener, DiskQueue, IoErrorKind, IoResult, Op, OpFlags, Tag};
 use memory::{IoBuf, Window};
 use nbd_wire::WireError;
 use nbd_wire::numbers::{chunk, command, command_flag, error};
 use nbd_wire::reply::{Chunk, Extent, Style, put_error, put_status, simple};
 use nbd_wire::request::Request;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+/// Requests whose parts are timed: those with the first tags.
+const TIMED_MAX: usize = 1024;
 /// What is read ahead at once.
 const CACHE_PIECE_BYTES: u64 = 1 << 20;
 
@@ -34,6 +40,15 @@ pub(crate) enum Next {
     Ends,
 }
 
+/// The size of a disk, which may grow.
+struct Size(AtomicU64);
+
+impl DiskListener for Size {
+    fn info_changed(&self, info: &DiskInfo) {
+        self.0.store(info.size_bytes, Ordering::Release);
+    }
+}
+
 pub(crate) struct Transmission {
     export: NbdExport,
     style: Style,
@@ -47,6 +62,15 @@ pub(crate) struct Transmission {
     account: Rc<Account>,
     payload_bytes_max: u64,
     block_bytes: u64,
+    size: Arc<Size>,
+    refuses_writes: bool,
+    can_discard: bool,
+    presence: Arc<Presence>,
+    stopwatch: Stopwatch,
+    /// Requests that were taken in this turn.
+    taken: usize,
+    /// Requests that have ended and whose replies are not counted as sent yet.
+    ended: usize,
 }
 
 impl Transmission {
@@ -56,13 +80,22 @@ impl Transmission {
         queue: Box<dyn DiskQueue>,
         account: Rc<Account>,
         limits: &Limits,
+        presence: Arc<Presence>,
     ) -> Self {
-        let block_bytes = u64::from(export.disk.info().logical_block_bytes.max(1));
+        let size = Arc::new(Size(AtomicU64::new(0)));
+        let listener = Arc::downgrade(&size);
+        export.disk.subscribe(listener);
+        let info = export.disk.info();
+        size.0.fetch_max(info.size_bytes, Ordering::AcqRel);
+        let block_bytes = u64::from(info.logical_block_bytes.max(1));
+        let stopwatch = Stopwatch::new(presence.counters.latency(), limits.requests.min(TIMED_MAX));
         let Negotiated { style, contexts, .. } = agreed;
         let (requests, done) = (Requests::default(), Vec::new());
         let payload_bytes_max = limits.payload_bytes.into();
         let (submitted, questions) = (0, 0);
         Self {
+            refuses_writes: export.refuses_writes(&info),
+            can_discard: info.discard,
             export,
             style,
             contexts,
@@ -74,7 +107,17 @@ impl Transmission {
             account,
             payload_bytes_max,
             block_bytes,
+            size,
+            presence,
+            stopwatch,
+            taken: 0,
+            ended: 0,
         }
+    }
+
+    /// For whoever else works for this client.
+    pub(crate) fn presence(&self) -> Arc<Presence> {
+        Arc::clone(&self.presence)
     }
 
     pub(crate) fn is_extended(&self) -> bool {
@@ -154,15 +197,14 @@ impl Transmission {
         if flags & !(known | FUA) != 0 {
             return Err(error::EINVAL);
         }
-        let info = self.export.disk.info();
         let writes = matches!(kind, command::WRITE | command::TRIM | command::WRITE_ZEROES);
-        if writes && self.export.refuses_writes(&info) {
+        if writes && self.refuses_writes {
             return Err(error::EPERM);
         }
         if kind == command::FLUSH {
             return Ok(());
         }
-        let is_inside = offset.checked_add(length_bytes).is_some_and(|end| end <= info.size_bytes);
+        let is_inside = offset.checked_add(length_bytes).is_some_and(|end| end <= self.size.0.load(Ordering::Acquire));
         if !is_inside {
             return Err(if writes { error::ENOSPC } else { error::EINVAL });
         }
@@ -178,7 +220,7 @@ impl Transmission {
             return Err(error::EINVAL);
         }
         // Zeros are written fast only as holes.
-        if flags & FAST_ZERO != 0 && kind == command::WRITE_ZEROES && !(info.discard && flags & NO_HOLE == 0) {
+        if flags & FAST_ZERO != 0 && kind == command::WRITE_ZEROES && !(self.can_discard && flags & NO_HOLE == 0) {
             return Err(error::ENOTSUP);
         }
         Ok(())
@@ -214,7 +256,8 @@ impl Transmission {
                 let skip = usize::try_from(request.offset.saturating_sub(start)).unwrap_or(0);
                 let length = usize::try_from(request.length_bytes).unwrap_or(0);
                 let work = Work::Read(whole.slice(skip, length));
-                self.submit(Pending { request, work, grant }, Op::read(start, whole));
+                self.stopwatch.moves(meter::READ, length);
+                self.submit(Pending { request, work, grant, key: 0 }, Op::read(start, whole));
             }
         }
         Ok(Next::Header)
@@ -222,8 +265,9 @@ impl Transmission {
 
     /// Carries out a write whose payload has arrived.
     pub(crate) fn write(&mut self, request: Request, data: Window, grant: Option<Grant>) {
+        self.stopwatch.moves(meter::WRITE, data.length_bytes());
         let op = Op::write(request.offset, data, fua(&request));
-        self.submit(Pending { request, work: Work::Write, grant }, op);
+        self.submit(Pending { request, work: Work::Write, grant, key: 0 }, op);
     }
 
     fn cache(&mut self, request: Request, out: &mut Output) -> Result<Next, WireError> {
@@ -235,7 +279,7 @@ impl Transmission {
             Ok((buffer, grant)) => {
                 let op = Op::read(next, buffer.whole());
                 let next = next.saturating_add(piece);
-                self.submit(Pending { request, work: Work::Cache { buffer, next, end }, grant }, op);
+                self.submit(Pending { request, work: Work::Cache { buffer, next, end }, grant, key: 0 }, op);
             }
         }
         Ok(Next::Header)
@@ -245,11 +289,12 @@ impl Transmission {
         if self.questions >= QUESTIONS_MAX {
             return Next::Later;
         }
-        let Some(grant) = self.account.take(ANSWER_BYTES) else { return Next::Later };
+        let room = ANSWER_BYTES.saturating_mul(self.contexts.len());
+        let Some(grant) = self.account.take(room) else { return Next::Later };
         self.questions = self.questions.saturating_add(1);
         let (offset, length_bytes) = (request.offset, request.length_bytes);
         let one = request.flags & command_flag::REQ_ONE != 0;
-        let tag = self.requests.put(Pending { request, work: Work::Status, grant: Some(grant) });
+        let tag = self.requests.put(Pending { request, work: Work::Status, grant: Some(grant), key: 0 });
         Next::Ask(Question { tag, offset, length_bytes, one })
     }
 
@@ -273,13 +318,65 @@ impl Transmission {
                 }
             }
         };
-        self.submit(Pending { request, work, grant: None }, op);
+        self.submit(Pending { request, work, grant: None, key: 0 }, op);
     }
 
-    fn submit(&mut self, pending: Pending, op: Op) {
+    /// Gives a request to the disk; one that goes on keeps its key.
+    fn submit(&mut self, mut pending: Pending, op: Op) {
+        if pending.key == 0 {
+            if self.taken == 0 {
+                self.stopwatch.begins_batch();
+            }
+            self.taken = self.taken.saturating_add(1);
+            pending.key = self.stopwatch.key(pending.work.kind());
+        }
         let tag = self.requests.put(pending);
         self.submitted = self.submitted.saturating_add(1);
         self.queue.submit(tag, op);
+    }
+
+    /// The requests of this turn are taken. Those that have ended at once are taken, too; returns whether there were any.
+    pub(crate) fn ends_turn(&mut self, out: &mut Output) -> bool {
+        let taken = std::mem::take(&mut self.taken);
+        if taken == 0 {
+            return false;
+        }
+        self.presence.counters.requests.add(taken);
+        self.presence.counters.batches.add(1);
+        let did = self.harvest(out);
+        // A request that went on is of this turn.
+        self.taken = 0;
+        self.stopwatch.ends_batch(self.submitted == 0);
+        did
+    }
+
+    /// Just before replies are sent: when that is; nothing where no request has ended.
+    pub(crate) fn publishes(&self) -> Option<u64> {
+        (self.ended > 0).then(|| self.stopwatch.publishes())
+    }
+
+    /// Replies were sent, or the socket takes none just now.
+    pub(crate) fn published(&mut self, end_ns: u64, sent: bool) {
+        self.ended = 0;
+        if sent {
+            self.presence.counters.notifications.add(1);
+        }
+        self.stopwatch.published(end_ns, sent);
+    }
+
+    /// Whether somebody wants to know the oldest request.
+    pub(crate) fn is_asked(&self) -> bool {
+        self.stopwatch.is_asked()
+    }
+
+    /// The client broke the protocol's rules.
+    pub(crate) fn broke_the_rules(&self) {
+        self.presence.counters.faults.add(1);
+    }
+
+    /// Lets others know since when the oldest request has been in flight.
+    pub(crate) fn note_oldest(&self) {
+        self.stopwatch.note_oldest(self.requests.keys());
     }
 
     /// Takes what has ended; returns whether that was anything.
@@ -290,19 +387,51 @@ impl Transmission {
         let mut done = std::mem::take(&mut self.done);
         self.queue.harvest(&mut done);
         let has_any = !done.is_empty();
+        if has_any {
+            let requests = &mut self.requests;
+            self.stopwatch.take_timings(&mut *self.queue, |head, note| {
+                requests.key(head.into()).filter(|key| **key != 0).into_iter().for_each(note);
+            });
+        }
         for Completion { tag, result } in done.drain(..) {
             self.submitted = self.submitted.saturating_sub(1);
             if let Some(pending) = self.requests.take(tag) {
-                self.end(pending, result, out);
+                self.count(&result);
+                self.end(pending, tag, result, out);
             }
         }
         self.done = done;
         has_any
     }
 
-    fn end(&mut self, pending: Pending, result: IoResult, out: &mut Output) {
-        let Pending { request, work, grant } = pending;
+    /// Failures of the storage are counted, and those logged by which their number has doubled.
+    fn count(&self, result: &IoResult) {
+        let Err(error) = result else { return };
+        let counters = &self.presence.counters;
+        let counter = match error.kind() {
+            IoErrorKind::Unsupported => return,
+            IoErrorKind::NoSpace => &counters.no_space,
+            _ => &counters.io_errors,
+        };
+        if let Some(times) = counter.add_to_log() {
+            let export = self.export.name.as_str();
+            tracing::warn!(export, times, errno = error.errno(), "a request of an NBD client failed: {error}");
+        }
+    }
+
+    fn end(&mut self, pending: Pending, tag: Tag, result: IoResult, out: &mut Output) {
+        let Pending { request, work, grant, key } = pending;
         match (work, result) {
+            (Work::Trim { then_flush: true }, Ok(())) => {
+                return self.submit(Pending { request, work: Work::Flush, grant, key }, Op::Flush);
+            }
+            (Work::Cache { buffer, next, end }, Ok(())) if next < end => {
+                let piece = end.saturating_sub(next).min(CACHE_PIECE_BYTES);
+                let length = usize::try_from(piece).unwrap_or(0).min(buffer.length_bytes());
+                let op = Op::read(next, buffer.whole().slice(0, length));
+                let next = next.saturating_add(piece);
+                return self.submit(Pending { request, work: Work::Cache { buffer, next, end }, grant, key }, op);
+            }
             (Work::Read(data), Ok(())) => {
                 let head = match self.style {
                     Style::Simple => simple(request.cookie, 0),
@@ -312,23 +441,15 @@ impl Transmission {
                 };
                 out.reply(head, Some((data, grant)));
             }
-            (Work::Trim { then_flush: true }, Ok(())) => {
-                self.submit(Pending { request, work: Work::Flush, grant }, Op::Flush);
-            }
             // It is a hint, and a disk that gives no space back has taken it.
             (Work::Trim { .. }, Err(failed)) if failed.kind() == IoErrorKind::Unsupported => {
                 self.succeed(&request, out);
             }
-            (Work::Cache { buffer, next, end }, Ok(())) if next < end => {
-                let piece = end.saturating_sub(next).min(CACHE_PIECE_BYTES);
-                let length = usize::try_from(piece).unwrap_or(0).min(buffer.length_bytes());
-                let op = Op::read(next, buffer.whole().slice(0, length));
-                let next = next.saturating_add(piece);
-                self.submit(Pending { request, work: Work::Cache { buffer, next, end }, grant }, op);
-            }
             (_, Ok(())) => self.succeed(&request, out),
             (_, Err(failed)) => self.refuse(&request, error_number(failed), out),
         }
+        self.ended = self.ended.saturating_add(1);
+        self.stopwatch.ended(u16::try_from(tag).unwrap_or(u16::MAX), key);
     }
 
     /// Replies to a question.
@@ -368,6 +489,7 @@ impl Transmission {
 
     /// Replies that it failed.
     pub(crate) fn refuse(&self, request: &Request, number: u32, out: &mut Output) {
+        self.presence.counters.failed.add(1);
         match self.style {
             Style::Simple => out.reply(simple(request.cookie, number), None),
             Style::Structured | Style::Extended => {

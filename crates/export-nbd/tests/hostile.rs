@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Client, PATIENCE, Served, answers, ask, greet};
+use common::{Client, PATIENCE, Served, answers, ask, greet, self_signed};
 use nbd_wire::numbers::{answer, chunk, command, command_flag, option};
 use nbd_wire::option::{InfoRequest, put_option};
 use nbd_wire::reply::Style;
@@ -239,16 +239,6 @@ fn answers_stop_at_the_name_of_an_export_of_the_old_way() {
     assert_eq!(told[..8], SIZE.to_be_bytes());
     assert!(is_disconnected(&mut stream));
     served.stop();
-}
-
-/// A server's certificate that is its own authority.
-fn self_signed(directory: &std::path::Path) {
-    let rcgen::CertifiedKey { cert, signing_key } = rcgen::generate_simple_self_signed(["localhost".into()]).unwrap();
-    for (name, text) in
-        [("ca-cert", cert.pem()), ("server-cert", cert.pem()), ("server-key", signing_key.serialize_pem())]
-    {
-        std::fs::write(directory.join(format!("{name}.pem")), text).unwrap();
-    }
 }
 
 /// Asks for TLS on a new connection.

@@ -169,6 +169,7 @@ impl Export {
             shared: Arc::clone(&shared),
             sessions: Counter::default(),
             failed_sessions: Counter::default(),
+            failed_accepts: Counter::default(),
         };
         let thread = std::thread::Builder::new()
             .name(thread_name(&options.name))
@@ -305,11 +306,32 @@ struct Server {
     /// For the log: a peer that comes again and again cannot fill it.
     sessions: Counter,
     failed_sessions: Counter,
+    failed_accepts: Counter,
+}
+
+/// How long the export serves nobody after a session whose peer made a reactor wait. Each such session costs the reactor's
+/// other disks up to 40 ms, and its peer may come again at once.
+#[derive(Debug, Default)]
+struct Pause {
+    times: u32,
+}
+
+impl Pause {
+    const FIRST: Duration = Duration::from_secs(1);
+    const LONGEST: Duration = Duration::from_secs(64);
+
+    /// One more such session has ended.
+    fn next(&mut self) -> Duration {
+        let pause = Self::FIRST.saturating_mul(1_u32.checked_shl(self.times).unwrap_or(u32::MAX));
+        self.times = self.times.saturating_add(1);
+        pause.min(Self::LONGEST)
+    }
 }
 
 impl Server {
     fn run(self) {
         let name = self.shared.device.name();
+        let mut pause = Pause::default();
         while !self.shared.is_stopping() {
             wait_readable(&[self.socket.listener.as_fd(), self.shared.wake.as_fd()], None);
             self.shared.calm();
@@ -322,7 +344,8 @@ impl Server {
                     if let Some(times) = times {
                         tracing::info!(disk = %name, times, "a peer connected");
                     }
-                    match self.serve_peer(stream) {
+                    let (ended, has_blocked) = self.serve_peer(stream);
+                    match ended {
                         Ok(()) if times.is_some() => tracing::info!(disk = %name, "the peer disconnected"),
                         Ok(()) => {}
                         Err(error) => {
@@ -332,10 +355,15 @@ impl Server {
                         }
                     }
                     self.shared.set_peer(None);
+                    if has_blocked {
+                        self.rest(pause.next());
+                    }
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    tracing::warn!(disk = %name, "cannot accept a peer: {error}");
+                    if let Some(times) = self.failed_accepts.add_to_log() {
+                        tracing::warn!(disk = %name, times, "cannot accept a peer: {error}");
+                    }
                     // Out of descriptors, say: not a reason to spin.
                     std::thread::sleep(Duration::from_millis(100));
                 }
@@ -343,17 +371,36 @@ impl Server {
         }
     }
 
-    fn serve_peer(&self, stream: UnixStream) -> Result<()> {
+    /// Serves nobody for a while, or until the export stops.
+    fn rest(&self, pause: Duration) {
+        let begun = Instant::now();
+        while let Some(left) = pause.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
+            wait_readable(&[self.shared.wake.as_fd()], Some(left));
+            self.shared.calm();
+            if self.shared.is_stopping() {
+                return;
+            }
+        }
+    }
+
+    /// Serves a peer until its session ends. Says how it ended, and whether the peer made a reactor wait.
+    fn serve_peer(&self, stream: UnixStream) -> (Result<()>, bool) {
+        match SessionEvents::new().map(Arc::new) {
+            Ok(events) => (self.serve_session(stream, &events), events.has_blocked()),
+            Err(error) => (Err(error), false),
+        }
+    }
+
+    fn serve_session(&self, stream: UnixStream, events: &Arc<SessionEvents>) -> Result<()> {
         let setup = |error| Error::io("cannot set the connection up", error);
         stream.set_nonblocking(false).map_err(setup)?;
         // A peer that does not read its answers keeps nobody waiting but itself.
         stream.set_write_timeout(Some(MESSAGE_PATIENCE)).map_err(setup)?;
         let watched = stream.try_clone().map_err(setup)?;
         self.shared.set_peer(Some(stream.try_clone().map_err(setup)?));
-        let events = Arc::new(SessionEvents::new()?);
-        let session = Session::new(Arc::clone(&self.served), Arc::clone(&events));
+        let session = Session::new(Arc::clone(&self.served), Arc::clone(events));
         let mut connection = Connection::new(stream, session);
-        let ended = self.serve_messages(&mut connection, watched.as_fd(), &events);
+        let ended = self.serve_messages(&mut connection, watched.as_fd(), events);
         connection.with_backend(Session::close);
         ended
     }
@@ -423,4 +470,22 @@ fn wait_readable(fds: &[BorrowedFd<'_>], limit: Option<Duration>) -> [bool; 4] {
         *ready = !fd.revents().is_empty();
     }
     ready
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::watched_call::PERIOD;
+
+    #[test]
+    fn a_peer_that_comes_again_and_again_to_hold_a_reactor_up_takes_little_of_its_time() {
+        let mut pause = Pause::default();
+        let pauses: Vec<Duration> = (0..100).map(|_| pause.next()).collect();
+        let share = |count: usize| {
+            let held = 2.0 * PERIOD.as_secs_f64() * count as f64;
+            held / pauses[..count].iter().map(Duration::as_secs_f64).sum::<f64>()
+        };
+        assert!(share(1) < 0.05 && share(10) < 0.005 && share(100) < 0.001, "{pauses:?}");
+        assert_eq!(pauses.last(), Some(&Pause::LONGEST), "a guest that means no harm comes back some day");
+    }
 }

@@ -38,8 +38,10 @@ impl QueueFds {
         self.err = err;
     }
 
+    /// A peer that has let us wait once is told nothing more: it may have one such descriptor for each of its queues, and
+    /// pass new ones.
     fn tell(&self, notifier: &Notifier) {
-        if notifier.notify() == Err(Blocked) {
+        if !self.events.is_ending() && notifier.notify() == Err(Blocked) {
             self.events.end_session(Ending::Blocking);
         }
     }
@@ -62,5 +64,36 @@ impl Transport for QueueFds {
 
     fn memory_lost(&self) {
         self.events.end_session(Ending::MemoryLost);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::io::{read, write};
+
+    #[test]
+    fn a_peer_makes_us_wait_once_however_many_descriptors_it_passes() {
+        let events = Arc::new(SessionEvents::new().unwrap());
+        let full = || {
+            let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+            event
+        };
+        let calls = [full(), full()];
+        let [first, second] = [0, 1].map(|index: usize| {
+            let call = Notifier::new(calls[index].try_clone().unwrap()).unwrap();
+            QueueFds::new(None, Some(call), None, Arc::clone(&events))
+        });
+        first.notify();
+        assert!(events.check().is_err());
+        // If it were told, the sum would be 1 more, or we would wait again.
+        read(&calls[1], &mut [0; 8]).unwrap();
+        write(&calls[1], &1_u64.to_ne_bytes()).unwrap();
+        second.notify();
+        let mut sum = [0; 8];
+        read(&calls[1], &mut sum).unwrap();
+        assert_eq!(u64::from_ne_bytes(sum), 1);
     }
 }

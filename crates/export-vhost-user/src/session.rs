@@ -63,6 +63,16 @@ impl SessionEvents {
         }
     }
 
+    /// Whether the session has to end.
+    pub(crate) fn is_ending(&self) -> bool {
+        self.ending.get().is_some()
+    }
+
+    /// Whether it ends because the peer made us wait.
+    pub(crate) fn has_blocked(&self) -> bool {
+        self.ending.get() == Some(&Ending::Blocking)
+    }
+
     /// Fails if the session has to end.
     pub(crate) fn check(&self) -> Result<()> {
         self.ending.get().map_or(Ok(()), |ending| Err(Error::new(ErrorKind::Protocol, ending.why())))

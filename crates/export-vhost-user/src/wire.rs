@@ -3,7 +3,7 @@
 
 use crate::notifier::{check_channel, seal};
 use crate::own_messages::{self, Content, OwnMessage};
-use block::{Error, ErrorKind, Result};
+use block::{Error, ErrorKind, LogLimit, Result};
 use memory::RegionSpec;
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -164,7 +164,10 @@ impl<B: Backend> Adaptor<B> {
         let Some(channel) = self.peer_channel.as_ref().filter(|_| self.owes_news) else { return };
         self.owes_news = false;
         if let Err(error) = own_messages::send_config_change(channel.as_fd()) {
-            tracing::warn!("the peer could not be told of the new configuration: {error}");
+            static TIMES: LogLimit = LogLimit::new();
+            if let Some(times) = TIMES.admit() {
+                tracing::warn!(times, "the peer could not be told of the new configuration: {error}");
+            }
         }
     }
 

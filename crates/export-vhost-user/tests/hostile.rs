@@ -15,15 +15,15 @@ use rustix::net::{
 };
 use std::io::{IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use support::disk::MemDisk;
 use support::{Client, PATIENCE_SECONDS, Server};
-use vhost::VhostBackend;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use virtio::blk::request_type as kind;
 
 const OK: u8 = 0;
@@ -141,6 +141,64 @@ fn a_peer_that_hides_its_own_socket_in_the_queue_of_another_and_goes_is_gone() {
         let sent = try_to_send_with(&near, &[1], &[own.as_fd()]);
         assert_eq!(sent, Err(Errno::PIPE), "what we only send to receives nothing");
     });
+}
+
+/// A message with one descriptor, of a ring or of memory.
+fn pass_own(client: &Client, own: &UnixStream, code: u32, body: &[u32]) {
+    let length_bytes = 4 * body.len() as u32;
+    send_with(&client.stream, &words(&[&[code, 1, length_bytes], body].concat()), &[own.as_fd()]);
+}
+
+#[test]
+fn a_peer_that_passes_its_own_socket_where_something_else_belongs_is_gone() {
+    const SET_MEM_TABLE: (u32, &[u32]) = (5, &[1, 0, 0, 0, 4096, 0, 0, 0, 0, 0]);
+    const SET_LOG_BASE: (u32, &[u32]) = (6, &[4096, 0, 0, 0]);
+    const SET_LOG_FD: (u32, &[u32]) = (7, &[]);
+    const SET_VRING_KICK: (u32, &[u32]) = (12, &[0, 0]);
+    const SET_VRING_ERR: (u32, &[u32]) = (14, &[0, 0]);
+    // No message that should have a descriptor.
+    const GET_FEATURES: (u32, &[u32]) = (1, &[]);
+    const SET_INFLIGHT_FD: (u32, &[u32]) = (32, &[4096, 0, 0, 0, 1 << 16, 64]);
+    const ADD_MEM_REG: (u32, &[u32]) = (37, &[0, 0, 0, 0, 4096, 0, 0, 0, 0, 0]);
+    let messages = [SET_MEM_TABLE, SET_LOG_BASE, SET_LOG_FD, SET_VRING_KICK, SET_VRING_ERR, GET_FEATURES];
+    for (code, body) in messages.into_iter().chain([SET_INFLIGHT_FD, ADD_MEM_REG]) {
+        eprintln!("message {code}");
+        leaves_a_ghost(|client, own| pass_own(client, own, code, body));
+    }
+}
+
+#[test]
+fn a_peer_gets_its_memory_whatever_others_have_mapped() {
+    const LARGEST_BYTES: u64 = 8 << 40;
+    let region = |file: &OwnedFd, length_bytes| VhostUserMemoryRegionInfo {
+        guest_phys_addr: 0,
+        memory_size: length_bytes,
+        userspace_addr: 0,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    let file = rustix::fs::memfd_create("sparse", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let server = Server::start(MemDisk::new());
+    rustix::fs::ftruncate(&file, 64 << 40).unwrap();
+    // More than all the address space there is for all.
+    let greedy = Client::connect(&server, 0);
+    assert!(greedy.frontend.set_mem_table(&[region(&file, 0x3fe6_6666_6000)]).is_err());
+    drop(greedy);
+    let greedy: Vec<_> = std::iter::repeat_with(|| {
+        let server = Server::start(MemDisk::new());
+        let client = Client::connect(&server, 0);
+        client.frontend.set_mem_table(&[region(&file, LARGEST_BYTES)]).is_ok().then_some((server, client))
+    })
+    .map_while(|taken| taken)
+    .take(8)
+    .collect();
+    assert!((2..8).contains(&greedy.len()), "{} peers have {LARGEST_BYTES:#x} bytes each", greedy.len());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    assert_eq!(client.queue(&guest, 0).request(kind::FLUSH, 0, &[], 0).0, OK);
+    // And what is common for an honest guest.
+    client.frontend.set_mem_table(&[region(&file, 16 << 30)]).unwrap();
 }
 
 const PEER: &str = "RINGDISK_TEST_PEER";

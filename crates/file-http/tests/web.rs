@@ -147,6 +147,45 @@ fn a_server_that_is_away_for_a_while_costs_no_error_and_one_that_stays_away_does
     assert!(read(&queue, 0, 65536).unwrap() == bytes[..65536]);
 }
 
+/// How long the server is away; `RINGDISK_OUTAGE_SECONDS=60` looks longer.
+fn outage() -> Duration {
+    let seconds = std::env::var("RINGDISK_OUTAGE_SECONDS").ok().and_then(|seconds| seconds.parse().ok());
+    seconds.map_or(Duration::from_millis(1500), Duration::from_secs)
+}
+
+#[test]
+fn readers_go_on_over_an_outage_by_the_cache_or_by_waiting() {
+    let (bytes, directory) = (content(8 << 20), tempfile::tempdir().unwrap());
+    let server = WebServer::start(&bytes);
+    server.behaviour.latency_ms.store(20, Ordering::SeqCst);
+    let file = opened(&server.url(&format!("/a{}&read-ahead=0&retry-s=600", cache_key(directory.path()))));
+    // The first half is in the cache.
+    let half = bytes.len() / 2;
+    assert!(read(&file.open_blocking().unwrap(), 0, half).unwrap() == bytes[..half]);
+    server.behaviour.is_out.store(true, Ordering::SeqCst);
+    let until = Instant::now() + outage();
+    std::thread::scope(|scope| {
+        for reader in 0..4_u64 {
+            let (file, bytes) = (&file, &bytes);
+            scope.spawn(move || {
+                let (queue, mut dice) = (file.open_blocking().unwrap(), Dice::new(reader));
+                // Two of them read what nobody has yet, and wait for it; the others notice nothing.
+                let (start, least) = if reader < 2 { (half, 8) } else { (0, 100) };
+                let mut done = 0;
+                while done < least || Instant::now() < until {
+                    let offset = start + dice.below((half - 65536) as u64) as usize;
+                    let length = 1 + dice.below(65536) as usize;
+                    let found = read(&queue, offset as u64, length);
+                    assert!(found.unwrap() == bytes[offset..offset + length], "reader {reader}, {offset}, {length}");
+                    done += 1;
+                }
+            });
+        }
+        std::thread::sleep(until.saturating_duration_since(Instant::now()));
+        server.behaviour.is_out.store(false, Ordering::SeqCst);
+    });
+}
+
 #[test]
 fn a_file_that_changes_is_an_error_and_never_a_mix() {
     let (bytes, directory) = (content(1 << 20), tempfile::tempdir().unwrap());

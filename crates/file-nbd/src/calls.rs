@@ -45,6 +45,8 @@ pub(crate) enum Answer {
 /// A wish on its way.
 #[derive(Debug)]
 pub(crate) struct Call {
+    /// Which queue asks: each has its connection, as far as there are some.
+    pub(crate) queue: usize,
     pub(crate) offset: u64,
     pub(crate) wish: Wish,
     /// `None` for what the thread asks for itself.
@@ -128,6 +130,8 @@ struct State {
     slots: Vec<Weak<Mutex<Slot>>>,
     /// With so many of them, those that are gone are left out.
     slots_max: usize,
+    /// Queues that were opened.
+    queues: usize,
 }
 
 /// What [`State::slots_max`] is at least.
@@ -145,9 +149,9 @@ impl Calls {
     }
 
     /// Carries out one wish.
-    pub(crate) async fn ask(&self, offset: u64, wish: Wish) -> IoResult<Answer> {
+    pub(crate) async fn ask(&self, queue: usize, offset: u64, wish: Wish) -> IoResult<Answer> {
         let slot = Arc::new(Mutex::new(Slot::default()));
-        let call = Call { offset, wish, reply: Some(Reply(Arc::clone(&slot))) };
+        let call = Call { queue, offset, wish, reply: Some(Reply(Arc::clone(&slot))) };
         {
             let mut state = self.state();
             match state.is_closed {
@@ -173,7 +177,24 @@ impl Calls {
         .await
     }
 
-    fn ring(&self) {
+    /// One more queue; returns its number.
+    pub(crate) fn open_queue(&self) -> usize {
+        let number = {
+            let mut state = self.state();
+            let number = state.queues;
+            state.queues = number.saturating_add(1);
+            number
+        };
+        self.ring();
+        number
+    }
+
+    /// Queues that were opened.
+    pub(crate) fn queues(&self) -> usize {
+        self.state().queues
+    }
+
+    pub(crate) fn ring(&self) {
         // A counter that is full wakes as well.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }

@@ -88,18 +88,25 @@ impl File for NbdFile {
     }
 
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
-        let (remote, refuses) = (Arc::clone(&self.remote), self.info.read_only);
-        Ok(Rc::new(NbdQueue { remote, refuses, ctx: Some(Rc::clone(ctx)) }))
+        Ok(Rc::new(self.queue(Some(Rc::clone(ctx)))))
     }
 
     fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
-        Ok(Rc::new(NbdQueue { remote: Arc::clone(&self.remote), refuses: self.info.read_only, ctx: None }))
+        Ok(Rc::new(self.queue(None)))
+    }
+}
+
+impl NbdFile {
+    fn queue(&self, ctx: Option<Rc<dyn ReactorCtx>>) -> NbdQueue {
+        let number = self.remote.calls.open_queue();
+        NbdQueue { remote: Arc::clone(&self.remote), number, refuses: self.info.read_only, ctx }
     }
 }
 
 /// A thread's way to the connection.
 struct NbdQueue {
     remote: Arc<Remote>,
+    number: usize,
     /// Writes.
     refuses: bool,
     /// None for a queue that waits.
@@ -111,8 +118,8 @@ impl FileQueue for NbdQueue {
         if let Some(error) = op.refused_when_read_only().filter(|_| self.refuses) {
             return done.complete(Err(error));
         }
-        let remote = Arc::clone(&self.remote);
-        let work = async move { done.complete(remote.perform(op).await) };
+        let (remote, number) = (Arc::clone(&self.remote), self.number);
+        let work = async move { done.complete(remote.perform(number, op).await) };
         match &self.ctx {
             Some(ctx) => ctx.spawn(Task::new(work)),
             None => block_on(work),
@@ -187,19 +194,19 @@ impl Remote {
         self.changes.fetch_add(1, Ordering::AcqRel);
     }
 
-    async fn perform(&self, op: FileOp) -> IoResult {
+    async fn perform(&self, queue: usize, op: FileOp) -> IoResult {
         match op {
-            FileOp::Read { offset, data, past_end } => self.read(offset, &data, past_end).await,
+            FileOp::Read { offset, data, past_end } => self.read(queue, offset, &data, past_end).await,
             FileOp::Write { offset, data, fua } => {
                 let range = self.inside(offset, data.length_bytes() as u64)?;
                 let _kept = self.keep(&range).await;
                 self.changed();
-                let written = self.write(range, &data, fua && self.can(export::SEND_FUA)).await;
+                let written = self.write(queue, range, &data, fua && self.can(export::SEND_FUA)).await;
                 self.changed();
                 written?;
-                if fua && !self.can(export::SEND_FUA) { self.flush().await } else { Ok(()) }
+                if fua && !self.can(export::SEND_FUA) { self.flush(queue).await } else { Ok(()) }
             }
-            FileOp::Flush => self.flush().await,
+            FileOp::Flush => self.flush(queue).await,
             FileOp::Discard { offset, length } => {
                 let range = self.inside(offset, length)?;
                 if !self.can(export::SEND_TRIM) {
@@ -208,7 +215,7 @@ impl Remote {
                 // Blocks that it covers in part stay.
                 self.changed();
                 let trim = |length_bytes| Wish::Trim { length_bytes };
-                let trimmed = self.in_ranges(self.blocks_inside(&range), trim).await;
+                let trimmed = self.in_ranges(queue, self.blocks_inside(&range), trim).await;
                 self.changed();
                 trimmed
             }
@@ -216,7 +223,7 @@ impl Remote {
                 let range = self.inside(offset, length)?;
                 let _kept = self.keep(&range).await;
                 self.changed();
-                let zeroed = self.zero(range, may_unmap).await;
+                let zeroed = self.zero(queue, range, may_unmap).await;
                 self.changed();
                 zeroed
             }
@@ -225,9 +232,9 @@ impl Remote {
         }
     }
 
-    async fn flush(&self) -> IoResult {
+    async fn flush(&self, queue: usize) -> IoResult {
         match self.can(export::SEND_FLUSH) {
-            true => self.calls.ask(0, Wish::Flush).await.map(|_| ()),
+            true => self.calls.ask(queue, 0, Wish::Flush).await.map(|_| ()),
             false => Ok(()),
         }
     }
@@ -240,7 +247,7 @@ impl Remote {
         whole.saturating_sub(around).max(self.block_bytes).max(1)
     }
 
-    async fn read(&self, offset: u64, data: &Window, past_end: PastEnd) -> IoResult {
+    async fn read(&self, queue: usize, offset: u64, data: &Window, past_end: PastEnd) -> IoResult {
         let length = data.length_bytes() as u64;
         let there = self.agreed.size_bytes.saturating_sub(offset).min(length);
         if there < length {
@@ -257,7 +264,7 @@ impl Remote {
             let start = offset.saturating_add(done);
             let piece = there.saturating_sub(done).min(self.piece_bytes());
             let range = start..start.saturating_add(piece);
-            let bytes = self.read_blocks(self.blocks_around(&range)).await?;
+            let bytes = self.read_blocks(queue, self.blocks_around(&range)).await?;
             let skip = to_usize(start.saturating_sub(self.blocks_around(&range).start));
             let found = bytes.get(skip..skip.saturating_add(to_usize(piece))).ok_or(IoError::EIO)?;
             data.copy_from_slice(to_usize(done), found);
@@ -266,15 +273,15 @@ impl Remote {
         Ok(())
     }
 
-    async fn read_blocks(&self, blocks: Range<u64>) -> IoResult<AlignedBuf> {
+    async fn read_blocks(&self, queue: usize, blocks: Range<u64>) -> IoResult<AlignedBuf> {
         let data = AlignedBuf::try_zeroed(to_usize(blocks.end.saturating_sub(blocks.start)))?;
-        match self.calls.ask(blocks.start, Wish::Read(data)).await? {
+        match self.calls.ask(queue, blocks.start, Wish::Read(data)).await? {
             Answer::Data(data) => Ok(data),
             Answer::Done | Answer::Extents(_) => Err(IoError::EIO),
         }
     }
 
-    async fn write(&self, range: Range<u64>, data: &Window, fua: bool) -> IoResult {
+    async fn write(&self, queue: usize, range: Range<u64>, data: &Window, fua: bool) -> IoResult {
         let mut at = range.start;
         while at < range.end {
             let piece = range.end.saturating_sub(at).min(self.piece_bytes());
@@ -283,18 +290,18 @@ impl Remote {
             let mut bytes = match blocks == part {
                 true => AlignedBuf::try_zeroed(to_usize(piece))?,
                 // Blocks that are written in part keep the rest.
-                false => self.read_blocks(blocks.clone()).await?,
+                false => self.read_blocks(queue, blocks.clone()).await?,
             };
             let skip = to_usize(at.saturating_sub(blocks.start));
             let place = bytes.get_mut(skip..skip.saturating_add(to_usize(piece))).ok_or(IoError::EIO)?;
             data.copy_to_slice(to_usize(at.saturating_sub(range.start)), place);
-            self.calls.ask(blocks.start, Wish::Write { data: Arc::new(bytes), fua }).await?;
+            self.calls.ask(queue, blocks.start, Wish::Write { data: Arc::new(bytes), fua }).await?;
             at = part.end;
         }
         Ok(())
     }
 
-    async fn zero(&self, range: Range<u64>, may_unmap: bool) -> IoResult {
+    async fn zero(&self, queue: usize, range: Range<u64>, may_unmap: bool) -> IoResult {
         let whole = if self.can(export::SEND_WRITE_ZEROES) { self.blocks_inside(&range) } else { range.end..range.end };
         // What is no whole block, or all of it where the server has no zeroes.
         for part in [range.start..whole.start, whole.end..range.end] {
@@ -302,18 +309,18 @@ impl Remote {
             while at < part.end {
                 let length = part.end.saturating_sub(at).min(self.piece_bytes());
                 let zeros = memory::IoBuf::try_zeroed(to_usize(length))?;
-                self.write(at..at.saturating_add(length), &zeros.whole(), false).await?;
+                self.write(queue, at..at.saturating_add(length), &zeros.whole(), false).await?;
                 at = at.saturating_add(length);
             }
         }
-        self.in_ranges(whole, |length_bytes| Wish::Zero { length_bytes, may_unmap }).await
+        self.in_ranges(queue, whole, |length_bytes| Wish::Zero { length_bytes, may_unmap }).await
     }
 
-    async fn in_ranges(&self, range: Range<u64>, wish: impl Fn(u64) -> Wish) -> IoResult {
+    async fn in_ranges(&self, queue: usize, range: Range<u64>, wish: impl Fn(u64) -> Wish) -> IoResult {
         let mut at = range.start;
         while at < range.end {
             let length = range.end.saturating_sub(at).min(RANGE_BYTES_MAX);
-            self.calls.ask(at, wish(length)).await?;
+            self.calls.ask(queue, at, wish(length)).await?;
             at = at.saturating_add(length);
         }
         Ok(())
@@ -332,7 +339,7 @@ impl Remote {
         let ahead = offset.saturating_add(length.clamp(1, RANGE_BYTES_MAX)).min(self.agreed.size_bytes);
         let blocks = self.blocks_around(&(offset..ahead));
         let length_bytes = blocks.end.saturating_sub(blocks.start);
-        let Answer::Extents(extents) = self.calls.ask(blocks.start, Wish::Status { length_bytes }).await? else {
+        let Answer::Extents(extents) = self.calls.ask(0, blocks.start, Wish::Status { length_bytes }).await? else {
             return Err(IoError::EIO);
         };
         if extents.is_empty() || extents.iter().any(|extent| extent.length_bytes == 0) {

@@ -19,6 +19,7 @@
 mod calls;
 mod file;
 mod handshake;
+mod lane;
 mod link;
 mod replies;
 mod unflushed;

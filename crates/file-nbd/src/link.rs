@@ -1,15 +1,20 @@
-//! The thread that has the connection: sends calls, routes replies, and connects again when the server has gone.
+//! The thread that has the connections: sends calls, routes replies, and connects again when the server has gone.
+//!
+//! A server that allows several connections (`CAN_MULTI_CONN`) gets one for each queue, up to a limit. There, a flush on one
+//! covers what has ended on all. So it does only at one server that lives: a connection counts as one more to the same when
+//! the first one has answered a request that was sent after the other one was made. If one goes, all are made anew.
 //!
 //! What the server has in hand when it goes is sent once more, as all of it can be done twice. Before that, what it had
 //! acknowledged and not flushed is written again.
 
 use crate::calls::{Answer, Call, Calls, Wish};
 use crate::handshake::{Agreed, Stream, connect};
-use crate::replies::{Replies, Said};
+use crate::lane::{Data, Lane};
+use crate::replies::Said;
 use crate::unflushed::{Change, Unflushed};
 use crate::uri::NbdUri;
 use block::{IoError, IoResult};
-use memory::{AlignedBuf, SocketPart, send_parts};
+use memory::AlignedBuf;
 use nbd_wire::WireError;
 use nbd_wire::numbers::{command, command_flag, error, export};
 use nbd_wire::reply::{Extent, Style};
@@ -17,8 +22,8 @@ use nbd_wire::request::Request;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 use std::time::{Duration, Instant};
 
 /// Calls that the server has at once.
@@ -31,6 +36,8 @@ const RETRY_MAX: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 struct Active {
     call: Call,
+    /// The connection that it went over.
+    lane: usize,
     /// Of a flush: what it covers.
     mark: u64,
     error: u32,
@@ -39,15 +46,6 @@ struct Active {
     extents: Vec<Extent>,
     /// It is part of the replay.
     replays: bool,
-}
-
-/// Data on their way to a call.
-#[derive(Debug, Clone, Copy)]
-struct Data {
-    cookie: u64,
-    at: usize,
-    left: usize,
-    done: bool,
 }
 
 /// Where the link is while it is not connected.
@@ -64,17 +62,17 @@ pub(crate) struct Link {
     uri: NbdUri,
     calls: Arc<Calls>,
     agreed: Agreed,
-    stream: Option<Stream>,
+    /// Nothing during an outage.
+    lanes: Vec<Lane>,
+    /// Where one more is being made, and the next to count, as soon as this call has ended.
+    making: Option<Receiver<Option<Lane>>>,
+    joining: Option<(u64, Lane)>,
+    /// One could not be made: no more is tried.
+    has_enough: bool,
     outage: Option<Outage>,
     waiting: VecDeque<Call>,
     active: BTreeMap<u64, Active>,
     next_cookie: u64,
-    /// Headers with the payload behind them.
-    sending: VecDeque<(Vec<u8>, Option<Arc<AlignedBuf>>)>,
-    /// What of the first of them is sent.
-    sent: usize,
-    replies: Replies,
-    data: Option<Data>,
     unflushed: Unflushed,
     /// The next entry to write once more.
     replay: Option<usize>,
@@ -89,15 +87,14 @@ impl Link {
             uri,
             calls,
             agreed,
-            stream: Some(stream),
+            lanes: vec![Lane::new(stream)],
+            making: None,
+            joining: None,
+            has_enough: false,
             outage: None,
             waiting: VecDeque::new(),
             active: BTreeMap::new(),
             next_cookie: 1,
-            sending: VecDeque::new(),
-            sent: 0,
-            replies: Replies::new(),
-            data: None,
             unflushed: Unflushed::default(),
             replay: None,
             flushes_itself: false,
@@ -117,12 +114,12 @@ impl Link {
                 }
                 None => true,
             };
-            if is_closed && self.active.is_empty() && self.waiting.is_empty() || is_closed && self.stream.is_none() {
+            if is_closed && self.active.is_empty() && self.waiting.is_empty() || is_closed && self.lanes.is_empty() {
                 return self.goodbye();
             }
-            if self.stream.is_none() {
+            if self.lanes.is_empty() {
                 self.try_again();
-                if self.stream.is_some() {
+                if !self.lanes.is_empty() {
                     continue;
                 }
             } else if let Err(error) = self.turn() {
@@ -133,22 +130,23 @@ impl Link {
         }
     }
 
-    fn goodbye(mut self) {
-        let request = Request { flags: 0, command: command::DISC, cookie: 0, offset: 0, length_bytes: 0 };
-        let mut bytes = Vec::new();
-        request.put(&mut bytes, self.agreed.style == Style::Extended);
-        self.sending.push_back((bytes, None));
-        // It is a courtesy.
-        let _ = self.send();
+    fn goodbye(self) {
+        let extended = self.is_extended();
+        self.lanes.into_iter().for_each(|lane| lane.end(extended));
+    }
+
+    fn is_extended(&self) -> bool {
+        self.agreed.style == Style::Extended
     }
 
     fn wait(&mut self) {
         let mut fds = vec![PollFd::new(&self.calls.wake, PollFlags::IN)];
         let mut timeout = None;
-        if let Some(stream) = &self.stream {
-            let writes = if self.sending.is_empty() { PollFlags::empty() } else { PollFlags::OUT };
-            fds.push(PollFd::new(stream, PollFlags::IN | writes));
-        } else if let Some(outage) = &self.outage {
+        for lane in &self.lanes {
+            let writes = if lane.sends() { PollFlags::OUT } else { PollFlags::empty() };
+            fds.push(PollFd::new(&lane.stream, PollFlags::IN | writes));
+        }
+        if let (true, Some(outage)) = (self.lanes.is_empty(), &self.outage) {
             let left = outage.next_try.saturating_duration_since(Instant::now());
             timeout = Timespec::try_from(left).ok();
         }
@@ -159,9 +157,59 @@ impl Link {
     }
 
     fn turn(&mut self) -> io::Result<()> {
-        self.receive()?;
+        for lane in 0..self.lanes.len() {
+            self.receive(lane)?;
+        }
+        self.look_for_lanes();
         self.begin_calls();
-        self.send()
+        self.lanes.iter_mut().try_for_each(Lane::send)
+    }
+
+    /// Makes one more connection, if there are more queues than connections. A server that is full may take its time over the
+    /// handshake, so a thread waits for it.
+    fn look_for_lanes(&mut self) {
+        match self.making.as_ref().map(Receiver::try_recv) {
+            Some(Ok(Some(lane))) if self.replay.is_none() => {
+                self.making = None;
+                let length = usize::try_from(self.agreed.block_bytes.max(1)).unwrap_or(1);
+                let Ok(data) = AlignedBuf::try_zeroed(length) else { return };
+                let cookie = self.begin(Call { queue: 0, offset: 0, wish: Wish::Read(data), reply: None }, false);
+                self.joining = Some((cookie, lane));
+            }
+            Some(Ok(_) | Err(TryRecvError::Disconnected)) => (self.making, self.has_enough) = (None, true),
+            Some(Err(TryRecvError::Empty)) => {}
+            None if self.wants_lane() => self.make_lane(),
+            None => {}
+        }
+    }
+
+    fn wants_lane(&self) -> bool {
+        let most = self.uri.connections.min(self.calls.queues());
+        let allowed = self.agreed.flags & export::CAN_MULTI_CONN != 0 && self.agreed.size_bytes > 0;
+        allowed && !self.has_enough && self.joining.is_none() && self.replay.is_none() && self.lanes.len() < most
+    }
+
+    fn make_lane(&mut self) {
+        let (sender, made) = sync_channel(1);
+        let (uri, calls, agreed) = (self.uri.clone(), Arc::clone(&self.calls), self.agreed.clone());
+        let work = move || {
+            let lane = match connect(&uri) {
+                // Replies are read as those of the others are.
+                Ok((stream, same)) if same == agreed => Some(Lane::new(stream)),
+                Ok(_) => None,
+                Err(error) => {
+                    tracing::debug!("no further connection: {error}");
+                    None
+                }
+            };
+            // Nobody may wait for it any more.
+            let _ = sender.send(lane);
+            calls.ring();
+        };
+        match std::thread::Builder::new().name("nbd-connect".into()).spawn(work) {
+            Ok(_) => self.making = Some(made),
+            Err(_) => self.has_enough = true,
+        }
     }
 
     fn begin_calls(&mut self) {
@@ -176,7 +224,8 @@ impl Link {
                     Change::Data(data) => Wish::Write { data, fua: false },
                     Change::Zeroes { length_bytes, may_unmap } => Wish::Zero { length_bytes, may_unmap },
                 };
-                return self.begin(Call { offset, wish, reply: None }, true);
+                self.begin(Call { queue: 0, offset, wish, reply: None }, true);
+                return;
             }
             self.replay = None;
             // Those that the server had in hand are still there, under their old names.
@@ -186,7 +235,7 @@ impl Link {
         }
         if self.unflushed.is_too_much() && !self.flushes_itself {
             self.flushes_itself = true;
-            self.waiting.push_front(Call { offset: 0, wish: Wish::Flush, reply: None });
+            self.waiting.push_front(Call { queue: 0, offset: 0, wish: Wish::Flush, reply: None });
         }
         while self.active.len() < ACTIVE_MAX
             && let Some(call) = self.waiting.pop_front()
@@ -199,18 +248,21 @@ impl Link {
         }
     }
 
-    fn begin(&mut self, call: Call, replays: bool) {
+    fn begin(&mut self, call: Call, replays: bool) -> u64 {
         let cookie = self.next_cookie;
         self.next_cookie = self.next_cookie.wrapping_add(1);
-        self.active.insert(cookie, Active { call, mark: 0, error: 0, filled: 0, extents: Vec::new(), replays });
+        let active = Active { call, lane: 0, mark: 0, error: 0, filled: 0, extents: Vec::new(), replays };
+        self.active.insert(cookie, active);
         self.put(cookie);
+        cookie
     }
 
     /// Sends a call, perhaps once more.
     fn put(&mut self, cookie: u64) {
-        let extended = self.agreed.style == Style::Extended;
+        let extended = self.is_extended();
         let Some(active) = self.active.get_mut(&cookie) else { return };
         (active.error, active.filled, active.mark) = (0, 0, self.unflushed.mark());
+        active.lane = active.call.queue.checked_rem(self.lanes.len()).unwrap_or(0);
         active.extents.clear();
         let (command, flags, payload) = match &active.call.wish {
             Wish::Read(_) => (command::READ, 0, None),
@@ -228,86 +280,45 @@ impl Link {
         };
         let length_bytes = active.call.length_bytes();
         let request = Request { flags, command, cookie, offset: active.call.offset, length_bytes };
-        let mut head = Vec::new();
-        request.put(&mut head, extended);
-        self.sending.push_back((head, payload));
+        if let Some(lane) = self.lanes.get_mut(active.lane) {
+            lane.put(&request, extended, payload);
+        }
     }
 
-    fn send(&mut self) -> io::Result<()> {
-        let Some(stream) = &self.stream else { return Ok(()) };
-        while !self.sending.is_empty() {
-            let mut skip = self.sent;
-            let parts = self.sending.iter().flat_map(|(head, payload)| {
-                let skipped = std::mem::take(&mut skip);
-                let payload = payload.as_ref().map_or(&[][..], |payload| payload);
-                let in_payload = skipped.saturating_sub(head.len());
-                [head.get(skipped..).unwrap_or_default(), payload.get(in_payload..).unwrap_or_default()]
-                    .map(SocketPart::Bytes)
-            });
-            match send_parts(stream.as_fd(), parts) {
-                Ok(count) => self.sent = self.sent.saturating_add(count),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-            while let Some((head, payload)) = self.sending.front() {
-                let length = head.len().saturating_add(payload.as_ref().map_or(0, |payload| payload.len()));
-                if self.sent < length {
-                    break;
+    fn receive(&mut self, index: usize) -> io::Result<()> {
+        let broken = |error: WireError| io::Error::new(io::ErrorKind::InvalidData, error);
+        while let Some(lane) = self.lanes.get_mut(index) {
+            if lane.data.is_some() {
+                if !self.receive_data(index)? {
+                    return Ok(());
                 }
-                self.sent = self.sent.saturating_sub(length);
-                self.sending.pop_front();
+                continue;
+            }
+            if let Some(said) = lane.replies.next(self.agreed.style).map_err(broken)? {
+                self.hear(index, said).map_err(broken)?;
+                continue;
+            }
+            if !lane.fill()? {
+                return Ok(());
             }
         }
         Ok(())
     }
 
-    fn receive(&mut self) -> io::Result<()> {
-        let broken = |error: WireError| io::Error::new(io::ErrorKind::InvalidData, error);
-        loop {
-            if self.data.is_some() {
-                if !self.receive_data()? {
-                    return Ok(());
-                }
-                continue;
-            }
-            if let Some(said) = self.replies.next(self.agreed.style).map_err(broken)? {
-                self.hear(said).map_err(broken)?;
-                continue;
-            }
-            let Some(stream) = &self.stream else { return Ok(()) };
-            match self.replies.fill(|room| Ok(rustix::io::read(stream, room)?)) {
-                Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection")),
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-    }
-
     /// Puts data where they belong; false if more has to arrive.
-    fn receive_data(&mut self) -> io::Result<bool> {
-        let (Some(data), Some(stream)) = (self.data, &self.stream) else { return Ok(false) };
+    fn receive_data(&mut self, index: usize) -> io::Result<bool> {
+        let Some(lane) = self.lanes.get_mut(index) else { return Ok(false) };
+        let Some(data) = lane.data else { return Ok(false) };
         let Some(Wish::Read(target)) = self.active.get_mut(&data.cookie).map(|active| &mut active.call.wish) else {
             return Err(io::ErrorKind::InvalidData.into());
         };
         let end = data.at.saturating_add(data.left);
         let place = target.get_mut(data.at..end).ok_or(io::ErrorKind::InvalidData)?;
-        let count = match self.replies.is_empty() {
-            false => self.replies.move_to(place),
-            true => match rustix::io::read(stream, place).map_err(io::Error::from) {
-                Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it left within a reply")),
-                Ok(count) => count,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
-                Err(error) => return Err(error),
-            },
-        };
+        let Some(count) = lane.receive_into(place)? else { return Ok(false) };
         let left = data.left.saturating_sub(count);
-        self.data = Some(Data { at: data.at.saturating_add(count), left, ..data });
+        lane.data = Some(Data { at: data.at.saturating_add(count), left, ..data });
         if left == 0 {
-            self.data = None;
+            lane.data = None;
             if data.done {
                 self.end(data.cookie);
             }
@@ -315,39 +326,47 @@ impl Link {
         Ok(true)
     }
 
-    fn hear(&mut self, said: Said) -> Result<(), WireError> {
-        let unknown = WireError("a reply names a request that was not sent");
+    /// The call that a reply names: one of this connection.
+    fn active(&mut self, lane: usize, cookie: u64) -> Result<&mut Active, WireError> {
+        let active = self.active.get_mut(&cookie).filter(|active| active.lane == lane);
+        active.ok_or(WireError("a reply names a request that was not sent"))
+    }
+
+    fn hear(&mut self, lane: usize, said: Said) -> Result<(), WireError> {
         match said {
             Said::Ended { cookie, error } => {
-                self.active.get_mut(&cookie).ok_or(unknown)?.error = error;
+                self.active(lane, cookie)?.error = error;
                 self.end(cookie);
             }
             Said::Failed { cookie, error, done } => {
-                self.active.get_mut(&cookie).ok_or(unknown)?.error = error;
+                self.active(lane, cookie)?.error = error;
                 if done {
                     self.end(cookie);
                 }
             }
             Said::Simple { cookie } => {
-                let active = self.active.get_mut(&cookie).ok_or(unknown)?;
+                let is_simple = self.agreed.style == Style::Simple;
+                let active = self.active(lane, cookie)?;
                 match &active.call.wish {
-                    Wish::Read(_) if self.agreed.style != Style::Simple => {
+                    Wish::Read(_) if !is_simple => {
                         return Err(WireError("a read has a simple reply, although structured replies were chosen"));
                     }
                     Wish::Read(data) => {
                         let length_bytes = data.len() as u64;
                         let offset = active.call.offset;
-                        return self.hear(Said::Data { cookie, offset, length_bytes, done: true });
+                        return self.hear(lane, Said::Data { cookie, offset, length_bytes, done: true });
                     }
                     _ => self.end(cookie),
                 }
             }
             Said::Data { cookie, offset, length_bytes, done } => {
-                let (at, left) = self.part_of(cookie, offset, length_bytes)?;
-                self.data = Some(Data { cookie, at, left, done });
+                let (at, left) = self.part_of(lane, cookie, offset, length_bytes)?;
+                if let Some(lane) = self.lanes.get_mut(lane) {
+                    lane.data = Some(Data { cookie, at, left, done });
+                }
             }
             Said::Hole { cookie, offset, length_bytes, done } => {
-                let (at, length) = self.part_of(cookie, offset, length_bytes)?;
+                let (at, length) = self.part_of(lane, cookie, offset, length_bytes)?;
                 let wish = self.active.get_mut(&cookie).map(|active| &mut active.call.wish);
                 if let Some(Wish::Read(data)) = wish
                     && let Some(part) = data.get_mut(at..at.saturating_add(length))
@@ -359,8 +378,9 @@ impl Link {
                 }
             }
             Said::Extents { cookie, context, extents, done } => {
-                let active = self.active.get_mut(&cookie).ok_or(unknown)?;
-                if Some(context) == self.agreed.allocation {
+                let is_wanted = Some(context) == self.agreed.allocation;
+                let active = self.active(lane, cookie)?;
+                if is_wanted {
                     active.extents = extents;
                 }
                 if done {
@@ -372,9 +392,15 @@ impl Link {
     }
 
     /// Where data of a read go: first byte and bytes.
-    fn part_of(&mut self, cookie: u64, offset: u64, length_bytes: u64) -> Result<(usize, usize), WireError> {
+    fn part_of(
+        &mut self,
+        lane: usize,
+        cookie: u64,
+        offset: u64,
+        length_bytes: u64,
+    ) -> Result<(usize, usize), WireError> {
         let outside = WireError("a reply has data that were not asked for");
-        let active = self.active.get_mut(&cookie).ok_or(outside)?;
+        let active = self.active(lane, cookie)?;
         let Wish::Read(data) = &active.call.wish else { return Err(outside) };
         let at = offset.checked_sub(active.call.offset).and_then(|at| usize::try_from(at).ok()).ok_or(outside)?;
         let length = usize::try_from(length_bytes).map_err(|_| outside)?;
@@ -388,13 +414,22 @@ impl Link {
     /// The server has ended a call.
     fn end(&mut self, cookie: u64) {
         let Some(active) = self.active.remove(&cookie) else { return };
-        let Active { call, mark, error, filled, extents, replays } = active;
-        if error == error::ESHUTDOWN && !replays {
-            // The server is about to go. When it is back, or another is there, the call is sent again.
-            self.active.insert(cookie, Active { call, mark, error: 0, filled: 0, extents: Vec::new(), replays });
+        let Active { call, lane, mark, error, filled, extents, replays } = active;
+        if let Some((_, lane)) = self.joining.take_if(|(asked, _)| *asked == cookie) {
+            // The first connection's server lives, and stays, whatever it answers: the other one leads there, too.
+            match error {
+                error::ESHUTDOWN => self.has_enough = true,
+                _ => self.lanes.push(lane),
+            }
             return;
         }
-        let Call { offset, wish, reply } = call;
+        if error == error::ESHUTDOWN && !replays {
+            // The server is about to go. When it is back, or another is there, the call is sent again.
+            let (error, filled, extents) = (0, 0, Vec::new());
+            self.active.insert(cookie, Active { call, lane, mark, error, filled, extents, replays });
+            return;
+        }
+        let Call { offset, wish, reply, .. } = call;
         let length_bytes = match &wish {
             Wish::Read(data) => data.len() as u64,
             _ => 0,
@@ -457,9 +492,11 @@ impl Link {
     /// The connection is gone.
     fn lose(&mut self, error: &io::Error) {
         tracing::warn!("'{}': the server has gone ({error}), connecting again", self.uri);
-        self.stream = None;
-        self.sending.clear();
-        (self.sent, self.data, self.replies) = (0, None, Replies::new());
+        self.lanes.clear();
+        self.making = None;
+        if let Some((cookie, _)) = self.joining.take() {
+            self.active.remove(&cookie);
+        }
         self.active.retain(|_, active| !active.replays);
         let now = Instant::now();
         let deadline = now.checked_add(self.uri.reconnect).unwrap_or(now);
@@ -477,7 +514,8 @@ impl Link {
             match connect(&self.uri) {
                 Ok((stream, agreed)) if self.is_same(&agreed) => {
                     tracing::info!("'{}': connected again", self.uri);
-                    (self.stream, self.agreed, self.outage) = (Some(stream), agreed, None);
+                    self.lanes.push(Lane::new(stream));
+                    (self.agreed, self.outage, self.has_enough) = (agreed, None, false);
                     self.replay = Some(0);
                     return;
                 }

@@ -12,6 +12,10 @@ const PORT: u16 = 10809;
 /// How long a server that has gone is waited for, where nobody says otherwise.
 const RECONNECT: Duration = Duration::from_secs(30);
 
+/// Connections to a server that allows several, where nobody says otherwise; and at most.
+const CONNECTIONS: usize = 4;
+const CONNECTIONS_MAX: usize = 16;
+
 /// Where a server is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
@@ -28,13 +32,16 @@ pub struct NbdUri {
     pub(crate) place: Place,
     pub(crate) export: Vec<u8>,
     pub(crate) reconnect: Duration,
+    /// Connections at most.
+    pub(crate) connections: usize,
     /// For `nbds://`: certificates, and the name that the server's has.
     pub(crate) tls: Option<(Credentials, String)>,
 }
 
 impl NbdUri {
     /// Reads `nbd://HOST[:PORT]/[EXPORT]` or `nbd+unix:///[EXPORT]?socket=PATH`. Both take `reconnect-s=SECONDS`: how long a
-    /// server that has gone is waited for. With TLS they are `nbds://` and `nbds+unix://`, and `tls-certificates=DIRECTORY`
+    /// server that has gone is waited for; and `connections=N`: how many there are at most, if the server allows several.
+    /// With TLS they are `nbds://` and `nbds+unix://`, and `tls-certificates=DIRECTORY`
     /// has the certificates, as QEMU lays them out; `tls-hostname=NAME` is what the server's certificate is for.
     pub fn parse(text: &str) -> Result<Self> {
         let bad = |why: &str| Error::new(ErrorKind::BadOption, format!("'{text}': {why}"));
@@ -44,7 +51,7 @@ impl NbdUri {
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
         let export: Vec<u8> = percent_decode_str(export).collect();
-        let (mut socket, mut reconnect) = (None, RECONNECT);
+        let (mut socket, mut reconnect, mut connections) = (None, RECONNECT, CONNECTIONS);
         let (mut certificates, mut host) = (None, None);
         for (key, value) in form_urlencoded::parse(query.replace('+', "%2B").as_bytes()) {
             match key.as_ref() {
@@ -53,11 +60,15 @@ impl NbdUri {
                     let seconds = value.parse::<u16>().map_err(|_| bad("reconnect-s takes 0 to 65535 seconds"))?;
                     reconnect = Duration::from_secs(seconds.into());
                 }
+                "connections" => {
+                    let count = value.parse().ok().filter(|count| (1..=CONNECTIONS_MAX).contains(count));
+                    connections = count.ok_or_else(|| bad("connections takes 1 to 16"))?;
+                }
                 "tls-certificates" => certificates = Some(value.into_owned()),
                 "tls-hostname" => host = Some(value.into_owned()),
                 "tls-psk-file" => return Err(bad("TLS with a shared key is not supported: use tls-certificates=")),
                 other => {
-                    let known = "socket, reconnect-s, tls-certificates, tls-hostname";
+                    let known = "socket, reconnect-s, connections, tls-certificates, tls-hostname";
                     return Err(bad(&format!("unknown parameter '{other}' (known are {known})")));
                 }
             }
@@ -83,7 +94,7 @@ impl NbdUri {
             (false, None) if host.is_none() => None,
             (false, _) => return Err(bad("tls-certificates= and tls-hostname= belong to nbds:// and nbds+unix://")),
         };
-        Ok(Self { text: text.to_owned(), place, export, reconnect, tls })
+        Ok(Self { text: text.to_owned(), place, export, reconnect, connections, tls })
     }
 }
 

@@ -182,6 +182,106 @@ fn a_server_that_is_killed_and_comes_back_has_all_that_was_acknowledged() {
     assert!(read(&file.open_blocking().unwrap(), 0, model.len()) == model);
 }
 
+/// Clients that are connected to the server at a Unix socket.
+fn connections(socket: &Path) -> usize {
+    let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
+    let is_connected = |line: &&str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        words.get(5) == Some(&"03") && words.get(7) == socket.to_str().as_ref()
+    };
+    sockets.lines().filter(is_connected).count()
+}
+
+fn wait_for_connections(socket: &Path, expected: usize) {
+    let deadline = Instant::now() + PATIENCE;
+    while connections(socket) != expected {
+        assert!(Instant::now() < deadline, "{} connections, not {expected}", connections(socket));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn queues_have_connections_of_their_own_and_a_flush_of_one_covers_all_over_a_kill() {
+    const PART: u64 = 4 << 20;
+    let directory = directory();
+    let (socket, image) = (directory.path().join("nbd"), directory.path().join("disk.qcow2"));
+    let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&image).arg("16M").status().unwrap();
+    assert!(made.success());
+    let server = Server::qemu(&socket, "qcow2", &image);
+    let file = open(&server.uri("&reconnect-s=60&connections=3"), false).unwrap();
+    let together = std::sync::Barrier::new(5);
+    std::thread::scope(|scope| {
+        for part in 0..4_u64 {
+            let (file, together) = (&file, &together);
+            scope.spawn(move || {
+                let queue = file.open_blocking().unwrap();
+                for round in 0..3_u8 {
+                    together.wait();
+                    for block in 0..64_u64 {
+                        let mark = (block as u8).wrapping_mul(7) ^ (round << 5) ^ part as u8 | 1;
+                        write(&queue, part * PART + block * 65536, &[mark; 4096], false).unwrap();
+                    }
+                    for block in 0..64_u64 {
+                        let mark = (block as u8).wrapping_mul(7) ^ (round << 5) ^ part as u8 | 1;
+                        assert!(read(&queue, part * PART + block * 65536, 4096) == [mark; 4096], "{part}, {block}");
+                    }
+                }
+                together.wait();
+            });
+        }
+        // Four queues, and three connections at most.
+        together.wait();
+        wait_for_connections(&socket, 3);
+        together.wait();
+        server.kill();
+        let (socket, image) = (socket.clone(), image.clone());
+        let server = std::thread::spawn(move || Server::qemu(&socket, "qcow2", &image)).join().unwrap();
+        together.wait();
+        together.wait();
+        wait_for_connections(&server.socket, 3);
+        run(&file.open_blocking().unwrap(), FileOp::Flush).unwrap();
+        server.kill();
+    });
+    drop(file);
+    let server = Server::qemu(&socket, "qcow2", &image);
+    let file = open(&server.uri(""), true).unwrap();
+    let queue = file.open_blocking().unwrap();
+    for (part, block) in (0..4_u64).flat_map(|part| (0..64_u64).map(move |block| (part, block))) {
+        let mark = (block as u8).wrapping_mul(7) ^ (2 << 5) ^ part as u8 | 1;
+        assert!(read(&queue, part * PART + block * 65536, 4096) == [mark; 4096], "{part}, {block}");
+    }
+}
+
+#[test]
+fn a_server_that_is_full_or_allows_one_connection_is_used_with_that() {
+    let directory = directory();
+    let (socket, image) = (directory.path().join("nbd"), directory.path().join("disk.raw"));
+    std::fs::File::create(&image).unwrap().set_len(SIZE).unwrap();
+    // It says that it takes several, and lets no second in before the first has gone.
+    let place = ["-t", "-e", "2", "-k", socket.to_str().unwrap(), "-f", "raw", image.to_str().unwrap()];
+    let server = Server::start("qemu-nbd", &place, &socket);
+    let others = open(&server.uri(""), false).unwrap();
+    let file = open(&server.uri(""), false).unwrap();
+    let queues = [(); 3].map(|()| file.open_blocking().unwrap());
+    for (queue, mark) in queues.iter().zip(1..) {
+        write(queue, u64::from(mark) * 512, &[mark; 512], false).unwrap();
+        run(queue, FileOp::Flush).unwrap();
+        assert_eq!(read(&queues[0], u64::from(mark) * 512, 512), [mark; 512]);
+    }
+    drop((queues, file, others, server));
+    let server = Server::nbdkit(
+        &socket,
+        &["--filter=noparallel", "--filter=multi-conn", "memory", "1M", "multi-conn-mode=disable"],
+    );
+    let file = open(&server.uri(""), false).unwrap();
+    let queues = [(); 3].map(|()| file.open_blocking().unwrap());
+    for queue in &queues {
+        write(queue, 0, &[5; 512], false).unwrap();
+        assert_eq!(read(queue, 0, 512), [5; 512]);
+    }
+    assert_eq!(connections(&socket), 1);
+}
+
 #[test]
 fn a_server_that_stays_away_fails_requests_when_the_time_is_over() {
     let directory = directory();

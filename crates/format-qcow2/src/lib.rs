@@ -40,7 +40,7 @@ pub use edit::preallocate::{Preallocation, preallocate};
 pub use edit::resize::{GrowBy, ResizeOptions, resize};
 pub use edit::snapshots::{NewSnapshot, apply_snapshot, create_snapshot, delete_snapshot};
 pub use layout::bitmap::{Bitmap, BitmapBits, bitmaps, read_bitmap};
-pub use layout::file_text::{escaped_byte, os_name};
+pub use layout::file_text::{escaped_byte, name_text, os_name};
 pub use layout::header::{Compression, Encryption, Header, probe};
 pub use layout::luks::{Luks, LuksSlot, describe};
 pub use layout::snapshot::{Snapshot, SnapshotName, snapshots};

@@ -1,5 +1,5 @@
 //! Boots a guest on the sockets that it is given and prints a line of JSON for each disk and job:
-//! `guest_rates uml|qemu SECONDS RW:16k:DEPTH,... SOCKET...`. `cargo xtask bench --driver` runs it.
+//! `guest_rates uml|qemu|qemu-flags SECONDS RW:16k:DEPTH,... SOCKET...`. `cargo xtask bench --driver` runs it.
 
 use anyhow::{Context, Result, bail};
 use ringdisk_guestlab::{GuestKind, GuestOptions, GuestWork, MeasureJob, run};
@@ -14,24 +14,32 @@ fn main() -> Result<()> {
     let [kind, seconds, jobs, sockets @ ..] = arguments.as_slice() else {
         bail!("give a kind of guest, seconds, jobs and sockets");
     };
-    let kind = match kind.as_str() {
-        "uml" => GuestKind::Uml,
-        "qemu" => GuestKind::Qemu,
-        other => bail!("{other} is no kind of guest: uml, qemu"),
+    let (kind, event_idx) = match kind.as_str() {
+        "uml" => (GuestKind::Uml, true),
+        "qemu" => (GuestKind::Qemu, true),
+        "qemu-flags" => (GuestKind::Qemu, false),
+        other => bail!("{other} is no kind of guest: uml, qemu, qemu-flags"),
     };
     let seconds = seconds.parse().context("the time is a number of seconds")?;
     let jobs = jobs.split(',').map(job).collect::<Result<Vec<_>>>()?;
     let mut options = GuestOptions::new(kind, sockets.iter().map(PathBuf::from).collect());
-    (options.cpus, options.queues) = (1, 1);
+    (options.cpus, options.queues, options.event_idx) = (1, 1, event_idx);
     let measured = u64::from(seconds) * (sockets.len() * jobs.len()) as u64;
     options.time_limit = Duration::from_secs(300 + 3 * measured);
+    let sizes: Vec<u64> = jobs.iter().map(|job| u64::from(job.block_kib) << 10).collect();
     options.work = GuestWork::Measure { jobs, seconds, mib: MIB };
     let report = run(&options, &mut |step| eprintln!("{step}"))?;
     for (number, disk) in report.disks.iter().enumerate() {
-        for job in &disk.measured {
+        for (job, size) in disk.measured.iter().zip(&sizes) {
+            let requests = (job.read_bytes + job.written_bytes) / size;
             println!(
-                "{{\"disk\": {number}, \"job\": \"{}\", \"iops\": {}, \"submission_us\": {}, \"completion_us\": {}}}",
-                job.name, job.iops, job.submission_us, job.completion_us
+                "{{\"disk\": {number}, \"job\": \"{}\", \"iops\": {}, \"submission_us\": {}, \"completion_us\": {}, \
+                 \"interrupts\": {}}}",
+                job.name,
+                job.iops,
+                job.submission_us,
+                job.completion_us,
+                job.interrupts as f64 / requests.max(1) as f64
             );
         }
     }

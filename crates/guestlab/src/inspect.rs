@@ -49,10 +49,11 @@ grow() {
     fact $1 "sectors=$($bb cat /sys/block/$1/size)"
 }
 
-# Data go to the file system all the time, and a marker is on the disk before the load begins: how often it booted.
+# Data go to the file system all the time, and a marker is on the disk before the load begins: how often it booted. After
+# so many writes there is a flush.
 load_begins() {
     ($fio --name=load --directory=$scratch/$1 --thread --minimal --size=8M --rw=randwrite --bsrange=4k-64k --direct=1 \
-        --ioengine=libaio --iodepth=16 --fsync=20 --time_based --runtime=600 > $scratch/load 2>&1) &
+        --ioengine=libaio --iodepth=16 --fsync=${2:-20} --time_based --runtime=600 > $scratch/load 2>&1) &
     loader=$!
     $bb sleep 0.5
 }
@@ -62,6 +63,25 @@ load_ends() {
     wait $loader
     $bb killall fio 2> /dev/null
     while $bb pidof fio > /dev/null; do $bb sleep 0.1; done
+}
+
+# Its cache is switched again and again while data are written and flushed.
+toggle_under_load() {
+    [ $toggles -gt 0 ] || return
+    load_begins $1 1
+    round=0
+    while [ $round -lt $toggles ]; do
+        kind=back
+        [ $((round % 2)) -eq 1 ] || kind=through
+        echo "write $kind" > /sys/block/$1/cache_type || fail "$1: the cache cannot be switched under load"
+        [ "$($bb cat /sys/block/$1/cache_type)" = "write $kind" ] || fail "$1: the cache is not write-$kind"
+        $bb sleep 0.02
+        round=$((round + 1))
+    done
+    $bb kill -0 $loader || { $bb cat $scratch/load; fail "$1: the load ended while the cache was switched"; }
+    load_ends $1
+    check_files $1 "after its cache was switched"
+    fact $1 "toggled=$round"
 }
 
 # The machine sleeps, its clock wakes it, and the load goes on.
@@ -90,6 +110,7 @@ survive() {
         $mke2fs -q -F -t ext4 /dev/$1 || fail "$1: mke2fs failed"
         mount_disk $1
         write_files $1
+        toggle_under_load $1
         suspend $1
     fi
     if [ $boots -lt $resets ]; then
@@ -128,6 +149,6 @@ inspect() {
     say "step discarded $1"
     rebind_under_load $1
     grow $1
-    [ $((suspends + resets)) -eq 0 ] || survive $1
+    [ $((toggles + suspends + resets)) -eq 0 ] || survive $1
 }
 "##;

@@ -32,10 +32,13 @@ pub enum GuestWork {
     /// are discarded, its driver goes and comes under load, it grows under load.
     ///
     /// The steps "written DISK", "discarded DISK" and "resize DISK" tell the host where it is; after the last one the host
-    /// has to make the disk larger. What happens to the whole machine follows, under QEMU only.
+    /// has to make the disk larger. What happens to the whole machine follows, under QEMU only. A file system is left there
+    /// if anything happens to one.
     Inspect {
         /// How often the driver goes and comes.
         rebinds: u32,
+        /// How often its cache is switched while data are written and flushed.
+        toggles: u32,
         /// How often the machine sleeps (S3) and wakes up while data are written.
         suspends: u32,
         /// How often the host resets the machine while data are written: each time that a step "reset DISK" asks for it, see
@@ -93,6 +96,8 @@ pub struct GuestOptions {
     pub queues: u32,
     /// Whether QEMU asks for packed rings (User Mode Linux takes them wherever they are offered).
     pub packed: bool,
+    /// Whether QEMU offers the guest EVENT_IDX, where the server does (User Mode Linux takes it wherever it is offered).
+    pub event_idx: bool,
     /// Whether QEMU may use KVM where it is there; otherwise it translates.
     pub kvm: bool,
     /// How long QEMU waits before it connects again to a socket whose server has gone; without it, it does not. It takes
@@ -118,7 +123,7 @@ impl GuestOptions {
         let work = GuestWork::Fill { measure_seconds: 0, measure_mib: 0, fio_mib: 16 };
         let stop = Arc::default();
         let (memory_mib, packed, kvm, reconnect_ms, log) = (512, false, false, None, None);
-        let (only_measured, monitor) = (0, None);
+        let (only_measured, monitor, event_idx) = (0, None, true);
         Self {
             kind,
             sockets,
@@ -128,6 +133,7 @@ impl GuestOptions {
             cpus,
             queues,
             packed,
+            event_idx,
             kvm,
             reconnect_ms,
             monitor,

@@ -63,10 +63,13 @@ pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
     for (number, socket) in options.sockets.iter().enumerate() {
         let socket = comma_doubled(&std::path::absolute(socket)?);
         let (queues, packed) = (options.queues, if options.packed { "on" } else { "off" });
+        let event_idx = if options.event_idx { "on" } else { "off" };
         let reconnect = options.reconnect_ms.map(|ms| format!(",reconnect-ms={ms}")).unwrap_or_default();
-        command
-            .args(["-chardev", &format!("socket,id=disk{number},path={socket}{reconnect}")])
-            .args(["-device", &format!("vhost-user-blk-pci,chardev=disk{number},num-queues={queues},packed={packed}")]);
+        command.args(["-chardev", &format!("socket,id=disk{number},path={socket}{reconnect}")]).arg("-device").arg(
+            format!(
+                "vhost-user-blk-pci,chardev=disk{number},num-queues={queues},packed={packed},event_idx={event_idx}"
+            ),
+        );
     }
     Ok(command)
 }

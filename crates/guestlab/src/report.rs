@@ -74,6 +74,8 @@ pub struct FioReport {
     pub submission_us: f64,
     /// And from there to its end.
     pub completion_us: f64,
+    /// How often the disk interrupted the guest meanwhile, as its kernel counts (`/proc/interrupts`); only where it measured.
+    pub interrupts: u64,
 }
 
 /// Takes in a guest's console line by line.
@@ -152,7 +154,10 @@ impl Reader {
                 disk.files_bytes = number::<u64>(text("kib"))? * 1024;
             }
             "fio" => disk.fio = Some(FioReport::parse(text("terse"))?),
-            "measured" => disk.measured.push(FioReport::parse(text("terse"))?),
+            "measured" => {
+                let interrupts = number(text("interrupts"))?;
+                disk.measured.push(FioReport { interrupts, ..FioReport::parse(text("terse"))? });
+            }
             "fact" => {
                 let facts = values.iter().filter(|(key, _)| **key != "name");
                 disk.facts.extend(facts.map(|(key, value)| ((*key).to_owned(), (*value).to_owned())));
@@ -179,6 +184,7 @@ impl FioReport {
             bytes_per_second: (field(6)? + field(47)?) as f64 * 1024.0,
             submission_us: mean(11)? + mean(52)?,
             completion_us: mean(15)? + mean(56)?,
+            interrupts: 0,
         })
     }
 }
@@ -212,12 +218,14 @@ mod tests {
             terse[index] = value;
         }
         let fio = format!("@ringdisk fio name=vda terse={}\r", terse.join(";"));
+        let measured = fio.replace(" fio name=vda", " measured name=vda interrupts=7");
         let lines = [
             "Linux version 6.1\r",
             "@ringdisk kernel release=6.1.0 cpus=4\r",
             "@ringdisk disk name=vda sectors=2048 queues=4 block=512 discard=1024 zeroes=0 cache=write-back serial=me\r",
             "[ 1.0] something @ringdisk checked name=vda files=200 kib=3\r",
             &fio,
+            &measured,
             "@ringdisk trimmed name=vda bytes=4096\r",
             "@ringdisk fact name=vda sg_io=errno-25\r",
             "@ringdisk end\r",
@@ -233,6 +241,7 @@ mod tests {
         assert_eq!((disk.size_bytes, disk.queues, disk.serial.as_str(), disk.volatile_cache), (1 << 20, 4, "me", true));
         assert_eq!((disk.checks, disk.files, disk.files_bytes, disk.trimmed_bytes), (1, 200, 3072, 4096));
         assert_eq!(disk.facts.get("sg_io").map(String::as_str), Some("errno-25"));
+        assert_eq!((disk.measured.len(), disk.measured[0].interrupts), (1, 7));
         let fio = disk.fio.as_ref().unwrap();
         assert_eq!((fio.read_bytes, fio.written_bytes, fio.iops), (65536, 131_072, 6.0));
         assert!((fio.submission_us - 1.5).abs() < 1e-9 && (fio.completion_us - 70.25).abs() < 1e-9);

@@ -55,8 +55,9 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
     };
     let jobs = jobs.iter().map(|MeasureJob { rw, block_kib, depth }| format!("{rw}:{block_kib}k:{depth}"));
     set("jobs", &jobs.collect::<Vec<_>>().join(" "));
-    if let GuestWork::Inspect { rebinds, suspends, resets } = options.work {
+    if let GuestWork::Inspect { rebinds, toggles, suspends, resets } = options.work {
         set("rebinds", &rebinds);
+        set("toggles", &toggles);
         set("suspends", &suspends);
         set("resets", &resets);
         script.push_str(inspect::FUNCTIONS);
@@ -109,6 +110,11 @@ for disk in $disks; do
         "serial=$($bb cat /sys/block/$disk/serial)"
 done
 
+# How often the queues of all disks have interrupted any processor.
+interrupts() {
+    $bb awk '/req/ { for (i = 2; i <= NF; i++) if ($i ~ /^[0-9]+$/) sum += $i } END { print sum + 0 }' /proc/interrupts
+}
+
 # Rates of the bare disk; what was never written is written first.
 measure() {
     on="--filename=/dev/$1 --thread --ioengine=libaio --direct=1 --size=${measure_mib}M --minimal"
@@ -116,9 +122,10 @@ measure() {
     for cell in $jobs; do
         rest=${cell#*:}
         say "step measuring $1: ${cell%%:*}"
+        before=$(interrupts)
         $fio --name=${cell%%:*} $on --rw=${cell%%:*} --bs=${rest%%:*} --iodepth=${rest##*:} \
             --time_based --runtime=$measure_seconds > $scratch/$1.measured || fail "$1: fio failed on ${cell%%:*}"
-        say "measured name=$1 terse=$($bb tail -n 1 $scratch/$1.measured | $bb tr ' ' -)"
+        say "measured name=$1 interrupts=$(($(interrupts) - before)) terse=$($bb tail -n 1 $scratch/$1.measured | $bb tr ' ' -)"
     done
 }
 

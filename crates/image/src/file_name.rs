@@ -5,10 +5,11 @@ use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::fmt;
 use std::os::fd::RawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 /// The name of a file that an image consists of, as its user gives it: `disk.qcow2`, `file:disk.qcow2`,
-/// `host_device:/dev/sdb`, `fd:3`, `vhost-user:/run/disk.sock`, `nbd://host/disk`, `https://host/disk`.
+/// `host_device:/dev/sdb`, `fd:3`, `vhost-user:/run/disk.sock`, `nbd://host/disk`, `https://host/disk`, `rbd:pool/disk`.
 ///
 /// A name without a protocol is a path. As in QEMU, a colon behind a slash is part of the path, so `./a:b` is a file.
 /// Images name files by path, or servers' files that the user has named, too: see [`crate::BackingPolicy`].
@@ -29,18 +30,21 @@ pub enum FileName {
     Nbd(String),
     /// A file on a web server: the whole URL, `http://...` or `https://...`, with what is said behind `#`.
     Http(String),
+    /// An image of a Ceph cluster: the whole name, `rbd:POOL/IMAGE[@SNAPSHOT][:KEY=VALUE...]`.
+    Rbd(String),
 }
 
 impl FileName {
     /// The protocols that can stand before a colon.
-    pub const PROTOCOLS: [&'static str; 10] =
-        ["file", "host_device", "fd", "vhost-user", "nbd", "nbd+unix", "nbds", "nbds+unix", "http", "https"];
+    pub const PROTOCOLS: [&'static str; 11] =
+        ["file", "host_device", "fd", "vhost-user", "nbd", "nbd+unix", "nbds", "nbds+unix", "http", "https", "rbd"];
 
     /// Reads a name that a user gave. (A path that is certainly one is turned into a name by `into()`.)
     pub fn parse(text: impl AsRef<OsStr>) -> Result<Self> {
         let text = text.as_ref();
         match split_protocol(text) {
-            None => Ok(Self::File(PathBuf::from(text))),
+            // The name of a file may be no text.
+            None => Ok(Self::File(text.as_bytes().strip_prefix(b"file:").map_or(text, OsStr::from_bytes).into())),
             Some(("file", path)) => Ok(Self::File(PathBuf::from(path))),
             Some(("host_device", path)) => Ok(Self::HostDevice(PathBuf::from(path))),
             Some(("vhost-user", "")) => Err(bad("vhost-user: takes the path of a socket".to_owned())),
@@ -51,6 +55,7 @@ impl FileName {
             Some((protocol @ ("http" | "https"), place)) if place.starts_with("//") => {
                 Ok(Self::Http(format!("{protocol}:{place}")))
             }
+            Some(("rbd", image)) => Ok(Self::Rbd(format!("rbd:{image}"))),
             Some(("fd", number)) => {
                 let known = number.parse().ok().filter(|number| *number >= 0);
                 known.map(Self::Descriptor).ok_or_else(|| {
@@ -73,22 +78,28 @@ impl FileName {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::File(path) | Self::HostDevice(path) => Some(path),
-            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) | Self::Nbd(_) | Self::Http(_) => None,
+            Self::Descriptor(_)
+            | Self::VhostUser(_)
+            | Self::Temporary(_)
+            | Self::Nbd(_)
+            | Self::Http(_)
+            | Self::Rbd(_) => None,
         }
     }
 
-    /// Whether it is the disk or the file of a server, named by a URI.
+    /// Whether it is the disk or the file of a server, named by a URI, or an image of a cluster.
     #[must_use]
     pub fn is_remote(&self) -> bool {
-        matches!(self, Self::Nbd(_) | Self::Http(_))
+        matches!(self, Self::Nbd(_) | Self::Http(_) | Self::Rbd(_))
     }
 
-    /// What a server calls it, without what is said behind `#` about how it is read.
+    /// What a server calls it, without what is said behind `#` about how it is read, or about the cluster.
     #[must_use]
     pub fn address(&self) -> Option<&str> {
         match self {
             Self::Http(url) => Some(url.split_once('#').map_or(url, |(address, _)| address)),
             Self::Nbd(uri) => Some(uri),
+            Self::Rbd(name) => Some(split_options(name).0),
             _ => None,
         }
     }
@@ -100,7 +111,7 @@ impl FileName {
         match self {
             Self::File(path) | Self::HostDevice(path) | Self::VhostUser(path) | Self::Temporary(path) => path.clone(),
             Self::Descriptor(number) => PathBuf::from(format!("/proc/self/fd/{number}")),
-            Self::Nbd(uri) | Self::Http(uri) => PathBuf::from(uri),
+            Self::Nbd(uri) | Self::Http(uri) | Self::Rbd(uri) => PathBuf::from(uri),
         }
     }
 
@@ -109,9 +120,12 @@ impl FileName {
         Ok(match self {
             Self::File(path) => Self::File(change(path)?),
             Self::HostDevice(path) => Self::HostDevice(change(path)?),
-            Self::Descriptor(_) | Self::VhostUser(_) | Self::Temporary(_) | Self::Nbd(_) | Self::Http(_) => {
-                self.clone()
-            }
+            Self::Descriptor(_)
+            | Self::VhostUser(_)
+            | Self::Temporary(_)
+            | Self::Nbd(_)
+            | Self::Http(_)
+            | Self::Rbd(_) => self.clone(),
         })
     }
 
@@ -126,16 +140,41 @@ impl FileName {
     pub fn is_same_file(&self, other: &Self) -> bool {
         match (self.path(), other.path()) {
             (Some(own), Some(other)) => own == other,
+            _ if let (Self::Rbd(own), Self::Rbd(other)) = (self, other) => {
+                // Clusters may have images of the same name.
+                let cluster = |name| split_options(name).1.filter(|(key, _)| *key != "id").collect::<Vec<_>>();
+                split_options(own).0 == split_options(other).0 && cluster(own) == cluster(other)
+            }
             _ if self.is_remote() => self.address() == other.address(),
             _ => self == other,
         }
     }
 }
 
+/// Stands before an image of a cluster.
+const RBD: &str = "rbd:";
+
 /// A protocol and what stands behind its colon.
 fn split_protocol(text: &OsStr) -> Option<(&str, &str)> {
-    // What is no text has no protocol either: it is a path of some other encoding.
+    // What is no text has none of the others: it is a path of some other encoding.
     text.to_str()?.split_once(':').filter(|(before, _)| !before.contains('/'))
+}
+
+/// An image of a cluster, and what is said about the cluster: keys and values. A backslash takes the colon that follows it
+/// for a part of a name.
+fn split_options(name: &str) -> (&str, impl Iterator<Item = (&str, &str)> + Clone) {
+    let (protocol, rest) =
+        name.split_once(':').map_or((0, name), |(before, rest)| (before.len().saturating_add(1), rest));
+    let mut is_escaped = false;
+    let is_end = move |char: char| {
+        let ends = char == ':' && !is_escaped;
+        is_escaped = char == '\\' && !is_escaped;
+        ends
+    };
+    let mut parts = rest.split(is_end);
+    let image = parts.next().map_or(0, str::len);
+    let options = parts.map(|pair| pair.split_once('=').unwrap_or((pair, "")));
+    (name.get(..protocol.saturating_add(image)).unwrap_or(name), options)
 }
 
 fn bad(message: String) -> Error {
@@ -151,14 +190,23 @@ impl fmt::Display for FileName {
             Self::VhostUser(socket) => write!(f, "vhost-user:{}", socket.display()),
             Self::Temporary(directory) => write!(f, "a temporary file in {}", directory.display()),
             Self::Nbd(uri) => f.write_str(uri),
-            Self::Http(url) => f.write_str(&without_secrets(url)),
+            Self::Http(name) | Self::Rbd(name) => f.write_str(&without_secrets(name)),
         }
     }
 }
 
-/// A name for messages. A URL's password and query are left out, as they may be secret; so is what follows `#`.
+/// A name for messages. A URL's password and query are left out, as they may be secret; so is what follows `#`. Of what is
+/// said about a cluster, only the user and the configuration are shown.
 #[must_use]
 pub fn without_secrets(name: &str) -> Cow<'_, str> {
+    if name.starts_with(RBD) {
+        let (image, options) = split_options(name);
+        let show = |(key, value)| match key {
+            "id" | "conf" => format!(":{key}={value}"),
+            _ => format!(":{key}=..."),
+        };
+        return Cow::Owned(image.chars().chain(options.map(show).collect::<String>().chars()).collect());
+    }
     let Some((protocol @ ("http" | "https"), rest)) = name.split_once("://") else { return Cow::Borrowed(name) };
     let place = rest.split_once('#').map_or(rest, |(place, _)| place);
     let (place, query) = place.split_once('?').map_or((place, ""), |(place, _)| (place, "?..."));
@@ -167,12 +215,12 @@ pub fn without_secrets(name: &str) -> Cow<'_, str> {
     Cow::Owned(format!("{protocol}://{host}{path}{query}"))
 }
 
-/// Options for messages, such as `file=https://...,name=a`: each URL in them as [`without_secrets`] shows it. One ends at a
+/// Options for messages, such as `file=https://...,name=a`: each URL or image of a cluster in them as [`without_secrets`] shows it. One ends at a
 /// quotation mark, and at a comma that is not doubled.
 #[must_use]
 pub fn options_without_secrets(text: &str) -> String {
     let (mut shown, mut rest) = (String::with_capacity(text.len()), text);
-    while let Some(start) = ["http://", "https://"].into_iter().filter_map(|protocol| rest.find(protocol)).min() {
+    while let Some(start) = ["http://", "https://", RBD].into_iter().filter_map(|protocol| rest.find(protocol)).min() {
         let (before, from_url) = rest.split_at(start);
         let mut chars = from_url.char_indices().peekable();
         let end = loop {
@@ -224,6 +272,7 @@ mod tests {
             ("nbd://host:1/a", FileName::Nbd("nbd://host:1/a".into())),
             ("nbd+unix:///a?socket=/s", FileName::Nbd("nbd+unix:///a?socket=/s".into())),
             ("https://h/a?b#cache=/c", FileName::Http("https://h/a?b#cache=/c".into())),
+            ("rbd:p/i@s:id=a", FileName::Rbd("rbd:p/i@s:id=a".into())),
         ] {
             assert_eq!(FileName::parse(text).unwrap(), name, "{text}");
         }
@@ -236,6 +285,7 @@ mod tests {
             ("http://h", "http://h"),
             ("nbd+unix:///a?socket=/s", "nbd+unix:///a?socket=/s"),
             ("a/b?c", "a/b?c"),
+            (r"rbd:p/i\:j@s:id=me:conf=/c:key=secret\:secret:x", r"rbd:p/i\:j@s:id=me:conf=/c:key=...:x=..."),
         ] {
             assert_eq!(FileName::parse(text).unwrap().to_string(), shown);
         }
@@ -249,8 +299,25 @@ mod tests {
             (r#"{"x":"https://h/a?s","y":"https://h/b?t"}"#, r#"{"x":"https://h/a?...","y":"https://h/b?..."}"#),
             ("file=https://h/a?s,,", "file=https://h/a?..."),
             ("file=/a?b,name=é", "file=/a?b,name=é"),
+            ("name=a,file=rbd:p/i:key=secret,,secret,size=1", "name=a,file=rbd:p/i:key=...,size=1"),
         ] {
             assert_eq!(options_without_secrets(text), shown);
+        }
+    }
+
+    #[test]
+    fn images_of_a_cluster_are_the_same_by_their_place_and_their_cluster() {
+        let name = |text: &str| FileName::parse(text).unwrap();
+        let image = name(r"rbd:p/i\:j@s:conf=/c:id=a");
+        assert_eq!(image.address(), Some(r"rbd:p/i\:j@s"));
+        for (other, is_same) in [
+            (r"rbd:p/i\:j@s:id=b:conf=/c", true),
+            (r"rbd:p/i\:j@s", false),
+            (r"rbd:p/i\:j@s:conf=/d", false),
+            (r"rbd:p/i\:j:conf=/c", false),
+            ("nbd://h/x", false),
+        ] {
+            assert_eq!(image.is_same_file(&name(other)), is_same, "{other}");
         }
     }
 

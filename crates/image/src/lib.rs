@@ -50,7 +50,7 @@ pub use filters::throttle::{Rate, Rates, Throttle, ThrottleGroup, ThrottleLimits
 pub use filters::{Filter, FilterDisk};
 pub use format_qcow2::{Backing, Bitmap, BitmapAction, CheckEvent, CheckReport, Compressor, PackedCluster, Repair};
 pub use format_qcow2::{GrowBy, Measure, NewSnapshot, Snapshot, SnapshotName};
-pub use format_qcow2::{escaped_byte, os_name};
+pub use format_qcow2::{escaped_byte, name_text, os_name};
 pub use format_scratch::{Header as ScratchHeader, HostSpace, Space};
 pub use guess::{Format, guess_format};
 pub use null::NullDisk;

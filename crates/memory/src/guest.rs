@@ -58,6 +58,20 @@ impl RegionSpec {
     }
 }
 
+fn impossible() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, "the region's length or offset is impossible")
+}
+
+/// How far into its first page the region begins, and how many bytes its pages have: the kernel maps whole ones, of a
+/// gibibyte each in some files.
+fn part_of_file(spec: &RegionSpec, file: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
+    let page_bytes = crate::mapping::page_bytes_of(file)? as u64;
+    let skip_bytes = spec.file_offset % page_bytes;
+    let end = spec.length_bytes.checked_add(skip_bytes);
+    let mapped_bytes = end.and_then(|end| end.checked_next_multiple_of(page_bytes)).ok_or_else(impossible)?;
+    Ok((skip_bytes, mapped_bytes))
+}
+
 /// One mapped region.
 #[derive(Debug, Clone)]
 pub struct GuestRegion {
@@ -74,19 +88,18 @@ pub struct GuestRegion {
 impl GuestRegion {
     /// As [`GuestRegion::map`], within what the peer may have.
     pub fn map_in(share: &Arc<MappingShare>, spec: RegionSpec, file: BorrowedFd<'_>) -> io::Result<Self> {
-        let taken = share.take(spec.length_bytes)?;
+        let (_, mapped_bytes) = part_of_file(&spec, file)?;
+        let taken = share.take(mapped_bytes)?;
         Ok(Self { _share: Some(Arc::new(taken)), ..Self::map(spec, file)? })
     }
 
     /// Maps what `spec` describes from `file`.
     pub fn map(spec: RegionSpec, file: BorrowedFd<'_>) -> io::Result<Self> {
-        let page = crate::mapping::page_bytes_of(file)? as u64;
-        let bad = || io::Error::new(io::ErrorKind::InvalidInput, "the region's length or offset is impossible");
-        let skip = spec.file_offset % page;
-        let mapped = spec.length_bytes.checked_add(skip).ok_or_else(bad)?;
-        let mapped = usize::try_from(mapped).map_err(|_| bad())?;
-        let mapping = Mapping::shared(file, spec.file_offset - skip, mapped)?;
-        Self::of_mapping(spec, Arc::new(mapping), skip as usize).ok_or_else(bad)
+        let (skip_bytes, _) = part_of_file(&spec, file)?;
+        // Neither overflows: the whole pages around it do not.
+        let (offset, length_bytes) = (spec.file_offset - skip_bytes, spec.length_bytes + skip_bytes);
+        let mapping = Mapping::shared(file, offset, usize::try_from(length_bytes).map_err(|_| impossible())?)?;
+        Self::of_mapping(spec, Arc::new(mapping), skip_bytes as usize).ok_or_else(impossible)
     }
 
     /// A region over a mapping that exists already, starting `skip_bytes` into it; `None` if it does not fit.
@@ -238,7 +251,7 @@ impl GuestMemory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::AsFd;
+    use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 
     fn region(guest: u64, length: u64, file_offset: u64) -> GuestRegion {
         let (fd, _) = Mapping::anonymous_file(c"guest", 1 << 20).unwrap();
@@ -285,6 +298,24 @@ mod tests {
             assert_eq!(memory.translate(address, 0x400, &mut hint).is_ok(), expected.is_some(), "{address:#x}");
             assert_eq!(hint as u64, expected.unwrap_or(7), "{address:#x}");
         }
+    }
+
+    #[test]
+    fn a_region_takes_whole_pages_of_its_peers_share() {
+        let (small, _mapping) = Mapping::anonymous_file(c"small", 1 << 20).unwrap();
+        let spec = RegionSpec::new(0, 2).with(|spec| spec.file_offset = 4095);
+        assert_eq!(part_of_file(&spec, small.as_fd()).unwrap(), (4095, 8192));
+        assert!(part_of_file(&RegionSpec::new(0, u64::MAX), small.as_fd()).is_err());
+        // SAFETY: the name is a C string.
+        let raw = unsafe { libc::memfd_create(c"huge".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_HUGETLB) };
+        if raw < 0 {
+            eprintln!("skipped: this kernel has no huge pages");
+            return;
+        }
+        // SAFETY: the call above just made this descriptor and nobody else knows it.
+        let huge = unsafe { OwnedFd::from_raw_fd(raw) };
+        let (skip_bytes, mapped_bytes) = part_of_file(&RegionSpec::new(0, 1), huge.as_fd()).unwrap();
+        assert!(skip_bytes == 0 && mapped_bytes >= 2 << 20, "{mapped_bytes}");
     }
 
     #[test]

@@ -195,6 +195,10 @@ pub mod error {
 pub const BASE_ALLOCATION: &str = "base:allocation";
 /// The context that tells which layer has the data: 0 none, 1 the top.
 pub const ALLOCATION_DEPTH: &str = "qemu:allocation-depth";
+/// What the names of contexts begin with that tell what was written, by a bitmap. The bitmap's name follows.
+pub const DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
+/// The flag of such a context: it was written.
+pub const DIRTY: u64 = 1 << 0;
 /// Flags of `base:allocation`.
 pub mod allocation {
     /// Takes no space.

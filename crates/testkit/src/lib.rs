@@ -8,7 +8,8 @@
 //! * [`PowerCutTest`], [`FaultTest`]: a workload, cut at every event, or with a fault at every operation.
 //! * [`qcow2_check`]: an independent checker of qcow2 images.
 //! * [`SectorHistory`], [`HistoryLoad`]: what each read of a sector may return, checked while several queues work.
-//! * [`WebServer`]: a server of one file, with faults.
+//! * [`WebServer`]: a server of one file, with faults. [`RbdStandIn`]: images of a cluster that is none, with faults.
+//!   [`CephNode`]: a real cluster of one machine.
 //! * `schedules` and `histories` (with the feature `explore`): the order in which shuttle lets threads run, and what a
 //!   reader may see of what they wrote.
 
@@ -21,10 +22,12 @@ pub mod histories;
 #[cfg(feature = "explore")]
 pub mod schedules;
 
+mod ceph;
 mod crash;
 mod harness;
 mod history;
 mod history_load;
+mod librbd;
 mod model;
 mod qcow2_check;
 mod qemu_nbd;
@@ -33,11 +36,13 @@ mod sim;
 mod web_server;
 mod workload;
 
+pub use ceph::CephNode;
 pub use crash::{CheckStorage, FaultTest, OpenDisk, OpenedDisk, PowerCutTest, Session, Summary};
 pub use dice::{Dice, fill_seeded, mix};
 pub use harness::{Harness, QueueId, SimHarness, ThreadHarness, Turn};
 pub use history::{BegunWrite, Moment, SectorHistory, bytes_of};
 pub use history_load::{HistoryLoad, RunningLoad};
+pub use librbd::RbdStandIn;
 pub use model::{ModelDisk, stamped};
 pub use qcow2_check::{Qcow2Report, qcow2_check};
 pub use qemu_nbd::marked_as_qemu_sees;

@@ -1,9 +1,8 @@
 //! A disk as virtio-blk shows it: the features on offer, the configuration space, and what a queue asks at each request.
 
-use crate::counters::{Counter, RingCounters, RingStats};
-use crate::latency::{Latency, QueueLatency};
 use crate::shown::{Overrides, Shown, sectors};
 use crate::write_cache::WriteCache;
+use block::meter::{Counter, Latency, QueueLatency, RingCounters, RingStats};
 use block::{Disk, DiskInfo, DiskListener, Error, ErrorKind, Lifetime, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};

@@ -18,18 +18,15 @@
     allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
 )]
 
-mod counters;
 mod device;
-mod latency;
 mod queue;
 mod running;
 mod shown;
 mod transport;
 mod write_cache;
 
-pub use counters::{Counter, RingStats};
+pub use block::meter::{Counter, KindLatency, LATENCY_BUCKETS, LatencyHistogram, QueueLatency, RingStats};
 pub use device::{Device, DeviceOptions, MAX_QUEUE_SIZE, MAX_QUEUES};
-pub use latency::{KindLatency, LATENCY_BUCKETS, LatencyHistogram, QueueLatency};
 pub use queue::{Halt, QueueSetup, StoppedQueue, open_poller};
 pub use running::{RunningQueue, StoppingQueue};
 pub use shown::Overrides;

@@ -4,15 +4,14 @@
 //! which the reactor submits. What of the batch has ended by then is published, too. Nothing here waits, locks or allocates
 //! (after the first requests).
 
-use crate::counters::RingCounters;
+mod end;
+mod start;
+
 use crate::device::{Device, MAX_ERASE_SECTORS};
-use crate::latency::{self, Stopwatch};
 use crate::transport::Transport;
-use block::{
-    BatchEnd, Completion, DiskQueue, Error, ErrorKind, IoError, IoErrorKind, Op, OpFlags, Poller, Priority, ReactorCtx,
-    Result, Tag,
-};
-use memory::{GuestMemory, IoBuf, Window};
+use block::meter::{self, RingCounters, Stopwatch};
+use block::{BatchEnd, Completion, DiskQueue, Error, ErrorKind, Poller, ReactorCtx, Result};
+use memory::{GuestMemory, IoBuf};
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
@@ -22,7 +21,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
-use virtio::blk::{RangeSegment, SECTOR_SHIFT, Status, request_type};
+use virtio::blk::{SECTOR_SHIFT, Status};
 use virtio::ring_access::RingAreas;
 use virtio::{BlkQueue, DeviceRing, FaultReason, PackedDeviceRing, Request, RingFault, RingFeatures, SplitDeviceRing};
 
@@ -271,238 +270,6 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         taken
     }
 
-    fn start(&mut self, head: u16, request: Request) {
-        match request {
-            Request::Read { sector, data, priority } => match self.device.offset(sector, data.length_bytes() as u64) {
-                Some(offset) => {
-                    self.stopwatch.moves(latency::READ, data.length_bytes());
-                    self.submit(head, latency::READ, Op::Read { offset, data, priority: priority_of(priority) });
-                }
-                None => self.end(head, Status::IoErr),
-            },
-            Request::Write { sector, data, priority } => match self.device.offset(sector, data.length_bytes() as u64) {
-                Some(offset) if !self.device.is_read_only() => {
-                    let priority = priority_of(priority);
-                    self.stopwatch.moves(latency::WRITE, data.length_bytes());
-                    match self.device.write_through() {
-                        false => {
-                            self.submit(
-                                head,
-                                latency::WRITE,
-                                Op::Write { offset, data, flags: OpFlags::NONE, priority },
-                            );
-                            self.is_volatile(head);
-                        }
-                        true => self.start_durable_write(head, offset, data, priority),
-                    }
-                }
-                _ => self.end(head, Status::IoErr),
-            },
-            Request::Flush => {
-                self.device.guest_flushes();
-                self.submit(head, latency::FLUSH, Op::Flush);
-            }
-            Request::GetId => {
-                self.queue.complete_id(head, self.device.serial());
-                self.ended = self.ended.saturating_add(1);
-            }
-            Request::Discard => {
-                self.start_ranges(head, latency::DISCARD, |offset, length, _| Op::Discard { offset, length });
-            }
-            Request::WriteZeroes => {
-                let fua = self.device.write_through();
-                self.start_ranges(head, latency::WRITE_ZEROES, |offset, length, range| {
-                    let may_unmap = range.flags & RangeSegment::UNMAP != 0;
-                    Op::WriteZeroes { offset, length, may_unmap, flags: OpFlags::from_fua(fua) }
-                });
-                self.settle_ranges(head, fua);
-                if !fua {
-                    self.is_volatile(head);
-                }
-            }
-            Request::SecureErase => self.start_erase(head),
-            Request::GetLifetime => {
-                self.queue.complete_with(head, &self.device.lifetime());
-                self.ended = self.ended.saturating_add(1);
-            }
-            Request::Refused(status) => self.end(head, status),
-        }
-    }
-
-    /// Writes zeros to where the data lie, durably.
-    #[cold]
-    fn start_erase(&mut self, head: u16) {
-        if !self.device.overwrites_in_place() {
-            return self.end(head, Status::IoErr);
-        }
-        let zeros = self.zeros.whole();
-        // The limit on a range is as long as the zeros.
-        let length_of = |length: u64| usize::try_from(length).unwrap_or(usize::MAX).min(zeros.length_bytes());
-        self.start_ranges(head, latency::SECURE_ERASE, |offset, length, _| {
-            let data = zeros.slice(0, length_of(length));
-            Op::Write { offset, data, flags: OpFlags::FUA, priority: Priority::NONE }
-        });
-        self.settle_ranges(head, self.device.write_through());
-    }
-
-    /// Where its ranges are written durably, a request ends with the flush that is owed.
-    fn settle_ranges(&mut self, head: u16, durable: bool) {
-        let has_begun = self.pending.get(usize::from(head)).is_some_and(|pending| pending.operations > 0);
-        if durable && has_begun {
-            match self.owed_flush(head) {
-                0 => {}
-                settles => self.ends_with_flush(head, settles),
-            }
-        }
-    }
-
-    fn submit(&mut self, head: u16, kind: u64, op: Op) {
-        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
-            *pending = Pending { operations: 1, key: self.stopwatch.key(kind), ..Pending::default() };
-        }
-        self.disk.submit(Tag::from(head), op);
-    }
-
-    #[inline]
-    fn is_volatile(&mut self, head: u16) {
-        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
-            pending.volatile = true;
-        }
-    }
-
-    #[cold]
-    fn start_durable_write(&mut self, head: u16, offset: u64, data: Window, priority: Priority) {
-        let settles = self.owed_flush(head);
-        self.submit(head, latency::WRITE, Op::Write { offset, data, flags: OpFlags::FUA, priority });
-        if settles != 0 {
-            self.ends_with_flush(head, settles);
-        }
-    }
-
-    /// Submits a flush that goes with a durable write, if one is owed. Until a flush of this queue has made durable what
-    /// was completed before durable writes began, on whatever queue, each of them ends with one: the guest relies on that
-    /// from the first one that ends. Returns which beginning it settles.
-    fn owed_flush(&mut self, head: u16) -> u32 {
-        let begun = self.device.durable_writes_begun();
-        if begun == self.settled {
-            return 0;
-        }
-        self.disk.submit(Tag::from(head), Op::Flush);
-        begun
-    }
-
-    fn ends_with_flush(&mut self, head: u16, settles: u32) {
-        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
-            (pending.operations, pending.settles) = (pending.operations.saturating_add(1), settles);
-        }
-    }
-
-    /// An operation for each range, all checked before the first begins. The request ends with the last of them.
-    fn start_ranges(&mut self, head: u16, kind: u64, op: impl Fn(u64, u64, &RangeSegment) -> Op) {
-        let (device, ranges) = (&self.device, self.queue.ranges(head));
-        let place = |range: &RangeSegment| {
-            let length = u64::from(range.sector_count).wrapping_shl(SECTOR_SHIFT);
-            device.offset(range.sector, length).map(|offset| (offset, length))
-        };
-        if device.is_read_only() || ranges.iter().any(|range| place(range).is_none()) {
-            return self.end(head, Status::IoErr);
-        }
-        let mut operations: u16 = 0;
-        for range in ranges.iter().filter(|range| range.sector_count > 0) {
-            if let Some((offset, length)) = place(range) {
-                self.disk.submit(Tag::from(head), op(offset, length, range));
-                operations = operations.saturating_add(1);
-            }
-        }
-        match self.pending.get_mut(usize::from(head)) {
-            Some(pending) if operations > 0 => {
-                *pending = Pending { operations, key: self.stopwatch.key(kind), ..Pending::default() };
-            }
-            _ => self.end(head, Status::Ok),
-        }
-    }
-
-    fn harvest(&mut self) -> usize {
-        let count = self.disk.harvest(&mut self.harvested);
-        if count == 0 {
-            return 0;
-        }
-        let pending = &mut self.pending;
-        self.stopwatch.take_timings(&mut *self.disk, |head, note| {
-            let pending = pending.get_mut(usize::from(head)).filter(|pending| pending.operations > 0);
-            pending.into_iter().for_each(|pending| note(&mut pending.key));
-        });
-        let mut harvested = std::mem::take(&mut self.harvested);
-        for completion in harvested.drain(..) {
-            self.ended_operation(completion);
-        }
-        self.harvested = harvested;
-        count
-    }
-
-    fn ended_operation(&mut self, completion: Completion) {
-        let Ok(head) = u16::try_from(completion.tag) else { return };
-        let Some(pending) = self.pending.get_mut(usize::from(head)) else { return };
-        if pending.operations == 0 {
-            return;
-        }
-        pending.operations = pending.operations.saturating_sub(1);
-        if let Err(error) = completion.result {
-            pending.failed.get_or_insert(status_of(error));
-        }
-        let (last, status) = (pending.operations == 0, pending.failed.unwrap_or(Status::Ok));
-        let (volatile, key) = (pending.volatile, pending.key);
-        if last && pending.settles != 0 && status == Status::Ok {
-            self.settled = pending.settles;
-        }
-        if let Err(error) = completion.result {
-            self.log_failure(head, error);
-        }
-        // The cache became write-through meanwhile: what ends from then on is durable.
-        if last && volatile && status == Status::Ok && self.device.write_through() {
-            return self.make_durable(head);
-        }
-        if last {
-            self.stopwatch.ended(head, key);
-            self.end(head, status);
-        }
-    }
-
-    /// A write that began while the cache was write-back ends with a flush.
-    #[cold]
-    fn make_durable(&mut self, head: u16) {
-        let settles = self.device.durable_writes_begun();
-        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
-            *pending = Pending { operations: 1, settles, key: pending.key, ..Pending::default() };
-        }
-        self.disk.submit(Tag::from(head), Op::Flush);
-    }
-
-    /// The first failure is logged, then each by which their number has doubled; a full disk counts for itself. What the
-    /// disk does not support is no failure.
-    #[cold]
-    fn log_failure(&self, head: u16, error: IoError) {
-        let (counter, what) = match error.kind() {
-            IoErrorKind::Unsupported => return,
-            IoErrorKind::NoSpace => (&self.counters.no_space, "the storage is full: the guest's "),
-            _ => (&self.counters.io_errors, "the guest's "),
-        };
-        if let Some(times) = counter.add_to_log() {
-            let request = name_of(self.queue.kind_and_sector(head));
-            let (disk, queue) = (self.device.name(), self.index);
-            tracing::warn!(disk, queue, times, errno = error.errno(), "{what}{request} failed: {error}");
-        }
-    }
-
-    #[inline]
-    fn end(&mut self, head: u16, status: Status) {
-        if status != Status::Ok {
-            self.counters.failed.add(1);
-        }
-        self.queue.complete(head, status);
-        self.ended = self.ended.saturating_add(1);
-    }
-
     /// Shows the guest what has ended, and tells it if it wants to be told.
     fn publish(&mut self) {
         if self.ended == 0 {
@@ -568,36 +335,6 @@ fn look_later(timer: &OwnedFd) -> bool {
     timerfd_settime(timer, TimerfdTimerFlags::empty(), &once).is_ok()
 }
 
-/// What the guest is told of an operation that failed.
-fn status_of(error: IoError) -> Status {
-    match error.kind() {
-        IoErrorKind::Unsupported => Status::Unsupported,
-        _ => Status::IoErr,
-    }
-}
-
-/// The priority in a request's header, as far as a guest may choose it.
-#[inline]
-fn priority_of(header_word: u32) -> Priority {
-    match header_word {
-        0 => Priority::NONE,
-        word => u16::try_from(word).map_or(Priority::NONE, Priority::from_ioprio),
-    }
-}
-
-/// A request, for a person.
-fn name_of((kind, sector): (u32, u64)) -> String {
-    let byte = u128::from(sector) << SECTOR_SHIFT;
-    match kind {
-        request_type::IN => format!("read at byte {byte}"),
-        request_type::OUT => format!("write at byte {byte}"),
-        request_type::FLUSH | request_type::FLUSH_OUT => "flush".into(),
-        request_type::DISCARD => "discard".into(),
-        request_type::WRITE_ZEROES => "write of zeros".into(),
-        kind => format!("request of type {kind}"),
-    }
-}
-
 impl<T: Transport, R: DeviceRing + 'static> QueueControl<T> for DeviceQueue<T, R> {
     fn transport_mut(&mut self) -> &mut T {
         &mut self.transport
@@ -617,7 +354,7 @@ impl<T: Transport, R: DeviceRing + 'static> QueueControl<T> for DeviceQueue<T, R
             let Some(pending) = self.pending.get_mut(usize::from(head)).filter(|pending| pending.operations > 0) else {
                 continue;
             };
-            if keeps_reads && pending.key & latency::KIND_BITS == latency::READ {
+            if keeps_reads && pending.key & meter::KIND_BITS == meter::READ {
                 left = left.saturating_add(1);
                 continue;
             }

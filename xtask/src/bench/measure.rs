@@ -70,6 +70,11 @@ impl Tools {
         Ok(Self { client: ringdisk.clone(), ringdisk })
     }
 
+    /// The program that is measured.
+    pub(super) fn ringdisk(&self) -> &Path {
+        &self.ringdisk
+    }
+
     /// The same client, and another build of Ringdisk as the server.
     pub(super) fn with_server(&self, ringdisk: PathBuf) -> Self {
         Self { ringdisk, client: self.client.clone() }

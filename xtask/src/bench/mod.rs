@@ -13,6 +13,7 @@ mod half_full;
 mod ideas;
 mod images;
 mod measure;
+mod nbd;
 mod opening;
 mod page;
 mod profile;
@@ -72,6 +73,10 @@ pub(crate) struct BenchArguments {
     /// or where --output says.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "resume", "size_mib", "directory", "before", "filter", "list"])]
     throttle: bool,
+    /// Measure disks for NBD clients instead, beside nbdkit and qemu-nbd, and with TLS; at most five rounds. Writes
+    /// docs/benchmarks-nbd.md, or where --output says.
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "resume", "size_mib", "before"])]
+    nbd: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
     size_mib: Option<u64>,
@@ -137,6 +142,10 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     }
     if arguments.throttle {
         return throttle::run(ringdisk_of(arguments)?, arguments);
+    }
+    if arguments.nbd {
+        ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
+        return nbd::run(ringdisk_of(arguments)?, arguments);
     }
     let is_chosen =
         |name: &str| arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()));

@@ -1,6 +1,6 @@
 //! `ringdisk convert`: disks copied into another image, in qemu-img's words.
 
-use crate::arguments::integer;
+use crate::arguments::{integer, name_text};
 use crate::images::{
     OpenArgs, asks_for_help, backing_name, copy_bitmaps, create_target, file_name, files, holds_old_bytes, image_name,
     leave_page_cache, open_writable, opened_name, options_help, parse_format, path_of, refuse_misfits,
@@ -12,7 +12,7 @@ use anyhow::{Context, bail};
 use block::{Disk, SECTOR_BYTES};
 use drive::{escape, parse_options, parse_size};
 use engine::CacheMode;
-use image::{FileName, Format, Image, ImageOptions, Opener, Role};
+use image::{FileName, Format, Image, ImageOptions, Opener, Role, os_name};
 use jobs::{ConvertOptions, JobDisk, Salvage, Unreadable};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,10 +30,10 @@ pub(crate) struct Args {
     #[arg(short = 'O', long, alias = "target-format", value_name = "FORMAT")]
     output_format: Option<String>,
     /// Options of the target's format, key=value,...: "help" lists them.
-    #[arg(short, long, alias = "target-options", value_name = "OPTIONS")]
+    #[arg(short, long, alias = "target-options", value_name = "OPTIONS", value_parser = name_text())]
     options: Vec<String>,
     /// The image that the target becomes an overlay of: only what the source's top layer holds is copied.
-    #[arg(short = 'B', short_alias = 'b', long, value_name = "FILE")]
+    #[arg(short = 'B', short_alias = 'b', long, value_name = "FILE", value_parser = name_text())]
     backing: Option<String>,
     /// Format of the backing file.
     #[arg(short = 'F', long, value_name = "FORMAT")]
@@ -218,7 +218,7 @@ impl Args {
         let mut listed = target.data_files();
         let Some(backing) = &target.backing else { return Ok(listed) };
         let name = backing_name(Some(&target.path), backing, true)?;
-        let beside = || target.path.parent().unwrap_or(Path::new("")).join(name);
+        let beside = || target.path.parent().unwrap_or(Path::new("")).join(os_name(&name));
         let remote = remote_name(backing);
         let path = if remote.is_some() { PathBuf::from(backing) } else { beside() };
         // Without its format no image is made.
@@ -331,6 +331,11 @@ fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[P
     }
     let (own, data) = image.layer_file_names().next().unzip();
     let names: Vec<_> = own.into_iter().chain(data.flatten()).collect();
+    for name in names.iter().filter(|name| name.is_remote()) {
+        if sources.iter().any(|source| source.file_names().any(|file| file.is_same_file(name))) {
+            bail!("The target '{name}' is a file of the source: nothing was written, choose another target");
+        }
+    }
     for path in names.iter().filter_map(FileName::path) {
         sources.iter().try_for_each(|source| refuse_same_file(source, path))?;
     }

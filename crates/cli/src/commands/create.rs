@@ -1,5 +1,6 @@
 //! `ringdisk create`: a new image, in qemu-img's words.
 
+use crate::arguments::name_text;
 use crate::images::{NewImage, asks_for_help, create, file_name, options_help};
 use crate::output::{self, Watch, usage};
 use drive::parse_size;
@@ -17,10 +18,10 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "FORMAT", default_value = "raw")]
     format: String,
     /// Options of the format, key=value,...: "help" lists them, and needs no FILE.
-    #[arg(short, long, value_name = "OPTIONS")]
+    #[arg(short, long, value_name = "OPTIONS", value_parser = name_text())]
     options: Vec<String>,
     /// The image that the new one is an overlay of; a relative name is relative to FILE.
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", value_parser = name_text())]
     backing: Option<String>,
     /// Format of the backing file.
     #[arg(short = 'F', long, value_name = "FORMAT")]
@@ -64,7 +65,7 @@ fn announcement(new: &NewImage, file: &Path) -> String {
     let mut text = format!("Formatting '{}', fmt={}", file.display(), new.format);
     let mut say = |key: &str, value: Option<&str>| {
         if let Some(value) = value {
-            let _ = write!(text, " {key}={value}");
+            let _ = write!(text, " {key}={}", output::with_bytes_shown(value));
         }
     };
     let is_qcow2 = new.format == Format::Qcow2;

@@ -1,15 +1,17 @@
 //! `ringdisk nbd`: disks for NBD clients, until a signal says stop.
 
+use crate::nbd_options::TlsArgs;
 use crate::output::{self, usage};
 use crate::signals;
 use anyhow::Context as _;
-use block::{Disk, ReactorHandle};
-use daemon::Pidfile;
+use block::{DirtyBitmaps, Disk, ReactorHandle};
+use control::api::AddTls;
+use daemon::{NbdAddress, Pidfile};
 use drive::{DriveOptions, OpenedDisk, ParsedDrive, human_size, open_disk};
 use engine::{Reactor, ReactorConfig, ReactorThread};
-use export_nbd::{Credentials, NbdExport, NbdListener, NbdServer, ServerOptions, Tls};
+use export_nbd::{Credentials, NbdBitmap, NbdExport, NbdListener, NbdServer, ServerOptions, Tls};
 use export_vhost_user::ListenSocket;
-use image::{BackingPolicy, FileName, options_without_secrets};
+use image::{BackingPolicy, FileName, Image, options_without_secrets};
 use std::fmt::Write as _;
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -51,39 +53,24 @@ pub(crate) struct Args {
     /// Which backing files an image may have us open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", default_value = "same-dir")]
     allow_backing: String,
-    /// A file, or what a server has (https://, nbd://), that images may use as a backing file. May be repeated.
+    /// A file, or what a server has (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
-    /// Serve with TLS. DIRECTORY has ca-cert.pem, server-cert.pem and server-key.pem, as for QEMU.
-    #[arg(long, value_name = "DIRECTORY")]
-    tls_creds: Option<PathBuf>,
-    /// Whether clients must use TLS, or may.
-    #[arg(long, value_enum, default_value = "required", requires = "tls_creds")]
-    tls: TlsUse,
-    /// Whether clients need a certificate of the same authority.
-    #[arg(long, value_enum, default_value = "on", requires = "tls_creds")]
-    tls_verify_peer: Verify,
+    /// A persistent bitmap of IMAGE that clients can ask for, as qemu:dirty-bitmap:NAME. May be repeated.
+    #[arg(short = 'B', long, value_name = "NAME")]
+    bitmap: Vec<String>,
+    #[command(flatten)]
+    tls: TlsArgs,
     /// Write the process id to PATH once ready. The file is removed at the end.
     #[arg(long, value_name = "PATH")]
     pidfile: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum TlsUse {
-    Required,
-    Allow,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Verify {
-    On,
-    Off,
 }
 
 /// A disk, and how it is exported.
 struct Asked {
     drive: DriveOptions,
     description: String,
+    bitmaps: Vec<String>,
 }
 
 pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()> {
@@ -127,13 +114,15 @@ fn asked(args: &Args) -> anyhow::Result<Result<Vec<Asked>, String>> {
         let mut drive = DriveOptions::of_file(FileName::parse(image)?);
         drive.disk.read_only = args.read_only;
         drive.disk.name = Some(args.export_name.clone());
-        asked.push(Asked { drive, description: args.description.clone() });
+        asked.push(Asked { drive, description: args.description.clone(), bitmaps: args.bitmap.clone() });
     }
     for text in &args.drive {
         match DriveOptions::parse(text)
             .map_err(|error| error.in_context(format!("--drive {}", options_without_secrets(text))))?
         {
-            ParsedDrive::Drive(drive) => asked.push(Asked { drive: *drive, description: String::new() }),
+            ParsedDrive::Drive(drive) => {
+                asked.push(Asked { drive: *drive, description: String::new(), bitmaps: Vec::new() });
+            }
             ParsedDrive::Help(help) => return Ok(Err(help)),
         }
     }
@@ -160,13 +149,15 @@ fn serve(
     let named = asked.iter().filter_map(|asked| asked.drive.disk.file.as_ref()?.path().map(PathBuf::from));
     let listed: Vec<PathBuf> = named.chain(args.backing.iter().cloned()).collect();
     let mut exports = Vec::new();
-    for Asked { drive, description } in asked {
+    for Asked { drive, description, bitmaps } in asked {
         let opened = open_disk(&drive.disk, allow_backing.clone(), &listed)?;
-        let disk: Arc<dyn Disk> = Arc::clone(&opened.disk);
+        let (disk, image): (Arc<dyn Disk>, _) = (Arc::clone(&opened.disk), opened.image.clone());
         disks.push(opened);
+        let bitmaps = bitmaps.iter().map(|name| bitmap(image.as_ref(), name)).collect::<anyhow::Result<_>>()?;
         exports.push(NbdExport::new(drive.disk.name.clone().unwrap_or_default(), disk).with(|export| {
             export.description.clone_from(description);
             export.read_only = drive.export.read_only;
+            export.bitmaps = bitmaps;
         }));
     }
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
@@ -174,9 +165,8 @@ fn serve(
     let spawn =
         |index| Reactor::spawn(ReactorConfig::default().with(|config| config.name = format!("reactor-{index}")));
     let reactors = (0..count).map(spawn).collect::<block::Result<Vec<ReactorThread>>>()?;
-    let tls = args.tls_creds.as_ref().map(|directory| {
-        let credentials = Credentials::in_directory(directory);
-        Tls::new(&credentials, args.tls == TlsUse::Required, args.tls_verify_peer == Verify::On)
+    let tls = args.tls.asked().map(|AddTls { credentials, required, verify_peer }| {
+        Tls::new(&Credentials::in_directory(&credentials), required, verify_peer)
     });
     let tls = tls.transpose()?;
     let (listener, socket) = listen(args)?;
@@ -186,6 +176,13 @@ fn serve(
     });
     let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(ReactorThread::handle).collect();
     Ok(Serving { server: NbdServer::start(listener, exports, handles, options)?, socket, reactors })
+}
+
+/// A bitmap that is there.
+fn bitmap(image: Option<&Arc<Image>>, name: &str) -> anyhow::Result<NbdBitmap> {
+    let image = image.with_context(|| format!("there is no bitmap '{name}': a null disk has none"))?;
+    image.dirty_bitmap(name)?;
+    Ok(NbdBitmap { name: name.to_owned(), source: Arc::clone(image) as Arc<dyn DirtyBitmaps> })
 }
 
 /// Others of this user only.
@@ -211,11 +208,11 @@ fn announcement(args: &Args, asked: &[Asked], disks: &[OpenedDisk]) -> String {
     for (Asked { drive, .. }, disk) in asked.iter().zip(disks) {
         let (info, name) = (disk.disk.info(), drive.disk.name.as_deref().unwrap_or_default());
         let mode = if info.read_only || drive.export.read_only { ", read-only" } else { "" };
-        let scheme = if args.tls_creds.is_some() { "nbds" } else { "nbd" };
-        let place = match (&args.socket, &args.listen) {
-            (Some(path), _) => format!("{scheme}+unix:///{name}?socket={}", path.display()),
-            (None, address) => format!("{scheme}://{}/{name}", address.as_deref().unwrap_or_default()),
+        let address = match (&args.socket, &args.listen) {
+            (Some(path), _) => NbdAddress::Unix(path.clone()),
+            (None, address) => NbdAddress::Tcp(address.clone().unwrap_or_default()),
         };
+        let place = address.uri(name, args.tls.tls_creds.is_some());
         let size = human_size(info.size_bytes);
         let _ = writeln!(text, "serving {} ({size}{mode}) at {place}", drive.disk.display_name());
         for layer in disk.layers() {

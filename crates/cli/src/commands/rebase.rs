@@ -1,5 +1,6 @@
 //! `ringdisk rebase`: an overlay gets another backing file, in qemu-img's words.
 
+use crate::arguments::name_text;
 use crate::images::{backing_name, check_backing_format, image_name, opener};
 use crate::output::{ProgressArgs, Watch};
 use crate::threads::Reactors;
@@ -24,7 +25,7 @@ pub(crate) struct Args {
     #[arg(short = 'T', long = "backing-cache", value_name = "CACHE", default_value = "writeback")]
     source_cache: String,
     /// The new backing file; a relative name is relative to FILE, an empty one means none.
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", value_parser = name_text())]
     backing: Option<String>,
     /// Format of the new backing file.
     #[arg(short = 'F', long, value_name = "FORMAT")]

@@ -35,6 +35,14 @@ pub(crate) struct Args {
     /// repeated. A socket that a service manager passes belongs to the disk of its name.
     #[arg(long, value_name = "PATH")]
     socket: Vec<PathBuf>,
+    /// Also serve the disks named here to NBD clients, under their names (name=, or disk0, disk1...), at this Unix socket (for
+    /// this user only) or TCP address. Without TLS, whoever can reach it can use the disks. May be repeated.
+    #[arg(long, value_name = "SOCKET|ADDRESS:PORT")]
+    nbd: Vec<String>,
+    /// Serve NBD clients with TLS, which they must use; they need a certificate of the same authority. DIRECTORY has
+    /// ca-cert.pem, server-cert.pem and server-key.pem.
+    #[arg(long, value_name = "DIRECTORY", requires = "nbd")]
+    nbd_tls_creds: Option<PathBuf>,
     /// Threads that serve requests [default: one for each CPU, at most one for each queue].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     reactors: Option<u16>,
@@ -62,7 +70,7 @@ pub(crate) struct Args {
     /// named here), listed (only files named here), any, anywhere (files and disks of servers, too) [default: same-dir].
     #[arg(long, value_name = "POLICY")]
     allow_backing: Option<String>,
-    /// A file, or what a server has (https://, nbd://), that images may use as a backing file. May be repeated.
+    /// A file, or what a server has (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
     /// What to print once the sockets accept connections: human ends with how to attach each monitor, json is one line.
@@ -152,7 +160,9 @@ fn daemon_config(args: &Args, settings: &Settings, drives: &[Configured]) -> Dae
     let buffer_memory = settings.buffer_memory_bytes.and_then(|bytes| usize::try_from(bytes).ok());
     DaemonConfig::default().with(|config| {
         // Disks that come later bring queues of their own.
-        let may_grow = settings.control.is_some() || settings.state_dir.is_some() || args.config.is_some();
+        let has_clients = drives.iter().any(|given| !given.exports.is_empty());
+        let comes = settings.control.is_some() || settings.state_dir.is_some() || args.config.is_some();
+        let may_grow = comes || has_clients;
         let queues = if may_grow { cpus } else { queues };
         config.reactors = args.reactors.or(settings.reactors).map_or(cpus.min(queues), usize::from);
         config.poll_max_us = Daemon::poll_max_us_of(drives.iter().map(|given| &given.drive), poll_max_us);

@@ -51,7 +51,7 @@ pub(crate) const ON_PURPOSE: &[Purpose] = &[
     ),
     purpose(
         "protocols",
-        "files, block devices, passed descriptors, nbd:// and http:// only: blkdebug, ftp, ftps, gluster, iscsi, nfs, null-co, rbd, ssh and vvfat are refused by name",
+        "files, block devices, passed descriptors, nbd://, http:// and rbd: only: blkdebug, ftp, ftps, gluster, iscsi, nfs, null-co, ssh and vvfat are refused by name",
     ),
     purpose("encryption", "encrypted images are shown by info and refused by everything else"),
     purpose(

@@ -1,15 +1,15 @@
 //! Makes new images, for `create` and for the commands that fill one.
 
-use super::name::{backing_name, is_socket, opened_name, parse_format, remote_name};
+use super::name::{backing_name, cluster_image, is_socket, opened_name, parse_format, remote_name};
 use super::new_image::{self, NewImage};
 use super::open::files;
 use super::own_backing;
-use super::target::behind_links;
+use super::target::{behind_links, remove_file};
 use crate::output::{self, Watch, usage};
 use anyhow::{Context, bail};
 use block::{File, FileOp, SECTOR_BYTES, block_on};
 use format_qcow2::Preallocation;
-use image::{CreateOptions, FileName, Format, GrowBy, Opener, Role, inspect};
+use image::{CreateOptions, FileName, Format, GrowBy, Opener, Role, inspect, os_name};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -38,8 +38,13 @@ pub(crate) fn create(
     look_at_backing: bool,
     watch: &mut Watch,
 ) -> anyhow::Result<Option<PathBuf>> {
-    if is_socket(file) {
-        return check_served(file, wanted).map(|()| None);
+    match cluster_image(file)? {
+        Some(image) if wanted.data_file.is_some() => {
+            bail!("'{image}': an image of a cluster has no external data file")
+        }
+        Some(_) => {}
+        None if is_socket(file) => return check_served(file, wanted).map(|()| None),
+        None => {}
     }
     wanted.settle_backing(file, look_at_backing)?;
     let options = wanted.create_options()?;
@@ -49,7 +54,12 @@ pub(crate) fn create(
     if let Some(backing) = &wanted.backing_file {
         let files: Vec<_> = [Some(file.to_owned()), data_path.clone()].into_iter().flatten().collect();
         let format = parse_format(wanted.backing_format.as_deref()).ok().flatten();
-        own_backing::refuse(&files, &beside(backing), format, look_at_backing)?;
+        own_backing::refuse(
+            &files,
+            &file.parent().unwrap_or(Path::new("")).join(os_name(backing)),
+            format,
+            look_at_backing,
+        )?;
     }
     let mut emptied = Vec::new();
     let mut empty = |path: PathBuf| -> anyhow::Result<Arc<dyn File>> {
@@ -67,6 +77,8 @@ pub(crate) fn create(
         Ok(())
     });
     if let Err(error) = made {
+        // Nobody removes what is open.
+        drop(opened);
         let files = emptied.iter().map(|(path, is_new)| given_up(path, *is_new));
         return Err(error.context(files.collect::<Vec<_>>().join(", ")));
     }
@@ -91,7 +103,7 @@ fn check_served(socket: &Path, wanted: &NewImage) -> anyhow::Result<()> {
 /// Half an image is of no use: one that was not there before goes again, so that its name is free for the next attempt.
 /// Returns what became of it.
 fn given_up(path: &Path, is_new: bool) -> String {
-    match is_new && std::fs::remove_file(path).is_ok() {
+    match is_new && remove_file(path).is_ok() {
         true => format!("'{}' was removed again", path.display()),
         false => format!("'{}' is incomplete", path.display()),
     }
@@ -99,6 +111,11 @@ fn given_up(path: &Path, is_new: bool) -> String {
 
 /// An empty file under a lock: a new one, or one that was there and that nobody uses.
 fn empty_file(path: &Path, is_new: bool) -> anyhow::Result<Arc<dyn File>> {
+    if let Some(image) = cluster_image(path)? {
+        file_rbd::create(&image, 0)?;
+        let opened = files().open(&opened_name(path), Role::Writable);
+        return opened.map_err(|error| anyhow::Error::from(error).context(given_up(path, true)));
+    }
     if is_new {
         engine::create(path, 0)?;
     }
@@ -132,7 +149,12 @@ impl NewImage {
             return self.backing_format.as_deref().map_or_else(unsaid, new_image::check_backing_format);
         }
         let format = parse_format(self.backing_format.as_deref())?;
-        let beside = || FileName::File(image.parent().unwrap_or(Path::new("")).join(name));
+        if is_socket(image) && remote_name(name).is_none() && Path::new(name).is_relative() {
+            bail!(
+                "'{name}' is relative, and an image of a cluster lies in no directory: name its backing file by a whole path"
+            );
+        }
+        let beside = || FileName::File(image.parent().unwrap_or(Path::new("")).join(os_name(name)));
         let backing = remote_name(&said).unwrap_or_else(beside);
         let file = files().open(&backing, Role::Backing)?;
         let below = inspect(backing, &file, format)?;

@@ -2,7 +2,9 @@
 
 use anyhow::{Context, anyhow, bail};
 use drive::ImageName;
-use image::{FileName, Format};
+use file_rbd::RbdName;
+use image::{FileName, Format, name_text, os_name};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 /// The protocols that are a file or a block device.
@@ -34,9 +36,10 @@ pub(crate) fn file_name(text: &Path) -> anyhow::Result<PathBuf> {
 }
 
 /// Stand before the disks of servers.
-const SERVERS: [&str; 7] = ["vhost-user:", "nbd://", "nbd+unix://", "nbds://", "nbds+unix://", "http://", "https://"];
+const SERVERS: [&str; 8] =
+    ["vhost-user:", "nbd://", "nbd+unix://", "nbds://", "nbds+unix://", "http://", "https://", "rbd:"];
 
-/// Whether what a command calls its target's path is a server's disk (see [`path_of`]).
+/// Whether what a command calls its target's path is a server's disk, or a cluster's (see [`path_of`]).
 pub(crate) fn is_socket(path: &Path) -> bool {
     path.to_str().is_some_and(|path| SERVERS.iter().any(|server| path.starts_with(server)))
 }
@@ -49,12 +52,25 @@ pub(crate) fn opened_name(path: &Path) -> FileName {
     }
 }
 
+/// The image of a cluster that a command calls its target's path, if it is one. Unlike servers' disks, those can be made.
+pub(crate) fn cluster_image(path: &Path) -> anyhow::Result<Option<RbdName>> {
+    match opened_name(path) {
+        FileName::Rbd(name) => Ok(Some(RbdName::parse(&name)?)),
+        _ => Ok(None),
+    }
+}
+
 /// The path of a file that is written to by name. A server's disk keeps its protocol; a file whose own name begins with that
 /// protocol gets another path.
 pub(crate) fn path_of(name: &FileName) -> anyhow::Result<PathBuf> {
     match (name, name.path()) {
         (FileName::Http(_), _) => Err(anyhow!("Could not open '{name}': a file on a web server can only be read")),
         (FileName::VhostUser(_) | FileName::Nbd(_), _) => Ok(PathBuf::from(name.to_string())),
+        (FileName::Rbd(text), _) => {
+            // What it says about the cluster is no secret then, and may be shown.
+            RbdName::parse(text)?;
+            Ok(PathBuf::from(text))
+        }
         (_, Some(path)) if is_socket(path) => Ok(Path::new(".").join(path)),
         (_, Some(path)) => Ok(path.to_owned()),
         (_, None) => Err(anyhow!("Could not open '{name}': name a target by its path, not by a descriptor")),
@@ -76,15 +92,15 @@ pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> an
             // How it is read is for who opens it to say.
             return Ok(remote.address().unwrap_or(text).to_owned());
         }
-        Some(_) => file_name(Path::new(text))?,
+        Some(_) => file_name(Path::new(&os_name(text)))?,
     };
     let is_here = |directory: &Path| [Path::new(""), Path::new(".")].contains(&directory);
     let is_here = overlay.is_some_and(|overlay| overlay.parent().is_none_or(is_here));
     let path =
         if is_here { path } else { std::path::absolute(&path).with_context(|| format!("cannot find '{text}'"))? };
-    let name = path.to_str().with_context(|| format!("'{}' is not text, as names in images are", path.display()))?;
+    let name = name_text(path.as_os_str().as_bytes());
     // A colon of its own would be taken for a protocol's.
-    Ok(if protocol(name).is_some() { format!("./{name}") } else { name.to_owned() })
+    Ok(if protocol(&name).is_some() { format!("./{name}") } else { name })
 }
 
 /// The disk or file of a server, where that is what a user names.
@@ -118,7 +134,11 @@ mod tests {
             assert_eq!(name(overlay, text, true).as_deref(), Some(expected), "{text} of {overlay}");
             assert_eq!(name(overlay, text, false).as_deref(), Some(expected), "{text} of {overlay}");
         }
-        for (text, recorded) in [("nbd://h/x", "nbd://h/x"), ("https://h/x?y#cache=/c", "https://h/x?y")] {
+        for (text, recorded) in [
+            ("nbd://h/x", "nbd://h/x"),
+            ("https://h/x?y#cache=/c", "https://h/x?y"),
+            ("rbd:p/i@s:conf=/c", "rbd:p/i@s"),
+        ] {
             assert_eq!(name("sub/u", text, true).as_deref(), Some(recorded), "{text}");
         }
         for text in ["nbd:b", "vhost-user:/run/s", r#"json:{"file.filename":"b"}"#] {
@@ -133,6 +153,8 @@ mod tests {
         for (text, opened) in [
             ("vhost-user:/run/s", FileName::VhostUser("/run/s".into())),
             ("nbd+unix:///?socket=/run/s", FileName::Nbd("nbd+unix:///?socket=/run/s".into())),
+            ("rbd:p/i:id=a", FileName::Rbd("rbd:p/i:id=a".into())),
+            ("file:rbd:p", FileName::File("./rbd:p".into())),
             ("file:vhost-user:s", FileName::File("./vhost-user:s".into())),
         ] {
             assert_eq!(opened_name(&file_name(Path::new(text)).unwrap()), opened, "{text}");

@@ -1,7 +1,7 @@
 //! A file that an image is written to: before anything is written, and after everything is.
 
 use super::file_id::FileId;
-use super::name::is_socket;
+use super::name::{cluster_image, is_socket};
 use crate::output::program;
 use anyhow::{Context, bail};
 use engine::CacheMode;
@@ -14,10 +14,11 @@ use std::path::{Path, PathBuf};
 /// As many symbolic links as Linux follows.
 const LINKS_MAX: usize = 40;
 
-/// A raw target that is a device shows what it held before wherever nothing is written.
+/// A raw target that is a device or a server's disk shows what it held before wherever nothing is written.
 pub(crate) fn holds_old_bytes(target: &Path, format: Option<Format>) -> bool {
     let is_device = || std::fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device());
-    format == Some(Format::Raw) && (is_socket(target) || is_device())
+    let is_served = || is_socket(target) && !cluster_image(target).is_ok_and(|image| image.is_some());
+    format == Some(Format::Raw) && (is_served() || is_device())
 }
 
 /// A source that is overwritten would be lost.
@@ -52,12 +53,21 @@ pub(crate) fn behind_links(mut path: PathBuf) -> PathBuf {
     path
 }
 
+/// Removes a file, or an image of a cluster.
+pub(super) fn remove_file(path: &Path) -> anyhow::Result<()> {
+    match cluster_image(path)? {
+        Some(image) => Ok(file_rbd::remove(&image)?),
+        None => Ok(std::fs::remove_file(path)?),
+    }
+}
+
 /// Half a target is of no use.
 pub(crate) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bool) -> anyhow::Error {
     let what = if interrupted { error.context("interrupted") } else { error };
-    match std::fs::metadata(target).is_ok_and(|meta| meta.is_file()) {
+    let is_in_cluster = cluster_image(target).is_ok_and(|image| image.is_some());
+    match is_in_cluster || std::fs::metadata(target).is_ok_and(|meta| meta.is_file()) {
         false => what.context(format!("'{}' is incomplete", target.display())),
-        true => match std::fs::remove_file(behind_links(target.to_owned())) {
+        true => match remove_file(&behind_links(target.to_owned())) {
             Ok(()) => what.context(format!("'{}' was removed again", target.display())),
             Err(_) => what.context(format!("'{}' is incomplete and could not be removed", target.display())),
         },

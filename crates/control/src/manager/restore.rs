@@ -1,6 +1,6 @@
 //! What a daemon serves when it starts: what its record names, and what it was given.
 
-use super::{Configured, Manager, absolute_file, export_options, lock};
+use super::{Configured, Manager, absolute_file, lock};
 use crate::options::Options;
 use crate::record::{Record, RecordedDisk};
 use block::Result;
@@ -42,8 +42,8 @@ impl Manager {
     pub(super) fn add_configured(&self, given: &Configured) -> Result<()> {
         // What JSON cannot name is served, and not recorded: it is given again.
         let options = Options::parse(&given.text).and_then(absolute_file).ok();
-        self.add(&given.drive, options, given.serve, Some(&given.key()))?;
-        given.exports.iter().try_for_each(|export| self.add_export(export.clone()).map(drop))
+        let disk = self.add(&given.drive, options, given.serve, Some(&given.key()))?;
+        given.exports_of(&disk.name).try_for_each(|export| self.add_export(export).map(drop))
     }
 
     fn bring_back(&self, disk: &RecordedDisk, given: Option<&Configured>) -> Result<()> {
@@ -61,13 +61,19 @@ impl Manager {
         }
         let node = self.daemon.add_disk(&drive.disk)?;
         self.listen_to_hold(node, &disk.name);
-        let exports = disk.own_export.then(|| (drive.export.clone(), None)).into_iter();
-        let exports = exports.chain(disk.exports.iter().map(|export| (export_options(export), Some(export.clone()))));
-        let added = exports.into_iter().try_for_each(|(options, recorded)| {
-            let id = self.daemon.add_export(node, &options)?;
-            lock(&self.exports).insert(id, recorded);
+        let own = disk.own_export.then(|| {
+            let id = self.daemon.add_export(node, &drive.export)?;
+            lock(&self.exports).insert(id, None);
             Ok(())
         });
+        let others = || {
+            disk.exports.iter().try_for_each(|export| {
+                let id = self.begin_export(node, export)?;
+                lock(&self.exports).insert(id, Some(export.clone()));
+                Ok(())
+            })
+        };
+        let added = own.unwrap_or(Ok(())).and_then(|()| others());
         added.inspect_err(|_| self.undo_add(node))?;
         self.take_fleece_off(node, &disk.name);
         Ok(())
@@ -86,6 +92,6 @@ fn keep_layers(record: &mut Record, given: &Configured, keys: &[String]) {
         disk.set_options(options.clone());
         disk.configured = Some(given.key());
         disk.own_export = given.serve;
-        disk.exports.clone_from(&given.exports);
+        disk.exports = given.exports_of(&disk.name).collect();
     }
 }

@@ -11,6 +11,9 @@ mod counted;
 #[path = "../hostile/ground.rs"]
 #[allow(dead_code)]
 mod ground;
+#[path = "../../../engine/tests/common/loop_device.rs"]
+#[allow(dead_code)]
+mod loop_device;
 #[path = "../hostile/wire.rs"]
 #[allow(dead_code)]
 mod wire;
@@ -21,6 +24,7 @@ use drive::{DiskOptions, DriveFormat, DriveOptions, EngineOpener};
 use ground::{Desc, Ground, INDIRECT, Ring, chained, header};
 use image::{CreateOptions, Opener, Role};
 use load::{BenchSpec, Hooks, Latency, Pattern, Stop, run};
+use loop_device::LoopDevice;
 use ringdisk_daemon::Daemon;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -52,7 +56,15 @@ struct Setup {
     daemon: Daemon,
     quiet: PathBuf,
     nasty: PathBuf,
+    _device: Option<LoopDevice>,
     _dir: tempfile::TempDir,
+}
+
+fn add_quiet(daemon: &Daemon, socket: &Path) {
+    let mut quiet = DriveOptions::of_file("unused");
+    quiet.disk = DiskOptions::null(1 << 20);
+    (quiet.export.queues, quiet.export.socket) = (Some(1), Some(socket.to_owned()));
+    daemon.add(&quiet).unwrap();
 }
 
 impl Setup {
@@ -61,10 +73,7 @@ impl Setup {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         let daemon = start(1);
-        let mut quiet = DriveOptions::of_file(at("unused"));
-        quiet.disk = DiskOptions::null(1 << 20);
-        (quiet.export.queues, quiet.export.socket) = (Some(1), Some(at("quiet.sock")));
-        daemon.add(&quiet).unwrap();
+        add_quiet(&daemon, &at("quiet.sock"));
         let options = format_qcow2::CreateOptions::default()
             .with(|options| (options.size_bytes, options.cluster_size) = (NASTY_BYTES, cluster_bytes));
         engine::create(&at("nasty"), 0).unwrap();
@@ -75,7 +84,26 @@ impl Setup {
         nasty.disk.format = Some(DriveFormat::Qcow2);
         (nasty.export.queues, nasty.export.socket) = (Some(QUEUES as u16), Some(at("nasty.sock")));
         daemon.add(&nasty).unwrap();
-        Self { daemon, quiet: at("quiet.sock"), nasty: at("nasty.sock"), _dir: dir }
+        Self { daemon, quiet: at("quiet.sock"), nasty: at("nasty.sock"), _device: None, _dir: dir }
+    }
+
+    /// A null disk, and one whose blocks are larger than its sectors; `None` where there are no loop devices.
+    fn of_large_blocks() -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::File::create(at("nasty")).unwrap().set_len(1 << 20).unwrap();
+        let Some(device) = LoopDevice::over(&at("nasty"), 4096) else {
+            eprintln!("skipped: a loop device takes root and losetup");
+            return None;
+        };
+        let daemon = start(1);
+        add_quiet(&daemon, &at("quiet.sock"));
+        let mut nasty = DriveOptions::of_file(device.path());
+        (nasty.disk.format, nasty.disk.cache) = (Some(DriveFormat::Raw), engine::CacheMode::None);
+        (nasty.export.queues, nasty.export.socket) = (Some(1), Some(at("nasty.sock")));
+        daemon.add(&nasty).unwrap();
+        let (quiet, nasty) = (at("quiet.sock"), at("nasty.sock"));
+        Some(Self { daemon, quiet, nasty, _device: Some(device), _dir: dir })
     }
 
     /// The quiet guest's latencies.

@@ -6,7 +6,7 @@
 //! find other pages there than the kernel writes to. That is why somebody has to ask for it.
 
 use super::ring::Uring;
-use block::{Poller, PollerId};
+use block::{LogLimit, Poller, PollerId};
 use memory::GuestMemory;
 use std::cell::RefCell;
 use std::rc::{Rc, Weak};
@@ -79,7 +79,10 @@ impl Registrar {
     fn step(&mut self) -> bool {
         let Some(registered) = self.registered.upgrade() else { return false };
         let Some((ring, ptr, length_bytes)) = self.pieces.next() else {
-            tracing::info!("fixed-buffers=on: {} MiB of guest memory are registered", self.done_bytes >> 20);
+            static TIMES: LogLimit = LogLimit::new();
+            if let Some(times) = TIMES.admit() {
+                tracing::info!(times, "fixed-buffers=on: {} MiB of guest memory are registered", self.done_bytes >> 20);
+            }
             return false;
         };
         match registered.rings[ring].register_buffer(ptr, length_bytes) {
@@ -96,10 +99,14 @@ impl Registrar {
                     _ => "",
                 };
                 let done_mib = self.done_bytes >> 20;
-                tracing::warn!(
-                    "fixed-buffers=on: guest memory cannot be registered{hint}: {error}; {done_mib} MiB are, the rest \
-                     is served without"
-                );
+                static TIMES: LogLimit = LogLimit::new();
+                if let Some(times) = TIMES.admit() {
+                    tracing::warn!(
+                        times,
+                        "fixed-buffers=on: guest memory cannot be registered{hint}: {error}; {done_mib} MiB are, the \
+                         rest is served without"
+                    );
+                }
                 false
             }
         }

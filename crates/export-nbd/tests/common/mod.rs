@@ -64,6 +64,10 @@ impl Served {
         Self::start(prepare, options)
     }
 
+    pub fn disk(&self, index: usize) -> &OpenedDisk {
+        &self.disks[index]
+    }
+
     pub fn server(&self) -> &NbdServer {
         self.server.as_ref().unwrap()
     }
@@ -151,6 +155,11 @@ pub fn greet(mut stream: UnixStream) -> UnixStream {
 
 impl Client {
     pub fn connect(served: &Served, style: Style, contexts: &[&str]) -> Self {
+        Self::connect_to(served, "disk", style, contexts)
+    }
+
+    pub fn connect_to(served: &Served, export: &str, style: Style, contexts: &[&str]) -> Self {
+        let name = export.as_bytes();
         let mut stream = greet(served.connect());
         let chosen = match style {
             Style::Simple => None,
@@ -162,10 +171,10 @@ impl Client {
         }
         if !contexts.is_empty() {
             let queries = contexts.iter().map(|context| context.as_bytes()).collect();
-            let data = MetaRequest { name: b"disk", queries }.to_bytes();
+            let data = MetaRequest { name, queries }.to_bytes();
             assert_eq!(ask(&mut stream, option::SET_META_CONTEXT, &data).len(), contexts.len() + 1);
         }
-        let go = ask(&mut stream, option::GO, &InfoRequest { name: b"disk", wanted: vec![] }.to_bytes());
+        let go = ask(&mut stream, option::GO, &InfoRequest { name, wanted: vec![] }.to_bytes());
         assert_eq!(go.last().unwrap().0, answer::ACK);
         Self { stream, style, cookie: 0 }
     }
@@ -200,5 +209,15 @@ impl Client {
                 (chunk.kind, chunk.cookie, payload)
             }
         }
+    }
+}
+
+/// A server's certificate that is its own authority.
+pub fn self_signed(directory: &Path) {
+    let rcgen::CertifiedKey { cert, signing_key } = rcgen::generate_simple_self_signed(["localhost".into()]).unwrap();
+    for (name, text) in
+        [("ca-cert", cert.pem()), ("server-cert", cert.pem()), ("server-key", signing_key.serialize_pem())]
+    {
+        std::fs::write(directory.join(format!("{name}.pem")), text).unwrap();
     }
 }

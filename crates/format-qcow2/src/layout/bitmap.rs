@@ -101,6 +101,12 @@ impl BitmapBits {
         bits
     }
 
+    /// The bits, the first in the lowest bit of the first byte.
+    #[must_use]
+    pub fn into_bytes(self) -> Vec<u8> {
+        self.bytes
+    }
+
     /// Whether the granule that holds this byte of the disk was written.
     #[must_use]
     pub fn is_set(&self, offset: u64) -> bool {

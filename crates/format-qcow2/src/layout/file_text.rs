@@ -15,8 +15,9 @@ pub fn escaped_byte(char: char) -> Option<u8> {
     u8::try_from(u32::from(char).checked_sub(FIRST)?).ok().filter(|byte| !byte.is_ascii())
 }
 
-/// A header's name as text.
-pub(crate) fn name_text(bytes: &[u8]) -> String {
+/// A file's name as text: a header's, or a user's.
+#[must_use]
+pub fn name_text(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     let escape = |text: &mut String, bytes: &[u8]| {
         text.extend(bytes.iter().filter_map(|byte| char::from_u32(FIRST.saturating_add(u32::from(*byte)))));

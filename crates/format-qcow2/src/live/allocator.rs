@@ -234,8 +234,10 @@ mod tests {
     use crate::fixture::{self, CLUSTER};
     use crate::live::image::Qcow2;
     use crate::live::packing::PackedCluster;
-    use block::{MetaIo, block_on};
+    use block::{File, MetaIo, block_on};
+    use std::collections::BTreeSet;
     use std::ops::Range;
+    use testkit::{SimFileOptions, SimStorage};
 
     /// Host clusters that a refcount block counts.
     const BLOCK: u64 = CLUSTER / 2;
@@ -348,5 +350,45 @@ mod tests {
         let taken = inner.take_free(&mut state, 3).ok().unwrap();
         assert_eq!(taken.map(|run| (run.first, run.count)), Some((first + 1, 1)));
         assert_eq!(inner.take_free(&mut state, 3).ok().unwrap(), None);
+    }
+
+    /// Enough of them that the refcount table grows.
+    #[test]
+    fn a_device_is_handed_out_to_its_last_cluster_and_each_of_them_once() {
+        const CLUSTERS: u64 = 20_000;
+        let (storage, _) = fixture::created(CLUSTER << 20);
+        let mut bytes = storage.bytes(fixture::NAME);
+        bytes.resize(usize::try_from(CLUSTERS * CLUSTER).unwrap(), 0);
+        let storage = SimStorage::new(1);
+        let device = SimFileOptions { block_device: true, ..SimFileOptions::default() };
+        let io = MetaIo::new(storage.create_with(fixture::NAME, &bytes, device).open_blocking().unwrap());
+        let qcow2 = block_on(fixture::opened(&storage, &io));
+        let inner = &*qcow2.inner;
+        let table = inner.lock().refcounts.table_entries();
+        let mut handed_out = BTreeSet::new();
+        let refused = loop {
+            // The last ones one by one.
+            let want = if handed_out.last().is_some_and(|last| *last > CLUSTERS - 50) { 1 } else { 7 };
+            match block_on(inner.run(&io, |state| inner.allocate(state, want))) {
+                Ok(run) => {
+                    assert!((1..=7).contains(&run.count), "{run:?}");
+                    assert!((run.first..run.end()).all(|cluster| handed_out.insert(cluster)), "{run:?}: once more");
+                }
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(refused.kind(), IoErrorKind::NoSpace);
+        assert!(inner.lock().refcounts.table_entries() > table, "the table did not grow, so this shows little");
+        assert!(handed_out.last().is_some_and(|last| *last < CLUSTERS));
+        for cluster in 0..CLUSTERS {
+            let count = |state: &mut State| state.refcounts.get(cluster).map_err(|absent| inner.stop_for(absent));
+            let count = block_on(inner.run(&io, count)).unwrap();
+            assert!(count > 0, "cluster {cluster} is left over");
+        }
+        block_on(qcow2.close(&io)).unwrap();
+        let report = testkit::qcow2_check(&storage.bytes(fixture::NAME)).unwrap();
+        report.sound().unwrap();
+        // Nothing leads to what was handed out.
+        assert_eq!(report.leaked_clusters, handed_out.len() as u64);
     }
 }

@@ -1,6 +1,6 @@
 //! The persistent bitmaps of an open image: which ones note each write, and what is known of each.
 
-use crate::layout::bitmap::{AUTOCLEAR_BITMAPS, Bitmap, directory, flags_byte};
+use crate::layout::bitmap::{AUTOCLEAR_BITMAPS, Bitmap, BitmapBits, directory, flags_byte};
 use crate::layout::header::Header;
 use crate::live::bitmap_bits::DirtyBits;
 use crate::live::refcounts::Piece;
@@ -137,6 +137,14 @@ impl BitmapTracking {
     pub(crate) fn noting(&self, size_bytes: u64) -> Vec<(String, u64)> {
         let dirty = |tracked: &Tracked| Some((tracked.bitmap.name.clone(), tracked.bits()?.dirty_bytes(size_bytes)));
         self.tracked.iter().filter_map(dirty).collect()
+    }
+
+    /// The bits of a bitmap that notes what is written, if they are in memory.
+    pub(crate) fn bits_of(&self, name: &str, size_bytes: u64) -> Option<BitmapBits> {
+        let tracked = self.tracked.iter().find(|tracked| tracked.bitmap.name == name)?;
+        let bits = tracked.bits()?;
+        let bytes = (0..bits.parts()).flat_map(|part| bits.part_bytes(part)).collect();
+        Some(BitmapBits { granularity_bits: tracked.bitmap.granularity_bits, size_bytes, bytes })
     }
 
     /// The sectors of the directory with flags of tracked bitmaps.

@@ -1,5 +1,6 @@
 //! The image as others see it: what its queues ask.
 
+use crate::layout::bitmap::BitmapBits;
 use crate::layout::entry::{BadEntry, Cluster};
 use crate::layout::header::Header;
 use crate::layout::snapshot::SnapshotName;
@@ -230,6 +231,12 @@ impl Qcow2 {
     pub fn noting_bitmaps(&self) -> Vec<(String, u64)> {
         let size_bytes = self.size_bytes();
         self.inner.tracking.as_ref().map(|tracking| tracking.noting(size_bytes)).unwrap_or_default()
+    }
+
+    /// The bits of a persistent bitmap that notes writes in memory, as they are now; nothing of others.
+    #[must_use]
+    pub fn noted_bits(&self, bitmap: &str) -> Option<BitmapBits> {
+        self.inner.tracking.as_ref()?.bits_of(bitmap, self.size_bytes())
     }
 
     /// Cuts space made in advance off the end of the file. For images that were made new and are closed: in a damaged one,

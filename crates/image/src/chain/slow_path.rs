@@ -190,12 +190,12 @@ impl Shared {
         let mut grant = self.grant_for_copies(&allocation, head_bytes, tail_bytes).await;
         let data = data.slice(0, length);
         let (head, tail) = ((allocation.guest_offset, head_bytes), (tail_at, tail_bytes));
-        let (offset, data) = {
-            let mut with_copies = pin!(self.with_copies(&allocation, [head, tail], data, &mut grant));
-            match allocation.head == Fill::Copy || allocation.tail == Fill::Copy {
-                true => counts_as(Part::CopyOnWrite, with_copies.as_mut()).await?,
-                false => with_copies.as_mut().await?,
+        let (offset, data) = match allocation.head == Fill::Copy || allocation.tail == Fill::Copy {
+            true => {
+                let with_copies = pin!(self.with_copies(&allocation, [head, tail], data, &mut grant));
+                counts_as(Part::CopyOnWrite, with_copies).await?
             }
+            false => between_zeros(&allocation, head_bytes, data, tail_bytes),
         };
         // The buffers keep what they need of it.
         drop(grant);
@@ -378,6 +378,17 @@ impl Shared {
         }
         Ok(())
     }
+}
+
+/// What is to be written for `data` in new space where nothing is copied, and where.
+fn between_zeros(allocation: &Allocation, head_bytes: u64, data: Window, tail_bytes: u64) -> (u64, Window) {
+    let side = |fill, bytes: u64| {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        (fill == Fill::Zero && bytes > 0).then(|| zeros(bytes))
+    };
+    let (head, tail) = (side(allocation.head, head_bytes), side(allocation.tail, tail_bytes));
+    let skip = if head.is_some() { 0 } else { head_bytes };
+    (allocation.file_offset.saturating_add(skip), joined(head, data, tail))
 }
 
 /// A write and what surrounds it, as one.

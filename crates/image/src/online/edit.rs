@@ -9,12 +9,14 @@ use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
 use crate::file_name::FileName;
-use block::{Error, ErrorKind, Result, block_on};
+use block::{DirtyBitmaps, DirtyMap, Error, ErrorKind, Result, block_on};
 use format_qcow2::{Snapshot, SnapshotName};
 use std::sync::Arc;
 
 /// How often a list is read anew that was changed while it was read.
 const TRIES: usize = 5;
+/// The most bits of a bitmap that somebody is told, in bytes.
+const DIRTY_BYTES_MAX: u64 = 64 << 20;
 
 /// A persistent bitmap of an image that is open.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,12 +109,43 @@ impl Image {
         })
     }
 
+    async fn read_dirty_bitmap(&self, name: &str) -> Result<DirtyMap> {
+        for layer in &self.chain().layers {
+            let Some(bitmap) = layer.bitmaps().await?.into_iter().find(|bitmap| bitmap.name == name) else { continue };
+            let bits_bytes = layer.size_bytes.div_ceil(bitmap.granularity_bytes().max(1)).div_ceil(8);
+            if bits_bytes > DIRTY_BYTES_MAX {
+                let what = format!(
+                    "the bitmap '{name}' of '{}' has {bits_bytes} bytes, and at most {DIRTY_BYTES_MAX} are kept in memory: \
+                     make it anew with larger granules",
+                    layer.name
+                );
+                return Err(Error::new(ErrorKind::Unsupported, what));
+            }
+            let noted = layer.mapping.qcow2().and_then(|qcow2| qcow2.noted_bits(name));
+            let is_recording = noted.is_some() || bitmap.enabled && layer.writable;
+            let bits = match noted {
+                Some(bits) => bits,
+                None => layer.read_bitmap(name).await?,
+            };
+            let (granularity_bits, size_bytes) = (bits.granularity_bits, bits.size_bytes);
+            return Ok(DirtyMap::new(granularity_bits, size_bytes, bits.into_bytes(), is_recording));
+        }
+        Err(Error::new(ErrorKind::BadOption, format!("no layer of the disk has a bitmap '{name}'")))
+    }
+
     /// The internal snapshots of the top layer, as they are now. Blocks.
     pub fn online_snapshots(&self) -> Result<Vec<Snapshot>> {
         again(|| {
             let top = self.chain().layers.first().cloned();
             top.map(|top| block_on(top.internal_snapshots())).transpose().map(Option::unwrap_or_default)
         })
+    }
+}
+
+impl DirtyBitmaps for Image {
+    /// The layers are asked from the top on; the first that has a bitmap of this name counts.
+    fn dirty_bitmap(&self, name: &str) -> Result<DirtyMap> {
+        again(|| block_on(self.read_dirty_bitmap(name)))
     }
 }
 

@@ -69,7 +69,7 @@ pub enum BackingPolicy {
     Listed,
     /// Any file.
     Any,
-    /// Any file, and what servers have: `nbd://`, `nbd+unix://`, `http://`, `https://`.
+    /// Any file, and what servers and clusters have: `nbd://`, `nbd+unix://`, `http://`, `https://`, `rbd:`.
     Anywhere,
 }
 
@@ -334,7 +334,11 @@ mod tests {
     #[test]
     fn what_a_server_has_passes_only_where_the_user_named_it_and_then_as_the_user_said_it() {
         let overlay = FileName::from("/vms/a/disk.qcow2");
-        let listed = [PathBuf::from("https://h/base?v=1#cache=/c"), PathBuf::from("nbd://h/x")];
+        let listed = [
+            PathBuf::from("https://h/base?v=1#cache=/c"),
+            PathBuf::from("nbd://h/x"),
+            PathBuf::from("rbd:p/i:conf=/c"),
+        ];
         let pass = |policy: BackingPolicy, listed: &[PathBuf], name: &str| {
             Gate::new(&policy, &overlay, listed, &Linked).unwrap().pass(&overlay, "backing file", name)
         };
@@ -345,7 +349,10 @@ mod tests {
                 assert_eq!(passed.0, said("https://h/base?v=1#cache=/c"));
             }
             assert_eq!(pass(policy.clone(), &listed, "nbd://h/x").unwrap().0, said("nbd://h/x"));
-            for name in ["https://h/base?v=2", "http://h/base?v=1", "nbd://h/y"] {
+            for name in ["rbd:p/i", "rbd:p/i:mon_host=evil:conf=/etc"] {
+                assert_eq!(pass(policy.clone(), &listed, name).unwrap().0, said("rbd:p/i:conf=/c"));
+            }
+            for name in ["https://h/base?v=2", "http://h/base?v=1", "nbd://h/y", "rbd:p/i@s", "rbd:p/j"] {
                 let error = pass(policy.clone(), &listed, name).unwrap_err();
                 assert!(error.kind() == ErrorKind::Denied && !error.to_string().contains("v=2"), "{error}");
             }
@@ -353,15 +360,17 @@ mod tests {
         assert!(pass(BackingPolicy::Deny, &listed, "nbd://h/x").is_err());
         let anywhere = pass(BackingPolicy::Anywhere, &[], "https://h/other#cache=/etc").unwrap();
         assert_eq!(anywhere.0, said("https://h/other"));
+        let anywhere = pass(BackingPolicy::Anywhere, &[], "rbd:p/other:mon_host=evil").unwrap();
+        assert_eq!(anywhere.0, said("rbd:p/other"));
     }
 
     #[test]
     fn what_a_server_has_is_never_a_data_file_which_would_be_written() {
         let overlay = FileName::from("/vms/a/disk.qcow2");
-        let listed = [PathBuf::from("nbd://h/x"), PathBuf::from("https://h/base")];
+        let listed = ["nbd://h/x", "https://h/base", "rbd:p/i"].map(PathBuf::from);
         for policy in [BackingPolicy::SameDir, BackingPolicy::Listed, BackingPolicy::Any, BackingPolicy::Anywhere] {
             let gate = Gate::new(&policy, &overlay, &listed, &Linked).unwrap();
-            for name in ["nbd://h/x", "https://h/base"] {
+            for name in ["nbd://h/x", "https://h/base", "rbd:p/i"] {
                 assert!(gate.pass(&overlay, BACKING_FILE, name).is_ok());
                 let error = gate.pass(&overlay, "data file", name).unwrap_err();
                 assert!(

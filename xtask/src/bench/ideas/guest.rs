@@ -20,6 +20,8 @@ use std::time::Duration;
 pub(super) enum Kind {
     Uml,
     Qemu,
+    /// Without EVENT_IDX.
+    QemuFlags,
 }
 
 /// The first is the ceiling.
@@ -34,12 +36,13 @@ const JOBS: [&str; 2] = ["randwrite:16k:74", "write:16k:74"];
 const SECONDS_MIN: f64 = 1.0;
 
 impl Kind {
-    pub(super) const ALL: [Self; 2] = [Self::Uml, Self::Qemu];
+    pub(super) const ALL: [Self; 3] = [Self::Uml, Self::Qemu, Self::QemuFlags];
 
     fn name(self) -> &'static str {
         match self {
             Self::Uml => "uml",
             Self::Qemu => "qemu",
+            Self::QemuFlags => "qemu-flags",
         }
     }
 
@@ -47,6 +50,7 @@ impl Kind {
         match self {
             Self::Uml => "User Mode Linux",
             Self::Qemu => "QEMU (TCG)",
+            Self::QemuFlags => "QEMU, no EVENT_IDX",
         }
     }
 
@@ -58,7 +62,7 @@ impl Kind {
     fn boot_seconds(self) -> f64 {
         match self {
             Self::Uml => 8.0,
-            Self::Qemu => 40.0,
+            Self::Qemu | Self::QemuFlags => 40.0,
         }
     }
 
@@ -81,6 +85,8 @@ struct Measured {
     iops: f64,
     submission_us: f64,
     completion_us: f64,
+    /// A request.
+    interrupts: f64,
 }
 
 pub(super) fn measure(
@@ -93,7 +99,8 @@ pub(super) fn measure(
     let mut text = String::from(
         "## Real guests\n\n16 KiB writes at depth 74 with fio's libaio in the guest, by engine, `cache=none` on the disk. The null \
          disk is the\nceiling: what is missing to it is the storage's. fio's mean times in us: to submit, and from there to \
-         the end.\n\n| | rate | of the ceiling | to submit | to complete |\n|---|--:|--:|--:|--:|\n",
+         the end.\nInterrupts a request are the guest's own count (`/proc/interrupts`).\n\n\
+         | | rate | of the ceiling | to submit | to complete | interrupts |\n|---|--:|--:|--:|--:|--:|\n",
     );
     for kind in kinds {
         for job in rows(*kind, &runner, ringdisk, storages, arguments)? {
@@ -128,7 +135,7 @@ fn rows(
     let said = with_server(server, last, |_| {
         let mut program = Program::new(runner).args([kind.name(), &seconds.to_string(), &JOBS.join(",")]);
         program = program.args(&sockets).limit(limit);
-        if kind == Kind::Qemu {
+        if kind != Kind::Uml {
             program = program.env("RINGDISK_GUEST_KERNEL", packages::guest_kernel()?);
         }
         let watched = program.watch()?;
@@ -148,11 +155,11 @@ fn rows_of(kind: Kind, job: &str, measured: &[Measured]) -> String {
     let ceiling = of(0).map_or(0.0, |one| one.iops);
     let mut text = String::new();
     for (disk, (name, ..)) in DISKS.iter().enumerate() {
-        let Some(Measured { iops, submission_us, completion_us, .. }) = of(disk) else { continue };
+        let Some(Measured { iops, submission_us, completion_us, interrupts, .. }) = of(disk) else { continue };
         let share = if ceiling > 0.0 { iops / ceiling } else { 0.0 };
         let _ = writeln!(
             text,
-            "| {}, {words}, {name} | {} | {share:.2} | {submission_us:.0} | {completion_us:.0} |",
+            "| {}, {words}, {name} | {} | {share:.2} | {submission_us:.0} | {completion_us:.0} | {interrupts:.2} |",
             kind.title(),
             rate(*iops)
         );

@@ -1,6 +1,7 @@
 //! `ringdisk ctl`: manage the disks of a running daemon.
 
 mod duration;
+mod export;
 mod jobs;
 mod latency;
 mod points;
@@ -10,8 +11,7 @@ mod top;
 use crate::output::{self, usage};
 use clap::Subcommand;
 use control::api::{
-    AddDisk, AddExport, ChangeDisk, Disk, Disks, Event, Export, Exports, Jobs, Overlay, Reloaded, Reopen, Resize,
-    Snapshot, Stats,
+    AddDisk, ChangeDisk, Disk, Disks, Event, Exports, Jobs, Overlay, Reloaded, Reopen, Resize, Snapshot, Stats,
 };
 use control::{Client, Options};
 use serde::Serialize;
@@ -144,20 +144,8 @@ enum Verb {
     SnapshotApply(points::SnapshotArgs),
     /// List the exports.
     Exports,
-    /// Serve a disk at one more socket.
-    Export {
-        /// The disk.
-        name: String,
-        /// The vhost-user socket [default: beside the image].
-        #[arg(long, value_name = "PATH")]
-        socket: Option<PathBuf>,
-        /// Guests at this socket cannot write.
-        #[arg(long)]
-        read_only: bool,
-        /// Queues on offer [default: one a CPU, at most 16].
-        #[arg(long, value_name = "N")]
-        queues: Option<u16>,
-    },
+    /// Serve a disk at one more socket, to a guest's monitor or to NBD clients.
+    Export(export::ExportArgs),
     /// Stop serving at one socket.
     Unexport {
         /// The export's number, as "ctl exports" lists it.
@@ -243,13 +231,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Verb::Exports => {
             ctl.show(&ctl.client.get::<Exports>("/v1/exports")?, |exports| tables::exports(&exports.exports))
         }
-        Verb::Export { name, socket, read_only, queues } => {
-            let socket = socket.as_deref().map(daemon::absolute);
-            let (read_only, queues) = (*read_only, *queues);
-            let request = AddExport { disk: name.clone(), socket, read_only, queues, ..AddExport::default() };
-            let export: Export = ctl.client.post("/v1/exports", &request)?;
-            ctl.show(&export, |export| tables::exports(std::slice::from_ref(export)))
-        }
+        Verb::Export(export) => ctl.export(export),
         Verb::Unexport { id } => Ok(ctl.client.delete(&format!("/v1/exports/{id}"))?),
         Verb::Jobs => ctl.show(&ctl.client.get::<Jobs>("/v1/jobs")?, |jobs| tables::jobs(&jobs.jobs)),
         Verb::Pause { job } => ctl.steer(*job, "pause"),

@@ -29,7 +29,7 @@ fn switch(on: bool) -> String {
 
 pub(super) fn disks(answer: &Disks) -> String {
     let rows = answer.disks.iter().map(|disk| {
-        let sockets: Vec<String> = disk.exports.iter().map(|export| export.socket.display().to_string()).collect();
+        let sockets: Vec<String> = disk.exports.iter().map(place).collect();
         let size = drive::human_size(disk.size_bytes);
         vec![disk.name.clone(), size, switch(disk.read_only), disk.file.clone(), sockets.join(" ")]
     });
@@ -57,9 +57,13 @@ pub(super) fn disk(disk: &Disk) -> String {
     }
     line("layers", "");
     disk.layers.iter().for_each(|layer| line("  layer", layer));
-    for Export { id, socket, read_only, queues, .. } in &disk.exports {
-        let mode = if *read_only { ", read-only" } else { "" };
-        line(&format!("export {id}"), &format!("{} ({queues} queues{mode})", socket.display()));
+    for export in &disk.exports {
+        let mode = if export.read_only { ", read-only" } else { "" };
+        let who = match &export.nbd {
+            Some(nbd) => format!("{} NBD clients", nbd.connections),
+            None => format!("{} queues", export.queues),
+        };
+        line(&format!("export {}", export.id), &format!("{} ({who}{mode})", place(export)));
     }
     text
 }
@@ -81,16 +85,20 @@ pub(super) fn reloaded(reloaded: &Reloaded) -> String {
     if text.is_empty() { "nothing differs\n".to_owned() } else { text }
 }
 
+/// What to connect to.
+fn place(export: &Export) -> String {
+    export.nbd.as_ref().map_or_else(|| export.socket.display().to_string(), |nbd| nbd.uri.clone())
+}
+
 pub(super) fn exports(exports: &[Export]) -> String {
     let rows = exports.iter().map(|export| {
-        let socket = export.socket.display().to_string();
         vec![
             export.id.to_string(),
             export.disk.clone(),
             switch(export.read_only),
             export.queues.to_string(),
             export.counters.requests.to_string(),
-            socket,
+            place(export),
         ]
     });
     table(&["id", "disk", "read-only", "queues", "requests", "socket"], rows, 3..5)

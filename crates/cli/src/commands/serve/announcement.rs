@@ -13,8 +13,13 @@ pub(super) fn human(daemon: &Daemon) -> String {
         for export in exports {
             let size = drive::human_size(disk.info.size_bytes);
             let mode = if export.read_only { ", read-only" } else { "" };
-            let _ = writeln!(text, "serving {} ({size}{mode}) at {}", disk.file, export.attachment.socket.display());
-            attachments.push(export.attachment);
+            let place = match &export.nbd {
+                Some(nbd) => nbd.uri.clone(),
+                None => export.attachment.socket.display().to_string(),
+            };
+            let _ = writeln!(text, "serving {} ({size}{mode}) at {place}", disk.file);
+            // NBD clients are no monitors of guests.
+            attachments.extend(export.nbd.is_none().then_some(export.attachment));
         }
         for layer in &disk.layers {
             let _ = writeln!(text, "  {layer}");
@@ -30,6 +35,9 @@ pub(super) fn human(daemon: &Daemon) -> String {
 /// For programs: one line that says the same. Whoever reads it knows that every socket accepts connections.
 pub(super) fn json(daemon: &Daemon) -> String {
     let export = |export: ExportStatus| {
+        if let Some(nbd) = export.nbd {
+            return json!({ "nbd": nbd.uri, "read-only": export.read_only });
+        }
         let Attachment { socket, queues, queue_size } = export.attachment;
         json!({
             "socket": socket.to_string_lossy(),

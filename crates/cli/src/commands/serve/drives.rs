@@ -1,8 +1,10 @@
 //! The disks that the command line and the service manager name, each with its socket and queues.
 
 use super::Args;
+use crate::nbd_options::place;
 use crate::output::usage;
 use control::Configured;
+use control::api::{AddExport, AddNbd, AddTls};
 use drive::{DriveOptions, ParsedDrive, PassedDescriptors};
 use image::{FileName, options_without_secrets};
 use std::path::{Path, PathBuf};
@@ -31,8 +33,20 @@ pub(super) fn drives(args: &Args, is_served_without: bool) -> anyhow::Result<Ask
     give_passed_sockets(&mut drives, &passed)?;
     give_named_sockets(&mut drives, &args.socket, &passed)?;
     let texts = texts(args);
-    let configured = |(drive, text)| Configured { drive, text, serve: true, exports: Vec::new() };
+    let exports: Vec<AddExport> = args.nbd.iter().map(|word| nbd_export(args, word)).collect();
+    let configured = |(drive, text)| Configured { drive, text, serve: true, exports: exports.clone() };
     Ok(Asked::Drives(drives.into_iter().zip(texts).map(configured).collect()))
+}
+
+/// An export of a disk, whatever it is called, to NBD clients.
+fn nbd_export(args: &Args, word: &str) -> AddExport {
+    let (socket, listen) = place(word);
+    let tls = args.nbd_tls_creds.as_deref().map(|credentials| AddTls {
+        credentials: daemon::absolute(credentials),
+        required: true,
+        verify_peer: true,
+    });
+    AddExport { socket, nbd: Some(AddNbd { listen, tls, ..AddNbd::default() }), ..AddExport::default() }
 }
 
 /// The words of the command line for each disk, by which the record of a state directory knows it.

@@ -4,9 +4,9 @@
 //! not for a request. A disk that answers within the turn in which it was asked is timed in one such turn of eight:
 //! there the clock would cost more than one part in a hundred.
 
-use crate::counters::Counter;
-use block::latency::Rest;
-use block::{Part, Parts, Tag};
+use super::counters::Counter;
+use crate::latency::Rest;
+use crate::{DiskQueue, Part, Parts, Tag};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
@@ -15,20 +15,29 @@ use std::time::Instant;
 pub const LATENCY_BUCKETS: usize = 28;
 
 /// Kinds of requests that are counted apart.
-pub(crate) const KINDS: usize = 6;
+const KINDS: usize = 6;
 const NAMES: [&str; KINDS] = ["read", "write", "flush", "discard", "write-zeroes", "secure-erase"];
 
-pub(crate) const READ: u64 = 0;
-pub(crate) const WRITE: u64 = 1;
-pub(crate) const FLUSH: u64 = 2;
-pub(crate) const DISCARD: u64 = 3;
-pub(crate) const WRITE_ZEROES: u64 = 4;
-pub(crate) const SECURE_ERASE: u64 = 5;
+/// Reads; a kind of request, as those that follow.
+pub const READ: u64 = 0;
+/// Writes.
+pub const WRITE: u64 = 1;
+/// Flushes.
+pub const FLUSH: u64 = 2;
+/// Discards.
+pub const DISCARD: u64 = 3;
+/// Zeroes.
+pub const WRITE_ZEROES: u64 = 4;
+/// Secure erases.
+pub const SECURE_ERASE: u64 = 5;
 
-/// A request's key: when it was taken, a flag, its kind.
-pub(crate) const KIND_BITS: u64 = 7;
+/// The part of a request's key that is its kind; the rest is when it was taken, and two flags.
+pub const KIND_BITS: u64 = 7;
+/// Its own parts are known.
 const HAS_PARTS: u64 = 8;
-const KEY_SHIFT: u32 = 4;
+/// A task carried it out that nobody timed: it did what the last one of its kind did that was.
+const AS_BEFORE: u64 = 16;
+const KEY_SHIFT: u32 = 5;
 /// Stands for a time in a turn that was not timed.
 const UNTIMED: u64 = 1 << KEY_SHIFT;
 
@@ -38,7 +47,7 @@ const TIMED_EVERY: u32 = 8;
 const QUICK_NS: u64 = 20_000;
 
 /// Nanoseconds since some moment before the first queue began.
-pub(crate) fn now_ns() -> u64 {
+fn now_ns() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
     let elapsed = START.get_or_init(Instant::now).elapsed();
     u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX).saturating_add(2) & (u64::MAX >> KEY_SHIFT)
@@ -148,7 +157,7 @@ impl QueueLatency {
 
 /// What a queue writes and others read.
 #[derive(Debug, Default)]
-pub(crate) struct Latency {
+pub struct Latency {
     /// Requests whose whole was one part, the engine's or the flush.
     plain: [Histogram; KINDS],
     /// The others.
@@ -163,11 +172,13 @@ pub(crate) struct Latency {
 
 impl Latency {
     /// Has the queue look for its oldest request, if it is awake.
-    pub(crate) fn ask(&self) {
+    pub fn ask(&self) {
         self.is_asked.store(true, Ordering::Relaxed);
     }
 
-    pub(crate) fn snapshot(&self) -> QueueLatency {
+    /// What it says at this moment.
+    #[must_use]
+    pub fn snapshot(&self) -> QueueLatency {
         let since_ns = self.oldest_since_ns.load(Ordering::Relaxed);
         let oldest_ns = if since_ns == 0 { 0 } else { now_ns().saturating_sub(since_ns).max(1) };
         let kinds = NAMES.iter().enumerate().map(|(kind, name)| self.of_kind(kind, name)).collect();
@@ -199,6 +210,12 @@ impl Latency {
     }
 }
 
+/// Where a run of requests with this key is kept: one a kind, and one for those that go as before.
+#[inline]
+fn place_of(key: u64) -> usize {
+    ((key & KIND_BITS) | ((key & AS_BEFORE) >> 1)) as usize
+}
+
 /// What a request that has no parts spends its time on.
 fn plain_part(kind: u64) -> Part {
     if kind == FLUSH { Part::Flush } else { Part::Engine }
@@ -214,15 +231,15 @@ struct Run {
 }
 
 /// A queue's own side of it.
-pub(crate) struct Stopwatch {
+pub struct Stopwatch {
     latency: std::sync::Arc<Latency>,
     /// The key of what is taken now, without its kind.
     stamp: u64,
     /// Bytes read and written that are not counted yet.
     moved: [usize; 2],
-    /// The runs that go on, by kind, and which there are.
-    runs: [Run; 8],
-    active: u8,
+    /// The runs that go on, by [`place_of`], and which there are.
+    runs: [Run; 16],
+    active: u16,
     ended: Vec<Run>,
     /// By head; made when the first request has some.
     parts: Vec<Parts>,
@@ -240,12 +257,14 @@ pub(crate) struct Stopwatch {
 }
 
 impl Stopwatch {
-    pub(crate) fn new(latency: std::sync::Arc<Latency>, size: usize) -> Self {
+    /// One for a queue with at most `size` requests in flight, whose tags are below that.
+    #[must_use]
+    pub fn new(latency: std::sync::Arc<Latency>, size: usize) -> Self {
         Self {
             latency,
             stamp: UNTIMED,
             moved: [0; 2],
-            runs: [Run::default(); 8],
+            runs: [Run::default(); 16],
             active: 0,
             ended: Vec::with_capacity(size),
             parts: Vec::new(),
@@ -262,7 +281,7 @@ impl Stopwatch {
 
     /// The first request of a turn is about to begin.
     #[inline]
-    pub(crate) fn begins_batch(&mut self) {
+    pub fn begins_batch(&mut self) {
         self.turn = self.turn.wrapping_add(1);
         self.stamp = match self.is_quick && !self.turn.is_multiple_of(TIMED_EVERY) {
             true => UNTIMED,
@@ -272,12 +291,14 @@ impl Stopwatch {
 
     /// What a request keeps that begins now.
     #[inline]
-    pub(crate) fn key(&self, kind: u64) -> u64 {
+    #[must_use]
+    pub fn key(&self, kind: u64) -> u64 {
         self.stamp | kind
     }
 
+    /// Bytes that a read or a write moves.
     #[inline]
-    pub(crate) fn moves(&mut self, kind: u64, bytes: usize) {
+    pub fn moves(&mut self, kind: u64, bytes: usize) {
         if let Some(moved) = self.moved.get_mut(kind as usize & 1) {
             *moved = moved.wrapping_add(bytes);
         }
@@ -286,11 +307,7 @@ impl Stopwatch {
     /// Takes what the disk's last harvest says of the parts of requests. `look_up` calls with the key of a request in
     /// flight, given its head.
     #[inline]
-    pub(crate) fn take_timings(
-        &mut self,
-        disk: &mut dyn block::DiskQueue,
-        look_up: impl FnMut(u16, &mut dyn FnMut(&mut u64)),
-    ) {
+    pub fn take_timings(&mut self, disk: &mut dyn DiskQueue, look_up: impl FnMut(u16, &mut dyn FnMut(&mut u64))) {
         disk.take_timings(&mut self.timings);
         if !self.timings.is_empty() {
             self.note_timings(look_up);
@@ -305,20 +322,21 @@ impl Stopwatch {
         for (tag, more) in self.timings.drain(..) {
             let Ok(head) = u16::try_from(tag) else { continue };
             let Some(parts) = self.parts.get_mut(usize::from(head)) else { continue };
-            look_up(head, &mut |key| {
-                match *key & HAS_PARTS {
-                    0 => *parts = more,
-                    _ => parts.merge(&more),
+            look_up(head, &mut |key| match (more.rest, *key & HAS_PARTS) {
+                (Rest::AsBefore, _) => *key |= AS_BEFORE,
+                (_, 0) => {
+                    *parts = more;
+                    *key |= HAS_PARTS;
                 }
-                *key |= HAS_PARTS;
+                _ => parts.merge(&more),
             });
         }
     }
 
     /// A request has ended.
     #[inline]
-    pub(crate) fn ended(&mut self, head: u16, key: u64) {
-        match self.runs.get_mut((key & KIND_BITS) as usize) {
+    pub fn ended(&mut self, head: u16, key: u64) {
+        match self.runs.get_mut(place_of(key)) {
             Some(run) if run.key == key => run.count = run.count.wrapping_add(1),
             _ => self.another_run(head, key),
         }
@@ -330,19 +348,19 @@ impl Stopwatch {
         if key & HAS_PARTS != 0 {
             return self.ended.push(run);
         }
-        let kind = key & KIND_BITS;
-        if let (Some(place), true) = (self.runs.get_mut(kind as usize), key != 0) {
-            let former = std::mem::replace(place, run);
+        let place = place_of(key);
+        if let (Some(slot), true) = (self.runs.get_mut(place), key != 0) {
+            let former = std::mem::replace(slot, run);
             if former.count > 0 {
                 self.ended.push(former);
             }
-            self.active |= 1_u8.wrapping_shl(kind as u32);
+            self.active |= 1_u16.wrapping_shl(place as u32);
         }
     }
 
     /// A turn that took requests is over; whether all of them have ended.
     #[inline]
-    pub(crate) fn ends_batch(&mut self, all_ended: bool) {
+    pub fn ends_batch(&mut self, all_ended: bool) {
         if self.stamp == UNTIMED && !all_ended && self.untimed_since_ns == 0 {
             self.untimed_since_ns = now_ns();
         }
@@ -356,13 +374,14 @@ impl Stopwatch {
 
     /// Just before what has ended is published: when that is; zero where nobody needs to know.
     #[inline]
-    pub(crate) fn publishes(&self) -> u64 {
+    #[must_use]
+    pub fn publishes(&self) -> u64 {
         if self.stamp == UNTIMED && self.untimed_since_ns == 0 && self.ended.is_empty() { 0 } else { now_ns() }
     }
 
     /// What has ended is published. `end_ns` is what [`Stopwatch::publishes`] said.
     #[inline]
-    pub(crate) fn published(&mut self, end_ns: u64, notified: bool) {
+    pub fn published(&mut self, end_ns: u64, notified: bool) {
         let notify_ns = match (notified, end_ns) {
             (false, _) => 0,
             (true, 0) => self.quick_notify_ns,
@@ -373,9 +392,9 @@ impl Stopwatch {
         }
         let mut active = std::mem::take(&mut self.active);
         while active != 0 {
-            let kind = active.trailing_zeros() as usize;
+            let place = active.trailing_zeros() as usize;
             active &= active.wrapping_sub(1);
-            if let Some(run) = self.runs.get_mut(kind).map(std::mem::take) {
+            if let Some(run) = self.runs.get_mut(place).map(std::mem::take) {
                 self.record(run, end_ns, notify_ns);
             }
         }
@@ -410,6 +429,10 @@ impl Stopwatch {
         if run.key & HAS_PARTS != 0 {
             return self.record_parts(&run, ns, notify_ns);
         }
+        if run.key & AS_BEFORE != 0 {
+            let parts = self.last.get(kind).copied().unwrap_or_default().scaled_to(ns);
+            return self.add_parts(kind, parts, (ns, notify_ns), run.count);
+        }
         if notify_ns == 0 {
             if let Some(plain) = self.latency.plain.get(kind) {
                 plain.add(ns, run.count);
@@ -429,7 +452,8 @@ impl Stopwatch {
         // Tasks of one request may have run side by side.
         let mut parts = if known.sum_ns() > ns { known.scaled_to(ns) } else { known };
         let rest_ns = ns.saturating_sub(parts.sum_ns());
-        match known.rest {
+        let rest = if run.key & AS_BEFORE == 0 { known.rest } else { Rest::AsBefore };
+        match rest {
             Rest::Engine => parts.add(plain_part(kind as u64), rest_ns),
             Rest::Queue => {
                 parts.add(Part::Queue, rest_ns);
@@ -439,26 +463,32 @@ impl Stopwatch {
             }
             Rest::AsBefore => parts.merge(&self.last.get(kind).copied().unwrap_or_default().scaled_to(rest_ns)),
         }
+        self.add_parts(kind, parts, (ns, notify_ns), 1);
+    }
+
+    /// Counts requests that took `ns` each, which `parts` make up, before their end was told.
+    fn add_parts(&self, kind: usize, mut parts: Parts, (ns, notify_ns): (u64, u64), count: u64) {
         parts.add(Part::Notify, notify_ns);
         if let Some(whole) = self.latency.whole.get(kind) {
-            whole.add(ns.saturating_add(notify_ns), 1);
+            whole.add(ns.saturating_add(notify_ns), count);
         }
         for (part, _) in Part::NAMES {
             match parts.get(part) {
                 0 => {}
-                ns => self.latency.add_part(kind, part, ns, 1),
+                ns => self.latency.add_part(kind, part, ns, count),
             }
         }
     }
 
     /// Whether somebody wants to know the oldest request.
     #[inline]
-    pub(crate) fn is_asked(&self) -> bool {
+    #[must_use]
+    pub fn is_asked(&self) -> bool {
         self.latency.is_asked.load(Ordering::Relaxed)
     }
 
     /// Says which of the requests in flight, given by their keys, is the oldest.
-    pub(crate) fn note_oldest(&self, keys: impl Iterator<Item = u64>) {
+    pub fn note_oldest(&self, keys: impl Iterator<Item = u64>) {
         let since = |key: u64| match key.wrapping_shr(KEY_SHIFT) {
             1 if self.untimed_since_ns == 0 => now_ns(),
             1 => self.untimed_since_ns,

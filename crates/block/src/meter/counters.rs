@@ -1,6 +1,6 @@
 //! What a queue counts. One thread writes, any may read: plain loads and stores, no locked instruction.
 
-use crate::latency::Latency;
+use super::stopwatch::Latency;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -10,6 +10,7 @@ pub struct Counter(AtomicU64);
 
 impl Counter {
     /// Adds `count`.
+    #[inline]
     pub fn add(&self, count: usize) {
         let sum = self.0.load(Ordering::Relaxed).wrapping_add(count as u64);
         self.0.store(sum, Ordering::Relaxed);
@@ -23,6 +24,8 @@ impl Counter {
     }
 
     /// The count.
+    #[inline]
+    #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -30,18 +33,25 @@ impl Counter {
 
 /// The counters of one queue, for as long as its device lives.
 #[derive(Debug, Default)]
-pub(crate) struct RingCounters {
-    pub(crate) requests: Counter,
-    pub(crate) batches: Counter,
-    pub(crate) notifications: Counter,
-    pub(crate) notifications_avoided: Counter,
-    pub(crate) failed: Counter,
-    pub(crate) faults: Counter,
-    /// Requests that the storage failed, and those of them for which there was no space.
-    pub(crate) io_errors: Counter,
-    pub(crate) no_space: Counter,
+pub struct RingCounters {
+    /// As [`RingStats::requests`], and so on.
+    pub requests: Counter,
+    /// Turns.
+    pub batches: Counter,
+    /// Sent.
+    pub notifications: Counter,
+    /// Not wanted.
+    pub notifications_avoided: Counter,
+    /// With an error.
+    pub failed: Counter,
+    /// Rules that were broken.
+    pub faults: Counter,
+    /// Requests that the storage failed, for other reasons than its space.
+    pub io_errors: Counter,
+    /// Requests that the storage had no space for.
+    pub no_space: Counter,
     /// Times that the guest's memory could not be registered.
-    pub(crate) unregistered: Counter,
+    pub unregistered: Counter,
     /// Made when the queue runs for the first time.
     latency: OnceLock<Arc<Latency>>,
 }
@@ -68,16 +78,21 @@ pub struct RingStats {
 }
 
 impl RingCounters {
-    pub(crate) fn latency(&self) -> Arc<Latency> {
+    /// How long its requests take.
+    #[must_use]
+    pub fn latency(&self) -> Arc<Latency> {
         Arc::clone(self.latency.get_or_init(Arc::default))
     }
 
     /// Nothing where the queue has never run.
-    pub(crate) fn latency_if_any(&self) -> Option<&Latency> {
+    #[must_use]
+    pub fn latency_if_any(&self) -> Option<&Latency> {
         self.latency.get().map(Arc::as_ref)
     }
 
-    pub(crate) fn snapshot(&self) -> RingStats {
+    /// What it says at this moment.
+    #[must_use]
+    pub fn snapshot(&self) -> RingStats {
         RingStats {
             requests: self.requests.get(),
             batches: self.batches.get(),
@@ -87,6 +102,24 @@ impl RingCounters {
             faults: self.faults.get(),
             io_errors: self.io_errors.get(),
             no_space: self.no_space.get(),
+        }
+    }
+}
+
+impl RingStats {
+    /// Those of both.
+    pub fn merge(&mut self, other: &Self) {
+        for (sum, more) in [
+            (&mut self.requests, other.requests),
+            (&mut self.batches, other.batches),
+            (&mut self.notifications, other.notifications),
+            (&mut self.notifications_avoided, other.notifications_avoided),
+            (&mut self.failed, other.failed),
+            (&mut self.faults, other.faults),
+            (&mut self.io_errors, other.io_errors),
+            (&mut self.no_space, other.no_space),
+        ] {
+            *sum = sum.wrapping_add(more);
         }
     }
 }

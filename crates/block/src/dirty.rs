@@ -1,0 +1,94 @@
+//! What was written to a disk since some moment: bits that somebody keeps of it.
+
+use crate::Result;
+use std::ops::Range;
+
+/// Keeps bitmaps of what is written to a disk, and can be asked for them by name.
+pub trait DirtyBitmaps: Send + Sync {
+    /// What a bitmap says at this moment. One that is not there, or whose bits mean nothing, is an error. This blocks while
+    /// tables are read.
+    fn dirty_bitmap(&self, name: &str) -> Result<DirtyMap>;
+}
+
+/// A bit for each granule of a disk, the first in the lowest bit of the first byte: set where it was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DirtyMap {
+    /// Bytes that a bit stands for, as a power of two.
+    pub granularity_bits: u8,
+    /// Bytes of the disk that there are bits for. What lies behind has been added since, and counts as written.
+    pub size_bytes: u64,
+    /// The bits.
+    pub bits: Vec<u8>,
+    /// Writes are noted in it at this moment, so it may say more the next time.
+    pub is_recording: bool,
+}
+
+impl DirtyMap {
+    /// Takes bits.
+    #[must_use]
+    pub fn new(granularity_bits: u8, size_bytes: u64, bits: Vec<u8>, is_recording: bool) -> Self {
+        Self { granularity_bits: granularity_bits.min(63), size_bytes, bits, is_recording }
+    }
+
+    /// The runs of a range, in order and without gaps: their lengths, and whether they were written. Two neighbours differ.
+    /// At most `most` runs are told, and nothing of what follows them.
+    #[must_use]
+    pub fn runs(&self, within: Range<u64>, most: usize) -> Vec<(u64, bool)> {
+        let mut runs: Vec<(u64, bool)> = Vec::new();
+        let mut at = within.start;
+        while at < within.end {
+            let (dirty, next) = self.look_at(at);
+            let next = next.min(within.end).max(at.saturating_add(1));
+            let length_bytes = next.saturating_sub(at);
+            let told = runs.len();
+            match runs.last_mut() {
+                Some((length, last)) if *last == dirty => *length = length.saturating_add(length_bytes),
+                _ if told >= most => break,
+                _ => runs.push((length_bytes, dirty)),
+            }
+            at = next;
+        }
+        runs
+    }
+
+    /// Whether a byte was written, and where that may change.
+    fn look_at(&self, at: u64) -> (bool, u64) {
+        if at >= self.size_bytes {
+            return (true, u64::MAX);
+        }
+        let shift = u32::from(self.granularity_bits);
+        let granule = at.wrapping_shr(shift);
+        let index = usize::try_from(granule / 8).unwrap_or(usize::MAX);
+        let byte = self.bits.get(index).copied().unwrap_or(0);
+        // Granules of a byte that are alike are one step.
+        let (dirty, granules) = match byte {
+            0 => (false, 8_u64.saturating_sub(granule % 8)),
+            u8::MAX => (true, 8_u64.saturating_sub(granule % 8)),
+            byte => (byte.wrapping_shr((granule % 8) as u32) & 1 != 0, 1),
+        };
+        let end = granule.saturating_add(granules);
+        let end = end.saturating_mul(1_u64.wrapping_shl(shift));
+        (dirty, end.min(self.size_bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_those_of_the_bits_and_what_was_added_is_written() {
+        let mut bits = vec![0; 8];
+        (bits[0], bits[1], bits[2]) = (0b1000_0001, 0xff, 0b1);
+        let map = DirtyMap::new(9, 64 * 512, bits, false);
+        let all = map.runs(0..70 * 512, 100);
+        let sectors: Vec<(u64, bool)> = all.into_iter().map(|(length, dirty)| (length / 512, dirty)).collect();
+        assert_eq!(sectors, [(1, true), (6, false), (10, true), (47, false), (6, true)]);
+        assert_eq!(map.runs(100..512 + 7, 100), [(412, true), (7, false)]);
+        assert_eq!(map.runs(0..70 * 512, 2), [(512, true), (6 * 512, false)]);
+        assert!(map.runs(5..5, 2).is_empty());
+        // Fewer bits than the disk has granules.
+        assert_eq!(DirtyMap::new(63, 1 << 40, Vec::new(), true).runs(0..1 << 40, 9), [(1 << 40, false)]);
+    }
+}

@@ -1,0 +1,76 @@
+//! `ctl export`: one more socket for a disk.
+
+use super::{Ctl, tables};
+use crate::nbd_options::{TlsArgs, place};
+use control::api::{AddExport, AddNbd, Export};
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub(super) struct ExportArgs {
+    /// The disk.
+    name: String,
+    /// The vhost-user socket [default: beside the image].
+    #[arg(long, value_name = "PATH", conflicts_with = "nbd")]
+    socket: Option<PathBuf>,
+    /// Guests or clients at this socket cannot write.
+    #[arg(long)]
+    read_only: bool,
+    /// Queues on offer [default: one a CPU, at most 16].
+    #[arg(long, value_name = "N", conflicts_with = "nbd")]
+    queues: Option<u16>,
+    /// Serve NBD clients at this Unix socket (for the daemon's user only) or TCP address. Several disks can be at one, under
+    /// names of their own. Without TLS, whoever can reach it can use the disk.
+    #[arg(long, value_name = "SOCKET|ADDRESS:PORT")]
+    nbd: Option<String>,
+    /// What NBD clients call the disk [default: its name].
+    #[arg(long, value_name = "NAME", requires = "nbd")]
+    export_name: Option<String>,
+    /// What NBD clients are told about it.
+    #[arg(long, value_name = "TEXT", default_value = "", requires = "nbd")]
+    description: String,
+    /// A persistent bitmap that NBD clients can ask for, as qemu:dirty-bitmap:NAME. May be repeated.
+    #[arg(long, value_name = "NAME", requires = "nbd")]
+    bitmap: Vec<String>,
+    /// NBD connections at once at this address; others wait [default: 16].
+    #[arg(long, value_name = "N", requires = "nbd", value_parser = clap::value_parser!(u16).range(1..))]
+    shared: Option<u16>,
+    #[command(flatten)]
+    tls: TlsArgs,
+}
+
+impl ExportArgs {
+    fn request(&self) -> anyhow::Result<AddExport> {
+        let mut request = AddExport {
+            disk: self.name.clone(),
+            // The daemon has a working directory of its own.
+            socket: self.socket.as_deref().map(daemon::absolute),
+            read_only: self.read_only,
+            queues: self.queues,
+            ..AddExport::default()
+        };
+        match &self.nbd {
+            Some(address) => {
+                let (socket, listen) = place(address);
+                request.socket = socket;
+                request.nbd = Some(AddNbd {
+                    listen,
+                    name: self.export_name.clone(),
+                    description: self.description.clone(),
+                    bitmaps: self.bitmap.clone(),
+                    connections: self.shared,
+                    tls: self.tls.asked(),
+                });
+            }
+            None if self.tls.tls_creds.is_some() => return Err(crate::output::usage("--tls-creds needs --nbd")),
+            None => {}
+        }
+        Ok(request)
+    }
+}
+
+impl Ctl {
+    pub(super) fn export(&self, args: &ExportArgs) -> anyhow::Result<()> {
+        let export: Export = self.client.post("/v1/exports", &args.request()?)?;
+        self.show(&export, |export| tables::exports(std::slice::from_ref(export)))
+    }
+}

@@ -1,0 +1,85 @@
+//! Exports that were asked for: what the daemon makes of them, and how they are told of.
+
+use super::{Manager, counters_of};
+use crate::api::{AddExport, AddNbd, AddTls, Export, NbdExport};
+use block::{Error, ErrorKind, Result};
+use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, absolute};
+use drive::ExportOptions;
+
+impl Manager {
+    /// Begins an export.
+    pub(super) fn begin_export(&self, node: NodeId, request: &AddExport) -> Result<ExportId> {
+        match &request.nbd {
+            None => self.daemon.add_export(node, &export_options(request)),
+            Some(nbd) => self.daemon.add_nbd_export(node, &nbd_options(request, nbd)?),
+        }
+    }
+}
+
+/// Another run of the daemon may have another working directory.
+pub(super) fn with_absolute_paths(mut request: AddExport) -> AddExport {
+    request.socket = request.socket.as_deref().map(absolute);
+    if let Some(tls) = request.nbd.as_mut().and_then(|nbd| nbd.tls.as_mut()) {
+        tls.credentials = absolute(&tls.credentials);
+    }
+    request
+}
+
+fn export_options(request: &AddExport) -> ExportOptions {
+    let mut options = ExportOptions::default();
+    options.socket.clone_from(&request.socket);
+    options.read_only = request.read_only;
+    options.queues = request.queues;
+    options.queue_size = request.queue_size;
+    options.fixed_buffers = request.fixed_buffers;
+    options
+}
+
+fn nbd_options(request: &AddExport, nbd: &AddNbd) -> Result<NbdOptions> {
+    let bad = |what: &str| Err(Error::new(ErrorKind::BadOption, what));
+    let address = match (&request.socket, &nbd.listen) {
+        (Some(path), None) => NbdAddress::Unix(absolute(path)),
+        (None, Some(address)) => NbdAddress::Tcp(address.clone()),
+        _ => return bad("an NBD export needs a socket, or an address to listen at, and not both"),
+    };
+    if request.queues.is_some() || request.queue_size.is_some() || request.fixed_buffers {
+        return bad("queues, queue-size and fixed-buffers are for vhost-user: NBD clients have connections");
+    }
+    if nbd.connections == Some(0) {
+        return bad("an NBD export needs at least one connection");
+    }
+    let mut options = NbdOptions::at(address);
+    options.name.clone_from(&nbd.name);
+    options.description.clone_from(&nbd.description);
+    options.read_only = request.read_only;
+    options.bitmaps.clone_from(&nbd.bitmaps);
+    options.connections = nbd.connections;
+    options.tls = nbd.tls.as_ref().map(|AddTls { credentials, required, verify_peer }| {
+        let mut tls = NbdTls::new(credentials);
+        (tls.is_required, tls.verifies_peers) = (*required, *verify_peer);
+        tls
+    });
+    Ok(options)
+}
+
+pub(super) fn to_export(status: &ExportStatus, disk: String) -> Export {
+    let nbd = status.nbd.as_ref().map(|nbd| NbdExport {
+        uri: nbd.uri.clone(),
+        name: nbd.name.clone(),
+        description: nbd.description.clone(),
+        bitmaps: nbd.bitmaps.clone(),
+        tls: nbd.has_tls,
+        connections: nbd.connections as u64,
+    });
+    Export {
+        id: status.id.number(),
+        disk,
+        socket: status.attachment.socket.clone(),
+        read_only: status.read_only,
+        queues: status.attachment.queues,
+        queue_size: status.attachment.queue_size,
+        connected: status.connected,
+        counters: counters_of(status),
+        nbd,
+    }
+}

@@ -1,0 +1,288 @@
+//! Disks for NBD clients: servers at addresses, each with the exports of one or of several disks.
+//!
+//! A server begins with its first export and ends with its last. Exports at one address differ by their names.
+
+use crate::attach::absolute;
+use crate::daemon::Daemon;
+use crate::front::Front;
+use crate::status::{ExportId, NbdStatus, NodeId};
+use crate::table::Found;
+use block::{DirtyBitmaps, Disk, Error, ErrorKind, ReactorHandle, Result};
+use export_nbd::{Credentials, Limits, NbdBitmap, NbdExport, NbdListener, NbdServer, ServerOptions, Tls};
+use export_vhost_user::ListenSocket;
+use image::Image;
+use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A Unix socket is for this user only.
+const SOCKET_MODE: u32 = 0o600;
+
+/// Where NBD clients come in.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum NbdAddress {
+    /// A Unix socket at this path, for this user only.
+    Unix(PathBuf),
+    /// `ADDRESS:PORT`. Whoever can reach it can use the disks there, unless TLS asks for a certificate.
+    Tcp(String),
+}
+
+impl NbdAddress {
+    /// Reads a word of a command line: `ADDRESS:PORT`, or a path. A path that looks like an address has a `/` in it.
+    #[must_use]
+    pub fn parse(text: &str) -> Self {
+        let is_number = |port: &str| !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
+        let is_address = text.rsplit_once(':').is_some_and(|(_, port)| is_number(port)) && !text.contains('/');
+        match is_address {
+            true => Self::Tcp(text.to_owned()),
+            false => Self::Unix(absolute(Path::new(text))),
+        }
+    }
+
+    /// The name that clients take for an export here (the URI of the NBD protocol).
+    #[must_use]
+    pub fn uri(&self, export: &str, has_tls: bool) -> String {
+        let scheme = if has_tls { "nbds" } else { "nbd" };
+        match self {
+            Self::Unix(path) => {
+                format!("{scheme}+unix:///{}?socket={}", escaped(export), escaped(&path.to_string_lossy()))
+            }
+            Self::Tcp(address) => format!("{scheme}://{address}/{}", escaped(export)),
+        }
+    }
+
+    fn listen(&self) -> Result<(NbdListener, Option<ListenSocket>)> {
+        match self {
+            Self::Unix(path) => {
+                let socket = ListenSocket::of_mode(path, SOCKET_MODE)?;
+                let failed = |error| Error::io(format!("cannot duplicate the socket '{}'", path.display()), error);
+                let listener = socket.listener().try_clone().map_err(failed)?;
+                Ok((NbdListener::Unix(listener), Some(socket)))
+            }
+            Self::Tcp(address) => {
+                let failed = |error| Error::io(format!("cannot listen at '{address}'"), error);
+                Ok((NbdListener::Tcp(TcpListener::bind(address).map_err(failed)?), None))
+            }
+        }
+    }
+}
+
+impl fmt::Display for NbdAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => path.display().fmt(f),
+            Self::Tcp(address) => f.write_str(address),
+        }
+    }
+}
+
+/// What a URI takes as it is, and the rest as `%XX`.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::new();
+    for byte in text.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'/' => escaped.push(byte.into()),
+            _ => drop(write!(escaped, "%{byte:02X}")),
+        }
+    }
+    escaped
+}
+
+/// How a server uses TLS.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NbdTls {
+    /// Has `ca-cert.pem`, `server-cert.pem` and `server-key.pem`.
+    pub credentials: PathBuf,
+    /// Clients must use it; otherwise they may.
+    pub is_required: bool,
+    /// Clients need a certificate of the same authority.
+    pub verifies_peers: bool,
+}
+
+impl NbdTls {
+    /// Clients must use it, and need a certificate.
+    #[must_use]
+    pub fn new(credentials: impl Into<PathBuf>) -> Self {
+        Self { credentials: credentials.into(), is_required: true, verifies_peers: true }
+    }
+}
+
+/// How a disk is served to NBD clients.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NbdOptions {
+    /// Where.
+    pub address: NbdAddress,
+    /// What clients call it; the disk's name where not given.
+    pub name: Option<String>,
+    /// What clients are told about it.
+    pub description: String,
+    /// Clients cannot write.
+    pub read_only: bool,
+    /// Persistent bitmaps that clients can ask for.
+    pub bitmaps: Vec<String>,
+    /// Connections at once at this address; the server's default where not given. Others wait.
+    pub connections: Option<u16>,
+    /// Certificates, if clients may or must use TLS.
+    pub tls: Option<NbdTls>,
+}
+
+impl NbdOptions {
+    /// At an address, with all else as usual.
+    #[must_use]
+    pub fn at(address: NbdAddress) -> Self {
+        let (description, bitmaps) = (String::new(), Vec::new());
+        Self { address, name: None, description, read_only: false, bitmaps, connections: None, tls: None }
+    }
+
+    fn connections(&self) -> usize {
+        self.connections.map_or(Limits::default().connections, usize::from)
+    }
+}
+
+/// The servers of a daemon.
+#[derive(Default)]
+pub(crate) struct Servers {
+    /// Held while servers begin, so that two exports at one address find each other.
+    all: Mutex<BTreeMap<NbdAddress, Arc<Serving>>>,
+}
+
+struct Serving {
+    server: NbdServer,
+    connections: usize,
+    tls: Option<NbdTls>,
+    /// Removes its file, when the server has ended.
+    _socket: Option<ListenSocket>,
+}
+
+impl Servers {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<NbdAddress, Arc<Serving>>> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, options: &NbdOptions, export: NbdExport, reactors: Vec<Arc<dyn ReactorHandle>>) -> Result<()> {
+        let mut all = self.lock();
+        if let Some(serving) = all.get(&options.address) {
+            if serving.tls != options.tls || serving.connections != options.connections() {
+                let what = format!(
+                    "an NBD server is at '{}' already, with other connections or TLS: name the same, or another address",
+                    options.address
+                );
+                return Err(Error::new(ErrorKind::Locked, what));
+            }
+            return serving.server.add(export);
+        }
+        let tls = options
+            .tls
+            .as_ref()
+            .map(|tls| Tls::new(&Credentials::in_directory(&tls.credentials), tls.is_required, tls.verifies_peers));
+        let tls = tls.transpose()?;
+        let (listener, socket) = options.address.listen()?;
+        let server = NbdServer::start(
+            listener,
+            vec![export],
+            reactors,
+            ServerOptions::default().with(|server| {
+                server.limits.connections = options.connections();
+                server.tls = tls;
+            }),
+        )?;
+        let serving = Serving { server, connections: options.connections(), tls: options.tls.clone(), _socket: socket };
+        all.insert(options.address.clone(), Arc::new(serving));
+        Ok(())
+    }
+
+    /// Ends an export, and its server if it was the last there.
+    fn remove(&self, address: &NbdAddress, name: &str) {
+        let Some(serving) = self.lock().get(address).cloned() else { return };
+        serving.server.remove(name);
+        let mut all = self.lock();
+        let is_it = all.get(address).is_some_and(|other| Arc::ptr_eq(other, &serving));
+        if is_it && !serving.server.is_serving() {
+            all.remove(address);
+        }
+        drop(all);
+        // The last that has it ends it.
+        drop(serving);
+    }
+}
+
+/// One disk at a server.
+pub(crate) struct NbdFront {
+    servers: Arc<Servers>,
+    address: NbdAddress,
+    has_tls: bool,
+    pub(crate) export: NbdExport,
+}
+
+impl NbdFront {
+    pub(crate) fn stop(self) {
+        self.servers.remove(&self.address, &self.export.name);
+    }
+
+    pub(crate) fn status(&self) -> NbdStatus {
+        NbdStatus {
+            address: self.address.clone(),
+            uri: self.address.uri(&self.export.name, self.has_tls),
+            name: self.export.name.clone(),
+            description: self.export.description.clone(),
+            bitmaps: self.export.bitmaps.iter().map(|bitmap| bitmap.name.clone()).collect(),
+            has_tls: self.has_tls,
+            connections: self.export.connections(),
+        }
+    }
+}
+
+impl Daemon {
+    /// Serves a disk to NBD clients. When this returns, they can connect. Several disks can be at one address, under names
+    /// of their own; a client that names nothing gets the first that is there.
+    pub fn add_nbd_export(&self, node: NodeId, options: &NbdOptions) -> Result<ExportId> {
+        let found = self.table.find(node)?;
+        let export = export_of(&found, options)?;
+        let name = export.name.clone();
+        let begin = || {
+            self.servers.add(options, export.clone(), self.reactor_handles())?;
+            let (servers, address) = (Arc::clone(&self.servers), options.address.clone());
+            Ok(Front::Nbd(Box::new(NbdFront { servers, address, has_tls: options.tls.is_some(), export })))
+        };
+        let id = self.begin_nbd(&found, options, begin)?;
+        tracing::info!(disk = %found.name, export = %name, "served to NBD clients at '{}'", options.address);
+        Ok(id)
+    }
+}
+
+fn export_of(found: &Found, options: &NbdOptions) -> Result<NbdExport> {
+    let disk: Arc<dyn Disk> = Arc::clone(&found.disk.disk);
+    let mut bitmaps = Vec::new();
+    for name in &options.bitmaps {
+        let none = || Error::new(ErrorKind::Unsupported, format!("the disk '{}' has no bitmaps", found.name));
+        let image: &Arc<Image> = found.disk.image.as_ref().ok_or_else(none)?;
+        // One that is not there is refused at once.
+        image.dirty_bitmap(name).map_err(|error| error.in_context(&found.file))?;
+        bitmaps.push(NbdBitmap { name: name.clone(), source: Arc::clone(image) as Arc<dyn DirtyBitmaps> });
+    }
+    let name = options.name.clone().unwrap_or_else(|| found.name.clone());
+    Ok(NbdExport::new(name, disk).with(|export| {
+        export.description.clone_from(&options.description);
+        export.read_only = options.read_only;
+        export.bitmaps = bitmaps;
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_addresses_or_paths_and_uris_are_escaped() {
+        let tcp = |text: &str| NbdAddress::parse(text) == NbdAddress::Tcp(text.to_owned());
+        assert!(tcp("127.0.0.1:10809") && tcp("[::1]:10809") && tcp("host:1"));
+        assert!(!tcp("/run/a:1") && !tcp("nbd.sock") && !tcp("a:x") && !tcp("a:"));
+        let unix = NbdAddress::Unix("/run/a b?.nbd".into());
+        assert_eq!(unix.uri("c&d/e", false), "nbd+unix:///c%26d/e?socket=/run/a%20b%3F.nbd");
+        assert_eq!(NbdAddress::parse("[::1]:9").uri("", true), "nbds://[::1]:9/");
+    }
+}

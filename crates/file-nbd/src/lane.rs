@@ -1,0 +1,111 @@
+//! One connection: bytes on their way to the server, and those that arrive.
+
+use crate::handshake::Stream;
+use crate::replies::Replies;
+use memory::{AlignedBuf, SocketPart, send_parts};
+use nbd_wire::numbers::command;
+use nbd_wire::request::Request;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+/// Data on their way to a call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Data {
+    pub(crate) cookie: u64,
+    pub(crate) at: usize,
+    pub(crate) left: usize,
+    pub(crate) done: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct Lane {
+    pub(crate) stream: Stream,
+    /// Headers with the payload behind them.
+    sending: VecDeque<(Vec<u8>, Option<Arc<AlignedBuf>>)>,
+    /// What of the first of them is sent.
+    sent: usize,
+    pub(crate) replies: Replies,
+    pub(crate) data: Option<Data>,
+}
+
+impl Lane {
+    pub(crate) fn new(stream: Stream) -> Self {
+        Self { stream, sending: VecDeque::new(), sent: 0, replies: Replies::new(), data: None }
+    }
+
+    /// A request goes out next.
+    pub(crate) fn put(&mut self, request: &Request, extended: bool, payload: Option<Arc<AlignedBuf>>) {
+        let mut head = Vec::new();
+        request.put(&mut head, extended);
+        self.sending.push_back((head, payload));
+    }
+
+    /// Something is left to be sent.
+    pub(crate) fn sends(&self) -> bool {
+        !self.sending.is_empty()
+    }
+
+    /// Sends what the socket takes.
+    pub(crate) fn send(&mut self) -> io::Result<()> {
+        while !self.sending.is_empty() {
+            let mut skip = self.sent;
+            let parts = self.sending.iter().flat_map(|(head, payload)| {
+                let skipped = std::mem::take(&mut skip);
+                let payload = payload.as_ref().map_or(&[][..], |payload| payload);
+                let in_payload = skipped.saturating_sub(head.len());
+                [head.get(skipped..).unwrap_or_default(), payload.get(in_payload..).unwrap_or_default()]
+                    .map(SocketPart::Bytes)
+            });
+            match send_parts(self.stream.as_fd(), parts) {
+                Ok(count) => self.sent = self.sent.saturating_add(count),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+            while let Some((head, payload)) = self.sending.front() {
+                let length = head.len().saturating_add(payload.as_ref().map_or(0, |payload| payload.len()));
+                if self.sent < length {
+                    break;
+                }
+                self.sent = self.sent.saturating_sub(length);
+                self.sending.pop_front();
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives more of what is no data; false if nothing is there.
+    pub(crate) fn fill(&mut self) -> io::Result<bool> {
+        let stream = &self.stream;
+        match self.replies.fill(|room| Ok(rustix::io::read(stream, room)?)) {
+            Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection")),
+            Ok(_) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(true),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Receives data to their place; `None` if nothing is there.
+    pub(crate) fn receive_into(&mut self, place: &mut [u8]) -> io::Result<Option<usize>> {
+        if !self.replies.is_empty() {
+            return Ok(Some(self.replies.move_to(place)));
+        }
+        match rustix::io::read(&self.stream, place).map_err(io::Error::from) {
+            Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it left within a reply")),
+            Ok(count) => Ok(Some(count)),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(Some(0)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Says goodbye, as a courtesy.
+    pub(crate) fn end(mut self, extended: bool) {
+        let request = Request { flags: 0, command: command::DISC, cookie: 0, offset: 0, length_bytes: 0 };
+        self.put(&request, extended, None);
+        let _ = self.send();
+    }
+}

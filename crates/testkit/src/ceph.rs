@@ -1,0 +1,189 @@
+//! A real Ceph cluster of one machine: a monitor, a manager, and one OSD whose disk is a file.
+
+use std::fmt::Write as _;
+use std::fs::File;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// The programs, which Debian's packages ceph-mon, ceph-mgr, ceph-osd and ceph-common have.
+const PROGRAMS: [&str; 6] = ["ceph-mon", "ceph-mgr", "ceph-osd", "monmaptool", "ceph", "rbd"];
+const PATIENCE: Duration = Duration::from_secs(120);
+/// So much of the OSD's file is used as it has data.
+const DISK_BYTES: u64 = 4 << 30;
+const POOL: &str = "disks";
+
+/// A cluster with the pool `disks`, of one copy. It ends when this is dropped.
+#[derive(Debug)]
+pub struct CephNode {
+    directory: tempfile::TempDir,
+    daemons: Vec<Child>,
+    osd: Option<Child>,
+}
+
+impl CephNode {
+    /// Starts one. `None` where a program is missing, which is an error in continuous integration.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn start() -> Option<Self> {
+        if let Some(missing) = PROGRAMS.into_iter().find(|program| !is_there(program)) {
+            assert!(std::env::var_os("CI").is_none(), "{missing} is missing, and this is CI");
+            eprintln!("SKIPPED: {missing} is not installed");
+            return None;
+        }
+        let directory = tempfile::Builder::new().prefix("rd-ceph-").tempdir().unwrap();
+        let mut node = Self { directory, daemons: Vec::new(), osd: None };
+        node.configure();
+        node.start_monitor();
+        let manager = node.spawn("ceph-mgr", &["-i", "x", "-f"]);
+        node.daemons.push(manager);
+        let id = uuid();
+        assert_eq!(node.run("ceph", &["osd", "new", &id]).trim(), "0");
+        node.run("ceph-osd", &["-i", "0", "--mkfs", "--osd-uuid", &id]);
+        node.start_osd();
+        node.run("ceph", &["osd", "pool", "create", POOL, "8", "8"]);
+        node.run("ceph", &["osd", "pool", "application", "enable", POOL, "rbd"]);
+        Some(node)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// The configuration file of its clients.
+    #[must_use]
+    pub fn conf(&self) -> PathBuf {
+        self.path("ceph.conf")
+    }
+
+    /// What an image of it is called.
+    #[must_use]
+    pub fn name(&self, image: &str) -> String {
+        format!("rbd:{POOL}/{image}:conf={}", self.conf().display())
+    }
+
+    /// Nobody but us uses it, so nobody has to say who he is.
+    fn configure(&self) {
+        let mut text = format!("[global]\nfsid = {}\nmon_initial_members = a\n", uuid());
+        let _ = writeln!(text, "mon_host = {}", monitor_address());
+        for key in ["public_addr", "cluster_addr"] {
+            let _ = writeln!(text, "{key} = 127.0.0.1");
+        }
+        for who in ["cluster", "service", "client"] {
+            let _ = writeln!(text, "auth_{who}_required = none");
+        }
+        for (key, directory) in [("mon_data", "mon"), ("mgr_data", "mgr"), ("osd_data", "osd"), ("run_dir", "run")] {
+            std::fs::create_dir(self.path(directory)).unwrap();
+            let _ = writeln!(text, "{key} = {}", self.path(directory).display());
+        }
+        let _ = writeln!(text, "admin_socket = {}/$name.asok", self.path("run").display());
+        let _ = writeln!(text, "log_file = {}/$name.log", self.directory.path().display());
+        for (key, value) in [
+            ("osd_pool_default_size", "1"),
+            ("osd_pool_default_min_size", "1"),
+            ("mon_allow_pool_size_one", "true"),
+            ("osd_crush_chooseleaf_type", "0"),
+            // A machine whose disk is nearly full is good enough.
+            ("mon_data_avail_crit", "1"),
+            ("osd_objectstore", "bluestore"),
+            ("osd_memory_target", "939524096"),
+            ("bluestore_block_size", &DISK_BYTES.to_string()),
+            ("bluestore_block_create", "true"),
+            ("bluestore_cache_size", "67108864"),
+            // Those who watch an image and are gone are missed soon.
+            ("osd_client_watch_timeout", "10"),
+        ] {
+            let _ = writeln!(text, "{key} = {value}");
+        }
+        std::fs::write(self.conf(), text).unwrap();
+    }
+
+    fn start_monitor(&mut self) {
+        let map = self.path("monmap");
+        let conf = std::fs::read_to_string(self.conf()).unwrap();
+        let value = |key: &str| conf.lines().find_map(|line| line.strip_prefix(&format!("{key} = "))).unwrap();
+        let map = map.to_str().unwrap();
+        self.run("monmaptool", &["--create", "--fsid", value("fsid"), "--addv", "a", value("mon_host"), map]);
+        self.run("ceph-mon", &["--mkfs", "-i", "a", "--monmap", map]);
+        let monitor = self.spawn("ceph-mon", &["-i", "a", "-f"]);
+        self.daemons.push(monitor);
+    }
+
+    /// Starts the OSD, again after [`Self::kill_osd`].
+    ///
+    /// # Panics
+    /// If it cannot be started.
+    pub fn start_osd(&mut self) {
+        self.osd = Some(self.spawn("ceph-osd", &["-i", "0", "-f"]));
+    }
+
+    /// Ends the OSD as a power cut would. Requests of clients wait then.
+    ///
+    /// # Panics
+    /// If it has ended by itself.
+    pub fn kill_osd(&mut self) {
+        let mut osd = self.osd.take().unwrap();
+        assert!(osd.try_wait().unwrap().is_none(), "the OSD has ended by itself");
+        osd.kill().unwrap();
+        osd.wait().unwrap();
+    }
+
+    /// Runs `ceph` or `rbd` to its end, which must be a good one, and returns its output.
+    ///
+    /// # Panics
+    /// If it fails.
+    pub fn run(&self, program: &str, arguments: &[&str]) -> String {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let Output { status, stdout, stderr } = self.command(program, arguments).output().unwrap();
+            if status.success() {
+                return String::from_utf8_lossy(&stdout).into_owned();
+            }
+            // The monitor may have been started a moment ago.
+            let is_early = program == "ceph" && Instant::now() < deadline;
+            assert!(is_early, "{program} {arguments:?}: {status}\n{}", String::from_utf8_lossy(&stderr));
+            std::thread::sleep(Duration::from_millis(200));
+        }
+    }
+
+    fn command(&self, program: &str, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program);
+        command.arg("-c").arg(self.conf()).args(arguments).stdin(Stdio::null());
+        command
+    }
+
+    /// A daemon in the foreground, so that its process is ours.
+    fn spawn(&self, program: &str, arguments: &[&str]) -> Child {
+        let said = File::options().create(true).append(true).open(self.path("said")).unwrap();
+        let mut command = self.command(program, arguments);
+        command.stdout(said.try_clone().unwrap()).stderr(said);
+        command.spawn().unwrap_or_else(|error| panic!("{program}: {error}"))
+    }
+}
+
+impl Drop for CephNode {
+    fn drop(&mut self) {
+        for mut daemon in self.osd.take().into_iter().chain(self.daemons.drain(..).rev()) {
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+    }
+}
+
+fn is_there(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|directory: PathBuf| Path::new(&directory).join(program).is_file())
+}
+
+/// A port that was free a moment ago.
+fn monitor_address() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    format!("[v2:{}]", listener.local_addr().unwrap())
+}
+
+fn uuid() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/uuid").unwrap().trim().to_owned()
+}

@@ -1,0 +1,128 @@
+//! From the end of operations to the end of the request that they belong to.
+
+use super::{DeviceQueue, Pending};
+use crate::transport::Transport;
+use block::{Completion, IoError, IoErrorKind, IoResult, Op, Tag};
+use virtio::DeviceRing;
+use virtio::blk::{SECTOR_SHIFT, Status, request_type};
+
+impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
+    pub(super) fn harvest(&mut self) -> usize {
+        let count = self.disk.harvest(&mut self.harvested);
+        if count == 0 {
+            return 0;
+        }
+        let pending = &mut self.pending;
+        self.stopwatch.take_timings(&mut *self.disk, |head, note| {
+            let pending = pending.get_mut(usize::from(head)).filter(|pending| pending.operations > 0);
+            pending.into_iter().for_each(|pending| note(&mut pending.key));
+        });
+        let mut harvested = std::mem::take(&mut self.harvested);
+        for completion in harvested.drain(..) {
+            self.ended_operation(completion);
+        }
+        self.harvested = harvested;
+        count
+    }
+
+    #[inline]
+    fn ended_operation(&mut self, completion: Completion) {
+        let Ok(head) = u16::try_from(completion.tag) else { return };
+        let Some(pending) = self.pending.get_mut(usize::from(head)) else { return };
+        // Nearly all requests have one operation, which ends well and needs nothing more.
+        let is_whole = pending.operations == 1 && pending.settles == 0 && pending.failed.is_none();
+        let is_done = completion.result.is_ok() && !(pending.volatile && self.device.write_through());
+        if !is_whole || !is_done {
+            return self.ended_part(head, completion.result);
+        }
+        pending.operations = 0;
+        let key = pending.key;
+        self.stopwatch.ended(head, key);
+        self.end(head, Status::Ok);
+    }
+
+    /// One operation of several, one that failed, or one that something has to follow.
+    #[inline(never)]
+    fn ended_part(&mut self, head: u16, result: IoResult) {
+        let Some(pending) = self.pending.get_mut(usize::from(head)) else { return };
+        if pending.operations == 0 {
+            return;
+        }
+        pending.operations = pending.operations.saturating_sub(1);
+        if let Err(error) = result {
+            pending.failed.get_or_insert(status_of(error));
+        }
+        let (last, status) = (pending.operations == 0, pending.failed.unwrap_or(Status::Ok));
+        let (volatile, key) = (pending.volatile, pending.key);
+        if last && pending.settles != 0 && status == Status::Ok {
+            self.settled = pending.settles;
+        }
+        if let Err(error) = result {
+            self.log_failure(head, error);
+        }
+        // The cache became write-through meanwhile: what ends from then on is durable.
+        if last && volatile && status == Status::Ok && self.device.write_through() {
+            return self.make_durable(head);
+        }
+        if last {
+            self.stopwatch.ended(head, key);
+            self.end(head, status);
+        }
+    }
+
+    /// A write that began while the cache was write-back ends with a flush.
+    #[cold]
+    fn make_durable(&mut self, head: u16) {
+        let settles = self.device.durable_writes_begun();
+        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
+            *pending = Pending { operations: 1, settles, key: pending.key, ..Pending::default() };
+        }
+        self.disk.submit(Tag::from(head), Op::Flush);
+    }
+
+    /// The first failure is logged, then each by which their number has doubled; a full disk counts for itself. What the
+    /// disk does not support is no failure.
+    #[cold]
+    fn log_failure(&self, head: u16, error: IoError) {
+        let (counter, what) = match error.kind() {
+            IoErrorKind::Unsupported => return,
+            IoErrorKind::NoSpace => (&self.counters.no_space, "the storage is full: the guest's "),
+            _ => (&self.counters.io_errors, "the guest's "),
+        };
+        if let Some(times) = counter.add_to_log() {
+            let request = name_of(self.queue.kind_and_sector(head));
+            let (disk, queue) = (self.device.name(), self.index);
+            tracing::warn!(disk, queue, times, errno = error.errno(), "{what}{request} failed: {error}");
+        }
+    }
+
+    #[inline]
+    pub(super) fn end(&mut self, head: u16, status: Status) {
+        if status != Status::Ok {
+            self.counters.failed.add(1);
+        }
+        self.queue.complete(head, status);
+        self.ended = self.ended.saturating_add(1);
+    }
+}
+
+/// What the guest is told of an operation that failed.
+fn status_of(error: IoError) -> Status {
+    match error.kind() {
+        IoErrorKind::Unsupported => Status::Unsupported,
+        _ => Status::IoErr,
+    }
+}
+
+/// A request, for a person.
+fn name_of((kind, sector): (u32, u64)) -> String {
+    let byte = u128::from(sector) << SECTOR_SHIFT;
+    match kind {
+        request_type::IN => format!("read at byte {byte}"),
+        request_type::OUT => format!("write at byte {byte}"),
+        request_type::FLUSH | request_type::FLUSH_OUT => "flush".into(),
+        request_type::DISCARD => "discard".into(),
+        request_type::WRITE_ZEROES => "write of zeros".into(),
+        kind => format!("request of type {kind}"),
+    }
+}

@@ -1,0 +1,168 @@
+//! From a request of the guest to operations of the disk.
+
+use super::{DeviceQueue, Pending};
+use crate::transport::Transport;
+use block::meter;
+use block::{Op, OpFlags, Priority, Tag};
+use memory::Window;
+use virtio::blk::{RangeSegment, SECTOR_SHIFT, Status};
+use virtio::{DeviceRing, Request};
+
+impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
+    #[inline]
+    pub(super) fn start(&mut self, head: u16, request: Request) {
+        match request {
+            Request::Read { sector, data, priority } => match self.device.offset(sector, data.length_bytes() as u64) {
+                Some(offset) => {
+                    self.stopwatch.moves(meter::READ, data.length_bytes());
+                    self.submit(head, meter::READ, Op::Read { offset, data, priority: priority_of(priority) });
+                }
+                None => self.end(head, Status::IoErr),
+            },
+            Request::Write { sector, data, priority } => match self.device.offset(sector, data.length_bytes() as u64) {
+                Some(offset) if !self.device.is_read_only() => {
+                    let priority = priority_of(priority);
+                    self.stopwatch.moves(meter::WRITE, data.length_bytes());
+                    match self.device.write_through() {
+                        false => {
+                            self.submit(head, meter::WRITE, Op::Write { offset, data, flags: OpFlags::NONE, priority });
+                            self.is_volatile(head);
+                        }
+                        true => self.start_durable_write(head, offset, data, priority),
+                    }
+                }
+                _ => self.end(head, Status::IoErr),
+            },
+            Request::Flush => {
+                self.device.guest_flushes();
+                self.submit(head, meter::FLUSH, Op::Flush);
+            }
+            Request::GetId => {
+                self.queue.complete_id(head, self.device.serial());
+                self.ended = self.ended.saturating_add(1);
+            }
+            Request::Discard => {
+                self.start_ranges(head, meter::DISCARD, |offset, length, _| Op::Discard { offset, length });
+            }
+            Request::WriteZeroes => {
+                let fua = self.device.write_through();
+                self.start_ranges(head, meter::WRITE_ZEROES, |offset, length, range| {
+                    let may_unmap = range.flags & RangeSegment::UNMAP != 0;
+                    Op::WriteZeroes { offset, length, may_unmap, flags: OpFlags::from_fua(fua) }
+                });
+                self.settle_ranges(head, fua);
+                if !fua {
+                    self.is_volatile(head);
+                }
+            }
+            Request::SecureErase => self.start_erase(head),
+            Request::GetLifetime => {
+                self.queue.complete_with(head, &self.device.lifetime());
+                self.ended = self.ended.saturating_add(1);
+            }
+            Request::Refused(status) => self.end(head, status),
+        }
+    }
+
+    /// Writes zeros to where the data lie, durably.
+    #[cold]
+    fn start_erase(&mut self, head: u16) {
+        if !self.device.overwrites_in_place() {
+            return self.end(head, Status::IoErr);
+        }
+        let zeros = self.zeros.whole();
+        // The limit on a range is as long as the zeros.
+        let length_of = |length: u64| usize::try_from(length).unwrap_or(usize::MAX).min(zeros.length_bytes());
+        self.start_ranges(head, meter::SECURE_ERASE, |offset, length, _| {
+            let data = zeros.slice(0, length_of(length));
+            Op::Write { offset, data, flags: OpFlags::FUA, priority: Priority::NONE }
+        });
+        self.settle_ranges(head, self.device.write_through());
+    }
+
+    /// Where its ranges are written durably, a request ends with the flush that is owed.
+    fn settle_ranges(&mut self, head: u16, durable: bool) {
+        let has_begun = self.pending.get(usize::from(head)).is_some_and(|pending| pending.operations > 0);
+        if durable && has_begun {
+            match self.owed_flush(head) {
+                0 => {}
+                settles => self.ends_with_flush(head, settles),
+            }
+        }
+    }
+
+    fn submit(&mut self, head: u16, kind: u64, op: Op) {
+        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
+            *pending = Pending { operations: 1, key: self.stopwatch.key(kind), ..Pending::default() };
+        }
+        self.disk.submit(Tag::from(head), op);
+    }
+
+    #[inline]
+    fn is_volatile(&mut self, head: u16) {
+        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
+            pending.volatile = true;
+        }
+    }
+
+    #[cold]
+    fn start_durable_write(&mut self, head: u16, offset: u64, data: Window, priority: Priority) {
+        let settles = self.owed_flush(head);
+        self.submit(head, meter::WRITE, Op::Write { offset, data, flags: OpFlags::FUA, priority });
+        if settles != 0 {
+            self.ends_with_flush(head, settles);
+        }
+    }
+
+    /// Submits a flush that goes with a durable write, if one is owed. Until a flush of this queue has made durable what
+    /// was completed before durable writes began, on whatever queue, each of them ends with one: the guest relies on that
+    /// from the first one that ends. Returns which beginning it settles.
+    fn owed_flush(&mut self, head: u16) -> u32 {
+        let begun = self.device.durable_writes_begun();
+        if begun == self.settled {
+            return 0;
+        }
+        self.disk.submit(Tag::from(head), Op::Flush);
+        begun
+    }
+
+    fn ends_with_flush(&mut self, head: u16, settles: u32) {
+        if let Some(pending) = self.pending.get_mut(usize::from(head)) {
+            (pending.operations, pending.settles) = (pending.operations.saturating_add(1), settles);
+        }
+    }
+
+    /// An operation for each range, all checked before the first begins. The request ends with the last of them.
+    fn start_ranges(&mut self, head: u16, kind: u64, op: impl Fn(u64, u64, &RangeSegment) -> Op) {
+        let (device, ranges) = (&self.device, self.queue.ranges(head));
+        let place = |range: &RangeSegment| {
+            let length = u64::from(range.sector_count).wrapping_shl(SECTOR_SHIFT);
+            device.offset(range.sector, length).map(|offset| (offset, length))
+        };
+        if device.is_read_only() || ranges.iter().any(|range| place(range).is_none()) {
+            return self.end(head, Status::IoErr);
+        }
+        let mut operations: u16 = 0;
+        for range in ranges.iter().filter(|range| range.sector_count > 0) {
+            if let Some((offset, length)) = place(range) {
+                self.disk.submit(Tag::from(head), op(offset, length, range));
+                operations = operations.saturating_add(1);
+            }
+        }
+        match self.pending.get_mut(usize::from(head)) {
+            Some(pending) if operations > 0 => {
+                *pending = Pending { operations, key: self.stopwatch.key(kind), ..Pending::default() };
+            }
+            _ => self.end(head, Status::Ok),
+        }
+    }
+}
+
+/// The priority in a request's header, as far as a guest may choose it.
+#[inline]
+fn priority_of(header_word: u32) -> Priority {
+    match header_word {
+        0 => Priority::NONE,
+        word => u16::try_from(word).map_or(Priority::NONE, Priority::from_ioprio),
+    }
+}

@@ -1,0 +1,283 @@
+//! `cargo xtask bench --nbd`: disks for NBD clients, beside nbdkit's file plugin and qemu-nbd, and with TLS beside without.
+//! The same client (fio's nbd engine, one connection) for every server, interleaved, each server on one core and the client
+//! on the other, over one raw file: in memory, and on the disk by way of the page cache.
+
+use super::BenchArguments;
+use super::measure::{SERVER_CORE, Tools, json_of, number, pinned, socket_path, version, with_server};
+use super::statistics::{median, ratios};
+use super::stolen::least_stolen;
+use crate::command::Program;
+use crate::packages;
+use crate::workspace;
+use anyhow::{Context, Result, ensure};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const FILE_BYTES: usize = 512 << 20;
+/// More rounds would take longer than six minutes.
+const ROUNDS_MAX: usize = 5;
+const STOLEN_ATTEMPTS: usize = 2;
+/// Of `/proc` (USER_HZ).
+const TICKS_PER_SECOND: f64 = 100.0;
+
+/// A load, and what the ratio to each peer should be at least.
+struct Load {
+    name: &'static str,
+    fio: &'static [&'static str],
+    goals: [f64; 2],
+}
+
+const LOADS: [Load; 3] = [
+    Load { name: "4 KiB random read, depth 32", fio: &["--rw=randread", "--bs=4k", "--iodepth=32"], goals: [2.0, 3.5] },
+    Load { name: "1 MiB sequential read, depth 4", fio: &["--rw=read", "--bs=1m", "--iodepth=4"], goals: [1.2, 1.2] },
+    Load { name: "1 MiB sequential write, depth 4", fio: &["--rw=write", "--bs=1m", "--iodepth=4"], goals: [1.2, 1.2] },
+];
+
+/// Who serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Ringdisk,
+    Nbdkit,
+    Qemu,
+    Tls,
+}
+
+const SIDES: [Side; 4] = [Side::Ringdisk, Side::Nbdkit, Side::Qemu, Side::Tls];
+
+struct Places {
+    memory: tempfile::TempDir,
+    disk: tempfile::TempDir,
+}
+
+impl Places {
+    fn create(directory: Option<&Path>) -> Result<Self> {
+        let memory = tempfile::tempdir_in("/dev/shm").context("files in memory need /dev/shm")?;
+        let below = directory.map_or_else(workspace::target, Path::to_path_buf);
+        let disk = tempfile::tempdir_in(below)?;
+        let mut noise = vec![0_u8; FILE_BYTES];
+        let mut state = 1_u64;
+        for word in noise.chunks_exact_mut(8) {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            word.copy_from_slice(&state.to_le_bytes());
+        }
+        for directory in [&memory, &disk] {
+            std::fs::write(directory.path().join("disk.raw"), &noise)?;
+        }
+        Program::new("sync").output_text()?;
+        make_certificates(memory.path())?;
+        Ok(Self { memory, disk })
+    }
+}
+
+/// An authority and a server called localhost, as QEMU lays them out.
+fn make_certificates(directory: &Path) -> Result<()> {
+    let openssl = |arguments: &[&str]| -> Result<()> {
+        let script = format!("cd '{}' && openssl {}", directory.display(), arguments.join(" "));
+        Program::new("sh").args(["-c", &script]).output_text().context("certificates are made by openssl").map(drop)
+    };
+    let key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes";
+    openssl(&["req -x509 -days 2", key, "-keyout ca-key.pem -out ca-cert.pem -subj /CN=bench"])?;
+    let name = "-subj /CN=localhost -addext subjectAltName=DNS:localhost";
+    openssl(&[
+        "req -x509 -days 2 -CA ca-cert.pem -CAkey ca-key.pem",
+        key,
+        name,
+        "-addext basicConstraints=CA:FALSE",
+        "-keyout server-key.pem -out server-cert.pem",
+    ])
+}
+
+fn server(side: Side, tools: &Tools, file: &Path, certificates: &Path, socket: &Path) -> Command {
+    let ours = || {
+        let mut command = pinned(SERVER_CORE, tools.ringdisk());
+        let drive = format!("file={},format=raw,name=disk", file.display());
+        command.args(["nbd", "--reactors", "1", "--drive", &drive, "--socket"]).arg(socket);
+        command
+    };
+    match side {
+        Side::Ringdisk => ours(),
+        Side::Tls => {
+            let mut command = ours();
+            command.args(["--tls-verify-peer", "off", "--tls-creds"]).arg(certificates);
+            command
+        }
+        Side::Nbdkit => {
+            let mut command = pinned(SERVER_CORE, Path::new("nbdkit"));
+            command.arg("--foreground").arg("--unix").arg(socket).arg("file").arg(file);
+            command
+        }
+        Side::Qemu => {
+            let mut command = pinned(SERVER_CORE, Path::new("qemu-nbd"));
+            command.args(["--persistent", "--format=raw", "--aio=io_uring", "--cache=writeback", "--socket"]);
+            command.arg(socket).arg(file);
+            command
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Sample {
+    iops: f64,
+    /// CPU time of the server, user and system.
+    cpu_us_per_request: f64,
+}
+
+fn measure(load: &Load, side: Side, tools: &Tools, file: &Path, certificates: &Path, seconds: f64) -> Result<Sample> {
+    let socket = socket_path();
+    let command = server(side, tools, file, certificates, &socket);
+    with_server(command, &socket, |pid| {
+        let uri = match side {
+            Side::Tls => format!(
+                "nbds+unix:///?socket={}&tls-certificates={}&tls-hostname=localhost",
+                socket.display(),
+                certificates.display()
+            ),
+            _ => format!("nbd+unix:///?socket={}", socket.display()),
+        };
+        let mut fio = pinned(super::measure::CLIENT_CORE, Path::new("fio"));
+        fio.args([
+            "--name=client",
+            "--thread",
+            "--output-format=json",
+            "--time_based",
+            "--randrepeat=0",
+            "--ioengine=nbd",
+        ])
+        .arg(format!("--uri={uri}"))
+        .arg(format!("--size={FILE_BYTES}"))
+        .arg(format!("--runtime={:.0}ms", seconds * 1e3))
+        .args(load.fio);
+        let before = cpu_us(pid)?;
+        let report = json_of(fio)?;
+        let spent_us = cpu_us(pid)? - before;
+        let job = &report["jobs"][0];
+        let way = if load.fio.iter().any(|word| word.contains("write")) { &job["write"] } else { &job["read"] };
+        let requests = number(&way["total_ios"])?;
+        ensure!(number(&job["error"])? == 0.0 && requests > 0.0, "the client had errors: {report}");
+        Ok(Sample { iops: number(&way["iops"])?, cpu_us_per_request: spent_us / requests })
+    })
+}
+
+/// CPU time of a process so far, in microseconds.
+fn cpu_us(pid: u32) -> Result<f64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The name before may have spaces.
+    let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace();
+    let ticks: u64 = fields.skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();
+    Ok(ticks as f64 * 1e6 / TICKS_PER_SECOND)
+}
+
+struct Row {
+    load: usize,
+    place: &'static str,
+    samples: [Vec<Sample>; 4],
+}
+
+impl Row {
+    fn rates(&self, side: usize) -> Vec<f64> {
+        self.samples[side].iter().map(|sample| sample.iops).collect()
+    }
+
+    /// How the rate of `side` is to that of `other`: median, least and most over the rounds.
+    fn ratio(&self, side: usize, other: usize) -> String {
+        let ratios = ratios(&self.rates(side), &self.rates(other));
+        let least = ratios.iter().copied().fold(f64::MAX, f64::min);
+        let most = ratios.iter().copied().fold(0.0, f64::max);
+        format!("{:.2} ({least:.2} to {most:.2})", median(&ratios))
+    }
+
+    fn cpu(&self, side: usize) -> f64 {
+        median(&self.samples[side].iter().map(|sample| sample.cpu_us_per_request).collect::<Vec<_>>())
+    }
+}
+
+pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
+    for (program, package) in [("nbdkit", "nbdkit"), ("qemu-nbd", "qemu-utils"), ("openssl", "openssl")] {
+        ensure!(packages::find_program(program).is_some(), "{program} is missing; it is in the package {package}");
+    }
+    let tools = Tools::find(ringdisk)?;
+    let chosen: Vec<usize> = (0..LOADS.len())
+        .filter(|load| {
+            let name = LOADS[*load].name;
+            arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()))
+        })
+        .collect();
+    ensure!(!chosen.is_empty(), "no load has such a name: {}", LOADS.map(|load| load.name).join("; "));
+    if arguments.list {
+        chosen.iter().for_each(|load| println!("{}", LOADS[*load].name));
+        return Ok(());
+    }
+    let places = Places::create(arguments.directory.as_deref())?;
+    let rounds = arguments.pairs.min(ROUNDS_MAX);
+    let mut rows = Vec::new();
+    for load in chosen {
+        for (place, directory) in [("memory", &places.memory), ("disk", &places.disk)] {
+            let file = directory.path().join("disk.raw");
+            let mut row = Row { load, place, samples: Default::default() };
+            for round in 0..rounds {
+                for turn in 0..SIDES.len() {
+                    // In turn, each first, so that no side has the better place.
+                    let side = (turn + round) % SIDES.len();
+                    let once =
+                        || measure(&LOADS[load], SIDES[side], &tools, &file, places.memory.path(), arguments.seconds);
+                    row.samples[side].push(least_stolen(STOLEN_ATTEMPTS, once)?);
+                }
+            }
+            println!(
+                "{}, {place}: {} of nbdkit, {} of qemu-nbd, TLS {}",
+                LOADS[load].name,
+                row.ratio(0, 1),
+                row.ratio(0, 2),
+                row.ratio(3, 0)
+            );
+            rows.push(row);
+        }
+    }
+    let text = page(&rows, rounds, arguments.seconds)?;
+    let output = match (&arguments.output, arguments.filter.is_empty()) {
+        (Some(path), _) => path.clone(),
+        (None, true) => workspace::root().join("docs/benchmarks-nbd.md"),
+        (None, false) => {
+            println!("\n{text}");
+            return Ok(());
+        }
+    };
+    std::fs::write(&output, text).with_context(|| format!("cannot write {}", output.display()))?;
+    println!("written: {}", output.display());
+    Ok(())
+}
+
+fn page(rows: &[Row], rounds: usize, seconds: f64) -> Result<String> {
+    let mut text = "# NBD: figures\n\n".to_owned();
+    writeln!(
+        text,
+        "`cargo xtask bench --nbd` has written this page. Each load ran {rounds} times for {seconds} s on each server, in\n\
+         turn, with the same client: fio's nbd engine, one connection over a Unix socket, on a core of its own. Each server\n\
+         had one core, and a raw file of {} MiB, in memory (tmpfs) or on the disk by way of the page cache. The peers are\n\
+         {} with its file plugin and\n{} with io_uring.\n\n\
+         Requests a second are medians. Ratios are medians of the rounds, with the least and the most.\n",
+        FILE_BYTES >> 20,
+        version("nbdkit"),
+        version("qemu-nbd"),
+    )?;
+    text += "| load | file | Ringdisk | nbdkit | qemu-nbd | to nbdkit | goal | to qemu-nbd | goal |\n|---|---|---|---|---|---|---|---|---|\n";
+    for row in rows {
+        let Load { name, goals: [first, second], .. } = &LOADS[row.load];
+        let [own, nbdkit, qemu] = [0, 1, 2].map(|side| median(&row.rates(side)));
+        let (to_nbdkit, to_qemu) = (row.ratio(0, 1), row.ratio(0, 2));
+        writeln!(
+            text,
+            "| {name} | {} | {own:.0} | {nbdkit:.0} | {qemu:.0} | {to_nbdkit} | {first} | {to_qemu} | {second} |",
+            row.place
+        )?;
+    }
+    text += "\nCPU time of the server for each request, in microseconds, and what TLS with certificates leaves of the rate:\n\n";
+    text += "| load | file | Ringdisk | nbdkit | qemu-nbd | with TLS | TLS to clear |\n|---|---|---|---|---|---|---|\n";
+    for row in rows {
+        let [own, nbdkit, qemu, tls] = [0, 1, 2, 3].map(|side| row.cpu(side));
+        let (name, ratio) = (LOADS[row.load].name, row.ratio(3, 0));
+        writeln!(text, "| {name} | {} | {own:.1} | {nbdkit:.1} | {qemu:.1} | {tls:.1} | {ratio} |", row.place)?;
+    }
+    Ok(text)
+}
