@@ -1,5 +1,5 @@
 //! The project's own commands, run as `cargo xtask`: `ci` is the only definition of the tests, `bench` compares Ringdisk
-//! with its peers, `deb` builds the Debian package.
+//! with its peers, `deb` builds and tries the Debian package.
 
 #![forbid(unsafe_code)]
 
@@ -13,9 +13,11 @@ mod folder_arrows;
 mod packages;
 mod packaging;
 mod tidy;
+mod try_package;
 mod workspace;
 
 use clap::{Parser, Subcommand};
+use std::path::PathBuf;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "The project's own commands")]
@@ -31,13 +33,29 @@ enum Subcommands {
     /// Ringdisk beside qemu-storage-daemon and fio, in one run; writes docs/benchmarks-fast-path.md.
     Bench(bench::BenchArguments),
     /// The Debian package: the program, its manual pages, the completion for shells, the units of systemd.
-    Deb,
+    Deb(DebArguments),
+}
+
+#[derive(clap::Args)]
+struct DebArguments {
+    /// Then install it in a new Debian in a temporary directory, and try all of its parts. Needs root and debootstrap.
+    #[arg(long = "try")]
+    try_it: bool,
+    /// Try this package, and build none.
+    #[arg(long, value_name = "FILE", requires = "try_it")]
+    package: Option<PathBuf>,
+}
+
+fn deb(arguments: &DebArguments) -> anyhow::Result<()> {
+    let package = arguments.package.clone().map_or_else(packaging::deb, Ok)?;
+    println!("{}", package.display());
+    if arguments.try_it { try_package::run(&package) } else { Ok(()) }
 }
 
 fn main() -> anyhow::Result<()> {
     match Arguments::parse().command {
         Subcommands::Ci(arguments) => ci::run(&arguments),
         Subcommands::Bench(arguments) => bench::run(&arguments),
-        Subcommands::Deb => packaging::deb(),
+        Subcommands::Deb(arguments) => deb(&arguments),
     }
 }

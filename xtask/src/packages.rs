@@ -32,6 +32,8 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("fincore", "util-linux-extra"),
     ("systemd-analyze", "systemd"),
     ("systemd-socket-activate", "systemd"),
+    ("bwrap", "bubblewrap"),
+    ("prlimit", "util-linux"),
 ];
 
 /// What Debian's archive is signed with.
@@ -70,19 +72,13 @@ fn install_qemu(packages: &[&str]) -> Result<()> {
     if !installed.unwrap_or_default().contains("~bpo") {
         return apt_install(&[], packages);
     }
-    let release = std::fs::read_to_string("/etc/os-release")?;
-    let codename = release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME=")).unwrap_or("stable");
+    let codename = codename()?;
     let backports = format!("{codename}-backports");
-    let format = "$(REPO_URI) $(RELEASE) $(COMPONENT)";
-    let sources = Program::new("apt-get").args(["indextargets", "--format", format, "Created-By: Packages"]);
-    let sources = sources.output_text()?;
-    let archive_of = |suite: &str| sources.lines().find_map(|line| line.strip_suffix(&format!(" {suite} main")));
-    if archive_of(&backports).is_some() {
+    let sources = apt_sources()?;
+    if archive_of(&sources, &backports).is_some() {
         return apt_install(&["-t", &backports], packages);
     }
-    // Other archives may have a suite of the same name, but not one for its updates.
-    let archive = archive_of(&format!("{codename}-updates")).or_else(|| archive_of(codename));
-    let archive = archive.with_context(|| format!("apt has no source with {codename} main"))?;
+    let archive = main_archive(&sources, &codename)?;
     println!("asking {backports}, as some of QEMU is from there; the system's own sources stay as they are");
     let own = std::fs::read_to_string("/etc/apt/sources.list").unwrap_or_default();
     let signed = if Path::new(DEBIAN_KEYS).exists() { format!("[signed-by={DEBIAN_KEYS}] ") } else { String::new() };
@@ -92,6 +88,34 @@ fn install_qemu(packages: &[&str]) -> Result<()> {
     let sources = format!("Dir::Etc::sourcelist={}", list.display());
     apt_get(["-o", &sources, "update"])?;
     apt_install(&["-o", &sources, "-t", &backports], packages)
+}
+
+/// The name of the Debian that this is.
+pub(crate) fn codename() -> Result<String> {
+    let release = std::fs::read_to_string("/etc/os-release")?;
+    let codename = release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME="));
+    Ok(codename.unwrap_or("stable").to_owned())
+}
+
+/// Where apt takes this Debian from.
+pub(crate) fn archive() -> Result<String> {
+    Ok(main_archive(&apt_sources()?, &codename()?)?.to_owned())
+}
+
+/// Address, suite and component of each of apt's sources.
+fn apt_sources() -> Result<String> {
+    let format = "$(REPO_URI) $(RELEASE) $(COMPONENT)";
+    Program::new("apt-get").args(["indextargets", "--format", format, "Created-By: Packages"]).output_text()
+}
+
+fn archive_of<'a>(sources: &'a str, suite: &str) -> Option<&'a str> {
+    sources.lines().find_map(|line| line.strip_suffix(&format!(" {suite} main")))
+}
+
+fn main_archive<'a>(sources: &'a str, codename: &str) -> Result<&'a str> {
+    // Other archives may have a suite of the same name, but not one for its updates.
+    let archive = archive_of(sources, &format!("{codename}-updates")).or_else(|| archive_of(sources, codename));
+    archive.with_context(|| format!("apt has no source with {codename} main"))
 }
 
 /// A directory with the kernel and the modules for QEMU's guest, unpacked below the build directory on first use.

@@ -12,8 +12,8 @@ const EXPOSURE_MAX_TENTHS: u32 = 15;
 /// What systemd says of a line that it does not understand, and then goes without.
 const IGNORED: &str = "ignoring";
 
-/// Builds the package below the build directory.
-pub(crate) fn deb() -> Result<()> {
+/// Builds the package below the build directory, and returns where it is.
+pub(crate) fn deb() -> Result<PathBuf> {
     if !Program::cargo().args(["deb", "--version"]).succeeds() {
         bail!("cargo-deb builds the package: cargo install --locked cargo-deb");
     }
@@ -30,7 +30,10 @@ pub(crate) fn deb() -> Result<()> {
     if !packed.success() {
         bail!("cargo deb failed ({})", packed.status);
     }
-    Ok(())
+    // Its last word is the file's name.
+    let is_package = |line: &&String| line.trim_end().ends_with(".deb");
+    let package = packed.lines.iter().rev().find(is_package).context("cargo deb did not say what it wrote")?;
+    Ok(PathBuf::from(package.trim()))
 }
 
 /// Complaints about the units: lines that systemd does not understand, and services that may do more than they need.

@@ -4,9 +4,7 @@
 mod common;
 
 use block::{Disk, ReactorHandle};
-use common::{
-    Server, assert_valid, at, directory, has_tool, path_str, ringdisk, run, run_fails, run_ok, text, tool_ok,
-};
+use common::{Server, assert_valid, at, directory, has_tool, path_str, ringdisk, run_fails, run_ok, text, tool_ok};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig};
 use load::{BenchSpec, Hooks, Initial, Pattern, Stop, Verify};
@@ -277,98 +275,6 @@ fn a_disk_that_is_gone_keeps_no_other_from_coming_back() {
     daemon.ctl(&["remove", "one"]);
     assert_eq!(daemon.json(&["list"])["failed"], serde_json::json!([]));
     server.stop();
-}
-
-/// Calls until the daemon is gone. Returns what was answered, call by call.
-fn calls_until_the_end(daemon: &Daemon, seed: u64) -> Vec<(Call, bool)> {
-    let mut dice = seed;
-    let mut answered = Vec::new();
-    let mut exists = [false; 3];
-    let mut overlays = 0;
-    loop {
-        dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        let which = (dice >> 33) as usize % exists.len();
-        let name = format!("d{which}");
-        let call = match (exists[which], (dice >> 40) % 3) {
-            (false, _) => Call::Add(which),
-            (true, 0) => Call::Remove(which),
-            (true, _) => {
-                overlays += 1;
-                Call::Snapshot(which, daemon.path(&format!("o{seed}-{overlays}")))
-            }
-        };
-        let image = daemon.path(&format!("{name}.qcow2"));
-        let (options, overlay);
-        let arguments = match &call {
-            Call::Add(_) => {
-                options = format!("file={},name={name}", image.display());
-                vec!["add", &options]
-            }
-            Call::Remove(_) => vec!["remove", &name, "--force"],
-            Call::Snapshot(_, path) => {
-                overlay = path.clone();
-                vec!["snapshot", &name, path_str(&overlay)]
-            }
-        };
-        let output = run(&daemon.arguments(&arguments));
-        let done = output.status.success();
-        if done {
-            exists[which] = !matches!(call, Call::Remove(_));
-        }
-        answered.push((call, done));
-        if !done {
-            return answered;
-        }
-    }
-}
-
-#[derive(Debug)]
-enum Call {
-    Add(usize),
-    Remove(usize),
-    Snapshot(usize, PathBuf),
-}
-
-#[test]
-fn killed_at_any_moment_the_record_and_the_answers_agree() {
-    let rounds = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(4, |value| value.parse().expect("a number"));
-    for seed in 1..=rounds {
-        let daemon = Daemon::new();
-        for which in 0..3 {
-            daemon.image(&format!("d{which}.qcow2"), "16M");
-        }
-        let state = daemon.path("state");
-        let server = daemon.start(&["--state-dir", path_str(&state)]);
-        let killer = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(40 + seed * 97 % 700));
-            server.kill();
-        });
-        let answered = calls_until_the_end(&daemon, seed);
-        killer.join().unwrap();
-        // The last call was in flight: it may have happened or not.
-        let (mut tops, mut open) = (vec![None; 3], vec![None; 3]);
-        for (call, done) in &answered {
-            match call {
-                Call::Add(which) if *done => tops[*which] = Some(daemon.path(&format!("d{which}.qcow2"))),
-                Call::Remove(which) if *done => tops[*which] = None,
-                Call::Snapshot(which, overlay) if *done => tops[*which] = Some(overlay.clone()),
-                Call::Add(which) => open[*which] = Some(Some(daemon.path(&format!("d{which}.qcow2")))),
-                Call::Remove(which) => open[*which] = Some(None),
-                Call::Snapshot(which, overlay) => open[*which] = Some(Some(overlay.clone())),
-            }
-        }
-        let server = daemon.start(&["--state-dir", path_str(&state)]);
-        let list = daemon.json(&["list"]);
-        assert_eq!(list["failed"], serde_json::json!([]), "seed {seed}: {answered:?}");
-        for which in 0..3 {
-            let name = format!("d{which}");
-            let disk = list["disks"].as_array().unwrap().iter().find(|disk| disk["name"] == name.as_str());
-            let found = disk.map(|disk| PathBuf::from(disk["file"].as_str().unwrap()));
-            let agrees = found == tops[which] || open[which].as_ref().is_some_and(|other| *other == found);
-            assert!(agrees, "seed {seed}: {name} is {found:?}, {answered:?}");
-        }
-        server.stop();
-    }
 }
 
 #[test]

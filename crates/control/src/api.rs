@@ -1,16 +1,24 @@
 //! What goes over the wire, as JSON. Requests with fields that are not listed here are refused.
 
+mod events;
+mod jobs;
 mod points;
+mod stats;
 
 use crate::options::Options;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use utoipa::ToSchema;
 
+pub use events::{Event, EventKind};
+pub use jobs::{
+    CommitDisk, CompactDisk, Job, JobKind, JobState, Jobs, LimitJob, MirrorDisk, RebaseDisk, Rounds, StreamDisk,
+};
 pub use points::{
     BackupDisk, BackupMode, BitmapChange, BitmapVerb, Bitmaps, ChangeBitmaps, CreateSnapshot, DirtyBitmap,
     InternalSnapshot, InternalSnapshots, VmState,
 };
+pub use stats::{DiskStats, Histogram, OperationLatency, PartLatency, ReactorStats, Stats, TableStats};
 
 /// The version of the interface, which is also the first part of each path.
 pub const VERSION: u32 = 1;
@@ -198,103 +206,6 @@ pub struct Overlay {
     pub overlay: PathBuf,
 }
 
-/// How layers are taken back.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct CommitDisk {
-    /// So many layers, from the top down; 1 where not given.
-    #[serde(default = "one")]
-    pub layers: usize,
-    /// The most bytes that are moved in a second while guests go on.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bytes_per_second: Option<u64>,
-    /// It is to be done in so many milliseconds, however fast guests write: they are slowed down where that is needed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub within_ms: Option<u64>,
-    /// No request of a guest is to take longer because of it than so many milliseconds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub stall_ms: Option<u64>,
-}
-
-/// How a disk is copied to another image.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct MirrorDisk {
-    /// The file of the new image. It must not exist, unless `existing` says so.
-    #[schema(value_type = String)]
-    pub target: PathBuf,
-    /// Its format, `raw` or `qcow2`; that of the disk's top layer where not given. An image that exists needs it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub format: Option<String>,
-    /// The image exists, as large as the disk, and is written over.
-    #[serde(default)]
-    pub existing: bool,
-    /// Only the top layer is copied: the new image rests on the same layers.
-    #[serde(default)]
-    pub top: bool,
-    /// The new image stays a copy. Otherwise the disk goes over to it.
-    #[serde(default)]
-    pub keep: bool,
-    /// The most bytes that are moved in a second while guests go on.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bytes_per_second: Option<u64>,
-    /// It is to be done in so many milliseconds, however fast guests write: they are slowed down where that is needed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub within_ms: Option<u64>,
-    /// No request of a guest is to take longer because of it than so many milliseconds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub stall_ms: Option<u64>,
-}
-
-fn one() -> usize {
-    1
-}
-
-/// How the contents of lower layers are pulled up into the top layer.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct StreamDisk {
-    /// The layer that stays below the top; none where not given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<String>)]
-    pub base: Option<PathBuf>,
-    /// The most bytes that are moved in a second while guests go on.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bytes_per_second: Option<u64>,
-}
-
-/// What the top layer of a disk is to rest on.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct RebaseDisk {
-    /// The image.
-    #[schema(value_type = String)]
-    pub base: PathBuf,
-    /// Its format; guessed where not given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub format: Option<String>,
-    /// The most bytes that are moved in a second while guests go on.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bytes_per_second: Option<u64>,
-}
-
-/// How a disk's file is made shorter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct CompactDisk {
-    /// The most bytes that are moved in a second while guests go on.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bytes_per_second: Option<u64>,
-}
-
-/// A limit for a job.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct LimitJob {
-    /// The most bytes that it moves in a second while guests go on; 0 lifts the limit.
-    pub bytes_per_second: u64,
-}
-
 /// All exports.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -455,93 +366,6 @@ pub struct AddTls {
     pub verify_peer: bool,
 }
 
-/// All jobs that run, and the last that have ended.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct Jobs {
-    /// In the order in which they were started.
-    pub jobs: Vec<Job>,
-}
-
-/// Long work on a disk.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct Job {
-    /// What names it in calls.
-    pub id: u64,
-    /// What it does.
-    pub kind: JobKind,
-    /// The disk.
-    pub disk: String,
-    /// Whether it goes on.
-    pub state: JobState,
-    /// Why it failed, if it did.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<String>,
-    /// What it has come to, where there is more to say than that it is done.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub outcome: Option<String>,
-    /// Bytes that it has dealt with. Rises only.
-    pub done_bytes: u64,
-    /// Bytes to deal with. Rises only.
-    pub total_bytes: u64,
-    /// How it comes to its end, where it copies what guests write to.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub rounds: Option<Rounds>,
-}
-
-/// How a copy of what guests write to comes to its end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct Rounds {
-    /// Passes over what was left, the one of now included.
-    pub rounds: u64,
-    /// What is left of this pass.
-    pub left_bytes: u64,
-    /// The longest time that a guest's request took longer because of the job.
-    pub longest_stall_us: u64,
-    /// How long guests' requests were made to wait so that the copy gets ahead, all together.
-    pub throttled_us: u64,
-    /// It takes longer than it was to.
-    pub late: bool,
-}
-
-/// What a job does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-pub enum JobKind {
-    /// Copies the top layer into the layer below, and takes it off.
-    Commit,
-    /// Copies what lower layers hold into the top layer, which then rests on others, or on none.
-    Stream,
-    /// Copies a disk to another image, which may take its place.
-    Mirror,
-    /// Copies the disk as it was at one moment to another image.
-    Backup,
-    /// Moves what lies at the end of the top layer's file down, and makes the file shorter.
-    Compact,
-    /// One that this version of the interface has no name for.
-    Other,
-}
-
-/// Where a job is in its life.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-pub enum JobState {
-    /// It goes on.
-    Running,
-    /// It waits until it is resumed.
-    Paused,
-    /// It has done all that it was to do.
-    Done,
-    /// It could not go on. The disk keeps its layers.
-    Failed,
-    /// Somebody stopped it. The disk keeps its layers.
-    Cancelled,
-}
-
 /// What reading the configuration file again has changed.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -558,200 +382,4 @@ pub struct Reloaded {
     pub failed: Vec<FailedDisk>,
     /// What else is to be known.
     pub notes: Vec<String>,
-}
-
-/// Figures of the whole daemon.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct Stats {
-    /// Disk by disk.
-    pub disks: Vec<DiskStats>,
-    /// Reactor by reactor.
-    pub reactors: Vec<ReactorStats>,
-}
-
-/// Figures of one disk.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct DiskStats {
-    /// The disk.
-    pub disk: String,
-    /// What the queues of all its exports have done.
-    pub counters: Counters,
-    /// Microseconds that its requests have waited for its limits, all together.
-    pub throttled_us: u64,
-    /// A guest is connected at one of its exports.
-    #[serde(default)]
-    pub connected: bool,
-    /// How long the oldest request in flight has been so, in microseconds; nothing where none is in flight.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub oldest_request_us: Option<u64>,
-    /// How long requests take, by what they do. What no guest has asked for is left out.
-    #[serde(default)]
-    pub latency: Vec<OperationLatency>,
-    /// The tables in memory of an image that has some.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tables: Option<TableStats>,
-}
-
-/// How long the requests of one kind take.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct OperationLatency {
-    /// `read`, `write`, `flush`, `discard`, `write-zeroes` or `secure-erase`.
-    pub operation: String,
-    /// Bytes of data that were read or written.
-    pub bytes: u64,
-    /// From the request's way out of the ring until its end is published and the guest told.
-    pub whole: Histogram,
-    /// What that time was spent on. The sums of all parts are the sum of the whole.
-    pub parts: Vec<PartLatency>,
-}
-
-/// What requests spend on one part of their way.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct PartLatency {
-    /// `queue`, `throttle`, `metadata`, `copy-on-write`, `engine`, `flush` or `notify`.
-    pub part: String,
-    /// Of the requests that spent any time on it.
-    pub time: Histogram,
-}
-
-/// How long something took.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct Histogram {
-    /// How often.
-    pub count: u64,
-    /// All together, in microseconds.
-    pub sum_us: u64,
-    /// How many took up to 1 microsecond, up to 2, up to 4 and so on, and longer than the bucket before. The last of 28
-    /// buckets has no bound. Empty ones at the end are left out.
-    pub buckets: Vec<u64>,
-}
-
-impl Histogram {
-    /// What was added since `before`.
-    #[must_use]
-    pub fn since(&self, before: &Self) -> Self {
-        let old = before.buckets.iter().copied().chain(std::iter::repeat(0));
-        Self {
-            count: self.count.saturating_sub(before.count),
-            sum_us: self.sum_us.saturating_sub(before.sum_us),
-            buckets: self.buckets.iter().zip(old).map(|(now, old)| now.saturating_sub(old)).collect(),
-        }
-    }
-
-    /// The average, in microseconds.
-    #[must_use]
-    pub fn mean_us(&self) -> f64 {
-        if self.count == 0 { 0.0 } else { self.sum_us as f64 / self.count as f64 }
-    }
-
-    /// The time that a share (0 to 1) of all does not exceed, in microseconds: within its bucket, as if that were evenly
-    /// filled.
-    #[must_use]
-    pub fn quantile_us(&self, share: f64) -> f64 {
-        let wanted = share * self.buckets.iter().sum::<u64>() as f64;
-        let (mut below, mut lower_us, mut upper_us) = (0.0, 0.0, 1.0);
-        for count in &self.buckets {
-            let count = *count as f64;
-            if count > 0.0 && below + count >= wanted {
-                return lower_us + (upper_us - lower_us) * (wanted - below) / count;
-            }
-            below += count;
-            lower_us = upper_us;
-            upper_us *= 2.0;
-        }
-        0.0
-    }
-}
-
-/// The tables of an image that are in memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct TableStats {
-    /// Lookups that found their table in memory.
-    pub hits: u64,
-    /// Lookups that had to read it.
-    pub misses: u64,
-    /// Tables that made room for others.
-    pub evictions: u64,
-    /// Memory in use.
-    pub used_bytes: u64,
-    /// Memory that may be used.
-    pub limit_bytes: u64,
-}
-
-/// Figures of one reactor.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct ReactorStats {
-    /// Its thread's name.
-    pub name: String,
-    /// Turns of its loop.
-    pub turns: u64,
-    /// Times that it slept.
-    pub sleeps: u64,
-    /// System calls made to submit requests or to fetch completions.
-    pub system_calls: u64,
-    /// Calls that workers made for it.
-    pub worker_calls: u64,
-}
-
-/// Something happened.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct Event {
-    /// One more than the last event's.
-    pub number: u64,
-    /// Milliseconds since 1970.
-    pub time_ms: u64,
-    /// What happened.
-    pub kind: EventKind,
-    /// The disk that it concerns.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub disk: Option<String>,
-    /// The export or job that it concerns.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub id: Option<u64>,
-    /// More, for people.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub message: Option<String>,
-}
-
-/// What happened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-pub enum EventKind {
-    /// A disk was added.
-    DiskAdded,
-    /// A disk was removed.
-    DiskRemoved,
-    /// A disk has a new size.
-    DiskResized,
-    /// A disk's options were changed.
-    DiskChanged,
-    /// Requests of a disk wait, because the storage failed them.
-    DiskHeld,
-    /// Requests that waited are tried again.
-    DiskResumed,
-    /// A disk has other layers.
-    LayersChanged,
-    /// A disk is served at one more socket.
-    ExportAdded,
-    /// A disk is no longer served at a socket.
-    ExportRemoved,
-    /// A job was started.
-    JobStarted,
-    /// A job slows guests down, or takes longer than it was to.
-    JobBehind,
-    /// A job has ended.
-    JobEnded,
-    /// The daemon ends.
-    ShuttingDown,
-    /// Events were left out, because they were not fetched fast enough.
-    EventsLost,
 }

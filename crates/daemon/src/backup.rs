@@ -179,6 +179,10 @@ impl Backup {
             // It ends where it is. Guests are not to wait for that.
             watch.cancel();
             target.give_up_unless(copied.is_ok());
+            if copied.is_err() {
+                // What it has is of no use, and its thread is waited for.
+                watch.give_up();
+            }
             let cleared = match (&self.options.bitmap, &copied) {
                 (Some(bitmap), Ok(())) => point.clear_bitmap(bitmap).map_err(|error| {
                     error.in_context(format!("the backup is whole, and bitmap '{bitmap}' could not be cleared"))

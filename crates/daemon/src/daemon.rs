@@ -10,7 +10,7 @@ use crate::place::Place;
 use crate::status::{DiskStatus, ExportId, ExportStatus, NodeId};
 use crate::table::{Found, Table};
 use block::{Error, ErrorKind, ReactorHandle, Result};
-use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ShownOptions, open_again, open_disk_with};
+use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ShownOptions, open_disk_with};
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
 use export_nbd::Limits;
 use export_vhost_user::{ExportOptions as VhostUserOptions, Geometry, Overrides, QueueLatency};
@@ -85,7 +85,7 @@ pub struct Daemon {
     pub(crate) jobs: Arc<Jobs>,
     pub(crate) servers: Arc<Servers>,
     /// Requests were given up: their storage may never end them.
-    has_given_up: AtomicBool,
+    pub(crate) has_given_up: Arc<AtomicBool>,
 }
 
 /// Queues that an export offers where nobody says how many: one a CPU, within reason.
@@ -117,7 +117,7 @@ impl Daemon {
             table: Arc::default(),
             jobs: Arc::default(),
             servers: Arc::default(),
-            has_given_up: AtomicBool::new(false),
+            has_given_up: Arc::default(),
         })
     }
 
@@ -255,21 +255,12 @@ impl Daemon {
         Ok(())
     }
 
-    /// Opens the files of a disk anew while guests use it: one was replaced, or changed behind the disk. Nothing that was
-    /// remembered of the old files is used any more. With `force`, what cannot be written to the old files is given up.
-    /// Requests in flight are waited for.
-    pub fn reopen(&self, node: NodeId, force: bool) -> Result<()> {
-        let (_work, found, image) = self.image_for("its files being opened anew".to_owned(), node, None)?;
-        let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
-        let (policy, listed) = (self.config.allow_backing.clone(), &self.config.listed);
-        image.reopen(force, || open_again(&opener, &found.options, &image, policy, listed))
-    }
-
     /// Flushes and closes a disk. One that has exports or jobs is refused, unless `force` says that exports are
     /// to be removed and jobs to be cancelled first. Requests that the storage does not end in time are given up
     /// ([`DaemonConfig::give_up_after`]): their guests get errors, and so does the caller. The disk is gone all the same.
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
+        self.jobs.be_patient_with_all_of(id, self.config.give_up_after, &self.has_given_up);
         let _held = found.disk.hold.as_ref().map(HoldControl::give_up);
         let given_up = Arc::new(AtomicBool::new(false));
         let surrenders = exports.iter().map(|(_, export)| export.surrender()).collect();

@@ -13,6 +13,7 @@ use image::{
 };
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -39,6 +40,8 @@ struct Job {
     node: NodeId,
     disk: String,
     watch: Arc<CopyWatch>,
+    /// It was cancelled, and its storage did not answer.
+    is_given_up: AtomicBool,
     /// Set once, under the list's lock.
     end: OnceLock<Result<()>>,
 }
@@ -46,6 +49,15 @@ struct Job {
 impl Job {
     fn runs(&self) -> bool {
         self.end.get().is_none()
+    }
+
+    /// One that was cancelled, and whose storage did not answer, was cancelled.
+    fn explained(&self, error: Error) -> Error {
+        if error.kind() == ErrorKind::Cancelled || !self.is_given_up.load(Ordering::Acquire) {
+            return error;
+        }
+        let what = "cancelled, and given up because the storage does not answer";
+        Error::new(ErrorKind::Cancelled, format!("{what}: {error}"))
     }
 
     fn status(&self) -> JobStatus {
@@ -109,6 +121,29 @@ impl Jobs {
 
     fn wait_while(&self, is_early: impl Fn(&State) -> bool) {
         drop(self.ended.wait_while(self.lock(), |state| is_early(state)).unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Waits for the end of a job for so long, and then no longer for storage that hangs.
+    fn be_patient_with(self: &Arc<Self>, job: &Arc<Job>, limit: Duration, has_given_up: &Arc<AtomicBool>) {
+        let (jobs, its, has_given_up) = (Arc::clone(self), Arc::clone(job), Arc::clone(has_given_up));
+        let wait = move || {
+            drop(jobs.ended.wait_timeout_while(jobs.lock(), limit, |_| its.runs()));
+            if its.runs() {
+                tracing::warn!(disk = %its.disk, "job {} does not end: its storage is given up", its.id);
+                has_given_up.store(true, Ordering::Release);
+                its.is_given_up.store(true, Ordering::Release);
+                its.watch.give_up();
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("patience".into()).spawn(wait) {
+            tracing::warn!("cannot start a thread: storage that hangs is waited for: {error}");
+        }
+    }
+
+    /// The same for all jobs of a disk, which were cancelled.
+    pub(crate) fn be_patient_with_all_of(self: &Arc<Self>, node: NodeId, limit: Duration, given_up: &Arc<AtomicBool>) {
+        let running: Vec<_> = self.lock().jobs.values().filter(|job| job.node == node && job.runs()).cloned().collect();
+        running.iter().for_each(|job| self.be_patient_with(job, limit, given_up));
     }
 
     /// Waits until no job of this disk runs, at most until the `limit`.
@@ -260,7 +295,7 @@ impl Daemon {
         bytes_per_second: Option<u64>,
         work_on: impl FnOnce(&Image, &CopyWatch, &dyn Fn()) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
-        let (id, watch) = (self.jobs.next_id(), Arc::new(CopyWatch::default()));
+        let (id, watch) = (self.jobs.next_id(), Arc::new(CopyWatch::that_can_give_up()));
         watch.set_rate(bytes_per_second.unwrap_or(0));
         let claim = format!("job {id} ({kind})");
         let (work, found, image) = self.image_for(claim, node, Some(Arc::clone(&watch)))?;
@@ -268,13 +303,22 @@ impl Daemon {
             let what = format!("the disk '{}' has a job already: {other}; wait for its end, or cancel it", found.name);
             return Err(Error::new(ErrorKind::Locked, what));
         }
-        let job = Arc::new(Job { id, kind, node, disk: found.name, watch, end: OnceLock::new() });
+        let job = Arc::new(Job {
+            id,
+            kind,
+            node,
+            disk: found.name,
+            watch,
+            is_given_up: AtomicBool::new(false),
+            end: OnceLock::new(),
+        });
         drop(found.disk);
         self.jobs.lock().jobs.insert(id, Arc::clone(&job));
         let (running, table) = (Running { jobs: Arc::clone(&self.jobs), job }, Arc::clone(&self.table));
         let run = move || {
             let has_new_top = || table.has_new_top(node, top_of(&image));
             let result = work_on(&image, &running.job.watch, &has_new_top);
+            let result = result.map_err(|error| running.job.explained(error));
             // Whoever sees the end may remove the disk, and use its files.
             drop(image);
             drop(work);
@@ -321,9 +365,13 @@ impl Daemon {
     }
 
     /// Asks a job to stop, and returns at once. One that is about to be done may still be done; one that has ended stays
-    /// as it is.
+    /// as it is. One whose storage hangs is given up after a time ([`crate::DaemonConfig::give_up_after`]): its disk goes on.
     pub fn cancel_job(&self, id: JobId) -> Result<()> {
-        self.jobs.find(id)?.watch.cancel();
+        let job = self.jobs.find(id)?;
+        job.watch.cancel();
+        if job.runs() {
+            self.jobs.be_patient_with(&job, self.config.give_up_after, &self.has_given_up);
+        }
         Ok(())
     }
 

@@ -35,6 +35,7 @@ mod nbd;
 mod notify;
 mod pidfile;
 mod place;
+mod reopen;
 mod status;
 mod table;
 

@@ -188,6 +188,13 @@ impl Table {
         }
     }
 
+    /// The disk's files are opened in another way.
+    pub(crate) fn has_new_options(&self, id: NodeId, options: DiskOptions) {
+        if let Some(node) = self.lock().nodes.get_mut(&id) {
+            node.options = options;
+        }
+    }
+
     /// Makes room for an export of a disk; the disk stays as long as it is there. Returns its number, and whether the disk
     /// has others.
     pub(crate) fn reserve_export(

@@ -5,6 +5,7 @@
 //!
 //! * [`DriveOptions`]: `file=disk.qcow2,cache=none,queues=4`, in two parts: [`DiskOptions`] say what the disk is,
 //!   [`ExportOptions`] how guests reach it. Errors list what would have been right.
+//! * [`RunningChange`]: which options change while guests use a disk.
 //! * [`PassedDescriptors`]: images and sockets that a service manager opened, by its names.
 //! * [`FilterOptions`]: `filter=delay:ms=5`, as often as one likes: what happens to requests above the image.
 //! * [`ImageName`]: an image as the image tool's user names it.
@@ -33,6 +34,7 @@ mod keyval;
 mod opener;
 mod options;
 mod passed;
+mod running;
 mod shown;
 mod size;
 mod temporary;
@@ -48,6 +50,7 @@ pub use options::{
     DiskOptions, DriveFormat, DriveOptions, ExportOptions, LOCK_TIMEOUT_MAX_S, ParsedDrive, socket_beside,
 };
 pub use passed::PassedDescriptors;
+pub use running::{RunningChange, THROTTLING};
 pub use shown::ShownOptions;
 pub use size::{human_size, is_size_out_of_range, parse_integer, parse_size};
 pub use throttling::ThrottleOptions;

@@ -244,7 +244,7 @@ impl DriveOptions {
         Self::default().set(&pair, &PassedDescriptors::default())
     }
 
-    fn set(&mut self, KeyValue { key, value }: &KeyValue, passed: &PassedDescriptors) -> Result<()> {
+    pub(crate) fn set(&mut self, KeyValue { key, value }: &KeyValue, passed: &PassedDescriptors) -> Result<()> {
         let Self { disk, export } = self;
         let descriptor = || value.strip_prefix("fd:").map(|word| passed.number_of(word)).transpose();
         match key.as_str() {
@@ -316,7 +316,7 @@ impl DriveOptions {
     }
 
     /// Combinations that cannot be meant.
-    fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         self.export.shown.check()?;
         let disk = &self.disk;
         let is_null = disk.format == Some(DriveFormat::Null);

@@ -3,6 +3,7 @@
 //! The clock is read once for each batch. Completions of one harvest end at the same moment, and the requests that
 //! replace them begin then.
 
+use crate::evenness::Evenness;
 use crate::range::Range;
 use crate::report::{BatchCounts, Timings};
 use crate::spec::{BenchSpec, Pattern, Stop};
@@ -65,6 +66,7 @@ pub(crate) struct QueueResult {
     pub(crate) mismatches: u64,
     pub(crate) first_mismatch: Option<String>,
     pub(crate) batches: BatchCounts,
+    pub(crate) evenness: Evenness,
     pub(crate) elapsed_seconds: f64,
     pub(crate) blocks: Option<Vec<BlockState>>,
     pub(crate) abandoned: usize,
@@ -153,6 +155,7 @@ impl Generator {
             mismatches: 0,
             first_mismatch: None,
             batches: BatchCounts::up_to(slots.len()),
+            evenness: Evenness::default(),
             elapsed_seconds: 0.0,
             blocks: None,
             abandoned: 0,
@@ -199,6 +202,7 @@ impl Generator {
             result.writes.clear();
             result.flushes.clear();
             result.batches.clear();
+            result.evenness.clear();
             result.bytes = 0;
         }
         if phase >= Phase::Drain && self.phase < Phase::Drain {
@@ -386,6 +390,9 @@ impl Poller for Generator {
         let now = Instant::now();
         if let (Some(result), true) = (&mut self.result, count > 0) {
             result.batches.record(count);
+            if self.phase == Phase::Measure {
+                result.evenness.record(now.saturating_duration_since(self.started), count as u64);
+            }
         }
         for index in 0..self.done.len() {
             if let Some(completion) = self.done.get(index).copied() {

@@ -33,6 +33,7 @@
 
 mod compare;
 mod cpu;
+mod evenness;
 mod fill;
 mod generator;
 mod over_driver;

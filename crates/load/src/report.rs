@@ -141,6 +141,10 @@ pub struct BenchReport {
     pub iops: f64,
     /// Their bytes a second.
     pub bytes_per_second: f64,
+    /// Requests of any kind in each whole second.
+    pub per_second: Vec<u64>,
+    /// The longest time without a completion, on any queue.
+    pub longest_gap_us: f64,
     /// Of reads and writes together.
     pub latency_us: Latency,
     /// Of reads.

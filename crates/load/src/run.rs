@@ -1,6 +1,7 @@
 //! Starts the generators on their reactors, conducts them, and adds up what they measured.
 
 use crate::cpu::CpuSample;
+use crate::evenness::Evenness;
 use crate::generator::{Conductor, Generator, Parts, Phase, QueueResult};
 use crate::range::Range;
 use crate::report::{BatchCounts, BenchReport, CounterGrowth, EngineHarvests, ProcessCpu, Timings};
@@ -210,6 +211,7 @@ impl Run<'_> {
     fn report(&self, before: &Sample, after: &Sample) -> BenchReport {
         let (mut reads, mut writes, mut flushes) = (Timings::new(), Timings::new(), Timings::new());
         let mut batches = BatchCounts::default();
+        let mut evenness = Evenness::default();
         let (mut iops, mut bandwidth, mut elapsed) = (0.0, 0.0, 0.0);
         for result in &self.finished {
             let seconds = result.elapsed_seconds.max(1e-9);
@@ -220,6 +222,7 @@ impl Run<'_> {
             writes.merge(&result.writes);
             flushes.merge(&result.flushes);
             batches.merge(&result.batches);
+            evenness.merge(&result.evenness);
         }
         let mut all = Timings::new();
         all.merge(&reads);
@@ -258,6 +261,8 @@ impl Run<'_> {
             flushes: flushes.count(),
             iops,
             bytes_per_second: bandwidth,
+            per_second: evenness.whole_seconds(elapsed),
+            longest_gap_us: evenness.longest_gap_us(),
             latency_us: all.summary(),
             read_latency_us: reads.summary(),
             write_latency_us: writes.summary(),

@@ -34,7 +34,12 @@ pub(crate) fn check(disks: &Disks, names: &[String], snapshot: &str) -> Result<(
 
 impl Saving<'_> {
     /// Puts the machine into its images while it stands still; returns the bytes of its state.
-    pub(crate) fn into_images(&mut self, snapshot: &str, qmp: &mut Qmp, progress: &mut Progress<'_>) -> Result<u64> {
+    pub(crate) fn put_into_images(
+        &mut self,
+        snapshot: &str,
+        qmp: &mut Qmp,
+        progress: &mut Progress<'_>,
+    ) -> Result<u64> {
         progress.begin(Step::State);
         self.remove_new_states()?;
         let state_bytes = self.state(qmp, progress)?;

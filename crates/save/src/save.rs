@@ -86,7 +86,7 @@ pub fn save(
     let mut saving = Saving { directory, options, cancel, before, record, disks, names, notes: Vec::new() };
     let done =
         leave_earlier(&mut qmp).and_then(|()| qmp.run("stop", json!({}))).and_then(|_| match &options.into_image {
-            Some(snapshot) => saving.into_images(snapshot, &mut qmp, &mut progress),
+            Some(snapshot) => saving.put_into_images(snapshot, &mut qmp, &mut progress),
             None => saving.pair(&mut qmp, &mut progress),
         });
     progress.begin(Step::Resume);

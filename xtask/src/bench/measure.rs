@@ -47,9 +47,9 @@ pub(super) struct Sample {
 
 /// The programs.
 pub(super) struct Tools {
-    ringdisk: PathBuf,
+    pub(super) ringdisk: PathBuf,
     /// The same program for every server.
-    client: PathBuf,
+    pub(super) client: PathBuf,
 }
 
 impl Tools {

@@ -22,6 +22,7 @@ mod results;
 mod scratch;
 mod statistics;
 mod stolen;
+mod throttle;
 
 use crate::command::Program;
 use crate::workspace;
@@ -68,6 +69,10 @@ pub(crate) struct BenchArguments {
     /// docs/benchmarks-scratch.md, or where --output says.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "resume", "size_mib", "directory", "before"])]
     scratch: bool,
+    /// Measure the filter that bounds a disk's rate instead, beside qemu-storage-daemon's; writes docs/benchmarks-throttle.md,
+    /// or where --output says.
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "resume", "size_mib", "directory", "before", "filter", "list"])]
+    throttle: bool,
     /// Measure disks for NBD clients instead, beside nbdkit and qemu-nbd, and with TLS; at most five rounds. Writes
     /// docs/benchmarks-nbd.md, or where --output says.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "resume", "size_mib", "before"])]
@@ -134,6 +139,9 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     if arguments.scratch {
         ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
         return scratch::run(ringdisk_of(arguments)?, arguments);
+    }
+    if arguments.throttle {
+        return throttle::run(ringdisk_of(arguments)?, arguments);
     }
     if arguments.nbd {
         ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);

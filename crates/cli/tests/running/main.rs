@@ -2,19 +2,18 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../common/guest.rs"]
+mod guest;
 mod hanging;
 mod hostile;
+mod killed;
+mod options;
 mod reopening;
 
-use block::{Disk, ReactorHandle};
 use common::{Server, at, path_str, run_ok};
-use driver::{Driver, DriverOptions};
-use engine::{Reactor, ReactorConfig};
-use load::{BenchSpec, Hooks, Initial, Pattern, Stop, Verify};
+use guest::Guest;
 use serde_json::Value;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -69,55 +68,5 @@ impl Daemon {
         self.ctl(&["shutdown"]);
         assert!(self.server.wait().success());
         self.dir
-    }
-}
-
-/// How a guest's work ended.
-struct Worked {
-    errors: u64,
-    mismatches: u64,
-}
-
-/// A guest that writes, reads and checks what it reads until it is told to stop.
-struct Guest {
-    stop: Arc<AtomicBool>,
-    thread: std::thread::JoinHandle<Worked>,
-}
-
-impl Guest {
-    fn begin(socket: &Path) -> Self {
-        let reactor = Reactor::spawn(ReactorConfig::default().with(|config| config.name = "client".into())).unwrap();
-        let disk: Arc<dyn Disk> = Arc::new(Driver::connect(socket, DriverOptions::default()).unwrap());
-        let stop = Arc::new(AtomicBool::new(false));
-        let cancel = Arc::clone(&stop);
-        let work = move || {
-            let handles: [Arc<dyn ReactorHandle>; 1] = [reactor.handle()];
-            let spec = BenchSpec::default().with(|spec| {
-                spec.queue_depth = 8;
-                spec.block_bytes = 4096;
-                spec.length_bytes = Some(8 << 20);
-                spec.drain_timeout = common::PATIENCE;
-                spec.read_percent = 50;
-                spec.verify = Some(Verify::new(5, Initial::Zeros));
-                spec.pattern = Pattern::Random { seed: 6 };
-                spec.flush_every = Some(32);
-                spec.stop = Stop::Runtime(common::PATIENCE);
-            });
-            let hooks = Hooks::default().with(|hooks| hooks.cancel = Some(cancel));
-            let report = load::run(&disk, &handles, &spec, &hooks).unwrap().report;
-            Worked { errors: report.errors, mismatches: report.mismatches }
-        };
-        Self { stop, thread: std::thread::spawn(work) }
-    }
-
-    fn stop(self) -> Worked {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.join().expect("a guest's end")
-    }
-
-    /// Nothing went wrong.
-    fn end(self) {
-        let Worked { errors, mismatches } = self.stop();
-        assert_eq!((errors, mismatches), (0, 0));
     }
 }

@@ -2,100 +2,132 @@
 
 use super::Manager;
 use crate::api::{ChangeDisk, Disk, EventKind};
+use crate::options::Options;
+use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
-use drive::{DriveOptions, ThrottleOptions};
+use daemon::NodeId;
+use drive::{DiskOptions, DriveOptions, RunningChange, THROTTLING, ThrottleOptions};
+use image::{ErrorPolicy, HoldControl, ThrottleMember};
+use std::sync::Arc;
 
-/// What stands before a key of the filter `throttle`, as in QEMU's drive options.
-const THROTTLING: &str = "throttling.";
-const POLICIES: [&str; 2] = ["on-error", "on-no-space"];
+type Pairs<'a> = Vec<(&'a str, &'a str)>;
+
+/// What a call asks for, by the way in which it is done.
+#[derive(Default)]
+struct Changes<'a> {
+    limits: Pairs<'a>,
+    policies: Pairs<'a>,
+    files: Pairs<'a>,
+}
+
+impl<'a> Changes<'a> {
+    fn of(options: &'a Options) -> Result<Self> {
+        let mut changes = Self::default();
+        for (key, value) in options.pairs() {
+            match RunningChange::of_key(key)? {
+                RunningChange::Limit => changes.limits.push((key.strip_prefix(THROTTLING).unwrap_or(key), value)),
+                RunningChange::Policy => {
+                    DriveOptions::check_value(key, value)?;
+                    changes.policies.push((key, value));
+                }
+                RunningChange::Files => changes.files.push((key, value)),
+            }
+        }
+        Ok(changes)
+    }
+
+    /// Brings them into the record.
+    fn note(&self, disk: &mut RecordedDisk, limits: Option<&ThrottleOptions>) {
+        self.policies.iter().chain(&self.files).for_each(|(key, value)| disk.options.set(key, *value));
+        let Some(limits) = limits else { return };
+        // Others of its group that are added or restored later bring their own words: these are the last.
+        let is_throttle = |text: &str| text == "throttle" || text.starts_with("throttle:");
+        let old = disk.options.pairs().find(|(key, value)| *key == "filter" && is_throttle(value));
+        let group = old.and_then(|(_, text)| text.split(':').find_map(|part| part.strip_prefix("group=")));
+        let mut limits = limits.clone();
+        limits.group = group.map(str::to_owned);
+        disk.options.replace("filter", is_throttle, &limits.to_text());
+    }
+
+    /// The new value of a policy, if it gets one.
+    fn policy(&self, wanted: &str) -> Option<ErrorPolicy> {
+        let value = self.policies.iter().find(|(key, _)| *key == wanted).map(|(_, value)| *value)?;
+        ErrorPolicy::NAMES.into_iter().find(|(name, _)| *name == value).map(|(_, policy)| policy)
+    }
+
+    fn to_text(&self) -> String {
+        let limits = self.limits.iter().map(|(key, value)| format!("{THROTTLING}{key}={value}"));
+        let others = self.policies.iter().chain(&self.files).map(|(key, value)| format!("{key}={value}"));
+        limits.chain(others).collect::<Vec<_>>().join(",")
+    }
+}
 
 impl Manager {
     /// Changes options of a disk while it runs: the limits of its filter `throttle` (`throttling.iops-total` and the like),
-    /// and what happens when storage fails (`on-error`, `on-no-space`). Either all of them are changed or none.
+    /// what happens when storage fails (`on-error`, `on-no-space`), and how its files are opened (`cache`, `engine` and
+    /// others), for which they are opened anew. Either all of them are changed or none.
     pub fn change_disk(&self, name: &str, request: &ChangeDisk) -> Result<Disk> {
-        let (mut limits, mut policies) = (Vec::new(), Vec::new());
-        for (key, value) in request.options.pairs() {
-            match key.strip_prefix(THROTTLING) {
-                Some(key) => limits.push((key, value)),
-                None if POLICIES.contains(&key) => {
-                    DriveOptions::check_value(key, value)?;
-                    policies.push((key, value));
+        let changes = Changes::of(&request.options)?;
+        let node = self.node(name)?;
+        let limits = self.limits_to_be(name, node, &changes.limits)?;
+        let hold = self.hold_to_be(name, node, &changes.policies)?;
+        let before = self.daemon.disk_options(node)?;
+        let after = before.with_files_as(&changes.files)?;
+        // What can fail comes first.
+        self.open_files_as(node, &before, &after)?;
+        self.records
+            .change(|record| {
+                if let Some(disk) = record.disk_mut(name) {
+                    changes.note(disk, limits.as_ref().map(|(_, limits)| limits));
                 }
-                None => {
-                    let message = format!(
-                        "{key}: cannot be changed while the disk runs (can: {THROTTLING}iops-total and the like, {}); \
-                         remove the disk and add it anew",
-                        POLICIES.join(", ")
-                    );
-                    return Err(Error::new(ErrorKind::Unsupported, message));
+            })
+            .inspect_err(|_| {
+                if let Err(error) = self.open_files_as(node, &after, &before) {
+                    tracing::error!(disk = name, "its files stay opened as the record does not say: {error}");
                 }
-            }
+            })?;
+        if let Some((throttle, limits)) = limits {
+            throttle.group().set_limits(limits.limits);
         }
-        let change_limits = self.limits_to_be(name, &limits)?;
-        let change_policies = self.policies_to_be(name, &policies)?;
-        change_limits()?;
-        change_policies()?;
+        if let Some(hold) = hold {
+            hold.set_policies(changes.policy("on-error"), changes.policy("on-no-space"));
+        }
+        self.events.publish(EventKind::DiskChanged, Some(name), None, Some(changes.to_text()));
         self.disk(name)
     }
 
-    /// Checks new limits. The result puts them in force.
-    fn limits_to_be<'a>(&'a self, name: &'a str, changes: &[(&str, &str)]) -> Result<impl FnOnce() -> Result<()> + 'a> {
-        let throttles = self.daemon.throttles(self.node(name)?)?;
-        let mut new = None;
-        if let Some((first, _)) = changes.first() {
-            let throttle = throttles.into_iter().next().ok_or_else(|| {
-                let message = format!(
-                    "{THROTTLING}{first}: the disk '{name}' has no filter that bounds its rate: add it with filter=throttle"
-                );
-                Error::new(ErrorKind::Unsupported, message)
-            })?;
-            let mut limits = ThrottleOptions::of_limits(throttle.group().limits());
-            changes.iter().try_for_each(|(key, value)| limits.set(key, value))?;
-            new = Some((throttle, limits));
-        }
-        Ok(move || {
-            let Some((throttle, mut limits)) = new else { return Ok(()) };
-            // Others of its group that are added or restored later bring their own words: these are the last.
-            self.records.change(|record| {
-                let Some(disk) = record.disk_mut(name) else { return };
-                let is_throttle = |text: &str| text == "throttle" || text.starts_with("throttle:");
-                let old = disk.options.pairs().find(|(key, value)| *key == "filter" && is_throttle(value));
-                let group = old.and_then(|(_, text)| text.split(':').find_map(|part| part.strip_prefix("group=")));
-                limits.group = group.map(str::to_owned);
-                disk.options.replace("filter", is_throttle, &limits.to_text());
-            })?;
-            throttle.group().set_limits(limits.limits);
-            self.events.publish(EventKind::DiskChanged, Some(name), None, Some(limits.to_text()));
-            Ok(())
-        })
+    /// Opens the files of a disk anew where that is another way than they are open.
+    pub(super) fn open_files_as(&self, node: NodeId, before: &DiskOptions, after: &DiskOptions) -> Result<()> {
+        if before == after { Ok(()) } else { self.daemon.reopen_as(node, after) }
     }
 
-    /// Checks new policies. The result puts them in force.
-    fn policies_to_be<'a>(
-        &'a self,
-        name: &'a str,
-        changes: &[(&'a str, &'a str)],
-    ) -> Result<impl FnOnce() -> Result<()> + 'a> {
-        let hold = self.daemon.hold(self.node(name)?)?;
-        if let (Some((key, _)), None) = (changes.first(), &hold) {
+    /// The throttle that gets new limits, and what it then has.
+    fn limits_to_be(
+        &self,
+        name: &str,
+        node: NodeId,
+        changes: &[(&str, &str)],
+    ) -> Result<Option<(Arc<ThrottleMember>, ThrottleOptions)>> {
+        let Some((first, _)) = changes.first() else { return Ok(None) };
+        let throttle = self.daemon.throttles(node)?.into_iter().next().ok_or_else(|| {
+            let message = format!(
+                "{THROTTLING}{first}: the disk '{name}' has no filter that bounds its rate: add it with filter=throttle"
+            );
+            Error::new(ErrorKind::Unsupported, message)
+        })?;
+        let mut limits = ThrottleOptions::of_limits(throttle.group().limits());
+        changes.iter().try_for_each(|(key, value)| limits.set(key, value))?;
+        Ok(Some((throttle, limits)))
+    }
+
+    /// What gets new policies.
+    fn hold_to_be(&self, name: &str, node: NodeId, changes: &[(&str, &str)]) -> Result<Option<Arc<HoldControl>>> {
+        let Some((key, _)) = changes.first() else { return Ok(None) };
+        let hold = self.daemon.hold(node)?;
+        if hold.is_none() {
             let message = format!("{key}: the disk '{name}' was added without {key}=hold: remove it and add it anew");
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        let changes = changes.to_vec();
-        Ok(move || {
-            let Some(hold) = hold.filter(|_| !changes.is_empty()) else { return Ok(()) };
-            self.records.change(|record| {
-                let Some(disk) = record.disk_mut(name) else { return };
-                changes.iter().for_each(|(key, value)| disk.options.set(key, *value));
-            })?;
-            let policy = |wanted: &str| {
-                let value = changes.iter().find(|(key, _)| *key == wanted).map(|(_, value)| *value)?;
-                image::ErrorPolicy::NAMES.into_iter().find(|(name, _)| *name == value).map(|(_, policy)| policy)
-            };
-            hold.set_policies(policy("on-error"), policy("on-no-space"));
-            let what: Vec<String> = changes.iter().map(|(key, value)| format!("{key}={value}")).collect();
-            self.events.publish(EventKind::DiskChanged, Some(name), None, Some(what.join(",")));
-            Ok(())
-        })
+        Ok(hold)
     }
 }

@@ -5,7 +5,7 @@ use crate::api::{AddExport, EventKind, FailedDisk, Reloaded};
 use crate::config::Config;
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
-use drive::FilterOptions;
+use drive::{FilterOptions, RunningChange};
 use std::path::PathBuf;
 
 /// The configuration file and what of it is in force.
@@ -137,12 +137,15 @@ impl Manager {
         Ok(())
     }
 
-    /// New limits for the disk's filters `throttle`.
+    /// New limits for the disk's filters `throttle`, and other ways to open its files.
     fn change_running(&self, name: &str, before: &Options, after: &Options) -> Result<()> {
         if before == after {
             return Ok(());
         }
-        let throttles = self.daemon.throttles(self.node(name)?)?;
+        let node = self.node(name)?;
+        let throttles = self.daemon.throttles(node)?;
+        let open = self.daemon.disk_options(node)?;
+        self.open_files_as(node, &open, &open.with_files_of(&after.to_drive()?.disk))?;
         let limits: Vec<_> = filters(after)?
             .into_iter()
             .filter_map(|filter| match filter {
@@ -214,10 +217,15 @@ fn filters(options: &Options) -> Result<Vec<FilterOptions>> {
     options.pairs().filter(|(key, _)| *key == "filter").map(|(_, text)| FilterOptions::parse(text)).collect()
 }
 
-/// Limits of filters `throttle` change under a running guest, if the filters themselves stay.
+/// Limits of filters `throttle` change under a running guest, if the filters themselves stay, and so does how files are
+/// opened.
 fn way(before: &Options, after: &Options) -> Result<Way> {
+    let has_files_to_open_anew = before.get("snapshot") != Some("on") && before.get("format") != Some("null");
     let others = |options: &Options| {
         let mut pairs: Vec<_> = options.pairs().filter(|(key, _)| *key != "filter").collect();
+        if has_files_to_open_anew {
+            pairs.retain(|(key, _)| !matches!(RunningChange::of_key(key), Ok(RunningChange::Files)));
+        }
         pairs.sort_unstable();
         pairs.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned())).collect::<Vec<_>>()
     };
@@ -239,7 +247,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_new_limits_leave_a_disk_open() {
+    fn only_new_limits_and_ways_to_open_files_leave_a_disk_running() {
         let options = |text: &str| Options::parse(text).unwrap();
         let before = options("file=/a,name=a,filter=throttle:iops-total=5,filter=delay:ms=1");
         for (text, expected) in [
@@ -247,7 +255,8 @@ mod tests {
             ("file=/a,name=a,filter=throttle:iops-total=5,filter=delay:ms=2", Way::Anew),
             ("file=/a,name=a,filter=delay:ms=1,filter=throttle:iops-total=5", Way::Anew),
             ("file=/a,name=a,filter=throttle:iops-total=5:group=g,filter=delay:ms=1", Way::Anew),
-            ("file=/a,name=a,cache=none,filter=throttle:iops-total=5,filter=delay:ms=1", Way::Anew),
+            ("file=/a,name=a,cache=none,filter=throttle:iops-total=5,filter=delay:ms=1", Way::Running),
+            ("file=/a,name=a,serial=S,filter=throttle:iops-total=5,filter=delay:ms=1", Way::Anew),
         ] {
             assert_eq!(way(&before, &options(text)).unwrap(), expected, "{text}");
         }

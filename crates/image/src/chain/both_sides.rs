@@ -9,16 +9,18 @@
 //! * A flush covers both. So what guests know to be durable is durable in both, and the other chain can take over at any
 //!   moment, without a flush while guests wait.
 //! * A discard writes zeros, because what it leaves is not the same in all formats.
-//! * Where the other chain fails, guests do not notice: the copy has failed, not the disk. From the moment on when a record
+//! * Where the other chain fails, or hangs and is given up, guests do not notice: the copy has failed, not the disk. From the moment on when a record
 //!   may name the other chain ([`BothSides::decide`]), its failures are the guests'.
 
 use crate::chain::exchange::change_log::ChangeLog;
+use crate::chain::give_up::GiveUp;
 use crate::chain::guessed_raw::checked_head;
 use crate::chain::layers::Chain;
 use crate::chain::queue::Shared;
 use block::sync::{AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
 use block::{IoError, IoErrorKind, IoResult, Op, Priority, RangeGuard, RangeLocks, ReactorCtx, WaitList};
 use memory::{IoBuf, Window};
+use std::future::Future;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -44,6 +46,8 @@ enum Standing {
 pub(crate) struct BothSides {
     /// The chain that is going to take over.
     pub(crate) next: Arc<Chain>,
+    /// Ends guests' waits for the other chain, where its storage hangs and guests do not depend on it.
+    give_up: Option<Arc<GiveUp>>,
     locks: RangeLocks,
     /// Where the two may differ: a write went to one of them only.
     differs: ChangeLog,
@@ -57,8 +61,9 @@ pub(crate) struct BothSides {
 }
 
 impl BothSides {
-    pub(crate) fn with(next: Arc<Chain>) -> Self {
+    pub(crate) fn with(next: Arc<Chain>, give_up: Option<Arc<GiveUp>>) -> Self {
         Self {
+            give_up,
             locks: RangeLocks::default(),
             differs: ChangeLog::new(next.size_bytes),
             next,
@@ -99,6 +104,12 @@ impl BothSides {
         if *standing == Standing::Decides {
             *standing = Standing::Follows;
         }
+    }
+
+    /// What the other chain says, or an error where that is given up.
+    async fn of_other(&self, call: impl Future<Output = IoResult>) -> IoResult {
+        let may_end = || *self.standing() != Standing::Decides;
+        GiveUp::or_end(self.give_up.as_deref(), may_end, call).await
     }
 
     /// What a guest is told where the other chain has said this.
@@ -207,7 +218,7 @@ impl Way<'_> {
         apply(self.shared, &range, &change).await?;
         let first = locked.elapsed();
         if self.both.failure().is_none() {
-            self.both.answer(apply(self.other, &range, &change).await)?;
+            self.both.answer(self.both.of_other(apply(self.other, &range, &change)).await)?;
         }
         sides.is_even = true;
         self.added = self.added.saturating_add(begun.elapsed().saturating_sub(first));
@@ -287,6 +298,6 @@ impl Shared {
             return Ok(());
         }
         let meta = other.metas.first().ok_or(IoError::EIO)?;
-        both.answer(other.chain.top()?.mapping.flush(meta).await)
+        both.answer(both.of_other(other.chain.top()?.mapping.flush(meta)).await)
     }
 }

@@ -69,13 +69,23 @@ impl Layer {
 
     /// Writes what is still in memory and flushes, by calls that block. Nobody writes to the layer meanwhile.
     pub(crate) async fn close(&self) -> Result<()> {
+        self.close_by(&self.open_blocking()?).await
+    }
+
+    /// As [`Layer::close`], by these calls.
+    pub(crate) async fn close_by(&self, io: &MetaIo) -> Result<()> {
         let what = if self.mapping.has_tables() { "cannot write its tables" } else { "cannot flush it" };
-        self.mapping.close(&self.open_blocking()?).await.map_err(|error| self.failed(what, error))
+        self.mapping.close(io).await.map_err(|error| self.failed(what, error))
     }
 
     /// Makes what was written durable, by calls that block.
     pub(crate) async fn flush(&self) -> Result<()> {
-        self.mapping.flush(&self.open_blocking()?).await.map_err(|error| self.failed("cannot flush it", error))
+        self.flush_by(&self.open_blocking()?).await
+    }
+
+    /// As [`Layer::flush`], by these calls.
+    pub(crate) async fn flush_by(&self, io: &MetaIo) -> Result<()> {
+        self.mapping.flush(io).await.map_err(|error| self.failed("cannot flush it", error))
     }
 
     /// Changes the size of the layer, which is closed and which nobody uses.

@@ -3,6 +3,7 @@
 use super::both_sides::BothSides;
 use super::exchange::board::Over;
 use super::exchange::change_log::ChangeLog;
+use super::give_up::GiveUp;
 use super::layer::Layer;
 use super::lower_map::{Known, LowerMap};
 use super::mapping::Plain;
@@ -12,16 +13,36 @@ use memory::BufferAccount;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What stays the same whatever chain a disk has.
+/// What belongs to a disk, whatever chain it has.
 pub(crate) struct Constants {
     pub(crate) read_only: bool,
     pub(crate) serial: String,
     pub(crate) volatile_cache: AtomicBool,
     /// The memory for tables that the user gives, over all layers.
-    pub(crate) table_cache_bytes: Option<u64>,
+    pub(crate) table_cache: TableCacheSetting,
     /// How often a guest tried to make a guessed raw image look like another format.
     pub(crate) refused_headers: AtomicU64,
     pub(crate) hits: Hits,
+}
+
+/// The memory for tables that the user gives. It changes only while no queue submits.
+pub(crate) struct TableCacheSetting(AtomicU64);
+
+impl TableCacheSetting {
+    /// What stands for no limit of the user's.
+    const NONE: u64 = u64::MAX;
+
+    pub(crate) fn new(bytes: Option<u64>) -> Self {
+        Self(AtomicU64::new(bytes.unwrap_or(Self::NONE)))
+    }
+
+    pub(crate) fn bytes(&self) -> Option<u64> {
+        Some(self.0.load(Ordering::Acquire)).filter(|bytes| *bytes != Self::NONE)
+    }
+
+    pub(crate) fn set(&self, bytes: Option<u64>) {
+        self.0.store(bytes.unwrap_or(Self::NONE), Ordering::Release);
+    }
 }
 
 /// The layers that a disk consists of for a while, immutable but for the mappings' own state. All that begins on a chain
@@ -58,7 +79,7 @@ pub(crate) struct Place {
 impl Chain {
     /// The chain of these layers, top first.
     pub(crate) fn new(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>) -> Self {
-        let below = lower_map(&layers, disk.table_cache_bytes);
+        let below = lower_map(&layers, disk.table_cache.bytes());
         Self { below, ..Self::plain(layers, disk) }
     }
 
@@ -98,8 +119,13 @@ impl Chain {
     }
 
     /// A chain whose writes go to another one, too.
-    pub(crate) fn on_both_sides(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>, next: &Arc<Chain>) -> Self {
-        let both = Some(BothSides::with(Arc::clone(next)));
+    pub(crate) fn on_both_sides(
+        layers: Vec<Arc<Layer>>,
+        disk: &Arc<Constants>,
+        next: &Arc<Chain>,
+        give_up: Option<Arc<GiveUp>>,
+    ) -> Self {
+        let both = Some(BothSides::with(Arc::clone(next), give_up));
         Self { both, looks_at_writes: true, ..Self::new(layers, disk) }
     }
 

@@ -9,6 +9,7 @@ pub(crate) mod copy_offload;
 mod copy_up;
 pub(crate) mod exchange;
 pub(crate) mod extents;
+pub(crate) mod give_up;
 mod guessed_raw;
 pub(crate) mod image;
 pub(crate) mod in_place;

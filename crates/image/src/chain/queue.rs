@@ -6,6 +6,7 @@
 
 use crate::chain::exchange::attendant::attend;
 use crate::chain::exchange::board::{Attendance, Board, Hold, Lease};
+use crate::chain::give_up::{Ends, GiveUp, open_blocking};
 use crate::chain::guessed_raw::checked_head;
 use crate::chain::layer::Layer;
 use crate::chain::layers::{Chain, Place};
@@ -70,8 +71,13 @@ impl Shared {
 
     /// A chain for calls that block.
     pub(crate) fn blocking(chain: &Arc<Chain>) -> Result<Self> {
+        Self::blocking_or_given_up(chain, None, Ends::Reads)
+    }
+
+    /// A chain for calls that block until they end or are given up.
+    pub(crate) fn blocking_or_given_up(chain: &Arc<Chain>, give_up: Option<&Arc<GiveUp>>, ends: Ends) -> Result<Self> {
         let open = |layer: &Arc<Layer>| {
-            let meta = layer.open_blocking()?;
+            let meta = open_blocking(layer, give_up, ends)?;
             Ok((Rc::clone(meta.data().unwrap_or(meta.queue())), meta))
         };
         let queues = chain.layers.iter().map(open).collect::<Result<Vec<_>>>()?;

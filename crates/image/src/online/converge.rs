@@ -80,13 +80,13 @@ async fn converge_by(
     record: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
     let left = in_rounds(image, chain, copying, what, watch).await?;
-    let (both, left) = to_both_sides(image, chain, next, left).await?;
+    let (both, left) = to_both_sides(image, chain, next, copying, left).await?;
     let result = on_both_sides(&both, copying, left, what, watch).await;
     note_waits(&both, watch);
     result?;
     match end {
         End::Switch => switch(image, &both, next, watch, record).await?,
-        End::Keep => part(image, chain, &both, next, watch).await?,
+        End::Keep => part(image, chain, &both, next, copying, watch).await?,
     }
     note_waits(&both, watch);
     Ok(())
@@ -157,10 +157,11 @@ async fn to_both_sides(
     image: &Image,
     chain: &Chain,
     next: &Arc<Chain>,
+    copying: &Copying<'_>,
     left: Vec<Range<u64>>,
 ) -> Result<(Arc<Chain>, Vec<Range<u64>>)> {
     let noted = image.chain();
-    let both = Chain::on_both_sides(chain.layers.clone(), &chain.disk, next);
+    let both = Chain::on_both_sides(chain.layers.clone(), &chain.disk, next, copying.given_up_by());
     go_over_to(&image.board, both, next.layers.clone()).await?;
     let noted = noted.log.as_ref().map(|log| log.ranges(chain.size_bytes)).unwrap_or_default();
     Ok((image.chain(), joined([left, noted])))
@@ -203,7 +204,7 @@ async fn on_both_sides(
         let what = "writes of guests fail again and again, so a copy is never the same";
         return Err(Error::new(ErrorKind::Io, format!("'{}': {what}", next_top.name)));
     }
-    next_top.flush().await?;
+    next_top.flush_by(&copying.next_meta()?).await?;
     watch.check()
 }
 
@@ -260,7 +261,14 @@ async fn switch(
 }
 
 /// Lets the disk go on alone: the other chain is what it was at that moment.
-async fn part(image: &Image, chain: &Chain, both_chain: &Chain, next: &Arc<Chain>, watch: &CopyWatch) -> Result<()> {
+async fn part(
+    image: &Image,
+    chain: &Chain,
+    both_chain: &Chain,
+    next: &Arc<Chain>,
+    copying: &Copying<'_>,
+    watch: &CopyWatch,
+) -> Result<()> {
     let both = sides(both_chain)?;
     let over = image.board.over();
     let begun = Instant::now();
@@ -273,5 +281,5 @@ async fn part(image: &Image, chain: &Chain, both_chain: &Chain, next: &Arc<Chain
         return Err(top.failed("cannot write to it", error));
     }
     are_even(both)?;
-    top.close().await
+    top.close_by(&copying.next_meta()?).await
 }

@@ -5,6 +5,7 @@
 //! place in the epochs of the first layer; while the target is written to, none is held.
 
 use super::watch::CopyWatch;
+use crate::chain::give_up::{Ends, open_blocking};
 use crate::chain::image::Image;
 use crate::chain::layers::Place;
 use crate::chain::queue::Shared;
@@ -54,7 +55,9 @@ impl CopyOut {
     /// Copies, and makes the copy durable. Blocks; not to be called on a reactor's thread.
     pub fn run(&self, what: &Copied, watch: &CopyWatch) -> Result<()> {
         block_on(self.copy(what, watch))?;
-        self.to.close()
+        let chain = self.to.chain();
+        let top = chain.layers.first().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+        block_on(top.close_by(&open_blocking(top, watch.given_up_by(), Ends::All)?))
     }
 
     async fn copy(&self, what: &Copied, watch: &CopyWatch) -> Result<()> {
@@ -66,7 +69,8 @@ impl CopyOut {
         let inside = |range: Range<u64>| range.start.min(size_bytes)..range.end.min(size_bytes);
         let ranges: Vec<_> = ranges.into_iter().map(inside).collect();
         watch.more(ranges.iter().map(|range| range.end.saturating_sub(range.start)).fold(0, u64::saturating_add));
-        let (from, to) = (Shared::blocking(&self.from.chain())?, Shared::blocking(&self.to.chain())?);
+        let of = |image: &Image, ends| Shared::blocking_or_given_up(&image.chain(), watch.given_up_by(), ends);
+        let (from, to) = (of(&self.from, Ends::Reads)?, of(&self.to, Ends::All)?);
         let mut in_from = from.chain.top().ok().and_then(|top| top.mapping.epochs()).map(block::Epochs::join);
         let top_only = *what == Copied::TopLayer;
         for range in ranges {

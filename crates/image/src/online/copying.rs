@@ -2,6 +2,7 @@
 
 use super::watch::CopyWatch;
 use crate::chain::both_sides::BothSides;
+use crate::chain::give_up::{Ends, GiveUp, open_blocking};
 use crate::chain::layer::Layer;
 use crate::chain::layers::{Chain, Place};
 use crate::chain::queue::Shared;
@@ -52,6 +53,8 @@ pub(super) struct Copying<'a> {
     in_top: Option<Participant>,
     /// Nothing that the other chain frees is used again while guests read it, or have writes to it in flight.
     in_next: Option<(Participant, Ticket)>,
+    /// Which calls to the other chain end when they are given up.
+    ends: Ends,
 }
 
 impl<'a> Copying<'a> {
@@ -60,6 +63,9 @@ impl<'a> Copying<'a> {
         let top = layers.first().ok_or_else(nothing)?;
         let next_top = next.layers.first().ok_or_else(nothing)?;
         let chain = Arc::new(Chain::plain(layers.to_vec(), &next.disk));
+        // What is written late to a layer of the disk may land on what guests have written since.
+        let is_apart = !layers.iter().any(|layer| Arc::ptr_eq(&layer.file, &next_top.file));
+        let ends = if is_apart { Ends::All } else { Ends::Reads };
         let in_next = next_top.mapping.epochs().map(|epochs| {
             let mut participant = epochs.join();
             let ticket = participant.begin(epochs);
@@ -69,12 +75,23 @@ impl<'a> Copying<'a> {
             top,
             next_top,
             watch,
-            top_meta: top.open_blocking()?,
-            from: Shared::blocking(&chain)?,
-            to: Shared::blocking(next)?,
+            top_meta: open_blocking(top, watch.given_up_by(), Ends::Reads)?,
+            from: Shared::blocking_or_given_up(&chain, watch.given_up_by(), Ends::Reads)?,
+            to: Shared::blocking_or_given_up(next, watch.given_up_by(), ends)?,
             in_top: top.mapping.epochs().map(block::Epochs::join),
             in_next,
+            ends,
         })
+    }
+
+    /// What ends waits for the other chain, where they may end.
+    pub(super) fn given_up_by(&self) -> Option<Arc<GiveUp>> {
+        self.watch.given_up_by().filter(|_| self.ends == Ends::All).cloned()
+    }
+
+    /// The other chain's top, for calls that end as those of the copy.
+    pub(super) fn next_meta(&self) -> Result<MetaIo> {
+        open_blocking(self.next_top, self.watch.given_up_by(), self.ends)
     }
 
     /// What keeps the other chain from using space again that it frees.
@@ -114,6 +131,9 @@ impl<'a> Copying<'a> {
                 self.watch.done(length_bytes);
                 self.watch.left(left_bytes);
                 self.watch.pace(moved_bytes);
+                if let Some(give_up) = self.watch.given_up_by() {
+                    give_up.tidy();
+                }
                 if !goes_on(left_bytes) {
                     let rest = ranges.get(index.saturating_add(1)..).unwrap_or_default().iter().cloned();
                     return Ok(std::iter::once(at..range.end).chain(rest).filter(|range| !range.is_empty()).collect());

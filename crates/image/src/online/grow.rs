@@ -103,7 +103,7 @@ impl Chain {
         let name = top.name.to_string();
         let mapping = Mapping::open(name, &*top.file, &info, top.format(), !top.writable, None)?;
         let mut layer = top.with_mapping(mapping);
-        share_of_top(&mut layer, self.layers.get(1..).unwrap_or_default(), self.disk.table_cache_bytes);
+        share_of_top(&mut layer, self.layers.get(1..).unwrap_or_default(), self.disk.table_cache.bytes());
         Ok(layer)
     }
 

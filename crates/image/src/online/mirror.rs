@@ -104,7 +104,7 @@ pub async fn mirror_async(
         MirrorScope::Full => (Vec::new(), What::All { skip_zeros: is_new }),
         MirrorScope::Top => (chain.layers.get(1..).unwrap_or_default().to_vec(), What::Top),
     };
-    share_of_top(&mut layer, &below, chain.disk.table_cache_bytes);
+    share_of_top(&mut layer, &below, chain.disk.table_cache.bytes());
     let next = std::iter::once(Arc::new(layer)).chain(below).collect();
     let next = Arc::new(Chain::new(next, &chain.disk));
     let end_of_copy = match end {

@@ -11,6 +11,7 @@
 
 use super::watch::CopyWatch;
 use crate::chain::exchange::hold_quiet_for;
+use crate::chain::give_up::{Ends, open_blocking};
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::{Chain, Place};
@@ -197,12 +198,15 @@ impl<'a> Pulling<'a> {
         let top = chain.layers.first().ok_or_else(nothing)?;
         let of = |layers: &[Arc<Layer>]| match layers.is_empty() {
             true => Ok(None),
-            false => Shared::blocking(&Arc::new(Chain::plain(layers.to_vec(), &chain.disk))).map(Some),
+            false => {
+                let chain = Arc::new(Chain::plain(layers.to_vec(), &chain.disk));
+                Shared::blocking_or_given_up(&chain, watch.given_up_by(), Ends::Reads).map(Some)
+            }
         };
         Ok(Self {
             size_bytes: chain.size_bytes,
             top,
-            top_meta: top.open_blocking()?,
+            top_meta: open_blocking(top, watch.given_up_by(), Ends::Reads)?,
             seen: of(&chain.layers)?.ok_or_else(nothing)?,
             now: of(chain.layers.get(1..).unwrap_or_default())?,
             next: of(below)?,

@@ -171,7 +171,7 @@ impl Exchange {
         if let Some(below) = former.layers.first() {
             refuse_unless_named(&layer, below)?;
         }
-        share_of_top(&mut layer, &former.layers, former.disk.table_cache_bytes);
+        share_of_top(&mut layer, &former.layers, former.disk.table_cache.bytes());
         let layers = std::iter::once(Arc::new(layer)).chain(former.layers.iter().cloned()).collect();
         Ok(Self { over: board.over(), board, former, layers, in_epochs: None, _turn: turn })
     }

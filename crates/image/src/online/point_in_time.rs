@@ -12,7 +12,7 @@ use crate::chain::closed_edit::ClosedEdit;
 use crate::chain::exchange::board::Turn;
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
-use crate::chain::layers::{Chain, Constants};
+use crate::chain::layers::{Chain, Constants, TableCacheSetting};
 use crate::chain::table_cache::Hits;
 use block::{Error, ErrorKind, Result, block_on};
 use format_qcow2::{BitmapAction, BitmapBits};
@@ -90,7 +90,7 @@ fn constants(read_only: bool) -> Arc<Constants> {
         read_only,
         serial: String::new(),
         volatile_cache: AtomicBool::new(true),
-        table_cache_bytes: None,
+        table_cache: TableCacheSetting::new(None),
         refused_headers: AtomicU64::new(0),
         hits: Hits::default(),
     })

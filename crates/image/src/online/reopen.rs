@@ -1,4 +1,5 @@
-//! The files of a running disk opened anew: one was replaced, or changed behind the disk.
+//! The files of a running disk opened anew: one was replaced, or changed behind the disk, or they are to be opened in
+//! another way.
 
 use crate::chain::exchange::{Barrier, hold_quiet};
 use crate::chain::image::Image;
@@ -71,6 +72,8 @@ impl Image {
             return Err(Error::new(ErrorKind::BadOption, "the disk would change between read-only and writable"));
         }
         barrier.prepare_more(&opened.layers).await?;
+        // Whether a guest's writes have to be durable by themselves is between the disk and its guests, and stays.
+        chain.disk.table_cache.set(opened.disk.table_cache.bytes());
         Ok(Chain::new(opened.layers.clone(), &chain.disk))
     }
 

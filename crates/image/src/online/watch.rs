@@ -1,8 +1,9 @@
 //! How whoever changes a running disk is watched, slowed down and stopped.
 
+use crate::chain::give_up::GiveUp;
 use block::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Watches, slows down and stops a copy that goes on for long. Shared by the one who copies and by those who look.
@@ -24,6 +25,7 @@ pub struct CopyWatch {
     pace: Mutex<Pace>,
     /// The pace has changed, or the copy is cancelled.
     changed: Condvar,
+    give_up: Option<Arc<GiveUp>>,
 }
 
 #[derive(Debug, Default)]
@@ -65,6 +67,25 @@ impl CopyWatch {
     pub fn cancel(&self) {
         self.is_cancelled.store(true, Ordering::Relaxed);
         self.change(|_| ());
+    }
+
+    /// One whose copy ends even if its storage hangs: see [`CopyWatch::give_up`].
+    #[must_use]
+    pub fn that_can_give_up() -> Self {
+        Self { give_up: Some(Arc::default()), ..Self::default() }
+    }
+
+    /// Cancels, and waits no longer for storage that hangs: reads, and what is done to the target of a copy, end with errors.
+    /// What is written to a layer of the disk is waited for.
+    pub fn give_up(&self) {
+        self.cancel();
+        if let Some(give_up) = &self.give_up {
+            give_up.give_up();
+        }
+    }
+
+    pub(super) fn given_up_by(&self) -> Option<&Arc<GiveUp>> {
+        self.give_up.as_ref()
     }
 
     /// Whether somebody has asked for the end.
@@ -273,7 +294,6 @@ fn time_for(left_bytes: u64, done_bytes: u64, elapsed: Duration) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Arc;
 
     #[test]
     fn a_paused_copy_waits_until_it_is_resumed_or_cancelled() {

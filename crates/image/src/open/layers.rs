@@ -5,7 +5,7 @@ use super::kept::{check_data_name, check_size_below, kept_layer};
 use super::temporary::temporary_layer;
 use crate::chain::image::Image;
 use crate::chain::layer::{DataFile, Layer};
-use crate::chain::layers::{Chain, Constants};
+use crate::chain::layers::{Chain, Constants, TableCacheSetting};
 use crate::chain::mapping::Mapping;
 use crate::chain::table_cache::{Hits, share_out};
 use crate::file_name::FileName;
@@ -174,7 +174,7 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         serial: options.serial.clone(),
         // What is thrown away is never durable.
         volatile_cache: AtomicBool::new(options.volatile_cache || (is_on_scratch && options.keep.is_none())),
-        table_cache_bytes: options.table_cache_bytes,
+        table_cache: TableCacheSetting::new(options.table_cache_bytes),
         refused_headers: AtomicU64::new(0),
         hits: Hits::default(),
     };

@@ -1,0 +1,69 @@
+//! A guest whose data are checked, for tests that change its disk meanwhile.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use crate::common::PATIENCE;
+use block::{Disk, ReactorHandle};
+use driver::{Driver, DriverOptions};
+use engine::{Reactor, ReactorConfig};
+use load::{BenchSpec, Hooks, Initial, Pattern, Stop, Verify};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Nobody lets a guest work for longer.
+const LONGEST: Duration = Duration::from_secs(3600);
+
+/// How a guest's work ended.
+pub(crate) struct Worked {
+    pub(crate) errors: u64,
+    pub(crate) mismatches: u64,
+    /// Reads and writes a second.
+    pub(crate) iops: f64,
+}
+
+/// A guest that writes, reads and checks what it reads until it is told to stop.
+pub(crate) struct Guest {
+    stop: Arc<AtomicBool>,
+    thread: std::thread::JoinHandle<Worked>,
+}
+
+impl Guest {
+    pub(crate) fn begin(socket: &Path) -> Self {
+        let reactor = Reactor::spawn(ReactorConfig::default().with(|config| config.name = "client".into())).unwrap();
+        let disk: Arc<dyn Disk> = Arc::new(Driver::connect(socket, DriverOptions::default()).unwrap());
+        let stop = Arc::new(AtomicBool::new(false));
+        let cancel = Arc::clone(&stop);
+        let work = move || {
+            let handles: [Arc<dyn ReactorHandle>; 1] = [reactor.handle()];
+            let spec = BenchSpec::default().with(|spec| {
+                spec.queue_depth = 8;
+                spec.block_bytes = 4096;
+                spec.length_bytes = Some(8 << 20);
+                spec.drain_timeout = PATIENCE;
+                spec.read_percent = 50;
+                spec.verify = Some(Verify::new(5, Initial::Zeros));
+                spec.pattern = Pattern::Random { seed: 6 };
+                spec.flush_every = Some(32);
+                spec.stop = Stop::Runtime(LONGEST);
+            });
+            let hooks = Hooks::default().with(|hooks| hooks.cancel = Some(cancel));
+            let report = load::run(&disk, &handles, &spec, &hooks).unwrap().report;
+            Worked { errors: report.errors, mismatches: report.mismatches, iops: report.iops }
+        };
+        Self { stop, thread: std::thread::spawn(work) }
+    }
+
+    pub(crate) fn stop(self) -> Worked {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().expect("a guest's end")
+    }
+
+    /// Nothing went wrong.
+    pub(crate) fn end(self) {
+        let Worked { errors, mismatches, iops } = self.stop();
+        assert_eq!((errors, mismatches), (0, 0));
+        assert!(iops > 0.0, "it did nothing");
+    }
+}

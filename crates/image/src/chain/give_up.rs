@@ -1,0 +1,276 @@
+//! Calls on storage that hangs, given up.
+//!
+//! A job makes calls that block. The call of a thread that waits for its storage cannot be ended. So each file of such a job
+//! has a thread of its own for its calls, and the job waits for that thread, or until somebody gives up. The call then ends
+//! with an error, and the thread stays until its storage answers. A late read lands in a buffer of the
+//! thread's own: bytes are copied on the way.
+//!
+//! A late write lands where it was to. So a write is given up only where nobody uses the file any more afterwards: the
+//! target of a copy.
+
+use super::layer::Layer;
+use block::{
+    Done, Error, ErrorKind, File, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, PastEnd, Result, WaitList,
+    Waiter, block_on, reclaim,
+};
+use memory::{AlignedBuf, IoBuf};
+use std::cell::Cell;
+use std::future::Future;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::task::Poll;
+use std::time::Duration;
+
+/// How often who waits for a call looks whether it was given up.
+const LOOK: Duration = Duration::from_millis(50);
+/// ETIMEDOUT.
+const TIMED_OUT: i32 = 110;
+
+/// Whether the calls of a job are given up.
+#[derive(Debug, Default)]
+pub(crate) struct GiveUp {
+    is_given_up: AtomicBool,
+    /// Tasks on reactors that wait for the same storage.
+    tasks: WaitList,
+}
+
+/// Which calls end when they are given up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ends {
+    Reads,
+    All,
+}
+
+impl GiveUp {
+    pub(crate) fn give_up(&self) {
+        self.is_given_up.store(true, Ordering::Release);
+        self.tasks.wake_all();
+    }
+
+    pub(crate) fn is_given_up(&self) -> bool {
+        self.is_given_up.load(Ordering::Acquire)
+    }
+
+    /// Forgets the tasks that wait no more.
+    pub(crate) fn tidy(&self) {
+        self.tasks.wake_all();
+    }
+
+    /// What `call` says, or an error as soon as it is given up and `may_end` says that it may be.
+    pub(crate) async fn or_end(
+        this: Option<&Self>,
+        may_end: impl Fn() -> bool,
+        call: impl Future<Output = IoResult>,
+    ) -> IoResult {
+        let Some(this) = this else { return call.await };
+        let may_end = &may_end;
+        let mut call = pin!(call);
+        let mut end = pin!(this.tasks.until(move || (this.is_given_up() && may_end()).then_some(())));
+        std::future::poll_fn(|context| match call.as_mut().poll(context) {
+            Poll::Ready(result) => Poll::Ready(result),
+            Poll::Pending => end.as_mut().poll(context).map(|()| Err(given_up())),
+        })
+        .await
+    }
+}
+
+fn given_up() -> IoError {
+    IoError::from_errno(TIMED_OUT)
+}
+
+/// A layer's files, for calls that block until they end or are given up.
+pub(crate) fn open_blocking(layer: &Layer, give_up: Option<&Arc<GiveUp>>, ends: Ends) -> Result<MetaIo> {
+    let Some(give_up) = give_up else { return layer.open_blocking() };
+    let meta = MetaIo::new(Calls::begin(&layer.file, give_up, ends)?);
+    match &layer.data {
+        Some(data) => Ok(meta.with_data(Calls::begin(&data.file, give_up, ends)?)),
+        None => Ok(meta),
+    }
+}
+
+/// An operation whose bytes can go from one thread to another.
+enum Call {
+    Read {
+        offset: u64,
+        length_bytes: usize,
+        past_end: PastEnd,
+    },
+    Write {
+        offset: u64,
+        data: AlignedBuf,
+        fua: bool,
+    },
+    /// One without bytes.
+    Other(Bare),
+}
+
+#[derive(Clone, Copy)]
+enum Bare {
+    Flush,
+    Discard { offset: u64, length: u64 },
+    WriteZeroes { offset: u64, length: u64, may_unmap: bool },
+    SetLength { length: u64 },
+}
+
+/// What a read has found; nothing for others.
+type End = IoResult<Option<AlignedBuf>>;
+
+impl Call {
+    fn of(op: &FileOp) -> IoResult<Self> {
+        Ok(match op {
+            FileOp::Read { offset, data, past_end } => {
+                Self::Read { offset: *offset, length_bytes: data.length_bytes(), past_end: *past_end }
+            }
+            FileOp::Write { offset, data, fua } => {
+                let mut copy = AlignedBuf::try_zeroed(data.length_bytes())?;
+                data.copy_to_slice(0, &mut copy);
+                Self::Write { offset: *offset, data: copy, fua: *fua }
+            }
+            FileOp::Flush => Self::Other(Bare::Flush),
+            FileOp::Discard { offset, length } => Self::Other(Bare::Discard { offset: *offset, length: *length }),
+            FileOp::WriteZeroes { offset, length, may_unmap } => {
+                Self::Other(Bare::WriteZeroes { offset: *offset, length: *length, may_unmap: *may_unmap })
+            }
+            FileOp::SetLength { length } => Self::Other(Bare::SetLength { length: *length }),
+        })
+    }
+
+    /// Makes it; blocks.
+    fn carry_out(self, queue: &dyn FileQueue) -> End {
+        let run = |op| {
+            let waiter = Waiter::new();
+            queue.push(FileIo::new(op, Done::Waiter(waiter.clone())));
+            block_on(Waiter::wait(&waiter))
+        };
+        match self {
+            Self::Read { offset, length_bytes, past_end } => {
+                let buf = IoBuf::try_zeroed(length_bytes)?;
+                run(FileOp::Read { offset, data: buf.whole(), past_end })?;
+                Ok(Some(reclaim(buf)))
+            }
+            Self::Write { offset, data, fua } => {
+                run(FileOp::Write { offset, data: IoBuf::from_aligned(data).whole(), fua }).map(|()| None)
+            }
+            Self::Other(bare) => run(match bare {
+                Bare::Flush => FileOp::Flush,
+                Bare::Discard { offset, length } => FileOp::Discard { offset, length },
+                Bare::WriteZeroes { offset, length, may_unmap } => FileOp::WriteZeroes { offset, length, may_unmap },
+                Bare::SetLength { length } => FileOp::SetLength { length },
+            })
+            .map(|()| None),
+        }
+    }
+}
+
+/// The calls of one file, made by a thread of its own.
+struct Calls {
+    calls: Sender<Call>,
+    ends: Receiver<End>,
+    /// An end is still to come that nobody waits for.
+    is_out_of_step: Cell<bool>,
+    give_up: Arc<GiveUp>,
+    may_end: Ends,
+}
+
+impl Calls {
+    fn begin(file: &Arc<dyn File>, give_up: &Arc<GiveUp>, may_end: Ends) -> Result<Rc<dyn FileQueue>> {
+        let ((calls, asked), (end, ends), file) = (channel::<Call>(), channel(), Arc::clone(file));
+        let (opened, is_open) = channel();
+        let run = move || {
+            // Whoever asks may be gone at any time.
+            let queue = match file.open_blocking() {
+                Ok(queue) => queue,
+                Err(error) => return opened.send(Err(error)).unwrap_or(()),
+            };
+            opened.send(Ok(())).unwrap_or(());
+            for call in asked {
+                if end.send(call.carry_out(&*queue)).is_err() {
+                    return;
+                }
+            }
+        };
+        let started = std::thread::Builder::new().name("calls".to_owned()).spawn(run);
+        started.map_err(|error| Error::io("cannot start a thread", error))?;
+        let panicked = || Error::new(ErrorKind::Io, "a file could not be opened once more");
+        is_open.recv().map_err(|_| panicked())??;
+        let is_out_of_step = Cell::new(false);
+        Ok(Rc::new(Self { calls, ends, is_out_of_step, give_up: Arc::clone(give_up), may_end }))
+    }
+
+    fn wait(&self, op: &FileOp) -> IoResult {
+        let may_end = self.may_end == Ends::All || matches!(op, FileOp::Read { .. });
+        // Nothing more after a call that was given up: its end would be taken for another's.
+        if self.give_up.is_given_up() && (may_end || self.is_out_of_step.get()) {
+            return Err(given_up());
+        }
+        self.calls.send(Call::of(op)?).map_err(|_| IoError::EIO)?;
+        let end = loop {
+            match self.ends.recv_timeout(LOOK) {
+                Ok(end) => break end?,
+                Err(RecvTimeoutError::Disconnected) => return Err(IoError::EIO),
+                Err(RecvTimeoutError::Timeout) if may_end && self.give_up.is_given_up() => {
+                    self.is_out_of_step.set(true);
+                    return Err(given_up());
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        };
+        if let (FileOp::Read { data, .. }, Some(found)) = (op, end) {
+            data.copy_from_slice(0, &found);
+        }
+        Ok(())
+    }
+}
+
+impl FileQueue for Calls {
+    fn push(&self, FileIo { op, done, .. }: FileIo) {
+        done.complete(self.wait(&op));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_that_is_given_up_ends_and_no_later_one_gets_its_end() {
+        let (calls, asked) = channel();
+        let (end, ends) = channel();
+        let give_up = Arc::new(GiveUp::default());
+        let its = Arc::clone(&give_up);
+        let queue = Calls { calls, ends, is_out_of_step: Cell::new(false), give_up: its, may_end: Ends::Reads };
+        let other = Arc::clone(&give_up);
+        let later = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            other.give_up();
+        });
+        let data = IoBuf::zeroed(4).whole();
+        let read = FileOp::Read { offset: 0, data: data.clone(), past_end: PastEnd::Zeros };
+        assert_eq!(queue.wait(&read), Err(given_up()));
+        later.join().unwrap();
+        assert!(matches!(asked.try_recv(), Ok(Call::Read { length_bytes: 4, .. })));
+        // Its late end changes nothing.
+        end.send(Ok(Some(AlignedBuf::copy_of(&[1; 4])))).unwrap();
+        assert_eq!(queue.wait(&FileOp::Flush), Err(given_up()));
+        assert!(data.is_zero() && asked.try_recv().is_err());
+    }
+
+    #[test]
+    fn what_may_not_end_is_waited_for_though_others_are_given_up() {
+        let (calls, asked) = channel::<Call>();
+        let (end, ends) = channel();
+        let give_up = Arc::new(GiveUp::default());
+        give_up.give_up();
+        let queue = Calls { calls, ends, is_out_of_step: Cell::new(false), give_up, may_end: Ends::Reads };
+        let storage = std::thread::spawn(move || {
+            asked.recv().unwrap();
+            std::thread::sleep(Duration::from_millis(120));
+            end.send(Ok(None)).unwrap();
+        });
+        assert_eq!(queue.wait(&FileOp::Flush), Ok(()));
+        storage.join().unwrap();
+    }
+}

@@ -1,0 +1,193 @@
+//! A filter that bounds the rate of a disk: requests and bytes a second, of reads, of writes, and of both.
+//!
+//! Requests that come too fast wait in the order in which they came, reads and writes each in a line of their own. They
+//! are let through one by one at even distances, not all at once at the beginning of a period. Flushes never wait.
+//!
+//! Limits belong to a [`ThrottleGroup`], which disks can share. Disks that wait get equal shares, however many requests
+//! each has in flight: a disk that is ahead of another one that waits is held back.
+
+mod group;
+mod rates;
+#[cfg(test)]
+mod tests;
+
+pub use group::ThrottleGroup;
+pub use rates::{Rate, Rates, ThrottleLimits};
+
+use crate::filters::Filter;
+use block::{Completion, DiskQueue, Op, Part, Parts, ReactorCtx, Result, Tag, Timer};
+use group::{Load, nanos};
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Requests for which a line has room from the beginning.
+const ROOM: usize = 256;
+/// Times that are kept until somebody asks for them: of more requests than a ring has.
+const TIMINGS_MAX: usize = 2048;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Throttle {
+    member: Arc<ThrottleMember>,
+}
+
+/// A disk's place in its group.
+#[derive(Debug)]
+pub struct ThrottleMember {
+    group: Arc<ThrottleGroup>,
+    id: u64,
+    waited_ns: AtomicU64,
+}
+
+impl ThrottleMember {
+    /// The group.
+    #[must_use]
+    pub fn group(&self) -> &ThrottleGroup {
+        &self.group
+    }
+
+    /// How long requests of this disk have waited, all together.
+    #[must_use]
+    pub fn waited(&self) -> Duration {
+        Duration::from_nanos(self.waited_ns.load(Ordering::Relaxed))
+    }
+}
+
+impl Drop for ThrottleMember {
+    fn drop(&mut self) {
+        self.group.leave(self.id);
+    }
+}
+
+impl Throttle {
+    /// A filter that makes its disk a member of `group`.
+    #[must_use]
+    pub fn new(group: Arc<ThrottleGroup>) -> Self {
+        let id = group.join();
+        Self { member: Arc::new(ThrottleMember { group, id, waited_ns: AtomicU64::new(0) }) }
+    }
+
+    /// The disk's place in its group.
+    #[must_use]
+    pub fn member(&self) -> Arc<ThrottleMember> {
+        Arc::clone(&self.member)
+    }
+}
+
+impl Filter for Throttle {
+    fn open_queue(&self, below: Box<dyn DiskQueue>, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+        let lines = [VecDeque::with_capacity(ROOM), VecDeque::with_capacity(ROOM)];
+        let timings = Vec::with_capacity(ROOM);
+        let (member, timer) = (Arc::clone(&self.member), ctx.timer());
+        Ok(Box::new(ThrottleQueue { below, member, lines, timings, waits: false, timer }))
+    }
+}
+
+struct Waiting {
+    since: Instant,
+    load: Load,
+    tag: Tag,
+    op: Op,
+}
+
+struct ThrottleQueue {
+    below: Box<dyn DiskQueue>,
+    member: Arc<ThrottleMember>,
+    /// Reads, and writes.
+    lines: [VecDeque<Waiting>; 2],
+    /// How long those that passed have waited.
+    timings: Vec<(Tag, Parts)>,
+    /// The group knows that this queue waits.
+    waits: bool,
+    timer: Timer,
+}
+
+impl ThrottleQueue {
+    /// Submits all that may pass, and sets the timer for the next.
+    fn let_pass(&mut self) {
+        let group = &self.member.group;
+        let now = self.timer.now();
+        let now_ns = group.now_ns(now);
+        let mut next: Option<Instant> = None;
+        let mut pass = [0; 2];
+        {
+            let mut state = group.lock();
+            for (line, pass) in self.lines.iter().zip(&mut pass) {
+                for waiting in line {
+                    if let Err(again_ns) = state.take(self.member.id, now_ns, waiting.load) {
+                        // What is later than any time that there is comes never.
+                        next = [next, group.at(again_ns)].into_iter().flatten().min();
+                        break;
+                    }
+                    *pass = usize::saturating_add(*pass, 1);
+                }
+            }
+            let waits = self.lines.iter().zip(pass).any(|(line, pass)| line.len() > pass);
+            match (self.waits, waits) {
+                (false, true) => state.begins_to_wait(self.member.id),
+                (true, false) => state.ends_to_wait(self.member.id),
+                _ => {}
+            }
+            self.waits = waits;
+        }
+        // Without the lock: a disk in memory carries a request out as it is submitted.
+        for (line, pass) in self.lines.iter_mut().zip(pass) {
+            for Waiting { since, tag, op, .. } in line.drain(..pass) {
+                let waited = now.saturating_duration_since(since);
+                if !waited.is_zero() {
+                    self.member.waited_ns.fetch_add(nanos(waited), Ordering::Relaxed);
+                    // Not every owner of a queue asks for it.
+                    if self.timings.len() < TIMINGS_MAX {
+                        self.timings.push((tag, Parts::of(Part::Throttle, waited)));
+                    }
+                }
+                self.below.submit(tag, op);
+            }
+        }
+        match next {
+            Some(next) => self.timer.set(next),
+            None => self.timer.clear(),
+        }
+    }
+}
+
+impl DiskQueue for ThrottleQueue {
+    fn submit(&mut self, tag: Tag, op: Op) {
+        let Some(load) = Load::of(&op) else { return self.below.submit(tag, op) };
+        let [reads, writes] = &mut self.lines;
+        let line = if load.is_write { writes } else { reads };
+        let is_first = line.is_empty();
+        line.push_back(Waiting { since: self.timer.now(), load, tag, op });
+        if is_first {
+            self.let_pass();
+        }
+    }
+
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        if self.timer.is_due() {
+            self.let_pass();
+        }
+        self.below.harvest(done)
+    }
+
+    fn in_flight(&self) -> usize {
+        let waiting = self.lines.iter().map(VecDeque::len).fold(0, usize::saturating_add);
+        self.below.in_flight().saturating_add(waiting)
+    }
+
+    fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
+        timings.append(&mut self.timings);
+        self.below.take_timings(timings);
+    }
+}
+
+impl Drop for ThrottleQueue {
+    fn drop(&mut self) {
+        if self.waits {
+            self.member.group.lock().ends_to_wait(self.member.id);
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Bounds of a disk's rate, and when each lets the next unit through.
+
+/// What was not used so recently may be made up for. It covers a late wake-up, so that the rate is kept.
+const SLACK_NS: u64 = 1_000_000;
+pub(super) const NANOS: u64 = 1_000_000_000;
+
+/// One bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Rate {
+    /// Units a second; `None` for no bound.
+    pub per_second: Option<u64>,
+    /// Units that may come at once after a time without any.
+    pub burst: u64,
+}
+
+impl Rate {
+    /// A bound without bursts.
+    #[must_use]
+    pub fn of(per_second: u64) -> Self {
+        Self { per_second: Some(per_second), burst: 0 }
+    }
+}
+
+/// The bounds of reads, of writes, or of both together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Rates {
+    /// Requests.
+    pub requests: Rate,
+    /// Bytes of data.
+    pub bytes: Rate,
+}
+
+/// How much of a disk, or of a group of disks, may be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct ThrottleLimits {
+    /// Reads and writes together. Discards and zeroing count as writes without data.
+    pub total: Rates,
+    /// Reads.
+    pub reads: Rates,
+    /// Writes.
+    pub writes: Rates,
+}
+
+impl ThrottleLimits {
+    /// Changes some of them: `ThrottleLimits::default().with(|limits| ...)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+}
+
+/// One bound, and when it lets the next unit through.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Bucket {
+    rate: Rate,
+    next_ns: u64,
+}
+
+impl Bucket {
+    pub(super) fn cost_ns(&self, units: u64) -> u64 {
+        let Some(per_second) = self.rate.per_second else { return 0 };
+        let nanos = u128::from(units).saturating_mul(u128::from(NANOS)).div_ceil(u128::from(per_second.max(1)));
+        u64::try_from(nanos).unwrap_or(u64::MAX)
+    }
+
+    /// From when a request may pass.
+    pub(super) fn opens_ns(&self) -> u64 {
+        if self.rate.per_second.is_some() { self.next_ns } else { 0 }
+    }
+
+    pub(super) fn charge(&mut self, now_ns: u64, units: u64) {
+        let slack_ns = SLACK_NS.max(self.cost_ns(self.rate.burst));
+        self.next_ns = self.next_ns.max(now_ns.saturating_sub(slack_ns)).saturating_add(self.cost_ns(units));
+    }
+
+    /// A new bound. What was used before counts as if it had been used under the new one, so that neither a burst nor a
+    /// long wait follows.
+    pub(super) fn set(&mut self, now_ns: u64, rate: Rate) {
+        self.rate = rate;
+        let one_ns = self.cost_ns(1);
+        self.next_ns = self.next_ns.clamp(now_ns, now_ns.saturating_add(one_ns));
+    }
+}

@@ -1,0 +1,108 @@
+//! The filter that bounds a disk's rate, with its timers, in virtual time.
+
+use block::{Completion, Disk, DiskQueue, Op, ReactorCtx};
+use memory::IoBuf;
+use ringdisk_image::{FilterDisk, NullDisk, Rate, Throttle, ThrottleGroup, ThrottleLimits};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use testkit::SimReactor;
+
+const SECOND: Duration = Duration::from_secs(1);
+/// Nothing may happen for so many turns of the reactor before the test gives up.
+const TURNS_MAX: u64 = 100_000;
+
+fn iops(per_second: u64) -> ThrottleLimits {
+    ThrottleLimits::default().with(|limits| limits.total.requests = Rate::of(per_second))
+}
+
+/// A guest that always has so many reads in flight.
+struct Guest {
+    queue: Box<dyn DiskQueue>,
+    depth: usize,
+    ends: Vec<Instant>,
+    done: Vec<Completion>,
+}
+
+impl Guest {
+    fn begin(group: &Arc<ThrottleGroup>, reactor: &Rc<SimReactor>, depth: usize) -> Self {
+        let disk = FilterDisk::new(Arc::new(NullDisk::new(1 << 20, String::new())), Throttle::new(Arc::clone(group)));
+        let queue = disk.open_queue(&reactor.ctx()).unwrap();
+        Self { queue, depth, ends: Vec::new(), done: Vec::new() }
+    }
+
+    /// Takes what has ended, and asks for as much again.
+    fn turn(&mut self, now: Instant) -> usize {
+        let count = self.queue.harvest(&mut self.done);
+        self.done.clear();
+        self.ends.extend(std::iter::repeat_n(now, count));
+        while self.queue.in_flight() < self.depth {
+            self.queue.submit(1, Op::read(0, IoBuf::zeroed(512).whole()));
+        }
+        count
+    }
+}
+
+/// Lets guests work for so long. Their reactor is up to 60 us late each time.
+fn play(reactor: &SimReactor, guests: &mut [Guest], time: Duration, seed: u64) {
+    let (mut dice, mut still) = (seed, 0);
+    let end = reactor.timers().now() + time;
+    while reactor.timers().now() < end {
+        reactor.step();
+        dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        if (dice >> 33) % 8 == 0 {
+            for _ in 0..(dice >> 40) % 60 {
+                reactor.step();
+            }
+        }
+        let now = reactor.timers().now();
+        let ended: usize = guests.iter_mut().map(|guest| guest.turn(now)).sum();
+        still = if ended > 0 { 0 } else { still + 1 };
+        assert!(still < TURNS_MAX, "it hangs");
+    }
+}
+
+/// Each whole second but the first, and the longest time without an end.
+fn judge(ends: &[Instant], begin: Instant, per_second: u64) {
+    let at = |end: &Instant| end.duration_since(begin);
+    let seconds = ends.last().map_or(0, |last| at(last).as_secs());
+    assert!(seconds >= 2);
+    for second in 1..seconds {
+        let count = ends.iter().filter(|end| at(end).as_secs() == second).count() as f64;
+        let error = (count - per_second as f64).abs();
+        assert!(error <= (per_second as f64 * 0.01).max(1.0), "{count} in second {second}, not {per_second}");
+    }
+    let longest = ends.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
+    let most = Duration::from_millis(2).max(SECOND * 2 / per_second as u32);
+    assert!(longest <= most, "{longest:?} without a request at {per_second}");
+}
+
+#[test]
+fn a_reactors_timers_keep_any_rate_also_where_requests_are_less_than_a_millisecond_apart() {
+    for per_second in [100, 997, 3_000, 20_000, 200_000] {
+        let reactor = SimReactor::new(per_second);
+        let group = ThrottleGroup::new(iops(per_second));
+        let mut guests = [Guest::begin(&group, &reactor, 128)];
+        let begin = reactor.timers().now();
+        play(&reactor, &mut guests, SECOND * 3 + SECOND / 10, per_second);
+        judge(&guests[0].ends, begin, per_second);
+    }
+}
+
+#[test]
+fn a_greedy_disk_gets_its_share_of_a_group_and_no_more() {
+    const RATE: u64 = 8_000;
+    for seed in [1, 2] {
+        let reactor = SimReactor::new(seed);
+        let group = ThrottleGroup::new(iops(RATE));
+        let mut guests = [256, 4, 4].map(|depth| Guest::begin(&group, &reactor, depth));
+        play(&reactor, &mut guests, SECOND * 3, seed);
+        let counts = guests.each_ref().map(|guest| guest.ends.len() as f64);
+        let all: f64 = counts.iter().sum();
+        assert!((all / (3.0 * RATE as f64) - 1.0).abs() < 0.01, "{counts:?}");
+        for count in counts {
+            let share = count * 3.0 / all;
+            assert!((0.95..=1.05).contains(&share), "{counts:?}");
+        }
+    }
+}

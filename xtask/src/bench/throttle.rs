@@ -1,0 +1,200 @@
+//! `cargo xtask bench --throttle`: the filter `throttle` beside qemu-storage-daemon's, over a null disk, with the same client.
+//! How far a second is from the rate, how long nothing passes, and how a greedy disk shares a group's rate with another.
+
+use super::BenchArguments;
+use super::measure::{CLIENT_CORE, SERVER_CORE, Tools, json_of, number, pinned, socket_path, version, with_server};
+use super::statistics::median;
+use crate::workspace;
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Requests a second.
+const RATES: [u64; 5] = [100, 1_000, 10_000, 50_000, 200_000];
+/// The rate that two disks share.
+const SHARED_RATE: u64 = 20_000;
+/// Requests in flight of each of them: the first is the greedy one.
+const SHARED_DEPTHS: [u32; 2] = [256, 4];
+const DEPTH: u32 = 128;
+/// There have to be whole seconds to look at.
+const SECONDS_MIN: f64 = 4.0;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Ringdisk,
+    Qemu,
+}
+
+const SIDES: [Side; 2] = [Side::Ringdisk, Side::Qemu];
+
+/// A server of null disks at these sockets, which share a rate.
+fn server(side: Side, tools: &Tools, rate: u64, sockets: &[PathBuf]) -> Command {
+    match side {
+        Side::Ringdisk => {
+            let mut command = pinned(SERVER_CORE, &tools.ringdisk);
+            command.args(["serve", "--reactors", "1", "--queues", "1"]);
+            for (index, socket) in sockets.iter().enumerate() {
+                let limits = format!("filter=throttle:iops-total={rate}:group=shared");
+                let drive = format!("name=disk{index},format=null,size=4G,socket={},{limits}", socket.display());
+                command.args(["--drive", &drive]);
+            }
+            command
+        }
+        Side::Qemu => {
+            let mut command = pinned(SERVER_CORE, Path::new("qemu-storage-daemon"));
+            command.args(["--object", "iothread,id=thread"]);
+            command.args(["--object", &format!("throttle-group,id=shared,x-iops-total={rate}")]);
+            for (index, socket) in sockets.iter().enumerate() {
+                let null = format!("driver=null-co,node-name=null{index},read-zeroes=on,size={}", 4_u64 << 30);
+                let throttle = format!("driver=throttle,node-name=disk{index},file=null{index},throttle-group=shared");
+                let address = format!("addr.type=unix,addr.path={}", socket.display());
+                let export =
+                    format!("vhost-user-blk,id=export{index},node-name=disk{index},writable=on,iothread=thread");
+                command.args([
+                    "--blockdev",
+                    &null,
+                    "--blockdev",
+                    &throttle,
+                    "--export",
+                    &format!("{export},{address}"),
+                ]);
+            }
+            command
+        }
+    }
+}
+
+fn client(tools: &Tools, socket: &Path, depth: u32, seconds: f64) -> Command {
+    let mut command = pinned(CLIENT_CORE, &tools.client);
+    command.arg("bench").arg("--socket").arg(socket).args(["--rw", "randread", "--bs", "4k", "--warmup", "1"]);
+    command.args(["--depth", &depth.to_string(), "--time", &seconds.to_string(), "--output", "json"]);
+    command
+}
+
+/// What a limit does.
+#[derive(Debug, Clone, Default)]
+struct Samples {
+    /// The second that is the furthest from the rate, in percent of it.
+    error_percent: Vec<f64>,
+    longest_gap_ms: Vec<f64>,
+}
+
+impl Samples {
+    fn add(&mut self, report: &Value, rate: u64) -> Result<()> {
+        let seconds = report["per_second"].as_array().context("a client of another version than expected")?;
+        let error = |count: &Value| Ok((number(count)? / rate as f64 - 1.0).abs() * 100.0);
+        let errors = seconds.iter().map(error).collect::<Result<Vec<f64>>>()?;
+        self.error_percent.push(errors.into_iter().fold(0.0, f64::max));
+        self.longest_gap_ms.push(number(&report["longest_gap_us"])? / 1000.0);
+        Ok(())
+    }
+}
+
+fn measure(side: Side, tools: &Tools, rate: u64, seconds: f64) -> Result<Value> {
+    let socket = socket_path();
+    with_server(server(side, tools, rate, std::slice::from_ref(&socket)), &socket, |_| {
+        json_of(client(tools, &socket, DEPTH, seconds))
+    })
+}
+
+/// The part of its fair share that each of two disks gets.
+fn measure_shares(side: Side, tools: &Tools, seconds: f64) -> Result<[f64; 2]> {
+    let first = socket_path();
+    let second = first.with_extension("second.sock");
+    let _ = std::fs::remove_file(&second);
+    let sockets = [first.clone(), second.clone()];
+    let rates = with_server(server(side, tools, SHARED_RATE, &sockets), &first, |_| {
+        std::thread::scope(|scope| {
+            let run = |index: usize| {
+                let command = client(tools, &sockets[index], SHARED_DEPTHS[index], seconds);
+                scope.spawn(move || json_of(command).and_then(|report| number(&report["iops"])))
+            };
+            let clients = [run(0), run(1)];
+            clients.map(|client| client.join().unwrap_or_else(|_| anyhow::bail!("a client panicked")))
+        })
+        .into_iter()
+        .collect::<Result<Vec<f64>>>()
+    });
+    let _ = std::fs::remove_file(&second);
+    let rates = rates?;
+    let fair = rates.iter().sum::<f64>() / 2.0;
+    Ok([rates[0] / fair, rates[1] / fair])
+}
+
+pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
+    let tools = Tools::find(ringdisk)?;
+    ensure!(arguments.pairs > 0, "at least one pair is needed");
+    let seconds = arguments.seconds.max(SECONDS_MIN);
+    let mut rows = Vec::new();
+    for rate in RATES {
+        let mut samples = [Samples::default(), Samples::default()];
+        for round in 0..arguments.pairs {
+            for place in 0..SIDES.len() {
+                let side = (place + round) % SIDES.len();
+                samples[side].add(&measure(SIDES[side], &tools, rate, seconds)?, rate)?;
+            }
+        }
+        println!("{rate}: {samples:?}");
+        rows.push((rate, samples));
+    }
+    let mut shares = [Vec::new(), Vec::new()];
+    for round in 0..arguments.pairs {
+        for place in 0..SIDES.len() {
+            let side = (place + round) % SIDES.len();
+            shares[side].push(measure_shares(SIDES[side], &tools, seconds)?);
+        }
+    }
+    println!("shares: {shares:?}");
+    let text = page(&rows, &shares, arguments.pairs, seconds)?;
+    let output = arguments.output.clone().unwrap_or_else(|| workspace::root().join("docs/benchmarks-throttle.md"));
+    std::fs::write(&output, text).with_context(|| format!("cannot write {}", output.display()))?;
+    println!("written: {}", output.display());
+    Ok(())
+}
+
+fn page(rows: &[(u64, [Samples; 2])], shares: &[Vec<[f64; 2]>; 2], pairs: usize, seconds: f64) -> Result<String> {
+    let mut text = "# Limits: figures\n\n".to_owned();
+    writeln!(
+        text,
+        "`cargo xtask bench --throttle` has written this page. Each rate ran {pairs} times for {seconds} s on each side, in turn,\n\
+         with the same client, {DEPTH} reads of 4 KiB in flight, and a null disk below the filter. The peer is\n\
+         {}, filter `throttle`. The server and the client have a core each.\n\n\
+         The error is that of the whole second that is the furthest from the rate. The gap is the longest time in which the\n\
+         client got no completion. Figures are medians of the runs, with the worst in brackets. The goals are 1% and the\n\
+         larger of 2 ms and twice the distance of two requests.\n",
+        version("qemu-storage-daemon"),
+    )?;
+    text += "| requests a second | error | error of QEMU | gap | gap of QEMU | goal |\n|---|---|---|---|---|---|\n";
+    for (rate, [own, qemu]) in rows {
+        let shown = |samples: &[f64], unit: &str| {
+            let worst = samples.iter().copied().fold(0.0, f64::max);
+            format!("{:.2}{unit} ({worst:.2})", median(samples))
+        };
+        let goal_ms = f64::max(2.0, 2000.0 / *rate as f64);
+        writeln!(
+            text,
+            "| {rate} | {} | {} | {} | {} | {goal_ms:.1} ms |",
+            shown(&own.error_percent, "%"),
+            shown(&qemu.error_percent, "%"),
+            shown(&own.longest_gap_ms, " ms"),
+            shown(&qemu.longest_gap_ms, " ms"),
+        )?;
+    }
+    let part =
+        |side: &[[f64; 2]], disk: usize| median(&side.iter().map(|shares| shares[disk]).collect::<Vec<_>>()) * 100.0;
+    let [greedy, other] = SHARED_DEPTHS;
+    writeln!(
+        text,
+        "\nTwo disks share {SHARED_RATE} requests a second, one with {greedy} in flight and one with {other}. The goal is 95% to\n\
+         105% of a fair share for each.\n\n\
+         | disk | share | share with QEMU |\n|---|---|---|\n| {greedy} in flight | {:.1}% | {:.1}% |\n\
+         | {other} in flight | {:.1}% | {:.1}% |",
+        part(&shares[0], 0),
+        part(&shares[1], 0),
+        part(&shares[0], 1),
+        part(&shares[1], 1),
+    )?;
+    Ok(text)
+}
