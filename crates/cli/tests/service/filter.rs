@@ -69,7 +69,7 @@ pub(crate) fn of_unit(unit: &Unit) -> Vec<Vec<u8>> {
     let rule = SeccompRule::new(vec![condition(0, SeccompCmpOp::Ne, AF_UNIX)]).unwrap();
     let rules = number("socket").map(|number| (number, vec![rule])).into_iter().collect();
     filters.push(compiled(rules, SeccompAction::Allow, SeccompAction::Errno(EAFNOSUPPORT)));
-    filters.iter().map(|filter| bytes(filter)).collect()
+    filters.iter().map(bytes).collect()
 }
 
 fn condition(argument: u8, operator: SeccompCmpOp, value: u64) -> SeccompCondition {
