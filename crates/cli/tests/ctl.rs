@@ -189,7 +189,7 @@ fn what_is_wrong_with_a_call_is_said() {
     daemon.ctl(&["add", &format!("format=null,size=1G,name=a,socket={}", daemon.path("a.sock").display())]);
     assert!(run_fails(1, &daemon.arguments(&["remove", "a"])).contains("end that first"));
     assert!(run_fails(1, &daemon.arguments(&["resize", "a", "2G"])).contains("not an image"));
-    assert!(run_fails(1, &daemon.arguments(&["set", "a", "cache=none"])).contains("cache"));
+    assert!(run_fails(1, &daemon.arguments(&["set", "a", "serial=b"])).contains("serial: cannot be changed"));
     assert!(run_fails(2, &daemon.arguments(&["snapshot", "a"])).contains("OVERLAY-FILE"));
     server.stop();
     assert!(!daemon.control.exists());
