@@ -97,6 +97,8 @@ impl Inner {
         self.stop_postponing();
         loop {
             self.flush(io).await?;
+            // Whoever still reads without a request is not waited for.
+            self.epochs.overrule();
             self.reap(io, true).await?;
             let state = self.lock();
             if state.retired.is_empty() && state.unlinked.is_empty() {
