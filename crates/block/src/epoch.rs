@@ -24,6 +24,25 @@ struct Published {
 pub struct Epochs {
     now: AtomicU64,
     participants: Mutex<Vec<Weak<Published>>>,
+    /// How often somebody did not wait, or [`CLOSED`].
+    overruled: Arc<AtomicU64>,
+}
+
+const CLOSED: u64 = u64::MAX;
+
+/// That space is not used again while an operation is in flight. See [`Epochs::promise`].
+#[derive(Debug)]
+pub struct Promise {
+    given: u64,
+    overruled: Arc<AtomicU64>,
+}
+
+impl Promise {
+    /// Whether what the operation has seen so far was true: its space was not used again.
+    pub fn is_kept(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.overruled.load(Ordering::SeqCst) == self.given
+    }
 }
 
 impl Epochs {
@@ -43,6 +62,27 @@ impl Epochs {
         // Orders the unpublishing before the look at the queues. The other half is the fence in `Participant::begin`.
         fence(Ordering::SeqCst);
         epoch
+    }
+
+    /// What an operation relies on that is not waited for where the image is closed. Call it before the operation begins;
+    /// `None` if the image is closed.
+    pub fn promise(&self) -> Option<Promise> {
+        let given = self.overruled.load(Ordering::SeqCst);
+        (given != CLOSED).then(|| Promise { given, overruled: Arc::clone(&self.overruled) })
+    }
+
+    /// From here on, space may be used again that operations in flight rely on. Those fail.
+    pub fn overrule(&self) {
+        let more = |overruled: u64| Some(if overruled == CLOSED { CLOSED } else { overruled.saturating_add(1) });
+        // It never says no.
+        let _ = self.overruled.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Others are going to change the image. Nothing may be begun from here on, and what is in flight fails.
+    pub fn close(&self) {
+        self.overruled.store(CLOSED, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
     }
 
     /// Whether no operation resolved in `epoch` or before is still in flight.
@@ -127,6 +167,19 @@ impl Participant {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_promise_is_broken_by_whoever_does_not_wait_and_none_is_given_once_closed() {
+        let epochs = Epochs::default();
+        let first = epochs.promise().unwrap();
+        assert!(first.is_kept());
+        epochs.overrule();
+        let second = epochs.promise().unwrap();
+        assert!(!first.is_kept() && second.is_kept());
+        epochs.close();
+        epochs.overrule();
+        assert!(!second.is_kept() && epochs.promise().is_none());
+    }
 
     #[test]
     fn a_retired_epoch_is_over_only_when_every_older_operation_has_ended() {

@@ -42,15 +42,25 @@ pub struct ReadMap {
     pieces: Vec<MapPiece>,
     length_bytes: usize,
     /// What must not go away meanwhile: places in epochs, files.
-    _keep: Box<dyn Any + Send + Sync>,
+    keep: Box<dyn Keep>,
 }
+
+/// What a map keeps from going away.
+pub trait Keep: Any + Send + Sync {
+    /// Whether that could be kept so far. If not, what was copied may be anybody's.
+    fn is_kept(&self) -> bool {
+        true
+    }
+}
+
+impl Keep for () {}
 
 impl ReadMap {
     /// A map of these pieces, in order.
     #[must_use]
-    pub fn new(pieces: Vec<MapPiece>, keep: Box<dyn Any + Send + Sync>) -> Self {
+    pub fn new(pieces: Vec<MapPiece>, keep: Box<dyn Keep>) -> Self {
         let length_bytes = pieces.iter().map(MapPiece::length_bytes).sum();
-        Self { pieces, length_bytes, _keep: keep }
+        Self { pieces, length_bytes, keep }
     }
 
     /// How long it is.
@@ -92,10 +102,12 @@ impl ReadMap {
 
     /// Ends it. Fails if anything that it showed could not be had.
     pub fn commit(self) -> IoResult {
-        self.pieces.iter().try_for_each(|piece| match piece {
-            MapPiece::Bytes(range) => Ok(range.check()?),
-            MapPiece::Zeros(_) => Ok(()),
-        })
+        for piece in &self.pieces {
+            if let MapPiece::Bytes(range) = piece {
+                range.check()?;
+            }
+        }
+        self.check_kept()
     }
 
     /// Calls `each` with every piece that a part of the range touches: where the part begins in it, where that is in the
@@ -126,7 +138,11 @@ impl ReadMap {
             done = done.saturating_add(take);
             skip = 0;
         }
-        Ok(())
+        self.check_kept()
+    }
+
+    fn check_kept(&self) -> IoResult {
+        if self.keep.is_kept() { Ok(()) } else { Err(IoError::EIO) }
     }
 }
 

@@ -1,11 +1,12 @@
 //! Access without operations, on real files: conformance where maps are given, agreement with the model, cancelled maps, and
 //! files that become shorter beneath.
 
-use block::{Disk, Error, File, ReactorHandle, Result};
+use block::{Disk, Error, File, ReactorHandle, Result, StatusQuery};
 use engine::{CacheMode, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use format_qcow2::CreateOptions as Qcow2Options;
 use ringdisk_image::{
-    CreateOptions, FileName, Format, HostSpace, Image, ImageOptions, Opener, Role, ScratchFiles, TemporaryFiles,
+    ClosedEdit, CreateOptions, FileName, Format, HostSpace, Image, ImageOptions, NewSnapshot, Opener, Role,
+    ScratchFiles, TemporaryFiles,
 };
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -272,6 +273,32 @@ fn a_map_keeps_what_it_shows_from_being_used_again() {
             drop((map, harness));
             threads.into_iter().for_each(|thread| thread.stop().unwrap());
         }
+    }
+}
+
+#[test]
+fn a_map_that_outlives_the_layer_it_was_made_in_fails_and_is_made_again() {
+    for directory in directories() {
+        let disk = make(directory.path(), Kind::Qcow2, false);
+        let threads = reactors(1);
+        let mut harness = harness(&threads);
+        let shared = Arc::clone(&disk) as Arc<dyn Disk>;
+        let queue = harness.open(&shared, 0).unwrap();
+        call(&mut harness, queue, Request::write(0, vec![1; 65536]));
+        let map = disk.map_read(0, 65536).unwrap();
+        call(&mut harness, queue, Request::Discard { offset: 0, length: 65536 });
+        // The layer is closed, so what was discarded is free at once, and the file has a hole there.
+        disk.edit_online(&ClosedEdit::CreateSnapshot(NewSnapshot::new("one"))).unwrap();
+        map.read_at(0, &mut [0; 512]).unwrap_err();
+        map.commit().unwrap_err();
+        let status = disk.block_status(&StatusQuery::all()).unwrap();
+        status.for_each(|run| assert!(run.unwrap().length_bytes > 0));
+        call(&mut harness, queue, Request::write(0, vec![2; 65536]));
+        let mut bytes = vec![0; 65536];
+        disk.map_read(0, 65536).unwrap().read_at(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [2; 65536]);
+        drop(harness);
+        threads.into_iter().for_each(|thread| thread.stop().unwrap());
     }
 }
 

@@ -254,7 +254,7 @@ impl Inner {
             let Some(entry) = table.entries.get_mut(part) else { continue };
             let clusters = clusters_of(&self.geometry, std::mem::take(entry), 1);
             self.remove_tables(&mut state, Owner::Bitmap, clusters.clone());
-            state.retired.push(Freed { clusters, epoch, table: None });
+            state.retired.push(Freed { clusters, epoch, table: None, barred: false });
         }
     }
 

@@ -9,7 +9,8 @@
 //! 2. Every operation that was resolved before ends (an epoch). Whoever wants to change the clusters meanwhile gives the
 //!    move up and goes on: it may itself be one of those that are waited for.
 //! 3. The data are copied. Who wants to change them waits for the end of the move. Reads go on.
-//! 4. Under the mutex: the entries lead to the new place, and the old clusters are unlinked, as with any copy-on-write. So
+//! 4. Under the mutex: the entries lead to the new place, and the old clusters are unlinked, as with any copy-on-write.
+//!    They stay barred until they are free: a write that found the old entry may ask for the bit late. So
 //!    the next flush makes the copy durable before the entries, and the old place is used again, or punched, only when
 //!    the entries are durable and the reads in flight have ended.
 //!
@@ -24,9 +25,10 @@ use crate::live::refcounts::Absent;
 use crate::live::state::{FreshTable, Inner, Need, State, Step, Stop};
 use crate::live::write::Allocation;
 use block::sync::Ordering;
-use block::{Fill, IoError, IoResult, MetaIo, Participant, PastEnd, yield_now};
-use memory::AlignedBuf;
+use block::{FileOp, Fill, IoError, IoResult, MetaIo, Participant, PastEnd, yield_now};
+use memory::{AlignedBuf, IoBuf};
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// What is moved at once, at least one cluster: writes of guests to it wait meanwhile.
@@ -113,36 +115,38 @@ impl Drop for Compaction {
     }
 }
 
-/// Host clusters that nobody may overwrite in place without the mutex.
-#[derive(Debug)]
-struct Barred {
-    inner: Arc<Inner>,
-    clusters: Range<u64>,
-}
-
-impl Drop for Barred {
-    fn drop(&mut self) {
-        let mut state = self.inner.lock();
-        state.tentative = None;
-        let tables = self.inner.tables(&mut state);
-        for cluster in self.clusters.clone() {
-            tables.unbar(&self.inner.table_bits, cluster);
-        }
-    }
-}
-
-/// A move that has begun.
+/// A move that has begun. Dropped, it is given up, and writes of guests go on.
 #[derive(Debug)]
 struct Move {
-    barred: Barred,
-    /// The new place. Dropped, it is given back, and writes of guests go on.
+    /// Host clusters that nobody may overwrite in place without the mutex: the old place.
+    barred: Range<u64>,
+    /// The new place. It is given back, if it is not published.
     allocation: Allocation,
+    /// Whoever wants the guest's clusters may give the move up.
+    is_tentative: bool,
     /// First byte of the old place.
     from: u64,
     /// The clusters hold nothing: only their place is kept.
     is_empty: bool,
     epoch: u64,
 }
+
+impl Drop for Move {
+    fn drop(&mut self) {
+        let inner = &*self.allocation.inner;
+        let mut state = inner.lock();
+        if self.is_tentative && state.tentative.take().is_none() {
+            self.allocation.guest = NOBODYS;
+        }
+        let tables = inner.tables(&mut state);
+        for cluster in self.barred.clone() {
+            tables.unbar(&inner.table_bits, cluster);
+        }
+    }
+}
+
+/// Instead of the guest's clusters of a move that somebody has given up: they may be that one's in flight by now.
+const NOBODYS: Range<u64> = u64::MAX..u64::MAX;
 
 /// What was found at a place of the disk.
 #[derive(Debug)]
@@ -279,8 +283,8 @@ impl Qcow2 {
             }
             Found::Clusters(moving) => {
                 let (next, bytes) = (bytes_of(moving.allocation.guest.end), moving.allocation.length_bytes);
-                let vacated = moving.barred.clusters.clone();
-                if !self.finish_move(io, *moving, waits).await? {
+                let vacated = moving.barred.clone();
+                if !self.finish_move(io, moving, waits).await? {
                     return Ok(CompactionStep { next, moved_bytes: 0, late_bytes: bytes });
                 }
                 compaction.note_vacated(vacated);
@@ -291,24 +295,28 @@ impl Qcow2 {
     }
 
     /// Copies and publishes. False if that would take too long.
-    async fn finish_move(&self, io: &MetaIo, moving: Move, mut waits: impl AsyncFnMut() -> bool) -> IoResult<bool> {
+    async fn finish_move(
+        &self,
+        io: &MetaIo,
+        mut moving: Box<Move>,
+        mut waits: impl AsyncFnMut() -> bool,
+    ) -> IoResult<bool> {
         let inner = &*self.inner;
-        // Where this is dropped half way, the bars go first.
-        let Move { from, is_empty, epoch, mut allocation, barred } = moving;
         let mut goes_on = true;
-        while goes_on && !inner.epochs.is_over(epoch) && !inner.skips(Barrier::Move) {
+        while goes_on && !inner.epochs.is_over(moving.epoch) && !inner.skips(Barrier::Move) {
             goes_on = inner.lock().tentative.is_some() && waits().await;
         }
-        if !inner.fix_move(&mut allocation, goes_on) {
+        if !inner.fix_move(&mut moving, goes_on) {
             return Ok(false);
         }
-        if !is_empty {
-            copy(io, from, &allocation).await?;
+        if !moving.is_empty {
+            inner.copy(io, moving.from, &moving.allocation).await?;
         }
-        inner.run(io, |state| inner.publish_move(state, &allocation, from, is_empty)).await?;
-        allocation.unpublished = 0..0;
-        drop(allocation);
-        drop(barred);
+        inner.run(io, |state| inner.publish_move(state, &moving)).await?;
+        moving.allocation.unpublished = 0..0;
+        // The old place stays barred until it is free. A write that began after all that the move waited for may have
+        // found the old entry, and may ask only now whether it may overwrite in place.
+        moving.barred = 0..0;
         Ok(true)
     }
 
@@ -393,9 +401,11 @@ impl Qcow2 {
         let barred = old..old.saturating_add(run.count);
         state.in_flight.insert(guest.start, guest.end);
         state.tentative = Some(guest.start);
-        barred.clone().for_each(|cluster| inner.table_bits.bar(cluster));
+        let tables = inner.tables(state);
+        barred.clone().for_each(|cluster| tables.bar(&inner.table_bits, cluster));
         Ok(Found::Clusters(Box::new(Move {
-            barred: Barred { inner: Arc::clone(&self.inner), clusters: barred },
+            barred,
+            is_tentative: true,
             allocation: Allocation {
                 guest_offset: geometry.start_of(guest.start),
                 length_bytes: geometry.start_of(run.count),
@@ -465,15 +475,16 @@ impl Inner {
 
     /// From here on, whoever wants the guest's clusters waits for the end of the move. False if somebody has given it up,
     /// or it does not go on: then its new place, where nothing was written, is given back at once.
-    fn fix_move(&self, allocation: &mut Allocation, goes_on: bool) -> bool {
+    fn fix_move(&self, moving: &mut Move, goes_on: bool) -> bool {
         let mut state = self.lock();
+        moving.is_tentative = false;
+        let allocation = &mut moving.allocation;
         let is_wanted = state.tentative.take().is_some();
         if is_wanted && goes_on {
             return true;
         }
         if !is_wanted {
-            // The clusters may be somebody else's in flight by now.
-            allocation.guest = u64::MAX..u64::MAX;
+            allocation.guest = NOBODYS;
         }
         while !allocation.unpublished.is_empty() {
             let first = allocation.unpublished.start;
@@ -487,8 +498,26 @@ impl Inner {
         false
     }
 
+    /// Copies what lies at `from` to the new place. Zeros take no space there.
+    async fn copy(&self, io: &MetaIo, from: u64, to: &Allocation) -> IoResult {
+        // The write may outlive this task. The new place is not used again before it has ended.
+        let mut place = self.epochs.join();
+        place.begin(&self.epochs);
+        let length = usize::try_from(to.length_bytes).map_err(|_| IoError::EIO)?;
+        let data: AlignedBuf = io.read(from, length, PastEnd::Zeros).await?;
+        let offset = to.file_offset;
+        let op = match data.iter().all(|byte| *byte == 0) {
+            true if to.zeroed => return Ok(()),
+            true => FileOp::WriteZeroes { offset, length: to.length_bytes, may_unmap: true },
+            false => FileOp::Write { offset, data: IoBuf::from_aligned(data).whole(), fua: false },
+        };
+        io.queue().start_keeping(op, Rc::new(place)).await
+    }
+
     /// Lets the entries lead to the new place.
-    fn publish_move(&self, state: &mut State, allocation: &Allocation, from: u64, is_empty: bool) -> Step<()> {
+    fn publish_move(&self, state: &mut State, moving: &Move) -> Step<()> {
+        let Move { allocation, from, is_empty, .. } = moving;
+        let (from, is_empty) = (*from, *is_empty);
         let slice = self.own_slice(state, allocation.guest.start)?;
         let old_first = self.geometry.cluster_of(from);
         let mut changes = Vec::new();
@@ -514,18 +543,11 @@ impl Inner {
             }
         }
         let count = allocation.guest.end.saturating_sub(allocation.guest.start);
-        self.unlink(state, std::iter::once(old_first..old_first.saturating_add(count)));
+        self.unlink_barred(state, old_first..old_first.saturating_add(count));
         Ok(())
     }
 }
 
-/// Copies what lies at `from` to the new place. Zeros take no space there.
-async fn copy(io: &MetaIo, from: u64, to: &Allocation) -> IoResult {
-    let length = usize::try_from(to.length_bytes).map_err(|_| IoError::EIO)?;
-    let data: AlignedBuf = io.read(from, length, PastEnd::Zeros).await?;
-    match data.iter().all(|byte| *byte == 0) {
-        true if to.zeroed => Ok(()),
-        true => io.write_zeroes(to.file_offset, to.length_bytes, true).await,
-        false => io.write(to.file_offset, data).await,
-    }
-}
+#[cfg(test)]
+#[path = "compaction_tests.rs"]
+mod tests;

@@ -143,6 +143,9 @@ impl Inner {
             if let Some(table) = freed.table {
                 self.remove_tables(&mut state, table, clusters.start..clusters.start.saturating_add(1));
             }
+            if freed.barred {
+                self.tables(&mut state).unbar(&self.table_bits, clusters.start);
+            }
             match found {
                 Ok(1) if self.is_table(&mut state, clusters.start) => {
                     self.corrupt(format_args!("host cluster {} holds a table and was freed", clusters.start));

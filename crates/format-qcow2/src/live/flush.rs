@@ -97,6 +97,8 @@ impl Inner {
         self.stop_postponing();
         loop {
             self.flush(io).await?;
+            // Whoever still reads without a request is not waited for.
+            self.epochs.overrule();
             self.reap(io, true).await?;
             let state = self.lock();
             if state.retired.is_empty() && state.unlinked.is_empty() {
@@ -358,11 +360,22 @@ impl<'a> Writing<'a> {
         let mut state = self.inner.lock();
         state.book.end_writing(true);
         state.l1_writing.clear();
+        self.retire_tables_anew();
         if state.retired.len() < self.unlinked.len() {
             // There may be a great many, and their order says nothing.
             std::mem::swap(&mut state.retired, &mut self.unlinked);
         }
         state.retired.append(&mut self.unlinked);
+    }
+
+    /// Requests that began after a table had moved were still to read its old place, until now.
+    fn retire_tables_anew(&mut self) {
+        let mut tables = self.unlinked.iter_mut().filter(|freed| freed.table == Some(Owner::L2)).peekable();
+        if tables.peek().is_none() {
+            return;
+        }
+        let epoch = self.inner.epochs.retire();
+        tables.for_each(|freed| freed.epoch = epoch);
     }
 }
 

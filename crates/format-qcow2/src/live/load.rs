@@ -9,7 +9,7 @@ use crate::layout::extended_entry::never_changing;
 use crate::layout::geometry::MAX_FILE_BYTES;
 use crate::layout::header::OFFSET_AUTOCLEAR;
 use crate::live::flush_queue::Barrier;
-use crate::live::state::{FreshTable, Inner, Need};
+use crate::live::state::{FreshTable, Inner, Need, State};
 use block::sync::Ordering;
 use block::{FileOp, IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
 use memory::{AlignedBuf, IoBuf};
@@ -73,27 +73,39 @@ impl Inner {
         }
         let source = {
             let mut state = self.lock();
-            match state.fresh_tables.get(&l1_index).copied() {
-                Some(FreshTable::Zeros) => {
-                    return Ok(state.book.install(&self.slices, slice, std::iter::repeat(0)));
-                }
-                Some(FreshTable::CopyOf(offset)) => Some(offset),
-                None => self.table_or_complain(l1_index)?.map(|table| table.offset),
+            if state.fresh_tables.get(&l1_index) == Some(&FreshTable::Zeros) {
+                return Ok(state.book.install(&self.slices, slice, std::iter::repeat(0)));
             }
+            self.table_in_file(&state, l1_index)?
         };
         // Without a table there is nothing to load: the caller looks again.
         let Some(table) = source else { return Ok(true) };
         let offset = table.saturating_add(self.geometry.slice_offset_in_table(slice));
         let length = usize::try_from(self.geometry.slice_bytes()).map_err(|_| IoError::EIO)?;
         self.slices_read.fetch_add(1, Ordering::Relaxed);
-        let bytes = io.read(offset, length, PastEnd::Fails).await?;
-        // Nobody else can have changed the slice: only slices in memory change, and only we could have put it there.
+        let read = io.read(offset, length, PastEnd::Fails).await;
         let mut state = self.lock();
+        // The table may have moved meanwhile, and what was read may be anything: the caller looks again. No table comes back
+        // to a place that it has left: it only moves towards the start of the file.
+        if self.table_in_file(&state, l1_index)? != source {
+            return Ok(true);
+        }
+        let bytes = read?;
+        // Nobody else can have changed the slice: only slices in memory change, and only we could have put it there.
         let words = entries(&bytes).enumerate().map(|(index, raw)| match self.geometry.extended_l2 && index % 2 == 0 {
             true => never_changing(raw),
             false => raw,
         });
         Ok(state.book.install(&self.slices, slice, words))
+    }
+
+    /// Where the slices that are not in memory are read from; `None` if there is no table in the file.
+    fn table_in_file(&self, state: &State, l1_index: u64) -> IoResult<Option<u64>> {
+        match state.fresh_tables.get(&l1_index) {
+            Some(FreshTable::Zeros) => Ok(None),
+            Some(FreshTable::CopyOf(offset)) => Ok(Some(*offset)),
+            None => Ok(self.table_or_complain(l1_index)?.map(|table| table.offset)),
+        }
     }
 
     pub(crate) async fn load_block(&self, io: &MetaIo, block: u64) -> IoResult {

@@ -110,7 +110,13 @@ impl MetadataMap {
         }
     }
 
-    /// Undoes [`TableBits::bar`]. A bit that a table may need stays.
+    /// From now on nobody overwrites this cluster in place without the mutex, table or not.
+    pub(crate) fn bar(&mut self, bits: &TableBits, cluster: u64) {
+        self.has_far |= !bits.has_own(cluster);
+        bits.set(cluster);
+    }
+
+    /// Undoes [`MetadataMap::bar`]. A bit that a table may need stays.
     pub(crate) fn unbar(&self, bits: &TableBits, cluster: u64) {
         if !self.has_far && bits.has_own(cluster) && !self.holds_table(cluster) {
             bits.clear(cluster);
@@ -158,11 +164,6 @@ impl TableBits {
         }
     }
 
-    /// From now on nobody overwrites this cluster in place without the mutex, table or not.
-    pub(crate) fn bar(&self, cluster: u64) {
-        self.set(cluster);
-    }
-
     /// Whether no cluster in front has the same bit.
     fn has_own(&self, cluster: u64) -> bool {
         cluster >> 6 < self.words.len() as u64
@@ -206,6 +207,26 @@ mod tests {
         assert!(bits.may_hold_table(8) && bits.may_hold_table(8 + BITS_MIN) && !bits.may_hold_table(9));
         tables.remove(&bits, Owner::RefcountBlock, 7..9);
         assert!(!bits.may_hold_table(8));
+    }
+
+    #[test]
+    fn a_table_that_goes_leaves_the_bar_of_a_cluster_far_behind_it() {
+        let bits = TableBits::for_clusters(10);
+        let mut tables = MetadataMap::default();
+        let far = 7 + BITS_MIN;
+        tables.add(&bits, Owner::L2, 7..8);
+        tables.bar(&bits, far);
+        tables.remove(&bits, Owner::L2, 7..8);
+        assert!(bits.may_hold_table(far), "a guest could overwrite what is being moved");
+        // The other way round, and without anything far.
+        tables.add(&bits, Owner::L2, 7..8);
+        tables.unbar(&bits, far);
+        assert!(bits.may_hold_table(7), "a guest could overwrite a table");
+        let mut near = MetadataMap::default();
+        near.bar(&bits, 9);
+        assert!(bits.may_hold_table(9));
+        near.unbar(&bits, 9);
+        assert!(!bits.may_hold_table(9));
     }
 
     #[test]

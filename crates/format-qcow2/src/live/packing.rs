@@ -54,7 +54,12 @@ impl Drop for PackedAllocation {
         if !self.unpublished.is_empty() {
             let epoch = self.inner.epochs.retire();
             for placed in self.unpublished.drain(..) {
-                state.retired.push(Freed { clusters: placed.first_host..placed.end_host, epoch, table: None });
+                state.retired.push(Freed {
+                    clusters: placed.first_host..placed.end_host,
+                    epoch,
+                    table: None,
+                    barred: false,
+                });
             }
         }
         drop(state);

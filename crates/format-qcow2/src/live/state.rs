@@ -64,6 +64,8 @@ pub(crate) struct Freed {
     pub(crate) epoch: u64,
     /// The table that lies there. It is guarded until then: the file may still lead to it, or its copy not be made yet.
     pub(crate) table: Option<Owner>,
+    /// The clusters are barred until then: a write resolved before may ask late whether it may overwrite them.
+    pub(crate) barred: bool,
 }
 
 /// What a slice of an L2 table that was never written holds.

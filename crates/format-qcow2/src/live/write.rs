@@ -53,7 +53,7 @@ impl Drop for Allocation {
         if !self.unpublished.is_empty() {
             // A write to it may still be in flight, so it waits for its epoch like anything else.
             let epoch = self.inner.epochs.retire();
-            state.retired.push(Freed { clusters: self.unpublished.clone(), epoch, table: None });
+            state.retired.push(Freed { clusters: self.unpublished.clone(), epoch, table: None, barred: false });
         }
         drop(state);
         self.inner.idle.wake_all();
@@ -217,15 +217,26 @@ impl Inner {
 
     /// Notes references that are gone from the tables in memory. Call it after the tables were changed.
     pub(crate) fn unlink(&self, state: &mut State, clusters: impl IntoIterator<Item = Range<u64>>) {
-        self.unlink_from(state, clusters, None);
+        self.unlink_from(state, clusters, None, false);
+    }
+
+    /// As [`Inner::unlink`], for clusters that are barred.
+    pub(crate) fn unlink_barred(&self, state: &mut State, clusters: Range<u64>) {
+        self.unlink_from(state, std::iter::once(clusters), None, true);
     }
 
     /// As [`Inner::unlink`], for a table that has moved.
     pub(crate) fn unlink_table(&self, state: &mut State, table: Owner, clusters: Range<u64>) {
-        self.unlink_from(state, std::iter::once(clusters), Some(table));
+        self.unlink_from(state, std::iter::once(clusters), Some(table), false);
     }
 
-    fn unlink_from(&self, state: &mut State, clusters: impl IntoIterator<Item = Range<u64>>, table: Option<Owner>) {
+    fn unlink_from(
+        &self,
+        state: &mut State,
+        clusters: impl IntoIterator<Item = Range<u64>>,
+        table: Option<Owner>,
+        barred: bool,
+    ) {
         let mut clusters = clusters.into_iter().peekable();
         if clusters.peek().is_none() {
             return;
@@ -234,7 +245,7 @@ impl Inner {
         let mut count = 0u64;
         let freed = clusters.map(|clusters| {
             count = count.saturating_add(clusters.end.saturating_sub(clusters.start));
-            Freed { clusters, epoch, table }
+            Freed { clusters, epoch, table, barred }
         });
         match self.skips(Barrier::Reuse) {
             false => state.unlinked.extend(freed),

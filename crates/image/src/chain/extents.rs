@@ -1,13 +1,20 @@
 //! What lies where in a whole chain: for tools, off the path of requests.
 
+use crate::chain::exchange::board::Board;
+use crate::chain::in_place::Places;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
-use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Result, Run, StatusQuery, block_on};
+use block::{Error, ErrorKind, Extent, IoError, IoResult, Keep, MetaIo, Result, Run, StatusQuery, block_on};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The most that is looked at in one step, so that steps that find little do not each walk all the rest.
 const LOOK_BYTES: u64 = 256 << 20;
+
+/// How often a layer is asked again that is being changed, and the time between.
+const TRIES: usize = 3000;
+const NAP: Duration = Duration::from_millis(10);
 
 /// Whether `next` continues `run` in the same way.
 fn is_continued_by(run: &Run, next: &Run) -> bool {
@@ -22,10 +29,14 @@ fn is_continued_by(run: &Run, next: &Run) -> bool {
 
 /// The runs of a disk, in order, each as long as it goes. Reads tables with blocking calls, so it belongs on a thread
 /// of its own; what is written meanwhile may or may not show.
+///
+/// Each step is as a read in flight: what it finds does not become somebody else's meanwhile. Where a layer was closed to be
+/// changed, it asks the chain that comes.
 pub(crate) struct Extents {
+    board: Arc<Board>,
     chain: Arc<Chain>,
     metas: Vec<MetaIo>,
-    /// How many layers are asked.
+    /// How many layers are asked, where there are as many.
     layers: usize,
     /// If given, raw files may call what follows data also data, up to the next multiple of this. Long runs are then
     /// told in parts.
@@ -37,16 +48,36 @@ pub(crate) struct Extents {
 }
 
 impl Extents {
-    pub(crate) fn of(chain: Arc<Chain>, query: &StatusQuery) -> Result<Self> {
-        let layers = query.layers.min(chain.layers.len());
-        let asked = chain.layers.iter().take(layers);
-        let metas = asked.map(|layer| layer.open_blocking()).collect::<Result<_>>()?;
+    pub(crate) fn of(board: &Arc<Board>, query: &StatusQuery) -> Result<Self> {
+        let (board, chain) = (Arc::clone(board), board.chain());
+        let layers = query.layers;
+        let metas = metas_of(&chain, layers)?;
         let Range { start: at, end } = query.range_in(chain.size_bytes);
-        Ok(Self { chain, metas, layers, granule_bytes: query.granule_bytes, at, end, pending: None })
+        Ok(Self { board, chain, metas, layers, granule_bytes: query.granule_bytes, at, end, pending: None })
     }
 
     /// The run at `self.at`, perhaps not all of it.
-    fn look(&self) -> Result<Run> {
+    fn look(&mut self) -> Result<Run> {
+        for _ in 0..TRIES {
+            let asked = self.chain.layers.get(..self.layers).unwrap_or(&self.chain.layers);
+            if let Some(places) = Places::in_layers(asked) {
+                let found = self.look_once();
+                if places.is_kept() {
+                    return found;
+                }
+            }
+            let chain = self.board.chain();
+            if Arc::ptr_eq(&chain, &self.chain) {
+                std::thread::sleep(NAP);
+            } else {
+                self.metas = metas_of(&chain, self.layers)?;
+                self.chain = chain;
+            }
+        }
+        Err(Error::new(ErrorKind::Io, "a layer of the disk is being changed, and that takes too long: try again"))
+    }
+
+    fn look_once(&self) -> Result<Run> {
         let mut left = self.end.saturating_sub(self.at);
         for (depth, layer) in self.chain.layers.iter().take(self.layers).enumerate() {
             let inside = layer.size_bytes.saturating_sub(self.at).min(left);
@@ -59,7 +90,7 @@ impl Extents {
             match self.chain.layers.get(depth.saturating_add(1)) {
                 None => return Ok(Run { zero: true, ..found }),
                 Some(below) if below.size_bytes <= self.at => return Ok(Run { zero: true, ..found }),
-                Some(_) if depth.saturating_add(1) == self.layers => return Ok(Run { offset: None, ..found }),
+                Some(_) if depth.saturating_add(1) >= self.layers => return Ok(Run { offset: None, ..found }),
                 Some(below) => left = left.min(below.size_bytes.saturating_sub(self.at)),
             }
         }
@@ -108,6 +139,11 @@ impl Extents {
         let meta = self.metas.get(depth).ok_or(IoError::EIO)?;
         layer.mapping.resolve(meta, self.at, length).await
     }
+}
+
+/// The tables of the layers that are asked.
+fn metas_of(chain: &Chain, layers: usize) -> Result<Vec<MetaIo>> {
+    chain.layers.iter().take(layers).map(|layer| layer.open_blocking()).collect()
 }
 
 impl Iterator for Extents {

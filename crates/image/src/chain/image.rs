@@ -321,7 +321,7 @@ impl Disk for Image {
     }
 
     fn block_status(&self, query: &StatusQuery) -> Result<Runs<'_>> {
-        Ok(Box::new(Extents::of(self.chain(), query)?))
+        Ok(Box::new(Extents::of(&self.board, query)?))
     }
 
     fn map_read(&self, offset: u64, length_bytes: usize) -> Option<ReadMap> {

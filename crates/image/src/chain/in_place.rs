@@ -3,12 +3,15 @@
 //!
 //! A map of what is read has a place in the epochs of each layer. So space that is freed while the map lives is not used
 //! again, and the map never shows a stranger's data. A chain that is exchanged meanwhile does not wait for it: the layers
-//! that it was looked up in still hold what the range held then.
+//! that it was looked up in still hold what the range held then. A layer that is closed does not wait for it either: the map
+//! fails then.
 
+use super::layer::Layer;
 use super::layers::Chain;
 use super::mapping::Mapping;
-use block::{Epochs, Extent, IoError, IoResult, MapPiece, MetaIo, Participant, ReadMap, WriteMap};
+use block::{Extent, IoError, IoResult, Keep, MapPiece, MetaIo, Participant, Promise, ReadMap, WriteMap};
 use format_scratch::Staged;
+use std::sync::Arc;
 
 /// The most pieces of one map. What lies in more is read instead.
 const MAX_PIECES: usize = 1024;
@@ -17,9 +20,8 @@ impl Chain {
     /// Shows a range where it lies; `None` where some of it does not lie in memory, or where a table would have to be read.
     pub(crate) fn map_read(&self, offset: u64, length_bytes: usize) -> Option<ReadMap> {
         self.check_range(offset, length_bytes as u64).ok()?;
-        let epochs = self.layers.iter().filter_map(|layer| layer.mapping.epochs());
         // Before anything is looked up.
-        let places: Vec<Participant> = epochs.map(begun).collect();
+        let places = Places::in_layers(&self.layers)?;
         let end = offset.checked_add(length_bytes as u64)?;
         let mut pieces = Vec::with_capacity(1);
         let mut at = offset;
@@ -70,11 +72,28 @@ impl Chain {
     }
 }
 
-/// A place in the epochs of a layer, in which something has begun.
-fn begun(epochs: &Epochs) -> Participant {
-    let mut participant = epochs.join();
-    participant.begin(epochs);
-    participant
+/// Places in the epochs of layers, in which something has begun that makes no requests. It ends with them.
+pub(crate) struct Places(Vec<(Participant, Promise)>);
+
+impl Places {
+    /// `None` if one of the layers is closed, and is about to be replaced.
+    pub(crate) fn in_layers(layers: &[Arc<Layer>]) -> Option<Self> {
+        let mut places = Vec::with_capacity(layers.len());
+        for layer in layers {
+            let Some(epochs) = layer.mapping.epochs() else { continue };
+            let promise = epochs.promise()?;
+            let mut participant = epochs.join();
+            participant.begin(epochs);
+            places.push((participant, promise));
+        }
+        Some(Self(places))
+    }
+}
+
+impl Keep for Places {
+    fn is_kept(&self) -> bool {
+        self.0.iter().all(|(_, promise)| promise.is_kept())
+    }
 }
 
 impl Mapping {

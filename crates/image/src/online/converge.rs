@@ -140,7 +140,7 @@ fn first_ranges(image: &Image, chain: &Chain, what: What) -> Result<Vec<Range<u6
         return Ok(all);
     }
     let mut ranges = Vec::new();
-    for run in Extents::of(image.chain(), &StatusQuery::all())? {
+    for run in Extents::of(&image.board, &StatusQuery::all())? {
         let run = run?;
         if run.data {
             ranges.push(run.start..run.end());

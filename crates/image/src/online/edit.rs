@@ -79,6 +79,10 @@ impl Image {
             barrier.give_up().await;
             return Err(error);
         }
+        // Whoever still looks at it without a request fails, or asks the chain that comes.
+        if let Some(epochs) = layer.mapping.epochs() {
+            epochs.close();
+        }
         let result = layer.edit_closed(edit).await;
         // Its tables may be others also where the change has failed.
         let lower = Chain::plain(chain.layers.get(index..).unwrap_or_default().to_vec(), &chain.disk);
