@@ -56,6 +56,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let done = if program::is_qemu_img() { qemu_img::main() } else { ringdisk() };
+    file_rbd::wait_for_closes();
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -100,7 +100,15 @@ fn what_fio_writes_over_nbd_it_finds_again() {
     let server = Server::start_command(command);
     let uri = format!("--uri=nbd+unix:///?socket={socket}");
     let words = ["--name=verified", "--ioengine=nbd", "--thread", "--rw=randwrite", "--bsrange=4k-64k", "--iodepth=16"];
-    let more = ["--size=16M", "--verify=crc32c", "--verify_fatal=1", "--fsync=32", "--randrepeat=1", &uri];
+    let more = [
+        "--size=16M",
+        "--verify=crc32c",
+        "--verify_fatal=1",
+        "--fsync=32",
+        "--randrepeat=1",
+        "--verify_state_save=0",
+        &uri,
+    ];
     tool_ok("fio", &[&words[..], &more].concat());
     server.stop();
     run_ok(&["check", &image]);

@@ -244,6 +244,7 @@ fn what_cannot_be_exported_says_why() {
     assert!(refused(&["export", "a", "--nbd", &socket, "--bitmap", "none"]).contains("'none'"));
     assert!(refused(&["export", "a", "--nbd", &socket, "--tls-creds", "/nowhere"]).contains("/nowhere"));
     assert!(refused(&["export", "a", "--nbd", "127.0.0.1:99999"]).contains("cannot listen"));
+    assert!(refused(&["export", "a", "--nbd", "127.0.0.1:0"]).contains("port 0"));
     assert!(refused(&["export", "a", "--tls-creds", "/nowhere"]).contains("--nbd"));
     assert!(refused(&["export", "a", "--export-name", "x"]).contains("--nbd"));
     assert!(!Path::new(&socket).exists());
@@ -335,3 +336,70 @@ with open(os.environ["TARGET"], "r+b") as target:
             target.write(h.pread(piece, offset))
             offset, length = offset + piece, length - piece
 "#;
+
+/// A bitmap of a lower layer knows nothing of what is written now: a backup by it would lack that.
+#[test]
+fn a_bitmap_below_the_top_layer_is_no_bitmap_of_the_disk() {
+    if !has_tool("nbdinfo") || !has_tool("qemu-io") {
+        return;
+    }
+    let daemon = Daemon::new();
+    let image = daemon.image("root.qcow2", "16M");
+    let server = daemon.start(&["--drive", &format!("file={image},name=root")]);
+    daemon.ctl(&["bitmap", "add", "root", "daily"]);
+    daemon.ctl(&["export", "root", "--nbd", &daemon.path("nbd"), "--bitmap", "daily"]);
+    let uri = daemon.uri("nbd", "root");
+    let map = || tool("nbdinfo", &["--map=qemu:dirty-bitmap:daily", &uri]);
+    assert!(map().status.success());
+    daemon.ctl(&["snapshot", "root", &daemon.path("top.qcow2")]);
+    tool_ok("qemu-io", &["-f", "raw", "-c", "write 1M 64k", &uri]);
+    let asked = map();
+    assert!(!asked.status.success(), "{}", text(&asked.stdout));
+    let again = ["export", "root", "--nbd", &daemon.path("more"), "--bitmap", "daily"];
+    let refused = run_fails(1, &daemon.arguments(&again));
+    assert!(refused.contains("lower layer"), "{refused}");
+    // Its data are there as before.
+    tool_ok("qemu-io", &["-f", "raw", "-c", "read 1M 64k", &uri]);
+    daemon.ctl(&["commit", "root"]);
+    let asked = map();
+    assert!(asked.status.success() && text(&asked.stdout).contains("dirty"), "{}", text(&asked.stdout));
+    server.stop();
+    assert_valid(Path::new(&image), false);
+}
+
+#[test]
+fn a_disk_comes_back_without_an_export_that_cannot() {
+    if !has_tool("nbdinfo") || !has_tool("qemu-io") {
+        return;
+    }
+    let daemon = Daemon::new();
+    let (image, state) = (daemon.image("a.qcow2", "16M"), daemon.path("state"));
+    let drive = format!("file={image},name=a");
+    let arguments = ["--state-dir", &state, "--drive", &drive];
+    let server = daemon.start(&arguments);
+    let port = {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        free.local_addr().unwrap().to_string()
+    };
+    daemon.ctl(&["bitmap", "add", "a", "live"]);
+    daemon.ctl(&["export", "a", "--nbd", &daemon.path("nbd"), "--bitmap", "live"]);
+    daemon.ctl(&["export", "a", "--nbd", &port]);
+    tool_ok("qemu-io", &["-f", "raw", "-c", "write 1M 64k", "-c", "flush", &daemon.uri("nbd", "a")]);
+    server.kill();
+    let taken = std::net::TcpListener::bind(&port).expect("the port that the daemon had");
+    let server = daemon.start(&arguments);
+    // The guest's own socket, and the client's disk, of which the bitmap is lost.
+    Driver::connect(Path::new(&format!("{image}.sock")), DriverOptions::default()).unwrap();
+    let uri = daemon.uri("nbd", "a");
+    assert_eq!(tool_ok("nbdinfo", &["--size", &uri]).trim(), (16 << 20).to_string());
+    assert!(!tool("nbdinfo", &["--map=qemu:dirty-bitmap:live", &uri]).status.success());
+    let disks = daemon.json(&["list"]);
+    assert_eq!(disks["failed"].as_array().unwrap().len(), 1, "{disks}");
+    assert!(disks["failed"][0]["error"].as_str().unwrap().contains(&port), "{disks}");
+    // It is in the record still.
+    drop(taken);
+    server.stop();
+    let server = daemon.start(&arguments);
+    assert_eq!(tool_ok("nbdinfo", &["--size", &format!("nbd://{port}/a")]).trim(), (16 << 20).to_string());
+    server.stop();
+}

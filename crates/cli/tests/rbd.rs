@@ -72,7 +72,8 @@ fn commands_take_an_image_of_a_cluster_in_the_place_of_a_file() {
     }
     assert!(std::fs::read(cluster.0.file("one")).unwrap() == bytes);
     let (new, copy) = (cluster.0.name("new"), cluster.0.name("copy"));
-    cluster.ok(&["create", "-f", "raw", &new, "5M"]);
+    let said = cluster.ok(&["create", "-f", "raw", &new, "5M"]);
+    assert!(said.contains("'rbd:pool/new:stand_in=...'"), "what Ceph is told may be secret: {said}");
     assert_eq!(std::fs::metadata(cluster.0.file("new")).unwrap().len(), 5 << 20);
     assert!(cluster.fails(&["create", "-f", "raw", &new, "5M"]).contains("exists"));
     cluster.ok(&["dd", &format!("if={raw}"), &format!("of={copy}"), "bs=1M", "count=4"]);

@@ -91,7 +91,7 @@ pub struct Disks {
     pub failed: Vec<FailedDisk>,
 }
 
-/// A disk that was served before and could not be opened.
+/// A disk that was served before and could not be opened, or that is served without one of its exports.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct FailedDisk {

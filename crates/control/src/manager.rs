@@ -83,6 +83,8 @@ pub struct Manager {
     exports: Mutex<BTreeMap<ExportId, Option<AddExport>>>,
     /// Recorded disks that could not be opened, and why.
     failed: Mutex<BTreeMap<String, String>>,
+    /// Recorded exports that could not be served, and why.
+    failed_exports: Mutex<Vec<(AddExport, String)>>,
     pub(crate) events: Arc<Events>,
     /// Tells a thread of disks that begin to hold requests.
     holds: Sender<Holding>,
@@ -113,6 +115,7 @@ impl Manager {
             records: Arc::new(records),
             exports: Mutex::default(),
             failed: Mutex::default(),
+            failed_exports: Mutex::default(),
             events,
             configuration: Mutex::default(),
             ending: Mutex::new(false),
@@ -239,6 +242,7 @@ impl Manager {
             record.disks.retain(|disk| disk.name != name);
         };
         self.records.change(forget)?;
+        lock(&self.failed_exports).retain(|(export, _)| export.disk != name);
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         closed
     }
@@ -305,6 +309,8 @@ impl Manager {
         let id = self.begin_export(node, &request)?;
         let record = |record: &mut Record| {
             if let Some(disk) = record.disk_mut(&request.disk) {
+                // One that could not be served since the start is there already.
+                disk.exports.retain(|other| *other != request);
                 disk.exports.push(request.clone());
             }
         };
@@ -314,6 +320,7 @@ impl Manager {
             }
         })?;
         let disk = request.disk.clone();
+        lock(&self.failed_exports).retain(|(other, _)| *other != request);
         lock(&self.exports).insert(id, Some(request));
         let gone = || Error::new(ErrorKind::Locked, "the export was removed meanwhile");
         let export = self.exports().into_iter().find(|export| export.id == id.number()).ok_or_else(gone)?;
@@ -368,11 +375,17 @@ impl Manager {
         self.daemon.disks().into_iter().map(|disk| to_disk(disk, &record, &exports)).collect()
     }
 
-    /// Recorded disks that could not be opened.
+    /// Recorded disks that could not be opened, and those that are served without one of their exports.
     #[must_use]
     pub fn failed_disks(&self) -> Vec<FailedDisk> {
         let to_failed = |(name, error): (&String, &String)| FailedDisk { name: name.clone(), error: error.clone() };
-        lock(&self.failed).iter().map(to_failed).collect()
+        let mut failed: Vec<FailedDisk> = lock(&self.failed).iter().map(to_failed).collect();
+        let without = |(export, error): &(AddExport, String)| FailedDisk {
+            name: export.disk.clone(),
+            error: format!("it is served, but one of its exports is not: {error}"),
+        };
+        failed.extend(lock(&self.failed_exports).iter().map(without));
+        failed
     }
 
     /// All exports, in the order in which they were added.

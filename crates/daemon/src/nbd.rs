@@ -62,6 +62,10 @@ impl NbdAddress {
                 Ok((NbdListener::Unix(listener), Some(socket)))
             }
             Self::Tcp(address) => {
+                if address.rsplit_once(':').is_some_and(|(_, port)| port.parse() == Ok(0_u16)) {
+                    let what = format!("'{address}': port 0 would be another one at each start: name a port");
+                    return Err(Error::new(ErrorKind::BadOption, what));
+                }
                 let failed = |error| Error::io(format!("cannot listen at '{address}'"), error);
                 Ok((NbdListener::Tcp(TcpListener::bind(address).map_err(failed)?), None))
             }
@@ -124,6 +128,8 @@ pub struct NbdOptions {
     pub read_only: bool,
     /// Persistent bitmaps that clients can ask for.
     pub bitmaps: Vec<String>,
+    /// Serve also if a bitmap cannot be read: questions for it fail until it can. Otherwise that is an error.
+    pub allows_unreadable_bitmaps: bool,
     /// Connections at once at this address; the server's default where not given. Others wait.
     pub connections: Option<u16>,
     /// Certificates, if clients may or must use TLS.
@@ -135,7 +141,16 @@ impl NbdOptions {
     #[must_use]
     pub fn at(address: NbdAddress) -> Self {
         let (description, bitmaps) = (String::new(), Vec::new());
-        Self { address, name: None, description, read_only: false, bitmaps, connections: None, tls: None }
+        Self {
+            address,
+            name: None,
+            description,
+            read_only: false,
+            bitmaps,
+            allows_unreadable_bitmaps: false,
+            connections: None,
+            tls: None,
+        }
     }
 
     fn connections(&self) -> usize {
@@ -260,8 +275,13 @@ fn export_of(found: &Found, options: &NbdOptions) -> Result<NbdExport> {
     for name in &options.bitmaps {
         let none = || Error::new(ErrorKind::Unsupported, format!("the disk '{}' has no bitmaps", found.name));
         let image: &Arc<Image> = found.disk.image.as_ref().ok_or_else(none)?;
-        // One that is not there is refused at once.
-        image.dirty_bitmap(name).map_err(|error| error.in_context(&found.file))?;
+        match image.dirty_bitmap(name) {
+            Ok(_) => {}
+            Err(error) if options.allows_unreadable_bitmaps => {
+                tracing::warn!(disk = %found.name, "NBD clients cannot ask for the bitmap '{name}': {error}");
+            }
+            Err(error) => return Err(error.in_context(&found.file)),
+        }
         bitmaps.push(NbdBitmap { name: name.clone(), source: Arc::clone(image) as Arc<dyn DirtyBitmaps> });
     }
     let name = options.name.clone().unwrap_or_else(|| found.name.clone());

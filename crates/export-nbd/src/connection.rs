@@ -47,10 +47,18 @@ impl Link {
     }
 }
 
+/// The exports that a client may choose from. They are let go of before `guard`.
+pub(crate) struct Choice {
+    pub(crate) exports: Arc<[NbdExport]>,
+    /// Says that a client chooses, until it is dropped.
+    #[expect(dead_code, reason = "only its drop counts")]
+    pub(crate) guard: Box<dyn Send>,
+}
+
 /// What a connection is made of.
 pub(crate) struct Setup<G> {
     pub(crate) socket: OwnedFd,
-    pub(crate) exports: Arc<[NbdExport]>,
+    pub(crate) choice: Choice,
     pub(crate) limits: Limits,
     pub(crate) total: Arc<Total>,
     pub(crate) link: Arc<Link>,
@@ -82,7 +90,9 @@ pub(crate) struct Connection<G> {
     deadline: Timer,
     account: Rc<Account>,
     limits: Limits,
-    exports: Arc<[NbdExport]>,
+    /// Nothing when an export is chosen: whoever uses one disk keeps no other open. Dropped after the phase, which has
+    /// them, too.
+    choice: Option<Choice>,
     link: Arc<Link>,
     status: Option<StatusThread>,
     guard: G,
@@ -101,9 +111,9 @@ enum Outcome {
 impl<G: Clone + Send + 'static> Connection<G> {
     /// Begins to serve a client, on the reactor's own thread.
     pub(crate) fn start(ctx: &Rc<dyn ReactorCtx>, setup: Setup<G>) -> block::Result<()> {
-        let Setup { socket, exports, limits, total, link, guard } = setup;
+        let Setup { socket, choice, limits, total, link, guard } = setup;
         let mut greeting = Vec::new();
-        let handshake = Handshake::begin(Arc::clone(&exports), limits.payload_bytes, &mut greeting);
+        let handshake = Handshake::begin(Arc::clone(&choice.exports), limits.payload_bytes, &mut greeting);
         let mut output = Output::default();
         output.bytes(greeting);
         let mut deadline = ctx.timer();
@@ -119,7 +129,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
             deadline,
             account: Account::new(&limits, total),
             limits,
-            exports,
+            choice: Some(choice),
             link,
             status: None,
             guard,
@@ -212,7 +222,8 @@ impl<G: Clone + Send + 'static> Connection<G> {
                         false
                     }
                     Step::Ready(agreed) => {
-                        let export = self.exports.get(agreed.export).cloned();
+                        let choice = self.choice.as_ref().and_then(|choice| choice.exports.get(agreed.export));
+                        let export = choice.cloned();
                         let export = export.ok_or(io::ErrorKind::NotFound)?;
                         let gone = || io::Error::new(io::ErrorKind::NotFound, "its export is being removed");
                         let presence = export.users.enter(&self.link).ok_or_else(gone)?;
@@ -222,6 +233,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
                         let transmission = Transmission::new(export, agreed, queue, account, &self.limits, presence);
                         self.deadline.clear();
                         self.phase = Phase::Transmission(Box::new(transmission));
+                        self.choice = None;
                         false
                     }
                 }

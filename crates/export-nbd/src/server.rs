@@ -1,12 +1,13 @@
 //! A listening socket, and the thread that accepts clients and hands them to reactors.
 
-use crate::connection::{Connection, Link, Setup};
+use crate::connection::{Choice, Connection, Link, Setup};
 use crate::export::NbdExport;
 use crate::limits::{Limits, Total};
 use crate::tls::Tls;
 use crate::users::HOPELESS_PATIENCE;
 use block::{Error, ErrorKind, LogLimit, ReactorHandle, Result};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,6 +16,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+/// What clients in the handshake get to choose an export when one is removed.
+const CHOICE_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Where clients come in.
 #[derive(Debug)]
@@ -107,6 +111,19 @@ struct Shared {
 struct Crowd {
     links: Vec<Weak<Link>>,
     live: usize,
+    /// Connections in the handshake: they have all exports that were there when they came in.
+    choosing: BTreeMap<u64, Weak<Link>>,
+    next_choosing: u64,
+}
+
+/// A connection in the handshake.
+struct Choosing(Arc<Shared>, u64);
+
+impl Drop for Choosing {
+    fn drop(&mut self) {
+        self.0.crowd().choosing.remove(&self.1);
+        self.0.gone.notify_all();
+    }
 }
 
 /// A connection that counts. The last clone that is dropped takes it off.
@@ -129,6 +146,21 @@ impl Shared {
 
     fn exports(&self) -> MutexGuard<'_, Arc<[NbdExport]>> {
         self.exports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until no connection of now is in the handshake. Those that dawdle are ended.
+    fn wait_for_choices(&self) {
+        let crowd = self.crowd();
+        let those: Vec<u64> = crowd.choosing.keys().copied().collect();
+        let is_left = |crowd: &mut Crowd| those.iter().any(|number| crowd.choosing.contains_key(number));
+        let waited = self.gone.wait_timeout_while(crowd, CHOICE_PATIENCE, is_left);
+        let crowd = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let left = those.iter().filter_map(|number| crowd.choosing.get(number)?.upgrade());
+        let left: Vec<Arc<Link>> = left.collect();
+        drop(crowd);
+        left.iter().for_each(|link| link.close());
+        drop(left);
+        drop(self.gone.wait_timeout_while(self.crowd(), HOPELESS_PATIENCE, is_left));
     }
 
     fn wake(&self) {
@@ -193,14 +225,20 @@ impl Shared {
 
     fn connect(self: &Arc<Self>, socket: OwnedFd, guard: Arc<Counted>, reactor: &Arc<dyn ReactorHandle>) {
         let link = Arc::new(Link::new(Arc::clone(reactor)));
-        {
+        let guard_of_choice = {
             let mut crowd = self.crowd();
             crowd.links.retain(|link| link.strong_count() > 0);
             crowd.links.push(Arc::downgrade(&link));
-        }
+            let number = crowd.next_choosing;
+            crowd.next_choosing = number.wrapping_add(1);
+            crowd.choosing.insert(number, Arc::downgrade(&link));
+            Box::new(Choosing(Arc::clone(self), number))
+        };
+        // Taken when the connection is counted: a removal waits for it, or it does not see the export.
+        let exports = Arc::clone(&self.exports());
         let setup = Setup {
             socket,
-            exports: Arc::clone(&self.exports()),
+            choice: Choice { exports, guard: guard_of_choice },
             limits: self.limits.clone(),
             total: Arc::clone(&self.total),
             link,
@@ -285,6 +323,10 @@ impl NbdServer {
             *exports = left.into();
             removed
         };
+        if removed.is_empty() {
+            return;
+        }
+        self.shared.wait_for_choices();
         removed.iter().for_each(|export| export.users.close());
         let has_given_up = removed.iter().any(|export| export.users.is_given_up());
         self.shared.has_given_up.fetch_or(has_given_up, Ordering::AcqRel);

@@ -106,13 +106,18 @@ fn answer_all(asked: &Receiver<Question>, mut teller: Teller<'_>, mailbox: &Mail
 struct Teller<'a> {
     export: &'a NbdExport,
     contexts: Vec<Context>,
-    /// Bitmaps that do not change: a client that asks for one part after the other gets those of one moment.
+    /// Bitmaps that do not record: a client that asks for one part after the other gets those of one moment, which ends with
+    /// a question for the first byte.
     maps: BTreeMap<usize, DirtyMap>,
 }
 
 impl Teller<'_> {
     fn answer(&mut self, question: &Question) -> block::Result<Answer> {
         let most = if question.one { 1 } else { EXTENTS_MAX };
+        if question.offset == 0 {
+            // Whoever begins anew is to see what was enabled, cleared or merged since.
+            self.maps.clear();
+        }
         let mut lists = self.by_layers(question, most)?;
         for context in self.contexts.clone() {
             if let Context::Bitmap(index) = context {

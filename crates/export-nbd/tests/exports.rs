@@ -192,3 +192,51 @@ fn bitmaps_are_told_as_qemu_nbd_tells_them() {
     assert!(map("live").contains(&vec![3 << 20, 64 << 10, 1]), "{:?}", map("live"));
     served.stop();
 }
+
+#[test]
+fn a_removed_disk_is_held_by_no_client_of_another_and_by_none_that_still_chooses() {
+    let mut served = Served::raw(1 << 20, ServerOptions::default());
+    let other: Arc<dyn Disk> = Arc::new(Hangs(served.disk(0).disk.info()));
+    let held = Arc::downgrade(&other);
+    served.server().add(NbdExport::new("other", other)).unwrap();
+    // One that uses the first disk, and one that was greeted and says nothing.
+    let mut first = Client::connect(&served, Style::Structured, &[]);
+    let mut choosing = common::greet(served.connect());
+    let mut user = Client::connect_to(&served, "other", Style::Structured, &[]);
+    served.server().remove("other");
+    assert!(held.upgrade().is_none(), "a disk that was removed is still held");
+    assert_eq!(user.stream.read(&mut [0; 1]).unwrap(), 0);
+    assert_eq!(choosing.read(&mut [0; 1]).unwrap(), 0, "it knew the disk that has gone");
+    first.send(command::READ, 0, 0, 4096, &[]);
+    assert_eq!(first.reply().2.len(), 8 + 4096);
+    served.stop();
+}
+
+/// A bitmap of one bit for 64 KiB that does not record.
+struct Changes(std::sync::Mutex<u8>);
+
+impl DirtyBitmaps for Changes {
+    fn dirty_bitmap(&self, _: &str) -> block::Result<block::DirtyMap> {
+        Ok(block::DirtyMap::new(16, 1 << 20, vec![*self.0.lock().unwrap(); 2], false))
+    }
+}
+
+#[test]
+fn whoever_begins_anew_sees_what_has_become_of_a_bitmap() {
+    let mut served = Served::raw(1 << 20, ServerOptions::default());
+    let source = Arc::new(Changes(std::sync::Mutex::new(0)));
+    let bitmap = NbdBitmap { name: "b".to_owned(), source: Arc::clone(&source) as Arc<dyn DirtyBitmaps> };
+    let export = NbdExport::new("with", Arc::clone(&served.disk(0).disk) as Arc<dyn Disk>);
+    served.server().add(export.with(|export| export.bitmaps = vec![bitmap])).unwrap();
+    let mut client = Client::connect_to(&served, "with", Style::Structured, &["qemu:dirty-bitmap:b"]);
+    let mut is_dirty = |offset: u64| {
+        client.send(command::BLOCK_STATUS, 0, offset, 64 << 10, &[]);
+        let payload = client.reply().2;
+        payload.last() == Some(&1)
+    };
+    assert!(!is_dirty(0));
+    *source.0.lock().unwrap() = 0xff;
+    assert!(!is_dirty(64 << 10), "parts of one moment");
+    assert!(is_dirty(0) && is_dirty(64 << 10), "of the next moment");
+    served.stop();
+}

@@ -4,8 +4,8 @@
 //! covers what has ended on all. So it does only at one server that lives: a connection counts as one more to the same when
 //! the first one has answered a request that was sent after the other one was made. If one goes, all are made anew.
 //!
-//! What the server has in hand when it goes is sent once more, as all of it can be done twice. Before that, what it had
-//! acknowledged and not flushed is written again.
+//! What goes over the others is waited for before, for a while. What the server has in hand when it goes is sent once more, as
+//! all of it can be done twice. Before that, what it had acknowledged and not flushed is written again.
 
 use crate::calls::{Answer, Call, Calls, Wish};
 use crate::handshake::{Agreed, Stream, connect};
@@ -31,6 +31,11 @@ const ACTIVE_MAX: usize = 128;
 /// Between two tries to connect.
 const RETRY_MIN: Duration = Duration::from_millis(20);
 const RETRY_MAX: Duration = Duration::from_secs(1);
+
+/// What the server gets to answer on its other connections when one is gone.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(2);
+/// Of a call that went over none of them.
+const NO_LANE: usize = usize::MAX;
 
 /// A call that the server has.
 #[derive(Debug)]
@@ -76,6 +81,8 @@ pub(crate) struct Link {
     unflushed: Unflushed,
     /// The next entry to write once more.
     replay: Option<usize>,
+    /// A connection is gone, and the others are waited for.
+    drains: bool,
     flushes_itself: bool,
     /// A flush has failed: none is believed any more.
     has_lost: bool,
@@ -97,6 +104,7 @@ impl Link {
             next_cookie: 1,
             unflushed: Unflushed::default(),
             replay: None,
+            drains: false,
             flushes_itself: false,
             has_lost: false,
         }
@@ -122,8 +130,8 @@ impl Link {
                 if !self.lanes.is_empty() {
                     continue;
                 }
-            } else if let Err(error) = self.turn() {
-                self.lose(&error);
+            } else if let Err((lane, error)) = self.turn() {
+                self.lose(lane, &error);
                 continue;
             }
             self.wait();
@@ -156,13 +164,15 @@ impl Link {
         self.calls.calm();
     }
 
-    fn turn(&mut self) -> io::Result<()> {
+    /// An error names the connection.
+    fn turn(&mut self) -> Result<(), (usize, io::Error)> {
         for lane in 0..self.lanes.len() {
-            self.receive(lane)?;
+            self.receive(lane).map_err(|error| (lane, error))?;
         }
         self.look_for_lanes();
         self.begin_calls();
-        self.lanes.iter_mut().try_for_each(Lane::send)
+        let mut lanes = self.lanes.iter_mut().enumerate();
+        lanes.try_for_each(|(index, lane)| lane.send().map_err(|error| (index, error)))
     }
 
     /// Makes one more connection, if there are more queues than connections. A server that is full may take its time over the
@@ -423,9 +433,11 @@ impl Link {
             }
             return;
         }
-        if error == error::ESHUTDOWN && !replays {
-            // The server is about to go. When it is back, or another is there, the call is sent again.
-            let (error, filled, extents) = (0, 0, Vec::new());
+        let is_early = self.drains && error == 0 && matches!(call.wish, Wish::Flush);
+        if (error == error::ESHUTDOWN || is_early) && !replays {
+            // The server is about to go. When it is back, or another is there, the call is sent again. So is a flush while
+            // a connection is gone: it says nothing of what went over that one.
+            let (error, filled, extents, lane) = (0, 0, Vec::new(), if self.drains { NO_LANE } else { lane });
             self.active.insert(cookie, Active { call, lane, mark, error, filled, extents, replays });
             return;
         }
@@ -489,18 +501,50 @@ impl Link {
         self.replay = self.replay.map(|_| 0);
     }
 
-    /// The connection is gone.
-    fn lose(&mut self, error: &io::Error) {
+    /// A connection is gone.
+    fn lose(&mut self, lane: usize, error: &io::Error) {
         tracing::warn!("'{}': the server has gone ({error}), connecting again", self.uri);
-        self.lanes.clear();
         self.making = None;
-        if let Some((cookie, _)) = self.joining.take() {
-            self.active.remove(&cookie);
-        }
+        let asked = self.joining.take().map(|(cookie, _)| cookie);
+        self.drain(lane);
+        self.lanes.clear();
+        asked.map(|cookie| self.active.remove(&cookie));
         self.active.retain(|_, active| !active.replays);
         let now = Instant::now();
         let deadline = now.checked_add(self.uri.reconnect).unwrap_or(now);
         self.outage = Some(Outage { deadline, next_try: now, pause: RETRY_MIN, has_given_up: false });
+    }
+
+    /// Lets what went over the other connections end: the server may still be at it, and would carry it out after what is
+    /// sent again, and after what follows that.
+    fn drain(&mut self, gone: usize) {
+        let begun = Instant::now();
+        let mut open: Vec<usize> = (0..self.lanes.len()).filter(|lane| *lane != gone).collect();
+        self.drains = true;
+        while !self.calls.is_cancelled() {
+            open.retain(|lane| {
+                let sent = self.lanes.get_mut(*lane).is_some_and(|lane| lane.send().is_ok());
+                sent && self.receive(*lane).is_ok() && self.active.values().any(|active| active.lane == *lane)
+            });
+            let left = DRAIN_PATIENCE.saturating_sub(begun.elapsed());
+            if open.is_empty() {
+                break;
+            }
+            if left.is_zero() {
+                tracing::warn!("'{}': the server does not answer on its other connections", self.uri);
+                break;
+            }
+            let mut fds = vec![PollFd::new(&self.calls.wake, PollFlags::IN)];
+            for lane in open.iter().filter_map(|lane| self.lanes.get(*lane)) {
+                let writes = if lane.sends() { PollFlags::OUT } else { PollFlags::empty() };
+                fds.push(PollFd::new(&lane.stream, PollFlags::IN | writes));
+            }
+            // Whatever it says, all are looked at.
+            let _ = poll(&mut fds, Timespec::try_from(left).ok().as_ref());
+            drop(fds);
+            self.calls.calm();
+        }
+        self.drains = false;
     }
 
     fn try_again(&mut self) {

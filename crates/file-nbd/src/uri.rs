@@ -13,7 +13,7 @@ const PORT: u16 = 10809;
 const RECONNECT: Duration = Duration::from_secs(30);
 
 /// Connections to a server that allows several, where nobody says otherwise; and at most.
-const CONNECTIONS: usize = 4;
+const CONNECTIONS: usize = 2;
 const CONNECTIONS_MAX: usize = 16;
 
 /// Where a server is.

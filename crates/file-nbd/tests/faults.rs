@@ -219,3 +219,79 @@ fn connections_that_are_cut_anywhere_cost_no_request() {
         cutter.ends.store(true, Ordering::SeqCst);
     }
 }
+
+/// Passes connections on, and cuts the one that is asked for.
+struct Between {
+    socket: PathBuf,
+    made: Arc<std::sync::Mutex<Vec<UnixStream>>>,
+}
+
+impl Between {
+    fn start(server: &Path, socket: &Path) -> Self {
+        let listener = UnixListener::bind(socket).unwrap();
+        let made = Arc::<std::sync::Mutex<Vec<UnixStream>>>::default();
+        let (server, all) = (server.to_owned(), Arc::clone(&made));
+        std::thread::spawn(move || {
+            for client in listener.incoming().map_while(Result::ok) {
+                let upstream = UnixStream::connect(&server).unwrap();
+                all.lock().unwrap().push(client.try_clone().unwrap());
+                for (from, to) in [(&client, &upstream), (&upstream, &client)] {
+                    let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                    let (left, cuts) = (AtomicU64::new(u64::MAX), AtomicU64::new(0));
+                    std::thread::spawn(move || carry(from, to, &left, &cuts));
+                }
+            }
+        });
+        Self { socket: socket.to_owned(), made }
+    }
+
+    fn cut(&self, index: usize) {
+        self.made.lock().unwrap()[index].shutdown(std::net::Shutdown::Both).unwrap();
+    }
+}
+
+#[test]
+fn what_goes_over_a_healthy_connection_is_not_sent_again_when_another_is_cut() {
+    let directory = directory();
+    let (server, socket) = (directory.path().join("server"), directory.path().join("nbd"));
+    let log = directory.path().join("log");
+    let log_word = format!("logfile={}", log.display());
+    let words = ["--filter=log", "--filter=delay", "memory", "1M", "wdelay=400ms", &log_word];
+    let _server = Peer::start(&server, &words);
+    let between = Between::start(&server, &socket);
+    let file = opened(&between.socket, "&reconnect-s=60");
+    let (_first, second) = (file.open_blocking().unwrap(), file.open_blocking().unwrap());
+    let writes = |block: u64| {
+        let text = std::fs::read_to_string(&log).unwrap_or_default();
+        let place = format!("offset={:#x} ", block * BLOCK as u64);
+        let is_it = |line: &&str| line.contains(" Write ") && line.contains(&place);
+        text.lines().filter(is_it).map(str::to_owned).collect::<Vec<_>>()
+    };
+    // The second queue has a connection of its own, sooner or later.
+    let deadline = Instant::now() + PATIENCE;
+    let mut block = 1;
+    while !{
+        write(&second, block, 1).unwrap();
+        writes(block).iter().any(|line| line.contains("connection=2"))
+    } {
+        block += 1;
+        assert!(Instant::now() < deadline, "it stays with one connection");
+    }
+    let block = block + 1;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while writes(block).is_empty() {
+                assert!(Instant::now() < deadline, "the write does not arrive");
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            between.cut(0);
+        });
+        // Durable: it is not among what is written again because nothing flushed it.
+        let data = IoBuf::from_aligned(AlignedBuf::copy_of(&[7; BLOCK])).whole();
+        block_on(second.start(FileOp::Write { offset: block * BLOCK as u64, data, fua: true })).unwrap();
+    });
+    // What is sent again has arrived before this is answered.
+    block_on(second.start(FileOp::Flush)).unwrap();
+    assert_eq!(writes(block).len(), 1, "{:?}", writes(block));
+    assert_eq!(read(&second, block).unwrap(), [7; BLOCK]);
+}

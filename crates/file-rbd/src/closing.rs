@@ -92,7 +92,13 @@ impl Drop for Begun {
     }
 }
 
-/// Waits until nobody closes the image any more: it can be opened again, or the process may end.
+/// Waits until nobody closes any image: the process may end. Otherwise a lock would stay until the cluster misses its owner.
+pub fn wait_for_closes() {
+    let keys: Vec<String> = closing().iter().flatten().map(|(key, _)| key.clone()).collect();
+    keys.iter().for_each(|key| wait_for(key));
+}
+
+/// Waits until nobody closes the image any more: it can be opened again.
 pub(crate) fn wait_for(key: &str) {
     if IS_REACTOR.get() {
         return;

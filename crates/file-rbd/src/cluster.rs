@@ -76,14 +76,15 @@ fn connect(name: &RbdName, is_cached: bool) -> Result<Cluster> {
     {
         tracing::debug!("'{name}': no time limit for the connection: error {errno}");
     }
-    let cached = if is_cached { c"true" } else { c"false" };
-    cluster.set(CACHE, cached).map_err(|errno| failed(name, "cannot choose whether librbd caches", errno, ""))?;
     for (key, value) in options {
         cluster.set(key, value).map_err(|errno| {
             let what = format!("Ceph does not take the option '{}'", key.to_string_lossy());
             failed(name, &what, errno, "")
         })?;
     }
+    // Last: whether a write that has ended is durable follows from how the disk was opened, and from nothing else.
+    let cached = if is_cached { c"true" } else { c"false" };
+    cluster.set(CACHE, cached).map_err(|errno| failed(name, "cannot choose whether librbd caches", errno, ""))?;
     cluster.connect().map_err(|errno| {
         let hint = match errno {
             ENOENT => " (no monitor or no keyring is known: name a configuration by :conf=FILE)",

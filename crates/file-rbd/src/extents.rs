@@ -1,6 +1,6 @@
 //! Where an image has data, as librbd tells it for many bytes at once.
 
-use crate::ffi::{Errno, Image, ImageFacts};
+use crate::ffi::{ERANGE, Errno, Image, ImageFacts};
 use std::ops::Range;
 
 const STRIPING: u64 = 1 << 1;
@@ -52,11 +52,12 @@ impl Question {
 
     pub(crate) fn ask(&self, image: &Image, range: Range<u64>) -> Result<Extents, Errno> {
         let length = range.end.saturating_sub(range.start);
-        let mut found: Vec<_> = image
-            .data_extents(range.start, length, self.is_mapped, EXTENTS_MAX)?
-            .into_iter()
-            .map(|(start, length)| start..start.saturating_add(length))
-            .collect();
+        let told = match image.data_extents(range.start, length, self.is_mapped, EXTENTS_MAX) {
+            // Too many to remember: then all of it counts as data, which is never wrong.
+            Err(ERANGE) => vec![(range.start, length)],
+            told => told?,
+        };
+        let mut found: Vec<_> = told.into_iter().map(|(start, length)| start..start.saturating_add(length)).collect();
         found.sort_by_key(|extent| extent.start);
         let mut data: Vec<Range<u64>> = Vec::new();
         for extent in found {

@@ -176,7 +176,7 @@ fn handle(made: Handle) -> Result<NonNull<c_void>, Errno> {
 }
 
 const EIO: Errno = 5;
-const ERANGE: Errno = 34;
+pub(crate) const ERANGE: Errno = 34;
 
 /// A connection to a cluster, shut down when it is dropped, which may take time.
 pub(crate) struct Cluster {

@@ -80,7 +80,15 @@ pub fn open(name: &RbdName, options: &RbdOptions) -> Result<Arc<dyn File>> {
     let opened = closes
         .image()
         .map_or_else(|| Err(Error::new(ErrorKind::Io, key.clone())), |image| describe(name, image, options));
-    let (info, question) = opened.inspect_err(|_| ())?;
+    let (info, question) = match opened {
+        Ok(found) => found,
+        Err(error) => {
+            // Closing is work for the cluster: a process that ends meanwhile would break it off.
+            drop(closes);
+            wait_for(&key);
+            return Err(error);
+        }
+    };
     let remote = Remote {
         calls: Calls::default(),
         length_bytes: AtomicU64::new(info.length_bytes),
@@ -401,7 +409,13 @@ impl Remote {
             return Ok(());
         }
         let _one = self.growth.lock(0..1).await;
-        if end <= self.length_bytes() { Ok(()) } else { self.resize(end).await }
+        if end <= self.length_bytes() {
+            return Ok(());
+        }
+        // Somebody else may have made it longer: it is never cut here.
+        let there = self.ask_aside(|image| image.facts().map(|facts| facts.size_bytes)).await?;
+        self.length_bytes.fetch_max(there, Ordering::AcqRel);
+        if end <= there { Ok(()) } else { self.resize(end).await }
     }
 
     async fn resize(&self, length_bytes: u64) -> IoResult {

@@ -27,6 +27,7 @@ mod file;
 mod lock;
 mod name;
 
+pub use closing::wait_for_closes;
 pub use cluster::{create, remove};
 pub use ffi::load_from;
 pub use file::{RbdOptions, open};

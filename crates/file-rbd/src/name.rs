@@ -69,7 +69,7 @@ impl Access {
             let Some(value) = value else { return Err(bad(&format!("the option '{key}' has no value"))) };
             let zero = |_| bad(&format!("the value of '{key}' has a zero byte"));
             let value = CString::new(unescaped(value)).map_err(zero)?;
-            match key.replace(['-', ' '], "_").as_str() {
+            match key.trim().replace(['-', ' '], "_").as_str() {
                 "" => return Err(bad("an option has no name")),
                 "id" => access.user = Some(value),
                 "conf" => access.conf = Some(value),
@@ -167,6 +167,7 @@ mod tests {
             ("rbd:pool/image:id", "'id' has no value"),
             ("rbd:pool/image:=x", "no name"),
             ("rbd:pool/image:key=AQsecret==", "keyring="),
+            ("rbd:pool/image: key =AQsecret==", "keyring="),
             ("rbd:pool/image\0", "zero"),
         ] {
             let error = RbdName::parse(name).unwrap_err().to_string();

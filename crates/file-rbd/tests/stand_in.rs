@@ -230,6 +230,7 @@ fn the_lock_of_a_living_client_is_left_alone_and_that_of_a_dead_one_is_taken() {
     assert_eq!(refused.kind(), ErrorKind::Locked);
     assert!(refused.to_string().contains("192.0.2.9:0/77") && refused.is_only_for_writing(), "{refused}");
     assert_eq!(std::fs::read_to_string(&lock).unwrap(), OTHER);
+    assert_eq!(std::fs::read_to_string(&watchers).unwrap(), OTHER, "the image is still open");
     // Reading needs no lock.
     assert_eq!(open(&name, &reading()).unwrap().info().locks, Locks::NotWanted);
     // It is waited for, and then ours.

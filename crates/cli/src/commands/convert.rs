@@ -239,7 +239,7 @@ impl Args {
         let (paths, quiet) = (paths.to_vec(), self.progress.quiet);
         let tell = move |lost: Unreadable| {
             let Unreadable { source, offset, length_bytes, error } = lost;
-            let name = paths.get(source).map(|path| path.display().to_string()).unwrap_or_default();
+            let name = paths.get(source).map(|path| opened_name(path).to_string()).unwrap_or_default();
             if !quiet {
                 let what = format!("error while reading {length_bytes} bytes at offset {offset} of '{name}'");
                 output::warn(&format!("warning: {what}: {error}; they are zeros in the target"));
@@ -304,7 +304,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Err(match args.no_create {
         true => {
             let what = if watch.was_interrupted() { error.context("interrupted") } else { error };
-            what.context(format!("'{}' is incomplete", target.path.display()))
+            what.context(format!("'{}' is incomplete", opened_name(&target.path)))
         }
         false => {
             // What it holds, nobody would find any more.

@@ -1,7 +1,7 @@
 //! `ringdisk create`: a new image, in qemu-img's words.
 
 use crate::arguments::name_text;
-use crate::images::{NewImage, asks_for_help, create, file_name, options_help};
+use crate::images::{NewImage, asks_for_help, create, file_name, opened_name, options_help};
 use crate::output::{self, Watch, usage};
 use drive::parse_size;
 use format_qcow2::Compression;
@@ -62,7 +62,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 /// What qemu-img says; the size is the one that was asked for.
 fn announcement(new: &NewImage, file: &Path) -> String {
-    let mut text = format!("Formatting '{}', fmt={}", file.display(), new.format);
+    let mut text = format!("Formatting '{}', fmt={}", opened_name(file), new.format);
     let mut say = |key: &str, value: Option<&str>| {
         if let Some(value) = value {
             let _ = write!(text, " {key}={}", output::with_bytes_shown(value));

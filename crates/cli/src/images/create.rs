@@ -104,8 +104,8 @@ fn check_served(socket: &Path, wanted: &NewImage) -> anyhow::Result<()> {
 /// Returns what became of it.
 fn given_up(path: &Path, is_new: bool) -> String {
     match is_new && remove_file(path).is_ok() {
-        true => format!("'{}' was removed again", path.display()),
-        false => format!("'{}' is incomplete", path.display()),
+        true => format!("'{}' was removed again", opened_name(path)),
+        false => format!("'{}' is incomplete", opened_name(path)),
     }
 }
 

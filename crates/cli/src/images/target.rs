@@ -1,7 +1,7 @@
 //! A file that an image is written to: before anything is written, and after everything is.
 
 use super::file_id::FileId;
-use super::name::{cluster_image, is_socket};
+use super::name::{cluster_image, is_socket, opened_name};
 use crate::output::program;
 use anyhow::{Context, bail};
 use engine::CacheMode;
@@ -66,10 +66,10 @@ pub(crate) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bo
     let what = if interrupted { error.context("interrupted") } else { error };
     let is_in_cluster = cluster_image(target).is_ok_and(|image| image.is_some());
     match is_in_cluster || std::fs::metadata(target).is_ok_and(|meta| meta.is_file()) {
-        false => what.context(format!("'{}' is incomplete", target.display())),
+        false => what.context(format!("'{}' is incomplete", opened_name(target))),
         true => match remove_file(&behind_links(target.to_owned())) {
-            Ok(()) => what.context(format!("'{}' was removed again", target.display())),
-            Err(_) => what.context(format!("'{}' is incomplete and could not be removed", target.display())),
+            Ok(()) => what.context(format!("'{}' was removed again", opened_name(target))),
+            Err(_) => what.context(format!("'{}' is incomplete and could not be removed", opened_name(target))),
         },
     }
 }

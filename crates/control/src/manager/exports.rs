@@ -1,7 +1,8 @@
 //! Exports that were asked for: what the daemon makes of them, and how they are told of.
 
-use super::{Manager, counters_of};
+use super::{Manager, counters_of, lock};
 use crate::api::{AddExport, AddNbd, AddTls, Export, NbdExport};
+use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
 use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, absolute};
 use drive::ExportOptions;
@@ -13,6 +14,39 @@ impl Manager {
             None => self.daemon.add_export(node, &export_options(request)),
             Some(nbd) => self.daemon.add_nbd_export(node, &nbd_options(request, nbd)?),
         }
+    }
+
+    /// Begins the exports of a disk that comes back. What one of them needs may be gone: a port, certificates, a bitmap. It
+    /// takes neither the disk nor the others with it; it is logged, listed with what has failed, and tried again at the next
+    /// start.
+    pub(super) fn restore_exports(&self, node: NodeId, disk: &RecordedDisk) {
+        for export in &disk.exports {
+            match self.restore_export(node, export) {
+                Ok(id) => drop(lock(&self.exports).insert(id, Some(export.clone()))),
+                Err(error) => {
+                    tracing::error!(disk = %disk.name, "an export is not served: {error}");
+                    lock(&self.failed_exports).push((export.clone(), error.to_string()));
+                }
+            }
+        }
+    }
+
+    /// Takes an export that could not be served since the start out of the record.
+    pub(super) fn forget_failed_export(&self, export: &AddExport) -> Result<()> {
+        lock(&self.failed_exports).retain(|(other, _)| other != export);
+        self.records.change(|record| {
+            if let Some(disk) = record.disk_mut(&export.disk) {
+                disk.exports.retain(|other| other != export);
+            }
+        })
+    }
+
+    fn restore_export(&self, node: NodeId, request: &AddExport) -> Result<ExportId> {
+        let Some(nbd) = &request.nbd else { return self.begin_export(node, request) };
+        let mut options = nbd_options(request, nbd)?;
+        // A bitmap that recorded when the daemon was killed is in use for ever.
+        options.allows_unreadable_bitmaps = true;
+        self.daemon.add_nbd_export(node, &options)
     }
 }
 

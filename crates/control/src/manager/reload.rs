@@ -168,8 +168,11 @@ impl Manager {
         for gone in old.exports.iter().filter(|export| !new.exports.contains(export)) {
             let is_it = |how: &Option<AddExport>| how.as_ref() == Some(gone);
             let id = lock(&self.exports).iter().find(|(_, how)| is_it(how)).map(|(id, _)| id.number());
-            if let Some(id) = id {
-                self.remove_export(id).map_err(|failure| Error::new(ErrorKind::BadOption, failure.0.message))?;
+            match id {
+                Some(id) => {
+                    self.remove_export(id).map_err(|failure| Error::new(ErrorKind::BadOption, failure.0.message))?;
+                }
+                None => self.forget_failed_export(gone)?,
             }
         }
         let added = new.exports.iter().filter(|export| !old.exports.contains(export));

@@ -10,8 +10,9 @@ impl Manager {
     /// file's. A disk that is in both is served as the record says. One that is configured and was removed by a call stays
     /// away; one that was configured and is no longer is forgotten.
     ///
-    /// A recorded disk that cannot be opened keeps no other from being served: it is logged and listed as failed. A
-    /// configured one that cannot be opened is an error.
+    /// A recorded disk that cannot be opened keeps no other from being served: it is logged and listed as failed. So is a
+    /// recorded export beside the disk's own; the disk is served without it. A configured disk that cannot be opened is an
+    /// error.
     pub fn restore(&self, configured: &[Configured]) -> Result<()> {
         let keys: Vec<String> = configured.iter().map(Configured::key).collect();
         self.records.change(|record| {
@@ -61,20 +62,11 @@ impl Manager {
         }
         let node = self.daemon.add_disk(&drive.disk)?;
         self.listen_to_hold(node, &disk.name);
-        let own = disk.own_export.then(|| {
-            let id = self.daemon.add_export(node, &drive.export)?;
+        if disk.own_export {
+            let id = self.daemon.add_export(node, &drive.export).inspect_err(|_| self.undo_add(node))?;
             lock(&self.exports).insert(id, None);
-            Ok(())
-        });
-        let others = || {
-            disk.exports.iter().try_for_each(|export| {
-                let id = self.begin_export(node, export)?;
-                lock(&self.exports).insert(id, Some(export.clone()));
-                Ok(())
-            })
-        };
-        let added = own.unwrap_or(Ok(())).and_then(|()| others());
-        added.inspect_err(|_| self.undo_add(node))?;
+        }
+        self.restore_exports(node, disk);
         self.take_fleece_off(node, &disk.name);
         Ok(())
     }

@@ -114,8 +114,16 @@ impl Image {
     }
 
     async fn read_dirty_bitmap(&self, name: &str) -> Result<DirtyMap> {
-        for layer in &self.chain().layers {
+        for (index, layer) in self.chain().layers.iter().enumerate() {
             let Some(bitmap) = layer.bitmaps().await?.into_iter().find(|bitmap| bitmap.name == name) else { continue };
+            if index > 0 {
+                let what = format!(
+                    "bitmap '{name}' is in a lower layer ('{}'), and does not note what is written now: commit the layers \
+                     above it, or make one in the top layer",
+                    layer.name
+                );
+                return Err(Error::new(ErrorKind::Unsupported, what));
+            }
             let bits_bytes = layer.size_bytes.div_ceil(bitmap.granularity_bytes().max(1)).div_ceil(8);
             if bits_bytes > DIRTY_BYTES_MAX {
                 let what = format!(
@@ -147,7 +155,7 @@ impl Image {
 }
 
 impl DirtyBitmaps for Image {
-    /// The layers are asked from the top on; the first that has a bitmap of this name counts.
+    /// Only the top layer's bitmaps tell all that was written: one of a lower layer is refused.
     fn dirty_bitmap(&self, name: &str) -> Result<DirtyMap> {
         again(|| block_on(self.read_dirty_bitmap(name)))
     }
