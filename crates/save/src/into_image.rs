@@ -2,15 +2,15 @@
 //!
 //! The snapshot with the state is taken last. So where there is one, all of them are there.
 
-use crate::disks::Disks;
+use crate::disks::{Disks, Layer};
 use crate::progress::{Progress, Step};
 use crate::qmp::Qmp;
-use crate::record::{remove_states, sync_directory};
+use crate::record::{Record, remove_states, sync_directory};
 use crate::save::Saving;
 use block::{Error, ErrorKind, Result};
 
-/// What cannot be saved so, before the machine stops.
-pub(crate) fn check(disks: &Disks, names: &[String], snapshot: &str) -> Result<()> {
+/// What cannot be saved so, before the machine stops. `before` is what was saved last.
+pub(crate) fn check(disks: &Disks, names: &[String], snapshot: &str, before: Option<&Record>) -> Result<()> {
     if snapshot.is_empty() {
         return Err(Error::new(ErrorKind::BadOption, "the snapshot needs a name"));
     }
@@ -21,6 +21,7 @@ pub(crate) fn check(disks: &Disks, names: &[String], snapshot: &str) -> Result<(
             let what = format!("disk '{name}': '{file}' is {format}, and only qcow2 images keep snapshots");
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
+        refuse_above_base(name, &layers, before)?;
         if disks.snapshots(name)?.iter().any(|own| own.name == snapshot || own.id == snapshot) {
             let what = format!("disk '{name}' has a snapshot '{snapshot}' already: delete it, or choose another name");
             return Err(Error::new(ErrorKind::BadOption, what));
@@ -30,6 +31,20 @@ pub(crate) fn check(disks: &Disks, names: &[String], snapshot: &str) -> Result<(
         true => Err(Error::new(ErrorKind::BadOption, "the machine has no disk whose image could keep its state")),
         false => Ok(()),
     }
+}
+
+/// A layer that a save or a restore has put on goes with the next save, and a snapshot in it would go, too.
+fn refuse_above_base(name: &str, layers: &[Layer], before: Option<&Record>) -> Result<()> {
+    let saved = before.and_then(|before| before.disks.iter().find(|disk| disk.name == name));
+    let above = saved.and_then(|saved| layers.iter().position(|layer| layer.file == saved.base)).unwrap_or(0);
+    let (Some(saved), Some(top), 1..) = (saved, layers.first(), above) else { return Ok(()) };
+    let (top, base) = (top.file.display(), saved.base.display());
+    let what = format!(
+        "disk '{name}': what the guest writes goes to '{top}' since it was saved or restored, and a snapshot belongs into \
+         '{base}'. Take {above} back first ('ringdisk ctl commit {name} --layers {above}'): what was saved before is of no \
+         use then"
+    );
+    Err(Error::new(ErrorKind::Unsupported, what))
 }
 
 impl Saving<'_> {

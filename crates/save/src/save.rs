@@ -70,7 +70,7 @@ pub fn save(
     let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
     // Before the machine stops: what cannot be saved at all.
     match &options.into_image {
-        Some(snapshot) => into_image::check(&disks, &names, snapshot)?,
+        Some(snapshot) => into_image::check(&disks, &names, snapshot, before.as_ref())?,
         None => names.iter().try_for_each(|name| disks.layers(name).map(drop))?,
     }
     let mut qmp = Qmp::connect(&machine.qmp, PATIENCE)?;
