@@ -308,6 +308,11 @@ fn a_machine_is_put_into_its_image_and_comes_out_as_it_went_in() {
     assert!(text(&output.stdout).contains("snapshot 'one'") && bench.qmp().is_running().unwrap());
     let again = save("one");
     assert!(text(&again.stderr).contains("already") && bench.qmp().is_running().unwrap(), "{}", text(&again.stderr));
+    // What a save that was killed leaves.
+    std::fs::write(bench.path("saved/saving.json"), r#"{"was-running": true}"#).unwrap();
+    let again = save("one");
+    assert!(text(&again.stderr).contains("until a save comes to its end"), "{}", text(&again.stderr));
+    std::fs::remove_file(bench.path("saved/saving.json")).unwrap();
     let left: Vec<_> =
         std::fs::read_dir(bench.path("saved")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(left.is_empty(), "{left:?}");
@@ -351,6 +356,42 @@ fn a_machine_is_put_into_its_image_and_comes_out_as_it_went_in() {
     }
     qmp.run("cont", json!({})).unwrap();
     assert!(qmp.is_running().unwrap());
+}
+
+/// A save takes layers back and removes them: what was put into them would be gone.
+#[test]
+fn a_snapshot_is_not_put_into_a_layer_and_a_layer_that_has_one_stays() {
+    if !has_tools() {
+        return;
+    }
+    let mut bench = Bench::new("qcow2");
+    bench.start_machine();
+    let save = |bench: &mut Bench, number: u64| {
+        bench.write(number as usize);
+        bench.saved.insert(number, bench.contents.clone());
+        let output = bench.save_command(false).output().unwrap();
+        assert!(output.status.success() && bench.qmp().is_running().unwrap(), "{}", text(&output.stderr));
+        assert_eq!(bench.check_pair(), Some(number));
+        text(&output.stderr)
+    };
+    assert_eq!(save(&mut bench, 1), "");
+    let refused = bench.save_command(false).args(["--into-image", "one"]).output().unwrap();
+    let said = text(&refused.stderr);
+    assert!(!refused.status.success() && said.contains(".save-1'") && said.contains("ctl commit root"), "{said}");
+    assert!(bench.qmp().is_running().unwrap());
+    assert_eq!(bench.check_pair(), Some(1));
+
+    let control = bench.path("control");
+    run_ok(&["ctl", "--control", path_str(&control), "snapshot-create", "root", "own"]);
+    let then = bench.contents.clone();
+    for number in 2..=3 {
+        let said = save(&mut bench, number);
+        assert!(said.contains("keeps its layers") && said.contains("internal snapshots ('own'"), "{said}");
+    }
+    let (layer, seen) = (bench.path("disk.save-1"), bench.path("own.raw"));
+    let own = ["convert", "-U", "-l", "snapshot.name=own", "-O", "raw", path_str(&layer), path_str(&seen)];
+    tool_ok("qemu-img", &own);
+    assert!(std::fs::read(&seen).unwrap() == then);
 }
 
 #[test]

@@ -170,6 +170,7 @@ impl Export {
             sessions: Counter::default(),
             failed_sessions: Counter::default(),
             failed_accepts: Counter::default(),
+            rests: Counter::default(),
         };
         let thread = std::thread::Builder::new()
             .name(thread_name(&options.name))
@@ -307,6 +308,7 @@ struct Server {
     sessions: Counter,
     failed_sessions: Counter,
     failed_accepts: Counter,
+    rests: Counter,
 }
 
 /// How long the export serves nobody after a session whose peer made a reactor wait. Each such session costs the reactor's
@@ -319,6 +321,17 @@ struct Pause {
 impl Pause {
     const FIRST: Duration = Duration::from_secs(1);
     const LONGEST: Duration = Duration::from_secs(64);
+    /// A session of this length that made nobody wait shows that the peer means no harm.
+    const FORGIVEN_AFTER: Duration = Duration::from_secs(300);
+
+    /// A session of this length has ended. How long nobody is served, where it has `blocked` a reactor. The time that it went
+    /// well before counts, too.
+    fn after(&mut self, lasted: Duration, has_blocked: bool) -> Option<Duration> {
+        if lasted >= Self::FORGIVEN_AFTER {
+            self.times = 0;
+        }
+        has_blocked.then(|| self.next())
+    }
 
     /// One more such session has ended.
     fn next(&mut self) -> Duration {
@@ -344,6 +357,7 @@ impl Server {
                     if let Some(times) = times {
                         tracing::info!(disk = %name, times, "a peer connected");
                     }
+                    let begun = Instant::now();
                     let (ended, has_blocked) = self.serve_peer(stream);
                     match ended {
                         Ok(()) if times.is_some() => tracing::info!(disk = %name, "the peer disconnected"),
@@ -355,8 +369,12 @@ impl Server {
                         }
                     }
                     self.shared.set_peer(None);
-                    if has_blocked {
-                        self.rest(pause.next());
+                    if let Some(pause) = pause.after(begun.elapsed(), has_blocked) {
+                        if let Some(times) = self.rests.add_to_log() {
+                            let pause_s = pause.as_secs();
+                            tracing::warn!(disk = %name, times, pause_s, "serves nobody for a while: the peer held a reactor up");
+                        }
+                        rest(&self.shared.wake, || self.shared.is_stopping(), pause);
                     }
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
@@ -367,18 +385,6 @@ impl Server {
                     // Out of descriptors, say: not a reason to spin.
                     std::thread::sleep(Duration::from_millis(100));
                 }
-            }
-        }
-    }
-
-    /// Serves nobody for a while, or until the export stops.
-    fn rest(&self, pause: Duration) {
-        let begun = Instant::now();
-        while let Some(left) = pause.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
-            wait_readable(&[self.shared.wake.as_fd()], Some(left));
-            self.shared.calm();
-            if self.shared.is_stopping() {
-                return;
             }
         }
     }
@@ -459,6 +465,18 @@ impl Server {
     }
 }
 
+/// Serves nobody for a while, or until the export stops.
+fn rest(wake: &OwnedFd, is_stopping: impl Fn() -> bool, pause: Duration) {
+    let begun = Instant::now();
+    // Looks before it waits: the session may have taken the wake that says so.
+    while !is_stopping()
+        && let Some(left) = pause.checked_sub(begun.elapsed()).filter(|left| !left.is_zero())
+    {
+        wait_readable(&[wake.as_fd()], Some(left));
+        let _ = rustix::io::read(wake, &mut [0; 8]);
+    }
+}
+
 /// Waits until one of the descriptors is readable (or hung up), for `limit` at most, and says which are. After an
 /// interruption none is.
 fn wait_readable(fds: &[BorrowedFd<'_>], limit: Option<Duration>) -> [bool; 4] {
@@ -487,5 +505,29 @@ mod tests {
         };
         assert!(share(1) < 0.05 && share(10) < 0.005 && share(100) < 0.001, "{pauses:?}");
         assert_eq!(pauses.last(), Some(&Pause::LONGEST), "a guest that means no harm comes back some day");
+    }
+
+    /// The session's loop takes the wake, and a request in flight may find the call descriptor full only then.
+    #[test]
+    fn an_export_that_was_told_to_stop_before_does_not_rest() {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        rest(&wake, || true, Duration::from_secs(24 * 3600));
+        let looks = std::cell::Cell::new(0);
+        rustix::io::write(&wake, &1_u64.to_ne_bytes()).unwrap();
+        rest(&wake, || looks.replace(looks.get() + 1) > 0, Duration::from_secs(24 * 3600));
+        assert_eq!(looks.get(), 2, "a wake has it look again");
+    }
+
+    #[test]
+    fn a_long_session_that_goes_well_makes_up_for_those_before() {
+        let mut pause = Pause::default();
+        let short = Duration::from_secs(1);
+        let doubled = [1, 2, 4].map(|seconds| Some(Duration::from_secs(seconds)));
+        assert_eq!([short; 3].map(|lasted| pause.after(lasted, true)), doubled);
+        assert_eq!(pause.after(short, false), None);
+        assert_eq!(pause.after(short, true), Some(Duration::from_secs(8)), "a short one shows nothing");
+        assert_eq!(pause.after(Pause::FORGIVEN_AFTER, false), None);
+        assert_eq!(pause.after(short, true), Some(Pause::FIRST));
+        assert_eq!(pause.after(Pause::FORGIVEN_AFTER, true), Some(Pause::FIRST));
     }
 }

@@ -74,6 +74,35 @@ fn the_connection_ends_after_the_last_request_in_flight() {
     });
 }
 
+/// What completes while the export stops finds a call descriptor that keeps the reactor waiting.
+#[test]
+fn an_export_stops_though_its_last_request_cannot_be_told() {
+    let mut server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    assert_eq!(queue.request(kind::FLUSH, 0, &[], 0).0, 0);
+    block::run_and_wait(server.reactors[0].handle().as_ref(), |_| {}).unwrap();
+    let _ = queue.call.read();
+    rustix::fs::fcntl_setfl(memory::duplicate_fd(&queue.call).unwrap(), rustix::fs::OFlags::empty()).unwrap();
+    queue.call.write(u64::MAX - 1).unwrap();
+    queue.driver.set_used_event(queue.driver.used_index);
+    server.hold(true);
+    queue.send(0, kind::OUT, 0, &[7; 512], 0);
+    server.wait_submitted(2);
+    let export = server.export.take().unwrap();
+    std::thread::scope(|scope| {
+        let ending = scope.spawn(|| export.stop());
+        // The session's thread has taken the wake by then, or finds it afterwards: both end.
+        std::thread::sleep(Duration::from_millis(300));
+        server.hold(false);
+        ending.join().unwrap();
+    });
+    assert_eq!(queue.driver.take_used().len(), 1);
+    assert!(!server.socket.exists());
+}
+
 #[test]
 fn a_descriptor_that_is_never_closed_keeps_neither_the_export_nor_its_disk() {
     let mut server = Server::start(MemDisk::new());

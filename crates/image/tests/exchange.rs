@@ -634,6 +634,27 @@ fn bitmaps_stay_in_the_former_top_in_good_order_and_go_on_when_it_is_the_top_aga
 }
 
 #[test]
+fn a_layer_with_internal_snapshots_is_not_taken_back_until_they_are_deleted() {
+    let chain = Chain::of(vec![Layer::qcow2(SIZE, 4096)]);
+    let storage = chain.storage();
+    add_overlays(&storage, 1, SIZE, 4096);
+    let image = image_of(&storage, &name(0), Format::Qcow2);
+    let overlay = open_overlay(&storage, &overlay_name(0), &name(0), Format::Qcow2);
+    let results = ringdisk_image::put_overlay(vec![(Arc::clone(&image), overlay)], || Ok(()));
+    results.unwrap().into_iter().for_each(Result::unwrap);
+    image.edit_online(&ClosedEdit::CreateSnapshot(NewSnapshot::new("kept"))).unwrap();
+    let refused = ringdisk_image::take_back(&image, &CopyWatch::default(), || Ok(())).unwrap_err().to_string();
+    assert!(refused.contains("internal snapshots ('kept'"), "{refused}");
+    assert_eq!((image.formats().count(), image.online_snapshots().unwrap().len()), (2, 1));
+    image.edit_online(&ClosedEdit::DeleteSnapshot(SnapshotName::named("kept"))).unwrap();
+    // Those of the layer below stay what they are.
+    ringdisk_image::take_back(&image, &CopyWatch::default(), || Ok(())).unwrap();
+    assert_eq!(image.formats().count(), 1);
+    image.close().unwrap();
+    qcow2_check(&storage.process_killed(0).bytes(&name(0))).unwrap().sound().unwrap();
+}
+
+#[test]
 fn what_cannot_be_put_on_top_or_taken_back_is_refused_and_an_overlay_that_has_grown_is_taken_back_into_a_larger_layer()
 {
     let chain = Chain::of(vec![Layer::qcow2(SIZE, 4096), Layer::qcow2(SIZE, 4096)]);

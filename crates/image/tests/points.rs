@@ -256,6 +256,35 @@ fn an_internal_snapshot_is_one_moment_of_the_disk_while_queues_work() {
     assert!(bytes(&top) == std::fs::read(raw).unwrap());
 }
 
+#[test]
+fn a_state_that_is_said_to_be_longer_than_its_image_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, state_path) = (directory.path().join("image"), directory.path().join("state"));
+    std::fs::write(&state_path, [7; 100_000]).unwrap();
+    let read_only = engine::OpenOptions::default().with(|options| options.read_only = true);
+    let source = StateSource { file: engine::open(&state_path, &read_only).unwrap(), length_bytes: 100_000 };
+    create(&path, 1 << 20, 65536, None, false);
+    let image = open_over(&path);
+    image.edit_online(&ClosedEdit::SaveState(NewSnapshot::new("one"), source)).unwrap();
+    image.close().unwrap();
+    drop(image);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let table = u64::from_be_bytes(bytes[64..72].try_into().unwrap()) as usize;
+    // The long size of the state, in the first row's extra data. The row's L1 table leads to as much.
+    assert_eq!(bytes[table + 40..table + 48], 100_000_u64.to_be_bytes());
+    bytes[table + 40..table + 48].copy_from_slice(&(500_u64 << 20).to_be_bytes());
+    std::fs::write(&path, bytes).unwrap();
+    let file = engine::open(&path, &read_only).unwrap();
+    let mut given = 0;
+    let mut each = |piece: &[u8]| {
+        given += piece.len();
+        Ok(())
+    };
+    let error = ringdisk_image::read_vm_state(path.as_path(), &file, "one", &mut each).unwrap_err().to_string();
+    assert!(error.contains("more than the file holds"), "{error}");
+    assert_eq!(given, 0);
+}
+
 /// With clusters so small that the state takes many tables, and with entries of two words.
 #[test]
 fn a_snapshot_keeps_a_machines_state_and_qemu_img_finds_nothing_wrong() {

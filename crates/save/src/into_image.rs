@@ -2,15 +2,17 @@
 //!
 //! The snapshot with the state is taken last. So where there is one, all of them are there.
 
-use crate::disks::Disks;
+use crate::disks::{Disks, Layer};
 use crate::progress::{Progress, Step};
 use crate::qmp::Qmp;
-use crate::record::{remove_states, sync_directory};
+use crate::record::{Record, remove_states, sync_directory};
 use crate::save::Saving;
 use block::{Error, ErrorKind, Result};
+use control::api::InternalSnapshot;
+use std::path::Path;
 
-/// What cannot be saved so, before the machine stops.
-pub(crate) fn check(disks: &Disks, names: &[String], snapshot: &str) -> Result<()> {
+/// What cannot be saved so, before the machine stops. `before` is what was saved last.
+pub(crate) fn check(disks: &Disks, names: &[String], snapshot: &str, before: Option<&Record>) -> Result<()> {
     if snapshot.is_empty() {
         return Err(Error::new(ErrorKind::BadOption, "the snapshot needs a name"));
     }
@@ -21,6 +23,7 @@ pub(crate) fn check(disks: &Disks, names: &[String], snapshot: &str) -> Result<(
             let what = format!("disk '{name}': '{file}' is {format}, and only qcow2 images keep snapshots");
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
+        refuse_above_base(name, &layers, before)?;
         if disks.snapshots(name)?.iter().any(|own| own.name == snapshot || own.id == snapshot) {
             let what = format!("disk '{name}' has a snapshot '{snapshot}' already: delete it, or choose another name");
             return Err(Error::new(ErrorKind::BadOption, what));
@@ -30,6 +33,25 @@ pub(crate) fn check(disks: &Disks, names: &[String], snapshot: &str) -> Result<(
         true => Err(Error::new(ErrorKind::BadOption, "the machine has no disk whose image could keep its state")),
         false => Ok(()),
     }
+}
+
+/// Whether this snapshot is there with all of the machine's state.
+fn kept(found: &[InternalSnapshot], snapshot: &str, state_bytes: u64) -> bool {
+    found.iter().any(|own| own.name == snapshot && own.vm_state_bytes == state_bytes)
+}
+
+/// A layer that a save or a restore has put on goes with the next save, and a snapshot in it would go, too.
+fn refuse_above_base(name: &str, layers: &[Layer], before: Option<&Record>) -> Result<()> {
+    let saved = before.and_then(|before| before.disks.iter().find(|disk| disk.name == name));
+    let above = saved.and_then(|saved| layers.iter().position(|layer| layer.file == saved.base)).unwrap_or(0);
+    let (Some(saved), Some(top), 1..) = (saved, layers.first(), above) else { return Ok(()) };
+    let (top, base) = (top.file.display(), saved.base.display());
+    let what = format!(
+        "disk '{name}': what the guest writes goes to '{top}' since it was saved or restored, and a snapshot belongs into \
+         '{base}'. Take {above} back first ('ringdisk ctl commit {name} --layers {above}'): what was saved before is of no \
+         use then"
+    );
+    Err(Error::new(ErrorKind::Unsupported, what))
 }
 
 impl Saving<'_> {
@@ -48,28 +70,94 @@ impl Saving<'_> {
         sync_directory(self.directory)?;
         self.check()?;
 
-        let Some((keeper, others)) = self.names.split_first() else { return Ok(state_bytes) };
-        progress.begin(Step::Freeze);
-        let mut taken = Vec::new();
-        let all = others.iter().try_for_each(|name| {
-            self.disks.take_snapshot(name, snapshot, None)?;
-            taken.push(name);
-            self.check()
-        });
-        let all = all.and_then(|()| {
-            progress.begin(Step::Publish);
-            self.disks.take_snapshot(keeper, snapshot, Some((file.as_path(), state_bytes)))
-        });
-        if all.is_err() {
-            // One that stays says that it keeps no state.
-            taken.into_iter().for_each(|name| drop(self.disks.delete_snapshot(name, snapshot)));
+        let taken = self.take_all(snapshot, &file, state_bytes, progress);
+        match (taken, self.remove_new_states()) {
+            (Ok(()), Ok(())) => Ok(state_bytes),
+            (Ok(()), Err(error)) => {
+                self.notes.push(format!("the state is in the image, and its file stays: {error}"));
+                Ok(state_bytes)
+            }
+            (Err(error), Ok(())) => Err(error),
+            (Err(error), Err(second)) => Err(error.in_context(second.to_string())),
         }
-        self.remove_new_states()?;
-        all.map(|()| state_bytes)
+    }
+
+    /// Takes all snapshots, that with the state last. Where that fails, none stays.
+    fn take_all(&mut self, snapshot: &str, file: &Path, state_bytes: u64, progress: &mut Progress<'_>) -> Result<()> {
+        let Some((keeper, others)) = self.names.split_first() else { return Ok(()) };
+        progress.begin(Step::Freeze);
+        for (index, name) in others.iter().enumerate() {
+            if let Err(error) = self.disks.take_snapshot(name, snapshot, None).and_then(|()| self.check()) {
+                let tried = others.get(..=index).unwrap_or(others);
+                return Err(self.without(tried, snapshot, error));
+            }
+        }
+        progress.begin(Step::Publish);
+        let Err(error) = self.disks.take_snapshot(keeper, snapshot, Some((file, state_bytes))) else { return Ok(()) };
+        // It may be there though the call has failed: in the image, or behind an answer that was lost.
+        match self.disks.snapshots(keeper).map(|found| kept(&found, snapshot, state_bytes)) {
+            Ok(true) => {
+                self.notes.push(format!("disk '{keeper}' has the snapshot with the whole state, but: {error}"));
+                Ok(())
+            }
+            Ok(false) => Err(self.without(&self.names, snapshot, error)),
+            Err(second) => Err(error.in_context(format!(
+                "nobody can say whether disk '{keeper}' has the snapshot '{snapshot}' ({second}), so those of the other \
+                 disks stay"
+            ))),
+        }
+    }
+
+    /// Deletes the snapshots of this name that these disks have. What stays, the error says.
+    fn without(&self, names: &[String], snapshot: &str, error: Error) -> Error {
+        let delete = |name: &String| {
+            let is_there = self.disks.snapshots(name)?.iter().any(|own| own.name == snapshot);
+            if is_there { self.disks.delete_snapshot(name, snapshot) } else { Ok(()) }
+        };
+        let failures = names.iter().filter_map(|name| Some((name, delete(name).err()?)));
+        failures.fold(error, |error, (name, failed)| {
+            error.in_context(format!("disk '{name}' may keep a snapshot '{snapshot}' without a state ({failed})"))
+        })
     }
 
     /// Of the pair before, the state stays.
     fn remove_new_states(&self) -> Result<()> {
         remove_states(self.directory, self.before.as_ref().map(|before| before.state.as_str()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::SavedDisk;
+    use control::Options;
+
+    #[test]
+    fn a_snapshot_belongs_into_the_image_and_counts_with_its_whole_state_only() {
+        let layer = |file: &str| Layer { format: "qcow2".to_owned(), file: file.into() };
+        let mut record = Record::next(None, true);
+        record.disks.push(SavedDisk {
+            name: "root".to_owned(),
+            file: "/image".into(),
+            format: "qcow2".to_owned(),
+            base: "/image".into(),
+            options: Options::default(),
+            seen: None,
+        });
+        let check = |layers: &[Layer], record| refuse_above_base("root", layers, record);
+        let above = [layer("/image.save-2"), layer("/image.save-1"), layer("/image"), layer("/below")];
+        let refused = check(&above, Some(&record)).unwrap_err().to_string();
+        assert!(refused.contains("'/image.save-2'") && refused.contains("commit root --layers 2"), "{refused}");
+        check(&above[2..], Some(&record)).unwrap();
+        check(&above, None).unwrap();
+        check(&[layer("/other")], Some(&record)).unwrap();
+
+        let snapshot = |name: &str, vm_state_bytes| {
+            let (id, name) = ("1".to_owned(), name.to_owned());
+            InternalSnapshot { id, name, date_seconds: 0, disk_bytes: 512, vm_state_bytes }
+        };
+        let found = [snapshot("one", 7), snapshot("two", 0)];
+        assert!(kept(&found, "one", 7));
+        assert!(!kept(&found, "one", 8) && !kept(&found, "two", 7) && !kept(&found, "1", 7));
     }
 }

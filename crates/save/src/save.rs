@@ -69,15 +69,22 @@ pub fn save(
     let disks = Disks::new(&machine.control)?;
     let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
     // Before the machine stops: what cannot be saved at all.
-    match &options.into_image {
-        Some(snapshot) => into_image::check(&disks, &names, snapshot)?,
-        None => names.iter().try_for_each(|name| disks.layers(name).map(drop))?,
-    }
+    let under_way = UnderWay::read(directory)?;
+    let checked = match &options.into_image {
+        Some(snapshot) => into_image::check(&disks, &names, snapshot, before.as_ref()),
+        None => names.iter().try_for_each(|name| disks.layers(name).map(drop)),
+    };
+    checked.map_err(|error| match under_way {
+        None => error,
+        Some(_) => error.in_context(
+            "an earlier save was broken off, and the machine may stand still until a save comes to its end; this one did not begin",
+        ),
+    })?;
     let mut qmp = Qmp::connect(&machine.qmp, PATIENCE)?;
 
     let mut progress = Progress::new(tell);
     progress.begin(Step::Stop);
-    let was_running = UnderWay::read(directory)?.is_some_and(|under_way| under_way.was_running) || qmp.is_running()?;
+    let was_running = under_way.is_some_and(|under_way| under_way.was_running) || qmp.is_running()?;
     // It has changed nothing if that fails: a machine that an earlier save has stopped stands, and its pair is whole.
     finish_commit(&disks, &mut qmp, before.as_mut(), directory)?;
     UnderWay { was_running }.write(directory)?;
@@ -194,7 +201,7 @@ pub(crate) struct Saving<'a> {
     pub(crate) record: Record,
     pub(crate) disks: Disks,
     pub(crate) names: Vec<String>,
-    notes: Vec<String>,
+    pub(crate) notes: Vec<String>,
 }
 
 impl Saving<'_> {

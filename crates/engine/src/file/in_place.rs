@@ -8,6 +8,7 @@ use super::open_file::OpenFile;
 use block::{MapPiece, PastEnd};
 use memory::{MappedRange, Mapping, PAGE_BYTES};
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 const PAGE: u64 = PAGE_BYTES as u64;
@@ -18,7 +19,11 @@ const ASKED_PAGES: usize = 256;
 
 /// See the module.
 #[derive(Debug, Default)]
-pub(crate) struct InPlace(Mutex<Option<Whole>>);
+pub(crate) struct InPlace {
+    whole: Mutex<Option<Whole>>,
+    /// We have cut the file, or are about to: how long it is must be asked each time.
+    was_cut: AtomicBool,
+}
 
 #[derive(Debug)]
 struct Whole {
@@ -28,12 +33,18 @@ struct Whole {
 }
 
 impl InPlace {
+    /// The file is about to become shorter.
+    pub(crate) fn is_cut(&self) {
+        self.was_cut.store(true, Ordering::Release);
+    }
+
     /// The mapping of the file, which holds its bytes up to `end` at least as far as the file does; and how long the file
     /// was, which is not asked again where `end` is known to lie in it.
     fn mapping(&self, file: &OpenFile, end: u64) -> Option<(Arc<Mapping>, u64)> {
-        let mut whole = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(Whole { mapping, known_bytes }) = whole.as_ref()
             && end <= *known_bytes
+            && !self.was_cut.load(Ordering::Acquire)
             && !mapping.is_poisoned()
         {
             return Some((Arc::clone(mapping), *known_bytes));
@@ -94,6 +105,7 @@ impl OpenFile {
         if let Some(mapped) = &self.mapped {
             // They have space, so copies of requests may go there, too.
             mapped.was_written(offset, length_bytes as u64);
+            mapped.is_written_unseen();
         }
         Some(range)
     }

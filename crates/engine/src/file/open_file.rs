@@ -154,10 +154,11 @@ impl OpenFile {
 
     /// The file is about to be `length_bytes` long: unless that makes it longer, nothing is copied any more.
     pub(crate) fn length_changes(&self, length_bytes: u64) {
-        if let Some(mapped) = &self.mapped
-            && length_bytes.checked_sub(1).is_none_or(|before| !self.ends_by(before))
-        {
-            mapped.retire();
+        if length_bytes.checked_sub(1).is_none_or(|before| !self.ends_by(before)) {
+            self.in_place.is_cut();
+            if let Some(mapped) = &self.mapped {
+                mapped.retire();
+            }
         }
     }
 

@@ -83,3 +83,26 @@ fn reserved_space_is_written_in_place_and_what_is_not_there_or_only_read_is_not(
     let (_file, opened) = super::in_place_tests::opened(env!("CARGO_MANIFEST_DIR"), true);
     assert!(opened.map_reserved(0, 10).is_none());
 }
+
+#[test]
+fn a_file_that_we_cut_shows_its_end_and_what_is_written_in_place_changes_its_times() {
+    for directory in ["/dev/shm", env!("CARGO_MANIFEST_DIR")] {
+        let (file, opened) = opened(directory, false);
+        if opened.info.in_memory && opened.mapped.is_none() {
+            eprintln!("skipped: this host has swap");
+            continue;
+        }
+        let long_ago = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
+        file.set_modified(long_ago).unwrap();
+        opened.map_reserved(0, 10).unwrap().copy_from_slice(0, &[7; 10]).unwrap();
+        opened.stamp();
+        if opened.info.in_memory {
+            assert_ne!(file.metadata().unwrap().modified().unwrap(), long_ago);
+        }
+        assert!(bytes(&opened, 2 * PAGE, 10, PastEnd::Fails).is_some());
+        opened.length_changes(PAGE);
+        file.set_len(PAGE).unwrap();
+        assert!(bytes(&opened, 2 * PAGE, 10, PastEnd::Fails).is_none(), "it ends before");
+        assert!(opened.map_reserved(2 * PAGE, 10).is_none(), "it ends before");
+    }
+}

@@ -26,6 +26,14 @@ pub fn read_vm_state(
     let io = layer.open_blocking()?;
     let snapshots = block_on(layer.mapping.snapshots(&io, &name.to_string()))?;
     let length = state.find_in(&snapshots).map_or(0, |snapshot| snapshot.vm_state_bytes);
+    // Each byte of it lies in the file, at a place of its own.
+    if length > file.length_bytes()? {
+        let what = format!(
+            "'{name}': the snapshot '{which}' says that it keeps {length} bytes of a machine's state, which is \
+                            more than the file holds"
+        );
+        return Err(Error::new(ErrorKind::BadImage, what));
+    }
     let begin = layer.size_bytes.saturating_sub(length.next_multiple_of(SECTOR_BYTES));
     let failed = |error| layer.failed("cannot read the machine's state", error);
     let mut done = 0u64;

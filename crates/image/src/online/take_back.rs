@@ -12,7 +12,7 @@ use block::{Error, ErrorKind, Result, block_on};
 use std::sync::Arc;
 
 /// Copies what the top layer holds into the layer below while guests use the disk, and takes the top layer off. The layer
-/// below has to have been the top before: it is open for writing.
+/// below has to have been the top before: it is open for writing. A top layer with internal snapshots is refused.
 ///
 /// At the end guests write to both layers, and are held for the barrier only. Before that `commit` is called, while guests go
 /// on: whoever keeps a record of what the disk consists of makes it durable there. From then on the layer that was taken off
@@ -36,7 +36,7 @@ pub(super) async fn take_back_in_turn(
     commit: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
     let chain = image.chain();
-    check(&chain)?;
+    check(&chain).await?;
     let layers = below_made_as_large(image, &chain).await?;
     let result = take_back_to(image, &chain, &layers, watch, commit).await;
     if result.is_err() {
@@ -49,10 +49,10 @@ pub(super) async fn take_back_in_turn(
     result
 }
 
-fn check(chain: &Chain) -> Result<()> {
+async fn check(chain: &Chain) -> Result<()> {
     let name = chain.layers.first().map(|top| top.name.to_string()).unwrap_or_default();
     let refuse = |what: &str| Err(Error::new(ErrorKind::Unsupported, format!("'{name}' cannot be taken back: {what}")));
-    let Some(below) = chain.layers.get(1) else { return refuse("there is no layer below") };
+    let [top, below, ..] = &*chain.layers else { return refuse("there is no layer below") };
     if chain.disk.read_only {
         return refuse("the disk is read-only");
     }
@@ -65,7 +65,14 @@ fn check(chain: &Chain) -> Result<()> {
     if below.size_bytes > chain.size_bytes {
         return refuse("the layer below is larger");
     }
-    Ok(())
+    // They are lost with the layer, and before that they show what comes into the layer below.
+    match top.internal_snapshots().await?.first() {
+        None => Ok(()),
+        Some(first) => {
+            let kept = &first.name;
+            refuse(&format!("it has internal snapshots ('{kept}' is one), which go with it; delete them first"))
+        }
+    }
 }
 
 /// The layers, the one below the top made as large as the disk where that has grown.

@@ -138,10 +138,18 @@ impl MappedFile {
             self.retire();
             return None;
         }
-        if to_file && !self.unstamped.load(Ordering::Relaxed) {
-            self.unstamped.store(true, Ordering::Relaxed);
+        if to_file {
+            self.is_written_unseen();
         }
         i32::try_from(length).ok()
+    }
+
+    /// Somebody writes through a mapping, which the kernel does not see: the next flush sets the file's times.
+    pub(crate) fn is_written_unseen(&self) {
+        // Read first, so that reactors do not take the cache line from each other.
+        if !self.unstamped.load(Ordering::Relaxed) {
+            self.unstamped.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Whether all pages of a range are to be copied.
