@@ -1,7 +1,8 @@
 //! A real Linux guest that writes all the time is saved again and again, with saves that are killed as their steps begin, goes
 //! on to its end, and is then resumed from what was saved last. Its file system is clean both times.
 //!
-//! Not a step of `cargo xtask ci` yet; by hand with `cargo test -p ringdisk --test save_guest -- --ignored`.
+//! Not a step of `cargo xtask ci` yet. By hand, after the step `guests` has fetched its kernel:
+//! `RINGDISK_GUEST_KERNEL=$PWD/target/guest-kernel cargo test -p ringdisk --test save_guest -- --ignored`. It takes a minute.
 
 mod common;
 
