@@ -104,7 +104,8 @@ pub trait Disk: Send + Sync {
     /// nowhere near; a read delivers it then, and says what is wrong with a range that the disk does not have.
     ///
     /// This does not wait, but looking at what it shows may: for a page that the host has to read first. So it is not for
-    /// reactors, unless all lies in memory.
+    /// reactors, unless all lies in memory. A map ends with an error where the disk's layers or its file change beneath: a new
+    /// one, or a read, shows what holds then.
     fn map_read(&self, offset: u64, length_bytes: usize) -> Option<ReadMap> {
         let _ = (offset, length_bytes);
         None

@@ -3,7 +3,7 @@
 use super::Guest;
 use crate::model::stamped;
 use crate::request::Request;
-use block::{OpFlags, WriteMap};
+use block::{IoResult, OpFlags, ReadMap, WriteMap};
 
 /// Ranges in blocks: whole pages and clusters, parts of them, and over their ends.
 const RANGES: [(u64, u64); 7] = [(0, 8), (8, 16), (3, 1), (7, 2), (13, 37), (32, 64), (0, 120)];
@@ -14,26 +14,41 @@ fn span(guest: &Guest<'_>) -> Option<usize> {
     (bytes <= guest.info().size_bytes).then_some(bytes as usize)
 }
 
+/// How often a map is asked for anew that ended because the disk's layers changed.
+const TRIES: u32 = 1000;
+
 /// Compares what the disk shows of a range with what it reads.
 fn shows(guest: &mut Guest<'_>, offset: u64, length: usize, what: &str) -> Result<(), String> {
     let expected = guest.read(0, offset, length)?;
-    let Some(map) = guest.disk.map_read(offset, length) else { return Ok(()) };
     let wrong = |how: String| format!("{what}: the map of {offset}+{length} {how}");
-    if map.length_bytes() != length {
-        return Err(wrong(format!("has {} bytes", map.length_bytes())));
+    let mut ended = None;
+    for _ in 0..TRIES {
+        let Some(map) = guest.disk.map_read(offset, length) else { return Ok(()) };
+        if map.length_bytes() != length {
+            return Err(wrong(format!("has {} bytes", map.length_bytes())));
+        }
+        if map.read_at(length, &mut [0]).is_ok() {
+            return Err(wrong("shows what is behind its end".to_owned()));
+        }
+        match contents(&map).and_then(|found| map.commit().map(|()| found)) {
+            Ok(found) => {
+                let differs = |(found, wanted): (&u8, &u8)| found != wanted;
+                let Some(at) = found.iter().zip(&expected).position(differs) else { return Ok(()) };
+                return Err(wrong(format!("shows {:#04x} at byte {at}, not {:#04x}", found[at], expected[at])));
+            }
+            Err(error) => ended = Some(error),
+        }
     }
-    let mut found = vec![0xa5; length];
-    // In odd parts.
+    Err(wrong(format!("always ends: {ended:?}")))
+}
+
+/// What a map shows, in odd parts.
+fn contents(map: &ReadMap) -> IoResult<Vec<u8>> {
+    let mut found = vec![0xa5; map.length_bytes()];
     for (skip, part) in (0..).step_by(700).zip(found.chunks_mut(700)) {
-        map.read_at(skip, part).map_err(|error| wrong(error.to_string()))?;
+        map.read_at(skip, part)?;
     }
-    if let Some(at) = found.iter().zip(&expected).position(|(found, wanted)| found != wanted) {
-        return Err(wrong(format!("shows {:#04x} at byte {at}, not {:#04x}", found[at], expected[at])));
-    }
-    if map.read_at(length, &mut [0]).is_ok() {
-        return Err(wrong("shows what is behind its end".to_owned()));
-    }
-    map.commit().map_err(|error| wrong(error.to_string()))
+    Ok(found)
 }
 
 pub(super) fn maps_show_what_is_read(guest: &mut Guest<'_>) -> Result<(), String> {
