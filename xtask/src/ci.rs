@@ -180,11 +180,12 @@ fn fuzz() -> Result<Counts> {
 fn slow() -> Result<Counts> {
     if !has_nextest() {
         let arguments = ["test", "--workspace", "--tests", "--no-fail-fast", "--", "--ignored"];
-        let parts =
-            ["part_of_another", "uml_on_", "qemu_with_", "qemu_on_"].into_iter().flat_map(|name| ["--skip", name]);
+        let parts = ["part_of_another", "uml_on_", "qemu_with_", "qemu_on_", "qemu_is_"]
+            .into_iter()
+            .flat_map(|name| ["--skip", name]);
         return count(Program::cargo().args(arguments).args(parts).limit(TESTS_LIMIT));
     }
-    let chosen = "not test(/part_of_another|uml_on_|qemu_with_|qemu_on_/)";
+    let chosen = "not test(/part_of_another|uml_on_|qemu_with_|qemu_on_|qemu_is_/)";
     let arguments = ["nextest", "run", "--workspace", "--no-fail-fast", "--run-ignored", "only", "-E", chosen];
     count(Program::cargo().args(arguments).limit(TESTS_LIMIT))
 }
