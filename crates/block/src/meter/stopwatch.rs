@@ -416,8 +416,8 @@ impl Stopwatch {
         self.ended = ended;
     }
 
+    #[inline]
     fn record(&mut self, run: Run, end_ns: u64, notify_ns: u64) {
-        let kind = (run.key & KIND_BITS) as usize;
         let ns = match run.key.wrapping_shr(KEY_SHIFT) {
             1 if self.untimed_since_ns == 0 => self.quick_ns,
             1 => end_ns.saturating_sub(self.untimed_since_ns),
@@ -426,18 +426,24 @@ impl Stopwatch {
         if run.key & !KIND_BITS == self.stamp && self.stamp != UNTIMED {
             self.quick_ns = ns;
         }
+        if run.key & (HAS_PARTS | AS_BEFORE) != 0 || notify_ns != 0 {
+            return self.record_parts(run, ns, notify_ns);
+        }
+        if let Some(plain) = self.latency.plain.get((run.key & KIND_BITS) as usize) {
+            plain.add(ns, run.count);
+        }
+    }
+
+    /// Records requests that spent their time on more than one part.
+    #[inline(never)]
+    fn record_parts(&mut self, run: Run, ns: u64, notify_ns: u64) {
+        let kind = (run.key & KIND_BITS) as usize;
         if run.key & HAS_PARTS != 0 {
-            return self.record_parts(&run, ns, notify_ns);
+            return self.record_known_parts(&run, ns, notify_ns);
         }
         if run.key & AS_BEFORE != 0 {
             let parts = self.last.get(kind).copied().unwrap_or_default().scaled_to(ns);
             return self.add_parts(kind, parts, (ns, notify_ns), run.count);
-        }
-        if notify_ns == 0 {
-            if let Some(plain) = self.latency.plain.get(kind) {
-                plain.add(ns, run.count);
-            }
-            return;
         }
         if let Some(whole) = self.latency.whole.get(kind) {
             whole.add(ns.saturating_add(notify_ns), run.count);
@@ -446,7 +452,7 @@ impl Stopwatch {
         self.latency.add_part(kind, Part::Notify, notify_ns, run.count);
     }
 
-    fn record_parts(&mut self, run: &Run, ns: u64, notify_ns: u64) {
+    fn record_known_parts(&mut self, run: &Run, ns: u64, notify_ns: u64) {
         let kind = (run.key & KIND_BITS) as usize;
         let known = self.parts.get(usize::from(run.head)).copied().unwrap_or_default();
         // Tasks of one request may have run side by side.
