@@ -9,7 +9,7 @@ const CHUNK_BITS: u32 = 12;
 
 /// A piece lists its clusters in use up to so many; with more, it has a count for each cluster.
 const LISTED_MAX: usize = 512;
-/// About the bytes of a piece beside its counts.
+/// Roughly the bytes of a piece beside its counts.
 const CHUNK_BYTES: usize = 96;
 const ENTRY_BYTES: usize = size_of::<(u16, u32)>();
 const COUNTED_BYTES: usize = size_of::<u32>() << CHUNK_BITS;

@@ -34,12 +34,11 @@ const GROWTH_BYTES_MAX: u64 = 1 << 30;
 const CLAIMED_MAX: usize = 16;
 /// The most wrong refcounts that are corrected one by one (24 MiB of memory). With more, all refcounts are rebuilt.
 pub(crate) const MISMATCHES_MAX: usize = 1 << 20;
-/// A check gives up after it has read and counted this many bytes of tables, or [`WORK_TIMES`] the file's length if
-/// that is more. Tables that a program wrote are read once or twice. Hostile ones refer to one place as often as they
-/// like.
+/// A check gives up after it has read and counted so many bytes of tables, plus [`WORK_TIMES`] as many as the file
+/// holds. Tables that a program wrote are read once or twice. Hostile ones refer to one place as often as they like.
 const WORK_BYTES_MIN: u64 = 16 << 30;
 const WORK_TIMES: u64 = 64;
-/// About the bytes that could be read in the time that reporting a finding takes.
+/// Reporting a finding takes about as long as reading so many bytes.
 const FINDING_BYTES: u64 = 1 << 10;
 /// The same limits for the memory of counts. Clusters in use lie together, or hold something.
 const COUNTS_BYTES_MIN: u64 = 512 << 20;
