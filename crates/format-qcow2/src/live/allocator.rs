@@ -18,8 +18,8 @@ const SCAN_CLUSTERS: u64 = 1 << 16;
 /// is nearly full would read a refcount block.
 const SCAN_EVERY_CLUSTERS: u64 = 256;
 
-/// When the space that the next flush will free exceeds this size, and this part of the disk, an allocation flushes
-/// first.
+/// An allocation flushes first when the space that the next flush will free exceeds this size or, on a larger disk,
+/// this part of the disk.
 const UNLINKED_BYTES: u64 = 64 << 20;
 const UNLINKED_PART_OF_DISK: u64 = 8;
 
