@@ -245,7 +245,7 @@ pub fn open_disk_with(
     filtered(Arc::clone(&image) as Arc<dyn Disk>, Some(image), options)
 }
 
-/// Opens the files of a running image again, for [`Image::reopen`]: its present layers, with the options of `options`.
+/// Opens the files of a running image again, for [`Image::reopen`]: its present layers, opened as `options` say.
 pub fn open_again(
     opener: &EngineOpener,
     options: &DiskOptions,

@@ -173,7 +173,7 @@ impl State {
         Err(self.need(Which::Data, reserved, reserved.saturating_add(1), best))
     }
 
-    /// Retires pages of the data that no request can find that begins now.
+    /// Retires pages of the data: requests that begin now cannot find them any more.
     pub(crate) fn retire(&mut self, epochs: &Epochs, runs: impl IntoIterator<Item = Range<u64>>) {
         let (epoch, change) = (epochs.retire(), self.unwritten.change);
         self.retired.extend(runs.into_iter().map(|run| (epoch, change, run)));

@@ -1,6 +1,7 @@
-//! The part of a guest's script that looks at a disk as its kernel shows it, and sees what happens to it and to the machine.
+//! The part of a guest's script that looks at a disk as its kernel shows it, and tests what can happen to the disk and
+//! to the machine.
 
-/// Functions of the script: `inspect DISK` is the work. Perl asks the kernel; every Debian has it.
+/// Functions of the script; `inspect DISK` does the work. Perl makes the kernel's calls; every Debian has it.
 pub(crate) const FUNCTIONS: &str = r##"
 fact() { say "fact name=$1 $2"; }
 
