@@ -1,19 +1,20 @@
-//! For what somebody else can make happen again and again: it is logged at first, and each time that its number has doubled.
+//! Limits the logging of events that a guest or a peer can repeat at will: the first is logged, and then each time that
+//! their number has doubled.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts one kind of event.
+/// A counter of one kind of event.
 #[derive(Debug, Default)]
 pub struct LogLimit(AtomicU64);
 
 impl LogLimit {
-    /// None yet.
+    /// Makes a counter of no events.
     #[must_use]
     pub const fn new() -> Self {
         Self(AtomicU64::new(0))
     }
 
-    /// Counts one more. Gives the number if it is to be logged.
+    /// Counts one event. Returns the number if it is to be logged.
     pub fn admit(&self) -> Option<u64> {
         let count = self.0.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
         Some(count).filter(|count| count.is_power_of_two())
