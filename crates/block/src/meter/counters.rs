@@ -2,6 +2,7 @@
 //! instruction.
 
 use super::stopwatch::Latency;
+use crate::log_limit::if_logged;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -17,11 +18,10 @@ impl Counter {
         self.0.store(sum, Ordering::Relaxed);
     }
 
-    /// Adds one, and returns the count if it is a power of two. Events that a guest causes are logged only then, so
-    /// that it cannot fill the log.
+    /// Adds one. Returns the count if this event is to be logged, as [`crate::LogLimit`] decides.
     pub fn add_to_log(&self) -> Option<u64> {
         self.add(1);
-        Some(self.get()).filter(|count| count.is_power_of_two())
+        if_logged(self.get())
     }
 
     /// Returns the count.
