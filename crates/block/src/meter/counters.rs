@@ -1,6 +1,7 @@
 //! What a queue counts. One thread writes, any may read: plain loads and stores, no locked instruction.
 
 use super::stopwatch::Latency;
+use crate::log_limit::if_logged;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -16,11 +17,10 @@ impl Counter {
         self.0.store(sum, Ordering::Relaxed);
     }
 
-    /// Adds one, and gives the count if it has doubled since it was last given. What a guest causes is logged then, so
-    /// that it cannot fill the log.
+    /// Adds one. Returns the count if this event is to be logged, as [`crate::LogLimit`] decides.
     pub fn add_to_log(&self) -> Option<u64> {
         self.add(1);
-        Some(self.get()).filter(|count| count.is_power_of_two())
+        if_logged(self.get())
     }
 
     /// The count.
