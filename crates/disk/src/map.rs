@@ -35,7 +35,7 @@ enum Kind {
 
 impl Disk {
     /// Opens a range for access. Data that do not lie in the host's memory (compressed, remote, past the page cache)
-    /// are first read into a buffer, and this call waits for them. `range` is in bytes, in multiples of 512.
+    /// are first read into a buffer. This call waits for them. `range` is in bytes, in multiples of 512.
     ///
     /// ```no_run
     /// # fn main() -> ringdisk_disk::Result<()> {

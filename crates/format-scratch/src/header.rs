@@ -126,7 +126,7 @@ mod tests {
             for at in 0..40 {
                 let mut damaged = page.to_vec();
                 damaged[at] ^= 0x80;
-                // What it then says is not what was said, and nothing panics.
+                // The damaged page never decodes to the same header, and nothing panics.
                 let is_unused = (30..32).contains(&at);
                 assert!(is_unused || Header::decode("x", &damaged).ok() != Some((header.clone(), 77)), "{at}");
             }

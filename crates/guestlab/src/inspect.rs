@@ -1,4 +1,5 @@
-//! The part of a guest's script that looks at a disk as its kernel shows it, and tests what can happen to the disk and
+//! The part of a guest's script that inspects a disk as its kernel shows it. It also tests what can happen to the disk
+//! and to the machine.
 //! to the machine.
 
 /// Functions of the script; `inspect DISK` does the work. Perl makes the kernel's calls; every Debian has it.

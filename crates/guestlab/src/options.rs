@@ -28,10 +28,10 @@ pub enum GuestWork {
     },
     /// Checks the files that a guest with [`GuestWork::Fill`] left there.
     CheckAgain,
-    /// Checks the kernel's view of the disks, and what can happen to one: its cache is switched, data are discarded,
-    /// its driver is unbound and bound under load, it grows under load.
+    /// Checks the kernel's view of the disks, and events of one disk: its cache is switched, data are discarded, its
+    /// driver is unbound and bound under load, it grows under load.
     ///
-    /// The steps "written DISK", "discarded DISK" and "resize DISK" tell the host the guest's progress; after the last
+    /// The steps "written DISK", "discarded DISK" and "resize DISK" tell the host the guest's progress. After the last
     /// one, the host has to make the disk larger. Then come events of the whole machine, under QEMU only. Some of these
     /// leave a file system there.
     Inspect {

@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn ratios_are_taken_within_a_round() {
-        // Both targets drift by far more than they differ.
+        // Both targets drift by far more than they differ from each other.
         let rounds: Vec<_> = [100.0, 300.0, 200.0].map(|iops| vec![report(iops * 1.5, 0.0), report(iops, 0.5)]).into();
         let names = ["A".to_owned(), "B".to_owned()];
         let comparison = compare(&names, &rounds);

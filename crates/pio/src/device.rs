@@ -4,7 +4,7 @@ use crate::{Link, Width, Window};
 
 /// A device at some ports of a bus.
 ///
-/// Offsets count the device's ports through its regions in their order: a device with regions of eight ports and of one
+/// Offsets count the device's ports through its regions in their order. A device with regions of eight ports and of one
 /// port has the offsets 0 to 8.
 pub trait Device: Send {
     /// Returns what the guest reads. Bits above `width` are ignored.

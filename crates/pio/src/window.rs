@@ -15,7 +15,7 @@ pub enum Direction {
 /// Bytes that a guest reads or writes at one port of a device, in order.
 ///
 /// A window moves *units*: a unit is what the device's port moves at once. A wider access moves several units. A
-/// narrower access moves a whole unit, of which the guest reads or writes only the lower bytes; the upper bytes of an
+/// narrower access moves a whole unit, of which the guest reads or writes only the lower bytes. The upper bytes of an
 /// `out` are zero. A 16-bit port does the same with a byte access.
 ///
 /// While a window is open, its bytes belong to the bus. [`Window::into_data`] gives them back.

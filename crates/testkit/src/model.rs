@@ -309,7 +309,7 @@ mod tests {
         model.complete(&Reply { tag, result: Ok(()), data: Vec::new() }).unwrap();
     }
 
-    /// Bytes of which the model says that the sector may hold them after a crash.
+    /// Returns bytes that, according to the model, the sector may hold after a crash.
     fn after_crash(model: &ModelDisk) -> Vec<u8> {
         (0..10).filter(|byte| model.check_after_crash(&[*byte; SECTOR]).is_ok()).collect()
     }

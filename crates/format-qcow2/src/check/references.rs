@@ -243,7 +243,7 @@ impl Kinds {
         }
     }
 
-    /// Whether an entry in this cluster may be changed: all that refers to the cluster must take it for an L1 table, or
+    /// Whether an entry in this cluster may be changed. All that refers to the cluster must take it for an L1 table, or
     /// all for an L2 table. A cluster that is data for somebody is never rewritten.
     pub(crate) fn may_change(&self, cluster: u64) -> bool {
         self.0.get(&cluster).is_some_and(|held| held.kinds == Kind::L1 as u8 || held.kinds == Kind::L2 as u8)

@@ -1,5 +1,5 @@
-//! Checks an image: counts every reference again from the header, L1, L2 and snapshots, and compares the counts with
-//! the refcounts on disk (qcow2 specification, "Host cluster management").
+//! Checks an image (qcow2 specification, "Host cluster management"). Counts every reference again from the header, L1,
+//! L2 and snapshots, and compares the counts with the refcounts on disk.
 //!
 //! Only reads, and trusts nothing. Its memory grows with the clusters that are referred to. `repair` decides what to do
 //! about the findings.

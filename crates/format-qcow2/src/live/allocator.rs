@@ -292,7 +292,7 @@ mod tests {
         });
     }
 
-    /// Those of some clusters that are taken for free.
+    /// Returns which of the clusters are known to be free.
     fn free_among(state: &State, clusters: Range<u64>) -> Vec<u64> {
         clusters.filter(|cluster| state.space.free.gaps(*cluster, 1).is_empty()).collect()
     }
@@ -301,7 +301,7 @@ mod tests {
     fn what_is_kept_for_compressed_clusters_is_not_found_free_once_more() {
         let (qcow2, io) = full();
         let inner = &*qcow2.inner;
-        // All of it free, and known to be, though nobody has looked at the block.
+        // All of it is free, and known to be, though nobody has read the block.
         block_on(async {
             qcow2.discard(&io, 550 * CLUSTER, 40 * CLUSTER).await.unwrap();
             qcow2.flush(&io).await.unwrap();
@@ -382,7 +382,7 @@ mod tests {
         assert_eq!(inner.take_free(&mut state, 3).ok().unwrap(), None);
     }
 
-    /// Enough of them that the refcount table grows.
+    /// There are so many clusters that the refcount table grows.
     #[test]
     fn a_device_is_handed_out_to_its_last_cluster_and_each_of_them_once() {
         const CLUSTERS: u64 = 20_000;
@@ -418,7 +418,7 @@ mod tests {
         block_on(qcow2.close(&io)).unwrap();
         let report = testkit::qcow2_check(&storage.bytes(fixture::NAME)).unwrap();
         report.sound().unwrap();
-        // Nothing leads to what was handed out.
+        // Nothing refers to what was handed out.
         assert_eq!(report.leaked_clusters, handed_out.len() as u64);
     }
 }

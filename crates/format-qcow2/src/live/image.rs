@@ -160,8 +160,8 @@ impl Qcow2 {
         }
     }
 
-    /// For a range that was just resolved and holds no data: the space in the file that its first part keeps all the
-    /// same, and the length of that part.
+    /// For a range that was just resolved and holds no data. Returns the space that its first part keeps in the file
+    /// all the same, and the length of that part.
     #[must_use]
     pub fn empty_space(&self, offset: u64, length: u64) -> (Option<u64>, u64) {
         let geometry = &self.inner.geometry;

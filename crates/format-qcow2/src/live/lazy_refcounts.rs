@@ -16,7 +16,7 @@ use block::{FileOp, IoResult, MetaIo};
 use memory::{AlignedBuf, IoBuf};
 
 impl Inner {
-    /// Whether a flush leaves out the refcounts. It writes them if too many wait, or if their table moves: the table's
+    /// Whether a flush leaves out the refcounts. It writes them if too many wait, or if their table moves. The table's
     /// old place must not be reused while the header refers to it.
     pub(crate) fn postpones_refcounts(&self, state: &State) -> bool {
         let must_write = state.refcounts.is_half_crowded() || state.refcounts.has_moved();

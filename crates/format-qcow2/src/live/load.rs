@@ -238,7 +238,7 @@ mod tests {
         let (storage, io) = fixture::created(1 << 20);
         let used = block_on(async {
             let qcow2 = fixture::opened(&storage, &io).await;
-            // Counted, and not written: the file ends before it.
+            // Counted but not written: the file ends before it.
             let last = fixture::file(&storage).info().length_bytes / fixture::CLUSTER;
             let first_free = last + 10;
             qcow2

@@ -260,7 +260,7 @@ mod tests {
                 let whole = inner.lookup(512, 4096).unwrap().is_some() && inner.lookup_overwrite(512, 4096).is_some();
                 sender.send((plain, whole)).unwrap();
             });
-            // Let go before the thread is waited for, also where this fails.
+            // The lock is released before the thread is waited for, even if this fails.
             let answer = answers.recv_timeout(Duration::from_secs(20));
             drop(held);
             assert_eq!(answer.expect("a lookup waits for the image's lock"), (true, true));

@@ -1,9 +1,10 @@
 //! The overlap guard: no write of ours overwrites a table that it should not.
 //!
-//! It checks before space is handed out, before a table is changed, before data are overwritten in place, and again for
-//! every piece of metadata on its way to the file. An overlap means that the image contradicts itself, and that going
-//! on would destroy it. Then the write is refused, the log names both owners and their offsets, the corrupt bit is set,
-//! and every later request fails. Harmless damage (an entry that breaks the specification) fails only its own requests.
+//! It checks before space is handed out, before a table is changed, and before data are overwritten in place. It checks
+//! again every piece of metadata on its way to the file. An overlap means that the image contradicts itself, and that
+//! going on would destroy it. Then the write is refused, the log names both owners and their offsets, the corrupt bit
+//! is set, and every later request fails. Harmless damage (an entry that breaks the specification) fails only its own
+//! requests.
 
 use crate::layout::entry::entries;
 use crate::layout::entry::{Cluster, decode_l1};

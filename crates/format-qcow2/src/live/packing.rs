@@ -234,7 +234,7 @@ mod tests {
 
     async fn discard(qcow2: &Qcow2, io: &MetaIo, guest: u64) {
         qcow2.discard(io, guest * CLUSTER, CLUSTER).await.unwrap();
-        // The first makes it durable that nothing leads there, the second gives the space back.
+        // The first flush makes durable that nothing refers to it; the second frees the space.
         qcow2.flush(io).await.unwrap();
         qcow2.flush(io).await.unwrap();
     }

@@ -262,7 +262,7 @@ mod tests {
     use std::future::{Future, poll_fn};
     use std::pin::pin;
 
-    /// How often a task comes up to its end: storage in memory never makes it wait.
+    /// Counts how often a task is polled until it ends. Storage in memory never makes it wait.
     fn turns<T>(task: impl Future<Output = T>) -> (T, u64) {
         let (mut task, mut polls) = (pin!(task), 0);
         let value = block_on(poll_fn(|context| {

@@ -252,7 +252,7 @@ mod tests {
         assert_eq!(queue.wait(&read), Err(given_up()));
         later.join().unwrap();
         assert!(matches!(asked.try_recv(), Ok(Call::Read { length_bytes: 4, .. })));
-        // Its late end changes nothing.
+        // The late end of the read changes nothing.
         end.send(Ok(Some(AlignedBuf::copy_of(&[1; 4])))).unwrap();
         assert_eq!(queue.wait(&FileOp::Flush), Err(given_up()));
         assert!(data.is_zero() && asked.try_recv().is_err());

@@ -211,8 +211,8 @@ impl Chain {
         }
     }
 
-    /// Answers most reads, in few steps: the layer whose file holds the whole range in one piece, the offset there, and
-    /// what a read behind the file's end means. `None` if [`Chain::lookup`] has to be asked.
+    /// Answers most reads, in few steps. Returns the layer whose file holds the whole range in one piece, the offset
+    /// there, and what a read behind the file's end means. `None` if [`Chain::lookup`] has to be asked.
     #[inline]
     pub(crate) fn lookup_data(&self, offset: u64, length_bytes: u64) -> Option<(usize, u64, PastEnd)> {
         let found = |index: usize, place| Some((index, place, self.layers.get(index)?.mapping.past_end(place)));

@@ -3,8 +3,9 @@
 //!
 //! Layers below the top are read-only, so their answer for a place never changes. The layers are asked once, one after
 //! the other. The answer is kept for each granule (their smallest cluster) in a cache of slices like those of L2
-//! tables: read without a lock, changed under a mutex that nobody waits for. Some granules have no single answer,
-//! because of compressed clusters or a layer that ends inside. They are marked, and the layers are asked each time.
+//! tables. The cache is read without a lock, and changed under a mutex that nobody waits for. Some granules have no
+//! single answer, because of compressed clusters or a layer that ends inside. They are marked, and the layers are asked
+//! each time.
 
 use crate::chain::layers::Place;
 use block::sync::{Mutex, PoisonError};

@@ -2,7 +2,7 @@
 //! repaired the storage and lets the requests be tried again.
 //!
 //! Each request in flight is kept, so that it can be submitted again. A failed flush is always reported, and so is a
-//! write with a flush before it: the kernel reports lost data once, and a second flush would succeed without them.
+//! write with a flush before it. The kernel reports lost data once: a second flush would succeed without them.
 
 use crate::filters::Filter;
 use block::{Completion, DiskQueue, IoError, IoErrorKind, Op, OpFlags, Parts, ReactorCtx, Result, Tag, Timer};

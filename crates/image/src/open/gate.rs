@@ -267,7 +267,7 @@ impl<'a> Gate<'a> {
 mod tests {
     use super::*;
 
-    /// Where a link leads to the image.
+    /// An opener in whose file system a link leads to the image.
     struct Linked;
 
     impl Opener for Linked {

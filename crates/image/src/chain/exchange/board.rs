@@ -312,8 +312,8 @@ impl Board {
         Lease::renewed(&self.lock().over)
     }
 
-    /// Waits until all queues have carried out the order with this number. Fails with the last seat's error if a queue
-    /// could not.
+    /// Waits until all queues have carried out the order with this number. Fails with the error of a queue that could
+    /// not.
     pub(crate) async fn answered(&self, number: u64) -> Result<()> {
         self.bell.answered.until(|| self.look(number)).await
     }

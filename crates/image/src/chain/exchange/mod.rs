@@ -10,8 +10,8 @@
 //!    what it has kept. Nothing can fail here: all files are open.
 //!
 //! So no request begins on the former chain once one has begun on the next. Nothing is drained: a request ends on the
-//! chain that it began with. Until its last request there has ended, a queue keeps that chain's files, its place in the
-//! epochs of the top layer, and a *lease* ([`board::Lease`]). When the last lease ends, the former chain is over.
+//! chain that it began with. A queue keeps the chain's files, its place in the top layer's epochs, and a *lease*
+//! ([`board::Lease`]) until its last request there has ended. When the last lease ends, the former chain is over.
 //!
 //! Each queue has a task on its reactor ([`attendant`]) that sleeps until an order is announced. So idle queues on
 //! sleeping reactors are reached, and a request pays only for a look at a flag of its queue. A queue that is opened

@@ -4,7 +4,7 @@
 //! pass one by one at even distances, not all at once at the beginning of a period. Flushes never wait.
 //!
 //! Limits belong to a [`ThrottleGroup`], which disks can share. Disks that wait get equal shares, however many requests
-//! each has in flight: a disk that is ahead of another one that waits is held back.
+//! each has in flight. A disk that is ahead of another waiting disk is held back.
 
 mod group;
 mod rates;
