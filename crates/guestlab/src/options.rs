@@ -32,8 +32,8 @@ pub enum GuestWork {
     /// driver is unbound and bound under load, it grows under load.
     ///
     /// The steps "written DISK", "discarded DISK" and "resize DISK" tell the host the guest's progress. After the last
-    /// one, the host has to make the disk larger. Then come events of the whole machine, under QEMU only. Some of these
-    /// leave a file system there.
+    /// one, the host has to make the disk larger. Then come events of the whole machine, under QEMU only. With toggles,
+    /// suspends or resets, a file system is left there.
     Inspect {
         /// How often the driver is unbound and bound.
         rebinds: u32,

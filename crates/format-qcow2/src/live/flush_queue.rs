@@ -16,7 +16,7 @@ pub enum Barrier {
     Reuse,
     /// All operations resolved before a free end before the space is reused.
     Epoch,
-    /// Zeros at the end of the file come before an L2 entry refers to them.
+    /// Zeros at the end of the file come before an L2 entry that refers to them and does not wait for its data.
     Extension,
     /// Marks "in use" of bitmaps come before any write.
     InUse,

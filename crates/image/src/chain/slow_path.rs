@@ -251,8 +251,8 @@ impl Shared {
         Ok((allocation.file_offset.saturating_add(skip), joined(head, data, tail)))
     }
 
-    /// Waits for memory for all copies around a write to new space. A buffer for one side that waits for the other's
-    /// could wait for ever.
+    /// Waits for memory for all copies around a write to new space. If one side took its buffer and then waited for
+    /// the other's, it could wait for ever.
     async fn grant_for_copies(&self, allocation: &Allocation, head_bytes: u64, tail_bytes: u64) -> BufferGrant {
         let size = |bytes: u64| BufferGrant::size_of(usize::try_from(bytes).unwrap_or(usize::MAX));
         let copied = |fill, bytes: u64| if fill == Fill::Copy && bytes > 0 { size(bytes) } else { 0 };
