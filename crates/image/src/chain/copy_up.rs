@@ -6,9 +6,9 @@ use block::{Extent, IoError, IoResult, Priority};
 use memory::IoBuf;
 
 impl Shared {
-    /// Copies what the guest sees into a range that the top layer does not hold. Returns how many bytes of the range
-    /// are dealt with. Guests may write meanwhile, and their data stay. Nobody else changes a cluster between its
-    /// *prepare* and its *commit*, and the copy is read in between.
+    /// Copies into the top layer what the guest sees in a range that the layer does not hold. Returns how many bytes of
+    /// the range are dealt with. Guests may write meanwhile, and their data stay. Nobody else changes a cluster between
+    /// its *prepare* and its *commit*, and the copy is read in between.
     pub(crate) async fn copy_up(&self, offset: u64, length_bytes: u64) -> IoResult<u64> {
         let mapping = &self.chain.top()?.mapping;
         let meta = self.metas.first().ok_or(IoError::EIO)?;

@@ -144,7 +144,7 @@ impl Chain {
         self.handover.is_some()
     }
 
-    /// Whether a write in place of the top layer can be made durable by itself, as a write with FUA. Such a write also
+    /// Whether an overwrite in the top layer can be made durable by itself, as a write with FUA. Such a write also
     /// covers what was not flushed before. That must not lie in two layers.
     #[inline]
     pub(crate) fn is_durable_in_place(&self) -> bool {
