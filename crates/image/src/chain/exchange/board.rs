@@ -325,7 +325,8 @@ impl Board {
             return None;
         }
         let error = |seat: &Arc<Seat>| seat.error.lock().unwrap_or_else(PoisonError::into_inner).take();
-        match state.seats.iter().rev().find_map(error) {
+        // All are taken: one that stayed would fail a later order.
+        match state.seats.iter().filter_map(error).last() {
             Some(error) => Some(Err(error)),
             None => Some(Ok(())),
         }
