@@ -4,6 +4,7 @@
 //! in the slot and tells the queue's sink at its end; the last one completes the request. All pieces of a request carry
 //! the same token, so the fast path allocates nothing and looks nothing up.
 
+use crate::chain::both_sides::OtherSide;
 use crate::chain::exchange::attendant::attend;
 use crate::chain::exchange::board::{Attendance, Board, Hold, Lease};
 use crate::chain::give_up::{Ends, GiveUp, open_blocking};
@@ -52,7 +53,7 @@ pub(crate) struct Shared {
     pub(crate) metas: Vec<MetaIo>,
     pub(crate) sink: Rc<Sink>,
     /// The other chain that gets all writes, where there is one.
-    pub(crate) other: Option<Box<Shared>>,
+    pub(crate) other: Option<OtherSide>,
 }
 
 /// A layer's files on this reactor.
@@ -65,8 +66,8 @@ impl Shared {
         let Some(both) = &chain.both else { return Ok(shared) };
         let open = |layer: &Arc<Layer>| shared.find(layer).map_or_else(|| layer.open_queues(ctx), Ok);
         let queues = both.next.layers.iter().map(open).collect::<Result<Vec<_>>>()?;
-        let other = Some(Box::new(Self::of(&both.next, queues, Rc::clone(&shared.sink))));
-        Ok(Self { other, ..shared })
+        let other = Rc::new(Self::of(&both.next, queues, Rc::clone(&shared.sink)));
+        Ok(Self { other: Some(OtherSide { shared: other, ctx: Rc::clone(ctx) }), ..shared })
     }
 
     /// A chain for calls that block.
@@ -94,12 +95,12 @@ impl Shared {
         let mine = self.chain.layers.iter().zip(self.files.iter().zip(&self.metas));
         match mine.into_iter().find(|(mine, _)| Arc::ptr_eq(&mine.file, &layer.file)) {
             Some((_, (file, meta))) => Some((Rc::clone(file), meta.clone())),
-            None => self.other.as_ref()?.find(layer),
+            None => self.other.as_ref()?.shared.find(layer),
         }
     }
 
     /// Another chain, all of whose files are open here or among the prepared ones.
-    fn next(&self, chain: &Arc<Chain>, prepared: &[(Arc<Layer>, OpenFiles)]) -> Self {
+    fn next(&self, chain: &Arc<Chain>, prepared: &[(Arc<Layer>, OpenFiles)], ctx: &Rc<dyn ReactorCtx>) -> Self {
         let find = |layer: &Arc<Layer>| {
             let new = prepared.iter().find(|(prepared, _)| Arc::ptr_eq(prepared, layer));
             self.find(layer).or_else(|| new.map(|(_, (file, meta))| (Rc::clone(file), meta.clone())))
@@ -109,7 +110,8 @@ impl Shared {
             Some(Self::of(chain, queues, Rc::clone(&self.sink)))
         };
         let both = || {
-            let other = chain.both.as_ref().map(|both| all(&both.next).map(Box::new));
+            let side = |shared| OtherSide { shared: Rc::new(shared), ctx: Rc::clone(ctx) };
+            let other = chain.both.as_ref().map(|both| all(&both.next).map(side));
             Some(Self { other: other.map_or(Some(None), |other| other.map(Some))?, ..all(chain)? })
         };
         match both() {
@@ -217,7 +219,7 @@ impl Core {
 
     /// Begins all requests from now on on another chain, those that were held first.
     pub(crate) fn adopt(&mut self, chain: &Arc<Chain>, lease: &Arc<Lease>) {
-        let shared = self.shared.next(chain, &std::mem::take(&mut self.prepared));
+        let shared = self.shared.next(chain, &std::mem::take(&mut self.prepared), &self.ctx);
         let participant = std::mem::replace(&mut self.participant, shared.join_epochs());
         let _lease = self.lease.replace(Arc::clone(lease));
         let in_flight = self.in_flight_here();
