@@ -150,6 +150,9 @@ impl Backup {
         record: &mut dyn BackupRecord,
     ) -> Result<()> {
         let mut target = Target::open(self, image)?;
+        if watch.is_cancelled() {
+            return Err(Error::new(ErrorKind::Cancelled, "cancelled: nothing was copied"));
+        }
         let path = &self.fleece;
         record.will_make(path)?;
         let mut made = Made::default();

@@ -260,7 +260,7 @@ impl Daemon {
     /// ([`DaemonConfig::give_up_after`]): their guests get errors, and so does the caller. The disk is gone all the same.
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
-        self.jobs.be_patient_with_all_of(id, self.config.give_up_after, &self.has_given_up);
+        self.be_patient_with_jobs_of(id);
         let _held = found.disk.hold.as_ref().map(HoldControl::give_up);
         let given_up = Arc::new(AtomicBool::new(false));
         let surrenders = exports.iter().map(|(_, export)| export.surrender()).collect();
@@ -279,7 +279,7 @@ impl Daemon {
         drop(patience);
         let patience = Patience::with_end(&found);
         // Its locks go with it: whoever finds the name free finds the image free, too.
-        let closed = match given_up.load(Ordering::Acquire) {
+        let closed = match given_up.load(Ordering::Acquire) || self.table.has_left_works(id) {
             true => {
                 self.has_given_up.store(true, Ordering::Release);
                 close_hopeless(found, close)

@@ -2,10 +2,17 @@
 //!
 //! A job keeps its disk by a claim in the table ([`crate::table`]). Whoever removes the disk by force cancels the job
 //! there, then waits here for its end.
+//!
+//! A job whose storage hangs cannot be ended from outside: its thread waits in the kernel. If it was cancelled, it is *left*
+//! after a time: it counts as ended, and its thread stays until the storage answers. The thread keeps the right to change
+//! the disk's layers, what it has reserved in them, and their files with their locks. So nothing is used by others that
+//! its last write may hit, and it ends in order when the storage answers.
 
 use crate::change::top_of;
 use crate::daemon::Daemon;
+use crate::hang::HOPELESS_PATIENCE;
 use crate::status::{JobId, JobKind, JobState, JobStatus, NodeId};
+use crate::table::Table;
 use block::{Error, ErrorKind, Result};
 use drive::EngineOpener;
 use image::{
@@ -40,6 +47,8 @@ struct Job {
     node: NodeId,
     disk: String,
     watch: Arc<CopyWatch>,
+    /// Its claim in the table.
+    work: u64,
     /// It was cancelled, and its storage did not answer.
     is_given_up: AtomicBool,
     /// Set once, under the list's lock.
@@ -107,10 +116,16 @@ impl Jobs {
         Some(format!("job {} ({})", job.id, job.kind))
     }
 
+    fn running_jobs_on(&self, node: NodeId) -> Vec<Arc<Job>> {
+        self.lock().jobs.values().filter(|job| job.node == node && job.runs()).cloned().collect()
+    }
+
     fn end(&self, job: &Job, result: Result<()>) {
         let mut state = self.lock();
-        // It has no end yet: only its thread gives it one.
-        let _ = job.end.set(result);
+        if let Err(late) = job.end.set(result) {
+            let how = late.map_or_else(|error| error.to_string(), |()| "done".to_owned());
+            tracing::warn!(disk = %job.disk, "the storage answers: job {}, which was given up, has ended: {how}", job.id);
+        }
         let ended: Vec<JobId> = state.jobs.values().filter(|job| !job.runs()).map(|job| job.id).collect();
         for id in ended.iter().take(ended.len().saturating_sub(ENDED_MAX)) {
             state.jobs.remove(id);
@@ -121,29 +136,6 @@ impl Jobs {
 
     fn wait_while(&self, is_early: impl Fn(&State) -> bool) {
         drop(self.ended.wait_while(self.lock(), |state| is_early(state)).unwrap_or_else(PoisonError::into_inner));
-    }
-
-    /// Waits for the end of a job for so long, and then no longer for storage that hangs.
-    fn be_patient_with(self: &Arc<Self>, job: &Arc<Job>, limit: Duration, has_given_up: &Arc<AtomicBool>) {
-        let (jobs, its, has_given_up) = (Arc::clone(self), Arc::clone(job), Arc::clone(has_given_up));
-        let wait = move || {
-            drop(jobs.ended.wait_timeout_while(jobs.lock(), limit, |_| its.runs()));
-            if its.runs() {
-                tracing::warn!(disk = %its.disk, "job {} does not end: its storage is given up", its.id);
-                has_given_up.store(true, Ordering::Release);
-                its.is_given_up.store(true, Ordering::Release);
-                its.watch.give_up();
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("patience".into()).spawn(wait) {
-            tracing::warn!("cannot start a thread: storage that hangs is waited for: {error}");
-        }
-    }
-
-    /// The same for all jobs of a disk, which were cancelled.
-    pub(crate) fn be_patient_with_all_of(self: &Arc<Self>, node: NodeId, limit: Duration, given_up: &Arc<AtomicBool>) {
-        let running: Vec<_> = self.lock().jobs.values().filter(|job| job.node == node && job.runs()).cloned().collect();
-        running.iter().for_each(|job| self.be_patient_with(job, limit, given_up));
     }
 
     /// Waits until no job of this disk runs, at most until the `limit`.
@@ -177,7 +169,63 @@ impl Drop for Running {
     }
 }
 
+/// Who waits for the end of a job that was cancelled.
+struct JobPatience {
+    jobs: Arc<Jobs>,
+    table: Arc<Table>,
+    job: Arc<Job>,
+    limit: Duration,
+    has_given_up: Arc<AtomicBool>,
+    /// Its disk is going, so its end makes no difference to it.
+    is_disk_going: bool,
+}
+
+impl JobPatience {
+    /// Waits in a thread of its own.
+    fn begin(self) {
+        if let Err(error) = std::thread::Builder::new().name("patience".into()).spawn(move || self.wait()) {
+            tracing::warn!("cannot start a thread: storage that hangs is waited for: {error}");
+        }
+    }
+
+    fn runs_after(&self, limit: Duration) -> bool {
+        drop(self.jobs.ended.wait_timeout_while(self.jobs.lock(), limit, |_| self.job.runs()));
+        self.job.runs()
+    }
+
+    fn wait(&self) {
+        if !self.runs_after(self.limit) {
+            return;
+        }
+        let (id, disk) = (self.job.id, &self.job.disk);
+        tracing::warn!(%disk, "job {id} does not end: its storage is given up");
+        self.has_given_up.store(true, Ordering::Release);
+        self.job.is_given_up.store(true, Ordering::Release);
+        self.job.watch.give_up();
+        // One that is about to be done is done, not cancelled, when its storage answers.
+        if !self.runs_after(HOPELESS_PATIENCE) || self.job.watch.is_decided() && !self.is_disk_going {
+            return;
+        }
+        tracing::warn!(%disk, "job {id} is left: it waits for its storage, and keeps what it is writing to");
+        self.table.leave_work(self.job.work);
+        let what = "what it has begun ends when the storage answers; until then the layers of the disk cannot change, and \
+                    their files stay locked";
+        self.jobs.end(&self.job, Err(self.job.explained(Error::new(ErrorKind::Io, what))));
+    }
+}
+
 impl Daemon {
+    fn be_patient_with(&self, job: Arc<Job>, is_disk_going: bool) {
+        let (jobs, table) = (Arc::clone(&self.jobs), Arc::clone(&self.table));
+        let (limit, has_given_up) = (self.config.give_up_after, Arc::clone(&self.has_given_up));
+        JobPatience { jobs, table, job, limit, has_given_up, is_disk_going }.begin();
+    }
+
+    /// Waits no longer than this for the jobs of a disk, which were cancelled.
+    pub(crate) fn be_patient_with_jobs_of(&self, node: NodeId) {
+        self.jobs.running_jobs_on(node).into_iter().for_each(|job| self.be_patient_with(job, true));
+    }
+
     /// Starts to take the top layer of a disk back into the layer below, which was the top before. Guests go on meanwhile.
     /// The file that is taken off stays where it is, and is of no use to anybody when the job is done.
     ///
@@ -303,12 +351,20 @@ impl Daemon {
             let what = format!("the disk '{}' has a job already: {other}; wait for its end, or cancel it", found.name);
             return Err(Error::new(ErrorKind::Locked, what));
         }
+        if self.table.has_left_works(node) {
+            let what = format!(
+                "the disk '{}' has a job that was given up and still waits for the storage: try again when it answers",
+                found.name
+            );
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
         let job = Arc::new(Job {
             id,
             kind,
             node,
             disk: found.name,
             watch,
+            work: work.number(),
             is_given_up: AtomicBool::new(false),
             end: OnceLock::new(),
         });
@@ -370,7 +426,7 @@ impl Daemon {
         let job = self.jobs.find(id)?;
         job.watch.cancel();
         if job.runs() {
-            self.jobs.be_patient_with(&job, self.config.give_up_after, &self.has_given_up);
+            self.be_patient_with(job, false);
         }
         Ok(())
     }

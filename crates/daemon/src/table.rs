@@ -76,12 +76,20 @@ struct Working {
     what: String,
     /// How to stop it, where it takes long.
     watch: Option<Arc<CopyWatch>>,
+    /// It waits for storage that hangs, and nobody waits for it.
+    is_left: bool,
 }
 
 /// Something that is being done to a disk, which stays as long as this lives.
 pub(crate) struct Work {
     table: Arc<Table>,
     number: u64,
+}
+
+impl Work {
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
 }
 
 impl Drop for Work {
@@ -177,8 +185,22 @@ impl Table {
         }
         let number = state.next_work;
         state.next_work += 1;
-        state.works.insert(number, Working { node, what, watch });
+        state.works.insert(number, Working { node, what, watch, is_left: false });
         Ok(Work { table: Arc::clone(table), number })
+    }
+
+    /// From here on nobody waits for this work. It still keeps its disk from being removed without force.
+    pub(crate) fn leave_work(&self, number: u64) {
+        if let Some(work) = self.lock().works.get_mut(&number) {
+            work.is_left = true;
+            work.what.push_str(", which was given up and still waits for the storage");
+        }
+        self.gone.notify_all();
+    }
+
+    /// Whether something is still being done to a disk that nobody waits for.
+    pub(crate) fn has_left_works(&self, id: NodeId) -> bool {
+        self.lock().works.values().any(|work| work.node == id && work.is_left)
     }
 
     /// The disk has another top layer.
@@ -323,9 +345,9 @@ impl Table {
         drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits until nothing is done any more to a disk that was taken out, at most until the `limit`.
+    /// Waits until nothing is done any more to a disk that was taken out, but for what was given up; at most until the `limit`.
     pub(crate) fn wait_for_works(&self, id: NodeId, limit: Option<Duration>) {
-        let is_used = |state: &mut State| state.works.values().any(|work| work.node == id);
+        let is_used = |state: &mut State| state.works.values().any(|work| work.node == id && !work.is_left);
         match limit {
             None => drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner)),
             Some(limit) => drop(self.gone.wait_timeout_while(self.lock(), limit, is_used)),

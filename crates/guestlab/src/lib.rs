@@ -23,6 +23,7 @@
 #![forbid(unsafe_code)]
 
 mod console;
+mod grow;
 mod image_check;
 mod initramfs;
 mod inspect;

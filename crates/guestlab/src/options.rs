@@ -45,6 +45,12 @@ pub enum GuestWork {
         /// Files written before must then be whole.
         resets: u32,
     },
+    /// Overwrites the disk and reads back what it wrote, everything checked, until the host has made it so large. A step
+    /// "DISK has N sectors" tells of each size that the guest's kernel sees.
+    Grow {
+        /// At this size the guest ends.
+        until_bytes: u64,
+    },
     /// Measures each disk in turn with fio, and overwrites it.
     Measure {
         /// What to measure.

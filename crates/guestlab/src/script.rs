@@ -3,6 +3,7 @@
 //! It tells the host things in lines that begin with [`MARK`]; everything else on the console is for people. The words
 //! that it quotes are ours: paths without blanks, and numbers.
 
+use crate::grow;
 use crate::inspect;
 use crate::options::{GuestOptions, GuestWork, MeasureJob};
 use crate::tools::GuestTools;
@@ -43,6 +44,7 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
         GuestWork::Fill { measure_seconds, measure_mib, fio_mib } => ("fill", measure_seconds, measure_mib, fio_mib),
         GuestWork::CheckAgain => ("check", 0, 0, 0),
         GuestWork::Inspect { .. } => ("inspect", 0, 0, 0),
+        GuestWork::Grow { .. } => ("grow_under_load", 0, 0, 0),
         GuestWork::Measure { seconds, mib, .. } => (":", seconds, mib, 0),
     };
     set("work", &work);
@@ -55,13 +57,19 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
     };
     let jobs = jobs.iter().map(|MeasureJob { rw, block_kib, depth }| format!("{rw}:{block_kib}k:{depth}"));
     set("jobs", &jobs.collect::<Vec<_>>().join(" "));
+    let mut functions = "";
+    if let GuestWork::Grow { until_bytes } = options.work {
+        set("until_sectors", &(until_bytes / 512));
+        functions = grow::FUNCTIONS;
+    }
     if let GuestWork::Inspect { rebinds, toggles, suspends, resets } = options.work {
         set("rebinds", &rebinds);
         set("toggles", &toggles);
         set("suspends", &suspends);
         set("resets", &resets);
-        script.push_str(inspect::FUNCTIONS);
+        functions = inspect::FUNCTIONS;
     }
+    script.push_str(functions);
     script.push_str(BODY);
     script
 }

@@ -12,9 +12,11 @@
 //! * A discard writes zeros, because what a discard leaves is not the same in all formats.
 //! * If the other chain fails, or hangs and is given up, guests do not notice: the copy has failed, not the disk. Once
 //!   a record may name the other chain ([`BothSides::decide`]), its failures are reported to guests.
+//! * A write to the other chain that was given up is dropped if nobody uses that chain afterwards. If its layers are
+//!   the disk's own, the write goes on in a task of its own, and whoever copies waits for it ([`LateCalls`]).
 
 use crate::chain::exchange::change_log::ChangeLog;
-use crate::chain::give_up::GiveUp;
+use crate::chain::give_up::{GiveUp, LateCalls, given_up};
 use crate::chain::guessed_raw::checked_head;
 use crate::chain::layers::Chain;
 use crate::chain::queue::Shared;
@@ -49,6 +51,8 @@ pub(crate) struct BothSides {
     pub(crate) next: Arc<Chain>,
     /// Ends guests' waits for the other chain if its storage hangs and guests do not depend on it.
     give_up: Option<Arc<GiveUp>>,
+    /// Where the other chain's layers are the disk's own: what is not waited for any more.
+    late: Option<Arc<LateCalls>>,
     locks: RangeLocks,
     /// Ranges in which the two chains may differ, because a write reached only one of them.
     differs: ChangeLog,
@@ -62,9 +66,10 @@ pub(crate) struct BothSides {
 }
 
 impl BothSides {
-    pub(crate) fn with(next: Arc<Chain>, give_up: Option<Arc<GiveUp>>) -> Self {
+    pub(crate) fn with(next: Arc<Chain>, give_up: Option<Arc<GiveUp>>, late: Option<Arc<LateCalls>>) -> Self {
         Self {
             give_up,
+            late,
             locks: RangeLocks::default(),
             differs: ChangeLog::new(next.size_bytes),
             next,
@@ -107,10 +112,34 @@ impl BothSides {
         }
     }
 
-    /// Returns the result of a call on the other chain, or an error if the call is given up.
-    async fn of_other(&self, call: impl Future<Output = IoResult>) -> IoResult {
-        let may_end = || *self.standing() != Standing::Decides;
-        GiveUp::or_end(self.give_up.as_deref(), may_end, call).await
+    /// What the other chain says, or an error where that is given up.
+    async fn of_other(&self, ctx: &dyn ReactorCtx, call: impl Future<Output = IoResult> + 'static) -> IoResult {
+        match &self.late {
+            None => self.or_end(call).await,
+            Some(late) => self.or_end(LateCalls::run(late, ctx, call)).await,
+        }
+    }
+
+    async fn or_end<T>(&self, call: impl Future<Output = IoResult<T>>) -> IoResult<T> {
+        GiveUp::or_end(self.give_up.as_deref(), || self.part(), call).await
+    }
+
+    /// Has the other chain get nothing more, unless guests depend on it.
+    fn part(&self) -> bool {
+        let standing = &mut *self.standing();
+        if *standing == Standing::Follows {
+            *standing = Standing::HasFailed(given_up());
+        }
+        *standing != Standing::Decides
+    }
+
+    /// What a write waits for so that both sides get it; `None` where the other side lacks something, or is given up: then
+    /// nobody else needs to wait either.
+    async fn unless_apart<T>(&self, wait: impl Future<Output = T>) -> Option<T> {
+        if self.failure().is_some() {
+            return None;
+        }
+        self.or_end(async { Ok(wait.await) }).await.ok()
     }
 
     /// Turns the other chain's result into the guest's. A failure that guests need not see is kept as
@@ -206,7 +235,7 @@ enum Change {
 /// A write on its way to both chains, and the time that the second chain has added to it.
 struct Way<'a> {
     shared: &'a Shared,
-    other: &'a Shared,
+    other: &'a OtherSide,
     both: &'a BothSides,
     added: Duration,
 }
@@ -214,13 +243,15 @@ struct Way<'a> {
 impl Way<'_> {
     async fn change(&mut self, range: Range<u64>, change: Change) -> IoResult {
         let begun = Instant::now();
-        let _range = self.both.lock(range.clone()).await;
+        let _range = self.both.unless_apart(self.both.lock(range.clone())).await;
         let mut sides = OneSided { both: self.both, range: range.clone(), is_even: false };
         let locked = Instant::now();
         apply(self.shared, &range, &change).await?;
         let first = locked.elapsed();
         if self.both.failure().is_none() {
-            self.both.answer(self.both.of_other(apply(self.other, &range, &change)).await)?;
+            let (other, range) = (Rc::clone(&self.other.shared), range.clone());
+            let call = async move { apply(&other, &range, &change).await };
+            self.both.answer(self.both.of_other(&*self.other.ctx, call).await)?;
         }
         sides.is_even = true;
         self.added = self.added.saturating_add(begun.elapsed().saturating_sub(first));
@@ -232,9 +263,17 @@ impl Way<'_> {
         while done < data.length_bytes() {
             let length = data.length_bytes().saturating_sub(done).min(PIECE_BYTES);
             let begun = Instant::now();
-            let _room = self.both.room(length as u64).await;
-            let own = IoBuf::try_zeroed(length)?.whole();
-            own.copy_from(0, &data.slice(done, length));
+            let piece = data.slice(done, length);
+            let room = self.both.unless_apart(self.both.room(length as u64)).await;
+            let own = match &room {
+                Some(_) => {
+                    let own = IoBuf::try_zeroed(length)?.whole();
+                    own.copy_from(0, &piece);
+                    own
+                }
+                // It goes to one side only.
+                None => piece,
+            };
             self.added = self.added.saturating_add(begun.elapsed());
             let at = offset.saturating_add(done as u64);
             self.change(at..at.saturating_add(length as u64), Change::Bytes(own, priority)).await?;
@@ -251,6 +290,13 @@ async fn apply(shared: &Shared, range: &Range<u64>, change: &Change) -> IoResult
             shared.write_zeroes(range.start, range.end.saturating_sub(range.start), *may_unmap).await
         }
     }
+}
+
+/// The other chain as it is open on this reactor.
+#[derive(Clone)]
+pub(crate) struct OtherSide {
+    pub(crate) shared: Rc<Shared>,
+    pub(crate) ctx: Rc<dyn ReactorCtx>,
 }
 
 impl Shared {
@@ -295,11 +341,15 @@ impl Shared {
 
     /// Makes what the other chain was given durable, if there is another chain and it has not failed.
     pub(crate) async fn flush_other_side(&self) -> IoResult {
-        let (Some(both), Some(other)) = (&self.chain.both, &self.other) else { return Ok(()) };
+        let (Some(both), Some(OtherSide { shared, ctx })) = (&self.chain.both, &self.other) else { return Ok(()) };
         if both.failure().is_some() {
             return Ok(());
         }
-        let meta = other.metas.first().ok_or(IoError::EIO)?;
-        both.answer(both.of_other(other.chain.top()?.mapping.flush(meta)).await)
+        let other = Rc::clone(shared);
+        let flush = async move {
+            let meta = other.metas.first().ok_or(IoError::EIO)?;
+            other.chain.top()?.mapping.flush(meta).await
+        };
+        both.answer(both.of_other(&**ctx, flush).await)
     }
 }

@@ -6,12 +6,13 @@
 //! thread's own buffer.
 //!
 //! A late write still lands at its place in the file. So a write is given up only if nobody uses the file afterwards:
-//! the target of a copy.
+//! the target of a copy. A write to a layer of the disk always ends: the job's thread waits for its own writes, and those
+//! of guests go on without their guests ([`LateCalls`]). A write keeps its space and its locks until it has ended.
 
 use super::layer::Layer;
 use block::{
-    Done, Error, ErrorKind, File, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, PastEnd, Result, WaitList,
-    Waiter, block_on, reclaim,
+    Done, Error, ErrorKind, File, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, PastEnd, ReactorCtx, Result,
+    Task, WaitList, Waiter, block_on, reclaim,
 };
 use memory::{AlignedBuf, IoBuf};
 use std::cell::Cell;
@@ -19,13 +20,15 @@ use std::future::Future;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::task::Poll;
 use std::time::Duration;
 
 /// How often a waiting job checks whether its calls were given up.
 const LOOK: Duration = Duration::from_millis(50);
+/// After so many waits, those that are over are forgotten.
+const WAITS_KEPT: u64 = 1024;
 /// ETIMEDOUT.
 const TIMED_OUT: i32 = 110;
 
@@ -35,6 +38,8 @@ pub(crate) struct GiveUp {
     is_given_up: AtomicBool,
     /// Tasks on reactors that wait for the same storage.
     tasks: WaitList,
+    /// How often somebody began to wait.
+    waits: AtomicU64,
 }
 
 /// Which calls end when they are given up.
@@ -59,13 +64,16 @@ impl GiveUp {
         self.tasks.wake_all();
     }
 
-    /// Awaits `call`. Fails as soon as the calls are given up and `may_end` allows this one to end.
-    pub(crate) async fn or_end(
+    /// What `call` says, or an error as soon as it is given up and `may_end` says that it may be.
+    pub(crate) async fn or_end<T>(
         this: Option<&Self>,
         may_end: impl Fn() -> bool,
-        call: impl Future<Output = IoResult>,
-    ) -> IoResult {
+        call: impl Future<Output = IoResult<T>>,
+    ) -> IoResult<T> {
         let Some(this) = this else { return call.await };
+        if this.waits.fetch_add(1, Ordering::Relaxed) % WAITS_KEPT == WAITS_KEPT - 1 {
+            this.tidy();
+        }
         let may_end = &may_end;
         let mut call = pin!(call);
         let mut end = pin!(this.tasks.until(move || (this.is_given_up() && may_end()).then_some(())));
@@ -77,7 +85,49 @@ impl GiveUp {
     }
 }
 
-fn given_up() -> IoError {
+/// Writes and flushes on reactors that nobody waits for any more, and that have to end before anything of theirs is let go.
+#[derive(Default)]
+pub(crate) struct LateCalls {
+    count: AtomicU64,
+    ended: WaitList,
+}
+
+impl LateCalls {
+    /// Runs a call in a task of its own, which goes on if its end is not waited for.
+    pub(crate) fn run<C: Future<Output = IoResult> + 'static>(
+        this: &Arc<Self>,
+        ctx: &dyn ReactorCtx,
+        call: C,
+    ) -> impl Future<Output = IoResult> + use<C> {
+        this.count.fetch_add(1, Ordering::AcqRel);
+        let (waiter, late) = (Waiter::new(), LateCall(Arc::clone(this)));
+        let done = Done::Waiter(waiter.clone());
+        ctx.spawn(Task::new(async move {
+            let result = call.await;
+            drop(late);
+            done.complete(result);
+        }));
+        Waiter::wait(&waiter)
+    }
+
+    /// Waits until all have ended.
+    pub(crate) async fn end(&self) {
+        self.ended.until(|| (self.count.load(Ordering::Acquire) == 0).then_some(())).await;
+    }
+}
+
+/// Counted until it is dropped.
+struct LateCall(Arc<LateCalls>);
+
+impl Drop for LateCall {
+    fn drop(&mut self) {
+        if self.0.count.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.ended.wake_all();
+        }
+    }
+}
+
+pub(crate) fn given_up() -> IoError {
     IoError::from_errno(TIMED_OUT)
 }
 

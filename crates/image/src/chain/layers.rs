@@ -3,7 +3,7 @@
 use super::both_sides::BothSides;
 use super::exchange::board::Over;
 use super::exchange::change_log::ChangeLog;
-use super::give_up::GiveUp;
+use super::give_up::{GiveUp, LateCalls};
 use super::layer::Layer;
 use super::lower_map::{Known, LowerMap};
 use super::mapping::Plain;
@@ -124,8 +124,9 @@ impl Chain {
         disk: &Arc<Constants>,
         next: &Arc<Chain>,
         give_up: Option<Arc<GiveUp>>,
+        late: Option<Arc<LateCalls>>,
     ) -> Self {
-        let both = Some(BothSides::with(Arc::clone(next), give_up));
+        let both = Some(BothSides::with(Arc::clone(next), give_up, late));
         Self { both, looks_at_writes: true, ..Self::new(layers, disk) }
     }
 

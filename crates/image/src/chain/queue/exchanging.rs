@@ -21,7 +21,7 @@ impl Core {
 
     /// Begins all requests on another chain from now on, the held ones first.
     pub(crate) fn adopt(&mut self, chain: &Arc<Chain>, lease: &Arc<Lease>) {
-        let shared = self.shared.next(chain, &std::mem::take(&mut self.prepared));
+        let shared = self.shared.next(chain, &std::mem::take(&mut self.prepared), &self.ctx);
         let participant = std::mem::replace(&mut self.participant, shared.join_epochs());
         let _lease = self.lease.replace(Arc::clone(lease));
         let in_flight = self.in_flight_here();

@@ -1,5 +1,6 @@
 //! The files of a chain, open on one reactor.
 
+use crate::chain::both_sides::OtherSide;
 use crate::chain::give_up::{Ends, GiveUp, open_blocking};
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
@@ -16,7 +17,7 @@ pub(crate) struct Shared {
     pub(crate) metas: Vec<MetaIo>,
     pub(crate) sink: Rc<Sink>,
     /// The other chain that also gets all writes, if there is one.
-    pub(crate) other: Option<Box<Shared>>,
+    pub(crate) other: Option<OtherSide>,
 }
 
 /// A layer's files on this reactor.
@@ -29,8 +30,8 @@ impl Shared {
         let Some(both) = &chain.both else { return Ok(shared) };
         let open = |layer: &Arc<Layer>| shared.find(layer).map_or_else(|| layer.open_queues(ctx), Ok);
         let queues = both.next.layers.iter().map(open).collect::<Result<Vec<_>>>()?;
-        let other = Some(Box::new(Self::of(&both.next, queues, Rc::clone(&shared.sink))));
-        Ok(Self { other, ..shared })
+        let other = Rc::new(Self::of(&both.next, queues, Rc::clone(&shared.sink)));
+        Ok(Self { other: Some(OtherSide { shared: other, ctx: Rc::clone(ctx) }), ..shared })
     }
 
     /// Opens a chain for calls that block.
@@ -58,12 +59,17 @@ impl Shared {
         let mine = self.chain.layers.iter().zip(self.files.iter().zip(&self.metas));
         match mine.into_iter().find(|(mine, _)| Arc::ptr_eq(&mine.file, &layer.file)) {
             Some((_, (file, meta))) => Some((Rc::clone(file), meta.clone())),
-            None => self.other.as_ref()?.find(layer),
+            None => self.other.as_ref()?.shared.find(layer),
         }
     }
 
     /// Makes another chain, all of whose files are open here or prepared.
-    pub(super) fn next(&self, chain: &Arc<Chain>, prepared: &[(Arc<Layer>, OpenFiles)]) -> Self {
+    pub(super) fn next(
+        &self,
+        chain: &Arc<Chain>,
+        prepared: &[(Arc<Layer>, OpenFiles)],
+        ctx: &Rc<dyn ReactorCtx>,
+    ) -> Self {
         let find = |layer: &Arc<Layer>| {
             let new = prepared.iter().find(|(prepared, _)| Arc::ptr_eq(prepared, layer));
             self.find(layer).or_else(|| new.map(|(_, (file, meta))| (Rc::clone(file), meta.clone())))
@@ -73,7 +79,8 @@ impl Shared {
             Some(Self::of(chain, queues, Rc::clone(&self.sink)))
         };
         let both = || {
-            let other = chain.both.as_ref().map(|both| all(&both.next).map(Box::new));
+            let side = |shared| OtherSide { shared: Rc::new(shared), ctx: Rc::clone(ctx) };
+            let other = chain.both.as_ref().map(|both| all(&both.next).map(side));
             Some(Self { other: other.map_or(Some(None), |other| other.map(Some))?, ..all(chain)? })
         };
         match both() {
