@@ -192,8 +192,8 @@ impl Mapping {
         self.guard.fence()
     }
 
-    /// Whether an access fell behind the end of the file, or [`Self::fence`] was called. The contents are then zeros of
-    /// our own, and the peer must be disconnected.
+    /// Whether an access fell behind the end of the file, or [`crate::GuestMemory::fence`] cut it off. The contents are
+    /// then zeros of our own, and the peer must be disconnected.
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
         self.guard.is_poisoned()
