@@ -55,8 +55,8 @@ impl Epochs {
         Participant { published, newest: 0, in_newest: 0, older: VecDeque::with_capacity(ROOM) }
     }
 
-    /// Call this after unpublishing a mapping. Its space may be used again once [`Epochs::is_over`] says so for the
-    /// returned epoch.
+    /// Ends the current epoch and returns it. Call this after unpublishing a mapping. Its space may be used again once
+    /// [`Epochs::is_over`] is true for the returned epoch.
     pub fn retire(&self) -> u64 {
         let epoch = self.now.fetch_add(1, Ordering::SeqCst);
         // Orders the unpublishing before the look at the queues. The other half is the fence in `Participant::begin`.

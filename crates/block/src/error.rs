@@ -15,13 +15,13 @@ pub enum ErrorKind {
     Unsupported,
     /// A policy forbids it (a backing file outside the allowed places).
     Denied,
-    /// Somebody else uses the file.
+    /// The file is in use elsewhere.
     Locked,
     /// The host's storage or kernel failed.
     Io,
     /// A peer broke the protocol.
     Protocol,
-    /// Somebody stopped it before its end.
+    /// It was cancelled before its end.
     Cancelled,
 }
 

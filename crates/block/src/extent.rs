@@ -15,7 +15,7 @@ pub enum Extent {
     Zero,
     /// Inside a compressed cluster: slow path.
     Compressed(CompressedExtent),
-    /// Not in this layer: the layer below decides, or zero where there is none (or it ends before).
+    /// Not in this layer: the layer below decides. Zeros if there is none, or it ends before.
     Backing,
 }
 

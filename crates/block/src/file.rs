@@ -23,7 +23,7 @@ use std::task::{Context, Poll, Waker};
 pub enum Locks {
     /// It is locked.
     Held,
-    /// It is not locked, because nobody asked for it.
+    /// It is not locked, because no lock was asked for.
     NotWanted,
     /// It should be locked, but its file system has no locks.
     Lacking,
@@ -200,7 +200,7 @@ pub enum FileOp {
         /// What is behind the end.
         past_end: PastEnd,
     },
-    /// Stores `data`; grows the file where it can grow.
+    /// Stores `data`. Grows the file if it can grow.
     Write {
         /// First byte.
         offset: u64,

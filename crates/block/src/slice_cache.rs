@@ -66,7 +66,7 @@ impl SliceView<'_> {
     #[inline]
     #[must_use]
     pub fn get(&self, index: usize) -> Option<u64> {
-        // Acquire: whoever sees an entry of the slot's next slice also sees that the tag has changed.
+        // Acquire: a reader that sees an entry of the slot's next slice also sees that the tag has changed.
         Some(self.entries.get(index)?.load(Ordering::Acquire))
     }
 

@@ -96,7 +96,7 @@ impl<T: AsFd> Watch<T> {
         .await;
     }
 
-    /// Calls `call` until it returns something other than that it would block.
+    /// Repeats `call`, with waits between, until it does not return that it would block.
     pub async fn io<R>(&self, interest: Interest, mut call: impl FnMut(&T) -> io::Result<R>) -> io::Result<R> {
         loop {
             self.ready(interest).await;

@@ -142,7 +142,7 @@ mod tests {
         SOCKETS.iter().map(disk).collect()
     }
 
-    /// The words that a shell makes of printed lines, and what stands behind each `flag`.
+    /// The words that a shell makes of printed lines, and what follows each `flag`.
     fn values_of(lines: &str, flag: &str) -> Vec<String> {
         let words = shlex::split(&lines.replace("\\\n", " ")).expect("a shell reads it");
         let at = |(index, _)| words.get(index + 1).cloned();

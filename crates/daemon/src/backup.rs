@@ -262,7 +262,7 @@ fn watched(copying: ScopedJoinHandle<'_, Result<()>>, fleece: &Fleece, watch: &C
 
 enum Opened {
     Image(Image),
-    /// An overlay that is to be opened over the layers below the disk's top.
+    /// An overlay, to be opened over the layers below the disk's top.
     Overlay(OpenedOverlay),
 }
 

@@ -63,8 +63,8 @@ pub struct DriverOptions {
     pub wait_for_socket_ms: u64,
     /// How long the server may take to answer a message. If it waits for requests in flight, their time counts, too.
     pub answer_timeout_ms: u64,
-    /// How long a queue may have requests in flight of which none ends, before the device counts as broken and they fail.
-    /// Zero waits for ever.
+    /// How long a queue may have requests in flight without any end. After that the device counts as broken, and they
+    /// fail. Zero waits for ever.
     pub request_timeout_ms: u64,
 }
 

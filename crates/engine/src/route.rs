@@ -202,7 +202,8 @@ mod tests {
         }
     }
 
-    /// A row a storage and engine: short and long reads, short and long writes, a durable write, a sync, a change.
+    /// One row for each storage and engine: short and long reads, short and long writes, a durable write, a sync, a
+    /// change.
     fn table(now: Now) -> String {
         let engines = [EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads];
         let storages = [
@@ -260,7 +261,7 @@ direct  threads    call    call    call    call    call    call    call
         assert_eq!(table(FIRST), expected, "\n{}", table(FIRST));
     }
 
-    /// What the engine has refused, or was not asked for.
+    /// Requests that the engine has refused, or was not asked for.
     #[test]
     fn who_carries_out_what_the_engine_does_not() {
         let declined = table(Now { declined: true, ..FIRST });

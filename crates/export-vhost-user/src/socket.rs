@@ -59,7 +59,7 @@ impl ListenSocket {
         let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(|error| failed("make", error))?;
         bind(&fd, &address).map_err(|error| failed("create", error))?;
-        // Until it listens, connecting is refused: group and mode are right before anybody gets in.
+        // Before it listens, connecting is refused. So group and mode are set before the first peer connects.
         let listening = set_group(path, access.group).and_then(|()| {
             chmod(path, Mode::from_raw_mode(access.mode & 0o777))
                 .and_then(|()| listen(&fd, BACKLOG))

@@ -454,8 +454,7 @@ mod tests {
         assert_eq!(device.features() & (f::FLUSH | f::CONFIG_WCE), 0);
     }
 
-    /// A disk that grows while it is looked at: whoever listens is told of the newest size before the caller of `info` has
-    /// got an older one.
+    /// A disk that grows during `info`: listeners are told of the newest size before the caller gets an older one.
     #[derive(Default)]
     struct Growing {
         listener: Mutex<Option<Weak<dyn DiskListener>>>,

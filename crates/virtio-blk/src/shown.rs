@@ -287,7 +287,7 @@ mod tests {
         assert_eq!((larger.blk_size_bytes, larger.physical_block_exp), (8192, 0), "a block is never less than logical");
     }
 
-    /// A wish, and part of why it is refused.
+    /// An override, and part of the reason why it is refused.
     type Case<'a> = (&'a dyn Fn(&mut Overrides), &'a str);
 
     #[test]

@@ -57,9 +57,9 @@ pub enum RingError {
     /// The used index moved past what is in flight, or backwards.
     #[error("the device moved its used index from {from} to {to} with {in_flight} requests in flight")]
     UsedIndex {
-        /// Where it was.
+        /// The used index before.
         from: u16,
-        /// Where it is now.
+        /// The used index as the device moved it.
         to: u16,
         /// Requests that it could have used.
         in_flight: u16,

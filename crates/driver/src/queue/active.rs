@@ -20,7 +20,7 @@ pub(crate) struct Active {
     pub(super) parts: u32,
     /// It waits in line to be issued further.
     pub(super) waiting: bool,
-    /// It is to be durable (FUA): if its data may be lost, a flush follows them.
+    /// It must be durable (FUA): if its data may be lost, a flush follows them.
     pub(super) fua: bool,
     pub(super) stage: Stage,
     pub(crate) result: IoResult,

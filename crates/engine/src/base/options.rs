@@ -1,4 +1,4 @@
-//! How a file is to be opened: engine, cache mode, locks.
+//! Options for opening a file: engine, cache mode, locks.
 
 use block::{Error, ErrorKind};
 use memory::BufferAccount;

@@ -129,7 +129,7 @@ impl Reactor {
     }
 }
 
-/// Binds the calling thread to one processor; returns where it was allowed to run before.
+/// Binds the calling thread to one processor. Returns where it was allowed to run before.
 fn bind_to(cpu: usize, name: &str) -> Option<CpuSet> {
     let before = rustix::thread::sched_getaffinity(None).ok();
     let mut set = CpuSet::new();

@@ -199,14 +199,14 @@ pub fn check_packed_size(size: u32) -> Result<u16, LayoutError> {
 }
 
 impl PackedAreas {
-    /// A ring whose areas are named in the peer's own address space (vhost-user).
+    /// Finds a ring whose areas are named in the peer's own address space (vhost-user).
     pub fn at_user_addresses(memory: Arc<GuestMemory>, at: RingAddresses, size: u16) -> Result<Self, LayoutError> {
         let find = |address, length| memory.translate_user(address, length);
         let [ring, driver_event, device_event] = Self::resolve(find, at, size)?;
         Ok(Self { ring, driver_event, device_event, size, memory })
     }
 
-    /// A ring whose areas are named by guest physical address (a driver's own ring).
+    /// Finds a ring whose areas are named by guest physical address (a driver's own ring).
     pub fn at_guest_addresses(memory: Arc<GuestMemory>, at: RingAddresses, size: u16) -> Result<Self, LayoutError> {
         let find = |address, length| memory.translate(address, length, &mut 0);
         let [ring, driver_event, device_event] = Self::resolve(find, at, size)?;
@@ -232,7 +232,7 @@ impl PackedAreas {
         self.size
     }
 
-    /// The memory that the areas, and the buffers that descriptors name, lie in.
+    /// Returns the memory that the areas, and the buffers that descriptors name, lie in.
     #[must_use]
     pub fn memory(&self) -> &Arc<GuestMemory> {
         &self.memory
