@@ -116,7 +116,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
 
     /// Submits a flush along with a durable write, if one is owed. The guest relies on earlier writes, of all queues,
     /// as soon as the first durable write ends. So each durable write needs a flush until one of this queue has made
-    /// those earlier writes durable. Returns the value of [`Device::durable_writes_begun`] that it settles, or zero.
+    /// those earlier writes durable. Returns the value of `Device::durable_writes_begun` that it settles, or zero.
     fn owed_flush(&mut self, head: u16) -> u32 {
         let begun = self.device.durable_writes_begun();
         if begun == self.settled {
