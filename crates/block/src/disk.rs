@@ -60,8 +60,8 @@ pub struct DiskInfo {
 ///
 /// Contract: a disk serves any number of queues on any threads at once; a flush on one covers writes completed on all.
 /// Nothing that a guest submits may panic. Overlapping requests in flight at once may be carried out in any order. Two
-/// writes never tear a sector between them; a read that overlaps a write may see any part of it (the kernel's page
-/// cache copies without a lock).
+/// writes never tear a sector between them. A read that overlaps a write may see any part of it, because the kernel's
+/// page cache copies without a lock.
 pub trait Disk: Send + Sync {
     /// Returns the disk's properties.
     fn info(&self) -> DiskInfo;

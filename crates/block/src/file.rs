@@ -1,8 +1,8 @@
 //! Files as images see them, and how completions find their way back.
 //!
 //! An engine (or the simulator) implements [`File`] and [`FileQueue`]. A push never waits. Its end is reported once, on
-//! the same thread, through its [`Done`]: either into a [`Sink`] that its owner drains (the fast path), or to a
-//! [`Waiter`] that a task awaits (the slow path).
+//! the same thread, through its [`Done`]. On the fast path that is a [`Sink`] which its owner drains; on the slow path,
+//! a [`Waiter`] that a task awaits.
 
 use crate::aside::{Work, aside};
 use crate::disk::{Lifetime, Topology};

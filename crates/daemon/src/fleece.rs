@@ -16,8 +16,8 @@ const CLUSTER_BYTES: u64 = 128 << 10;
 /// Without a quota, one part in this many of the file system stays free for others, but at most this many bytes.
 const SPARE_PART: u64 = 20;
 const SPARE_BYTES_MAX: u64 = 1 << 30;
-/// Space reserved beyond the quota, for what guests write while the fleece is taken back: one part in this many of the
-/// quota, but at least this many bytes.
+/// Space reserved beyond the quota, for what guests write while the fleece is taken back. It is one part in this many
+/// of the quota, but at least this many bytes.
 const RESERVE_PART: u64 = 8;
 const RESERVE_BYTES_LEAST: u64 = 16 << 20;
 

@@ -169,8 +169,8 @@ pub(crate) fn issue_range(ring: &mut Ring, kind: u32, range: RangeSegment, owner
     Ok(u64::from(range.sector_count) << SECTOR_SHIFT)
 }
 
-/// Calls `copy` for each bounce buffer of a request until it returns false, with the buffer, where its part of the data
-/// begins, and how long that is at most.
+/// Calls `copy` for each bounce buffer of a request until it returns false. Its arguments are the buffer, where its
+/// part of the data begins, and the most bytes of that.
 pub(crate) fn copy_bounced(
     indices: &[u16],
     bounce: &[Window],

@@ -1,7 +1,7 @@
 //! A thread that watches the connection. It notices a server that goes away, rings that it gave up, and missing
 //! answers.
 //!
-//! The vhost crate waits for an answer without limit, so a deadline is kept here: when it passes, the socket is shut
+//! The vhost crate waits for an answer without limit, so a deadline is kept here. When it passes, the socket is shut
 //! down and the wait ends with an error.
 
 use crate::transport::{Link, QueueEvents};

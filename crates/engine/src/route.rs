@@ -3,7 +3,7 @@
 //! The reactor never waits, and a ring never makes the kernel start a thread:
 //!
 //! * io_uring hands what would wait to kernel worker threads. The last of them stays as long as the ring and wakes up
-//!   every five seconds, so a daemon that was busy once would never be idle again. So a ring gets only two kinds of
+//!   every five seconds. So a daemon that was busy once would never be idle again. So a ring gets only two kinds of
 //!   requests: reads from a page cache that reads what is missing without a thread, and requests that must not wait
 //!   (`RWF_NOWAIT`). If those would have to wait (holes, space to be found, a busy device), the kernel refuses them,
 //!   and a worker carries them out.

@@ -69,9 +69,9 @@ impl WriteCache {
         self.apply();
     }
 
-    /// Returns how often the cache has switched to durable writes. Until a queue has ended a flush that it began after
-    /// the last switch, each of its durable writes takes a flush along: the guest relies on all earlier writes, of all
-    /// queues.
+    /// Returns how often the cache has switched to durable writes. The guest then relies on all earlier writes, of all
+    /// queues. So each durable write of a queue takes a flush along until the queue has ended one that it began after
+    /// the last switch.
     #[inline]
     pub(crate) fn begun(&self) -> u32 {
         self.begun.load(Ordering::Acquire)
@@ -115,8 +115,8 @@ impl WriteCache {
         self.unknown_guest.store(false, Ordering::Relaxed);
     }
 
-    /// Decides whether writes are durable one by one, from what was negotiated: a guest with CONFIG_WCE says so in the
-    /// configuration space; one with FLUSH alone sends flushes; one with neither cannot flush (5.2.6.2).
+    /// Decides from the negotiated features whether writes are durable one by one. A guest with CONFIG_WCE says so in
+    /// the configuration space. One with FLUSH alone sends flushes, and one with neither cannot flush (5.2.6.2).
     fn apply(&self) {
         let acked = self.acked.load(Ordering::Relaxed);
         let write_back = match acked & f::CONFIG_WCE != 0 {

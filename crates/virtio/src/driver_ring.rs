@@ -1,9 +1,9 @@
 //! The driver's half of a ring, split or packed: descriptors out, used entries in.
 //!
 //! Requests are added, then published together; [`DriverRing::publish`] says whether the device wants to be kicked for
-//! them. Used entries are popped without a system call. Callbacks are off from the start: a driver that is about to
-//! sleep turns them on and looks once more ([`DriverRing::enable_callbacks`]), so it misses nothing, and is not
-//! interrupted while it polls.
+//! them. Used entries are popped without a system call. Callbacks are off from the start, so a driver is not
+//! interrupted while it polls. Before it sleeps, it turns them on and looks once more
+//! ([`DriverRing::enable_callbacks`]), so it misses nothing.
 //!
 //! Every head has a place of its own in an optional area of indirect tables, so an indirect request costs one
 //! descriptor of the ring and no allocation. The device is not trusted: an impossible used entry breaks the ring for

@@ -4,9 +4,9 @@
 //! So the disk works while the next batch is prepared, and a busy disk gets long batches. Either way a turn takes one
 //! system call at most, which submits and fetches.
 //!
-//! The ring belongs to one thread and runs its completions only when that thread enters the kernel to fetch them
-//! (deferred task work): nothing interrupts the reactor. The kernel raises a flag in the shared ring when there is
-//! something to fetch, so a turn without work costs two loads.
+//! The ring belongs to one thread. Its completions run only when that thread enters the kernel to fetch them (deferred
+//! task work), so nothing interrupts the reactor. The kernel raises a flag in the shared ring when there is something
+//! to fetch, so a turn without work costs two loads.
 //!
 //! With a submission thread (`sqpoll=on`) the kernel looks into the ring by itself, and calls only wake that thread.
 

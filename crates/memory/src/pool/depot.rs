@@ -32,7 +32,7 @@ struct Counters {
     threads: AtomicUsize,
 }
 
-/// A snapshot of a pool's counters. Created, freed and total are exact; what is in flight is known as of each thread's
+/// A snapshot of a pool's counters. Created, freed and total are exact. What is in flight is known as of each thread's
 /// last exchange, so it may be off by the length of the threads' lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PoolStats {
