@@ -48,9 +48,9 @@ pub struct DiskInfo {
     pub volatile_cache: bool,
     /// Whether discard has an effect.
     pub discard: bool,
-    /// Best alignment and granularity of discard in bytes; zero where discard does nothing.
+    /// Best alignment and granularity of discard in bytes; zero if discard does nothing.
     pub discard_granularity_bytes: u32,
-    /// Whether write-zeroes is served (it always is where writes are; false for read-only disks).
+    /// Whether write-zeroes is served. True for all disks but read-only ones.
     pub write_zeroes: bool,
     /// What `GET_ID` answers, at most 20 bytes; empty if there is none.
     pub serial: String,

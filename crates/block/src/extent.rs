@@ -11,7 +11,7 @@ pub enum Extent {
         /// First byte in that file.
         offset: u64,
     },
-    /// They read as zeros; no layer below is asked.
+    /// The bytes read as zeros; no layer below is asked.
     Zero,
     /// Inside a compressed cluster: slow path.
     Compressed(CompressedExtent),

@@ -69,7 +69,7 @@ pub trait BackupRecord: Send {
     fn is_removed(&mut self, fleece: &Path) -> Result<()>;
 }
 
-/// What a job needs to know.
+/// What a backup job works with.
 struct Backup {
     found: Found,
     policy: (BackingPolicy, Vec<PathBuf>),

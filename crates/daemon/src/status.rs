@@ -70,7 +70,7 @@ pub struct DiskStatus {
     pub id: NodeId,
     /// The name that it was given, or `disk0`, `disk1`...
     pub name: String,
-    /// The file's name, or what stands for it.
+    /// The file's name, or a substitute for one.
     pub file: String,
     /// Size, flags, serial.
     pub info: DiskInfo,

@@ -45,7 +45,7 @@ enum Phase<T> {
 
 struct Node {
     name: String,
-    /// The file's name, or what stands for it.
+    /// The file's name, or a substitute for one.
     file: String,
     path: Option<PathBuf>,
     options: DiskOptions,

@@ -45,7 +45,7 @@ struct Entry {
 struct Group {
     first: u32,
     write: bool,
-    /// Their data, one behind the other; `None` when it has ended.
+    /// Their data, one behind the other; `None` when the request has ended.
     data: Option<Window>,
 }
 

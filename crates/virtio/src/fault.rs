@@ -32,7 +32,7 @@ pub enum FaultReason {
     AvailIndexJump {
         /// Next entry to take.
         from: u16,
-        /// What the driver says is the end.
+        /// The end that the driver announced.
         to: u16,
         /// Entries.
         size: u16,

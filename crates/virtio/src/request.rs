@@ -59,7 +59,7 @@ pub struct RequestLimits {
     pub secure_erase: bool,
     /// The wear of the storage can be asked for.
     pub lifetime: bool,
-    /// Most ranges in any of the three.
+    /// Most ranges in a discard, write-zeroes or secure erase.
     pub max_ranges: u32,
     /// Most sectors in a range of a discard or write-zeroes.
     pub max_range_sectors: u32,

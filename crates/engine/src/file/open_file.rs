@@ -38,7 +38,7 @@ pub(crate) enum Storage {
     },
     /// The page cache of a block device.
     CachedDevice,
-    /// A device, past the page cache.
+    /// Direct I/O, past the page cache.
     Direct,
 }
 
@@ -46,7 +46,7 @@ pub(crate) enum Storage {
 #[derive(Debug)]
 pub(crate) struct OpenFile {
     pub(crate) fd: OwnedFd,
-    /// Names the file among all that this process has opened.
+    /// Identifies the file among all that this process has opened.
     pub(crate) id: u64,
     pub(crate) info: FileInfo,
     /// What the device behind the file says; zeros for a regular file.
@@ -88,7 +88,7 @@ pub(crate) struct OpenFile {
     pub(crate) buffers: BufferAccount,
     /// Offsets and lengths of `fallocate` must be multiples of this (block devices).
     pub(crate) fallocate_unit_bytes: u32,
-    /// The rung of `zeroes::Ladder` that is known to work.
+    /// The best way to zero a range that the file is not known to lack (`queue::zeroes`).
     pub(crate) zeroes_rung: AtomicU8,
 }
 

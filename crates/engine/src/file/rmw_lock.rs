@@ -207,7 +207,7 @@ impl Untracked {
         let left = self.changes.get().saturating_sub(1);
         self.changes.set(left);
         if left == 0 {
-            // Outside the borrow: the last ack wakes tasks.
+            // Dropped outside the borrow: the last ack wakes tasks.
             let acks = self.acks.take();
             drop(acks);
         }

@@ -64,7 +64,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         }
     }
 
-    /// Writes zeros to where the data lie, durably.
+    /// Overwrites the ranges with zeros in place, durably.
     #[cold]
     fn start_erase(&mut self, head: u16) {
         if !self.device.overwrites_in_place() {

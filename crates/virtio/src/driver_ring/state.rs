@@ -14,7 +14,7 @@ pub(super) struct Head {
     /// For a split ring: the length in the descriptor of its indirect table. The descriptor is rewritten only if that
     /// changes.
     pub(super) table_bytes: u32,
-    /// How many requests had been added before it.
+    /// How many requests were added before it.
     position: u64,
 }
 
