@@ -1,8 +1,8 @@
 //! Files as images see them, and how completions find their way back.
 //!
 //! An engine (or the simulator) implements [`File`] and [`FileQueue`]. A push never waits. Its end is reported once, on
-//! the same thread, through its [`Done`]: either into a [`Sink`] that its owner drains (the fast path), or to a
-//! [`Waiter`] that a task awaits (the slow path).
+//! the same thread, through its [`Done`]. On the fast path that is a [`Sink`] which its owner drains; on the slow path,
+//! a [`Waiter`] that a task awaits.
 
 use crate::aside::{Work, aside};
 use crate::disk::{Lifetime, Topology};
@@ -23,7 +23,7 @@ use std::task::{Context, Poll, Waker};
 pub enum Locks {
     /// It is locked.
     Held,
-    /// It is not locked, because nobody asked for it.
+    /// It is not locked, because no lock was asked for.
     NotWanted,
     /// It should be locked, but its file system has no locks.
     Lacking,
@@ -200,7 +200,7 @@ pub enum FileOp {
         /// What is behind the end.
         past_end: PastEnd,
     },
-    /// Stores `data`; grows the file where it can grow.
+    /// Stores `data`. Grows the file if it can grow.
     Write {
         /// First byte.
         offset: u64,

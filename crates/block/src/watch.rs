@@ -12,9 +12,9 @@ use std::task::{Poll, Waker};
 /// What a task or poller waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interest {
-    /// There is something to read, or nothing will come any more.
+    /// Until there is something to read, or nothing more will come.
     Read,
-    /// There is room to write, or nobody reads any more.
+    /// Until there is room to write, or the other end reads no more.
     Write,
 }
 
@@ -96,7 +96,7 @@ impl<T: AsFd> Watch<T> {
         .await;
     }
 
-    /// Calls `call` until it returns something other than that it would block.
+    /// Repeats `call`, with waits between, until it does not return that it would block.
     pub async fn io<R>(&self, interest: Interest, mut call: impl FnMut(&T) -> io::Result<R>) -> io::Result<R> {
         loop {
             self.ready(interest).await;
@@ -110,7 +110,7 @@ impl<T: AsFd> Watch<T> {
 
 impl<T: AsFd> Drop for Watch<T> {
     fn drop(&mut self) {
-        // Before the descriptor is closed: others may hold duplicates of it.
+        // Ended before the descriptor is closed, because there may be duplicates of it.
         self.ctx.unwatch_fd(self.id, self.io.as_fd());
     }
 }

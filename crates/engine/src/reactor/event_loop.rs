@@ -129,7 +129,7 @@ impl Reactor {
     }
 }
 
-/// Binds the calling thread to one processor; returns where it was allowed to run before.
+/// Binds the calling thread to one processor. Returns where it was allowed to run before.
 fn bind_to(cpu: usize, name: &str) -> Option<CpuSet> {
     let before = rustix::thread::sched_getaffinity(None).ok();
     let mut set = CpuSet::new();
@@ -541,7 +541,7 @@ impl Local {
             self.timers.fire();
             let worked = self.run_tasks() | self.engines.submit() | (self.engines.harvest() > 0);
             self.pollers.clear();
-            // Looks also for what was not signalled yet.
+            // This also looks for results that are not signalled.
             let ready = self.has_pending() || worked;
             let tasks_may_go_on = Instant::now() < deadline;
             if !tasks_may_go_on {
