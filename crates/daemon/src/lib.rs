@@ -1,10 +1,10 @@
-//! What ringdisk serves: disks, their exports, jobs on disks, and the reactors' threads that they live on.
+//! The parts of a running server: disks, their exports, jobs on disks, and the reactors' threads.
 //!
-//! No request passes through here. The daemon opens disks by their drive options, hands each with some reactors to an
-//! export, and takes all of it down again in the right order.
+//! No request passes through here. The daemon opens disks by their drive options, and hands each with some reactors to
+//! an export. At the end it closes everything in the right order.
 //!
-//! * [`Daemon`]: reactors, disks, exports and jobs; all but reactors come and go while it runs.
-//! * [`attach_flags`], [`Pidfile`], [`notify()`]: what a program that serves tells the world.
+//! * [`Daemon`]: reactors, disks, exports and jobs; all except reactors come and go while it runs.
+//! * [`attach_flags`], [`Pidfile`], [`notify()`]: what a serving program tells its user and its service manager.
 //!
 //! ```no_run
 //! # use {block as ringdisk_block, drive as ringdisk_drive};

@@ -1,17 +1,17 @@
-//! Drives: what a user says about a disk, and the opener that makes a disk of it.
+//! Drives: a user's options for a disk, and the opener that turns them into a disk.
 //!
 //! No request passes through here. Commands and the daemon read options with this crate, and open images with it. It
 //! names the concrete engines, so that `image` need not know them.
 //!
 //! * [`DriveOptions`]: `file=disk.qcow2,cache=none,queues=4`, in two parts: [`DiskOptions`] say what the disk is,
-//!   [`ExportOptions`] how guests reach it. Errors list what would have been right.
+//!   [`ExportOptions`] how guests reach it. Errors list the valid values.
 //! * [`RunningChange`]: which options change while guests use a disk.
 //! * [`PassedDescriptors`]: images and sockets that a service manager opened, by its names.
-//! * [`FilterOptions`]: `filter=delay:ms=5`, as often as one likes: what happens to requests above the image.
-//! * [`ImageName`]: an image as the image tool's user names it.
+//! * [`FilterOptions`]: `filter=delay:ms=5`, any number of times: the filters above the image.
+//! * [`ImageName`]: an image as the user of the image tool names it.
 //! * [`open_disk`]: the disk that the options describe. [`EngineOpener`]: how images get their files, with an engine, a
 //!   cache mode and QEMU's locks, or from a vhost-user server.
-//! * [`parse_key_values`], [`parse_size`] and their like: how values are written, for all commands.
+//! * [`parse_key_values`], [`parse_size`] and similar functions parse values for all commands.
 //!
 //! ```no_run
 //! # use {block as ringdisk_block, image as ringdisk_image};

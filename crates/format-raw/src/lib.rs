@@ -1,4 +1,4 @@
-//! Raw images: guest byte `n` is file byte `n`. The smallest format, and the measure for the others.
+//! Raw images: guest byte `n` is file byte `n`. It is the simplest format, and the others are measured against it.
 //!
 //! On the path of a request it stands below `image`, which asks a format where a range of the disk lies. Payload never passes
 //! through here.

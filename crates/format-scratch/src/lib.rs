@@ -1,15 +1,15 @@
 //! Scratch overlays: a disk's writes go to two files, an index and dense data, which are thrown away or kept.
 //!
-//! On the path of a request this stands below `image`, as the other formats do: it says where a range of the disk lies, or
-//! that the layer below has it. Payload never passes through here; the data file is an ordinary file of the engine's.
+//! On the path of a request this stands below `image`, as the other formats do: it says where a range of the disk lies,
+//! or that the layer below has it. Payload never passes through here; the data file is an ordinary file of the engine.
 //!
 //! * The unit is a page of 4 KiB. The index has a word for each page of the disk: below, zero, or its place in the data.
-//! * The index is mapped into memory and read without a lock ([`memory::MappedWords`]). Parts of it that nothing was
-//!   written to take no space.
+//! * The index is mapped into memory and read without a lock ([`memory::MappedWords`]). Parts of it that were never
+//!   written take no space.
 //! * Both files are dense: their space is reserved before it is used ([`Space`]), so a full disk is the error of the one
 //!   request that needed more.
-//! * A kept overlay has its index in memory, and writes what has changed of it to the index file when its guest flushes.
-//! * Pages that are zeroed or discarded are used again, once no request can be on its way to them any more.
+//! * A kept overlay has its index in memory, and writes the changed parts to the index file when its guest flushes.
+//! * Pages that are zeroed or discarded are used again once no request can still be on its way to them.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -2,10 +2,10 @@
 //! enter here.
 //!
 //! * [`Bus`]: `in` and `out` of one, two and four bytes, and their string forms.
-//! * [`Device`]: what answers at some ports ([`Region`]).
+//! * [`Device`]: a device that answers at some ports ([`Region`]).
 //! * [`Window`]: data that a device lends to the bus. The bus moves the words between it and the guest by itself, and
 //!   calls the device only when the last byte has moved. So a sector costs its device one call, not 256.
-//! * [`Link`]: what a device may do to the bus while it is called: open and close its window, raise its interrupt.
+//! * [`Link`]: what a device may do with the bus during a call: open and close its window, raise its interrupt.
 //! * [`Shelf`]: a small device with numbered items of bytes, each read through a window.
 
 #![forbid(unsafe_code)]
