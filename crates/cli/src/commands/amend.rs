@@ -13,7 +13,7 @@ use std::path::PathBuf;
 /// before or the image after.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// The options to change, key=value,...; `help` shows which there are.
@@ -25,7 +25,7 @@ pub(crate) struct Args {
     /// Do what could lose access to an encrypted image (there are none here).
     #[arg(long)]
     force: bool,
-    /// Which backing files the image may make us open: deny, same-dir, listed, any, anywhere (files of servers, too).
+    /// Which backing files the image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.

@@ -26,7 +26,7 @@ pub(crate) struct Args {
     /// For --add: bytes of the disk that a bit stands for.
     #[arg(short = 'g', long, value_name = "SIZE")]
     granularity: Option<String>,
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.

@@ -16,7 +16,7 @@ use std::path::PathBuf;
 /// check.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// How to print.
@@ -25,7 +25,7 @@ pub(crate) struct Args {
     /// Repair: leaks (free what is not used) or all. The image is never worse than before, even if the power fails.
     #[arg(short, long, value_name = "WHAT")]
     repair: Option<String>,
-    /// Check even if somebody else writes the image; what is found may be out of date.
+    /// Check even if another process writes the image; the result may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Cache mode for reading: writeback, none, writethrough, directsync, unsafe.

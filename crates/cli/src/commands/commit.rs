@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// What the overlay shows never changes. A commit that was broken off is run again.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the overlay; guessed from its contents where not given.
+    /// Format of the overlay; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Cache mode for writing: writeback, none, writethrough, directsync, unsafe.
@@ -27,10 +27,10 @@ pub(crate) struct Args {
     /// At most so many bytes a second.
     #[arg(short, long, value_name = "RATE")]
     rate: Option<String>,
-    /// Which backing files an image may make us open: deny, same-dir, listed, any, anywhere (files of servers, too).
+    /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
-    /// Go on although internal snapshots of the overlay will show something else.
+    /// Go on although internal snapshots of the overlay will show other contents.
     #[arg(long)]
     change_snapshots: bool,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// Exit codes: 0 the same, 1 different, 2 cannot open, 3 cannot find out what is allocated, 4 cannot read.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the first image; guessed from its contents where not given.
+    /// Format of the first image; by default guessed from its contents.
     #[arg(short, long = "a-format", value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the second image.

@@ -23,7 +23,7 @@ use std::sync::Arc;
 /// Half a target is removed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the source; guessed from its contents where not given.
+    /// Format of the source; by default guessed from its contents.
     #[arg(short, long = "source-format", value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the target: raw (default) or qcow2.
@@ -255,7 +255,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return output::print(&options_help(format, !args.files.is_empty()));
     }
     args.refuse_contradictions()?;
-    // Before the target is emptied.
+    // This comes before the target is emptied.
     args.target_cache.parse::<CacheMode>()?;
     let (paths, target) = args.names()?;
     let mut options = ConvertOptions::default();

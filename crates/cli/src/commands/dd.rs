@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// Takes bs=SIZE count=BLOCKS skip=BLOCKS if=FILE of=FILE.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the source; guessed from its contents where not given.
+    /// Format of the source; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the target: raw or qcow2.
@@ -82,7 +82,7 @@ impl Operands {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let operands = Operands::parse(&args.operands)?;
-    // Before the target is emptied.
+    // This comes before the target is emptied.
     args.target_cache.parse::<CacheMode>()?;
     let source = args.open.open(&operands.source, args.format.as_deref(), &[])?;
     let format: Format = args.output_format.parse()?;

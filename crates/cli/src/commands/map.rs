@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// Show which parts of an image hold data, and in which file of its chain.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// How to print.

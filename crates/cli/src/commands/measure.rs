@@ -13,7 +13,7 @@ use std::path::PathBuf;
 /// It is measured for a disk of some size, or for a copy of an image.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the source; guessed from its contents where not given.
+    /// Format of the source; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the new image: raw or qcow2.

@@ -50,10 +50,10 @@ pub(crate) struct Args {
     /// Threads that serve requests [default: one for each CPU, at most one for each connection].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     reactors: Option<u16>,
-    /// Which backing files an image may have us open: deny, same-dir, listed, any, anywhere (files of servers, too).
+    /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", default_value = "same-dir")]
     allow_backing: String,
-    /// A file, or what a server has (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
+    /// A file, or a file on a server (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
     /// A persistent bitmap of IMAGE that clients can ask for, as qemu:dirty-bitmap:NAME. May be repeated.
@@ -82,7 +82,7 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
         disk.lock_timeout_s = disk.lock_timeout_s.or(lock_timeout_s);
     }
     let allow_backing: BackingPolicy = args.allow_backing.parse()?;
-    // From here on a signal means an orderly end, so that no socket stays behind.
+    // From here on a signal causes an orderly end, so that no socket stays behind.
     let mut signals = signals::orderly()?;
     let mut disks = Vec::new();
     let served = serve(args, &asked, allow_backing, &mut disks);

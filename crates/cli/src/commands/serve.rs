@@ -66,11 +66,12 @@ pub(crate) struct Args {
     /// Write the process id to PATH once ready. The file is removed at the end.
     #[arg(long, value_name = "PATH")]
     pidfile: Option<PathBuf>,
-    /// Which backing files an image may have us open: deny (none), same-dir (in the image's directory or below it, and files
-    /// named here), listed (only files named here), any, anywhere (files and disks of servers, too) [default: same-dir].
+    /// Which backing files an image may open: deny (none), same-dir (in the image's directory or below it, and files
+    /// named here), listed (only files named here), any, anywhere (files and disks of servers, too) [default:
+    /// same-dir].
     #[arg(long, value_name = "POLICY")]
     allow_backing: Option<String>,
-    /// A file, or what a server has (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
+    /// A file, or a file on a server (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
     /// What to print once the sockets accept connections: human ends with how to attach each monitor, json is one line.
@@ -109,7 +110,7 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
     for disk in drives.iter_mut().map(|given| &mut given.drive.disk).filter(|disk| disk.file.is_some()) {
         disk.lock_timeout_s = disk.lock_timeout_s.or(lock_timeout_s);
     }
-    // From here on a signal means an orderly end, so that no socket stays behind.
+    // From here on a signal causes an orderly end, so that no socket stays behind.
     let mut signals = signals::orderly()?;
     allow_all_descriptors();
     let manager = Arc::new(Manager::start(daemon_config(args, &settings, &drives), settings.state_dir.as_deref())?);

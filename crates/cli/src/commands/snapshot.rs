@@ -24,10 +24,10 @@ pub(crate) struct Args {
     /// Delete the (first) snapshot with this name.
     #[arg(short, long, value_name = "NAME", action = clap::ArgAction::Append)]
     delete: Vec<String>,
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
-    /// List even if somebody else writes the image; what is shown may be out of date.
+    /// List even if another process writes the image; the output may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.

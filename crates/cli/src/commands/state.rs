@@ -33,7 +33,7 @@ enum Verb {
         /// The state that was kept with this internal snapshot of the image, as QEMU's savevm keeps it.
         #[arg(short = 'l', long, value_name = "SNAPSHOT")]
         snapshot: Option<String>,
-        /// Work even if somebody else writes the image; what is read may be out of date.
+        /// Read the image even if another process writes it; the data may be out of date.
         #[arg(short = 'U', long)]
         force_share: bool,
     },

@@ -158,7 +158,7 @@ impl Target {
             reactor.stop()?;
         }
         let server_gone = opened.is_gone();
-        // Also after an error: an image that is not closed has bitmaps that nobody believes.
+        // Close it also after an error: an image that is not closed has inconsistent bitmaps.
         let closed = opened.close();
         let report = measured?.report;
         closed?;

@@ -42,7 +42,7 @@ impl ExportArgs {
     fn request(&self) -> anyhow::Result<AddExport> {
         let mut request = AddExport {
             disk: self.name.clone(),
-            // The daemon has a working directory of its own.
+            // The daemon has another working directory.
             socket: self.socket.as_deref().map(daemon::absolute),
             read_only: self.read_only,
             queues: self.queues,

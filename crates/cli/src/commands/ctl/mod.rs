@@ -277,7 +277,7 @@ impl Ctl {
 
     fn add(&self, options: &str, export: bool) -> anyhow::Result<()> {
         let mut options = Options::parse(options)?;
-        // The daemon has a working directory of its own.
+        // The daemon has another working directory.
         for key in ["file", "socket"] {
             let value = options.get(key).filter(|value| !value.is_empty()).map(str::to_owned);
             let is_path = |value: &String| key == "socket" || !value.contains(':') || value.starts_with(['/', '.']);

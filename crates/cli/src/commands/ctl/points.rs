@@ -110,7 +110,7 @@ pub(super) struct SnapshotArgs {
 
 impl Ctl {
     pub(super) fn backup(&self, args: &BackupArgs) -> anyhow::Result<()> {
-        // The daemon has a working directory of its own.
+        // The daemon has another working directory.
         let is_path = !args.target.contains(':') || args.target.starts_with(['/', '.']);
         let target = match is_path {
             true => daemon::absolute(Path::new(&args.target)).to_string_lossy().into_owned(),

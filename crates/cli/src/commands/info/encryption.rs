@@ -15,7 +15,7 @@ pub(super) fn human(description: &Description) -> String {
     let Some(method) = description.qcow2.as_ref().and_then(|header| header.encryption) else { return String::new() };
     let mut text = "    encrypt:\n".to_owned();
     let mut line = |depth: usize, line: String| {
-        // A line that cannot be written to a string does not exist.
+        // Writing to a string cannot fail.
         let _ = writeln!(text, "{:width$}{line}", "", width = 4 * depth);
     };
     match (method, &description.luks) {

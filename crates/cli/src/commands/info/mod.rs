@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 pub(crate) struct Args {
     /// The image.
     file: PathBuf,
-    /// Its format; guessed from its contents where not given.
+    /// Its format; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// How to print.
@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// Which backing files --backing-chain opens: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
-    /// Look even if somebody else writes the image; what is shown may be out of date.
+    /// Look even if another process writes the image; the output may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
