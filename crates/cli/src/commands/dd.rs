@@ -1,4 +1,4 @@
-//! `ringdisk dd`: a part of a disk copied into a new image, in qemu-img's words.
+//! `ringdisk dd`: copies a part of a disk into a new image, in qemu-img's words.
 
 use crate::images::{
     OpenArgs, create_target, file_name, holds_old_bytes, image_name, leave_page_cache, open_writable, opened_name,
@@ -38,7 +38,7 @@ pub(crate) struct Args {
     operands: Vec<String>,
 }
 
-/// Of bs: what an int of C holds.
+/// The largest bs: the largest int of C.
 const BLOCK_BYTES_MAX: u64 = i32::MAX as u64;
 
 struct Operands {
@@ -71,7 +71,7 @@ impl Operands {
         }
     }
 
-    /// The bytes that are copied, of a disk of `size_bytes`. What is skipped counts as copied, as in qemu-img.
+    /// Returns the range to copy of a disk of `size_bytes`. As in qemu-img, skipped bytes count as copied.
     fn part(&self, size_bytes: u64) -> Option<std::ops::Range<u64>> {
         let counted = self.count.and_then(|count| count.checked_mul(self.block_bytes));
         let end = counted.map_or(size_bytes, |counted| counted.min(size_bytes));
