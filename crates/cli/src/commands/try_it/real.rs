@@ -16,7 +16,7 @@ use load::Hooks;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Space for files, file system and fio beside the measured part.
+/// How much each of fio's writers in the guest writes and verifies, in MiB.
 const FIO_MIB: u32 = 16;
 const HOST_SEED: u64 = 0x686f_7374;
 
