@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct LogLimit(AtomicU64);
 
 impl LogLimit {
-    /// A limit that has counted nothing.
+    /// Makes a limit that has counted nothing.
     #[must_use]
     pub const fn new() -> Self {
         Self(AtomicU64::new(0))

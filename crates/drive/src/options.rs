@@ -1,4 +1,4 @@
-//! What a user says about one drive: `file=disk.qcow2,format=qcow2,engine=io_uring,cache=none,...`.
+//! A user's options of one drive: `file=disk.qcow2,format=qcow2,engine=io_uring,cache=none,...`.
 
 #[cfg(test)]
 mod tests;
@@ -22,16 +22,16 @@ use values::{
     media, mode, name, non_empty_path, one_of, parsed, poll_max_us, power_of_two, serial, size, values_of,
 };
 
-/// How the bytes of a drive are laid out.
+/// The format of a drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriveFormat {
     /// The file is the disk.
     Raw,
     /// QEMU's copy-on-write format.
     Qcow2,
-    /// A scratch overlay that was kept.
+    /// A kept scratch overlay.
     Scratch,
-    /// No file at all: reads give zeros, writes go nowhere. For measurements.
+    /// No file: reads give zeros, writes are thrown away. For measurements.
     Null,
 }
 
@@ -45,116 +45,116 @@ impl From<Format> for DriveFormat {
     }
 }
 
-/// One drive, as asked for: a disk, and the export that it gets at once.
+/// A drive: a disk, and its first export.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct DriveOptions {
-    /// The disk.
+    /// The options of the disk.
     pub disk: DiskOptions,
-    /// How guests reach it. One disk can have more exports than this one.
+    /// The options of the export. A disk can have more exports.
     pub export: ExportOptions,
 }
 
-/// What a disk is, for all its users.
+/// The options of a disk, common to all its exports.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct DiskOptions {
-    /// What a daemon calls it; `disk0`, `disk1`... where not given.
+    /// Its name in a daemon; `disk0`, `disk1`... if not given.
     pub name: Option<String>,
-    /// The image; `None` for a null disk only.
+    /// The image; `None` only for a null disk.
     pub file: Option<FileName>,
-    /// Its format; guessed from its contents where not given.
+    /// Its format; guessed from its contents if not given.
     pub format: Option<DriveFormat>,
-    /// How bytes reach the storage.
+    /// The engine, which moves bytes to and from the storage.
     pub engine: EngineKind,
-    /// What is cached where.
+    /// Which caches are used.
     pub cache: CacheMode,
-    /// Every write is durable when it completes, through the page cache.
+    /// Whether every write is durable when it completes, through the page cache.
     pub sync: bool,
-    /// With io_uring: a thread of the kernel submits.
+    /// Whether a thread of the kernel submits, with io_uring.
     pub sqpoll: bool,
-    /// Nobody writes it: the file is opened read-only.
+    /// Whether writes are refused. The file is then opened read-only.
     pub read_only: bool,
-    /// Everything that is written goes to temporary files, and is gone with the disk; the image is opened read-only.
+    /// Whether writes go to temporary files, which disappear with the disk. The image is then opened read-only.
     pub snapshot: bool,
-    /// The directory in which those files are kept, with names, instead.
+    /// Keeps those files instead, with names, in this directory.
     pub keep: Option<PathBuf>,
-    /// The name of those files, where it is not the disk's: of one that got its own name only later.
+    /// The name of the kept files, if it is not the disk's: for a disk that got its own name only later.
     pub keep_as: Option<std::ffi::OsString>,
-    /// What guests read as the disk's serial number, at most 20 bytes.
+    /// The serial number that guests read, at most 20 bytes.
     pub serial: String,
     /// Size of a null disk.
     pub size_bytes: Option<u64>,
-    /// Every request waits so long before it begins: for tests and measurements. The same as a filter `delay` above all
-    /// others.
+    /// The delay before every request, for tests and measurements. The same as a filter `delay` above all others.
     pub delay_ms: Option<u32>,
-    /// What happens to requests before they get to the image or null disk. The first is the nearest to the guest.
+    /// Filters above the image or null disk. The first is the nearest to the guest.
     pub filters: Vec<FilterOptions>,
-    /// What happens to requests that the storage fails.
+    /// The policy for requests that the storage fails.
     pub on_error: ErrorPolicy,
-    /// The same where the storage has no space left.
+    /// The policy for requests that find no space.
     pub on_no_space: ErrorPolicy,
-    /// Memory for an image's tables, over all layers of its chain.
+    /// The limit of memory for an image's tables, over all layers of its chain.
     pub l2_cache_bytes: Option<u64>,
-    /// So many layers below the image were tops before: they are opened for writing where nobody else uses them. No key
-    /// sets this.
+    /// How many layers below the image are opened for writing, as far as nobody else uses them: they were tops before.
+    /// No key sets this.
     pub former_tops: usize,
-    /// How long to wait for the lock of a process that was killed: until its last write has landed it keeps the lock.
+    /// How long to wait for the lock of a process that was killed: the process keeps the lock until its last write has
+    /// landed.
     pub lock_timeout_s: Option<u32>,
 }
 
-/// How a disk is offered to guests.
+/// The options of an export.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ExportOptions {
-    /// Guests of this export cannot write, whoever else can.
+    /// Whether guests of this export cannot write, even if others can.
     pub read_only: bool,
-    /// Where the guest's monitor connects.
+    /// The socket to which the guest's monitor connects.
     pub socket: Option<PathBuf>,
-    /// The socket is this descriptor: whoever passed it to this program listens on it already.
+    /// The socket as a descriptor: whoever passed it to this program listens on it already.
     pub socket_descriptor: Option<RawFd>,
-    /// Who may connect: the socket's permissions, 0600 where not given, 0660 where it has a group of its own.
+    /// The socket's permissions: who may connect. 0600 if not given; 0660 if the socket has its own group.
     pub socket_mode: Option<u32>,
-    /// The number of the group that the socket gets.
+    /// The socket's group, as a number.
     pub socket_group: Option<u32>,
-    /// Request queues offered to the guest.
+    /// The number of request queues offered to the guest.
     pub queues: Option<u16>,
-    /// Largest ring that a guest may set up.
+    /// The largest ring that a guest may set up.
     pub queue_size: Option<u16>,
-    /// Packed rings are offered, too.
+    /// Whether packed rings are offered.
     pub packed: bool,
-    /// What the guest is told instead of what the disk says.
+    /// Properties that the guest sees instead of the disk's.
     pub shown: ShownOptions,
-    /// The guest's memory is registered with io_uring, which pins it.
+    /// Whether the guest's memory is registered with io_uring, which pins it.
     pub fixed_buffers: bool,
-    /// How long a reactor without work looks for more before it sleeps. Reactors serve queues of all exports, so the
-    /// longest time holds for all (see `Daemon::poll_max_us_of`).
+    /// How long a reactor without work polls before it sleeps. Reactors serve queues of all exports, so the longest
+    /// time applies to all (see `Daemon::poll_max_us_of`).
     pub poll_max_us: Option<u32>,
 }
 
-/// What an option string turned out to be.
+/// The meaning of an option string.
 #[derive(Debug)]
 pub enum ParsedDrive {
     /// A drive.
     Drive(Box<DriveOptions>),
-    /// The user asked what a key takes (`format=?`): the answer.
+    /// Help that the user asked for (`format=?`).
     Help(String),
 }
 
 impl DiskOptions {
-    /// Everything by default, on this file. A path is taken as it is.
+    /// Makes options with all defaults, on this file. A path is taken as it is.
     #[must_use]
     pub fn of_file(file: impl Into<FileName>) -> Self {
         Self { file: Some(file.into()), ..Self::default() }
     }
 
-    /// A null disk.
+    /// Makes options of a null disk.
     #[must_use]
     pub fn null(size_bytes: u64) -> Self {
         Self { format: Some(DriveFormat::Null), size_bytes: Some(size_bytes), ..Self::default() }
     }
 
-    /// The file's name, or what stands for it in messages.
+    /// Returns the file's name, or a substitute for messages.
     #[must_use]
     pub fn display_name(&self) -> String {
         match &self.file {
@@ -163,7 +163,7 @@ impl DiskOptions {
         }
     }
 
-    /// The default place of its socket: beside the image. A disk without a place has none.
+    /// Returns the default path of its socket: beside the image. `None` if the disk has no path.
     #[must_use]
     pub fn default_socket(&self) -> Option<PathBuf> {
         self.file.as_ref().and_then(FileName::path).map(socket_beside)
@@ -171,40 +171,39 @@ impl DiskOptions {
 }
 
 impl From<DiskOptions> for DriveOptions {
-    /// The disk, with every option of its export at its default.
+    /// Takes the disk's options, with all defaults for its export.
     fn from(disk: DiskOptions) -> Self {
         Self { disk, export: ExportOptions::default() }
     }
 }
 
 impl DriveOptions {
-    /// Everything by default, on this file.
+    /// Makes options with all defaults, on this file.
     #[must_use]
     pub fn of_file(file: impl Into<FileName>) -> Self {
         DiskOptions::of_file(file).into()
     }
 
-    /// A null disk.
+    /// Makes options of a null disk.
     #[must_use]
     pub fn null(size_bytes: u64) -> Self {
         DiskOptions::null(size_bytes).into()
     }
 
-    /// Where the export's socket is made: where it was asked for, or in the disk's usual place. None is made if one was
-    /// passed.
+    /// Returns the path at which the export's socket is made: the given one, or the disk's default. `None` if a socket
+    /// was passed.
     #[must_use]
     pub fn socket(&self) -> Option<PathBuf> {
         let usual = || self.disk.default_socket().filter(|_| self.export.socket_descriptor.is_none());
         self.export.socket.clone().or_else(usual)
     }
 
-    /// Reads `key=value,...`. The value `?` or `help` asks what a key takes. As the whole text, it asks which keys
-    /// there are.
+    /// Parses `key=value,...`. The value `?` or `help` asks what a key takes. As the whole text, it asks for all keys.
     pub fn parse(text: &str) -> Result<ParsedDrive> {
         Self::parse_with(text, &PassedDescriptors::default())
     }
 
-    /// As [`DriveOptions::parse`], where a descriptor can be named as the service manager named it: `file=fd:NAME`.
+    /// As [`DriveOptions::parse`], but also accepts a service manager's name of a descriptor: `file=fd:NAME`.
     pub fn parse_with(text: &str, passed: &PassedDescriptors) -> Result<ParsedDrive> {
         if is_question(text) {
             return Ok(ParsedDrive::Help(help::of_keys()));
@@ -225,7 +224,7 @@ impl DriveOptions {
         Ok(ParsedDrive::Drive(Box::new(drive)))
     }
 
-    /// Whether `key` is one of a drive and takes `value`, whatever else the drive has.
+    /// Checks that `key` is a drive's key and takes `value`, whatever the other options.
     pub fn check_value(key: &str, value: &str) -> Result<()> {
         let pair = KeyValue { key: key.to_owned(), value: value.to_owned() };
         Self::default().set(&pair, &PassedDescriptors::default())
@@ -284,7 +283,7 @@ impl DriveOptions {
         Ok(())
     }
 
-    /// `fd=`: what it is shows by itself.
+    /// Sets the descriptor of `fd=`: a socket or an image, as the descriptor shows.
     fn set_descriptor(&mut self, number: RawFd) -> Result<()> {
         let Self { disk, export } = self;
         match passed::is_socket(number) {
@@ -302,7 +301,7 @@ impl DriveOptions {
         }
     }
 
-    /// Combinations that cannot be meant.
+    /// Refuses combinations that make no sense.
     pub(crate) fn check(&self) -> Result<()> {
         self.export.shown.check()?;
         let disk = &self.disk;
@@ -352,7 +351,7 @@ impl DriveOptions {
         }
     }
 
-    /// Options for io_uring only.
+    /// Refuses options that only io_uring has.
     fn check_io_uring(&self, is_null: bool) -> Result<()> {
         let disk = &self.disk;
         let option = if disk.sqpoll { "sqpoll=on" } else { "fixed-buffers=on" };
@@ -364,7 +363,7 @@ impl DriveOptions {
     }
 }
 
-/// The default place of an image's socket.
+/// Returns the default path of an image's socket.
 #[must_use]
 pub fn socket_beside(image: &Path) -> PathBuf {
     let mut name = image.as_os_str().to_owned();

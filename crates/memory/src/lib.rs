@@ -4,14 +4,15 @@
 //! * [`AlignedBuf`]: owned, aligned memory for metadata and bounce buffers.
 //! * [`BufferBudget`]: how much memory such buffers may take, and each disk's share of it.
 //! * [`GuestMemory`]: a guest's address space, mapped from the file descriptors that its monitor sent.
-//! * [`Pool`] and [`PoolBox`]: reusable request contexts, without atomics or allocation; [`Placed`], [`PoolRc`] and
-//!   [`PooledFuture`] put values of one thread into such memory.
-//! * [`MappingShare`]: the mappings that one peer may always make. [`MappedWords`]: one of our own files as an array.
-//! * [`MappedRange`]: a mapped part of one of our own files, for any thread.
-//! * [`fault`]: handles a file that shrinks while it is mapped.
+//! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation; [`Placed`], [`PoolRc`]
+//!   and [`PooledFuture`] put what belongs to one thread into such memory.
+//! * [`MappingShare`]: what one peer may map, whatever others do. [`MappedWords`]: a file of our own as an array of
+//!   words.
+//! * [`MappedRange`]: a part of a file of our own in memory, for any thread.
+//! * [`fault`]: what happens when such a file shrinks under us.
 //! * [`InterruptHandle`]: interrupts a thread in a system call in which a peer makes it wait.
-//! * [`receive_into`] and [`send_parts`]: move a stream socket's bytes directly from and to windows.
-//! * [`peer_process`]: whether the process at the other end of a socket is still alive.
+//! * [`receive_into`] and [`send_parts`]: a stream socket's bytes, straight from and to windows.
+//! * [`peer_process`]: whether the process at the other end of a socket still lives.
 //!
 //! Nearly all `unsafe` of the project is here and in `engine`: the types are built so that code above them needs none.
 

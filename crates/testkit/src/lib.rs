@@ -1,17 +1,17 @@
 //! For tests only: stand-ins for the storage below a disk and for the guest above it.
 //!
-//! * [`SimStorage`], [`SimFile`], [`SimReactor`]: storage with a volatile cache, seeded completion order, [`Fault`]s and
-//!   power cuts, at one moment or at every write and flush of a [`Recording`].
-//! * [`ModelDisk`]: what a guest may read, at once and after a power cut.
-//! * [`Harness`] and [`conformance`]: the suite that every `Disk` runs, on simulated or real reactors.
+//! * [`SimStorage`], [`SimFile`], [`SimReactor`]: storage with a volatile cache, seeded completion order, [`Fault`]s
+//!   and power cuts, at one moment or at every write and flush of a [`Recording`].
+//! * [`ModelDisk`]: what a guest may read, now and after a power cut.
+//! * [`Harness`] and [`conformance`]: the suite that every `Disk` must pass, on simulated or real reactors.
 //! * [`Workload`]: seeded requests over several queues, checked against the model as they complete.
-//! * [`PowerCutTest`], [`FaultTest`]: a workload, cut at every event, or with a fault at every operation.
+//! * [`PowerCutTest`], [`FaultTest`]: a workload with a power cut at every event, or with a fault in every operation.
 //! * [`qcow2_check`]: an independent checker of qcow2 images.
-//! * [`SectorHistory`], [`HistoryLoad`]: check what each read of a sector may return while several queues work.
-//! * [`WebServer`]: a server of one file, with faults. [`RbdStandIn`]: images of a simulated cluster, with faults.
-//!   [`CephNode`]: a real cluster of one machine.
+//! * [`SectorHistory`], [`HistoryLoad`]: checks what each read of a sector returns while several queues work.
+//! * [`WebServer`]: a server of one file, with faults. [`RbdStandIn`]: images without a real cluster, with faults.
+//!   [`CephNode`]: a real cluster on one machine.
 //! * `schedules` and `histories` (with the feature `explore`): the order in which shuttle runs threads, and what a
-//!   reader may see of their writes.
+//!   reader may see of what they wrote.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! How the values of a drive's keys are read, and what is said of one that cannot be.
+//! Parses the values of a drive's keys, and explains errors in them.
 
 use super::DriveFormat;
 use crate::filters::DELAY_MAX_MS;
@@ -11,17 +11,17 @@ use nix::unistd::Group;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// What GET_ID can carry (virtio 1.3, 5.2.6).
+/// The most bytes that GET_ID can return (virtio 1.3, 5.2.6).
 const SERIAL_MAX_BYTES: usize = 20;
-/// Longer names make no log more readable.
+/// The longest name: longer ones only make logs harder to read.
 const NAME_MAX_BYTES: usize = 32;
-/// More queues than any guest has CPUs for.
+/// The most queues: no guest has more CPUs.
 pub(super) const QUEUES_MAX: u16 = 256;
 /// The largest ring that exports serve.
 pub(super) const QUEUE_SIZE_MAX: u16 = 1024;
-/// A second: whoever wants more wants a reactor that never sleeps.
+/// The longest poll: a second. Whoever wants more wants a reactor that never sleeps.
 const POLL_MAX_US: u32 = 1_000_000;
-/// An hour: storage that takes longer for a write needs a person.
+/// The longest wait: an hour. Storage that takes longer for a write needs a person.
 pub const LOCK_TIMEOUT_MAX_S: u32 = 3600;
 
 pub(super) const FORMATS: [(&str, DriveFormat); 4] = [
@@ -48,7 +48,7 @@ pub(super) fn names<'a, T>(choices: &[(&'a str, T)]) -> Vec<&'a str> {
     choices.iter().map(|(name, _)| *name).collect()
 }
 
-/// The values a key takes, where they can be listed.
+/// Returns the values that a key takes, if they can be listed.
 pub(super) fn values_of(key: &str) -> Option<Vec<&'static str>> {
     match key {
         "format" => Some(names(&FORMATS)),
@@ -82,18 +82,18 @@ pub(super) fn non_empty_path(key: &str, value: &str) -> Result<PathBuf> {
     }
 }
 
-/// Permissions in octal, as chmod(1) takes them. Execution means nothing for a socket, but who asks for 777 gets it.
+/// Parses permissions in octal, as chmod(1) does. Execution means nothing for a socket, but 777 is accepted.
 pub(super) fn mode(key: &str, value: &str) -> Result<u32> {
     let digits = value.strip_prefix("0o").unwrap_or(value);
     let mode = u32::from_str_radix(digits, 8).ok().filter(|mode| *mode <= 0o777 && !digits.starts_with('+'));
     mode.ok_or_else(|| bad(format!("{key}={value}: takes permissions in octal, for example 0660")))
 }
 
-/// A group by its name or number.
+/// Parses a group's name or number.
 pub(super) fn group(key: &str, value: &str) -> Result<u32> {
     let no_group = || bad(format!("{key}={value}: this host has no such group; it takes a group's name or number"));
     match value.parse::<u32>() {
-        // The kernel takes this number for "as it was".
+        // The kernel would leave the group unchanged for this number.
         Ok(u32::MAX) => Err(no_group()),
         Ok(number) => Ok(number),
         Err(_) => match Group::from_name(value) {
@@ -104,7 +104,7 @@ pub(super) fn group(key: &str, value: &str) -> Result<u32> {
     }
 }
 
-/// A name that can stand in a command line, a log and a path.
+/// Parses a name that can be part of a command line, a log and a path.
 pub(super) fn name(key: &str, value: &str, said: Option<&str>) -> Result<String> {
     let is_plain = |char: char| char.is_ascii_alphanumeric() || "-_.".contains(char);
     if said.is_some() {
@@ -128,7 +128,7 @@ pub(super) fn serial(value: &str) -> Result<String> {
     Ok(value.to_owned())
 }
 
-/// QEMU's option, for command lines that carry it.
+/// Checks QEMU's option `media`, for command lines that contain it.
 pub(super) fn media(value: &str) -> Result<()> {
     match value {
         "disk" => Ok(()),

@@ -1,8 +1,8 @@
 //! The data plane of an image on one reactor: resolves, splits and pushes.
 //!
-//! A request takes a slot. Each piece that is pushed to a file, and each task that carries on with the slow rest, counts
-//! in the slot and tells the queue's sink at its end; the last one completes the request. All pieces of a request carry
-//! the same token, so the fast path allocates nothing and looks nothing up.
+//! A request takes a slot. The slot counts each piece that is pushed to a file and each task that does the slow rest.
+//! At its end, each tells the queue's sink; the last one completes the request. All pieces of a request carry the same
+//! token, so the fast path allocates nothing and looks nothing up.
 
 mod exchanging;
 mod shared;
@@ -29,7 +29,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-/// Pieces for which lists have room at least.
+/// Lists have room for at least so many pieces.
 const LEAST_ROOM: usize = 64;
 
 #[derive(Clone, Copy)]
@@ -37,14 +37,14 @@ struct Slot {
     tag: Tag,
     /// Pieces and tasks that have not ended, and one while the request is being split.
     pending: u32,
-    /// Which of the queue's chains the request began on.
+    /// The queue's chain on which the request began.
     generation: u32,
-    /// The first error wins.
+    /// The first error that a piece met.
     result: IoResult,
     ticket: Option<Ticket>,
 }
 
-/// A chain that was exchanged, and on which requests of this queue are still in flight.
+/// A former chain on which requests of this queue are still in flight.
 struct Former {
     generation: u32,
     in_flight: usize,
@@ -55,7 +55,7 @@ struct Former {
 /// A queue of an [`crate::Image`].
 pub(crate) struct ImageQueue(Rc<RefCell<Core>>);
 
-/// The queue itself. An attendant on the same reactor reaches it, too, for exchanges of the chain.
+/// The queue itself. The attendant on the same reactor also reaches it, for exchanges of the chain.
 pub(crate) struct Core {
     shared: Rc<Shared>,
     ctx: Rc<dyn ReactorCtx>,
@@ -63,26 +63,26 @@ pub(crate) struct Core {
     free: Vec<usize>,
     in_flight: usize,
     participant: Option<Participant>,
-    /// Lookups that tables in memory answered; nobody else counts here.
+    /// Lookups that tables in memory answered. Only this queue counts here.
     hits: Arc<AtomicU64>,
     scratch: Vec<(u64, IoResult)>,
     timings: Rc<Timings>,
-    /// Pieces and tasks on their way, and for how many of them the lists of ends have room: all may end at once.
+    /// Pieces and tasks in flight. `room` is how many of them the lists of ends have room for: all may end at once.
     on_the_way: usize,
     room: usize,
-    /// Requests that ended without the sink.
+    /// Requests that completed without the sink.
     ready: Vec<Completion>,
     generation: u32,
-    /// While a queue may have requests on its chain.
+    /// Held while the queue may have requests on its chain.
     lease: Option<Arc<Lease>>,
     formers: Vec<Former>,
-    /// New requests wait for the next chain.
+    /// Whether new requests wait for the next chain.
     holds: bool,
     held: Vec<(Instant, Tag, Op)>,
-    /// The lease goes when nothing is in flight.
+    /// Whether the queue drops its lease when nothing is in flight.
     until_quiet: bool,
     prepared: Vec<(Arc<Layer>, OpenFiles)>,
-    /// Dropped with the queue, which its attendant hears of.
+    /// Dropped with the queue, which tells its attendant.
     attendance: Option<Attendance>,
 }
 
@@ -95,7 +95,7 @@ impl ImageQueue {
             if let Some((layers, hold)) = &glance.pending {
                 core.prepare(layers, *hold)?;
             }
-            // What was announced meanwhile, this queue has not heard of: it looks again.
+            // Something was announced meanwhile, and this queue has not heard of it: it looks again.
             let Some(attendance) = board.join(&glance) else { continue };
             let seat = Arc::clone(&attendance.seat);
             core.attendance = Some(attendance);
@@ -139,8 +139,8 @@ impl Core {
         self.piece_ended(index, result);
     }
 
-    /// Makes the lists of what has ended longer when more is in flight than ever before, not when the machine happens
-    /// to end much at once.
+    /// Makes the lists of ends longer when more is in flight than ever before, rather than when much happens to end at
+    /// once.
     #[cold]
     fn make_room(&mut self) {
         self.room = self.on_the_way.max(self.slots.len()).next_power_of_two().max(LEAST_ROOM);
@@ -183,7 +183,7 @@ impl Core {
         }
     }
 
-    /// One more piece of the request is on its way.
+    /// Counts one more piece of the request as in flight.
     fn count(&mut self, index: usize) -> Done {
         if let Some(slot) = self.slots.get_mut(index) {
             slot.pending = slot.pending.saturating_add(1);
@@ -195,7 +195,7 @@ impl Core {
         Done::Sink { sink: Rc::clone(&self.shared.sink), token: index as u64 }
     }
 
-    /// A piece, a task or the splitting itself has ended.
+    /// Notes the end of a piece, of a task, or of the splitting.
     fn piece_ended(&mut self, index: usize, result: IoResult) {
         let Some(slot) = self.slots.get_mut(index) else { return };
         if slot.result.is_ok() {
@@ -227,7 +227,7 @@ impl Core {
         let done = self.count(index);
         let shared = Rc::clone(&self.shared);
         let Some(tag) = self.slots.get(index).map(|slot| slot.tag) else { return };
-        // One kind of task: another would take its memory from another place of the pool.
+        // There is only one kind of task: another would take its memory from another place of the pool.
         let (is_timed, timings) = (self.timings.is_to_be_timed(), Rc::clone(&self.timings));
         self.ctx.spawn(Task::new(async move {
             let result = match is_timed {
@@ -306,7 +306,8 @@ impl Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
-        // What is still in flight holds the sink: its places in the images' epochs, and on its chains, live as long.
+        // Requests in flight hold the sink. It keeps their places in the images' epochs and their leases until they
+        // end.
         let formers = std::mem::take(&mut self.formers);
         self.shared.sink.keep(Box::new((self.participant.take(), self.lease.take(), formers)));
     }

@@ -1,5 +1,4 @@
-//! How a queue goes from one chain to the next: it opens what is new, holds requests, adopts. See
-//! [`crate::chain::exchange`].
+//! Moves a queue from one chain to the next: opens new files, holds requests, adopts. See [`crate::chain::exchange`].
 
 use super::{Core, Former, Slot};
 use crate::chain::exchange::board::{Hold, Lease};
@@ -10,7 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 impl Core {
-    /// Opens the files of layers that the next chain has and this one not, and holds requests from now on if it is to.
+    /// Opens the files that only the next chain has. Holds requests from now on if `hold` says so.
     pub(crate) fn prepare(&mut self, layers: &[Arc<Layer>], hold: Hold) -> Result<()> {
         let opened = layers.iter().map(|layer| Ok((Arc::clone(layer), layer.open_queues(&self.ctx)?)));
         self.prepared = opened.collect::<Result<_>>()?;
@@ -20,7 +19,7 @@ impl Core {
         Ok(())
     }
 
-    /// Begins all requests from now on on another chain, those that were held first.
+    /// Begins all requests on another chain from now on, the held ones first.
     pub(crate) fn adopt(&mut self, chain: &Arc<Chain>, lease: &Arc<Lease>) {
         let shared = self.shared.next(chain, &std::mem::take(&mut self.prepared));
         let participant = std::mem::replace(&mut self.participant, shared.join_epochs());
@@ -34,7 +33,7 @@ impl Core {
         self.release();
     }
 
-    /// Goes on with the chain that the queue has.
+    /// Goes on with the present chain.
     pub(crate) fn resume(&mut self, lease: &Arc<Lease>) {
         self.lease = Some(Arc::clone(lease));
         self.prepared = Vec::new();
@@ -49,13 +48,13 @@ impl Core {
         }
     }
 
-    /// Nobody tells this queue anything any more: it begins nothing.
+    /// Stops beginning requests: nobody gives this queue orders any more.
     pub(crate) fn orphan(&mut self) {
         (self.holds, self.until_quiet) = (true, true);
         self.look_whether_quiet();
     }
 
-    /// Requests on the present chain that have not ended.
+    /// Returns how many requests on the present chain have not ended.
     fn in_flight_here(&self) -> usize {
         let elsewhere: usize = self.formers.iter().map(|former| former.in_flight).sum();
         self.slots.len().saturating_sub(self.free.len()).saturating_sub(elsewhere)
@@ -67,7 +66,7 @@ impl Core {
         }
     }
 
-    /// A request has ended that began on a chain that was exchanged.
+    /// Notes the end of a request that began on a former chain.
     #[cold]
     pub(super) fn end_former(&mut self, slot: &Slot) {
         let Some(former) = self.formers.iter_mut().find(|former| former.generation == slot.generation) else { return };

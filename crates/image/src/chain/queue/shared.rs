@@ -1,4 +1,4 @@
-//! A chain's files as they are open on one reactor.
+//! The files of a chain, open on one reactor.
 
 use crate::chain::give_up::{Ends, GiveUp, open_blocking};
 use crate::chain::layer::Layer;
@@ -7,15 +7,15 @@ use block::{FileQueue, MetaIo, Participant, ReactorCtx, Result, Sink};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// A chain as it is open on this reactor; what the queue and its tasks share.
+/// A chain whose files are open on this reactor. The queue and its tasks share it.
 pub(crate) struct Shared {
     pub(crate) chain: Arc<Chain>,
-    /// One a layer: where the guest's data lie.
+    /// Where the guest's data lie, one a layer.
     pub(crate) files: Vec<Rc<dyn FileQueue>>,
-    /// One a layer: where the tables lie, mostly in the same file.
+    /// Where the tables lie, one a layer; mostly in the same file.
     pub(crate) metas: Vec<MetaIo>,
     pub(crate) sink: Rc<Sink>,
-    /// The other chain that gets all writes, where there is one.
+    /// The other chain that also gets all writes, if there is one.
     pub(crate) other: Option<Box<Shared>>,
 }
 
@@ -33,12 +33,12 @@ impl Shared {
         Ok(Self { other, ..shared })
     }
 
-    /// A chain for calls that block.
+    /// Opens a chain for calls that block.
     pub(crate) fn blocking(chain: &Arc<Chain>) -> Result<Self> {
         Self::blocking_or_given_up(chain, None, Ends::Reads)
     }
 
-    /// A chain for calls that block until they end or are given up.
+    /// Opens a chain for calls that block until they end or are given up.
     pub(crate) fn blocking_or_given_up(chain: &Arc<Chain>, give_up: Option<&Arc<GiveUp>>, ends: Ends) -> Result<Self> {
         let open = |layer: &Arc<Layer>| {
             let meta = open_blocking(layer, give_up, ends)?;
@@ -53,7 +53,7 @@ impl Shared {
         Self { chain: Arc::clone(chain), files, metas, sink, other: None }
     }
 
-    /// What is open here of a layer: it may have another mapping there.
+    /// Finds the open files of a layer. The layer here may have another mapping.
     fn find(&self, layer: &Layer) -> Option<OpenFiles> {
         let mine = self.chain.layers.iter().zip(self.files.iter().zip(&self.metas));
         match mine.into_iter().find(|(mine, _)| Arc::ptr_eq(&mine.file, &layer.file)) {
@@ -62,7 +62,7 @@ impl Shared {
         }
     }
 
-    /// Another chain, all of whose files are open here or among the prepared ones.
+    /// Makes another chain, all of whose files are open here or prepared.
     pub(super) fn next(&self, chain: &Arc<Chain>, prepared: &[(Arc<Layer>, OpenFiles)]) -> Self {
         let find = |layer: &Arc<Layer>| {
             let new = prepared.iter().find(|(prepared, _)| Arc::ptr_eq(prepared, layer));

@@ -1,4 +1,4 @@
-//! The first step of each request: it is looked up, split into pieces, and pushed; the slow rest goes to a task.
+//! The first step of each request: look up, split into pieces, push. A task does the slow rest.
 
 use super::Core;
 use crate::chain::guessed_raw::checked_head;
@@ -11,20 +11,20 @@ use memory::Window;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
-/// Most pieces of one request that are pushed at once. A guest chooses how long its requests are and how its disk is
-/// fragmented: the rest goes piece after piece in a task, so that a request takes a bounded part of a turn and of the
-/// engine's memory.
+/// The most pieces of one request that are pushed at once. A guest chooses the length of its requests and the
+/// fragmentation of its disk. A task does the rest piece by piece. So a request takes a bounded part of a turn and of
+/// the engine's memory.
 const MAX_PIECES: usize = 128;
 
-/// Most compressed clusters of one request that are read beside each other, so that several processors decompress.
+/// The most compressed clusters of one request that are read at the same time, so that several processors decompress.
 const MAX_COMPRESSED: usize = 8;
 
-/// Most bytes that one piece of a read is looked for in: a layer may say nothing about a gigabyte, entry by entry, each
-/// time that the one below is asked about a little of it.
+/// The most bytes that one lookup of a read covers. A layer may walk a gigabyte of empty entries, each time that the
+/// layer below is asked about a small part.
 const LOOKUP_BYTES: u64 = 2 << 20;
 
 impl Core {
-    /// Writes that go to another chain, too.
+    /// Starts a write that also goes to another chain.
     #[cold]
     fn start_on_both_sides(&mut self, index: usize, op: Op) {
         let flags = self.needed(op.flags());
@@ -61,8 +61,8 @@ impl Core {
                 let flags = self.needed(flags);
                 let chain = &self.shared.chain;
                 let (top, fua) = (chain.top()?, flags.is_fua());
-                // The long way looks after tables that are not durable yet, after what a guessed format must not get, and
-                // after a flush before the data.
+                // The slow path handles tables that are not durable yet, headers that a guessed raw image must not get,
+                // and a flush before the data.
                 let place = match chain.guessed_raw || flags.is_preflush() {
                     true => None,
                     false => top.mapping.begin_overwrite(offset, data.length_bytes() as u64),
@@ -77,7 +77,7 @@ impl Core {
             }
             Op::Flush => self.flush(index),
             Op::Discard { offset, length } => self.discard(index, offset, length),
-            // Layers below and snapshots keep what they hold.
+            // A secure erase is impossible: layers below and snapshots keep their data.
             Op::SecureErase { .. } => Err(IoError::new(block::IoErrorKind::Unsupported)),
             Op::WriteZeroes { offset, length, may_unmap, flags } => {
                 self.write_zeroes(index, offset, length, may_unmap, self.needed(flags))
@@ -85,7 +85,8 @@ impl Core {
         }
     }
 
-    /// What is left to do of a write's flags: without a volatile cache all writes are durable, and no flush is needed.
+    /// Returns the flags that a write still needs. Without a volatile cache, all writes are durable and no flush is
+    /// needed.
     #[inline]
     fn needed(&self, flags: OpFlags) -> OpFlags {
         if self.shared.chain.disk.volatile_cache.load(Ordering::Acquire) { flags } else { OpFlags::FUA }
@@ -148,7 +149,8 @@ impl Core {
             let place = top.mapping.lookup_overwrite(at, left);
             let is_quick = |length_bytes| match fua {
                 false => count < MAX_PIECES,
-                // In one piece it is durable by itself, where the tables that lead there are; several share a flush.
+                // A write in one piece is durable by itself if the tables that lead there are durable. Several pieces
+                // share a flush.
                 true => length_bytes == data.length_bytes() as u64 && chain.is_durable_in_place(),
             };
             match place {
@@ -190,13 +192,13 @@ impl Core {
             return Ok(());
         }
         if !top.file_info().can_discard {
-            // A hint that nobody can follow is not an error.
+            // A hint that the file cannot follow is not an error.
             return Ok(());
         }
         self.push(index, 0, FileOp::Discard { offset, length }, Priority::NONE)
     }
 
-    /// Makes the space of a map the top layer's.
+    /// Publishes a map's space in the top layer.
     pub(super) fn take_over(&mut self, index: usize, map: WriteMap) -> IoResult {
         let offset = map.offset();
         self.shared.chain.check_range(offset, map.length_bytes() as u64)?;
@@ -225,7 +227,7 @@ impl Core {
 fn is_quick(place: &Place) -> bool {
     match place.extent {
         Extent::Data { .. } => true,
-        // Long runs are zeroed in a task, step by step.
+        // A task zeroes long runs, step by step.
         Extent::Zero | Extent::Backing => place.length_bytes <= turn::STEP_BYTES as u64 && !turn::has_moved_enough(),
         Extent::Compressed(_) => false,
     }
