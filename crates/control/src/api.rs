@@ -214,7 +214,7 @@ pub struct Exports {
     pub exports: Vec<Export>,
 }
 
-/// Where a disk is served.
+/// An export of a disk.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Export {

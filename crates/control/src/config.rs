@@ -124,7 +124,7 @@ type Value<'i> = Spanned<DeValue<'i>>;
 struct Reader<'i> {
     text: &'i str,
     path: PathBuf,
-    /// Where relative paths begin.
+    /// The directory where relative paths begin.
     directory: PathBuf,
 }
 

@@ -254,7 +254,7 @@ impl Manager {
         self.disk(name)
     }
 
-    /// Makes a disk larger; its guests are told.
+    /// Makes a disk larger; its guests learn the new size.
     pub fn resize(&self, name: &str, size_bytes: u64) -> Result<Disk> {
         self.daemon.resize(self.node(name)?, size_bytes)?;
         self.events.publish(EventKind::DiskResized, Some(name), None, Some(format!("{size_bytes} bytes")));

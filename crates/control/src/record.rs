@@ -21,7 +21,7 @@ const FILE: &str = "disks.json";
 const NEW_FILE: &str = "disks.json.new";
 const LOCK_FILE: &str = "lock";
 
-/// What is served.
+/// The record of served disks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Record {

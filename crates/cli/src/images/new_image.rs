@@ -117,14 +117,14 @@ pub(crate) struct NewImage {
     pub(crate) version: u32,
     pub(crate) refcount_bits: u32,
     pub(crate) compression: Compression,
-    /// As it was given.
+    /// As the user wrote it.
     pub(crate) compat: Option<String>,
     pub(crate) encryption: Switch,
     pub(crate) lazy_refcounts: Switch,
     pub(crate) extended_l2: Switch,
     pub(crate) data_file: Option<String>,
     pub(crate) data_file_raw: Switch,
-    /// As it was given.
+    /// As the user wrote it.
     pub(crate) preallocation: Option<String>,
     pub(crate) nocow: Switch,
     pub(crate) extent_size_hint: Option<u32>,

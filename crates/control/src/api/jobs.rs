@@ -113,9 +113,9 @@ pub struct Jobs {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Job {
-    /// What names it in calls.
+    /// Its number in calls.
     pub id: u64,
-    /// What it does.
+    /// Its kind.
     pub kind: JobKind,
     /// The disk.
     pub disk: String,

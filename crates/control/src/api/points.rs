@@ -120,7 +120,7 @@ pub struct VmState {
     pub length_bytes: u64,
 }
 
-/// What a backup copies.
+/// The part of the disk that a backup copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BackupMode {
@@ -128,7 +128,7 @@ pub enum BackupMode {
     Full,
     /// The data of the top layer.
     Top,
-    /// What a bitmap calls dirty.
+    /// The data that a bitmap calls dirty.
     Incremental,
 }
 

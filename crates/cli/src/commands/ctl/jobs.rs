@@ -37,7 +37,7 @@ impl AimOf {
     }
 }
 
-/// Where a disk is copied to, and how.
+/// The target and options of a copy of a disk.
 #[derive(clap::Args)]
 pub(super) struct Mirror {
     /// The disk.

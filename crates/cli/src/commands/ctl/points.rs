@@ -8,14 +8,14 @@ use control::api::{
 use drive::parse_size;
 use std::path::{Path, PathBuf};
 
-/// What is copied.
+/// The part of the disk to copy.
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Mode {
     /// All that the guest sees.
     Full,
     /// The data of the top layer; the copy has the same backing file.
     Top,
-    /// What the bitmap calls dirty.
+    /// The data that the bitmap calls dirty.
     Incremental,
 }
 
