@@ -8,7 +8,7 @@
 //! Memory from [`Driver::alloc`] is shared with the device, so operations on it are not copied.
 //!
 //! Two paths lead from a queue to its ring, see [`DriverPath`]. On both, a flush covers every operation that ended
-//! before it, durable writes are durable, and operations that do not fit into the ring wait in order.
+//! before it, and durable writes are durable. Operations that do not fit into the ring wait in order.
 //!
 //! ```no_run
 //! # use {block as ringdisk_block, engine as ringdisk_engine};
