@@ -10,7 +10,7 @@ const REACTORS_MAX: usize = 4;
 /// command.
 const INLINE_BYTES: usize = 4 << 20;
 
-/// Reactor threads, one for each processor, up to [`REACTORS_MAX`].
+/// Reactor threads, one for each processor, up to `REACTORS_MAX`.
 pub(crate) struct Reactors(Vec<ReactorThread>);
 
 impl Reactors {

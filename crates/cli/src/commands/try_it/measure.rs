@@ -70,7 +70,7 @@ impl Side<'_> {
         Ok(report.bytes_per_second)
     }
 
-    /// Writes a pattern that depends on the place to `part`. Returns the state for [`Side::check_pattern`].
+    /// Writes a pattern that depends on the place to `part`. Returns the state for `check_pattern`.
     pub(super) fn write_pattern(&self, part: Part, seed: u64) -> anyhow::Result<VerifyState> {
         let state = self.one_pass(part, 0, Verify::new(seed, Initial::Unknown))?;
         match state {
