@@ -13,7 +13,7 @@
 //!
 //! let daemon = Daemon::start(DaemonConfig::default())?;
 //! daemon.add(&DriveOptions::of_file("disk.qcow2"))?;
-//! // Guests come in at disk.qcow2.sock until somebody asks for the end.
+//! // Guests connect at disk.qcow2.sock until the shutdown.
 //! daemon.shutdown()?;
 //! # Ok::<(), ringdisk_block::Error>(())
 //! ```

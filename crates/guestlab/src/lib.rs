@@ -1,7 +1,7 @@
 //! Real Linux guests on our disks: boots them, gives them work, watches their console, and reads their report.
 //!
-//! This room is at the upper end of a request's path, where the guest is. It uses vhost-user sockets that somebody
-//! serves. `ringdisk try --guest` and the tests use it.
+//! This room is at the upper end of a request's path, where the guest is. It uses vhost-user sockets of a running
+//! server. `ringdisk try --guest` and the tests use it.
 //!
 //! There are two kinds of guest, and neither needs KVM. User Mode Linux ([`GuestKind::Uml`]) is a Linux kernel that
 //! runs as a process and boots in a second. It has one CPU and uses one queue. QEMU ([`GuestKind::Qemu`]) boots a
