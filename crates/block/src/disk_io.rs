@@ -8,7 +8,7 @@ use memory::{AlignedBuf, IoBuf, PoolRc};
 use std::cell::RefCell;
 use std::rc::{Rc, Weak};
 
-/// A queue of a disk on one reactor, shared by the reactor's tasks. It is closed when the last of them drops it.
+/// A queue of a disk on one reactor, shared by the reactor's tasks. The queue is closed when the last of them drops it.
 pub struct DiskIo {
     queue: RefCell<Box<dyn DiskQueue>>,
     /// The tasks that wait, by tag.
