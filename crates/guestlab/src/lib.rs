@@ -7,6 +7,8 @@
 //! a process and boots in a second. It has one CPU and uses one queue. QEMU ([`GuestKind::Qemu`]) boots a Debian kernel with
 //! an initramfs that is built here, with as many CPUs and queues as asked for.
 //!
+//! User Mode Linux can also have a disk of an NBD server, by its kernel's own client over a network in user space.
+//!
 //! Both run the same script (`script`): make ext4 on each disk, write files, read them back with checksums, let `fio`
 //! write and verify in parallel, trim, mount again, and power off. Their console is read line by line. A guest that is not
 //! done in time is killed. [`verify_image`] lets other projects' tools judge what a guest left behind.
@@ -37,6 +39,6 @@ mod uml;
 
 pub use image_check::{ImageFormat, verify_image};
 pub use monitor::Monitor;
-pub use options::{GuestKind, GuestOptions, GuestWork, MeasureJob};
+pub use options::{GuestKind, GuestOptions, GuestWork, MeasureJob, NbdDisk};
 pub use report::{DiskReport, FioReport, GuestReport};
 pub use run::{check_tools, run};
