@@ -316,8 +316,8 @@ impl<'a, 'w> Job<'a, 'w> {
         self.io.flush().await
     }
 
-    /// Before the first write. What was read is made durable: a program that died may have left tables that are not, and
-    /// what is written now relies on them. What we know nothing about is not kept up to date by us.
+    /// Before the first write. What was read is made durable: a program that died, or a sync that failed, may have left
+    /// tables or a header that are not, and what is written now relies on them. What we know nothing about is not kept up to date by us.
     async fn begin_writing(&mut self) -> IoResult {
         if self.started {
             return Ok(());
@@ -325,7 +325,7 @@ impl<'a, 'w> Job<'a, 'w> {
         if let Some(data) = self.io.data() {
             data.start(FileOp::Flush).await?;
         }
-        self.io.flush().await?;
+        settle_header(self.io).await?;
         self.started = true;
         let known = self.header.autoclear_features & AUTOCLEAR_KNOWN;
         if known == self.header.autoclear_features {
@@ -366,6 +366,14 @@ impl<'a, 'w> Job<'a, 'w> {
         self.io.write(0, sector).await?;
         self.io.flush().await
     }
+}
+
+/// Makes the header that is read the one that is there. After a sync that failed the storage may have another one than the
+/// page cache shows, and no later sync would write it unless it is written again.
+pub(crate) async fn settle_header(io: &MetaIo) -> IoResult {
+    let sector = io.read(0, HEADER_SECTOR_BYTES, PastEnd::Fails).await?;
+    io.write(0, sector).await?;
+    io.flush().await
 }
 
 /// What [`recount`] has found.
