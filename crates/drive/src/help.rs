@@ -1,7 +1,7 @@
 //! The keys of a drive, and what each takes: the table of docs/drive-options.md, which a test compares.
 
 /// Each key, and what it takes.
-const KEYS: [(&str, &str); 41] = [
+const KEYS: [(&str, &str); 43] = [
     ("file", "the image: a path, `host_device:/dev/sdb`, or `fd:3` for a descriptor that the program was given"),
     (
         "format",
@@ -53,6 +53,11 @@ const KEYS: [(&str, &str); 41] = [
     ),
     ("sqpoll", "`on`: with io_uring, a thread of the kernel submits requests"),
     ("fixed-buffers", "`on`: with io_uring, guest memory is registered with the kernel"),
+    (
+        "guest-memory",
+        "what the guest's memory may lie in: `ram` (memfd, tmpfs, huge pages), `locked` (the same, and it is never swapped out), `any`. `ram` by default",
+    ),
+    ("guest-memory-max", "the most memory that a guest's monitor may share (`4G`)"),
     ("filter", "changes what happens to requests above the image (see `filter=?`). May be given several times"),
     (
         "on-error",

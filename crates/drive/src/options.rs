@@ -9,6 +9,7 @@ use crate::size::parse_size;
 use block::{Error, ErrorKind, Result};
 use engine::{CacheMode, EngineKind};
 use image::{ErrorPolicy, FileName, Format};
+use memory::Placement;
 use nix::unistd::Group;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
@@ -119,6 +120,10 @@ pub struct ExportOptions {
     pub shown: ShownOptions,
     /// The guest's memory is registered with io_uring, which pins it.
     pub fixed_buffers: bool,
+    /// What the guest's memory may lie in.
+    pub guest_memory: Placement,
+    /// The most memory that a guest's monitor may share.
+    pub guest_memory_max_bytes: Option<u64>,
     /// How long a reactor without work looks for more before it sleeps. Reactors serve queues of all exports, so the
     /// longest time holds for all (see `Daemon::poll_max_us_of`).
     pub poll_max_us: Option<u32>,
@@ -268,6 +273,11 @@ impl DriveOptions {
             "sync" => disk.sync = one_of(key, value, &SWITCH)?,
             "sqpoll" => disk.sqpoll = one_of(key, value, &SWITCH)?,
             "fixed-buffers" => export.fixed_buffers = one_of(key, value, &SWITCH)?,
+            "guest-memory" => export.guest_memory = one_of(key, value, &Placement::NAMES)?,
+            "guest-memory-max" => {
+                let bytes = parse_size(value).map_err(|error| error.in_context(key.as_str()))?;
+                export.guest_memory_max_bytes = Some(bytes);
+            }
             "packed" => export.packed = one_of(key, value, &SWITCH)?,
             "readonly" => disk.read_only = one_of(key, value, &SWITCH)?,
             "snapshot" => disk.snapshot = one_of(key, value, &SWITCH)?,
@@ -408,6 +418,7 @@ fn values_of(key: &str) -> Option<Vec<&'static str>> {
         "engine" => Some(EngineKind::NAMES.to_vec()),
         "cache" => Some(CacheMode::NAMES.to_vec()),
         "on-error" | "on-no-space" => Some(names(&ErrorPolicy::NAMES)),
+        "guest-memory" => Some(names(&Placement::NAMES)),
         "sync" | "sqpoll" | "fixed-buffers" | "packed" | "secure-erase" | "write-cache" | "readonly" | "snapshot" => {
             Some(names(&SWITCH))
         }
@@ -545,7 +556,7 @@ mod tests {
     fn every_key_is_read() {
         let read = drive(
             "name=root.0,file=a,,b.img,format=qcow2,engine=io_uring,cache=none,serial=disk 1,readonly=on,snapshot=off,\
-             sync=on,sqpoll=on,fixed-buffers=on,secure-erase=on,\
+             sync=on,sqpoll=on,fixed-buffers=on,guest-memory=locked,guest-memory-max=4G,secure-erase=on,\
              queues=4,queue-size=256,packed=on,poll-max-us=0,write-cache=off,media=disk,cyls=1,heads=2,secs=3,\
              logical-block-size=4k,physical-block-size=8k,alignment-offset=4k,min-io-size=16k,opt-io-size=1M,\
              discard-granularity=64k,size-max=128k,seg-max=64,delay-ms=3,on-error=hold,on-no-space=hold,\
@@ -600,6 +611,8 @@ mod tests {
                     write_cache: Some(false),
                 },
                 fixed_buffers: true,
+                guest_memory: Placement::Locked,
+                guest_memory_max_bytes: Some(4 << 30),
                 poll_max_us: Some(0),
             },
         };

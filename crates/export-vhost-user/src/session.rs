@@ -4,7 +4,7 @@
 //! addresses are known. Whatever changes what a running ring uses stops it first: no more requests are taken, those in
 //! flight are awaited, then the change is made and the ring goes on where it was.
 
-use crate::memory_table::{MAX_REGIONS, MemoryTable};
+use crate::memory_table::{MAX_REGIONS, MemoryRules, MemoryTable};
 use crate::notifier::{Blocked, Notifier, Purpose, check_kind, seal};
 use crate::queue_fds::QueueFds;
 use crate::running_rings::RunningRings;
@@ -126,6 +126,8 @@ pub(crate) struct Served {
     pub(crate) first_reactor: usize,
     /// The peers' memory is to be registered with the engines.
     pub(crate) fixed_buffers: bool,
+    /// What their memory has to be.
+    pub(crate) memory_rules: MemoryRules,
     /// The rings that run.
     pub(crate) running: RunningRings,
     /// What the peers may map, one after the other.
@@ -147,7 +149,7 @@ pub(crate) struct Session {
 impl Session {
     pub(crate) fn new(served: Arc<Served>, events: Arc<SessionEvents>) -> Self {
         let rings = served.failed_starts.iter().map(|_| Ring::default()).collect();
-        let table = MemoryTable::new(&served.share);
+        let table = MemoryTable::new(&served.share, served.memory_rules);
         Self { served, events, acked_features: 0, table, memory: Arc::default(), rings }
     }
 
@@ -438,7 +440,7 @@ impl Session {
         self.settle();
         self.stop_where(|_| true);
         self.rings.clear();
-        self.table = MemoryTable::new(&self.served.share);
+        self.table = MemoryTable::new(&self.served.share, self.served.memory_rules);
         self.memory = Arc::default();
     }
 }
