@@ -1,18 +1,18 @@
 //! Changes one operator or return value of the code that guards data at a time, and runs the tests on each change: a thin
 //! wrapper of cargo-mutants. A sample, drawn by a seed, because all of them take days.
 //!
-//! First the unit tests run on each change, which is quick. Then all tests of the crates that rest on the changed code run on
-//! what those have missed.
+//! All tests of the crates that rest on the changed code run on each change, or with `--unit` the unit tests of its crate.
 
 use crate::command::Program;
 use crate::workspace;
 use anyhow::{Context, Result, bail};
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The code that guards data: files and folders, and the crates whose tests must notice a change.
-const GUARDS: [(&str, &[&str], &[&str]); 6] = [
+/// Code that guards data: its room, files there, and the crates whose tests must notice a change.
+type Guard = (&'static str, &'static [&'static str], &'static [&'static str]);
+
+const GUARDS: [Guard; 6] = [
     (
         "format-qcow2",
         &[
@@ -60,7 +60,7 @@ pub(crate) struct MutantsArguments {
     /// Only changes in this file, from the root of the tree. May be repeated [default: the code that guards data].
     #[arg(long, value_name = "FILE")]
     file: Vec<PathBuf>,
-    /// How many changes; all of them if there are fewer.
+    /// About how many changes; all of them if there are fewer.
     #[arg(long, value_name = "N", default_value_t = 50)]
     sample: usize,
     /// Which ones.
@@ -69,6 +69,9 @@ pub(crate) struct MutantsArguments {
     /// How long the tests of one change may take, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     timeout: u64,
+    /// Run only the unit tests of the crate that is changed, which is quick.
+    #[arg(long)]
+    unit: bool,
     /// Change the tree itself, and put it back afterwards. What is built there is used. Nobody may work in it meanwhile.
     #[arg(long)]
     in_place: bool,
@@ -80,13 +83,6 @@ pub(crate) struct MutantsArguments {
     output: PathBuf,
 }
 
-/// One change, as cargo-mutants names it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Mutant {
-    name: String,
-    guard: usize,
-}
-
 /// Which of the changes met which end.
 #[derive(Debug, Default)]
 struct Ends {
@@ -96,25 +92,46 @@ struct Ends {
     missed: Vec<String>,
 }
 
+/// A part of the changes: cargo-mutants takes every `of`th one, beginning with number `index`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shard {
+    index: u64,
+    of: u64,
+}
+
+impl Shard {
+    /// A part that has about `sample` of `total` changes.
+    fn of_seed(total: usize, sample: usize, seed: u64) -> Self {
+        let of = (total / sample.max(1)).max(1) as u64;
+        Self { index: seed % of, of }
+    }
+}
+
 pub(crate) fn run(arguments: &MutantsArguments) -> Result<()> {
     if !Program::cargo().args(["mutants", "--version"]).succeeds() {
         bail!("cargo-mutants is not there: cargo install cargo-mutants");
     }
-    let all = mutants(&arguments.file)?;
-    let count = all.len();
-    let sample = drawn(all, arguments.sample, arguments.seed);
-    println!("{} of {count} changes, by seed {}", sample.len(), arguments.seed);
-    if arguments.list {
-        sample.iter().for_each(|mutant| println!("{}", mutant.name));
-        return Ok(());
+    let guards: Vec<(&Guard, Vec<PathBuf>)> =
+        GUARDS.iter().map(|guard| (guard, files(guard, &arguments.file))).collect();
+    let mut total = 0;
+    for (guard, files) in guards.iter().filter(|(_, files)| !files.is_empty()) {
+        total += list(guard, files, None)?.lines().count();
     }
-    let mut by_guard: BTreeMap<usize, Vec<String>> = BTreeMap::new();
-    sample.into_iter().for_each(|mutant| by_guard.entry(mutant.guard).or_default().push(mutant.name));
+    if total == 0 {
+        bail!("there is nothing to change in these files, or they lie in no room that is known here");
+    }
+    let shard = Shard::of_seed(total, arguments.sample, arguments.seed);
+    println!("one of {} of {total} changes, by seed {}", shard.of, arguments.seed);
     let mut ends = Ends::default();
-    for (guard, names) in by_guard {
-        ends.take(try_all(arguments, guard, &names)?);
-        // A long run that is stopped has said something.
-        ends.print();
+    for (guard, files) in guards.iter().filter(|(_, files)| !files.is_empty()) {
+        match arguments.list {
+            true => print!("{}", list(guard, files, Some(shard))?),
+            false => {
+                ends.take(try_all(arguments, guard, files, shard)?);
+                // A long run that is stopped has said something.
+                ends.print();
+            }
+        }
     }
     match ends.missed.is_empty() {
         true => Ok(()),
@@ -122,105 +139,55 @@ pub(crate) fn run(arguments: &MutantsArguments) -> Result<()> {
     }
 }
 
-/// All changes in these files, or in the code that guards data.
-fn mutants(files: &[PathBuf]) -> Result<Vec<Mutant>> {
-    let mut found = Vec::new();
-    for (guard, (room, guarded, _)) in GUARDS.iter().enumerate() {
-        let source = Path::new("crates").join(room).join("src");
-        let wanted: Vec<PathBuf> = match files {
-            [] => guarded.iter().map(|file| source.join(file)).collect(),
-            files => files.iter().filter(|file| file.starts_with(&source)).cloned().collect(),
-        };
-        if wanted.is_empty() {
-            continue;
-        }
-        let mut words = vec!["mutants".to_owned(), "--list".to_owned(), format!("--package=ringdisk-{room}")];
-        words.extend(wanted.iter().map(|file| format!("--file={}", file.display())));
-        let list = Program::cargo().args(words).output_text()?;
-        found.extend(list.lines().map(|name| Mutant { name: name.to_owned(), guard }));
-    }
-    match found.is_empty() {
-        true => bail!("there is nothing to change in these files, or they lie in no room that is known here"),
-        false => Ok(found),
+/// The files of a room that are to be changed.
+fn files((room, guarded, _): &Guard, only: &[PathBuf]) -> Vec<PathBuf> {
+    let source = Path::new("crates").join(room).join("src");
+    match only {
+        [] => guarded.iter().map(|file| source.join(file)).collect(),
+        only => only.iter().filter(|file| file.starts_with(&source)).cloned().collect(),
     }
 }
 
-/// `count` of them, in the order that the seed gives.
-fn drawn(mut all: Vec<Mutant>, count: usize, seed: u64) -> Vec<Mutant> {
-    let mut state = seed;
-    let mut next = || {
-        // SplitMix64.
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    };
-    let count = count.min(all.len());
-    for index in 0..count {
-        let left = (all.len() - index) as u64;
-        all.swap(index, index + (next() % left) as usize);
-    }
-    all.truncate(count);
-    all
+fn words((room, ..): &Guard, files: &[PathBuf], shard: Option<Shard>) -> Vec<String> {
+    let mut words = vec!["mutants".to_owned(), format!("--package=ringdisk-{room}")];
+    words.extend(files.iter().map(|file| format!("--file={}", file.display())));
+    words.extend(
+        shard
+            .into_iter()
+            .flat_map(|Shard { index, of }| [format!("--shard={index}/{of}"), "--sharding=round-robin".to_owned()]),
+    );
+    words
 }
 
-/// The unit tests on all of these changes of one room, and then the rest of the tests on those that were missed.
-fn try_all(arguments: &MutantsArguments, guard: usize, names: &[String]) -> Result<Ends> {
-    let (room, _, packages) = GUARDS[guard];
-    let own = format!("ringdisk-{room}");
-    let mut ends = try_with(arguments, guard, names, "unit", &[own.as_str()], &["--lib"])?;
-    let missed = std::mem::take(&mut ends.missed);
-    if !missed.is_empty() {
-        println!("{} are left for the other tests", missed.len());
-        ends.take(try_with(arguments, guard, &missed, "all", packages, &[])?);
-    }
-    Ok(ends)
+/// The changes, a line each.
+fn list(guard: &Guard, files: &[PathBuf], shard: Option<Shard>) -> Result<String> {
+    let mut words = words(guard, files, shard);
+    words.push("--list".to_owned());
+    Program::cargo().args(words).output_text()
 }
 
-fn try_with(
-    arguments: &MutantsArguments,
-    guard: usize,
-    names: &[String],
-    which: &str,
-    packages: &[&str],
-    test_words: &[&str],
-) -> Result<Ends> {
-    let (room, ..) = GUARDS[guard];
-    let output = workspace::root().join(&arguments.output).join(format!("{room}-{which}"));
+/// Runs the tests on each change of a part of those of one room.
+fn try_all(arguments: &MutantsArguments, guard: &Guard, files: &[PathBuf], shard: Shard) -> Result<Ends> {
+    let (room, _, packages) = guard;
+    let output = workspace::root().join(&arguments.output).join(room);
     std::fs::create_dir_all(&output).with_context(|| format!("cannot make '{}'", output.display()))?;
-    let mut words: Vec<String> =
-        ["mutants", "--no-shuffle", "--baseline=skip", "--colors=never"].map(str::to_owned).to_vec();
-    words.push(format!("--package=ringdisk-{room}"));
+    let own = [format!("ringdisk-{room}")];
+    let packages: Vec<&str> = match arguments.unit {
+        true => own.iter().map(String::as_str).collect(),
+        false => packages.to_vec(),
+    };
+    let mut words = words(guard, files, Some(shard));
+    words.extend(["--baseline=skip", "--colors=never"].map(str::to_owned));
     words.push(format!("--timeout={}", arguments.timeout));
     words.push(format!("--output={}", output.display()));
     words.extend(arguments.in_place.then(|| "--in-place".to_owned()));
     words.extend(packages.iter().map(|package| format!("--test-package={package}")));
-    words.extend(names.iter().map(|name| format!("--re=^{}$", escaped(name))));
-    if !test_words.is_empty() {
-        words.push("--".to_owned());
-        words.extend(test_words.iter().map(|word| (*word).to_owned()));
+    if arguments.unit {
+        words.extend(["--", "--lib"].map(str::to_owned));
     }
-    // Its status says whether some were missed, too.
-    let watched = Program::cargo().args(words).limit(LIMIT).watch()?;
-    let ends = Ends::read(&output.join("mutants.out"))?;
-    let count = ends.caught.len() + ends.timed_out.len() + ends.unviable.len() + ends.missed.len();
-    if count != names.len() {
-        bail!("cargo-mutants tried {count} of {} changes ({})", names.len(), watched.status);
-    }
-    Ok(ends)
-}
-
-/// The text as a regular expression that matches it and nothing else.
-fn escaped(text: &str) -> String {
-    let mut pattern = String::new();
-    for char in text.chars() {
-        // Before other characters a backslash may mean something.
-        if r"\.+*?()|[]{}^$".contains(char) {
-            pattern.push('\\');
-        }
-        pattern.push(char);
-    }
-    pattern
+    // Its status only says whether some were missed.
+    Program::cargo().args(words).limit(LIMIT).watch()?;
+    Ends::read(&output.join("mutants.out"))
 }
 
 impl Ends {
@@ -257,27 +224,11 @@ impl Ends {
 mod tests {
     use super::*;
 
-    fn mutants(count: usize) -> Vec<Mutant> {
-        (0..count).map(|number| Mutant { name: number.to_string(), guard: 0 }).collect()
-    }
-
     #[test]
-    fn a_seed_draws_the_same_sample_again_and_another_one_another() {
-        let draw = |seed| drawn(mutants(1000), 20, seed);
-        assert_eq!(draw(1), draw(1));
-        assert_ne!(draw(1), draw(2));
-        let mut names: Vec<String> = draw(3).into_iter().map(|mutant| mutant.name).collect();
-        names.sort();
-        names.dedup();
-        assert_eq!(names.len(), 20);
-        assert_eq!(drawn(mutants(5), 20, 1).len(), 5);
-    }
-
-    #[test]
-    fn a_name_is_matched_as_it_is() {
-        assert_eq!(
-            escaped("a/b.rs:1:2: replace a || b -> Option<[u64]>"),
-            r"a/b\.rs:1:2: replace a \|\| b -> Option<\[u64\]>"
-        );
+    fn a_seed_chooses_a_part_of_about_the_size_that_was_asked_for() {
+        assert_eq!(Shard::of_seed(1000, 50, 1), Shard { index: 1, of: 20 });
+        assert_eq!(Shard::of_seed(1000, 50, 21), Shard { index: 1, of: 20 });
+        assert_eq!(Shard::of_seed(5, 50, 3), Shard { index: 0, of: 1 });
+        assert_eq!(Shard::of_seed(5, 0, 3), Shard { index: 3, of: 5 });
     }
 }
