@@ -1,7 +1,8 @@
 //! A disk: its control plane ([`Disk`], shared) and its data plane ([`DiskQueue`], one thread each).
 
 use crate::{
-    Completion, DiskListener, Op, OpFlags, Parts, ReactorCtx, ReadMap, Result, Run, Runs, StatusQuery, Tag, WriteMap,
+    Completion, DiskListener, IoResult, Op, OpFlags, Parts, ReactorCtx, ReadMap, Result, Run, Runs, StatusQuery, Tag,
+    WriteMap,
 };
 use std::rc::Rc;
 use std::sync::Weak;
@@ -138,8 +139,11 @@ pub trait DiskQueue {
     fn submit(&mut self, tag: Tag, op: Op);
 
     /// Commits the new bytes of a range, which is a write like others. A disk that gave space for them takes that over.
-    fn submit_map(&mut self, tag: Tag, map: WriteMap) {
-        self.submit(tag, map.into_op(OpFlags::NONE));
+    ///
+    /// An error is for bytes that cannot be had any more: nothing was submitted then, and no completion comes.
+    fn submit_map(&mut self, tag: Tag, map: WriteMap) -> IoResult {
+        self.submit(tag, map.into_op(OpFlags::NONE)?);
+        Ok(())
     }
 
     /// Appends the completions since the last call to `done`, and returns their number.
