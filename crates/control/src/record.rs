@@ -3,9 +3,10 @@
 //! The record is written before a call is answered, and durable then: a new file beside the old one, synced, renamed, and
 //! the directory synced. A power cut leaves the old record or the new one.
 
-use crate::api::AddExport;
+use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
+use daemon::absolute;
 use image::FileName;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -161,6 +162,13 @@ impl RecordedDisk {
         self.former_tops.push(Top { file, format: self.options.get("format").map(str::to_owned) });
         self.options.set("file", overlay);
         self.options.set("format", "qcow2");
+    }
+
+    /// Layers below its file were its tops, the last one first.
+    pub(crate) fn rests_on_former_tops(&mut self, tops: Vec<FormerTop>) {
+        let tops = tops.into_iter().rev();
+        let top = |top: FormerTop| Top { file: absolute(&top.file).to_string_lossy().into_owned(), format: top.format };
+        self.former_tops = tops.map(top).collect();
     }
 
     /// A scratch overlay that is kept becomes the top by its own name: what is put on it rests on it, and not on its image.
