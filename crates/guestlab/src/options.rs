@@ -45,6 +45,14 @@ pub enum GuestWork {
         /// [`crate::Monitor`]. Files that were there before must be whole after it.
         resets: u32,
     },
+    /// Makes a file system on each disk, with a tree of so many MiB in it: large files and small ones.
+    MakeTree {
+        /// How large the tree is.
+        mib: u32,
+    },
+    /// Copies that tree within its file system, from the disk to the disk, and compares the two. The fact `copy-ms` says how
+    /// long the copy took, until it was durable, on the guest's clock.
+    CopyTree,
     /// Measures each disk in turn with fio, and overwrites it.
     Measure {
         /// What to measure.
