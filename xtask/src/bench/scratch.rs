@@ -3,6 +3,7 @@
 //! is written goes to memory as well. Every side is made anew for each measurement.
 
 use super::BenchArguments;
+use super::maps;
 use super::measure::{Tools, bench, escaped, number, qemu, serve, socket_path, version, with_server};
 use super::statistics::{median, ratios};
 use crate::command::Program;
@@ -13,6 +14,17 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const BASE_BYTES: usize = 1 << 30;
+
+/// What `--filter` calls the table of `maps`.
+const MAPS: &str = "maps";
+const MAPS_INTRODUCTION: &str = "
+## Maps
+
+Instructions a request in user space, as callgrind counts them, of a disk in the same process: `Disk::map_read` and
+`Disk::map_write` ([how](decisions/0095-maps.md)) beside reads and writes. In both, the bytes end in, or come from, memory of the caller's.
+Where the disk has no space at hand for a map, a request does it.
+
+";
 
 /// A load: what comes first, and what is measured.
 struct Load {
@@ -154,9 +166,12 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
         arguments.filter.is_empty() || arguments.filter.iter().any(|text| load.name.contains(text.as_str()))
     };
     let loads: Vec<&Load> = LOADS.iter().filter(is_chosen).collect();
-    ensure!(!loads.is_empty(), "no load has such a name: {}", LOADS.map(|load| load.name).join("; "));
+    let with_maps = arguments.filter.is_empty() || arguments.filter.iter().any(|text| MAPS.contains(text.as_str()));
+    let names = || LOADS.map(|load| load.name).join("; ");
+    ensure!(with_maps || !loads.is_empty(), "no load has such a name: {}; {MAPS}", names());
     if arguments.list {
         loads.iter().for_each(|load| println!("{}", load.name));
+        println!("{MAPS}");
         return Ok(());
     }
     let files = Files::create()?;
@@ -174,7 +189,11 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
         println!("{}: {:.2} of QEMU, {:.2} of qcow2", load.name, row.ratio(1).0, row.ratio(2).0);
         rows.push(row);
     }
-    let text = page(&rows, arguments)?;
+    let mut text = if rows.is_empty() { String::new() } else { page(&rows, arguments)? };
+    if with_maps {
+        text += MAPS_INTRODUCTION;
+        text += &maps::table(&tools, files.directory.path(), arguments.seconds < 1.0)?;
+    }
     let output = match (&arguments.output, arguments.filter.is_empty()) {
         (Some(path), _) => path.clone(),
         (None, true) => workspace::root().join("docs/benchmarks-scratch.md"),
