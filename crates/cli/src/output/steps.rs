@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 /// Whether and how it is shown.
 #[derive(clap::Args)]
 pub(crate) struct StepsArgs {
-    /// Say nothing but errors.
+    /// Print nothing except errors.
     #[arg(short, long)]
     pub(crate) quiet: bool,
-    /// Show progress even where standard error is not a terminal.
+    /// Show progress even if standard error is not a terminal.
     #[arg(short = 'p')]
     show: bool,
-    /// Write progress to standard error as lines of JSON; without a form as -p does.
+    /// Write progress to standard error, as lines of JSON; without a value as -p does.
     #[arg(long, value_enum, value_name = "FORM", num_args = 0..=1, require_equals = true, default_missing_value = "text")]
     progress: Option<Form>,
 }
@@ -62,7 +62,7 @@ impl Shown {
             })
             .to_string(),
         };
-        // Nobody can be told that standard error is gone.
+        // If standard error is gone, the message is lost.
         let _ = writeln!(std::io::stderr(), "{line}");
     }
 }
