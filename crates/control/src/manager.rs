@@ -134,22 +134,21 @@ impl Manager {
         let options = absolute_file(request.options)?;
         let mut drive = options.to_drive()?;
         drive.disk.former_tops = request.former_tops.len();
+        let tops = request.former_tops;
         let Some(overlay) = request.overlay else {
             let disk = self.add(&drive, Some(options), request.export, None)?;
-            self.record_former_tops(&disk.name, request.former_tops)?;
+            self.record_former_tops(&disk.name, tops).inspect_err(|_| self.undo_add_of(&disk.name))?;
             return Ok(disk);
         };
         let name = self.add(&drive, Some(options), false, None)?.name;
-        self.record_former_tops(&name, request.former_tops)?;
-        let put_on = self.snapshot(&[Overlay { disk: name.clone(), overlay }]);
+        let recorded = self.record_former_tops(&name, tops);
+        let put_on = recorded.and_then(|()| self.snapshot(&[Overlay { disk: name.clone(), overlay }]));
         let served = put_on.and_then(|_| match request.export {
             true => self.export_as_added(&name, &drive),
             false => Ok(()),
         });
         if let Err(error) = served {
-            if let Err(second) = self.remove_disk(&name, true) {
-                tracing::error!("{second}");
-            }
+            self.undo_add_of(&name);
             return Err(error);
         }
         self.disk(&name)
@@ -234,6 +233,12 @@ impl Manager {
             self.events.publish(EventKind::ExportAdded, Some(&name), Some(id.number()), None);
         }
         self.disk(&name)
+    }
+
+    fn undo_add_of(&self, name: &str) {
+        if let Err(error) = self.remove_disk(name, true) {
+            tracing::error!("{error}");
+        }
     }
 
     fn undo_add(&self, node: NodeId) {
