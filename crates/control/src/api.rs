@@ -155,6 +155,21 @@ pub struct AddDisk {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub overlay: Option<PathBuf>,
+    /// Layers below its file that were its top before, the next one first: what is above can be taken back into them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub former_tops: Vec<FormerTop>,
+}
+
+/// A layer of a disk that was its top before.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FormerTop {
+    /// Its file.
+    #[schema(value_type = String)]
+    pub file: PathBuf,
+    /// The format of that file; guessed if it is left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
 }
 
 fn yes() -> bool {
