@@ -327,6 +327,12 @@ impl Daemon {
         Ok(self.table.find(node)?.disk.hold.clone())
     }
 
+    /// A number for an export that could not begin, by which whoever keeps it can name it.
+    #[must_use]
+    pub fn spare_export_id(&self) -> ExportId {
+        self.table.spare_export_id()
+    }
+
     /// The exports of all disks, in the order in which they were added.
     #[must_use]
     pub fn exports(&self) -> Vec<ExportStatus> {

@@ -1,11 +1,18 @@
 //! Exports that were asked for: what the daemon makes of them, and how they are told of.
 
 use super::{Manager, counters_of, lock};
-use crate::api::{AddExport, AddNbd, AddTls, Export, NbdExport};
+use crate::api::{AddExport, AddNbd, AddTls, Export, FailedExport, NbdExport};
 use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
 use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, absolute};
 use drive::ExportOptions;
+
+/// A recorded export that could not begin.
+pub(super) struct NotServed {
+    pub(super) id: u64,
+    pub(super) request: AddExport,
+    error: String,
+}
 
 impl Manager {
     /// Begins an export.
@@ -25,20 +32,35 @@ impl Manager {
                 Ok(id) => drop(lock(&self.exports).insert(id, Some(export.clone()))),
                 Err(error) => {
                     tracing::error!(disk = %disk.name, "an export is not served: {error}");
-                    lock(&self.failed_exports).push((export.clone(), error.to_string()));
+                    let (id, request) = (self.daemon.spare_export_id().number(), export.clone());
+                    lock(&self.failed_exports).push(NotServed { id, request, error: error.to_string() });
                 }
             }
         }
     }
 
-    /// Takes an export that could not be served since the start out of the record.
-    pub(super) fn forget_failed_export(&self, export: &AddExport) -> Result<()> {
-        lock(&self.failed_exports).retain(|(other, _)| other != export);
+    /// Recorded exports that could not begin since the start.
+    #[must_use]
+    pub fn failed_exports(&self) -> Vec<FailedExport> {
+        let to_failed = |NotServed { id, request, error }: &NotServed| FailedExport {
+            id: *id,
+            disk: request.disk.clone(),
+            error: error.clone(),
+        };
+        lock(&self.failed_exports).iter().map(to_failed).collect()
+    }
+
+    /// Takes an export that could not begin since the start out of the record; the name of its disk, if there is one.
+    pub(super) fn forget_failed_export(&self, is_it: impl Fn(&NotServed) -> bool) -> Result<Option<String>> {
+        let found = lock(&self.failed_exports).iter().find(|export| is_it(export)).map(|export| export.request.clone());
+        let Some(request) = found else { return Ok(None) };
         self.records.change(|record| {
-            if let Some(disk) = record.disk_mut(&export.disk) {
-                disk.exports.retain(|other| other != export);
+            if let Some(disk) = record.disk_mut(&request.disk) {
+                disk.exports.retain(|other| *other != request);
             }
-        })
+        })?;
+        lock(&self.failed_exports).retain(|export| export.request != request);
+        Ok(Some(request.disk))
     }
 
     fn restore_export(&self, node: NodeId, request: &AddExport) -> Result<ExportId> {

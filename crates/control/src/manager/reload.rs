@@ -172,7 +172,7 @@ impl Manager {
                 Some(id) => {
                     self.remove_export(id).map_err(|failure| Error::new(ErrorKind::BadOption, failure.0.message))?;
                 }
-                None => self.forget_failed_export(gone)?,
+                None => drop(self.forget_failed_export(|export| export.request == *gone)?),
             }
         }
         let added = new.exports.iter().filter(|export| !old.exports.contains(export));
