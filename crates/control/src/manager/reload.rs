@@ -1,5 +1,6 @@
 //! The configuration file is read again: what differs is added, removed and changed, while other disks run.
 
+use super::restore::keep_usual_socket;
 use super::{Configured, Manager, absolute_file, lock};
 use crate::api::{AddExport, EventKind, FailedDisk, Reloaded};
 use crate::config::Config;
@@ -206,6 +207,7 @@ impl Manager {
         let recorded = self.records.current();
         let layered = recorded.disk(given.name().unwrap_or_default());
         if let Some(disk) = layered.filter(|disk| disk.has_layers_on(options.get("file"))) {
+            keep_usual_socket(&mut given.drive.export, &given.drive.disk);
             options = disk.with_own_top(options);
             let own = options.to_drive()?.disk;
             let disk = &mut given.drive.disk;
