@@ -5,7 +5,7 @@
 //!   every drive has. Sectors move through the bus's data windows.
 //! * [`Sectors`]: the storage of a drive. [`DiskSectors`] stores on any [`block::Disk`], through a reactor.
 //!
-//! A command ends within the guest's access: whoever calls the bus waits for the disk, as the guest's processor does.
+//! A command ends within the guest's access: the caller of the bus waits for the disk, as the guest's processor does.
 //! Single sectors are slow on any storage, so a read fetches up to 64 KiB ahead within its command.
 
 #![forbid(unsafe_code)]

@@ -70,9 +70,9 @@ pub struct Run {
     pub zero: bool,
     /// A layer keeps data for them. If `zero` is set as well, they lie in a hole of the layer's file.
     pub data: bool,
-    /// They lie in compressed clusters.
+    /// The bytes lie in compressed clusters.
     pub compressed: bool,
-    /// Where they lie in that layer's file.
+    /// Offset of the bytes in that layer's file.
     pub offset: Option<u64>,
 }
 

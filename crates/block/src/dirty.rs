@@ -10,7 +10,7 @@ pub trait DirtyBitmaps: Send + Sync {
     fn dirty_bitmap(&self, name: &str) -> Result<DirtyMap>;
 }
 
-/// A bit for each granule of a disk, the first in the lowest bit of the first byte: set where it was written.
+/// A bit for each granule of a disk, set if the granule was written. The first is the lowest bit of the first byte.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DirtyMap {

@@ -48,9 +48,9 @@ pub struct DiskInfo {
     pub volatile_cache: bool,
     /// Whether discard has an effect.
     pub discard: bool,
-    /// Best alignment and granularity of discard in bytes; zero where discard does nothing.
+    /// Best alignment and granularity of discard in bytes; zero if discard does nothing.
     pub discard_granularity_bytes: u32,
-    /// Whether write-zeroes is served (it always is where writes are; false for read-only disks).
+    /// Whether write-zeroes is served. True for all disks but read-only ones.
     pub write_zeroes: bool,
     /// What `GET_ID` answers, at most 20 bytes; empty if there is none.
     pub serial: String,
@@ -60,8 +60,8 @@ pub struct DiskInfo {
 ///
 /// Contract: a disk serves any number of queues on any threads at once; a flush on one covers writes completed on all.
 /// Nothing that a guest submits may panic. Overlapping requests in flight at once may be carried out in any order. Two
-/// writes never tear a sector between them; a read that overlaps a write may see any part of it (the kernel's page
-/// cache copies without a lock).
+/// writes never tear a sector between them. A read that overlaps a write may see any part of it, because the kernel's
+/// page cache copies without a lock.
 pub trait Disk: Send + Sync {
     /// Returns the disk's properties.
     fn info(&self) -> DiskInfo;

@@ -83,8 +83,7 @@ impl DiskIo {
     }
 }
 
-/// Takes the bytes back from a buffer whose operation has ended. They are copied if somebody else still holds the
-/// buffer.
+/// Takes the bytes back from a buffer whose operation has ended. They are copied if the buffer has another handle.
 pub fn reclaim(buf: IoBuf) -> AlignedBuf {
     buf.into_aligned().unwrap_or_else(|shared| AlignedBuf::copy_of(&shared.whole().to_vec()))
 }

@@ -1,9 +1,9 @@
 //! When a freed host cluster may be used again: only after every operation that was resolved before the free has
 //! completed, on every queue. Otherwise a write in flight lands in a stranger's data.
 //!
-//! Each queue is a [`Participant`] and publishes the epoch of its oldest operation in flight. Retiring a cluster moves
-//! the image's epoch on and notes the old one; the cluster is safe once no queue publishes that epoch or an older one.
-//! An operation begun while others are in flight costs two loads; only the step from idle to busy costs a fence.
+//! Each queue is a [`Participant`] and publishes the epoch of its oldest operation in flight. Retiring a cluster
+//! advances the image's epoch and notes the old one. The cluster is safe once no queue publishes that epoch or an older
+//! one. An operation begun while others are in flight costs two loads; only the step from idle to busy costs a fence.
 
 use crate::sync::{AtomicU64, Mutex, Ordering, PoisonError, fence};
 use std::collections::VecDeque;
@@ -55,8 +55,8 @@ impl Epochs {
         Participant { published, newest: 0, in_newest: 0, older: VecDeque::with_capacity(ROOM) }
     }
 
-    /// Call this after unpublishing a mapping. Its space may be used again once [`Epochs::is_over`] says so for the
-    /// returned epoch.
+    /// Ends the current epoch and returns it. Call this after unpublishing a mapping. Its space may be used again once
+    /// [`Epochs::is_over`] is true for the returned epoch.
     pub fn retire(&self) -> u64 {
         let epoch = self.now.fetch_add(1, Ordering::SeqCst);
         // Orders the unpublishing before the look at the queues. The other half is the fence in `Participant::begin`.

@@ -9,19 +9,19 @@ use std::io;
 pub enum ErrorKind {
     /// An option or argument is unknown or impossible.
     BadOption,
-    /// The image is damaged, or says things that cannot be true.
+    /// The image is damaged, or contradicts itself.
     BadImage,
     /// Valid, but not served (a feature, an encryption method, a call the kernel lacks).
     Unsupported,
     /// A policy forbids it (a backing file outside the allowed places).
     Denied,
-    /// Somebody else uses the file.
+    /// The file is in use elsewhere.
     Locked,
     /// The host's storage or kernel failed.
     Io,
     /// A peer broke the protocol.
     Protocol,
-    /// Somebody stopped it before its end.
+    /// It was cancelled before its end.
     Cancelled,
 }
 
@@ -107,7 +107,7 @@ pub enum IoErrorKind {
     NoSpace,
     /// This disk, file or engine cannot do the operation.
     Unsupported,
-    /// Outside the disk, or not a multiple of its block.
+    /// The range lies outside the disk, or is not a multiple of its block.
     OutOfRange,
     /// A write to something read-only.
     ReadOnly,
@@ -135,7 +135,7 @@ const EIO: i32 = 5;
 const ENOMEM: i32 = 12;
 
 impl IoError {
-    /// An I/O error without more to say.
+    /// An I/O error without further detail.
     pub const EIO: Self = Self { kind: IoErrorKind::Io, errno: EIO };
 
     /// Makes an error of `kind` that no system call caused.

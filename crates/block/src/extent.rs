@@ -11,11 +11,11 @@ pub enum Extent {
         /// First byte in that file.
         offset: u64,
     },
-    /// They read as zeros; no layer below is asked.
+    /// The bytes read as zeros; no layer below is asked.
     Zero,
     /// Inside a compressed cluster: slow path.
     Compressed(CompressedExtent),
-    /// Not in this layer: the layer below decides, or zero where there is none (or it ends before).
+    /// Not in this layer: the layer below decides. Zeros if there is none, or it ends before.
     Backing,
 }
 

@@ -1,8 +1,8 @@
 //! Files as images see them, and how completions find their way back.
 //!
 //! An engine (or the simulator) implements [`File`] and [`FileQueue`]. A push never waits. Its end is reported once, on
-//! the same thread, through its [`Done`]: either into a [`Sink`] that its owner drains (the fast path), or to a
-//! [`Waiter`] that a task awaits (the slow path).
+//! the same thread, through its [`Done`]. On the fast path that is a [`Sink`] which its owner drains; on the slow path,
+//! a [`Waiter`] that a task awaits.
 
 use crate::aside::{Work, aside};
 use crate::disk::{Lifetime, Topology};
@@ -23,7 +23,7 @@ use std::task::{Context, Poll, Waker};
 pub enum Locks {
     /// It is locked.
     Held,
-    /// It is not locked, because nobody asked for it.
+    /// It is not locked, because no lock was asked for.
     NotWanted,
     /// It should be locked, but its file system has no locks.
     Lacking,
@@ -188,6 +188,26 @@ pub enum PastEnd {
     Fails,
 }
 
+impl PastEnd {
+    /// For a read from `offset` on in a file of `file_bytes`: how many bytes of `data` the file has. The others become
+    /// zeros, or the read fails.
+    pub fn settle(self, offset: u64, data: &Window, file_bytes: u64) -> IoResult<u64> {
+        let length = data.length_bytes() as u64;
+        let there = file_bytes.saturating_sub(offset).min(length);
+        if there == length {
+            return Ok(there);
+        }
+        match self {
+            Self::Zeros => {
+                let skip = usize::try_from(there).unwrap_or(usize::MAX);
+                data.slice(skip, data.length_bytes().saturating_sub(skip)).fill(0);
+                Ok(there)
+            }
+            Self::Fails => Err(IoError::EIO),
+        }
+    }
+}
+
 /// One operation on a file. Offsets and lengths are bytes of the file.
 #[derive(Debug)]
 pub enum FileOp {
@@ -200,7 +220,7 @@ pub enum FileOp {
         /// What is behind the end.
         past_end: PastEnd,
     },
-    /// Stores `data`; grows the file where it can grow.
+    /// Stores `data`. Grows the file if it can grow.
     Write {
         /// First byte.
         offset: u64,
@@ -467,5 +487,18 @@ mod tests {
             io.done.complete(Ok(()));
         }
         assert_eq!(Rc::strong_count(&kept), 1);
+    }
+
+    #[test]
+    fn what_lies_behind_the_end_is_zeros_or_an_error() {
+        let settle = |past_end: PastEnd, offset, file_bytes| {
+            let data = memory::IoBuf::zeroed(8).whole();
+            data.fill(7);
+            (past_end.settle(offset, &data, file_bytes), data.to_vec())
+        };
+        assert_eq!(settle(PastEnd::Fails, 4, 12), (Ok(8), vec![7; 8]));
+        assert_eq!(settle(PastEnd::Fails, 4, 11).0, Err(IoError::EIO));
+        assert_eq!(settle(PastEnd::Zeros, 4, 7), (Ok(3), vec![7, 7, 7, 0, 0, 0, 0, 0]));
+        assert_eq!(settle(PastEnd::Zeros, 9, 7), (Ok(0), vec![0; 8]));
     }
 }

@@ -1,4 +1,4 @@
-//! What a request says besides what and where: how durable it is to be, and how urgent.
+//! The flags and the priority of a request: how durable and how urgent it is.
 
 use std::fmt;
 use std::ops::{BitOr, BitOrAssign};
@@ -95,7 +95,7 @@ impl Priority {
     /// Only when the storage has nothing else to do.
     pub const IDLE: Self = Self(CLASS_IDLE << CLASS_SHIFT);
 
-    /// Best effort; level 0 is the most urgent, 7 the least. Higher levels are 7.
+    /// Makes a best-effort priority. Level 0 is the most urgent, 7 the least. Higher levels count as 7.
     #[must_use]
     pub const fn best_effort(level: u16) -> Self {
         Self(CLASS_BEST_EFFORT << CLASS_SHIFT | if level > LEVEL_MASK { LEVEL_MASK } else { level })

@@ -20,13 +20,13 @@ pub enum Part {
     Throttle,
     /// Tables are read, allocated and written.
     Metadata,
-    /// What surrounds a write to new space is read.
+    /// The surroundings of a write to new space are read.
     CopyOnWrite,
     /// Its data are read or written.
     Engine,
     /// What this request or others wrote becomes durable.
     Flush,
-    /// The guest is told of its end.
+    /// The guest is notified of its end.
     Notify,
 }
 

@@ -14,7 +14,7 @@ pub trait DiskListener: Send + Sync {
     fn info_changed(&self, info: &DiskInfo);
 }
 
-/// The listeners of one disk, for those who implement [`crate::Disk`].
+/// The listeners of one disk, for implementations of [`crate::Disk`].
 #[derive(Default)]
 pub struct Listeners {
     list: Mutex<Vec<Weak<dyn DiskListener>>>,
@@ -33,7 +33,7 @@ impl Listeners {
     /// Tells all listeners. Call it after the change is visible; `info` is asked once, when it is this call's turn.
     pub fn notify(&self, info: impl FnOnce() -> DiskInfo) {
         let _turn = self.calling.lock().unwrap_or_else(PoisonError::into_inner);
-        // Not locked while they are called: a listener may subscribe another.
+        // The list is not locked while they are called: a listener may subscribe another.
         let listeners: Vec<_> = self.lock().iter().filter_map(Weak::upgrade).collect();
         if listeners.is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! Keeps logs short where a peer or a guest can cause an event again and again: the first is logged, then each by which
+//! Keeps logs short if a peer or a guest can cause an event again and again: the first is logged, then each by which
 //! their number has doubled.
 
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,7 +1,7 @@
 //! Exclusive use of a range of offsets by one task at a time, across threads.
 //!
 //! Used where two slow operations on the same place must not mix, such as read-modify-writes of a block finer than the
-//! file's alignment. Waiters are served in the order in which they came, and each is woken once: a guest may have
+//! file's alignment. Waiters are served in the order in which they came. Each is woken once, because a guest may have
 //! thousands of writes to one block in flight. Ranges that do not overlap never wait for each other.
 
 use crate::sync::{Mutex, MutexGuard, PoisonError};

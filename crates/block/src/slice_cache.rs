@@ -2,9 +2,9 @@
 //!
 //! A slice is a part of a table that is cached together (4 KiB of a qcow2 image's L2 table). Its name is its place in
 //! the guest's address space. A lookup goes directory -> slot -> entry without a lock. Each slot has a tag with the
-//! number of its slice and a generation. The writer (under its owner's mutex) changes the tag before it changes what
-//! the slot holds; the reader looks at the tag before and after (a seqlock). Entries of a slice that stays are replaced
-//! one at a time, each whole.
+//! number of its slice and a generation. The writer, under its owner's mutex, changes the tag before the slot's
+//! contents. The reader looks at the tag before and after (a seqlock). Entries of a slice that stays are replaced one
+//! at a time, each whole.
 
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::collections::BTreeMap;
@@ -66,7 +66,7 @@ impl SliceView<'_> {
     #[inline]
     #[must_use]
     pub fn get(&self, index: usize) -> Option<u64> {
-        // Acquire: whoever sees an entry of the slot's next slice also sees that the tag has changed.
+        // Acquire: a reader that sees an entry of the slot's next slice also sees that the tag has changed.
         Some(self.entries.get(index)?.load(Ordering::Acquire))
     }
 

@@ -1,8 +1,8 @@
 //! A reactor's timers: tasks await them, pollers look at them.
 //!
-//! No thread and no descriptor belongs to a timer. The reactor asks for the next one that is due before it sleeps, and
-//! fires those that are due at the beginning of each turn, the earliest first. Setting a timer allocates only when more
-//! are set at once than ever before.
+//! No thread and no descriptor belongs to a timer. Before it sleeps, the reactor asks when the next one is due. At the
+//! beginning of each turn it fires those that are due, the earliest first. Setting a timer allocates only when more are
+//! set at once than ever before.
 
 use crate::ReactorCtx;
 use std::cell::{Cell, RefCell};

@@ -15,7 +15,7 @@ pub struct WaitList {
 #[derive(Debug, Default)]
 struct Lists {
     waiting: Vec<Waker>,
-    /// How often those who waited were woken.
+    /// How often the waiting tasks were woken.
     rounds: u64,
     /// The list that was woken last, empty: it is used again.
     spare: Vec<Waker>,

@@ -1,4 +1,4 @@
-//! Long work on disks that guests are using: one thread a job, and a list of those that run or have ended.
+//! Long work on disks in use: one thread for each job, and a list of jobs that run or have ended.
 //!
 //! A job keeps its disk by a claim in the table ([`crate::table`]). Whoever removes the disk by force cancels the job
 //! there, then waits here for its end.
@@ -24,14 +24,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// Jobs that have ended stay listed up to this many. The oldest are forgotten first.
+/// How many ended jobs stay listed. The oldest are forgotten first.
 const ENDED_MAX: usize = 64;
 
 /// The list of jobs.
 #[derive(Default)]
 pub(crate) struct Jobs {
     state: Mutex<State>,
-    /// A job has ended.
+    /// Notified when a job has ended.
     ended: Condvar,
 }
 
@@ -39,6 +39,8 @@ pub(crate) struct Jobs {
 struct State {
     jobs: BTreeMap<JobId, Arc<Job>>,
     next: u64,
+    /// Disks whose image is being edited, once for each edit. No job starts on them.
+    edited: Vec<NodeId>,
 }
 
 struct Job {
@@ -60,7 +62,7 @@ impl Job {
         self.end.get().is_none()
     }
 
-    /// One that was cancelled, and whose storage did not answer, was cancelled.
+    /// Makes the error of a job that was given up one of the kind [`ErrorKind::Cancelled`].
     fn explained(&self, error: Error) -> Error {
         if error.kind() == ErrorKind::Cancelled || !self.is_given_up.load(Ordering::Acquire) {
             return error;
@@ -77,7 +79,7 @@ impl Job {
             Some(Err(error)) if error.kind() == ErrorKind::Cancelled => JobState::Cancelled,
             Some(Err(error)) => JobState::Failed(error.to_string()),
         };
-        // In this order: the first is part of the second.
+        // Read in this order, because the first is part of the second.
         let (done_bytes, total_bytes) = (self.watch.done_bytes(), self.watch.total_bytes());
         let (id, kind, node, disk) = (self.id, self.kind, self.node, self.disk.clone());
         JobStatus {
@@ -91,6 +93,29 @@ impl Job {
             rounds: self.watch.rounds(),
             outcome: self.watch.outcome().map(str::to_owned),
         }
+    }
+}
+
+/// An edit of a disk's image that keeps jobs away.
+pub(crate) struct Editing {
+    jobs: Arc<Jobs>,
+    node: NodeId,
+}
+
+impl Drop for Editing {
+    fn drop(&mut self) {
+        let mut state = self.jobs.lock();
+        if let Some(place) = state.edited.iter().position(|node| *node == self.node) {
+            state.edited.swap_remove(place);
+        }
+    }
+}
+
+impl State {
+    /// Describes the job that runs on a disk, if any.
+    fn running_on(&self, node: NodeId) -> Option<String> {
+        let job = self.jobs.values().find(|job| job.node == node && job.runs())?;
+        Some(format!("job {} ({})", job.id, job.kind))
     }
 }
 
@@ -109,11 +134,31 @@ impl Jobs {
         self.lock().jobs.get(&id).cloned().ok_or_else(|| no_job(id))
     }
 
-    /// What runs on a disk.
-    pub(crate) fn running_on(&self, node: NodeId) -> Option<String> {
-        let state = self.lock();
-        let job = state.jobs.values().find(|job| job.node == node && job.runs())?;
-        Some(format!("job {} ({})", job.id, job.kind))
+    /// Lists a job, unless its disk has another one or is being edited. One lock covers the question and the answer:
+    /// of several callers at once, one goes on.
+    fn begin(&self, job: &Arc<Job>) -> Result<()> {
+        let mut state = self.lock();
+        if let Some(other) = state.running_on(job.node) {
+            let what = format!("the disk '{}' has a job already: {other}; wait for its end, or cancel it", job.disk);
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
+        if state.edited.contains(&job.node) {
+            let what = format!("the image of the disk '{}' is being changed: try again", job.disk);
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
+        state.jobs.insert(job.id, Arc::clone(job));
+        Ok(())
+    }
+
+    /// Keeps jobs away from a disk while its image is edited. Refused if the disk has a job.
+    pub(crate) fn begin_edit(self: &Arc<Self>, node: NodeId, disk: &str) -> Result<Editing> {
+        let mut state = self.lock();
+        if let Some(job) = state.running_on(node) {
+            let what = format!("the disk '{disk}' has {job}; wait for its end, or cancel it");
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
+        state.edited.push(node);
+        Ok(Editing { jobs: Arc::clone(self), node })
     }
 
     fn running_jobs_on(&self, node: NodeId) -> Vec<Arc<Job>> {
@@ -148,7 +193,7 @@ impl Jobs {
     }
 }
 
-/// A job that runs. Dropped without a result, it has failed.
+/// A running job. If this is dropped without a result, the job has failed.
 struct Running {
     jobs: Arc<Jobs>,
     job: Arc<Job>,
@@ -229,14 +274,14 @@ impl Daemon {
     /// Starts to take the top layer of a disk back into the layer below, which was the top before. Guests go on meanwhile.
     /// The file that is taken off stays where it is, and is of no use to anybody when the job is done.
     ///
-    /// The disk cannot be removed meanwhile, except by force: that cancels the job first.
+    /// The disk cannot be removed meanwhile, except by force, which cancels the job first.
     pub fn start_take_overlay_back(&self, node: NodeId) -> Result<JobId> {
         self.start_take_overlay_back_with(node, |_| Ok(()))
     }
 
-    /// As [`Daemon::start_take_overlay_back`]. When the layer below holds everything, `commit` is called with its name, while
-    /// guests go on, and write to both layers: whoever keeps a record of the disks makes it durable there. If it fails, the
-    /// disk keeps its layers.
+    /// As [`Daemon::start_take_overlay_back`]. When the layer below holds all data, `commit` is called with its name,
+    /// while guests go on and write to both layers. There the caller makes its record of the disks durable. If `commit`
+    /// fails, the disk keeps its layers.
     pub fn start_take_overlay_back_with(
         &self,
         node: NodeId,
@@ -248,9 +293,9 @@ impl Daemon {
         })
     }
 
-    /// As [`Daemon::start_take_overlay_back_with`], for so many layers, one after the other from the top down. While guests
-    /// go on, at most `bytes_per_second` are moved, and the job keeps to `aim`. `commit` is called for each. Layers that are
-    /// off stay off if the job ends early.
+    /// As [`Daemon::start_take_overlay_back_with`], for this many layers, one after the other from the top down. While
+    /// guests go on, at most `bytes_per_second` are moved, and the job keeps to `aim`. `commit` is called for each
+    /// layer. If the job ends early, layers already taken off stay off.
     pub fn start_take_layers_back_with(
         &self,
         node: NodeId,
@@ -276,7 +321,7 @@ impl Daemon {
     }
 
     /// Starts to copy what lower layers hold into the top layer of a disk, which then rests on the layer `base` of its
-    /// chain, or on nothing. Before the image names that, `commit` is called with the number of layers that go.
+    /// chain, or on nothing. Before the image names its new base, `commit` is called with the number of layers that go.
     pub fn start_stream_with(
         &self,
         node: NodeId,
@@ -300,7 +345,7 @@ impl Daemon {
         })
     }
 
-    /// As [`Daemon::start_stream_with`], for a base that may be another image than those of the chain.
+    /// As [`Daemon::start_stream_with`], for a base that may be an image outside the chain.
     pub fn start_rebase_with(
         &self,
         node: NodeId,
@@ -326,7 +371,8 @@ impl Daemon {
         })
     }
 
-    /// Starts to make the file of a disk's top layer shorter: what lies at its end moves down into holes while guests go on.
+    /// Starts to make the file of a disk's top layer shorter. Clusters at its end move down into holes while guests go
+    /// on.
     pub fn start_compact(&self, node: NodeId, bytes_per_second: Option<u64>) -> Result<JobId> {
         self.start_job(JobKind::Compact, node, bytes_per_second, move |image, watch, _| {
             let compacted = compact(image, watch)?;
@@ -335,7 +381,7 @@ impl Daemon {
         })
     }
 
-    /// Starts a job on a disk's image. What it runs says when the disk has got another top.
+    /// Starts a job on a disk's image. `work_on` calls its last argument when the disk has another top.
     pub(crate) fn start_job(
         &self,
         kind: JobKind,
@@ -347,10 +393,6 @@ impl Daemon {
         watch.set_rate(bytes_per_second.unwrap_or(0));
         let claim = format!("job {id} ({kind})");
         let (work, found, image) = self.image_for(claim, node, Some(Arc::clone(&watch)))?;
-        if let Some(other) = self.jobs.running_on(node) {
-            let what = format!("the disk '{}' has a job already: {other}; wait for its end, or cancel it", found.name);
-            return Err(Error::new(ErrorKind::Locked, what));
-        }
         if self.table.has_left_works(node) {
             let what = format!(
                 "the disk '{}' has a job that was given up and still waits for the storage: try again when it answers",
@@ -369,13 +411,13 @@ impl Daemon {
             end: OnceLock::new(),
         });
         drop(found.disk);
-        self.jobs.lock().jobs.insert(id, Arc::clone(&job));
+        self.jobs.begin(&job)?;
         let (running, table) = (Running { jobs: Arc::clone(&self.jobs), job }, Arc::clone(&self.table));
         let run = move || {
             let has_new_top = || table.has_new_top(node, top_of(&image));
             let result = work_on(&image, &running.job.watch, &has_new_top);
             let result = result.map_err(|error| running.job.explained(error));
-            // Whoever sees the end may remove the disk, and use its files.
+            // A caller that sees the end may remove the disk and use its files.
             drop(image);
             drop(work);
             running.end(result);
@@ -389,7 +431,7 @@ impl Daemon {
         }
     }
 
-    /// Lets a job wait between two pieces, or go on.
+    /// Pauses a job between two pieces, or lets it go on.
     pub fn pause_job(&self, id: JobId, paused: bool) -> Result<()> {
         let watch = self.running_job(id)?;
         if paused {
@@ -400,7 +442,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// The most bytes that a job moves in a second while guests go on; 0 lifts the limit.
+    /// Sets the most bytes that a job moves in a second while guests go on; 0 lifts the limit.
     pub fn set_job_rate(&self, id: JobId, bytes_per_second: u64) -> Result<()> {
         self.running_job(id)?.watch.set_rate(bytes_per_second);
         Ok(())
@@ -414,14 +456,15 @@ impl Daemon {
         }
     }
 
-    /// The jobs that run, and the last that have ended, in the order in which they were started.
+    /// Returns the running jobs, and the last that have ended, in the order in which they were started.
     #[must_use]
     pub fn jobs(&self) -> Vec<JobStatus> {
         self.jobs.lock().jobs.values().map(|job| job.status()).collect()
     }
 
-    /// Asks a job to stop, and returns at once. One that is about to be done may still be done; one that has ended stays
-    /// as it is. One whose storage hangs is given up after a time ([`crate::DaemonConfig::give_up_after`]): its disk goes on.
+    /// Asks a job to stop, and returns at once. A job that is nearly done may still finish; one that has ended stays as
+    /// it is. A job whose storage hangs is given up after a time ([`crate::DaemonConfig::give_up_after`]), and its disk
+    /// goes on.
     pub fn cancel_job(&self, id: JobId) -> Result<()> {
         let job = self.jobs.find(id)?;
         job.watch.cancel();
@@ -431,7 +474,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Waits for the end of a job. Its error is the job's; one of the kind [`ErrorKind::Cancelled`] if it was cancelled.
+    /// Waits for the end of a job, and returns the job's error. It has the kind [`ErrorKind::Cancelled`] if the job was
+    /// cancelled.
     pub fn wait_job(&self, id: JobId) -> Result<()> {
         let job = self.jobs.find(id)?;
         self.jobs.wait_while(|_| job.runs());
@@ -441,7 +485,7 @@ impl Daemon {
         }
     }
 
-    /// Takes a job that has ended off the list.
+    /// Removes an ended job from the list.
     pub fn forget_job(&self, id: JobId) -> Result<()> {
         let mut state = self.jobs.lock();
         let job = state.jobs.get(&id).ok_or_else(|| no_job(id))?;
@@ -454,7 +498,7 @@ impl Daemon {
     }
 }
 
-/// Which layer of a disk below the top lies in this file.
+/// Returns which layer below a disk's top lies in this file.
 fn layer_named(image: &Image, path: &Path) -> Option<usize> {
     let canonical = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let is_it = |(own, _): &(FileName, Option<FileName>)| own.path() == Some(&*canonical);

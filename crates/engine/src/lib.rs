@@ -3,8 +3,8 @@
 //!
 //! A [`Reactor`] is one thread. It owns one instance of each engine in use (io_uring, Linux AIO, a pool of threads). In
 //! each turn it polls its pollers, runs its tasks, submits what they pushed in one call for each engine, and routes the
-//! completions back. [`open`] returns a file whose queues ([`block::FileQueue`]) push to the chosen engine. Its options
-//! choose that, or the kernel's abilities do.
+//! completions back. [`open`] returns a file whose queues ([`block::FileQueue`]) push to the engine that its options,
+//! or the kernel's abilities, choose.
 //!
 //! Folders, from the ground up; each uses only those before it:
 //!
@@ -14,7 +14,7 @@
 //! * `route`: decides who carries a request out. Nothing else decides that.
 //! * `workers`, `aio`, `uring`: the engines.
 //! * `queue`: turns a file's operations into requests.
-//! * `open`: opening and making files.
+//! * `open`: opens and creates files.
 //! * `reactor`: the thread that drives it all.
 //!
 //! A queue promises more than the kernel does: any alignment works, short transfers are resumed, and no memory is freed

@@ -3,7 +3,7 @@
 //! The reactor never waits, and a ring never makes the kernel start a thread:
 //!
 //! * io_uring hands what would wait to kernel worker threads. The last of them stays as long as the ring and wakes up
-//!   every five seconds, so a daemon that was busy once would never be idle again. So a ring gets only two kinds of
+//!   every five seconds. So a daemon that was busy once would never be idle again. So a ring gets only two kinds of
 //!   requests: reads from a page cache that reads what is missing without a thread, and requests that must not wait
 //!   (`RWF_NOWAIT`). If those would have to wait (holes, space to be found, a busy device), the kernel refuses them,
 //!   and a worker carries them out.
@@ -202,7 +202,8 @@ mod tests {
         }
     }
 
-    /// A row a storage and engine: short and long reads, short and long writes, a durable write, a sync, a change.
+    /// One row for each storage and engine: short and long reads, short and long writes, a durable write, a sync, a
+    /// change.
     fn table(now: Now) -> String {
         let engines = [EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads];
         let storages = [
@@ -260,7 +261,7 @@ direct  threads    call    call    call    call    call    call    call
         assert_eq!(table(FIRST), expected, "\n{}", table(FIRST));
     }
 
-    /// What the engine has refused, or was not asked for.
+    /// Requests that the engine has refused, or was not asked for.
     #[test]
     fn who_carries_out_what_the_engine_does_not() {
         let declined = table(Now { declined: true, ..FIRST });

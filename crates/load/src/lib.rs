@@ -3,9 +3,9 @@
 //! It takes the place of a guest: on a disk in this process, or on the [driver](driver::Driver), connected to a
 //! server's socket.
 //!
-//! * [`run`]: one workload, at a fixed depth, on one queue a reactor. [`BenchSpec`] describes it.
-//! * [`fill_and_verify`]: writes a range, flushes, and reads it all back.
-//! * [`request_bench`]: a fixed number of requests at growing offsets.
+//! * [`run`]: one workload, at a fixed depth, with one queue on each reactor. [`BenchSpec`] describes it.
+//! * [`fill_and_verify`]: writes a range, flushes, and reads all of it back.
+//! * [`request_bench`]: a fixed number of requests at rising offsets.
 //! * [`compare`]: sums up runs of several disks; [`Plot`] draws them over depth, as SVG.
 //! * [`driver_hooks`]: lets a run use the driver's shared memory and report its counters.
 //!

@@ -1,9 +1,9 @@
 //! Scattered memory that an operation owns while the kernel may read or write it.
 //!
 //! An [`IoBuf`] is a cheap handle (a count without atomics: it stays on its reactor's thread) to a list of memory
-//! segments. An operation in flight holds a handle, so the list and whatever it keeps alive cannot go away before the
-//! kernel is done: dropping a future or a queue drops only *its* handle. Engines hold one for each request they have
-//! given to the kernel. A [`Window`] is a part of a buffer; splitting a request makes windows, never copies.
+//! segments. An operation in flight holds a handle. So the list, and what it keeps alive, stays until the kernel is
+//! done: dropping a future or a queue drops only *its* handle. Engines hold one for each request they have given to the
+//! kernel. A [`Window`] is a part of a buffer; splitting a request makes windows, never copies.
 //!
 //! The bytes may be shared with a guest that changes them at any time, so they are only ever copied in or out, never
 //! borrowed as slices.

@@ -280,7 +280,7 @@ mod tests {
         let mapping = Arc::new(mapping);
         let spec = |index: u64| RegionSpec {
             guest_address: index * 0x3000,
-            // Every third touches the next one.
+            // Every third region touches the next one.
             length_bytes: if u64::is_multiple_of(index, 3) { 0x3000 } else { 0x1000 },
             user_address: 0,
             file_offset: 0,

@@ -90,7 +90,7 @@ impl Mapping {
     }
 
     /// Maps the first `length_bytes` of a file of our own, for reading, and for writing if `writable`. The file may be
-    /// shorter; then nobody may touch what lies behind its end. Refused if too little address space would be left for
+    /// shorter; then what lies behind its end must not be touched. Fails if too little address space would be left for
     /// peers.
     pub fn of_storage(file: BorrowedFd<'_>, length_bytes: usize, writable: bool) -> io::Result<Self> {
         Self::map(file, 0, length_bytes, writable, Whose::Ours)
@@ -192,8 +192,8 @@ impl Mapping {
         self.guard.fence()
     }
 
-    /// Whether an access fell behind the end of the file, or [`Self::fence`] was called. The contents are then zeros of
-    /// our own, and the peer must be disconnected.
+    /// Whether an access fell behind the end of the file, or [`crate::GuestMemory::fence`] cut it off. The contents are
+    /// then zeros of our own, and the peer must be disconnected.
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
         self.guard.is_poisoned()

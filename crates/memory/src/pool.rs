@@ -11,8 +11,8 @@
 //! alternates between freeing and taking, gets a longer list, so that its turns need no trade.
 //!
 //! Contexts are `Send`, since any thread may use them next. Values that belong to one thread (a task, a request that
-//! names its queue) are put into contexts that are only memory: [`Room`] for one type of value ([`Placed`],
-//! [`PoolRc`]), and the chunks of [`PooledFuture`] for futures of any type.
+//! names its queue) are put into contexts that are only memory. A [`Room`] is for one type of value ([`Placed`],
+//! [`PoolRc`]), and the chunks of [`PooledFuture`] are for futures of any type.
 //!
 //! When the load falls, contexts beyond the peak of the last two [`DECAY_PERIOD`]s go back to the allocator. Threads
 //! that trade do this in passing. A reactor that is about to sleep calls [`Pool::maintain`].

@@ -1,15 +1,15 @@
 //! Access to ring memory that another process changes at the same time: the only module of this crate with `unsafe`.
 //!
-//! [`SplitAreas`] and [`PackedAreas`] resolve a ring's three areas once and keep the pointers. Every access is an atomic
-//! of the field's own size, because the other side may write at any moment; indices into the areas are masked by the queue
-//! size, so no value that the other side chooses leads outside. Loads and stores are relaxed except where the
-//! specification orders them: an index is loaded with acquire before the entries that it announces are read, and stored
-//! with release after they were written (virtio 1.2, 2.7.13). [`full_fence`] is the barrier between "publish" and "does
-//! the other side want to know" (2.7.13.4.1, 2.7.14).
+//! [`SplitAreas`] and [`PackedAreas`] resolve a ring's three areas once and keep the pointers. Every access is an
+//! atomic of the field's own size, because the other side may write at any moment. Indices into the areas are masked by
+//! the queue size, so no value that the other side chooses leads outside. Loads and stores are relaxed except where the
+//! specification orders them. An index is loaded with acquire before the entries that it announces are read, and stored
+//! with release after they were written (virtio 1.2, 2.7.13). [`full_fence`] is the barrier between publishing and the
+//! question whether the other side wants a notification (2.7.13.4.1, 2.7.14).
 //!
 //! [`ChainMemory`] holds the buffers that descriptors name.
 //!
-//! Safe to use from safe code: whatever is built here holds its [`GuestMemory`], so the mapping outlives the pointers.
+//! Safe code can use all of it: each value holds its [`GuestMemory`], so the mapping outlives the pointers.
 
 mod areas;
 mod chain;
@@ -40,7 +40,7 @@ pub const MAX_SPLIT_SIZE: u16 = 32768;
 pub mod descriptor_flags {
     /// The chain goes on at `next`.
     pub const NEXT: u16 = 1;
-    /// The device writes this buffer; without it, it reads it.
+    /// The device writes this buffer. Without the flag, it reads the buffer.
     pub const WRITE: u16 = 2;
     /// The buffer is a table of descriptors.
     pub const INDIRECT: u16 = 4;
@@ -57,11 +57,11 @@ pub const USED_NO_NOTIFY: u16 = 1;
 pub struct Descriptor {
     /// Guest physical address.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length_bytes: u32,
     /// See [`descriptor_flags`].
     pub flags: u16,
-    /// The next one, where the flags say so.
+    /// The next descriptor, if the flags say so.
     pub next: u16,
 }
 
@@ -72,7 +72,7 @@ impl Descriptor {
         self.flags & flag != 0
     }
 
-    /// The little-endian bytes, for indirect tables that a driver writes.
+    /// Returns the little-endian bytes, for indirect tables that a driver writes.
     #[must_use]
     pub fn to_bytes(self) -> [u8; DESCRIPTOR_BYTES] {
         let mut bytes = [0; DESCRIPTOR_BYTES];
@@ -92,14 +92,14 @@ impl Descriptor {
     }
 }
 
-/// Whether the side that waits for `event` has to be told, now that the index moved from `old` to `new` (2.7.10, the
+/// Whether the side that waits for `event` must be notified when the index moves from `old` to `new` (2.7.10, the
 /// specification's `vring_need_event`).
 #[must_use]
 pub fn crossed_event(event: u16, old: u16, new: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
 
-/// Everything before is visible to the other side before anything after is read from it.
+/// Makes all earlier writes visible to the other side before anything is read from it later.
 pub fn full_fence() {
     fence(Ordering::SeqCst);
 }
@@ -107,13 +107,13 @@ pub fn full_fence() {
 /// Why a ring's areas cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum LayoutError {
-    /// Not a power of two, zero, or too large for a split ring.
+    /// The size is not a power of two, is zero, or is too large for a split ring.
     #[error("a queue of {size} entries: it must be a power of two, at most {MAX_SPLIT_SIZE}")]
     Size {
         /// Entries asked for.
         size: u32,
     },
-    /// Zero, or too large for a packed ring.
+    /// The size is zero, or too large for a packed ring.
     #[error("a packed queue of {size} entries: it must have 1 to {MAX_PACKED_SIZE}")]
     PackedSize {
         /// Entries asked for.
@@ -130,9 +130,9 @@ pub enum LayoutError {
     /// An area is not aligned as 2.7 or 2.8 demands.
     #[error("the ring's {area} at {address:#x} is not aligned to {alignment_bytes} bytes")]
     Alignment {
-        /// Which one.
+        /// Which area.
         area: &'static str,
-        /// Where it should be.
+        /// Its address.
         address: u64,
         /// What it must be a multiple of.
         alignment_bytes: u64,
@@ -140,7 +140,7 @@ pub enum LayoutError {
     /// An area is not in guest memory.
     #[error("the ring's {area}: {source}")]
     Memory {
-        /// Which one.
+        /// Which area.
         area: &'static str,
         /// Why not.
         source: MemoryError,
@@ -158,15 +158,15 @@ pub struct RingAddresses {
     pub used: u64,
 }
 
-/// A split ring's areas. Fields behave as virtio 1.2 section 2.7 says; who may write which is up to the half that uses
-/// it.
+/// A split ring's areas. Fields behave as virtio 1.2 section 2.7 says. The half that uses them must know which it may
+/// write.
 #[derive(Debug)]
 pub struct SplitAreas {
     table: NonNull<u8>,
     avail: NonNull<u8>,
     used: NonNull<u8>,
     size: u16,
-    /// Keeps the three mapped.
+    /// Keeps the three areas mapped.
     memory: Arc<GuestMemory>,
 }
 
@@ -178,8 +178,8 @@ const TABLE: (&str, usize) = ("descriptor table", 16);
 const AVAIL: (&str, usize) = ("available ring", 2);
 const USED: (&str, usize) = ("used ring", 4);
 
-/// Bytes of the three areas of a ring with `size` entries: table, available ring, used ring. The event fields count
-/// always.
+/// Returns the bytes of a ring's three areas for `size` entries: table, available ring, used ring. The event fields
+/// always count.
 #[must_use]
 pub fn area_bytes(size: u16) -> (usize, usize, usize) {
     let size = usize::from(size);
@@ -202,8 +202,8 @@ fn resolve_area(
     length_bytes: usize,
 ) -> Result<NonNull<u8>, LayoutError> {
     let ptr = find(address, length_bytes as u64).map_err(|source| LayoutError::Memory { area, source })?;
-    // Both addresses: ours for the atomics, theirs because the specification says so and ours follows only where the
-    // file offsets are aligned too.
+    // Both addresses are checked: ours for the atomics, and theirs because the specification says so. Theirs implies
+    // ours only if the file offsets are aligned too.
     match ptr.as_ptr().addr().is_multiple_of(alignment) && address.is_multiple_of(alignment as u64) {
         true => Ok(ptr),
         false => Err(LayoutError::Alignment { area, address, alignment_bytes: alignment as u64 }),
@@ -211,14 +211,14 @@ fn resolve_area(
 }
 
 impl SplitAreas {
-    /// A ring whose areas are named in the peer's own address space (vhost-user).
+    /// Finds a ring whose areas are named in the peer's own address space (vhost-user).
     pub fn at_user_addresses(memory: Arc<GuestMemory>, at: RingAddresses, size: u16) -> Result<Self, LayoutError> {
         let find = |address, length| memory.translate_user(address, length);
         let [table, avail, used] = Self::resolve(find, at, size)?;
         Ok(Self { table, avail, used, size, memory })
     }
 
-    /// A ring whose areas are named by guest physical address (a driver's own ring).
+    /// Finds a ring whose areas are named by guest physical address (a driver's own ring).
     pub fn at_guest_addresses(memory: Arc<GuestMemory>, at: RingAddresses, size: u16) -> Result<Self, LayoutError> {
         let find = |address, length| memory.translate(address, length, &mut 0);
         let [table, avail, used] = Self::resolve(find, at, size)?;
@@ -239,19 +239,19 @@ impl SplitAreas {
         ])
     }
 
-    /// Entries.
+    /// Returns the number of entries.
     #[must_use]
     pub fn size(&self) -> u16 {
         self.size
     }
 
-    /// The memory that the areas, and the buffers that descriptors name, lie in.
+    /// Returns the memory that the areas, and the buffers that descriptors name, lie in.
     #[must_use]
     pub fn memory(&self) -> &Arc<GuestMemory> {
         &self.memory
     }
 
-    /// `position` modulo the queue size. All indexing goes through here.
+    /// Returns `position` modulo the queue size. All indexing goes through here.
     fn slot(&self, position: u16) -> usize {
         usize::from(position & self.size.wrapping_sub(1))
     }
@@ -259,7 +259,7 @@ impl SplitAreas {
     fn table_word(&self, index: u16, word: usize) -> &AtomicU64 {
         let offset = self.slot(index).wrapping_mul(DESCRIPTOR_BYTES).wrapping_add(word.wrapping_mul(8));
         // SAFETY: the slot is below the queue size and `word` is 0 or 1, so the eight bytes lie in the table, which is
-        // 16-byte aligned and stays mapped while `self.memory` lives. Everybody accesses them atomically.
+        // 16-byte aligned and stays mapped while `self.memory` lives. Both sides access them atomically.
         unsafe { AtomicU64::from_ptr(self.table.as_ptr().add(offset).cast()) }
     }
 
@@ -282,17 +282,17 @@ impl SplitAreas {
         unsafe { AtomicU32::from_ptr(self.used.as_ptr().add(offset).cast()) }
     }
 
-    /// Offset of the event field at the end of the available ring.
+    /// Returns the offset of the event field at the end of the available ring.
     fn used_event_offset(&self) -> usize {
         usize::from(self.size).wrapping_mul(2).wrapping_add(4)
     }
 
-    /// Offset of the event field at the end of the used ring.
+    /// Returns the offset of the event field at the end of the used ring.
     fn avail_event_offset(&self) -> usize {
         usize::from(self.size).wrapping_mul(8).wrapping_add(4)
     }
 
-    /// Copies a descriptor out. `index` counts modulo the queue size: check it first where that would be a fault.
+    /// Copies a descriptor out. `index` counts modulo the queue size: check it first if an index outside is a fault.
     #[inline]
     #[must_use]
     pub fn descriptor(&self, index: u16) -> Descriptor {
@@ -308,7 +308,7 @@ impl SplitAreas {
         self.table_word(index, 1).store(descriptor.second_word().to_le(), Ordering::Relaxed);
     }
 
-    /// `avail.flags`.
+    /// Returns `avail.flags`.
     #[must_use]
     pub fn avail_flags(&self) -> u16 {
         u16::from_le(self.avail_field(0).load(Ordering::Relaxed))
@@ -319,20 +319,20 @@ impl SplitAreas {
         self.avail_field(0).store(flags.to_le(), Ordering::Relaxed);
     }
 
-    /// `avail.idx`; what it announces can be read afterwards.
+    /// Returns `avail.idx`. The entries that it announces can be read afterwards.
     #[inline]
     #[must_use]
     pub fn avail_index(&self) -> u16 {
         u16::from_le(self.avail_field(2).load(Ordering::Acquire))
     }
 
-    /// Publishes available entries (driver): everything written before is visible to whoever sees the index.
+    /// Publishes available entries (driver): everything written before is visible to a device that sees the index.
     #[inline]
     pub fn publish_avail_index(&self, index: u16) {
         self.avail_field(2).store(index.to_le(), Ordering::Release);
     }
 
-    /// The head in the available ring at `position` (modulo the size). It may be any number.
+    /// Returns the head in the available ring at `position` (modulo the size). It may be any number.
     #[inline]
     #[must_use]
     pub fn avail_entry(&self, position: u16) -> u16 {
@@ -347,7 +347,7 @@ impl SplitAreas {
         self.avail_field(offset).store(head.to_le(), Ordering::Relaxed);
     }
 
-    /// Where in the used ring the driver wants its next interrupt (EVENT_IDX).
+    /// Returns where in the used ring the driver wants its next interrupt (EVENT_IDX).
     #[must_use]
     pub fn used_event(&self) -> u16 {
         u16::from_le(self.avail_field(self.used_event_offset()).load(Ordering::Relaxed))
@@ -358,7 +358,7 @@ impl SplitAreas {
         self.avail_field(self.used_event_offset()).store(event.to_le(), Ordering::Relaxed);
     }
 
-    /// `used.flags`.
+    /// Returns `used.flags`.
     #[must_use]
     pub fn used_flags(&self) -> u16 {
         u16::from_le(self.used_field(0).load(Ordering::Relaxed))
@@ -369,20 +369,21 @@ impl SplitAreas {
         self.used_field(0).store(flags.to_le(), Ordering::Relaxed);
     }
 
-    /// `used.idx`; what it announces can be read afterwards.
+    /// Returns `used.idx`. The entries that it announces can be read afterwards.
     #[inline]
     #[must_use]
     pub fn used_index(&self) -> u16 {
         u16::from_le(self.used_field(2).load(Ordering::Acquire))
     }
 
-    /// Publishes used entries (device): everything written before, data included, is visible to whoever sees the index.
+    /// Publishes used entries (device): everything written before, data included, is visible to a driver that sees the
+    /// index.
     #[inline]
     pub fn publish_used_index(&self, index: u16) {
         self.used_field(2).store(index.to_le(), Ordering::Release);
     }
 
-    /// Head and written bytes in the used ring at `position` (modulo the size). They may be any numbers.
+    /// Returns head and written bytes in the used ring at `position` (modulo the size). They may be any numbers.
     #[inline]
     #[must_use]
     pub fn used_entry(&self, position: u16) -> (u32, u32) {
@@ -398,7 +399,7 @@ impl SplitAreas {
         self.used_word(position, 1).store(written_bytes.to_le(), Ordering::Relaxed);
     }
 
-    /// Where in the available ring the device wants its next notification (EVENT_IDX).
+    /// Returns where in the available ring the device wants its next notification (EVENT_IDX).
     #[must_use]
     pub fn avail_event(&self) -> u16 {
         u16::from_le(self.used_field(self.avail_event_offset()).load(Ordering::Relaxed))
@@ -410,7 +411,7 @@ impl SplitAreas {
     }
 }
 
-/// The table at guest physical `address` that an indirect descriptor names. `hint` is the region found last.
+/// Finds the table at guest physical `address` that an indirect descriptor names. `hint` is the region found last.
 #[inline]
 pub fn indirect_table<'a>(
     memory: &'a GuestMemory,
@@ -461,9 +462,9 @@ impl IndirectTable<'_> {
     }
 }
 
-/// A run of eight-byte words in guest memory, for what a driver keeps beside its ring: request headers, status bytes,
-/// indirect tables. As with the ring, the other side may look or write at any moment. What lies behind the end is not
-/// written and reads as zero.
+/// A run of eight-byte words in guest memory, for a driver's data beside its ring: request headers, status bytes,
+/// indirect tables. As with the ring, the other side may read or write at any moment. Words behind the end are not
+/// written and read as zero.
 #[derive(Debug)]
 pub struct SharedWords {
     start: NonNull<u8>,
@@ -477,7 +478,8 @@ pub struct SharedWords {
 unsafe impl Send for SharedWords {}
 
 impl SharedWords {
-    /// The words at guest physical `address`, which must be a multiple of 8 here and there.
+    /// Finds the words at guest physical `address`, which must be a multiple of 8 in the guest and in our address
+    /// space.
     pub fn at_guest_address(memory: Arc<GuestMemory>, address: u64, length_bytes: usize) -> Result<Self, LayoutError> {
         const AREA: &str = "request area";
         let start = memory
@@ -489,7 +491,7 @@ impl SharedWords {
         Ok(Self { start, length_bytes: length_bytes & !7, address, _memory: memory })
     }
 
-    /// Guest physical address of the first word.
+    /// Returns the guest physical address of the first word.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address
@@ -530,7 +532,7 @@ impl SharedWords {
             .then(|| unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(offset_bytes).cast()) })
     }
 
-    /// The byte at `offset_bytes`.
+    /// Returns the byte at `offset_bytes`.
     #[inline]
     #[must_use]
     pub fn byte(&self, offset_bytes: usize) -> u8 {

@@ -2,8 +2,8 @@
 
 use super::BenchArguments;
 use super::measure::{CLIENT_CORE, SERVER_CORE, Tools, json_of, number, pinned, with_server};
+use super::rounds::{in_turn, put_page};
 use super::statistics::{median, quantile, ratios};
-use crate::workspace;
 use anyhow::{Context, Result, ensure};
 use std::fmt::Write as _;
 use std::io::{Read as _, Write as _};
@@ -100,23 +100,18 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
         let scraped = PATHS.iter().map(|path| scrape(&control, path)).collect::<Result<Vec<_>>>()?;
         let (mut cost, seconds) = (Cost::default(), arguments.seconds.to_string());
         let work = || client(&tools, &socket(0), ["--time", &seconds]);
-        for round in 0..arguments.pairs {
-            if round.is_multiple_of(2) {
-                cost.alone.push(work()?);
+        in_turn(arguments.pairs, 2, |side| {
+            match side {
+                0 => cost.alone.push(work()?),
+                _ => cost.scraped.push(while_scraped(&control, work)?),
             }
-            cost.scraped.push(while_scraped(&control, work)?);
-            if !round.is_multiple_of(2) {
-                cost.alone.push(work()?);
-            }
-        }
+            Ok(())
+        })?;
         Ok((scraped, cost))
     })?;
     let text = page(&scraped, &cost, arguments)?;
     print!("{text}");
-    let output = arguments.output.clone().unwrap_or_else(|| workspace::root().join("docs/benchmarks-scrape.md"));
-    std::fs::write(&output, text).with_context(|| format!("cannot write {}", output.display()))?;
-    println!("written: {}", output.display());
-    Ok(())
+    put_page(&text, "benchmarks-scrape.md", arguments)
 }
 
 fn page(scraped: &[Scraped], cost: &Cost, arguments: &BenchArguments) -> Result<String> {

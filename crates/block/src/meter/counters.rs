@@ -41,7 +41,7 @@ pub struct RingCounters {
     pub batches: Counter,
     /// Notifications sent to the guest.
     pub notifications: Counter,
-    /// Batches of completions that the guest did not want to be told of.
+    /// Batches of completions for which the guest wanted no notification.
     pub notifications_avoided: Counter,
     /// Requests that ended with an error.
     pub failed: Counter,
@@ -66,7 +66,7 @@ pub struct RingStats {
     pub batches: u64,
     /// Notifications sent to the guest.
     pub notifications: u64,
-    /// Batches of completions that the guest did not want to be told of.
+    /// Batches of completions for which the guest wanted no notification.
     pub notifications_avoided: u64,
     /// Requests that ended with an error.
     pub failed: u64,

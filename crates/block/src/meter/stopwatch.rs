@@ -1,8 +1,8 @@
 //! How long requests take: histograms of each queue, and the clock that fills them.
 //!
 //! Only the reactor's thread writes, by plain loads and stores; any thread may read. The clock is read once a batch,
-//! not once a request. Turns in which the disk answers all that it was asked are timed only one in eight: otherwise the
-//! clock would cost more than one percent there.
+//! not once a request. Of turns in which the disk answers all requests, only one in eight is timed: otherwise the clock
+//! would cost more than one percent.
 
 use super::counters::Counter;
 use crate::latency::Rest;

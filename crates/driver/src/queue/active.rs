@@ -1,4 +1,4 @@
-//! One operation: its stages, and how what is left of it goes into the ring.
+//! One operation: its stages, and how its rest is issued to the ring.
 
 use super::Core;
 use crate::cache::CacheMoment;
@@ -14,13 +14,13 @@ use virtio::driver_ring::AddError;
 pub(crate) struct Active {
     pub(super) tag: Tag,
     pub(crate) op: Op,
-    /// Bytes of it that were issued.
+    /// Bytes that were issued.
     pub(super) issued: u64,
-    /// Its requests in the ring.
+    /// Requests of it in the ring.
     pub(super) parts: u32,
-    /// It has to be issued further: it is in line.
+    /// It waits in line to be issued further.
     pub(super) waiting: bool,
-    /// It is to be durable (FUA): where its data may be lost, a flush goes after them.
+    /// It must be durable (FUA): if its data may be lost, a flush follows them.
     pub(super) fua: bool,
     pub(super) stage: Stage,
     pub(crate) result: IoResult,
@@ -33,14 +33,14 @@ pub(crate) struct Active {
 pub(super) enum Stage {
     /// The flush before its data.
     Preflush,
-    /// What it is about.
+    /// The operation itself.
     Data,
     /// The flush after its data, or a flush itself.
     Flush,
 }
 
 impl Core {
-    /// Issues what is left of an operation; false if something remains for later.
+    /// Issues what is left of an operation. Returns false if something remains for later.
     pub(crate) fn issue(&mut self, index: u32) -> bool {
         let Some(ring) = &mut self.ring else { return false };
         let Some(active) = self.active.get_mut(index as usize) else { return true };
@@ -101,8 +101,8 @@ impl Core {
         }
     }
 
-    /// Its turn has come, and there is nothing to flush any more: another flush came before it. The flush after durable
-    /// data was found necessary when they ended.
+    /// Skips the flush before the data if another flush has left it nothing to do. The flush after durable data was
+    /// found necessary when they ended, so it is never skipped.
     #[cold]
     fn skip_flush(active: &mut Active, inner: &Inner) -> bool {
         let skips = active.stage == Stage::Preflush && !inner.cache.now().needs_flush();
@@ -126,7 +126,7 @@ impl Core {
         true
     }
 
-    /// Moves an operation on to what follows its stage; false if that is its end.
+    /// Moves an operation on to its next stage. Returns false if it has none.
     pub(super) fn next_stage(&mut self, index: u32) -> bool {
         let Some(active) = self.active.get_mut(index as usize).filter(|active| active.result.is_ok()) else {
             return false;

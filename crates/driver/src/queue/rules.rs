@@ -1,6 +1,6 @@
-//! What a queue's requests have to keep to.
+//! The device's rules for requests.
 
-/// What requests need to know of the device.
+/// The rules for requests.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rules {
     pub(crate) block_bytes: u64,
@@ -11,12 +11,12 @@ pub(crate) struct Rules {
     pub(crate) write_zeroes: RangeRules,
 }
 
-/// What a request for a range, without data, may be.
+/// The rules for requests that name a range and have no data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RangeRules {
-    /// Zero where the device serves none.
+    /// Zero if the device serves no such requests.
     pub(crate) max_sectors: u32,
-    /// Where a range is cut, it is cut at a multiple of this.
+    /// A range is cut only at a multiple of this.
     pub(crate) align_sectors: u32,
 }
 

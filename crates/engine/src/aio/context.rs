@@ -170,7 +170,7 @@ impl Aio {
                 state.context.take(each);
             } else {
                 self.counters.system_calls.add(1);
-                // Interrupted: nothing was taken, and the caller comes again.
+                // If interrupted, nothing was taken, and the caller tries again.
                 let _ = state.context.wait(wait_for, each);
             }
             state.in_kernel -= results.len() - before;

@@ -127,7 +127,7 @@ pub(crate) fn survive_file_size_limit() {
     });
 }
 
-/// `BLKDISCARD`: `_IO(0x12, 119)` of `linux/fs.h`, with a start and a length.
+/// Calls `BLKDISCARD` (`_IO(0x12, 119)` of `linux/fs.h`), with a start and a length.
 fn discard_blocks(fd: BorrowedFd<'_>, offset: u64, length: u64) -> i32 {
     const BLKDISCARD: libc::Ioctl = 0x1277;
     let range = [offset, length];

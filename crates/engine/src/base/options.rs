@@ -1,4 +1,4 @@
-//! How a file is to be opened: engine, cache mode, locks.
+//! Options for opening a file: engine, cache mode, locks.
 
 use block::{Error, ErrorKind};
 use memory::BufferAccount;
@@ -123,8 +123,8 @@ pub struct OpenOptions {
     pub engine: EngineKind,
     /// The cache mode.
     pub cache: CacheMode,
-    /// Open for reading only. Also decides the lock: a read-only image may be read by others at the same time (a
-    /// backing file), an image that is written belongs to one opener.
+    /// Open for reading only. Also decides the lock: others may read a read-only image (a backing file) at the same
+    /// time. An image that is written belongs to one opener.
     pub read_only: bool,
     /// Every write is durable when it completes, as with `O_DSYNC`, whatever the cache mode.
     pub sync: bool,

@@ -72,8 +72,8 @@ pub struct ReactorStats {
     pub yields: u64,
     /// System calls made to submit requests or to fetch completions.
     pub system_calls: u64,
-    /// Calls that workers made for it as well: one for each group of requests that one call carries out or begins, and
-    /// one for each other part of a request.
+    /// Calls that its workers made: one for each group of requests that one call carries out or begins, and one for
+    /// each other part of a request.
     pub worker_calls: u64,
     /// Requests given to engines.
     pub requests: u64,

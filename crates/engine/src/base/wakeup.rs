@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 
 /// An event descriptor and whether its owner sleeps.
 ///
-/// Invariant: whoever has work for the reactor makes it visible first, then calls [`Wakeup::wake`]; the reactor calls
+/// Invariant: a thread with work for the reactor makes it visible first, then calls [`Wakeup::wake`]. The reactor calls
 /// [`Wakeup::about_to_sleep`] first, then looks for work once more. The fences between make sure that one of the two
 /// sees the other, so the reactor never sleeps while there is work.
 #[derive(Debug)]

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Whether a file's extents were read.
 #[derive(Debug)]
 pub(crate) struct ExtentPreload {
-    /// They are to be read, and nobody has started that yet.
+    /// The extents must be read, and that was not started yet.
     wanted: AtomicBool,
     ready: Arc<AtomicBool>,
 }

@@ -15,7 +15,7 @@ const UNSHARED_BASE: i64 = 200;
 
 const CONSISTENT_READ: u8 = 1 << 0;
 const WRITE: u8 = 1 << 1;
-// Bit 2 is write-unchanged: nobody here uses it or minds it.
+// Bit 2 is write-unchanged, which is neither used nor refused here.
 const RESIZE: u8 = 1 << 3;
 const BITS: u8 = 4;
 
@@ -132,7 +132,7 @@ fn attempt(fd: BorrowedFd<'_>, name: &str, role: Role) -> Result<Attempt> {
 /// Releases all locks.
 pub(crate) fn unlock(fd: BorrowedFd<'_>) {
     for byte in (0..i64::from(BITS)).flat_map(|bit| [USED_BASE + bit, UNSHARED_BASE + bit]) {
-        // Fails only where there are no locks.
+        // Fails only if the file system has no locks.
         let _ = ofd_lock(fd, libc::F_OFD_SETLK, libc::F_UNLCK, byte);
     }
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// The bit of SIGKILL in the masks of `/proc/PID/status`.
 const KILLED: u64 = 1 << (libc::SIGKILL - 1);
-/// The kernel's flag of a thread that is on its way out (`PF_EXITING`, field 9 of `/proc/PID/stat`).
+/// The kernel's flag of a thread that is exiting (`PF_EXITING`, field 9 of `/proc/PID/stat`).
 const EXITING: u64 = 4;
 
 /// A living process that holds a lock.

@@ -38,7 +38,7 @@ pub(crate) enum Storage {
     },
     /// The page cache of a block device.
     CachedDevice,
-    /// A device, past the page cache.
+    /// Direct I/O, past the page cache.
     Direct,
 }
 
@@ -46,7 +46,7 @@ pub(crate) enum Storage {
 #[derive(Debug)]
 pub(crate) struct OpenFile {
     pub(crate) fd: OwnedFd,
-    /// Names the file among all that this process has opened.
+    /// Identifies the file among all that this process has opened.
     pub(crate) id: u64,
     pub(crate) info: FileInfo,
     /// What the device behind the file says; zeros for a regular file.
@@ -77,8 +77,8 @@ pub(crate) struct OpenFile {
     pub(crate) ignore_flush: bool,
     /// Writes go through the page cache.
     pub(crate) page_cached: bool,
-    /// A sync of the page cache has failed. The kernel may have dropped what it could not write and call the next sync
-    /// a success, so none is believed any more until the file is opened anew.
+    /// A sync of the page cache has failed. The kernel may have dropped what it could not write, and report success for
+    /// the next sync. So no sync is believed until the file is opened anew.
     pub(crate) sync_lost: AtomicBool,
     /// Set if the kernel is asked to write data soon after it took them.
     pub(crate) write_behind: Option<WriteBehind>,
@@ -88,7 +88,7 @@ pub(crate) struct OpenFile {
     pub(crate) buffers: BufferAccount,
     /// Offsets and lengths of `fallocate` must be multiples of this (block devices).
     pub(crate) fallocate_unit_bytes: u32,
-    /// The rung of `zeroes::Ladder` that is known to work.
+    /// The best way to zero a range that the file is not known to lack (`queue::zeroes`).
     pub(crate) zeroes_rung: AtomicU8,
 }
 
@@ -96,8 +96,8 @@ impl Drop for OpenFile {
     fn drop(&mut self) {
         self.stamp();
         if self.locked {
-            // The kernel may hold the description a little longer than the descriptor (for a request whose end io_uring
-            // has reported, but which it has not freed), and the locks go with the description.
+            // The locks belong to the file description. The kernel may hold that a little longer than the descriptor,
+            // for a request that io_uring has reported but not freed.
             super::image_lock::unlock(self.fd.as_fd());
         }
     }
@@ -139,7 +139,7 @@ impl OpenFile {
     }
 
     /// Sets the file's times if the kernel has not seen the last writes. While a worker changes the file this would
-    /// wait for the worker, so it is left out: the worker's change sets the times, or the next flush does.
+    /// wait, so it is left out. The worker's change sets the times, or the next flush does.
     pub(crate) fn stamp(&self) {
         if let Some(mapped) = &self.mapped
             && !self.is_changed_by_workers()

@@ -14,8 +14,8 @@
 //!    begins on that reactor. Those begun earlier are in its count.
 //! 3. The job's [`Ack`] is dropped when that count is, or becomes, zero. When all are dropped the file is *settled*. A
 //!    reactor that ends drops its jobs only after its engines have drained, so no untracked write is left then either.
-//! 4. A reactor that opens the file later registers under the same mutex that step 1 holds: either it is sent a job,
-//!    or it sees `tracked` from its first write on.
+//! 4. A reactor that opens the file later registers under the mutex that step 1 holds. So either it is sent a job, or
+//!    it sees `tracked` from its first write on.
 //!
 //! Invariant: while a read-modify-write is at work, the file is settled, and every change in flight holds its range in
 //! `ranges` until the kernel has reported its end. Changes by tasks (write-zeroes, discard, lengths, bounced writes)
@@ -207,7 +207,7 @@ impl Untracked {
         let left = self.changes.get().saturating_sub(1);
         self.changes.set(left);
         if left == 0 {
-            // Outside the borrow: the last ack wakes tasks.
+            // Dropped outside the borrow: the last ack wakes tasks.
             let acks = self.acks.take();
             drop(acks);
         }

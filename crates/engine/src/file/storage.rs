@@ -134,7 +134,8 @@ pub(crate) fn reads_later(fd: &OwnedFd) -> bool {
     file_system(fd).is_some_and(|magic| magic == EXT_MAGIC || NOWAIT_MAGICS.contains(&magic))
 }
 
-/// Whether the file takes requests that must not wait: tries one far behind the end of any file, which reads nothing.
+/// Whether the file takes requests that must not wait. Tries a read far behind the end of any file, which reads
+/// nothing.
 pub(crate) fn takes_nowait(fd: &OwnedFd) -> bool {
     let (mut byte, flags) = ([0; 1], rustix::io::ReadWriteFlags::NOWAIT);
     let read = rustix::io::preadv2(fd, &mut [io::IoSliceMut::new(&mut byte)], i64::MAX as u64 - 1, flags);

@@ -68,8 +68,8 @@ pub(crate) async fn write(lane: Lane, offset: u64, data: Window, durable: bool) 
 /// Writes a range that covers only parts of some units. The file is settled.
 ///
 /// If the last unit reaches behind the end of a regular file, writing it makes the file too long, and the file is cut
-/// back afterwards. Until then nobody else may change its length. So the lock covers all that lies behind: every write
-/// that could make the file longer, and every change of its length, must lock some of that.
+/// back afterwards. Until then nobody else may change its length. So the lock covers all that lies behind. Every write
+/// that could make the file longer, and every change of its length, must lock a part of that.
 async fn read_modify_write(lane: &Lane, offset: u64, data: &Window, durable: bool) -> IoResult {
     let file = &lane.target.file;
     let end = offset + data.length_bytes() as u64;

@@ -37,7 +37,7 @@ impl Engine {
         }
     }
 
-    /// The reactor's workers.
+    /// Returns the reactor's workers.
     pub(crate) fn workers(&self) -> &Workers {
         match self {
             Self::Uring(uring) => uring.workers(),

@@ -1,5 +1,5 @@
-//! Wakes a sleeping reactor when its next timer is due: a timer descriptor, made when it is first needed. (The limit of an
-//! epoll wait counts milliseconds before Linux 5.11.)
+//! Wakes a sleeping reactor when its next timer is due, by a timer descriptor that is made when first needed. (The
+//! limit of an epoll wait counts milliseconds before Linux 5.11.)
 
 use rustix::event::epoll;
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};

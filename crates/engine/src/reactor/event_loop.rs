@@ -129,7 +129,7 @@ impl Reactor {
     }
 }
 
-/// Binds the calling thread to one processor; returns where it was allowed to run before.
+/// Binds the calling thread to one processor. Returns where it was allowed to run before.
 fn bind_to(cpu: usize, name: &str) -> Option<CpuSet> {
     let before = rustix::thread::sched_getaffinity(None).ok();
     let mut set = CpuSet::new();
@@ -329,6 +329,10 @@ impl ReactorCtx for Local {
         self.fd_watches.add(&self.epoll, fd, readiness)
     }
 
+    fn watch_room(&self, id: WatchId, fd: BorrowedFd<'_>, wanted: bool) {
+        self.fd_watches.watch_room(&self.epoll, id, fd, wanted);
+    }
+
     fn unwatch_fd(&self, id: WatchId, fd: BorrowedFd<'_>) {
         self.fd_watches.remove(&self.epoll, id, fd);
     }
@@ -414,6 +418,9 @@ impl Local {
                 paces.busy(submitted);
                 pool_trim.worked();
                 look_again = LOOK_AGAIN;
+                continue;
+            }
+            if !self.fd_watches.is_empty() && self.wait(Some(Duration::ZERO)) > 0 {
                 continue;
             }
             if self.engines.in_flight() > 0 {
@@ -541,7 +548,7 @@ impl Local {
             self.timers.fire();
             let worked = self.run_tasks() | self.engines.submit() | (self.engines.harvest() > 0);
             self.pollers.clear();
-            // Looks also for what was not signalled yet.
+            // This also looks for results that are not signalled.
             let ready = self.has_pending() || worked;
             let tasks_may_go_on = Instant::now() < deadline;
             if !tasks_may_go_on {

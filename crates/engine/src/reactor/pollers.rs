@@ -63,7 +63,7 @@ impl Pollers {
     pub(crate) fn sweep(&self) {
         while self.has_removed.replace(false) {
             let removed: Vec<_> = self.entries.borrow_mut().extract_if(.., |entry| entry.removed).collect();
-            // Outside the borrow: a poller's drop may remove others.
+            // Dropped outside the borrow: a poller's drop may remove others.
             drop(removed);
         }
     }

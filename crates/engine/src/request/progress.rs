@@ -16,8 +16,8 @@ fn makes_durable(action: Action) -> bool {
 fn loses_data(action: Action, error: IoError) -> bool {
     match action {
         Action::Sync => true,
-        // Out of space is the write's own failure: the caller knows what was not stored. So is memory that cannot be
-        // read: a guest's monitor can take it away at any time.
+        // Lack of space is the write's own failure: the caller knows what was not stored. So is unreadable memory,
+        // which a guest's monitor can take away at any time.
         Action::Write { durable } => durable && error.kind() == IoErrorKind::Io && error.errno() != libc::EFAULT,
         _ => false,
     }

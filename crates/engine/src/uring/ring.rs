@@ -4,9 +4,9 @@
 //! So the disk works while the next batch is prepared, and a busy disk gets long batches. Either way a turn takes one
 //! system call at most, which submits and fetches.
 //!
-//! The ring belongs to one thread and runs its completions only when that thread enters the kernel to fetch them
-//! (deferred task work): nothing interrupts the reactor. The kernel raises a flag in the shared ring when there is
-//! something to fetch, so a turn without work costs two loads.
+//! The ring belongs to one thread. Its completions run only when that thread enters the kernel to fetch them (deferred
+//! task work), so nothing interrupts the reactor. The kernel raises a flag in the shared ring when there is something
+//! to fetch, so a turn without work costs two loads.
 //!
 //! With a submission thread (`sqpoll=on`) the kernel looks into the ring by itself, and calls only wake that thread.
 
@@ -338,7 +338,7 @@ impl Uring {
         true
     }
 
-    /// Fails every request and closes the ring. Their writes may still land later. So no flush of these files succeeds
+    /// Fails all requests and closes the ring. Their writes may still land later. So no flush of these files succeeds
     /// any more, and nobody is told that the data are durable.
     fn give_up(&self) {
         let Some(mut state) = self.state.borrow_mut().take() else { return };
@@ -475,8 +475,8 @@ impl State {
         self.entered >= COMPLETION_ENTRIES as usize
     }
 
-    /// Whether at least as many requests are queued as the kernel has. So the batches for an idle disk double in
-    /// length.
+    /// Whether at least as many requests are queued as the kernel has. With this rule, the batches for an idle disk
+    /// double in length.
     fn kernel_has_less_than_queue(&mut self) -> bool {
         let queued = self.ring.submission().len();
         queued >= self.entered.saturating_sub(queued).max(1)

@@ -242,7 +242,7 @@ pub(crate) mod tests {
             (wanted.spinner, wanted.to_wake, wanted.to_start)
         };
         assert_eq!(give(&mut queue, 1), (true, 0, 0));
-        // It may be long at that one: others are woken for the next, then started, up to the limit.
+        // Its job may take long: others are woken for the next jobs, then started, up to the limit.
         assert_eq!(give(&mut queue, 1), (false, 1, 0));
         assert_eq!(give(&mut queue, 2), (false, 2, 1));
         assert_eq!((give(&mut queue, 5), queue.threads), ((false, 2, 1), 5));
@@ -280,7 +280,7 @@ pub(crate) mod tests {
             let wanted = queue.add_batch((101..120).map(|index| other(index, 2)), 512);
             assert_eq!(wanted.to_start, LEAST_OF_A_FILE - 1, "though as many as may be of the other are at work");
             assert_eq!(all(&mut queue), Vec::from_iter(101..108));
-            // Room beyond what is everybody's goes to the file that has less.
+            // Room beyond the files' own goes to the file that has fewer.
             queue.ended(&many(0, 1));
             assert_eq!((queue.ready(), all(&mut queue)), (1, vec![108]));
             // Below that a file's own jobs follow each other.
@@ -357,7 +357,7 @@ pub(crate) mod tests {
         assert_eq!(queue.ready(), 3);
         let all: Vec<u32> = std::iter::from_fn(|| taken(&mut queue)).collect();
         assert_eq!((all, queue.ready()), (vec![0, 2, 3], 0));
-        // What comes while one is carried out wakes nobody: the worker itself goes on with it.
+        // A job that comes while one is carried out wakes no worker: the same one goes on with it.
         queue.add(job(5, 2, true));
         assert_eq!(queue.ready(), 0);
         let following = |queue: &mut Queue, fd| {
@@ -369,7 +369,8 @@ pub(crate) mod tests {
         assert_eq!(following(&mut queue, 1), Some(4));
         assert_eq!(following(&mut queue, 2), Some(5));
         assert_eq!((following(&mut queue, 1), following(&mut queue, 2)), (None, None));
-        // Nobody is at it any more: the next is anybody's, also of a file that has taken the place of another.
+        // No worker is at these files any more, so any worker may take the next job, even of a file that has taken
+        // another's place.
         queue.add(job(6, 7, true));
         assert_eq!((queue.ready(), queue.lanes.len()), (1, 2));
         assert_eq!(taken(&mut queue), Some(6));

@@ -412,7 +412,7 @@ fn carry_out_batch(batch: &mut Batch, io_submit: &OnceCell<Option<IoSubmit>>, do
             while left > 0 {
                 context.take(|index, result| {
                     left -= 1;
-                    // A call of its own is repeated.
+                    // The request is repeated by a call of its own.
                     done.push((index, if result == -libc::EAGAIN { ALONE } else { result }));
                 });
             }

@@ -218,7 +218,7 @@ impl Image {
     pub fn reveal(&self, offset: u64, length_bytes: u64) -> Result<()> {
         let chain = self.chain();
         let Some(top) = chain.layers.first().filter(|top| top.mapping.can_reveal()) else {
-            return Err(Error::new(ErrorKind::Unsupported, "a raw image cannot be emptied"));
+            return Err(Error::new(ErrorKind::Unsupported, "an image without tables cannot be emptied"));
         };
         let io = top.open_blocking()?;
         let what = format!("cannot empty at byte {offset}");

@@ -204,7 +204,8 @@ pub fn edit(
     let (format, _) = format_of(name, file.as_ref(), format)?;
     let (io, file) = (open(file)?, file.as_ref());
     match (format, edit) {
-        (Format::Raw | Format::Scratch, _) => refused(name, "a raw image has no snapshots"),
+        (Format::Raw, _) => refused(name, "a raw image has no snapshots"),
+        (Format::Scratch, _) => refused(name, "a scratch overlay has no snapshots"),
         (Format::Qcow2, Edit::CreateSnapshot(new)) => {
             block_on(format_qcow2::create_snapshot(&io, file, name, new, watch))
         }

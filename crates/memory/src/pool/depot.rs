@@ -32,7 +32,7 @@ struct Counters {
     threads: AtomicUsize,
 }
 
-/// A snapshot of a pool's counters. Created, freed and total are exact; what is in flight is known as of each thread's
+/// A snapshot of a pool's counters. Created, freed and total are exact. What is in flight is known as of each thread's
 /// last exchange, so it may be off by the length of the threads' lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PoolStats {
@@ -123,8 +123,8 @@ impl<T, R: Rules> Depot<T, R> {
         self.surplus_over(self.recent_peak())
     }
 
-    /// The surplus over `peak`. Twice the room of all lists is no surplus, because the peak is not known more exactly.
-    /// Freeing what will be needed again is worse than keeping it.
+    /// Returns the surplus over `peak`. Twice the room of all lists is no surplus, because the peak is not known more
+    /// exactly. Freeing what will be needed again is worse than keeping it.
     fn surplus_over(&self, peak: u64) -> u64 {
         let lists = self.threads() * LIST_BATCHES * self.batch_for(peak);
         self.total().saturating_sub(peak + 2 * lists)

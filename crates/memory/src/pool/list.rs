@@ -35,7 +35,7 @@ pub(super) struct List<T> {
     fills: u8,
     /// Contexts that this thread got from the depot or the allocator, less those that went back there.
     net: i64,
-    /// What the depot was last told to be outstanding.
+    /// The outstanding contexts last reported to the depot.
     published: i64,
     /// The length of this thread's magazines, as a multiple of the ordinary length. It doubles when the thread takes
     /// back what it gave, as a reactor does that completes in bursts. A run of gifts resets it to one.

@@ -76,7 +76,7 @@ impl<T> Default for Magazine<T> {
 
 impl<T> Drop for Magazine<T> {
     fn drop(&mut self) {
-        // One by one: dropping the whole chain would recurse.
+        // Dropped one by one: dropping the whole chain would recurse.
         while let Some(node) = self.pop() {
             drop(node);
         }

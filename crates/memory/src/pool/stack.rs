@@ -1,10 +1,9 @@
 //! Magazines waiting for a thread that needs them: a fixed table of slots, and two lock-free stacks of slot numbers.
 //!
 //! A slot is on the stack `full`, on the stack `empty`, or claimed by the one thread that popped it; only the claimant
-//! touches its magazine. Nothing is ever unlinked from memory that another thread may still read: the table lives as
-//! long as the stacks, and a stale slot number leads to an atomic link at worst. The stale link is harmless because the
-//! head carries a tag that changes with every push and pop: a compare-and-swap that was prepared before such a change
-//! fails (no ABA).
+//! touches its magazine. The table lives as long as the stacks, so no memory is freed that another thread may still
+//! read. A stale slot number leads to an atomic link at worst. The stale link is harmless because the head carries a
+//! tag that changes with every push and pop. A compare-and-swap that was prepared before such a change fails (no ABA).
 
 use super::magazine::Magazine;
 use super::sync::{AtomicU32, AtomicU64, Ordering, UnsafeCell};
@@ -17,8 +16,8 @@ const NONE: u32 = INDEX_MASK as u32;
 
 /// What keeps the stacks sound. Each mutant of the model checker breaks one rule.
 pub(super) trait Rules {
-    /// Added to a head's tag by each change. 48 bits of tag: at ten million changes a second a thread would have to
-    /// sleep between its load and its compare-and-swap for most of a year to meet the same tag again.
+    /// Added to a head's tag by each change. The tag has 48 bits. At ten million changes a second, it repeats only if a
+    /// thread sleeps for most of a year between its load and its compare-and-swap.
     const TAG_STEP: u64;
     /// How a push publishes the slot's contents and its link.
     const PUBLISH: Ordering;

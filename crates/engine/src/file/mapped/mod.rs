@@ -74,7 +74,8 @@ pub(crate) fn host_has_swap() -> bool {
 impl MappedFile {
     /// Maps a file of `length_bytes`. `None` if that fails, or holes cannot be told from data.
     pub(crate) fn new(fd: &OwnedFd, length_bytes: u64, writable: bool) -> Option<Self> {
-        // The code below assumes that the kernel's pages have this size. SAFETY: the call takes and returns numbers.
+        // The code below assumes that the kernel's pages have this size.
+        // SAFETY: the call takes and returns numbers.
         let page_bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
         if page_bytes != PAGE_BYTES as libc::c_long {
             return None;

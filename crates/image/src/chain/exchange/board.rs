@@ -325,10 +325,9 @@ impl Board {
             return None;
         }
         let error = |seat: &Arc<Seat>| seat.error.lock().unwrap_or_else(PoisonError::into_inner).take();
-        match state.seats.iter().rev().find_map(error) {
-            Some(error) => Some(Err(error)),
-            None => Some(Ok(())),
-        }
+        // All are taken: one that stayed would fail a later order.
+        let errors: Vec<Error> = state.seats.iter().filter_map(error).collect();
+        Some(errors.into_iter().next().map_or(Ok(()), Err))
     }
 
     /// Takes the right to exchange the chain. Refused while somebody else has the right or writes past the queues.
