@@ -48,10 +48,14 @@ struct DebArguments {
     /// Try this package instead of building one.
     #[arg(long, value_name = "FILE", requires = "try_it")]
     package: Option<PathBuf>,
+    /// Pack this build of the program, and make none.
+    #[arg(long, value_name = "PATH", conflicts_with = "package")]
+    binary: Option<PathBuf>,
 }
 
 fn deb(arguments: &DebArguments) -> anyhow::Result<()> {
-    let package = arguments.package.clone().map_or_else(packaging::deb, Ok)?;
+    let build = || packaging::deb(arguments.binary.as_deref());
+    let package = arguments.package.clone().map_or_else(build, Ok)?;
     println!("{}", package.display());
     if arguments.try_it { try_package::run(&package) } else { Ok(()) }
 }

@@ -3,7 +3,7 @@
 use crate::command::Program;
 use crate::workspace;
 use anyhow::{Context, Result, bail};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// The directory of the units.
 const UNITS: &str = "dist/systemd";
@@ -12,19 +12,24 @@ const EXPOSURE_MAX_TENTHS: u32 = 15;
 /// A word in systemd's message about a line that it does not understand and ignores.
 const IGNORED: &str = "ignoring";
 
-/// Builds the package below the build directory, and returns where it is.
-pub(crate) fn deb() -> Result<PathBuf> {
+/// Builds the package below the build directory, and returns where it is. The program is a release build, or `binary`.
+pub(crate) fn deb(binary: Option<&Path>) -> Result<PathBuf> {
     if !Program::cargo().args(["deb", "--version"]).succeeds() {
         bail!("cargo-deb builds the package: cargo install --locked cargo-deb");
     }
-    let built = Program::cargo().args(["build", "--release", "--package", "ringdisk"]).watch()?;
-    if !built.success() {
-        bail!("the program does not build");
+    let program = workspace::target().join("release/ringdisk");
+    match binary {
+        Some(binary) => put_in_place(binary, &program)?,
+        None => {
+            let built = Program::cargo().args(["build", "--release", "--package", "ringdisk"]).watch()?;
+            if !built.success() {
+                bail!("the program does not build");
+            }
+        }
     }
     let generated = workspace::target().join("package");
     // Files of an earlier version must not be packed.
     let _ = std::fs::remove_dir_all(&generated);
-    let program = workspace::target().join("release/ringdisk");
     Program::new(program).args(["generate".as_ref(), generated.as_os_str()]).output_text()?;
     let packed = Program::cargo().args(["deb", "--package", "ringdisk", "--no-build"]).watch()?;
     if !packed.success() {
@@ -34,6 +39,20 @@ pub(crate) fn deb() -> Result<PathBuf> {
     let is_package = |line: &&String| line.trim_end().ends_with(".deb");
     let package = packed.lines.iter().rev().find(is_package).context("cargo deb did not say what it wrote")?;
     Ok(PathBuf::from(package.trim()))
+}
+
+/// Puts a program where cargo would. The next build of cargo's puts its own there again.
+fn put_in_place(binary: &Path, program: &Path) -> Result<()> {
+    let found = binary.canonicalize().with_context(|| format!("cannot find '{}'", binary.display()))?;
+    if program.canonicalize().is_ok_and(|there| there == found) {
+        return Ok(());
+    }
+    let directory = program.parent().context("the build directory has no parent")?;
+    std::fs::create_dir_all(directory).with_context(|| format!("cannot make '{}'", directory.display()))?;
+    // Cargo's program has another name elsewhere: its file is not to be written over.
+    let _ = std::fs::remove_file(program);
+    let failed = || format!("cannot copy '{}' to '{}'", found.display(), program.display());
+    std::fs::copy(&found, program).map(drop).with_context(failed)
 }
 
 /// Complaints about the units: lines that systemd does not understand, and services that may do more than they need.

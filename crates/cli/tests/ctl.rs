@@ -368,12 +368,16 @@ fn a_configuration_is_read_again_while_a_guest_works() {
     daemon.ctl(&["snapshot", "root", path_str(&overlay)]);
     write(&[throttle(500_000) + "serial = 'one'\n", null("a", "2G")]);
     assert_eq!(daemon.json(&["reload"])["reopened"], serde_json::json!(["root"]));
-    assert_eq!(daemon.json(&["show", "root"])["file"], path_str(&overlay));
+    let shown = daemon.json(&["show", "root"]);
+    assert_eq!(shown["file"], path_str(&overlay));
+    // So does the socket, which guests know.
+    assert_eq!(shown["exports"][0]["socket"], path_str(&socket));
     server.kill();
     write(&[throttle(500_000) + "serial = 'two'\n"]);
     let server = Server::start(&["--config", path_str(&config)]);
     let shown = daemon.json(&["show", "root"]);
     assert_eq!((&shown["file"], &shown["serial"]), (&path_str(&overlay).into(), &"two".into()));
+    assert_eq!(shown["exports"][0]["socket"], path_str(&socket));
     assert_eq!(daemon.names(), ["root", "mine"]);
     server.stop();
     assert_valid(&overlay, true);

@@ -402,4 +402,20 @@ fn a_disk_comes_back_without_an_export_that_cannot() {
     let server = daemon.start(&arguments);
     assert_eq!(tool_ok("nbdinfo", &["--size", &format!("nbd://{port}/a")]).trim(), (16 << 20).to_string());
     server.stop();
+    // One that failed to start is taken away by its number, and does not come back.
+    let taken = std::net::TcpListener::bind(&port).expect("the port that the daemon had");
+    let server = daemon.start(&arguments);
+    let exports = daemon.json(&["exports"]);
+    let failed = exports["failed"].as_array().unwrap();
+    let id = failed[0]["id"].to_string();
+    assert!(failed.len() == 1 && failed[0]["disk"] == "a", "{exports}");
+    assert!(exports["exports"].as_array().unwrap().iter().all(|export| export["id"] != failed[0]["id"]), "{exports}");
+    daemon.ctl(&["unexport", &id]);
+    let has_none = || daemon.json(&["exports"])["failed"].as_array().unwrap().is_empty();
+    assert!(has_none() && daemon.json(&["list"])["failed"].as_array().unwrap().is_empty());
+    server.stop();
+    drop(taken);
+    let server = daemon.start(&arguments);
+    assert!(has_none() && std::net::TcpStream::connect(&port).is_err());
+    server.stop();
 }

@@ -227,6 +227,20 @@ pub struct Overlay {
 pub struct Exports {
     /// In the order in which they were added.
     pub exports: Vec<Export>,
+    /// Exports of the state directory that could not begin. They are tried again at the next start.
+    pub failed: Vec<FailedExport>,
+}
+
+/// An export that was there before, and without which its disk is served.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FailedExport {
+    /// Its number, by which it is taken off the record.
+    pub id: u64,
+    /// The disk.
+    pub disk: String,
+    /// Why.
+    pub error: String,
 }
 
 /// An export of a disk.

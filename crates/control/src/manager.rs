@@ -14,8 +14,8 @@ use self::exports::{to_export, with_absolute_paths};
 use self::held::Holding;
 use self::reload::Configuration;
 use crate::api::{
-    AddDisk, AddExport, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, FormerTop, Held, Job, JobKind,
-    JobState, Overlay, ReactorStats, Rounds, Stats, TableStats,
+    AddDisk, AddExport, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, FailedExport, FormerTop, Held,
+    Job, JobKind, JobState, Overlay, ReactorStats, Rounds, Stats, TableStats,
 };
 use crate::events::Events;
 use crate::failure::Failure;
@@ -83,8 +83,8 @@ pub struct Manager {
     exports: Mutex<BTreeMap<ExportId, Option<AddExport>>>,
     /// Recorded disks that could not be opened, and why.
     failed: Mutex<BTreeMap<String, String>>,
-    /// Recorded exports that could not be served, and why.
-    failed_exports: Mutex<Vec<(AddExport, String)>>,
+    /// Recorded exports that could not be served.
+    failed_exports: Mutex<Vec<exports::NotServed>>,
     pub(crate) events: Arc<Events>,
     /// Tells a thread about disks that begin to hold requests.
     holds: Sender<Holding>,
@@ -265,7 +265,7 @@ impl Manager {
             record.disks.retain(|disk| disk.name != name);
         };
         self.records.change(forget)?;
-        lock(&self.failed_exports).retain(|(export, _)| export.disk != name);
+        lock(&self.failed_exports).retain(|export| export.request.disk != name);
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         closed
     }
@@ -343,7 +343,7 @@ impl Manager {
             }
         })?;
         let disk = request.disk.clone();
-        lock(&self.failed_exports).retain(|(other, _)| *other != request);
+        lock(&self.failed_exports).retain(|other| other.request != request);
         lock(&self.exports).insert(id, Some(request));
         let gone = || Error::new(ErrorKind::Locked, "the export was removed meanwhile");
         let export = self.exports().into_iter().find(|export| export.id == id.number()).ok_or_else(gone)?;
@@ -354,6 +354,10 @@ impl Manager {
 
     /// Removes an export. The disk stays.
     pub(crate) fn remove_export(&self, number: u64) -> Result<(), Failure> {
+        if let Some(disk) = self.forget_failed_export(|export| export.id == number)? {
+            self.events.publish(EventKind::ExportRemoved, Some(&disk), Some(number), None);
+            return Ok(());
+        }
         let found = self.daemon.exports().into_iter().find(|export| export.id.number() == number);
         let export = found.ok_or_else(|| Failure::not_found(format!("there is no export {number}")))?;
         let disk = self.name_of(export.node)?;
@@ -401,13 +405,16 @@ impl Manager {
     /// Returns recorded disks that could not be opened, and those that are served without one of their exports.
     #[must_use]
     pub fn failed_disks(&self) -> Vec<FailedDisk> {
-        let to_failed = |(name, error): (&String, &String)| FailedDisk { name: name.clone(), error: error.clone() };
-        let mut failed: Vec<FailedDisk> = lock(&self.failed).iter().map(to_failed).collect();
-        let without = |(export, error): &(AddExport, String)| FailedDisk {
-            name: export.disk.clone(),
-            error: format!("it is served, but one of its exports is not: {error}"),
+        let to_failed = |(name, error): (&String, &String)| FailedDisk {
+            name: name.clone(),
+            error: format!("could not be opened: {error}"),
         };
-        failed.extend(lock(&self.failed_exports).iter().map(without));
+        let mut failed: Vec<FailedDisk> = lock(&self.failed).iter().map(to_failed).collect();
+        let without = |FailedExport { id, disk, error }| FailedDisk {
+            name: disk,
+            error: format!("is served, but its export {id} is not ('ctl unexport {id}' forgets it): {error}"),
+        };
+        failed.extend(self.failed_exports().into_iter().map(without));
         failed
     }
 

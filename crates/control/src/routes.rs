@@ -344,7 +344,9 @@ async fn snapshot_disks(
 /// All exports
 #[utoipa::path(get, path = "/v1/exports", responses((status = 200, body = Exports)))]
 async fn list_exports(State(manager): Shared) -> Answer<Exports> {
-    beside(manager, |manager| Ok(Exports { exports: manager.exports() })).await.map(Json)
+    beside(manager, |manager| Ok(Exports { exports: manager.exports(), failed: manager.failed_exports() }))
+        .await
+        .map(Json)
 }
 
 /// Add an export of a disk

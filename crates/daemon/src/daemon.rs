@@ -335,6 +335,12 @@ impl Daemon {
         Ok(self.table.find(node)?.disk.hold.clone())
     }
 
+    /// Returns a number for an export that could not begin, so that it can be named.
+    #[must_use]
+    pub fn spare_export_id(&self) -> ExportId {
+        self.table.spare_export_id()
+    }
+
     /// Returns the exports of all disks, in the order in which they were added.
     #[must_use]
     pub fn exports(&self) -> Vec<ExportStatus> {

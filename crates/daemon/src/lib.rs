@@ -20,6 +20,7 @@
 
 #![forbid(unsafe_code)]
 
+mod addresses;
 mod attach;
 mod backup;
 mod change;

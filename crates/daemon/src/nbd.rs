@@ -2,6 +2,7 @@
 //!
 //! A server begins with its first export and ends with its last. Exports at one address differ by their names.
 
+use crate::addresses::Addresses;
 use crate::attach::absolute;
 use crate::daemon::Daemon;
 use crate::front::Front;
@@ -11,11 +12,10 @@ use block::{DirtyBitmaps, Disk, Error, ErrorKind, ReactorHandle, Result};
 use export_nbd::{Credentials, Limits, NbdBitmap, NbdExport, NbdListener, NbdServer, ServerOptions, Tls};
 use export_vhost_user::ListenSocket;
 use image::Image;
-use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// A Unix socket is for this user only.
 const SOCKET_MODE: u32 = 0o600;
@@ -158,12 +158,9 @@ impl NbdOptions {
     }
 }
 
-/// The servers of a daemon.
+/// The servers of a daemon. Two exports at one address find each other.
 #[derive(Default)]
-pub(crate) struct Servers {
-    /// Held while servers begin, so that two exports at one address find each other.
-    all: Mutex<BTreeMap<NbdAddress, Arc<Serving>>>,
-}
+pub(crate) struct Servers(Addresses<Serving>);
 
 struct Serving {
     server: NbdServer,
@@ -173,23 +170,8 @@ struct Serving {
     _socket: Option<ListenSocket>,
 }
 
-impl Servers {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<NbdAddress, Arc<Serving>>> {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn add(&self, options: &NbdOptions, export: NbdExport, reactors: Vec<Arc<dyn ReactorHandle>>) -> Result<()> {
-        let mut all = self.lock();
-        if let Some(serving) = all.get(&options.address) {
-            if serving.tls != options.tls || serving.connections != options.connections() {
-                let what = format!(
-                    "an NBD server is at '{}' already, with other connections or TLS: name the same, or another address",
-                    options.address
-                );
-                return Err(Error::new(ErrorKind::Locked, what));
-            }
-            return serving.server.add(export);
-        }
+impl Serving {
+    fn begin(options: &NbdOptions, export: NbdExport, reactors: Vec<Arc<dyn ReactorHandle>>) -> Result<Self> {
         let tls = options
             .tls
             .as_ref()
@@ -205,23 +187,33 @@ impl Servers {
                 server.tls = tls;
             }),
         )?;
-        let serving = Serving { server, connections: options.connections(), tls: options.tls.clone(), _socket: socket };
-        all.insert(options.address.clone(), Arc::new(serving));
-        Ok(())
+        Ok(Self { server, connections: options.connections(), tls: options.tls.clone(), _socket: socket })
+    }
+
+    fn join(&self, options: &NbdOptions, export: NbdExport) -> Result<()> {
+        if self.tls != options.tls || self.connections != options.connections() {
+            let what = format!(
+                "an NBD server is at '{}' already, with other connections or TLS: name the same, or another address",
+                options.address
+            );
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
+        self.server.add(export)
+    }
+}
+
+impl Servers {
+    fn add(&self, options: &NbdOptions, export: &NbdExport, reactors: Vec<Arc<dyn ReactorHandle>>) -> Result<()> {
+        let join = |serving: &Serving| serving.join(options, export.clone());
+        self.0.join_or_begin(&options.address, join, || Serving::begin(options, export.clone(), reactors))
     }
 
     /// Ends an export, and its server if it was the last there.
     fn remove(&self, address: &NbdAddress, name: &str) {
-        let Some(serving) = self.lock().get(address).cloned() else { return };
-        serving.server.remove(name);
-        let mut all = self.lock();
-        let is_it = all.get(address).is_some_and(|other| Arc::ptr_eq(other, &serving));
-        if is_it && !serving.server.is_serving() {
-            all.remove(address);
-        }
-        drop(all);
         // Dropping the last handle ends the server.
-        drop(serving);
+        let Some(serving) = self.0.find(address) else { return };
+        serving.server.remove(name);
+        self.0.remove_if(address, &serving, |serving| !serving.server.is_serving());
     }
 }
 
@@ -259,7 +251,7 @@ impl Daemon {
         let export = export_of(&found, options)?;
         let name = export.name.clone();
         let begin = || {
-            self.servers.add(options, export.clone(), self.reactor_handles())?;
+            self.servers.add(options, &export, self.reactor_handles())?;
             let (servers, address) = (Arc::clone(&self.servers), options.address.clone());
             Ok(Front::Nbd(Box::new(NbdFront { servers, address, has_tls: options.tls.is_some(), export })))
         };

@@ -243,6 +243,13 @@ impl Table {
         Ok((id, has_others))
     }
 
+    /// Returns a number that no export has or will have.
+    pub(crate) fn spare_export_id(&self) -> ExportId {
+        let mut state = self.lock();
+        state.next_export += 1;
+        ExportId(state.next_export - 1)
+    }
+
     /// Enters an export that serves. If its disk is going meanwhile, the export is given back, and the caller ends it.
     pub(crate) fn export_is_here(&self, id: ExportId, export: Front) -> Result<(), Front> {
         let mut guard = self.lock();

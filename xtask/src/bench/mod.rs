@@ -21,6 +21,7 @@ mod profile;
 mod qcow2_file;
 mod results;
 mod rounds;
+mod scrape;
 mod scratch;
 mod statistics;
 mod stolen;
@@ -76,9 +77,13 @@ pub(crate) struct BenchArguments {
     /// page of --output.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "resume", "size_mib", "directory", "before", "filter", "list"])]
     throttle: bool,
+    /// Measure how long it takes to scrape a hundred disks instead, and what that costs a guest; writes
+    /// docs/benchmarks-scrape.md, or where --output says.
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "throttle", "resume", "size_mib", "directory", "before", "filter", "list"])]
+    scrape: bool,
     /// Measure disks for NBD clients instead, beside nbdkit and qemu-nbd, and with TLS; at most five rounds. Writes
     /// docs/benchmarks-nbd.md, or the page of --output.
-    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "resume", "size_mib", "before"])]
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "scrape", "resume", "size_mib", "before"])]
     nbd: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
@@ -145,6 +150,10 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     }
     if arguments.throttle {
         return throttle::run(ringdisk_of(arguments)?, arguments);
+    }
+    if arguments.scrape {
+        ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
+        return scrape::run(ringdisk_of(arguments)?, arguments);
     }
     if arguments.nbd {
         ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);

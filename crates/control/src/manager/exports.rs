@@ -1,11 +1,18 @@
 //! Requested exports: how the daemon adds them, and how the interface describes them.
 
 use super::{Manager, counters_of, lock};
-use crate::api::{AddExport, AddNbd, AddTls, Export, GuestMemory, NbdExport};
+use crate::api::{AddExport, AddNbd, AddTls, Export, FailedExport, GuestMemory, NbdExport};
 use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
 use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, absolute};
 use drive::{ExportOptions, Placement};
+
+/// A recorded export that could not begin.
+pub(super) struct NotServed {
+    pub(super) id: u64,
+    pub(super) request: AddExport,
+    error: String,
+}
 
 impl Manager {
     /// Starts an export.
@@ -25,20 +32,35 @@ impl Manager {
                 Ok(id) => drop(lock(&self.exports).insert(id, Some(export.clone()))),
                 Err(error) => {
                     tracing::error!(disk = %disk.name, "an export is not served: {error}");
-                    lock(&self.failed_exports).push((export.clone(), error.to_string()));
+                    let (id, request) = (self.daemon.spare_export_id().number(), export.clone());
+                    lock(&self.failed_exports).push(NotServed { id, request, error: error.to_string() });
                 }
             }
         }
     }
 
-    /// Removes an export that failed at the start from the record.
-    pub(super) fn forget_failed_export(&self, export: &AddExport) -> Result<()> {
-        lock(&self.failed_exports).retain(|(other, _)| other != export);
+    /// Returns the recorded exports that failed at the start.
+    #[must_use]
+    pub fn failed_exports(&self) -> Vec<FailedExport> {
+        let to_failed = |NotServed { id, request, error }: &NotServed| FailedExport {
+            id: *id,
+            disk: request.disk.clone(),
+            error: error.clone(),
+        };
+        lock(&self.failed_exports).iter().map(to_failed).collect()
+    }
+
+    /// Removes an export that failed at the start from the record. Returns the name of its disk, if there is such an export.
+    pub(super) fn forget_failed_export(&self, is_it: impl Fn(&NotServed) -> bool) -> Result<Option<String>> {
+        let found = lock(&self.failed_exports).iter().find(|export| is_it(export)).map(|export| export.request.clone());
+        let Some(request) = found else { return Ok(None) };
         self.records.change(|record| {
-            if let Some(disk) = record.disk_mut(&export.disk) {
-                disk.exports.retain(|other| other != export);
+            if let Some(disk) = record.disk_mut(&request.disk) {
+                disk.exports.retain(|other| *other != request);
             }
-        })
+        })?;
+        lock(&self.failed_exports).retain(|export| export.request != request);
+        Ok(Some(request.disk))
     }
 
     fn restore_export(&self, node: NodeId, request: &AddExport) -> Result<ExportId> {

@@ -1,5 +1,6 @@
 //! Reads the configuration file again, and adds, removes and changes what differs, while other disks run.
 
+use super::restore::keep_usual_socket;
 use super::{Configured, Manager, absolute_file, lock};
 use crate::api::{AddExport, EventKind, FailedDisk, Reloaded};
 use crate::config::Config;
@@ -173,7 +174,7 @@ impl Manager {
                 Some(id) => {
                     self.remove_export(id).map_err(|failure| Error::new(ErrorKind::BadOption, failure.0.message))?;
                 }
-                None => self.forget_failed_export(gone)?,
+                None => drop(self.forget_failed_export(|export| export.request == *gone)?),
             }
         }
         let added = new.exports.iter().filter(|export| !old.exports.contains(export));
@@ -207,6 +208,7 @@ impl Manager {
         let recorded = self.records.current();
         let layered = recorded.disk(given.name().unwrap_or_default());
         if let Some(disk) = layered.filter(|disk| disk.has_layers_on(options.get("file"))) {
+            keep_usual_socket(&mut given.drive.export, &given.drive.disk);
             options = disk.with_own_top(options);
             let own = options.to_drive()?.disk;
             let disk = &mut given.drive.disk;

@@ -4,6 +4,8 @@ use super::{Configured, Manager, absolute_file, lock};
 use crate::options::Options;
 use crate::record::{Record, RecordedDisk};
 use block::Result;
+use daemon::absolute;
+use drive::{DiskOptions, ExportOptions};
 
 impl Manager {
     /// Serves the disks of the record and of `configured`: the command line or a configuration file. A disk that is in
@@ -59,6 +61,7 @@ impl Manager {
         if let Some(given) = given {
             // A socket may have been passed to this run.
             drive.export.clone_from(&given.drive.export);
+            keep_usual_socket(&mut drive.export, &given.drive.disk);
         }
         let node = self.daemon.add_disk(&drive.disk)?;
         self.listen_to_hold(node, &disk.name);
@@ -69,6 +72,13 @@ impl Manager {
         self.restore_exports(node, disk);
         self.take_fleece_off(node, &disk.name);
         Ok(())
+    }
+}
+
+/// The usual socket lies beside the file that was given, also when layers were put on that file: guests know it.
+pub(super) fn keep_usual_socket(export: &mut ExportOptions, given: &DiskOptions) {
+    if export.socket.is_none() && export.socket_descriptor.is_none() {
+        export.socket = given.default_socket().map(|socket| absolute(&socket));
     }
 }
 

@@ -236,9 +236,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Verb::SnapshotCreate(args) => ctl.create_snapshot(args),
         Verb::SnapshotDelete(args) => ctl.delete_snapshot(args),
         Verb::SnapshotApply(args) => ctl.apply_snapshot(args),
-        Verb::Exports => {
-            ctl.show(&ctl.client.get::<Exports>("/v1/exports")?, |exports| tables::exports(&exports.exports))
-        }
+        Verb::Exports => ctl.show(&ctl.client.get::<Exports>("/v1/exports")?, tables::all_exports),
         Verb::Export(export) => ctl.export(export),
         Verb::Unexport { id } => Ok(ctl.client.delete(&format!("/v1/exports/{id}"))?),
         Verb::Jobs => ctl.show(&ctl.client.get::<Jobs>("/v1/jobs")?, |jobs| tables::jobs(&jobs.jobs)),

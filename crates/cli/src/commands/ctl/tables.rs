@@ -2,7 +2,9 @@
 
 use super::latency;
 use comfy_table::{CellAlignment, Table, presets};
-use control::api::{Bitmaps, Counters, Disk, Disks, Event, Export, InternalSnapshots, Job, Reloaded, Rounds, Stats};
+use control::api::{
+    Bitmaps, Counters, Disk, Disks, Event, Export, Exports, InternalSnapshots, Job, JobState, Reloaded, Rounds, Stats,
+};
 use std::fmt::Write as _;
 
 pub(super) fn table(
@@ -35,7 +37,7 @@ pub(super) fn disks(answer: &Disks) -> String {
     });
     let mut text = table(&["name", "size", "read-only", "file", "sockets"], rows, 1..2);
     for failed in &answer.failed {
-        let _ = writeln!(text, "{}: could not be opened: {}", failed.name, failed.error);
+        let _ = writeln!(text, "{}: {}", failed.name, failed.error);
     }
     text
 }
@@ -104,9 +106,19 @@ pub(super) fn exports(exports: &[Export]) -> String {
     table(&["id", "disk", "read-only", "queues", "requests", "socket"], rows, 3..5)
 }
 
+/// With those that could not begin.
+pub(super) fn all_exports(answer: &Exports) -> String {
+    let mut text = exports(&answer.exports);
+    for failed in &answer.failed {
+        let _ = writeln!(text, "export {} of {}: could not begin: {}", failed.id, failed.disk, failed.error);
+    }
+    text
+}
+
 pub(super) fn jobs(jobs: &[Job]) -> String {
     let rows = jobs.iter().map(|job| {
         let percent = match job.total_bytes {
+            _ if job.state == JobState::Done => 100,
             0 => 0,
             total => u128::from(job.done_bytes) * 100 / u128::from(total),
         };
