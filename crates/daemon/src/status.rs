@@ -187,6 +187,8 @@ pub struct JobStatus {
     /// Bytes to deal with: the disk's, plus those that guests write meanwhile. Rises only; a job that is done has dealt
     /// with all.
     pub total_bytes: u64,
+    /// How long the rest takes at the rate of the last seconds; `None` where nobody can say.
+    pub time_left: Option<Duration>,
     /// How a copy of what guests write to comes to its end.
     pub rounds: CopyRounds,
     /// What a job that is done has come to, where there is more to say.

@@ -131,6 +131,10 @@ pub struct Job {
     pub done_bytes: u64,
     /// Bytes to deal with. Rises only.
     pub total_bytes: u64,
+    /// Seconds until it is done, if it goes on as in the last ten. Not there where nobody can say: it has just begun, hangs, is
+    /// paused, or has ended. What guests write meanwhile is not foreseen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eta_s: Option<u64>,
     /// How it comes to its end, where it copies what guests write to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rounds: Option<Rounds>,
