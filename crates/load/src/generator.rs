@@ -4,6 +4,7 @@
 //! replace them begin then.
 
 use crate::evenness::Evenness;
+use crate::moments::Moments;
 use crate::range::Range;
 use crate::report::{BatchCounts, Timings};
 use crate::spec::{BenchSpec, Pattern, Stop};
@@ -67,6 +68,7 @@ pub(crate) struct QueueResult {
     pub(crate) first_mismatch: Option<String>,
     pub(crate) batches: BatchCounts,
     pub(crate) evenness: Evenness,
+    pub(crate) moments: Option<Moments>,
     pub(crate) elapsed_seconds: f64,
     pub(crate) blocks: Option<Vec<BlockState>>,
     pub(crate) abandoned: usize,
@@ -156,6 +158,7 @@ impl Generator {
             first_mismatch: None,
             batches: BatchCounts::up_to(slots.len()),
             evenness: Evenness::default(),
+            moments: spec.moments.map(Moments::new),
             elapsed_seconds: 0.0,
             blocks: None,
             abandoned: 0,
@@ -203,6 +206,9 @@ impl Generator {
             result.flushes.clear();
             result.batches.clear();
             result.evenness.clear();
+            if let Some(moments) = &mut result.moments {
+                moments.clear();
+            }
             result.bytes = 0;
         }
         if phase >= Phase::Drain && self.phase < Phase::Drain {
@@ -298,6 +304,9 @@ impl Generator {
                 Kind::Flush => (&mut result.flushes, 0),
             };
             timings.record(ns);
+            if let (Some(moments), Phase::Measure) = (&mut result.moments, self.phase) {
+                moments.record(now.saturating_duration_since(self.started), ns);
+            }
             result.bytes += bytes as u64;
         }
         self.untold += u64::from(slot.kind != Kind::Flush);

@@ -90,6 +90,8 @@ pub struct BenchSpec {
     pub verify: Option<Verify>,
     /// Processes whose CPU time is the server's.
     pub server_pids: Vec<u32>,
+    /// Keep latency over time, in pieces of this length. It takes eight bytes a request.
+    pub moments: Option<Duration>,
     /// How long requests in flight may take after the end. Then the run is given up.
     pub drain_timeout: Duration,
 }
@@ -110,6 +112,7 @@ impl Default for BenchSpec {
             fua: false,
             verify: None,
             server_pids: Vec::new(),
+            moments: None,
             drain_timeout: Duration::from_secs(60),
         }
     }
